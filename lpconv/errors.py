@@ -1,0 +1,114 @@
+"""What can go wrong, as one tree. Each leaf carries the exit code that the command line ends with.
+
+    LpconvError
+    ├── UsageError           2   the request itself is wrong: an option, a pattern, a manifest
+    ├── InputError           3   an input is missing, unreadable, corrupt or not what its hash says
+    ├── UnsupportedError     4   understood, but this format, architecture, extra or device is not there
+    ├── VerificationError    5   the output failed its verification or a gate; nothing was published
+    ├── BatchError           6   a batch ran to its end and some jobs failed
+    ├── ResourceError        7   not enough memory, disk or GPU memory
+    ├── OutputExistsError    8   the output is there and neither resume nor force was asked for
+    └── InterruptedRunError  130 or 143, by the signal
+
+Anything else that reaches the command line is a bug of ours and ends with exit code 1.
+"""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+__all__ = [
+    "BatchError",
+    "InputError",
+    "InterruptedRunError",
+    "LpconvError",
+    "OutputExistsError",
+    "ResourceError",
+    "UnsupportedError",
+    "UsageError",
+    "VerificationError",
+]
+
+
+class LpconvError(Exception):
+    """A failure that is not a bug: what happened, where, and what to do next.
+
+    `hint` is one sentence that the command line prints after ``hint:``; `details` are JSON-able facts for scripts.
+    """
+
+    exit_code: ClassVar[int] = 1
+    kind: ClassVar[str] = "error"
+
+    def __init__(self, message: str, *, hint: str | None = None, details: Mapping[str, object] | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+        self.details = dict(details or {})
+
+    def to_dict(self) -> dict[str, object]:
+        """The error as the JSON object that ``--json`` prints."""
+        return {
+            "code": self.exit_code,
+            "kind": self.kind,
+            "message": self.message,
+            "hint": self.hint,
+            "details": self.details,
+        }
+
+
+class UsageError(LpconvError):
+    """The request is wrong: an option value, a pattern, a manifest key."""
+
+    exit_code = 2
+    kind = "usage"
+
+
+class InputError(LpconvError):
+    """An input is missing, unreadable, corrupt, or does not match its recorded hash."""
+
+    exit_code = 3
+    kind = "input"
+
+
+class UnsupportedError(LpconvError):
+    """The request is understood, but not supported here: format, architecture, missing extra, device."""
+
+    exit_code = 4
+    kind = "unsupported"
+
+
+class VerificationError(LpconvError):
+    """The output failed its verification or a gate, so nothing was published."""
+
+    exit_code = 5
+    kind = "verification"
+
+
+class BatchError(LpconvError):
+    """A batch finished, and some of its jobs failed."""
+
+    exit_code = 6
+    kind = "batch"
+
+
+class ResourceError(LpconvError):
+    """Not enough memory, disk or GPU memory; found before the work where that is possible."""
+
+    exit_code = 7
+    kind = "resources"
+
+
+class OutputExistsError(LpconvError):
+    """The output is already there, or a partial one is, and the caller did not say what to do with it."""
+
+    exit_code = 8
+    kind = "output-exists"
+
+
+class InterruptedRunError(LpconvError):
+    """A signal ended the run; the journal is valid, so the run can be resumed."""
+
+    kind = "interrupted"
+
+    def __init__(self, signal_number: int, *, hint: str | None = None) -> None:
+        super().__init__(f"interrupted by signal {signal_number}", hint=hint, details={"signal": signal_number})
+        self.exit_code = 128 + signal_number  # type: ignore[misc]  # the one error whose code depends on its cause

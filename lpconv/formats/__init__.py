@@ -1,0 +1,1 @@
+"""Number formats as values, rounding, scales and exponent histograms."""

@@ -1,0 +1,122 @@
+"""Number formats as values: a few facts define each, everything else is derived.
+
+This module is plain Python, so that the command line and header-only tools know the formats without importing torch.
+
+A code with exponent field E > 0 and mantissa field M stands for (-1)^s · 2^(E - bias) · (1 + M / 2^m); with E = 0 it is
+subnormal, (-1)^s · 2^(1 - bias) · M / 2^m. Sources: IEEE 754-2019; OCP OFP8 1.0 (e4m3fn, e5m2); OCP MX 1.0 (fp6, fp4,
+e8m0); the fnuz pair as in the Graphcore/AMD proposal (arXiv 2206.02915), with the top exponent used for numbers and
+the code of -0 as the only NaN.
+"""
+
+import math
+from dataclasses import dataclass
+
+from lpconv.errors import LpconvError, UsageError
+from lpconv.lookup import find
+
+__all__ = ["FORMATS", "Format", "get_format"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """A binary floating-point format.
+
+    `max_mantissa` is the mantissa field of the largest finite number, at exponent field `max_exponent_field`.
+    `safetensors` is the dtype name in a safetensors header and `torch` the attribute of the torch module; both are None
+    where no such dtype exists (tf32 and fp6), and codes are then stored in bytes.
+    """
+
+    name: str
+    exponent_bits: int
+    mantissa_bits: int
+    bias: int
+    max_exponent_field: int
+    max_mantissa: int
+    has_inf: bool
+    has_nan: bool
+    has_sign: bool = True
+    has_negative_zero: bool = True
+    has_zero: bool = True
+    storage_bits: int
+    safetensors: str | None = None
+    torch: str | None = None
+
+    @property
+    def bits(self) -> int:
+        """Bits that carry information: sign, exponent and mantissa."""
+        return int(self.has_sign) + self.exponent_bits + self.mantissa_bits
+
+    @property
+    def max(self) -> float:
+        """The largest finite number."""
+        mantissa = 1 + self.max_mantissa / 2**self.mantissa_bits
+        return math.ldexp(mantissa, self.max_exponent_field - self.bias)
+
+    @property
+    def min_exponent(self) -> int:
+        """The exponent of the smallest normal number: 1 - bias, or -bias where every code is normal (e8m0fnu)."""
+        return 1 - self.bias if self.has_zero else -self.bias
+
+    @property
+    def max_exponent(self) -> int:
+        """floor(log2(max))."""
+        return self.max_exponent_field - self.bias
+
+    @property
+    def min_normal(self) -> float:
+        """The smallest positive normal number."""
+        return math.ldexp(1.0, self.min_exponent)
+
+    @property
+    def min_subnormal(self) -> float:
+        """The smallest positive number."""
+        return math.ldexp(1.0, self.min_exponent - self.mantissa_bits)
+
+    @property
+    def eps(self) -> float:
+        """The gap between 1 and the next number above."""
+        return math.ldexp(1.0, -self.mantissa_bits)
+
+
+def _format(name: str, e: int, m: int, bias: int, top: tuple[int, int], **facts: object) -> Format:
+    return Format(
+        name=name,
+        exponent_bits=e,
+        mantissa_bits=m,
+        bias=bias,
+        max_exponent_field=top[0],
+        max_mantissa=top[1],
+        **facts,  # type: ignore[arg-type]  # the literals below are checked by the tests against every code
+    )
+
+
+_IEEE = {"has_inf": True, "has_nan": True}
+_FN = {"has_inf": False, "has_nan": True}
+_FNUZ = {"has_inf": False, "has_nan": True, "has_negative_zero": False}
+_FINITE = {"has_inf": False, "has_nan": False}
+
+FORMATS: dict[str, Format] = {
+    f.name: f
+    for f in (
+        _format("fp32", 8, 23, 127, (254, 2**23 - 1), **_IEEE, storage_bits=32, safetensors="F32", torch="float32"),
+        _format("tf32", 8, 10, 127, (254, 2**10 - 1), **_IEEE, storage_bits=32),
+        _format("bf16", 8, 7, 127, (254, 127), **_IEEE, storage_bits=16, safetensors="BF16", torch="bfloat16"),
+        _format("fp16", 5, 10, 15, (30, 1023), **_IEEE, storage_bits=16, safetensors="F16", torch="float16"),
+        _format("e5m2", 5, 2, 15, (30, 3), **_IEEE, storage_bits=8, safetensors="F8_E5M2", torch="float8_e5m2"),
+        _format("e4m3fn", 4, 3, 7, (15, 6), **_FN, storage_bits=8, safetensors="F8_E4M3", torch="float8_e4m3fn"),
+        _format("e5m2fnuz", 5, 2, 16, (31, 3), **_FNUZ, storage_bits=8, safetensors="F8_E5M2FNUZ",
+                torch="float8_e5m2fnuz"),
+        _format("e4m3fnuz", 4, 3, 8, (15, 7), **_FNUZ, storage_bits=8, safetensors="F8_E4M3FNUZ",
+                torch="float8_e4m3fnuz"),
+        _format("e8m0fnu", 8, 0, 127, (254, 0), **_FN, has_sign=False, has_negative_zero=False, has_zero=False,
+                storage_bits=8, safetensors="F8_E8M0", torch="float8_e8m0fnu"),
+        _format("e3m2", 3, 2, 3, (7, 3), **_FINITE, storage_bits=6),
+        _format("e2m3", 2, 3, 1, (3, 7), **_FINITE, storage_bits=6),
+        _format("e2m1", 2, 1, 1, (3, 1), **_FINITE, storage_bits=4, torch="float4_e2m1fn_x2"),
+    )
+}  # fmt: skip
+
+
+def get_format(name: str, *, error: type[LpconvError] = UsageError) -> Format:
+    """The format called `name`; an unknown name raises `error` and names the nearest known one."""
+    return find("format", name, FORMATS, error=error)

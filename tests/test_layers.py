@@ -1,0 +1,56 @@
+"""The layer table of docs/design: a package imports only from lower rows, never from its own row or above."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import lpconv
+
+ROOT = Path(lpconv.__file__).parent
+
+# Row of each top-level module or package of lpconv; the same table as docs/design/README.md.
+ROWS = {
+    "errors": 0, "results": 0, "lookup": 0,
+    "formats": 1, "report": 1,
+    "mcf": 2, "kernels": 2, "checkpoint": 2,
+    "scaled": 3, "optim": 3, "loss_scale": 3,
+    "methods": 4,
+    "convert": 5, "hf": 5, "probe": 5,
+    "train": 6, "export": 6,
+    "bench": 7,
+    "cli": 8,
+}  # fmt: skip
+
+
+def imports_of(path: Path) -> set[str]:
+    """Names of lpconv's own packages that the file imports, at top level or inside functions."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            names = [f"lpconv.{a.name}" for a in node.names] if node.module == "lpconv" else [node.module]
+        else:
+            continue
+        found |= {n.split(".")[1] for n in names if n.startswith("lpconv.")}
+    return found & ROWS.keys()
+
+
+def modules() -> list[Path]:
+    return sorted(p for p in ROOT.rglob("*.py") if p.relative_to(ROOT).parts[0] not in ("__init__.py", "__main__.py"))
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_go_down_the_layers(path: Path) -> None:
+    package = path.relative_to(ROOT).parts[0].removesuffix(".py")
+    assert package in ROWS, f"{package} has no row in the layer table"
+    row = ROWS[package]
+    upward = {p for p in imports_of(path) - {package} if ROWS[p] > row or (ROWS[p] == row and row > 0)}
+    assert not upward, f"{path.relative_to(ROOT)} (row {row}) imports {sorted(upward)}"
+
+
+def test_no_relative_imports() -> None:
+    for path in modules():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            assert not (isinstance(node, ast.ImportFrom) and node.level), f"{path} uses a relative import"
