@@ -65,6 +65,11 @@ def with_defaults(options: ConvertOptions) -> tuple[ConvertOptions, Method]:
     for rule in options.rules:
         if rule.format != "keep":
             method.format(rule.format)
+        if method.encoder == "pair" and rule.format not in ("keep", fmt.name):
+            raise UsageError(
+                f"rule `{rule.pattern}={rule.format}`: a {method.name} checkpoint has one format, {fmt.name}",
+                hint="use =keep, or another --format",
+            )
     for pattern in (*options.include, *options.exclude, *(r.pattern for r in options.rules)):
         _check_pattern(pattern)
     return dataclasses.replace(options, format=fmt.name, residual=residual), method
