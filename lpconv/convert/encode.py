@@ -23,6 +23,7 @@ __all__ = [
     "BlockStats",
     "Workspace",
     "block_stats",
+    "decode_scaled",
     "encode_pair",
     "encode_scaled",
     "fits_exactly",
@@ -161,8 +162,15 @@ def encode_scaled(x: Tensor, scale: float, fmt: Format, codes: Tensor, work: Wor
     if not finite and not fmt.has_inf:
         coded.masked_fill_(torch.isinf(coded), math.nan)
     codes.copy_(coded)
-    decoded = decode(codes, torch.float32, out=work.error[: x.numel()]).mul_(scale)
-    return _error(value, decoded)
+    return _error(value, decode_scaled(codes, scale, out=work.error[: x.numel()]))
+
+
+def decode_scaled(codes: Tensor, scale: float, *, out: Tensor | None = None) -> Tensor:
+    """codes · scale in fp32, same shape; `codes` has the dtype of a format that scaled checkpoints use."""
+    if out is None:
+        out = torch.empty(codes.shape)
+    value = decode(codes, torch.float32, out=out) if codes.dtype.itemsize == 1 else out.copy_(codes)
+    return value.mul_(scale)
 
 
 def encode_pair(x: Tensor, residual: Residual, high: Tensor, low: Tensor, work: Workspace) -> BlockError:

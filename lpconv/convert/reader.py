@@ -13,9 +13,9 @@ from lpconv.checkpoint.header import DTYPE_BITS
 from lpconv.checkpoint.residual import read_residual
 from lpconv.checkpoint.source import TORCH_DTYPES, SafetensorsSource, TensorEntry
 from lpconv.checkpoint.staging import MARKER
+from lpconv.convert.encode import decode_scaled
 from lpconv.convert.plan import SCALE_SUFFIX
 from lpconv.errors import InputError
-from lpconv.kernels.decode import decode
 from lpconv.mcf.split import RESIDUALS, Residual
 from lpconv.results import TensorRecord, from_json
 
@@ -55,6 +55,11 @@ class OutputReader:
         return cls(directory, [from_json(TensorRecord, t) for t in document["tensors"]])
 
     @property
+    def form(self) -> str:
+        """The residual's form, a key of `RESIDUALS`; empty for scaled checkpoints."""
+        return self._form.name if self._form else ""
+
+    @property
     def entries(self) -> Mapping[str, TensorEntry]:
         return self._root.entries
 
@@ -74,7 +79,7 @@ class OutputReader:
         """Elements `start` to `stop` of a converted tensor, decoded to fp32."""
         stored = self.stored(name, start, stop)
         if name in self._scales:
-            return decode(stored, torch.float32).mul_(self._scales[name])
+            return decode_scaled(stored, self._scales[name])
         assert self._form is not None
         assert self._low is not None
         return self._form.merge(stored, _range(self._low, name, start, stop))

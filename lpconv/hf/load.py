@@ -14,11 +14,11 @@ from lpconv.errors import UnsupportedError
 from lpconv.hf.plugin import register
 from lpconv.mcf.split import RESIDUALS
 
-__all__ = ["load", "merged_state", "model_class"]
+__all__ = ["architecture", "load", "merged_state"]
 
 
-def load(path: str | Path, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
-    """The model in a checkpoint directory, in evaluation mode, of the class that its config names.
+def load(path: str | Path, *, dtype: torch.dtype | None = None, model_class: Any = None, **kwargs: Any) -> Any:
+    """The model in a checkpoint directory, in evaluation mode, of `model_class` or the class that its config names.
 
     Scaled checkpoints (unit, Scalify) are decoded into `dtype`, by default the source's. A Collage checkpoint is opened
     with its residual added back, in fp32 by default; with another `dtype` it is the sum rounded to it. Further arguments
@@ -26,7 +26,7 @@ def load(path: str | Path, *, dtype: torch.dtype | None = None, **kwargs: Any) -
     """
     register()
     contents = read_contents(Path(path))
-    cls = model_class(contents.config)
+    cls = model_class or architecture(contents.config)
     residuals = read_residual(contents.directory)
     if residuals is None:
         return cls.from_pretrained(contents.directory, dtype=dtype or "auto", **kwargs).eval()
@@ -48,7 +48,7 @@ def merged_state(contents: Contents, residuals: Residuals) -> dict[str, Tensor]:
     return state
 
 
-def model_class(config: dict[str, Any]) -> Any:
+def architecture(config: dict[str, Any]) -> Any:
     """The transformers class that config.json's `architectures` names; AutoModel where it names none."""
     names = config.get("architectures") or []
     if not names:
