@@ -20,6 +20,7 @@ __all__ = [
 ]
 
 _ACTIONS = ("convert", "keep", "tie")
+_HEAD = re.compile(r"(^|\.)(lm_head|embed_out|score|classifier|cls|qa_outputs)\.")
 _EMBEDDING = re.compile(r"emb|(^|\.)w[tp]e\.", re.IGNORECASE)
 
 
@@ -96,13 +97,15 @@ def _rank(action: str) -> int:
 
 
 def in_layer_order(tensors: Iterable[TensorRecord]) -> tuple[TensorRecord, ...]:
-    """Embeddings, then numbered layers by number, then everything else: the order in which data meets them."""
+    """Embeddings, numbered layers by number, the rest, output heads: about the order in which data meets them."""
     return tuple(sorted(tensors, key=lambda t: (_stage(t.name), _natural(t.name))))
 
 
 def _stage(name: str) -> int:
     if _layer_prefix(name):
         return 1
+    if _HEAD.search(name):
+        return 3
     return 0 if _EMBEDDING.search(name) else 2
 
 

@@ -188,23 +188,28 @@ def _weights_words(check: WeightsCheck) -> str:
 def _logits_words(check: LogitsCheck) -> str:
     if check.skipped:
         return f"not run: {check.skipped}"
-    where = ", ".join(s for s in (check.model_class, check.inputs) if s)
-    return _logits_found(check) + (f" ({where})" if where else "")
+    details = [] if check.bit_equal else _logits_details(check)
+    details += [s for s in (check.model_class, check.inputs) if s]
+    return _logits_found(check) + (f" ({', '.join(details)})" if details else "")
 
 
 def _logits_found(check: LogitsCheck) -> str:
     if check.bit_equal:
         return "outputs are bit-equal to the source's"
+    if check.rel_error is None:
+        return "outputs were compared with the source's"
+    return f"outputs are within a relative error of {error_text(check.rel_error)} of the source's"
+
+
+def _logits_details(check: LogitsCheck) -> list[str]:
     parts = []
-    if check.rel_error is not None:
-        parts.append(f"relative error {error_text(check.rel_error)}")
     if check.max_abs_diff is not None:
         parts.append(f"largest difference {error_text(check.max_abs_diff)}")
     if check.top1_agreement is not None:
         parts.append(f"same first choice at {_percent(check.top1_agreement)} of positions")
     if check.mean_kl is not None:
         parts.append(f"KL {error_text(check.mean_kl)} nats per position")
-    return "outputs compared with the source's: " + (", ".join(parts) or "no figures were recorded")
+    return parts
 
 
 def _percent(share: float) -> str:

@@ -23,8 +23,8 @@ def test_layers_are_ordered_by_number_between_embeddings_and_head() -> None:
         "model.embed_tokens.weight",
         "model.layers.9.a.weight",
         "model.layers.10.a.weight",
-        "lm_head.weight",
         "model.norm.weight",
+        "lm_head.weight",
     ]
 
 
