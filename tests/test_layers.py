@@ -18,7 +18,7 @@ ROWS = {
     "methods": 4,
     "convert": 5, "hf": 5, "probe": 5,
     "train": 6, "export": 6,
-    "bench": 7,
+    "bench": 7, "batch": 7, "doctor": 7,
     "cli": 8,
 }  # fmt: skip
 
