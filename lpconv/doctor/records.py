@@ -57,7 +57,7 @@ class FormatSupport:
 
 @dataclass(frozen=True, kw_only=True)
 class PackageRecord:
-    """A library that lpconv needs: the oldest version it works with, and the installed one, None where there is none."""
+    """A library that lpconv needs: the oldest version it works with, and the installed one or None."""
 
     name: str
     required: str
