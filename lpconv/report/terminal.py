@@ -32,7 +32,7 @@ from lpconv.report.numbers import (
     sqnr_text,
 )
 from lpconv.report.printable import printable_record
-from lpconv.report.words import checks, done_words, method_name, verdict, why_noisy
+from lpconv.report.words import besides_rounding, checks, done_words, method_name, verdict
 from lpconv.results import (
     ConvertResult,
     FileRecord,
@@ -261,20 +261,22 @@ def _worst(tensors: Sequence[TensorRecord]) -> tuple[RenderableType, ...]:
     worst = worst_tensors(tensors, _WORST)
     if not worst:
         return ()
-    reasons = [why_noisy(t) for t in worst]
-    shared = len(set(reasons)) == 1
-    table = _table("Tensor", "<Format", "SQNR dB", "Max rel", "Scale", *([] if shared else ["<Why"]))
+    causes = [besides_rounding(t) for t in worst]
+    rounding_alone = set(causes) == {"nothing"}
+    table = _table(
+        "Tensor", "<Format", "SQNR dB", "Max rel", "Scale", *([] if rounding_alone else ["<Besides rounding"])
+    )
     table.columns[0].min_width = max(_abbreviated_width(t.name) for t in worst)
-    for t, reason in zip(worst, reasons, strict=True):
+    for t, cause in zip(worst, causes, strict=True):
         table.add_row(
             _Name(name=t.name),
             Text(t.format),
             Text(sqnr_text(t.sqnr_db)),
             Text(error_text(t.max_rel_error)),
             Text(scale_text(t.scale)),
-            *([] if shared else [Text(reason)]),
+            *([] if rounding_alone else [Text(cause)]),
         )
-    return _section("Lowest signal-to-noise" + (f" ({reasons[0]})" if shared else ""), table)
+    return _section("Lowest signal-to-noise" + (" (from rounding alone)" if rounding_alone else ""), table)
 
 
 def _verification(v: VerifyResult) -> tuple[RenderableType, ...]:
