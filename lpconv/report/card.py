@@ -88,7 +88,7 @@ from transformers import {auto}
 model = {auto}.from_pretrained("PATH")
 ```
 
-Where lpconv is installed but the import is unwanted, the loader module in this directory does the same:
+The loader module in this directory registers it too, for code that cannot import lpconv.hf first:
 `{auto}.from_pretrained("PATH", trust_remote_code=True)`.
 
 Plain transformers refuses these weights on purpose. The codes mean nothing without their scales, so they are stored

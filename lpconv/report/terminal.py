@@ -3,6 +3,7 @@
 Import this module lazily: it loads rich. `show` prints to a terminal or a pipe.
 """
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -61,12 +62,13 @@ _ASCII = str.maketrans({"→": "->", "…": "~", "–": "-", "─": "-", "━": 
 def show(renderable: RenderableType, *, file: TextIO | None = None) -> None:
     """Print to `file` (stdout): styled for a terminal, plain text for anything else, ASCII where the encoding needs it.
 
-    A pipe has no width, so it gets 120 columns. rich honours ``NO_COLOR`` and ``COLUMNS``.
+    A pipe has no width, so it gets 120 columns unless ``COLUMNS`` says otherwise. rich honours ``NO_COLOR``.
     """
     out = file or sys.stdout
     console = Console(file=out, highlight=False, soft_wrap=False)
     if not console.is_terminal:
-        console = Console(file=out, highlight=False, width=max(console.width, _PIPE_WIDTH), no_color=True)
+        width = console.width if "COLUMNS" in os.environ else _PIPE_WIDTH
+        console = Console(file=out, highlight=False, width=width, no_color=True)
     with console.capture() as capture:
         console.print(renderable)
     text = "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"

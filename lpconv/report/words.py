@@ -187,7 +187,7 @@ def _weights_words(check: WeightsCheck) -> str:
 
 def _logits_words(check: LogitsCheck) -> str:
     if check.skipped:
-        return f"not run: {check.skipped}"
+        return check.skipped
     details = [] if check.bit_equal else _logits_details(check)
     details += [s for s in (check.model_class, check.inputs) if s]
     return _logits_found(check) + (f" ({', '.join(details)})" if details else "")

@@ -112,7 +112,7 @@ def test_a_failed_verification_says_what_failed() -> None:
     assert "Verification: failed (level weights)" in text
     assert "failed hashes 1 of 3 files differ: model.safetensors" in text
     assert "failed weights 1 of 2 tensors differ: a" in text
-    assert "not run outputs not run: no config.json" in text
+    assert "not run outputs no config.json" in text
     assert "failed gate sqnr>=25 the value is 3" in text
     assert "- gate sqnr>=25 not met" in text
 
@@ -194,13 +194,21 @@ def test_names_cannot_drive_the_terminal() -> None:
     assert r"a\x1b]0;owned\x07\n[bold]b\u202e" in text
 
 
-def test_a_pipe_gets_plain_text_with_whole_lines() -> None:
+def test_a_pipe_gets_plain_text_with_whole_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
     pipe = io.StringIO()
     show(render_convert(llama_result()), file=pipe)
     text = pipe.getvalue()
     assert "\x1b" not in text
     assert "model.layers.8.self_attn.k_proj.weight" in text
     assert not any(line.endswith(" ") for line in text.splitlines())
+
+
+def test_columns_sets_the_width_of_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "72")
+    pipe = io.StringIO()
+    show(render_convert(llama_result()), file=pipe)
+    assert max(len(line) for line in pipe.getvalue().splitlines()) <= 72
 
 
 def test_an_ascii_pipe_gets_ascii() -> None:
