@@ -171,7 +171,7 @@ def _hash_words(check: HashCheck) -> str:
 def _weights_words(check: WeightsCheck) -> str:
     if check.mismatched:
         bad = len(check.mismatched)
-        return f"{count_text(bad)} of {plural(check.num_tensors, 'tensor')} differ: {_list(check.mismatched)}"
+        return f"{count_text(bad)} of {plural(check.num_tensors, 'tensor')} differ from the reference cast: {_list(check.mismatched)}"
     if check.min_sqnr_db == math.inf:
         found = f"{plural(check.num_tensors, 'tensor')}, all equal to the source"
     else:

@@ -111,7 +111,7 @@ def test_a_failed_verification_says_what_failed() -> None:
     text = words_of(render_verify(v))
     assert "Verification: failed (level weights)" in text
     assert "failed hashes 1 of 3 files differ: model.safetensors" in text
-    assert "failed weights 1 of 2 tensors differ: a" in text
+    assert "failed weights 1 of 2 tensors differ from the reference cast: a" in text
     assert "not run outputs no config.json" in text
     assert "failed gate sqnr>=25 the value is 3" in text
     assert "- gate sqnr>=25 not met" in text
