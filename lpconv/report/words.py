@@ -170,8 +170,8 @@ def _hash_words(check: HashCheck) -> str:
 
 def _weights_words(check: WeightsCheck) -> str:
     if check.mismatched:
-        bad = len(check.mismatched)
-        return f"{count_text(bad)} of {plural(check.num_tensors, 'tensor')} differ from the reference cast: {_list(check.mismatched)}"
+        bad = f"{count_text(len(check.mismatched))} of {plural(check.num_tensors, 'tensor')}"
+        return f"{bad} differ from the reference cast: {_list(check.mismatched)}"
     if check.min_sqnr_db == math.inf:
         found = f"{plural(check.num_tensors, 'tensor')}, all equal to the source"
     else:
