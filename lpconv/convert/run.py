@@ -46,6 +46,7 @@ from lpconv.progress import Progress, Silent
 from lpconv.report.card import model_card
 from lpconv.report.document import json_text
 from lpconv.report.html import html_report
+from lpconv.report.printable import printable
 from lpconv.results import (
     ByteCounts,
     ConvertResult,
@@ -391,10 +392,10 @@ def _public(source: SourceRecord) -> SourceRecord:
     """The source as a published file may name it: hub ids stay, local directories lose their path."""
     if source.revision is not None:
         return source
-    name = Path(source.resolved).name
-    return dataclasses.replace(
-        source, name=source.name if Path(source.name).name == source.name else name, resolved=name
-    )
+    directory = Path(source.resolved).name
+    name = source.name if Path(source.name).name == source.name else directory
+    # File names may hold bytes that no text file can.
+    return dataclasses.replace(source, name=printable(name), resolved=printable(directory))
 
 
 def _public_command(result: ConvertResult) -> str | None:
