@@ -32,6 +32,9 @@ __all__ = [
 ]
 
 BLOCK_ELEMENTS = 2**18
+# fp32 squares overflow from 2^64 on and lose everything below 2^-75: sums below this and infinite ones are taken again
+# in fp64.
+_SQUARES_LOW = 1e-30
 _SCALE_EXPONENTS = (-126, 127)
 
 
@@ -103,8 +106,7 @@ def block_stats(x: Tensor, work: Workspace) -> BlockStats:
     value = as_float32(x, work)
     sum_squares = float(torch.dot(value, value))
     low, high = (float(v) for v in torch.aminmax(value))
-    # fp32 squares overflow from 2^64 on and lose everything below 2^-75: both go through fp64.
-    if math.isfinite(sum_squares) and sum_squares > 1e-30:
+    if _SQUARES_LOW < sum_squares < math.inf:
         return BlockStats(num_elements=x.numel(), sum_squares=sum_squares, absmax=max(-low, high))
     exact = value.double()
     finite = exact[torch.isfinite(exact)]
@@ -186,8 +188,11 @@ def _error(wanted: Tensor, got: Tensor) -> BlockError:
     """The error of `got` (overwritten) against `wanted`, both fp32; where `wanted` is not finite it counts as 0."""
     got.sub_(wanted).nan_to_num_(0.0, math.inf, -math.inf)
     sum_squares = float(torch.dot(got, got))
-    if sum_squares == 0 and not got.any():
-        return BlockError()
+    if not _SQUARES_LOW < sum_squares < math.inf:
+        if not got.any():
+            return BlockError()
+        exact = got.double()
+        sum_squares = float(torch.dot(exact, exact))
     got.div_(wanted).nan_to_num_(0.0, math.inf, -math.inf)
     low, high = (float(v) for v in torch.aminmax(got))
     worst = max(-low, high)
