@@ -420,6 +420,9 @@ def _plan_warnings(plan: Plan) -> tuple[str, ...]:
     warnings = []
     if not any(t.format for t in plan.tensors):
         warnings.append("no tensor is converted: the output is a copy")
+    wide = sum(t.format is not None and t.info.dtype == "F64" for t in plan.tensors)
+    if wide:
+        warnings.append(f"{wide} tensors are F64 and are rounded to fp32 first; errors are measured from there")
     if plan.method.encoder == "pair" and not any(s.residual for s in plan.shards):
         warnings.append(f"the source is {plan.options.format} already: nothing is lost, and there is no residual")
     return tuple(warnings)
