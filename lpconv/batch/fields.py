@@ -4,6 +4,7 @@ A reader turns a scalar or list of the document into the value of the `ConvertOp
 raises UsageError. Text stands for numbers and booleans too, because YAML arrives as text (see `document`).
 """
 
+import reprlib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -70,7 +71,10 @@ def _keys_hint(known: Collection[str]) -> str:
 
 
 def _show(raw: Any) -> str:
-    return "nothing" if raw in (None, "") else f"`{raw}`"
+    if raw in (None, ""):
+        return "nothing"
+    # Cut short: aliases make a YAML document of a few lines as large as memory when it is written out.
+    return f"`{raw[:80] if isinstance(raw, str) else reprlib.repr(raw)}`"
 
 
 def _read_flag(raw: Any) -> bool:

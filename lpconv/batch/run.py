@@ -32,13 +32,13 @@ __all__ = ["BatchEvents", "Convert", "JobsFailedError", "Plan", "SilentEvents", 
 class Convert(Protocol):
     """Converts one model and publishes the output."""
 
-    def __call__(self, model: str, output: Path, options: ConvertOptions) -> ConvertResult: ...
+    def __call__(self, model: str, output: Path, options: ConvertOptions, /) -> ConvertResult: ...
 
 
 class Plan(Protocol):
     """Says what converting one model would do."""
 
-    def __call__(self, model: str, output: Path, options: ConvertOptions) -> PlanResult: ...
+    def __call__(self, model: str, output: Path, options: ConvertOptions, /) -> PlanResult: ...
 
 
 class BatchEvents(Protocol):
@@ -104,10 +104,23 @@ def run_batch(
     run_job: Callable[[Job], JobResult] = runner.plan_job if dry_run else runner.convert_job
 
     started = time.monotonic()
+    results, failure = _run_all(jobs, run_job, keep_going, events)
+    seconds = time.monotonic() - started
+    batch = BatchResult(manifest=str(manifest.path), dry_run=dry_run, seconds=seconds, jobs=results)
+    events.batch_finished(batch)
+    if failure is None:
+        return batch
+    raise failure if _stops(failure, keep_going) else JobsFailedError(batch)
+
+
+def _run_all(
+    jobs: tuple[Job, ...], run_job: Callable[[Job], JobResult], keep_going: bool, events: BatchEvents
+) -> tuple[tuple[JobResult, ...], BaseException | None]:
+    """The results of all jobs, and what the last failed one raised."""
     results: list[JobResult] = []
     failure: BaseException | None = None
     for index, job in enumerate(jobs):
-        if failure is not None and (not keep_going or _is_interruption(failure)):
+        if failure is not None and _stops(failure, keep_going):
             results.append(_job_result(job, NOT_RUN))
             continue
         events.job_started(job, index, len(jobs))
@@ -115,13 +128,7 @@ def run_batch(
         failure = error or failure
         results.append(result)
         events.job_finished(result, index, len(jobs))
-
-    seconds = time.monotonic() - started
-    batch = BatchResult(manifest=str(manifest.path), dry_run=dry_run, seconds=seconds, jobs=tuple(results))
-    events.batch_finished(batch)
-    if failure is not None:
-        raise failure if not keep_going or _is_interruption(failure) else JobsFailedError(batch)
-    return batch
+    return tuple(results), failure
 
 
 @dataclass
@@ -227,5 +234,5 @@ def _job_error(error: BaseException) -> JobError:
     )
 
 
-def _is_interruption(error: BaseException) -> bool:
-    return isinstance(error, (InterruptedRunError, KeyboardInterrupt))
+def _stops(failure: BaseException, keep_going: bool) -> bool:
+    return not keep_going or isinstance(failure, (InterruptedRunError, KeyboardInterrupt))

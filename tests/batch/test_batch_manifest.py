@@ -109,6 +109,12 @@ class TestLanguages:
         with pytest.raises(InputError, match="cannot read"):
             load_manifest(tmp_path / "none.yaml")
 
+    def test_a_small_file_that_unfolds_to_a_huge_one(self, tmp_path: Path) -> None:
+        anchors = "".join(f"  - &a{i + 1} [{', '.join([f'*a{i}'] * 9)}]\n" for i in range(30))
+        with pytest.raises(UsageError, match=r"jobs\[0\]: expected a mapping") as caught:
+            load_manifest(write(tmp_path, f"version: 1\njobs:\n  - &a0 [x, x]\n{anchors}"))
+        assert len(caught.value.message) < 1000
+
     def test_a_manifest_that_is_not_text(self, tmp_path: Path) -> None:
         (tmp_path / "jobs.yaml").write_bytes(b"\xff\xfe\x00")
         with pytest.raises(UsageError, match="not UTF-8"):
