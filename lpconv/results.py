@@ -254,3 +254,53 @@ def _decode_record(cls: type, data: dict[str, Any]) -> Any:
     hints = typing.get_type_hints(cls)
     names = [f.name for f in dataclasses.fields(cls)]
     return cls(**{n: _decode(hints[n], data[n]) for n in names if n in data})
+
+
+@dataclass(frozen=True, kw_only=True)
+class DtypeRecord:
+    """How much of a checkpoint one dtype makes up."""
+
+    dtype: str
+    num_tensors: int
+    num_elements: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTensor:
+    """One tensor as a file holds it: header facts, and statistics where its data was read."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: str
+    size_bytes: int
+    scale: float | None = None
+    rms: float | None = None
+    absmax: float | None = None
+    num_nan: int = 0
+    num_inf: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectResult:
+    """What a checkpoint holds, from headers alone. `method` and `format` are None where lpconv did not write it.
+
+    `ties` maps the name of a tensor that is not stored to the weight it shares. `problems` says in words what is wrong
+    with the headers or the index.
+    """
+
+    schema_version: int = SCHEMA_VERSION
+    kind: str = "inspect"
+    path: str
+    architecture: str | None = None
+    method: str | None = None
+    format: str | None = None
+    dtypes: tuple[DtypeRecord, ...] = ()
+    shards: tuple[FileRecord, ...] = ()
+    ties: dict[str, str] = field(default_factory=dict)
+    tensors: tuple[StoredTensor, ...] = ()
+    problems: tuple[str, ...] = ()
+
+
+__all__ += ["DtypeRecord", "InspectResult", "StoredTensor"]

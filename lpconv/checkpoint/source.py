@@ -28,6 +28,7 @@ __all__ = [
     "TensorEntry",
     "TorchSource",
     "open_source",
+    "read_tensor",
 ]
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
@@ -148,6 +149,14 @@ class TorchSource:
 
     def close(self) -> None:
         self._tensors = {}
+
+
+def read_tensor(source: Source, name: str) -> Tensor:
+    """One whole tensor, in its own dtype and shape."""
+    info = source.entries[name].info
+    raw = torch.empty(info.num_bytes, dtype=torch.uint8)
+    source.read_bytes(name, 0, raw)
+    return raw.view(TORCH_DTYPES[info.dtype]).view(info.shape)
 
 
 def open_source(contents: Contents) -> Source:

@@ -99,6 +99,15 @@ class Plan:
     def bytes_out(self) -> int:
         return sum(f.size_bytes for f in self.files)
 
+    def bytes_of(self, t: PlannedTensor) -> int:
+        """Bytes that a source tensor takes in the output: codes, scale and residual."""
+        if t.tied_to:
+            return 0
+        size = sum(i.num_bytes for i in _root_infos(t, self.method))
+        if self.method.encoder == "pair" and t.format is not None:
+            size += t.info.num_elements * DTYPE_BITS[_RESIDUAL_DTYPES[self.options.residual or ""]] // 8
+        return size
+
     @property
     def fingerprint(self) -> str:
         """SHA-256 over all headers and decisions: runs that share it write the same bytes from the same source."""
