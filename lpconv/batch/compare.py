@@ -6,11 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lpconv.batch.lock import CHECKSUMS, Lock, LockEntry, locked_settings, portable, sha256_of
+from lpconv.batch.lock import CHECKSUMS, Lock, LockEntry, locked_settings, portable
 from lpconv.batch.manifest import Job, Manifest
+from lpconv.checkpoint.partfile import sha256_of
 from lpconv.convert.options import ConvertOptions
 from lpconv.errors import InputError, VerificationError
-from lpconv.results import ConvertResult
+from lpconv.results import ConvertResult, FileRecord
 
 __all__ = ["check_lockable", "check_locked_result", "pinned_options", "stale_reasons"]
 
@@ -84,23 +85,28 @@ def _show(value: Any) -> str:
 
 
 def _source_differences(entry: LockEntry, folder: Path, *, since: float | None) -> Iterator[str]:
-    """Changes of a local source. Files are hashed where they are as new as the time given, or always for None."""
+    """Changes of a local source, since a time or, for None, at all."""
     directory = folder / entry.resolved
     if not entry.resolved.startswith(".") or not directory.is_dir():
         return
     for record in entry.source_files:
-        path = directory / record.name
-        is_hashed = record.sha256 is not None and (since is None or _mtime(path) >= since)
-        if _size(path) != record.size_bytes or (is_hashed and sha256_of(path) != record.sha256):
+        if _is_changed(directory / record.name, record, since):
             yield f"source file {record.name} was changed"
+
+
+def _is_changed(path: Path, record: FileRecord, since: float | None) -> bool:
+    """As `make` decides: by size, then by time, and by hash only for files that are newer and have one recorded."""
+    if not path.is_file() or path.stat().st_size != record.size_bytes:
+        return True
+    if since is not None and path.stat().st_mtime < since:
+        return False
+    if record.sha256 is None:
+        return since is not None
+    return sha256_of(path) != record.sha256
 
 
 def _size(path: Path) -> int | None:
     return path.stat().st_size if path.is_file() else None
-
-
-def _mtime(path: Path) -> float:
-    return path.stat().st_mtime if path.is_file() else 0.0
 
 
 def _move_aside(output: Path) -> Path:

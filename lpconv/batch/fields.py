@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lpconv.convert.gates import parse_gate
 from lpconv.convert.options import VERIFY_LEVELS, FormatRule, parse_rule, parse_size
 from lpconv.errors import UsageError
 from lpconv.formats.spec import get_format
@@ -105,6 +106,10 @@ def _read_texts(raw: Any) -> tuple[str, ...]:
     return tuple(read_text(item) for item in raw)
 
 
+def _read_gates(raw: Any) -> tuple[str, ...]:
+    return tuple(parse_gate(text).expression for text in _read_texts(raw))
+
+
 def _read_rules(raw: Any) -> tuple[FormatRule, ...]:
     if not isinstance(raw, list):
         raise UsageError(f"expected a list of rules, not {_show(raw)}", hint=_RULE_HINT)
@@ -172,7 +177,7 @@ FIELDS: dict[str, Field] = {
     "workers": _field((_read_count, {"type": "integer", "minimum": 1}), "threads", nullable=True),
     "max_shard_size": _field((_read_size, _SIZE), "largest output file; null is as the source's", nullable=True),
     "verify": _field(_one_of("verification level", VERIFY_LEVELS), "how deep the output is verified"),
-    "gates": _field((_read_texts, _TEXTS), "conditions on the verification that must hold, such as sqnr>=25"),
+    "gates": _field((_read_gates, _TEXTS), "conditions on the verification that must hold, such as sqnr>=25"),
     "force": _field((_read_flag, _FLAG), "replace an output that is there"),
     "trust_remote_code": _field((_read_flag, _FLAG), "let the checkpoint's own code run when it is verified"),
 }

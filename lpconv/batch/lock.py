@@ -4,7 +4,6 @@ It lies beside the manifest and belongs into version control. Resuming reads it 
 a locked run converts the very revisions in it and fails where the outputs come out different (see `compare`).
 """
 
-import hashlib
 import json
 import os
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ from typing import Any
 
 from lpconv.batch.fields import FIELDS
 from lpconv.batch.manifest import Job
+from lpconv.checkpoint.partfile import sha256_of, write_small
 from lpconv.convert.options import ConvertOptions
 from lpconv.errors import InputError
 from lpconv.results import SCHEMA_VERSION, ConvertResult, FileRecord, from_json, to_json
@@ -25,7 +25,6 @@ __all__ = [
     "locked_settings",
     "portable",
     "read_lock",
-    "sha256_of",
     "write_lock",
 ]
 
@@ -82,14 +81,8 @@ def read_lock(path: Path) -> Lock | None:
 
 
 def write_lock(path: Path, lock: Lock) -> None:
-    """Replace the lock file in one step: a reader sees the old lock or the new one."""
-    part = path.with_name(path.name + ".part")
-    with part.open("w", encoding="utf-8") as f:
-        json.dump(to_json(lock), f, indent=2, ensure_ascii=False)
-        f.write("\n")
-        f.flush()
-        os.fsync(f.fileno())
-    part.replace(path)
+    """Replace the lock file in one step: a reader sees the old lock or the new one. ResourceError where it cannot."""
+    write_small(path, json.dumps(to_json(lock), indent=2, ensure_ascii=False) + "\n")
 
 
 def lock_entry(job: Job, result: ConvertResult, folder: Path) -> LockEntry:
@@ -118,9 +111,3 @@ def portable(name: str, folder: Path) -> str:
         return name
     path = Path(os.path.relpath(name, folder)).as_posix()
     return path if path.startswith(".") else f"./{path}"
-
-
-def sha256_of(path: Path) -> str:
-    """The SHA-256 of a file, in hexadecimal."""
-    with path.open("rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()

@@ -100,6 +100,8 @@ def run_batch(
     lock = read_lock(manifest.lock_path)
     if locked:
         check_lockable(manifest, jobs, lock)
+    elif not dry_run:
+        write_lock(manifest.lock_path, lock or Lock())  # a folder that cannot be written is found out before the work
     runner = _Runner(manifest, lock or Lock(), convert, plan, resume=resume, locked=locked)
     run_job: Callable[[Job], JobResult] = runner.plan_job if dry_run else runner.convert_job
 
@@ -202,7 +204,7 @@ def _attempt(run_job: Callable[[Job], JobResult], job: Job) -> tuple[JobResult, 
     error: BaseException | None = None
     try:
         result = run_job(job)
-    except (Exception, KeyboardInterrupt) as e:
+    except BaseException as e:  # signals too: `_stops` ends the batch on them, and they are raised in the end
         error = e
         result = replace(_job_result(job, FAILED), error=_job_error(e))
     return replace(result, seconds=time.monotonic() - started), error
@@ -223,8 +225,11 @@ def _job_error(error: BaseException) -> JobError:
     if isinstance(error, LpconvError):
         return JobError(code=error.exit_code, kind=error.kind, message=error.message, hint=error.hint,
                         details=to_json(error.details))  # fmt: skip
-    if isinstance(error, KeyboardInterrupt):
-        return JobError(code=130, kind="interrupted", message="interrupted", hint="run again with --resume")
+    if not isinstance(error, Exception):
+        code = (
+            130 if isinstance(error, KeyboardInterrupt) else 143
+        )  # SIGINT; otherwise what a handler of SIGTERM raised
+        return JobError(code=code, kind=InterruptedRunError.kind, message="interrupted", hint="run again with --resume")
     return JobError(
         code=1,
         kind="bug",
@@ -235,4 +240,4 @@ def _job_error(error: BaseException) -> JobError:
 
 
 def _stops(failure: BaseException, keep_going: bool) -> bool:
-    return not keep_going or isinstance(failure, (InterruptedRunError, KeyboardInterrupt))
+    return not keep_going or isinstance(failure, InterruptedRunError) or not isinstance(failure, Exception)

@@ -165,6 +165,7 @@ class TestMistakes:
             ({"max_memory": "lots"}, r"jobs\[0\].max_memory: size `lots`", "4GB"),
             ({"max_memory": 1.5}, r"jobs\[0\].max_memory: expected a size", "4GB"),
             ({"include": [1]}, r"jobs\[0\].include: expected text", "quotes"),
+            ({"gates": ["sqnr>>25"]}, r"jobs\[0\].gates: gate `sqnr>>25`", "sqnr>=25"),
             ({"rules": [{"match": "a"}]}, r"jobs\[0\].rules\[0\]: a rule has", "keep: true"),
             ({"rules": [{"match": "a", "format": "fp16", "keep": True}]}, r"rules\[0\]: a rule has", "keep: true"),
             ({"rules": [{"match": "a", "frmat": "fp16"}]}, r"jobs\[0\].rules\[0\].frmat: unknown key", "`format`"),

@@ -3,6 +3,7 @@
 import hashlib
 import io
 import json
+import os
 import xml.etree.ElementTree as ET
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -52,12 +53,16 @@ class Engine:
     planned: list[str] = field(default_factory=list)
     version: str = "1"
     noise: str = ""
+    hashes_sources: bool = True
 
     def source(self, model: str, options: ConvertOptions) -> SourceRecord:
         if not Path(model).is_absolute():
             return SourceRecord(name=model, resolved=f"owner/{model}", revision=options.revision or "c" * 40)
-        weights = Path(model) / "model.safetensors"
-        return SourceRecord(name=model, resolved=model, files=(file_record(weights),))
+        weights = file_record(Path(model) / "model.safetensors")
+        return SourceRecord(name=model, resolved=model, files=(replace(weights, sha256=self.source_hash(weights)),))
+
+    def source_hash(self, weights: FileRecord) -> str | None:
+        return weights.sha256 if self.hashes_sources else None
 
     def convert(self, model: str, output: Path, options: ConvertOptions) -> ConvertResult:
         self.calls.append((output.name, options))
@@ -66,7 +71,8 @@ class Engine:
         source = self.source(model, options)
         output.mkdir(parents=True, exist_ok=options.force)
         weights = output / "model.safetensors"
-        weights.write_text(f"{source.files}{source.revision}{options.format}{self.noise}")
+        data = (Path(model) / "model.safetensors").read_text() if source.files else source.revision
+        weights.write_text(f"{data} as {options.format}{self.noise}")
         record = file_record(weights)
         (output / "SHA256SUMS").write_text(f"{record.sha256}  {record.name}\n")
         return ConvertResult(
@@ -112,6 +118,7 @@ def write_manifest(
     local.mkdir(exist_ok=True)
     if not (local / "model.safetensors").exists():
         (local / "model.safetensors").write_text("weights")
+        os.utime(local / "model.safetensors", (1e9, 1e9))
     models = {"a": "gpt2", "b": "./local", "c": "opt-125m"}
     document = {
         "version": 1,
@@ -162,6 +169,10 @@ class TestRunning:
         assert sorted(tmp_path.rglob("*")) == before
 
 
+class Terminated(BaseException):
+    """What the command line's handler of SIGTERM raises."""
+
+
 class TestFailures:
     def test_the_first_failure_stops_the_batch_with_its_own_error(self, tmp_path: Path) -> None:
         error = ResourceError("no room", hint="buy some")
@@ -187,8 +198,12 @@ class TestFailures:
         assert fine.status == "converted"
         json.dumps(caught.value.to_dict(), allow_nan=False)
 
-    @pytest.mark.parametrize("error", [InterruptedRunError(15), KeyboardInterrupt()], ids=["SIGTERM", "SIGINT"])
-    def test_an_interruption_stops_even_a_batch_that_keeps_going(self, tmp_path: Path, error: BaseException) -> None:
+    @pytest.mark.parametrize(
+        ("error", "code"), [(InterruptedRunError(15), 143), (KeyboardInterrupt(), 130), (Terminated(), 143)]
+    )
+    def test_an_interruption_stops_even_a_batch_that_keeps_going(
+        self, tmp_path: Path, error: BaseException, code: int
+    ) -> None:
         engine, events = Engine(failures={"a": error}), Recorder()
         with pytest.raises(type(error)):
             run_batch(write_manifest(tmp_path), engine.convert, engine.plan, keep_going=True, events=events)
@@ -196,7 +211,7 @@ class TestFailures:
         assert events.result is not None
         assert statuses(events.result) == ["failed", "not run", "not run"]
         assert events.result.jobs[0].error is not None
-        assert events.result.jobs[0].error.kind == "interrupted"
+        assert (events.result.jobs[0].error.kind, events.result.jobs[0].error.code) == ("interrupted", code)
 
     def test_jobs_done_before_a_failure_are_in_the_lock(self, tmp_path: Path) -> None:
         engine, manifest = Engine(failures={"b": InputError("gone")}), write_manifest(tmp_path)
@@ -212,8 +227,8 @@ def lock_of(manifest: Manifest) -> Lock:
 
 
 class TestResume:
-    def run(self, tmp_path: Path, **settings: object) -> tuple[BatchResult, Engine]:
-        engine = Engine()
+    def run(self, tmp_path: Path, hashes: bool = True, **settings: object) -> tuple[BatchResult, Engine]:
+        engine = Engine(hashes_sources=hashes)
         manifest = write_manifest(tmp_path, **settings)  # type: ignore[arg-type]  # settings of write_manifest
         return run_batch(manifest, engine.convert, engine.plan, resume=True), engine
 
@@ -272,6 +287,20 @@ class TestResume:
         (tmp_path / "local/model.safetensors").touch()
         assert statuses(self.run(tmp_path, jobs=("b",))[0]) == ["up to date"]
 
+    def test_a_touched_source_counts_as_changed_where_its_hash_is_not_known(self, tmp_path: Path) -> None:
+        self.run(tmp_path, hashes=False, jobs=("b",))
+        assert statuses(self.run(tmp_path, jobs=("b",))[0]) == ["up to date"]
+        (tmp_path / "local/model.safetensors").touch()
+        with pytest.raises(OutputExistsError, match="was changed"):
+            self.run(tmp_path, jobs=("b",))
+
+    def test_a_source_that_is_gone_leaves_its_output_up_to_date(self, tmp_path: Path) -> None:
+        self.run(tmp_path, jobs=("a", "b"))
+        manifest = load_manifest(tmp_path / "jobs.json")
+        (tmp_path / "local").rename(tmp_path / "elsewhere")
+        engine = Engine()
+        assert statuses(run_batch(manifest, engine.convert, engine.plan, resume=True)) == ["up to date"] * 2
+
 
 class TestLock:
     def test_it_says_what_was_resolved_and_written(self, tmp_path: Path) -> None:
@@ -291,6 +320,13 @@ class TestLock:
         manifest = write_manifest(tmp_path, jobs=("c", "b"), force=True)
         run_batch(manifest, engine.convert, engine.plan, only=["b"])
         assert [e.id for e in lock_of(manifest).entries] == ["c", "b"]
+
+    def test_a_lock_that_cannot_be_written_is_found_out_before_the_work(self, tmp_path: Path) -> None:
+        engine, manifest = Engine(), write_manifest(tmp_path)
+        manifest.lock_path.with_name("jobs.lock.json.part").mkdir()
+        with pytest.raises(ResourceError, match="cannot write"):
+            run_batch(manifest, engine.convert, engine.plan)
+        assert engine.ran == []
 
     def test_a_broken_lock_is_an_input_error(self, tmp_path: Path) -> None:
         engine, manifest = Engine(), write_manifest(tmp_path)
@@ -315,6 +351,14 @@ class TestLocked:
         assert statuses(result) == ["converted"] * 3
         assert [options.revision for _, options in engine.calls] == ["c" * 40, None, "c" * 40]
         assert manifest.lock_path.read_bytes() == lock
+
+    def test_touched_sources_without_a_hash_are_left_to_the_outputs(self, tmp_path: Path) -> None:
+        engine, manifest = Engine(hashes_sources=False), write_manifest(tmp_path)
+        run_batch(manifest, engine.convert, engine.plan)
+        (tmp_path / "out").rename(tmp_path / "kept")
+        (tmp_path / "local/model.safetensors").write_text("WEIGHTS")
+        with pytest.raises(VerificationError, match="b: files differ from the lock"):
+            run_batch(manifest, engine.convert, engine.plan, locked=True)
 
     def test_another_output_fails_and_is_moved_aside(self, manifest: Manifest) -> None:
         engine = Engine(noise="!", version="2")
