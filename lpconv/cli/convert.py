@@ -105,7 +105,8 @@ def convert(
         str | None, typer.Option("--max-memory", help="Such as 4GB.", metavar="SIZE", rich_help_panel=_HOW)
     ] = None,
     workers: Annotated[
-        int | None, typer.Option("--workers", help="Encoder threads [default: cores, at most 8]", min=1, rich_help_panel=_HOW)
+        int | None,
+        typer.Option("--workers", help="Encoder threads [default: cores, at most 8]", min=1, rich_help_panel=_HOW),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show the plan and write nothing.", rich_help_panel=_HOW)

@@ -16,12 +16,12 @@ __all__ = ["handled"]
 P = ParamSpec("P")
 
 
-class Terminated(BaseException):
+class _Terminated(BaseException):
     """SIGTERM arrived."""
 
 
 def handled(command: Callable[P, None]) -> Callable[P, None]:
-    """The command with its failures turned into one message on stderr (a JSON document under --json) and an exit code."""
+    """The command with its failures as one message on stderr (and a JSON document under --json) and an exit code."""
 
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -33,21 +33,23 @@ def handled(command: Callable[P, None]) -> Callable[P, None]:
             _fail(e, as_json)
         except KeyboardInterrupt:
             _fail(_interrupted(signal.SIGINT, kwargs), as_json)
-        except Terminated:
+        except _Terminated:
             _fail(_interrupted(signal.SIGTERM, kwargs), as_json)
         except BrokenPipeError:
             sys.stderr.close()  # the reader of our output left; Python would complain while closing stdout
             sys.exit(141)
         except Exception as e:
             traceback.print_exc()
-            bug = LpconvError(f"{type(e).__name__}: {e}", hint="this is a bug of lpconv; please report it with the above")
+            bug = LpconvError(
+                f"{type(e).__name__}: {e}", hint="this is a bug of lpconv; please report it with the above"
+            )
             _fail(bug, as_json)
 
     return run
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:
-    raise Terminated
+    raise _Terminated
 
 
 def _interrupted(number: int, kwargs: dict[str, object]) -> InterruptedRunError:

@@ -5,7 +5,6 @@ from typing import Annotated
 import typer
 
 import lpconv
-from lpconv.cli.batch import batch
 from lpconv.cli.convert import convert
 from lpconv.cli.demo import demo
 from lpconv.cli.doctor import doctor
@@ -15,7 +14,7 @@ from lpconv.cli.report import report
 from lpconv.cli.restore import restore
 from lpconv.cli.verify import verify
 
-__all__ = ["app", "run"]
+__all__ = ["app", "main", "run"]
 
 app = typer.Typer(
     name="lpconv",
@@ -27,7 +26,7 @@ app = typer.Typer(
     epilog="Start with [bold]lpconv demo[/bold]. Exit codes are listed in docs/cli.md.",
 )
 
-for command in (convert, inspect, verify, restore, report, batch, doctor, demo):
+for command in (convert, inspect, verify, restore, report, doctor, demo):
     app.command()(handled(command))
 
 

@@ -57,7 +57,7 @@ class Bars:
         self._bars.stop()
 
 
-class Messages(Silent):
+class _Messages(Silent):
     """No bars: lines on stderr. For logs and pipes."""
 
     def message(self, text: str) -> None:
@@ -69,16 +69,14 @@ class Messages(Silent):
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None: ...
 
 
-class Quiet(Messages):
+class _Quiet(_Messages):
     """Nothing at all."""
 
     def message(self, text: str) -> None: ...
 
 
-def progress_for(*, quiet: bool) -> Bars | Messages:
+def progress_for(*, quiet: bool) -> Bars | _Messages:
     """What suits this stderr: bars on a terminal, lines elsewhere, nothing with --quiet."""
     if quiet:
-        return Quiet()
-    return Bars() if sys.stderr.isatty() else Messages()
-
-
+        return _Quiet()
+    return Bars() if sys.stderr.isatty() else _Messages()

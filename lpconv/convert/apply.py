@@ -1,8 +1,8 @@
 """Carry out a plan: read blocks, encode them on worker threads, hash and write them in order.
 
-A shard with scaled tensors is read twice. The first pass gathers each tensor's statistics, from which its scale follows;
-the second encodes. Between the two the scales are known, so they can stand before the codes in the file and everything
-is written, and hashed, front to back. The second pass comes from the page cache where the shard fits into free memory.
+A shard with scaled tensors is read twice. The first pass gathers each tensor's statistics, from which its scale
+follows; the second encodes. Between the two the scales are known, so they can stand before the codes in the file, and
+everything is written, and hashed, front to back. The second pass comes from the page cache where the shard fits.
 
 Workers read and encode; the calling thread hashes and writes what they return, in the order of the file, whatever order
 they finish in. So the output does not depend on the number of workers.
@@ -40,13 +40,13 @@ from lpconv.mcf.split import RESIDUALS
 from lpconv.progress import Progress
 from lpconv.results import FileRecord, TensorRecord
 
-__all__ = ["Engine", "buffer_bytes", "single_threaded_torch"]
+__all__ = ["Engine", "SingleThreadedTorch", "buffer_bytes"]
 
 T = TypeVar("T")
 _SPARE_SLOTS = 2  # blocks that wait for the writer while every worker is busy
 
 
-class Slot:
+class _Slot:
     """One block in flight: a workspace, and room for the bytes that go to the root and the residual file."""
 
     def __init__(self) -> None:
@@ -60,10 +60,10 @@ class Slot:
 
 def buffer_bytes(workers: int) -> int:
     """Memory that the engine's buffers take."""
-    return (workers + _SPARE_SLOTS) * Slot().num_bytes
+    return (workers + _SPARE_SLOTS) * _Slot().num_bytes
 
 
-class single_threaded_torch:  # noqa: N801  # used like contextlib's lower-case managers
+class SingleThreadedTorch:
     """Torch operators run on one thread inside: blocks are the unit of parallelism, not elements."""
 
     def __enter__(self) -> None:
@@ -75,7 +75,7 @@ class single_threaded_torch:  # noqa: N801  # used like contextlib's lower-case 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Block:
+class _Block:
     """Elements `start` to `stop` of a tensor."""
 
     tensor: PlannedTensor
@@ -84,7 +84,7 @@ class Block:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Encoded:
+class _Encoded:
     """What a worker made of a block: bytes for the root file and the residual file, statistics and error."""
 
     root: Tensor
@@ -100,10 +100,10 @@ class Engine:
         self._source, self._progress = source, progress
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="lpconv-encode")
         self._flusher = ThreadPoolExecutor(1, thread_name_prefix="lpconv-flush")
-        self._slots: SimpleQueue[Slot] = SimpleQueue()
+        self._slots: SimpleQueue[_Slot] = SimpleQueue()
         self._window = workers + _SPARE_SLOTS
         for _ in range(self._window):
-            self._slots.put(Slot())
+            self._slots.put(_Slot())
 
     def close(self) -> None:
         """Stop the threads; blocks in flight are finished and dropped."""
@@ -137,7 +137,7 @@ class Engine:
             self._advance(block)
         return total
 
-    def _block_statistics(self, block: Block) -> BlockStats:
+    def _block_statistics(self, block: _Block) -> BlockStats:
         with self._slot() as slot:
             return block_stats(self._read(block, slot.work), slot.work)
 
@@ -151,7 +151,7 @@ class Engine:
         return scale
 
     def _fits(self, t: PlannedTensor, scale: float) -> bool:
-        def fits(block: Block) -> bool:
+        def fits(block: _Block) -> bool:
             with self._slot() as slot:
                 return fits_exactly(self._read(block, slot.work), scale, slot.work)
 
@@ -185,7 +185,7 @@ class Engine:
         errors: dict[str, BlockError] = {}
         sums: dict[str, BlockStats] = dict(stats)
 
-        def encode(block: Block) -> tuple[Slot, Encoded]:
+        def encode(block: _Block) -> tuple[_Slot, _Encoded]:
             slot = self._slots.get()
             try:
                 return slot, self._encode_block(plan, block, slot, scales, stats)
@@ -208,25 +208,25 @@ class Engine:
         return [tensor_record(plan, t, scales.get(t.name), sums.get(t.name), errors.get(t.name)) for t in tensors]
 
     def _encode_block(
-        self, plan: Plan, block: Block, slot: Slot, scales: Mapping[str, float], stats: Mapping[str, BlockStats]
-    ) -> Encoded:
+        self, plan: Plan, block: _Block, slot: _Slot, scales: Mapping[str, float], stats: Mapping[str, BlockStats]
+    ) -> _Encoded:
         t, count = block.tensor, block.stop - block.start
         x = self._read(block, slot.work)
         if t.format is None:
-            return Encoded(root=x.view(torch.uint8), residual=None, stats=None, error=None)
+            return _Encoded(root=x.view(torch.uint8), residual=None, stats=None, error=None)
         high = _view(slot.root, count, TORCH_DTYPES[t.format.safetensors or ""])
         if plan.method.encoder == "scaled":
             s = stats[t.name]
             finite = not (s.num_nan or s.num_inf)
             error = encode_scaled(x, scales[t.name], t.format, high, slot.work, finite=finite)
-            return Encoded(root=high.view(torch.uint8), residual=None, stats=None, error=error)
+            return _Encoded(root=high.view(torch.uint8), residual=None, stats=None, error=error)
         form = RESIDUALS[plan.options.residual or ""]
         low = _view(slot.residual, count, form.dtype)
         block_sum = block_stats(x, slot.work)
         error = encode_pair(x, form, high, low, slot.work)
-        return Encoded(root=high.view(torch.uint8), residual=low.view(torch.uint8), stats=block_sum, error=error)
+        return _Encoded(root=high.view(torch.uint8), residual=low.view(torch.uint8), stats=block_sum, error=error)
 
-    def _read(self, block: Block, work: Workspace) -> Tensor:
+    def _read(self, block: _Block, work: Workspace) -> Tensor:
         info = block.tensor.info
         start, stop = (n * DTYPE_BITS[info.dtype] // 8 for n in (block.start, block.stop))
         raw = work.raw[: stop - start]
@@ -236,12 +236,12 @@ class Engine:
     def _slot(self) -> "_Borrowed":
         return _Borrowed(self._slots)
 
-    def _advance(self, block: Block) -> None:
+    def _advance(self, block: _Block) -> None:
         self._progress.advance((block.stop - block.start) * DTYPE_BITS[block.tensor.info.dtype] // 8)
 
-    def _in_order(self, blocks: Iterable[Block], job: Callable[[Block], T]) -> Iterator[tuple[Block, T]]:
+    def _in_order(self, blocks: Iterable[_Block], job: Callable[[_Block], T]) -> Iterator[tuple[_Block, T]]:
         """Results of `job` in the order of `blocks`, with at most as many under way as there are slots."""
-        pending: deque[tuple[Block, Future[T]]] = deque()
+        pending: deque[tuple[_Block, Future[T]]] = deque()
         iterator = iter(blocks)
         try:
             for block in itertools.islice(iterator, self._window):
@@ -259,10 +259,10 @@ class Engine:
 class _Borrowed:
     """A slot taken from the queue for the length of a `with` block."""
 
-    def __init__(self, slots: "SimpleQueue[Slot]") -> None:
+    def __init__(self, slots: "SimpleQueue[_Slot]") -> None:
         self._slots = slots
 
-    def __enter__(self) -> Slot:
+    def __enter__(self) -> _Slot:
         self._slot = self._slots.get()
         return self._slot
 
@@ -270,10 +270,10 @@ class _Borrowed:
         self._slots.put(self._slot)
 
 
-def _blocks(tensors: Iterable[PlannedTensor]) -> Iterator[Block]:
+def _blocks(tensors: Iterable[PlannedTensor]) -> Iterator[_Block]:
     for t in tensors:
         for start in range(0, t.info.num_elements, BLOCK_ELEMENTS):
-            yield Block(tensor=t, start=start, stop=min(start + BLOCK_ELEMENTS, t.info.num_elements))
+            yield _Block(tensor=t, start=start, stop=min(start + BLOCK_ELEMENTS, t.info.num_elements))
 
 
 def _view(buffer: Tensor, count: int, dtype: torch.dtype) -> Tensor:

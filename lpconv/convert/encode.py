@@ -22,6 +22,7 @@ __all__ = [
     "BlockError",
     "BlockStats",
     "Workspace",
+    "as_float32",
     "block_stats",
     "decode_scaled",
     "encode_pair",

@@ -10,16 +10,26 @@ from typing import Any
 from lpconv.checkpoint.contents import Contents
 from lpconv.checkpoint.partfile import sha256_of, write_error, write_small
 from lpconv.checkpoint.residual import RESIDUAL_INDEX, residual_index
+from lpconv.checkpoint.staging import MARKER
 from lpconv.convert.plan import Plan
 from lpconv.convert.verify import SUMS
 from lpconv.errors import UnsupportedError
 from lpconv.formats.spec import FORMATS
 from lpconv.results import ConvertResult, FileRecord, to_json
 
-__all__ = ["check_convertible", "copy_side_files", "output_config", "write_metadata", "write_provenance", "write_sums"]
+__all__ = [
+    "LOADER",
+    "check_convertible",
+    "copy_side_files",
+    "json_text",
+    "output_config",
+    "weight_index",
+    "write_metadata",
+    "write_provenance",
+    "write_sums",
+]
 
-_LOADER = "lpconv_loader.py"
-_CARD, _SOURCE_CARD = "README.md", "README.source.md"
+LOADER = "lpconv_loader.py"
 # These describe one run, with its times; all other files depend only on source and options.
 _NOT_SUMMED = {SUMS, "report.json", "report.html"}
 
@@ -55,30 +65,32 @@ def output_config(contents: Contents, plan: Plan) -> dict[str, Any]:
         "exceptions": {t.name: t.format.name for t in converted if t.format and t.format.name != plan.options.format},
     }
     if "auto_map" not in config and "model_type" in config:
-        config["auto_map"] = {"AutoConfig": f"{_LOADER.removesuffix('.py')}.Config"}
+        config["auto_map"] = {"AutoConfig": f"{LOADER.removesuffix('.py')}.Config"}
     return config
 
 
 def write_metadata(directory: Path, contents: Contents, plan: Plan, files: Sequence[FileRecord]) -> None:
     """Index, config, loader module and residual index. `files` are the weight files with their hashes."""
     config = output_config(contents, plan)
-    write_small(directory / "config.json", _json(config))
-    if _LOADER.removesuffix(".py") in str(config.get("auto_map", "")):
-        write_small(directory / _LOADER, _loader_source(str(config["model_type"])))
+    write_small(directory / "config.json", json_text(config))
+    if LOADER.removesuffix(".py") in str(config.get("auto_map", "")):
+        write_small(directory / LOADER, _loader_source(str(config["model_type"])))
     if len(plan.shards) > 1:
-        write_small(directory / "model.safetensors.index.json", _json(_index(plan)))
+        write_small(directory / "model.safetensors.index.json", json_text(_index(plan)))
     hashes = {f.name: f.sha256 or "" for f in files}
     pairs = [(s.residual.name, s.root.name, hashes[s.root.name]) for s in plan.shards if s.residual is not None]
     if pairs:
-        write_small(directory / RESIDUAL_INDEX, _json(residual_index(plan.options.residual or "", pairs)))
+        write_small(directory / RESIDUAL_INDEX, json_text(residual_index(plan.options.residual or "", pairs)))
 
 
 def _index(plan: Plan) -> dict[str, Any]:
     tensors = [(t, s.root.name) for s in plan.shards for t in s.root.tensors]
-    return {
-        "metadata": {"total_size": sum(t.num_bytes for t, _ in tensors)},
-        "weight_map": {t.name: file for t, file in sorted(tensors, key=lambda it: it[0].name)},
-    }
+    return weight_index({t.name: file for t, file in tensors}, sum(t.num_bytes for t, _ in tensors))
+
+
+def weight_index(files: Mapping[str, str], total_bytes: int) -> dict[str, Any]:
+    """The index of a sharded checkpoint, from a table of tensor names to files."""
+    return {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(files.items()))}
 
 
 def _loader_source(model_type: str) -> str:
@@ -93,28 +105,33 @@ Config = CONFIG_MAPPING[{model_type!r}]
 """
 
 
-def copy_side_files(directory: Path, contents: Contents) -> tuple[str, ...]:
-    """Copy everything that is no weight; the source's model card becomes README.source.md. Returns the new names."""
-    names = []
-    for name in contents.side_files:
-        target = _SOURCE_CARD if name == _CARD else name
+def copy_side_files(
+    directory: Path, contents: Contents, names: Iterable[str], renamed: Mapping[str, str]
+) -> tuple[str, ...]:
+    """Copy side files, some under another name. Returns the names in `directory`."""
+    copied = []
+    for name in names:
+        target = renamed.get(name, name)
         try:
             (directory / target).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(contents.directory / name, directory / target)
         except OSError as e:
             raise write_error(e, directory / target) from e
-        names.append(target)
-    return tuple(names)
+        copied.append(target)
+    return tuple(copied)
 
 
-def write_provenance(directory: Path, result: ConvertResult) -> None:
-    """lpconv.json: everything about the output that does not change from run to run or place to place."""
+def write_provenance(directory: Path, result: ConvertResult, contents: Contents, plan: Plan) -> None:
+    """lpconv.json: everything about the output that does not change from run to run or place to place.
+
+    `source_config` holds the values of config.json that the conversion replaced, None for those it added.
+    """
     document: Mapping[str, Any] = to_json(result)
     left_out = {"schema_version", "kind", "output", "seconds", "peak_rss_bytes", "command"}
-    write_small(
-        directory / "lpconv.json",
-        _json({"format_version": 1, **{k: v for k, v in document.items() if k not in left_out}}),
-    )
+    config = output_config(contents, plan)
+    changed = {k: contents.config.get(k) for k in config if config[k] != contents.config.get(k)}
+    kept = {k: v for k, v in document.items() if k not in left_out}
+    write_small(directory / MARKER, json_text({"format_version": 1, **kept, "source_config": changed}))
 
 
 def write_sums(directory: Path, known: Iterable[FileRecord]) -> None:
@@ -129,5 +146,6 @@ def write_sums(directory: Path, known: Iterable[FileRecord]) -> None:
     write_small(directory / SUMS, "".join(lines))
 
 
-def _json(document: Mapping[str, Any]) -> str:
+def json_text(document: Mapping[str, Any]) -> str:
+    """A document for people to read: indented, in its own order."""
     return json.dumps(document, indent=2, ensure_ascii=False) + "\n"

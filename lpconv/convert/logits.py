@@ -83,7 +83,8 @@ def _run(model: Any, inputs: dict[str, Tensor]) -> Tensor:
     found = next((out[k] for k in ("logits", "last_hidden_state") if out.get(k) is not None), None)
     if found is None:
         raise UnsupportedError(f"{type(model).__name__} returns no logits", hint="use --verify weights")
-    return found.float()
+    logits: Tensor = found.float()
+    return logits
 
 
 def _describe(inputs: dict[str, Tensor]) -> str:

@@ -9,7 +9,7 @@ import resource
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from lpconv.checkpoint.partfile import write_small
 from lpconv.checkpoint.resolve import Resolved, resolve
 from lpconv.checkpoint.source import Source, open_source
 from lpconv.checkpoint.staging import Staging
-from lpconv.convert.apply import Engine, buffer_bytes, single_threaded_torch
+from lpconv.convert.apply import Engine, SingleThreadedTorch, buffer_bytes
 from lpconv.convert.encode import BLOCK_ELEMENTS, Workspace, block_stats, encode_pair, encode_scaled
 from lpconv.convert.files import (
     check_convertible,
@@ -34,6 +34,7 @@ from lpconv.convert.files import (
 from lpconv.convert.gates import Gate, check_gates, needs_logits, parse_gate
 from lpconv.convert.options import ConvertOptions, with_defaults
 from lpconv.convert.plan import Plan, make_plan
+from lpconv.convert.ranges import format_ranges
 from lpconv.convert.reader import OutputReader
 from lpconv.convert.records import planned_record
 from lpconv.convert.tied import find_ties
@@ -45,7 +46,6 @@ from lpconv.progress import Progress, Silent
 from lpconv.report.card import model_card
 from lpconv.report.document import json_text
 from lpconv.report.html import html_report
-from lpconv.report.rms_plot import FormatRange
 from lpconv.results import (
     ByteCounts,
     ConvertResult,
@@ -60,7 +60,7 @@ from lpconv.results import (
     to_json,
 )
 
-__all__ = ["convert", "default_output", "format_ranges", "plan"]
+__all__ = ["convert", "default_output", "plan"]
 
 # Up to this many weight bytes `--verify auto` also runs both models.
 _AUTO_LOGITS_BYTES = 2 * 10**9
@@ -70,7 +70,7 @@ _OVERHEAD_BYTES = 64 * 2**20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Job:
+class _Job:
     """A conversion that is understood but not begun."""
 
     name: str
@@ -144,7 +144,7 @@ def convert(
         job.source.close()
 
 
-def _prepare(model: str, output: Path, options: ConvertOptions) -> Job:
+def _prepare(model: str, output: Path, options: ConvertOptions) -> _Job:
     options, method = with_defaults(options)
     gates = tuple(parse_gate(g) for g in options.gates)
     resolved = resolve(model, revision=options.revision)
@@ -165,7 +165,7 @@ def _prepare(model: str, output: Path, options: ConvertOptions) -> Job:
     except BaseException:
         source.close()
         raise
-    return Job(
+    return _Job(
         name=model,
         output=output,
         resolved=resolved,
@@ -196,7 +196,7 @@ def _workers_and_memory(options: ConvertOptions) -> tuple[int, int]:
     return workers, needed
 
 
-def _disk_bytes(job: Job) -> int:
+def _disk_bytes(job: _Job) -> int:
     side = sum((job.contents.directory / n).stat().st_size for n in job.contents.side_files)
     return job.plan.bytes_out + side + 4 * 2**20  # reports, card and provenance
 
@@ -208,7 +208,7 @@ def _free_bytes(output: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
-def _check_disk(job: Job) -> None:
+def _check_disk(job: _Job) -> None:
     partial = job.output.with_name(job.output.name + ".partial")
     reusable = sum(p.stat().st_size for p in partial.rglob("*") if p.is_file()) if partial.is_dir() else 0
     needed, free = _disk_bytes(job), _free_bytes(job.output) + reusable
@@ -220,7 +220,7 @@ def _check_disk(job: Job) -> None:
         )
 
 
-def _identity(job: Job) -> dict[str, Any]:
+def _identity(job: _Job) -> dict[str, Any]:
     """What must be unchanged for a resume."""
     stats = [(f, (job.contents.directory / f).stat()) for f in job.contents.weight_files]
     return {
@@ -232,10 +232,12 @@ def _identity(job: Job) -> dict[str, Any]:
     }
 
 
-def _carry_out(job: Job, staging: Staging, progress: Progress, command: str | None, started: float) -> ConvertResult:
+def _carry_out(job: _Job, staging: Staging, progress: Progress, command: str | None, started: float) -> ConvertResult:
     files, tensors = _write_weights(job, staging, progress)
     write_metadata(staging.directory, job.contents, job.plan, files)
-    side_files = copy_side_files(staging.directory, job.contents)
+    side_files = copy_side_files(
+        staging.directory, job.contents, job.contents.side_files, renamed={"README.md": "README.source.md"}
+    )
     verify = _verify(job, staging.directory, tensors, progress)
     result = ConvertResult(
         method=job.plan.method.name,
@@ -256,8 +258,9 @@ def _carry_out(job: Job, staging: Staging, progress: Progress, command: str | No
         command=command,
         warnings=(*_plan_warnings(job.plan), *_tensor_warnings(tensors)),
     )
-    write_small(staging.directory / "README.md", model_card(result))
-    write_provenance(staging.directory, result)
+    published = dataclasses.replace(result, source=_public(result.source), command=_public_command(result))
+    write_small(staging.directory / "README.md", model_card(published))
+    write_provenance(staging.directory, published, job.contents, job.plan)
     write_sums(staging.directory, files)
     write_small(staging.directory / "report.html", html_report(result, format_ranges()))
     write_small(staging.directory / "report.json", json_text(result))
@@ -265,12 +268,12 @@ def _carry_out(job: Job, staging: Staging, progress: Progress, command: str | No
 
 
 def _write_weights(
-    job: Job, staging: Staging, progress: Progress
+    job: _Job, staging: Staging, progress: Progress
 ) -> tuple[tuple[FileRecord, ...], tuple[TensorRecord, ...]]:
     done = {line["shard"]: line for line in staging.done}
     passes = 2 if job.plan.method.encoder == "scaled" else 1
     progress.start("converting", sum(_shard_bytes(job, s.root.name, passes) for s in job.plan.shards))
-    with single_threaded_torch():
+    with SingleThreadedTorch():
         engine = Engine(job.source, workers=job.workers, progress=progress)
         try:
             for shard in job.plan.shards:
@@ -289,13 +292,13 @@ def _write_weights(
     return tuple(from_json(FileRecord, f) for line in lines for f in line["files"]), tuple(ordered)
 
 
-def _shard_bytes(job: Job, name: str, passes: int) -> int:
+def _shard_bytes(job: _Job, name: str, passes: int) -> int:
     shard = next(s for s in job.plan.shards if s.root.name == name)
     once = sum(t.info.num_bytes for t in shard.tensors)
     return once + (passes - 1) * sum(t.info.num_bytes for t in shard.scaled)
 
 
-def _verify(job: Job, directory: Path, tensors: Sequence[TensorRecord], progress: Progress) -> VerifyResult:
+def _verify(job: _Job, directory: Path, tensors: Sequence[TensorRecord], progress: Progress) -> VerifyResult:
     level = job.plan.options.verify
     if level == "none" and not job.gates:
         return VerifyResult(level="none", passed=True)
@@ -337,7 +340,7 @@ def _weights_check(tensors: Sequence[TensorRecord], count: int, mismatched: tupl
     )
 
 
-def _logits(job: Job, directory: Path, level: str) -> LogitsCheck:
+def _logits(job: _Job, directory: Path, level: str) -> LogitsCheck:
     """Run both models, or say why not. What was asked for explicitly must run; `auto` may skip."""
     automatic = level == "auto" and not needs_logits(job.gates)
     skip = _reason_to_skip(job) if automatic else None
@@ -365,7 +368,7 @@ def _logits(job: Job, directory: Path, level: str) -> LogitsCheck:
         return LogitsCheck(skipped=f"the model could not be run: {text}")
 
 
-def _reason_to_skip(job: Job) -> str | None:
+def _reason_to_skip(job: _Job) -> str | None:
     if job.plan.bytes_in > _AUTO_LOGITS_BYTES:
         return f"{job.plan.bytes_in / 1e9:.1f} GB of weights are more than `--verify auto` runs; use --verify logits"
     if "auto_map" in job.contents.config and not job.plan.options.trust_remote_code:
@@ -375,13 +378,27 @@ def _reason_to_skip(job: Job) -> str | None:
     return None
 
 
-def _source_record(job: Job) -> SourceRecord:
+def _source_record(job: _Job) -> SourceRecord:
     files = (
         FileRecord(name=f, size_bytes=(job.contents.directory / f).stat().st_size) for f in job.contents.weight_files
     )
     return SourceRecord(
         name=job.name, resolved=job.resolved.resolved, revision=job.resolved.revision, files=tuple(files)
     )
+
+
+def _public(source: SourceRecord) -> SourceRecord:
+    """The source as a published file may name it: hub ids stay, local directories lose their path."""
+    if source.revision is not None:
+        return source
+    name = Path(source.resolved).name
+    return dataclasses.replace(
+        source, name=source.name if Path(source.name).name == source.name else name, resolved=name
+    )
+
+
+def _public_command(result: ConvertResult) -> str | None:
+    return None if result.command is None else result.command.replace(result.source.name, _public(result.source).name)
 
 
 def _shaping_options(options: ConvertOptions) -> dict[str, Any]:
@@ -428,7 +445,7 @@ def _estimate_seconds(plan: Plan, workers: int) -> float:
     """Processor time of the plan at the speed measured on one block now, divided by the workers; no disk in it."""
     work, fmt = Workspace(), FORMATS[plan.options.format or ""]
     x = torch.randn(BLOCK_ELEMENTS)
-    with single_threaded_torch():
+    with SingleThreadedTorch():
         started = time.perf_counter()
         block_stats(x, work)
         if plan.method.encoder == "pair":
@@ -441,10 +458,3 @@ def _estimate_seconds(plan: Plan, workers: int) -> float:
         hashlib.sha256(high.view(torch.uint8).numpy().data).digest()
         per_element = (time.perf_counter() - started) / x.numel()
     return per_element * sum(t.info.num_elements for t in plan.tensors) / workers
-
-
-def format_ranges() -> Mapping[str, FormatRange]:
-    """The ranges that the report draws behind the weights."""
-    return {
-        f.name: FormatRange(max=f.max, min_normal=f.min_normal, min_subnormal=f.min_subnormal) for f in FORMATS.values()
-    }

@@ -103,9 +103,8 @@ def _sample_ranges(num_elements: int) -> Iterator[tuple[int, int]]:
         yield 0, num_elements
         return
     last = (num_elements - _SAMPLE_ELEMENTS) // 8 * 8
-    for start, stop in ((0, _SAMPLE_ELEMENTS), (last // 16 * 8, last // 16 * 8 + _SAMPLE_ELEMENTS)):
-        yield start, stop
-    yield last, num_elements
+    middle = last // 16 * 8
+    yield from ((0, _SAMPLE_ELEMENTS), (middle, middle + _SAMPLE_ELEMENTS), (last, num_elements))
 
 
 def _source_values(source: Source, record: TensorRecord, start: int, stop: int) -> Tensor:

@@ -21,8 +21,8 @@ def load(path: str | Path, *, dtype: torch.dtype | None = None, model_class: Any
     """The model in a checkpoint directory, in evaluation mode, of `model_class` or the class that its config names.
 
     Scaled checkpoints (unit, Scalify) are decoded into `dtype`, by default the source's. A Collage checkpoint is opened
-    with its residual added back, in fp32 by default; with another `dtype` it is the sum rounded to it. Further arguments
-    go to `from_pretrained`. Raises InputError where the residual does not belong to the weights.
+    with its residual added back, in fp32 by default; with another `dtype` it is the sum rounded to it. Further
+    arguments go to `from_pretrained`. Raises InputError where the residual does not belong to the weights.
     """
     register()
     contents = read_contents(Path(path))

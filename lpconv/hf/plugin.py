@@ -1,8 +1,8 @@
 """The transformers plug-in that opens lpconv's scaled checkpoints. It needs torch and transformers, and nothing else.
 
-A converted weight is stored as codes of shape [1, *shape] under the weight's own name, with one fp32 scale of shape [1]
-under `NAME_scale`; its value is codes · scale. Loading decodes into the dtype the model is opened with, so the result is
-the stock model, and saving encodes again with the same scales: an untouched weight gives the same bytes.
+A converted weight is stored as codes of shape [1, *shape] under the weight's own name, with one fp32 scale of shape
+[1] under `NAME_scale`; its value is codes · scale. Loading decodes into the dtype the model is opened with, so the
+result is the stock model, and saving encodes again with the same scales: an untouched weight gives the same bytes.
 
 This file is copied into each output as its loader module for `trust_remote_code=True`; keep it free of other imports.
 """
@@ -16,6 +16,8 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+__all__ = ["DecodeScaled", "LpconvConfig", "LpconvQuantizer", "encode_scaled", "register"]
+
 METHOD = "lpconv"
 FORMAT_VERSION = 1
 SCALE_SUFFIX = "_scale"
@@ -28,7 +30,7 @@ DTYPES = {
 }
 
 
-class LpconvConfig(QuantizationConfigMixin):
+class LpconvConfig(QuantizationConfigMixin):  # type: ignore[misc]  # transformers is untyped here
     """The `quantization_config` of a scaled checkpoint.
 
     `leaves` are the last name parts of converted tensors (``weight``, for nearly all), `exceptions` the tensors whose
@@ -54,7 +56,7 @@ class LpconvConfig(QuantizationConfigMixin):
         self.exceptions = exceptions or {}
 
 
-class DecodeScaled(ConversionOps):
+class DecodeScaled(ConversionOps):  # type: ignore[misc]
     """codes [1, *shape] and scale [1] → weight. Tensors without a scale pass through."""
 
     def __init__(self, hf_quantizer: "LpconvQuantizer") -> None:
@@ -85,7 +87,7 @@ class DecodeScaled(ConversionOps):
         raise NotImplementedError("saving encodes the whole state dict at once")
 
 
-class LpconvQuantizer(HfQuantizer):
+class LpconvQuantizer(HfQuantizer):  # type: ignore[misc]
     """Decodes on loading, encodes on saving. The model in between is the stock one, and trains like it."""
 
     def __init__(self, quantization_config: LpconvConfig, **kwargs: Any) -> None:
