@@ -13,7 +13,7 @@ _FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]"
 
 
 def junit_xml(result: BatchResult) -> str:
-    """The batch as one test suite with a test case per job.
+    """The batch as one test suite with a test case per job; to be written as UTF-8.
 
     A failed verification or gate is a `failure`, any other error an `error`; jobs that were up to date or not run are
     `skipped`.
@@ -28,7 +28,9 @@ def junit_xml(result: BatchResult) -> str:
     for job in result.jobs:
         _add_case(suite, job)
     ET.indent(root)
-    return ET.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
+    # By way of bytes: for text, the declaration would name the locale's encoding.
+    document: bytes = ET.tostring(root, encoding="utf-8", xml_declaration=True)
+    return document.decode() + "\n"
 
 
 def _add_case(suite: ET.Element, job: JobResult) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from lpconv.batch.document import read_document
 from lpconv.batch.fields import FIELDS, read_mapping, read_text
-from lpconv.checkpoint.resolve import looks_like_path
+from lpconv.checkpoint.resolve import DEMO, looks_like_path
 from lpconv.convert.options import ConvertOptions, with_defaults
 from lpconv.errors import UsageError
 
@@ -108,7 +108,7 @@ def _job(raw: Any, defaults: dict[str, Any], folder: Path, place: str) -> Job:
 def _model(name: str, folder: Path) -> str:
     """`name`, made absolute where it is a path: where it looks like one, or where the folder has a directory of it."""
     path = folder / Path(name).expanduser()
-    return os.path.normpath(path) if looks_like_path(name) or (name != "demo" and path.is_dir()) else name
+    return os.path.normpath(path) if looks_like_path(name) or (name != DEMO and path.is_dir()) else name
 
 
 def _check_unique(jobs: tuple[Job, ...]) -> None:

@@ -102,11 +102,9 @@ def run_batch(
         check_lockable(manifest, jobs, lock)
     elif not dry_run:
         write_lock(manifest.lock_path, lock or Lock())  # a folder that cannot be written is found out before the work
-    runner = _Runner(manifest, lock or Lock(), convert, plan, resume=resume, locked=locked)
-    run_job: Callable[[Job], JobResult] = runner.plan_job if dry_run else runner.convert_job
-
+    runner = _Runner(manifest, lock or Lock(), convert, plan, dry_run=dry_run, resume=resume, locked=locked)
     started = time.monotonic()
-    results, failure = _run_all(jobs, run_job, keep_going, events)
+    results, failure = _run_all(jobs, runner.run, keep_going, events)
     seconds = time.monotonic() - started
     batch = BatchResult(manifest=str(manifest.path), dry_run=dry_run, seconds=seconds, jobs=results)
     events.batch_finished(batch)
@@ -141,10 +139,29 @@ class _Runner:
     lock: Lock
     convert: Convert
     plan: Plan
+    dry_run: bool
     resume: bool
     locked: bool
 
-    def plan_job(self, job: Job) -> JobResult:
+    def run(self, job: Job) -> JobResult:
+        """The job's result; raises whatever it fails with."""
+        return self._there_already(job) or (self._plan(job) if self.dry_run else self._convert(job))
+
+    def _there_already(self, job: Job) -> JobResult | None:
+        """Up to date, when resuming. Raises OutputExistsError for a published output that is not, unless forced."""
+        if not self.resume or not job.output.exists():
+            return None
+        reasons = stale_reasons(job, self.lock.get(job.id), self.manifest.folder)
+        if not reasons:
+            return _job_result(job, UP_TO_DATE)
+        if job.options.force:
+            return None
+        raise OutputExistsError(
+            f"output `{job.output}` is there, but not up to date: {'; '.join(reasons)}",
+            hint="remove it, name another output, or set `force: true` in the job",
+        )
+
+    def _plan(self, job: Job) -> JobResult:
         plan = self.plan(job.model, job.output, self._options(job))
         estimate = Estimate(
             memory_bytes=plan.memory_bytes,
@@ -155,9 +172,7 @@ class _Runner:
         result = _job_result(job, PLANNED)
         return replace(result, source=plan.source, bytes=plan.bytes, estimate=estimate, warnings=plan.warnings)
 
-    def convert_job(self, job: Job) -> JobResult:
-        if self.resume and job.output.exists() and self._is_up_to_date(job):
-            return _job_result(job, UP_TO_DATE)
+    def _convert(self, job: Job) -> JobResult:
         result = self.convert(job.model, job.output, self._options(job))
         entry = self.lock.get(job.id)
         if self.locked and entry is not None:
@@ -175,16 +190,9 @@ class _Runner:
     def _options(self, job: Job) -> ConvertOptions:
         entry = self.lock.get(job.id)
         options = pinned_options(job.options, entry) if self.locked and entry else job.options
-        return replace(options, resume=self.resume and not options.force)
-
-    def _is_up_to_date(self, job: Job) -> bool:
-        reasons = stale_reasons(job, self.lock.get(job.id), self.manifest.folder)
-        if reasons and not job.options.force:
-            raise OutputExistsError(
-                f"output `{job.output}` is there, but not up to date: {'; '.join(reasons)}",
-                hint="remove it, name another output, or set `force: true` in the job",
-            )
-        return not reasons
+        # A job that was cut off is continued; `force` is for outputs that are published and stale.
+        resume = self.resume and not job.output.exists()
+        return replace(options, resume=resume, force=options.force and not resume)
 
     def _record(self, job: Job, result: ConvertResult) -> None:
         entry = lock_entry(job, result, self.manifest.folder)
@@ -226,9 +234,8 @@ def _job_error(error: BaseException) -> JobError:
         return JobError(code=error.exit_code, kind=error.kind, message=error.message, hint=error.hint,
                         details=to_json(error.details))  # fmt: skip
     if not isinstance(error, Exception):
-        code = (
-            130 if isinstance(error, KeyboardInterrupt) else 143
-        )  # SIGINT; otherwise what a handler of SIGTERM raised
+        # SIGINT is KeyboardInterrupt; anything else is what a handler of SIGTERM raises.
+        code = 130 if isinstance(error, KeyboardInterrupt) else 143
         return JobError(code=code, kind=InterruptedRunError.kind, message="interrupted", hint="run again with --resume")
     return JobError(
         code=1,

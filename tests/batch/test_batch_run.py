@@ -244,6 +244,12 @@ class TestResume:
         assert statuses(result) == ["up to date", "converted", "converted"]
         assert all(options.resume for _, options in engine.calls)
 
+    def test_a_dry_run_tells_what_is_left_to_do(self, tmp_path: Path) -> None:
+        self.run(tmp_path, jobs=("a",))
+        engine = Engine()
+        result = run_batch(write_manifest(tmp_path), engine.convert, engine.plan, dry_run=True, resume=True)
+        assert statuses(result) == ["up to date", "planned", "planned"]
+
     def test_another_memory_bound_changes_no_output(self, tmp_path: Path) -> None:
         self.run(tmp_path)
         result, _ = self.run(tmp_path, workers=2, max_memory="1GB")
@@ -264,7 +270,11 @@ class TestResume:
         (tmp_path / "local/model.safetensors").write_text("WEIGHTS")
         result, engine = self.run(tmp_path, force=True)
         assert statuses(result) == ["up to date", "converted", "up to date"]
-        assert not engine.calls[0][1].resume
+        assert (engine.calls[0][1].resume, engine.calls[0][1].force) == (False, True)
+
+    def test_force_does_not_start_a_cut_off_job_anew(self, tmp_path: Path) -> None:
+        _, engine = self.run(tmp_path, jobs=("a",), force=True)
+        assert (engine.calls[0][1].resume, engine.calls[0][1].force) == (True, False)
 
     @pytest.mark.parametrize(
         ("path", "text", "says"),
@@ -409,7 +419,9 @@ def mixed(tmp_path: Path) -> BatchResult:
 
 class TestReports:
     def test_junit_counts_and_escapes(self, mixed: BatchResult) -> None:
-        suite = ET.fromstring(junit_xml(mixed)).find("testsuite")
+        text = junit_xml(mixed)
+        assert text.startswith("<?xml version='1.0' encoding='utf-8'?>")
+        suite = ET.fromstring(text).find("testsuite")
         assert suite is not None
         assert {k: suite.get(k) for k in ("tests", "failures", "errors", "skipped")} == {
             "tests": "3", "failures": "1", "errors": "0", "skipped": "2",
