@@ -16,6 +16,7 @@ from huggingface_hub import constants, errors
 from lpconv.checkpoint.aliases import ALIASES
 from lpconv.checkpoint.hub import has_weights, wanted_files
 from lpconv.checkpoint.resolve import Resolved, looks_like_path, resolve
+from lpconv.data import demo_checkpoint
 from lpconv.errors import InputError, LpconvError, ResourceError, UsageError
 
 COMMIT = "a" * 40
@@ -104,6 +105,22 @@ class TestLocal:
     def test_a_path_that_does_not_exist(self, cache: Path, name: str) -> None:
         with pytest.raises(InputError, match="no directory"):
             resolve(name)
+
+
+class TestDemo:
+    def test_demo_is_the_embedded_checkpoint(self, cache: Path) -> None:
+        found = resolve("demo")
+        assert (found.resolved, found.revision, found.directory) == ("demo", None, demo_checkpoint())
+        assert has_weights(found.directory)
+
+    def test_a_directory_called_demo_is_reached_by_its_path(self, cache: Path) -> None:
+        Path("demo").mkdir()
+        assert resolve("demo").directory == demo_checkpoint()
+        assert resolve("./demo").directory == Path("demo").absolute()
+
+    def test_demo_has_no_revision(self) -> None:
+        with pytest.raises(UsageError, match="no revision `main`"):
+            resolve("demo", revision="main")
 
 
 class TestCache:
