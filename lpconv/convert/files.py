@@ -95,14 +95,24 @@ def weight_index(files: Mapping[str, str], total_bytes: int) -> dict[str, Any]:
 
 def _loader_source(model_type: str) -> str:
     plugin = importlib.resources.files("lpconv.hf").joinpath("plugin.py").read_text(encoding="utf-8")
-    return f"""{plugin}
-
-# What `auto_map` in config.json points to: the stock config class, after the quantizer is known.
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
+    return f'''{plugin}
 
 register()
-Config = CONFIG_MAPPING[{model_type!r}]
-"""
+
+
+class Config:
+    """What `auto_map` in config.json points to: it makes the stock config, now that the quantizer is known."""
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+        return CONFIG_MAPPING[{model_type!r}].from_pretrained(*args, **kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, *args: Any) -> None:
+        """Nothing to register: saving must not take the stock config for code of this checkpoint."""
+'''
 
 
 def copy_side_files(

@@ -19,6 +19,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 __all__ = ["DecodeScaled", "LpconvConfig", "LpconvQuantizer", "encode_scaled", "register"]
 
 METHOD = "lpconv"
+LOADER = "lpconv_loader"
 FORMAT_VERSION = 1
 SCALE_SUFFIX = "_scale"
 DTYPES = {
@@ -41,6 +42,7 @@ class LpconvConfig(QuantizationConfigMixin):  # type: ignore[misc]  # transforme
         self,
         method: str = "unit",
         format: str = "fp16",
+        scale: str = "pow2",
         leaves: list[str] | None = None,
         exceptions: dict[str, str] | None = None,
         format_version: int = FORMAT_VERSION,
@@ -52,6 +54,7 @@ class LpconvConfig(QuantizationConfigMixin):  # type: ignore[misc]  # transforme
         self.format_version = format_version
         self.method = method
         self.format = format
+        self.scale = scale
         self.leaves = leaves or ["weight"]
         self.exceptions = exceptions or {}
 
@@ -72,7 +75,7 @@ class DecodeScaled(ConversionOps):  # type: ignore[misc]
         **kwargs: Any,
     ) -> dict[str, Any]:
         (leaf,) = target_patterns
-        parts = {k: v[0] if isinstance(v, list) else v for k, v in input_dict.items()}
+        parts = {k.removesuffix("$"): v[0] if isinstance(v, list) else v for k, v in input_dict.items()}
         if leaf not in parts:
             raise ValueError(f"{full_layer_name} has a scale and no codes")
         dtype = model.get_parameter_or_buffer(full_layer_name).dtype
@@ -81,6 +84,10 @@ class DecodeScaled(ConversionOps):  # type: ignore[misc]
             return {leaf: parts[leaf].to(dtype)}
         self.hf_quantizer.scales[full_layer_name] = float(scale)
         return {leaf: (parts[leaf][0].float() * scale).to(dtype)}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "DecodeScaled":
+        """transformers copies the converter for every tensor; the scales must arrive at the one quantizer."""
+        return self
 
     @property
     def reverse_op(self) -> ConversionOps:
@@ -100,7 +107,8 @@ class LpconvQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def get_weight_conversions(self) -> list[WeightConverter]:
         leaves = sorted(self.quantization_config.leaves, key=len, reverse=True)
-        return [WeightConverter([leaf, leaf + SCALE_SUFFIX], leaf, [DecodeScaled(self)]) for leaf in leaves]
+        # The ends are anchored: releases differ in whether `weight` would also match `weight_scale`.
+        return [WeightConverter([f"{n}$", f"{n}{SCALE_SUFFIX}$"], n, [DecodeScaled(self)]) for n in leaves]
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         # The decoding is undone in `get_state_dict_and_metadata`, not by transformers' reversal of conversions.
@@ -109,6 +117,9 @@ class LpconvQuantizer(HfQuantizer):  # type: ignore[misc]
             for c in model._weight_conversions
             if not any(isinstance(op, DecodeScaled) for op in getattr(c, "operations", ()))
         ]
+        # `save_pretrained` does not copy the loader module, so a saved config must not point to it.
+        if LOADER in str(getattr(model.config, "auto_map", "")):
+            del model.config.auto_map
         return model
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -21,7 +21,7 @@ from lpconv.report.numbers import (
     sqnr_text,
 )
 from lpconv.report.printable import printable_record
-from lpconv.report.words import checks, method_name, summary, verdict, why_noisy
+from lpconv.report.words import besides_rounding, checks, method_name, summary, verdict
 from lpconv.results import ConvertResult
 
 __all__ = ["model_card"]
@@ -88,7 +88,7 @@ from transformers import {auto}
 model = {auto}.from_pretrained("PATH")
 ```
 
-Where lpconv is installed but the import is unwanted, the loader module in this directory does the same:
+The loader module in this directory registers it too, for code that cannot import lpconv.hf first:
 `{auto}.from_pretrained("PATH", trust_remote_code=True)`.
 
 Plain transformers refuses these weights on purpose. The codes mean nothing without their scales, so they are stored
@@ -146,13 +146,13 @@ def _tensors(result: ConvertResult) -> str:
             sqnr_text(t.sqnr_db),
             error_text(t.max_rel_error),
             scale_text(t.scale),
-            why_noisy(t),
+            besides_rounding(t),
         )
         for t in worst_tensors(result.tensors, _WORST)
     ]
     if not worst:
         return text
-    head = ("tensor", "format", "SQNR, dB", "max rel. error", "scale", "why")
+    head = ("tensor", "format", "SQNR, dB", "max rel. error", "scale", "besides rounding")
     return f"{text}\n\nThe tensors with the lowest signal-to-noise ratio:\n\n{_table(head, worst)}"
 
 

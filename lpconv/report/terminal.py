@@ -3,20 +3,19 @@
 Import this module lazily: it loads rich. `show` prints to a terminal or a pipe.
 """
 
+import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
-from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
-from rich.measure import Measurement
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from lpconv.report.compare import Figure, figures, run_names
 from lpconv.report.grouping import DoneGroup, done_groups, worst_tensors
+from lpconv.report.layout import Name, after_gap, facts_grid, heading, least_width, note_list, section, table_of
 from lpconv.report.numbers import (
     change_text,
     count_text,
@@ -32,7 +31,7 @@ from lpconv.report.numbers import (
     sqnr_text,
 )
 from lpconv.report.printable import printable_record
-from lpconv.report.words import checks, done_words, method_name, verdict, why_noisy
+from lpconv.report.words import besides_rounding, checks, done_words, method_name, verdict
 from lpconv.results import (
     ConvertResult,
     FileRecord,
@@ -49,8 +48,6 @@ _WORST = 8
 _GROUPS = 12
 _SHARDS = 8
 _PIPE_WIDTH = 120
-# A name is abbreviated to about this width before other columns begin to wrap.
-_NAME_WIDTH = 30
 # The widest column of a run in a comparison.
 _RUN_WIDTH = 24
 _STYLES = {"passed": "bold green", "failed": "bold red", "not run": "yellow"}
@@ -61,12 +58,13 @@ _ASCII = str.maketrans({"→": "->", "…": "~", "–": "-", "─": "-", "━": 
 def show(renderable: RenderableType, *, file: TextIO | None = None) -> None:
     """Print to `file` (stdout): styled for a terminal, plain text for anything else, ASCII where the encoding needs it.
 
-    A pipe has no width, so it gets 120 columns. rich honours ``NO_COLOR`` and ``COLUMNS``.
+    A pipe has no width, so it gets 120 columns unless ``COLUMNS`` says otherwise. rich honours ``NO_COLOR``.
     """
     out = file or sys.stdout
     console = Console(file=out, highlight=False, soft_wrap=False)
     if not console.is_terminal:
-        console = Console(file=out, highlight=False, width=max(console.width, _PIPE_WIDTH), no_color=True)
+        width = console.width if "COLUMNS" in os.environ else _PIPE_WIDTH
+        console = Console(file=out, highlight=False, width=width, no_color=True)
     with console.capture() as capture:
         console.print(renderable)
     text = "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"
@@ -85,13 +83,13 @@ def render_convert(result: ConvertResult) -> RenderableType:
         "Peak memory": size_text(result.peak_rss_bytes),
     }
     return Group(
-        *_heading(f"{result.source.name} → {result.output}"),
+        *heading(f"{result.source.name} → {result.output}"),
         Text(f"Rewritten with {done_words(result)}."),
-        _gap(_facts(facts)),
+        after_gap(facts_grid(facts)),
         *_done(result.tensors),
         *_worst(result.tensors),
         *_verification(result.verify),
-        *_notes("Warnings", result.warnings),
+        *note_list("Warnings", result.warnings),
     )
 
 
@@ -107,12 +105,12 @@ def render_plan(plan: PlanResult) -> RenderableType:
     if plan.side_files:
         facts["Copied as is"] = f"{plural(len(plan.side_files), 'file')}: {', '.join(plan.side_files)}"
     return Group(
-        *_heading(f"{plan.source.name} → {plan.output}"),
+        *heading(f"{plan.source.name} → {plan.output}"),
         Text(f"Plan for {method_name(plan.method)} in {plan.format}. Nothing has been written."),
-        _gap(_facts(facts)),
+        after_gap(facts_grid(facts)),
         *_done(plan.tensors),
         *_files(plan.shards),
-        *_notes("Warnings", plan.warnings),
+        *note_list("Warnings", plan.warnings),
     )
 
 
@@ -132,13 +130,13 @@ def render_inspect(found: InspectResult) -> RenderableType:
         "Size": size_text(sum(d.size_bytes for d in found.dtypes)),
     }
     return Group(
-        *_heading(found.path),
-        _facts(facts),
+        *heading(found.path),
+        facts_grid(facts),
         *_dtypes(found),
         *_files(found.shards),
-        *_notes("Tied", [f"{name} → {weight}" for name, weight in found.ties.items()]),
+        *note_list("Tied", [f"{name} → {weight}" for name, weight in found.ties.items()]),
         *_stored(found.tensors),
-        *_notes("Problems", found.problems, empty="none found in headers and index"),
+        *note_list("Problems", found.problems, empty="none found in headers and index"),
     )
 
 
@@ -161,72 +159,12 @@ class _Compare:
         per_table = max(1, (options.max_width - label_width) // (width + 2))
         for start in range(0, len(self.names), per_table):
             columns = slice(start, start + per_table)
-            table = _table("", *(f"<{name}" for name in self.names[columns]))
+            table = table_of("", *(f"<{name}" for name in self.names[columns]))
             for column in table.columns[1:]:
                 column.max_width = _RUN_WIDTH
             for figure in self.figures:
                 table.add_row(Text(figure.label), *(Text(v) for v in figure.values[columns]))
             yield from (Text(), table) if start else (table,)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Name:
-    """A dotted name that shortens its outer modules to their first letters where the column is narrow.
-
-    ``encoder.layer.0.attention.self.key.weight`` becomes ``e.l.0.attention.self.key.weight``: numbers and the end,
-    which tell tensors apart, stay. A name that is still too long is folded, never cut.
-    """
-
-    name: str
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield Text(_abbreviated(self.name, options.max_width), overflow="fold")
-
-    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        return Measurement(_abbreviated_width(self.name), len(self.name))
-
-
-def _abbreviated_width(name: str) -> int:
-    return min(len(_abbreviated(name, _NAME_WIDTH)), _NAME_WIDTH)
-
-
-def _abbreviated(name: str, width: int) -> str:
-    parts = name.split(".")
-    for i, part in enumerate(parts[:-2]):
-        if len(".".join(parts)) <= width:
-            break
-        parts[i] = part if part.isdecimal() else part[:1]
-    return ".".join(parts)
-
-
-def _heading(text: str) -> Iterable[RenderableType]:
-    return (Text(text, style="bold"), Text())
-
-
-def _section(title: str, body: RenderableType) -> tuple[RenderableType, ...]:
-    return (Text(), Text(title, style="bold"), body)
-
-
-def _gap(body: RenderableType) -> RenderableType:
-    return Padding(body, (1, 0, 0, 0))
-
-
-def _facts(facts: dict[str, str]) -> RenderableType:
-    grid = Table.grid(padding=(0, 2))
-    for label, value in facts.items():
-        grid.add_row(Text(label), Text(value, overflow="fold"))
-    return grid
-
-
-def _table(*columns: str) -> Table:
-    """Columns by heading: ``<`` before it aligns left and may wrap; numbers align right and never wrap."""
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="")
-    for i, heading in enumerate(columns):
-        left = i == 0 or heading.startswith("<")
-        table.add_column(
-            Text(heading.removeprefix("<")), justify="left" if left else "right", no_wrap=not left, overflow="fold"
-        )
-    return table
 
 
 def _size_change(before: int, after: int) -> str:
@@ -237,8 +175,8 @@ def _size_change(before: int, after: int) -> str:
 def _done(tensors: Sequence[TensorRecord]) -> tuple[RenderableType, ...]:
     groups = done_groups(tensors)
     if not groups:
-        return _section("Tensors", Text("The checkpoint holds no tensors."))
-    table = _table("Action", "Tensors", "<Format", "Before", "After", "<Why")
+        return section("Tensors", Text("The checkpoint holds no tensors."))
+    table = table_of("Action", "Tensors", "<Format", "Before", "After", "<Why")
     for g in groups[:_GROUPS]:
         table.add_row(
             Text(g.action),
@@ -250,7 +188,7 @@ def _done(tensors: Sequence[TensorRecord]) -> tuple[RenderableType, ...]:
         )
     rest = sum(g.num_tensors for g in groups[_GROUPS:])
     more = [Text(f"and {plural(rest, 'tensor')} for other reasons")] if rest else []
-    return _section("Tensors", Group(table, *more))
+    return section("Tensors", Group(table, *more))
 
 
 def _formats(g: DoneGroup) -> str:
@@ -261,20 +199,22 @@ def _worst(tensors: Sequence[TensorRecord]) -> tuple[RenderableType, ...]:
     worst = worst_tensors(tensors, _WORST)
     if not worst:
         return ()
-    reasons = [why_noisy(t) for t in worst]
-    shared = len(set(reasons)) == 1
-    table = _table("Tensor", "<Format", "SQNR dB", "Max rel", "Scale", *([] if shared else ["<Why"]))
-    table.columns[0].min_width = max(_abbreviated_width(t.name) for t in worst)
-    for t, reason in zip(worst, reasons, strict=True):
+    causes = [besides_rounding(t) for t in worst]
+    rounding_alone = set(causes) == {"nothing"}
+    table = table_of(
+        "Tensor", "<Format", "SQNR dB", "Max rel", "Scale", *([] if rounding_alone else ["<Besides rounding"])
+    )
+    table.columns[0].min_width = max(least_width(t.name) for t in worst)
+    for t, cause in zip(worst, causes, strict=True):
         table.add_row(
-            _Name(name=t.name),
+            Name(name=t.name),
             Text(t.format),
             Text(sqnr_text(t.sqnr_db)),
             Text(error_text(t.max_rel_error)),
             Text(scale_text(t.scale)),
-            *([] if shared else [Text(reason)]),
+            *([] if rounding_alone else [Text(cause)]),
         )
-    return _section("Lowest signal-to-noise" + (f" ({reasons[0]})" if shared else ""), table)
+    return section("Lowest signal-to-noise" + (" (from rounding alone)" if rounding_alone else ""), table)
 
 
 def _verification(v: VerifyResult) -> tuple[RenderableType, ...]:
@@ -286,47 +226,38 @@ def _verification(v: VerifyResult) -> tuple[RenderableType, ...]:
     for check in checks(v):
         outcome = {True: "passed", False: "failed", None: "not run"}[check.passed]
         steps.add_row(Text(outcome, style=_STYLES[outcome]), Text(check.name), Text(check.text))
-    problems = _notes("Problems", v.problems) if v.problems else ()
+    problems = note_list("Problems", v.problems)
     return (Text(), title, *([steps] if steps.row_count else []), *problems)
-
-
-def _notes(title: str, notes: Sequence[str], *, empty: str = "") -> tuple[RenderableType, ...]:
-    if not notes and not empty:
-        return ()
-    grid = Table.grid(padding=(0, 1))
-    for note in notes or (empty,):
-        grid.add_row(Text("-" if notes else ""), Text(note, overflow="fold"))
-    return _section(title, grid)
 
 
 def _files(files: Sequence[FileRecord]) -> tuple[RenderableType, ...]:
     if not files:
         return ()
-    table = _table("File", "Size")
+    table = table_of("File", "Size")
     for f in files[:_SHARDS]:
-        table.add_row(_Name(name=f.name), Text(size_text(f.size_bytes)))
+        table.add_row(Name(name=f.name), Text(size_text(f.size_bytes)))
     rest = files[_SHARDS:]
     more = [Text(f"and {plural(len(rest), 'file')}, {size_text(sum(f.size_bytes for f in rest))}")] if rest else []
-    return _section("Files", Group(table, *more))
+    return section("Files", Group(table, *more))
 
 
 def _dtypes(found: InspectResult) -> tuple[RenderableType, ...]:
     if not found.dtypes:
         return ()
-    table = _table("Dtype", "Tensors", "Elements", "Size")
+    table = table_of("Dtype", "Tensors", "Elements", "Size")
     for d in found.dtypes:
         table.add_row(Text(d.dtype), count_text(d.num_tensors), count_text(d.num_elements), size_text(d.size_bytes))
-    return _section("Dtypes", table)
+    return section("Dtypes", table)
 
 
 def _stored(tensors: Sequence[StoredTensor]) -> tuple[RenderableType, ...]:
     if not tensors:
         return ()
     shown = [c for c in _STORED_COLUMNS if c.always or any(c.cell(t) for t in tensors)]
-    table = _table(*(c.heading for c in shown))
+    table = table_of(*(c.heading for c in shown))
     for t in tensors:
-        table.add_row(_Name(name=t.name), *(Text(c.cell(t)) for c in shown[1:]))
-    return _section("Tensors", table)
+        table.add_row(Name(name=t.name), *(Text(c.cell(t)) for c in shown[1:]))
+    return section("Tensors", table)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ from lpconv.results import ConvertResult, HashCheck, LogitsCheck, TensorRecord, 
 
 __all__ = [
     "Check",
+    "besides_rounding",
     "checks",
     "done_sentence",
     "done_words",
@@ -29,7 +30,6 @@ __all__ = [
     "summary",
     "verdict",
     "verify_sentence",
-    "why_noisy",
 ]
 
 _METHODS = {"unit": "unit scaling", "scalify": "Scalify", "collage": "Collage"}
@@ -170,8 +170,8 @@ def _hash_words(check: HashCheck) -> str:
 
 def _weights_words(check: WeightsCheck) -> str:
     if check.mismatched:
-        bad = len(check.mismatched)
-        return f"{count_text(bad)} of {plural(check.num_tensors, 'tensor')} differ: {_list(check.mismatched)}"
+        bad = f"{count_text(len(check.mismatched))} of {plural(check.num_tensors, 'tensor')}"
+        return f"{bad} differ from the reference cast: {_list(check.mismatched)}"
     if check.min_sqnr_db == math.inf:
         found = f"{plural(check.num_tensors, 'tensor')}, all equal to the source"
     else:
@@ -187,7 +187,7 @@ def _weights_words(check: WeightsCheck) -> str:
 
 def _logits_words(check: LogitsCheck) -> str:
     if check.skipped:
-        return f"not run: {check.skipped}"
+        return check.skipped
     details = [] if check.bit_equal else _logits_details(check)
     details += [s for s in (check.model_class, check.inputs) if s]
     return _logits_found(check) + (f" ({', '.join(details)})" if details else "")
@@ -217,8 +217,8 @@ def _percent(share: float) -> str:
     return share_text(round(share * 1_000_000), 1_000_000)
 
 
-def why_noisy(t: TensorRecord) -> str:
-    """What made this tensor's SQNR what it is, from its counts; rounding alone where nothing left the range."""
+def besides_rounding(t: TensorRecord) -> str:
+    """What else than rounding cost this tensor accuracy: "3 saturated", "0.06 % to zero", "nothing"."""
     causes = []
     if t.num_nan or t.num_inf:
         causes.append(f"{count_text(t.num_nan + t.num_inf)} NaN or Inf in the source")
@@ -226,7 +226,7 @@ def why_noisy(t: TensorRecord) -> str:
         causes.append(f"{count_text(t.num_saturated)} saturated")
     if t.num_flushed:
         causes.append(f"{share_text(t.num_flushed, num_elements(t))} to zero")
-    return ", ".join(causes) or "rounding alone"
+    return ", ".join(causes) or "nothing"
 
 
 def _list(items: Sequence[str]) -> str:

@@ -268,7 +268,7 @@ def test_text_and_marks_stand_out_in_both_themes(theme: str) -> None:
 
     text = [(ink, ground) for ink in ("ink", "quiet") for ground in ("page", "panel")]
     text += [(name, f"{name}-fill") for name in ("good", "bad", "note")]
-    text += [("ink", f"{name}-fill") for name in ("good", "bad", "note")]
+    text += [("ink", ground) for ground in ("good-fill", "bad-fill", "note-fill", "normal", "subnormal")]
     assert {pair: contrast(*pair) for pair in text if contrast(*pair) < 4.5} == {}
     marks = [(mark, ground) for mark in ("after", "before") for ground in ("page", "normal", "subnormal")]
     marks += [(f"series-{i}", "page") for i in range(6)]

@@ -13,6 +13,7 @@ from rich.console import Console, RenderableType
 from lpconv.report.terminal import render_compare, render_convert, render_inspect, render_plan, render_verify, show
 from lpconv.results import (
     ByteCounts,
+    ConvertResult,
     DtypeRecord,
     FileRecord,
     GateRecord,
@@ -26,9 +27,9 @@ from lpconv.results import (
 
 
 def text_of(renderable: RenderableType, width: int = 100) -> str:
-    console = Console(file=io.StringIO(), width=width, force_terminal=False)
-    console.print(renderable)
-    return console.file.getvalue()  # type: ignore[attr-defined]  # the StringIO above
+    out = io.StringIO()
+    Console(file=out, width=width, force_terminal=False).print(renderable)
+    return out.getvalue()
 
 
 def words_of(renderable: RenderableType) -> str:
@@ -53,9 +54,16 @@ def test_worst_tensors_come_with_the_cause() -> None:
     text = words_of(render_convert(llama_result()))
     worst = min((t for t in llama_result().tensors if t.sqnr_db), key=lambda t: t.sqnr_db or 0)
     assert worst.name in text
+    assert "Besides rounding" in text
     assert "% to zero" in text
     saturated = [replace(t, num_saturated=3, sqnr_db=9.0) if t is worst else t for t in [worst]]
     assert "3 saturated" in words_of(render_convert(bert_result(tensors=tuple(saturated))))
+
+
+def test_rounding_alone_needs_no_column() -> None:
+    text = words_of(render_convert(bert_result()))
+    assert "Lowest signal-to-noise (from rounding alone)" in text
+    assert "Besides rounding" not in text
 
 
 def test_warnings_are_shown() -> None:
@@ -64,7 +72,7 @@ def test_warnings_are_shown() -> None:
 
 @pytest.mark.parametrize("width", [80, 140])
 @pytest.mark.parametrize("result", [bert_result(), llama_result()], ids=["bert", "llama"])
-def test_lines_fit_the_width(result, width: int) -> None:  # type: ignore[no-untyped-def]  # the ids say it
+def test_lines_fit_the_width(result: ConvertResult, width: int) -> None:
     rendered = [render_convert(result), render_plan(plan_of(result)), render_compare([result] * 7)]
     for renderable in rendered:
         assert max(len(line) for line in text_of(renderable, width).splitlines()) <= width
@@ -103,8 +111,8 @@ def test_a_failed_verification_says_what_failed() -> None:
     text = words_of(render_verify(v))
     assert "Verification: failed (level weights)" in text
     assert "failed hashes 1 of 3 files differ: model.safetensors" in text
-    assert "failed weights 1 of 2 tensors differ: a" in text
-    assert "not run outputs not run: no config.json" in text
+    assert "failed weights 1 of 2 tensors differ from the reference cast: a" in text
+    assert "not run outputs no config.json" in text
     assert "failed gate sqnr>=25 the value is 3" in text
     assert "- gate sqnr>=25 not met" in text
 
@@ -186,13 +194,21 @@ def test_names_cannot_drive_the_terminal() -> None:
     assert r"a\x1b]0;owned\x07\n[bold]b\u202e" in text
 
 
-def test_a_pipe_gets_plain_text_with_whole_lines() -> None:
+def test_a_pipe_gets_plain_text_with_whole_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
     pipe = io.StringIO()
     show(render_convert(llama_result()), file=pipe)
     text = pipe.getvalue()
     assert "\x1b" not in text
     assert "model.layers.8.self_attn.k_proj.weight" in text
     assert not any(line.endswith(" ") for line in text.splitlines())
+
+
+def test_columns_sets_the_width_of_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "72")
+    pipe = io.StringIO()
+    show(render_convert(llama_result()), file=pipe)
+    assert max(len(line) for line in pipe.getvalue().splitlines()) <= 72
 
 
 def test_an_ascii_pipe_gets_ascii() -> None:
