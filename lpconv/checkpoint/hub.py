@@ -20,6 +20,7 @@ __all__ = ["cached_snapshot", "download", "has_weights", "wanted_files"]
 
 _SAFETENSORS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 _PICKLES = re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin")
+_TIMEOUT_S = 20.0
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 # Weights that lpconv does not read, and training leftovers. `.bin` and `.safetensors` are chosen by name above.
 _OTHER_WEIGHTS = (
@@ -83,13 +84,14 @@ def download(repo_id: str, revision: str | None) -> Path:
 
     Raises InputError where the hub cannot be reached or refuses, and ResourceError where the disk is full.
     """
-    from huggingface_hub import HfApi, is_offline_mode, snapshot_download
+    from huggingface_hub import HfApi, constants, snapshot_download
 
-    if is_offline_mode():
+    if constants.HF_HUB_OFFLINE:
         raise _not_here(repo_id, revision, "HF_HUB_OFFLINE is set")
     with _explained(repo_id, revision):
-        files = HfApi().list_repo_files(repo_id, revision=revision)
-    wanted = wanted_files(files)
+        # Not `list_repo_files`, which tries for half a minute where there is no network.
+        info = HfApi().model_info(repo_id, revision=revision, timeout=_TIMEOUT_S)
+    wanted = wanted_files(f.rfilename for f in info.siblings or ())
     if not any(_is_weights(name) for name in wanted):
         raise InputError(
             f"`{repo_id}` has no weights that lpconv reads",

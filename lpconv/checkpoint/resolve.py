@@ -1,7 +1,8 @@
 """What the user calls a model, turned into a directory that holds a checkpoint.
 
-A name is, in this order: a local directory, an alias or a hub id. Of the hub, the cache is asked first and a complete
-snapshot is used without a request, so a run with and without network reads the same bytes; `--revision` picks another.
+A name is, in this order: ``demo``, a local directory, an alias or a hub id. Of the hub, the cache is asked first and a
+complete snapshot is used without a request, so a run with and without network reads the same bytes; `--revision` picks
+another.
 """
 
 import re
@@ -10,10 +11,13 @@ from pathlib import Path
 
 from lpconv.checkpoint.aliases import ALIASES, find_alias
 from lpconv.checkpoint.hub import cached_snapshot, download
+from lpconv.data import demo_checkpoint
 from lpconv.errors import InputError, UsageError
 from lpconv.lookup import nearest
 
-__all__ = ["Resolved", "looks_like_path", "resolve"]
+__all__ = ["DEMO", "Resolved", "looks_like_path", "resolve"]
+
+DEMO = "demo"  # the checkpoint inside this package; a directory of that name is ./demo
 
 _NAME = r"[A-Za-z0-9_][\w.-]*"
 _HUB_NAME = re.compile(rf"{_NAME}(/{_NAME})?", re.ASCII)
@@ -23,8 +27,8 @@ _HUB_NAME = re.compile(rf"{_NAME}(/{_NAME})?", re.ASCII)
 class Resolved:
     """A model found: what was typed, what it meant, and where its files lie.
 
-    `resolved` is a hub id, or the absolute path of a local directory. `revision` is the commit hash of a hub snapshot
-    and None for a local directory.
+    `resolved` is a hub id, the absolute path of a local directory, or ``demo``. `revision` is the commit hash of a hub
+    snapshot, None for the others.
     """
 
     name: str
@@ -39,6 +43,8 @@ def resolve(name: str, *, revision: str | None = None) -> Resolved:
     Looks at the disk first and downloads only what no cache has. Raises InputError where nothing is found, with what
     to do next, and UsageError for a revision of a local directory.
     """
+    if name == DEMO:
+        return _demo(revision)
     path = Path(name).expanduser()
     if name and path.is_dir():
         return _local(name, path, revision)
@@ -54,6 +60,12 @@ def resolve(name: str, *, revision: str | None = None) -> Resolved:
 def looks_like_path(name: str) -> bool:
     """Whether `name` can only be a path: it is neither ``name`` nor ``owner/name`` as the hub spells them."""
     return _HUB_NAME.fullmatch(name) is None
+
+
+def _demo(revision: str | None) -> Resolved:
+    if revision is not None:
+        raise UsageError(f"the embedded model has no revision `{revision}`", hint="leave --revision out")
+    return Resolved(name=DEMO, resolved=DEMO, directory=demo_checkpoint())
 
 
 def _local(name: str, path: Path, revision: str | None) -> Resolved:

@@ -133,12 +133,12 @@ def read_memory_limit(text: str) -> int | None:
 
 
 def _cache() -> CacheRecord:
-    from huggingface_hub import constants, is_offline_mode
+    from huggingface_hub import constants
 
     directory = Path(constants.HF_HUB_CACHE)
     models = list(directory.glob("models--*"))
     return CacheRecord(
-        directory=str(directory), exists=directory.is_dir(), num_models=len(models), offline=is_offline_mode()
+        directory=str(directory), exists=directory.is_dir(), num_models=len(models), offline=constants.HF_HUB_OFFLINE
     )
 
 

@@ -42,6 +42,7 @@ class LpconvConfig(QuantizationConfigMixin):  # type: ignore[misc]  # transforme
         self,
         method: str = "unit",
         format: str = "fp16",
+        scale: str = "pow2",
         leaves: list[str] | None = None,
         exceptions: dict[str, str] | None = None,
         format_version: int = FORMAT_VERSION,
@@ -53,6 +54,7 @@ class LpconvConfig(QuantizationConfigMixin):  # type: ignore[misc]  # transforme
         self.format_version = format_version
         self.method = method
         self.format = format
+        self.scale = scale
         self.leaves = leaves or ["weight"]
         self.exceptions = exceptions or {}
 

@@ -16,6 +16,7 @@ from huggingface_hub import constants, errors
 from lpconv.checkpoint.aliases import ALIASES
 from lpconv.checkpoint.hub import has_weights, wanted_files
 from lpconv.checkpoint.resolve import Resolved, looks_like_path, resolve
+from lpconv.data import demo_checkpoint
 from lpconv.errors import InputError, LpconvError, ResourceError, UsageError
 
 COMMIT = "a" * 40
@@ -47,7 +48,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", reached)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", reached)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", reached)
     work = tmp_path / "work"
     work.mkdir()
@@ -61,13 +62,15 @@ def online(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return cache
 
 
-def listing(files: list[str] | Exception) -> Callable[..., list[str]]:
-    def list_repo_files(*_: object, **__: object) -> list[str]:
+def listing(files: list[str] | Exception) -> Callable[..., SimpleNamespace]:
+    """A hub that answers with the names of a repository's files, or with an error."""
+
+    def model_info(*_: object, **__: object) -> SimpleNamespace:
         if isinstance(files, Exception):
             raise files
-        return files
+        return SimpleNamespace(siblings=[SimpleNamespace(rfilename=name) for name in files])
 
-    return list_repo_files
+    return model_info
 
 
 def refusal(kind: type[errors.HfHubHTTPError], status: int) -> errors.HfHubHTTPError:
@@ -104,6 +107,22 @@ class TestLocal:
     def test_a_path_that_does_not_exist(self, cache: Path, name: str) -> None:
         with pytest.raises(InputError, match="no directory"):
             resolve(name)
+
+
+class TestDemo:
+    def test_demo_is_the_embedded_checkpoint(self, cache: Path) -> None:
+        found = resolve("demo")
+        assert (found.resolved, found.revision, found.directory) == ("demo", None, demo_checkpoint())
+        assert has_weights(found.directory)
+
+    def test_a_directory_called_demo_is_reached_by_its_path(self, cache: Path) -> None:
+        Path("demo").mkdir()
+        assert resolve("demo").directory == demo_checkpoint()
+        assert resolve("./demo").directory == Path("demo").absolute()
+
+    def test_demo_has_no_revision(self) -> None:
+        with pytest.raises(UsageError, match="no revision `main`"):
+            resolve("demo", revision="main")
 
 
 class TestCache:
@@ -197,9 +216,7 @@ class TestDownload:
             asked.append((repo_id, revision, allow_patterns))
             return str(add_snapshot(online, repo_id, FILES))
 
-        monkeypatch.setattr(
-            huggingface_hub.HfApi, "list_repo_files", listing([*FILES, "pytorch_model.bin", "tf_model.h5"])
-        )
+        monkeypatch.setattr(huggingface_hub.HfApi, "model_info", listing([*FILES, "pytorch_model.bin", "tf_model.h5"]))
         monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
         found = resolve("me/model", revision="v1")
         assert asked == [("me/model", "v1", ["model.safetensors", "config.json", "tokenizer.json"])]
@@ -227,20 +244,20 @@ class TestDownload:
         says: str,
         hint: str,
     ) -> None:
-        monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", listing(error))
+        monkeypatch.setattr(huggingface_hub.HfApi, "model_info", listing(error))
         with pytest.raises(kind, match=says) as caught:
             resolve("me/model")
         assert hint in str(caught.value.hint)
 
     def test_a_misspelt_hub_id_gets_the_nearest_known(self, online: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         missing = refusal(errors.RepositoryNotFoundError, 404)
-        monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", listing(missing))
+        monkeypatch.setattr(huggingface_hub.HfApi, "model_info", listing(missing))
         with pytest.raises(InputError) as caught:
             resolve("google-bert/bert-lrge-uncased")
         assert "did you mean `google-bert/bert-large-uncased`?" in str(caught.value.hint)
 
     def test_a_repository_without_weights_we_read(self, online: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", listing(["config.json", "model.Q4_K.gguf"]))
+        monkeypatch.setattr(huggingface_hub.HfApi, "model_info", listing(["config.json", "model.Q4_K.gguf"]))
         with pytest.raises(InputError, match="no weights that lpconv reads"):
             resolve("me/model")
 
