@@ -32,7 +32,7 @@ from lpconv.convert.files import (
     write_sums,
 )
 from lpconv.convert.gates import Gate, check_gates, needs_logits, parse_gate
-from lpconv.convert.options import ConvertOptions, with_defaults
+from lpconv.convert.options import ConvertOptions, command_line, with_defaults
 from lpconv.convert.plan import Plan, make_plan
 from lpconv.convert.ranges import format_ranges
 from lpconv.convert.reader import OutputReader
@@ -262,7 +262,10 @@ def _carry_out(job: _Job, staging: Staging, progress: Progress, command: str | N
         command=command,
         warnings=(*_plan_warnings(job.plan), *_tensor_warnings(tensors)),
     )
-    published = dataclasses.replace(result, source=_public(result.source), command=_public_command(result))
+    public = _public(result.source)
+    published = dataclasses.replace(
+        result, source=public, command=command and command_line(public.name, job.plan.options)
+    )
     write_small(staging.directory / "README.md", model_card(published))
     write_provenance(staging.directory, published, job.contents, job.plan)
     write_sums(staging.directory, files)
@@ -399,10 +402,6 @@ def _public(source: SourceRecord) -> SourceRecord:
     name = source.name if Path(source.name).name == source.name else directory
     # File names may hold bytes that no text file can.
     return dataclasses.replace(source, name=printable(name), resolved=printable(directory))
-
-
-def _public_command(result: ConvertResult) -> str | None:
-    return None if result.command is None else result.command.replace(result.source.name, _public(result.source).name)
 
 
 def _shaping_options(options: ConvertOptions) -> dict[str, Any]:
