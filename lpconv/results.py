@@ -182,7 +182,9 @@ class PlanResult:
 class ConvertResult:
     """One finished conversion: what was asked, what was written, what it cost and how it was checked.
 
-    `options` are the settings that shaped the bytes, `architecture` is config.json's first, `versions` the libraries'.
+    `seconds` is the whole run, `weights_seconds` the part that read, encoded and wrote weights (None where it was not
+    measured). `options` are the settings that shaped the bytes, `architecture` is config.json's first, `versions` the
+    libraries'.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -198,6 +200,7 @@ class ConvertResult:
     side_files: tuple[str, ...] = ()
     bytes: ByteCounts
     seconds: float
+    weights_seconds: float | None = None
     peak_rss_bytes: int
     verify: VerifyResult
     options: dict[str, Any] = field(default_factory=dict)

@@ -16,10 +16,20 @@ from typing import Any
 
 from lpconv.errors import InputError, UnsupportedError
 
-__all__ = ["DTYPE_BITS", "MAX_HEADER_BYTES", "Header", "TensorInfo", "encode_header", "parse_header", "read_header"]
+__all__ = [
+    "DTYPE_BITS",
+    "MAX_HEADER_BYTES",
+    "Header",
+    "TensorInfo",
+    "check_name",
+    "encode_header",
+    "parse_header",
+    "read_header",
+]
 
 # The limit of the safetensors library itself.
 MAX_HEADER_BYTES = 100_000_000
+_METADATA = "__metadata__"
 
 DTYPE_BITS: dict[str, int] = {
     "BOOL": 8, "U8": 8, "I8": 8, "I16": 16, "U16": 16, "I32": 32, "U32": 32, "I64": 64, "U64": 64,
@@ -77,7 +87,7 @@ def read_header(path: Path) -> Header:
 def parse_header(raw: bytes, *, file_size: int, path: Path) -> Header:
     """The checked header from its JSON bytes; `path` is for messages only."""
     document = _load_json(raw, path)
-    metadata = document.pop("__metadata__", {})
+    metadata = document.pop(_METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise _corrupt(path, "__metadata__ is not a table of strings")
     tensors = sorted((_tensor(name, entry, path) for name, entry in document.items()), key=lambda t: (t.begin, t.end))
@@ -96,9 +106,17 @@ def parse_header(raw: bytes, *, file_size: int, path: Path) -> Header:
     )
 
 
+def check_name(name: object, path: Path) -> None:
+    """Raises InputError for a tensor name of `path` that no header can hold or no terminal should be sent."""
+    if not isinstance(name, str) or name == _METADATA:
+        raise InputError(f"`{path}`: {name!r} is no name of a tensor", hint="is it a model checkpoint?")
+    if not name.isprintable():
+        raise InputError(f"`{path}`: tensor name {name!r} has unprintable characters", hint="rename the tensor")
+
+
 def encode_header(tensors: Iterable[TensorInfo], metadata: Mapping[str, str]) -> bytes:
     """Length prefix and JSON, padded with spaces to a multiple of 8 so that the payload starts aligned."""
-    document: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
+    document: dict[str, Any] = {_METADATA: dict(sorted(metadata.items()))} if metadata else {}
     for t in tensors:
         document[t.name] = {"dtype": t.dtype, "shape": list(t.shape), "data_offsets": [t.begin, t.end]}
     raw = json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
@@ -118,7 +136,7 @@ def _load_json(raw: bytes, path: Path) -> dict[str, Any]:
         if len(table) != len(pairs):
             names = [k for k, _ in pairs]
             twice = next(n for n in names if names.count(n) > 1)
-            raise _corrupt(path, f"`{twice}` appears twice")
+            raise _corrupt(path, f"{twice!r} appears twice")
         return table
 
     try:
@@ -137,6 +155,7 @@ def _is_count(value: object) -> bool:
 
 
 def _tensor(name: str, entry: object, path: Path) -> TensorInfo:
+    check_name(name, path)
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise _corrupt(path, f"tensor `{name}` has no dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -152,6 +171,4 @@ def _tensor(name: str, entry: object, path: Path) -> TensorInfo:
     bits = math.prod(shape) * DTYPE_BITS[dtype]
     if bits % 8 or end - begin != bits // 8:
         raise _corrupt(path, f"tensor `{name}`: {end - begin} bytes do not hold {dtype} of shape {tuple(shape)}")
-    if not all(c.isprintable() for c in name):
-        raise _corrupt(path, f"tensor name {name!r} has unprintable characters")
     return TensorInfo(name=name, dtype=dtype, shape=tuple(shape), begin=begin, end=end)

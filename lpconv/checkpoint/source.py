@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from lpconv.checkpoint.contents import Contents
-from lpconv.checkpoint.header import Header, TensorInfo, read_header
-from lpconv.errors import InputError
+from lpconv.checkpoint.header import Header, TensorInfo, check_name, read_header
+from lpconv.errors import InputError, UnsupportedError
 
 __all__ = [
     "SAFETENSORS_DTYPES",
@@ -124,21 +124,30 @@ class TorchSource:
         _check_index(contents, self._entries)
 
     def _open(self, path: Path, file: str) -> None:
-        position = 0
+        position, file_size = 0, path.stat().st_size
         seen: dict[tuple[int, tuple[int, ...], torch.dtype], str] = {}
         for name, tensor in _load_bin(path).items():
+            check_name(name, path)
             if not isinstance(tensor, Tensor):
                 raise InputError(f"`{path}`: entry `{name}` is no tensor", hint="is it a model checkpoint?")
             dtype = SAFETENSORS_DTYPES.get(tensor.dtype)
-            if dtype is None or tensor.layout != torch.strided:
-                raise InputError(f"`{path}`: tensor `{name}` is {tensor.dtype}, {tensor.layout}", hint="cannot be read")
+            if dtype is None or tensor.layout != torch.strided or tensor.device.type != "cpu":
+                raise UnsupportedError(
+                    f"`{path}`: tensor `{name}` is {tensor.dtype}, {tensor.layout}, on {tensor.device}",
+                    hint="lpconv reads dense tensors of the dtypes that safetensors knows",
+                )
             size = tensor.numel() * tensor.element_size()
+            if size > file_size:  # a tensor of stride 0 claims any size, and would be given the memory
+                raise InputError(
+                    f"`{path}`: tensor `{name}` claims {size} bytes, the file has {file_size}",
+                    hint="save the tensor with .contiguous()",
+                )
             info = TensorInfo(name=name, dtype=dtype, shape=tuple(tensor.shape), begin=position, end=position + size)
             position += size
             key = (tensor.data_ptr(), tuple(tensor.shape), tensor.dtype)
             alias = seen.setdefault(key, name) if tensor.numel() else name
             _add(self._entries, TensorEntry(info=info, file=file, alias_of=None if alias == name else alias))
-            self._tensors[name] = tensor.contiguous().view(-1).detach()
+            self._tensors[name] = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
 
     @property
     def entries(self) -> Mapping[str, TensorEntry]:
@@ -196,9 +205,11 @@ def _load_bin(path: Path) -> dict[str, object]:
                 raise
             loaded = torch.load(path, map_location="cpu", weights_only=True)  # the format before torch 1.6
     except pickle.UnpicklingError as e:
-        raise InputError(f"`{path}` is refused: {str(e).splitlines()[0]}", hint=hint) from e
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError) as e:
-        raise InputError(f"`{path}` cannot be read: {str(e).splitlines()[0]}", hint="fetch the file again") from e
+        text = " ".join(str(e).split())
+        raise InputError(f"`{path}` is refused: {text[:200]}", hint=hint) from e
+    except Exception as e:  # broken pickles raise anything: IndexError, AssertionError, struct.error
+        text = " ".join(str(e).split()) or type(e).__name__
+        raise InputError(f"`{path}` cannot be read: {text[:200]}", hint="fetch the file again") from e
     if not isinstance(loaded, dict):
         raise InputError(f"`{path}` holds no table of tensors", hint="is it a model checkpoint?")
     return loaded

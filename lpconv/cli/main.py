@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 import lpconv
+from lpconv.cli.batch import batch
 from lpconv.cli.convert import convert
 from lpconv.cli.demo import demo
 from lpconv.cli.doctor import doctor
@@ -26,7 +27,7 @@ app = typer.Typer(
     epilog="Start with [bold]lpconv demo[/bold]. Exit codes are listed in docs/cli.md.",
 )
 
-for command in (convert, inspect, verify, restore, report, doctor, demo):
+for command in (convert, inspect, verify, restore, report, batch, doctor, demo):
     app.command()(handled(command))
 
 

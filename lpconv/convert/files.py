@@ -51,7 +51,7 @@ def output_config(contents: Contents, plan: Plan) -> dict[str, Any]:
     """
     config = dict(contents.config)
     if plan.method.encoder == "pair":
-        key = "torch_dtype" if "torch_dtype" in config else "dtype"
+        key = "dtype" if "dtype" in config else "torch_dtype"  # every release of transformers reads the old name
         config[key] = FORMATS[plan.options.format or ""].torch
         return config
     converted = [t for t in plan.tensors if t.format is not None]
@@ -137,7 +137,7 @@ def write_provenance(directory: Path, result: ConvertResult, contents: Contents,
     `source_config` holds the values of config.json that the conversion replaced, None for those it added.
     """
     document: Mapping[str, Any] = to_json(result)
-    left_out = {"schema_version", "kind", "output", "seconds", "peak_rss_bytes", "command"}
+    left_out = {"schema_version", "kind", "output", "seconds", "weights_seconds", "peak_rss_bytes", "command"}
     config = output_config(contents, plan)
     changed = {k: contents.config.get(k) for k in config if config[k] != contents.config.get(k)}
     kept = {k: v for k, v in document.items() if k not in left_out}

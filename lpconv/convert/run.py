@@ -233,7 +233,9 @@ def _identity(job: _Job) -> dict[str, Any]:
 
 
 def _carry_out(job: _Job, staging: Staging, progress: Progress, command: str | None, started: float) -> ConvertResult:
+    before = time.perf_counter()
     files, tensors = _write_weights(job, staging, progress)
+    weights_seconds = time.perf_counter() - before
     write_metadata(staging.directory, job.contents, job.plan, files)
     side_files = copy_side_files(
         staging.directory, job.contents, job.contents.side_files, renamed={"README.md": "README.source.md"}
@@ -251,6 +253,7 @@ def _carry_out(job: _Job, staging: Staging, progress: Progress, command: str | N
         side_files=side_files,
         bytes=ByteCounts(read=job.plan.bytes_in, written=job.plan.bytes_out),
         seconds=time.perf_counter() - started,
+        weights_seconds=weights_seconds,
         peak_rss_bytes=_peak_rss_bytes(),
         verify=verify,
         options=_shaping_options(job.plan.options),

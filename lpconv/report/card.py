@@ -6,11 +6,10 @@ Every figure comes from the record. Names are escaped, since they come from file
 import math
 import re
 from collections.abc import Sequence
-from pathlib import PurePath
 
 import yaml
 
-from lpconv.report.compare import figures
+from lpconv.report.compare import RUN_FIGURES, figures
 from lpconv.report.grouping import converted, done_groups, worst_tensors
 from lpconv.report.numbers import (
     MISSING,
@@ -44,11 +43,15 @@ _WORST = 5
 
 
 def model_card(result: ConvertResult) -> str:
-    """The card as Markdown with a YAML front matter, ending in one newline."""
+    """The card as Markdown with a YAML front matter, ending in one newline.
+
+    It has no time, memory or path in it: converting again gives the same bytes.
+    """
     result = printable_record(result)
+    title = f"{result.source.name}: {method_name(result.method)}, {result.format}"
     sections = (
         _front_matter(result),
-        f"# {_text(PurePath(result.output).name or result.output)}\n\n{_text(summary(result))}",
+        f"# {_text(title)}\n\n{_text(summary(result))}",
         _how_to_open(result),
         _measured(result),
         _tensors(result),
@@ -122,7 +125,7 @@ def _auto_class(result: ConvertResult) -> str:
 
 
 def _measured(result: ConvertResult) -> str:
-    rows = [(f.label, _text(f.values[0])) for f in figures([result])]
+    rows = [(f.label, _text(f.values[0])) for f in figures([result]) if f.label not in RUN_FIGURES]
     return f"## What was measured\n\n{_table(('figure', 'value'), rows)}"
 
 

@@ -19,7 +19,7 @@ from lpconv.report.numbers import (
 from lpconv.report.words import verdict
 from lpconv.results import ConvertResult, LogitsCheck
 
-__all__ = ["Figure", "figures", "run_names"]
+__all__ = ["RUN_FIGURES", "Figure", "figures", "run_names"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +28,10 @@ class Figure:
 
     label: str
     values: tuple[str, ...]
+
+
+# Rows that differ from run to run of the same conversion.
+RUN_FIGURES = frozenset({"time", "speed", "peak memory"})
 
 
 def run_names(results: Sequence[ConvertResult]) -> tuple[str, ...]:
@@ -92,7 +96,7 @@ _FIGURES: dict[str, Callable[[ConvertResult], str]] = {
     "verification": lambda r: verdict(r.verify),
     "level": lambda r: r.verify.level,
     "time": lambda r: duration_text(r.seconds),
-    "speed": lambda r: rate_text(r.bytes.read + r.bytes.written, r.seconds),
+    "speed": lambda r: rate_text(r.bytes.read + r.bytes.written, r.weights_seconds),
     "peak memory": lambda r: size_text(r.peak_rss_bytes),
     "warnings": lambda r: count_text(len(r.warnings)),
 }

@@ -160,7 +160,7 @@ def _tiles(result: ConvertResult) -> tuple[_Tile, ...]:
         _Tile(
             label="Time",
             figure=duration_text(result.seconds),
-            detail=f"{rate_text(read + written, result.seconds)} read and written",
+            detail=f"{rate_text(read + written, result.weights_seconds)} read and written",
         ),
         _Tile(label="Peak memory", figure=size_text(result.peak_rss_bytes), detail="resident, the whole process"),
     )

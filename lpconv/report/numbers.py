@@ -49,9 +49,9 @@ def change_text(before: int, after: int) -> str:
     return f"{smaller}x smaller" if before > after else f"{larger}x larger"
 
 
-def rate_text(size_bytes: int, seconds: float) -> str:
+def rate_text(size_bytes: int, seconds: float | None) -> str:
     """Bytes per second in GB/s."""
-    return f"{size_bytes / seconds / 1e9:.2f} GB/s" if seconds > 0 else MISSING
+    return f"{size_bytes / seconds / 1e9:.2f} GB/s" if seconds else MISSING
 
 
 def duration_text(seconds: float | None) -> str:

@@ -77,9 +77,10 @@ def render_convert(result: ConvertResult) -> RenderableType:
     """What was done, what it saved, what it cost in accuracy, and how it was checked."""
     result = printable_record(result)
     read, written = result.bytes.read, result.bytes.written
+    rate = rate_text(read + written, result.weights_seconds)
     facts = {
         "Size": _size_change(read, written),
-        "Time": f"{duration_text(result.seconds)}, {rate_text(read + written, result.seconds)} read and written",
+        "Time": f"{duration_text(result.seconds)}, {rate} read and written",
         "Peak memory": size_text(result.peak_rss_bytes),
     }
     return Group(

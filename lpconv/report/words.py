@@ -8,7 +8,6 @@ from lpconv.report.grouping import converted, num_elements, worst_tensors
 from lpconv.report.numbers import (
     change_text,
     count_text,
-    duration_text,
     error_text,
     number_text,
     plural,
@@ -91,10 +90,9 @@ def _stored_form(result: ConvertResult) -> str:
 
 
 def size_sentence(result: ConvertResult) -> str:
-    """Weight bytes before and after, and the time it took."""
+    """Weight bytes before and after."""
     read, written = result.bytes.read, result.bytes.written
-    sizes = f"from {size_text(read)} to {size_text(written)} ({change_text(read, written)})"
-    return f"The weights went {sizes} in {duration_text(result.seconds)}."
+    return f"The weights went from {size_text(read)} to {size_text(written)} ({change_text(read, written)})."
 
 
 def error_sentence(tensors: Iterable[TensorRecord]) -> str:
