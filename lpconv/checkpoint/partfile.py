@@ -34,12 +34,14 @@ class PartFile:
         self._flusher, self._flushes = flusher, list[Future[None]]()
         self._hash = hashlib.sha256()
         self._hashed = self._flushed = 0
+        self._fd: int | None = None
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._fd = os.open(self._part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
             if size_bytes:
                 _reserve(self._fd, size_bytes)
         except OSError as e:
+            self._close()
             raise write_error(e, self._part) from e
 
     def append(self, data: bytes | memoryview) -> None:
@@ -49,6 +51,7 @@ class PartFile:
 
     def write(self, position: int, data: bytes | memoryview) -> None:
         """Write bytes to their place, from any thread. Raises ResourceError when the disk is full."""
+        assert self._fd is not None
         view = memoryview(data).cast("B")
         while view:
             try:
@@ -60,6 +63,7 @@ class PartFile:
 
     def digest(self, data: bytes | memoryview) -> None:
         """Hash the next bytes of the file, which have been written."""
+        assert self._fd is not None
         self._hash.update(data)
         self._hashed += memoryview(data).nbytes
         if self._hashed - self._flushed >= _FLUSH_BYTES:
@@ -68,12 +72,13 @@ class PartFile:
 
     def finish(self) -> FileRecord:
         """Wait until the bytes are on the disk, and give the file its name."""
+        assert self._fd is not None
         assert self._hashed == self._size, (self._name, self._hashed, self._size)
         try:
             for flush in self._flushes:
                 flush.result()
             os.fsync(self._fd)
-            os.close(self._fd)
+            self._close()
             os.rename(self._part, self._path)
             fsync_directory(self._path.parent)
         except OSError as e:
@@ -81,10 +86,16 @@ class PartFile:
         return FileRecord(name=self._name, size_bytes=self._size, sha256=self._hash.hexdigest())
 
     def abandon(self) -> None:
-        """Stop writing; the part file stays, and the next run overwrites it."""
+        """Stop writing, if it is not finished; the part file stays, and the next run overwrites it."""
         for flush in self._flushes:
             flush.cancel() or flush.exception()
-        os.close(self._fd)
+        self._close()
+
+    def _close(self) -> None:
+        """Close the file once: its number may belong to another file by the second time."""
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            os.close(fd)
 
 
 def _reserve(fd: int, size_bytes: int) -> None:

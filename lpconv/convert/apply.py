@@ -34,7 +34,7 @@ from lpconv.convert.encode import (
     fits_exactly,
     scale_for,
 )
-from lpconv.convert.plan import OutputFile, Plan, PlannedShard, PlannedTensor
+from lpconv.convert.plan import Plan, PlannedShard, PlannedTensor
 from lpconv.convert.records import tensor_record
 from lpconv.mcf.split import RESIDUALS
 from lpconv.progress import Progress
@@ -116,19 +116,18 @@ class Engine:
         """Write one shard's files below `directory`; returns the finished files and what happened to each tensor."""
         stats = {t.name: self._statistics(t) for t in shard.scaled}
         scales = {t.name: self._scale(plan, t, stats[t.name]) for t in shard.scaled}
-        files = {f.name: self._part(directory, f) for f in (shard.root, shard.residual) if f is not None}
+        files: dict[str, PartFile] = {}
         try:
+            for f in (shard.root, shard.residual):
+                if f is not None:
+                    files[f.name] = PartFile(directory, f.name, f.size_bytes, self._flusher)
+                    files[f.name].append(f.header)
             records = self._write_tensors(plan, shard, files, scales, stats)
-            return [f.finish() for f in files.values()], records
+            return [part.finish() for part in files.values()], records
         except BaseException:
-            for f in files.values():
-                f.abandon()
+            for part in files.values():
+                part.abandon()
             raise
-
-    def _part(self, directory: Path, file: OutputFile) -> PartFile:
-        part = PartFile(directory, file.name, file.size_bytes, self._flusher)
-        part.append(file.header)
-        return part
 
     def _statistics(self, t: PlannedTensor) -> BlockStats:
         total = BlockStats()

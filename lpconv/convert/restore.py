@@ -14,7 +14,7 @@ from lpconv.checkpoint.contents import Contents, read_contents
 from lpconv.checkpoint.header import DTYPE_BITS, TensorInfo, encode_header
 from lpconv.checkpoint.partfile import PartFile, write_small
 from lpconv.checkpoint.source import TORCH_DTYPES
-from lpconv.checkpoint.staging import Staging
+from lpconv.checkpoint.staging import Staging, check_apart
 from lpconv.convert.encode import BLOCK_ELEMENTS
 from lpconv.convert.files import copy_side_files, json_text, weight_index
 from lpconv.convert.reader import OutputReader, read_provenance
@@ -44,6 +44,7 @@ def restore(directory: Path, output: Path, *, force: bool, progress: Progress) -
 
     Raises InputError for a directory that is no output of ours, or whose residual belongs to other weights.
     """
+    check_apart(directory, output)
     provenance = read_provenance(directory)
     contents = read_contents(directory)
     with (
