@@ -16,7 +16,7 @@ from lpconv.kernels.compiled import CheckedKernel
 
 __all__ = ["exponent_histogram"]
 
-_PIECE = 1 << 18
+_PIECE = 1 << 17
 _LIFT = 64  # log2 of what lifts float32's subnormals among its normal numbers
 
 
@@ -38,11 +38,10 @@ def exponent_histogram(x: Tensor) -> ExponentHistogram:
 def _of_float32(x: Tensor) -> ExponentHistogram:
     counts = torch.zeros(256 * BINS, dtype=torch.int64, device=x.device)
     flat = x.contiguous().view(-1)
+    kernel = _BINS_OF_FLOAT32 if _BINS_OF_FLOAT32.wants(x) else _BINS_OF_FLOAT32.function
     bins = torch.empty(min(_PIECE, flat.numel()), dtype=torch.int32, device=x.device)
     for piece in torch.split(flat, _PIECE) if flat.numel() else ():
-        index = bins[: piece.numel()]
-        _BINS_OF_FLOAT32(piece, index) if _BINS_OF_FLOAT32.wants(x) else _BINS_OF_FLOAT32.function(piece, index)
-        counts += torch.bincount(index, minlength=256 * BINS)
+        counts += torch.bincount(kernel(piece, bins[: piece.numel()]), minlength=256 * BINS)
     rows = counts.view(256, BINS).cpu()
     histogram = ExponentHistogram(
         counts=rows[1:255],

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -45,6 +45,7 @@ def test_rates_are_those_counted_directly(name: str, log2_scale: int) -> None:
         assert got == counted(x, FORMATS[name], log2_scale)
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=50),
     st.sampled_from(RESOLVED),
