@@ -36,7 +36,7 @@ def decode(codes: Tensor, dtype: torch.dtype = torch.bfloat16, *, out: Tensor | 
     """
     _check(codes, dtype, out)
     if out is None:
-        out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
+        out = torch.empty_like(codes, dtype=dtype)
     spec, (target, integer) = _FP8[codes.dtype], _TARGETS[dtype]
     if codes.device.type != "cpu" or not _trick_works(codes, spec, target):
         return out.copy_(codes)
