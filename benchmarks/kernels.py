@@ -257,7 +257,7 @@ def training_step(size: int) -> list[Group]:
 
     group = Group(name=f"Linear training step, {size} cubed, bfloat16 outside", baseline="torch bfloat16", aim="fp8 within 1.5 x of bfloat16, 3 x faster than peers", work=3 * 2 * size**3 / 1e9, unit="GFLOP/s")  # fmt: skip  # noqa: E501
     group.runs = {"torch bfloat16": lambda: step(F.linear), "lpconv fp8": lambda: step(linear)}
-    peers = {"torchao float8, emulate": lambda: torchao_step(x, weight, grad), "unit-scaling simulate_fp8": lambda: unit_scaling_step(x, weight, grad)}  # fmt: skip  # noqa: E501
+    peers = {"torchao float8, emulate": lambda: torchao_step(x, weight, grad), "unit-scaling simulate_fp8, float32": lambda: unit_scaling_step(x, weight, grad)}  # fmt: skip  # noqa: E501
     return [add_peers(group, peers)]
 
 
@@ -265,24 +265,35 @@ def torchao_step(x: Tensor, weight: Tensor, grad: Tensor) -> Callable[[], object
     """torchao's float8 Linear, tensor-wise scales, emulated."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    model = torch.nn.Sequential(plain_linear(weight))
+    plain = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype)
+    plain.weight.data = weight.detach().clone()
+    model = torch.nn.Sequential(plain)
     convert_to_float8_training(model, config=Float8LinearConfig(emulate=True))
-    return lambda: model(x).backward(grad)
+    return rounding_step(model, x, weight, grad)
 
 
 def unit_scaling_step(x: Tensor, weight: Tensor, grad: Tensor) -> Callable[[], object]:
-    """unit-scaling's simulation, which rewrites the graph of a module."""
+    """unit-scaling's simulation: it rewrites the calls of F.linear that it finds in a graph, and takes float32 only."""
     from unit_scaling.transforms import simulate_fp8
 
-    model = simulate_fp8(plain_linear(weight))
+    class Plain(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(weight.detach().float())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, self.weight)
+
+    return rounding_step(simulate_fp8(Plain()), x.detach().float().requires_grad_(), weight, grad.float())
+
+
+def rounding_step(model: torch.nn.Module, x: Tensor, weight: Tensor, grad: Tensor) -> Callable[[], object]:
+    """A training step of `model`, once its output is seen to be off by what fp8 costs: a peer must do the work."""
+    exact = F.linear(x.float(), weight.float())
+    error = (model(x).float() - exact).norm() / exact.norm()
+    if not 0.01 < error < 0.2:
+        raise RuntimeError(f"relative error {error:.2g}: this is no fp8 product")
     return lambda: model(x).backward(grad)
-
-
-def plain_linear(weight: Tensor) -> torch.nn.Linear:
-    """A torch Linear that holds `weight`."""
-    module = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype)
-    module.weight.data = weight.detach().clone()
-    return module
 
 
 def half_products(size: int) -> list[Group]:
