@@ -1,13 +1,17 @@
 """Tensors that are `data · scale`: the rules that propagate scales, and the methods that are policies over them."""
 
 from lpconv.scaled.model import fallbacks, scaled, scaling_of, unscaled_state_dict
+from lpconv.scaled.optimizer import AdamW, HyperParameters, equivalent
 from lpconv.scaled.rescale import dynamic_rescale, dynamic_rescale_grad
 from lpconv.scaled.tensor import ScaledTensor, scaled_tensor
 
 __all__ = [
+    "AdamW",
+    "HyperParameters",
     "ScaledTensor",
     "dynamic_rescale",
     "dynamic_rescale_grad",
+    "equivalent",
     "fallbacks",
     "scaled",
     "scaled_tensor",

@@ -90,6 +90,12 @@ class ScaledTensor(torch.Tensor):
         scale, role, arithmetic = context
         return ScaledTensor(inner["_data"], inner["_scale"] if scale is None else scale, role, arithmetic)
 
+    def _stable_hash_for_caching(self) -> str:
+        """Everything but the data that decides what is compiled, for the caches of `torch.compile`."""
+        scale = "dynamic" if isinstance(self._scale, Tensor) else self._scale.hex()
+        a = self._arithmetic
+        return repr((scale, self._role, a.operand, a.gradient, a.unit_factors, a.fit_joins, a.strict))
+
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod

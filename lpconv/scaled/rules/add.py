@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lpconv.formats.scale import pow2_floor
-from lpconv.scaled.pair import Call, Rule, Scaled, data_of, pair, value
+from lpconv.scaled.pair import Call, Rule, Scaled, data_of, pair, value, widened
 from lpconv.scaled.rules.multiply import contraction_factor
 from lpconv.scaled.scales import Scale, larger, multiplied, ratio, times
 
@@ -17,9 +17,11 @@ __all__ = [
     "at_scale",
     "cat",
     "clamp",
+    "clamp_tensor",
     "common_scale",
     "extremum",
     "fitting_scale",
+    "in_units",
     "index_put",
     "rsub",
     "sub",
@@ -142,6 +144,20 @@ def clamp(call: Call, x: Any, low: Any = None, high: Any = None) -> Any:
     return x.with_data(call.op(x.data, *bounds))
 
 
+def clamp_tensor(call: Call, x: Any, low: Any = None, high: Any = None) -> Any:
+    """As `clamp`, for bounds that are plain tensors."""
+    if not isinstance(x, Scaled) or isinstance(low, Scaled) or isinstance(high, Scaled):
+        return NotImplemented
+    bounds = [None if b is None else in_units(b, x) for b in (low, high)]
+    return x.with_data(call.op(x.data, *bounds))
+
+
+def in_units(plain: Tensor, x: Scaled) -> Tensor:
+    """A plain tensor over the scale of `x`, kept finite in the dtype of its data."""
+    limit = torch.finfo(x.data.dtype).max
+    return times(widened(plain), ratio(1.0, x.scale)).clamp(-limit, limit).to(x.data.dtype)
+
+
 RULES: dict[Any, Rule] = {
     aten.add.Tensor: add,
     aten.add.Scalar: add,
@@ -158,4 +174,5 @@ RULES: dict[Any, Rule] = {
     aten.sum.dim_IntList: sum_dims,
     aten.sum.default: sum_all,
     aten.clamp.default: clamp,
+    aten.clamp.Tensor: clamp_tensor,
 }

@@ -28,15 +28,15 @@ def on_data(x: Any, eps: float) -> tuple[Any, float, Scale]:
 
 
 def layer_norm(call: Call, x: Any, shape: list[int], weight: Any, bias: Any, eps: float) -> Any:
-    """(norm(d_x; ε/s_x²)·d_w + d_b, max(s_w, s_b)) with mean at s_x and 1/σ at 1/s_x."""
+    """(norm(d_x; ε/s_x²)·d_w + d_b, max(s_w, s_b)) with mean at s_x and 1/σ at 1/s_x, in at least fp32."""
     data, data_eps, scale_x = on_data(x, eps)
     scale: Scale = 0.0
-    for affine in (weight, bias):
-        scale = scale if affine is None else larger(scale, pair(affine)[1])
+    for a in (weight, bias):
+        scale = scale if a is None else larger(scale, pair(a)[1])
     scale = 1.0 if isinstance(scale, float) and scale == 0 else scale
-    at_scale = [None if a is None else times(pair(a)[0], ratio(pair(a)[1], scale)) for a in (weight, bias)]
-    out, mean, rstd = call.op(data, shape, *at_scale, data_eps)
-    return Scaled(out, scale), Scaled(mean, scale_x), Scaled(rstd, ratio(1.0, scale_x))
+    affine = [None if a is None else widened(times(pair(a)[0], ratio(pair(a)[1], scale))) for a in (weight, bias)]
+    out, mean, rstd = call.op(widened(data), shape, *affine, data_eps)
+    return Scaled(out.to(data.dtype), scale), Scaled(mean, scale_x), Scaled(rstd, ratio(1.0, scale_x))
 
 
 def layer_norm_backward(
@@ -49,7 +49,7 @@ def layer_norm_backward(
     if not (isinstance(own_scale, float) and own_scale == scale_x):  # the forward pass normalised the value
         data_x = value(x)
     rows = data_g.numel() // max(1, math.prod(shape))
-    wide = [None if a is None else widened(a) for a in (data_g, data_x, data_of(weight), data_of(bias))]
+    wide = [widened(a) for a in (data_g, data_x, data_of(weight), data_of(bias))]
     grads = call.op(wide[0], wide[1], shape, pair(mean)[0], pair(rstd)[0], wide[2], wide[3], mask)
     r = contraction_factor(call, rows)
     scales = (ratio(multiplied(scale_g, scale_w), scale_x), multiplied(scale_g, r), multiplied(scale_g, r))

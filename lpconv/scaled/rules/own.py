@@ -21,8 +21,8 @@ STATISTICS = {
 SMALLEST_NORM = 2.0**-14  # 2^⌊log2 1e-4⌋: all-zero data lower the scale by this much and no more
 
 
-def rebalanced(x: Scaled, statistic: str) -> Scaled:
-    """(d/n, s·n) with n = max(2^⌊log2 stat(d)⌋, 2^-14) [Scalify Algorithm 4]; data with Inf or NaN keep their scale.
+def rebalanced(x: Scaled, statistic: str, *, smallest: float = SMALLEST_NORM) -> Scaled:
+    """(d/n, s·n) with n = max(2^⌊log2 stat(d)⌋, smallest) [Scalify Algorithm 4]; data with Inf or NaN keep their scale.
 
     `statistic` is "max", "l1" (mean magnitude) or "l2" (root mean square), taken in fp32. The new scale is a 0-dim fp32
     tensor; n is bounded so that it stays in [2^-126, 2^127].
@@ -30,7 +30,7 @@ def rebalanced(x: Scaled, statistic: str) -> Scaled:
     if not x.data.numel():
         return x
     norm = pow2_floor(STATISTICS[statistic](widened(x.data)).float())
-    norm = torch.where(norm.isfinite(), norm.clamp(min=SMALLEST_NORM), 1.0)
+    norm = torch.where(norm.isfinite(), norm.clamp(min=smallest), 1.0)
     old = x.scale if isinstance(x.scale, Tensor) else torch.full_like(norm, x.scale)
     norm = torch.where(old > 0, norm.clamp(MIN_SCALE / old, MAX_SCALE / old), norm)
     return Scaled(times(x.data, 1 / norm), old * norm, x.role)
@@ -54,7 +54,7 @@ def seed(call: Call, grad: Any, unit: Any, dynamic: bool) -> Scaled:
     """
     data, scale = pair(grad)
     if dynamic:
-        return rebalanced(Scaled(data, scale, Role.GRADIENT), "max")
+        return rebalanced(Scaled(data, scale, Role.GRADIENT), "max", smallest=MIN_SCALE)
     if torch.compiler.is_compiling() or not data.numel() or not static(scale):
         return Scaled(data, scale, Role.GRADIENT)
     amax = float(data.abs().amax())
