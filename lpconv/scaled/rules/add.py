@@ -89,7 +89,15 @@ def cat(call: Call, pieces: list[Any], *args: Any) -> Scaled:
 
 
 def where(call: Call, condition: Tensor, a: Any, b: Any) -> Scaled:
-    """where(c, d_a·s_a/s, d_b·s_b/s) at s = max(s_a, s_b)."""
+    """where(c, d_a·s_a/s, d_b·s_b/s) at s = max(s_a, s_b); a plain 0-dim operand is a fill, at the other's scale.
+
+    A fill of 0 (clamp's backward pass makes one) would otherwise lift a gradient to the scale 1, and finfo.min would
+    overflow as a scale.
+    """
+    if isinstance(a, Scaled) and not isinstance(b, Scaled) and b.dim() == 0:
+        return a.with_data(call.op(condition, a.data, in_units(b, a)))
+    if isinstance(b, Scaled) and not isinstance(a, Scaled) and a.dim() == 0:
+        return b.with_data(call.op(condition, in_units(a, b), b.data))
     (data_a, scale_a), (data_b, scale_b) = pair(a), pair(b)
     scale = larger(scale_a, scale_b)
     return Scaled(call.op(condition, at_scale(data_a, scale_a, scale), at_scale(data_b, scale_b, scale)), scale)

@@ -47,10 +47,14 @@ def softmax(call: Call, x: Any, dim: int, *args: Any) -> Any:
 
 
 def log_softmax(call: Call, x: Any, dim: int, half_to_float: bool) -> Any:
-    """(log_softmax(d·s), 1) in at least fp32, and exact: the loss head is where the backward pass begins."""
+    """(log_softmax(d·s), 1), exact: the loss head is where the backward pass begins.
+
+    16-bit data give fp16, bf16 data too: log-probabilities fit its range, and bf16 would be 8 times coarser.
+    """
     if not isinstance(x, Scaled):
         return NotImplemented
-    return Scaled(aten._log_softmax.default(value(x), dim, False), 1.0, Role.EXACT)
+    out = aten._log_softmax.default(value(x), dim, False)
+    return Scaled(out.half() if x.data.itemsize == 2 else out, 1.0, Role.EXACT)
 
 
 def power(call: Call, x: Any, exponent: Any) -> Any:
