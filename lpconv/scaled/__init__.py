@@ -1,5 +1,6 @@
 """Tensors that are `data · scale`: the rules that propagate scales, and the methods that are policies over them."""
 
+from lpconv.scaled.adaptive import AdaptiveOptions, adaptive_factor, loss_scales
 from lpconv.scaled.model import fallbacks, scaled, scaling_of, unscaled_state_dict
 from lpconv.scaled.optimizer import AdamW, HyperParameters, equivalent
 from lpconv.scaled.rescale import dynamic_rescale, dynamic_rescale_grad
@@ -7,12 +8,15 @@ from lpconv.scaled.tensor import ScaledTensor, scaled_tensor
 
 __all__ = [
     "AdamW",
+    "AdaptiveOptions",
     "HyperParameters",
     "ScaledTensor",
+    "adaptive_factor",
     "dynamic_rescale",
     "dynamic_rescale_grad",
     "equivalent",
     "fallbacks",
+    "loss_scales",
     "scaled",
     "scaled_tensor",
     "scaling_of",

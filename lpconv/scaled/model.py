@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -13,8 +14,9 @@ from lpconv.errors import UnsupportedError, UsageError
 from lpconv.formats.scale import pow2_floor
 from lpconv.lookup import find
 from lpconv.scaled import ops
+from lpconv.scaled.adaptive import AdaptiveOptions, make_adaptive
 from lpconv.scaled.pair import Arithmetic, Role
-from lpconv.scaled.places import install
+from lpconv.scaled.places import PLACES, install
 from lpconv.scaled.saved import SavedCodes
 from lpconv.scaled.scales import MAX_SCALE, MIN_SCALE
 from lpconv.scaled.tensor import ScaledTensor, scaled_tensor
@@ -56,21 +58,31 @@ COMPUTE: dict[str, Compute] = {
 }
 
 
+METHODS = dict.fromkeys(("unit", "scalify", "adaptive"))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Scaling:
     """How a model was scaled: kept on the model, read with `scaling_of`.
 
     `scales` holds the static scale of every parameter by its name; tied names share one. `unit` is the scaled tensor in
-    whose arithmetic the backward pass begins, `saved` what keeps saved activations as codes.
+    whose arithmetic and at whose scale the backward pass begins, `saved` what keeps saved activations as codes.
     """
 
     method: str
     compute: str
     arithmetic: Arithmetic
     scales: Mapping[str, float]
-    places: tuple[str, ...]
     saved: SavedCodes | None
     unit: ScaledTensor
+
+    def around_forward(self, device: str) -> AbstractContextManager[Any]:
+        """What the forward pass runs in: autocast, the encoding of saved tensors, or nothing."""
+        if self.method == "adaptive":
+            return torch.autocast(device, COMPUTE[self.compute].carrier, enabled=self.compute != "fp32")
+        if self.saved is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            return self.saved.during_forward()
+        return nullcontext()
 
 
 def scaled(
@@ -82,6 +94,7 @@ def scaled(
     rescale: Iterable[str] | None = None,
     critical: Iterable[str] = (),
     save_codes: bool = True,
+    adaptive: AdaptiveOptions | None = None,
     strict: bool = False,
 ) -> nn.Module:
     """`model`, changed in place so that it computes on (data, scale); the forward code and all names stay as they are.
@@ -91,10 +104,16 @@ def scaled(
     plain tensors; `loss.backward()` leaves scaled gradients, read with `p.grad.dequantize()`. Train with
     `lpconv.scaled.AdamW` or SGD.
 
-    "unit" keeps every scale static. "scalify" adds dynamic rescaling at the named places `rescale`: any of
-    "layernorm_grad" (the default), "logits_grad" and "weight_grad". Modules whose name matches a pattern of `critical`
-    multiply in the carrier dtype under "fp8", and so do output heads. With `save_codes`, "fp8" also keeps what autograd
-    saves for the backward pass in 8 bits, except in critical modules and the loss head.
+    - "unit" keeps every scale static.
+    - "scalify" adds dynamic rescaling at the named places `rescale`: any of "layernorm_grad" (the default),
+      "logits_grad" and "weight_grad".
+    - "adaptive" leaves the forward pass and the parameters plain, runs it under autocast to `compute` ("fp16" or
+      "bf16"), and scales gradients layer by layer as `adaptive` says; parameters receive plain gradients, so any
+      optimizer will do.
+
+    Under "fp8", modules whose name matches a pattern of `critical` multiply in the carrier dtype, and so do output
+    heads. With `save_codes`, "fp8" also keeps what autograd saves for the backward pass in 8 bits, except in those
+    modules and the loss head.
 
     `strict` makes an op without a rule an `UnsupportedError`; otherwise it is computed on values and counted, see
     `fallbacks`. Raises `UsageError` for unknown names, a model scaled before, and parameters that are not finite.
@@ -103,27 +122,43 @@ def scaled(
         raise UsageError(
             "the model is scaled already", hint="load it again, or use `unscaled_state_dict` to get it back"
         )
-    if method not in ("unit", "scalify"):
-        find("method", method, dict.fromkeys(("unit", "scalify")))
-    chosen = find("compute", compute, COMPUTE)
-    places = tuple(rescale) if rescale is not None else ("layernorm_grad",) if method == "scalify" else ()
-    if places and method != "scalify":
+    places = ("layernorm_grad",) if rescale is None else tuple(rescale)
+    if method == "scalify":
+        for place in places:
+            find("place", place, PLACES)
+    elif rescale is not None:
         raise UsageError(f"`rescale` belongs to the method scalify, not to {method}", hint="use method='scalify'")
-    arithmetic = Arithmetic(operand=chosen.operand, gradient=chosen.gradient, strict=strict)
-    exact = exact_modules(model, (*CRITICAL, *critical)) if chosen.operand else {}
-    scales = replace_parameters(model, carrier or chosen.carrier, arithmetic, exact)
-    install(model, places, exact)
-    model.lpconv_scaling = Scaling(  # type: ignore[assignment]  # nn.Module types every attribute as a tensor or module
-        method=method,
-        compute=compute,
-        arithmetic=arithmetic,
-        scales=scales,
-        places=places,
-        saved=SavedCodes(chosen.operand) if chosen.operand and save_codes else None,
-        unit=scaled_tensor(torch.ones(()), 1.0, role=Role.GRADIENT, arithmetic=arithmetic),
-    )
+    chosen = find("compute", compute, COMPUTE)
+    if method == "adaptive":
+        scaling = _prepare_adaptive(model, compute, chosen, adaptive or AdaptiveOptions(), strict)
+    else:
+        find("method", method, METHODS)
+        arithmetic = Arithmetic(operand=chosen.operand, gradient=chosen.gradient, strict=strict)
+        exact = exact_modules(model, (*CRITICAL, *critical)) if chosen.operand else {}
+        scaling = Scaling(
+            method=method,
+            compute=compute,
+            arithmetic=arithmetic,
+            scales=replace_parameters(model, carrier or chosen.carrier, arithmetic, exact),
+            saved=SavedCodes(chosen.operand) if chosen.operand and save_codes else None,
+            unit=scaled_tensor(torch.ones(()), 1.0, role=Role.GRADIENT, arithmetic=arithmetic),
+        )
+        install(model, places if method == "scalify" else (), exact)
+    model.lpconv_scaling = scaling  # type: ignore[assignment]  # nn.Module types every attribute as a tensor or module
     model.__class__ = scaled_class(type(model))
     return model
+
+
+def _prepare_adaptive(
+    model: nn.Module, compute: str, chosen: Compute, options: AdaptiveOptions, strict: bool
+) -> Scaling:
+    if chosen.operand:
+        raise UsageError("the adaptive method has no fp8 compute", hint="use compute='fp16' or 'bf16'")
+    format = {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(chosen.carrier, "fp32")
+    make_adaptive(model, chosen.carrier, format, options)
+    arithmetic = Arithmetic(unit_factors=False, fit_joins=True, strict=strict)
+    unit = scaled_tensor(torch.ones(()), 1.0, role=Role.GRADIENT, arithmetic=arithmetic)
+    return Scaling(method="adaptive", compute=compute, arithmetic=arithmetic, scales={}, saved=None, unit=unit)
 
 
 def scaling_of(model: nn.Module) -> Scaling | None:
@@ -156,26 +191,27 @@ def scaled_class(base: type[nn.Module]) -> type[nn.Module]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         scaling = scaling_of(self)
         assert scaling is not None
-        dynamic = scaling.method == "scalify"
-        if scaling.saved is None or torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return leave_outputs(base.forward(self, *args, **kwargs), scaling.unit, dynamic=dynamic)
-        with scaling.saved.during_forward():
-            return leave_outputs(base.forward(self, *args, **kwargs), scaling.unit, dynamic=dynamic)
+        with scaling.around_forward(next(self.parameters()).device.type):
+            outputs = base.forward(self, *args, **kwargs)
+            return leave_outputs(outputs, scaling.unit, scaling.method)
 
     return type(base.__name__, (base,), {"forward": forward, "__module__": base.__module__, "__doc__": base.__doc__})
 
 
-def leave_outputs(outputs: Any, unit: ScaledTensor, *, dynamic: bool) -> Any:
+def leave_outputs(outputs: Any, unit: ScaledTensor, method: str) -> Any:
     """`outputs` with the scaled tensors in its tuples, lists and mappings made plain; other objects stay.
 
-    A key-value cache therefore stays scaled and can be passed to the next call.
+    A key-value cache therefore stays scaled and can be passed to the next call. The adaptive method has plain outputs,
+    and those that need a gradient leave too, for the sake of where their gradient enters.
     """
-    if isinstance(outputs, ScaledTensor):
-        return ops.leave(outputs, unit, dynamic)
+    if isinstance(outputs, ScaledTensor) or (
+        method == "adaptive" and isinstance(outputs, Tensor) and outputs.requires_grad
+    ):
+        return ops.leave(outputs, unit, method != "unit")
     if isinstance(outputs, dict):
-        return type(outputs)(**{k: leave_outputs(v, unit, dynamic=dynamic) for k, v in outputs.items()})
+        return type(outputs)(**{k: leave_outputs(v, unit, method) for k, v in outputs.items()})
     if isinstance(outputs, (tuple, list)):
-        return type(outputs)([leave_outputs(v, unit, dynamic=dynamic) for v in outputs])
+        return type(outputs)([leave_outputs(v, unit, method) for v in outputs])
     return outputs
 
 

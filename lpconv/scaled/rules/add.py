@@ -68,9 +68,11 @@ def fitting_scale(data_a: Tensor, scale_a: Scale, data_b: Tensor, scale_b: Scale
     the sum of K of them may then overflow by a factor K, so here the sum of the maxima is bounded.
     """
     amax_a, amax_b = times(data_a.abs().amax().float(), scale_a), times(data_b.abs().amax().float(), scale_b)
-    smallest_fit = 2 * pow2_floor((amax_a + amax_b) / torch.finfo(data_a.dtype).max)
-    finer = torch.minimum(*(torch.as_tensor(s, dtype=torch.float32, device=data_a.device) for s in (scale_a, scale_b)))
-    return torch.maximum(finer, smallest_fit.to(finer))
+    limit = torch.finfo(torch.promote_types(data_a.dtype, data_b.dtype)).max
+    smallest_fit = 2 * pow2_floor((amax_a + amax_b) / limit)
+    scales = (torch.as_tensor(s, dtype=torch.float32, device=data_a.device) for s in (scale_a, scale_b))
+    finer = torch.minimum(*(torch.where(s > 0, s, torch.inf) for s in scales))  # a zero of any scale has no say
+    return torch.where(smallest_fit.isfinite(), torch.maximum(finer, smallest_fit), finer)
 
 
 def common_scale(pieces: list[Any]) -> Scale:

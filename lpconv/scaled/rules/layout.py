@@ -6,13 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lpconv.formats.scale import pow2_floor
 from lpconv.scaled.pair import Call, Rule, Scaled, value
-from lpconv.scaled.scales import Scale, ratio, times
+from lpconv.scaled.scales import Scale, multiplied, ratio, times
 
 __all__ = [
     "RULES",
     "embedding",
     "filled",
+    "fitting",
     "layout",
     "listed",
     "masked_fill",
@@ -58,7 +60,16 @@ def to_copy(call: Call, x: Scaled, *, dtype: torch.dtype | None = None, **kwargs
     """(cast(d), s): a cast touches the data only [Scalify §1.1]; a cast to integers or bool leaves the scaled world."""
     if dtype is not None and not dtype.is_floating_point:
         return call.op(value(x), dtype=dtype, **kwargs)
+    if call.arithmetic.fit_joins and dtype is not None and dtype.itemsize < x.data.itemsize:
+        x = fitting(x, dtype)
     return x.with_data(call.op(x.data, dtype=dtype, **kwargs))
+
+
+def fitting(x: Scaled, dtype: torch.dtype) -> Scaled:
+    """`x` at the smallest scale, not below its own, at which the data fit `dtype`."""
+    times_over = x.data.abs().amax() / torch.finfo(dtype).max
+    up = torch.where(times_over.isfinite(), (2 * pow2_floor(times_over)).clamp(min=1.0), 1.0).float()
+    return Scaled(times(x.data, 1 / up), multiplied(x.scale, up), x.role)
 
 
 def filled(data: Tensor, scale: Scale, fill: float) -> float | Tensor:

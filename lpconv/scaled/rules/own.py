@@ -8,7 +8,7 @@ from torch import Tensor
 from lpconv.formats.scale import pow2_floor
 from lpconv.scaled import ops
 from lpconv.scaled.pair import Call, Role, Rule, Scaled, pair, static, value, widened
-from lpconv.scaled.scales import MAX_SCALE, MIN_SCALE, times
+from lpconv.scaled.scales import MAX_SCALE, MIN_SCALE, multiplied, ratio, times
 
 __all__ = ["RULES", "STATISTICS", "as_exact", "leave", "rebalance", "rebalanced", "seed"]
 
@@ -42,24 +42,27 @@ def rebalance(call: Call, x: Scaled, forward: str, backward: str) -> Scaled:
 
 
 def leave(call: Call, x: Any, unit: Any, dynamic: bool) -> Any:
-    """value(x), in its dtype."""
-    return value(x).to(pair(x)[0].dtype)
+    """value(x), in its dtype; a copy of a plain x."""
+    return value(x).to(x.data.dtype) if isinstance(x, Scaled) else x.clone()
 
 
 def seed(call: Call, grad: Any, unit: Any, dynamic: bool) -> Scaled:
     """(g/s, s) with s = 2^⌊log2 max|g|⌋, so that a factor on the loss moves into the scale and cannot underflow.
 
     1/s is what others call the loss scale. Eager static methods read max|g| once per output and backward pass; with
-    `dynamic` the scale stays on the device. A compiled static graph can do neither, and there s = 1.
+    `dynamic` the scale stays on the device. A compiled static graph can do neither, and there s = 1. The scale u of
+    `unit` starts lower or higher: (g/(s·u), s·u).
     """
     data, scale = pair(grad)
+    start = Scaled(data, scale, Role.GRADIENT)
     if dynamic:
-        return rebalanced(Scaled(data, scale, Role.GRADIENT), "max", smallest=MIN_SCALE)
-    if torch.compiler.is_compiling() or not data.numel() or not static(scale):
-        return Scaled(data, scale, Role.GRADIENT)
-    amax = float(data.abs().amax())
-    own = pow2_floor(amax) if MIN_SCALE <= amax <= MAX_SCALE else 1.0
-    return Scaled(times(data, 1 / own), own * scale, Role.GRADIENT)
+        start = rebalanced(start, "max", smallest=MIN_SCALE)
+    elif data.numel() and static(scale) and not torch.compiler.is_compiling():
+        amax = float(data.abs().amax())
+        own = pow2_floor(amax) if MIN_SCALE <= amax <= MAX_SCALE else 1.0
+        start = Scaled(times(data, 1 / own), own * scale, Role.GRADIENT)
+    u = pair(unit)[1]
+    return Scaled(times(start.data, ratio(1.0, u)), multiplied(start.scale, u), Role.GRADIENT)
 
 
 def as_exact(call: Call, x: Scaled) -> Scaled:
