@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lpconv.errors import UnsupportedError
 
-__all__ = ["as_exact", "leave", "rebalance", "seed"]
+__all__ = ["as_exact", "leave", "rebalance", "recentre", "seed"]
 
 
 @torch.library.custom_op("lpconv::leave", mutates_args=())
@@ -38,6 +38,20 @@ def as_exact(x: Tensor) -> Tensor:
     return x.clone()
 
 
+@torch.library.custom_op("lpconv::recentre", mutates_args=())
+def recentre(x: Tensor, forward: float, backward: float) -> Tensor:
+    """`x` with its scale multiplied by `forward` and its gradient's by `backward`; the data take the inverse."""
+    return x.clone()
+
+
+def _recentre_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.backward_factor = inputs[2]
+
+
+def _recentre_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    return recentre(grad, ctx.backward_factor, 1.0), None, None
+
+
 def _leave_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(inputs[1])
     ctx.dynamic = inputs[2]
@@ -62,4 +76,5 @@ def _rebalance_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
 
 leave.register_autograd(_leave_backward, setup_context=_leave_context)
 rebalance.register_autograd(_rebalance_backward, setup_context=_rebalance_context)
+recentre.register_autograd(_recentre_backward, setup_context=_recentre_context)
 as_exact.register_autograd(lambda ctx, grad: grad)

@@ -10,7 +10,7 @@ from lpconv.scaled import ops
 from lpconv.scaled.pair import Call, Role, Rule, Scaled, pair, static, value, widened
 from lpconv.scaled.scales import MAX_SCALE, MIN_SCALE, multiplied, ratio, times
 
-__all__ = ["RULES", "STATISTICS", "as_exact", "leave", "rebalance", "rebalanced", "seed"]
+__all__ = ["RULES", "STATISTICS", "as_exact", "leave", "rebalance", "rebalanced", "recentre", "seed"]
 
 STATISTICS = {
     "max": lambda data: data.abs().amax(),
@@ -65,6 +65,11 @@ def seed(call: Call, grad: Any, unit: Any, dynamic: bool) -> Scaled:
     return Scaled(times(start.data, ratio(1.0, u)), multiplied(start.scale, u), Role.GRADIENT)
 
 
+def recentre(call: Call, x: Scaled, forward: float, backward: float) -> Scaled:
+    """(d/f, s·f) for a static power of two f."""
+    return Scaled(times(x.data, 1 / forward), multiplied(x.scale, forward), x.role)
+
+
 def as_exact(call: Call, x: Scaled) -> Scaled:
     """The same pair with the role EXACT."""
     return Scaled(x.data, x.scale, Role.EXACT)
@@ -72,5 +77,11 @@ def as_exact(call: Call, x: Scaled) -> Scaled:
 
 RULES: dict[Any, Rule] = {
     op._opoverload: rule
-    for op, rule in ((ops.leave, leave), (ops.seed, seed), (ops.rebalance, rebalance), (ops.as_exact, as_exact))
+    for op, rule in (
+        (ops.leave, leave),
+        (ops.seed, seed),
+        (ops.rebalance, rebalance),
+        (ops.as_exact, as_exact),
+        (ops.recentre, recentre),
+    )
 }
