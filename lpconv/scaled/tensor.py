@@ -191,8 +191,8 @@ def _in_place(
 ) -> Any:
     """Write the result of the functional twin into the first argument.
 
-    A weight keeps its own scale and its storage. Anything else takes the result's scale and fresh data, because other
-    tensors may share its old data.
+    A parameter keeps its own scale and its storage. Anything else takes the result's scale and fresh data, because
+    other tensors may share its old data.
     """
     target = args[0]
     if op is torch.ops.aten.copy_.default:
@@ -207,7 +207,7 @@ def _in_place(
     if not isinstance(target, ScaledTensor):
         return op(target, *(_plain(p) for p in pairs[1:]), **{k: _plain(v) for k, v in kwargs.items()})
     result = result if isinstance(result, Scaled) else Scaled(result, 1.0)
-    if target._role is Role.WEIGHT or op is torch.ops.aten.copy_.default:
+    if target._role in (Role.WEIGHT, Role.EXACT):
         at_own_scale = times(result.data, ratio(result.scale, target._scale or 1.0))
         target._data.copy_(at_own_scale)
     else:

@@ -110,13 +110,16 @@ ARCHITECTURES: dict[str, tuple[Any, Callable[..., Any], Callable[[], Batch]]] = 
 }  # fmt: skip
 
 
-def build(name: str, attention: str = "eager", *, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Batch]:
+def build(name: str, attention: str = "eager", *, num_layers: int | None = None) -> tuple[nn.Module, Batch]:
     """A model of the architecture in training mode, without dropout, and a batch for it; the same for every call."""
     model_class, config, batch = ARCHITECTURES[name]
     torch.manual_seed(0)
-    model = model_class(config(attn_implementation=attention))
+    settings = config(attn_implementation=attention)
+    if num_layers is not None:
+        settings.num_hidden_layers = num_layers
+    model = model_class(settings)
     spread(model)
-    return model.to(dtype).train(), batch()
+    return model.train(), batch()
 
 
 def spread(model: nn.Module) -> None:

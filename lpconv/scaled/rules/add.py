@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from lpconv.formats.scale import pow2_floor
-from lpconv.scaled.pair import Call, Rule, Scaled, data_of, pair, value, widened
+from lpconv.scaled.pair import Call, Rule, Scaled, data_of, pair, value
 from lpconv.scaled.rules.multiply import contraction_factor
-from lpconv.scaled.scales import Scale, larger, multiplied, ratio, times
+from lpconv.scaled.rules.units import in_units
+from lpconv.scaled.scales import Scale, larger, multiplied, ratio, split_number, times
 
 __all__ = [
     "RULES",
@@ -21,7 +22,6 @@ __all__ = [
     "common_scale",
     "extremum",
     "fitting_scale",
-    "in_units",
     "index_put",
     "rsub",
     "sub",
@@ -45,7 +45,8 @@ def add(call: Call, a: Any, b: Any, *, alpha: float = 1) -> Scaled:
     """(d_a·s_a/s + alpha·d_b·s_b/s, s), s = max(s_a, s_b): the larger is √(s_a² + s_b²) floored to a power of two."""
     (data_a, scale_a), (data_b, scale_b) = pair(a), pair(b)
     if alpha != 1:
-        data_b, scale_b = (-data_b if alpha < 0 else data_b), multiplied(scale_b, abs(float(alpha)))
+        mantissa, power = split_number(float(alpha))
+        data_b, scale_b = data_b * mantissa, multiplied(scale_b, power)
     fit = call.arithmetic.fit_joins and isinstance(data_a, Tensor) and isinstance(data_b, Tensor)
     scale = fitting_scale(data_a, scale_a, data_b, scale_b) if fit else larger(scale_a, scale_b)
     return Scaled(at_scale(data_a, scale_a, scale) + at_scale(data_b, scale_b, scale), scale)
@@ -160,12 +161,6 @@ def clamp_tensor(call: Call, x: Any, low: Any = None, high: Any = None) -> Any:
         return NotImplemented
     bounds = [None if b is None else in_units(b, x) for b in (low, high)]
     return x.with_data(call.op(x.data, *bounds))
-
-
-def in_units(plain: Tensor, x: Scaled) -> Tensor:
-    """A plain tensor over the scale of `x`, kept finite in the dtype of its data."""
-    limit = torch.finfo(x.data.dtype).max
-    return times(widened(plain), ratio(1.0, x.scale)).clamp(-limit, limit).to(x.data.dtype)
 
 
 RULES: dict[Any, Rule] = {

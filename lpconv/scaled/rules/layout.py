@@ -8,7 +8,8 @@ from torch import Tensor
 
 from lpconv.formats.scale import pow2_floor
 from lpconv.scaled.pair import Call, Rule, Scaled, value
-from lpconv.scaled.scales import Scale, multiplied, ratio, times
+from lpconv.scaled.rules.units import in_units
+from lpconv.scaled.scales import multiplied, times
 
 __all__ = [
     "RULES",
@@ -72,34 +73,30 @@ def fitting(x: Scaled, dtype: torch.dtype) -> Scaled:
     return Scaled(times(x.data, 1 / up), multiplied(x.scale, up), x.role)
 
 
-def filled(data: Tensor, scale: Scale, fill: float) -> float | Tensor:
-    """`fill` in units of `scale`; a finite fill stays finite in the dtype of `data` (finfo.min is a mask)."""
-    if fill == 0 or math.isinf(fill):
-        return fill
-    limit = torch.finfo(data.dtype).max
-    if isinstance(scale, Tensor):
-        return (fill / scale).clamp(-limit, limit).to(data.dtype)
-    return min(max(fill / (scale or 1.0), -limit), limit)
+def filled(x: Scaled, fill: float) -> float:
+    """`fill` in units of the static scale; finite fills stay finite in the dtype of the data (finfo.min is a mask)."""
+    assert isinstance(x.scale, float)
+    limit = torch.finfo(x.data.dtype).max
+    return fill if math.isinf(fill) else min(max(fill / (x.scale or 1.0), -limit), limit)
 
 
-def pad(call: Call, x: Scaled, padding: list[int], fill: float = 0.0) -> Any:
-    """(pad(d, fill/s), s); the fill must be static."""
-    if isinstance(x.scale, Tensor) and fill != 0:
-        return NotImplemented
-    return x.with_data(call.op(x.data, padding, filled(x.data, x.scale, fill)))
+def pad(call: Call, x: Scaled, padding: list[int], fill: float = 0.0) -> Scaled:
+    """(pad(d, fill/s), s); under a dynamic scale a fill other than 0 gives (pad(value, fill), 1)."""
+    if fill == 0:
+        return x.with_data(call.op(x.data, padding, 0.0))
+    if isinstance(x.scale, Tensor):
+        return Scaled(call.op(value(x), padding, fill).to(x.data.dtype), 1.0)
+    return x.with_data(call.op(x.data, padding, filled(x, fill)))
 
 
 def masked_fill(call: Call, x: Any, mask: Tensor, fill: Any) -> Any:
     """(masked_fill(d, fill/s), s): the tensor keeps its scale whatever the mask constant is."""
     if not isinstance(x, Scaled) or isinstance(fill, Scaled):
         return NotImplemented
-    if isinstance(fill, Tensor):
-        limit = torch.finfo(x.data.dtype).max
-        at_scale = times(fill.float(), ratio(1.0, x.scale)).clamp(-limit, limit).to(x.data.dtype)
-        return x.with_data(aten.masked_fill.Tensor(x.data, mask, at_scale))
-    in_units = filled(x.data, x.scale, float(fill))
-    op = aten.masked_fill.Tensor if isinstance(in_units, Tensor) else aten.masked_fill.Scalar
-    return x.with_data(op(x.data, mask, in_units))
+    if isinstance(x.scale, float) and not isinstance(fill, Tensor):
+        return x.with_data(aten.masked_fill.Scalar(x.data, mask, filled(x, float(fill))))
+    constant = torch.as_tensor(fill, dtype=torch.promote_types(x.data.dtype, torch.float32), device=x.data.device)
+    return x.with_data(aten.masked_fill.Tensor(x.data, mask, in_units(constant, x)))
 
 
 def unchanged(call: Call, x: Scaled) -> Scaled:

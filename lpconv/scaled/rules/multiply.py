@@ -12,8 +12,8 @@ from torch import Tensor
 
 from lpconv.formats.scale import pow2_floor
 from lpconv.scaled.operands import product
-from lpconv.scaled.pair import Call, Rule, Scaled, pair
-from lpconv.scaled.scales import Scale, larger, multiplied, ratio, times
+from lpconv.scaled.pair import Call, Rule, Scaled, pair, value
+from lpconv.scaled.scales import Scale, larger, multiplied, ratio, split_number, times
 
 __all__ = [
     "RULES",
@@ -88,7 +88,7 @@ def rsqrt(call: Call, x: Scaled) -> Any:
 
 
 def power(call: Call, x: Any, exponent: Any) -> Any:
-    """(d^y, s^y) for whole y; y = ±½ as square roots. Other exponents are left to the non-linear fall-back."""
+    """(d^y, s^y) for whole y, y = ±½ as square roots, and ((d·s)^y, 1) for exponents that no scale can follow."""
     if not isinstance(x, Scaled) or not isinstance(exponent, (int, float)):
         return NotImplemented
     if exponent == 0.5:
@@ -96,7 +96,7 @@ def power(call: Call, x: Any, exponent: Any) -> Any:
     if exponent == -0.5:
         return rsqrt(call, x)
     if exponent != int(exponent) or (exponent < 0 and isinstance(x.scale, float) and x.scale == 0):
-        return NotImplemented
+        return Scaled(torch.pow(value(x), exponent).to(x.data.dtype), 1.0)
     return Scaled(torch.pow(x.data, exponent), x.scale ** int(exponent))
 
 
@@ -107,20 +107,21 @@ def matmul(call: Call, a: Any, b: Any) -> Scaled:
     return Scaled(product(call.arithmetic, a, b, alpha=1 / r), multiplied(scale, r))
 
 
-def add_matmul(call: Call, bias: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Any:
+def add_matmul(call: Call, bias: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Scaled:
     """addmm and baddbmm: a product and its bias at the larger of their scales, both factors inside one BLAS call."""
-    if alpha < 0 or beta < 0:
-        return NotImplemented
     data_bias, scale_bias = pair(bias)
-    scale_ab = multiplied(multiplied(pair(a)[1], pair(b)[1]), float(alpha))
+    (mantissa, power), (mantissa_bias, power_bias) = split_number(float(alpha)), split_number(float(beta))
+    scale_ab = multiplied(multiplied(pair(a)[1], pair(b)[1]), power)
+    scale_bias = multiplied(scale_bias, power_bias)
     r = contraction_factor(call, pair(a)[0].shape[-1])
-    scale_bias = multiplied(scale_bias, float(beta))
     scale = larger(multiplied(scale_ab, r), scale_bias)
     if isinstance(scale, float):
-        at_scale = times(data_bias, ratio(scale_bias, scale))
-        return Scaled(product(call.arithmetic, a, b, alpha=float(ratio(scale_ab, scale)), bias=at_scale), scale)
+        at_scale = times(data_bias, mantissa_bias * ratio(scale_bias, scale))
+        gain = mantissa * float(ratio(scale_ab, scale))
+        return Scaled(product(call.arithmetic, a, b, alpha=gain, bias=at_scale), scale)
     product_scale = multiplied(scale_ab, r)
-    data = product(call.arithmetic, a, b, alpha=1 / r, bias=times(data_bias, ratio(scale_bias, product_scale)))
+    in_product = times(data_bias, mantissa_bias * ratio(scale_bias, product_scale))
+    data = product(call.arithmetic, a, b, alpha=mantissa / r, bias=in_product)
     return Scaled(times(data, ratio(product_scale, scale)), scale)
 
 

@@ -116,6 +116,7 @@ RULES: dict[Any, Rule] = {
             aten.mish.default,
             aten.hardswish.default,
             aten.elu.default,
+            aten.logsumexp.default,
         ),
         activation,
     ),
