@@ -14,12 +14,12 @@ import torch
 from lpconv.errors import UnsupportedError
 from lpconv.mcf.transforms import fast_two_sum
 
-__all__ = ["compile_exact", "compile_keeps_roundings"]
+__all__ = ["EXACT_OPTIONS", "compile_exact", "compile_keeps_roundings"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_OPTIONS: dict[str, str | int | bool | Callable[..., object]] = {"emulate_precision_casts": True}
+EXACT_OPTIONS: dict[str, str | int | bool | Callable[..., object]] = {"emulate_precision_casts": True}
 
 
 def compile_exact(function: Callable[P, R], device: torch.device | str = "cpu") -> Callable[P, R]:
@@ -28,7 +28,7 @@ def compile_exact(function: Callable[P, R], device: torch.device | str = "cpu") 
         raise UnsupportedError(
             f"torch.compile drops bf16 roundings on {device} in torch {torch.__version__}", hint="run eagerly instead"
         )
-    return torch.compile(function, options=_OPTIONS, dynamic=True)
+    return torch.compile(function, options=EXACT_OPTIONS, dynamic=True)
 
 
 @functools.cache
@@ -38,7 +38,7 @@ def compile_keeps_roundings(device: str = "cpu") -> bool:
     a = torch.arange(1.0, 65.0, device=device).to(torch.bfloat16)
     b = (a.float() / 37).to(torch.bfloat16)
     try:
-        found = torch.compile(fast_two_sum, options=_OPTIONS)(a, b)
+        found = torch.compile(fast_two_sum, options=EXACT_OPTIONS)(a, b)
     except Exception:  # any failure of a private option, in any release, means: no
         return False
     return all(torch.equal(f, e) for f, e in zip(found, fast_two_sum(a, b), strict=True))
