@@ -1,0 +1,101 @@
+"""Between an optimizer's pairs and fp32: start from fp32 weights or a converted checkpoint, export fp32."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from lpconv.errors import InputError
+from lpconv.lookup import find, nearest
+from lpconv.mcf.split import RESIDUALS, split_bf16
+from lpconv.optim.base import LowPrecisionOptimizer
+from lpconv.optim.kernel import Parts
+from lpconv.optim.storage import Storage, total
+
+__all__ = ["fp32_state_dict", "start_from_fp32", "start_from_residual"]
+
+
+@torch.no_grad()
+def start_from_fp32(optimizer: LowPrecisionOptimizer, model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Set the model's parameters to fp32 `values`, with what bf16 drops in the optimizer's low parts.
+
+    `values` has one full tensor per parameter name (a tied parameter under any of its names); other entries are left
+    alone, so a whole state dict will do. Raises InputError where one is missing or has another shape, and changes
+    nothing then.
+    """
+    found = [(p, _value_for(names, p, values)) for p, names in _parameters(optimizer, model)]
+    for p, value in found:
+        if isinstance(p, DTensor):
+            value = distribute_tensor(value.to(p.device), p.device_mesh, p.placements)
+        _set_weight(optimizer.storages(p)[0], optimizer.parts(p), value)
+
+
+def start_from_residual(
+    optimizer: LowPrecisionOptimizer, model: nn.Module, residuals: Mapping[str, Tensor], kind: str = "bf16"
+) -> None:
+    """Start from a bf16 model and the residuals of its conversion, `kind` being their name in `mcf.split.RESIDUALS`.
+
+    The model must still have the converted weights: a residual says nothing about others. Names as in
+    `start_from_fp32`; a parameter without a residual (left as it was by the conversion) starts with a low part of 0.
+    """
+    merge = find("residual", kind, RESIDUALS, error=InputError).merge
+    values = {}
+    for p, names in _parameters(optimizer, model):
+        full = p.full_tensor() if isinstance(p, DTensor) else p.detach()
+        name = next((n for n in names if n in residuals), None)
+        values[names[0]] = merge(full, residuals[name].to(full.device)) if name else full.float()
+    start_from_fp32(optimizer, model, values)
+
+
+@torch.no_grad()
+def fp32_state_dict(optimizer: LowPrecisionOptimizer, model: nn.Module) -> dict[str, Tensor]:
+    """The model's state dict with every trained parameter in fp32, exactly as kept; buffers and others unchanged.
+
+    DTensors are gathered, so every rank must call it.
+    """
+    state = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in model.state_dict().items()}
+    for p, names in _parameters(optimizer, model):
+        parts = optimizer.parts(p)[0]
+        full = tuple(t.full_tensor() if isinstance(t, DTensor) else t for t in parts)
+        state |= dict.fromkeys(names, total(optimizer.storages(p)[0], full))
+    return state
+
+
+def _parameters(optimizer: LowPrecisionOptimizer, model: nn.Module) -> list[tuple[Tensor, list[str]]]:
+    """The optimizer's parameters with their names in the model: more than one where they are tied."""
+    names: dict[Tensor, list[str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        names.setdefault(p, []).append(name)
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    strangers = sum(p not in names for p in trained)
+    if strangers:
+        raise InputError(
+            f"{strangers} of the optimizer's {len(trained)} parameters are not in this model",
+            hint="pass the model whose parameters() the optimizer was made with",
+        )
+    return [(p, names[p]) for p in trained]
+
+
+def _value_for(names: list[str], p: Tensor, values: Mapping[str, Tensor]) -> Tensor:
+    name = next((n for n in names if n in values), None)
+    if name is None:
+        near = nearest(names[0], values)
+        raise InputError(f"no value for parameter `{names[0]}`", hint=f"the nearest name is `{near}`" if near else None)
+    if values[name].shape != p.shape:
+        raise InputError(
+            f"`{name}` has shape {tuple(values[name].shape)} and the parameter {tuple(p.shape)}",
+            hint="take the values from the model that was converted",
+        )
+    return values[name]
+
+
+def _set_weight(storage: Storage, parts: Parts, value: Tensor) -> None:
+    weight = parts[0]
+    if storage in (Storage.PAIR, Storage.KAHAN):
+        hi, lo = split_bf16(value)
+        weight[0].copy_(hi)
+        weight[1].copy_(lo)
+        return
+    for part in weight:
+        part.copy_(value)
