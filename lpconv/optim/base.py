@@ -2,8 +2,9 @@
 
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, overload
 
 import torch
@@ -17,7 +18,8 @@ from lpconv.optim.kernel import Parts, get_kernel
 from lpconv.optim.paper import paper_step
 from lpconv.optim.rules import RULES
 from lpconv.optim.shards import all_finite, flat_gradient, flat_parts, local
-from lpconv.optim.storage import VARIANTS, Storage, Variant, new_parts
+from lpconv.optim.state import check_state, new_state, parts_of
+from lpconv.optim.storage import VARIANTS, Storage, Variant
 
 __all__ = ["ARITHMETICS", "NONFINITE", "LowPrecisionOptimizer", "ParamsLike"]
 
@@ -29,7 +31,20 @@ NONFINITE = ("ignore", "skip", "raise")
 # v · beta2 rounds back to v where 1 - beta2 is under half the relative spacing of bf16, 2^-9 to 2^-8.
 _LARGEST_BF16_BETA2 = 0.998
 
-_COMPANION_NAMES = {Storage.PAIR: "residual", Storage.KAHAN: "compensation", Storage.MASTER: "master"}
+# Elements. Copying a parameter of this size and its state into a batch and back is cheaper than a kernel call of its
+# own; the batch itself should stay in the cache, and below the size from which malloc maps and unmaps it every time.
+_SMALL = 2**15
+_BATCH = 2**17
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A parameter with a gradient; the gradient is local and flat."""
+
+    p: Tensor
+    name: str
+    group: dict[str, Any]
+    gradient: Tensor
 
 
 class LowPrecisionOptimizer(Optimizer):
@@ -56,6 +71,9 @@ class LowPrecisionOptimizer(Optimizer):
     ) -> None:
         self.rule = RULES[rule]
         self.variant = _with_state_dtype(find("variant", variant, VARIANTS), state_dtype)
+        num_moments = len(self.rule.moments)
+        self._bf16_storages = (self.variant.weight, *self.variant.moments[:num_moments])
+        self._fp32_storages = (Storage.FP32,) * (1 + num_moments)
         self.arithmetic = find("arithmetic", arithmetic, {a: a for a in ARITHMETICS})
         self.nonfinite_gradients = find("nonfinite_gradients", nonfinite_gradients, {n: n for n in NONFINITE})
         self.compiled = compiled
@@ -96,32 +114,25 @@ class LowPrecisionOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        work = self._work()
-        if self.nonfinite_gradients != "ignore" and not all_finite([gradient for *_, gradient in work]):
+        jobs = self._jobs()
+        if self.nonfinite_gradients != "ignore" and not all_finite([job.gradient for job in jobs]):
             self._refuse()
             return loss
         self.records = []
-        for p, name, group, gradient in work:
-            self._update(p, name, group, gradient)
+        for step, batch in self._batches(jobs):
+            self._run(batch, step)
         return loss
 
     def storages(self, p: Tensor) -> tuple[Storage, ...]:
         """How the weight `p` and each of its moments are kept."""
-        if p.dtype == torch.float32:
-            return (Storage.FP32,) * (1 + len(self.rule.moments))
-        return self.variant.weight, *self.variant.moments[: len(self.rule.moments)]
+        return self._fp32_storages if p.dtype == torch.float32 else self._bf16_storages
 
     def parts(self, p: Tensor) -> Parts:
-        """The tensors that hold `p` and its moments, made as zeros (the weight's companion from `p`) where missing."""
-        state = self.state[p]
-        weight, *moments = self.storages(p)
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
-            _put(state, "", weight, new_parts(weight, p.detach()))
-            for name, storage in zip(self.rule.moments, moments, strict=True):
-                _put(state, name, storage, new_parts(storage, torch.zeros_like(p, dtype=storage.dtype)))
-        of_moments = (_get(state, n, s, state[n]) for n, s in zip(self.rule.moments, moments, strict=True))
-        return _get(state, "", weight, p.detach()), *of_moments
+        """The tensors that hold `p` and each moment, made on first use; writing to them changes the state."""
+        storages = self.storages(p)
+        if not self.state[p]:
+            self.state[p] = new_state(p, self.rule.name, storages)
+        return parts_of(p, self.state[p], self.rule.name, storages)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch.optim, but every state tensor keeps its own dtype.
@@ -138,22 +149,7 @@ class LowPrecisionOptimizer(Optimizer):
                 if isinstance(value, Tensor) and value.dtype != self.state[p][name].dtype:
                     self.state[p][name] = value.detach().to(self.state[p][name].device, copy=True)
             if saved:
-                self._check_state(p)
-
-    def _check_state(self, p: Tensor) -> None:
-        expected = {"step": torch.float32}
-        weight, *moments = self.storages(p)
-        for name, storage in [("", weight), *zip(self.rule.moments, moments, strict=True)]:
-            if name:
-                expected[name] = storage.dtype
-            if storage.companion:
-                expected[_companion_name(name, storage)] = storage.companion
-        found = {name: value.dtype for name, value in self.state[p].items()}
-        if found != expected:
-            raise InputError(
-                f"the saved state does not fit {self.rule.name} '{self.variant.name}': it holds {found}",
-                hint=f"make the optimizer with the options of the saved run; these need {expected}",
-            )
+                check_state(self.state[p], self.rule.name, self.storages(p))
 
     def bytes_per_parameter(self) -> float:
         """Measured: bytes of parameters, gradients and state tensors over the number of parameters (on this rank)."""
@@ -161,41 +157,62 @@ class LowPrecisionOptimizer(Optimizer):
         tensors = [t for p in params for t in (p, p.grad, *self.state[p].values()) if isinstance(t, Tensor) and t.dim()]
         return sum(local(t).nbytes for t in tensors) / sum(local(p).numel() for p in params)
 
-    def _update(self, p: Tensor, name: str, group: dict[str, Any], gradient: Tensor) -> None:
-        parts = self.parts(p)
-        state = self.state[p]
-        state["step"] += 1
-        step = int(state["step"])
-        if gradient.numel() == 0:
-            return
-        values = self.rule.coefficients(group, step)
-        coefficients = torch.tensor(values, dtype=torch.float32, device=gradient.device).unbind()
-        with flat_parts(parts) as flats:
-            measured = self.diagnostics_every > 0 and step % self.diagnostics_every == 0
-            before = snapshot(self.rule, self.storages(p), flats, gradient, coefficients) if measured else None
-            if self.arithmetic == "paper" and p.dtype == torch.bfloat16:
-                paper_step(flats, gradient, group, step)
-            else:
-                kernel = get_kernel(self.rule.name, self.storages(p), p.device.type, compiled=self.compiled)
-                kernel.run(flats, gradient, coefficients, self._random(p, name, step, gradient))
-            if before is not None:
-                self.records.append(before.compare(name, step, flats[0]))
-
-    def _random(self, p: Tensor, name: str, step: int, like: Tensor) -> Tensor | None:
-        """Noise for stochastic rounding, from the seed, the parameter and the step: a resumed run draws the same."""
-        if Storage.STOCHASTIC not in self.storages(p):
-            return None
-        generator = torch.Generator(like.device).manual_seed(zlib.crc32(f"{self.seed}/{name}/{step}".encode()))
-        return torch.randint(0, 2**16, like.shape, dtype=torch.int32, device=like.device, generator=generator)
-
-    def _work(self) -> list[tuple[Tensor, str, dict[str, Any], Tensor]]:
-        """(parameter, name, group, flat local gradient) of all that have a gradient."""
+    def _jobs(self) -> list[_Job]:
         return [
-            (p, name, group, flat_gradient(p, name))
+            _Job(p, name, group, flat_gradient(p, name))
             for number, group in enumerate(self.param_groups)
             for p, name in zip(group["params"], _names(group, number), strict=True)
             if p.grad is not None
         ]
+
+    def _batches(self, jobs: list[_Job]) -> Iterator[tuple[int, list[_Job]]]:
+        """Count the step, and put small parameters that take the very same step together: each call has its price."""
+        together: dict[tuple[int, tuple[object, ...]], list[_Job]] = defaultdict(list)
+        for job in jobs:
+            storages = self.storages(job.p)
+            if not self.state[job.p]:
+                self.state[job.p] = new_state(job.p, self.rule.name, storages)
+            count = self.state[job.p]["step"]
+            count += 1
+            step = int(count)
+            alone = self.arithmetic == "paper" or self._measures(step) or Storage.STOCHASTIC in storages
+            if alone or job.gradient.numel() > _SMALL:
+                yield step, [job]
+            else:
+                alike = (id(job.group), job.p.dtype, job.gradient.dtype, job.gradient.device)
+                together[step, alike].append(job)
+        for (step, _), small in together.items():
+            for batch in _cut(small):
+                yield step, batch
+
+    def _measures(self, step: int) -> bool:
+        return self.diagnostics_every > 0 and step % self.diagnostics_every == 0
+
+    def _run(self, batch: list[_Job], step: int) -> None:
+        first = batch[0]
+        gradient = first.gradient if len(batch) == 1 else torch.cat([job.gradient for job in batch])
+        if gradient.numel() == 0:
+            return
+        storages = self.storages(first.p)
+        values = self.rule.coefficients(first.group, step)
+        coefficients = torch.tensor(values, dtype=torch.float32, device=gradient.device).unbind()
+        with flat_parts([self.parts(job.p) for job in batch]) as parts:
+            before = snapshot(self.rule, storages, parts, gradient, coefficients) if self._measures(step) else None
+            if self.arithmetic == "paper" and first.p.dtype == torch.bfloat16:
+                paper_step(parts, gradient, first.group, step)
+            else:
+                kernel = get_kernel(self.rule.name, storages, gradient.device.type, compiled=self.compiled)
+                kernel.run(parts, gradient, coefficients, self._random(first, step))
+            if before is not None:
+                self.records.append(before.compare(first.name, step, parts[0]))
+
+    def _random(self, job: _Job, step: int) -> Tensor | None:
+        """Noise for stochastic rounding, from the seed, the parameter and the step: a resumed run draws the same."""
+        if Storage.STOCHASTIC not in self.storages(job.p):
+            return None
+        shape, device = job.gradient.shape, job.gradient.device
+        generator = torch.Generator(device).manual_seed(zlib.crc32(f"{self.seed}/{job.name}/{step}".encode()))
+        return torch.randint(0, 2**16, shape, dtype=torch.int32, device=device, generator=generator)
 
     def _refuse(self) -> None:
         self.num_skipped += 1
@@ -204,6 +221,18 @@ class LowPrecisionOptimizer(Optimizer):
                 "a gradient has Inf or NaN; nothing was changed",
                 hint="lower the learning rate or clip, or pass nonfinite_gradients='skip' to leave such steps out",
             )
+
+
+def _cut(jobs: list[_Job]) -> Iterator[list[_Job]]:
+    """Consecutive runs of jobs with about _BATCH elements each."""
+    batch: list[_Job] = []
+    for job in jobs:
+        batch.append(job)
+        if sum(j.gradient.numel() for j in batch) >= _BATCH:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
 
 
 def _names(group: dict[str, Any], number: int) -> list[str]:
@@ -238,18 +267,3 @@ def _check_group(group: Mapping[str, Any], rule: str, variant: Variant) -> None:
             f"v · beta2 rounds back to v above {_LARGEST_BF16_BETA2}; use variant='plus'",
             stacklevel=4,
         )
-
-
-def _put(state: dict[str, Any], name: str, storage: Storage, parts: tuple[Tensor, ...]) -> None:
-    if name:
-        state[name] = parts[0]
-    if storage in _COMPANION_NAMES:
-        state[_companion_name(name, storage)] = parts[1]
-
-
-def _get(state: Mapping[str, Any], name: str, storage: Storage, first: Tensor) -> tuple[Tensor, ...]:
-    return (first, state[_companion_name(name, storage)]) if storage in _COMPANION_NAMES else (first,)
-
-
-def _companion_name(name: str, storage: Storage) -> str:
-    return f"{name}_{_COMPANION_NAMES[storage]}" if name else _COMPANION_NAMES[storage]

@@ -76,8 +76,8 @@ def get_kernel(rule_name: str, storages: tuple[Storage, ...], device_type: str, 
         return Kernel(mode="eager", step=eager)
     failures = []
     for mode, nearest, options in (("cast", nearest_by_cast, EXACT_OPTIONS), ("bits", nearest_by_bits, None)):
-        step = _compile(build_step(rule, storages, nearest), options)
         try:
+            step = _compile(build_step(rule, storages, nearest), options)
             agrees = _agrees(rule, storages, step, eager, torch.device(device_type))
         except Exception as error:  # no compiler, an unknown option, a recompile limit: all mean the next candidate
             failures.append(f"{mode}: {type(error).__name__}")

@@ -30,19 +30,38 @@ def flat_gradient(p: Tensor, name: str) -> Tensor:
         )
     if isinstance(gradient, DTensor) and isinstance(p, DTensor) and gradient.placements != p.placements:
         gradient = gradient.redistribute(p.device_mesh, p.placements)
-    return local(gradient).reshape(-1)
+    gradient = local(gradient)
+    return gradient if gradient.dim() == 1 and gradient.is_contiguous() else gradient.reshape(-1)
 
 
 @contextmanager
-def flat_parts(parts: Parts) -> Iterator[Parts]:
-    """The local parts as 1-D tensors. Parts that are not contiguous are copied, and copied back on leaving."""
-    locals_ = tuple(tuple(local(t) for t in tensors) for tensors in parts)
-    flats = tuple(tuple(t.reshape(-1) for t in tensors) for tensors in locals_)
-    yield flats
-    for tensors, flat in zip(locals_, flats, strict=True):
-        for t, f in zip(tensors, flat, strict=True):
-            if t.data_ptr() != f.data_ptr():
-                t.copy_(f.view(t.shape))
+def flat_parts(many: Sequence[Parts]) -> Iterator[Parts]:
+    """The local parts of one or several parameters as 1-D tensors, one after the other.
+
+    The parts of a single contiguous parameter are views. Others are copied, and copied back on leaving.
+    """
+    flats, copies = [], []
+    for quantity in zip(*many, strict=True):
+        joined = []
+        for tensors in zip(*quantity, strict=True):
+            sources = [_flat(local(t)) for t in tensors]
+            if len(sources) == 1 and sources[0].is_contiguous():
+                joined.append(sources[0])
+                continue
+            joined.append(torch.cat([s if s.dim() == 1 else s.reshape(-1) for s in sources]))
+            copies.append((sources, joined[-1]))
+        flats.append(tuple(joined))
+    yield tuple(flats)
+    for sources, flat in copies:
+        parts = torch.split(flat, [s.numel() for s in sources])
+        torch._foreach_copy_(
+            sources, [p.view_as(s) if s.dim() != 1 else p for p, s in zip(parts, sources, strict=True)]
+        )
+
+
+def _flat(t: Tensor) -> Tensor:
+    """A 1-D view where there is one."""
+    return t.view(-1) if t.dim() != 1 and t.is_contiguous() else t
 
 
 def all_finite(gradients: Sequence[Tensor]) -> bool:
