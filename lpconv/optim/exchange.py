@@ -10,7 +10,7 @@ from lpconv.errors import InputError
 from lpconv.lookup import find, nearest
 from lpconv.mcf.split import RESIDUALS, split_bf16
 from lpconv.optim.base import LowPrecisionOptimizer
-from lpconv.optim.kernel import Parts
+from lpconv.optim.shards import local
 from lpconv.optim.storage import Storage, total
 
 __all__ = ["fp32_state_dict", "start_from_fp32", "start_from_residual"]
@@ -27,8 +27,8 @@ def start_from_fp32(optimizer: LowPrecisionOptimizer, model: nn.Module, values: 
     found = [(p, _value_for(names, p, values)) for p, names in _parameters(optimizer, model)]
     for p, value in found:
         if isinstance(p, DTensor):
-            value = distribute_tensor(value.to(p.device), p.device_mesh, p.placements)
-        _set_weight(optimizer.storages(p)[0], optimizer.parts(p), value)
+            value = local(distribute_tensor(value.to(p.device), p.device_mesh, p.placements))
+        _set_weight(optimizer.storages(p)[0], [local(t) for t in optimizer.parts(p)[0]], value)
 
 
 def start_from_residual(
@@ -90,8 +90,7 @@ def _value_for(names: list[str], p: Tensor, values: Mapping[str, Tensor]) -> Ten
     return values[name]
 
 
-def _set_weight(storage: Storage, parts: Parts, value: Tensor) -> None:
-    weight = parts[0]
+def _set_weight(storage: Storage, weight: list[Tensor], value: Tensor) -> None:
     if storage in (Storage.PAIR, Storage.KAHAN):
         hi, lo = split_bf16(value)
         weight[0].copy_(hi)
