@@ -117,6 +117,6 @@ FORMATS: dict[str, Format] = {
 }  # fmt: skip
 
 
-def get_format(name: str, *, error: type[LpconvError] = UsageError) -> Format:
-    """The format called `name`; an unknown name raises `error` and names the nearest known one."""
-    return find("format", name, FORMATS, error=error)
+def get_format(name: str | Format, *, error: type[LpconvError] = UsageError) -> Format:
+    """The format called `name`, or `name` itself when it is one; an unknown name raises `error` with the nearest."""
+    return name if isinstance(name, Format) else find("format", name, FORMATS, error=error)

@@ -1,0 +1,183 @@
+"""Scales: powers of two next to a number, and the scale of a tensor, its rows or its blocks.
+
+A scaled value is `scale · component`; a component is what the format holds, so x is *divided* by its scale. Powers of
+two make that division exact (barring underflow), which is why they are the default everywhere in lpconv.
+"""
+
+import math
+import sys
+from typing import Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from lpconv.errors import UsageError
+from lpconv.formats.spec import Format, get_format
+
+__all__ = [
+    "Pow2",
+    "Stat",
+    "amax",
+    "expand_scale",
+    "mx_scale",
+    "pow2_ceil",
+    "pow2_floor",
+    "pow2_nearest",
+    "rms",
+    "tensor_scale",
+]
+
+Pow2 = Literal["floor", "ceil", "nearest"]
+Stat = Literal["amax", "rms"]
+FloatOrTensor = TypeVar("FloatOrTensor", float, Tensor)
+
+_MIN_EXPONENT, _MAX_EXPONENT = -126, 127  # the normal range of fp32 and bf16, so no scale is ever subnormal
+
+
+def pow2_floor(x: FloatOrTensor) -> FloatOrTensor:
+    """The largest power of two <= |x|, within [2^-126, 2^127].
+
+    Exact, in x's dtype. Zero stays 0 (it has no exponent, so the caller decides), Inf becomes +Inf, NaN stays NaN. A
+    float16 tensor stays within what float16 holds, 2^-24 to 2^15.
+    """
+    return _pow2(x, 2.0)
+
+
+def pow2_ceil(x: FloatOrTensor) -> FloatOrTensor:
+    """The smallest power of two >= |x|; range and special values as in `pow2_floor`."""
+    return _pow2(x, 1.0 + sys.float_info.epsilon)
+
+
+def pow2_nearest(x: FloatOrTensor) -> FloatOrTensor:
+    """The power of two nearest to |x| in ratio: x over it lies in (1/√2, √2). Otherwise as `pow2_floor`.
+
+    The ratio decides, not the difference, because a scale multiplies. No float equals √2, so there are no ties.
+    """
+    return _pow2(x, math.sqrt(2))  # the float64 just above √2
+
+
+def _pow2(x: FloatOrTensor, up: float) -> FloatOrTensor:
+    """The power of two below |x|, or above it where the significand (in [1, 2)) is at least `up`."""
+    if isinstance(x, Tensor):
+        return _pow2_tensor(x, up)
+    if x == 0 or not math.isfinite(x):
+        return abs(x)
+    half, exponent = math.frexp(abs(x))
+    exponent += -1 if 2 * half < up else 0
+    return math.ldexp(1.0, min(max(exponent, _MIN_EXPONENT), _MAX_EXPONENT))
+
+
+def _pow2_tensor(x: Tensor, up: float) -> Tensor:
+    info = torch.finfo(x.dtype)
+    low = max(_MIN_EXPONENT, math.frexp(info.smallest_normal * info.eps)[1] - 1)
+    high = min(_MAX_EXPONENT, math.frexp(info.max)[1] - 1)
+    x64 = x.detach().double().abs()
+    half, exponent = torch.frexp(x64)
+    exponent = torch.where(2 * half < up, exponent - 1, exponent).clamp(low, high)
+    return torch.where((x64 == 0) | ~x64.isfinite(), x64, _exp2(exponent)).to(x.dtype)
+
+
+def _exp2(exponent: Tensor) -> Tensor:
+    """2^exponent in float64, exactly; torch.exp2 and torch.ldexp promise less."""
+    return ((exponent.long() + 1023) << 52).view(torch.float64)
+
+
+def amax(x: Tensor, block: tuple[int, ...] | None = None) -> Tensor:
+    """The largest |x| of the tensor, or of each block; NaN where there is one, 0 of nothing.
+
+    `block` gives the block's size along each axis, -1 for the whole axis: (1, -1) is one number per row, (1, 32) MX,
+    (128, 128) a tile. None is the whole tensor. Returns x's dtype, shaped () or as the grid of blocks.
+    """
+    blocks, axes = _blocks(x.detach(), block)
+    if x.numel() == 0:
+        return blocks.sum(axes)
+    return torch.maximum(blocks.amax(axes), -blocks.amin(axes))  # no |x| is stored
+
+
+def rms(x: Tensor, block: tuple[int, ...] | None = None) -> Tensor:
+    """sqrt(mean(x²)) of the tensor or of each block, in float64 inside and out; blocks as in `amax`, 0 of nothing."""
+    blocks, axes = _blocks(x.detach(), block)
+    count = math.prod(blocks.shape[a] for a in axes)
+    norm: Tensor = torch.linalg.vector_norm(blocks, dim=axes, dtype=torch.float64)
+    return norm / math.sqrt(max(count, 1))
+
+
+def tensor_scale(
+    x: Tensor,
+    format: str | Format,
+    *,
+    stat: Stat = "amax",
+    block: tuple[int, ...] | None = None,
+    pow2: Pow2 | None = "ceil",
+) -> Tensor:
+    """The scale that brings `x`, or each block of it (as in `amax`), into `format`: x / scale is what to cast.
+
+    "amax" puts the largest element at the format's largest number; "rms" gives the components a mean square of 1 (unit
+    scaling: the bulk sits where every format is dense, and outliers may saturate). `pow2` rounds the scale to a power
+    of two, and None keeps it exact; with "amax" only "ceil" and None never overflow.
+
+    Returns float32. Where the statistic is 0, Inf or NaN the scale is 1, so that zeros stay zero and Inf and NaN are
+    still seen in the components.
+    """
+    spec = get_format(format)
+    if stat == "amax":
+        scale = amax(x, block).double() / spec.max
+    elif stat == "rms":
+        scale = rms(x, block)
+    else:
+        raise UsageError(f"unknown statistic `{stat}`", hint="known: amax, rms")
+    scale = torch.where((scale == 0) | ~scale.isfinite(), 1.0, scale)
+    if pow2 is not None:
+        rounders = {"floor": pow2_floor, "ceil": pow2_ceil, "nearest": pow2_nearest}
+        if pow2 not in rounders:
+            raise UsageError(f"unknown rounding `{pow2}` of a scale", hint="known: floor, ceil, nearest, or None")
+        scale = rounders[pow2](scale)
+    return scale.clamp(math.ldexp(1.0, _MIN_EXPONENT), torch.finfo(torch.float32).max).float()
+
+
+def mx_scale(block_amax: Tensor, element: str | Format, mode: Literal["floor", "ceil"] = "floor") -> Tensor:
+    """The e8m0 scale of MX blocks from their largest magnitudes, as a float32 power of two in [2^-127, 2^127].
+
+    "floor" is 2^(floor(log2 amax) - emax) (OCP MX 1.0 §6.3): the largest element may saturate, by up to 12.5 % for
+    e4m3fn. "ceil" is the smallest power of two at which nothing saturates. A block of zeros gets 2^-127; one with Inf
+    or NaN gets NaN, the e8m0 code that makes the whole block NaN.
+    """
+    spec = get_format(element)
+    magnitude = block_amax.detach().double()
+    if mode == "floor":
+        exponent = torch.frexp(magnitude)[1] - 1 - spec.max_exponent
+    elif mode == "ceil":
+        half, exponent = torch.frexp(magnitude / spec.max)
+        exponent = torch.where(half == 0.5, exponent - 1, exponent)
+    else:
+        raise UsageError(f"unknown MX scale mode `{mode}`", hint="known: floor, ceil")
+    exponent = torch.where(magnitude == 0, -127, exponent)
+    return torch.where(magnitude.isfinite(), _exp2(exponent.clamp(-127, 127)), math.nan).float()
+
+
+def expand_scale(scale: Tensor, shape: torch.Size | tuple[int, ...]) -> Tensor:
+    """A grid of block scales as a tensor that broadcasts against `shape`."""
+    if scale.ndim == 0:
+        return scale
+    if scale.ndim != len(shape) or any(n % g for n, g in zip(shape, scale.shape, strict=True) if g):
+        raise UsageError(f"scales of shape {tuple(scale.shape)} do not fit a tensor of shape {tuple(shape)}")
+    for axis, (size, grid) in enumerate(zip(shape, scale.shape, strict=True)):
+        if 1 < grid < size:
+            scale = scale.repeat_interleave(size // grid, dim=axis)
+    return scale
+
+
+def _blocks(x: Tensor, block: tuple[int, ...] | None) -> tuple[Tensor, tuple[int, ...]]:
+    """`x` with each axis split into (grid, within block), and the axes within a block."""
+    if block is None:
+        return x, tuple(range(x.ndim))
+    if len(block) != x.ndim:
+        raise UsageError(f"block {block} has {len(block)} sizes, the tensor has {x.ndim} axes")
+    sizes = [size if b == -1 else b for b, size in zip(block, x.shape, strict=True)]
+    if any(b < 1 or size % b for b, size in zip(sizes, x.shape, strict=True) if size):
+        raise UsageError(
+            f"blocks of {tuple(block)} do not divide a tensor of shape {tuple(x.shape)}",
+            hint="choose a block size that divides each axis, or -1 for the whole axis",
+        )
+    split = [n for size, b in zip(x.shape, sizes, strict=True) for n in (size // max(b, 1), b)]
+    return x.reshape(split), tuple(range(1, 2 * x.ndim, 2))

@@ -1,0 +1,1 @@
+"""The hot paths, each beside a slow reference that shares its tests."""

@@ -1,0 +1,85 @@
+"""Codes of 8-bit formats to bfloat16, float16 or float32: on the CPU several times faster than torch's own cast.
+
+torch converts fp8 on the CPU one element at a time through float32. But a code's exponent and mantissa, shifted into
+the place of a wider format's, are the same number off by a fixed power of two, subnormals included; one multiplication
+by that power puts it right. That is four vectorised passes in place over a piece that stays in cache, and no
+temporaries. Inf and NaN do not survive the trick: where a tensor has such codes, and on other devices, where torch's
+cast is one fused kernel, torch's cast is used.
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from lpconv.errors import UsageError
+from lpconv.formats.spec import FORMATS, Format
+
+__all__ = ["decode", "decode_reference"]
+
+_FP8 = {getattr(torch, f.torch): f for f in FORMATS.values() if f.bits == 8 and f.has_sign and f.torch}
+_TARGETS = {
+    torch.bfloat16: (FORMATS["bf16"], torch.int16),
+    torch.float16: (FORMATS["fp16"], torch.int16),
+    torch.float32: (FORMATS["fp32"], torch.int32),
+}
+_PIECE = 1 << 19  # elements; with its result it fits the last-level cache (1.2 to 1.4 times a whole 64 Mi pass)
+_TINY = 5e-324
+
+
+def decode(codes: Tensor, dtype: torch.dtype = torch.bfloat16, *, out: Tensor | None = None) -> Tensor:
+    """The values of fp8 `codes` (e4m3fn, e5m2 or their fnuz twins) in `dtype`, same shape and device; exact.
+
+    `dtype` is bfloat16, float16 or float32, each of which holds every code; Inf and NaN stay what they are. With `out`,
+    a tensor of that shape and dtype, nothing is allocated. Raises UsageError for other dtypes or shapes.
+    """
+    _check(codes, dtype, out)
+    if out is None:
+        out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
+    spec, (target, integer) = _FP8[codes.dtype], _TARGETS[dtype]
+    if codes.device.type != "cpu" or not _trick_works(codes, spec, target):
+        return out.copy_(codes)
+    shift = target.mantissa_bits - spec.mantissa_bits
+    mask = (-1 << (target.bits - 1)) | (0x7F << shift)
+    factor = math.ldexp(1.0, target.bias - spec.bias)
+    for piece, values in _pieces(codes.view(torch.int8), out):
+        bits = values.view(integer)
+        bits.copy_(piece).bitwise_left_shift_(shift).bitwise_and_(mask)  # the copy extends the sign to the top bit
+        values.mul_(factor)
+    return out
+
+
+def decode_reference(codes: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """What `decode` gives, by torch's own cast."""
+    _check(codes, dtype, None)
+    return codes.to(dtype)
+
+
+def _trick_works(codes: Tensor, spec: Format, target: Format) -> bool:
+    """Whether every code is finite, and the shifted bits are finite and kept by this thread's arithmetic."""
+    if codes.numel() == 0 or spec.bias > target.bias or _TINY * 1.0 == 0.0:  # the last: subnormals are being flushed
+        return False
+    if not spec.has_negative_zero:
+        return int(codes.view(torch.int8).amin()) > -128  # NaN is the code of -0
+    top = (spec.max_exponent_field << spec.mantissa_bits) | spec.max_mantissa
+    return int(codes.view(torch.int8).amax()) <= top and int(codes.view(torch.uint8).amax()) <= top + 128
+
+
+def _pieces(codes: Tensor, out: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    if codes.is_contiguous() and out.is_contiguous():
+        return zip(torch.split(codes.view(-1), _PIECE), torch.split(out.view(-1), _PIECE), strict=True)
+    return iter([(codes, out)])
+
+
+def _check(codes: Tensor, dtype: torch.dtype, out: Tensor | None) -> None:
+    if codes.dtype not in _FP8:
+        known = ", ".join(str(d).removeprefix("torch.") for d in _FP8)
+        raise UsageError(f"cannot decode codes of {codes.dtype}", hint=f"known: {known}; view raw bytes as one of them")
+    if dtype not in _TARGETS:
+        raise UsageError(f"cannot decode to {dtype}", hint="choose bfloat16, float16 or float32")
+    if out is not None and (out.shape != codes.shape or out.dtype != dtype or out.device != codes.device):
+        raise UsageError(
+            f"out is {tuple(out.shape)} of {out.dtype} on {out.device}",
+            hint=f"it must be {tuple(codes.shape)} of {dtype} on {codes.device}",
+        )

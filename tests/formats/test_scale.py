@@ -1,0 +1,138 @@
+"""Powers of two are exact, and scales put a tensor, its rows or its blocks where the format wants them."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lpconv.errors import UsageError
+from lpconv.formats.cast import cast
+from lpconv.formats.scale import amax, expand_scale, mx_scale, pow2_ceil, pow2_floor, pow2_nearest, rms, tensor_scale
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+ROUNDERS = [pow2_floor, pow2_ceil, pow2_nearest]
+
+
+@pytest.mark.parametrize(
+    ("x", "floor", "ceil", "nearest"),
+    [
+        (1.0, 1.0, 1.0, 1.0), (2.1, 2.0, 4.0, 2.0), (0.3, 0.25, 0.5, 0.25), (0.51, 0.5, 1.0, 0.5),
+        (65500.0, 32768.0, 65536.0, 65536.0), (17000.0, 16384.0, 32768.0, 16384.0), (-3.0, 2.0, 4.0, 4.0),
+        (0.0, 0.0, 0.0, 0.0), (1e-300, 2.0**-126, 2.0**-126, 2.0**-126), (1e300, 2.0**127, 2.0**127, 2.0**127),
+        (5e-324, 2.0**-126, 2.0**-126, 2.0**-126), (math.inf, math.inf, math.inf, math.inf),
+        (math.sqrt(2), 1.0, 2.0, 2.0), (math.nextafter(math.sqrt(2), 0), 1.0, 2.0, 1.0),
+        (math.nextafter(1.0, 2), 1.0, 2.0, 1.0),
+    ],
+)  # fmt: skip
+def test_floor_ceil_and_nearest(x: float, floor: float, ceil: float, nearest: float) -> None:
+    for rounder, expected in zip(ROUNDERS, (floor, ceil, nearest), strict=True):
+        assert rounder(x) == expected
+        assert rounder(torch.tensor(x, dtype=torch.float64)).item() == expected
+
+
+@pytest.mark.parametrize("rounder", ROUNDERS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tensors_keep_dtype_and_range(rounder, dtype: torch.dtype) -> None:  # type: ignore[no-untyped-def]
+    info = torch.finfo(dtype)
+    x = torch.tensor([info.max, info.smallest_normal, 0.0, math.inf, math.nan], dtype=dtype)
+    y = rounder(x)
+    assert y.dtype == dtype
+    assert y[:2].isfinite().all()
+    assert y[2] == 0
+    assert y[3] == math.inf
+    assert y[4].isnan()
+    assert math.isnan(rounder(math.nan))
+
+
+def test_float16_subnormals_are_exact() -> None:
+    assert pow2_floor(torch.tensor(3.1233e-5, dtype=torch.float16)).item() == 2.0**-15
+    assert pow2_ceil(torch.tensor(65504, dtype=torch.float16)).item() == 2.0**15  # 2^16 is Inf in float16
+
+
+@given(st.floats(min_value=2.0**-126, max_value=2.0**127))
+def test_laws_of_powers_of_two(x: float) -> None:
+    low, high, near = pow2_floor(x), pow2_ceil(x), pow2_nearest(x)
+    assert all(math.frexp(p)[0] == 0.5 for p in (low, high, near))
+    assert low <= x <= high
+    assert high in (low, 2 * low)
+    assert near in (low, high)
+    assert 0.7071 < x / near < 1.4143
+
+
+def test_statistics_per_tensor_row_and_block() -> None:
+    x = torch.tensor([[1.0, -5.0, 0.0, 2.0], [0.5, 0.25, -8.0, 4.0]])
+    assert amax(x).item() == 8
+    assert amax(x, (1, -1)).tolist() == [[5.0], [8.0]]
+    assert amax(x, (1, 2)).tolist() == [[5.0, 2.0], [0.5, 8.0]]
+    assert amax(x, (2, 2)).tolist() == [[5.0, 8.0]]
+    assert rms(x, (2, -1)).item() == pytest.approx(x.double().pow(2).mean().sqrt().item(), rel=1e-15)
+    assert rms(torch.full((4,), 1e30)).item() == pytest.approx(1e30)  # x² overflows float32
+    assert amax(torch.tensor([1.0, math.nan])).isnan()
+    assert amax(torch.empty(0, 4)).item() == rms(torch.empty(0, 4)).item() == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block", [None, (1, -1), (1, 16), (4, 8)])
+def test_an_amax_scale_rounded_up_never_saturates_and_is_tight(dtype: torch.dtype, block: tuple[int, int]) -> None:
+    x = (torch.randn(16, 64, generator=torch.Generator().manual_seed(3)) * 100).to(dtype)
+    scale = tensor_scale(x, "e4m3fn", block=block)
+    assert scale.dtype == torch.float32
+    component = x.double() / expand_scale(scale, x.shape)
+    assert 224 < component.abs().max().item() <= 448
+    exact = tensor_scale(x, "e4m3fn", block=block, pow2=None)
+    top = amax(x.double() / expand_scale(exact, x.shape), block)
+    assert torch.allclose(top, torch.full_like(top, 448.0), rtol=1e-6)
+
+
+def test_an_rms_scale_gives_unit_components() -> None:
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(4)) * 0.02
+    assert (x / tensor_scale(x, "e4m3fn", stat="rms", pow2=None)).pow(2).mean().item() == pytest.approx(1, rel=1e-5)
+    scale = tensor_scale(x, "e4m3fn", stat="rms", pow2="nearest")
+    assert scale.item() == 2.0**-6  # 0.02 lies between 2^-6 and 2^-5, nearer the first in ratio
+
+
+@pytest.mark.parametrize("value", [0.0, math.inf, math.nan])
+@pytest.mark.parametrize("stat", ["amax", "rms"])
+def test_no_usable_statistic_gives_scale_one(value: float, stat: str) -> None:
+    assert tensor_scale(torch.full((4,), value), "e4m3fn", stat=stat).item() == 1  # type: ignore[arg-type]
+    assert tensor_scale(torch.empty(0), "e4m3fn", stat=stat).item() == 1  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("element", ["e4m3fn", "e5m2", "e3m2", "e2m3", "e2m1"])
+def test_mx_scales_follow_the_specification(element: str) -> None:
+    magnitudes = torch.rand(10_000, generator=torch.Generator().manual_seed(5), dtype=torch.float64) * 2 + 2.0**-20
+    low, high = mx_scale(magnitudes, element), mx_scale(magnitudes, element, "ceil")
+    emax = {"e4m3fn": 8, "e5m2": 15, "e3m2": 4, "e2m3": 2, "e2m1": 2}[element]
+    assert torch.equal(low.double(), pow2_floor(magnitudes) / 2.0**emax)
+    assert bool((cast(magnitudes / high, element) >= magnitudes / high * 0.8).all())
+    top = {"e4m3fn": 448, "e5m2": 57344, "e3m2": 28, "e2m3": 7.5, "e2m1": 6}[element]
+    assert bool(((magnitudes / high <= top) & (magnitudes / high > top / 2)).all())
+
+
+def test_mx_scales_at_the_ends() -> None:
+    x = torch.tensor([0.0, 1e-45, math.inf, math.nan, 3.4e38, 448.0])
+    for mode in ("floor", "ceil"):
+        scale = mx_scale(x, "e4m3fn", mode)  # type: ignore[arg-type]
+        assert scale[:2].tolist() == [2.0**-127, 2.0**-127]
+        assert scale[2:4].isnan().all()
+        assert scale[5] == 1
+    assert mx_scale(x, "e4m3fn")[4].item() == 2.0**119
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: amax(x, (1, 3)),
+        lambda x: amax(x, (1, 0)),
+        lambda x: rms(x, (4,)),
+        lambda x: tensor_scale(x, "e4m3fn", stat="mean"),
+        lambda x: tensor_scale(x, "e4m3fn", pow2="up"),
+        lambda x: mx_scale(x, "e4m3fn", "even"),
+        lambda x: expand_scale(torch.ones(3, 1), x.shape),
+    ],
+)
+def test_bad_arguments_are_refused(call) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(UsageError):
+        call(torch.ones(4, 8))
