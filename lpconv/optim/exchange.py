@@ -1,11 +1,15 @@
 """Between an optimizer's pairs and fp32: start from fp32 weights or a converted checkpoint, export fp32."""
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from lpconv.checkpoint.contents import read_contents
+from lpconv.checkpoint.residual import read_residual
+from lpconv.checkpoint.source import SafetensorsSource, read_tensor
 from lpconv.errors import InputError
 from lpconv.lookup import find, nearest
 from lpconv.mcf.split import RESIDUALS, split_bf16
@@ -13,7 +17,7 @@ from lpconv.optim.base import LowPrecisionOptimizer
 from lpconv.optim.shards import local
 from lpconv.optim.storage import Storage, total
 
-__all__ = ["fp32_state_dict", "start_from_fp32", "start_from_residual"]
+__all__ = ["fp32_state_dict", "start_from_checkpoint", "start_from_fp32"]
 
 
 @torch.no_grad()
@@ -26,26 +30,38 @@ def start_from_fp32(optimizer: LowPrecisionOptimizer, model: nn.Module, values: 
     """
     found = [(p, _value_for(names, p, values)) for p, names in _parameters(optimizer, model)]
     for p, value in found:
-        if isinstance(p, DTensor):
-            value = local(distribute_tensor(value.to(p.device), p.device_mesh, p.placements))
-        _set_weight(optimizer.storages(p)[0], [local(t) for t in optimizer.parts(p)[0]], value)
+        _set_fp32(optimizer, p, value)
 
 
-def start_from_residual(
-    optimizer: LowPrecisionOptimizer, model: nn.Module, residuals: Mapping[str, Tensor], kind: str = "bf16"
-) -> None:
-    """Start from a bf16 model and the residuals of its conversion, `kind` being their name in `mcf.split.RESIDUALS`.
+@torch.no_grad()
+def start_from_checkpoint(optimizer: LowPrecisionOptimizer, model: nn.Module, directory: str | Path) -> int:
+    """Set the model's parameters to a Collage conversion, its residual in the low parts; returns how many were set.
 
-    The model must still have the converted weights: a residual says nothing about others. Names as in
-    `start_from_fp32`; a parameter without a residual (left as it was by the conversion) starts with a low part of 0.
+    The model is the one that `from_pretrained(directory)` gives, under whose names the checkpoint's tensors are found.
+    Parameters without a residual are left alone. Raises InputError where the directory has no residual, where its
+    weights have changed since (the SHA-256 differs), where a shape differs and where no name is found.
     """
-    merge = find("residual", kind, RESIDUALS, error=InputError).merge
-    values = {}
-    for p, names in _parameters(optimizer, model):
-        full = p.full_tensor() if isinstance(p, DTensor) else p.detach()
-        name = next((n for n in names if n in residuals), None)
-        values[names[0]] = merge(full, residuals[name].to(full.device)) if name else full.float()
-    start_from_fp32(optimizer, model, values)
+    residuals = read_residual(Path(directory))
+    if residuals is None:
+        raise InputError(
+            f"`{directory}` has no Collage residual", hint="make one with `lpconv convert MODEL --method collage`"
+        )
+    merge = find("residual", residuals.form, RESIDUALS, error=InputError).merge
+    by_name = {name: p for p, names in _parameters(optimizer, model) for name in names}
+    num_set = 0
+    with SafetensorsSource(read_contents(Path(directory))) as source:
+        for name, residual in residuals.tensors():
+            if name in by_name:
+                value = merge(read_tensor(source, name), residual)
+                _check_shape(name, by_name[name], value)
+                _set_fp32(optimizer, by_name[name], value)
+                num_set += 1
+    if num_set == 0:
+        raise InputError(
+            f"no tensor of `{directory}` has the name of a trained parameter",
+            hint=f"the model calls its first one `{next(iter(by_name), None)}`",
+        )
+    return num_set
 
 
 @torch.no_grad()
@@ -82,15 +98,22 @@ def _value_for(names: list[str], p: Tensor, values: Mapping[str, Tensor]) -> Ten
     if name is None:
         near = nearest(names[0], values)
         raise InputError(f"no value for parameter `{names[0]}`", hint=f"the nearest name is `{near}`" if near else None)
-    if values[name].shape != p.shape:
-        raise InputError(
-            f"`{name}` has shape {tuple(values[name].shape)} and the parameter {tuple(p.shape)}",
-            hint="take the values from the model that was converted",
-        )
+    _check_shape(name, p, values[name])
     return values[name]
 
 
-def _set_weight(storage: Storage, weight: list[Tensor], value: Tensor) -> None:
+def _check_shape(name: str, p: Tensor, value: Tensor) -> None:
+    if value.shape != p.shape:
+        raise InputError(
+            f"`{name}` has shape {tuple(value.shape)} and the parameter {tuple(p.shape)}",
+            hint="take the values from the model that was converted",
+        )
+
+
+def _set_fp32(optimizer: LowPrecisionOptimizer, p: Tensor, value: Tensor) -> None:
+    storage, weight = optimizer.storages(p)[0], [local(t) for t in optimizer.parts(p)[0]]
+    if isinstance(p, DTensor):
+        value = local(distribute_tensor(value.to(p.device), p.device_mesh, p.placements))
     if storage in (Storage.PAIR, Storage.KAHAN):
         hi, lo = split_bf16(value)
         weight[0].copy_(hi)

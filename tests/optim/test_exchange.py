@@ -1,12 +1,19 @@
 """Starting from fp32 or from a converted checkpoint, and exporting fp32."""
 
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import LlamaForCausalLM
 
+from lpconv.convert.options import ConvertOptions
+from lpconv.convert.run import convert
+from lpconv.data import demo_checkpoint
 from lpconv.errors import InputError
 from lpconv.mcf.split import RESIDUALS
-from lpconv.optim import CollageAdamW, fp32_state_dict, start_from_fp32, start_from_residual
+from lpconv.optim import CollageAdamW, fp32_state_dict, start_from_checkpoint, start_from_fp32
 
 
 class Tied(nn.Module):
@@ -54,27 +61,47 @@ def test_fp32_master_is_exact() -> None:
     assert all(torch.equal(t, values[n]) for n, t in fp32_state_dict(optimizer, model).items())
 
 
-@pytest.mark.parametrize("kind", ["bf16", "exact16", "int8"])
-def test_starting_from_a_conversion_equals_starting_from_its_fp32(kind: str) -> None:
-    values = fp32_values()
-    pairs = {n: RESIDUALS[kind].split(t) for n, t in values.items()}
-    model = Tied().bfloat16()
-    model.load_state_dict({n: hi for n, (hi, _) in pairs.items()})
+@pytest.fixture(scope="module")
+def conversions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("conversions")
+    for residual in ("bf16", "exact16", "int8"):
+        options = ConvertOptions(method="collage", residual=residual, verify="none")
+        convert(str(demo_checkpoint()), folder / residual, options)
+    return folder
+
+
+@pytest.mark.parametrize("form", ["bf16", "exact16", "int8"])
+def test_a_conversion_starts_with_what_its_rounding_lost(form: str, conversions: Path) -> None:
+    source = LlamaForCausalLM.from_pretrained(demo_checkpoint(), dtype=torch.float32).state_dict()
+    model = LlamaForCausalLM.from_pretrained(conversions / form, dtype=torch.bfloat16)
     optimizer = CollageAdamW(model.parameters(), compiled=False)
-    del pairs["out.weight"]  # a conversion writes a tied weight once
-    start_from_residual(optimizer, model, {n: rest for n, (_, rest) in pairs.items()}, kind)
-    bound = 2.0**-17 + RESIDUALS[kind].relative_bound
+    num_set = start_from_checkpoint(optimizer, model, conversions / form)
+    assert num_set == len(list(model.parameters()))
+    bound = 2.0**-17 + RESIDUALS[form].relative_bound
     for name, t in fp32_state_dict(optimizer, model).items():
-        assert bool(((t - values[name]).abs() <= bound * values[name].abs()).all()), name
+        assert bool(((t - source[name]).abs() <= bound * source[name].abs()).all()), name
+    assert any(bool(optimizer.state[p]["residual"].any()) for p in model.parameters())
 
 
-def test_parameters_without_a_residual_start_at_their_bf16_value() -> None:
-    values = fp32_values()
-    model = bf16_model(values)
+def test_a_changed_root_is_refused(conversions: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(conversions / "bf16", tmp_path / "tuned")
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    nn.init.ones_(model.model.norm.weight)
+    model.save_pretrained(folder)
     optimizer = CollageAdamW(model.parameters(), compiled=False)
-    start_from_residual(optimizer, model, {})
-    assert not any(bool(optimizer.state[p]["residual"].any()) for p in model.parameters())
-    assert all(torch.equal(t, values[n].bfloat16().float()) for n, t in fp32_state_dict(optimizer, model).items())
+    with pytest.raises(InputError, match="has changed"):
+        start_from_checkpoint(optimizer, model, folder)
+
+
+def test_folders_and_models_that_do_not_fit_are_refused(conversions: Path) -> None:
+    model = LlamaForCausalLM.from_pretrained(demo_checkpoint(), dtype=torch.bfloat16)
+    optimizer = CollageAdamW(model.parameters(), compiled=False)
+    with pytest.raises(InputError, match="no Collage residual") as caught:
+        start_from_checkpoint(optimizer, model, demo_checkpoint())
+    assert "--method collage" in str(caught.value.hint)
+    other = Tied().bfloat16()
+    with pytest.raises(InputError, match="no tensor of"):
+        start_from_checkpoint(CollageAdamW(other.parameters(), compiled=False), other, conversions / "bf16")
 
 
 def test_wrong_values_are_refused_and_change_nothing() -> None:
@@ -88,8 +115,6 @@ def test_wrong_values_are_refused_and_change_nothing() -> None:
     assert caught.value.hint
     with pytest.raises(InputError, match="shape"):
         start_from_fp32(optimizer, model, values | {"norm.weight": torch.ones(9)})
-    with pytest.raises(InputError, match="unknown residual"):
-        start_from_residual(optimizer, model, {}, "bf61")
     with pytest.raises(InputError, match="not in this model"):
         fp32_state_dict(optimizer, bf16_model(fp32_values()))
     assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
