@@ -47,10 +47,12 @@ def two_prod(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def two_prod_scalar(a: Tensor, b: float) -> tuple[Tensor, Tensor]:
-    """`two_prod` with a Python number, which must be a number of the format of `a` (see `expansion.expand_scalar`)."""
-    _check_product_dtype(a)
-    p = a * b
-    return p, torch.add(-p, a, alpha=b)
+    """`two_prod` with a Python number, which must be a number of the format of `a` (see `expansion.expand_scalar`).
+
+    Not by `torch.add(alpha=b)`: on the CPU it rounds the product in the last few elements of a tensor, outside its
+    vector loop, and e is 0 there.
+    """
+    return two_prod(a, torch.tensor(b, dtype=a.dtype, device=a.device))
 
 
 def _check_product_dtype(a: Tensor) -> None:

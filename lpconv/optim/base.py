@@ -14,12 +14,11 @@ from torch.optim import Optimizer
 from lpconv.errors import InputError, UnsupportedError, UsageError
 from lpconv.lookup import find
 from lpconv.optim.diagnostics import UpdateRecord, snapshot
-from lpconv.optim.kernel import Parts, get_kernel
-from lpconv.optim.paper import paper_step
+from lpconv.optim.kernel import STEPS, get_kernel
 from lpconv.optim.rules import RULES
 from lpconv.optim.shards import all_finite, flat_gradient, flat_parts, local
 from lpconv.optim.state import check_state, new_state, parts_of
-from lpconv.optim.storage import VARIANTS, Storage, Variant
+from lpconv.optim.storage import VARIANTS, Parts, Storage, Variant
 
 __all__ = ["ARITHMETICS", "NONFINITE", "LowPrecisionOptimizer", "ParamsLike"]
 
@@ -45,6 +44,11 @@ class _Job:
     name: str
     group: dict[str, Any]
     gradient: Tensor
+
+    def coefficients(self, step_name: str, step: int) -> tuple[Tensor, ...]:
+        """The scalars of the step as 0-dim tensors, which compiled code does not specialise on."""
+        values = STEPS[step_name].coefficients(self.group, step)
+        return torch.tensor(values, dtype=torch.float32, device=self.gradient.device).unbind()
 
 
 class LowPrecisionOptimizer(Optimizer):
@@ -175,7 +179,7 @@ class LowPrecisionOptimizer(Optimizer):
             count = self.state[job.p]["step"]
             count += 1
             step = int(count)
-            alone = self.arithmetic == "paper" or self._measures(step) or Storage.STOCHASTIC in storages
+            alone = self._measures(step) or Storage.STOCHASTIC in storages  # these look at each parameter
             if alone or job.gradient.numel() > _SMALL:
                 yield step, [job]
             else:
@@ -194,15 +198,13 @@ class LowPrecisionOptimizer(Optimizer):
         if gradient.numel() == 0:
             return
         storages = self.storages(first.p)
-        values = self.rule.coefficients(first.group, step)
-        coefficients = torch.tensor(values, dtype=torch.float32, device=gradient.device).unbind()
+        name = "adamw-paper" if self.arithmetic == "paper" and first.p.dtype == torch.bfloat16 else self.rule.name
+        kernel = get_kernel(name, storages, gradient.device.type, compiled=self.compiled)
         with flat_parts([self.parts(job.p) for job in batch]) as parts:
-            before = snapshot(self.rule, storages, parts, gradient, coefficients) if self._measures(step) else None
-            if self.arithmetic == "paper" and first.p.dtype == torch.bfloat16:
-                paper_step(parts, gradient, first.group, step)
-            else:
-                kernel = get_kernel(self.rule.name, storages, gradient.device.type, compiled=self.compiled)
-                kernel.run(parts, gradient, coefficients, self._random(first, step))
+            before = None
+            if self._measures(step):
+                before = snapshot(self.rule, storages, parts, gradient, first.coefficients(self.rule.name, step))
+            kernel.run(parts, gradient, first.coefficients(name, step), self._random(first, step))
             if before is not None:
                 self.records.append(before.compare(first.name, step, parts[0]))
 

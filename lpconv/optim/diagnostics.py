@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lpconv.optim.kernel import Parts, apply_rule
+from lpconv.optim.kernel import apply_rule
 from lpconv.optim.rules import Rule
-from lpconv.optim.storage import Storage, load, total
+from lpconv.optim.storage import Parts, Storage, load, total
 
 __all__ = ["Snapshot", "UpdateRecord", "combine", "snapshot"]
 

@@ -8,22 +8,20 @@ eager mode, the first that agrees is taken, and if none does the step runs eager
 import functools
 import types
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lpconv.mcf.compiling import EXACT_OPTIONS
 from lpconv.mcf.pairs import Rounding, nearest_by_bits, nearest_by_cast
-from lpconv.optim.rules import RULES, Rule
-from lpconv.optim.storage import Storage, load, new_parts, store, total
+from lpconv.optim.paper import build_paper_step, paper_coefficients
+from lpconv.optim.rules import RULES, Coefficients, Rule
+from lpconv.optim.storage import Parts, Step, Storage, load, new_parts, store, total
 
-__all__ = ["Kernel", "Parts", "Step", "apply_rule", "build_step", "get_kernel"]
-
-Parts: TypeAlias = tuple[tuple[Tensor, ...], ...]  # of the weight, then of each moment
-Step: TypeAlias = Callable[[Parts, Tensor, tuple[Tensor, ...], Tensor | None], None]
+__all__ = ["STEPS", "Kernel", "StepKind", "apply_rule", "build_step", "get_kernel"]
 
 _EAGER_BLOCK = 2**17  # elements: the dozen fp32 temporaries of a block stay in the cache of a server core
 _CHECKED = 4096
@@ -67,18 +65,32 @@ def build_step(rule: Rule, storages: Sequence[Storage], nearest: Rounding) -> St
     return step
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepKind:
+    """A step by name: how to build it for some storages and a rounding, and its coefficients for a group and step."""
+
+    build: Callable[[Sequence[Storage], Rounding], Step]
+    coefficients: Callable[[Mapping[str, Any], int], Coefficients]
+
+
+STEPS: dict[str, StepKind] = {
+    **{r.name: StepKind(build=functools.partial(build_step, r), coefficients=r.coefficients) for r in RULES.values()},
+    "adamw-paper": StepKind(build=build_paper_step, coefficients=paper_coefficients),
+}
+
+
 @functools.cache
-def get_kernel(rule_name: str, storages: tuple[Storage, ...], device_type: str, *, compiled: bool) -> Kernel:
+def get_kernel(name: str, storages: tuple[Storage, ...], device_type: str, *, compiled: bool) -> Kernel:
     """The fastest step that gives eager's results on this kind of device; takes seconds the first time if compiled."""
-    rule = RULES[rule_name]
-    eager = build_step(rule, storages, nearest_by_bits)
+    kind = STEPS[name]
+    eager = kind.build(storages, nearest_by_cast)
     if not compiled:
         return Kernel(mode="eager", step=eager)
     failures = []
     for mode, nearest, options in (("cast", nearest_by_cast, EXACT_OPTIONS), ("bits", nearest_by_bits, None)):
         try:
-            step = _compile(build_step(rule, storages, nearest), options)
-            agrees = _agrees(rule, storages, step, eager, torch.device(device_type))
+            step = _compile(kind.build(storages, nearest), options)
+            agrees = _agrees(kind, storages, step, torch.device(device_type))
         except Exception as error:  # no compiler, an unknown option, a recompile limit: all mean the next candidate
             failures.append(f"{mode}: {type(error).__name__}")
             continue
@@ -86,7 +98,7 @@ def get_kernel(rule_name: str, storages: tuple[Storage, ...], device_type: str, 
             return Kernel(mode=mode, step=step)
         failures.append(f"{mode}: results differ from eager")
     warnings.warn(
-        f"the {rule_name} step runs eagerly on {device_type}, several times slower: torch.compile failed its check "
+        f"the {name} step runs eagerly on {device_type}, several times slower: torch.compile failed its check "
         f"({'; '.join(failures)})",
         stacklevel=2,
     )
@@ -99,12 +111,13 @@ def _compile(step: Step, options: dict[str, Any] | None) -> Step:
     return torch.compile(own, fullgraph=True, dynamic=True, options=options)
 
 
-def _agrees(rule: Rule, storages: tuple[Storage, ...], step: Step, eager: Step, device: torch.device) -> bool:
-    """Whether two steps leave the same values to a few fp32 roundings: compiled and eager sqrt differ in the last bit.
+def _agrees(kind: StepKind, storages: tuple[Storage, ...], step: Step, device: torch.device) -> bool:
+    """Whether it leaves eager's values, to a few fp32 roundings: compiled and eager sqrt differ in the last bit.
 
     A lost low part moves a value by up to 2^-9; where nothing but bf16 is kept, one rounding may go the other way.
     """
-    parts, gradient, coefficients, random = _check_inputs(rule, storages, device)
+    eager = kind.build(storages, nearest_by_bits)
+    parts, gradient, coefficients, random = _check_inputs(kind, storages, device)
     other = tuple(tuple(t.clone() for t in tensors) for tensors in parts)
     for _ in range(2):  # from the second step on the low parts are read
         step(parts, gradient, coefficients, random)
@@ -117,7 +130,7 @@ def _agrees(rule: Rule, storages: tuple[Storage, ...], step: Step, eager: Step, 
 
 
 def _check_inputs(
-    rule: Rule, storages: tuple[Storage, ...], device: torch.device
+    kind: StepKind, storages: tuple[Storage, ...], device: torch.device
 ) -> tuple[Parts, Tensor, tuple[Tensor, ...], Tensor | None]:
     generator = torch.Generator().manual_seed(0)
 
@@ -128,5 +141,5 @@ def _check_inputs(
     random = torch.randint(0, 2**16, (_CHECKED,), dtype=torch.int32, generator=generator).to(device)
     group: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "maximize": False}
     group |= {"momentum": 0.9, "dampening": 0.0, "nesterov": False}
-    coefficients = torch.tensor(rule.coefficients(group, 3), dtype=torch.float32, device=device).unbind()
+    coefficients = torch.tensor(kind.coefficients(group, 3), dtype=torch.float32, device=device).unbind()
     return parts, uniform().to(storages[0].dtype), coefficients, random if Storage.STOCHASTIC in storages else None

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lpconv.errors import UnsupportedError
-from lpconv.optim.kernel import Parts
+from lpconv.optim.storage import Parts
 
 __all__ = ["all_finite", "flat_gradient", "flat_parts", "local"]
 

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from lpconv.errors import InputError
-from lpconv.optim.kernel import Parts
 from lpconv.optim.rules import RULES
-from lpconv.optim.storage import Storage, new_parts
+from lpconv.optim.storage import Parts, Storage, new_parts
 
 __all__ = ["check_state", "new_state", "parts_of", "state_names"]
 

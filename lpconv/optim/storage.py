@@ -12,15 +12,20 @@ one `Storage` for the weight and one for each moment.
     FP32         fp32                     everything
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from lpconv.mcf.pairs import Rounding, join, split, stochastic_by_bits
 
-__all__ = ["VARIANTS", "Storage", "Variant", "load", "new_parts", "store", "total"]
+__all__ = ["VARIANTS", "Parts", "Step", "Storage", "Variant", "load", "new_parts", "store", "total"]
+
+Parts: TypeAlias = tuple[tuple[Tensor, ...], ...]  # of the weight, then of each moment
+Step: TypeAlias = Callable[[Parts, Tensor, tuple[Tensor, ...], Tensor | None], None]  # gradient, coefficients, random
 
 
 class Storage(Enum):

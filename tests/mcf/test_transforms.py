@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
@@ -75,6 +76,20 @@ def test_two_prod_is_exact_inside_its_condition(dtype: torch.dtype) -> None:
     inside = (exponent(a) + exponent(b) >= lowest) & p.isfinite()
     assert float(inside.double().mean()) > 0.2
     assert bool((a.double() * b.double() == p.double() + e.double())[inside].all())
+
+
+@pytest.mark.parametrize("transform", [fast_two_sum, two_sum, two_prod, two_prod_scalar])
+def test_no_element_is_treated_differently(transform: Callable[[Tensor, Any], tuple[Tensor, Tensor]]) -> None:
+    """PyTorch handles the last elements of a tensor, and strided ones, outside its vector loops."""
+    generator = torch.Generator().manual_seed(0)
+    a = (torch.rand(100, generator=generator) + 2).bfloat16()
+    b: Any = 1.1015625 if transform is two_prod_scalar else (torch.rand(100, generator=generator) + 1).bfloat16()
+    whole = transform(a, b)
+    for size in range(1, 100):
+        part = transform(a[:size], b if isinstance(b, float) else b[:size])
+        assert all(torch.equal(p, w[:size]) for p, w in zip(part, whole, strict=True)), size
+    strided = transform(a[::3], b if isinstance(b, float) else b[::3])
+    assert all(torch.equal(s, w[::3]) for s, w in zip(strided, whole, strict=True))
 
 
 def test_two_prod_scalar_equals_two_prod() -> None:

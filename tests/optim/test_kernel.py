@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from lpconv.mcf.compiling import compile_keeps_roundings
 from lpconv.mcf.pairs import nearest_by_bits, nearest_by_cast
 from lpconv.optim import CollageAdamW, kernel
-from lpconv.optim.kernel import Kernel, build_step, get_kernel
+from lpconv.optim.kernel import STEPS, Kernel, build_step, get_kernel
 from lpconv.optim.rules import RULES
 from lpconv.optim.storage import VARIANTS, Storage, new_parts, store, total
 
@@ -55,18 +55,16 @@ def test_small_parameters_stepped_together_equal_each_alone(monkeypatch: pytest.
         assert torch.equal(p, q)
 
 
-def test_the_check_refuses_a_compiler_that_drops_the_low_parts() -> None:
+@pytest.mark.parametrize("name", ["adamw", "adamw-paper"])
+def test_the_check_refuses_a_compiler_that_drops_the_low_parts(name: str) -> None:
     """Rounding by cast under the default compile: the very mistake that `get_kernel` must catch."""
-    rule = RULES["adamw"]
-    broken = torch.compile(build_step(rule, PLUS, nearest_by_cast), dynamic=True)
-    eager = build_step(rule, PLUS, nearest_by_bits)
-    assert not kernel._agrees(rule, PLUS, broken, eager, torch.device("cpu"))
+    broken = torch.compile(STEPS[name].build(PLUS, nearest_by_cast), dynamic=True)
+    assert not kernel._agrees(STEPS[name], PLUS, broken, torch.device("cpu"))
 
 
 def test_rounding_by_bits_passes_the_check_under_the_default_compile() -> None:
-    rule = RULES["adamw"]
-    robust = torch.compile(build_step(rule, PLUS, nearest_by_bits), dynamic=True)
-    assert kernel._agrees(rule, PLUS, robust, build_step(rule, PLUS, nearest_by_bits), torch.device("cpu"))
+    robust = torch.compile(STEPS["adamw"].build(PLUS, nearest_by_bits), dynamic=True)
+    assert kernel._agrees(STEPS["adamw"], PLUS, robust, torch.device("cpu"))
 
 
 def test_without_a_compiler_the_step_runs_eagerly_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,14 +87,6 @@ def test_eager_blocks_do_not_show(variant: str, monkeypatch: pytest.MonkeyPatch)
     run(whole, variant=variant, betas=(0.9, 0.95), compiled=False)
     monkeypatch.setattr(kernel, "_EAGER_BLOCK", 64)
     run(blocks, variant=variant, betas=(0.9, 0.95), compiled=False)
-    assert torch.equal(whole[0], blocks[0])
-
-
-def test_paper_blocks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, blocks = some_params([1000]), some_params([1000])
-    run(whole, arithmetic="paper")
-    monkeypatch.setattr("lpconv.optim.paper._BLOCK", 64)
-    run(blocks, arithmetic="paper")
     assert torch.equal(whole[0], blocks[0])
 
 
