@@ -370,7 +370,8 @@ class LossScaleRecord:
 class ProbeReport:
     """Answers from a probe's histograms for a few formats. `findings` holds each format's worst tensors in words.
 
-    `classes` are the roles in words, in the order of a training step. `facts` says how the probe was run, label by label. `overhead` is the time of recording as a share of the rest.
+    `classes` are the roles in words, in the order of a training step. `facts` says how the probe was run, label by
+    label. `overhead` is the time of recording as a share of the rest.
     """
 
     schema_version: int = SCHEMA_VERSION

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 from dataclasses import dataclass
 
 import jinja2
@@ -73,9 +74,8 @@ def _sortable(value: float | None) -> str:
 
 
 def _power(text: str) -> str:
-    """2^-7 with its exponent raised; other text as it is."""
-    base, mark, exponent = text.partition("^")
-    return base + exponent.translate(_RAISED) if mark else text
+    """Text with the exponents of its powers of two (2^-7) raised."""
+    return re.sub(r"(?<=2)\^(-?\d+)", lambda found: found[1].translate(_RAISED), text)
 
 
 def breakable(name: str) -> Markup:

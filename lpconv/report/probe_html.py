@@ -51,10 +51,10 @@ def _tiles(report: ProbeReport) -> tuple[Tile, ...]:
         for name, n in held.items()
     ]
     ends = dict.fromkeys(number_text(loss) for loss in (report.losses[0], report.losses[-1])) if report.losses else ()
-    steps = Tile(
-        label="Steps",
-        figure=f"{report.steps_recorded} of {report.steps_seen}",
-        detail=f"loss {' to '.join(ends)}" if ends else "recorded",
+    recorded = f"of the time of the steps, {report.steps_recorded} of {report.steps_seen} recorded"
+    cost = Tile(
+        label="Cost of recording",
+        figure=share_text(report.overhead, 1),
+        detail=f"{recorded}; loss {' to '.join(ends)}" if ends else recorded,
     )
-    cost = Tile(label="Cost of recording", figure=share_text(report.overhead, 1), detail="of the time of the steps")
-    return (*tiles, steps, cost)
+    return (*tiles, cost)

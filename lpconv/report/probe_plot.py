@@ -15,7 +15,7 @@ __all__ = ["Bar", "Cell", "ExponentPlot", "Heatmap", "Strip", "exponent_plots", 
 
 # Page units of a histogram: two stand side by side.
 _WIDTH, _LEFT, _RIGHT, _TOP, _BASE = 490.0, 66.0, 482.0, 12.0, 150.0
-_STRIP_HEIGHT, _STRIP_GAP = 15.0, 4.0
+_STRIP_HEIGHT, _STRIP_GAP, _STRIP_OFFSET = 15.0, 4.0, 11.0
 _ROOM = 2  # binades left free beyond the values on either side
 _MIN_BINADES = 24
 # Page units of the heatmap.
@@ -107,11 +107,9 @@ def exponent_plots(report: ProbeReport, ranges: Mapping[str, FormatRange]) -> tu
     low, high = min(lows) - _ROOM, max(highs) + 1 + _ROOM
     high = max(high, low + _MIN_BINADES)
     label = f"at loss scale {loss_scale_text(shift)}, recommended for {scale.format}" if scale else ""
-    moved, still = (shift, label), (0, "")
+    scaled = dict.fromkeys(gradients, (shift, label))
     return tuple(
-        _exponent_plot(
-            words, totals[words], (low, high), report.formats, ranges, moved if words in gradients else still
-        )
+        _exponent_plot(words, totals[words], (low, high), report.formats, ranges, scaled.get(words, (0, "")))
         for words in report.classes
         if words in totals
     )
@@ -155,7 +153,7 @@ def _exponent_plot(
     shift, label = scaled
     outline = _outline([(x(e + shift), x(e + shift + 1), y(n)) for e, n in sorted(counts.items())]) if shift else ""
     strips = _strips(formats, ranges, x)
-    axis = _BASE + _STRIP_GAP + len(strips) * (_STRIP_HEIGHT + _STRIP_GAP)
+    axis = _BASE + _STRIP_OFFSET + len(strips) * (_STRIP_HEIGHT + _STRIP_GAP)
     step = next(s for s in (4, 8, 16, 32, 64) if (span[1] - span[0]) / s <= 8)
     ticks = range(math.ceil(span[0] / step) * step, span[1] + 1, step)
     return ExponentPlot(
@@ -186,7 +184,7 @@ def _strips(
 ) -> tuple[Strip, ...]:
     strips = []
     for i, name in enumerate(formats):
-        held, y = ranges[name], _BASE + _STRIP_GAP + i * (_STRIP_HEIGHT + _STRIP_GAP)
+        held, y = ranges[name], _BASE + _STRIP_OFFSET + i * (_STRIP_HEIGHT + _STRIP_GAP)
         edges = (("subnormal", held.min_subnormal, held.min_normal), ("normal", held.min_normal, held.max))
         bands = tuple(
             Band(

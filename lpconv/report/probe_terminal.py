@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from lpconv.report.layout import Name, after_gap, facts_grid, heading, least_width, note_list, section, table_of
+from lpconv.report.layout import Name, after_gap, facts_grid, heading, note_list, section, table_of
 from lpconv.report.numbers import number_text, plural, share_text, sqnr_text
 from lpconv.report.printable import printable_record
 from lpconv.report.probe_words import (
@@ -81,12 +81,17 @@ def _fits(report: ProbeReport) -> tuple[RenderableType, ...]:
 
 
 def _every_tensor(report: ProbeReport) -> tuple[RenderableType, ...]:
+    """A table for each class of tensor, worst first in both."""
     tensors = worst_first(report.tensors)
-    table = table_of("Layer", "<Tensor", "Underflow", "Subnormal", "Overflow", "SQNR dB")
-    table.columns[0].min_width = max((least_width(t.layer) for t in tensors), default=0)
-    for t in tensors:
-        table.add_row(Name(name=t.layer), Text(t.words), *_cells(t))
-    return section(f"Every tensor in {report.formats[0]}, gradients at loss scale 1", table)
+    parts: list[RenderableType] = []
+    for words in dict.fromkeys(t.words for t in tensors):
+        members = [t for t in tensors if t.words == words]
+        table = table_of("Layer", "To zero", "Subnormal", "Beyond range", "SQNR dB")
+        for t in members:
+            table.add_row(Name(name=t.layer), *_cells(t))
+        scaled = " at loss scale 1" if members[0].is_gradient else ""
+        parts += section(f"{words[:1].upper()}{words[1:]} in {report.formats[0]}{scaled}", table)
+    return tuple(parts)
 
 
 def _cells(tensor: ProbedRecord) -> Sequence[Text]:
