@@ -309,7 +309,7 @@ def _verify(job: _Job, directory: Path, tensors: Sequence[TensorRecord], progres
     if level == "none" and not job.gates:
         return VerifyResult(level="none", passed=True)
     progress.start("verifying", 0)
-    with OutputReader(directory, tensors) as output:
+    with OutputReader(directory, tensors) as output, SingleThreadedTorch():  # the pieces are too small to share
         count, mismatched = check_samples(job.source, output)
     weights = _weights_check(tensors, count, mismatched)
     problems = [f"tensor `{n}` does not decode to what it should" for n in mismatched]
