@@ -1,0 +1,5 @@
+"""`python -m lpconv` is `lpconv`."""
+
+from lpconv.cli.main import run
+
+run()

@@ -1,0 +1,113 @@
+"""The lock of a batch: what every job resolved to, the settings it ran with, and hashes of what it wrote.
+
+It lies beside the manifest and belongs into version control. Resuming reads it to know which outputs are up to date;
+a locked run converts the very revisions in it and fails where the outputs come out different (see `compare`).
+"""
+
+import json
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lpconv.batch.fields import FIELDS
+from lpconv.batch.manifest import Job
+from lpconv.checkpoint.partfile import sha256_of, write_small
+from lpconv.convert.options import ConvertOptions
+from lpconv.errors import InputError
+from lpconv.results import SCHEMA_VERSION, ConvertResult, FileRecord, from_json, to_json
+
+__all__ = [
+    "CHECKSUMS",
+    "Lock",
+    "LockEntry",
+    "lock_entry",
+    "locked_settings",
+    "portable",
+    "read_lock",
+    "write_lock",
+]
+
+CHECKSUMS = "SHA256SUMS"
+# Settings that change neither the output nor how it was judged.
+_HOW_NOT_WHAT = frozenset({"max_memory", "workers", "force", "trust_remote_code"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class LockEntry:
+    """One finished job. A local `resolved` is a path from the manifest's folder, so that the lock can be shared.
+
+    `files` are the weight files written, `checksums_sha256` is the hash of the output's SHA256SUMS. `versions` are
+    recorded to explain a difference; another version alone is none.
+    """
+
+    id: str
+    model: str
+    resolved: str
+    revision: str | None
+    settings: dict[str, Any]
+    source_files: tuple[FileRecord, ...]
+    files: tuple[FileRecord, ...]
+    checksums_sha256: str
+    versions: dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lock:
+    """The entries of a lock file, in the order of the manifest's jobs."""
+
+    schema_version: int = SCHEMA_VERSION
+    kind: str = "batch-lock"
+    entries: tuple[LockEntry, ...] = ()
+
+    def get(self, job_id: str) -> LockEntry | None:
+        """The entry of a job, or None."""
+        return next((e for e in self.entries if e.id == job_id), None)
+
+    def with_entry(self, entry: LockEntry, jobs: tuple[Job, ...]) -> "Lock":
+        """This lock with one entry added or replaced, in the order of `jobs`, without entries of other jobs."""
+        by_id = {e.id: e for e in self.entries} | {entry.id: entry}
+        return replace(self, entries=tuple(by_id[job.id] for job in jobs if job.id in by_id))
+
+
+def read_lock(path: Path) -> Lock | None:
+    """The lock file at `path`, None where there is none. InputError for a file that is no lock."""
+    try:
+        return from_json(Lock, json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as e:
+        raise InputError(f"cannot read lock file `{path}`: {e}", hint="restore it, or remove it and run again") from e
+
+
+def write_lock(path: Path, lock: Lock) -> None:
+    """Replace the lock file in one step: a reader sees the old lock or the new one. ResourceError where it cannot."""
+    write_small(path, json.dumps(to_json(lock), indent=2, ensure_ascii=False) + "\n")
+
+
+def lock_entry(job: Job, result: ConvertResult, folder: Path) -> LockEntry:
+    """The entry of a job that has just been converted; `folder` is the manifest's."""
+    return LockEntry(
+        id=job.id,
+        model=portable(job.model, folder),
+        resolved=portable(result.source.resolved, folder),
+        revision=result.source.revision,
+        settings=locked_settings(job.options),
+        source_files=result.source.files,
+        files=result.files,
+        checksums_sha256=sha256_of(job.output / CHECKSUMS),
+        versions=result.versions,
+    )
+
+
+def locked_settings(options: ConvertOptions) -> dict[str, Any]:
+    """Those of the options that decide what is written and how it is judged, JSON-able."""
+    return {name: to_json(getattr(options, name)) for name in FIELDS if name not in _HOW_NOT_WHAT}
+
+
+def portable(name: str, folder: Path) -> str:
+    """A model's name, or for an absolute path the path from `folder`, which then starts with a dot."""
+    if not Path(name).is_absolute():
+        return name
+    path = Path(os.path.relpath(name, folder)).as_posix()
+    return path if path.startswith(".") else f"./{path}"

@@ -1,0 +1,250 @@
+"""Run the jobs of a manifest, one after another. The converter is passed in, so this module knows no tensors."""
+
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from lpconv.batch.compare import check_lockable, check_locked_result, pinned_options, stale_reasons
+from lpconv.batch.lock import Lock, lock_entry, read_lock, write_lock
+from lpconv.batch.manifest import Job, Manifest
+from lpconv.batch.records import (
+    CONVERTED,
+    FAILED,
+    NOT_RUN,
+    PLANNED,
+    UP_TO_DATE,
+    BatchResult,
+    Estimate,
+    JobError,
+    JobResult,
+)
+from lpconv.convert.options import ConvertOptions
+from lpconv.errors import BatchError, InterruptedRunError, LpconvError, OutputExistsError
+from lpconv.lookup import find
+from lpconv.results import ConvertResult, PlanResult, to_json
+
+__all__ = ["BatchEvents", "Convert", "JobsFailedError", "Plan", "SilentEvents", "run_batch"]
+
+
+class Convert(Protocol):
+    """Converts one model and publishes the output."""
+
+    def __call__(self, model: str, output: Path, options: ConvertOptions, /) -> ConvertResult: ...
+
+
+class Plan(Protocol):
+    """Says what converting one model would do."""
+
+    def __call__(self, model: str, output: Path, options: ConvertOptions, /) -> PlanResult: ...
+
+
+class BatchEvents(Protocol):
+    """Told how a batch goes on. `index` counts from 0."""
+
+    def job_started(self, job: Job, index: int, total: int) -> None: ...
+
+    def job_finished(self, result: JobResult, index: int, total: int) -> None: ...
+
+    def batch_finished(self, result: BatchResult) -> None:
+        """Called once, whether jobs failed or not, before `run_batch` returns or raises."""
+
+
+class SilentEvents:
+    """Events that nobody listens to."""
+
+    def job_started(self, job: Job, index: int, total: int) -> None: ...
+
+    def job_finished(self, result: JobResult, index: int, total: int) -> None: ...
+
+    def batch_finished(self, result: BatchResult) -> None: ...
+
+
+class JobsFailedError(BatchError):
+    """The batch ran to its end and some jobs failed; `result` has all of them, and `details` the same as JSON."""
+
+    def __init__(self, result: BatchResult) -> None:
+        failed = [job.id for job in result.failed]
+        super().__init__(
+            f"{len(failed)} of {len(result.jobs)} jobs failed: {', '.join(failed)}",
+            hint="repair them and run again with --resume, which skips what is up to date",
+            details=to_json(result),
+        )
+        self.result = result
+
+
+def run_batch(
+    manifest: Manifest,
+    convert: Convert,
+    plan: Plan,
+    *,
+    only: Sequence[str] = (),
+    keep_going: bool = False,
+    dry_run: bool = False,
+    resume: bool = False,
+    locked: bool = False,
+    events: BatchEvents | None = None,
+) -> BatchResult:
+    """Run the jobs in order and keep the lock file up to date, entry by entry.
+
+    `only` picks jobs by id, `dry_run` plans them, `resume` skips those whose output is up to date and continues
+    those that were cut off. `locked` takes revisions from the lock, writes none, and fails where anything differs.
+
+    After a failure the batch stops and raises that job's own error; with `keep_going` it runs the rest and raises
+    JobsFailedError. An interruption always stops it. Either way `events.batch_finished` gets the result first.
+    """
+    events = events or SilentEvents()
+    jobs = _selected(manifest, only)
+    lock = read_lock(manifest.lock_path)
+    if locked:
+        check_lockable(manifest, jobs, lock)
+    elif not dry_run:
+        write_lock(manifest.lock_path, lock or Lock())  # a folder that cannot be written is found out before the work
+    runner = _Runner(manifest, lock or Lock(), convert, plan, dry_run=dry_run, resume=resume, locked=locked)
+    started = time.monotonic()
+    results, failure = _run_all(jobs, runner.run, keep_going, events)
+    seconds = time.monotonic() - started
+    batch = BatchResult(manifest=str(manifest.path), dry_run=dry_run, seconds=seconds, jobs=results)
+    events.batch_finished(batch)
+    if failure is None:
+        return batch
+    raise failure if _stops(failure, keep_going) else JobsFailedError(batch)
+
+
+def _run_all(
+    jobs: tuple[Job, ...], run_job: Callable[[Job], JobResult], keep_going: bool, events: BatchEvents
+) -> tuple[tuple[JobResult, ...], BaseException | None]:
+    """The results of all jobs, and what the last failed one raised."""
+    results: list[JobResult] = []
+    failure: BaseException | None = None
+    for index, job in enumerate(jobs):
+        if failure is not None and _stops(failure, keep_going):
+            results.append(_job_result(job, NOT_RUN))
+            continue
+        events.job_started(job, index, len(jobs))
+        result, error = _attempt(run_job, job)
+        failure = error or failure
+        results.append(result)
+        events.job_finished(result, index, len(jobs))
+    return tuple(results), failure
+
+
+@dataclass
+class _Runner:
+    """How a job is run in this batch; `lock` grows with every job converted."""
+
+    manifest: Manifest
+    lock: Lock
+    convert: Convert
+    plan: Plan
+    dry_run: bool
+    resume: bool
+    locked: bool
+
+    def run(self, job: Job) -> JobResult:
+        """The job's result; raises whatever it fails with."""
+        return self._there_already(job) or (self._plan(job) if self.dry_run else self._convert(job))
+
+    def _there_already(self, job: Job) -> JobResult | None:
+        """Up to date, when resuming. Raises OutputExistsError for a published output that is not, unless forced."""
+        if not self.resume or not job.output.exists():
+            return None
+        reasons = stale_reasons(job, self.lock.get(job.id), self.manifest.folder)
+        if not reasons:
+            return _job_result(job, UP_TO_DATE)
+        if job.options.force:
+            return None
+        raise OutputExistsError(
+            f"output `{job.output}` is there, but not up to date: {'; '.join(reasons)}",
+            hint="remove it, name another output, or set `force: true` in the job",
+        )
+
+    def _plan(self, job: Job) -> JobResult:
+        plan = self.plan(job.model, job.output, self._options(job))
+        estimate = Estimate(
+            memory_bytes=plan.memory_bytes,
+            disk_bytes=plan.disk_bytes,
+            disk_free_bytes=plan.disk_free_bytes,
+            seconds=plan.seconds,
+        )
+        result = _job_result(job, PLANNED)
+        return replace(result, source=plan.source, bytes=plan.bytes, estimate=estimate, warnings=plan.warnings)
+
+    def _convert(self, job: Job) -> JobResult:
+        result = self.convert(job.model, job.output, self._options(job))
+        entry = self.lock.get(job.id)
+        if self.locked and entry is not None:
+            check_locked_result(job, entry, result)
+        else:
+            self._record(job, result)
+        return replace(
+            _job_result(job, CONVERTED),
+            source=result.source,
+            bytes=result.bytes,
+            verify=result.verify,
+            warnings=result.warnings,
+        )
+
+    def _options(self, job: Job) -> ConvertOptions:
+        entry = self.lock.get(job.id)
+        options = pinned_options(job.options, entry) if self.locked and entry else job.options
+        # A job that was cut off is continued; `force` is for outputs that are published and stale.
+        resume = self.resume and not job.output.exists()
+        return replace(options, resume=resume, force=options.force and not resume)
+
+    def _record(self, job: Job, result: ConvertResult) -> None:
+        entry = lock_entry(job, result, self.manifest.folder)
+        self.lock = self.lock.with_entry(entry, self.manifest.jobs)
+        write_lock(self.manifest.lock_path, self.lock)
+
+
+def _selected(manifest: Manifest, only: Sequence[str]) -> tuple[Job, ...]:
+    by_id = {job.id: job for job in manifest.jobs}
+    wanted = {find("job", job_id, by_id).id for job_id in only}
+    return tuple(job for job in manifest.jobs if job.id in wanted or not only)
+
+
+def _attempt(run_job: Callable[[Job], JobResult], job: Job) -> tuple[JobResult, BaseException | None]:
+    """The job's result; where it fails, also what it raised. One job's bug must not cost the others their night."""
+    started = time.monotonic()
+    error: BaseException | None = None
+    try:
+        result = run_job(job)
+    except BaseException as e:  # signals too: `_stops` ends the batch on them, and they are raised in the end
+        error = e
+        result = replace(_job_result(job, FAILED), error=_job_error(e))
+    return replace(result, seconds=time.monotonic() - started), error
+
+
+def _job_result(job: Job, status: str) -> JobResult:
+    return JobResult(
+        id=job.id,
+        model=job.model,
+        output=str(job.output),
+        method=job.options.method,
+        format=job.options.format,
+        status=status,
+    )
+
+
+def _job_error(error: BaseException) -> JobError:
+    if isinstance(error, LpconvError):
+        return JobError(code=error.exit_code, kind=error.kind, message=error.message, hint=error.hint,
+                        details=to_json(error.details))  # fmt: skip
+    if not isinstance(error, Exception):
+        # SIGINT is KeyboardInterrupt; anything else is what a handler of SIGTERM raises.
+        code = 130 if isinstance(error, KeyboardInterrupt) else 143
+        return JobError(code=code, kind=InterruptedRunError.kind, message="interrupted", hint="run again with --resume")
+    return JobError(
+        code=1,
+        kind="bug",
+        message=f"{type(error).__name__}: {error}",
+        hint="this is a bug of lpconv; please report it with the traceback in the details",
+        details={"traceback": traceback.format_exception(error)},
+    )
+
+
+def _stops(failure: BaseException, keep_going: bool) -> bool:
+    return not keep_going or isinstance(failure, InterruptedRunError) or not isinstance(failure, Exception)

@@ -1,0 +1,172 @@
+"""What lies in a checkpoint directory: weight files, index, config, and everything else. Plain Python, no torch."""
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from lpconv.errors import InputError
+
+__all__ = ["Contents", "read_contents", "read_json"]
+
+_INDEX_SUFFIX = ".index.json"
+# Weight files of any framework, and what training leaves behind: never copied as side files.
+_WEIGHT_FILE = re.compile(
+    r"""(?x) .*\.(safetensors|h5|msgpack|onnx|gguf|ggml|pt|pth|ckpt|npz|ot|tflite|mlmodel)(\.index\.json)?
+    | (pytorch_model|flax_model|tf_model|adapter_model|training_args|optimizer|scheduler|rng_state|model) [^/]* \.bin
+    | .*\.(bin|safetensors)\.index\.json """
+)
+_OURS = {"lpconv.json", "lpconv_loader.py", "journal.jsonl", "report.json", "report.html", "SHA256SUMS"}
+_IGNORED_FOLDERS = {".git", ".cache", "__pycache__", ".ipynb_checkpoints"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """A checkpoint directory, looked at but not read.
+
+    `kind` is ``safetensors`` or ``torch``; `weight_files` are in index order. `weight_map` is the index's
+    table of tensor names to files, None without an index. `side_files` are paths relative to `directory`, sorted.
+    """
+
+    directory: Path
+    kind: str
+    weight_files: tuple[str, ...]
+    weight_map: dict[str, str] | None
+    config: dict[str, Any]
+    side_files: tuple[str, ...]
+
+
+def read_contents(directory: Path) -> Contents:
+    """Find the weights, config and side files of a checkpoint directory.
+
+    An index wins over single files, safetensors over `pytorch_model.bin`. Raises InputError where there are no weights,
+    where the index is not sound, and for names or symbolic links that lead out of the directory.
+    """
+    if not directory.is_dir():
+        raise InputError(f"`{directory}` is no directory", hint="pass a checkpoint directory or a hub id")
+    config_path = directory / "config.json"
+    if not config_path.exists():
+        raise InputError(f"`{directory}` has no config.json", hint="is it a Hugging Face checkpoint directory?")
+    _check_inside(directory, config_path.name)
+    config = read_json(config_path)
+    _check_config(config, config_path)
+    kind, files, weight_map = _weights(directory)
+    for name in files:
+        _check_inside(directory, name)
+    side_files = tuple(sorted(_side_files(directory, set(files))))
+    for name in side_files:
+        _check_file_name(directory, name)
+        _check_inside(directory, name)
+    return Contents(
+        directory=directory,
+        kind=kind,
+        weight_files=files,
+        weight_map=weight_map,
+        config=config,
+        side_files=side_files,
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; InputError for anything else."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        json.dumps(document, ensure_ascii=False).encode()  # an escaped lone surrogate parses, and can never be written
+    except OSError as e:
+        raise InputError(f"cannot read `{path}`: {e.strerror or e}", hint="check the path and its permissions") from e
+    except (ValueError, RecursionError) as e:
+        raise InputError(f"`{path}` is not JSON: {e}", hint="fetch the file again") from e
+    if not isinstance(document, dict):
+        raise InputError(f"`{path}` is not a JSON object", hint="fetch the file again")
+    return document
+
+
+def _check_config(config: dict[str, Any], path: Path) -> None:
+    """The keys that lpconv itself reads have the types that transformers gives them."""
+    architectures = config.get("architectures") or []
+    if not isinstance(architectures, list) or not all(isinstance(a, str) for a in architectures):
+        raise InputError(f"`{path}`: architectures is no list of names", hint="fetch the file again")
+    if not isinstance(config.get("model_type", ""), str):
+        raise InputError(f"`{path}`: model_type is no name", hint="fetch the file again")
+
+
+def _weights(directory: Path) -> tuple[str, tuple[str, ...], dict[str, str] | None]:
+    for kind, stem in (("safetensors", "model.safetensors"), ("torch", "pytorch_model.bin")):
+        index = directory / (stem + _INDEX_SUFFIX)
+        if index.exists():
+            _check_inside(directory, index.name)
+            weight_map = _weight_map(index)
+            files = tuple(sorted(set(weight_map.values())))
+            missing = [f for f in files if not (directory / f).exists()]
+            if not missing:
+                return kind, files, weight_map
+            if not (directory / stem).exists():
+                raise InputError(
+                    f"`{index}` names {len(missing)} files that are not there, first `{missing[0]}`",
+                    hint="fetch the missing files, or remove a stale index",
+                    details={"missing": missing},
+                )
+        if (directory / stem).exists():
+            return kind, (stem,), None
+    loose = sorted(p.name for p in directory.glob("*.safetensors"))
+    if len(loose) == 1:
+        return "safetensors", (loose[0],), None
+    what = "no weights that lpconv reads" if not loose else f"{len(loose)} safetensors files and no index"
+    raise InputError(
+        f"`{directory}` has {what}",
+        hint="lpconv reads model.safetensors, pytorch_model.bin and their sharded forms with an index",
+    )
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise InputError(f"`{index}` has no weight_map", hint="fetch the index again, or remove it")
+    for tensor, file in weight_map.items():
+        if not isinstance(file, str) or not _is_plain(file):
+            raise InputError(
+                f"`{index}` puts tensor `{tensor}` into {file!r}, which is not a file of this directory",
+                hint="do not convert checkpoints from this source",
+            )
+    return weight_map
+
+
+def _is_plain(name: str) -> bool:
+    """A relative path that stays below its directory."""
+    path = PurePosixPath(name)
+    return bool(name) and not path.is_absolute() and ".." not in path.parts and "\\" not in name and "\0" not in name
+
+
+def _check_inside(directory: Path, name: str) -> None:
+    """Refuse links out of the directory, but for the Hugging Face cache, whose snapshots link to its blobs."""
+    target = Path(os.path.realpath(directory / name))  # Path.resolve raises RuntimeError for a link to itself
+    root = directory.resolve()
+    blobs = root.parent.parent / "blobs"
+    inside_cache = root.parent.name == "snapshots" and target.is_relative_to(blobs)
+    if not target.is_relative_to(root) and not inside_cache:
+        raise InputError(
+            f"`{directory / name}` is a link that leads out of the checkpoint",
+            hint="replace the link by the file if you trust it",
+        )
+    if not target.is_file():
+        raise InputError(f"`{directory / name}` is not a regular file", hint="remove it or fetch it again")
+
+
+def _check_file_name(directory: Path, name: str) -> None:
+    """Refuse names that a list of checksums cannot hold: line breaks, and bytes that are no UTF-8."""
+    if not name.isprintable():
+        raise InputError(f"file name {name!r} in `{directory}` has unprintable characters", hint="rename the file")
+
+
+def _side_files(directory: Path, weights: set[str]) -> Iterator[str]:
+    for path in directory.rglob("*"):
+        name = path.relative_to(directory).as_posix()
+        if path.is_dir() and not path.is_symlink():
+            continue
+        if name in weights or name in _OURS or name == "config.json" or _WEIGHT_FILE.fullmatch(name):
+            continue
+        if _IGNORED_FOLDERS.isdisjoint(path.relative_to(directory).parts[:-1]):
+            yield name

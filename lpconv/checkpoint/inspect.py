@@ -1,0 +1,106 @@
+"""Look at a checkpoint from its headers alone: no torch, no weights read."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from lpconv.checkpoint.contents import Contents, read_contents, read_json
+from lpconv.checkpoint.header import TensorInfo, read_header
+from lpconv.errors import InputError, LpconvError
+from lpconv.results import DtypeRecord, FileRecord, InspectResult, StoredTensor
+
+__all__ = ["describe", "inspect"]
+
+Stored = Sequence[tuple[TensorInfo, str]]
+
+
+def inspect(directory: Path, *, name: str | None = None) -> InspectResult:
+    """Dtypes, shapes, sizes, scales, ties and what is wrong. Problems are reported, not raised, where one can go on.
+
+    Raises InputError where there is nothing to look at, and for `.bin` checkpoints, whose tables are pickles.
+    """
+    contents = read_contents(directory)
+    if contents.kind != "safetensors":
+        raise InputError(
+            f"`{directory}` holds pickles, which have no header to read",
+            hint="`lpconv inspect --stats` opens them, with weights_only=True",
+        )
+    stored, problems = _read_headers(contents)
+    return describe(
+        contents, stored, name=name or str(directory), problems=problems + _index_problems(contents, stored)
+    )
+
+
+def describe(contents: Contents, stored: Stored, *, name: str, problems: Sequence[str] = ()) -> InspectResult:
+    """The record of a checkpoint whose tensors, with their files, are known."""
+    provenance = _provenance(contents.directory)
+    records = provenance.get("tensors", ())
+    scales = {t["name"]: t["scale"] for t in records if t.get("scale") is not None}
+    return InspectResult(
+        path=name,
+        architecture=next(iter(contents.config.get("architectures") or ()), None),
+        method=provenance.get("method"),
+        format=provenance.get("format"),
+        dtypes=_dtypes([info for info, _ in stored]),
+        shards=tuple(
+            FileRecord(name=f, size_bytes=(contents.directory / f).stat().st_size) for f in contents.weight_files
+        ),
+        ties={t["name"]: t["tied_to"] for t in records if t.get("tied_to")},
+        tensors=tuple(
+            StoredTensor(
+                name=i.name, dtype=i.dtype, shape=i.shape, file=f, size_bytes=i.num_bytes, scale=scales.get(i.name)
+            )
+            for i, f in stored
+        ),
+        problems=tuple(problems),
+    )
+
+
+def _read_headers(contents: Contents) -> tuple[list[tuple[TensorInfo, str]], list[str]]:
+    stored: list[tuple[TensorInfo, str]] = []
+    problems: list[str] = []
+    seen: dict[str, str] = {}
+    for file in contents.weight_files:
+        try:
+            header = read_header(contents.directory / file)
+        except LpconvError as e:
+            problems.append(e.message)
+            continue
+        for info in header.tensors.values():
+            if info.name in seen:
+                problems.append(f"tensor `{info.name}` is in `{seen[info.name]}` and in `{file}`")
+            seen[info.name] = file
+            stored.append((info, file))
+    return stored, problems
+
+
+def _index_problems(contents: Contents, stored: Stored) -> list[str]:
+    if contents.weight_map is None:
+        return []
+    found = {info.name: file for info, file in stored}
+    wrong = [
+        f"the index puts `{name}` into `{file}`, it " + (f"lies in `{found[name]}`" if name in found else "is nowhere")
+        for name, file in contents.weight_map.items()
+        if found.get(name) != file
+    ]
+    return wrong + [f"the index does not name `{name}`" for name in found if name not in contents.weight_map]
+
+
+def _provenance(directory: Path) -> dict[str, Any]:
+    path = directory / "lpconv.json"
+    return read_json(path) if path.exists() else {}
+
+
+def _dtypes(infos: Iterable[TensorInfo]) -> tuple[DtypeRecord, ...]:
+    table: dict[str, list[TensorInfo]] = {}
+    for info in infos:
+        table.setdefault(info.dtype, []).append(info)
+    return tuple(
+        DtypeRecord(
+            dtype=dtype,
+            num_tensors=len(members),
+            num_elements=sum(i.num_elements for i in members),
+            size_bytes=sum(i.num_bytes for i in members),
+        )
+        for dtype, members in sorted(table.items(), key=lambda it: -sum(i.num_bytes for i in it[1]))
+    )

@@ -1,0 +1,155 @@
+"""Write a file once: hashed front to back while the bytes are hot, complete or not there.
+
+Bytes go to `NAME.part`, which becomes NAME by a rename after `fsync`. Another thread writes them back to the disk as
+they come, so that the final `fsync` has little left to wait for, and then drops them from the page cache: an output
+would push its own source out of it, and pages just dropped are cheaper to fill again than fresh ones, several times so
+in virtual machines that get their memory from the host on first touch.
+"""
+
+import errno
+import hashlib
+import os
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from lpconv.errors import LpconvError, ResourceError
+from lpconv.results import FileRecord
+
+__all__ = ["PartFile", "fsync_directory", "sha256_of", "write_error", "write_small"]
+
+_FLUSH_BYTES = 64 * 2**20
+_READ_BYTES = 4 * 2**20
+
+
+class PartFile:
+    """A file under construction below `root`: `append` in order, then `finish`, or `abandon` it.
+
+    Where several threads make the bytes, each may `write` its own, and one thread calls `digest` on them in order.
+    """
+
+    def __init__(self, root: Path, name: str, size_bytes: int, flusher: ThreadPoolExecutor) -> None:
+        self._name, self._size = name, size_bytes
+        self._path = root / name
+        self._part = self._path.with_name(self._path.name + ".part")
+        self._flusher, self._flushes = flusher, list[Future[None]]()
+        self._hash = hashlib.sha256()
+        self._hashed = self._flushed = 0
+        self._fd: int | None = None
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._fd = os.open(self._part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+            if size_bytes:
+                _reserve(self._fd, size_bytes)
+        except OSError as e:
+            self._close()
+            raise write_error(e, self._part) from e
+
+    def append(self, data: bytes | memoryview) -> None:
+        """Write and hash the next bytes. Raises ResourceError when the disk is full."""
+        self.write(self._hashed, data)
+        self.digest(data)
+
+    def write(self, position: int, data: bytes | memoryview) -> None:
+        """Write bytes to their place, from any thread. Raises ResourceError when the disk is full."""
+        assert self._fd is not None
+        view = memoryview(data).cast("B")
+        while view:
+            try:
+                count = os.pwrite(self._fd, view, position)
+            except OSError as e:
+                raise write_error(e, self._part) from e
+            position += count
+            view = view[count:]
+
+    def digest(self, data: bytes | memoryview) -> None:
+        """Hash the next bytes of the file, which have been written."""
+        assert self._fd is not None
+        self._hash.update(data)
+        self._hashed += memoryview(data).nbytes
+        if self._hashed - self._flushed >= _FLUSH_BYTES:
+            self._flushes.append(self._flusher.submit(_write_back, self._fd, self._flushed, self._hashed))
+            self._flushed = self._hashed
+
+    def finish(self) -> FileRecord:
+        """Wait until the bytes are on the disk, and give the file its name."""
+        assert self._fd is not None
+        assert self._hashed == self._size, (self._name, self._hashed, self._size)
+        try:
+            for flush in self._flushes:
+                flush.result()
+            os.fsync(self._fd)
+            self._close()
+            os.rename(self._part, self._path)
+            fsync_directory(self._path.parent)
+        except OSError as e:
+            raise write_error(e, self._part) from e
+        return FileRecord(name=self._name, size_bytes=self._size, sha256=self._hash.hexdigest())
+
+    def abandon(self) -> None:
+        """Stop writing, if it is not finished; the part file stays, and the next run overwrites it."""
+        for flush in self._flushes:
+            flush.cancel() or flush.exception()
+        self._close()
+
+    def _close(self) -> None:
+        """Close the file once: its number may belong to another file by the second time."""
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            os.close(fd)
+
+
+def _reserve(fd: int, size_bytes: int) -> None:
+    """Take the disk space now, so that a full disk is found before the work. Not every file system can."""
+    try:
+        os.posix_fallocate(fd, 0, size_bytes)
+    except OSError as e:
+        if e.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            raise
+
+
+def _write_back(fd: int, start: int, stop: int) -> None:
+    os.fdatasync(fd)
+    os.posix_fadvise(fd, start, stop - start, os.POSIX_FADV_DONTNEED)
+
+
+def write_error(e: OSError, path: Path) -> LpconvError:
+    """A failed write as an error of ours: exit code 7, with what to do about it."""
+    if e.errno in (errno.ENOSPC, errno.EDQUOT):
+        return ResourceError(
+            f"no space left while writing `{path}`", hint="free some space and run again with --resume"
+        )
+    return ResourceError(f"cannot write `{path}`: {e.strerror or e}", hint="check the folder and its permissions")
+
+
+def write_small(path: Path, text: str) -> FileRecord:
+    """Write a small text file in one go, durably."""
+    data = text.encode()
+    part = path.with_name(path.name + ".part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with part.open("wb") as f:
+            f.write(data)
+            f.flush()
+            os.fsync(f.fileno())
+        os.rename(part, path)
+    except OSError as e:
+        raise write_error(e, path) from e
+    return FileRecord(name=path.name, size_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    digest = hashlib.sha256()
+    with path.open("rb") as f:
+        while block := f.read(_READ_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def fsync_directory(path: Path) -> None:
+    """Make renames inside a directory durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,69 @@
+"""The residual files of a Collage checkpoint, and the proof that they belong to its weights.
+
+`collage/residual.json` names the form of the residual and, for each residual file, the root file it completes with that
+file's SHA-256. People fine-tune the root and keep a stale residual; adding the two would be silent noise.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor
+
+from lpconv.checkpoint.contents import read_json
+from lpconv.checkpoint.partfile import sha256_of
+from lpconv.errors import InputError
+
+__all__ = ["RESIDUAL_INDEX", "Residuals", "read_residual", "residual_index"]
+
+RESIDUAL_INDEX = "collage/residual.json"
+_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Residuals:
+    """`form` is a key of `lpconv.mcf.split.RESIDUALS`; `files` are residual files, checked against their roots."""
+
+    form: str
+    directory: Path
+    files: tuple[str, ...]
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and residual of every tensor that has one."""
+        for name in self.files:
+            with safe_open(self.directory / name, framework="pt") as f:
+                for key in f.keys():  # noqa: SIM118  # a safe_open handle is no mapping
+                    yield key, f.get_tensor(key)
+
+
+def residual_index(form: str, pairs: list[tuple[str, str, str]]) -> dict[str, Any]:
+    """The document of `RESIDUAL_INDEX`; `pairs` holds (residual file, root file, root's SHA-256)."""
+    return {
+        "format_version": _VERSION,
+        "residual": form,
+        "files": {low: {"root": root, "root_sha256": digest} for low, root, digest in pairs},
+    }
+
+
+def read_residual(directory: Path) -> Residuals | None:
+    """The residual of a checkpoint, None where it has none. Raises InputError where a root file has changed."""
+    path = directory / RESIDUAL_INDEX
+    if not path.exists():
+        return None
+    document = read_json(path)
+    if document.get("format_version") != _VERSION:
+        raise InputError(
+            f"`{path}` has format_version {document.get('format_version')}", hint="a newer lpconv opens it"
+        )
+    for low, entry in document["files"].items():
+        root = directory / entry["root"]
+        if not root.exists() or not (directory / low).exists():
+            raise InputError(f"`{low}` or its root `{entry['root']}` is missing", hint="fetch the checkpoint again")
+        if sha256_of(root) != entry["root_sha256"]:
+            raise InputError(
+                f"`{entry['root']}` has changed since its residual was written",
+                hint="the residual belongs to other weights; delete the collage folder to use the root alone",
+            )
+    return Residuals(form=document["residual"], directory=directory, files=tuple(document["files"]))

@@ -1,0 +1,101 @@
+"""What the user calls a model, turned into a directory that holds a checkpoint.
+
+A name is, in this order: ``demo``, a local directory, an alias or a hub id. Of the hub, the cache is asked first and a
+complete snapshot is used without a request, so a run with and without network reads the same bytes; `--revision` picks
+another.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from lpconv.checkpoint.aliases import ALIASES, find_alias
+from lpconv.checkpoint.hub import cached_snapshot, download
+from lpconv.data import demo_checkpoint
+from lpconv.errors import InputError, UsageError
+from lpconv.lookup import nearest
+
+__all__ = ["DEMO", "Resolved", "looks_like_path", "resolve"]
+
+DEMO = "demo"  # the checkpoint inside this package; a directory of that name is ./demo
+
+_NAME = r"[A-Za-z0-9_][\w.-]*"
+_HUB_NAME = re.compile(rf"{_NAME}(/{_NAME})?", re.ASCII)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resolved:
+    """A model found: what was typed, what it meant, and where its files lie.
+
+    `resolved` is a hub id, the absolute path of a local directory, or ``demo``. `revision` is the commit hash of a hub
+    snapshot, None for the others.
+    """
+
+    name: str
+    resolved: str
+    revision: str | None = None
+    directory: Path
+
+
+def resolve(name: str, *, revision: str | None = None) -> Resolved:
+    """The checkpoint that `name` means; `revision` is a branch, tag or commit hash of the hub.
+
+    Looks at the disk first and downloads only what no cache has. Raises InputError where nothing is found, with what
+    to do next, and UsageError for a revision of a local directory.
+    """
+    if name == DEMO:
+        return _demo(revision)
+    path = Path(name).expanduser()
+    if name and path.is_dir():
+        return _local(name, path, revision)
+    if path.is_file():
+        raise InputError(
+            f"`{name}` is a file, not a checkpoint directory", hint=f"pass the directory that holds it: {path.parent}"
+        )
+    if looks_like_path(name):
+        raise InputError(f"no directory `{name}`", hint="pass a directory that exists, a hub id or an alias")
+    return _from_hub(name, revision)
+
+
+def looks_like_path(name: str) -> bool:
+    """Whether `name` can only be a path: it is neither ``name`` nor ``owner/name`` as the hub spells them."""
+    return _HUB_NAME.fullmatch(name) is None
+
+
+def _demo(revision: str | None) -> Resolved:
+    if revision is not None:
+        raise UsageError(f"the embedded model has no revision `{revision}`", hint="leave --revision out")
+    return Resolved(name=DEMO, resolved=DEMO, directory=demo_checkpoint())
+
+
+def _local(name: str, path: Path, revision: str | None) -> Resolved:
+    if revision is not None:
+        raise UsageError(
+            f"`{name}` is a local directory and has no revision `{revision}`",
+            hint="leave --revision out; if a hub model is meant, give its full id from a folder without that name",
+        )
+    directory = path.resolve()
+    return Resolved(name=name, resolved=str(directory), directory=directory)
+
+
+def _from_hub(name: str, revision: str | None) -> Resolved:
+    alias = find_alias(name)
+    repo_id = alias.repo_id if alias else name
+    # A model that moved under an owner may lie in the cache under the bare name it was fetched by.
+    for cached_id in dict.fromkeys((repo_id, name)):
+        snapshot = cached_snapshot(cached_id, revision)
+        if snapshot is not None:
+            return Resolved(name=name, resolved=cached_id, revision=snapshot.name, directory=snapshot)
+    if "/" not in repo_id:
+        raise _unknown_name(name)
+    snapshot = download(repo_id, revision)
+    return Resolved(name=name, resolved=repo_id, revision=snapshot.name, directory=snapshot)
+
+
+def _unknown_name(name: str) -> InputError:
+    near = nearest(name, ALIASES)
+    meant = f"did you mean `{near}` ({ALIASES[near].repo_id})? " if near else ""
+    return InputError(
+        f"no directory and no model called `{name}`",
+        hint=f"{meant}`lpconv doctor --aliases` lists the short names; other models need OWNER/NAME",
+    )

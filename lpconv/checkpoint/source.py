@@ -1,0 +1,215 @@
+"""Tensors of a checkpoint directory, readable block by block.
+
+A `Source` knows every tensor's name, dtype and shape from headers alone and reads ranges of bytes on demand, from any
+thread. Safetensors files are read with `pread`; `.bin` files are opened with `torch.load(weights_only=True,
+mmap=True)`, which refuses pickles that run code and reads storage only where it is touched.
+"""
+
+import os
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self
+
+import torch
+from torch import Tensor
+
+from lpconv.checkpoint.contents import Contents
+from lpconv.checkpoint.header import Header, TensorInfo, check_name, read_header
+from lpconv.errors import InputError, UnsupportedError
+
+__all__ = [
+    "SAFETENSORS_DTYPES",
+    "TORCH_DTYPES",
+    "SafetensorsSource",
+    "Source",
+    "TensorEntry",
+    "TorchSource",
+    "open_source",
+    "read_tensor",
+]
+
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "U16": torch.uint16,
+    "I32": torch.int32, "U32": torch.uint32, "I64": torch.int64, "U64": torch.uint64, "F16": torch.float16,
+    "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "F8_E8M0": torch.float8_e8m0fnu,
+}  # fmt: skip
+SAFETENSORS_DTYPES: dict[torch.dtype, str] = {v: k for k, v in TORCH_DTYPES.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorEntry:
+    """One tensor of a source. `alias_of` names an earlier tensor of the same file that shares its storage."""
+
+    info: TensorInfo
+    file: str
+    alias_of: str | None = None
+
+
+class Source(Protocol):
+    """Where tensors come from. `entries` stand in file order."""
+
+    @property
+    def entries(self) -> Mapping[str, TensorEntry]: ...
+
+    def read_bytes(self, name: str, start: int, out: Tensor) -> None:
+        """Fill `out` (uint8, contiguous) with the tensor's bytes from byte offset `start` on."""
+
+    def close(self) -> None: ...
+
+
+class SafetensorsSource:
+    """Safetensors files of one checkpoint, headers checked on opening."""
+
+    def __init__(self, contents: Contents) -> None:
+        self._files: dict[str, tuple[int, Header]] = {}
+        self._entries: dict[str, TensorEntry] = {}
+        try:
+            for name in contents.weight_files:
+                self._open(contents.directory / name, name)
+        except BaseException:
+            self.close()
+            raise
+        _check_index(contents, self._entries)
+
+    def _open(self, path: Path, name: str) -> None:
+        header = read_header(path)
+        self._files[name] = (os.open(path, os.O_RDONLY), header)
+        for info in header.tensors.values():
+            _add(self._entries, TensorEntry(info=info, file=name))
+
+    @property
+    def entries(self) -> Mapping[str, TensorEntry]:
+        return self._entries
+
+    def read_bytes(self, name: str, start: int, out: Tensor) -> None:
+        entry = self._entries[name]
+        fd, header = self._files[entry.file]
+        offset = header.data_start + entry.info.begin + start
+        buffer = out.numpy().data
+        done = 0
+        while done < len(buffer):
+            try:
+                count = os.preadv(fd, [buffer[done:]], offset + done)
+            except OSError as e:
+                raise InputError(f"reading `{entry.file}` failed: {e.strerror}", hint="check the disk") from e
+            if count == 0:
+                raise InputError(f"`{entry.file}` became shorter while it was read", hint="is it still downloading?")
+            done += count
+
+    def close(self) -> None:
+        for fd, _ in self._files.values():
+            os.close(fd)
+        self._files = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+class TorchSource:
+    """`pytorch_model*.bin` files of one checkpoint, opened without running any code of theirs."""
+
+    def __init__(self, contents: Contents) -> None:
+        self._entries: dict[str, TensorEntry] = {}
+        self._tensors: dict[str, Tensor] = {}
+        for name in contents.weight_files:
+            self._open(contents.directory / name, name)
+        _check_index(contents, self._entries)
+
+    def _open(self, path: Path, file: str) -> None:
+        position, file_size = 0, path.stat().st_size
+        seen: dict[tuple[int, tuple[int, ...], torch.dtype], str] = {}
+        for name, tensor in _load_bin(path).items():
+            check_name(name, path)
+            if not isinstance(tensor, Tensor):
+                raise InputError(f"`{path}`: entry `{name}` is no tensor", hint="is it a model checkpoint?")
+            dtype = SAFETENSORS_DTYPES.get(tensor.dtype)
+            if dtype is None or tensor.layout != torch.strided or tensor.device.type != "cpu":
+                raise UnsupportedError(
+                    f"`{path}`: tensor `{name}` is {tensor.dtype}, {tensor.layout}, on {tensor.device}",
+                    hint="lpconv reads dense tensors of the dtypes that safetensors knows",
+                )
+            size = tensor.numel() * tensor.element_size()
+            if size > file_size:  # a tensor of stride 0 claims any size, and would be given the memory
+                raise InputError(
+                    f"`{path}`: tensor `{name}` claims {size} bytes, the file has {file_size}",
+                    hint="save the tensor with .contiguous()",
+                )
+            info = TensorInfo(name=name, dtype=dtype, shape=tuple(tensor.shape), begin=position, end=position + size)
+            position += size
+            key = (tensor.data_ptr(), tuple(tensor.shape), tensor.dtype)
+            alias = seen.setdefault(key, name) if tensor.numel() else name
+            _add(self._entries, TensorEntry(info=info, file=file, alias_of=None if alias == name else alias))
+            self._tensors[name] = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+
+    @property
+    def entries(self) -> Mapping[str, TensorEntry]:
+        return self._entries
+
+    def read_bytes(self, name: str, start: int, out: Tensor) -> None:
+        out.copy_(self._tensors[name].view(torch.uint8)[start : start + out.numel()])
+
+    def close(self) -> None:
+        self._tensors = {}
+
+
+def read_tensor(source: Source, name: str) -> Tensor:
+    """One whole tensor, in its own dtype and shape."""
+    info = source.entries[name].info
+    raw = torch.empty(info.num_bytes, dtype=torch.uint8)
+    source.read_bytes(name, 0, raw)
+    return raw.view(TORCH_DTYPES[info.dtype]).view(info.shape)
+
+
+def open_source(contents: Contents) -> Source:
+    """The checkpoint's tensors. Raises InputError for headers, indices or pickles that are not sound."""
+    return SafetensorsSource(contents) if contents.kind == "safetensors" else TorchSource(contents)
+
+
+def _add(entries: dict[str, TensorEntry], entry: TensorEntry) -> None:
+    name = entry.info.name
+    if name in entries:
+        raise InputError(
+            f"tensor `{name}` is in `{entries[name].file}` and in `{entry.file}`", hint="fetch the checkpoint again"
+        )
+    entries[name] = entry
+
+
+def _check_index(contents: Contents, entries: Mapping[str, TensorEntry]) -> None:
+    if contents.weight_map is None:
+        return
+    for name, file in contents.weight_map.items():
+        if name not in entries:
+            raise InputError(f"the index names tensor `{name}`, which no file holds", hint="fetch the checkpoint again")
+        if entries[name].file != file:
+            raise InputError(
+                f"the index puts tensor `{name}` into `{file}`, it lies in `{entries[name].file}`",
+                hint="the index is stale; fetch the checkpoint again",
+            )
+
+
+def _load_bin(path: Path) -> dict[str, object]:
+    hint = "lpconv opens pickles with weights_only=True and never runs code from them; convert the file to safetensors"
+    try:
+        try:
+            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError as e:
+            if "mmap" not in str(e):
+                raise
+            loaded = torch.load(path, map_location="cpu", weights_only=True)  # the format before torch 1.6
+    except pickle.UnpicklingError as e:
+        text = " ".join(str(e).split())
+        raise InputError(f"`{path}` is refused: {text[:200]}", hint=hint) from e
+    except Exception as e:  # broken pickles raise anything: IndexError, AssertionError, struct.error
+        text = " ".join(str(e).split()) or type(e).__name__
+        raise InputError(f"`{path}` cannot be read: {text[:200]}", hint="fetch the file again") from e
+    if not isinstance(loaded, dict):
+        raise InputError(f"`{path}` holds no table of tensors", hint="is it a model checkpoint?")
+    return loaded

@@ -1,0 +1,232 @@
+"""The folder an output grows in, and the one rename that publishes it.
+
+While a run works, everything lies in `OUT.partial` beside OUT, with a journal of the files that are complete. A run
+that fails or is killed leaves that folder and nothing called OUT; `--resume` goes on from its journal, if source and
+options are still the same. A lock on the journal keeps two runs apart.
+
+Nothing is deleted that is not ours: OUT and `OUT.failed` are outputs by their `lpconv.json`, `OUT.partial` by its
+journal, and both go last when a folder is removed.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from lpconv.checkpoint.partfile import fsync_directory, sha256_of, write_error
+from lpconv.errors import OutputExistsError, UsageError
+from lpconv.results import FileRecord
+
+__all__ = ["JOURNAL", "MARKER", "Staging", "beside", "check_apart", "files_of"]
+
+JOURNAL = "journal.jsonl"
+MARKER = "lpconv.json"  # what says that a directory is an output of ours
+# Working folders beside an output, and the file in each that says whose it is.
+_SUFFIXES = {".partial": JOURNAL, ".failed": MARKER, ".replaced": MARKER}
+
+
+class Staging:
+    """The working folder of one output. Use as a context manager: leaving it releases the lock, whatever happened.
+
+    `identity` is what must be the same for a resume: plan, source files, library versions that shape the bytes.
+    """
+
+    def __init__(self, output: Path, identity: dict[str, Any], *, resume: bool, force: bool) -> None:
+        self.output = output
+        self.directory = beside(output, ".partial")
+        self.done: list[dict[str, Any]] = []
+        self._force = force
+        _check_output(output, force=force)
+        _check_working_folders(output)
+        if os.path.lexists(self.directory) and not resume and not force:
+            raise OutputExistsError(
+                f"`{self.directory}` is left from an interrupted run",
+                hint="--resume continues it, --force starts anew",
+            )
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._journal = (self.directory / JOURNAL).open("a+b")
+        except OSError as e:
+            raise write_error(e, self.directory) from e
+        self._lock()
+        try:
+            self._begin(identity, resume=resume)
+        except BaseException:
+            self._journal.close()
+            raise
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as e:
+            self._journal.close()
+            raise OutputExistsError(
+                f"another run is writing `{self.directory}`", hint="wait for it, or choose another --output"
+            ) from e
+        # The other run may have published between our opening of the journal and our lock.
+        if not _is_at(self._journal.fileno(), self.directory / JOURNAL):
+            self._journal.close()
+            raise OutputExistsError(f"another run has just finished `{self.output}`", hint="choose another --output")
+
+    def _begin(self, identity: dict[str, Any], *, resume: bool) -> None:
+        lines, size = _read_journal(self.directory / JOURNAL)
+        if resume and lines:
+            changed = sorted(k for k in {*identity, *lines[0]} if identity.get(k) != lines[0].get(k))
+            if changed:
+                raise OutputExistsError(
+                    f"`{self.directory}` was begun with other {', '.join(changed)}",
+                    hint="repeat the command of that run with --resume, or start anew with --force",
+                    details={"changed": changed},
+                )
+            os.ftruncate(self._journal.fileno(), size)  # a line cut short would swallow the next one
+            self.done = [line for line in lines[1:] if self._is_intact(line)]
+            _clear(self.directory, {JOURNAL, *(f["name"] for line in self.done for f in line["files"])})
+            return
+        _clear(self.directory, {JOURNAL})
+        os.ftruncate(self._journal.fileno(), 0)
+        self.append(identity)
+
+    def _is_intact(self, line: dict[str, Any]) -> bool:
+        for f in line.get("files", ()):
+            path = self.directory / f["name"]
+            if not path.is_file() or path.stat().st_size != f["size_bytes"] or sha256_of(path) != f["sha256"]:
+                return False
+        return True
+
+    def append(self, line: dict[str, Any]) -> None:
+        """Add one line to the journal, durably."""
+        try:
+            self._journal.write(json.dumps(line).encode() + b"\n")
+            self._journal.flush()
+            os.fsync(self._journal.fileno())
+        except OSError as e:
+            raise write_error(e, self.directory / JOURNAL) from e
+
+    def publish(self) -> None:
+        """Make the folder the output, by one rename. A replaced output is deleted only after that.
+
+        The journal goes last: while it is there, nobody else takes the folder for an abandoned one.
+        """
+        _check_output(self.output, force=self._force)
+        old = beside(self.output, ".replaced")
+        try:
+            if self.output.exists():
+                _remove(old)
+                os.rename(self.output, old)
+            os.rename(self.directory, self.output)
+            fsync_directory(self.output.parent)
+            (self.output / JOURNAL).unlink()
+            _remove(old)
+        except OSError as e:
+            raise write_error(e, self.output) from e
+
+    def set_aside(self) -> Path:
+        """Keep a failed output for inspection as `OUT.failed`, never as OUT."""
+        failed = beside(self.output, ".failed")
+        try:
+            _remove(failed)
+            os.rename(self.directory, failed)
+            (failed / JOURNAL).unlink()
+        except OSError as e:
+            raise write_error(e, failed) from e
+        return failed
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
+        self._journal.close()
+
+
+def beside(output: Path, suffix: str) -> Path:
+    """The path of a working folder next to an output, such as `OUT.partial`."""
+    named = output if output.name not in ("", "..") else Path(os.path.abspath(output))
+    return Path(f"{named}{suffix}")
+
+
+def check_apart(source: Path, output: Path) -> None:
+    """Refuse an output that would add to its own source, or replace it."""
+    inner = Path(os.path.realpath(source))
+    for folder in (output, *(beside(output, s) for s in _SUFFIXES)):
+        outer = Path(os.path.realpath(folder))
+        if inner == outer:
+            raise OutputExistsError("source and output are the same directory", hint="choose another --output")
+        if inner.is_relative_to(outer):
+            raise OutputExistsError(f"the source lies inside `{folder}`", hint="choose another --output")
+        if outer.is_relative_to(inner):
+            raise UsageError(f"`{folder}` lies inside the source", hint="choose an --output outside of the checkpoint")
+
+
+def _check_output(output: Path, *, force: bool) -> None:
+    if not os.path.lexists(output):
+        return
+    if not force:
+        raise OutputExistsError(f"`{output}` exists", hint="choose another --output, or replace it with --force")
+    if not _is_ours(output, MARKER):
+        raise OutputExistsError(
+            f"`{output}` is not an output of lpconv, and --force does not delete it", hint="choose another --output"
+        )
+
+
+def _check_working_folders(output: Path) -> None:
+    for suffix, proof in _SUFFIXES.items():
+        folder = beside(output, suffix)
+        if os.path.lexists(folder) and not _is_ours(folder, proof):
+            raise OutputExistsError(
+                f"`{folder}` is in the way, and is not from lpconv", hint="move it, or choose another --output"
+            )
+
+
+def _is_ours(directory: Path, proof: str) -> bool:
+    """Whether a directory may be deleted: it is empty, or holds the file that says what it is."""
+    if directory.is_symlink() or not directory.is_dir():
+        return False
+    return (directory / proof).is_file() or not any(directory.iterdir())
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _read_journal(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The journal's lines up to the first one that was cut short, and the bytes they take."""
+    lines, size = [], 0
+    for raw in path.read_bytes().splitlines(keepends=True):
+        try:
+            line = json.loads(raw)
+        except ValueError:
+            break
+        if not raw.endswith(b"\n") or not isinstance(line, dict):
+            break
+        lines.append(line)
+        size += len(raw)
+    return lines, size
+
+
+def _clear(directory: Path, kept: set[str]) -> None:
+    """Delete everything below `directory` but the files `kept`, named relative to it."""
+    for path in sorted(directory.rglob("*"), reverse=True):  # what a folder holds comes before the folder
+        if path.is_dir() and not path.is_symlink():
+            with contextlib.suppress(OSError):  # not empty: it holds a file that is kept
+                path.rmdir()
+        elif path.relative_to(directory).as_posix() not in kept:
+            path.unlink()
+
+
+def _remove(directory: Path) -> None:
+    """Delete an output, if it is one; what says so goes last, so that the rest of a killed deletion is ours still."""
+    if directory.exists() and _is_ours(directory, MARKER):
+        _clear(directory, {MARKER})
+        shutil.rmtree(directory)
+
+
+def files_of(line: dict[str, Any]) -> tuple[FileRecord, ...]:
+    """The finished files that a journal line names."""
+    return tuple(FileRecord(**f) for f in line["files"])

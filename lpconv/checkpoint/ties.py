@@ -1,0 +1,59 @@
+"""Tied weights: input embedding and output head that are one matrix. Plain Python; comparing bytes is the caller's.
+
+A tie is seen in three ways: the head is simply not in the file (nothing to do), both share one storage in a `.bin`
+file, or both are written out. For the last case the names below say which pairs can be tied, and the config says
+whether they are meant to be.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["TieCandidate", "tie_candidates"]
+
+# Input embeddings, the first found is the one that is kept; then heads and copies that may be tied to it.
+_EMBEDDINGS = (
+    r"(^|\.)shared\.weight$",
+    r"(^|\.)(embed_tokens|word_embeddings|wte|embed_in|tok_embeddings|word_embedding)\.weight$",
+)
+_HEADS = r"(^|\.)(lm_head|embed_out|generator_lm_head|predictions\.decoder|lm_head\.decoder|vocab_projector)\.weight$"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TieCandidate:
+    """`name` may be the same matrix as `keep`. `declared` is the config's word: True, or None where it is silent."""
+
+    name: str
+    keep: str
+    declared: bool | None
+
+
+def tie_candidates(
+    shapes: Mapping[str, tuple[tuple[int, ...], str]], config: Mapping[str, Any]
+) -> tuple[TieCandidate, ...]:
+    """Pairs that could be tied, by name, shape and dtype; `shapes` maps names to (shape, dtype)."""
+    keep = _first_embedding(shapes)
+    declared = config.get("tie_word_embeddings", _nested(config))
+    if keep is None or declared is False:
+        return ()
+    others = (n for n in shapes if n != keep and shapes[n] == shapes[keep] and _may_be_tied(n))
+    return tuple(TieCandidate(name=n, keep=keep, declared=declared) for n in others)
+
+
+def _nested(config: Mapping[str, Any]) -> bool | None:
+    text = config.get("text_config")
+    return text.get("tie_word_embeddings") if isinstance(text, dict) else None
+
+
+def _first_embedding(names: Iterable[str]) -> str | None:
+    ordered = sorted(names)
+    for pattern in _EMBEDDINGS:
+        for name in ordered:
+            if re.search(pattern, name):
+                return name
+    return None
+
+
+def _may_be_tied(name: str) -> bool:
+    return any(re.search(p, name) for p in (*_EMBEDDINGS, _HEADS))

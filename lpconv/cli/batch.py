@@ -1,0 +1,90 @@
+"""`lpconv batch`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lpconv.cli.options import Json, Quiet
+from lpconv.cli.progress import progress_for
+
+if TYPE_CHECKING:
+    from lpconv.batch.manifest import Job
+    from lpconv.batch.records import BatchResult, JobResult
+    from lpconv.convert.options import ConvertOptions
+    from lpconv.progress import Progress
+    from lpconv.results import ConvertResult
+
+__all__ = ["batch"]
+
+
+class _Events:
+    """Says on stderr which job runs; writes JUnit and the table whether jobs failed or not."""
+
+    def __init__(self, progress: "Progress", junit: str | None, as_json: bool) -> None:
+        self._progress, self._junit, self._json = progress, junit, as_json
+
+    def job_started(self, job: "Job", index: int, total: int) -> None:
+        self._progress.message(f"[{index + 1}/{total}] {job.id}")
+
+    def job_finished(self, result: "JobResult", index: int, total: int) -> None:
+        self._progress.message(f"[{index + 1}/{total}] {result.id}: {result.status}")
+
+    def batch_finished(self, result: "BatchResult") -> None:
+        from lpconv.batch.junit import junit_xml
+        from lpconv.batch.render import render
+        from lpconv.report.document import json_text
+        from lpconv.report.terminal import show
+
+        if self._junit is not None:
+            Path(self._junit).write_text(junit_xml(result), encoding="utf-8")
+        if not self._json:
+            show(render(result))
+        elif not result.failed:  # a failed batch prints the same document inside its error
+            print(json_text(result), end="")
+
+
+def batch(
+    manifest: Annotated[str, typer.Argument(help="A YAML, TOML or JSON manifest.", metavar="FILE")],
+    only: Annotated[
+        list[str] | None, typer.Option("--only", help="Run this job only. Repeatable.", metavar="ID")
+    ] = None,
+    keep_going: Annotated[bool, typer.Option("--keep-going", help="Go on after a failed job; exit code 6.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan every job and write nothing.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Skip what is up to date, continue what was interrupted.")
+    ] = False,
+    locked: Annotated[bool, typer.Option("--locked", help="Fail where anything differs from the lock file.")] = False,
+    junit: Annotated[str | None, typer.Option("--junit", help="Write JUnit XML.", metavar="FILE")] = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Run many conversions from a manifest, for CI.
+
+    [bold]Examples[/bold]
+
+      lpconv batch jobs.yaml --dry-run
+
+      lpconv batch jobs.yaml --keep-going --resume --junit batch.xml
+    """
+    from lpconv.batch.manifest import load_manifest
+    from lpconv.batch.run import run_batch
+    from lpconv.convert import run
+
+    loaded = load_manifest(Path(manifest))
+    with progress_for(quiet=quiet) as progress:
+
+        def convert(model: str, output: Path, options: "ConvertOptions", /) -> "ConvertResult":
+            return run.convert(model, output, options, progress=progress)
+
+        run_batch(
+            loaded,
+            convert,
+            run.plan,
+            only=tuple(only or ()),
+            keep_going=keep_going,
+            dry_run=dry_run,
+            resume=resume,
+            locked=locked,
+            events=_Events(progress, junit, json),
+        )

@@ -1,0 +1,163 @@
+"""`lpconv convert`."""
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lpconv.cli.options import Force, Json, Model, Output, Quiet, Resume, TrustRemoteCode
+from lpconv.convert.options import VERIFY_LEVELS, ConvertOptions, parse_rule, parse_size
+from lpconv.formats.spec import FORMATS
+from lpconv.methods import METHODS
+
+__all__ = ["convert"]
+
+_RESIDUALS = sorted({r for m in METHODS.values() for r in m.residuals})
+_METHOD_FORMATS = [f for f in FORMATS if any(f in m.formats for m in METHODS.values())]
+_WHAT, _CHECK, _HOW = "What to write", "Checks", "How to run"
+
+
+def convert(
+    model: Model,
+    method: Annotated[
+        str,
+        typer.Option(
+            "--method", "-m", help=", ".join(METHODS), autocompletion=lambda: list(METHODS), rich_help_panel=_WHAT
+        ),
+    ] = "unit",
+    format: Annotated[
+        str | None,
+        typer.Option(
+            "--format",
+            "-f",
+            help=", ".join(_METHOD_FORMATS) + " [default: fp16, collage bf16]",
+            autocompletion=lambda: list(_METHOD_FORMATS),
+            rich_help_panel=_WHAT,
+        ),
+    ] = None,
+    output: Output = None,
+    residual: Annotated[
+        str | None,
+        typer.Option(
+            "--residual",
+            help="Collage: how the lost bits are kept: " + ", ".join(_RESIDUALS) + " [default: bf16]",
+            autocompletion=lambda: list(_RESIDUALS),
+            rich_help_panel=_WHAT,
+        ),
+    ] = None,
+    scale: Annotated[
+        str, typer.Option("--scale", help="Scales are powers of two (pow2) or exact.", rich_help_panel=_WHAT)
+    ] = "pow2",
+    include: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--include",
+            help="Convert only tensors that match this glob, or re:EXPRESSION. Repeatable.",
+            metavar="PATTERN",
+            rich_help_panel=_WHAT,
+        ),
+    ] = None,
+    exclude: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--exclude", help="Keep tensors that match. Repeatable.", metavar="PATTERN", rich_help_panel=_WHAT
+        ),
+    ] = None,
+    rule: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--rule",
+            help="A format, or keep, for the tensors that match. Repeatable; the first match decides.",
+            metavar="PATTERN=FORMAT",
+            rich_help_panel=_WHAT,
+        ),
+    ] = None,
+    max_shard_size: Annotated[
+        str | None,
+        typer.Option(
+            "--max-shard-size", help="Such as 5GB [default: as the source]", metavar="SIZE", rich_help_panel=_WHAT
+        ),
+    ] = None,
+    verify: Annotated[
+        str,
+        typer.Option(
+            "--verify",
+            help=", ".join(VERIFY_LEVELS) + ". auto runs both models where they are small.",
+            autocompletion=lambda: list(VERIFY_LEVELS),
+            rich_help_panel=_CHECK,
+        ),
+    ] = "auto",
+    gate: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--gate",
+            help="A condition to publish, such as 'sqnr>=25'. Repeatable.",
+            metavar="CONDITION",
+            rich_help_panel=_CHECK,
+        ),
+    ] = None,
+    revision: Annotated[
+        str | None, typer.Option("--revision", help="Branch, tag or commit on the hub.", rich_help_panel=_HOW)
+    ] = None,
+    max_memory: Annotated[
+        str | None, typer.Option("--max-memory", help="Such as 4GB.", metavar="SIZE", rich_help_panel=_HOW)
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option("--workers", help="Encoder threads [default: cores, at most 8]", min=1, rich_help_panel=_HOW),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show the plan and write nothing.", rich_help_panel=_HOW)
+    ] = False,
+    resume: Resume = False,
+    force: Force = False,
+    trust_remote_code: TrustRemoteCode = False,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Rewrite a checkpoint into a low-precision form, verify it, and report.
+
+    [bold]Examples[/bold]
+
+      lpconv convert bert-large --method unit
+
+      lpconv convert ./llama --method unit --format e4m3fn --gate 'sqnr>=25' -o llama-fp8
+
+      lpconv convert ./llama --method collage --residual exact16
+
+      lpconv convert gpt2 --dry-run
+    """
+    options = ConvertOptions(
+        method=method,
+        format=format,
+        residual=residual,
+        scale=scale,
+        include=tuple(include or ()),
+        exclude=tuple(exclude or ()),
+        rules=tuple(parse_rule(r) for r in rule or ()),
+        revision=revision,
+        max_memory=parse_size(max_memory) if max_memory else None,
+        workers=workers,
+        max_shard_size=parse_size(max_shard_size) if max_shard_size else None,
+        verify=verify,
+        gates=tuple(gate or ()),
+        resume=resume,
+        force=force,
+        trust_remote_code=trust_remote_code,
+    )
+    from lpconv.cli.progress import progress_for
+    from lpconv.convert import run
+    from lpconv.report.document import json_text
+    from lpconv.report.terminal import render_convert, render_plan, show
+
+    target = Path(output) if output else run.default_output(model, options)
+    if dry_run:
+        planned = run.plan(model, target, options)
+        print(json_text(planned), end="") if json else show(render_plan(planned))
+        return
+    command = shlex.join(["lpconv", *sys.argv[1:]])
+    with progress_for(quiet=quiet) as progress:
+        result = run.convert(model, target, options, progress=progress, command=command)
+    print(json_text(result), end="") if json else show(render_convert(result))

@@ -1,0 +1,52 @@
+"""`lpconv demo`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lpconv.cli.options import Force, Json, Quiet
+from lpconv.cli.progress import progress_for
+
+__all__ = ["demo"]
+
+# One run per method, and fp8 beside fp16 so that the comparison shows what a format costs.
+_RUNS = (("unit", "fp32"), ("unit", "fp16"), ("unit", "e4m3fn"), ("scalify", "fp16"), ("collage", "bf16"))
+
+
+def demo(
+    output: Annotated[
+        str, typer.Option("--output", "-o", help="The directory to write.", metavar="DIR")
+    ] = "lpconv-demo",
+    force: Force = False,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Convert the embedded model with every method, verify each, and compare them. Under a minute, no network.
+
+    [bold]Example[/bold]
+
+      lpconv demo -o my-demo
+    """
+    from lpconv.convert.options import ConvertOptions
+    from lpconv.convert.ranges import format_ranges
+    from lpconv.convert.run import convert
+    from lpconv.report.document import json_text
+    from lpconv.report.html import html_compare
+    from lpconv.report.terminal import render_compare, show
+
+    folder = Path(output)
+    results = []
+    with progress_for(quiet=quiet) as progress:
+        for method, fmt in _RUNS:
+            progress.message(f"converting the demo model: {method} {fmt}")
+            options = ConvertOptions(method=method, format=fmt, verify="logits", force=force)
+            command = f"lpconv convert demo --method {method} --format {fmt} --verify logits"
+            results.append(convert("demo", folder / f"{method}-{fmt}", options, progress=progress, command=command))
+    page = folder / "report.html"
+    page.write_text(html_compare(results, format_ranges()), encoding="utf-8")
+    if json:
+        print(json_text(results), end="")
+        return
+    show(render_compare(results))
+    print(f"\nThe comparison with plots is {page}; each run has its own report.html beside its model.")

@@ -1,0 +1,46 @@
+"""`lpconv doctor`."""
+
+from typing import Annotated
+
+import typer
+
+from lpconv.cli.options import Json
+
+__all__ = ["doctor"]
+
+
+def doctor(
+    require: Annotated[
+        str | None,
+        typer.Option("--require", help="Fail with exit code 4 unless all of these are there.", metavar="fp8,onnx,…"),
+    ] = None,
+    aliases: Annotated[
+        bool, typer.Option("--aliases", help="Print the short names of models and their hub ids.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Say what this machine can do: formats native or emulated, GPU, libraries, extras, disk, cache.
+
+    [bold]Examples[/bold]
+
+      lpconv doctor
+
+      lpconv doctor --require fp8,onnx
+    """
+    from lpconv.report.document import json_text
+    from lpconv.report.terminal import show
+
+    if aliases:
+        from lpconv.checkpoint.aliases import ALIASES
+        from lpconv.doctor.render import render_aliases
+
+        print(json_text(ALIASES), end="") if json else show(render_aliases())
+        return
+    from lpconv.doctor.examine import examine
+    from lpconv.doctor.render import render
+    from lpconv.doctor.require import require as check
+
+    result = examine()
+    print(json_text(result), end="") if json else show(render(result))
+    if require is not None:
+        check([name.strip() for name in require.split(",") if name.strip()], result)

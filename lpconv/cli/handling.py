@@ -1,0 +1,66 @@
+"""From exceptions and signals to messages and exit codes."""
+
+import functools
+import json
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from types import FrameType
+from typing import ParamSpec
+
+from lpconv.errors import InterruptedRunError, LpconvError
+
+__all__ = ["handled"]
+
+P = ParamSpec("P")
+
+
+class _Terminated(BaseException):
+    """SIGTERM arrived."""
+
+
+def handled(command: Callable[P, None]) -> Callable[P, None]:
+    """The command with its failures as one message on stderr (and a JSON document under --json) and an exit code."""
+
+    @functools.wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        signal.signal(signal.SIGTERM, _terminate)
+        as_json = bool(kwargs.get("json"))
+        try:
+            command(*args, **kwargs)
+        except LpconvError as e:
+            _fail(e, as_json)
+        except KeyboardInterrupt:
+            _fail(_interrupted(signal.SIGINT, kwargs), as_json)
+        except _Terminated:
+            _fail(_interrupted(signal.SIGTERM, kwargs), as_json)
+        except BrokenPipeError:
+            sys.stderr.close()  # the reader of our output left; Python would complain while closing stdout
+            sys.exit(141)
+        except Exception as e:
+            traceback.print_exc()
+            bug = LpconvError(
+                f"{type(e).__name__}: {e}", hint="this is a bug of lpconv; please report it with the above"
+            )
+            _fail(bug, as_json)
+
+    return run
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    raise _Terminated
+
+
+def _interrupted(number: int, kwargs: dict[str, object]) -> InterruptedRunError:
+    resumable = "resume" in kwargs
+    return InterruptedRunError(number, hint="run the same command with --resume to go on" if resumable else None)
+
+
+def _fail(error: LpconvError, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({"schema_version": 1, "error": error.to_dict()}, indent=2, default=str))
+    print(f"error: {error.message}", file=sys.stderr)
+    if error.hint:
+        print(f"hint: {error.hint}", file=sys.stderr)
+    sys.exit(error.exit_code)

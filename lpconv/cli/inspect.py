@@ -1,0 +1,42 @@
+"""`lpconv inspect`."""
+
+from typing import Annotated
+
+import typer
+
+from lpconv.cli.options import Json, Model, Quiet
+from lpconv.cli.progress import progress_for
+
+__all__ = ["inspect"]
+
+
+def inspect(
+    model: Model,
+    stats: Annotated[bool, typer.Option("--stats", help="Read the data: RMS, largest value, NaN and Inf.")] = False,
+    revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit on the hub.")] = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Show what a checkpoint holds, from its headers: dtypes, sizes, scales, ties, and what is wrong with it.
+
+    [bold]Examples[/bold]
+
+      lpconv inspect bert-large
+
+      lpconv inspect ./bert-large-unit-fp16 --stats --json
+    """
+    from lpconv.checkpoint.resolve import resolve
+    from lpconv.report.document import json_text
+    from lpconv.report.terminal import render_inspect, show
+
+    directory = resolve(model, revision=revision).directory
+    if stats:
+        from lpconv.convert.statistics import inspect_with_statistics
+
+        with progress_for(quiet=quiet) as progress:
+            found = inspect_with_statistics(directory, progress, name=model)
+    else:
+        from lpconv.checkpoint.inspect import inspect as inspect_headers
+
+        found = inspect_headers(directory, name=model)
+    print(json_text(found), end="") if json else show(render_inspect(found))

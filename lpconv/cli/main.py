@@ -1,0 +1,51 @@
+"""The `lpconv` command. Starting it, and every `--help`, imports neither torch nor transformers."""
+
+from typing import Annotated
+
+import typer
+
+import lpconv
+from lpconv.cli.batch import batch
+from lpconv.cli.convert import convert
+from lpconv.cli.demo import demo
+from lpconv.cli.doctor import doctor
+from lpconv.cli.handling import handled
+from lpconv.cli.inspect import inspect
+from lpconv.cli.report import report
+from lpconv.cli.restore import restore
+from lpconv.cli.verify import verify
+
+__all__ = ["app", "main", "run"]
+
+app = typer.Typer(
+    name="lpconv",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Rewrite Hugging Face checkpoints into low-precision forms that still are the model.",
+    epilog="Start with [bold]lpconv demo[/bold]. Exit codes are listed in docs/cli.md.",
+)
+
+for command in (convert, inspect, verify, restore, report, batch, doctor, demo):
+    app.command()(handled(command))
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"lpconv {lpconv.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Rewrite Hugging Face checkpoints into low-precision forms that still are the model."""
+
+
+def run() -> None:
+    """The console script."""
+    app()

@@ -1,0 +1,1 @@
+"""Conversion: plan, apply, verify, restore."""

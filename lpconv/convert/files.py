@@ -1,0 +1,167 @@
+"""The small files of an output: config, index, loader module, residual index, side files, provenance, checksums."""
+
+import importlib.resources
+import json
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lpconv.checkpoint.contents import Contents
+from lpconv.checkpoint.partfile import sha256_of, write_error, write_small
+from lpconv.checkpoint.residual import RESIDUAL_INDEX, residual_index
+from lpconv.checkpoint.staging import MARKER
+from lpconv.convert.plan import Plan
+from lpconv.convert.verify import SUMS
+from lpconv.errors import UnsupportedError
+from lpconv.formats.spec import FORMATS
+from lpconv.results import ConvertResult, FileRecord, to_json
+
+__all__ = [
+    "LOADER",
+    "check_convertible",
+    "copy_side_files",
+    "json_text",
+    "output_config",
+    "weight_index",
+    "write_metadata",
+    "write_provenance",
+    "write_sums",
+]
+
+LOADER = "lpconv_loader.py"
+# These describe one run, with its times; all other files depend only on source and options.
+_NOT_SUMMED = {SUMS, "report.json", "report.html"}
+
+
+def check_convertible(contents: Contents) -> None:
+    """Refuse checkpoints that are already quantised, or the half of one. Raises UnsupportedError."""
+    if (contents.directory / RESIDUAL_INDEX).exists():
+        raise UnsupportedError(
+            f"the checkpoint keeps a part of its weights in `{RESIDUAL_INDEX}`",
+            hint="run `lpconv restore` first, or delete the collage folder to convert the 16-bit weights alone",
+        )
+    quantization = contents.config.get("quantization_config")
+    if isinstance(quantization, dict):
+        method = quantization.get("quant_method", "another method")
+        hint = "run `lpconv restore` first" if method == "lpconv" else "convert from the unquantised checkpoint"
+        raise UnsupportedError(f"the checkpoint is already quantised by `{method}`", hint=hint)
+
+
+def output_config(contents: Contents, plan: Plan) -> dict[str, Any]:
+    """config.json of the output: the source's, and what the method needs in order to be opened.
+
+    A pair is an ordinary checkpoint of its 16-bit dtype. Scaled codes get a `quantization_config`, and an `auto_map` to
+    the loader module unless the source has code of its own.
+    """
+    config = dict(contents.config)
+    if plan.method.encoder == "pair":
+        key = "dtype" if "dtype" in config else "torch_dtype"  # every release of transformers reads the old name
+        config[key] = FORMATS[plan.options.format or ""].torch
+        return config
+    converted = [t for t in plan.tensors if t.format is not None]
+    config["quantization_config"] = {
+        "quant_method": "lpconv",
+        "format_version": 1,
+        "method": plan.method.name,
+        "format": plan.options.format,
+        "scale": plan.options.scale,
+        "leaves": sorted({t.name.rpartition(".")[2] for t in converted}) or ["weight"],
+        "exceptions": {t.name: t.format.name for t in converted if t.format and t.format.name != plan.options.format},
+    }
+    if "auto_map" not in config and "model_type" in config:
+        config["auto_map"] = {"AutoConfig": f"{LOADER.removesuffix('.py')}.Config"}
+    return config
+
+
+def write_metadata(directory: Path, contents: Contents, plan: Plan, files: Sequence[FileRecord]) -> None:
+    """Index, config, loader module and residual index. `files` are the weight files with their hashes."""
+    config = output_config(contents, plan)
+    write_small(directory / "config.json", json_text(config))
+    if LOADER.removesuffix(".py") in str(config.get("auto_map", "")):
+        write_small(directory / LOADER, _loader_source(str(config["model_type"])))
+    if len(plan.shards) > 1:
+        write_small(directory / "model.safetensors.index.json", json_text(_index(plan)))
+    hashes = {f.name: f.sha256 or "" for f in files}
+    pairs = [(s.residual.name, s.root.name, hashes[s.root.name]) for s in plan.shards if s.residual is not None]
+    if pairs:
+        write_small(directory / RESIDUAL_INDEX, json_text(residual_index(plan.options.residual or "", pairs)))
+
+
+def _index(plan: Plan) -> dict[str, Any]:
+    tensors = [(t, s.root.name) for s in plan.shards for t in s.root.tensors]
+    return weight_index({t.name: file for t, file in tensors}, sum(t.num_bytes for t, _ in tensors))
+
+
+def weight_index(files: Mapping[str, str], total_bytes: int) -> dict[str, Any]:
+    """The index of a sharded checkpoint, from a table of tensor names to files."""
+    return {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(files.items()))}
+
+
+def _loader_source(model_type: str) -> str:
+    # Found from the top: naming `lpconv.hf` would import it, and transformers with it, for seconds.
+    plugin = importlib.resources.files("lpconv").joinpath("hf", "plugin.py").read_text(encoding="utf-8")
+    return f'''{plugin}
+
+register()
+
+
+class Config:
+    """What `auto_map` in config.json points to: it makes the stock config, now that the quantizer is known."""
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+        return CONFIG_MAPPING[{model_type!r}].from_pretrained(*args, **kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, *args: Any) -> None:
+        """Nothing to register: saving must not take the stock config for code of this checkpoint."""
+'''
+
+
+def copy_side_files(
+    directory: Path, contents: Contents, names: Iterable[str], renamed: Mapping[str, str]
+) -> tuple[str, ...]:
+    """Copy side files, some under another name. Returns the names in `directory`."""
+    copied = []
+    for name in names:
+        target = renamed.get(name, name)
+        try:
+            (directory / target).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(contents.directory / name, directory / target)
+        except OSError as e:
+            raise write_error(e, directory / target) from e
+        copied.append(target)
+    return tuple(copied)
+
+
+def write_provenance(directory: Path, result: ConvertResult, contents: Contents, plan: Plan) -> None:
+    """lpconv.json: everything about the output that does not change from run to run or place to place.
+
+    `source_config` holds the values of config.json that the conversion replaced, None for those it added.
+    """
+    document: Mapping[str, Any] = to_json(result)
+    left_out = {"schema_version", "kind", "output", "seconds", "weights_seconds", "peak_rss_bytes", "command"}
+    config = output_config(contents, plan)
+    changed = {k: contents.config.get(k) for k in config if config[k] != contents.config.get(k)}
+    kept = {k: v for k, v in document.items() if k not in left_out}
+    write_small(directory / MARKER, json_text({"format_version": 1, **kept, "source_config": changed}))
+
+
+def write_sums(directory: Path, known: Iterable[FileRecord]) -> None:
+    """SHA256SUMS of every file of the output but the run's own reports; hashes that are known are not taken again."""
+    hashes = {f.name: f.sha256 for f in known}
+    names = sorted(p.relative_to(directory).as_posix() for p in directory.rglob("*") if p.is_file())
+    lines = []
+    for name in names:
+        if name in _NOT_SUMMED or name.startswith("journal."):
+            continue
+        lines.append(f"{hashes.get(name) or sha256_of(directory / name)}  {name}\n")
+    write_small(directory / SUMS, "".join(lines))
+
+
+def json_text(document: Mapping[str, Any]) -> str:
+    """A document for people to read: indented, in its own order."""
+    return json.dumps(document, indent=2, ensure_ascii=False) + "\n"

@@ -1,0 +1,127 @@
+"""Run source and output on the same inputs and compare what they say.
+
+One model at a time is in memory. Inputs are made from the config alone with a fixed seed: token ids for text models,
+noise for images and audio. Where the head of the architecture has no weights in the checkpoint, the bare model's hidden
+states are compared instead, because random heads would compare nothing.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from lpconv.errors import UnsupportedError
+from lpconv.hf.load import architecture, load
+from lpconv.results import LogitsCheck
+
+__all__ = ["check_logits", "example_inputs"]
+
+_BATCH, _LENGTH, _SEED = 2, 32, 0
+
+
+def check_logits(source: Path, output: Path, config: dict[str, Any], *, trust_remote_code: bool) -> LogitsCheck:
+    """Outputs of both models in fp32 on the CPU. Raises UnsupportedError where no inputs can be made for the model."""
+    with _quiet_transformers():
+        return _check(source, output, config, trust_remote_code)
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """No bars and no loading reports: what they would say is in our own result."""
+    logging = transformers.utils.logging
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _check(source: Path, output: Path, config: dict[str, Any], trust_remote_code: bool) -> LogitsCheck:
+    # Both directories are local; the flag decides whether their own Python files may run.
+    options = {"trust_remote_code": True} if trust_remote_code else {}
+    cls = architecture(config)
+    model, info = cls.from_pretrained(source, dtype=torch.float32, output_loading_info=True, **options)
+    if info["missing_keys"]:
+        cls = transformers.AutoModel
+        model = cls.from_pretrained(source, dtype=torch.float32, **options)
+    inputs = example_inputs(model)
+    name = type(model).__name__
+    wanted = _run(model.eval(), inputs)
+    del model
+    got = _run(load(output, dtype=torch.float32, model_class=cls, **options), inputs)
+    return _compare(wanted, got, name, _describe(inputs))
+
+
+def example_inputs(model: Any) -> dict[str, Tensor]:
+    """Inputs for one forward pass, the same for every run of the same config."""
+    make = _INPUTS.get(model.main_input_name)
+    if make is None:
+        raise UnsupportedError(
+            f"no example inputs for a model that reads `{model.main_input_name}`", hint="use --verify weights"
+        )
+    inputs = make(model.config, torch.Generator().manual_seed(_SEED))
+    if getattr(model.config, "is_encoder_decoder", False):
+        inputs["decoder_input_ids"] = _token_ids(model.config, torch.Generator().manual_seed(_SEED + 1))["input_ids"]
+    return inputs
+
+
+def _token_ids(config: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    text = config.get_text_config()
+    length = min(_LENGTH, getattr(text, "max_position_embeddings", _LENGTH) or _LENGTH)
+    ids = torch.randint(0, text.vocab_size, (_BATCH, length), generator=generator)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def _pixels(config: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    size = config.image_size
+    height, width = (size, size) if isinstance(size, int) else size
+    return {"pixel_values": torch.randn(_BATCH, getattr(config, "num_channels", 3), height, width, generator=generator)}
+
+
+def _spectrogram(config: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    frames = 2 * config.max_source_positions
+    return {"input_features": torch.randn(_BATCH, config.num_mel_bins, frames, generator=generator)}
+
+
+_INPUTS: dict[str, Callable[[Any, torch.Generator], dict[str, Tensor]]] = {
+    "input_ids": _token_ids,
+    "pixel_values": _pixels,
+    "input_features": _spectrogram,
+}
+
+
+def _run(model: Any, inputs: dict[str, Tensor]) -> Tensor:
+    with torch.inference_mode():
+        out = model(**inputs)
+    found = next((out[k] for k in ("logits", "last_hidden_state") if out.get(k) is not None), None)
+    if found is None:
+        raise UnsupportedError(f"{type(model).__name__} returns no logits", hint="use --verify weights")
+    logits: Tensor = found.float()
+    return logits
+
+
+def _describe(inputs: dict[str, Tensor]) -> str:
+    shapes = ", ".join(f"{k} {list(v.shape)}" for k, v in inputs.items() if k != "attention_mask")
+    return f"{shapes}, random with seed {_SEED}"
+
+
+def _compare(wanted: Tensor, got: Tensor, model: str, inputs: str) -> LogitsCheck:
+    difference = (wanted - got).double()
+    log_p, log_q = wanted.double().log_softmax(-1), got.double().log_softmax(-1)
+    return LogitsCheck(
+        max_abs_diff=float(difference.abs().max()),
+        rel_error=float(difference.norm() / wanted.double().norm()) if wanted.any() else float(difference.norm()),
+        bit_equal=torch.equal(wanted, got),
+        top1_agreement=float((wanted.argmax(-1) == got.argmax(-1)).double().mean()),
+        mean_kl=float((log_p.exp() * (log_p - log_q)).sum(-1).mean()),
+        model_class=model,
+        inputs=inputs,
+    )

@@ -1,0 +1,159 @@
+"""What the user asked for, checked. Plain Python; nothing here reads a file."""
+
+import dataclasses
+import math
+import re
+import shlex
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from lpconv.errors import UsageError
+from lpconv.formats.spec import get_format
+from lpconv.lookup import find
+from lpconv.methods import METHODS, Method
+
+__all__ = [
+    "VERIFY_LEVELS",
+    "ConvertOptions",
+    "FormatRule",
+    "command_line",
+    "matches",
+    "parse_rule",
+    "parse_size",
+    "with_defaults",
+]
+
+VERIFY_LEVELS = ("none", "weights", "logits", "auto")
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FormatRule:
+    """Tensors whose name matches `pattern` take `format`, or keep their own where it is ``keep``."""
+
+    pattern: str
+    format: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertOptions:
+    """Settings of one conversion. `with_defaults` fills in what is None.
+
+    Patterns are globs on dotted tensor names, or regular expressions after ``re:`` (matched anywhere in the name).
+    `max_memory` bounds the buffers in bytes, `max_shard_size` the payload of an output file (None: as the source's).
+    Only `method`, `format`, `residual`, `scale`, `include`, `exclude`, `rules` and `max_shard_size` shape the bytes.
+    """
+
+    method: str = "unit"
+    format: str | None = None
+    residual: str | None = None
+    scale: str = "pow2"
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    rules: tuple[FormatRule, ...] = ()
+    revision: str | None = None
+    max_memory: int | None = None
+    workers: int | None = None
+    max_shard_size: int | None = None
+    verify: str = "auto"
+    gates: tuple[str, ...] = ()
+    resume: bool = False
+    force: bool = False
+    trust_remote_code: bool = False
+
+
+def with_defaults(options: ConvertOptions) -> tuple[ConvertOptions, Method]:
+    """The options with the method's defaults filled in, and the method. Raises UsageError for what does not fit."""
+    method = find("method", options.method, METHODS)
+    fmt = method.format(options.format)
+    residual = _residual(method, fmt.name, options.residual)
+    if options.scale not in ("pow2", "exact"):
+        raise UsageError(f"unknown scale `{options.scale}`", hint="use pow2 or exact")
+    if options.verify not in VERIFY_LEVELS:
+        raise UsageError(f"unknown verification level `{options.verify}`", hint="use " + ", ".join(VERIFY_LEVELS))
+    if options.resume and options.force:
+        raise UsageError("--resume and --force exclude each other", hint="resume continues a run, force starts anew")
+    for rule in options.rules:
+        if rule.format != "keep":
+            method.format(rule.format)
+        if method.encoder == "pair" and rule.format not in ("keep", fmt.name):
+            raise UsageError(
+                f"rule `{rule.pattern}={rule.format}`: a {method.name} checkpoint has one format, {fmt.name}",
+                hint="use =keep, or another --format",
+            )
+    for pattern in (*options.include, *options.exclude, *(r.pattern for r in options.rules)):
+        _check_pattern(pattern)
+    return dataclasses.replace(options, format=fmt.name, residual=residual), method
+
+
+def command_line(model: str, options: ConvertOptions) -> str:
+    """The command that makes the same output: no folder, and nothing of how a run goes, such as --resume."""
+    single = (
+        ("method", options.method),
+        ("format", options.format),
+        ("residual", options.residual),
+        ("scale", options.scale if options.scale != "pow2" else None),
+        ("revision", options.revision),
+        ("max-shard-size", options.max_shard_size),
+        ("verify", options.verify if options.verify != "auto" else None),
+    )
+    repeated = (
+        ("include", options.include),
+        ("exclude", options.exclude),
+        ("rule", tuple(f"{r.pattern}={r.format}" for r in options.rules)),
+        ("gate", options.gates),
+    )
+    words = ["lpconv", "convert", model]
+    for option, value in (*single, *((o, v) for o, values in repeated for v in values)):
+        if value is not None:
+            words += [f"--{option}", str(value)]
+    return shlex.join([*words, *(["--trust-remote-code"] if options.trust_remote_code else [])])
+
+
+def _residual(method: Method, format_name: str, residual: str | None) -> str | None:
+    if not method.residuals:
+        if residual is not None:
+            raise UsageError(f"method `{method.name}` has no residual", hint="--residual belongs to collage")
+        return None
+    if format_name == "fp16":
+        if residual not in (None, "fp16"):
+            raise UsageError(f"residual `{residual}` needs format bf16", hint="leave --residual out with fp16")
+        return "fp16"
+    return find("residual", residual or method.residuals[0], {r: r for r in method.residuals})
+
+
+def _check_pattern(pattern: str) -> None:
+    if not pattern.startswith("re:"):
+        return
+    try:
+        re.compile(pattern[3:])
+    except (re.error, OverflowError, RecursionError) as e:
+        raise UsageError(f"pattern `{pattern}` is no regular expression: {e}", hint="escape dots as \\.") from e
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a tensor name fits a pattern: a glob over the whole name, or ``re:`` and an expression found anywhere."""
+    if pattern.startswith("re:"):
+        return re.search(pattern[3:], name) is not None
+    return fnmatchcase(name, pattern)
+
+
+def parse_rule(text: str) -> FormatRule:
+    """``PATTERN=FORMAT`` as a rule; FORMAT may be ``keep``. The last ``=`` separates."""
+    pattern, separator, name = text.rpartition("=")
+    if not separator or not pattern:
+        raise UsageError(f"rule `{text}` is not PATTERN=FORMAT", hint="for example --rule 'lm_head*=keep'")
+    if name != "keep":
+        get_format(name)
+    return FormatRule(pattern=pattern, format=name)
+
+
+def parse_size(text: str) -> int:
+    """``4GB``, ``512MiB`` or plain bytes as a number of bytes."""
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([KMGT]?I?)B?\s*", text.upper())
+    if not match or match[2] not in _UNITS:
+        raise UsageError(f"size `{text}` is not a number of bytes", hint="for example 4GB, 512MiB or 1000000")
+    size = float(match[1]) * _UNITS[match[2]]
+    if not 1 <= size < math.inf:
+        raise UsageError(f"size `{text}` is not a positive number of bytes", hint="for example 4GB")
+    return int(size)

@@ -1,0 +1,74 @@
+"""Which tensor is converted to what, and why. Decided from names, shapes and dtypes alone.
+
+In order: what is not floating point is kept; `--exclude` keeps; `--rule` decides; `--include` keeps what it does not
+name; then the method's default. For scaled codes the default converts matrices, and 8-bit formats leave embeddings and
+output heads in 16 bits. For a pair (Collage) the default converts every tensor wider than 16 bits, because nothing is
+lost: the residual holds what rounding took.
+"""
+
+import re
+from dataclasses import dataclass
+
+from lpconv.checkpoint.header import DTYPE_BITS, TensorInfo
+from lpconv.convert.options import ConvertOptions, matches
+from lpconv.formats.spec import FORMATS, Format
+from lpconv.methods import Method
+
+__all__ = ["Decision", "decide"]
+
+# Name parts of embeddings and output heads across architectures; unknown architectures fall back to the matrix rule.
+_EMBEDDING = re.compile(
+    r"(^|\.)(embeddings?|shared|embed_\w+|\w+_embeddings?|\w+_embed|wte|wpe|embed|relative_attention_bias)(\.|$)"
+)
+_HEAD = re.compile(
+    r"(^|\.)(lm_head|\w*_lm_head|embed_out|predictions|classifier|score|qa_outputs|vocab_projector)(\.|$)"
+)
+_FLOATS = {"F64", "F32", "F16", "BF16"}
+_NARROW = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """`format` is None where the tensor is kept as it is. `reason` is for people."""
+
+    format: Format | None
+    reason: str
+
+
+def decide(info: TensorInfo, options: ConvertOptions, method: Method) -> Decision:
+    """What to do with one tensor."""
+    if info.dtype not in _FLOATS:
+        return Decision(format=None, reason="not floating point" if info.dtype[0] != "F" else f"already {info.dtype}")
+    if info.num_elements == 0:
+        return Decision(format=None, reason="empty")
+    for pattern in options.exclude:
+        if matches(pattern, info.name):
+            return Decision(format=None, reason=f"excluded by `{pattern}`")
+    wanted = FORMATS[options.format or method.default_format]
+    for rule in options.rules:
+        if matches(rule.pattern, info.name):
+            return _by_rule(rule.pattern, rule.format)
+    if options.include and not any(matches(p, info.name) for p in options.include):
+        return Decision(format=None, reason="not included")
+    return _pair_default(info, wanted) if method.encoder == "pair" else _scaled_default(info, wanted)
+
+
+def _by_rule(pattern: str, name: str) -> Decision:
+    return Decision(format=None if name == "keep" else FORMATS[name], reason=f"rule `{pattern}`")
+
+
+def _pair_default(info: TensorInfo, wanted: Format) -> Decision:
+    if DTYPE_BITS[info.dtype] <= _NARROW and info.dtype == wanted.safetensors:
+        return Decision(format=None, reason=f"already {wanted.name}: the residual is zero")
+    return Decision(format=wanted, reason="pair")
+
+
+def _scaled_default(info: TensorInfo, wanted: Format) -> Decision:
+    if len(info.shape) < 2:
+        return Decision(format=None, reason="norm, bias or other vector")
+    what = "embedding" if _EMBEDDING.search(info.name) else "output head" if _HEAD.search(info.name) else None
+    if wanted.storage_bits >= _NARROW or what is None:
+        return Decision(format=wanted, reason=what or "matrix")
+    if DTYPE_BITS[info.dtype] <= _NARROW:
+        return Decision(format=None, reason=f"{what}: 16 bits by default")
+    return Decision(format=FORMATS["fp16"], reason=f"{what}: 16 bits by default")

@@ -1,0 +1,118 @@
+"""Read a converted checkpoint back: records from `lpconv.json`, values decoded block by block."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from lpconv.checkpoint.contents import Contents, read_contents, read_json
+from lpconv.checkpoint.header import DTYPE_BITS
+from lpconv.checkpoint.residual import read_residual
+from lpconv.checkpoint.source import TORCH_DTYPES, SafetensorsSource, TensorEntry
+from lpconv.checkpoint.staging import MARKER
+from lpconv.convert.encode import decode_scaled
+from lpconv.convert.plan import SCALE_SUFFIX
+from lpconv.errors import InputError
+from lpconv.mcf.split import RESIDUALS, Residual
+from lpconv.results import TensorRecord, from_json
+
+__all__ = ["OutputReader", "read_provenance"]
+
+_FORMAT_VERSION = 1
+
+
+def read_provenance(directory: Path) -> dict[str, Any]:
+    """The document `lpconv.json` of an output. Raises InputError where there is none, or a newer one."""
+    if not (directory / MARKER).exists():
+        raise InputError(f"`{directory}` has no {MARKER}", hint="pass an output of `lpconv convert`")
+    document = read_json(directory / MARKER)
+    if document.get("format_version") != _FORMAT_VERSION:
+        raise InputError(f"`{directory}` has format_version {document.get('format_version')}", hint="update lpconv")
+    return document
+
+
+class OutputReader:
+    """The tensors of a converted checkpoint under their source names.
+
+    `records` says how each was converted; `from_directory` takes them from the output itself.
+    """
+
+    def __init__(self, directory: Path, records: Sequence[TensorRecord]) -> None:
+        contents = read_contents(directory)
+        self.records = {r.name: r for r in records if r.action != "tie"}
+        self._root = SafetensorsSource(contents)
+        residuals = read_residual(directory)
+        self._form: Residual | None = RESIDUALS[residuals.form] if residuals else None
+        self._low = _residual_source(contents, residuals.files) if residuals else None
+        self._scales = {r.name: self._scale(r) for r in self.records.values() if r.scale is not None}
+
+    @classmethod
+    def from_directory(cls, directory: Path) -> Self:
+        document = read_provenance(directory)
+        return cls(directory, [from_json(TensorRecord, t) for t in document["tensors"]])
+
+    @property
+    def form(self) -> str:
+        """The residual's form, a key of `RESIDUALS`; empty for scaled checkpoints."""
+        return self._form.name if self._form else ""
+
+    @property
+    def entries(self) -> Mapping[str, TensorEntry]:
+        return self._root.entries
+
+    def _scale(self, record: TensorRecord) -> float:
+        name = record.name + SCALE_SUFFIX
+        if name not in self.entries:
+            raise InputError(f"the codes of `{record.name}` have no scale", hint="fetch the checkpoint again")
+        raw = torch.empty(4, dtype=torch.uint8)
+        self._root.read_bytes(name, 0, raw)
+        return float(raw.view(torch.float32))
+
+    def stored(self, name: str, start: int, stop: int) -> Tensor:
+        """Elements `start` to `stop` as they lie in the root file: codes, 16-bit numbers, or the kept tensor."""
+        return _range(self._root, name, start, stop)
+
+    def values(self, name: str, start: int, stop: int) -> Tensor:
+        """Elements `start` to `stop` of a converted tensor, decoded to fp32."""
+        stored = self.stored(name, start, stop)
+        if name in self._scales:
+            return decode_scaled(stored, self._scales[name])
+        assert self._form is not None
+        assert self._low is not None
+        return self._form.merge(stored, _range(self._low, name, start, stop))
+
+    def close(self) -> None:
+        self._root.close()
+        if self._low is not None:
+            self._low.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def _residual_source(contents: Contents, files: tuple[str, ...]) -> SafetensorsSource:
+    return SafetensorsSource(
+        Contents(
+            directory=contents.directory,
+            kind="safetensors",
+            weight_files=files,
+            weight_map=None,
+            config={},
+            side_files=(),
+        )
+    )
+
+
+def _range(source: SafetensorsSource, name: str, start: int, stop: int) -> Tensor:
+    if name not in source.entries:
+        raise InputError(f"tensor `{name}` is not in the checkpoint", hint="fetch the checkpoint again")
+    bits = DTYPE_BITS[source.entries[name].info.dtype]
+    raw = torch.empty((stop - start) * bits // 8, dtype=torch.uint8)
+    source.read_bytes(name, start * bits // 8, raw)
+    return raw.view(TORCH_DTYPES.get(source.entries[name].info.dtype, torch.uint8))

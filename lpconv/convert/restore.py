@@ -1,0 +1,124 @@
+"""From a converted checkpoint back to a plain one, under the source's names, shapes and dtypes.
+
+Bit-exact where the form is: unit and Scalify with fp32 codes and power-of-two scales, Collage with exact16.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lpconv.checkpoint.contents import Contents, read_contents
+from lpconv.checkpoint.header import DTYPE_BITS, TensorInfo, encode_header
+from lpconv.checkpoint.partfile import PartFile, write_small
+from lpconv.checkpoint.source import TORCH_DTYPES
+from lpconv.checkpoint.staging import Staging, check_apart
+from lpconv.convert.encode import BLOCK_ELEMENTS
+from lpconv.convert.files import copy_side_files, json_text, weight_index
+from lpconv.convert.reader import OutputReader, read_provenance
+from lpconv.convert.verify import SUMS
+from lpconv.progress import Progress
+from lpconv.results import FileRecord, TensorRecord
+
+__all__ = ["RestoreResult", "restore"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestoreResult:
+    """A plain checkpoint made from a converted one. `exact` says that its bytes are the source's."""
+
+    schema_version: int = 1
+    kind: str = "restore"
+    path: str
+    output: str
+    method: str
+    exact: bool
+    num_tensors: int
+    files: tuple[FileRecord, ...]
+
+
+def restore(directory: Path, output: Path, *, force: bool, progress: Progress) -> RestoreResult:
+    """Write the plain checkpoint of a converted one into `output`; shards, side files and config as the source had.
+
+    Raises InputError for a directory that is no output of ours, or whose residual belongs to other weights.
+    """
+    check_apart(directory, output)
+    provenance = read_provenance(directory)
+    contents = read_contents(directory)
+    with (
+        OutputReader.from_directory(directory) as reader,
+        Staging(output, {"restore": str(directory)}, resume=False, force=force) as staging,
+    ):
+        records = list(reader.records.values())
+        progress.start("restoring", sum(r.bytes_in for r in records))
+        files, index = [], {}
+        for name in contents.weight_files:
+            members = [r for r in records if reader.entries[r.name].file == name]
+            files.append(_write(reader, name, members, staging.directory, progress))
+            index.update(dict.fromkeys((r.name for r in members), name))
+        if len(contents.weight_files) > 1:
+            total = sum(r.bytes_in for r in records)
+            write_small(staging.directory / "model.safetensors.index.json", json_text(weight_index(index, total)))
+        write_small(staging.directory / "config.json", json_text(_plain_config(contents, provenance)))
+        _copy_side_files(staging.directory, contents)
+        staging.publish()
+    return RestoreResult(
+        path=str(directory),
+        output=str(output),
+        method=str(provenance["method"]),
+        exact=all(_is_exact(r) for r in records if r.action == "convert"),
+        num_tensors=len(records),
+        files=tuple(files),
+    )
+
+
+def _is_exact(record: TensorRecord) -> bool:
+    """Whether decoding gives the source's bits. Errors are measured from fp32, to which F64 was rounded first."""
+    return record.max_rel_error == 0 and record.source_dtype != "F64"
+
+
+def _write(
+    reader: OutputReader, name: str, members: list[TensorRecord], directory: Path, progress: Progress
+) -> FileRecord:
+    ordered = sorted(members, key=lambda r: (-DTYPE_BITS[r.source_dtype], r.name))
+    infos, position = [], 0
+    for r in ordered:
+        infos.append(
+            TensorInfo(name=r.name, dtype=r.source_dtype, shape=r.shape, begin=position, end=position + r.bytes_in)
+        )
+        position += r.bytes_in
+    header = encode_header(infos, {"format": "pt"})
+    with ThreadPoolExecutor(1) as flusher:
+        part = PartFile(directory, name, len(header) + position, flusher)
+        part.append(header)
+        for record, info in zip(ordered, infos, strict=True):
+            for start in range(0, info.num_elements, BLOCK_ELEMENTS):
+                stop = min(start + BLOCK_ELEMENTS, info.num_elements)
+                part.append(_plain(reader, record, start, stop).view(torch.uint8).numpy().data)
+                progress.advance((stop - start) * DTYPE_BITS[info.dtype] // 8)
+        return part.finish()
+
+
+def _plain(reader: OutputReader, record: TensorRecord, start: int, stop: int) -> torch.Tensor:
+    if record.action == "keep":
+        return reader.stored(record.name, start, stop)
+    return reader.values(record.name, start, stop).to(TORCH_DTYPES[record.source_dtype])
+
+
+def _plain_config(contents: Contents, provenance: dict[str, Any]) -> dict[str, Any]:
+    """The config without what the conversion added; the source's own values come back from the provenance."""
+    config = {k: v for k, v in contents.config.items() if k != "quantization_config"}
+    for key, value in provenance["source_config"].items():
+        if value is None:
+            config.pop(key, None)
+        else:
+            config[key] = value
+    return config
+
+
+def _copy_side_files(directory: Path, contents: Contents) -> None:
+    ours = {"README.md", SUMS, "lpconv_loader.py"}
+    kept = tuple(n for n in contents.side_files if n not in ours and not n.startswith("collage/"))
+    copy_side_files(directory, contents, kept, renamed={"README.source.md": "README.md"})

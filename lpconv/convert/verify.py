@@ -1,0 +1,161 @@
+"""Is the output what it should be? Files against their hashes, weights against the source, outputs against outputs.
+
+Weights are decoded from the files as they lie on the disk and compared with what the reference rounding of
+`lpconv.formats.cast` gives for the source's values: an implementation that the encoder does not share.
+"""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lpconv.checkpoint.header import DTYPE_BITS
+from lpconv.checkpoint.partfile import sha256_of
+from lpconv.checkpoint.source import TORCH_DTYPES, Source
+from lpconv.convert.encode import BLOCK_ELEMENTS
+from lpconv.convert.reader import OutputReader
+from lpconv.convert.records import sqnr_db
+from lpconv.errors import InputError
+from lpconv.formats.cast import cast
+from lpconv.formats.spec import FORMATS
+from lpconv.mcf.split import RESIDUALS
+from lpconv.progress import Progress
+from lpconv.results import HashCheck, TensorRecord, WeightsCheck
+
+__all__ = ["SUMS", "check_hashes", "check_samples", "check_weights"]
+
+SUMS = "SHA256SUMS"
+_SAMPLE_ELEMENTS = 2**14
+
+
+def check_hashes(directory: Path, progress: Progress) -> HashCheck:
+    """Every file that SHA256SUMS lists. Raises InputError where there is no such list."""
+    path = directory / SUMS
+    if not path.exists():
+        raise InputError(f"`{directory}` has no {SUMS}", hint="pass an output of `lpconv convert`")
+    listed = [line.split("  ", 1) for line in path.read_text(encoding="utf-8").splitlines()]
+    files = {name: digest for digest, name in listed}
+    progress.start("hashing", sum((directory / n).stat().st_size for n in files if (directory / n).is_file()))
+    mismatched = []
+    for name, digest in files.items():
+        found = directory / name
+        if not found.is_file() or sha256_of(found) != digest:
+            mismatched.append(name)
+        if found.is_file():
+            progress.advance(found.stat().st_size)
+    return HashCheck(num_files=len(files), mismatched=tuple(mismatched))
+
+
+def check_samples(source: Source, output: OutputReader) -> tuple[int, tuple[str, ...]]:
+    """Compare the first, a middle and the last piece of every tensor; (elements compared, names that differ)."""
+    count, mismatched = 0, []
+    for record in output.records.values():
+        for start, stop in _sample_ranges(math.prod(record.shape)):
+            count += stop - start
+            if not _is_right(source, output, record, start, stop):
+                mismatched.append(record.name)
+                break
+    return count, tuple(mismatched)
+
+
+def check_weights(source: Source, output: OutputReader, progress: Progress) -> WeightsCheck:
+    """Compare every element of every tensor, and measure the errors again from the files."""
+    progress.start("comparing weights", sum(source.entries[n].info.num_bytes for n in output.records))
+    worst_error, min_sqnr, worst, count, num_converted = 0.0, math.inf, None, 0, 0
+    mismatched = []
+    for record in output.records.values():
+        signal = noise = 0.0
+        right = True
+        for start, stop in _blocks(math.prod(record.shape)):
+            right = _is_right(source, output, record, start, stop) and right
+            count += stop - start
+            progress.advance((stop - start) * DTYPE_BITS[record.source_dtype] // 8)
+            if record.action == "convert":
+                s, n, e = _errors(_source_values(source, record, start, stop), output.values(record.name, start, stop))
+                signal, noise, worst_error = signal + s, noise + n, max(worst_error, e)
+        if not right:
+            mismatched.append(record.name)
+        if record.action == "convert":
+            num_converted += 1
+            sqnr = sqnr_db(signal, noise)
+            if sqnr < min_sqnr:
+                min_sqnr, worst = sqnr, record.name
+    return WeightsCheck(
+        max_rel_error=worst_error,
+        min_sqnr_db=min_sqnr,
+        worst=worst,
+        num_tensors=num_converted,
+        num_elements_checked=count,
+        mismatched=tuple(mismatched),
+    )
+
+
+def _blocks(num_elements: int) -> Iterator[tuple[int, int]]:
+    for start in range(0, num_elements, BLOCK_ELEMENTS):
+        yield start, min(start + BLOCK_ELEMENTS, num_elements)
+
+
+def _sample_ranges(num_elements: int) -> Iterator[tuple[int, int]]:
+    """At most three pieces, the first, a middle and the last, on even offsets so that packed formats divide."""
+    if num_elements <= 3 * _SAMPLE_ELEMENTS:
+        yield 0, num_elements
+        return
+    last = (num_elements - _SAMPLE_ELEMENTS) // 8 * 8
+    middle = last // 16 * 8
+    yield from ((0, _SAMPLE_ELEMENTS), (middle, middle + _SAMPLE_ELEMENTS), (last, num_elements))
+
+
+def _source_values(source: Source, record: TensorRecord, start: int, stop: int) -> Tensor:
+    return _source_range(source, record, start, stop).float()
+
+
+def _source_range(source: Source, record: TensorRecord, start: int, stop: int) -> Tensor:
+    bits = DTYPE_BITS[record.source_dtype]
+    raw = torch.empty((stop - start) * bits // 8, dtype=torch.uint8)
+    source.read_bytes(record.name, start * bits // 8, raw)
+    return raw.view(TORCH_DTYPES.get(record.source_dtype, torch.uint8))
+
+
+def _is_right(source: Source, output: OutputReader, record: TensorRecord, start: int, stop: int) -> bool:
+    if start == stop:
+        return True
+    if record.action == "keep":
+        kept, original = output.stored(record.name, start, stop), _source_range(source, record, start, stop)
+        return torch.equal(kept.view(torch.uint8), original.view(torch.uint8))
+    value = _source_values(source, record, start, stop)
+    got = output.values(record.name, start, stop)
+    if record.scale is not None:
+        return _same(got, _reference(value, record.scale, record.format))
+    form = RESIDUALS[output.form]
+    bound = (value.abs().double() * form.relative_bound).clamp_min(form.absolute_bound)
+    ordinary = torch.isfinite(value) & torch.isfinite(output.stored(record.name, start, stop).float())
+    close = (value.double() - got.double()).abs() <= bound
+    return bool((close | ~ordinary).all()) and _same(got[~torch.isfinite(value)], value[~torch.isfinite(value)])
+
+
+def _reference(value: Tensor, scale: float, name: str) -> Tensor:
+    """The values that codes of `value` should stand for, by the reference rounding."""
+    fmt = FORMATS[name]
+    unit = value / scale
+    if fmt.has_inf:
+        return cast(unit, fmt, overflow="inf") * scale
+    return cast(unit.masked_fill(torch.isinf(unit), math.nan), fmt) * scale
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Equal bit for bit, but for the payload of NaNs."""
+    return torch.equal(torch.isnan(a), torch.isnan(b)) and torch.equal(
+        a.nan_to_num(0.0, math.inf, -math.inf).view(torch.int32),
+        b.nan_to_num(0.0, math.inf, -math.inf).view(torch.int32),
+    )
+
+
+def _errors(value: Tensor, got: Tensor) -> tuple[float, float, float]:
+    """(Σx², Σ(x - x̂)², max |x - x̂| / |x|) over finite elements, in fp64."""
+    finite = torch.isfinite(value)
+    x, y = value[finite].double(), got[finite].double()
+    error = x - y
+    relative = (error / x).nan_to_num_(0.0, math.inf, -math.inf).abs()
+    return float(x @ x), float(error @ error), float(relative.max()) if relative.numel() else 0.0

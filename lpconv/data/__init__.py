@@ -1,0 +1,31 @@
+"""What ships with lpconv: a tiny checkpoint that this project trained, and public-domain text to train and test it on.
+
+Both are ordinary files inside the package, so a plain path to them works from an installed wheel. `README.md` beside
+this file says where they come from; `benchmarks/train_demo.py` makes the checkpoint again.
+"""
+
+from importlib.resources import files
+from pathlib import Path
+
+from lpconv.lookup import find
+
+__all__ = ["demo_checkpoint", "demo_text"]
+
+TEXTS = {"train": "train.txt", "heldout": "heldout.txt"}
+
+
+def demo_checkpoint() -> Path:
+    """The directory of the demo checkpoint: a byte-level Llama in Hugging Face form, fp32 safetensors, tied embeddings.
+
+    `metrics.json` in it holds the figures of its training, held-out bits per byte first.
+    """
+    return Path(str(files(__name__) / "demo"))
+
+
+def demo_text(split: str) -> Path:
+    """The ASCII text file of `split`: plays the demo checkpoint trained on (`train`) or one it never saw (`heldout`).
+
+    In `train`, a line ``<|endoftext|>`` stands between two plays; the demo tokenizer reads it as one id. Raises
+    `UsageError` for any other split.
+    """
+    return Path(str(files(__name__) / "text" / find("text split", split, TEXTS)))

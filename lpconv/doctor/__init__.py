@@ -1,0 +1,1 @@
+"""What this machine can do: number formats per device, libraries, extras, memory, disk and the model cache."""

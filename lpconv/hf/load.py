@@ -1,0 +1,62 @@
+"""Open an output of any method as a model."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from lpconv.checkpoint.contents import Contents, read_contents
+from lpconv.checkpoint.residual import Residuals, read_residual
+from lpconv.checkpoint.source import SafetensorsSource, read_tensor
+from lpconv.errors import UnsupportedError
+from lpconv.hf.plugin import register
+from lpconv.mcf.split import RESIDUALS
+
+__all__ = ["architecture", "load", "merged_state"]
+
+
+def load(path: str | Path, *, dtype: torch.dtype | None = None, model_class: Any = None, **kwargs: Any) -> Any:
+    """The model in a checkpoint directory, in evaluation mode, of `model_class` or the class that its config names.
+
+    Scaled checkpoints (unit, Scalify) are decoded into `dtype`, by default the source's. A Collage checkpoint is opened
+    with its residual added back, in fp32 by default; with another `dtype` it is the sum rounded to it. Further
+    arguments go to `from_pretrained`. Raises InputError where the residual does not belong to the weights.
+    """
+    register()
+    contents = read_contents(Path(path))
+    cls = model_class or architecture(contents.config)
+    residuals = read_residual(contents.directory)
+    if residuals is None:
+        return cls.from_pretrained(contents.directory, dtype=dtype or "auto", **kwargs).eval()
+    config = transformers.AutoConfig.from_pretrained(contents.directory)
+    state = merged_state(contents, residuals)
+    model = cls.from_pretrained(None, config=config, state_dict=state, dtype=dtype or torch.float32, **kwargs)
+    if model.can_generate() and (contents.directory / "generation_config.json").exists():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(contents.directory)
+    return model.eval()
+
+
+def merged_state(contents: Contents, residuals: Residuals) -> dict[str, Tensor]:
+    """Every tensor of a Collage checkpoint under its stored name; those with a residual in fp32, with it added."""
+    form = RESIDUALS[residuals.form]
+    with SafetensorsSource(contents) as source:
+        state = {name: read_tensor(source, name) for name in source.entries}
+    for name, low in residuals.tensors():
+        state[name] = form.merge(state[name], low)
+    return state
+
+
+def architecture(config: dict[str, Any]) -> Any:
+    """The transformers class that config.json's `architectures` names; AutoModel where it names none."""
+    names = config.get("architectures") or []
+    if not names:
+        return transformers.AutoModel
+    found = getattr(transformers, names[0], None)
+    if found is None:
+        raise UnsupportedError(
+            f"transformers {transformers.__version__} has no class `{names[0]}`",
+            hint="open it with the Auto class of your task and trust_remote_code=True",
+        )
+    return found

@@ -1,0 +1,223 @@
+"""The model card (README.md) of an output: what it is, how to open it, what was measured, how to go back.
+
+Every figure comes from the record. Names are escaped, since they come from files that anybody may have made.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+
+import yaml
+
+from lpconv.report.compare import RUN_FIGURES, figures
+from lpconv.report.grouping import converted, done_groups, worst_tensors
+from lpconv.report.numbers import (
+    MISSING,
+    count_text,
+    error_text,
+    scale_text,
+    size_text,
+    sqnr_text,
+)
+from lpconv.report.printable import printable_record
+from lpconv.report.words import besides_rounding, checks, method_name, summary, verdict
+from lpconv.results import ConvertResult
+
+__all__ = ["model_card"]
+
+_TAGS = {"unit": "unit-scaling", "scalify": "scalify", "collage": "collage"}
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+# An underscore inside a word is no markup.
+_SPECIAL = re.compile(r"([\\`*\[\]#|~$]|(?<!\w)_|_(?!\w))")
+# Ends of the class names in config.json's `architectures`, and the auto class that builds them.
+_AUTO_CLASSES = {
+    "ForCausalLM": "AutoModelForCausalLM",
+    "LMHeadModel": "AutoModelForCausalLM",
+    "ForMaskedLM": "AutoModelForMaskedLM",
+    "ForConditionalGeneration": "AutoModelForSeq2SeqLM",
+    "ForSequenceClassification": "AutoModelForSequenceClassification",
+    "ForTokenClassification": "AutoModelForTokenClassification",
+    "ForQuestionAnswering": "AutoModelForQuestionAnswering",
+}
+_WORST = 5
+
+
+def model_card(result: ConvertResult) -> str:
+    """The card as Markdown with a YAML front matter, ending in one newline.
+
+    It has no time, memory or path in it: converting again gives the same bytes.
+    """
+    result = printable_record(result)
+    title = f"{result.source.name}: {method_name(result.method)}, {result.format}"
+    sections = (
+        _front_matter(result),
+        f"# {_text(title)}\n\n{_text(summary(result))}",
+        _how_to_open(result),
+        _measured(result),
+        _tensors(result),
+        _verification(result),
+        _going_back(result),
+        _provenance(result),
+    )
+    return "\n\n".join(sections) + "\n"
+
+
+def _front_matter(result: ConvertResult) -> str:
+    methods = [_TAGS.get(part, part) for part in result.method.split("+")]
+    facts: dict[str, object] = {"library_name": "lpconv"}
+    if _is_hub_id(result):
+        facts |= {"base_model": result.source.resolved, "base_model_relation": "quantized"}
+    facts["tags"] = ["lpconv", *methods, result.format, "low-precision"]
+    return f"---\n{yaml.safe_dump(facts, sort_keys=False, width=10_000).strip()}\n---"
+
+
+def _is_hub_id(result: ConvertResult) -> bool:
+    """A directory may look like a hub id; a record of a hub download carries a revision."""
+    return result.source.revision is not None and _HUB_ID.fullmatch(result.source.resolved) is not None
+
+
+def _how_to_open(result: ConvertResult) -> str:
+    return _open_collage(result) if result.method == "collage" else _open_codes(result)
+
+
+def _open_codes(result: ConvertResult) -> str:
+    auto = _auto_class(result)
+    return f"""## How to open it
+
+```python
+import lpconv.hf  # registers the format with transformers
+from transformers import {auto}
+
+model = {auto}.from_pretrained("PATH")
+```
+
+The loader module in this directory registers it too, for code that cannot import lpconv.hf first:
+`{auto}.from_pretrained("PATH", trust_remote_code=True)`.
+
+Plain transformers refuses these weights on purpose. The codes mean nothing without their scales, so they are stored
+with one more axis than the model's weights have, and loading them without lpconv stops with a size mismatch."""
+
+
+def _open_collage(result: ConvertResult) -> str:
+    auto = _auto_class(result)
+    return f"""## How to open it
+
+This directory is an ordinary {result.format} checkpoint: plain transformers and any other tool can open it.
+
+```python
+from transformers import {auto}
+
+model = {auto}.from_pretrained("PATH")
+```
+
+What {result.format} rounded away is kept beside it, under `collage/`. With lpconv the residual comes back:
+
+```python
+import lpconv
+
+model = lpconv.load("PATH")
+```"""
+
+
+def _auto_class(result: ConvertResult) -> str:
+    name = result.architecture or ""
+    return next((auto for end, auto in _AUTO_CLASSES.items() if name.endswith(end)), "AutoModel")
+
+
+def _measured(result: ConvertResult) -> str:
+    rows = [(f.label, _text(f.values[0])) for f in figures([result]) if f.label not in RUN_FIGURES]
+    return f"## What was measured\n\n{_table(('figure', 'value'), rows)}"
+
+
+def _tensors(result: ConvertResult) -> str:
+    groups = [
+        (
+            g.action,
+            count_text(g.num_tensors),
+            _text(f"{g.source_dtype} → {g.format}" if g.action == "convert" else g.source_dtype),
+            size_text(g.bytes_in),
+            size_text(g.bytes_out),
+            _text(g.reason),
+        )
+        for g in done_groups(result.tensors)
+    ]
+    text = f"## Tensors\n\n{_table(('action', 'tensors', 'format', 'before', 'after', 'why'), groups)}"
+    worst = [
+        (
+            _code(t.name),
+            _text(t.format),
+            sqnr_text(t.sqnr_db),
+            error_text(t.max_rel_error),
+            scale_text(t.scale),
+            besides_rounding(t),
+        )
+        for t in worst_tensors(result.tensors, _WORST)
+    ]
+    if not worst:
+        return text
+    head = ("tensor", "format", "SQNR, dB", "max rel. error", "scale", "besides rounding")
+    return f"{text}\n\nThe tensors with the lowest signal-to-noise ratio:\n\n{_table(head, worst)}"
+
+
+def _verification(result: ConvertResult) -> str:
+    v = result.verify
+    outcome = {True: "passed", False: "failed", None: "not run"}
+    lines = [f"- {_text(c.name)}: {outcome[c.passed]}; {_text(c.text)}" for c in checks(v)]
+    lines += [f"- problem: {_text(p)}" for p in v.problems]
+    level = "" if verdict(v) == "not run" else f", level {_text(v.level)}"
+    return "\n".join([f"## Verification: {verdict(v)}{level}", *([""] if lines else []), *lines])
+
+
+def _going_back(result: ConvertResult) -> str:
+    return f"""## How to get the original back
+
+```
+lpconv restore PATH -o ORIGINAL
+```
+
+writes a plain checkpoint again: kept tensors bit for bit, converted ones {_fidelity(result)}."""
+
+
+def _fidelity(result: ConvertResult) -> str:
+    changed = converted(result.tensors)
+    if any(t.sqnr_db is None for t in changed):
+        return "as near as the stored form holds them (not measured)"
+    if all(t.sqnr_db == math.inf for t in changed):
+        return "exactly, since none of them lost anything"
+    return "with the errors given above"
+
+
+def _provenance(result: ConvertResult) -> str:
+    source = result.source.resolved if _is_hub_id(result) else result.source.name
+    facts = [("source", _code(source)), ("revision", _code(result.source.revision or MISSING))]
+    facts += [(_text(name), _code(version)) for name, version in sorted(result.versions.items())]
+    text = f"## Provenance\n\n{_table(('what', 'which'), facts)}"
+    if result.warnings:
+        text += "\n\nWarnings:\n\n" + "\n".join(f"- {_text(w)}" for w in result.warnings)
+    if not result.command:
+        return text
+    fence = _fence(result.command)
+    return f"{text}\n\nMade by ({method_name(result.method)}):\n\n{fence}\n{result.command}\n{fence}"
+
+
+def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _text(text: str) -> str:
+    """Text that Markdown and HTML show as it is."""
+    return _SPECIAL.sub(r"\\\1", text).replace("&", "&amp;").replace("<", "&lt;")
+
+
+def _code(text: str) -> str:
+    """A code span, also inside a table, where even a code span may not hold a bare pipe."""
+    ticks = _fence(text, least=1)
+    pad = " " if "`" in text else ""
+    return f"{ticks}{pad}{text}{pad}{ticks}".replace("|", "\\|")
+
+
+def _fence(text: str, least: int = 3) -> str:
+    """More backticks than any run of them in the text."""
+    longest = max((len(run) for run in re.findall("`+", text)), default=0)
+    return "`" * max(least, longest + 1)

@@ -1,0 +1,125 @@
+"""Numbers as people read them.
+
+A missing number is a dash, an infinite SQNR is "exact", sizes are decimal (1 MB = 10^6 B).
+"""
+
+import math
+from datetime import timedelta
+
+__all__ = [
+    "MISSING",
+    "change_text",
+    "count_text",
+    "duration_text",
+    "error_text",
+    "number_text",
+    "plural",
+    "rate_text",
+    "scale_text",
+    "shape_text",
+    "share_text",
+    "size_text",
+    "sqnr_text",
+]
+
+MISSING = "–"
+
+
+def size_text(size_bytes: float | None) -> str:
+    """Bytes with three significant digits: 0 B, 45.5 MB, 1.34 GB."""
+    if size_bytes is None:
+        return MISSING
+    value, units = float(size_bytes), ["B", "kB", "MB", "GB", "TB"]
+    # 999.5 would print as 1000 with three digits, so it belongs to the next unit.
+    while value >= 999.5 and len(units) > 1:
+        value, units = value / 1000, units[1:]
+    if units[0] == "B" or value >= 999.5:
+        return f"{value:.0f} {units[0]}"
+    digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
+    return f"{value:.{digits}f} {units[0]}"
+
+
+def change_text(before: int, after: int) -> str:
+    """How `after` compares with `before`: 2.00x smaller, same size, 1.50x larger."""
+    if before <= 0 or after <= 0:
+        return MISSING
+    smaller, larger = f"{before / after:.2f}", f"{after / before:.2f}"
+    if smaller == "1.00" or larger == "1.00":
+        return "same size"
+    return f"{smaller}x smaller" if before > after else f"{larger}x larger"
+
+
+def rate_text(size_bytes: int, seconds: float | None) -> str:
+    """Bytes per second in GB/s."""
+    return f"{size_bytes / seconds / 1e9:.2f} GB/s" if seconds else MISSING
+
+
+def duration_text(seconds: float | None) -> str:
+    """640 ms, 3.2 s, 4 min 05 s, 2 h 13 min."""
+    if seconds is None or not math.isfinite(seconds):
+        return MISSING
+    if seconds < 0.9995:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(timedelta(seconds=round(seconds)), timedelta(minutes=1))
+    if minutes < 60:
+        return f"{minutes} min {rest.seconds:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def count_text(count: int) -> str:
+    """A whole number with thousands separated: 22,713,216."""
+    return f"{count:,}"
+
+
+def plural(count: int, noun: str) -> str:
+    """1 tensor, 38 tensors."""
+    return f"{count_text(count)} {noun}" if count == 1 else f"{count_text(count)} {noun}s"
+
+
+def share_text(part: int, whole: int) -> str:
+    """`part` of `whole` in per cent; a non-zero share never prints as zero and a missing part never as 100 %."""
+    if whole <= 0 or part <= 0:
+        return "0 %"
+    percent = 100 * part / whole
+    if percent < 0.01:
+        return "< 0.01 %"
+    if part < whole and percent > 99.99:
+        return "> 99.99 %"
+    return f"{percent:.0f} %" if part == whole else f"{percent:.{3 if percent >= 1 else 2}g} %"
+
+
+def sqnr_text(decibels: float | None, unit: str = "") -> str:
+    """A signal-to-noise ratio: 73.6, "exact" where there is no noise."""
+    if decibels is None:
+        return MISSING
+    if math.isinf(decibels) and decibels > 0:
+        return "exact"
+    return f"{decibels:.1f}{unit}"
+
+
+def error_text(error: float | None) -> str:
+    """An error: 0, 4.9e-04, 0.125."""
+    if error is None:
+        return MISSING
+    return f"{error:.3g}" if error == 0 or error >= 0.01 else f"{error:.1e}"
+
+
+def number_text(value: float | None) -> str:
+    """A magnitude with three significant digits."""
+    return MISSING if value is None else f"{value:.3g}"
+
+
+def scale_text(scale: float | None) -> str:
+    """A scale: powers of two as 2^-5, others with five digits."""
+    if scale is None:
+        return MISSING
+    if scale > 0 and math.isfinite(scale) and math.frexp(scale)[0] == 0.5:
+        return f"2^{math.frexp(scale)[1] - 1}"
+    return f"{scale:.5g}"
+
+
+def shape_text(shape: tuple[int, ...]) -> str:
+    """384 x 1536; a 0-d tensor is "scalar"."""
+    return " x ".join(map(str, shape)) or "scalar"

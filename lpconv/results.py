@@ -1,0 +1,309 @@
+"""What a run found, as plain frozen records. Reports turn records into text; nothing here knows tensors.
+
+Every record becomes JSON by `to_json` and comes back by `from_json`; the documents carry `schema_version`.
+Sizes are bytes, times are seconds, errors are relative to the source's elements unless a name says otherwise.
+"""
+
+import dataclasses
+import math
+import types
+import typing
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from lpconv.errors import InputError
+
+__all__ = [
+    "SCHEMA_VERSION",
+    "ByteCounts",
+    "ConvertResult",
+    "FileRecord",
+    "GateRecord",
+    "HashCheck",
+    "LogitsCheck",
+    "PlanResult",
+    "SourceRecord",
+    "TensorRecord",
+    "VerifyResult",
+    "WeightsCheck",
+    "from_json",
+    "to_json",
+]
+
+SCHEMA_VERSION = 1
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileRecord:
+    """One file of a checkpoint. `sha256` is None where nobody has read the whole file."""
+
+    name: str
+    size_bytes: int
+    sha256: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceRecord:
+    """Where the weights came from. `name` is what the user typed, `resolved` the hub id or directory it meant."""
+
+    name: str
+    resolved: str
+    revision: str | None = None
+    files: tuple[FileRecord, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorRecord:
+    """What happened to one tensor, and what it cost.
+
+    `action`: ``convert``, ``keep`` (bit-identical), or ``tie`` (not stored: it shares the weight named by `tied_to`).
+    `format` is the number format on disk, `scale` the factor of the codes (None where there is none). `rms` and
+    `absmax` describe the source's finite elements. `sqnr_db` is 10·log10(Σx² / Σ(x - x̂)²), infinite where the form is
+    exact; `max_rel_error` is the largest |x - x̂| / |x|. `num_saturated` elements lay beyond the format's largest
+    number, `num_flushed` non-zero elements became zero. The measured fields are None for tensors nobody read.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    source_dtype: str
+    action: str
+    format: str
+    reason: str
+    scale: float | None = None
+    tied_to: str | None = None
+    bytes_in: int = 0
+    bytes_out: int = 0
+    rms: float | None = None
+    absmax: float | None = None
+    sqnr_db: float | None = None
+    max_rel_error: float | None = None
+    num_nan: int = 0
+    num_inf: int = 0
+    num_saturated: int = 0
+    num_flushed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByteCounts:
+    """Weight bytes read from the source and written to the output."""
+
+    read: int
+    written: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class HashCheck:
+    """Files compared with SHA256SUMS."""
+
+    num_files: int
+    mismatched: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightsCheck:
+    """Stored weights compared with the source's. `min_sqnr_db` belongs to tensor `worst`; infinite means exact.
+
+    `num_elements_checked` elements were decoded from the file again and compared with the reference cast.
+    """
+
+    max_rel_error: float
+    min_sqnr_db: float
+    worst: str | None
+    num_tensors: int
+    num_elements_checked: int
+    mismatched: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogitsCheck:
+    """Outputs of source and result on the same inputs. All None, with a `skipped` reason, where it was not run.
+
+    `max_abs_diff` and `rel_error` (‖y - ŷ‖/‖y‖) are over all outputs; `top1_agreement` is the share of positions whose
+    largest output has the same index; `mean_kl` is KL(source ‖ result) in nats per position.
+    """
+
+    max_abs_diff: float | None = None
+    rel_error: float | None = None
+    bit_equal: bool | None = None
+    top1_agreement: float | None = None
+    mean_kl: float | None = None
+    model_class: str | None = None
+    inputs: str | None = None
+    skipped: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateRecord:
+    """One ``--gate``: the expression, the value it met, and whether that passed."""
+
+    expression: str
+    value: float | None
+    passed: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyResult:
+    """The outcome of verification. `level` is the deepest level that ran; `problems` says in words what failed."""
+
+    level: str
+    passed: bool
+    hash: HashCheck | None = None
+    weights: WeightsCheck | None = None
+    logits: LogitsCheck | None = None
+    gates: tuple[GateRecord, ...] = ()
+    problems: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanResult:
+    """What a conversion would do, from headers alone. `seconds` and `disk_free_bytes` are estimates of this machine."""
+
+    schema_version: int = SCHEMA_VERSION
+    kind: str = "plan"
+    method: str
+    format: str
+    output: str
+    source: SourceRecord
+    tensors: tuple[TensorRecord, ...]
+    bytes: ByteCounts
+    shards: tuple[FileRecord, ...]
+    side_files: tuple[str, ...]
+    memory_bytes: int
+    disk_bytes: int
+    disk_free_bytes: int
+    seconds: float
+    workers: int
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertResult:
+    """One finished conversion: what was asked, what was written, what it cost and how it was checked.
+
+    `seconds` is the whole run, `weights_seconds` the part that read, encoded and wrote weights (None where it was not
+    measured). `options` are the settings that shaped the bytes, `architecture` is config.json's first, `versions` the
+    libraries'.
+    """
+
+    schema_version: int = SCHEMA_VERSION
+    kind: str = "convert"
+    method: str
+    format: str
+    residual: str | None = None
+    output: str
+    source: SourceRecord
+    architecture: str | None = None
+    tensors: tuple[TensorRecord, ...]
+    files: tuple[FileRecord, ...]
+    side_files: tuple[str, ...] = ()
+    bytes: ByteCounts
+    seconds: float
+    weights_seconds: float | None = None
+    peak_rss_bytes: int
+    verify: VerifyResult
+    options: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    command: str | None = None
+    warnings: tuple[str, ...] = ()
+
+
+def to_json(value: Any) -> Any:
+    """Records, tuples and dicts as JSON-able values. Infinite numbers become "inf"/"-inf" and NaN becomes "nan"."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {str(k): to_json(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_json(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def from_json(cls: type[T], data: Any) -> T:
+    """The record of type `cls` in a JSON document; unknown keys are ignored, so that older readers open newer files.
+
+    Raises InputError for a missing key or another `schema_version`.
+    """
+    try:
+        return typing.cast(T, _decode(cls, data))
+    except (KeyError, TypeError, ValueError, AttributeError) as e:
+        raise InputError(
+            f"not a {cls.__name__} document: {e}", hint="was it written by another version of lpconv?"
+        ) from e
+
+
+def _decode(kind: Any, data: Any) -> Any:
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        if data is None:
+            return None
+        return _decode(next(a for a in args if a is not type(None)), data)
+    if origin is tuple:
+        return tuple(_decode(args[0], v) for v in data)
+    if dataclasses.is_dataclass(kind):
+        return _decode_record(typing.cast(type, kind), data)
+    if kind is float:
+        return float(data)
+    return data
+
+
+def _decode_record(cls: type, data: dict[str, Any]) -> Any:
+    version = data.get("schema_version", SCHEMA_VERSION)
+    if version != SCHEMA_VERSION:
+        raise ValueError(f"schema_version {version}, this lpconv reads {SCHEMA_VERSION}")
+    hints = typing.get_type_hints(cls)
+    names = [f.name for f in dataclasses.fields(cls)]
+    return cls(**{n: _decode(hints[n], data[n]) for n in names if n in data})
+
+
+@dataclass(frozen=True, kw_only=True)
+class DtypeRecord:
+    """How much of a checkpoint one dtype makes up."""
+
+    dtype: str
+    num_tensors: int
+    num_elements: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTensor:
+    """One tensor as a file holds it: header facts, and statistics where its data was read."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: str
+    size_bytes: int
+    scale: float | None = None
+    rms: float | None = None
+    absmax: float | None = None
+    num_nan: int = 0
+    num_inf: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectResult:
+    """What a checkpoint holds, from headers alone. `method` and `format` are None where lpconv did not write it.
+
+    `ties` maps the name of a tensor that is not stored to the weight it shares. `problems` says in words what is wrong
+    with the headers or the index.
+    """
+
+    schema_version: int = SCHEMA_VERSION
+    kind: str = "inspect"
+    path: str
+    architecture: str | None = None
+    method: str | None = None
+    format: str | None = None
+    dtypes: tuple[DtypeRecord, ...] = ()
+    shards: tuple[FileRecord, ...] = ()
+    ties: dict[str, str] = field(default_factory=dict)
+    tensors: tuple[StoredTensor, ...] = ()
+    problems: tuple[str, ...] = ()
+
+
+__all__ += ["DtypeRecord", "InspectResult", "StoredTensor"]

@@ -1,0 +1,52 @@
+"""The page about batches says what the code does."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lpconv
+from lpconv.batch.fields import FIELDS
+from lpconv.batch.manifest import load_manifest
+
+PAGE = Path(lpconv.__file__).parent.parent / "docs" / "batch.md"
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    if not PAGE.exists():
+        pytest.skip("an installed lpconv has no docs")
+    return PAGE.read_text(encoding="utf-8")
+
+
+def test_the_table_of_settings_is_the_table_of_fields(page: str) -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (.+) \|$", page, re.MULTILINE)
+    assert rows == [(name, field.doc) for name, field in FIELDS.items()]
+
+
+def test_both_manifests_load_and_are_the_same(page: str, tmp_path: Path) -> None:
+    manifests = []
+    for language in ("yaml", "toml"):
+        found = re.search(rf"```{language}\n(.*?)```", page, re.DOTALL)
+        assert found is not None
+        path = tmp_path / f"jobs.{language}"
+        path.write_text(found[1], encoding="utf-8")
+        manifests.append(load_manifest(path))
+    assert manifests[0].jobs == manifests[1].jobs
+    assert [job.id for job in manifests[0].jobs] == ["bert-fp8", "llama-collage"]
+
+
+def test_the_schema_command_runs(page: str) -> None:
+    found = re.search(r'^python -c "(.+)"$', page, re.MULTILINE)
+    assert found is not None
+    out = subprocess.run([sys.executable, "-c", found[1]], capture_output=True, text=True, check=True)
+    assert out.stdout.startswith('{"$schema"')
+
+
+def test_importing_a_batch_loads_no_heavy_library() -> None:
+    modules = "lpconv.batch.run, lpconv.batch.render, lpconv.batch.junit, lpconv.batch.schema"
+    code = f"import {modules}, sys; print({{'torch', 'transformers', 'huggingface_hub'}} & set(sys.modules))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "set()"

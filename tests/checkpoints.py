@@ -1,0 +1,132 @@
+"""Small checkpoints for tests, sound and broken, and ways to run lpconv on them."""
+
+import json
+import os
+import struct
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+import lpconv
+
+__all__ = [
+    "DEMO_TENSORS",
+    "bits_of",
+    "cli_environment",
+    "files_of",
+    "published",
+    "raw_safetensors",
+    "run_cli",
+    "save_tiny_model",
+    "write_checkpoint",
+]
+
+# A matrix that is converted, a vector that is kept, and an integer buffer that is copied.
+DEMO_TENSORS = {
+    "layer.weight": torch.linspace(-1, 1, 48).view(6, 8),
+    "layer.bias": torch.linspace(0, 1, 6),
+    "position_ids": torch.arange(6),
+}
+REPORTS = {"report.json", "report.html"}  # they name times and memory; everything else is a function of the input
+
+
+def write_checkpoint(
+    directory: Path,
+    tensors: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]] = DEMO_TENSORS,
+    *,
+    config: Mapping[str, Any] | None = None,
+) -> Path:
+    """A checkpoint directory written by the safetensors library; a sequence of tables makes one shard of each."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config or {}))
+    if isinstance(tensors, Mapping):
+        save_file(dict(tensors), directory / "model.safetensors", metadata={"format": "pt"})
+        return directory
+    weight_map: dict[str, str] = {}
+    for i, shard in enumerate(tensors, 1):
+        name = f"model-{i:05d}-of-{len(tensors):05d}.safetensors"
+        save_file(dict(shard), directory / name, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(shard, name)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    return directory
+
+
+def raw_safetensors(header: Mapping[str, Any] | bytes, payload: bytes = b"", *, length: int | None = None) -> bytes:
+    """The bytes of a safetensors file with any header at all; `length` overrides the length prefix."""
+    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(raw) if length is None else length) + raw + payload
+
+
+def save_tiny_model(kind: str, directory: Path, *, safe: bool = True) -> Path:
+    """A two-layer BERT, tied GPT-2 or tied Llama with random weights, as `transformers` saves it."""
+    import transformers
+
+    common = {"vocab_size": 64}
+    torch.manual_seed(0)
+    if kind == "bert":
+        model: Any = transformers.BertForMaskedLM(
+            transformers.BertConfig(
+                **common,
+                hidden_size=32,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                intermediate_size=64,
+                max_position_embeddings=32,
+            )
+        )
+    elif kind == "gpt2":
+        model = transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(**common, n_embd=32, n_layer=2, n_head=2, n_positions=32)
+        )
+    else:
+        model = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(
+                **common,
+                hidden_size=32,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                intermediate_size=64,
+                max_position_embeddings=32,
+                tie_word_embeddings=True,
+            )
+        )
+    model.save_pretrained(directory)
+    if not safe:
+        (directory / "model.safetensors").unlink()
+        torch.save(model.state_dict(), directory / "pytorch_model.bin")
+    return directory
+
+
+def files_of(directory: Path, *, without: set[str] = REPORTS) -> dict[str, bytes]:
+    """Every file below `directory` with its bytes, but for the two reports of the run."""
+    found = ((p.relative_to(directory).as_posix(), p) for p in sorted(directory.rglob("*")) if p.is_file())
+    return {name: path.read_bytes() for name, path in found if name not in without}
+
+
+def bits_of(x: Tensor) -> bytes:
+    """The bytes of a tensor."""
+    return x.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def published(output: Path) -> bool:
+    """Whether anything is called OUT, or something beside it looks like a finished output."""
+    partial = output.with_name(output.name + ".partial")
+    return os.path.lexists(output) or ((partial / "lpconv.json").exists() and not (partial / "journal.jsonl").exists())
+
+
+def cli_environment(**extra: str) -> dict[str, str]:
+    """The environment of a child process that finds this checkout of lpconv."""
+    return os.environ | {"PYTHONPATH": str(Path(lpconv.__file__).parents[1]), "OMP_NUM_THREADS": "1"} | extra
+
+
+def run_cli(*arguments: str | Path, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
+    """`lpconv ARGUMENTS…` in a process of its own."""
+    command = [sys.executable, "-m", "lpconv", *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, env=cli_environment(**env), capture_output=True, text=True, check=False)

@@ -1,0 +1,131 @@
+"""The command line as a user meets it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from lpconv.cli.main import app
+from lpconv.data import demo_checkpoint
+
+runner = CliRunner()
+COMMANDS = ("convert", "inspect", "verify", "restore", "report", "batch", "doctor", "demo")
+
+
+def lpconv(*args: str):  # type: ignore[no-untyped-def]
+    return runner.invoke(app, list(args))
+
+
+def document(*args: str) -> dict[str, object]:
+    result = lpconv(*args, "--json")
+    assert result.exit_code == 0, result.stderr
+    return dict(json.loads(result.stdout))
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_imports_neither_torch_nor_transformers(command: str) -> None:
+    code = (
+        "import sys\nfrom lpconv.cli.main import app\n"
+        "try:\n    app()\nexcept SystemExit: pass\n"
+        "print(sorted({'torch', 'transformers', 'numpy', 'huggingface_hub'} & set(sys.modules)))"
+    )
+    args = [*([command] if command else []), "--help"]
+    done = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert "Usage" in done.stdout
+
+
+def test_convert_json_has_what_scripts_need(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    found = document("convert", "demo", "--method", "unit", "--format", "fp32", "-o", str(out), "-q")
+    assert found["schema_version"] == 1
+    assert (found["method"], found["format"], found["output"]) == ("unit", "fp32", str(out))
+    source, verify, tensors = found["source"], found["verify"], found["tensors"]
+    assert isinstance(source, dict)
+    assert isinstance(verify, dict)
+    assert isinstance(tensors, list)
+    assert {"name", "revision"} <= source.keys()
+    assert {"name", "action", "format", "scale", "sqnr_db"} <= tensors[0].keys()
+    assert isinstance(found["bytes"], dict)
+    assert found["bytes"].keys() == {"read", "written"}
+    assert isinstance(found["seconds"], float)
+    assert isinstance(found["peak_rss_bytes"], int)
+    assert verify["passed"] is True
+    assert verify["logits"]["bit_equal"] is True
+    assert verify["logits"]["max_abs_diff"] == 0
+    assert verify["weights"]["max_rel_error"] == 0
+    assert verify["weights"]["min_sqnr_db"] == "inf"
+    assert json.loads((out / "report.json").read_text()) == found
+
+
+def test_the_usual_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "Nothing has been written" in lpconv("convert", "demo", "--dry-run").stdout
+    done = lpconv("convert", "demo", "--format", "e4m3fn", "--verify", "weights")
+    assert done.exit_code == 0, done.stderr
+    out = "demo-unit-e4m3fn"
+    assert "passed" in done.stdout
+    assert lpconv("inspect", out).exit_code == 0
+    assert lpconv("inspect", out, "--stats").exit_code == 0
+    assert lpconv("verify", out).exit_code == 0
+    assert lpconv("verify", out, "--against", "demo", "--level", "weights").exit_code == 0
+    restored = lpconv("restore", out, "-o", "back")
+    assert "not the source's bits" in restored.stdout
+    assert lpconv("report", out, "--html", "page.html").exit_code == 0
+    assert "<html" in Path("page.html").read_text()
+    again = lpconv("convert", "demo", "--format", "e4m3fn")
+    assert again.exit_code == 8
+    assert "hint:" in again.stderr
+    assert lpconv("convert", "demo", "--format", "e4m3fn", "--verify", "none", "--force").exit_code == 0
+
+
+def test_published_files_name_no_path_of_this_machine(tmp_path: Path) -> None:
+    done = lpconv("convert", str(demo_checkpoint()), "--verify", "none", "-o", str(tmp_path / "out"))
+    assert done.exit_code == 0, done.stderr
+    for name in ("lpconv.json", "README.md", "config.json", "SHA256SUMS"):
+        text = (tmp_path / "out" / name).read_text()
+        assert str(tmp_path) not in text
+        assert str(demo_checkpoint().parent) not in text
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "words"),
+    [
+        (("convert", "demo", "--method", "unti"), 2, "did you mean `unit`"),
+        (("convert", "demo", "--format", "e4m3"), 2, "did you mean `e4m3fn`"),
+        (("convert", "demo", "--method", "collage", "--format", "e5m2"), 2, "it writes bf16, fp16"),
+        (("convert", "demo", "--residual", "bf16"), 2, "collage"),
+        (("convert", "demo", "--gate", "sqnr>>1"), 2, "METRIC"),
+        (("convert", "demo", "--gate", "snr>1"), 2, "did you mean `sqnr`"),
+        (("convert", "demo", "--include", "re:["), 2, "regular expression"),
+        (("convert", "demo", "--max-memory", "lots"), 2, "4GB"),
+        (("convert", "demo", "--max-memory", "1MB"), 7, "--max-memory"),
+        (("convert", "/no/such/folder"), 3, "no directory"),
+        (("convert", "some-org/some-model"), 3, "hint:"),
+        (("convert", "bert-lrge"), 3, "did you mean `bert-large`"),
+        (("verify", "/no/such/folder"), 3, "hint:"),
+        (("restore", "/no/such/folder", "-o", "x"), 3, "hint:"),
+        (("doctor", "--require", "gpu"), 4, "hint:"),
+    ],
+)
+def test_errors_have_their_code_and_a_hint(
+    args: tuple[str, ...], code: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = lpconv(*args)
+    assert done.exit_code == code, done.stderr
+    assert words in done.stderr
+    assert "hint:" in done.stderr
+    assert os.listdir(tmp_path) == []
+
+
+def test_an_error_is_json_under_json() -> None:
+    done = lpconv("convert", "/no/such/folder", "--json")
+    error = json.loads(done.stdout)["error"]
+    assert error["code"] == done.exit_code == 3
+    assert error["kind"] == "input"
+    assert error["hint"]

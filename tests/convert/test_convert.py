@@ -1,0 +1,221 @@
+"""The whole path on real and small checkpoints: what converts, how exact it is, and what comes back."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from convert_models import albert, minilm, tiny
+from safetensors.torch import load_file
+
+from lpconv.convert.options import ConvertOptions, FormatRule
+from lpconv.convert.restore import restore
+from lpconv.convert.run import convert, plan
+from lpconv.convert.verify_output import verify_output
+from lpconv.errors import InputError, VerificationError
+from lpconv.mcf.split import RESIDUALS
+from lpconv.progress import Silent
+
+
+def run(source: Path | str, out: Path, **options: object):  # type: ignore[no-untyped-def]
+    return convert(str(source), out, ConvertOptions(**options))  # type: ignore[arg-type]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {k: v for f in sorted(folder.glob("*.safetensors")) for k, v in load_file(f).items()}
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view(-1).view(torch.uint8)
+
+
+def test_unit_fp32_is_the_model_and_restores_to_the_source(tmp_path: Path) -> None:
+    result = run(minilm(), tmp_path / "out", method="unit", format="fp32", verify="logits")
+    assert result.verify.passed
+    assert result.verify.logits is not None
+    assert result.verify.logits.bit_equal is True
+    assert result.verify.weights is not None
+    assert result.verify.weights.max_rel_error == 0
+    restored = restore(tmp_path / "out", tmp_path / "back", force=False, progress=Silent())
+    assert restored.exact
+    source, back = load_file(minilm() / "model.safetensors"), load_file(tmp_path / "back/model.safetensors")
+    assert source.keys() == back.keys()
+    assert all(torch.equal(bits(source[k]), bits(back[k])) for k in source)
+    assert json.loads((tmp_path / "back/config.json").read_text()) == json.loads((minilm() / "config.json").read_text())
+
+
+@pytest.mark.parametrize(("fmt", "least"), [("fp16", 70.0), ("e4m3fn", 30.0), ("e5m2", 24.0), ("bf16", 50.0)])
+def test_sqnr_of_a_real_model(tmp_path: Path, fmt: str, least: float) -> None:
+    result = run(minilm(), tmp_path / "out", method="unit", format=fmt, verify="weights")
+    assert result.verify.weights is not None
+    assert result.verify.weights.min_sqnr_db >= least
+    converted = [t for t in result.tensors if t.action == "convert"]
+    assert len(converted) == 40
+    assert all(t.scale is not None and math.frexp(t.scale)[0] == 0.5 for t in converted)
+    assert all(t.rms is not None and 0.7 <= t.rms / t.scale <= 1.42 for t in converted if t.scale)
+
+
+def test_stored_codes_are_the_formats_own_rounding(tmp_path: Path) -> None:
+    run(minilm(), tmp_path / "out", method="scalify", format="e5m2", verify="none")
+    source, out = load_file(minilm() / "model.safetensors"), load_file(tmp_path / "out/model.safetensors")
+    name = "encoder.layer.3.intermediate.dense.weight"
+    scale = out[name + "_scale"]
+    rms = source[name].square().mean().sqrt()
+    assert scale.shape == (1,)
+    assert scale.item() == 2.0 ** math.floor(math.log2(rms))  # Scalify rounds scales down
+    assert torch.equal(out[name], (source[name] / scale).to(torch.float8_e5m2)[None])
+
+
+def test_eight_bits_keep_embeddings_in_sixteen(tmp_path: Path) -> None:
+    result = run(minilm(), tmp_path / "out", method="unit", format="e4m3fn", verify="weights")
+    by_name = {t.name: t for t in result.tensors}
+    assert by_name["embeddings.word_embeddings.weight"].format == "fp16"
+    assert by_name["encoder.layer.0.output.dense.weight"].format == "e4m3fn"
+    assert by_name["encoder.layer.0.output.dense.bias"].action == "keep"
+    assert by_name["embeddings.position_ids"].action == "keep"
+
+
+@pytest.mark.parametrize("residual", ["bf16", "exact16", "int8"])
+def test_collage_keeps_its_bound_and_opens_as_bf16(tmp_path: Path, residual: str) -> None:
+    run(minilm(), tmp_path / "out", method="collage", residual=residual, verify="weights")
+    source, root = load_file(minilm() / "model.safetensors"), load_file(tmp_path / "out/model.safetensors")
+    low = load_file(tmp_path / "out/collage/residual.safetensors")
+    floats = [k for k in source if source[k].is_floating_point()]
+    assert sorted(low) == sorted(floats)
+    form = RESIDUALS[residual]
+    for k in floats:
+        assert root[k].dtype == torch.bfloat16
+        assert root[k].shape == source[k].shape
+        error = (form.merge(root[k], low[k]).double() - source[k].double()).abs()
+        assert (error <= form.relative_bound * source[k].double().abs() + form.absolute_bound).all(), k
+    assert json.loads((tmp_path / "out/config.json").read_text()).get("torch_dtype") == "bfloat16"
+    back = restore(tmp_path / "out", tmp_path / "back", force=False, progress=Silent())
+    assert back.exact == (residual == "exact16")
+    if back.exact:
+        restored = load_file(tmp_path / "back/model.safetensors")
+        assert all(torch.equal(bits(source[k]), bits(restored[k])) for k in source)
+
+
+def test_a_residual_of_other_weights_is_refused(tmp_path: Path) -> None:
+    run(minilm(), tmp_path / "out", method="collage", verify="none")
+    path = tmp_path / "out/model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(InputError, match="has changed"):
+        restore(tmp_path / "out", tmp_path / "back", force=False, progress=Silent())
+    assert not (tmp_path / "back").exists()
+
+
+@pytest.mark.parametrize(
+    ("method", "fmt"), [("unit", "fp32"), ("unit", "e4m3fn"), ("scalify", "fp16"), ("collage", "bf16")]
+)
+def test_a_bin_checkpoint_with_shared_layers(tmp_path: Path, method: str, fmt: str) -> None:
+    result = run(albert(), tmp_path / "out", method=method, format=fmt, verify="logits")
+    assert result.verify.passed
+    assert result.verify.logits is not None
+    assert result.verify.logits.skipped is None
+    assert (tmp_path / "out/vocab.txt").exists()
+    assert not list((tmp_path / "out").glob("*.bin"))
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "t5", "vit"])
+@pytest.mark.parametrize("method", ["unit", "scalify", "collage"])
+def test_families_convert_and_run(tmp_path: Path, kind: str, method: str) -> None:
+    fmt = "bf16" if method == "collage" else "fp32"
+    source = tiny(kind, tmp_path / "source")
+    result = run(source, tmp_path / "out", method=method, format=fmt, verify="logits")
+    assert result.verify.passed
+    assert result.verify.logits is not None
+    assert result.verify.logits.bit_equal is (method != "collage")
+
+
+def test_a_tied_weight_written_twice_is_stored_once(tmp_path: Path) -> None:
+    source = tiny("llama", tmp_path / "source")
+    from safetensors.torch import save_file
+
+    state = load_file(source / "model.safetensors")
+    state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
+    save_file(state, source / "model.safetensors", metadata={"format": "pt"})
+    result = run(source, tmp_path / "out", method="unit", format="fp32", verify="logits")
+    tied = {t.name: t.tied_to for t in result.tensors if t.action == "tie"}
+    assert tied == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert result.verify.logits is not None
+    assert result.verify.logits.bit_equal
+
+    state["lm_head.weight"][0, 0] += 1
+    save_file(state, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InputError, match="values differ"):
+        run(source, tmp_path / "other", method="unit")
+
+
+def test_shards_rules_and_plan(tmp_path: Path) -> None:
+    source = tiny("llama", tmp_path / "source", dtype=torch.bfloat16, max_shard_size="20KB")
+    assert (source / "model.safetensors.index.json").exists()
+    options = ConvertOptions(
+        method="unit", format="e4m3fn", rules=(FormatRule(pattern="*down_proj*", format="bf16"),),
+        exclude=("re:layers\\.1\\.mlp\\.up_proj",), max_shard_size=10_000, verify="logits",
+    )  # fmt: skip
+    planned = plan(str(source), tmp_path / "out", options)
+    result = convert(str(source), tmp_path / "out", options)
+    assert {s.name: s.size_bytes for s in planned.shards} == {f.name: f.size_bytes for f in result.files}
+    assert sum(f.size_bytes for f in result.files) == result.bytes.written
+    formats = {t.name: t.format for t in result.tensors}
+    assert formats["model.layers.0.mlp.down_proj.weight"] == "bf16"
+    assert formats["model.layers.0.mlp.gate_proj.weight"] == "e4m3fn"
+    assert {t.name for t in result.tensors if "excluded" in t.reason} == {"model.layers.1.mlp.up_proj.weight"}
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == set(weights(tmp_path / "out"))
+    assert sorted(set(index["weight_map"].values())) == sorted(p.name for p in (tmp_path / "out").glob("*.safetensors"))
+
+
+def test_dry_run_writes_nothing(tmp_path: Path) -> None:
+    plan(str(minilm()), tmp_path / "out", ConvertOptions())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_verify_finds_a_flipped_bit(tmp_path: Path) -> None:
+    run(minilm(), tmp_path / "out", method="unit", format="fp16", verify="none")
+
+    def check(level: str):  # type: ignore[no-untyped-def]
+        return verify_output(
+            tmp_path / "out", against=str(minilm()), level=level, gates=(), trust_remote_code=False, progress=Silent()
+        )
+
+    result = check("weights")
+    assert result.passed
+    assert result.weights is not None
+    assert result.weights.min_sqnr_db > 70
+    path = tmp_path / "out/model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-100] ^= 0x40
+    path.write_bytes(data)
+    broken = check("weights")
+    assert not broken.passed
+    assert broken.hash is not None
+    assert broken.hash.mismatched == ("model.safetensors",)
+    assert broken.weights is not None
+    assert len(broken.weights.mismatched) == 1
+
+
+def test_a_failed_gate_publishes_nothing(tmp_path: Path) -> None:
+    with pytest.raises(VerificationError, match="sqnr>=100"):
+        run(minilm(), tmp_path / "out", method="unit", format="fp16", verify="weights", gates=("sqnr>=100",))
+    assert not (tmp_path / "out").exists()
+    assert (tmp_path / "out.failed/model.safetensors").exists()
+
+
+def test_the_figures_in_the_result_are_what_the_files_say(tmp_path: Path) -> None:
+    result = run(minilm(), tmp_path / "out", method="unit", format="e4m3fn", verify="weights")
+    source, out = load_file(minilm() / "model.safetensors"), load_file(tmp_path / "out/model.safetensors")
+    for t in result.tensors:
+        if t.action != "convert":
+            continue
+        x = source[t.name].double()
+        error = x - out[t.name][0].double() * out[t.name + "_scale"].double()
+        assert t.sqnr_db == pytest.approx(10 * math.log10(x.square().sum() / error.square().sum()), abs=1e-3)
+        assert t.max_rel_error == pytest.approx(float((error / x).nan_to_num(0).abs().max()), rel=1e-5)
+        assert t.num_flushed == int(((out[t.name][0].float() == 0) & (x != 0)).sum())
+        assert t.rms == pytest.approx(float(x.square().mean().sqrt()), rel=1e-5)
+        assert t.absmax == float(x.abs().max())

@@ -1,0 +1,189 @@
+"""What the machine can do: rules on made-up devices, and one look at this machine."""
+
+import io
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+import lpconv
+from lpconv.doctor.examine import cpu_device, examine, gpu_problem, read_memory_limit
+from lpconv.doctor.packages import EXTRAS, PACKAGES
+from lpconv.doctor.records import DeviceRecord, DoctorResult, ExtraRecord
+from lpconv.doctor.render import render, render_aliases
+from lpconv.doctor.require import REQUIREMENTS, missing, require
+from lpconv.doctor.support import format_support
+from lpconv.errors import UnsupportedError, UsageError
+from lpconv.formats.spec import FORMATS
+from lpconv.results import from_json, to_json
+
+PYPROJECT = Path(lpconv.__file__).parent.parent / "pyproject.toml"
+PLAIN_CPU = cpu_device("model name : Old\nflags : fpu sse2 avx2\n")
+BF16_CPU = cpu_device("model name : New\nflags : fpu avx2 avx512f avx512_bf16 amx_bf16\n")
+
+
+def gpu(major: int, minor: int, *, problem: str | None = None) -> DeviceRecord:
+    return DeviceRecord(
+        kind="cuda", name="GPU", index=0, capability=(major, minor), num_cores=100, memory_bytes=2**34, problem=problem
+    )
+
+
+def levels(device: DeviceRecord) -> dict[str, str]:
+    return {s.format: s.level for s in format_support(device)}
+
+
+@pytest.fixture(scope="module")
+def here() -> DoctorResult:
+    return examine()
+
+
+def machine_with(here: DoctorResult, *devices: DeviceRecord) -> DoctorResult:
+    return replace(here, devices=devices, formats=tuple(s for d in devices for s in format_support(d)))
+
+
+class TestFormats:
+    @pytest.mark.parametrize("device", [PLAIN_CPU, BF16_CPU, gpu(9, 0)], ids=lambda d: d.name)
+    def test_every_format_has_an_answer(self, device: DeviceRecord) -> None:
+        assert levels(device).keys() == FORMATS.keys()
+
+    def test_a_cpu_without_16_bit_units_has_fp32_only(self) -> None:
+        assert {f for f, level in levels(PLAIN_CPU).items() if level == "native"} == {"fp32"}
+
+    def test_cpu_flags_make_bf16_native_and_fp8_decode_to_it(self) -> None:
+        support = {s.format: s for s in format_support(BF16_CPU)}
+        assert support["bf16"].level == "native"
+        assert support["fp16"].level == "emulated"
+        assert support["e4m3fn"].note.startswith("decoded exactly to bf16")
+        assert support["fp16"].note.startswith("decoded exactly to fp32")
+
+    @pytest.mark.parametrize(
+        ("capability", "native"),
+        [
+            ((6, 1), {"fp32"}),
+            ((7, 5), {"fp32", "fp16"}),
+            ((8, 6), {"fp32", "fp16", "bf16", "tf32"}),
+            ((8, 9), {"fp32", "fp16", "bf16", "tf32", "e4m3fn", "e5m2"}),
+            ((9, 0), {"fp32", "fp16", "bf16", "tf32", "e4m3fn", "e5m2"}),
+            ((10, 0), {"fp32", "fp16", "bf16", "tf32", "e4m3fn", "e5m2", "e2m1", "e8m0fnu"}),
+        ],
+    )
+    def test_gpus_by_compute_capability(self, capability: tuple[int, int], native: set[str]) -> None:
+        assert {f for f, level in levels(gpu(*capability)).items() if level == "native"} == native
+
+    def test_a_gpu_that_torch_cannot_run_offers_nothing(self) -> None:
+        assert set(levels(gpu(9, 0, problem="no driver")).values()) == {"unavailable"}
+
+
+class TestRequire:
+    def test_what_is_there_passes(self, here: DoctorResult) -> None:
+        require(["fp8", "bf16", "fp16", "gpu"], machine_with(here, BF16_CPU, gpu(9, 0)))
+
+    def test_each_missing_thing_is_named_with_what_to_do(self, here: DoctorResult) -> None:
+        extra = ExtraRecord(name="onnx", purpose="", missing=("onnxruntime",), install="pip install 'lpconv[onnx]'")
+        machine = replace(machine_with(here, PLAIN_CPU, gpu(8, 0)), extras=(extra,))
+        with pytest.raises(UnsupportedError) as caught:
+            require(["fp8", "bf16", "onnx"], machine)
+        assert caught.value.exit_code == 4
+        assert "fp8 (emulated on cpu, emulated on cuda:0)" in caught.value.message
+        assert "onnxruntime not installed" in caught.value.message
+        assert "bf16" not in caught.value.message
+        assert "a GPU of compute capability 8.9" in str(caught.value.hint)
+        assert "pip install 'lpconv[onnx]'" in str(caught.value.hint)
+        json.dumps(caught.value.to_dict())
+
+    def test_no_gpu(self, here: DoctorResult) -> None:
+        (lack,) = missing(["gpu"], machine_with(here, PLAIN_CPU))
+        assert lack.why == "torch finds no GPU"
+
+    def test_a_gpu_that_cannot_be_used_says_why(self, here: DoctorResult) -> None:
+        (lack,) = missing(["gpu"], machine_with(here, PLAIN_CPU, gpu(5, 0, problem="too old")))
+        assert lack.why == "GPU: too old"
+
+    def test_an_unknown_name_gets_the_nearest(self, here: DoctorResult) -> None:
+        with pytest.raises(UsageError) as caught:
+            require(["onxx"], here)
+        assert caught.value.hint == "did you mean `onnx`?"
+
+    @pytest.mark.parametrize("name", sorted(REQUIREMENTS))
+    def test_every_requirement_can_be_asked_for(self, here: DoctorResult, name: str) -> None:
+        assert all(m.name == name and m.why and m.fix for m in missing([name], here))
+
+
+class TestExamine:
+    def test_the_result_survives_json(self, here: DoctorResult) -> None:
+        document = json.loads(json.dumps(to_json(here), allow_nan=False))
+        assert from_json(DoctorResult, document) == here
+
+    def test_this_machine(self, here: DoctorResult) -> None:
+        assert here.devices[0].kind == "cpu"
+        assert here.machine.memory_bytes >= here.machine.memory_available_bytes > 0
+        assert here.cache.offline
+        assert {p.name: p.installed for p in here.packages}["torch"]
+
+    @pytest.mark.parametrize(("text", "limit"), [("max\n", None), ("", None), ("4294967296\n", 2**32)])
+    def test_memory_limit_of_a_container(self, text: str, limit: int | None) -> None:
+        assert read_memory_limit(text) == limit
+
+    @pytest.mark.parametrize(
+        ("capability", "archs", "works"),
+        [
+            ((9, 0), ["sm_80", "sm_90"], True),
+            ((8, 9), ["sm_80", "sm_90"], True),
+            ((7, 0), ["sm_75", "sm_80"], False),
+            ((12, 0), ["sm_90", "sm_100"], False),
+            ((12, 0), ["sm_90", "compute_90"], True),
+            ((9, 0), ["sm_90a"], True),
+        ],
+    )
+    def test_gpus_that_a_torch_build_runs(self, capability: tuple[int, int], archs: list[str], works: bool) -> None:
+        assert (gpu_problem(capability, archs) is None) == works
+
+    def test_cpuinfo_of_arm(self) -> None:
+        assert cpu_device("Features : fp asimd asimdhp bf16\n").features == ("asimdhp", "bf16")
+
+    def test_importing_loads_no_heavy_library(self) -> None:
+        modules = "lpconv.doctor.require, lpconv.doctor.render"
+        code = f"import {modules}, sys; print({{'torch', 'transformers', 'huggingface_hub'}} & set(sys.modules))"
+        out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        assert out.stdout.strip() == "set()"
+
+
+@pytest.fixture(scope="module")
+def project() -> dict[str, Any]:
+    if not PYPROJECT.exists():
+        pytest.skip("an installed lpconv has no pyproject.toml")
+    table: dict[str, Any] = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]
+    return table
+
+
+def test_packages_are_those_of_the_project(project: dict[str, Any]) -> None:
+    assert [f"{name}>={version}" for name, version in PACKAGES.items()] == project["dependencies"]
+
+
+def test_extras_are_those_of_the_project(project: dict[str, Any]) -> None:
+    declared = project["optional-dependencies"]
+    names = {extra: tuple(re.split("[>=<~]", line)[0] for line in lines) for extra, lines in declared.items()}
+    assert {extra: packages for extra, (_, packages) in EXTRAS.items()} == names
+
+
+def test_render_shows_devices_formats_and_problems(here: DoctorResult) -> None:
+    machine = replace(machine_with(here, BF16_CPU, gpu(8, 9)), problems=("torch is too old",))
+    console = Console(file=io.StringIO(), width=200)
+    console.print(render(machine), render_aliases())
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    for expected in (
+        "cuda:0",
+        "compute capability 8.9",
+        "e4m3fn",
+        "problem: torch is too old",
+        "google-bert/bert-large",
+    ):
+        assert expected in text

@@ -1,0 +1,115 @@
+"""Opening outputs in transformers: with the plug-in, through the loader module, and not at all without either."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModel, AutoModelForCausalLM
+
+import lpconv.hf
+from lpconv.convert.options import ConvertOptions
+from lpconv.convert.run import convert
+from lpconv.data import demo_checkpoint
+
+FORMATS = [("unit", "fp32"), ("unit", "e4m3fn"), ("scalify", "fp16"), ("scalify", "e5m2")]
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Path]:
+    folder = tmp_path_factory.mktemp("outputs")
+    for method, fmt in [*FORMATS, ("collage", "bf16"), ("collage", "fp16")]:
+        options = ConvertOptions(method=method, format=fmt, verify="none")
+        convert("demo", folder / f"{method}-{fmt}", options)
+    return {(p.name.split("-")[0], p.name.split("-")[1]): p for p in folder.iterdir()}
+
+
+def state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return dict(model.state_dict())
+
+
+@pytest.mark.parametrize("key", FORMATS, ids="-".join)
+def test_from_pretrained_and_save_again(
+    outputs: dict[tuple[str, str], Path], key: tuple[str, str], tmp_path: Path
+) -> None:
+    model, info = AutoModelForCausalLM.from_pretrained(outputs[key], output_loading_info=True)
+    assert not any(info.values())
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert all(torch.equal(a, state(again)[k]) for k, a in state(model).items())
+    saved, converted = (load_file(p / "model.safetensors") for p in (tmp_path, outputs[key]))
+    assert saved.keys() == converted.keys()
+    assert all(torch.equal(v.view(torch.uint8), converted[k].view(torch.uint8)) for k, v in saved.items())
+    source = state(AutoModelForCausalLM.from_pretrained(demo_checkpoint()))
+    exact = all(torch.equal(a, source[k]) for k, a in state(model).items())
+    assert exact == (key == ("unit", "fp32"))
+
+
+def test_another_dtype_is_respected(outputs: dict[tuple[str, str], Path]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(outputs["unit", "e4m3fn"], dtype=torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+def test_a_base_class_opens_a_checkpoint_with_a_head(outputs: dict[tuple[str, str], Path]) -> None:
+    base = AutoModel.from_pretrained(outputs["unit", "fp32"])
+    source = AutoModel.from_pretrained(demo_checkpoint())
+    assert all(torch.equal(a, state(base)[k]) for k, a in state(source).items())
+
+
+def test_training_and_saving_keeps_the_scales(outputs: dict[tuple[str, str], Path], tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(outputs["scalify", "fp16"])
+    ids = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(0))
+    model(input_ids=ids, labels=ids).loss.backward()
+    with torch.no_grad():
+        for p in model.parameters():
+            p -= 0.1 * p.grad
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    for k, a in state(model).items():
+        assert torch.allclose(a, state(again)[k], rtol=1e-3, atol=1e-6), k
+
+
+def test_collage_opens_in_plain_transformers_and_whole_in_lpconv(outputs: dict[tuple[str, str], Path]) -> None:
+    source = state(AutoModelForCausalLM.from_pretrained(demo_checkpoint()))
+    plain = AutoModelForCausalLM.from_pretrained(outputs["collage", "bf16"])
+    assert plain.dtype == torch.bfloat16
+    # Half an ulp of bf16, and the 0.1 % of ties that the pair rounds the other way.
+    assert all(((a.float() - source[k]).abs() <= 2**-8 * source[k].abs()).all() for k, a in state(plain).items())
+    whole = lpconv.hf.load(outputs["collage", "bf16"])
+    assert whole.dtype == torch.float32
+    for k, a in state(whole).items():
+        assert ((a.double() - source[k].double()).abs() <= 2**-17 * source[k].double().abs() + 2**-134).all(), k
+
+
+SCRIPT = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+path, way = sys.argv[1:]
+if way == "plain":
+    AutoModelForCausalLM.from_pretrained(path)
+sys.modules["lpconv"] = None  # as on a machine without it
+model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)
+model.save_pretrained(path + "-saved")
+again = AutoModelForCausalLM.from_pretrained(path + "-saved")
+assert all(torch.equal(a, again.state_dict()[k]) for k, a in model.state_dict().items())
+print("opened", sum(p.numel() for p in model.parameters()))
+"""
+
+
+def in_a_fresh_process(path: Path, way: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", SCRIPT, str(path), way], capture_output=True, text=True, check=False)
+
+
+def test_without_lpconv_a_scaled_output_raises(outputs: dict[tuple[str, str], Path]) -> None:
+    done = in_a_fresh_process(outputs["unit", "e4m3fn"], "plain")
+    assert done.returncode != 0
+    assert "size mismatch" in done.stderr
+    assert "opened" not in done.stdout
+
+
+def test_the_loader_module_needs_no_lpconv(outputs: dict[tuple[str, str], Path]) -> None:
+    done = in_a_fresh_process(outputs["scalify", "e5m2"], "remote")
+    assert done.returncode == 0, done.stderr
+    assert "opened" in done.stdout

@@ -1,0 +1,50 @@
+"""The JSON text is stable, strict and comes back as the same record."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from report_examples import bert_result, plan_of
+
+from lpconv.report.document import json_text
+from lpconv.results import ConvertResult, InspectResult, PlanResult, StoredTensor, from_json
+
+
+def refuse(token: str) -> Any:
+    raise ValueError(f"{token} is no JSON")
+
+
+def test_a_result_survives_the_text() -> None:
+    tensors = (replace(bert_result().tensors[1], sqnr_db=math.inf), *bert_result().tensors[2:])
+    result = bert_result(tensors=tensors)
+    assert from_json(ConvertResult, json.loads(json_text(result), parse_constant=refuse)) == result
+
+
+def test_plans_and_inspections_survive_too() -> None:
+    plan = plan_of(bert_result())
+    assert from_json(PlanResult, json.loads(json_text(plan))) == plan
+    tensor = StoredTensor(name="a", dtype="F16", shape=(2,), file="f", size_bytes=4)
+    found = InspectResult(path="x", tensors=(tensor,), ties={"b": "a"})
+    assert from_json(InspectResult, json.loads(json_text(found))) == found
+
+
+def test_keys_are_sorted_and_text_is_ascii() -> None:
+    text = json_text(bert_result(warnings=("é \udcff",)))
+    keys = list(json.loads(text))
+    assert keys == sorted(keys)
+    assert text.isascii()
+    assert text.endswith("}\n")
+
+
+def test_a_bare_nan_never_reaches_the_text() -> None:
+    tensors = (replace(bert_result().tensors[1], sqnr_db=math.nan),)
+    document = json.loads(json_text(bert_result(tensors=tensors)), parse_constant=refuse)
+    assert document["tensors"][0]["sqnr_db"] == "nan"
+
+
+@pytest.mark.parametrize("value", [Path("a/b"), {"x": Path("a/b")}, (Path("a/b"),)])
+def test_options_of_any_kind_are_written(value: Any) -> None:
+    assert "a/b" in json_text(bert_result(options={"cache": value}))

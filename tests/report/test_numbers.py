@@ -1,0 +1,77 @@
+"""Numbers read as a person would write them, at the edges too."""
+
+import math
+
+import pytest
+
+from lpconv.report.numbers import (
+    change_text,
+    duration_text,
+    error_text,
+    rate_text,
+    scale_text,
+    shape_text,
+    share_text,
+    size_text,
+    sqnr_text,
+)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 B"), (999, "999 B"), (1000, "1.00 kB"), (9_994, "9.99 kB"), (9_996, "10.0 kB"), (99_960, "100 kB"),
+        (999_499, "999 kB"), (999_500, "1.00 MB"), (45_500_000, "45.5 MB"), (140 * 10**9, "140 GB"),
+        (5 * 10**15, "5000 TB"), (None, "–"),
+    ],
+)  # fmt: skip
+def test_sizes_have_three_digits(size: int | None, text: str) -> None:
+    assert size_text(size) == text
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "text"),
+    [(200, 100, "2.00x smaller"), (100, 150, "1.50x larger"), (1000, 1001, "same size"), (0, 5, "–"), (5, 0, "–")],
+)
+def test_change(before: int, after: int, text: str) -> None:
+    assert change_text(before, after) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.0, "0 ms"), (0.64, "640 ms"), (0.9999, "1.0 s"), (59.96, "1 min 00 s"), (245, "4 min 05 s"),
+     (3599.7, "1 h 00 min"), (90_000, "25 h 00 min"), (math.inf, "–"), (None, "–")],
+)  # fmt: skip
+def test_durations(seconds: float | None, text: str) -> None:
+    assert duration_text(seconds) == text
+
+
+def test_a_share_is_never_rounded_to_none_or_all() -> None:
+    assert share_text(0, 10**9) == "0 %"
+    assert share_text(1, 10**9) == "< 0.01 %"
+    assert share_text(10**9 - 1, 10**9) == "> 99.99 %"
+    assert share_text(7, 7) == "100 %"
+    assert share_text(0, 0) == "0 %"
+
+
+@pytest.mark.parametrize("part", range(1, 1000, 7))
+def test_a_share_keeps_the_order_of_parts(part: int) -> None:
+    smaller, larger = (float(share_text(p, 1000).split()[0]) for p in (part, part + 7))
+    assert smaller <= larger
+
+
+def test_special_values() -> None:
+    assert sqnr_text(math.inf) == "exact"
+    assert sqnr_text(None, " dB") == "–"
+    assert sqnr_text(31.46, " dB") == "31.5 dB"
+    assert error_text(0.0) == "0"
+    assert error_text(4.88e-4) == "4.9e-04"
+    assert error_text(1.0) == "1"
+    assert rate_text(10**9, 0.0) == "–"
+    assert shape_text(()) == "scalar"
+    assert shape_text((384, 1536)) == "384 x 1536"
+
+
+@pytest.mark.parametrize(("scale", "text"), [(2**-5, "2^-5"), (1.0, "2^0"), (0.3, "0.3"), (-0.5, "-0.5"), (0.0, "0")])
+def test_scales_that_are_powers_of_two_say_so(scale: float, text: str) -> None:
+    assert scale_text(scale) == text
