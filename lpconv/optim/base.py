@@ -106,6 +106,8 @@ class LowPrecisionOptimizer(Optimizer):
     def step(self, closure: None = None) -> None: ...
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
+    # Inside somebody's compiled training step the low parts would be lost.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # untyped in torch
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """One step for every parameter with a gradient; returns the closure's loss.
