@@ -99,7 +99,8 @@ def weight_index(files: Mapping[str, str], total_bytes: int) -> dict[str, Any]:
 
 
 def _loader_source(model_type: str) -> str:
-    plugin = importlib.resources.files("lpconv.hf").joinpath("plugin.py").read_text(encoding="utf-8")
+    # Found from the top: naming `lpconv.hf` would import it, and transformers with it, for seconds.
+    plugin = importlib.resources.files("lpconv").joinpath("hf", "plugin.py").read_text(encoding="utf-8")
     return f'''{plugin}
 
 register()

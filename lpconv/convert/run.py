@@ -21,7 +21,7 @@ from lpconv.checkpoint.contents import Contents, read_contents
 from lpconv.checkpoint.partfile import write_small
 from lpconv.checkpoint.resolve import Resolved, resolve
 from lpconv.checkpoint.source import Source, open_source
-from lpconv.checkpoint.staging import Staging
+from lpconv.checkpoint.staging import Staging, beside, check_apart
 from lpconv.convert.apply import Engine, SingleThreadedTorch, buffer_bytes
 from lpconv.convert.encode import BLOCK_ELEMENTS, Workspace, block_stats, encode_pair, encode_scaled
 from lpconv.convert.files import (
@@ -39,7 +39,7 @@ from lpconv.convert.reader import OutputReader
 from lpconv.convert.records import planned_record
 from lpconv.convert.tied import find_ties
 from lpconv.convert.verify import check_samples
-from lpconv.errors import LpconvError, OutputExistsError, ResourceError, UnsupportedError, VerificationError
+from lpconv.errors import LpconvError, ResourceError, UnsupportedError, VerificationError
 from lpconv.formats.spec import FORMATS
 from lpconv.mcf.split import RESIDUALS
 from lpconv.progress import Progress, Silent
@@ -151,8 +151,7 @@ def _prepare(model: str, output: Path, options: ConvertOptions) -> _Job:
     resolved = resolve(model, revision=options.revision)
     contents = read_contents(resolved.directory)
     check_convertible(contents)
-    if output.resolve() == resolved.directory.resolve():
-        raise OutputExistsError("source and output are the same directory", hint="choose another --output")
+    check_apart(resolved.directory, output)
     workers, memory = _workers_and_memory(options)
     source = open_source(contents)
     try:
@@ -204,14 +203,14 @@ def _disk_bytes(job: _Job) -> int:
 
 def _free_bytes(output: Path) -> int:
     folder = output.absolute().parent
-    while not folder.exists():
+    while not os.path.exists(folder):  # Path.exists raises for names that are too long
         folder = folder.parent
     return shutil.disk_usage(folder).free
 
 
 def _check_disk(job: _Job) -> None:
-    partial = job.output.with_name(job.output.name + ".partial")
-    reusable = sum(p.stat().st_size for p in partial.rglob("*") if p.is_file()) if partial.is_dir() else 0
+    partial = beside(job.output, ".partial")
+    reusable = sum(p.stat().st_size for p in partial.rglob("*") if p.is_file()) if os.path.isdir(partial) else 0
     needed, free = _disk_bytes(job), _free_bytes(job.output) + reusable
     if needed > free:
         raise ResourceError(
@@ -310,7 +309,7 @@ def _verify(job: _Job, directory: Path, tensors: Sequence[TensorRecord], progres
     if level == "none" and not job.gates:
         return VerifyResult(level="none", passed=True)
     progress.start("verifying", 0)
-    with OutputReader(directory, tensors) as output:
+    with OutputReader(directory, tensors) as output, SingleThreadedTorch():  # the pieces are too small to share
         count, mismatched = check_samples(job.source, output)
     weights = _weights_check(tensors, count, mismatched)
     problems = [f"tensor `{n}` does not decode to what it should" for n in mismatched]

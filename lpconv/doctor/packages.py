@@ -24,7 +24,18 @@ EXTRAS: dict[str, tuple[str, tuple[str, ...]]] = {
     "peers": ("the libraries that lpconv is compared with", ("torchao", "torch-optimi", "unit-scaling")),
     "test": (
         "run lpconv's own tests",
-        ("pytest", "pytest-xdist", "hypothesis", "ml_dtypes", "gfloat", "ruff", "mypy", "types-PyYAML", "types-psutil"),
+        (
+            "hatchling",
+            "pytest",
+            "pytest-xdist",
+            "hypothesis",
+            "ml_dtypes",
+            "gfloat",
+            "ruff",
+            "mypy",
+            "types-PyYAML",
+            "types-psutil",
+        ),
     ),
 }
 
