@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lpconv.errors import UsageError
 from lpconv.formats import codes
-from lpconv.formats.cast import cast, largest
+from lpconv.formats.cast import Overflow, cast, largest
 from lpconv.formats.spec import FORMATS
 from lpconv.kernels import quantise
 from lpconv.kernels.compiled import CheckedKernel
@@ -40,8 +40,10 @@ def inputs(dtype: torch.dtype) -> Tensor:
     )
 
 
-def rules(name: str) -> list[str]:
-    return ["saturate"] + ["inf"] * FORMATS[name].has_inf + ["nan"] * FORMATS[name].has_nan
+def rules(name: str) -> list[Overflow]:
+    spec = FORMATS[name]
+    known: list[Overflow] = ["saturate", "inf", "nan"]
+    return [r for r in known if not (r == "inf" and not spec.has_inf) and not (r == "nan" and not spec.has_nan)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
