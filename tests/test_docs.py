@@ -12,7 +12,7 @@ from lpconv.cli.main import app
 from lpconv.data import demo_checkpoint
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["README.md", "docs/cli.md", "docs/convert.md"]
+PAGES = ["README.md", "docs/cli.md", "docs/convert.md", "docs/probe.md"]
 # Names that stand for a source model, and for outputs of earlier commands.
 SOURCES = ("bert-large", "llama", "MODEL")
 OUTPUTS = ("PATH", "A", "B")
@@ -28,6 +28,7 @@ def commands(page: str) -> list[str]:
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_of_a_page(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LPCONV_COMPILE", "never")  # compiling takes longer than these commands
     for name in SOURCES:
         shutil.copytree(demo_checkpoint(), name)
     Path("jobs.yaml").write_text(JOBS)

@@ -15,6 +15,7 @@ from lpconv.checkpoint.contents import read_contents
 from lpconv.checkpoint.resolve import resolve
 from lpconv.data import demo_text
 from lpconv.errors import UsageError
+from lpconv.hf.quiet import quiet_transformers
 from lpconv.kernels.histogram import exponent_histogram
 from lpconv.probe.batches import MASK_RATE, Batches, Tokens, random_tokens, read_tokenizer, tokenize
 from lpconv.probe.records import ProbeResult
@@ -64,7 +65,8 @@ def probe_checkpoint(name: str, options: ProbeOptions, *, progress: Progress | N
     )
     told.start("compiling", 0)
     exponent_histogram(torch.ones(1 << 16))  # before the measured steps, which would be charged for it
-    result = probe(opened.model, _told(batches, told), steps=options.steps, every=options.every, loss=opened.loss)
+    with quiet_transformers():
+        result = probe(opened.model, _told(batches, told), steps=options.steps, every=options.every, loss=opened.loss)
     shape = f"{options.steps} of {options.batch_size} x {seq_len} tokens"
     masks = f", {MASK_RATE:.0%} masked".replace("%", " %") if opened.task == MASKED else ""
     facts = {

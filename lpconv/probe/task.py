@@ -14,13 +14,13 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from lpconv.errors import UnsupportedError
-from lpconv.hf.load import load_with_missing
+from lpconv.hf.load import architecture, load_with_missing
 from lpconv.hf.quiet import quiet_transformers
 from lpconv.probe.run import model_loss
 
 __all__ = ["CAUSAL", "HIDDEN", "MASKED", "OpenedModel", "open_model", "target_loss"]
 
-CAUSAL, MASKED, HIDDEN = "causal language model", "masked language model", "bare encoder"
+CAUSAL, MASKED, HIDDEN = "causal language model", "masked language model", "no language-model head"
 
 _LOSS_WORDS = {
     CAUSAL: "cross entropy of the next token",
@@ -55,8 +55,8 @@ def open_model(directory: Path) -> OpenedModel:
     opened instead. Raises UnsupportedError for models that do not read token ids alone.
     """
     with quiet_transformers():
+        _check_reads_text(directory)
         model, missing = load_with_missing(directory, dtype=torch.float32)
-        _check_reads_text(model)
         task = _task(model)
         if task != HIDDEN and missing:
             task = HIDDEN
@@ -66,12 +66,17 @@ def open_model(directory: Path) -> OpenedModel:
     return OpenedModel(model=model, task=task, loss=loss, missing=missing)
 
 
-def _check_reads_text(model: Any) -> None:
-    name = type(model).__name__
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise UnsupportedError(f"`{name}` is an encoder with a decoder, which a probe does not run", hint=_OWN_LOOP)
-    if model.main_input_name != "input_ids":
-        raise UnsupportedError(f"`{name}` reads `{model.main_input_name}`, not token ids", hint=_OWN_LOOP)
+def _check_reads_text(directory: Path) -> None:
+    """Before any weight is read."""
+    config = transformers.AutoConfig.from_pretrained(directory)
+    cls = architecture({"architectures": config.architectures})
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedError(
+            f"`{cls.__name__}` is an encoder with a decoder, which a probe does not run", hint=_OWN_LOOP
+        )
+    reads = getattr(cls, "main_input_name", "input_ids")
+    if reads != "input_ids":
+        raise UnsupportedError(f"`{cls.__name__}` reads `{reads}`, not token ids", hint=_OWN_LOOP)
 
 
 def _task(model: Any) -> str:
