@@ -31,6 +31,7 @@ from lpconv.kernels.histogram import exponent_histogram
 from lpconv.kernels.linear import linear
 from lpconv.kernels.matmul import matmul
 from lpconv.kernels.quantise import encode, fake_quantise
+from lpconv.probe.track import track
 
 
 @dataclass(kw_only=True)
@@ -309,6 +310,37 @@ def half_products(size: int) -> list[Group]:
     return [group]
 
 
+def tracking(size: int) -> list[Group]:
+    """What `track` adds to a training step of a small BERT, on steps that it records and on those between."""
+    import transformers
+
+    width = max(size // 4, 64)
+    config = transformers.BertConfig(
+        vocab_size=2000, hidden_size=width, intermediate_size=4 * width, num_hidden_layers=4, num_attention_heads=8
+    )
+    model = transformers.BertForMaskedLM(config)
+    optimizer = torch.optim.AdamW(model.parameters())
+    ids = torch.randint(0, 2000, (8, 128))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+
+    def recorded() -> None:
+        with track(model, every=1):
+            step()
+
+    def between() -> None:
+        with track(model, every=2) as tracker:
+            tracker.steps_seen = 1
+            step()
+
+    group = Group(name=f"training step of a 4-layer BERT, width {width}, 1024 tokens", baseline="plain", aim="recorded <= 1.15 x the time; between and every 50th <= 1.01 x", work=1.0, unit="steps/s")  # fmt: skip  # noqa: E501
+    group.runs = {"plain": step, "track, a recorded step": recorded, "track, a step between": between}
+    return [group]
+
+
 GROUPS: dict[str, Callable[[int], list[Group]]] = {
     "decode": decoding,
     "fake-quantise": rounding,
@@ -316,6 +348,7 @@ GROUPS: dict[str, Callable[[int], list[Group]]] = {
     "histogram": histograms,
     "linear": training_step,
     "half": half_products,
+    "track": tracking,
 }
 
 

@@ -242,16 +242,22 @@ def _decode(kind: Any, data: Any) -> Any:
             return None
         return _decode(next(a for a in args if a is not type(None)), data)
     if origin is tuple:
-        return tuple(_decode(args[0], v) for v in data)
+        return tuple(_decode(args[0], v) for v in _checked(list, data))
     if dataclasses.is_dataclass(kind):
         return _decode_record(typing.cast(type, kind), data)
     if kind is float:
         return float(data)
+    return _checked(dict if origin is dict else kind, data)
+
+
+def _checked(kind: Any, data: Any) -> Any:
+    if kind is not Any and type(data) is not kind:  # not isinstance: True is no number here
+        raise TypeError(f"{data!r:.80} is no {kind.__name__}")
     return data
 
 
 def _decode_record(cls: type, data: dict[str, Any]) -> Any:
-    version = data.get("schema_version", SCHEMA_VERSION)
+    version = _checked(dict, data).get("schema_version", SCHEMA_VERSION)
     if version != SCHEMA_VERSION:
         raise ValueError(f"schema_version {version}, this lpconv reads {SCHEMA_VERSION}")
     hints = typing.get_type_hints(cls)

@@ -77,10 +77,11 @@ class ExponentHistogram:
         return {self.first_exponent + i: n for i, n in enumerate(totals) if n}
 
     def __add__(self, other: "ExponentHistogram") -> "ExponentHistogram":
-        first = min(self.first_exponent, other.first_exponent)
-        last = max(h.first_exponent + len(h.counts) for h in (self, other))
+        parts = [h for h in (self, other) if len(h.counts)]
+        first = min((h.first_exponent for h in parts), default=0)
+        last = max((h.first_exponent + len(h.counts) for h in parts), default=0)
         counts = torch.zeros(last - first, BINS, dtype=torch.int64)
-        for h in (self, other):
+        for h in parts:
             counts[h.first_exponent - first : h.first_exponent - first + len(h.counts)] += h.counts
         return ExponentHistogram(
             counts=counts,

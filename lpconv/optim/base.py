@@ -56,7 +56,8 @@ class LowPrecisionOptimizer(Optimizer):
 
     bf16 parameters are kept as the variant says; fp32 parameters among them stay fp32 with fp32 moments. Other dtypes
     raise UnsupportedError. State tensors have the shape, device and placement of their parameter (DTensor included),
-    and every operation is elementwise, so the result does not depend on how parameters are sharded.
+    and every operation is elementwise, so the result does not depend on how parameters are sharded (but for the noise
+    of "stochastic").
     """
 
     def __init__(
@@ -106,6 +107,8 @@ class LowPrecisionOptimizer(Optimizer):
     def step(self, closure: None = None) -> None: ...
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
+    # Inside somebody's compiled training step the low parts would be lost.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # untyped in torch
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """One step for every parameter with a gradient; returns the closure's loss.
@@ -119,7 +122,7 @@ class LowPrecisionOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         jobs = self._jobs()
-        if self.nonfinite_gradients != "ignore" and not all_finite([job.gradient for job in jobs]):
+        if self.nonfinite_gradients != "ignore" and not self._all_finite(jobs):
             self._refuse()
             return loss
         self.records = []
@@ -142,24 +145,27 @@ class LowPrecisionOptimizer(Optimizer):
         """As torch.optim, but every state tensor keeps its own dtype.
 
         PyTorch casts floating-point state to the parameter's dtype, which would round fp32 masters and moments to bf16.
-        Raises InputError where the saved state does not fit the variant.
+        Raises InputError where the saved state does not fit the variant, and changes nothing then.
         """
-        super().load_state_dict(state_dict)
         saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
         params = [p for group in self.param_groups for p in group["params"]]
-        for saved_id, p in zip(saved_ids, params, strict=True):
-            saved = state_dict["state"].get(saved_id, {})
-            for name, value in saved.items():
-                if isinstance(value, Tensor) and value.dtype != self.state[p][name].dtype:
+        saved = [(p, state_dict["state"].get(i, {})) for p, i in zip(params, saved_ids, strict=False)]
+        for p, state in saved:
+            if state:
+                check_state(state, self.rule.name, self.storages(p))
+        super().load_state_dict(state_dict)  # raises where the groups differ in number or length
+        for p, state in saved:
+            for name, value in state.items():
+                if value.dtype != self.state[p][name].dtype:
                     self.state[p][name] = value.detach().to(self.state[p][name].device, copy=True)
-            if saved:
-                check_state(self.state[p], self.rule.name, self.storages(p))
 
     def bytes_per_parameter(self) -> float:
         """Measured: bytes of parameters, gradients and state tensors over the number of parameters (on this rank)."""
         params = [p for group in self.param_groups for p in group["params"]]
-        tensors = [t for p in params for t in (p, p.grad, *self.state[p].values()) if isinstance(t, Tensor) and t.dim()]
-        return sum(local(t).nbytes for t in tensors) / sum(local(p).numel() for p in params)
+        states = [t for p in params for name, t in self.state.get(p, {}).items() if name != "step"]
+        gradients = [p.grad for p in params if p.grad is not None]
+        num_bytes = sum(local(t).nbytes for t in (*params, *gradients, *states))
+        return num_bytes / sum(local(p).numel() for p in params)
 
     def _jobs(self) -> list[_Job]:
         return [
@@ -188,6 +194,9 @@ class LowPrecisionOptimizer(Optimizer):
         for (step, _), small in together.items():
             for batch in _cut(small):
                 yield step, batch
+
+    def _all_finite(self, jobs: list[_Job]) -> bool:
+        return all_finite([job.gradient for job in jobs], self.param_groups[0]["params"][0].device)
 
     def _measures(self, step: int) -> bool:
         return self.diagnostics_every > 0 and step % self.diagnostics_every == 0

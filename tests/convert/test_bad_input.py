@@ -1,6 +1,5 @@
 """Checkpoints and requests that are wrong: each ends in one error of ours with its exit code, and nothing published."""
 
-import dataclasses
 import errno
 import itertools
 import json
@@ -8,7 +7,8 @@ import math
 import os
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,14 @@ import torch
 from checkpoints import DEMO_TENSORS, bits_of, files_of, published, write_checkpoint
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from typer.testing import CliRunner
 
+from lpconv.cli.main import app
 from lpconv.convert.options import ConvertOptions, FormatRule, parse_rule, parse_size
 from lpconv.convert.reader import OutputReader
 from lpconv.convert.restore import restore
 from lpconv.convert.run import convert
+from lpconv.convert.verify_output import verify_output
 from lpconv.errors import (
     InputError,
     LpconvError,
@@ -32,7 +35,7 @@ from lpconv.errors import (
     VerificationError,
 )
 from lpconv.progress import Silent
-from lpconv.results import ConvertResult
+from lpconv.results import ConvertResult, VerifyResult
 
 Run = Callable[..., ConvertResult]
 
@@ -689,25 +692,175 @@ class TestFullDisk:
             "layer.2.weight", "layer.2.weight_scale",
         }  # fmt: skip
 
-    def test_a_small_file_system(self, source: Path, tmp_path: Path) -> None:
-        mount = tmp_path / "small"
-        mount.mkdir()
-        if (
-            os.geteuid()
-            or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", mount], check=False).returncode
-        ):
-            pytest.skip("mounting needs rights that this user has not")
-        try:
-            write_checkpoint(source, {"w": torch.ones(1024, 1024)})
-            output = mount / "output"
-            options = ConvertOptions(verify="none", workers=1)
+    def test_a_small_file_system(self, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        write_checkpoint(source, {"w": torch.ones(1024, 1024)})
+        options = ConvertOptions(format="fp32", verify="none", workers=1)
+        with mounted(tmp_path / "small", "size=6m") as folder:
+            output = folder / "output"
             with pytest.raises(ResourceError, match="of disk"):
                 convert(str(source), output, options)
             (source / "big.txt").write_bytes(bytes(3 * 2**20))
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("lpconv.convert.run._check_disk", lambda _: None)  # the space went in between
-                with pytest.raises(ResourceError, match="no space left"):
-                    convert(str(source), output, dataclasses.replace(options, format="fp32"))
+            monkeypatch.setattr("lpconv.convert.run._check_disk", lambda _: None)  # the space goes while we write
+            with pytest.raises(ResourceError, match="no space left"):
+                convert(str(source), output, options)
             assert not published(output)
-        finally:
-            subprocess.run(["umount", mount], check=True)
+
+    def test_a_read_only_file_system(self, source: Path, tmp_path: Path) -> None:
+        with mounted(tmp_path / "read-only", "ro") as folder, pytest.raises(ResourceError, match="cannot write"):
+            convert(str(source), folder / "output", ConvertOptions(verify="none", workers=1))
+
+
+@contextmanager
+def mounted(folder: Path, options: str) -> Iterator[Path]:
+    """A tmpfs; skips the test where mounting is not allowed."""
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
+    if os.geteuid() or subprocess.run(command, check=False, capture_output=True).returncode:
+        pytest.skip("mounting needs rights that this user has not")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+class TestReadingAnOutput:
+    """`verify` and `restore` trust an output no more than `convert` trusts a source."""
+
+    def check(self, output: Path, source: Path, level: str = "hash") -> VerifyResult:
+        return verify_output(
+            output, against=str(source), level=level, gates=(), trust_remote_code=False, progress=Silent()
+        )
+
+    def test_a_file_that_was_changed_or_taken_away(self, run: Run, source: Path, output: Path) -> None:
+        (source / "tokenizer.json").write_text("[]")
+        run()
+        assert self.check(output, source).passed
+        (output / "tokenizer.json").write_text("[1]")
+        (output / "README.md").unlink()
+        found = self.check(output, source)
+        assert not found.passed
+        assert found.hash is not None
+        assert set(found.hash.mismatched) == {"tokenizer.json", "README.md"}
+
+    def test_a_list_of_checksums_that_leaves_the_weights_out(self, run: Run, source: Path, output: Path) -> None:
+        run()
+        (output / "SHA256SUMS").write_text("")
+        found = self.check(output, source)
+        assert found.hash is not None
+        assert set(found.hash.mismatched) == {"config.json", "lpconv.json", "model.safetensors"}
+
+    @pytest.mark.parametrize("kind", ["changed", "cut", "gone"])
+    def test_weights_that_were_changed(self, run: Run, source: Path, output: Path, kind: str) -> None:
+        run()
+        weights = output / "model.safetensors"
+        data = weights.read_bytes()
+        weights.write_bytes({"changed": data[:-1] + bytes([data[-1] ^ 1]), "cut": data[:-9], "gone": b""}[kind])
+        found = self.check(output, source, "weights")
+        assert not found.passed
+        assert any("SHA-256" in p for p in found.problems)
+        assert any("tensor" in p or "safetensors file" in p for p in found.problems[1:])
+
+    def test_another_source(self, run: Run, source: Path, output: Path, tmp_path: Path) -> None:
+        run()
+        other = write_checkpoint(tmp_path / "other", {"different": torch.ones(2, 2)})
+        with pytest.raises(InputError, match="not the checkpoint that was converted"):
+            self.check(output, other, "weights")
+
+    def test_codes_without_their_scale(self, run: Run, output: Path, tmp_path: Path) -> None:
+        run()
+        stored = load_file(output / "model.safetensors")
+        del stored["layer.weight_scale"]
+        save_file(stored, output / "model.safetensors")
+        assert "have no scale" in self.restored(output, tmp_path).message
+
+    def test_codes_of_another_shape_or_dtype(self, run: Run, output: Path, tmp_path: Path) -> None:
+        run()
+        stored = load_file(output / "model.safetensors")
+        for changed in (stored["layer.weight"][:, :4], stored["layer.weight"].float(), stored["layer.weight"][0]):
+            save_file(stored | {"layer.weight": changed.clone()}, output / "model.safetensors")
+            assert "not stored as lpconv.json says" in self.restored(output, tmp_path).message
+
+    @pytest.mark.parametrize("change", ["root", "residual taken", "residual elsewhere", "unknown form"])
+    def test_a_residual_that_is_not_of_these_weights(self, run: Run, output: Path, tmp_path: Path, change: str) -> None:
+        run(method="collage", residual="exact16")
+        index = output / "collage" / "residual.json"
+        if change == "root":
+            data = (output / "model.safetensors").read_bytes()
+            (output / "model.safetensors").write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        elif change == "residual taken":
+            (output / "collage" / "residual.safetensors").unlink()
+        elif change == "residual elsewhere":
+            (output / "collage" / "residual.safetensors").rename(tmp_path / "residual.safetensors")
+            index.write_text(index.read_text().replace("collage/residual", "../residual"))
+        else:
+            index.write_text(index.read_text().replace("exact16", "exact17"))
+        self.restored(output, tmp_path)
+
+    def restored(self, output: Path, tmp_path: Path) -> InputError:
+        with pytest.raises(InputError) as caught:
+            restore(output, tmp_path / "back", force=False, progress=Silent())
+        assert caught.value.hint
+        assert not published(tmp_path / "back")
+        return caught.value
+
+    @pytest.mark.parametrize("name", ["lpconv.json", "SHA256SUMS"])
+    def test_a_directory_that_is_no_output(self, run: Run, source: Path, output: Path, name: str) -> None:
+        run()
+        (output / name).unlink()
+        with pytest.raises(InputError, match=name):
+            self.check(output, source)
+
+    def test_an_output_of_a_newer_version(self, run: Run, source: Path, output: Path) -> None:
+        run()
+        document = json.loads((output / "lpconv.json").read_text())
+        (output / "lpconv.json").write_text(json.dumps(document | {"format_version": 2}))
+        with pytest.raises(InputError, match="format_version 2"):
+            self.check(output, source)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (("convert", "{source}", "-o", "{output}", "--gate", "sqnr>=500"), 5, "output.failed"),
+        (("convert", "{source}", "-o", "{source}"), 8, "--output"),
+        (("convert", "{source}", "-o", "{output}", "--method", "unti"), 2, "did you mean `unit`"),
+        (("convert", "{source}/config.json", "-o", "{output}"), 3, "pass the directory"),
+        (("convert", "bert-large", "-o", "{output}"), 3, "hf download google-bert/bert-large-uncased"),
+        (("convert", "nobody/no-such-model", "-o", "{output}"), 3, "hf download nobody/no-such-model"),
+        (("convert", "bert-lagre", "-o", "{output}"), 3, "did you mean `bert-large`"),
+        (("convert", "{source}", "-o", "{output}", "--workers", "0"), 2, "workers"),
+        (("verify", "{source}"), 3, "lpconv convert"),
+        (("restore", "{source}", "-o", "{output}"), 3, "lpconv convert"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
+)
+def test_the_command_line_ends_with_the_code_and_a_hint(
+    source: Path, output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...], code: int, says: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "empty"))
+    done = CliRunner().invoke(app, [a.format(source=source, output=output) for a in arguments])
+    assert done.exit_code == code, done.output
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+    assert not published(output)
+
+
+def test_verify_of_a_tampered_output_ends_with_5(run: Run, output: Path) -> None:
+    run()
+    (output / "config.json").write_text("{}")
+    done = CliRunner().invoke(app, ["verify", str(output), "--json"])
+    assert done.exit_code == 5
+    assert json.loads(done.stdout)["error"]["details"]["hash"]["mismatched"] == ["config.json"]
+
+
+def test_messages_carry_no_control_characters_to_the_terminal(source: Path, output: Path) -> None:
+    shards = [{"a": torch.ones(2, 2)}, {"b": torch.ones(2, 2)}]
+    write_checkpoint(source, shards)
+    index = source / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace('"b"', '"\\u001b]0;owned\\u0007"'))
+    done = CliRunner().invoke(app, ["convert", str(source), "-o", str(output)])
+    assert done.exit_code == 3
+    assert "owned" in done.stderr
+    assert all(line.isprintable() for line in done.stderr.splitlines())

@@ -95,7 +95,8 @@ def test_histograms_add_up_and_travel_as_json() -> None:
     assert torch.equal(back.counts, total.counts)
     assert (back.first_exponent, back.num_elements) == (total.first_exponent, 200)
     nothing = ExponentHistogram(counts=torch.zeros(0, BINS, dtype=torch.int64), first_exponent=0)
-    assert torch.equal((total + nothing).counts.sum(1)[-10:], total.counts.sum(1)[-10:])
+    assert torch.equal((total + nothing).counts, total.counts)
+    assert (nothing + nothing).num_elements == 0
 
 
 def test_what_it_cannot_answer_is_refused() -> None:

@@ -1,5 +1,7 @@
 """The fused step is the same compiled and eager, and a compiler that drops the low parts is caught."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -60,6 +62,20 @@ def test_the_check_refuses_a_compiler_that_drops_the_low_parts(name: str) -> Non
     """Rounding by cast under the default compile: the very mistake that `get_kernel` must catch."""
     broken = torch.compile(STEPS[name].build(PLUS, nearest_by_cast), dynamic=True)
     assert not kernel._agrees(STEPS[name], PLUS, broken, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("arithmetic", ["fused", "paper"])
+def test_compiling_the_whole_step_changes_nothing(arithmetic: str) -> None:
+    plain, wrapped = some_params([1000]), some_params([1000])
+    options: dict[str, Any] = {"lr": 1e-5, "compiled": False, "arithmetic": arithmetic}
+    a, b = CollageAdamW(plain, **options), CollageAdamW(wrapped, **options)
+    step = torch.compile(b.step)
+    for i in range(3):
+        for p in (plain[0], wrapped[0]):
+            p.grad = torch.randn(1000, generator=torch.Generator().manual_seed(i)).bfloat16()
+        a.step()
+        step()
+    assert torch.equal(a.state[plain[0]]["residual"], b.state[wrapped[0]]["residual"])
 
 
 def test_rounding_by_bits_passes_the_check_under_the_default_compile() -> None:

@@ -174,8 +174,12 @@ def test_state_of_another_variant_is_refused() -> None:
     p.grad = torch.ones_like(p)
     light, plus = (CollageAdamW([p], betas=(0.9, 0.95), variant=v, compiled=False) for v in ("light", "plus"))
     light.step()
-    with pytest.raises(InputError, match="does not fit"):
+    plus.step()
+    kept = plus.state[p]["exp_avg_sq_residual"]
+    with pytest.raises(InputError, match="does not fit") as caught:
         plus.load_state_dict(copy.deepcopy(light.state_dict()))
+    assert caught.value.hint
+    assert plus.state[p]["exp_avg_sq_residual"] is kept
 
 
 def test_fp32_state_for_bf16_weights() -> None:

@@ -7,7 +7,7 @@ import torch
 from models import build, loss_and_grads
 from torch import Tensor, nn
 
-from lpconv.scaled import ScaledTensor, fallbacks, scaled
+from lpconv.scaled import ScaledTensor, fallbacks, saved_bytes, scaled
 
 CANCELLED = ("key.bias", "k_proj.bias")  # these gradients are zero in exact arithmetic
 
@@ -56,41 +56,6 @@ def test_gradients_are_as_accurate_as_the_operands(name: str, compute: str, boun
 
     assert relative_errors(ours, reference).median() < bound
     assert fallbacks(ours) == {}
-
-
-def saved_bytes(model: nn.Module, batch: dict[str, Tensor]) -> int:
-    """Bytes of distinct storages that autograd keeps for the backward pass, parameters aside."""
-    own = {storage_of(p) for p in model.parameters()}
-    found: dict[int, int] = {}
-
-    def count(x: Tensor) -> Tensor:
-        data = x.data_part if isinstance(x, ScaledTensor) else x
-        if storage_of(x) not in own:
-            found[storage_of(x)] = data.untyped_storage().nbytes()
-            kept.append(data)
-        return x
-
-    kept: list[Tensor] = []
-    scaling = getattr(model, "lpconv_scaling", None)
-    if scaling is None or scaling.saved is None:
-        with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
-            model(**batch)
-        return sum(found.values())
-    pack = scaling.saved.pack
-
-    def counted(x: Tensor) -> object:
-        packed = pack(x)
-        count(packed if isinstance(packed, Tensor) else packed.codes)
-        return packed
-
-    scaling.saved.pack = counted
-    model(**batch)
-    return sum(found.values())
-
-
-def storage_of(x: Tensor) -> int:
-    data = x.data_part if isinstance(x, ScaledTensor) else x
-    return data.untyped_storage().data_ptr()
 
 
 @pytest.mark.parametrize("name", ["bert-mlm", "gpt2", "llama"])

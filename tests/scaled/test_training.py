@@ -1,15 +1,26 @@
 """A scaled model in the usual PyTorch loop: optimizers, clipping, accumulation, checkpointing, state."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from models import Batch, build
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from lpconv.errors import UnsupportedError, UsageError
-from lpconv.scaled import AdamW, HyperParameters, ScaledTensor, equivalent, scaled, unscaled_state_dict
+from lpconv.errors import InputError, UnsupportedError, UsageError
+from lpconv.scaled import (
+    AdamW,
+    HyperParameters,
+    ScaledTensor,
+    equivalent,
+    from_disk,
+    scaled,
+    to_disk,
+    unscaled_state_dict,
+)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, steps: int) -> list[Tensor]:
@@ -141,6 +152,28 @@ def test_state_loads_into_a_scaled_model_from_scaled_and_plain_sources() -> None
     for state in (plain.state_dict(), ours.state_dict()):
         other.load_state_dict(state)
         assert torch.equal(other(**batch).logits, plain(**batch).logits)
+
+
+@pytest.mark.parametrize("compute", ["fp32", "fp16"])
+def test_the_disk_layout_brings_a_model_back(compute: str, tmp_path: Path) -> None:
+    plain, batch = build("gpt2")
+    ours = scaled(copy.deepcopy(plain), compute=compute)
+    save_file(to_disk(ours), tmp_path / "model.safetensors")
+    other, _ = build("gpt2")
+    if compute == "fp32":
+        nn.init.normal_(other.transformer.wte.weight, std=3.0)  # another scale; in fp16 small numbers would round
+    scaled(other, compute=compute)
+    for parameter in other.parameters():
+        parameter.data_part.zero_()
+
+    stored = load_file(tmp_path / "model.safetensors")
+    from_disk(other, stored)
+
+    assert stored["transformer.wte.weight"].shape == (1, 64, 32)
+    assert float(stored["transformer.wte.weight_scale"]) == ours.lm_head.weight.scale
+    assert torch.equal(other(**batch).logits, ours(**batch).logits)
+    with pytest.raises(InputError, match=r"transformer\.wte\.weight"):
+        from_disk(other, {})
 
 
 def test_names_ties_and_modes_are_those_of_the_source() -> None:

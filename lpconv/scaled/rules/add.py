@@ -49,7 +49,19 @@ def add(call: Call, a: Any, b: Any, *, alpha: float = 1) -> Scaled:
         data_b, scale_b = data_b * mantissa, multiplied(scale_b, power)
     fit = call.arithmetic.fit_joins and isinstance(data_a, Tensor) and isinstance(data_b, Tensor)
     scale = fitting_scale(data_a, scale_a, data_b, scale_b) if fit else larger(scale_a, scale_b)
-    return Scaled(at_scale(data_a, scale_a, scale) + at_scale(data_b, scale_b, scale), scale)
+    return Scaled(_sum(data_a, ratio(scale_a, scale), data_b, ratio(scale_b, scale)), scale)
+
+
+def _sum(a: Any, factor_a: Scale, b: Any, factor_b: Scale) -> Any:
+    """a·factor_a + b·factor_b; where one factor is 1, the other rides on the addition and costs no pass of its own."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor) and a.dim() and b.dim():
+        if isinstance(factor_b, float) and isinstance(factor_a, float) and factor_a == 1.0:
+            return torch.add(a, b, alpha=factor_b)
+        if isinstance(factor_b, float) and isinstance(factor_a, float) and factor_b == 1.0:
+            return torch.add(b, a, alpha=factor_a)
+    return (times(a, factor_a) if isinstance(a, Tensor) else a * factor_a) + (
+        times(b, factor_b) if isinstance(b, Tensor) else b * factor_b
+    )
 
 
 def sub(call: Call, a: Any, b: Any, *, alpha: float = 1) -> Scaled:

@@ -40,28 +40,38 @@ def softmax(call: Call, grad: Any, output: Any, dim: int, dtype: torch.dtype) ->
 
 
 def log_softmax(call: Call, grad: Any, output: Any, dim: int, dtype: torch.dtype) -> Any:
-    """(r·(g - softmax·Σg), s_g/r), r = 2^⌊log2 √V⌋: softmax - onehot has RMS √(V-1)/V [unit scaling table A.2]."""
+    """(g - softmax·Σg, s_g), cast to the dtype of the logits at the end."""
     data, scale = pair(grad)
     wide = torch.promote_types(data.dtype, torch.float32)
-    out = call.op(data.to(wide), value(output).to(wide), dim, wide)
-    gain = float(pow2_floor(out.shape[dim] ** 0.5)) if call.arithmetic.unit_factors else 1.0
-    return Scaled(times(out, gain).to(dtype), multiplied(scale, 1 / gain))
+    return Scaled(call.op(data.to(wide), value(output).to(wide), dim, wide).to(dtype), scale)
 
 
 def nll_loss(call: Call, grad: Any, logp: Any, target: Tensor, weight: Any, reduction: int, *args: Any) -> Any:
-    """(n·f(d_g), s_g/n) with n = 2^⌊log2 rows⌋ under mean reduction: 1/rows is a constant and belongs in the scale."""
+    """(f(k·d_g), s_g/k): under mean reduction 1/rows is a constant and belongs in the scale, and so does 1/√V.
+
+    One element in V is not zero, so its RMS is √V times smaller; that of softmax - onehot, which the next op makes of
+    it, is √(V-1)/V [unit scaling table A.2]. k = 2^⌊log2 rows⌋·2^⌊log2 √V⌋ multiplies the gradient of the loss: one
+    number, no pass.
+    """
     data, scale = pair(grad)
-    out = call.op(data, value(logp).to(data.dtype), target, weight, reduction, *args)
-    gain = float(pow2_floor(float(max(1, target.numel())))) if reduction == 1 and call.arithmetic.unit_factors else 1.0
-    return Scaled(times(out, gain), multiplied(scale, 1 / gain))
+    log_probabilities = value(logp)
+    gain = 1.0
+    if call.arithmetic.unit_factors:
+        num_classes = log_probabilities.shape[1 if log_probabilities.dim() > 1 else 0]
+        gain = pow2_floor(num_classes**0.5)
+        gain *= pow2_floor(float(max(1, target.numel()))) if reduction == 1 else 1.0
+    at_gain = times(data.to(log_probabilities.dtype), gain)
+    out = call.op(at_gain, log_probabilities, target, weight, reduction, *args)
+    return Scaled(out, multiplied(scale, 1 / gain))
 
 
 def mean_squared(call: Call, grad: Any, x: Any, target: Any, reduction: int) -> Any:
-    """(n·f(d_g, …), s_g/n), n as in `nll_loss`."""
-    data, scale = pair(grad)
-    out = call.op(widened(data), value(x), value(target), reduction)
-    gain = float(pow2_floor(float(max(1, out.numel())))) if reduction == 1 and call.arithmetic.unit_factors else 1.0
-    return Scaled(times(out, gain), multiplied(scale, 1 / gain))
+    """(f(n·d_g, …), s_g/n), n = 2^⌊log2 elements⌋ under mean reduction."""
+    (data, scale), x_value = pair(grad), value(x)
+    count = pow2_floor(float(max(1, x_value.numel())))
+    gain = count if reduction == 1 and call.arithmetic.unit_factors else 1.0
+    out = call.op(times(widened(data), gain), x_value, value(target), reduction)
+    return Scaled(out, multiplied(scale, 1 / gain))
 
 
 def attention_backward(
