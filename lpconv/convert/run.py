@@ -19,6 +19,7 @@ import torch
 import lpconv
 from lpconv.checkpoint.contents import Contents, read_contents
 from lpconv.checkpoint.partfile import write_small
+from lpconv.checkpoint.residual import find_residual
 from lpconv.checkpoint.resolve import Resolved, resolve
 from lpconv.checkpoint.source import Source, open_source
 from lpconv.checkpoint.staging import Staging, beside, check_apart
@@ -309,7 +310,8 @@ def _verify(job: _Job, directory: Path, tensors: Sequence[TensorRecord], progres
     if level == "none" and not job.gates:
         return VerifyResult(level="none", passed=True)
     progress.start("verifying", 0)
-    with OutputReader(directory, tensors) as output, SingleThreadedTorch():  # the pieces are too small to share
+    residuals = find_residual(directory)
+    with OutputReader(directory, tensors, residuals) as output, SingleThreadedTorch():  # pieces too small to share
         count, mismatched = check_samples(job.source, output)
     weights = _weights_check(tensors, count, mismatched)
     problems = [f"tensor `{n}` does not decode to what it should" for n in mismatched]
