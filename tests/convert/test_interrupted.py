@@ -31,15 +31,21 @@ IO_CALLS = ("open", "mkdir", "posix_fallocate", "pwrite", "ftruncate", "fsync", 
 Start = Callable[..., ForkServerProcess]
 
 
-def command_line(arguments: list[str], die_at: int | None = None) -> None:
-    """`lpconv ARGUMENTS…` in this process, which is killed at its I/O call number `die_at`."""
+def command_line(arguments: list[str]) -> None:
+    """`lpconv ARGUMENTS…` in this process, which says nothing."""
+    os.nice(19)  # the test watches it work, and must not be too late
     null = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(null, stream)
-    if die_at is not None:
-        die_at_call(die_at)
     sys.argv = ["lpconv", *arguments]
     run_command_line()
+
+
+def conversion(source: Path, output: Path, options: ConvertOptions, die_at: int | None) -> None:
+    """`convert` in this process, which is killed at its I/O call number `die_at`."""
+    if die_at is not None:
+        die_at_call(die_at)
+    convert(str(source), output, options)
 
 
 def die_at_call(number: int) -> None:
@@ -66,7 +72,7 @@ def die_at_call(number: int) -> None:
 def server() -> Iterator[ForkServerContext]:
     """A process that has imported lpconv, and forks."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["lpconv.convert.run", "lpconv.cli.main", __name__])
+    context.set_forkserver_preload([__name__, "lpconv.cli.progress", "lpconv.report.terminal"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(
             "PYTHONPATH", os.pathsep.join(["tests", str(Path(__file__).parent), cli_environment()["PYTHONPATH"]])
@@ -76,20 +82,37 @@ def server() -> Iterator[ForkServerContext]:
 
 
 @pytest.fixture
-def start(server: ForkServerContext) -> Iterator[Start]:
-    """Start `lpconv ARGUMENTS…` in a forked process; what still runs when the test ends is killed."""
+def fork(server: ForkServerContext) -> Iterator[Callable[..., ForkServerProcess]]:
+    """Call a function in a forked process; what still runs when the test ends is killed."""
     started: list[ForkServerProcess] = []
 
-    def start(*arguments: str | Path, die_at: int | None = None) -> ForkServerProcess:
-        process = server.Process(target=command_line, args=(list(map(str, arguments)), die_at))
+    def fork(target: Callable[..., None], *arguments: Any) -> ForkServerProcess:
+        process = server.Process(target=target, args=arguments)
         process.start()
         started.append(process)
         return process
 
-    yield start
+    yield fork
     for process in started:
         process.kill()
         process.join()
+
+
+@pytest.fixture
+def start(fork: Callable[..., ForkServerProcess]) -> Start:
+    """Start `lpconv ARGUMENTS…`."""
+    return lambda *arguments: fork(command_line, list(map(str, arguments)))
+
+
+@pytest.fixture
+def convert_until(fork: Callable[..., ForkServerProcess]) -> Callable[..., int]:
+    """Convert, up to the I/O call number `die_at` if one is given; the exit code."""
+
+    def convert_until(source: Path, output: Path, die_at: int | None = None, **options: Any) -> int:
+        options = {"verify": "weights", "workers": 1, **options}
+        return exit_code(fork(conversion, source, output, ConvertOptions(**options), die_at))
+
+    return convert_until
 
 
 def exit_code(process: ForkServerProcess) -> int:
@@ -121,8 +144,7 @@ def expected(source: Path, tmp_path_factory: pytest.TempPathFactory, server: For
     output = tmp_path_factory.mktemp("uninterrupted") / "output"
     process = server.Process(target=command_line, args=(arguments(source, output),))
     process.start()
-    process.join()
-    assert process.exitcode == 0
+    assert exit_code(process) == 0
     return files_of(output)
 
 
@@ -164,40 +186,38 @@ def test_killed_at_random_moments_and_resumed(
 
 
 @pytest.mark.parametrize("method", ["unit", "collage"])
-def test_killed_at_every_call_that_writes(tmp_path: Path, start: Start, method: str) -> None:
+def test_killed_at_every_call_that_writes(tmp_path: Path, convert_until: Callable[..., int], method: str) -> None:
     source = write_checkpoint(tmp_path / "source", [{f"{i}.weight": torch.full((4, 4), i + 1 / 3)} for i in range(2)])
     (source / "tokenizer.json").write_text("[]")
     done = tmp_path / "done"
-    wanted = ("--method", method)
-    assert exit_code(start(*arguments(source, done, *wanted))) == 0
+    assert convert_until(source, done, method=method) == 0
     expected = files_of(done)
     for number in range(1, 1000):
         output = tmp_path / str(number) / "output"
         output.parent.mkdir()
-        code = exit_code(start(*arguments(source, output, *wanted), die_at=number))
+        code = convert_until(source, output, number, method=method)
         if code == 0:
             break
         assert code == -signal.SIGKILL
         if output.exists():  # killed after the rename that publishes: only our journal is left to delete
             assert files_of(output, without={*REPORTS, "journal.jsonl"}) == expected
             continue
-        assert exit_code(start(*arguments(source, output, *wanted, "--resume"))) == 0
+        assert convert_until(source, output, method=method, resume=True) == 0
         assert files_of(output) == expected, f"killed at call {number}"
     assert number > 40, "the calls are counted"
 
 
-def test_killed_while_replacing_an_output(tmp_path: Path, start: Start) -> None:
+def test_killed_while_replacing_an_output(tmp_path: Path, convert_until: Callable[..., int]) -> None:
     """At every moment one of the two outputs is there, whole: under its name, or for an instant beside it."""
     source = write_checkpoint(tmp_path / "source")
     old, new = tmp_path / "old", tmp_path / "new"
-    assert exit_code(start(*arguments(source, old, "--format", "bf16"))) == 0
-    assert exit_code(start(*arguments(source, new))) == 0
+    assert convert_until(source, old, format="bf16") == 0
+    assert convert_until(source, new) == 0
     whole = [files_of(old), files_of(new)]
-    for number in range(10, 1000):
+    for number in range(1, 1000):
         output = tmp_path / str(number) / "output"
         shutil.copytree(old, output)
-        code = exit_code(start(*arguments(source, output, "--force"), die_at=number))
-        if code == 0:
+        if convert_until(source, output, number, force=True) == 0:
             break
         kept = output if output.exists() else output.with_name("output.replaced")
         assert files_of(kept, without={*REPORTS, "journal.jsonl"}) in whole, f"killed at call {number}"
@@ -209,7 +229,7 @@ def test_signals_end_the_run_and_name_resume(
     tmp_path: Path, source: Path, expected: dict[str, bytes], start: Start, number: signal.Signals, code: int
 ) -> None:
     output = tmp_path / "output"
-    command = [sys.executable, "-m", "lpconv", *arguments(source, output), "--json"]
+    command = ["nice", "-n", "19", sys.executable, "-m", "lpconv", *arguments(source, output), "--json"]
     with subprocess.Popen(
         command, env=cli_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -247,10 +267,13 @@ def test_a_finished_output_is_not_resumed(tmp_path: Path, start: Start) -> None:
 
 
 @pytest.mark.parametrize("change", ["weights", "config", "options"])
-def test_another_source_or_other_options_do_not_resume(tmp_path: Path, start: Start, change: str) -> None:
+def test_another_source_or_other_options_do_not_resume(
+    tmp_path: Path, convert_until: Callable[..., int], start: Start, change: str
+) -> None:
     source = write_checkpoint(tmp_path / "source", [{f"{i}.weight": torch.ones(4, 4)} for i in range(3)])
     output = tmp_path / "output"
-    assert exit_code(start(*arguments(source, output), die_at=30)) == -signal.SIGKILL
+    assert convert_until(source, output, 30) == -signal.SIGKILL
+    assert journal_lines(output) > 1
     if change == "weights":
         write_checkpoint(source, [{f"{i}.weight": torch.zeros(4, 4)} for i in range(3)])
     elif change == "config":
