@@ -127,6 +127,8 @@ def convert(
     started = time.perf_counter()
     progress = progress or Silent()
     job = _prepare(model, output, options)
+    if job.resolved.revision is not None:
+        progress.message(f"{model} is {job.resolved.resolved} at {job.resolved.revision}")
     try:
         _check_disk(job)
         with Staging(output, _identity(job), resume=options.resume, force=options.force) as staging:

@@ -1,0 +1,96 @@
+"""Arithmetic on bf16 expansions of length 2: a value kept as the unevaluated sum x + dx with |dx| <= ulp(x) / 2.
+
+u = 2^-8 is the unit roundoff of bf16. `grow` is Algorithm 1 of Collage (arXiv 2405.03637); `add` and `mul` are the
+usual double-word operations (Dekker 1971; Joldes, Muller & Popescu 2017). All results are new tensors: the released
+code of the paper multiplies in place, reads the overwritten operand, and ends with a third of the true second moment.
+
+Everything holds in eager mode and under `compiling.compile_exact`. fp16 and fp8 pairs have no such arithmetic here:
+their low part carries a scale, and taking it off underflows. Merge them, compute in fp32, split again.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from lpconv.errors import UnsupportedError
+from lpconv.formats.spec import FORMATS, Format
+from lpconv.mcf.transforms import fast_two_sum, two_prod, two_prod_scalar, two_sum
+
+__all__ = ["Pair", "add", "components", "expand_scalar", "grow", "mul", "mul_scalar", "renormalise"]
+
+Pair = tuple[Tensor, Tensor]
+
+
+def grow(x: Pair, a: Tensor) -> Pair:
+    """x + a, where |x| >= |a|: one rounding, of the low part, so the error is at most u |dx + e| <= 3 u^2 |x|.
+
+    e is what fl(x + a) drops. Where |x| < |a| (weights that start at zero) e is wrong and bits are lost as in plain
+    bf16: use `add` with a zero low part there.
+    """
+    s, e = fast_two_sum(x[0], a)
+    return fast_two_sum(s, x[1] + e)
+
+
+def add(x: Pair, y: Pair) -> Pair:
+    """x + y in any order. The error is at most 4 u^2 (|x| + |y|): relative to the sum it grows with cancellation."""
+    s, e = two_sum(x[0], y[0])
+    return fast_two_sum(s, e + (x[1] + y[1]))
+
+
+def mul(x: Pair, y: Pair) -> Pair:
+    """x · y with relative error at most 8 u^2, while the parts do not underflow (`two_prod`); dx · dy is dropped."""
+    p, e = two_prod(x[0], y[0])
+    return fast_two_sum(p, e + (x[0] * y[1] + x[1] * y[0]))
+
+
+def mul_scalar(x: Pair, y: tuple[float, float]) -> Pair:
+    """x · (y[0] + y[1]) for the expansion of a Python number (`expand_scalar`); bound as `mul`."""
+    p, e = two_prod_scalar(x[0], y[0])
+    return fast_two_sum(p, e + (x[0] * y[1] + x[1] * y[0]))
+
+
+def renormalise(parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The same sum with each part at most half an ulp of the one before (two parts), or nearly so (three).
+
+    One pass of TwoSum from the last part up, so the parts may come in any order of size; exact but for overflow.
+    """
+    *upper, carried = parts
+    lower: list[Tensor] = []
+    for part in reversed(upper):
+        carried, error = two_sum(part, carried)
+        lower.insert(0, error)
+    return carried, *lower
+
+
+def components(x: Tensor, count: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, ...]:
+    """x as `count` numbers of `dtype`, each nearest to what the ones before leave, for fp32 or fp64 `x`.
+
+    |x - sum| <= 2^-(9 count - 1) |x| in bf16 while the last part is normal; three bf16 parts hold any fp32 number of at
+    least 2^-110 exactly. The parts are in decreasing order and their sum must be formed in fp64.
+    """
+    if x.dtype not in (torch.float32, torch.float64):
+        raise UnsupportedError(f"cannot take {x.dtype} apart", hint="convert to float32 first, which is exact")
+    parts = []
+    for _ in range(count):
+        part = x.to(dtype)
+        x = x - part
+        parts.append(part)
+    return tuple(parts)
+
+
+def expand_scalar(value: float, dtype: torch.dtype = torch.bfloat16) -> tuple[float, float]:
+    """A Python number as hi + lo, both numbers of `dtype` (bf16 or fp16), rounded from fp64.
+
+    beta2 = 0.999 becomes (1.0, -0.00099945...): in bf16 alone it would be 1, and the second moment would never decay.
+    """
+    fmt = {torch.bfloat16: FORMATS["bf16"], torch.float16: FORMATS["fp16"]}[dtype]
+    hi = _nearest(value, fmt)
+    return hi, _nearest(value - hi, fmt)
+
+
+def _nearest(value: float, fmt: Format) -> float:
+    """To nearest even by hand: PyTorch converts fp64 through fp32, which rounds twice."""
+    exponent = max(math.frexp(value)[1] - 1, fmt.min_exponent)
+    ulp = math.ldexp(1.0, exponent - fmt.mantissa_bits)
+    return round(value / ulp) * ulp

@@ -1,0 +1,63 @@
+"""Error-free transforms: a sum or product as its rounded value plus exactly what the rounding dropped.
+
+All steps are in the format of the inputs, so that the error is a number of that format too. This leans on PyTorch
+computing a bf16 or fp16 operation in fp32 and rounding it once to nearest even, which eager mode does and the default
+`torch.compile` does NOT: it keeps fp32 between the steps, and every error term becomes 0. Compile these functions with
+`lpconv.mcf.compiling.compile_exact`, or use `lpconv.mcf.pairs`, which no compiler can simplify.
+
+Sources: Dekker 1971 (Fast2Sum), Knuth TAOCP 2 (TwoSum), Ogita, Rump & Oishi 2005 (TwoProd with an FMA).
+"""
+
+import torch
+from torch import Tensor
+
+from lpconv.errors import UnsupportedError
+
+__all__ = ["fast_two_sum", "two_prod", "two_prod_scalar", "two_sum"]
+
+_PRODUCT_DTYPES = (torch.bfloat16, torch.float16)
+
+
+def fast_two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """(s, e) with s = fl(a + b) and s + e = a + b exactly, if exponent(a) >= exponent(b) or a is 0, and s is finite.
+
+    Unordered, e is wrong for 4 in 10 random pairs; use `two_sum` where the order is not known. Any floating dtype.
+    """
+    s = a + b
+    return s, b - (s - a)
+
+
+def two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """(s, e) with s = fl(a + b) and s + e = a + b exactly, in any order, if no step overflows. Any floating dtype."""
+    s = a + b
+    b_part = s - a
+    return s, (a - (s - b_part)) + (b - b_part)
+
+
+def two_prod(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """(p, e) with p = fl(a · b) and p + e = a · b exactly, if p is finite and e does not underflow.
+
+    e is a multiple of ulp(a) · ulp(b), so exponent(a) + exponent(b) >= -119 is enough in bf16 and >= -4 in fp16 (scale
+    fp16 operands). 0 counts as any exponent. bf16 and fp16 only, where the exact product fits the fp32 that PyTorch
+    computes `addcmul` in; other dtypes raise UnsupportedError.
+    """
+    _check_product_dtype(a)
+    p = a * b
+    return p, torch.addcmul(-p, a, b)
+
+
+def two_prod_scalar(a: Tensor, b: float) -> tuple[Tensor, Tensor]:
+    """`two_prod` with a Python number, which must be a number of the format of `a` (see `expansion.expand_scalar`).
+
+    Not by `torch.add(alpha=b)`: on the CPU it rounds the product in the last few elements of a tensor, outside its
+    vector loop, and e is 0 there.
+    """
+    return two_prod(a, torch.tensor(b, dtype=a.dtype, device=a.device))
+
+
+def _check_product_dtype(a: Tensor) -> None:
+    if a.dtype not in _PRODUCT_DTYPES:
+        raise UnsupportedError(
+            f"no exact product in {a.dtype}",
+            hint="use bf16 or fp16; wider products need a true FMA, which PyTorch lacks",
+        )

@@ -1,0 +1,6 @@
+"""Optimizers for low-precision weights: Collage, and the rivals it is compared with, on one core."""
+
+from lpconv.optim.collage import CollageAdamW, CollageLion, CollageSGD
+from lpconv.optim.exchange import fp32_state_dict, start_from_checkpoint, start_from_fp32
+
+__all__ = ["CollageAdamW", "CollageLion", "CollageSGD", "fp32_state_dict", "start_from_checkpoint", "start_from_fp32"]

@@ -1,0 +1,115 @@
+"""What a step lost: the update it meant beside the update that reached memory.
+
+Effective descent quality (Collage, arXiv 2405.03637): with D the intended and M the actual change of the weights,
+EDQ = <D / |D|, M>, the length of the move along the intended direction. EDQ / |D| is 1 where nothing is lost.
+
+The intended change is what fp32 arithmetic gives from the stored state and the gradient. The released code of the paper
+takes M from the high parts alone; here both are given, because hi moves only when lo has gathered half an ulp.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lpconv.optim.kernel import apply_rule
+from lpconv.optim.rules import Rule
+from lpconv.optim.storage import Parts, Storage, load, total
+
+__all__ = ["Snapshot", "UpdateRecord", "combine", "snapshot"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateRecord:
+    """One step of one parameter (or of several, combined). Norms are Euclidean; a sharded parameter counts its shard.
+
+    `*_hi` looks at the bf16 weight that the model reads, `*_full` at everything that is kept. `num_meant` counts the
+    weights whose intended change is not 0, `num_lost_*` those of them that stayed the same.
+    """
+
+    name: str
+    step: int
+    num_meant: int
+    num_lost_hi: int
+    num_lost_full: int
+    intended_norm: float
+    along_hi: float
+    along_full: float
+    low_norm: float
+
+    @property
+    def edq_hi(self) -> float:
+        """EDQ / |D| of the bf16 weights; NaN where no change was meant."""
+        return self.along_hi / self.intended_norm**2 if self.intended_norm else math.nan
+
+    @property
+    def edq_full(self) -> float:
+        """EDQ / |D| of the kept weights; NaN where no change was meant."""
+        return self.along_full / self.intended_norm**2 if self.intended_norm else math.nan
+
+    @property
+    def lost_hi(self) -> float:
+        """Part of the meant updates that left the bf16 weight as it was."""
+        return self.num_lost_hi / self.num_meant if self.num_meant else 0.0
+
+    @property
+    def lost_full(self) -> float:
+        """Part of the meant updates that left everything as it was: gone for good."""
+        return self.num_lost_full / self.num_meant if self.num_meant else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """A parameter before its step, and where the step means to take it."""
+
+    storage: Storage
+    hi: Tensor
+    full: Tensor
+    intended: Tensor
+
+    def compare(self, name: str, step: int, weight: tuple[Tensor, ...]) -> UpdateRecord:
+        """The record of the step, from the weight's parts after it."""
+        full = total(self.storage, weight)
+        moved_hi, moved_full = weight[0].float() - self.hi, full - self.full
+        meant = self.intended != 0
+        return UpdateRecord(
+            name=name,
+            step=step,
+            num_meant=int(meant.sum()),
+            num_lost_hi=int((meant & (moved_hi == 0)).sum()),
+            num_lost_full=int((meant & (moved_full == 0)).sum()),
+            intended_norm=float(self.intended.double().norm()),
+            along_hi=float(self.intended.double() @ moved_hi.double()),
+            along_full=float(self.intended.double() @ moved_full.double()),
+            low_norm=float((full - weight[0].float()).double().norm()),
+        )
+
+
+def snapshot(
+    rule: Rule, storages: Sequence[Storage], parts: Parts, gradient: Tensor, coefficients: tuple[Tensor, ...]
+) -> Snapshot:
+    """Taken before the step; costs about an eager step and three fp32 copies of the parameter while it lives."""
+    start = load(storages[0], parts[0])
+    end = apply_rule(rule, storages, parts, gradient, coefficients)[0]
+    return Snapshot(
+        storage=storages[0],
+        hi=parts[0][0].float().clone(),
+        full=total(storages[0], parts[0]).clone(),
+        intended=end - start,
+    )
+
+
+def combine(records: Sequence[UpdateRecord], name: str = "all") -> UpdateRecord:
+    """Several parameters of one step as one: a layer, or the whole model."""
+    return UpdateRecord(
+        name=name,
+        step=records[0].step,
+        num_meant=sum(r.num_meant for r in records),
+        num_lost_hi=sum(r.num_lost_hi for r in records),
+        num_lost_full=sum(r.num_lost_full for r in records),
+        intended_norm=math.hypot(*(r.intended_norm for r in records)),
+        along_hi=math.fsum(r.along_hi for r in records),
+        along_full=math.fsum(r.along_full for r in records),
+        low_norm=math.hypot(*(r.low_norm for r in records)),
+    )

@@ -1,0 +1,123 @@
+"""Between an optimizer's pairs and fp32: start from fp32 weights or a converted checkpoint, export fp32."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from lpconv.checkpoint.contents import read_contents
+from lpconv.checkpoint.residual import read_residual
+from lpconv.checkpoint.source import SafetensorsSource, read_tensor
+from lpconv.errors import InputError
+from lpconv.lookup import find, nearest
+from lpconv.mcf.split import RESIDUALS, split_bf16
+from lpconv.optim.base import LowPrecisionOptimizer
+from lpconv.optim.shards import local
+from lpconv.optim.storage import Storage, total
+
+__all__ = ["fp32_state_dict", "start_from_checkpoint", "start_from_fp32"]
+
+
+@torch.no_grad()
+def start_from_fp32(optimizer: LowPrecisionOptimizer, model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Set the model's parameters to fp32 `values`, with what bf16 drops in the optimizer's low parts.
+
+    `values` has one full tensor per parameter name (a tied parameter under any of its names); other entries are left
+    alone, so a whole state dict will do. Raises InputError where one is missing or has another shape, and changes
+    nothing then.
+    """
+    found = [(p, _value_for(names, p, values)) for p, names in _parameters(optimizer, model)]
+    for p, value in found:
+        _set_fp32(optimizer, p, value)
+
+
+@torch.no_grad()
+def start_from_checkpoint(optimizer: LowPrecisionOptimizer, model: nn.Module, directory: str | Path) -> int:
+    """Set the model's parameters to a Collage conversion, its residual in the low parts; returns how many were set.
+
+    The model is the one that `from_pretrained(directory)` gives, under whose names the checkpoint's tensors are found.
+    Parameters without a residual are left alone. Raises InputError where the directory has no residual, where its
+    weights have changed since (the SHA-256 differs), where a shape differs and where no name is found.
+    """
+    residuals = read_residual(Path(directory))
+    if residuals is None:
+        raise InputError(
+            f"`{directory}` has no Collage residual", hint="make one with `lpconv convert MODEL --method collage`"
+        )
+    merge = find("residual", residuals.form, RESIDUALS, error=InputError).merge
+    by_name = {name: p for p, names in _parameters(optimizer, model) for name in names}
+    num_set = 0
+    with SafetensorsSource(read_contents(Path(directory))) as source:
+        for name, residual in residuals.tensors():
+            if name in by_name:
+                value = merge(read_tensor(source, name), residual)
+                _check_shape(name, by_name[name], value)
+                _set_fp32(optimizer, by_name[name], value)
+                num_set += 1
+    if num_set == 0:
+        raise InputError(
+            f"no tensor of `{directory}` has the name of a trained parameter",
+            hint=f"the model calls its first one `{next(iter(by_name), None)}`",
+        )
+    return num_set
+
+
+@torch.no_grad()
+def fp32_state_dict(optimizer: LowPrecisionOptimizer, model: nn.Module) -> dict[str, Tensor]:
+    """The model's state dict with every trained parameter in fp32, exactly as kept; buffers and others unchanged.
+
+    DTensors are gathered, so every rank must call it.
+    """
+    state = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in model.state_dict().items()}
+    for p, names in _parameters(optimizer, model):
+        parts = optimizer.parts(p)[0]
+        full = tuple(t.full_tensor() if isinstance(t, DTensor) else t for t in parts)
+        state |= dict.fromkeys(names, total(optimizer.storages(p)[0], full))
+    return state
+
+
+def _parameters(optimizer: LowPrecisionOptimizer, model: nn.Module) -> list[tuple[Tensor, list[str]]]:
+    """The optimizer's parameters with their names in the model: more than one where they are tied."""
+    names: dict[Tensor, list[str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        names.setdefault(p, []).append(name)
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    strangers = sum(p not in names for p in trained)
+    if strangers:
+        raise InputError(
+            f"{strangers} of the optimizer's {len(trained)} parameters are not in this model",
+            hint="pass the model whose parameters() the optimizer was made with",
+        )
+    return [(p, names[p]) for p in trained]
+
+
+def _value_for(names: list[str], p: Tensor, values: Mapping[str, Tensor]) -> Tensor:
+    name = next((n for n in names if n in values), None)
+    if name is None:
+        near = nearest(names[0], values)
+        raise InputError(f"no value for parameter `{names[0]}`", hint=f"the nearest name is `{near}`" if near else None)
+    _check_shape(name, p, values[name])
+    return values[name]
+
+
+def _check_shape(name: str, p: Tensor, value: Tensor) -> None:
+    if value.shape != p.shape:
+        raise InputError(
+            f"`{name}` has shape {tuple(value.shape)} and the parameter {tuple(p.shape)}",
+            hint="take the values from the model that was converted",
+        )
+
+
+def _set_fp32(optimizer: LowPrecisionOptimizer, p: Tensor, value: Tensor) -> None:
+    storage, weight = optimizer.storages(p)[0], [local(t) for t in optimizer.parts(p)[0]]
+    if isinstance(p, DTensor):
+        value = local(distribute_tensor(value.to(p.device), p.device_mesh, p.placements))
+    if storage in (Storage.PAIR, Storage.KAHAN):
+        hi, lo = split_bf16(value)
+        weight[0].copy_(hi)
+        weight[1].copy_(lo)
+        return
+    for part in weight:
+        part.copy_(value)

@@ -1,0 +1,106 @@
+"""Update rules in fp32: weight, gradient and moments in, weight and moments out. They know nothing of storage.
+
+Each is the torch.optim algorithm of its name (Lion: arXiv 2302.06675). What changes from step to step is folded into a
+few coefficients, computed in fp64 on the host. Those next to 1 need care: in fp32, 1 - lr · decay is off by up to 3e-8,
+which is 0.3 % of a decay of 1e-5 and all of one of 1e-8. So the decay is subtracted, and beta2 is an fp32 pair.
+"""
+
+import math
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+__all__ = ["RULES", "Coefficients", "Moments", "Rule"]
+
+Moments: TypeAlias = tuple[Tensor, ...]
+Coefficients: TypeAlias = tuple[float, ...]
+Update: TypeAlias = Callable[[Tensor, Tensor, Moments, tuple[Tensor, ...]], tuple[Tensor, Moments]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """`update(x, g, moments, coefficients)` with fp32 tensors of one shape; coefficients are 0-dim fp32 tensors.
+
+    `coefficients(group, step)` gives their values from a parameter group's options, for the step-th step (from 1).
+    """
+
+    name: str
+    moments: tuple[str, ...]
+    coefficients: Callable[[Mapping[str, Any], int], Coefficients]
+    update: Update
+
+
+def _sign(group: Mapping[str, Any]) -> float:
+    return -1.0 if group["maximize"] else 1.0
+
+
+def _adamw_coefficients(group: Mapping[str, Any], step: int) -> Coefficients:
+    lr, (beta1, beta2) = float(group["lr"]), group["betas"]
+    beta2_hi = struct.unpack("f", struct.pack("f", beta2))[0]
+    return (
+        _sign(group),
+        lr * group["weight_decay"],
+        lr / (1 - beta1**step),
+        beta1,
+        1 - beta1,
+        beta2_hi,
+        beta2 - beta2_hi,
+        1 - beta2,
+        1 / math.sqrt(1 - beta2**step),
+        group["eps"],
+    )
+
+
+def _adamw(x: Tensor, g: Tensor, moments: Moments, c: tuple[Tensor, ...]) -> tuple[Tensor, Moments]:
+    sign, decay, step_size, beta1, one_minus_beta1, beta2, beta2_lo, one_minus_beta2, inv_sqrt_correction, eps = c
+    g = g * sign
+    m = moments[0] * beta1 + g * one_minus_beta1
+    v = moments[1] * beta2 + (moments[1] * beta2_lo + g * g * one_minus_beta2)
+    return x - (decay * x + step_size * m / (torch.sqrt(v) * inv_sqrt_correction + eps)), (m, v)
+
+
+def _sgd_coefficients(group: Mapping[str, Any], step: int) -> Coefficients:
+    # The first buffer of torch.optim.SGD is the gradient itself, whatever the dampening.
+    dampening = group["dampening"] if step > 1 else 0.0
+    return (
+        _sign(group),
+        group["weight_decay"],
+        float(group["lr"]),
+        group["momentum"],
+        1 - dampening,
+        1.0 if group["nesterov"] else 0.0,
+    )
+
+
+def _sgd(x: Tensor, g: Tensor, moments: Moments, c: tuple[Tensor, ...]) -> tuple[Tensor, Moments]:
+    sign, weight_decay, lr, momentum, one_minus_dampening, nesterov = c
+    g = g * sign + x * weight_decay
+    m = moments[0] * momentum + g * one_minus_dampening
+    direction = nesterov * (g + momentum * m) + (1 - nesterov) * m
+    return x - lr * direction, (m,)
+
+
+def _lion_coefficients(group: Mapping[str, Any], step: int) -> Coefficients:
+    lr, (beta1, beta2) = float(group["lr"]), group["betas"]
+    return _sign(group), lr * group["weight_decay"], lr, beta1, 1 - beta1, beta2, 1 - beta2
+
+
+def _lion(x: Tensor, g: Tensor, moments: Moments, c: tuple[Tensor, ...]) -> tuple[Tensor, Moments]:
+    sign, decay, lr, beta1, one_minus_beta1, beta2, one_minus_beta2 = c
+    g = g * sign
+    direction = torch.sign(moments[0] * beta1 + g * one_minus_beta1)
+    return x - (decay * x + lr * direction), (moments[0] * beta2 + g * one_minus_beta2,)
+
+
+RULES: dict[str, Rule] = {
+    r.name: r
+    for r in (
+        Rule(name="adamw", moments=("exp_avg", "exp_avg_sq"), coefficients=_adamw_coefficients, update=_adamw),
+        Rule(name="sgd", moments=("momentum_buffer",), coefficients=_sgd_coefficients, update=_sgd),
+        Rule(name="lion", moments=("exp_avg",), coefficients=_lion_coefficients, update=_lion),
+    )
+}

@@ -1,0 +1,131 @@
+"""The fused step is the same compiled and eager, and a compiler that drops the low parts is caught."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lpconv.mcf.compiling import compile_keeps_roundings
+from lpconv.mcf.pairs import nearest_by_bits, nearest_by_cast
+from lpconv.optim import CollageAdamW, kernel
+from lpconv.optim.kernel import STEPS, Kernel, build_step, get_kernel
+from lpconv.optim.rules import RULES
+from lpconv.optim.storage import VARIANTS, Storage, new_parts, store, total
+
+PLUS = (Storage.PAIR, Storage.BF16, Storage.PAIR)
+needs_exact_compile = pytest.mark.skipif(
+    not compile_keeps_roundings(), reason="this build of torch.compile cannot keep bf16 roundings"
+)
+
+
+def some_params(sizes: list[int]) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter((torch.randn(n, generator=generator) * 0.02).bfloat16()) for n in sizes]
+
+
+def run(params: list[nn.Parameter], steps: int = 10, **options: object) -> CollageAdamW:
+    optimizer = CollageAdamW(params, **options)  # type: ignore[arg-type]  # options of this file are right
+    for step in range(steps):
+        for i, p in enumerate(params):
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * step + i)).bfloat16()
+        optimizer.step()
+    return optimizer
+
+
+@needs_exact_compile
+def test_compiled_and_eager_agree_to_the_last_bits_of_fp32() -> None:
+    assert get_kernel("adamw", PLUS, "cpu", compiled=True).mode == "cast"
+    sizes = [1, 7, 1000, 40_000]
+    compiled, eager = some_params(sizes), some_params(sizes)
+    a, b = run(compiled), run(eager, compiled=False)
+    for p, q in zip(compiled, eager, strict=True):
+        for storage, x, y in zip(PLUS, a.parts(p), b.parts(q), strict=True):
+            scale = float(total(storage, y).abs().max())
+            torch.testing.assert_close(total(storage, x), total(storage, y), rtol=2**-7, atol=2**-14 * scale)
+        assert float((a.state[p]["residual"] == b.state[q]["residual"]).double().mean()) > 0.9
+
+
+@needs_exact_compile
+def test_small_parameters_stepped_together_equal_each_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = [3, 50_000, 64, 1, 0, 20_000, 20_000, 30_000, 30_000, 30_000, 30_000]
+    together, alone = some_params(sizes), some_params(sizes)
+    run(together)
+    monkeypatch.setattr("lpconv.optim.base._SMALL", -1)
+    run(alone)
+    for p, q in zip(together, alone, strict=True):
+        assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw-paper"])
+def test_the_check_refuses_a_compiler_that_drops_the_low_parts(name: str) -> None:
+    """Rounding by cast under the default compile: the very mistake that `get_kernel` must catch."""
+    broken = torch.compile(STEPS[name].build(PLUS, nearest_by_cast), dynamic=True)
+    assert not kernel._agrees(STEPS[name], PLUS, broken, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("arithmetic", ["fused", "paper"])
+def test_compiling_the_whole_step_changes_nothing(arithmetic: str) -> None:
+    plain, wrapped = some_params([1000]), some_params([1000])
+    options: dict[str, Any] = {"lr": 1e-5, "compiled": False, "arithmetic": arithmetic}
+    a, b = CollageAdamW(plain, **options), CollageAdamW(wrapped, **options)
+    step = torch.compile(b.step)
+    for i in range(3):
+        for p in (plain[0], wrapped[0]):
+            p.grad = torch.randn(1000, generator=torch.Generator().manual_seed(i)).bfloat16()
+        a.step()
+        step()
+    assert torch.equal(a.state[plain[0]]["residual"], b.state[wrapped[0]]["residual"])
+
+
+def test_rounding_by_bits_passes_the_check_under_the_default_compile() -> None:
+    robust = torch.compile(STEPS["adamw"].build(PLUS, nearest_by_bits), dynamic=True)
+    assert kernel._agrees(STEPS["adamw"], PLUS, robust, torch.device("cpu"))
+
+
+def test_without_a_compiler_the_step_runs_eagerly_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_compiler(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("no C++ compiler here")
+
+    monkeypatch.setattr(torch, "compile", no_compiler)
+    get_kernel.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match="eagerly on cpu.*cast: RuntimeError"):
+            found = get_kernel("adamw", PLUS, "cpu", compiled=True)
+    finally:
+        get_kernel.cache_clear()
+    assert found.mode == "eager"
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_eager_blocks_do_not_show(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, blocks = some_params([1000]), some_params([1000])
+    run(whole, variant=variant, betas=(0.9, 0.95), compiled=False)
+    monkeypatch.setattr(kernel, "_EAGER_BLOCK", 64)
+    run(blocks, variant=variant, betas=(0.9, 0.95), compiled=False)
+    assert torch.equal(whole[0], blocks[0])
+
+
+@pytest.mark.parametrize("storage", Storage, ids=lambda s: s.value)
+def test_every_storage_gives_back_what_it_can_hold(storage: Storage) -> None:
+    value = torch.randn(4096, generator=torch.Generator().manual_seed(0))
+    parts = new_parts(storage, torch.zeros(4096, dtype=storage.dtype))
+    random = torch.randint(0, 2**16, (4096,), dtype=torch.int32)
+    store(storage, parts, value, nearest_by_bits, random)
+    error = float(((total(storage, parts) - value).abs() / value.abs()).max())
+    # Kahan rounds the update, which from zero weights is the value.
+    bounds = {Storage.STOCHASTIC: 2**-7, Storage.PAIR: 2**-17, Storage.FP32: 0.0, Storage.MASTER: 0.0}
+    assert error <= bounds.get(storage, 2**-8)
+
+
+def test_kernel_runs_on_views() -> None:
+    """Blocks of a larger buffer, as a flat parameter gives them."""
+    flat = torch.randn(100).bfloat16()
+    before = flat.clone()
+    step = build_step(RULES["sgd"], (Storage.PAIR, Storage.BF16), nearest_by_bits)
+    low, momentum = torch.zeros(50).bfloat16(), torch.zeros(50).bfloat16()
+    coefficients = tuple(torch.tensor(c) for c in (1.0, 0.0, 0.5, 0.0, 1.0, 0.0))
+    Kernel(mode="eager", step=step).run(((flat[25:75], low), (momentum,)), torch.ones(50), coefficients, None)
+    moved: Tensor = flat != before
+    assert bool(moved[25:75].all())
+    assert not bool(moved[:25].any() | moved[75:].any())
