@@ -87,7 +87,7 @@ class Size:
 
 
 FULL = Size(
-    num_weights=20_000, displacement_steps=1500, train_steps=2000, evaluate_every=100, batch=16, length=128,
+    num_weights=20_000, displacement_steps=1500, train_steps=1000, evaluate_every=50, batch=8, length=128,
     hidden=128, layers=4, seeds=3,
 )  # fmt: skip
 QUICK = Size(
@@ -248,7 +248,7 @@ def training_table(task: str, curves: list[Curve]) -> str:
             f"| {mean_of(runs, lambda c: c.edq_hi[-1]):.4f} | {mean_of(runs, lambda c: c.edq_full[-1]):.4f} "
             f"| {mean_of(runs, lambda c: c.lost_full[-1]):.1%} |"
         )
-    return "\n".join([f"Training {task}, {len(by_arm[BASE])} seeds", "", *lines, ""])
+    return "\n".join([f"{task.capitalize()}, {len(by_arm[BASE])} seeds", "", *lines, ""])
 
 
 def figure(curves: list[Curve], path: Path) -> None:
