@@ -29,6 +29,7 @@ from lpconv.formats.spec import Format, get_format
 __all__ = ["BINS", "ExponentHistogram", "Rates", "bin_of", "exponent_histogram_reference"]
 
 BINS = 39  # per binade: 16 exact sixteenths and 16 open intervals, the last of which is cut into 8
+_SAMPLES = 37
 _EDGES = [1 + i / 16 for i in range(16)] + [2 - 2.0**-j for j in range(5, 12)]
 
 
@@ -201,9 +202,13 @@ def _bins_below(edge: float, *, inclusive: bool) -> int:
 
 
 def _sample_points() -> Tensor:
-    """Significands that stand for each bin: 32 midpoints of equal parts of an interval, or the exact point."""
+    """Significands that stand for each bin: midpoints of equal parts of an interval, or the exact point.
+
+    The number of parts is odd, so that the midpoints do not fall on the numbers of a format: those of 32 parts of a
+    sixteenth are fp16 numbers, and the error would vanish.
+    """
     edges = [*_EDGES, 2.0]
-    middles = (torch.arange(32, dtype=torch.float64) + 0.5) / 32
+    middles = (torch.arange(_SAMPLES, dtype=torch.float64) + 0.5) / _SAMPLES
     intervals = [low + (high - low) * middles for low, high in itertools.pairwise(edges)]
     rows = []
     for i, interval in enumerate(intervals):

@@ -147,7 +147,8 @@ def _wide(
     bits = y.view(torch.int32)
     last = torch.bitwise_left_shift(torch.ones_like(dropped), dropped)
     carried = bits + (((last >> 1) - 1).clamp(min=0) + ((bits >> dropped) & (last >> 1).clamp(max=1)))
-    return out.copy_(_finish(y, (carried & -last).view(torch.float32), limit, beyond, unsigned_zero))
+    rounded = _unless_nan(y, (carried & -last).view(torch.float32))
+    return out.copy_(_finish(y, rounded, limit, beyond, unsigned_zero))
 
 
 def _stochastic(
@@ -159,16 +160,19 @@ def _stochastic(
     below = torch.bitwise_left_shift(torch.ones_like(dropped), dropped) - 1  # the bits below one step
     noise = _mix(_mix(position) ^ seed) & below
     lifted = y.abs() + torch.where(y.abs() < lift, lift, 0.0)  # subnormals share the step of the smallest normal
-    cut = ((lifted.view(torch.int32) + noise) & ~below).view(torch.float32)
+    cut = _unless_nan(y, ((lifted.view(torch.int32) + noise) & ~below).view(torch.float32))
     return out.copy_(_finish(y, cut - torch.where(y.abs() < lift, lift, 0.0), limit, beyond, unsigned_zero))
 
 
+def _unless_nan(y: Tensor, rounded: Tensor) -> Tensor:
+    """`rounded`, or NaN where y is: a carry out of a NaN's bits may look like a number. Inductor has no fast isnan."""
+    return torch.where(y == y, rounded, y)
+
+
 def _finish(y: Tensor, rounded: Tensor, limit: Tensor, beyond: Tensor, unsigned_zero: Tensor) -> Tensor:
-    """Overflow, the sign, and NaN, which integers may have turned into something else."""
-    rounded = torch.where(rounded.abs() > limit, beyond, rounded)
-    rounded = torch.copysign(rounded, y)
-    rounded = torch.where((rounded == 0) & unsigned_zero, 0.0, rounded)
-    return torch.where(y.isnan(), y, rounded)
+    """Overflow and the sign."""
+    rounded = torch.copysign(torch.where(rounded.abs() > limit, beyond, rounded), y)
+    return torch.where((rounded == 0) & unsigned_zero, 0.0, rounded)
 
 
 def _mix(h: Tensor) -> Tensor:

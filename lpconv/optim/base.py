@@ -45,11 +45,6 @@ class _Job:
     group: dict[str, Any]
     gradient: Tensor
 
-    def coefficients(self, step_name: str, step: int) -> tuple[Tensor, ...]:
-        """The scalars of the step as 0-dim tensors, which compiled code does not specialise on."""
-        values = STEPS[step_name].coefficients(self.group, step)
-        return torch.tensor(values, dtype=torch.float32, device=self.gradient.device).unbind()
-
 
 class LowPrecisionOptimizer(Optimizer):
     """Any rule of `rules.RULES` with any variant of `storage.VARIANTS`; use it through CollageAdamW, SGD or Lion.
@@ -86,6 +81,7 @@ class LowPrecisionOptimizer(Optimizer):
         self.diagnostics_every = diagnostics_every
         self.records: list[UpdateRecord] = []
         self.num_skipped = 0
+        self._coefficients_now: dict[tuple[int, str, int, torch.device], tuple[Tensor, ...]] = {}
         if self.arithmetic == "paper" and (
             rule != "adamw" or self.variant not in (VARIANTS["light"], VARIANTS["plus"])
         ):
@@ -126,6 +122,7 @@ class LowPrecisionOptimizer(Optimizer):
             self._refuse()
             return loss
         self.records = []
+        self._coefficients_now.clear()
         for step, batch in self._batches(jobs):
             self._run(batch, step)
         return loss
@@ -212,10 +209,19 @@ class LowPrecisionOptimizer(Optimizer):
         with flat_parts([self.parts(job.p) for job in batch]) as parts:
             before = None
             if self._measures(step):
-                before = snapshot(self.rule, storages, parts, gradient, first.coefficients(self.rule.name, step))
-            kernel.run(parts, gradient, first.coefficients(name, step), self._random(first, step))
+                before = snapshot(self.rule, storages, parts, gradient, self._coefficients(first, self.rule.name, step))
+            kernel.run(parts, gradient, self._coefficients(first, name, step), self._random(first, step))
             if before is not None:
                 self.records.append(before.compare(first.name, step, parts[0]))
+
+    def _coefficients(self, job: _Job, name: str, step: int) -> tuple[Tensor, ...]:
+        """The scalars of the step as 0-dim tensors, which compiled code does not specialise on; kept for one step()."""
+        device = job.gradient.device
+        key = (id(job.group), name, step, device)
+        if key not in self._coefficients_now:
+            values = STEPS[name].coefficients(job.group, step)
+            self._coefficients_now[key] = torch.tensor(values, dtype=torch.float32, device=device).unbind()
+        return self._coefficients_now[key]
 
     def _random(self, job: _Job, step: int) -> Tensor | None:
         """Noise for stochastic rounding, from the seed, the parameter and the step: a resumed run draws the same."""

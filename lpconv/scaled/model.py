@@ -135,12 +135,13 @@ def scaled(
         find("method", method, METHODS)
         arithmetic = Arithmetic(operand=chosen.operand, gradient=chosen.gradient, strict=strict)
         exact = exact_modules(model, (*CRITICAL, *critical)) if chosen.operand else {}
+        dtype = carrier or chosen.carrier
         scaling = Scaling(
             method=method,
             compute=compute,
             arithmetic=arithmetic,
-            scales=replace_parameters(model, carrier or chosen.carrier, arithmetic, exact),
-            saved=SavedCodes(chosen.operand) if chosen.operand and save_codes else None,
+            scales=replace_parameters(model, dtype, arithmetic, exact),
+            saved=SavedCodes(chosen.operand, dtype) if chosen.operand and save_codes else None,
             unit=scaled_tensor(torch.ones(()), 1.0, role=Role.GRADIENT, arithmetic=arithmetic),
         )
         install(model, places if method == "scalify" else (), exact)
