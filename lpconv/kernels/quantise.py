@@ -68,8 +68,9 @@ def encode(x: Tensor, format: str | Format) -> Tensor:
     limit = largest(spec, x.dtype)
     encoded = x.detach().clamp(-limit, limit).to(codes.code_dtype(spec))  # clamped: torch versions differ beyond
     raw = encoded.view(torch.uint8)
-    # NaN without its sign, as `formats.encode` has it. Looking first is cheaper on the CPU and would stall a GPU.
-    if spec.has_negative_zero and raw.numel() and (raw.device.type != "cpu" or int(raw.amax()) == 0xFF):
+    # NaN without its sign, as `formats.encode` has it. To look first is cheaper, but stalls a GPU and breaks a graph.
+    unseen = raw.device.type != "cpu" or torch.compiler.is_compiling()
+    if spec.has_negative_zero and raw.numel() and (unseen or int(raw.amax()) == 0xFF):
         raw.masked_fill_(raw == 0xFF, 0x7F)
     return encoded
 

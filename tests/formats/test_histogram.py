@@ -107,6 +107,8 @@ def test_what_it_cannot_answer_is_refused() -> None:
             h.rates(name)
     with pytest.raises(UsageError):
         h.rates("e4m3")
-    for record in ({}, {"counts": {"a": {}}}, {"counts": {"1": {"99": 1}}, "zero": 0, "inf": 0, "nan": 0}):
+    no_bin = {"counts": {"1": {"99": 1}}, "zero": 0, "inf": 0, "nan": 0}
+    records: list[dict[str, object]] = [{}, {"counts": {"a": {}}}, no_bin]
+    for record in records:
         with pytest.raises(UsageError):
             ExponentHistogram.from_dict(record)

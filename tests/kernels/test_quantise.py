@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lpconv.errors import UsageError
 from lpconv.formats import codes
-from lpconv.formats.cast import cast, largest
+from lpconv.formats.cast import Overflow, cast, largest
 from lpconv.formats.spec import FORMATS
 from lpconv.kernels import quantise
 from lpconv.kernels.compiled import CheckedKernel
@@ -40,8 +40,10 @@ def inputs(dtype: torch.dtype) -> Tensor:
     )
 
 
-def rules(name: str) -> list[str]:
-    return ["saturate"] + ["inf"] * FORMATS[name].has_inf + ["nan"] * FORMATS[name].has_nan
+def rules(name: str) -> list[Overflow]:
+    spec = FORMATS[name]
+    known: list[Overflow] = ["saturate", "inf", "nan"]
+    return [r for r in known if not (r == "inf" and not spec.has_inf) and not (r == "nan" and not spec.has_nan)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -74,6 +76,14 @@ def test_compiled_noise_is_the_same_noise(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("LPCONV_COMPILE", "always")
     assert same(fake_quantise(x, "e5m2", rounding="stochastic", generator=second), eager)
     assert not quantise._STOCHASTIC.fallback_reason
+
+
+def test_compiled_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LPCONV_COMPILE", "always")
+    x = torch.randn(1000)
+    expected = cast(x, "e4m3fn")
+    fake_quantise(x, "e4m3fn", out=x)
+    assert same(x, expected)
 
 
 CPU = torch.device("cpu")
