@@ -1,9 +1,31 @@
 """lpconv rewrites Hugging Face checkpoints into low-precision forms that still are the model.
 
-Importing this package loads neither torch nor transformers. The pieces live in sub-packages, lowest layer first:
-`formats`, `report`, `mcf`, `kernels`, `checkpoint`, `scaled`, `optim`, `methods`, `convert`, `hf`, `cli`.
+Importing this package loads neither torch nor transformers. The pieces live in sub-packages; see `docs/design`.
 """
 
-__all__ = ["__version__"]
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import nn
+
+    from lpconv.probe.track import Tracker
+
+__all__ = ["__version__", "load", "track"]
 
 __version__ = "0.1.0"
+
+
+def load(path: "str | Path", **kwargs: Any) -> Any:
+    """The model in an output of any method; the short name of `lpconv.hf.load`, which has the arguments."""
+    from lpconv.hf.load import load as load_output
+
+    return load_output(path, **kwargs)
+
+
+def track(model: "nn.Module", *, every: int = 50) -> "Tracker":
+    """Record what number formats would do to a training run; the short name of `lpconv.probe.track.track`."""
+    from lpconv.probe.track import track as track_model
+
+    return track_model(model, every=every)

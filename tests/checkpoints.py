@@ -17,6 +17,7 @@ import lpconv
 
 __all__ = [
     "DEMO_TENSORS",
+    "REPORTS",
     "bits_of",
     "cli_environment",
     "files_of",

@@ -1,6 +1,7 @@
 """What lies in a checkpoint directory: weight files, index, config, and everything else. Plain Python, no torch."""
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from typing import Any
 
 from lpconv.errors import InputError
 
-__all__ = ["Contents", "read_contents", "read_json"]
+__all__ = ["Contents", "check_inside", "read_contents", "read_json"]
 
 _INDEX_SUFFIX = ".index.json"
 # Weight files of any framework, and what training leaves behind: never copied as side files.
@@ -18,7 +19,7 @@ _WEIGHT_FILE = re.compile(
     | (pytorch_model|flax_model|tf_model|adapter_model|training_args|optimizer|scheduler|rng_state|model) [^/]* \.bin
     | .*\.(bin|safetensors)\.index\.json """
 )
-_OURS = {"lpconv.json", "report.json", "report.html", "SHA256SUMS"}
+_OURS = {"lpconv.json", "lpconv_loader.py", "journal.jsonl", "report.json", "report.html", "SHA256SUMS"}
 _IGNORED_FOLDERS = {".git", ".cache", "__pycache__", ".ipynb_checkpoints"}
 
 
@@ -49,13 +50,16 @@ def read_contents(directory: Path) -> Contents:
     config_path = directory / "config.json"
     if not config_path.exists():
         raise InputError(f"`{directory}` has no config.json", hint="is it a Hugging Face checkpoint directory?")
+    check_inside(directory, config_path.name)
     config = read_json(config_path)
+    _check_config(config, config_path)
     kind, files, weight_map = _weights(directory)
     for name in files:
-        _check_inside(directory, name)
+        check_inside(directory, name)
     side_files = tuple(sorted(_side_files(directory, set(files))))
     for name in side_files:
-        _check_inside(directory, name)
+        _check_file_name(directory, name)
+        check_inside(directory, name)
     return Contents(
         directory=directory,
         kind=kind,
@@ -70,6 +74,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file; InputError for anything else."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
+        json.dumps(document, ensure_ascii=False).encode()  # an escaped lone surrogate parses, and can never be written
     except OSError as e:
         raise InputError(f"cannot read `{path}`: {e.strerror or e}", hint="check the path and its permissions") from e
     except (ValueError, RecursionError) as e:
@@ -79,10 +84,20 @@ def read_json(path: Path) -> dict[str, Any]:
     return document
 
 
+def _check_config(config: dict[str, Any], path: Path) -> None:
+    """The keys that lpconv itself reads have the types that transformers gives them."""
+    architectures = config.get("architectures") or []
+    if not isinstance(architectures, list) or not all(isinstance(a, str) for a in architectures):
+        raise InputError(f"`{path}`: architectures is no list of names", hint="fetch the file again")
+    if not isinstance(config.get("model_type", ""), str):
+        raise InputError(f"`{path}`: model_type is no name", hint="fetch the file again")
+
+
 def _weights(directory: Path) -> tuple[str, tuple[str, ...], dict[str, str] | None]:
     for kind, stem in (("safetensors", "model.safetensors"), ("torch", "pytorch_model.bin")):
         index = directory / (stem + _INDEX_SUFFIX)
         if index.exists():
+            check_inside(directory, index.name)
             weight_map = _weight_map(index)
             files = tuple(sorted(set(weight_map.values())))
             missing = [f for f in files if not (directory / f).exists()]
@@ -125,19 +140,28 @@ def _is_plain(name: str) -> bool:
     return bool(name) and not path.is_absolute() and ".." not in path.parts and "\\" not in name and "\0" not in name
 
 
-def _check_inside(directory: Path, name: str) -> None:
-    """Refuse links out of the directory, but for the Hugging Face cache, whose snapshots link to its blobs."""
-    target = (directory / name).resolve()
+def check_inside(directory: Path, name: str) -> None:
+    """Raises InputError for a name that is no file, or a link out of `directory`.
+
+    The Hugging Face cache is an exception: its snapshots link to its blobs.
+    """
+    target = Path(os.path.realpath(directory / name))  # Path.resolve raises RuntimeError for a link to itself
     root = directory.resolve()
     blobs = root.parent.parent / "blobs"
     inside_cache = root.parent.name == "snapshots" and target.is_relative_to(blobs)
     if not target.is_relative_to(root) and not inside_cache:
         raise InputError(
-            f"`{directory / name}` is a link that leads out of the checkpoint",
-            hint="replace the link by the file if you trust it",
+            f"`{directory / name}` leads out of the checkpoint",
+            hint="replace a link by the file if you trust it",
         )
     if not target.is_file():
         raise InputError(f"`{directory / name}` is not a regular file", hint="remove it or fetch it again")
+
+
+def _check_file_name(directory: Path, name: str) -> None:
+    """Refuse names that a list of checksums cannot hold: line breaks, and bytes that are no UTF-8."""
+    if not name.isprintable():
+        raise InputError(f"file name {name!r} in `{directory}` has unprintable characters", hint="rename the file")
 
 
 def _side_files(directory: Path, weights: set[str]) -> Iterator[str]:

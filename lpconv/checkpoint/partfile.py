@@ -1,7 +1,9 @@
-"""Write a file once, front to back: hashed while the bytes are hot, complete or not there.
+"""Write a file once: hashed front to back while the bytes are hot, complete or not there.
 
-Bytes go to `NAME.part`, which becomes NAME by a rename after `fsync`. Writing back to the disk starts early, on a
-thread of its own, so that the final `fsync` has little left to wait for.
+Bytes go to `NAME.part`, which becomes NAME by a rename after `fsync`. Another thread writes them back to the disk as
+they come, so that the final `fsync` has little left to wait for, and then drops them from the page cache: an output
+would push its own source out of it, and pages just dropped are cheaper to fill again than fresh ones, several times so
+in virtual machines that get their memory from the host on first touch.
 """
 
 import errno
@@ -15,12 +17,15 @@ from lpconv.results import FileRecord
 
 __all__ = ["PartFile", "fsync_directory", "sha256_of", "write_error", "write_small"]
 
-_FLUSH_BYTES = 128 * 2**20
+_FLUSH_BYTES = 64 * 2**20
 _READ_BYTES = 4 * 2**20
 
 
 class PartFile:
-    """A file under construction below `root`: `append` in order, then `finish`, or `abandon` it."""
+    """A file under construction below `root`: `append` in order, then `finish`, or `abandon` it.
+
+    Where several threads make the bytes, each may `write` its own, and one thread calls `digest` on them in order.
+    """
 
     def __init__(self, root: Path, name: str, size_bytes: int, flusher: ThreadPoolExecutor) -> None:
         self._name, self._size = name, size_bytes
@@ -28,39 +33,52 @@ class PartFile:
         self._part = self._path.with_name(self._path.name + ".part")
         self._flusher, self._flushes = flusher, list[Future[None]]()
         self._hash = hashlib.sha256()
-        self._written = self._unflushed = 0
+        self._hashed = self._flushed = 0
+        self._fd: int | None = None
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._fd = os.open(self._part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
             if size_bytes:
                 _reserve(self._fd, size_bytes)
         except OSError as e:
+            self._close()
             raise write_error(e, self._part) from e
 
     def append(self, data: bytes | memoryview) -> None:
         """Write and hash the next bytes. Raises ResourceError when the disk is full."""
+        self.write(self._hashed, data)
+        self.digest(data)
+
+    def write(self, position: int, data: bytes | memoryview) -> None:
+        """Write bytes to their place, from any thread. Raises ResourceError when the disk is full."""
+        assert self._fd is not None
         view = memoryview(data).cast("B")
-        self._hash.update(view)
         while view:
             try:
-                count = os.pwrite(self._fd, view, self._written)
+                count = os.pwrite(self._fd, view, position)
             except OSError as e:
                 raise write_error(e, self._part) from e
-            self._written += count
-            self._unflushed += count
+            position += count
             view = view[count:]
-        if self._unflushed >= _FLUSH_BYTES:
-            self._unflushed = 0
-            self._flushes.append(self._flusher.submit(os.fdatasync, self._fd))
+
+    def digest(self, data: bytes | memoryview) -> None:
+        """Hash the next bytes of the file, which have been written."""
+        assert self._fd is not None
+        self._hash.update(data)
+        self._hashed += memoryview(data).nbytes
+        if self._hashed - self._flushed >= _FLUSH_BYTES:
+            self._flushes.append(self._flusher.submit(_write_back, self._fd, self._flushed, self._hashed))
+            self._flushed = self._hashed
 
     def finish(self) -> FileRecord:
         """Wait until the bytes are on the disk, and give the file its name."""
-        assert self._written == self._size, (self._name, self._written, self._size)
+        assert self._fd is not None
+        assert self._hashed == self._size, (self._name, self._hashed, self._size)
         try:
             for flush in self._flushes:
                 flush.result()
             os.fsync(self._fd)
-            os.close(self._fd)
+            self._close()
             os.rename(self._part, self._path)
             fsync_directory(self._path.parent)
         except OSError as e:
@@ -68,10 +86,16 @@ class PartFile:
         return FileRecord(name=self._name, size_bytes=self._size, sha256=self._hash.hexdigest())
 
     def abandon(self) -> None:
-        """Stop writing; the part file stays, and the next run overwrites it."""
+        """Stop writing, if it is not finished; the part file stays, and the next run overwrites it."""
         for flush in self._flushes:
             flush.cancel() or flush.exception()
-        os.close(self._fd)
+        self._close()
+
+    def _close(self) -> None:
+        """Close the file once: its number may belong to another file by the second time."""
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            os.close(fd)
 
 
 def _reserve(fd: int, size_bytes: int) -> None:
@@ -81,6 +105,11 @@ def _reserve(fd: int, size_bytes: int) -> None:
     except OSError as e:
         if e.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
             raise
+
+
+def _write_back(fd: int, start: int, stop: int) -> None:
+    os.fdatasync(fd)
+    os.posix_fadvise(fd, start, stop - start, os.POSIX_FADV_DONTNEED)
 
 
 def write_error(e: OSError, path: Path) -> LpconvError:

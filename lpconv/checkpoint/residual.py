@@ -12,7 +12,7 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-from lpconv.checkpoint.contents import read_json
+from lpconv.checkpoint.contents import check_inside, read_json
 from lpconv.checkpoint.partfile import sha256_of
 from lpconv.errors import InputError
 
@@ -57,13 +57,19 @@ def read_residual(directory: Path) -> Residuals | None:
         raise InputError(
             f"`{path}` has format_version {document.get('format_version')}", hint="a newer lpconv opens it"
         )
-    for low, entry in document["files"].items():
-        root = directory / entry["root"]
-        if not root.exists() or not (directory / low).exists():
-            raise InputError(f"`{low}` or its root `{entry['root']}` is missing", hint="fetch the checkpoint again")
-        if sha256_of(root) != entry["root_sha256"]:
+    form, files = document.get("residual"), document.get("files")
+    if not isinstance(form, str) or not isinstance(files, dict) or not all(map(_is_entry, files.values())):
+        raise InputError(f"`{path}` is not the index of a residual", hint="fetch the checkpoint again")
+    for low, entry in files.items():
+        for name in (low, entry["root"]):
+            check_inside(directory, name)
+        if sha256_of(directory / entry["root"]) != entry["root_sha256"]:
             raise InputError(
                 f"`{entry['root']}` has changed since its residual was written",
                 hint="the residual belongs to other weights; delete the collage folder to use the root alone",
             )
-    return Residuals(form=document["residual"], directory=directory, files=tuple(document["files"]))
+    return Residuals(form=form, directory=directory, files=tuple(files))
+
+
+def _is_entry(value: object) -> bool:
+    return isinstance(value, dict) and all(isinstance(value.get(k), str) for k in ("root", "root_sha256"))

@@ -3,8 +3,12 @@
 While a run works, everything lies in `OUT.partial` beside OUT, with a journal of the files that are complete. A run
 that fails or is killed leaves that folder and nothing called OUT; `--resume` goes on from its journal, if source and
 options are still the same. A lock on the journal keeps two runs apart.
+
+Nothing is deleted that is not ours: OUT and `OUT.failed` are outputs by their `lpconv.json`, `OUT.partial` by its
+journal, and both go last when a folder is removed.
 """
 
+import contextlib
 import fcntl
 import json
 import os
@@ -14,13 +18,15 @@ from types import TracebackType
 from typing import Any, Self
 
 from lpconv.checkpoint.partfile import fsync_directory, sha256_of, write_error
-from lpconv.errors import OutputExistsError
+from lpconv.errors import OutputExistsError, UsageError
 from lpconv.results import FileRecord
 
-__all__ = ["JOURNAL", "MARKER", "Staging", "files_of"]
+__all__ = ["JOURNAL", "MARKER", "Staging", "beside", "check_apart", "files_of"]
 
 JOURNAL = "journal.jsonl"
 MARKER = "lpconv.json"  # what says that a directory is an output of ours
+# Working folders beside an output, and the file in each that says whose it is.
+_SUFFIXES = {".partial": JOURNAL, ".failed": MARKER, ".replaced": MARKER}
 
 
 class Staging:
@@ -31,10 +37,12 @@ class Staging:
 
     def __init__(self, output: Path, identity: dict[str, Any], *, resume: bool, force: bool) -> None:
         self.output = output
-        self.directory = output.with_name(output.name + ".partial")
+        self.directory = beside(output, ".partial")
         self.done: list[dict[str, Any]] = []
+        self._force = force
         _check_output(output, force=force)
-        if self.directory.exists() and not resume and not force:
+        _check_working_folders(output)
+        if os.path.lexists(self.directory) and not resume and not force:
             raise OutputExistsError(
                 f"`{self.directory}` is left from an interrupted run",
                 hint="--resume continues it, --force starts anew",
@@ -59,9 +67,13 @@ class Staging:
             raise OutputExistsError(
                 f"another run is writing `{self.directory}`", hint="wait for it, or choose another --output"
             ) from e
+        # The other run may have published between our opening of the journal and our lock.
+        if not _is_at(self._journal.fileno(), self.directory / JOURNAL):
+            self._journal.close()
+            raise OutputExistsError(f"another run has just finished `{self.output}`", hint="choose another --output")
 
     def _begin(self, identity: dict[str, Any], *, resume: bool) -> None:
-        lines = _read_journal(self.directory / JOURNAL)
+        lines, size = _read_journal(self.directory / JOURNAL)
         if resume and lines:
             changed = sorted(k for k in {*identity, *lines[0]} if identity.get(k) != lines[0].get(k))
             if changed:
@@ -70,9 +82,11 @@ class Staging:
                     hint="repeat the command of that run with --resume, or start anew with --force",
                     details={"changed": changed},
                 )
+            os.ftruncate(self._journal.fileno(), size)  # a line cut short would swallow the next one
             self.done = [line for line in lines[1:] if self._is_intact(line)]
+            _clear(self.directory, {JOURNAL, *(f["name"] for line in self.done for f in line["files"])})
             return
-        _empty(self.directory, keep=JOURNAL)
+        _clear(self.directory, {JOURNAL})
         os.ftruncate(self._journal.fileno(), 0)
         self.append(identity)
 
@@ -93,25 +107,32 @@ class Staging:
             raise write_error(e, self.directory / JOURNAL) from e
 
     def publish(self) -> None:
-        """Make the folder the output, by one rename. A replaced output is deleted only after that."""
-        (self.directory / JOURNAL).unlink()
-        old = self.output.with_name(self.output.name + ".replaced")
+        """Make the folder the output, by one rename. A replaced output is deleted only after that.
+
+        The journal goes last: while it is there, nobody else takes the folder for an abandoned one.
+        """
+        _check_output(self.output, force=self._force)
+        old = beside(self.output, ".replaced")
         try:
             if self.output.exists():
-                shutil.rmtree(old, ignore_errors=True)
+                _remove(old)
                 os.rename(self.output, old)
             os.rename(self.directory, self.output)
             fsync_directory(self.output.parent)
+            (self.output / JOURNAL).unlink()
+            _remove(old)
         except OSError as e:
             raise write_error(e, self.output) from e
-        shutil.rmtree(old, ignore_errors=True)
 
     def set_aside(self) -> Path:
         """Keep a failed output for inspection as `OUT.failed`, never as OUT."""
-        failed = self.output.with_name(self.output.name + ".failed")
-        shutil.rmtree(failed, ignore_errors=True)
-        (self.directory / JOURNAL).unlink()
-        os.rename(self.directory, failed)
+        failed = beside(self.output, ".failed")
+        try:
+            _remove(failed)
+            os.rename(self.directory, failed)
+            (failed / JOURNAL).unlink()
+        except OSError as e:
+            raise write_error(e, failed) from e
         return failed
 
     def __enter__(self) -> Self:
@@ -121,36 +142,89 @@ class Staging:
         self._journal.close()
 
 
+def beside(output: Path, suffix: str) -> Path:
+    """The path of a working folder next to an output, such as `OUT.partial`."""
+    named = output if output.name not in ("", "..") else Path(os.path.abspath(output))
+    return Path(f"{named}{suffix}")
+
+
+def check_apart(source: Path, output: Path) -> None:
+    """Refuse an output that would add to its own source, or replace it."""
+    inner = Path(os.path.realpath(source))
+    for folder in (output, *(beside(output, s) for s in _SUFFIXES)):
+        outer = Path(os.path.realpath(folder))
+        if inner == outer:
+            raise OutputExistsError("source and output are the same directory", hint="choose another --output")
+        if inner.is_relative_to(outer):
+            raise OutputExistsError(f"the source lies inside `{folder}`", hint="choose another --output")
+        if outer.is_relative_to(inner):
+            raise UsageError(f"`{folder}` lies inside the source", hint="choose an --output outside of the checkpoint")
+
+
 def _check_output(output: Path, *, force: bool) -> None:
-    if not output.exists() and not output.is_symlink():
+    if not os.path.lexists(output):
         return
     if not force:
         raise OutputExistsError(f"`{output}` exists", hint="choose another --output, or replace it with --force")
-    if not output.is_dir() or (any(output.iterdir()) and not (output / MARKER).exists()):
+    if not _is_ours(output, MARKER):
         raise OutputExistsError(
             f"`{output}` is not an output of lpconv, and --force does not delete it", hint="choose another --output"
         )
 
 
-def _read_journal(path: Path) -> list[dict[str, Any]]:
-    """The journal's lines up to the first one that was cut short."""
-    lines = []
-    for raw in path.read_bytes().splitlines():
+def _check_working_folders(output: Path) -> None:
+    for suffix, proof in _SUFFIXES.items():
+        folder = beside(output, suffix)
+        if os.path.lexists(folder) and not _is_ours(folder, proof):
+            raise OutputExistsError(
+                f"`{folder}` is in the way, and is not from lpconv", hint="move it, or choose another --output"
+            )
+
+
+def _is_ours(directory: Path, proof: str) -> bool:
+    """Whether a directory may be deleted: it is empty, or holds the file that says what it is."""
+    if directory.is_symlink() or not directory.is_dir():
+        return False
+    return (directory / proof).is_file() or not any(directory.iterdir())
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _read_journal(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The journal's lines up to the first one that was cut short, and the bytes they take."""
+    lines, size = [], 0
+    for raw in path.read_bytes().splitlines(keepends=True):
         try:
-            lines.append(json.loads(raw))
+            line = json.loads(raw)
         except ValueError:
             break
-    return lines
+        if not raw.endswith(b"\n") or not isinstance(line, dict):
+            break
+        lines.append(line)
+        size += len(raw)
+    return lines, size
 
 
-def _empty(directory: Path, keep: str) -> None:
-    for path in directory.iterdir():
-        if path.name == keep:
-            continue
+def _clear(directory: Path, kept: set[str]) -> None:
+    """Delete everything below `directory` but the files `kept`, named relative to it."""
+    for path in sorted(directory.rglob("*"), reverse=True):  # what a folder holds comes before the folder
         if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
+            with contextlib.suppress(OSError):  # not empty: it holds a file that is kept
+                path.rmdir()
+        elif path.relative_to(directory).as_posix() not in kept:
             path.unlink()
+
+
+def _remove(directory: Path) -> None:
+    """Delete an output, if it is one; what says so goes last, so that the rest of a killed deletion is ours still."""
+    if directory.exists() and _is_ours(directory, MARKER):
+        _clear(directory, {MARKER})
+        shutil.rmtree(directory)
 
 
 def files_of(line: dict[str, Any]) -> tuple[FileRecord, ...]:

@@ -4,14 +4,16 @@ A shard with scaled tensors is read twice. The first pass gathers each tensor's 
 follows; the second encodes. Between the two the scales are known, so they can stand before the codes in the file, and
 everything is written, and hashed, front to back. The second pass comes from the page cache where the shard fits.
 
-Workers read and encode; the calling thread hashes and writes what they return, in the order of the file, whatever order
-they finish in. So the output does not depend on the number of workers.
+Workers read, encode and write; the plan says where every block goes. The calling thread hashes what they wrote, in the
+order of the file, whatever order they finish in. So the output does not depend on the number of workers. Hashing is the
+longest step that cannot be shared, which is why that thread does nothing else.
 """
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -85,12 +87,24 @@ class _Block:
 
 @dataclass(frozen=True, kw_only=True)
 class _Encoded:
-    """What a worker made of a block: bytes for the root file and the residual file, statistics and error."""
+    """What a worker made of a block: bytes for the root file and, of pairs, the residual file; statistics and error."""
 
-    root: Tensor
-    residual: Tensor | None
-    stats: BlockStats | None
-    error: BlockError | None
+    parts: tuple[Tensor, ...]
+    stats: BlockStats | None = None
+    error: BlockError | None = None
+
+
+class _Output:
+    """A file that is being written, and where in it each tensor begins."""
+
+    def __init__(self, directory: Path, file: OutputFile, flusher: ThreadPoolExecutor) -> None:
+        self.part = PartFile(directory, file.name, file.size_bytes, flusher)
+        self._begins = {i.name: len(file.header) + i.begin for i in file.tensors}
+
+    def write(self, block: _Block, data: Tensor) -> None:
+        """Put the bytes of a block in their place, from any thread."""
+        offset = block.start * data.numel() // (block.stop - block.start)
+        self.part.write(self._begins[block.tensor.name] + offset, data.numpy().data)
 
 
 class Engine:
@@ -116,19 +130,18 @@ class Engine:
         """Write one shard's files below `directory`; returns the finished files and what happened to each tensor."""
         stats = {t.name: self._statistics(t) for t in shard.scaled}
         scales = {t.name: self._scale(plan, t, stats[t.name]) for t in shard.scaled}
-        files = {f.name: self._part(directory, f) for f in (shard.root, shard.residual) if f is not None}
+        files: list[_Output] = []
         try:
+            for planned in (shard.root, shard.residual):
+                if planned is not None:
+                    files.append(_Output(directory, planned, self._flusher))
+                    files[-1].part.append(planned.header)
             records = self._write_tensors(plan, shard, files, scales, stats)
-            return [f.finish() for f in files.values()], records
+            return [f.part.finish() for f in files], records
         except BaseException:
-            for f in files.values():
-                f.abandon()
+            for f in files:
+                f.part.abandon()
             raise
-
-    def _part(self, directory: Path, file: OutputFile) -> PartFile:
-        part = PartFile(directory, file.name, file.size_bytes, self._flusher)
-        part.append(file.header)
-        return part
 
     def _statistics(self, t: PlannedTensor) -> BlockStats:
         total = BlockStats()
@@ -161,24 +174,22 @@ class Engine:
         self,
         plan: Plan,
         shard: PlannedShard,
-        files: Mapping[str, PartFile],
+        files: Sequence[_Output],
         scales: Mapping[str, float],
         stats: Mapping[str, BlockStats],
     ) -> list[TensorRecord]:
-        root = files[shard.root.name]
-        residual = files[shard.residual.name] if shard.residual else None
         # 64-bit tensors come first in the file, then the scales, then everything else.
         num_wide = sum(t.format is None and DTYPE_BITS[t.info.dtype] > 32 for t in shard.tensors)
-        records = self._encode(plan, shard.tensors[:num_wide], root, residual, scales, stats)
-        root.append(torch.tensor([scales[t.name] for t in shard.scaled], dtype=torch.float32).numpy().tobytes())
-        return records + self._encode(plan, shard.tensors[num_wide:], root, residual, scales, stats)
+        records = self._encode(plan, shard.tensors[:num_wide], files, scales, stats)
+        scale_bytes = torch.tensor([scales[t.name] for t in shard.scaled], dtype=torch.float32).numpy().tobytes()
+        files[0].part.append(scale_bytes)
+        return records + self._encode(plan, shard.tensors[num_wide:], files, scales, stats)
 
     def _encode(
         self,
         plan: Plan,
         tensors: Sequence[PlannedTensor],
-        root: PartFile,
-        residual: PartFile | None,
+        files: Sequence[_Output],
         scales: Mapping[str, float],
         stats: Mapping[str, BlockStats],
     ) -> list[TensorRecord]:
@@ -188,23 +199,25 @@ class Engine:
         def encode(block: _Block) -> tuple[_Slot, _Encoded]:
             slot = self._slots.get()
             try:
-                return slot, self._encode_block(plan, block, slot, scales, stats)
+                encoded = self._encode_block(plan, block, slot, scales, stats)
+                for file, data in zip(files, encoded.parts, strict=False):  # a kept tensor has no residual
+                    file.write(block, data)
+                return slot, encoded
             except BaseException:
                 self._slots.put(slot)
                 raise
 
-        for block, (slot, encoded) in self._in_order(_blocks(tensors), encode):
-            root.append(encoded.root.numpy().data)
-            if encoded.residual is not None:
-                assert residual is not None
-                residual.append(encoded.residual.numpy().data)
-            self._slots.put(slot)
-            name = block.tensor.name
-            if encoded.error is not None:
-                errors[name] = errors.get(name, BlockError()) + encoded.error
-            if encoded.stats is not None:
-                sums[name] = sums.get(name, BlockStats()) + encoded.stats
-            self._advance(block)
+        with closing(self._in_order(_blocks(tensors), encode)) as results:
+            for block, (slot, encoded) in results:
+                for file, data in zip(files, encoded.parts, strict=False):
+                    file.part.digest(data.numpy().data)
+                self._slots.put(slot)
+                name = block.tensor.name
+                if encoded.error is not None:
+                    errors[name] = errors.get(name, BlockError()) + encoded.error
+                if encoded.stats is not None:
+                    sums[name] = sums.get(name, BlockStats()) + encoded.stats
+                self._advance(block)
         return [tensor_record(plan, t, scales.get(t.name), sums.get(t.name), errors.get(t.name)) for t in tensors]
 
     def _encode_block(
@@ -213,18 +226,18 @@ class Engine:
         t, count = block.tensor, block.stop - block.start
         x = self._read(block, slot.work)
         if t.format is None:
-            return _Encoded(root=x.view(torch.uint8), residual=None, stats=None, error=None)
+            return _Encoded(parts=(x.view(torch.uint8),))
         high = _view(slot.root, count, TORCH_DTYPES[t.format.safetensors or ""])
         if plan.method.encoder == "scaled":
             s = stats[t.name]
             finite = not (s.num_nan or s.num_inf)
             error = encode_scaled(x, scales[t.name], t.format, high, slot.work, finite=finite)
-            return _Encoded(root=high.view(torch.uint8), residual=None, stats=None, error=error)
+            return _Encoded(parts=(high.view(torch.uint8),), error=error)
         form = RESIDUALS[plan.options.residual or ""]
         low = _view(slot.residual, count, form.dtype)
         block_sum = block_stats(x, slot.work)
         error = encode_pair(x, form, high, low, slot.work)
-        return _Encoded(root=high.view(torch.uint8), residual=low.view(torch.uint8), stats=block_sum, error=error)
+        return _Encoded(parts=(high.view(torch.uint8), low.view(torch.uint8)), stats=block_sum, error=error)
 
     def _read(self, block: _Block, work: Workspace) -> Tensor:
         info = block.tensor.info
@@ -239,7 +252,7 @@ class Engine:
     def _advance(self, block: _Block) -> None:
         self._progress.advance((block.stop - block.start) * DTYPE_BITS[block.tensor.info.dtype] // 8)
 
-    def _in_order(self, blocks: Iterable[_Block], job: Callable[[_Block], T]) -> Iterator[tuple[_Block, T]]:
+    def _in_order(self, blocks: Iterable[_Block], job: Callable[[_Block], T]) -> Generator[tuple[_Block, T]]:
         """Results of `job` in the order of `blocks`, with at most as many under way as there are slots."""
         pending: deque[tuple[_Block, Future[T]]] = deque()
         iterator = iter(blocks)
@@ -252,8 +265,8 @@ class Engine:
                 for following in itertools.islice(iterator, 1):
                     pending.append((following, self._pool.submit(job, following)))
         finally:
-            for _, future in pending:
-                future.cancel()
+            # Jobs write to files that the caller is about to close: none may still run.
+            wait([future for _, future in pending if not future.cancel()])
 
 
 class _Borrowed:

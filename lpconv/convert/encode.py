@@ -32,6 +32,9 @@ __all__ = [
 ]
 
 BLOCK_ELEMENTS = 2**18
+# fp32 squares overflow from 2^64 on and lose everything below 2^-75: sums below this and infinite ones are taken again
+# in fp64.
+_SQUARES_LOW = 1e-30
 _SCALE_EXPONENTS = (-126, 127)
 
 
@@ -102,9 +105,8 @@ def block_stats(x: Tensor, work: Workspace) -> BlockStats:
     """Statistics of one block of a source tensor (1-D, any floating dtype)."""
     value = as_float32(x, work)
     sum_squares = float(torch.dot(value, value))
-    low, high = (float(v) for v in torch.aminmax(value))
-    # fp32 squares overflow from 2^64 on and lose everything below 2^-75: both go through fp64.
-    if math.isfinite(sum_squares) and sum_squares > 1e-30:
+    low, high = _range(value)
+    if _SQUARES_LOW < sum_squares < math.inf:
         return BlockStats(num_elements=x.numel(), sum_squares=sum_squares, absmax=max(-low, high))
     exact = value.double()
     finite = exact[torch.isfinite(exact)]
@@ -154,7 +156,7 @@ def encode_scaled(x: Tensor, scale: float, fmt: Format, codes: Tensor, work: Wor
     Inf; with them NaN stays NaN, and Inf stays Inf or becomes NaN in formats without Inf: never a usable number.
     """
     value = as_float32(x, work)
-    coded = work.coded[: x.numel()]
+    coded = codes if codes.dtype == torch.float32 else work.coded[: x.numel()]
     # Powers of two have an exact reciprocal; dividing is right for every scale but slower.
     if math.frexp(scale)[0] == 0.5:
         torch.mul(value, 1 / scale, out=coded)
@@ -162,7 +164,8 @@ def encode_scaled(x: Tensor, scale: float, fmt: Format, codes: Tensor, work: Wor
         torch.div(value, scale, out=coded)
     if not finite and not fmt.has_inf:
         coded.masked_fill_(torch.isinf(coded), math.nan)
-    codes.copy_(coded)
+    if coded is not codes:
+        codes.copy_(coded)
     return _error(value, decode_scaled(codes, scale, out=work.error[: x.numel()]))
 
 
@@ -170,6 +173,8 @@ def decode_scaled(codes: Tensor, scale: float, *, out: Tensor | None = None) -> 
     """codes · scale in fp32, same shape; `codes` has the dtype of a format that scaled checkpoints use."""
     if out is None:
         out = torch.empty(codes.shape)
+    if codes.dtype == torch.float32:
+        return torch.mul(codes, scale, out=out)
     value = decode(codes, torch.float32, out=out) if codes.dtype.itemsize == 1 else out.copy_(codes)
     return value.mul_(scale)
 
@@ -184,16 +189,25 @@ def encode_pair(x: Tensor, residual: Residual, high: Tensor, low: Tensor, work: 
 
 def _error(wanted: Tensor, got: Tensor) -> BlockError:
     """The error of `got` (overwritten) against `wanted`, both fp32; where `wanted` is not finite it counts as 0."""
-    got.sub_(wanted).nan_to_num_(0.0, math.inf, -math.inf)
-    sum_squares = float(torch.dot(got, got))
-    if sum_squares == 0 and not got.any():
-        return BlockError()
-    got.div_(wanted).nan_to_num_(0.0, math.inf, -math.inf)
-    low, high = (float(v) for v in torch.aminmax(got))
+    sum_squares = float(torch.dot(got.sub_(wanted), got))
+    if not _SQUARES_LOW < sum_squares < math.inf:  # too small or large for fp32, or NaN where wanted is not finite
+        got.nan_to_num_(0.0, math.inf, -math.inf)
+        if _range(got) == (0, 0):
+            return BlockError()
+        exact = got.double()
+        sum_squares = float(torch.dot(exact, exact))
+    low, high = _range(got.div_(wanted))
+    if math.isnan(low):  # 0 / 0
+        low, high = _range(got.nan_to_num_(0.0, math.inf, -math.inf))
     worst = max(-low, high)
     return BlockError(
         sum_squares=sum_squares,
         max_relative=worst,
         num_saturated=int(torch.isinf(got).sum()) if math.isinf(worst) else 0,
-        num_flushed=int((got == -1).sum()) if worst >= 1 else 0,
+        num_flushed=int(got.eq_(-1).sum()) if worst >= 1 else 0,
     )
+
+
+def _range(x: Tensor) -> tuple[float, float]:
+    """Least and largest element, NaN if any is. Two reductions are vectorised on the CPU, `aminmax` is not."""
+    return float(torch.amin(x)), float(torch.amax(x))

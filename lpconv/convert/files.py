@@ -35,7 +35,12 @@ _NOT_SUMMED = {SUMS, "report.json", "report.html"}
 
 
 def check_convertible(contents: Contents) -> None:
-    """Refuse checkpoints that are already quantised. Raises UnsupportedError."""
+    """Refuse checkpoints that are already quantised, or the half of one. Raises UnsupportedError."""
+    if (contents.directory / RESIDUAL_INDEX).exists():
+        raise UnsupportedError(
+            f"the checkpoint keeps a part of its weights in `{RESIDUAL_INDEX}`",
+            hint="run `lpconv restore` first, or delete the collage folder to convert the 16-bit weights alone",
+        )
     quantization = contents.config.get("quantization_config")
     if isinstance(quantization, dict):
         method = quantization.get("quant_method", "another method")
@@ -94,7 +99,8 @@ def weight_index(files: Mapping[str, str], total_bytes: int) -> dict[str, Any]:
 
 
 def _loader_source(model_type: str) -> str:
-    plugin = importlib.resources.files("lpconv.hf").joinpath("plugin.py").read_text(encoding="utf-8")
+    # Found from the top: naming `lpconv.hf` would import it, and transformers with it, for seconds.
+    plugin = importlib.resources.files("lpconv").joinpath("hf", "plugin.py").read_text(encoding="utf-8")
     return f'''{plugin}
 
 register()

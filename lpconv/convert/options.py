@@ -1,7 +1,9 @@
 """What the user asked for, checked. Plain Python; nothing here reads a file."""
 
 import dataclasses
+import math
 import re
+import shlex
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -10,7 +12,16 @@ from lpconv.formats.spec import get_format
 from lpconv.lookup import find
 from lpconv.methods import METHODS, Method
 
-__all__ = ["VERIFY_LEVELS", "ConvertOptions", "FormatRule", "matches", "parse_rule", "parse_size", "with_defaults"]
+__all__ = [
+    "VERIFY_LEVELS",
+    "ConvertOptions",
+    "FormatRule",
+    "command_line",
+    "matches",
+    "parse_rule",
+    "parse_size",
+    "with_defaults",
+]
 
 VERIFY_LEVELS = ("none", "weights", "logits", "auto")
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
@@ -75,6 +86,30 @@ def with_defaults(options: ConvertOptions) -> tuple[ConvertOptions, Method]:
     return dataclasses.replace(options, format=fmt.name, residual=residual), method
 
 
+def command_line(model: str, options: ConvertOptions) -> str:
+    """The command that makes the same output: no folder, and nothing of how a run goes, such as --resume."""
+    single = (
+        ("method", options.method),
+        ("format", options.format),
+        ("residual", options.residual),
+        ("scale", options.scale if options.scale != "pow2" else None),
+        ("revision", options.revision),
+        ("max-shard-size", options.max_shard_size),
+        ("verify", options.verify if options.verify != "auto" else None),
+    )
+    repeated = (
+        ("include", options.include),
+        ("exclude", options.exclude),
+        ("rule", tuple(f"{r.pattern}={r.format}" for r in options.rules)),
+        ("gate", options.gates),
+    )
+    words = ["lpconv", "convert", model]
+    for option, value in (*single, *((o, v) for o, values in repeated for v in values)):
+        if value is not None:
+            words += [f"--{option}", str(value)]
+    return shlex.join([*words, *(["--trust-remote-code"] if options.trust_remote_code else [])])
+
+
 def _residual(method: Method, format_name: str, residual: str | None) -> str | None:
     if not method.residuals:
         if residual is not None:
@@ -92,7 +127,7 @@ def _check_pattern(pattern: str) -> None:
         return
     try:
         re.compile(pattern[3:])
-    except re.error as e:
+    except (re.error, OverflowError, RecursionError) as e:
         raise UsageError(f"pattern `{pattern}` is no regular expression: {e}", hint="escape dots as \\.") from e
 
 
@@ -118,7 +153,7 @@ def parse_size(text: str) -> int:
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([KMGT]?I?)B?\s*", text.upper())
     if not match or match[2] not in _UNITS:
         raise UsageError(f"size `{text}` is not a number of bytes", hint="for example 4GB, 512MiB or 1000000")
-    size = int(float(match[1]) * _UNITS[match[2]])
-    if size <= 0:
-        raise UsageError(f"size `{text}` is not positive", hint="for example 4GB")
-    return size
+    size = float(match[1]) * _UNITS[match[2]]
+    if not 1 <= size < math.inf:
+        raise UsageError(f"size `{text}` is not a positive number of bytes", hint="for example 4GB")
+    return int(size)

@@ -19,10 +19,10 @@ def format_name(dtype: str) -> str:
 
 
 def sqnr_db(signal: float, noise: float) -> float:
-    """10·log10(signal / noise) for two sums of squares; infinite where there is no noise."""
+    """10·log10(signal / noise) for two sums of squares; inf where there is no noise, -inf where elements became Inf."""
     if noise == 0:
         return math.inf
-    return 10 * math.log10(signal / noise) if signal > 0 else -math.inf
+    return 10 * math.log10(signal / noise) if signal > 0 and noise < math.inf else -math.inf
 
 
 def planned_record(plan: Plan, t: PlannedTensor) -> TensorRecord:

@@ -3,6 +3,7 @@
 Bit-exact where the form is: unit and Scalify with fp32 codes and power-of-two scales, Collage with exact16.
 """
 
+import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from lpconv.checkpoint.contents import Contents, read_contents
 from lpconv.checkpoint.header import DTYPE_BITS, TensorInfo, encode_header
 from lpconv.checkpoint.partfile import PartFile, write_small
 from lpconv.checkpoint.source import TORCH_DTYPES
-from lpconv.checkpoint.staging import Staging
+from lpconv.checkpoint.staging import Staging, check_apart
 from lpconv.convert.encode import BLOCK_ELEMENTS
 from lpconv.convert.files import copy_side_files, json_text, weight_index
 from lpconv.convert.reader import OutputReader, read_provenance
@@ -44,6 +45,7 @@ def restore(directory: Path, output: Path, *, force: bool, progress: Progress) -
 
     Raises InputError for a directory that is no output of ours, or whose residual belongs to other weights.
     """
+    check_apart(directory, output)
     provenance = read_provenance(directory)
     contents = read_contents(directory)
     with (
@@ -67,10 +69,15 @@ def restore(directory: Path, output: Path, *, force: bool, progress: Progress) -
         path=str(directory),
         output=str(output),
         method=str(provenance["method"]),
-        exact=all(r.max_rel_error == 0 for r in records if r.action == "convert"),
+        exact=all(_is_exact(r) for r in records if r.action == "convert"),
         num_tensors=len(records),
         files=tuple(files),
     )
+
+
+def _is_exact(record: TensorRecord) -> bool:
+    """Whether decoding gives the source's bits. Errors are measured from fp32, to which F64 was rounded first."""
+    return record.max_rel_error == 0 and record.source_dtype != "F64"
 
 
 def _write(
@@ -79,10 +86,9 @@ def _write(
     ordered = sorted(members, key=lambda r: (-DTYPE_BITS[r.source_dtype], r.name))
     infos, position = [], 0
     for r in ordered:
-        infos.append(
-            TensorInfo(name=r.name, dtype=r.source_dtype, shape=r.shape, begin=position, end=position + r.bytes_in)
-        )
-        position += r.bytes_in
+        end = position + math.prod(r.shape) * DTYPE_BITS[r.source_dtype] // 8
+        infos.append(TensorInfo(name=r.name, dtype=r.source_dtype, shape=r.shape, begin=position, end=end))
+        position = end
     header = encode_header(infos, {"format": "pt"})
     with ThreadPoolExecutor(1) as flusher:
         part = PartFile(directory, name, len(header) + position, flusher)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from lpconv.errors import LpconvError, UsageError
 from lpconv.lookup import find
 
-__all__ = ["FORMATS", "Format", "get_format"]
+__all__ = ["BLOCK_FORMATS", "FORMATS", "BlockFormat", "Format", "get_block_format", "get_format"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +73,19 @@ class Format:
         return math.ldexp(1.0, self.min_exponent - self.mantissa_bits)
 
     @property
+    def inf_code(self) -> int | None:
+        """The code of +Inf, or None."""
+        return ((1 << self.exponent_bits) - 1) << self.mantissa_bits if self.has_inf else None
+
+    @property
+    def nan_code(self) -> int | None:
+        """The code given to NaN: all ones below the sign, as in torch, or the code of -0 in the fnuz pair; or None."""
+        if not self.has_nan:
+            return None
+        magnitude_bits = self.exponent_bits + self.mantissa_bits
+        return (1 << magnitude_bits) - int(self.has_negative_zero or not self.has_sign)
+
+    @property
     def eps(self) -> float:
         """The gap between 1 and the next number above."""
         return math.ldexp(1.0, -self.mantissa_bits)
@@ -117,6 +130,45 @@ FORMATS: dict[str, Format] = {
 }  # fmt: skip
 
 
+@dataclass(frozen=True, kw_only=True)
+class BlockFormat:
+    """Blocks along the last axis whose elements share a scale: value = scale · element (· one scale of the tensor)."""
+
+    name: str
+    element: Format
+    scale: Format
+    size: int
+    has_tensor_scale: bool = False
+
+    @property
+    def bits(self) -> float:
+        """Stored bits per element, the share of the block's scale included and the tensor's scale not."""
+        return self.element.bits + self.scale.bits / self.size
+
+
+def _mx(name: str, element: str) -> BlockFormat:
+    return BlockFormat(name=name, element=FORMATS[element], scale=FORMATS["e8m0fnu"], size=32)
+
+
+# OCP Microscaling Formats (MX) 1.0, table 1; NVFP4 as in NVIDIA's recipe for Blackwell.
+BLOCK_FORMATS: dict[str, BlockFormat] = {
+    f.name: f
+    for f in (
+        _mx("mxfp8_e4m3", "e4m3fn"),
+        _mx("mxfp8_e5m2", "e5m2"),
+        _mx("mxfp6_e3m2", "e3m2"),
+        _mx("mxfp6_e2m3", "e2m3"),
+        _mx("mxfp4", "e2m1"),
+        BlockFormat(name="nvfp4", element=FORMATS["e2m1"], scale=FORMATS["e4m3fn"], size=16, has_tensor_scale=True),
+    )
+}
+
+
 def get_format(name: str | Format, *, error: type[LpconvError] = UsageError) -> Format:
     """The format called `name`, or `name` itself when it is one; an unknown name raises `error` with the nearest."""
     return name if isinstance(name, Format) else find("format", name, FORMATS, error=error)
+
+
+def get_block_format(name: str | BlockFormat, *, error: type[LpconvError] = UsageError) -> BlockFormat:
+    """The block format called `name`, or `name` itself when it is one; unknown names as in `get_format`."""
+    return name if isinstance(name, BlockFormat) else find("block format", name, BLOCK_FORMATS, error=error)

@@ -36,7 +36,7 @@ def decode(codes: Tensor, dtype: torch.dtype = torch.bfloat16, *, out: Tensor | 
     """
     _check(codes, dtype, out)
     if out is None:
-        out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
+        out = torch.empty_like(codes, dtype=dtype)
     spec, (target, integer) = _FP8[codes.dtype], _TARGETS[dtype]
     if codes.device.type != "cpu" or not _trick_works(codes, spec, target):
         return out.copy_(codes)
@@ -45,7 +45,8 @@ def decode(codes: Tensor, dtype: torch.dtype = torch.bfloat16, *, out: Tensor | 
     factor = math.ldexp(1.0, target.bias - spec.bias)
     for piece, values in _pieces(codes.view(torch.int8), out):
         bits = values.view(integer)
-        bits.copy_(piece).bitwise_left_shift_(shift).bitwise_and_(mask)  # the copy extends the sign to the top bit
+        # The copy extends the sign to the top bit. The product is a left shift, at twice the speed of torch's shift.
+        bits.copy_(piece).mul_(1 << shift).bitwise_and_(mask)
         values.mul_(factor)
     return out
 

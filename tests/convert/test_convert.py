@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import albert, minilm, tiny
+from convert_models import albert, minilm, tiny
 from safetensors.torch import load_file
 
 from lpconv.convert.options import ConvertOptions, FormatRule

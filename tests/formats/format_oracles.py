@@ -1,5 +1,7 @@
 """Other people's implementations of the formats, and comparisons, for the tests of this folder."""
 
+from functools import cache
+
 import ml_dtypes
 import numpy as np
 import torch
@@ -42,6 +44,7 @@ def gfloat_round(x: torch.Tensor, name: str, *, toward_zero: bool = False) -> to
     return torch.from_numpy(round_ndarray(GFLOAT[name], x.double().numpy(), mode, sat=True)).to(x.dtype)
 
 
+@cache
 def every_value(name: str) -> torch.Tensor:
     """Every finite number of a format of at most 16 bits, ascending, in float64."""
     dtype = ML_DTYPES[name]

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from format_oracles import GFLOAT, ML_DTYPES, every_16_bit, every_value, gfloat_round, ml_dtypes_round, same
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -139,6 +139,7 @@ def test_saturation_stops_at_the_largest_number_that_the_dtype_holds() -> None:
 FLOATS = st.lists(st.floats(width=32), min_size=1, max_size=64)
 
 
+@settings(deadline=None)
 @given(FLOATS, st.sampled_from(SIGNED), st.sampled_from(DTYPES), st.sampled_from(["nearest", "toward_zero"]))
 def test_twice_is_once_and_signs_do_not_matter(values: list[float], name: str, dtype: torch.dtype, how: str) -> None:
     x = torch.tensor(values).to(dtype)
@@ -148,6 +149,7 @@ def test_twice_is_once_and_signs_do_not_matter(values: list[float], name: str, d
         assert same(cast(-x, name, rounding=how), -once)
 
 
+@settings(deadline=None)
 @given(FLOATS, st.sampled_from(SIGNED), st.sampled_from(["nearest", "toward_zero"]))
 def test_rounding_is_monotone(values: list[float], name: str, how: str) -> None:
     x = torch.tensor([v for v in values if not math.isnan(v)]).sort().values

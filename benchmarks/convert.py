@@ -1,0 +1,266 @@
+"""Time `lpconv convert` against `cp` and against transformers, on synthetic checkpoints.
+
+    python benchmarks/convert.py --work DIRECTORY [--sizes 2GB,8GB] [--dtypes float32,bfloat16] [--rounds 5]
+
+Each case is a process of its own:
+
+- `cp` copies the checkpoint and syncs every file of the copy.
+- A method and format is `lpconv convert --verify weights` with its hashes, checks and reports; it syncs its output.
+- `transformers` loads the checkpoint, casts it to float16 and saves it. It does not sync, which is in its favour.
+
+Cases take turns, once per round, so that whatever else the machine does hits all of them, and a case is compared with
+`cp` of the same round. A rate counts bytes read plus bytes written. The source is read once before the first round, so
+it comes from the page cache as long as memory allows. Outputs are removed after each run. Before each run the disk
+finishes what the last one left, and the machine rests for some seconds: a virtual machine may hand freed memory back to
+its host, and a run right after another that freed some would start with an advantage.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import platform
+import shlex
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+__all__ = ["CASES", "Case", "Measurement", "Subject", "measure", "table"]
+
+_RESULTS = Path(__file__).parent / "results"
+_SYNTHETIC = Path(__file__).with_name("synthetic.py")
+_COLUMNS = ("source", "case", "GB in + out", "s", "least to most", "reported s", "GB/s", "of cp", "of transformers",
+            "CPU s", "peak RSS, MB")  # fmt: skip
+_SOURCE, _OUTPUT = "SOURCE", "OUTPUT"
+_COPY = 'cp -r "$0" "$1" && sync "$1"/*'
+_TRANSFORMERS = """
+import sys, torch, transformers
+model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float16)
+model.save_pretrained(sys.argv[2])
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Something to time: a command, in which the words SOURCE and OUTPUT stand for the two directories."""
+
+    name: str
+    command: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A source checkpoint: `size` and `dtype` as asked for, and where it lies."""
+
+    size: str
+    dtype: str
+    directory: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """One run. `cpu_s` is user and system time; `reported_s` is what lpconv itself says, None for other commands."""
+
+    size: str
+    dtype: str
+    case: str
+    round: int
+    bytes_in: int
+    bytes_out: int
+    wall_s: float
+    cpu_s: float
+    peak_rss_bytes: int
+    reported_s: float | None
+
+    @property
+    def rate(self) -> float:
+        """Bytes read and written per second of wall time."""
+        return (self.bytes_in + self.bytes_out) / self.wall_s
+
+
+def _lpconv(method: str, fmt: str, residual: str | None = None) -> Case:
+    command = [sys.executable, "-m", "lpconv", "convert", _SOURCE, "--output", _OUTPUT, "--method", method]
+    command += ["--format", fmt, "--verify", "weights", "--json", "--quiet"]
+    if residual is not None:
+        command += ["--residual", residual]
+    return Case(name=f"{method} {residual or fmt}", command=tuple(command))
+
+
+CASES = {
+    c.name: c
+    for c in (
+        Case(name="cp", command=("sh", "-c", _COPY, _SOURCE, _OUTPUT)),
+        *(_lpconv("unit", f) for f in ("fp32", "fp16", "bf16", "e4m3fn", "e5m2")),
+        _lpconv("scalify", "fp16"),
+        *(_lpconv("collage", "bf16", r) for r in ("bf16", "exact16", "int8")),
+        Case(name="transformers", command=(sys.executable, "-c", _TRANSFORMERS, _SOURCE, _OUTPUT)),
+    )
+}
+
+
+def measure(case: Case, subject: Subject, output: Path, *, index: int, rest_s: float) -> Measurement:
+    """Run a case once, in round `index`, and remove what it wrote. Raises RuntimeError where it fails."""
+    os.sync()
+    time.sleep(rest_s)
+    words = {_SOURCE: str(subject.directory), _OUTPUT: str(output)}
+    with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
+        started = time.perf_counter()
+        process = subprocess.Popen([words.get(w, w) for w in case.command], stdout=stdout, stderr=stderr)
+        _, status, usage = os.wait4(process.pid, 0)
+        wall_s = time.perf_counter() - started
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            stderr.seek(0)
+            raise RuntimeError(f"{case.name} exited with {process.returncode}:\n{stderr.read().decode()}")
+        stdout.seek(0)
+        printed = stdout.read()
+    bytes_out = _size_bytes(output)
+    shutil.rmtree(output)
+    return Measurement(
+        size=subject.size,
+        dtype=subject.dtype,
+        case=case.name,
+        round=index,
+        bytes_in=_size_bytes(subject.directory),
+        bytes_out=bytes_out,
+        wall_s=wall_s,
+        cpu_s=usage.ru_utime + usage.ru_stime,
+        peak_rss_bytes=usage.ru_maxrss * 1024,
+        reported_s=json.loads(printed)["seconds"] if printed else None,
+    )
+
+
+def table(measurements: Sequence[Measurement]) -> str:
+    """Markdown: one row per subject and case, medians over rounds."""
+    lines = ["| " + " | ".join(_COLUMNS) + " |", "|---" * len(_COLUMNS) + "|"]
+    keys = dict.fromkeys((m.size, m.dtype, m.case) for m in measurements)
+    return "\n".join([*lines, *(_row(measurements, *key) for key in keys)]) + "\n"
+
+
+def _row(measurements: Sequence[Measurement], size: str, dtype: str, case: str) -> str:
+    of_subject = [m for m in measurements if (m.size, m.dtype) == (size, dtype)]
+    runs = [m for m in of_subject if m.case == case]
+    seconds = [m.wall_s for m in runs]
+    cells = (
+        f"{size} {dtype}",
+        case,
+        f"{(runs[0].bytes_in + runs[0].bytes_out) / 1e9:.2f}",
+        _median(seconds),
+        f"{min(seconds):.2f}–{max(seconds):.2f}",
+        _median([m.reported_s for m in runs if m.reported_s is not None]),
+        _median([m.rate / 1e9 for m in runs]),
+        _median(_ratios(runs, [m for m in of_subject if m.case == "cp"])),
+        _median(_ratios(runs, [m for m in of_subject if m.case == "transformers"])),
+        _median([m.cpu_s for m in runs]),
+        f"{max(m.peak_rss_bytes for m in runs) / 1e6:.0f}",
+    )
+    return "| " + " | ".join(cells) + " |"
+
+
+def _ratios(runs: Sequence[Measurement], others: Sequence[Measurement]) -> list[float]:
+    """Rates of `runs` over the rates of `others` in the same rounds."""
+    rates = {m.round: m.rate for m in others}
+    return [m.rate / rates[m.round] for m in runs if m.round in rates]
+
+
+def _median(values: Sequence[float]) -> str:
+    return f"{statistics.median(values):.2f}" if values else ""
+
+
+def _size_bytes(directory: Path) -> int:
+    return sum(p.stat().st_size for p in directory.rglob("*") if p.is_file())
+
+
+def _subject(work: Path, size: str, dtype: str) -> Subject:
+    """The checkpoint below `work`, made if it is not there. In a process of its own: peak RSS is inherited on exec."""
+    directory = work / f"llama-{size}-{dtype}"
+    if not directory.exists():
+        print(f"making {directory}", file=sys.stderr)
+        maker = [sys.executable, str(_SYNTHETIC), str(directory), "--size", size, "--dtype", dtype]
+        subprocess.run(maker, check=True)
+    return Subject(size=size, dtype=dtype, directory=directory)
+
+
+def _warm(directory: Path) -> None:
+    subprocess.run(["sh", "-c", 'cat "$0"/* >/dev/null', str(directory)], check=True)
+
+
+def _runs(
+    subjects: Sequence[Subject], cases: Sequence[Case], output: Path, *, rounds: int, rest_s: float
+) -> Iterator[Measurement]:
+    for subject in subjects:
+        _warm(subject.directory)
+        for index in range(rounds):
+            for case in cases:
+                m = measure(case, subject, output, index=index, rest_s=rest_s)
+                print(f"{m.size} {m.dtype} {m.case}: {m.wall_s:.2f} s, {m.rate / 1e9:.2f} GB/s", file=sys.stderr)
+                yield m
+
+
+def _machine(work: Path) -> dict[str, object]:
+    models = [s for s in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if s.startswith("model name")]
+    disk = subprocess.run(["df", "--output=source,fstype", str(work)], capture_output=True, text=True, check=True)
+    return {
+        "cpu": models[0].partition(":")[2].strip() if models else platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "disk": " ".join(disk.stdout.splitlines()[-1].split()),
+        "kernel": platform.release(),
+        "load_average_at_start": round(os.getloadavg()[0], 2),
+    }
+
+
+def _versions() -> dict[str, str]:
+    return {"python": platform.python_version(), **{p: metadata.version(p) for p in ("torch", "transformers")}}
+
+
+def _save(measurements: Sequence[Measurement], context: dict[str, object], results: Path) -> None:
+    results.mkdir(parents=True, exist_ok=True)
+    document = {"schema_version": 1, **context, "measurements": [dataclasses.asdict(m) for m in measurements]}
+    (results / "convert.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    lines = [f"- {name}: {value}" for name, value in context.items()]
+    text = "\n".join(["# Conversion speed", "", *lines, "", table(measurements)])
+    (results / "convert.md").write_text(text, encoding="utf-8")
+
+
+def _command(args: argparse.Namespace) -> str:
+    """The command that made the results, with the work folder left open."""
+    lists = {name: ",".join(getattr(args, name)) for name in ("sizes", "dtypes", "cases")}
+    words = [word for name, value in lists.items() for word in (f"--{name}", value)]
+    return shlex.join(["python", "benchmarks/convert.py", "--work", "DIRECTORY", *words, "--rounds", str(args.rounds)])
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",")]
+
+
+def _main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, required=True, help="folder for checkpoints, kept, and for outputs")
+    parser.add_argument("--sizes", type=_names, default=["2GB", "8GB"])
+    parser.add_argument("--dtypes", type=_names, default=["float32", "bfloat16"])
+    parser.add_argument("--cases", type=_names, default=list(CASES), help=", ".join(CASES))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rest", type=float, default=3, help="seconds before each run", metavar="SECONDS")
+    parser.add_argument("--results", type=Path, default=_RESULTS)
+    args = parser.parse_args()
+    args.work.mkdir(parents=True, exist_ok=True)
+    context = {"command": _command(args), **_machine(args.work), **_versions()}
+    cases = [CASES[name] for name in args.cases]
+    subjects = [_subject(args.work, size, dtype) for size in args.sizes for dtype in args.dtypes]
+    with tempfile.TemporaryDirectory(dir=args.work) as folder:
+        runs = _runs(subjects, cases, Path(folder) / "output", rounds=args.rounds, rest_s=args.rest)
+        measurements = list(runs)
+    _save(measurements, context, args.results)
+    print(table(measurements), end="")
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,357 @@
+"""Time lpconv's kernels against torch's own operations and against other libraries, on the machine at hand.
+
+    python benchmarks/kernels.py                     # every group at full size
+    python benchmarks/kernels.py --only linear --size 1024 --rounds 5 --json kernels.json
+
+Within a group every implementation runs once per round, in turn, so that a slow moment of the machine falls on all of
+them; the median and the spread (quartiles) over the rounds are reported, after one warm-up run that also compiles.
+Speed-ups are ratios of medians to the group's baseline. Peers that are not installed are named and left out.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import platform
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lpconv.formats.cast import cast
+from lpconv.formats.histogram import exponent_histogram_reference
+from lpconv.kernels.decode import decode
+from lpconv.kernels.histogram import exponent_histogram
+from lpconv.kernels.linear import linear
+from lpconv.kernels.matmul import matmul
+from lpconv.kernels.quantise import encode, fake_quantise
+from lpconv.probe.track import track
+
+
+@dataclass(kw_only=True)
+class Group:
+    """Implementations of one job. `work` is what a run does, in `unit`s, to turn seconds into a rate."""
+
+    name: str
+    baseline: str
+    aim: str
+    work: float
+    unit: str
+    runs: dict[str, Callable[[], object]] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """One implementation's result; times in milliseconds."""
+
+    group: str
+    name: str
+    median_ms: float
+    quartiles_ms: tuple[float, float]
+    rate: float
+    unit: str
+    speedup: float
+
+
+def main() -> None:
+    """Parse, run, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", type=int, default=2048, help="side of the square matrices (2048)")
+    parser.add_argument("--rounds", type=int, default=15, help="timed runs of each implementation (15)")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--only", choices=sorted(GROUPS), nargs="+", default=list(GROUPS))
+    parser.add_argument("--json", type=Path, help="write the results here too")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    timings: list[Timing] = []
+    for key in options.only:
+        for group in GROUPS[key](options.size):
+            timings += measure(group, options.rounds)
+            show(group, [t for t in timings if t.group == group.name])
+    if options.json:
+        document = {"schema_version": 1, "machine": machine(options.threads), "timings": [asdict(t) for t in timings]}
+        options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+def measure(group: Group, rounds: int) -> list[Timing]:
+    """Every implementation in turn, `rounds` times."""
+    for run in group.runs.values():
+        run()
+    seconds: dict[str, list[float]] = {name: [] for name in group.runs}
+    for _ in range(rounds):
+        for name, run in group.runs.items():
+            start = time.perf_counter()
+            run()
+            seconds[name].append(time.perf_counter() - start)
+    base = statistics.median(seconds[group.baseline])
+    return [timing(group, name, samples, base) for name, samples in seconds.items()]
+
+
+def timing(group: Group, name: str, seconds: list[float], base: float) -> Timing:
+    """The record of one implementation from its samples."""
+    median = statistics.median(seconds)
+    low, _, high = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else (median,) * 3
+    return Timing(
+        group=group.name, name=name, median_ms=median * 1e3, quartiles_ms=(low * 1e3, high * 1e3),
+        rate=group.work / median, unit=group.unit, speedup=base / median,
+    )  # fmt: skip
+
+
+def show(group: Group, timings: list[Timing]) -> None:
+    """Print one group as a table."""
+    print(f"\n{group.name}   (aim: {group.aim})")
+    for t in timings:
+        low, high = t.quartiles_ms
+        against = "baseline" if t.name == group.baseline else f"{t.speedup:7.2f} x"
+        print(f"  {t.name:34s}{t.median_ms:10.2f} ms [{low:.2f}, {high:.2f}] {t.rate:9.2f} {t.unit:9s}{against}")
+    for name in group.missing:
+        print(f"  {name:34s}not installed, or not usable here")
+
+
+def machine(threads: int) -> dict[str, object]:
+    """What the numbers were measured on."""
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    for name in ("torchao", "unit-scaling", "gfloat", "ml_dtypes"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    cpu = next((line.split(":")[1].strip() for line in cpuinfo() if line.startswith("model name")), platform.machine())
+    return {"cpu": cpu, "threads": threads, "capability": torch.backends.cpu.get_cpu_capability(), "versions": versions}
+
+
+def cpuinfo() -> list[str]:
+    """The lines of /proc/cpuinfo, none where there is no such file."""
+    path = Path("/proc/cpuinfo")
+    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+
+
+def add_peers(group: Group, peers: dict[str, Callable[[], Callable[[], object]]]) -> Group:
+    """Add what can be imported and runs; name the rest. Peers are other people's code: whatever they raise counts."""
+    for name, make in peers.items():
+        try:
+            run = make()
+            run()
+        except Exception:
+            group.missing.append(name)
+        else:
+            group.runs[name] = run
+    return group
+
+
+def decoding(size: int) -> list[Group]:
+    """fp8 codes to bfloat16."""
+    groups = []
+    for name in ("e4m3fn", "e5m2"):
+        codes = encode(torch.randn(size, size), name)
+        out = torch.empty(size, size, dtype=torch.bfloat16)
+        group = Group(name=f"decode {name} to bfloat16", baseline="torch .to(bfloat16)", aim="4 x", work=size**2 / 1e9, unit="Gelem/s")  # fmt: skip  # noqa: E501
+        group.runs = {
+            "torch .to(bfloat16)": lambda codes=codes: codes.to(torch.bfloat16),
+            "lpconv decode": lambda codes=codes: decode(codes),
+            "lpconv decode(out=)": lambda codes=codes, out=out: decode(codes, out=out),
+        }
+        groups.append(
+            add_peers(group, {"ml_dtypes astype": lambda codes=codes, name=name: ml_dtypes_decode(codes, name)})
+        )
+    return groups
+
+
+def ml_dtypes_decode(codes: Tensor, name: str) -> Callable[[], object]:
+    """numpy's view of the codes and ml_dtypes' conversion."""
+    import ml_dtypes
+
+    array = codes.view(torch.uint8).numpy().view(getattr(ml_dtypes, f"float8_{name}"))
+    return lambda: array.astype(ml_dtypes.bfloat16)
+
+
+def rounding(size: int) -> list[Group]:
+    """Values to e4m3fn and back."""
+    groups = []
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.randn(size, size).to(dtype)
+        out = torch.empty_like(x)
+        short = str(dtype).removeprefix("torch.")
+        group = Group(name=f"fake-quantise {short} to e4m3fn", baseline="torch clamp, cast, cast", aim="5 x", work=size**2 / 1e9, unit="Gelem/s")  # fmt: skip  # noqa: E501
+        group.runs = {
+            "torch clamp, cast, cast": lambda x=x, d=dtype: x.clamp(-448, 448).to(torch.float8_e4m3fn).to(d),
+            "lpconv fake_quantise": lambda x=x: fake_quantise(x, "e4m3fn"),
+            "lpconv fake_quantise(out=)": lambda x=x, out=out: fake_quantise(x, "e4m3fn", out=out),
+            "lpconv stochastic(out=)": lambda x=x, out=out: fake_quantise(x, "e4m3fn", rounding="stochastic", out=out),
+            "lpconv cast (the reference)": lambda x=x: cast(x, "e4m3fn"),
+        }
+        peers = {"unit-scaling FPFormat.quantise": lambda x=x: unit_scaling_rounding(x)}
+        if dtype == torch.float32:
+            peers |= {"ml_dtypes astype": lambda x=x: ml_dtypes_rounding(x), "gfloat": lambda x=x: gfloat_rounding(x)}
+        groups.append(add_peers(group, peers))
+    return groups
+
+
+def unit_scaling_rounding(x: Tensor) -> Callable[[], object]:
+    """unit-scaling's simulated E4M3, which is the fnuz one."""
+    from unit_scaling.formats import FPFormat
+
+    e4m3 = FPFormat(4, 3, "nearest")
+    return lambda: e4m3.quantise(x)
+
+
+def ml_dtypes_rounding(x: Tensor) -> Callable[[], object]:
+    """To float8 and back in numpy."""
+    import ml_dtypes
+
+    array = x.numpy()
+    return lambda: array.astype(ml_dtypes.float8_e4m3fn).astype("float32")
+
+
+def gfloat_rounding(x: Tensor) -> Callable[[], object]:
+    """gfloat's vectorised rounding."""
+    from gfloat import formats, round_ndarray
+
+    array = x.double().numpy()
+    return lambda: round_ndarray(formats.format_info_ocp_e4m3, array, sat=True)
+
+
+def encoding(size: int) -> list[Group]:
+    """Values to fp8 codes."""
+    x = torch.randn(size, size, dtype=torch.bfloat16)
+    group = Group(name="encode bfloat16 to e4m3fn", baseline="torch clamp, cast", aim="no slower", work=size**2 / 1e9, unit="Gelem/s")  # fmt: skip  # noqa: E501
+    group.runs = {
+        "torch clamp, cast": lambda: x.clamp(-448, 448).to(torch.float8_e4m3fn),
+        "lpconv encode": lambda: encode(x, "e4m3fn"),
+    }
+    return [group]
+
+
+def histograms(size: int) -> list[Group]:
+    """Exponent histograms."""
+    groups = []
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.randn(size, size).to(dtype)
+        short = str(dtype).removeprefix("torch.")
+        group = Group(name=f"exponent histogram of {short}", baseline="torch frexp, bincount", aim="as fast", work=size**2 / 1e9, unit="Gelem/s")  # fmt: skip  # noqa: E501
+        group.runs = {
+            "torch frexp, bincount": lambda x=x: torch.bincount(
+                torch.frexp(x.float())[1].view(-1) + 200, minlength=400
+            ),
+            "lpconv exponent_histogram": lambda x=x: exponent_histogram(x),
+            "lpconv reference": lambda x=x: exponent_histogram_reference(x),
+        }
+        groups.append(group)
+    return groups
+
+
+def training_step(size: int) -> list[Group]:
+    """Forward and both gradients of a Linear, size x size x size."""
+    x, weight, grad = (torch.randn(size, size, dtype=torch.bfloat16) for _ in range(3))
+    x.requires_grad_()
+    weight.requires_grad_()
+
+    def step(function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        x.grad = weight.grad = None
+        function(x, weight).backward(grad)
+
+    group = Group(name=f"Linear training step, {size} cubed, bfloat16 outside", baseline="torch bfloat16", aim="fp8 within 1.5 x of bfloat16, 3 x faster than peers", work=3 * 2 * size**3 / 1e9, unit="GFLOP/s")  # fmt: skip  # noqa: E501
+    group.runs = {"torch bfloat16": lambda: step(F.linear), "lpconv fp8": lambda: step(linear)}
+    peers = {"torchao float8, emulate": lambda: torchao_step(x, weight, grad), "unit-scaling simulate_fp8, float32": lambda: unit_scaling_step(x, weight, grad)}  # fmt: skip  # noqa: E501
+    return [add_peers(group, peers)]
+
+
+def torchao_step(x: Tensor, weight: Tensor, grad: Tensor) -> Callable[[], object]:
+    """torchao's float8 Linear, tensor-wise scales, emulated."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    plain = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype)
+    plain.weight.data = weight.detach().clone()
+    model = torch.nn.Sequential(plain)
+    convert_to_float8_training(model, config=Float8LinearConfig(emulate=True))
+    return rounding_step(model, x, weight, grad)
+
+
+def unit_scaling_step(x: Tensor, weight: Tensor, grad: Tensor) -> Callable[[], object]:
+    """unit-scaling's simulation: it rewrites the calls of F.linear that it finds in a graph, and takes float32 only."""
+    from unit_scaling.transforms import simulate_fp8
+
+    class Plain(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(weight.detach().float())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, self.weight)
+
+    return rounding_step(simulate_fp8(Plain()), x.detach().float().requires_grad_(), weight, grad.float())
+
+
+def rounding_step(model: torch.nn.Module, x: Tensor, weight: Tensor, grad: Tensor) -> Callable[[], object]:
+    """A training step of `model`, once its output is seen to be off by what fp8 costs: a peer must do the work."""
+    exact = F.linear(x.float(), weight.float())
+    error = (model(x).float() - exact).norm() / exact.norm()
+    if not 0.01 < error < 0.2:
+        raise RuntimeError(f"relative error {error:.2g}: this is no fp8 product")
+    return lambda: model(x).backward(grad)
+
+
+def half_products(size: int) -> list[Group]:
+    """float16 matrix products on the CPU."""
+    a, b = torch.randn(size, size).half(), torch.randn(size, size).half()
+    wide_a, wide_b = a.float(), b.float()
+    group = Group(name=f"float16 product, {size} cubed", baseline="torch float16 mm", aim="10 x", work=2 * size**3 / 1e9, unit="GFLOP/s")  # fmt: skip  # noqa: E501
+    group.runs = {
+        "torch float16 mm": lambda: a @ b,
+        "lpconv matmul": lambda: matmul(a, b),
+        "torch float32 mm, alone": lambda: wide_a @ wide_b,
+    }
+    return [group]
+
+
+def tracking(size: int) -> list[Group]:
+    """What `track` adds to a training step of a small BERT, on steps that it records and on those between."""
+    import transformers
+
+    width = max(size // 4, 64)
+    config = transformers.BertConfig(
+        vocab_size=2000, hidden_size=width, intermediate_size=4 * width, num_hidden_layers=4, num_attention_heads=8
+    )
+    model = transformers.BertForMaskedLM(config)
+    optimizer = torch.optim.AdamW(model.parameters())
+    ids = torch.randint(0, 2000, (8, 128))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+
+    def recorded() -> None:
+        with track(model, every=1):
+            step()
+
+    def between() -> None:
+        with track(model, every=2) as tracker:
+            tracker.steps_seen = 1
+            step()
+
+    group = Group(name=f"training step of a 4-layer BERT, width {width}, 1024 tokens", baseline="plain", aim="recorded <= 1.15 x the time; between and every 50th <= 1.01 x", work=1.0, unit="steps/s")  # fmt: skip  # noqa: E501
+    group.runs = {"plain": step, "track, a recorded step": recorded, "track, a step between": between}
+    return [group]
+
+
+GROUPS: dict[str, Callable[[int], list[Group]]] = {
+    "decode": decoding,
+    "fake-quantise": rounding,
+    "encode": encoding,
+    "histogram": histograms,
+    "linear": training_step,
+    "half": half_products,
+    "track": tracking,
+}
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore", module="torchao")
+    main()

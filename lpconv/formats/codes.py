@@ -1,0 +1,142 @@
+"""Codes: the bits that stand for the numbers of a format, packed where a code is shorter than a byte.
+
+A format of 8 bits or more is stored as its torch dtype (tf32, which has none, as float32). fp4 packs two codes into a
+byte, the first in the low half, as torch's `float4_e2m1fn_x2` does; fp6 packs four codes into three bytes, the first in
+the lowest bits of the first byte. Packing runs along the last axis.
+"""
+
+import torch
+from torch import Tensor
+
+from lpconv.errors import InputError, UsageError
+from lpconv.formats.cast import Overflow, Rounding, cast
+from lpconv.formats.spec import Format, get_format
+
+__all__ = ["code_dtype", "code_shape", "code_values", "decode", "encode"]
+
+_PER_GROUP = {4: (2, 1), 6: (4, 3)}  # bits of a code: codes and bytes of the smallest group that fills whole bytes
+
+
+def encode(
+    x: Tensor,
+    format: str | Format,
+    *,
+    rounding: Rounding = "nearest",
+    overflow: Overflow = "saturate",
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """The codes of `cast(x, ...)`, in `code_dtype(format)` and shaped `code_shape(format, x.shape)`.
+
+    In formats of 8 bits or fewer every NaN becomes `Format.nan_code`, without a sign, since processors differ on the
+    signs of NaN. Raises InputError where x has NaN and the format has none, and UsageError as `cast` does, or where fp4
+    or fp6 codes do not fill whole bytes.
+    """
+    spec = get_format(format)
+    shape = code_shape(spec, x.shape)
+    values = cast(x.detach(), spec, rounding=rounding, overflow=overflow, generator=generator)
+    if spec.storage_bits > 8:
+        return values.to(code_dtype(spec))
+    if not spec.has_nan and bool(values.isnan().any()):
+        raise InputError(f"the tensor has NaN, for which {spec.name} has no code", hint="find out where it comes from")
+    codes = _codes(values.double(), spec)
+    return _pack(codes, spec).view(code_dtype(spec)).reshape(shape)
+
+
+def decode(codes: Tensor, format: str | Format, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The values that `codes` stand for, in `dtype` and unpacked; the inverse of `encode`.
+
+    Exact in every dtype that holds the format's numbers; bytes are accepted for every format of 8 bits or fewer.
+    """
+    spec = get_format(format)
+    if codes.dtype not in (code_dtype(spec), torch.uint8) or (codes.dtype == torch.uint8 and spec.storage_bits > 8):
+        raise UsageError(f"{codes.dtype} holds no codes of {spec.name}", hint=f"they are in {code_dtype(spec)}")
+    if spec.storage_bits > 8:
+        return codes.to(dtype)
+    table = code_values(spec).to(device=codes.device, dtype=dtype)
+    return table[_unpack(codes.contiguous().view(torch.uint8), spec).int()]
+
+
+def code_dtype(format: str | Format) -> torch.dtype:
+    """The dtype that codes are stored in: the format's own, bytes for fp6, float32 for tf32."""
+    spec = get_format(format)
+    if spec.torch is None:
+        return torch.uint8 if spec.storage_bits <= 8 else torch.float32
+    dtype: torch.dtype = getattr(torch, spec.torch)
+    return dtype
+
+
+def code_shape(format: str | Format, shape: torch.Size | tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of the codes of a tensor of `shape`; UsageError where the last axis does not fill whole bytes."""
+    spec = get_format(format)
+    if spec.storage_bits not in _PER_GROUP:
+        return tuple(shape)
+    codes, num_bytes = _PER_GROUP[spec.storage_bits]
+    if not shape or shape[-1] % codes:
+        raise UsageError(
+            f"{spec.name} packs groups of {codes} codes; they do not divide the last axis of {tuple(shape)}",
+            hint=f"pad the last axis to a multiple of {codes}",
+        )
+    return (*shape[:-1], shape[-1] // codes * num_bytes)
+
+
+def code_values(format: str | Format) -> Tensor:
+    """What each code of a format of at most 8 bits stands for, in float64: element i is the value of code i."""
+    spec = get_format(format)
+    codes = torch.arange(2**spec.bits)
+    magnitude = codes & ((1 << (spec.exponent_bits + spec.mantissa_bits)) - 1)
+    field, mantissa = magnitude >> spec.mantissa_bits, magnitude & ((1 << spec.mantissa_bits) - 1)
+    subnormal = (field == 0) & spec.has_zero
+    significand = torch.where(subnormal, 0.0, 1.0).double() + mantissa * spec.eps
+    exponent = torch.where(subnormal, spec.min_exponent, field - spec.bias)
+    values = significand * ((exponent + 1023) << 52).view(torch.float64)
+    if spec.has_sign:
+        values = torch.where(codes > magnitude, -values, values)
+    if spec.inf_code is not None:
+        values[magnitude == spec.inf_code] *= torch.inf
+        values[magnitude > spec.inf_code] = torch.nan
+    elif spec.nan_code is not None:
+        values[codes == spec.nan_code] = torch.nan
+        if spec.has_negative_zero:
+            values[magnitude == spec.nan_code] = torch.nan
+    return values
+
+
+def _codes(values: Tensor, spec: Format) -> Tensor:
+    """The codes of numbers of the format, one a byte."""
+    exponent = (((values.view(torch.int64) >> 52) & 0x7FF) - 1023).clamp(spec.min_exponent, spec.max_exponent)
+    step = ((exponent - spec.mantissa_bits + 1023) << 52).view(torch.float64)
+    steps = (values.abs() / step).nan_to_num(0.0, 0.0).long()  # the significand as an integer, hidden one included
+    first = spec.min_exponent if spec.has_zero else spec.min_exponent + 1
+    codes = ((exponent - first) << spec.mantissa_bits) + steps
+    if spec.inf_code is not None:
+        codes = torch.where(values.isinf(), spec.inf_code, codes)
+    negative = values.signbit() if spec.has_negative_zero else values < 0
+    codes = torch.where(negative, codes + (1 << (spec.bits - 1)), codes)
+    if spec.nan_code is not None:
+        codes = torch.where(values.isnan(), spec.nan_code, codes)
+    return codes.to(torch.uint8)
+
+
+def _pack(codes: Tensor, spec: Format) -> Tensor:
+    if spec.storage_bits == 8:
+        return codes
+    num_codes, num_bytes = _PER_GROUP[spec.storage_bits]
+    groups = codes.reshape(-1, num_codes).long()
+    words = (groups << _shifts(num_codes, spec.storage_bits, codes)).sum(-1, keepdim=True)
+    return ((words >> _shifts(num_bytes, 8, codes)) & 0xFF).to(torch.uint8)
+
+
+def _unpack(packed: Tensor, spec: Format) -> Tensor:
+    if spec.storage_bits == 8:
+        return packed
+    num_codes, num_bytes = _PER_GROUP[spec.storage_bits]
+    if packed.ndim == 0 or packed.shape[-1] % num_bytes:
+        raise UsageError(f"{spec.name} codes come {num_codes} in {num_bytes} bytes, not {tuple(packed.shape)} bytes")
+    groups = packed.reshape(-1, num_bytes).long()
+    words = (groups << _shifts(num_bytes, 8, packed)).sum(-1, keepdim=True)
+    codes = (words >> _shifts(num_codes, spec.storage_bits, packed)) & ((1 << spec.storage_bits) - 1)
+    return codes.reshape(*packed.shape[:-1], packed.shape[-1] // num_bytes * num_codes)
+
+
+def _shifts(count: int, width: int, like: Tensor) -> Tensor:
+    return torch.arange(count, device=like.device) * width

@@ -1,0 +1,234 @@
+"""Exponent histograms that know no format, and what any format would do to the tensor, counted exactly.
+
+A histogram per power of two cannot give exact rates: what a format flushes, leaves subnormal or overflows is decided at
+ties between its numbers. With m mantissa bits and rounding to nearest even, |x| is
+
+    flushed to zero   up to min_subnormal / 2, a power of two, that tie included
+    subnormal         from there to below (2 - 2^-m) · 2^(min_exponent - 1), a tie that goes up to 2^min_exponent
+    beyond the range  from half a step above the largest number; the tie goes up unless that number is even (448)
+
+whatever power of two multiplies it. So each binade is cut at the sixteenths, each of them a bin of its own apart from
+the open interval above it, and the last interval at 2 - 2^-5 ... 2 - 2^-11: 39 bins that hold every edge of every
+format of up to 10 mantissa bits. One histogram answers "what if e5m2, at loss scale 2^7?" for good. The
+signal-to-noise ratio is an estimate: it takes the values in a bin as evenly spread.
+"""
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lpconv.errors import UnsupportedError, UsageError
+from lpconv.formats.cast import cast
+from lpconv.formats.spec import Format, get_format
+
+__all__ = ["BINS", "ExponentHistogram", "Rates", "bin_of", "exponent_histogram_reference"]
+
+BINS = 39  # per binade: 16 exact sixteenths and 16 open intervals, the last of which is cut into 8
+_SAMPLES = 37
+_EDGES = [1 + i / 16 for i in range(16)] + [2 - 2.0**-j for j in range(5, 12)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """What a format does to a tensor, as shares of its finite elements that are not zero.
+
+    `sqnr_db` is an estimate (10 · log10 of signal power over error power), NaN where there is no signal and +Inf where
+    there is no error; saturated elements count with their distance to the largest number.
+    """
+
+    underflow: float
+    subnormal: float
+    overflow: float
+    sqnr_db: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExponentHistogram:
+    """How many elements lie where, from one pass over a tensor; histograms of several steps add up.
+
+    `counts[i, b]` of shape (binades, BINS) counts the |x| of exponent `first_exponent + i` in bin b; zeros, infinities
+    and NaN are apart.
+    """
+
+    counts: Tensor
+    first_exponent: int
+    num_zero: int = 0
+    num_inf: int = 0
+    num_nan: int = 0
+
+    @property
+    def num_nonzero(self) -> int:
+        """Finite elements that are not zero."""
+        return int(self.counts.sum())
+
+    @property
+    def num_elements(self) -> int:
+        """Every element."""
+        return self.num_nonzero + self.num_zero + self.num_inf + self.num_nan
+
+    @property
+    def exponents(self) -> dict[int, int]:
+        """floor(log2|x|) and how many elements have it, lowest first: what to draw."""
+        totals = self.counts.sum(1).tolist()
+        return {self.first_exponent + i: n for i, n in enumerate(totals) if n}
+
+    def __add__(self, other: "ExponentHistogram") -> "ExponentHistogram":
+        parts = [h for h in (self, other) if len(h.counts)]
+        first = min((h.first_exponent for h in parts), default=0)
+        last = max((h.first_exponent + len(h.counts) for h in parts), default=0)
+        counts = torch.zeros(last - first, BINS, dtype=torch.int64)
+        for h in parts:
+            counts[h.first_exponent - first : h.first_exponent - first + len(h.counts)] += h.counts
+        return ExponentHistogram(
+            counts=counts,
+            first_exponent=first,
+            num_zero=self.num_zero + other.num_zero,
+            num_inf=self.num_inf + other.num_inf,
+            num_nan=self.num_nan + other.num_nan,
+        )
+
+    def num_underflow(self, format: str | Format, *, log2_scale: int = 0) -> int:
+        """Non-zero elements that become zero in `format` after a multiplication by 2^log2_scale."""
+        spec = _supported(format)
+        return self._below(spec.min_exponent - spec.mantissa_bits - 1 - log2_scale, 1.0, inclusive=True)
+
+    def num_subnormal(self, format: str | Format, *, log2_scale: int = 0) -> int:
+        """Elements that become a subnormal number of `format` after a multiplication by 2^log2_scale."""
+        spec = _supported(format)
+        edge = 2 - spec.eps
+        below_normal = self._below(spec.min_exponent - 1 - log2_scale, edge, inclusive=False)
+        return below_normal - self.num_underflow(spec, log2_scale=log2_scale)
+
+    def num_overflow(self, format: str | Format, *, log2_scale: int = 0) -> int:
+        """Finite elements that round beyond the largest number of `format` after a multiplication by 2^log2_scale."""
+        spec = _supported(format)
+        edge = 1 + (spec.max_mantissa + 0.5) * spec.eps
+        even = spec.max_mantissa % 2 == 0  # then the tie rounds down
+        return self.num_nonzero - self._below(spec.max_exponent - log2_scale, edge, inclusive=even)
+
+    def rates(self, format: str | Format, *, log2_scale: int = 0) -> Rates:
+        """All rates at once; an empty or zero tensor has rates of 0."""
+        total = max(self.num_nonzero, 1)
+        return Rates(
+            underflow=self.num_underflow(format, log2_scale=log2_scale) / total,
+            subnormal=self.num_subnormal(format, log2_scale=log2_scale) / total,
+            overflow=self.num_overflow(format, log2_scale=log2_scale) / total,
+            sqnr_db=self.sqnr_db(format, log2_scale=log2_scale),
+        )
+
+    def sqnr_db(self, format: str | Format, *, log2_scale: int = 0) -> float:
+        """The signal-to-noise ratio of a cast to `format` in decibels, estimated as if bins were evenly filled."""
+        spec = _supported(format)
+        if self.num_nonzero == 0:
+            return math.nan
+        points = _sample_points()  # (BINS, samples), significands
+        exponents = self.first_exponent + log2_scale + torch.arange(len(self.counts))
+        x = points * _exp2(exponents)[:, None, None]
+        square_error = (cast(x, spec) - x).square().mean(-1)
+        counts = self.counts.double()
+        signal, noise = float((counts * x.square().mean(-1)).sum()), float((counts * square_error).sum())
+        return 10 * math.log10(signal / noise) if noise > 0 else math.inf
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-able form; only bins that hold something are kept."""
+        rows = {
+            str(self.first_exponent + i): {str(b): n for b, n in enumerate(row) if n}
+            for i, row in enumerate(self.counts.tolist())
+            if any(row)
+        }
+        return {"counts": rows, "zero": self.num_zero, "inf": self.num_inf, "nan": self.num_nan}
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> "ExponentHistogram":
+        """The inverse of `to_dict`; UsageError where the record is not one."""
+        try:
+            rows = {int(e): row for e, row in record["counts"].items()}
+            first = min(rows, default=0)
+            counts = torch.zeros(max(rows, default=-1) + 1 - first, BINS, dtype=torch.int64)
+            for exponent, row in rows.items():
+                for position, number in row.items():
+                    counts[exponent - first, int(position)] = int(number)
+            zero, inf, nan = (int(record[key]) for key in ("zero", "inf", "nan"))
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            raise UsageError("this is no record of an exponent histogram", hint="write it with `to_dict`") from error
+        return cls(counts=counts, first_exponent=first, num_zero=zero, num_inf=inf, num_nan=nan)
+
+    def _below(self, exponent: int, edge: float, *, inclusive: bool) -> int:
+        """Non-zero elements with |x| < edge · 2^exponent, or <= it; edge in [1, 2)."""
+        row = exponent - self.first_exponent
+        if row < 0:
+            return 0
+        if row >= len(self.counts):
+            return self.num_nonzero
+        return int(self.counts[:row].sum()) + int(self.counts[row, : _bins_below(edge, inclusive=inclusive)].sum())
+
+
+def exponent_histogram_reference(x: Tensor) -> ExponentHistogram:
+    """The histogram of a tensor of any floating dtype, the obvious way in float64."""
+    values = x.detach().double().abs().reshape(-1)
+    finite = values[values.isfinite() & (values > 0)]
+    half, exponent = torch.frexp(finite)
+    first, last = (int(exponent.min()) - 1, int(exponent.max()) - 1) if finite.numel() else (0, -1)
+    flat = (exponent.long() - 1 - first) * BINS + bin_of(2 * half)
+    counts = torch.bincount(flat, minlength=(last + 1 - first) * BINS)
+    return ExponentHistogram(
+        counts=counts.view(-1, BINS).cpu(),
+        first_exponent=first,
+        num_zero=int((values == 0).sum()),
+        num_inf=int(values.isinf().sum()),
+        num_nan=int(values.isnan().sum()),
+    )
+
+
+def bin_of(significand: Tensor) -> Tensor:
+    """The bin of significands in [1, 2): 2i at 1 + i/16 exactly, 2i + 1 above it, and on from 31 by 2 - 2^-5 ..."""
+    sixteenths = (significand - 1) * 16
+    fine = torch.tensor(_EDGES[16:], dtype=significand.dtype, device=significand.device)
+    beyond = torch.bucketize(significand, fine, right=True)
+    return (sixteenths.floor() + sixteenths.ceil()).long() + beyond
+
+
+def _bins_below(edge: float, *, inclusive: bool) -> int:
+    """How many bins of a binade lie below `edge`, or up to it."""
+    sixteenth = (edge - 1) * 16
+    if sixteenth.is_integer():
+        return 2 * int(sixteenth) + int(inclusive)
+    return 31 + _EDGES.index(edge) - 15
+
+
+def _sample_points() -> Tensor:
+    """Significands that stand for each bin: midpoints of equal parts of an interval, or the exact point.
+
+    The number of parts is odd, so that the midpoints do not fall on the numbers of a format: those of 32 parts of a
+    sixteenth are fp16 numbers, and the error would vanish.
+    """
+    edges = [*_EDGES, 2.0]
+    middles = (torch.arange(_SAMPLES, dtype=torch.float64) + 0.5) / _SAMPLES
+    intervals = [low + (high - low) * middles for low, high in itertools.pairwise(edges)]
+    rows = []
+    for i, interval in enumerate(intervals):
+        if i < 16:
+            rows.append(torch.full_like(middles, edges[i]))
+        rows.append(interval)
+    return torch.stack(rows)
+
+
+def _exp2(exponents: Tensor) -> Tensor:
+    return torch.tensor([math.ldexp(1.0, e) for e in exponents.tolist()], dtype=torch.float64)
+
+
+def _supported(format: str | Format) -> Format:
+    spec = get_format(format)
+    edge = 1 + (spec.max_mantissa + 0.5) * spec.eps
+    exact = ((edge - 1) * 16).is_integer() or (edge in _EDGES and spec.max_mantissa % 2 == 1)
+    if not (spec.has_sign and spec.has_zero and spec.mantissa_bits <= 10 and exact):
+        raise UnsupportedError(
+            f"histograms do not resolve the edges of {spec.name}",
+            hint="they hold those of signed formats with at most 10 mantissa bits",
+        )
+    return spec

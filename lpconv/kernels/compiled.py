@@ -1,0 +1,83 @@
+"""torch.compile, trusted only after it has shown that it keeps our rounding.
+
+A compiler that fuses elementwise code may drop a rounding as a needless round trip (inductor removes casts to bfloat16
+and back, and with them every low component of a multi-component float). No setting that exists across torch versions
+forbids it, so each kernel is checked where it runs: before its first use it is compiled, run on inputs that would show
+a lost rounding, and compared with eager execution bit for bit. If compiling fails or one bit differs, the eager
+function is used from then on, a warning says so once, and `fallback_reason` keeps it for reports.
+
+`LPCONV_COMPILE=never` in the environment keeps everything eager, `always` compiles for small tensors too.
+"""
+
+import os
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+__all__ = ["MIN_ELEMENTS", "CheckedKernel"]
+
+MIN_ELEMENTS = 1 << 20  # below, eager takes about a millisecond, and compiling takes seconds
+
+
+class CheckedKernel:
+    """A function of tensors, compiled on first use and proved against itself in eager mode.
+
+    `function` takes tensors and returns one; `examples` makes arguments on which a lost rounding shows, for a dtype and
+    device. Each pair of these that occurs is proved apart, as each is compiled apart. `fallback_reason` tells, for the
+    pairs that run eagerly against their wish, why.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Tensor],
+        examples: Callable[[torch.dtype, torch.device], tuple[Tensor, ...]],
+        *,
+        min_elements: int = MIN_ELEMENTS,
+    ) -> None:
+        self.function = function
+        self.examples = examples
+        self.min_elements = min_elements
+        self.fallback_reason: dict[str, str] = {}
+        self._proved: dict[str, Callable[..., Tensor]] = {}
+
+    def wants(self, x: Tensor) -> bool:
+        """Whether `x` is large enough, and its device and the environment willing, to run compiled."""
+        mode = os.environ.get("LPCONV_COMPILE", "auto")
+        if mode == "never" or torch.compiler.is_compiling() or x.device.type not in ("cpu", "cuda"):
+            return False
+        return (mode == "always" or x.numel() >= self.min_elements) and _kind(x) not in self.fallback_reason
+
+    def __call__(self, *args: Tensor) -> Tensor:
+        """The function's result, compiled where that proved itself for the dtype and device of the first argument."""
+        kind = _kind(args[0])
+        if kind not in self._proved:
+            self._proved[kind] = self._prove(args[0])
+        return self._proved[kind](*args)
+
+    def _prove(self, like: Tensor) -> Callable[..., Tensor]:
+        compiled = torch.compile(self.function, dynamic=True, fullgraph=True)
+        try:
+            got = compiled(*self.examples(like.dtype, like.device))
+        except Exception as error:  # whatever fails in a compiler back end, eager gives the same numbers
+            reason = f"torch.compile failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        else:
+            if _same_bits(got, self.function(*self.examples(like.dtype, like.device))):
+                return compiled
+            reason = "torch.compile changed the rounding"
+        self.fallback_reason[_kind(like)] = reason
+        warnings.warn(f"{self.function.__name__} runs eagerly for {_kind(like)}: {reason}", stacklevel=3)
+        return self.function
+
+
+def _kind(x: Tensor) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')} on {x.device.type}"
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    """Equal to the bit, where NaN is NaN: neither IEEE nor processors fix its sign and payload."""
+    if a.dtype != b.dtype or not torch.equal(a.isnan(), b.isnan()):
+        return False
+    a, b = a.masked_fill(a.isnan(), 0), b.masked_fill(b.isnan(), 0)
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))

@@ -1,0 +1,89 @@
+"""A Linear whose three products (output, input gradient, weight gradient) run in low precision.
+
+    y_MN = x_MK @ w_NKᵀ        dx_MK = g_MN @ w_NK        dw_NK = g_MNᵀ @ x_MK
+
+Each operand is rounded once and kept as codes for the backward pass, so fp8 halves what a bfloat16 Linear saves.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lpconv.errors import UsageError
+from lpconv.formats.codes import code_dtype
+from lpconv.formats.scale import tensor_scale
+from lpconv.formats.spec import get_format
+from lpconv.kernels.matmul import matmul
+from lpconv.kernels.quantise import encode
+
+__all__ = ["FP8_LINEAR", "FP16_LINEAR", "LinearRecipe", "linear"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearRecipe:
+    """The formats of a Linear's operands, and how they are scaled into them.
+
+    "unit" casts as they are, for tensors kept at unit scale; "amax" divides each by a power of two that brings its
+    largest element into the format's top binade. fp8 saturates; float16 and bfloat16 overflow to Inf, for a loss scaler
+    to see.
+    """
+
+    input: str = "e4m3fn"
+    weight: str = "e4m3fn"
+    gradient: str = "e5m2"
+    scaling: Literal["unit", "amax"] = "unit"
+
+
+FP8_LINEAR = LinearRecipe()
+FP16_LINEAR = LinearRecipe(input="fp16", weight="fp16", gradient="fp16")
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: LinearRecipe = FP8_LINEAR) -> Tensor:
+    """`F.linear` in low precision: x (..., K), weight (N, K), bias (N,); the result has x's dtype.
+
+    Gradients have the dtypes of what they belong to; sums are float32 throughout. Raises UsageError for a recipe whose
+    formats cannot be multiplied.
+    """
+    if recipe.scaling not in ("unit", "amax"):
+        raise UsageError(f"unknown scaling `{recipe.scaling}`", hint="known: unit, amax")
+    result: Tensor = _Linear.apply(x, weight, bias, recipe)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
+    return result
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, recipe: LinearRecipe) -> Tensor:
+        x_MK, scale_x = _operand(x.reshape(-1, x.shape[-1]), recipe.input, recipe.scaling)
+        w_NK, scale_w = _operand(weight, recipe.weight, recipe.scaling)
+        ctx.save_for_backward(x_MK, scale_x, w_NK, scale_w)
+        ctx.recipe, ctx.weight_dtype = recipe, weight.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        y_MN = matmul(x_MK, w_NK.t(), scale_a=scale_x, scale_b=scale_w, bias=bias, out_dtype=x.dtype)
+        return y_MN.view(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        x_MK, scale_x, w_NK, scale_w = ctx.saved_tensors
+        grad_MN = grad.reshape(-1, grad.shape[-1])
+        g_MN, scale_g = _operand(grad_MN, ctx.recipe.gradient, ctx.recipe.scaling)
+        dx = dw = db = None
+        if ctx.needs_input_grad[0]:
+            dx = matmul(g_MN, w_NK, scale_a=scale_g, scale_b=scale_w, out_dtype=grad.dtype)
+            dx = dx.view(*grad.shape[:-1], w_NK.shape[1])
+        if ctx.needs_input_grad[1]:
+            dw = matmul(g_MN.t(), x_MK, scale_a=scale_g, scale_b=scale_x, out_dtype=ctx.weight_dtype)
+        if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
+            db = grad_MN.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+        return dx, dw, db, None
+
+
+def _operand(x: Tensor, name: str, scaling: str) -> tuple[Tensor, Tensor | None]:
+    spec = get_format(name)
+    scale = None
+    if scaling == "amax":
+        scale = tensor_scale(x, spec)
+        x = x.float() if x.dtype == torch.float16 else x  # float16 may not hold the scale
+        x = x * (1 / scale).to(x.dtype)  # a power of two: exact
+    return (encode(x, spec) if spec.bits == 8 else x.to(code_dtype(spec))), scale

@@ -1,0 +1,119 @@
+"""Products of low-precision matrices, by the fastest exact way that the device has.
+
+- CUDA, fp8: tensor cores through `F.scaled_mm`, after its layout rules are met: the left operand row-major, the right
+  one column-major, both inner sizes multiples of 16 (padded with zeros, which change no sum).
+- CPU, fp8: decode to bfloat16, which holds every code, and multiply there. Products are exact and sums are float32, as
+  on tensor cores; torch's own fp8 product is several times slower and `fp8 @ fp8` hundreds of times.
+- CPU, float16: multiply in float32 and round once. torch's float16 product is ten and more times slower there.
+
+Scales follow `value = scale · component`: the result is (a · scale_a) @ (b · scale_b).
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lpconv.errors import UsageError
+from lpconv.formats.spec import FORMATS
+from lpconv.kernels.decode import decode
+
+__all__ = ["matmul", "scaled_mm_operands", "why_not_scaled_mm"]
+
+_FP8 = {getattr(torch, f.torch) for f in FORMATS.values() if f.bits == 8 and f.has_sign and f.torch}
+_WIDE = {torch.bfloat16, torch.float16}
+_ALIGNMENT = 16  # bytes, and so fp8 elements, that cuBLASLt wants rows to be multiples of
+
+
+def matmul(
+    a: Tensor,
+    b: Tensor,
+    *,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """(a · scale_a) @ (b · scale_b) + bias, for a (M, K) and b (K, N): both fp8, or both bfloat16, or both float16.
+
+    Scales are float32, one number or one per row of a (M, 1) and per column of b (1, N). `bias` is (N,). `out_dtype` is
+    bfloat16 (the default for fp8), float16 or float32. Sums are float32; a bfloat16 result on the CPU is rounded before
+    scales that are not powers of two are applied. No gradient: see `kernels.linear`. Raises UsageError for operands
+    that do not fit.
+    """
+    _check(a, b, scale_a, scale_b, bias)
+    out_dtype = out_dtype or (torch.bfloat16 if a.dtype in _FP8 else a.dtype)
+    if 0 in (*a.shape, *b.shape):
+        out = torch.zeros(a.shape[0], b.shape[1], dtype=out_dtype, device=a.device)
+    elif a.dtype in _FP8 and a.is_cuda and why_not_scaled_mm(a, b, scale_a, scale_b) is None:
+        out, scale_a, scale_b = _scaled_mm(a, b, scale_a, scale_b, out_dtype), None, None
+    else:
+        out = _wide_matmul(a, b, out_dtype)
+    for scale in (scale_a, scale_b):
+        if scale is not None:
+            out.mul_(scale)
+    out = out if bias is None else out.add_(bias)
+    return out.to(out_dtype)
+
+
+def why_not_scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None) -> str | None:
+    """Why a product of fp8 matrices on CUDA runs in bfloat16 instead of on fp8 tensor cores; None where it need not."""
+    fnuz = {torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
+    if a.dtype == b.dtype == torch.float8_e5m2:
+        return "cuBLASLt has no product of two e5m2 matrices"
+    if torch.version.hip is None and (a.dtype in fnuz or b.dtype in fnuz):
+        return "fnuz formats run on AMD only"
+    if torch.version.hip is None and torch.cuda.get_device_capability(a.device) < (8, 9):
+        return "fp8 tensor cores need compute capability 8.9"
+    if (scale_a is None or scale_a.numel() == 1) != (scale_b is None or scale_b.numel() == 1):
+        return "scales must be both per tensor or both per row"
+    return None
+
+
+def scaled_mm_operands(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """a row-major and b column-major, with K and N padded with zeros to multiples of 16; copies only where needed."""
+    pad_k, pad_n = -a.shape[1] % _ALIGNMENT, -b.shape[1] % _ALIGNMENT
+    return _padded(a, 0, pad_k), _padded(b.t(), pad_n, pad_k).t()
+
+
+def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
+    if not rows and not columns:
+        return x.contiguous()
+    return F.pad(x.contiguous().view(torch.uint8), (0, columns, 0, rows)).view(x.dtype)  # code 0 is zero
+
+
+def _scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    columns = b.shape[1]
+    a, b = scaled_mm_operands(a, b)
+    one = torch.ones((), dtype=torch.float32, device=a.device)
+    scale_a, scale_b = one if scale_a is None else scale_a.float(), one if scale_b is None else scale_b.float()
+    recipe = F.ScalingType.TensorWise if scale_a.numel() == scale_b.numel() == 1 else F.ScalingType.RowWise
+    if recipe is F.ScalingType.RowWise:
+        scale_a, scale_b = scale_a.contiguous(), F.pad(scale_b, (0, b.shape[1] - columns), value=1.0).contiguous()
+        out = F.scaled_mm(a, b, scale_a, recipe, scale_b, recipe, output_dtype=torch.bfloat16)  # the only row-wise one
+    else:
+        out = F.scaled_mm(a, b, scale_a, recipe, scale_b, recipe, output_dtype=out_dtype)
+    return out[:, :columns]
+
+
+def _wide_matmul(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """The product in bfloat16, or in float32 where more is asked for; the result has the dtype it was computed in."""
+    if a.dtype in _FP8:
+        wide = torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32
+        return torch.mm(decode(a, wide), decode(b, wide))
+    if (a.device.type == "cpu" and a.dtype == torch.float16) or out_dtype != a.dtype:
+        return torch.mm(a.float(), b.float())
+    return torch.mm(a, b)
+
+
+def _check(a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, bias: Tensor | None) -> None:
+    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0]:
+        raise UsageError(f"cannot multiply {tuple(a.shape)} by {tuple(b.shape)}", hint="pass (M, K) and (K, N)")
+    if not ({a.dtype, b.dtype} <= _FP8 or (a.dtype == b.dtype and a.dtype in _WIDE)):
+        raise UsageError(
+            f"cannot multiply {a.dtype} by {b.dtype}", hint="both must be fp8, or both bfloat16, or both float16"
+        )
+    for name, scale, full in (("scale_a", scale_a, (a.shape[0], 1)), ("scale_b", scale_b, (1, b.shape[1]))):
+        if scale is not None and scale.numel() != 1 and tuple(scale.shape) != full:
+            raise UsageError(f"{name} is {tuple(scale.shape)}", hint=f"pass one number or {full}")
+    if bias is not None and bias.shape != (b.shape[1],):
+        raise UsageError(f"bias is {tuple(bias.shape)}", hint=f"it must be ({b.shape[1]},)")

@@ -1,0 +1,208 @@
+"""Rounding to a format in one pass: the fast twins of `formats.cast` and `formats.encode`.
+
+Two ways to round float32 to fewer bits without leaving float32, both exact and both immune to a compiler that fuses:
+
+- *shift by addition*, for formats whose exponents float32 can rise above: adding 1.5 · 2^23 steps to x leaves no room
+  below one step, so the adder itself rounds to nearest even, and subtracting it again is exact. The step follows x's
+  exponent and stops at the smallest normal, which is all that subnormals need.
+- *integers on the bit pattern*, for bf16, tf32 and fp32, whose exponents are float32's own: add half a step less one,
+  plus the last kept bit, and cut. With random bits in place of the half step this is stochastic rounding, for every
+  format once subnormals are lifted by the smallest normal.
+
+Large tensors run compiled (one kernel for all formats: what defines one is passed in as scalars), once `CheckedKernel`
+has seen the compiler keep the bits. Small ones run eagerly, in pieces that stay in cache.
+"""
+
+import math
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from lpconv.errors import UsageError
+from lpconv.formats import codes
+from lpconv.formats.cast import Overflow, Rounding, cast, check_cast, largest, straight_through
+from lpconv.formats.spec import FORMATS, Format
+from lpconv.kernels.compiled import CheckedKernel
+
+__all__ = ["encode", "fake_quantise"]
+
+_PIECE = 1 << 16
+_FP32 = FORMATS["fp32"]
+
+
+def fake_quantise(
+    x: Tensor,
+    format: str | Format,
+    *,
+    rounding: Rounding = "nearest",
+    overflow: Overflow = "saturate",
+    generator: torch.Generator | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`formats.cast`, fast: the same arguments, errors, straight-through gradient and, but for noise, the same bits.
+
+    Stochastic rounding draws other numbers than `cast`: a hash of each element's position and of one seed taken from
+    `generator`, so that the result depends on neither threads nor device. Below the smallest normal number its
+    probabilities are multiples of 2^-(23 - mantissa bits). `out` (x's shape and dtype, maybe x itself) is filled.
+    float64, e8m0fnu and rounding toward zero go through `cast`.
+    """
+    spec = check_cast(x, format, rounding, overflow)
+    if out is not None and (out.shape != x.shape or out.dtype != x.dtype or out.device != x.device):
+        raise UsageError(f"out is {tuple(out.shape)} of {out.dtype}, x is {tuple(x.shape)} of {x.dtype}")
+    with torch.no_grad():
+        if x.dtype == torch.float64 or rounding == "toward_zero" or not spec.has_zero or not spec.has_sign:
+            values = cast(x.detach(), spec, rounding=rounding, overflow=overflow, generator=generator)
+            values = values if out is None else out.copy_(values)
+        else:
+            values = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
+            _quantise(x.detach(), spec, rounding, overflow, generator, values)
+    return straight_through(x, values)
+
+
+def encode(x: Tensor, format: str | Format) -> Tensor:
+    """`formats.encode` to nearest with saturation: two passes for the fp8 formats, the reference for the others."""
+    spec = check_cast(x, format, "nearest", "saturate")
+    if spec.bits != 8 or not spec.has_sign:
+        return codes.encode(x, spec)
+    limit = largest(spec, x.dtype)
+    encoded = x.detach().clamp(-limit, limit).to(codes.code_dtype(spec))  # clamped: torch versions differ beyond
+    raw = encoded.view(torch.uint8)
+    # NaN without its sign, as `formats.encode` has it. Looking first is cheaper on the CPU and would stall a GPU.
+    if spec.has_negative_zero and raw.numel() and (raw.device.type != "cpu" or int(raw.amax()) == 0xFF):
+        raw.masked_fill_(raw == 0xFF, 0x7F)
+    return encoded
+
+
+def _quantise(
+    x: Tensor, spec: Format, rounding: str, overflow: str, generator: torch.Generator | None, out: Tensor
+) -> None:
+    flat_x = x.contiguous().view(-1)
+    flat_out = out.view(-1) if out.is_contiguous() else torch.empty_like(flat_x)
+    if rounding == "stochastic":
+        seed = torch.randint(
+            -(2**31), 2**31, (), dtype=torch.int64, generator=generator, device=_seed_device(generator)
+        )
+        kernel = _STOCHASTIC
+        scalars = (*_scalars(spec, x.dtype, False, overflow, x.device), seed.to(device=x.device, dtype=torch.int32))
+    else:
+        kernel = _WIDE if _is_wide(spec) else _NEAREST
+        scalars = _scalars(spec, x.dtype, kernel is _NEAREST, overflow, x.device)
+    if kernel.wants(x):
+        kernel(flat_x, flat_out, _position(0, x.device), *scalars)
+    else:
+        size = x.numel() if torch.compiler.is_compiling() else _PIECE
+        for start in range(0, x.numel(), max(size, 1)):
+            piece = slice(start, start + size)
+            kernel.function(flat_x[piece], flat_out[piece], _position(start, x.device), *scalars)
+    if not out.is_contiguous():
+        out.copy_(flat_out.view(x.shape))
+
+
+def _is_wide(spec: Format) -> bool:
+    return spec.max_exponent == _FP32.max_exponent
+
+
+def _seed_device(generator: torch.Generator | None) -> torch.device:
+    return generator.device if generator is not None else torch.device("cpu")
+
+
+def _position(start: int, device: torch.device) -> Tensor:
+    return torch.tensor((start + 2**31) % 2**32 - 2**31, dtype=torch.int32, device=device)
+
+
+@cache
+def _scalars(spec: Format, dtype: torch.dtype, magic: bool, overflow: str, device: torch.device) -> tuple[Tensor, ...]:
+    """What makes the kernels round to `spec`; tensors, so that one compiled kernel serves every format."""
+    limit = largest(spec, dtype)
+    # Saturating, x is clamped to the limit at once. Otherwise to a number that still rounds beyond it, and finite where
+    # the magic addition would overflow.
+    clamp = limit if overflow == "saturate" else math.ldexp(1.0, spec.max_exponent + 2) if magic else math.inf
+    dropped = _FP32.mantissa_bits - spec.mantissa_bits
+    lift = 0.0 if _is_wide(spec) else spec.min_normal
+    step = torch.tensor(1.5 * 2.0**dropped, device=device) if magic else torch.tensor(dropped, device=device).int()
+    return (
+        step,
+        *(torch.tensor(v, device=device, dtype=torch.float32) for v in (lift, clamp, limit)),
+        torch.tensor(math.inf if overflow == "inf" else math.nan, device=device),
+        torch.tensor(not spec.has_negative_zero, device=device),
+    )
+
+
+def _nearest(
+    x: Tensor, out: Tensor, start: Tensor, magic: Tensor, floor: Tensor, clamp: Tensor, limit: Tensor, beyond: Tensor,
+    unsigned_zero: Tensor,
+) -> Tensor:  # fmt: skip
+    y = x.float().clamp(-clamp, clamp)
+    power = (y.view(torch.int32) & 0x7F800000).view(torch.float32)
+    shift = torch.maximum(power, floor) * magic
+    return out.copy_(_finish(y, (y + shift) - shift, limit, beyond, unsigned_zero))
+
+
+def _wide(
+    x: Tensor, out: Tensor, start: Tensor, dropped: Tensor, lift: Tensor, clamp: Tensor, limit: Tensor, beyond: Tensor,
+    unsigned_zero: Tensor,
+) -> Tensor:  # fmt: skip
+    y = x.float().clamp(-clamp, clamp)
+    bits = y.view(torch.int32)
+    last = torch.bitwise_left_shift(torch.ones_like(dropped), dropped)
+    carried = bits + (((last >> 1) - 1).clamp(min=0) + ((bits >> dropped) & (last >> 1).clamp(max=1)))
+    rounded = _unless_nan(y, (carried & -last).view(torch.float32))
+    return out.copy_(_finish(y, rounded, limit, beyond, unsigned_zero))
+
+
+def _stochastic(
+    x: Tensor, out: Tensor, start: Tensor, dropped: Tensor, lift: Tensor, clamp: Tensor, limit: Tensor, beyond: Tensor,
+    unsigned_zero: Tensor, seed: Tensor,
+) -> Tensor:  # fmt: skip
+    y = x.float().clamp(-clamp, clamp)
+    position = torch.arange(x.numel(), dtype=torch.int32, device=x.device) + start
+    below = torch.bitwise_left_shift(torch.ones_like(dropped), dropped) - 1  # the bits below one step
+    noise = _mix(_mix(position) ^ seed) & below
+    lifted = y.abs() + torch.where(y.abs() < lift, lift, 0.0)  # subnormals share the step of the smallest normal
+    cut = _unless_nan(y, ((lifted.view(torch.int32) + noise) & ~below).view(torch.float32))
+    return out.copy_(_finish(y, cut - torch.where(y.abs() < lift, lift, 0.0), limit, beyond, unsigned_zero))
+
+
+def _unless_nan(y: Tensor, rounded: Tensor) -> Tensor:
+    """`rounded`, or NaN where y is: a carry out of a NaN's bits may look like a number. Inductor has no fast isnan."""
+    return torch.where(y == y, rounded, y)
+
+
+def _finish(y: Tensor, rounded: Tensor, limit: Tensor, beyond: Tensor, unsigned_zero: Tensor) -> Tensor:
+    """Overflow and the sign."""
+    rounded = torch.copysign(torch.where(rounded.abs() > limit, beyond, rounded), y)
+    return torch.where((rounded == 0) & unsigned_zero, 0.0, rounded)
+
+
+def _mix(h: Tensor) -> Tensor:
+    """A 32-bit integer hash (Wellons 2018, "lowbias32"); torch's shifts keep the sign, hence the masks."""
+    h = (h ^ ((h >> 16) & 0xFFFF)) * 0x7FEB352D
+    h = (h ^ ((h >> 15) & 0x1FFFF)) * (0x846CA68B - 2**32)
+    return h ^ ((h >> 16) & 0xFFFF)
+
+
+def _example(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Ties, subnormals, both signs, overflow and special values, around e4m3fn and bf16 alike."""
+    steps = torch.arange(-512, 512, device=device).float() / 16
+    special = torch.tensor([math.inf, -math.inf, math.nan, -0.0], device=device)
+    x = torch.cat([steps, steps * 2.0**-9, steps + 2.0**-9, steps * 100, special]).to(dtype)
+    return x, torch.empty_like(x), _position(0, device)
+
+
+def _nearest_example(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    return *_example(dtype, device), *_scalars(FORMATS["e4m3fn"], dtype, True, "nan", device)
+
+
+def _wide_example(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    return *_example(dtype, device), *_scalars(FORMATS["bf16"], dtype, False, "saturate", device)
+
+
+def _stochastic_example(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    scalars = _scalars(FORMATS["e4m3fn"], dtype, False, "nan", device)
+    return *_example(dtype, device), *scalars, torch.tensor(12345, dtype=torch.int32, device=device)
+
+
+_NEAREST = CheckedKernel(_nearest, _nearest_example)
+_WIDE = CheckedKernel(_wide, _wide_example)
+_STOCHASTIC = CheckedKernel(_stochastic, _stochastic_example)

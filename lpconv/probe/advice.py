@@ -1,0 +1,184 @@
+"""Questions to a probe's records: what a format would lose where, which loss scale repairs it, which formats fit.
+
+All rates are exact (see `formats.histogram`); only signal-to-noise ratios are estimates. The loss scale multiplies the
+gradients and nothing else.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from lpconv.errors import UsageError
+from lpconv.formats.histogram import Rates
+from lpconv.formats.spec import get_format
+from lpconv.probe.records import GRADIENT_ROLES, ProbedTensor, ProbeResult
+
+__all__ = ["Assessment", "Fit", "LossScale", "assess", "fits", "recommend_loss_scale", "sentence", "table", "what_if"]
+
+MAX_UNDERFLOW = 1e-3  # of a tensor's elements: the threshold of adaptive loss scaling (arXiv 1910.12385)
+MIN_SQNR_DB = 20.0  # a component of 1 % noise power; e4m3fn on a Gaussian tensor in range gives 31 dB, e5m2 26
+HEADROOM = 2  # binades kept free above the largest gradient seen, for steps to come (arXiv 1710.03740 keeps 2 to 3)
+_MAX_LOG2_SCALE = 40  # the whole range of fp16; more would be no repair
+
+_ROLE_WORDS = {
+    "weight": "weight",
+    "input": "input",
+    "output": "output",
+    "grad_output": "output gradient",
+    "grad_input": "input gradient",
+    "weight_grad": "weight gradient",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assessment:
+    """What one format would do to one tensor at one loss scale."""
+
+    layer: str
+    role: str
+    format: str
+    log2_loss_scale: int
+    rates: Rates
+
+    @property
+    def lost(self) -> float:
+        """The share of elements that are flushed or overflow."""
+        return self.rates.underflow + self.rates.overflow
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossScale:
+    """A power of two for the loss: what it costs at 1 and at the scale, in the worst gradient of the model.
+
+    `max_log2_scale` is the largest that keeps `HEADROOM` binades above the largest gradient seen.
+    """
+
+    format: str
+    log2_scale: int
+    max_log2_scale: int
+    worst_underflow_before: float
+    worst_underflow_after: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """The formats, of those asked about, that hold one tensor as it is."""
+
+    layer: str
+    role: str
+    formats: tuple[str, ...]
+
+
+def what_if(tensor: ProbedTensor, format: str, *, log2_loss_scale: int = 0) -> Assessment:
+    """What `format` would do to one recorded tensor."""
+    scale = log2_loss_scale if tensor.role in GRADIENT_ROLES else 0
+    rates = tensor.exponents.rates(format, log2_scale=scale)
+    return Assessment(layer=tensor.layer, role=tensor.role, format=format, log2_loss_scale=scale, rates=rates)
+
+
+def assess(result: ProbeResult, format: str, *, log2_loss_scale: int = 0) -> tuple[Assessment, ...]:
+    """Every tensor, worst first: most elements lost, then lowest signal-to-noise ratio."""
+    found = (what_if(t, format, log2_loss_scale=log2_loss_scale) for t in result.tensors)
+    return tuple(sorted(found, key=lambda a: (-a.lost, math.inf if math.isnan(a.rates.sqnr_db) else a.rates.sqnr_db)))
+
+
+def recommend_loss_scale(result: ProbeResult, format: str, *, max_underflow: float = MAX_UNDERFLOW) -> LossScale:
+    """The smallest power of two, from 1 up, that brings every gradient's underflow to `max_underflow`.
+
+    Where none does, or the headroom forbids it, the largest that the headroom allows (below 1 if need be). Raises
+    UsageError where no gradient was recorded.
+    """
+    gradients = [t for t in result.tensors if t.role in GRADIENT_ROLES and t.exponents.num_nonzero]
+    if not gradients:
+        raise UsageError("the probe recorded no gradients", hint="run a backward pass inside `track`")
+    top = max(max(t.exponents.exponents) for t in gradients)
+    limit = min(get_format(format).max_exponent - HEADROOM - top, _MAX_LOG2_SCALE)
+
+    def worst(log2_scale: int) -> float:
+        total = (t.exponents.num_underflow(format, log2_scale=log2_scale) / t.exponents.num_nonzero for t in gradients)
+        return max(total)
+
+    chosen = next((k for k in range(limit + 1) if worst(k) <= max_underflow), limit)
+    return LossScale(
+        format=format,
+        log2_scale=chosen,
+        max_log2_scale=limit,
+        worst_underflow_before=worst(0),
+        worst_underflow_after=worst(chosen),
+    )
+
+
+def fits(result: ProbeResult, formats: Iterable[str], *, log2_loss_scale: int = 0) -> tuple[Fit, ...]:
+    """Which of `formats` hold each tensor: no overflow, underflow up to 0.1 % and 20 dB of signal over error."""
+    names = tuple(formats)
+
+    def holds(tensor: ProbedTensor, name: str) -> bool:
+        rates = what_if(tensor, name, log2_loss_scale=log2_loss_scale).rates
+        return rates.overflow == 0 and rates.underflow <= MAX_UNDERFLOW and not rates.sqnr_db < MIN_SQNR_DB
+
+    return tuple(
+        Fit(layer=t.layer, role=t.role, formats=tuple(n for n in names if holds(t, n))) for t in result.tensors
+    )
+
+
+def sentence(tensor: ProbedTensor, format: str, *, log2_loss_scale: int = 0) -> str:
+    """One tensor in words: "input gradient of q: 19 % underflow in fp16 at loss scale 1; 2^7 brings it to 0.1 %"."""
+    found = what_if(tensor, format, log2_loss_scale=log2_loss_scale)
+    rates = found.rates
+    losses = [f"{_percent(share)} {word}" for share, word in _losses(rates) if share > 0] or ["nothing lost"]
+    text = f"{_ROLE_WORDS[tensor.role]} of {tensor.layer}: {', '.join(losses)} in {format}"
+    if tensor.role not in GRADIENT_ROLES:
+        return text
+    text += f" at loss scale {_scale(found.log2_loss_scale)}"
+    repair = _repair(tensor, format, found)
+    return text if repair is None else f"{text}; {repair}"
+
+
+def table(result: ProbeResult, format: str, *, log2_loss_scale: int = 0, limit: int = 10) -> str:
+    """The worst tensors in `format` as lines of text, and the loss scale that would serve them all."""
+    found = assess(result, format, log2_loss_scale=log2_loss_scale)
+    width = max((len(a.layer) for a in found[:limit]), default=5)
+    lines = [f"{'layer':{width}}  {'tensor':15}  underflow  subnormal   overflow      SQNR"]
+    for a in found[:limit]:
+        r = a.rates
+        shares = "".join(f"{_percent(v):>11}" for v in (r.underflow, r.subnormal, r.overflow))
+        lines.append(f"{a.layer:{width}}  {_ROLE_WORDS[a.role]:15}{shares}{r.sqnr_db:>7.1f} dB")
+    if len(found) > limit:
+        lines.append(f"and {len(found) - limit} more, none of them worse")
+    if any(t.role in GRADIENT_ROLES and t.exponents.num_nonzero for t in result.tensors):
+        scale = recommend_loss_scale(result, format)
+        lines.append(
+            f"loss scale for {format}: {_scale(scale.log2_scale)} "
+            f"(worst gradient underflow {_percent(scale.worst_underflow_before)} at 1, "
+            f"{_percent(scale.worst_underflow_after)} there; at most {_scale(scale.max_log2_scale)})"
+        )
+    lines.append(f"{result.steps_recorded} of {result.steps_seen} steps, {_percent(result.overhead)} overhead")
+    return "\n".join(lines)
+
+
+def _losses(rates: Rates) -> tuple[tuple[float, str], ...]:
+    return (rates.underflow, "underflow"), (rates.overflow, "overflow")
+
+
+def _repair(tensor: ProbedTensor, format: str, found: Assessment) -> str | None:
+    """The first power of two that brings the loss to 0.1 %, or else the best one, where it helps at all."""
+    if found.lost <= MAX_UNDERFLOW:
+        return None
+    up = range(found.log2_loss_scale + 1, _MAX_LOG2_SCALE + 1)
+    candidates = up if found.rates.underflow >= found.rates.overflow else range(found.log2_loss_scale - 1, -41, -1)
+    h, total = tensor.exponents, tensor.exponents.num_nonzero
+    lost = {
+        k: (h.num_underflow(format, log2_scale=k) + h.num_overflow(format, log2_scale=k)) / total for k in candidates
+    }
+    best = next((k for k, share in lost.items() if share <= MAX_UNDERFLOW), min(lost, key=lost.__getitem__))
+    return f"{_scale(best)} brings it to {_percent(lost[best])}" if lost[best] < found.lost else None
+
+
+def _percent(share: float) -> str:
+    if share == 0:
+        return "0 %"
+    return f"{100 * share:.2g} %" if share < 0.1 else f"{100 * share:.0f} %"
+
+
+def _scale(log2_scale: int) -> str:
+    return "1" if log2_scale == 0 else f"2^{log2_scale}"

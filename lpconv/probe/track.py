@@ -1,0 +1,183 @@
+"""Recording a model while it trains: `with track(model, every=50) as t: ...; print(t.table())`.
+
+Histograms are taken where the tensors pass, so nothing is kept but counts. The hooks of a layer are put on at the
+beginning of a recorded step and taken off at the next, so that other steps pay for one hook on the whole model.
+
+The gradient of a layer's input is what this layer alone contributes, before autograd adds the other users of the same
+tensor, since that product is what a low-precision backward pass would round. To see it, each layer is handed a view of
+its input. Values are what the model computes: under autocast or in a bfloat16 model they have been rounded already.
+"""
+
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from lpconv.errors import UsageError
+from lpconv.formats.histogram import ExponentHistogram
+from lpconv.kernels.histogram import exponent_histogram
+from lpconv.probe.advice import table
+from lpconv.probe.records import ROLES, ProbedTensor, ProbeResult
+
+__all__ = ["Tracker", "track", "tracked_layers"]
+
+
+def track(model: nn.Module, *, every: int = 50) -> "Tracker":
+    """A context manager that records every `every`-th forward pass of `model` and the backward pass that follows it.
+
+    It records the layers that own a floating weight of two axes or more (Linear, GPT-2's Conv1D, embeddings,
+    convolutions). A weight used by several layers is recorded under the first. Forward passes without gradients are not
+    steps. Compiled modules do not call hooks: track the model before compiling it.
+    """
+    if every < 1:
+        raise UsageError(f"every={every}: a step can be recorded once at most", hint="pass 1 or more")
+    return Tracker(model, every)
+
+
+class Tracker:
+    """Hooks on a model, and what they have counted so far; made by `track`."""
+
+    def __init__(self, model: nn.Module, every: int) -> None:
+        self.model = model
+        self.every = every
+        self.steps_seen = 0
+        self.steps_recorded = 0
+        self._histograms: dict[tuple[str, str], ExponentHistogram] = {}
+        self._last_input: tuple[weakref.ref[Tensor], int, ExponentHistogram] | None = None
+        self._root: RemovableHandle | None = None
+        self._layer_handles: list[RemovableHandle] = []
+        self._recording_s = 0.0
+        self._started_s = 0.0
+        self._elapsed_s = 0.0
+
+    def __enter__(self) -> "Tracker":
+        self._root = self.model.register_forward_pre_hook(self._begin_step)
+        self._started_s = time.perf_counter()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._elapsed_s += time.perf_counter() - self._started_s
+        self._remove_layer_hooks()
+        if self._root is not None:
+            self._root.remove()
+
+    def result(self) -> ProbeResult:
+        """What has been recorded, in the order of the model's layers."""
+        layers = [name for name, _ in tracked_layers(self.model)]
+        tensors = tuple(
+            ProbedTensor(layer=layer, role=role, histogram=self._histograms[layer, role].to_dict())
+            for layer in layers
+            for role in ROLES
+            if (layer, role) in self._histograms
+        )
+        return ProbeResult(
+            tensors=tensors,
+            steps_seen=self.steps_seen,
+            steps_recorded=self.steps_recorded,
+            overhead=self.overhead,
+            options={"every": self.every},
+        )
+
+    @property
+    def overhead(self) -> float:
+        """The time spent recording as a share of the rest of the time in the context."""
+        rest = self._elapsed_s - self._recording_s
+        return self._recording_s / rest if rest > 0 else 0.0
+
+    def table(self, format: str = "fp16", *, log2_loss_scale: int = 0, limit: int = 10) -> str:
+        """What `format` would do to what was recorded, worst first, as lines of text."""
+        return table(self.result(), format, log2_loss_scale=log2_loss_scale, limit=limit)
+
+    def _begin_step(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self._remove_layer_hooks()
+        if not torch.is_grad_enabled():
+            return
+        if self.steps_seen % self.every == 0:
+            with self._timed():
+                self._add_layer_hooks()
+            self.steps_recorded += 1
+        self.steps_seen += 1
+
+    def _add_layer_hooks(self) -> None:
+        seen: set[int] = set()
+        for name, layer in tracked_layers(self.model):
+            self._layer_handles += [
+                layer.register_forward_pre_hook(self._see_input(name)),
+                layer.register_forward_hook(self._see_output(name)),
+            ]
+            weight = layer.weight
+            if isinstance(weight, Tensor) and id(weight) not in seen:
+                seen.add(id(weight))
+                self._record(name, "weight", weight)
+                self._watch(weight, name, "weight_grad")
+
+    def _remove_layer_hooks(self) -> None:
+        for handle in self._layer_handles:
+            handle.remove()
+        self._layer_handles.clear()
+
+    def _see_input(self, name: str) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...] | None]:
+        def hook(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+            if not args or not isinstance(args[0], Tensor) or not args[0].is_floating_point():
+                return None  # token ids, or an input passed by name
+            self._record_input(name, args[0])
+            own = args[0].view_as(args[0])
+            self._watch(own, name, "grad_input")
+            return (own, *args[1:])
+
+        return hook
+
+    def _see_output(self, name: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            if isinstance(output, Tensor) and output.is_floating_point():
+                self._record(name, "output", output)
+                self._watch(output, name, "grad_output")
+
+        return hook
+
+    def _watch(self, tensor: Tensor, name: str, role: str) -> None:
+        """Record the gradient of `tensor` when it comes, in this step."""
+        if tensor.requires_grad:
+            handle = tensor.register_hook(lambda grad: self._record(name, role, grad))  # type: ignore[no-untyped-call]
+            self._layer_handles.append(handle)
+
+    def _record_input(self, name: str, tensor: Tensor) -> None:
+        """Neighbours like the query, key and value layers share their input, which is counted once."""
+        last = self._last_input
+        if last is None or last[0]() is not tensor or last[1] != tensor._version:
+            with self._timed():
+                last = weakref.ref(tensor), tensor._version, exponent_histogram(tensor)
+            self._last_input = last
+        self._add(name, "input", last[2])
+
+    def _record(self, name: str, role: str, tensor: Tensor) -> None:
+        with self._timed():
+            self._add(name, role, exponent_histogram(tensor))
+
+    def _add(self, name: str, role: str, histogram: ExponentHistogram) -> None:
+        before = self._histograms.get((name, role))
+        self._histograms[name, role] = histogram if before is None else before + histogram
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        start = time.perf_counter()
+        nested = self._recording_s
+        yield
+        self._recording_s = nested + time.perf_counter() - start  # time of records made inside is in there already
+
+
+def tracked_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The layers that `track` records, with their names, in the model's order."""
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(getattr(module, "weight", None), Tensor)
+        and module.weight.ndim >= 2
+        and module.weight.is_floating_point()
+    ]

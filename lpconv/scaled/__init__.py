@@ -1,0 +1,35 @@
+"""Tensors that are `data · scale`: the rules that propagate scales, and the methods that are policies over them."""
+
+from lpconv.scaled.adaptive import AdaptiveOptions, adaptive_factor, loss_scales
+from lpconv.scaled.calibrate import EdgeFactors, apply_factors, calibrate
+from lpconv.scaled.disk import from_disk, to_disk
+from lpconv.scaled.guard import StepGuard
+from lpconv.scaled.memory import saved_bytes
+from lpconv.scaled.model import fallbacks, scaled, scaling_of, unscaled_state_dict
+from lpconv.scaled.optimizer import AdamW, HyperParameters, equivalent
+from lpconv.scaled.rescale import dynamic_rescale, dynamic_rescale_grad
+from lpconv.scaled.tensor import ScaledTensor, scaled_tensor
+
+__all__ = [
+    "AdamW",
+    "AdaptiveOptions",
+    "EdgeFactors",
+    "HyperParameters",
+    "ScaledTensor",
+    "StepGuard",
+    "adaptive_factor",
+    "apply_factors",
+    "calibrate",
+    "dynamic_rescale",
+    "dynamic_rescale_grad",
+    "equivalent",
+    "fallbacks",
+    "from_disk",
+    "loss_scales",
+    "saved_bytes",
+    "scaled",
+    "scaled_tensor",
+    "scaling_of",
+    "to_disk",
+    "unscaled_state_dict",
+]

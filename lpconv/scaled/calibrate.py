@@ -1,0 +1,121 @@
+"""Static scales from data: the magnitude of every edge, measured on a few batches and then fixed.
+
+Theory assumes independent unit inputs; trained weights and real data are neither. Here an edge is the output of a
+module with a weight. Its RMS and that of its gradient are measured, and a power of two per direction is written down
+that brings the data of both near 1. Scales are bookkeeping, so any choice keeps values and gradients exact: the rule
+that all paths between two nodes carry the same product of factors (unit scaling §5.1) holds by construction.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from lpconv.errors import UsageError
+from lpconv.formats.scale import pow2_floor, rms
+from lpconv.scaled import ops
+from lpconv.scaled.model import scaling_of
+from lpconv.scaled.scales import MAX_SCALE, MIN_SCALE, Scale
+from lpconv.scaled.tensor import ScaledTensor
+
+__all__ = ["EdgeFactors", "apply_factors", "calibrate", "edges"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EdgeFactors:
+    """What multiplies the scale of an edge's output, and of its gradient: powers of two."""
+
+    forward: float = 1.0
+    backward: float = 1.0
+
+
+def edges(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules whose output is an edge: those with a weight of their own, embeddings included."""
+    return {n: m for n, m in model.named_modules() if isinstance(getattr(m, "weight", None), Tensor)}
+
+
+def calibrate(model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> dict[str, EdgeFactors]:
+    """Measure `model`, scaled by the method "unit", on labelled batches; fix the factors and return them by edge.
+
+    Runs one forward and backward pass per batch, and one more on the first to find the factors under which every edge
+    has the measured scale; gradients are cleared. Raises `UsageError` for a model of another method and for no batches.
+    """
+    scaling = scaling_of(model)
+    if scaling is None or scaling.method != "unit":
+        raise UsageError("calibration needs a model scaled by the method unit", hint="scaled(model, method='unit')")
+    kept = list(batches)
+    if not kept:
+        raise UsageError("calibration needs at least one batch", hint="pass a few labelled batches")
+    measured: dict[tuple[str, str], list[float]] = {}
+    _run(model, kept, lambda name, side, x: measured.setdefault((name, side), []).append(_rms(x)))
+    targets = {edge: _scale_of(sizes) for edge, sizes in measured.items()}
+    factors: dict[tuple[str, str], float] = {}
+
+    def settle(name: str, side: str, x: ScaledTensor) -> float:
+        factors[name, side] = targets[name, side] / _static(x.scale)
+        return factors[name, side]
+
+    _run(model, kept[:1], settle)
+    found = {
+        name: EdgeFactors(forward=factors[name, "forward"], backward=factors.get((name, "backward"), 1.0))
+        for name in edges(model)
+        if (name, "forward") in factors
+    }
+    apply_factors(model, found)
+    return found
+
+
+def apply_factors(model: nn.Module, factors: Mapping[str, EdgeFactors]) -> None:
+    """Fix factors that `calibrate` returned, on the same model or another of its architecture."""
+    known = edges(model)
+    for name, edge in factors.items():
+        if name not in known:
+            raise UsageError(f"the model has no edge `{name}`", hint="use factors of the same architecture")
+        known[name].register_forward_hook(_recentred(edge))
+
+
+def _recentred(edge: EdgeFactors) -> Callable[[nn.Module, Any, Any], Any]:
+    return lambda _, __, out: ops.recentre(out, edge.forward, edge.backward) if isinstance(out, ScaledTensor) else out
+
+
+def _run(
+    model: nn.Module, batches: Iterable[Mapping[str, Any]], visit: Callable[[str, str, ScaledTensor], float | None]
+) -> None:
+    """Forward and backward passes that show each edge to `visit` and apply the factor it returns."""
+
+    def on_output(name: str, out: Any) -> Any:
+        if not isinstance(out, ScaledTensor):
+            return out
+        out = ops.recentre(out, visit(name, "forward", out) or 1.0, 1.0)
+        if out.requires_grad:
+            out.register_hook(lambda grad: ops.recentre(grad, visit(name, "backward", grad) or 1.0, 1.0))
+        return out
+
+    handles: list[RemovableHandle] = [
+        module.register_forward_hook(lambda _, __, out, name=name: on_output(name, out))
+        for name, module in edges(model).items()
+    ]
+    try:
+        for batch in batches:
+            model(**batch).loss.backward()
+    finally:
+        for handle in handles:
+            handle.remove()
+        model.zero_grad()
+
+
+def _rms(x: ScaledTensor) -> float:
+    return float(rms(x.data_part)) * _static(x.scale)
+
+
+def _scale_of(sizes: list[float]) -> float:
+    """The power of two below the RMS over batches; 1 where nothing was measured but zeros."""
+    size = (sum(s * s for s in sizes) / len(sizes)) ** 0.5
+    return pow2_floor(size) if MIN_SCALE <= size <= MAX_SCALE else 1.0
+
+
+def _static(scale: Scale) -> float:
+    assert isinstance(scale, float), "the method unit has static scales"
+    return scale

@@ -1,0 +1,56 @@
+"""The guard that fp16 gradients still need: skip a step that overflowed, and start the next ones lower."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from lpconv.errors import UsageError
+from lpconv.scaled.model import scaling_of
+from lpconv.scaled.pair import Role
+from lpconv.scaled.tensor import ScaledTensor, scaled_tensor
+
+__all__ = ["StepGuard"]
+
+
+class StepGuard:
+    """Takes an optimizer's step only where all gradients are finite (adaptive loss scaling: build rule 5).
+
+    After a skipped step the loss scale at which the backward pass starts is halved; after `patience` finite steps in a
+    row it is doubled, up to where it began. It never leaves [2^-24, 1] times its start. `num_skipped` counts.
+    """
+
+    def __init__(self, model: nn.Module, *, patience: int = 2000) -> None:
+        if scaling_of(model) is None:
+            raise UsageError("the model is not scaled", hint="call lpconv.scaled.scaled(model) first")
+        self.model, self.patience = model, patience
+        self.num_skipped = 0
+        self._halvings = 0
+        self._num_finite = 0
+
+    def step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the step was taken. Reads one boolean back from the device."""
+        finite = [_is_finite(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if finite and not bool(torch.stack(finite).all()):
+            self.num_skipped += 1
+            self._start_at(min(self._halvings + 1, 24))
+            return False
+        optimizer.step()
+        self._num_finite += 1
+        if self._halvings and self._num_finite >= self.patience:
+            self._start_at(self._halvings - 1)
+        return True
+
+    def _start_at(self, halvings: int) -> None:
+        self._halvings, self._num_finite = halvings, 0
+        scaling = scaling_of(self.model)
+        assert scaling is not None
+        unit = scaled_tensor(
+            scaling.unit.data_part, 2.0**halvings, role=Role.GRADIENT, arithmetic=scaling.unit.arithmetic
+        )
+        self.model.lpconv_scaling = replace(scaling, unit=unit)  # type: ignore[assignment]  # not a module or tensor
+
+
+def _is_finite(grad: Tensor) -> Tensor:
+    data = grad.data_part if isinstance(grad, ScaledTensor) else grad
+    return data.isfinite().all()

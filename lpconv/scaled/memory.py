@@ -1,0 +1,63 @@
+"""How much autograd keeps for the backward pass, counted where it is kept."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lpconv.scaled.model import Scaling, scaling_of
+from lpconv.scaled.saved import SavedCodes
+from lpconv.scaled.tensor import ScaledTensor
+
+__all__ = ["saved_bytes"]
+
+
+def saved_bytes(model: nn.Module, batch: Mapping[str, Any]) -> int:
+    """Bytes of the distinct storages that a forward pass on `batch` saves for its backward pass, parameters aside.
+
+    Counted by saved-tensor hooks, on scaled and plain models alike; a storage that several ops save counts once.
+    """
+    kept: dict[int, Tensor] = {}
+    own = {_inner(p).untyped_storage().data_ptr() for p in model.parameters()}
+
+    def keep(x: Tensor) -> Tensor:
+        storage = _inner(x).untyped_storage().data_ptr()
+        if storage not in own:
+            kept[storage] = _inner(x)
+        return x
+
+    scaling = scaling_of(model)
+    if scaling is not None and scaling.saved is not None:
+        _count_codes(model, scaling, batch, _Counting(scaling.saved, keep))
+    else:
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            model(**batch)
+    return sum(x.untyped_storage().nbytes() for x in kept.values())
+
+
+class _Counting(SavedCodes):
+    """`SavedCodes` that shows what it keeps to `keep`."""
+
+    def __init__(self, saved: SavedCodes, keep: Any) -> None:
+        super().__init__(saved.format, saved.carrier)
+        self.keep = keep
+
+    def pack(self, x: Tensor) -> Any:
+        packed = super().pack(x)
+        self.keep(packed if isinstance(packed, Tensor) else packed.codes)
+        return packed
+
+
+def _count_codes(model: nn.Module, scaling: Scaling, batch: Mapping[str, Any], counting: _Counting) -> None:
+    """One forward pass with `counting` in place of the model's own hooks."""
+    model.lpconv_scaling = replace(scaling, saved=counting)  # type: ignore[assignment]  # not a module or tensor
+    try:
+        model(**batch)
+    finally:
+        model.lpconv_scaling = scaling  # type: ignore[assignment]
+
+
+def _inner(x: Tensor) -> Tensor:
+    return x.data_part if isinstance(x, ScaledTensor) else x

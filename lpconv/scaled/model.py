@@ -1,0 +1,269 @@
+"""`scaled`: an unmodified model, trained and run through scaled tensors."""
+
+import functools
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lpconv.errors import UnsupportedError, UsageError
+from lpconv.formats.scale import pow2_floor
+from lpconv.lookup import find
+from lpconv.scaled import ops
+from lpconv.scaled.adaptive import AdaptiveOptions, make_adaptive
+from lpconv.scaled.pair import Arithmetic, Role
+from lpconv.scaled.places import PLACES, install
+from lpconv.scaled.saved import SavedCodes
+from lpconv.scaled.scales import MAX_SCALE, MIN_SCALE
+from lpconv.scaled.tensor import ScaledTensor, scaled_tensor
+
+__all__ = [
+    "COMPUTE",
+    "Compute",
+    "Scaling",
+    "exact_modules",
+    "fallbacks",
+    "leave_outputs",
+    "replace_parameters",
+    "scaled",
+    "scaled_class",
+    "scaling_of",
+    "unscaled_state_dict",
+    "weight_scale",
+]
+
+ZERO_SCALE = 2.0**-6  # for parameters that are all zero: the power of two below 0.02, the usual initializer_range
+
+CRITICAL = ("lm_head", "cls.predictions.decoder", "*.decoder", "embed_out", "classifier*", "score", "qa_outputs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compute:
+    """The dtype of parameters and activations, and the formats of matmul operands if those are narrower."""
+
+    carrier: torch.dtype
+    operand: str | None = None
+    gradient: str | None = None
+
+
+COMPUTE: dict[str, Compute] = {
+    "fp32": Compute(carrier=torch.float32),
+    "fp16": Compute(carrier=torch.float16),
+    "bf16": Compute(carrier=torch.bfloat16),
+    "fp8": Compute(carrier=torch.bfloat16, operand="e4m3fn", gradient="e5m2"),
+}
+
+
+METHODS = dict.fromkeys(("unit", "scalify", "adaptive"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaling:
+    """How a model was scaled: kept on the model, read with `scaling_of`.
+
+    `scales` holds the static scale of every parameter by its name; tied names share one. `unit` is the scaled tensor in
+    whose arithmetic and at whose scale the backward pass begins, `saved` what keeps saved activations as codes.
+    """
+
+    method: str
+    compute: str
+    arithmetic: Arithmetic
+    scales: Mapping[str, float]
+    saved: SavedCodes | None
+    unit: ScaledTensor
+
+    def around_forward(self, device: str) -> AbstractContextManager[Any]:
+        """What the forward pass runs in: autocast, the encoding of saved tensors, or nothing."""
+        if self.method == "adaptive":
+            return torch.autocast(device, COMPUTE[self.compute].carrier, enabled=self.compute != "fp32")
+        if self.saved is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            return self.saved.during_forward()
+        return nullcontext()
+
+
+def scaled(
+    model: nn.Module,
+    *,
+    method: str = "unit",
+    compute: str = "fp32",
+    carrier: torch.dtype | None = None,
+    rescale: Iterable[str] | None = None,
+    critical: Iterable[str] = (),
+    save_codes: bool = True,
+    adaptive: AdaptiveOptions | None = None,
+    strict: bool = False,
+) -> nn.Module:
+    """`model`, changed in place so that it computes on (data, scale); the forward code and all names stay as they are.
+
+    Every floating-point parameter W becomes a `ScaledTensor` σ·Ŵ with σ = 2^⌊log2 RMS(W)⌋, in the dtype of `compute`
+    ("fp8": `carrier`, bfloat16 unless given, with matmul operands in e4m3fn and their gradients in e5m2). Outputs are
+    plain tensors; `loss.backward()` leaves scaled gradients, read with `p.grad.dequantize()`. Train with
+    `lpconv.scaled.AdamW` or SGD.
+
+    - "unit" keeps every scale static.
+    - "scalify" adds dynamic rescaling at the named places `rescale`: any of "layernorm_grad" (the default),
+      "logits_grad" and "weight_grad".
+    - "adaptive" leaves the forward pass and the parameters plain, runs it under autocast to `compute` ("fp16" or
+      "bf16"), and scales gradients layer by layer as `adaptive` says; parameters receive plain gradients, so any
+      optimizer will do.
+
+    Under "fp8", modules whose name matches a pattern of `critical` multiply in the carrier dtype, and so do output
+    heads. With `save_codes`, "fp8" also keeps what autograd saves for the backward pass in 8 bits, except in those
+    modules and the loss head.
+
+    `strict` makes an op without a rule an `UnsupportedError`; otherwise it is computed on values and counted, see
+    `fallbacks`. Raises `UsageError` for unknown names, a model scaled before, and parameters that are not finite.
+    """
+    if scaling_of(model) is not None:
+        raise UsageError(
+            "the model is scaled already", hint="load it again, or use `unscaled_state_dict` to get it back"
+        )
+    places = ("layernorm_grad",) if rescale is None else tuple(rescale)
+    if method == "scalify":
+        for place in places:
+            find("place", place, PLACES)
+    elif rescale is not None:
+        raise UsageError(f"`rescale` belongs to the method scalify, not to {method}", hint="use method='scalify'")
+    chosen = find("compute", compute, COMPUTE)
+    if method == "adaptive":
+        scaling = _prepare_adaptive(model, compute, chosen, adaptive or AdaptiveOptions(), strict)
+    else:
+        find("method", method, METHODS)
+        arithmetic = Arithmetic(operand=chosen.operand, gradient=chosen.gradient, strict=strict)
+        exact = exact_modules(model, (*CRITICAL, *critical)) if chosen.operand else {}
+        dtype = carrier or chosen.carrier
+        scaling = Scaling(
+            method=method,
+            compute=compute,
+            arithmetic=arithmetic,
+            scales=replace_parameters(model, dtype, arithmetic, exact),
+            saved=SavedCodes(chosen.operand, dtype) if chosen.operand and save_codes else None,
+            unit=scaled_tensor(torch.ones(()), 1.0, role=Role.GRADIENT, arithmetic=arithmetic),
+        )
+        install(model, places if method == "scalify" else (), exact)
+    model.lpconv_scaling = scaling  # type: ignore[assignment]  # nn.Module types every attribute as a tensor or module
+    model.__class__ = scaled_class(type(model))
+    return model
+
+
+def _prepare_adaptive(
+    model: nn.Module, compute: str, chosen: Compute, options: AdaptiveOptions, strict: bool
+) -> Scaling:
+    if chosen.operand:
+        raise UsageError("the adaptive method has no fp8 compute", hint="use compute='fp16' or 'bf16'")
+    format = {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(chosen.carrier, "fp32")
+    make_adaptive(model, chosen.carrier, format, options)
+    arithmetic = Arithmetic(unit_factors=False, fit_joins=True, strict=strict)
+    unit = scaled_tensor(torch.ones(()), 1.0, role=Role.GRADIENT, arithmetic=arithmetic)
+    return Scaling(method="adaptive", compute=compute, arithmetic=arithmetic, scales={}, saved=None, unit=unit)
+
+
+def scaling_of(model: nn.Module) -> Scaling | None:
+    """The record that `scaled` left on the model, or None."""
+    found = getattr(model, "lpconv_scaling", None)
+    return found if isinstance(found, Scaling) else None
+
+
+def fallbacks(model: nn.Module) -> dict[str, int]:
+    """How often each op without a rule was computed on values, and how often a static scale was clamped."""
+    scaling = scaling_of(model)
+    if scaling is None:
+        raise UsageError("the model is not scaled", hint="call lpconv.scaled.scaled(model) first")
+    return dict(scaling.arithmetic.counts)
+
+
+def unscaled_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """The state as plain tensors σ·Ŵ under the source's names, for `save_pretrained(state_dict=…)` and other tools."""
+    return {name: x.dequantize(x.dtype) if isinstance(x, ScaledTensor) else x for name, x in model.state_dict().items()}
+
+
+def scaled_class(base: type[nn.Module]) -> type[nn.Module]:
+    """`base` with a forward whose outputs leave as plain tensors; its name and signature are those of `base`.
+
+    A subclass, because a hook would stay outside the graph that `torch.compile` captures, and a forward set on the
+    instance would still belong to the original after a deepcopy.
+    """
+
+    @functools.wraps(base.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        scaling = scaling_of(self)
+        assert scaling is not None
+        with scaling.around_forward(next(self.parameters()).device.type):
+            outputs = base.forward(self, *args, **kwargs)
+            return leave_outputs(outputs, scaling.unit, scaling.method)
+
+    return type(base.__name__, (base,), {"forward": forward, "__module__": base.__module__, "__doc__": base.__doc__})
+
+
+def leave_outputs(outputs: Any, unit: ScaledTensor, method: str) -> Any:
+    """`outputs` with the scaled tensors in its tuples, lists and mappings made plain; other objects stay.
+
+    A key-value cache therefore stays scaled and can be passed to the next call. The adaptive method has plain outputs,
+    and those that need a gradient leave too, for the sake of where their gradient enters.
+    """
+    if isinstance(outputs, ScaledTensor) or (
+        method == "adaptive" and isinstance(outputs, Tensor) and outputs.requires_grad
+    ):
+        return ops.leave(outputs, unit, method != "unit")
+    if isinstance(outputs, dict):
+        return type(outputs)(**{k: leave_outputs(v, unit, method) for k, v in outputs.items()})
+    if isinstance(outputs, (tuple, list)):
+        return type(outputs)([leave_outputs(v, unit, method) for v in outputs])
+    return outputs
+
+
+def weight_scale(name: str, weight: Tensor) -> float:
+    """σ = 2^⌊log2 RMS⌋; 2^-6 for an all-zero tensor, whose values training will choose."""
+    rms = float(weight.double().square().mean().sqrt()) if weight.numel() else 0.0
+    if not rms < MAX_SCALE:
+        raise UsageError(
+            f"parameter `{name}` is not finite", hint="find the step that broke it; nothing here repairs it"
+        )
+    return max(float(pow2_floor(rms)), MIN_SCALE) if rms > 0 else ZERO_SCALE
+
+
+def exact_modules(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Module]:
+    """Modules with a weight whose name matches a pattern: they multiply in the carrier dtype."""
+    known = tuple(patterns)
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(getattr(module, "weight", None), Tensor) and any(fnmatchcase(name, p) for p in known)
+    }
+
+
+def replace_parameters(
+    model: nn.Module, dtype: torch.dtype, arithmetic: Arithmetic, exact: Mapping[str, nn.Module]
+) -> dict[str, float]:
+    """Replace every floating-point parameter by its scaled form, keeping ties, and return the scales by name."""
+    exact_ids = {id(p) for module in exact.values() for p in module.parameters(recurse=False)}
+    done: dict[int, nn.Parameter] = {}
+    scales: dict[str, float] = {}
+    for name, module, key, parameter in _owned_parameters(model):
+        if parameter.is_complex():
+            raise UnsupportedError(f"parameter `{name}` is complex", hint="scaled tensors hold real numbers")
+        if not parameter.is_floating_point():
+            continue
+        if id(parameter) not in done:
+            scale = weight_scale(name, parameter.detach())
+            data = (parameter.detach() / scale).to(dtype)
+            role = Role.EXACT if id(parameter) in exact_ids else Role.WEIGHT
+            hat = scaled_tensor(data, scale, role=role, arithmetic=arithmetic)
+            done[id(parameter)] = nn.Parameter(hat, requires_grad=parameter.requires_grad)
+        module._parameters[key] = done[id(parameter)]
+        scales[name] = float(done[id(parameter)]._scale)  # type: ignore[attr-defined]
+    return scales
+
+
+def _owned_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+    owned: list[tuple[str, nn.Module, str, Any]] = [
+        (f"{prefix}.{key}" if prefix else key, module, key, parameter)
+        for prefix, module in model.named_modules()
+        for key, parameter in module._parameters.items()
+        if parameter is not None
+    ]
+    yield from owned

@@ -1,0 +1,160 @@
+"""AdamW on scaled parameters, and the map of hyper-parameters that makes a scaled model train as its source would.
+
+For W = σ·Ŵ the step of AdamW on W is a step on Ŵ with lr/σ; with power-of-two σ and fp32 state the two are the same bit
+for bit. State of 16 bits is kept as (data, scale) with the scale reset by its root mean square at every step. The
+second moment is then kept as its square root, which spans half as many binades.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lpconv.errors import UsageError
+from lpconv.formats.cast import cast
+from lpconv.lookup import find
+from lpconv.scaled.pair import Scaled
+from lpconv.scaled.rules.own import rebalanced
+from lpconv.scaled.scales import MIN_SCALE, times
+from lpconv.scaled.tensor import ScaledTensor
+
+__all__ = ["OPTIMIZERS", "AdamW", "HyperParameters", "equivalent"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HyperParameters:
+    """What an optimizer is given: learning rate, ε and weight decay."""
+
+    lr: float
+    eps: float = 0.0
+    weight_decay: float = 0.0
+
+
+# (power of σ, power of c) of each factor, for W = σ·Ŵ and ĝ = c·∂L/∂W: lr, ε, weight decay.
+OPTIMIZERS: dict[str, tuple[tuple[int, int], tuple[int, int], tuple[int, int]]] = {
+    "adamw": ((-1, 0), (0, 1), (1, 0)),
+    "adam": ((-1, 0), (0, 1), (1, 1)),
+    "sgd": ((-1, -1), (0, 0), (1, 1)),
+    "lion": ((-1, 0), (0, 0), (1, 0)),
+}
+
+
+def equivalent(
+    optimizer: str, source: HyperParameters, *, weight_scale: float, gradient_factor: float = 1.0
+) -> HyperParameters:
+    """The settings under which Ŵ = W/σ follows W exactly, step by step.
+
+    `weight_scale` is σ, and `gradient_factor` is c, where the optimizer is fed ĝ = c·∂L/∂W (c = σ if autograd runs on Ŵ
+    alone). For AdamW: lr/σ, c·ε, σ·wd. β, momentum and schedules stay; clip gradients by the norm of ĝ/c.
+    """
+    powers = find("optimizer", optimizer, OPTIMIZERS)
+    lr, eps, decay = (weight_scale**a * gradient_factor**b for a, b in powers)
+    return HyperParameters(lr=source.lr * lr, eps=source.eps * eps, weight_decay=source.weight_decay * decay)
+
+
+class AdamW(torch.optim.Optimizer):
+    """Decoupled-weight-decay Adam (Loshchilov & Hutter, arXiv 1711.05101) for scaled and plain parameters.
+
+    All hyper-parameters are those of the source model; the step on the data divides lr by the parameter's scale.
+    Gradients may have any scale, static or dynamic. 16-bit parameters keep an fp32 copy of their data in the state
+    unless `master` is False; then they are rounded stochastically at each step if `rounding` is "stochastic". With
+    `state_dtype` of 16 bits the moments are stored as data and scale.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        state_dtype: torch.dtype = torch.float32,
+        master: bool = True,
+        rounding: Literal["nearest", "stochastic"] = "nearest",
+    ) -> None:
+        if not (lr >= 0 and eps >= 0 and weight_decay >= 0 and all(0 <= b < 1 for b in betas)):
+            raise UsageError(
+                f"AdamW: lr={lr}, betas={betas}, eps={eps}, weight_decay={weight_decay}",
+                hint="all are at least 0, and the betas below 1",
+            )
+        if state_dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise UsageError(f"AdamW cannot keep its state in {state_dtype}", hint="use float32, float16 or bfloat16")
+        self.state_dtype, self.master, self.rounding = state_dtype, master, rounding
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update of every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad, group)
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state, keeping its dtypes: torch would cast fp32 state to the dtype of a 16-bit parameter."""
+        super().load_state_dict(state_dict)
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        saved = [i for group in state_dict["param_groups"] for i in group["params"]]
+        for parameter, index in zip(parameters, saved, strict=True):
+            for name, kept in state_dict["state"].get(index, {}).items():
+                if isinstance(kept, Tensor):
+                    self.state[parameter][name] = kept.detach().clone().to(parameter.device)
+
+    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        data, scale = (
+            (parameter.data_part, parameter.scale) if isinstance(parameter, ScaledTensor) else (parameter.detach(), 1.0)
+        )
+        target = self._master(state, data)
+        beta1, beta2 = group["betas"]
+        state["step"] = step = state.get("step", 0) + 1
+        grad = gradient.dequantize() if isinstance(gradient, ScaledTensor) else gradient.float()
+        first = self._load(state, "exp_avg", grad).lerp_(grad, 1 - beta1)
+        second = self._load(state, "exp_avg_sq", grad).mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        denominator = (second.sqrt() / math.sqrt(1 - beta2**step)).add_(group["eps"])
+        step_size = group["lr"] / (1 - beta1**step)
+        target.mul_(1 - group["lr"] * group["weight_decay"])
+        target.addcdiv_(first, times(denominator, scale), value=-step_size)
+        self._store(state, "exp_avg", first)
+        self._store(state, "exp_avg_sq", second)
+        if target is not data:
+            stochastic = self.rounding == "stochastic" and not self.master
+            data.copy_(cast(target, _FORMATS[data.dtype], rounding="stochastic") if stochastic else target)
+
+    def _master(self, state: dict[str, Any], data: Tensor) -> Tensor:
+        """What the step is added to: the data, the kept fp32 copy of them, or one made for this step."""
+        if data.dtype == torch.float32:
+            return data
+        if not self.master:
+            return data.float()
+        if "master" not in state:
+            state["master"] = data.float()
+        return state["master"]  # type: ignore[no-any-return]
+
+    def _load(self, state: dict[str, Any], name: str, like: Tensor) -> Tensor:
+        if name not in state:
+            return torch.zeros_like(like)
+        if self.state_dtype == torch.float32:
+            return state[name]  # type: ignore[no-any-return]
+        moment = state[name].float() * state[f"{name}_scale"]
+        return moment.square_() if name == "exp_avg_sq" else moment  # type: ignore[no-any-return]
+
+    def _store(self, state: dict[str, Any], name: str, moment: Tensor) -> None:
+        if self.state_dtype == torch.float32:
+            state[name] = moment
+            return
+        values = moment.sqrt() if name == "exp_avg_sq" else moment
+        data, state[f"{name}_scale"], _ = rebalanced(Scaled(values, 1.0), "l2", smallest=MIN_SCALE)
+        state[name] = data.to(self.state_dtype)
+
+
+_FORMATS = {torch.float16: "fp16", torch.bfloat16: "bf16"}

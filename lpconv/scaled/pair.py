@@ -1,0 +1,108 @@
+"""What the rules compute with: a (data, scale) pair, the role it plays, and the arithmetic it is computed in.
+
+Rules are pure functions of pairs. They never see the tensor subclass, so each can be read, tested and differentiated on
+its own.
+"""
+
+import enum
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from lpconv.scaled.scales import Scale, split_number, times
+
+__all__ = ["Arithmetic", "Call", "Role", "Rule", "Scaled", "data_of", "pair", "static", "value", "widened"]
+
+
+class Role(enum.Enum):
+    """What a tensor is for; it decides the format of a matmul operand and what may be saved in 8 bits."""
+
+    ACTIVATION = "activation"
+    WEIGHT = "weight"
+    GRADIENT = "gradient"
+    EXACT = "exact"  # never cast below the carrier dtype: loss head, critical matmuls
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Role":
+        return self
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arithmetic:
+    """How the rules compute. Tensors carry it, because a backward pass may run in a thread that knows no context.
+
+    `operand` and `gradient` name the formats of matmul operands (None: the dtype of the data). `unit_factors` moves the
+    √K of each contraction from the data to the scale; without it data keep the raw magnitudes. `fit_joins` makes an
+    addition choose the smallest scale whose data fit `join_limit` (adaptive loss scaling). `counts` collects fall-backs
+    and saturations; it is shared by all tensors of a model and takes no part in equality.
+    """
+
+    operand: str | None = None
+    gradient: str | None = None
+    unit_factors: bool = True
+    fit_joins: bool = False
+    strict: bool = False
+    counts: "Counter[str]" = field(default_factory=Counter, compare=False)
+
+
+class Scaled(NamedTuple):
+    """value = data · scale."""
+
+    data: Tensor
+    scale: Scale
+    role: Role = Role.ACTIVATION
+
+    def with_data(self, data: Tensor) -> "Scaled":
+        """The same scale and role over other data."""
+        return Scaled(data, self.scale, self.role)
+
+
+class Call(NamedTuple):
+    """The ATen op being computed and the arithmetic of its operands."""
+
+    op: OpOverload
+    arithmetic: Arithmetic
+
+
+Rule = Callable[..., Any]
+"""`rule(call, *args, **kwargs)` with pairs for scaled tensors; returns pairs, plain tensors, lists or tuples of them,
+or NotImplemented where it does not cover the arguments."""
+
+
+def static(scale: Scale) -> bool:
+    """Whether the scale is known before the run."""
+    return isinstance(scale, float)
+
+
+def pair(x: Any) -> tuple[Any, Scale]:
+    """(data, scale) of any operand: a plain tensor has the scale 1, a number is split by `split_number`."""
+    if isinstance(x, Scaled):
+        return x.data, x.scale
+    if isinstance(x, Tensor):
+        return x, 1.0
+    return split_number(float(x))
+
+
+def data_of(x: Any) -> Any:
+    """The data of a pair; anything else as it is."""
+    return x.data if isinstance(x, Scaled) else x
+
+
+def widened(x: Any) -> Any:
+    """A 16-bit tensor in fp32; anything else unchanged."""
+    narrow = isinstance(x, Tensor) and x.dtype in (torch.float16, torch.bfloat16)
+    return x.float() if narrow else x
+
+
+def value(x: Any) -> Any:
+    """data · scale, computed in at least fp32 (data of 16 bits with a scale of 2^-20 would vanish in 16 bits).
+
+    fp32 and fp64 data keep their dtype; everything that is not a pair passes unchanged.
+    """
+    if not isinstance(x, Scaled):
+        return x
+    return times(widened(x.data), x.scale)

@@ -1,0 +1,195 @@
+"""Sums: operands meet at one scale."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lpconv.formats.scale import pow2_floor
+from lpconv.scaled.pair import Call, Rule, Scaled, data_of, pair, value
+from lpconv.scaled.rules.multiply import contraction_factor
+from lpconv.scaled.rules.units import in_units
+from lpconv.scaled.scales import Scale, larger, multiplied, ratio, split_number, times
+
+__all__ = [
+    "RULES",
+    "add",
+    "at_scale",
+    "cat",
+    "clamp",
+    "clamp_tensor",
+    "common_scale",
+    "extremum",
+    "fitting_scale",
+    "index_put",
+    "rsub",
+    "sub",
+    "sum_all",
+    "sum_dims",
+    "where",
+]
+
+aten = torch.ops.aten
+
+
+def at_scale(data: Any, scale: Scale, target: Scale) -> Any:
+    """`data` in units of `target` instead of `scale`; numbers stay numbers while both scales are static."""
+    factor = ratio(scale, target)
+    if isinstance(data, Tensor):
+        return times(data, factor)
+    return data * factor
+
+
+def add(call: Call, a: Any, b: Any, *, alpha: float = 1) -> Scaled:
+    """(d_a·s_a/s + alpha·d_b·s_b/s, s), s = max(s_a, s_b): the larger is √(s_a² + s_b²) floored to a power of two."""
+    (data_a, scale_a), (data_b, scale_b) = pair(a), pair(b)
+    if alpha != 1:
+        mantissa, power = split_number(float(alpha))
+        data_b, scale_b = data_b * mantissa, multiplied(scale_b, power)
+    fit = call.arithmetic.fit_joins and isinstance(data_a, Tensor) and isinstance(data_b, Tensor)
+    scale = fitting_scale(data_a, scale_a, data_b, scale_b) if fit else larger(scale_a, scale_b)
+    return Scaled(_sum(data_a, ratio(scale_a, scale), data_b, ratio(scale_b, scale)), scale)
+
+
+def _sum(a: Any, factor_a: Scale, b: Any, factor_b: Scale) -> Any:
+    """a·factor_a + b·factor_b; where one factor is 1, the other rides on the addition and costs no pass of its own."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor) and a.dim() and b.dim():
+        if isinstance(factor_b, float) and isinstance(factor_a, float) and factor_a == 1.0:
+            return torch.add(a, b, alpha=factor_b)
+        if isinstance(factor_b, float) and isinstance(factor_a, float) and factor_b == 1.0:
+            return torch.add(b, a, alpha=factor_a)
+    return (times(a, factor_a) if isinstance(a, Tensor) else a * factor_a) + (
+        times(b, factor_b) if isinstance(b, Tensor) else b * factor_b
+    )
+
+
+def sub(call: Call, a: Any, b: Any, *, alpha: float = 1) -> Scaled:
+    """As `add`, with b negated."""
+    return add(call, a, b, alpha=-alpha)
+
+
+def rsub(call: Call, a: Any, b: Any, alpha: float = 1) -> Scaled:
+    """b - alpha·a."""
+    return add(call, b, a, alpha=-alpha)
+
+
+def fitting_scale(data_a: Tensor, scale_a: Scale, data_b: Tensor, scale_b: Scale) -> Tensor:
+    """The smallest power of two not below min(s_a, s_b) at which the sum of the largest magnitudes fits the dtype.
+
+    Adaptive loss scaling §1.4 in our convention, where the loss scale is 1/s. The reference bounds the largest summand;
+    the sum of K of them may then overflow by a factor K, so here the sum of the maxima is bounded.
+    """
+    amax_a, amax_b = times(data_a.abs().amax().float(), scale_a), times(data_b.abs().amax().float(), scale_b)
+    limit = torch.finfo(torch.promote_types(data_a.dtype, data_b.dtype)).max
+    smallest_fit = 2 * pow2_floor((amax_a + amax_b) / limit)
+    scales = (torch.as_tensor(s, dtype=torch.float32, device=data_a.device) for s in (scale_a, scale_b))
+    finer = torch.minimum(*(torch.where(s > 0, s, torch.inf) for s in scales))  # a zero of any scale has no say
+    return torch.where(smallest_fit.isfinite(), torch.maximum(finer, smallest_fit), finer)
+
+
+def common_scale(pieces: list[Any]) -> Scale:
+    """The largest scale among the pieces that hold elements."""
+    scale: Scale = 0.0
+    for piece in pieces:
+        if data_of(piece).numel():
+            scale = larger(scale, pair(piece)[1])
+    return scale
+
+
+def cat(call: Call, pieces: list[Any], *args: Any) -> Scaled:
+    """cat and stack of d_i·s_i/s at s = max s_i; empty pieces have no say."""
+    scale = common_scale(pieces)
+    return Scaled(call.op([at_scale(*pair(p), scale) for p in pieces], *args), scale)
+
+
+def where(call: Call, condition: Tensor, a: Any, b: Any) -> Scaled:
+    """where(c, d_a·s_a/s, d_b·s_b/s) at s = max(s_a, s_b); a plain 0-dim operand is a fill, at the other's scale.
+
+    A fill of 0 (clamp's backward pass makes one) would otherwise lift a gradient to the scale 1, and finfo.min would
+    overflow as a scale.
+    """
+    if isinstance(a, Scaled) and not isinstance(b, Scaled) and b.dim() == 0:
+        return a.with_data(call.op(condition, a.data, in_units(b, a)))
+    if isinstance(b, Scaled) and not isinstance(a, Scaled) and a.dim() == 0:
+        return b.with_data(call.op(condition, in_units(a, b), b.data))
+    (data_a, scale_a), (data_b, scale_b) = pair(a), pair(b)
+    scale = larger(scale_a, scale_b)
+    return Scaled(call.op(condition, at_scale(data_a, scale_a, scale), at_scale(data_b, scale_b, scale)), scale)
+
+
+def index_put(call: Call, base: Any, indices: Any, values: Any, accumulate: bool = False) -> Scaled:
+    """Both at the larger scale; the zeros that an index's backward pass starts from have any scale."""
+    (data_base, scale_base), (data_values, scale_values) = pair(base), pair(values)
+    scale = larger(scale_base, scale_values)
+    at_one = at_scale(data_base, scale_base, scale), indices, at_scale(data_values, scale_values, scale)
+    return Scaled(call.op(*at_one, accumulate), scale)
+
+
+def extremum(call: Call, a: Any, b: Any) -> Scaled:
+    """maximum and minimum at the larger scale."""
+    (data_a, scale_a), (data_b, scale_b) = pair(a), pair(b)
+    scale = larger(scale_a, scale_b)
+    return Scaled(call.op(at_scale(data_a, scale_a, scale), at_scale(data_b, scale_b, scale)), scale)
+
+
+def sum_dims(call: Call, x: Any, dims: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+    """(Σd / r, s·r) with r = 2^⌊log2 √n⌋. 16-bit data are summed in fp32: Σd itself may not fit."""
+    if not isinstance(x, Scaled):
+        return NotImplemented
+    dims = dims or range(x.data.dim())
+    r = contraction_factor(call, math.prod(x.data.shape[d] for d in dims))
+    out = dtype or x.data.dtype
+    wide = torch.promote_types(out, torch.float32)
+    total = aten.sum.dim_IntList(x.data, list(dims), keepdim, dtype=None if wide == x.data.dtype else wide)
+    return Scaled(times(total, 1 / r).to(out), multiplied(x.scale, r), x.role)
+
+
+def sum_all(call: Call, x: Any, *, dtype: torch.dtype | None = None) -> Any:
+    """As `sum_dims`, over everything, in the order of the plain op."""
+    if not isinstance(x, Scaled):
+        return NotImplemented
+    r = contraction_factor(call, x.data.numel())
+    out = dtype or x.data.dtype
+    wide = torch.promote_types(out, torch.float32)
+    total = aten.sum.default(x.data, dtype=None if wide == x.data.dtype else wide)
+    return Scaled(times(total, 1 / r).to(out), multiplied(x.scale, r), x.role)
+
+
+def clamp(call: Call, x: Any, low: Any = None, high: Any = None) -> Any:
+    """(clamp(d, low/s, high/s), s) with bounds kept finite; needs a static scale."""
+    if not isinstance(x, Scaled):
+        return NotImplemented
+    if isinstance(x.scale, Tensor) or x.scale == 0:
+        return Scaled(call.op(value(x), low, high).to(x.data.dtype), 1.0, x.role)
+    limit = torch.finfo(x.data.dtype).max
+    bounds = [None if v is None else min(max(v / x.scale, -limit), limit) for v in (low, high)]
+    return x.with_data(call.op(x.data, *bounds))
+
+
+def clamp_tensor(call: Call, x: Any, low: Any = None, high: Any = None) -> Any:
+    """As `clamp`, for bounds that are plain tensors."""
+    if not isinstance(x, Scaled) or isinstance(low, Scaled) or isinstance(high, Scaled):
+        return NotImplemented
+    bounds = [None if b is None else in_units(b, x) for b in (low, high)]
+    return x.with_data(call.op(x.data, *bounds))
+
+
+RULES: dict[Any, Rule] = {
+    aten.add.Tensor: add,
+    aten.add.Scalar: add,
+    aten.sub.Tensor: sub,
+    aten.sub.Scalar: sub,
+    aten.rsub.Scalar: rsub,
+    aten.rsub.Tensor: rsub,
+    aten.cat.default: cat,
+    aten.stack.default: cat,
+    aten.where.self: where,
+    aten.index_put.default: index_put,
+    aten.maximum.default: extremum,
+    aten.minimum.default: extremum,
+    aten.sum.dim_IntList: sum_dims,
+    aten.sum.default: sum_all,
+    aten.clamp.default: clamp,
+    aten.clamp.Tensor: clamp_tensor,
+}

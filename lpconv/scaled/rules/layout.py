@@ -1,0 +1,171 @@
+"""Ops that move or repeat elements, and homogeneous ones: f(d·s) = f(d)·s for s > 0."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lpconv.formats.scale import pow2_floor
+from lpconv.scaled.pair import Call, Rule, Scaled, value
+from lpconv.scaled.rules.units import in_units
+from lpconv.scaled.scales import multiplied, times
+
+__all__ = [
+    "RULES",
+    "embedding",
+    "filled",
+    "fitting",
+    "layout",
+    "listed",
+    "masked_fill",
+    "pad",
+    "to_copy",
+    "unchanged",
+    "with_indices",
+]
+
+aten = torch.ops.aten
+
+
+def layout(call: Call, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """(op(d), s) [Scalify §1.4: reshape, transpose, slice, neg, abs, reduce_max]."""
+    if not isinstance(x, Scaled):
+        return NotImplemented
+    return x.with_data(call.op(x.data, *args, **kwargs))
+
+
+def listed(call: Call, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """[(op(d)_i, s)]: ops that return several pieces."""
+    if not isinstance(x, Scaled):
+        return NotImplemented
+    return [x.with_data(piece) for piece in call.op(x.data, *args, **kwargs)]
+
+
+def with_indices(call: Call, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """((op(d)_0, s), indices): max and min along a dimension, topk, sort; also dropout with its mask."""
+    if not isinstance(x, Scaled):
+        return NotImplemented
+    first, *rest = call.op(x.data, *args, **kwargs)
+    return (x.with_data(first), *rest)
+
+
+def embedding(call: Call, weight: Any, *args: Any, **kwargs: Any) -> Any:
+    """(rows of d, s). Rows of a table are activations, even if the table itself is an exact operand elsewhere."""
+    if not isinstance(weight, Scaled):
+        return NotImplemented
+    return Scaled(call.op(weight.data, *args, **kwargs), weight.scale)
+
+
+def to_copy(call: Call, x: Scaled, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
+    """(cast(d), s): a cast touches the data only [Scalify §1.1]; a cast to integers or bool leaves the scaled world."""
+    if dtype is not None and not dtype.is_floating_point:
+        return call.op(value(x), dtype=dtype, **kwargs)
+    if call.arithmetic.fit_joins and dtype is not None and dtype.itemsize < x.data.itemsize:
+        x = fitting(x, dtype)
+    return x.with_data(call.op(x.data, dtype=dtype, **kwargs))
+
+
+def fitting(x: Scaled, dtype: torch.dtype) -> Scaled:
+    """`x` at the smallest scale, not below its own, at which the data fit `dtype`."""
+    times_over = x.data.abs().amax() / torch.finfo(dtype).max
+    up = torch.where(times_over.isfinite(), (2 * pow2_floor(times_over)).clamp(min=1.0), 1.0).float()
+    return Scaled(times(x.data, 1 / up), multiplied(x.scale, up), x.role)
+
+
+def filled(x: Scaled, fill: float) -> float:
+    """`fill` in units of the static scale; finite fills stay finite in the dtype of the data (finfo.min is a mask)."""
+    assert isinstance(x.scale, float)
+    limit = torch.finfo(x.data.dtype).max
+    return fill if math.isinf(fill) else min(max(fill / (x.scale or 1.0), -limit), limit)
+
+
+def pad(call: Call, x: Scaled, padding: list[int], fill: float = 0.0) -> Scaled:
+    """(pad(d, fill/s), s); under a dynamic scale a fill other than 0 gives (pad(value, fill), 1)."""
+    if fill == 0:
+        return x.with_data(call.op(x.data, padding, 0.0))
+    if isinstance(x.scale, Tensor):
+        return Scaled(call.op(value(x), padding, fill).to(x.data.dtype), 1.0)
+    return x.with_data(call.op(x.data, padding, filled(x, fill)))
+
+
+def masked_fill(call: Call, x: Any, mask: Tensor, fill: Any) -> Any:
+    """(masked_fill(d, fill/s), s): the tensor keeps its scale whatever the mask constant is."""
+    if not isinstance(x, Scaled) or isinstance(fill, Scaled):
+        return NotImplemented
+    if isinstance(x.scale, float) and not isinstance(fill, Tensor):
+        return x.with_data(aten.masked_fill.Scalar(x.data, mask, filled(x, float(fill))))
+    constant = torch.as_tensor(fill, dtype=torch.promote_types(x.data.dtype, torch.float32), device=x.data.device)
+    return x.with_data(aten.masked_fill.Tensor(x.data, mask, in_units(constant, x)))
+
+
+def unchanged(call: Call, x: Scaled) -> Scaled:
+    """The same pair: alias and detach differ for autograd only, which is above the rules."""
+    return x
+
+
+RULES: dict[Any, Rule] = {
+    aten.detach.default: unchanged,
+    aten.alias.default: unchanged,
+    aten._to_copy.default: to_copy,
+    aten.embedding.default: embedding,
+    aten.constant_pad_nd.default: pad,
+    aten.masked_fill.Scalar: masked_fill,
+    aten.masked_fill.Tensor: masked_fill,
+    aten.split.Tensor: listed,
+    aten.split_with_sizes.default: listed,
+    aten.unbind.int: listed,
+    aten.max.dim: with_indices,
+    aten.min.dim: with_indices,
+    aten.topk.default: with_indices,
+    aten.sort.default: with_indices,
+    aten.native_dropout.default: with_indices,
+    **dict.fromkeys(
+        (
+            aten.view.default,
+            aten._unsafe_view.default,
+            aten._reshape_alias.default,
+            aten.t.default,
+            aten.transpose.int,
+            aten.permute.default,
+            aten.expand.default,
+            aten.unsqueeze.default,
+            aten.squeeze.default,
+            aten.squeeze.dim,
+            aten.squeeze.dims,
+            aten.slice.Tensor,
+            aten.select.int,
+            aten.clone.default,
+            aten.index.Tensor,
+            aten.index_select.default,
+            aten.gather.default,
+            aten.as_strided.default,
+            aten.unfold.default,
+            aten.repeat.default,
+            aten.flip.default,
+            aten.roll.default,
+            aten.tril.default,
+            aten.triu.default,
+            aten.diagonal.default,
+            aten.neg.default,
+            aten.abs.default,
+            aten.relu.default,
+            aten.leaky_relu.default,
+            aten.mean.default,
+            aten.mean.dim,
+            aten.cumsum.default,
+            aten.amax.default,
+            aten.amin.default,
+            aten.max.default,
+            aten.min.default,
+            aten.upsample_bicubic2d.default,
+            aten.upsample_bilinear2d.default,
+            aten.slice_backward.default,
+            aten.select_backward.default,
+            aten.diagonal_backward.default,
+            aten.unfold_backward.default,
+            aten.native_dropout_backward.default,
+        ),
+        layout,
+    ),
+}  # fmt: skip

@@ -1,0 +1,120 @@
+"""Backward ops: all are linear in the incoming gradient, so f(g_d·s, …) = s·f(g_d, …) holds exactly for every one."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lpconv.formats.scale import pow2_floor
+from lpconv.scaled.pair import Call, Rule, Scaled, data_of, pair, value, widened
+from lpconv.scaled.rules.nonlinear import AttentionInputs
+from lpconv.scaled.scales import multiplied, ratio, times
+
+__all__ = ["RULES", "attention_backward", "linear", "log_softmax", "mean_squared", "nll_loss", "softmax", "threshold"]
+
+aten = torch.ops.aten
+
+
+def linear(call: Call, grad: Any, *args: Any, **kwargs: Any) -> Any:
+    """(f(d_g, values of the rest), s_g), computed in at least fp32."""
+    data, scale = pair(grad)
+    rest = [value(a) if isinstance(a, Scaled) else widened(a) for a in args]
+    out = call.op(widened(data), *rest, **{k: value(v) for k, v in kwargs.items()})
+    return Scaled(out.to(data.dtype), scale)
+
+
+def threshold(call: Call, grad: Any, x: Any, threshold: float) -> Any:
+    """relu's gradient depends on the sign of x only, so no value is needed."""
+    if threshold != 0:
+        return linear(call, grad, x, threshold)
+    data, scale = pair(grad)
+    return Scaled(call.op(data, data_of(x), 0), scale)
+
+
+def softmax(call: Call, grad: Any, output: Any, dim: int, dtype: torch.dtype) -> Any:
+    """(c·f(d_g, P), s_g/c) with P's own gain c: elements of P·(g - Σ P·g) are as small as those of P."""
+    (data, scale), (_, scale_p) = pair(grad), pair(output)
+    out = call.op(widened(data), value(output), dim, torch.promote_types(data.dtype, torch.float32))
+    gain = 1 / scale_p if isinstance(scale_p, float) and scale_p else 1.0
+    return Scaled(times(out, gain).to(dtype), multiplied(scale, 1 / gain))
+
+
+def log_softmax(call: Call, grad: Any, output: Any, dim: int, dtype: torch.dtype) -> Any:
+    """(g - softmax·Σg, s_g), cast to the dtype of the logits at the end."""
+    data, scale = pair(grad)
+    wide = torch.promote_types(data.dtype, torch.float32)
+    return Scaled(call.op(data.to(wide), value(output).to(wide), dim, wide).to(dtype), scale)
+
+
+def nll_loss(call: Call, grad: Any, logp: Any, target: Tensor, weight: Any, reduction: int, *args: Any) -> Any:
+    """(f(k·d_g), s_g/k): under mean reduction 1/rows is a constant and belongs in the scale, and so does 1/√V.
+
+    One element in V is not zero, so its RMS is √V times smaller; that of softmax - onehot, which the next op makes of
+    it, is √(V-1)/V [unit scaling table A.2]. k = 2^⌊log2 rows⌋·2^⌊log2 √V⌋ multiplies the gradient of the loss: one
+    number, no pass.
+    """
+    data, scale = pair(grad)
+    log_probabilities = value(logp)
+    gain = 1.0
+    if call.arithmetic.unit_factors:
+        num_classes = log_probabilities.shape[1 if log_probabilities.dim() > 1 else 0]
+        gain = pow2_floor(num_classes**0.5)
+        gain *= pow2_floor(float(max(1, target.numel()))) if reduction == 1 else 1.0
+    at_gain = times(data.to(log_probabilities.dtype), gain)
+    out = call.op(at_gain, log_probabilities, target, weight, reduction, *args)
+    return Scaled(out, multiplied(scale, 1 / gain))
+
+
+def mean_squared(call: Call, grad: Any, x: Any, target: Any, reduction: int) -> Any:
+    """(f(n·d_g, …), s_g/n), n = 2^⌊log2 elements⌋ under mean reduction."""
+    (data, scale), x_value = pair(grad), value(x)
+    count = pow2_floor(float(max(1, x_value.numel())))
+    gain = count if reduction == 1 and call.arithmetic.unit_factors else 1.0
+    out = call.op(times(widened(data), gain), x_value, value(target), reduction)
+    return Scaled(out, multiplied(scale, 1 / gain))
+
+
+def attention_backward(
+    call: Call, grad: Any, query: Any, key: Any, v: Any, out: Any, *args: Any, scale: float | None = None, **kwargs: Any
+) -> Any:
+    """Gradients of Q, K and V at s_g·s_v/s_q, s_g·s_v/s_k and s_g: the kernel sees what the forward pass gave it."""
+    (data_g, scale_g), (data_v, scale_v), (data_out, scale_out) = pair(grad), pair(v), pair(out)
+    inputs = AttentionInputs.of(query, key, scale)
+    at_v = data_out if scale_out is scale_v else times(data_out, ratio(scale_out, scale_v))
+    kernel_args = (data_g, inputs.query, inputs.key, data_v, at_v, *args)
+    gq, gk, gv = call.op(*kernel_args, **{k: value(x) for k, x in kwargs.items()}, scale=inputs.softmax_scale)
+    scale_gv = multiplied(scale_g, scale_v)
+    return (
+        Scaled(gq, ratio(scale_gv, inputs.query_scale)),
+        Scaled(gk, ratio(scale_gv, inputs.key_scale)),
+        Scaled(gv, scale_g),
+    )
+
+
+RULES: dict[Any, Rule] = {
+    aten.threshold_backward.default: threshold,
+    aten._softmax_backward_data.default: softmax,
+    aten._log_softmax_backward_data.default: log_softmax,
+    aten.nll_loss_backward.default: nll_loss,
+    aten.nll_loss2d_backward.default: nll_loss,
+    aten.mse_loss_backward.default: mean_squared,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: attention_backward,
+    aten._scaled_dot_product_flash_attention_backward.default: attention_backward,
+    **dict.fromkeys(
+        (
+            aten.gelu_backward.default,
+            aten.silu_backward.default,
+            aten.mish_backward.default,
+            aten.hardswish_backward.default,
+            aten.elu_backward.default,
+            aten.tanh_backward.default,
+            aten.sigmoid_backward.default,
+            aten.softplus_backward.default,
+            aten.leaky_relu_backward.default,
+            aten.embedding_dense_backward.default,
+            aten.upsample_bicubic2d_backward.default,
+            aten.upsample_bilinear2d_backward.default,
+        ),
+        linear,
+    ),
+}  # fmt: skip

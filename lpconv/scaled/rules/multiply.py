@@ -1,0 +1,169 @@
+"""Products: scales multiply. A contraction over K terms moves √K from the data to the scale [Scalify §1.4, dot].
+
+The factor 1/r of a contraction, r = 2^⌊log2 √K⌋, rides on the `alpha` of BLAS (`addmm` and `baddbmm` with beta = 0), so
+it costs no pass over the result.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lpconv.formats.scale import pow2_floor
+from lpconv.scaled.operands import product
+from lpconv.scaled.pair import Call, Rule, Scaled, pair, value
+from lpconv.scaled.scales import Scale, larger, multiplied, ratio, split_number, times
+
+__all__ = [
+    "RULES",
+    "add_matmul",
+    "contraction_factor",
+    "convolution",
+    "convolution_backward",
+    "div",
+    "matmul",
+    "mul",
+    "power",
+    "reciprocal",
+    "rsqrt",
+    "sqrt",
+    "square_scale",
+]
+
+aten = torch.ops.aten
+
+
+def contraction_factor(call: Call, num_terms: int) -> float:
+    """r = 2^⌊log2 √K⌋: the standard deviation of a sum of K independent unit terms, floored to a power of two."""
+    if not call.arithmetic.unit_factors or num_terms < 2:
+        return 1.0
+    return float(pow2_floor(math.sqrt(num_terms)))
+
+
+def mul(call: Call, a: Any, b: Any) -> Scaled:
+    """(d_a·d_b, s_a·s_b)."""
+    (data_a, scale_a), (data_b, scale_b) = pair(a), pair(b)
+    scale = multiplied(scale_a, scale_b)
+    if isinstance(data_a, Tensor) and isinstance(data_b, Tensor):
+        return Scaled(data_a * data_b, scale)
+    return Scaled(times(data_a, data_b) if isinstance(data_a, Tensor) else times(data_b, data_a), scale)
+
+
+def div(call: Call, a: Any, b: Any) -> Scaled:
+    """(d_a/d_b, s_a/s_b). A static zero below keeps the numerator's scale and gives inf or NaN."""
+    (data_a, scale_a), (data_b, scale_b) = pair(a), pair(b)
+    if isinstance(scale_b, float) and scale_b == 0:
+        return Scaled(data_a / data_b, scale_a)
+    if isinstance(data_b, float) and data_b == 1.0:
+        return Scaled(data_a, ratio(scale_a, scale_b))
+    return Scaled(data_a / data_b, ratio(scale_a, scale_b))
+
+
+def reciprocal(call: Call, x: Scaled) -> Scaled:
+    """(1/d, 1/s)."""
+    return Scaled(x.data.reciprocal(), ratio(1.0, x.scale))
+
+
+def square_scale(scale: Scale) -> tuple[Scale, Scale]:
+    """(h, f) with s = h²·f, h a power of two and f 1 or 2: an odd exponent leaves a factor 2 to the data."""
+    half: Scale = pow2_floor(scale.sqrt()) if isinstance(scale, Tensor) else pow2_floor(math.sqrt(scale))
+    return half, scale / half / half
+
+
+def sqrt(call: Call, x: Scaled) -> Scaled:
+    """(√(f·d), h) where s = h²·f: the scale stays a power of two."""
+    if x.scale == 0:
+        return x
+    half, factor = square_scale(x.scale)
+    return Scaled(torch.sqrt(times(x.data, factor)), half)
+
+
+def rsqrt(call: Call, x: Scaled) -> Any:
+    """(1/√(f·d), 1/h) where s = h²·f."""
+    if isinstance(x.scale, float) and x.scale == 0:
+        return NotImplemented
+    half, factor = square_scale(x.scale)
+    return Scaled(torch.rsqrt(times(x.data, factor)), ratio(1.0, half))
+
+
+def power(call: Call, x: Any, exponent: Any) -> Any:
+    """(d^y, s^y) for whole y, y = ±½ as square roots, and ((d·s)^y, 1) for exponents that no scale can follow."""
+    if not isinstance(x, Scaled) or not isinstance(exponent, (int, float)):
+        return NotImplemented
+    if exponent == 0.5:
+        return sqrt(call, x)
+    if exponent == -0.5:
+        return rsqrt(call, x)
+    if exponent != int(exponent) or (exponent < 0 and isinstance(x.scale, float) and x.scale == 0):
+        return Scaled(torch.pow(value(x), exponent).to(x.data.dtype), 1.0)
+    return Scaled(torch.pow(x.data, exponent), x.scale ** int(exponent))
+
+
+def matmul(call: Call, a: Any, b: Any) -> Scaled:
+    """mm and bmm: (d_a·d_b / r, s_a·s_b·r)."""
+    scale = multiplied(pair(a)[1], pair(b)[1])
+    r = contraction_factor(call, pair(a)[0].shape[-1])
+    return Scaled(product(call.arithmetic, a, b, alpha=1 / r), multiplied(scale, r))
+
+
+def add_matmul(call: Call, bias: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Scaled:
+    """addmm and baddbmm: a product and its bias at the larger of their scales, both factors inside one BLAS call."""
+    data_bias, scale_bias = pair(bias)
+    (mantissa, power), (mantissa_bias, power_bias) = split_number(float(alpha)), split_number(float(beta))
+    scale_ab = multiplied(multiplied(pair(a)[1], pair(b)[1]), power)
+    scale_bias = multiplied(scale_bias, power_bias)
+    r = contraction_factor(call, pair(a)[0].shape[-1])
+    scale = larger(multiplied(scale_ab, r), scale_bias)
+    if isinstance(scale, float):
+        at_scale = times(data_bias, mantissa_bias * ratio(scale_bias, scale))
+        gain = mantissa * float(ratio(scale_ab, scale))
+        return Scaled(product(call.arithmetic, a, b, alpha=gain, bias=at_scale), scale)
+    product_scale = multiplied(scale_ab, r)
+    in_product = times(data_bias, mantissa_bias * ratio(scale_bias, product_scale))
+    data = product(call.arithmetic, a, b, alpha=mantissa / r, bias=in_product)
+    return Scaled(times(data, ratio(product_scale, scale)), scale)
+
+
+def convolution(call: Call, x: Any, weight: Any, bias: Any, *args: Any) -> Scaled:
+    """(conv(d_x, d_w, b/(s_x·s_w)) / r, s_x·s_w·r) with r from the fan-in; the reference has no fan-in factor."""
+    (data_x, scale_x), (data_w, scale_w) = pair(x), pair(weight)
+    scale = multiplied(scale_x, scale_w)
+    if bias is not None:
+        data_bias, scale_bias = pair(bias)
+        bias = times(data_bias, ratio(scale_bias, scale))
+    r = contraction_factor(call, math.prod(data_w.shape[1:]))
+    return Scaled(times(call.op(data_x, data_w, bias, *args), 1 / r), multiplied(scale, r))
+
+
+def convolution_backward(
+    call: Call, grad: Any, x: Any, weight: Any, bias_sizes: list[int] | None, *args: Any
+) -> tuple[Scaled | None, ...]:
+    """Gradients of input, weight and bias at s_g·s_w, s_g·s_x and s_g, each with the √ of its number of terms."""
+    (data_g, scale_g), (data_x, scale_x), (data_w, scale_w) = pair(grad), pair(x), pair(weight)
+    grads = call.op(data_g, data_x, data_w, bias_sizes, *args)
+    positions = data_g.numel() // data_g.shape[1]
+    terms = (math.prod(data_w.shape[2:]) * data_g.shape[1], positions, positions)
+    scales = (multiplied(scale_g, scale_w), multiplied(scale_g, scale_x), scale_g)
+    return tuple(
+        None if g is None else Scaled(times(g, 1 / r), multiplied(s, r))
+        for g, s, r in zip(grads, scales, (contraction_factor(call, n) for n in terms), strict=True)
+    )
+
+
+RULES: dict[Any, Rule] = {
+    aten.mul.Tensor: mul,
+    aten.mul.Scalar: mul,
+    aten.div.Tensor: div,
+    aten.div.Scalar: div,
+    aten.reciprocal.default: reciprocal,
+    aten.sqrt.default: sqrt,
+    aten.rsqrt.default: rsqrt,
+    aten.pow.Tensor_Scalar: power,
+    aten.mm.default: matmul,
+    aten.bmm.default: matmul,
+    aten.addmm.default: add_matmul,
+    aten.baddbmm.default: add_matmul,
+    aten.convolution.default: convolution,
+    aten.convolution_backward.default: convolution_backward,
+}

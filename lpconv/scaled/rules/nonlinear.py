@@ -1,0 +1,137 @@
+"""Functions that need the value: dequantise in fp32, apply, and give the result a scale that is known beforehand."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lpconv.formats.scale import pow2_floor
+from lpconv.scaled.pair import Call, Role, Rule, Scaled, pair, value
+from lpconv.scaled.scales import ratio, times
+
+__all__ = ["RULES", "AttentionInputs", "activation", "attention", "log_softmax", "power", "softmax", "unit"]
+
+aten = torch.ops.aten
+
+SOFTMAX_MAX_GAIN = 2.0**8  # one-hot rows reach 1·gain, which must stay below 448, the top of e4m3fn
+
+
+def unit(call: Call, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """(f(d·s), 1): functions with a bounded result, or one whose scale nobody knows [Scalify §1.4, exp]."""
+    if not isinstance(x, Scaled):
+        return NotImplemented
+    return Scaled(call.op(value(x), *args, **kwargs).to(x.data.dtype), 1.0)
+
+
+def activation(call: Call, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """(f(d·s)/s, s) for f(x) = x·g(x) with 0 ≤ g ≤ 1, about: gelu, silu and their kind keep the scale [Scalify C.1].
+
+    The reference computes d·g(d·s); dividing f by a power of two gives the same number, with f's own rounding.
+    """
+    if not isinstance(x, Scaled):
+        return NotImplemented
+    out = call.op(value(x), *args, **kwargs)
+    return Scaled(times(out, ratio(1.0, x.scale)).to(x.data.dtype), x.scale)
+
+
+def softmax(call: Call, x: Any, dim: int, *args: Any) -> Any:
+    """(c·softmax(d·s), 1/c), c = 2^⌊log2 S⌋ for S keys: uniform attention has data 1 [unit scaling A.2].
+
+    c stops at 2^8, the one-hot limit of e4m3fn.
+    """
+    if not isinstance(x, Scaled):
+        return NotImplemented
+    out = call.op(value(x), dim, *args)
+    gain = min(float(pow2_floor(float(out.shape[dim]))), SOFTMAX_MAX_GAIN) if call.arithmetic.unit_factors else 1.0
+    return Scaled(times(out, gain).to(x.data.dtype), 1 / gain)
+
+
+def log_softmax(call: Call, x: Any, dim: int, half_to_float: bool) -> Any:
+    """(log_softmax(d·s), 1), exact: the loss head is where the backward pass begins.
+
+    16-bit data give fp16, bf16 data too: log-probabilities fit its range, and bf16 would be 8 times coarser.
+    """
+    if not isinstance(x, Scaled):
+        return NotImplemented
+    out = aten._log_softmax.default(value(x), dim, False)
+    return Scaled(out.half() if x.data.itemsize == 2 else out, 1.0, Role.EXACT)
+
+
+def power(call: Call, x: Any, exponent: Any) -> Any:
+    """((d·s)^y, 1) for exponents that no scale can follow."""
+    operands = (value(x), value(exponent))
+    return Scaled(torch.pow(*operands).to((x if isinstance(x, Scaled) else exponent).data.dtype), 1.0)
+
+
+class AttentionInputs(NamedTuple):
+    """Q, K and the softmax scale as an attention kernel takes them, and the scales left outside the kernel.
+
+    Static scales go into the softmax scale, s_q·s_k/√d, so Q and K are used as they are. A kernel takes no tensor
+    there: with a dynamic scale it gets values.
+    """
+
+    query: Tensor
+    key: Tensor
+    softmax_scale: float
+    query_scale: float
+    key_scale: float
+
+    @classmethod
+    def of(cls, query: Any, key: Any, softmax_scale: float | None) -> "AttentionInputs":
+        """The kernel's inputs for pairs or plain tensors."""
+        (data_q, scale_q), (data_k, scale_k) = pair(query), pair(key)
+        base = data_q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+        if isinstance(scale_q, float) and isinstance(scale_k, float):
+            return cls(data_q, data_k, base * scale_q * scale_k, scale_q, scale_k)
+        return cls(times(data_q, scale_q), times(data_k, scale_k), base, 1.0, 1.0)
+
+
+def attention(call: Call, query: Any, key: Any, v: Any, *args: Any, scale: float | None = None, **kwargs: Any) -> Any:
+    """(sdpa(d_q, d_k, d_v), s_v): attention is linear in V."""
+    inputs, (data_v, scale_v) = AttentionInputs.of(query, key, scale), pair(v)
+    rest = [value(a) for a in args]
+    out, *others = call.op(
+        inputs.query,
+        inputs.key,
+        data_v,
+        *rest,
+        **{k: value(x) for k, x in kwargs.items()},
+        scale=inputs.softmax_scale,
+    )
+    return (Scaled(out, scale_v), *others)
+
+
+RULES: dict[Any, Rule] = {
+    aten._softmax.default: softmax,
+    aten._safe_softmax.default: softmax,
+    aten._log_softmax.default: log_softmax,
+    aten.pow.Tensor_Tensor: power,
+    aten.pow.Scalar: power,
+    aten._scaled_dot_product_flash_attention_for_cpu.default: attention,
+    aten._scaled_dot_product_flash_attention.default: attention,
+    **dict.fromkeys(
+        (
+            aten.gelu.default,
+            aten.silu.default,
+            aten.mish.default,
+            aten.hardswish.default,
+            aten.elu.default,
+            aten.logsumexp.default,
+        ),
+        activation,
+    ),
+    **dict.fromkeys(
+        (
+            aten.tanh.default,
+            aten.sigmoid.default,
+            aten.exp.default,
+            aten.log.default,
+            aten.log1p.default,
+            aten.sin.default,
+            aten.cos.default,
+            aten.erf.default,
+            aten.softplus.default,
+        ),
+        unit,
+    ),
+}  # fmt: skip

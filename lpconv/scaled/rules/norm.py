@@ -1,0 +1,65 @@
+"""Layer norm: ε/s² in place of ε makes it exact on the data alone (unit scaling §3.1, rule 5).
+
+Scalify C.2 drops ε instead, which changes the function; this is the exact form.
+"""
+
+import math
+from typing import Any
+
+import torch
+
+from lpconv.scaled.pair import Call, Rule, Scaled, data_of, pair, value, widened
+from lpconv.scaled.rules.multiply import contraction_factor
+from lpconv.scaled.scales import Scale, larger, multiplied, ratio, times
+
+__all__ = ["RULES", "layer_norm", "layer_norm_backward", "on_data"]
+
+aten = torch.ops.aten
+
+SAFE = 2.0**40  # ε/s² must stay a normal fp32 number for any usual ε
+
+
+def on_data(x: Any, eps: float) -> tuple[Any, float, Scale]:
+    """(data, ε, scale) to normalise: the data with ε/s² while s is static and moderate, the value otherwise."""
+    data, scale = pair(x)
+    if isinstance(scale, float) and 1 / SAFE <= scale <= SAFE:
+        return data, eps / scale**2, scale
+    return value(x).to(data.dtype), eps, 1.0
+
+
+def layer_norm(call: Call, x: Any, shape: list[int], weight: Any, bias: Any, eps: float) -> Any:
+    """(norm(d_x; ε/s_x²)·d_w + d_b, max(s_w, s_b)) with mean at s_x and 1/σ at 1/s_x, in at least fp32."""
+    data, data_eps, scale_x = on_data(x, eps)
+    scale: Scale = 0.0
+    for a in (weight, bias):
+        scale = scale if a is None else larger(scale, pair(a)[1])
+    scale = 1.0 if isinstance(scale, float) and scale == 0 else scale
+    affine = [None if a is None else widened(times(pair(a)[0], ratio(pair(a)[1], scale))) for a in (weight, bias)]
+    out, mean, rstd = call.op(widened(data), shape, *affine, data_eps)
+    return Scaled(out.to(data.dtype), scale), Scaled(mean, scale_x), Scaled(rstd, ratio(1.0, scale_x))
+
+
+def layer_norm_backward(
+    call: Call, grad: Any, x: Any, shape: list[int], mean: Any, rstd: Any, weight: Any, bias: Any, mask: list[bool]
+) -> tuple[Scaled | None, ...]:
+    """Linear in g: the input's gradient at s_g·s_w/s_x, those of weight and bias at s_g·r for r = 2^⌊log2 √rows⌋."""
+    data_g, scale_g = pair(grad)
+    scale_x, scale_w = pair(mean)[1], 1.0 if weight is None else pair(weight)[1]
+    data_x, own_scale = pair(x)
+    if not (isinstance(own_scale, float) and own_scale == scale_x):  # the forward pass normalised the value
+        data_x = value(x)
+    rows = data_g.numel() // max(1, math.prod(shape))
+    wide = [widened(a) for a in (data_g, data_x, data_of(weight), data_of(bias))]
+    grads = call.op(wide[0], wide[1], shape, pair(mean)[0], pair(rstd)[0], wide[2], wide[3], mask)
+    r = contraction_factor(call, rows)
+    scales = (ratio(multiplied(scale_g, scale_w), scale_x), multiplied(scale_g, r), multiplied(scale_g, r))
+    return tuple(
+        None if g is None else Scaled(times(g, f).to(data_g.dtype), s)
+        for g, f, s in zip(grads, (1.0, 1 / r, 1 / r), scales, strict=True)
+    )
+
+
+RULES: dict[Any, Rule] = {
+    aten.native_layer_norm.default: layer_norm,
+    aten.native_layer_norm_backward.default: layer_norm_backward,
+}

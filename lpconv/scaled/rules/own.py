@@ -1,0 +1,87 @@
+"""Rules for our own ops: entering and leaving, rescaling by data, marking as exact."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lpconv.formats.scale import pow2_floor
+from lpconv.scaled import ops
+from lpconv.scaled.pair import Call, Role, Rule, Scaled, pair, static, value, widened
+from lpconv.scaled.scales import MAX_SCALE, MIN_SCALE, multiplied, ratio, times
+
+__all__ = ["RULES", "STATISTICS", "as_exact", "leave", "rebalance", "rebalanced", "recentre", "seed"]
+
+STATISTICS = {
+    "max": lambda data: data.abs().amax(),
+    "l1": lambda data: data.abs().mean(),
+    "l2": lambda data: data.square().mean().sqrt(),
+}
+
+SMALLEST_NORM = 2.0**-14  # 2^⌊log2 1e-4⌋: all-zero data lower the scale by this much and no more
+
+
+def rebalanced(x: Scaled, statistic: str, *, smallest: float = SMALLEST_NORM) -> Scaled:
+    """(d/n, s·n) with n = max(2^⌊log2 stat(d)⌋, smallest) [Scalify Algorithm 4]; data with Inf or NaN keep their scale.
+
+    `statistic` is "max", "l1" (mean magnitude) or "l2" (root mean square), taken in fp32. The new scale is a 0-dim fp32
+    tensor; n is bounded so that it stays in [2^-126, 2^127].
+    """
+    if not x.data.numel():
+        return x
+    norm = pow2_floor(STATISTICS[statistic](widened(x.data)).float())
+    norm = torch.where(norm.isfinite(), norm.clamp(min=smallest), 1.0)
+    old = x.scale if isinstance(x.scale, Tensor) else torch.full_like(norm, x.scale)
+    norm = torch.where(old > 0, norm.clamp(MIN_SCALE / old, MAX_SCALE / old), norm)
+    return Scaled(times(x.data, 1 / norm), old * norm, x.role)
+
+
+def rebalance(call: Call, x: Scaled, forward: str, backward: str) -> Scaled:
+    """`rebalanced` by the forward statistic, if there is one."""
+    return rebalanced(x, forward) if forward else x
+
+
+def leave(call: Call, x: Any, unit: Any, dynamic: bool) -> Any:
+    """value(x), in its dtype; a copy of a plain x."""
+    return value(x).to(x.data.dtype) if isinstance(x, Scaled) else x.clone()
+
+
+def seed(call: Call, grad: Any, unit: Any, dynamic: bool) -> Scaled:
+    """(g/s, s) with s = 2^⌊log2 max|g|⌋, so that a factor on the loss moves into the scale and cannot underflow.
+
+    1/s is what others call the loss scale. Eager static methods read max|g| once per output and backward pass; with
+    `dynamic` the scale stays on the device. A compiled static graph can do neither, and there s = 1. The scale u of
+    `unit` starts lower or higher: (g/(s·u), s·u).
+    """
+    data, scale = pair(grad)
+    start = Scaled(data, scale, Role.GRADIENT)
+    if dynamic:
+        start = rebalanced(start, "max", smallest=MIN_SCALE)
+    elif data.numel() and static(scale) and not torch.compiler.is_compiling():
+        amax = float(data.abs().amax())
+        own = pow2_floor(amax) if MIN_SCALE <= amax <= MAX_SCALE else 1.0
+        start = Scaled(times(data, 1 / own), own * scale, Role.GRADIENT)
+    u = pair(unit)[1]
+    return Scaled(times(start.data, ratio(1.0, u)), multiplied(start.scale, u), Role.GRADIENT)
+
+
+def recentre(call: Call, x: Scaled, forward: float, backward: float) -> Scaled:
+    """(d/f, s·f) for a static power of two f."""
+    return Scaled(times(x.data, 1 / forward), multiplied(x.scale, forward), x.role)
+
+
+def as_exact(call: Call, x: Scaled) -> Scaled:
+    """The same pair with the role EXACT."""
+    return Scaled(x.data, x.scale, Role.EXACT)
+
+
+RULES: dict[Any, Rule] = {
+    op._opoverload: rule
+    for op, rule in (
+        (ops.leave, leave),
+        (ops.seed, seed),
+        (ops.rebalance, rebalance),
+        (ops.as_exact, as_exact),
+        (ops.recentre, recentre),
+    )
+}

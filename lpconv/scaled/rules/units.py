@@ -1,0 +1,17 @@
+"""Plain constants beside scaled tensors."""
+
+import torch
+from torch import Tensor
+
+from lpconv.scaled.pair import Scaled
+from lpconv.scaled.scales import ratio, times
+
+__all__ = ["in_units"]
+
+
+def in_units(plain: Tensor, x: Scaled) -> Tensor:
+    """A plain tensor over the scale of `x`, in its dtype; finite numbers stay finite (finfo.min is a mask)."""
+    limit = torch.finfo(x.data.dtype).max
+    wide = plain.to(torch.promote_types(x.data.dtype, torch.float32))
+    over = times(wide, ratio(1.0, x.scale)).clamp(-limit, limit)
+    return torch.where(wide.isinf(), wide, over).to(x.data.dtype)

@@ -1,0 +1,86 @@
+"""Arithmetic of scales: powers of two, Python floats while static and 0-dim fp32 tensors once data set them.
+
+A static scale costs nothing: it is a constant of the graph. A dynamic one lives on the device and is never read back.
+The same formulas serve both. Scales stay in [2^-126, 2^127], where fp32 holds a power of two as a normal number; only
+a *statically* known zero has the scale 0, which means "any scale".
+"""
+
+import math
+from collections import Counter
+
+import torch
+from torch import Tensor
+
+from lpconv.formats.scale import pow2_floor
+
+__all__ = ["MAX_SCALE", "MIN_SCALE", "Scale", "clamped", "larger", "multiplied", "ratio", "split_number", "times"]
+
+Scale = float | Tensor
+
+MIN_SCALE = 2.0**-126
+MAX_SCALE = 2.0**127
+
+
+def split_number(x: float) -> tuple[float, float]:
+    """`x` as (mantissa, scale) with 1 ≤ |mantissa| < 2 and a power-of-two scale; (0, 0) for zero.
+
+    Numbers whose exponent a scale cannot hold, infinities and NaN keep the scale 1.
+    """
+    if x == 0:
+        return 0.0, 0.0
+    if not math.isfinite(x) or not MIN_SCALE <= abs(x) <= MAX_SCALE:
+        return x, 1.0
+    scale = pow2_floor(x)
+    return x / scale, scale
+
+
+def larger(a: Scale, b: Scale) -> Scale:
+    """The larger of two scales, which is 2^⌊log2 √(a² + b²)⌋ for powers of two (Scalify, rule of add)."""
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        if isinstance(a, float):
+            return b if a == 0 else torch.clamp(b, min=a)  # type: ignore[arg-type]  # one of the two is a tensor
+        return a if isinstance(b, float) and b == 0 else torch.clamp(a, min=b)
+    return max(a, b)
+
+
+def ratio(a: Scale, b: Scale) -> Scale:
+    """a / b, and 0 where b is a static zero (a zero of any scale stays zero)."""
+    if isinstance(b, float) and b == 0:
+        return 0.0
+    return a / b
+
+
+def multiplied(a: Scale, b: Scale) -> Scale:
+    """a · b, unclamped; a static zero wins."""
+    if isinstance(a, float) and isinstance(b, Tensor):
+        return 0.0 if a == 0 else b * a
+    if isinstance(b, float) and isinstance(a, Tensor) and b == 0:
+        return 0.0
+    return a * b
+
+
+def clamped(scale: Scale, counts: "Counter[str]") -> tuple[Scale, float]:
+    """`scale` brought into [2^-126, 2^127], and the factor that the data must take over for the value to stay.
+
+    Static scales only report a factor other than 1, and each is counted as ``scale saturated``. A dynamic scale is
+    clamped on the device, without reading it and therefore without a factor.
+    """
+    if isinstance(scale, Tensor):
+        return torch.clamp(scale, MIN_SCALE, MAX_SCALE), 1.0
+    if scale == 0 or MIN_SCALE <= scale <= MAX_SCALE:
+        return scale, 1.0
+    counts["scale saturated"] += 1
+    inside = min(max(scale, MIN_SCALE), MAX_SCALE)
+    return inside, scale / inside
+
+
+def times(data: Tensor, factor: Scale) -> Tensor:
+    """data · factor in the dtype of `data`; a factor of exactly 1 costs nothing.
+
+    16-bit data meet a tensor factor in fp32, because PyTorch would first round the factor to 16 bits, where 2^-30 is 0.
+    """
+    if isinstance(factor, float):
+        return data if factor == 1.0 else data * factor
+    if data.dtype in (torch.float32, torch.float64):
+        return (data * factor).to(data.dtype)
+    return (data.float() * factor).to(data.dtype)

@@ -1,0 +1,229 @@
+"""`ScaledTensor`: value = data · scale as a tensor subclass, so that unmodified models propagate scales op by op.
+
+Autograd works on the outside, in ordinary shapes and dtypes; every ATen op, of the forward and the backward pass alike,
+arrives at `__torch_dispatch__`, where the rules table computes on (data, scale). With power-of-two scales all of it is
+exact in fp32. Under `torch.compile` the subclass is flattened into its data and, if data set it, its scale; a static
+scale is a constant of the graph.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from lpconv.errors import UnsupportedError, UsageError
+from lpconv.formats.scale import pow2_floor
+from lpconv.scaled.pair import Arithmetic, Call, Role, Scaled, value
+from lpconv.scaled.rules.table import IN_PLACE, RULES
+from lpconv.scaled.scales import Scale, clamped, ratio, times
+
+__all__ = ["ScaledTensor", "scaled_tensor"]
+
+
+class ScaledTensor(torch.Tensor):
+    """A tensor whose value is `data · scale`.
+
+    Shape, strides, dtype and device are those of the data (any floating dtype). The scale is a Python float while it is
+    static, and a 0-dim fp32 tensor on the device once data set it. Make one with `scaled_tensor`.
+    """
+
+    _data: Tensor
+    _scale: Scale
+    _role: Role
+    _arithmetic: Arithmetic
+
+    @staticmethod
+    def __new__(cls, data: Tensor, scale: Scale, role: Role, arithmetic: Arithmetic) -> "ScaledTensor":
+        return torch.Tensor._make_wrapper_subclass(
+            cls,
+            data.size(),
+            strides=data.stride(),
+            storage_offset=data.storage_offset(),
+            dtype=data.dtype,
+            layout=data.layout,
+            device=data.device,
+            requires_grad=False,
+        )
+
+    def __init__(self, data: Tensor, scale: Scale, role: Role, arithmetic: Arithmetic) -> None:
+        self._data, self._scale, self._role, self._arithmetic = data, scale, role, arithmetic
+
+    @property
+    def data_part(self) -> Tensor:
+        """The data, in the dtype of the tensor."""
+        return self._data
+
+    @property
+    def scale(self) -> Scale:
+        """The scale: a float if static, else a 0-dim fp32 tensor."""
+        return self._scale
+
+    @property
+    def role(self) -> Role:
+        """What the tensor is for."""
+        return self._role
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        """How ops on this tensor compute."""
+        return self._arithmetic
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The value as a plain tensor, without gradient: in fp32 (fp64 for fp64 data), or cast to `dtype`."""
+        out: Tensor = value(Scaled(self._data, self._scale))
+        return out if dtype is None else out.to(dtype)
+
+    def __repr__(self) -> str:  # type: ignore[override]  # torch passes no contents for a subclass
+        return f"ScaledTensor({self._data!r}, scale={self._scale!r}, role={self._role.value})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[float | None, Role, Arithmetic]]:
+        if isinstance(self._scale, Tensor):
+            return ["_data", "_scale"], (None, self._role, self._arithmetic)
+        return ["_data"], (self._scale, self._role, self._arithmetic)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], context: tuple[float | None, Role, Arithmetic], size: object, stride: object
+    ) -> "ScaledTensor":
+        scale, role, arithmetic = context
+        return ScaledTensor(inner["_data"], inner["_scale"] if scale is None else scale, role, arithmetic)
+
+    def _stable_hash_for_caching(self) -> str:
+        """Everything but the data that decides what is compiled, for the caches of `torch.compile`."""
+        scale = "dynamic" if isinstance(self._scale, Tensor) else self._scale.hex()
+        a = self._arithmetic
+        return repr((scale, self._role, a.operand, a.gradient, a.unit_factors, a.fit_joins, a.strict))
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, op: OpOverload, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        found: list[ScaledTensor] = []
+        pairs = [_to_pair(a, found) for a in args]
+        named = {k: _to_pair(v, found) for k, v in kwargs.items()}
+        arithmetic = found[0]._arithmetic
+        if op in IN_PLACE or op._schema.is_mutable:
+            return _in_place(op, args, pairs, named, arithmetic)
+        result = _run(Call(op, arithmetic), pairs, named)
+        is_gradient = any(t._role is Role.GRADIENT for t in found)
+        return _wrap(result, is_gradient, arithmetic)
+
+
+def scaled_tensor(
+    data: Tensor, scale: Scale, *, role: Role = Role.ACTIVATION, arithmetic: Arithmetic | None = None
+) -> ScaledTensor:
+    """The tensor of value `data · scale`.
+
+    A float scale must be 0 or a power of two in [2^-126, 2^127]; 0 means "a zero of any scale" and asks for zero data.
+    A tensor scale must be 0-dim fp32 on the device of the data and is taken as it is. Raises `UsageError` otherwise.
+    """
+    if not data.is_floating_point():
+        raise UsageError(
+            f"a scaled tensor needs floating-point data, not {data.dtype}",
+            hint="leave integer, boolean and complex tensors as they are",
+        )
+    if isinstance(scale, Tensor):
+        if scale.dim() or scale.dtype != torch.float32 or scale.device != data.device:
+            raise UsageError(
+                f"a dynamic scale is a 0-dim fp32 tensor on {data.device}, "
+                f"not {scale.dtype} of shape {tuple(scale.shape)} on {scale.device}",
+                hint="use torch.tensor(s, dtype=torch.float32, device=data.device)",
+            )
+        return ScaledTensor(data, scale, role, arithmetic or Arithmetic())
+    scale = float(scale)
+    if scale != 0 and (clamped(scale, Arithmetic().counts)[0] != scale or pow2_floor(scale) != scale):
+        raise UsageError(
+            f"a static scale is 0 or a power of two in [2^-126, 2^127], not {scale}",
+            hint="use lpconv.scaled.scales.pow2_floor, and put the rest into the data",
+        )
+    return ScaledTensor(data, scale, role, arithmetic or Arithmetic())
+
+
+def _to_pair(x: Any, found: list[ScaledTensor]) -> Any:
+    if isinstance(x, ScaledTensor):
+        found.append(x)
+        return Scaled(x._data, x._scale, x._role)
+    if isinstance(x, (list, tuple)):
+        return [_to_pair(v, found) for v in x]
+    return x
+
+
+def _run(call: Call, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    rule = RULES.get(call.op)
+    result = NotImplemented if rule is None else rule(call, *args, **kwargs)
+    if result is not NotImplemented:
+        return result
+    if call.arithmetic.strict:
+        raise UnsupportedError(
+            f"no rule propagates scales through `{call.op}` (reached in {_where()})",
+            hint="add a rule in lpconv/scaled/rules, or run without strict=True to dequantise there and count it",
+        )
+    call.arithmetic.counts[f"fallback {call.op}"] += 1
+    return call.op(*(_plain(a) for a in args), **{k: _plain(v) for k, v in kwargs.items()})
+
+
+def _plain(x: Any) -> Any:
+    """The value of a pair in the dtype of its data, inside lists too."""
+    if isinstance(x, Scaled):
+        return value(x).to(x.data.dtype)
+    return [_plain(v) for v in x] if isinstance(x, list) else x
+
+
+def _wrap(result: Any, is_gradient: bool, arithmetic: Arithmetic) -> Any:
+    if isinstance(result, Scaled):
+        scale, factor = clamped(result.scale, arithmetic.counts)
+        role = result.role
+        if is_gradient:
+            role = Role.GRADIENT
+        return ScaledTensor(times(result.data, factor), scale, role, arithmetic)
+    if isinstance(result, (list, tuple)):
+        return type(result)(_wrap(r, is_gradient, arithmetic) for r in result)
+    return result
+
+
+def _in_place(
+    op: OpOverload, args: tuple[Any, ...], pairs: list[Any], kwargs: dict[str, Any], arithmetic: Arithmetic
+) -> Any:
+    """Write the result of the functional twin into the first argument.
+
+    A parameter keeps its own scale and its storage. Anything else takes the result's scale and fresh data, because
+    other tensors may share its old data.
+    """
+    target = args[0]
+    if op is torch.ops.aten.copy_.default:
+        result = pairs[1]
+    elif op in IN_PLACE:
+        result = _run(Call(IN_PLACE[op], arithmetic), pairs, kwargs)
+    else:
+        raise UnsupportedError(
+            f"in-place `{op}` would drop the scale of a tensor (reached in {_where()})",
+            hint="train scaled parameters with lpconv.scaled.AdamW or torch.optim.SGD",
+        )
+    if not isinstance(target, ScaledTensor):
+        return op(target, *(_plain(p) for p in pairs[1:]), **{k: _plain(v) for k, v in kwargs.items()})
+    result = result if isinstance(result, Scaled) else Scaled(result, 1.0)
+    if target._role in (Role.WEIGHT, Role.EXACT):
+        at_own_scale = times(result.data, ratio(result.scale, target._scale or 1.0))
+        target._data.copy_(at_own_scale)
+    else:
+        target._data, target._scale = result.data.to(target._data.dtype), result.scale
+    return target
+
+
+def _where() -> str:
+    """The innermost module on the stack, by its name in the outermost one."""
+    modules: list[torch.nn.Module] = []
+    for frame in inspect.stack():
+        found = frame.frame.f_locals.get("self")
+        if isinstance(found, torch.nn.Module):
+            modules.append(found)
+    if not modules:
+        return "the backward pass or outside any module"
+    inner, root = modules[0], modules[-1]
+    name = next((n for n, m in root.named_modules() if m is inner), "")
+    return f"module `{name or 'root'}` ({type(inner).__name__})"

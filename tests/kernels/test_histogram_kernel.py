@@ -1,0 +1,55 @@
+"""The one-pass histogram counts what the reference counts."""
+
+import pytest
+import torch
+
+from lpconv.errors import UsageError
+from lpconv.formats.histogram import ExponentHistogram, exponent_histogram_reference
+from lpconv.kernels import histogram
+from lpconv.kernels.histogram import exponent_histogram
+
+
+def agree(x: torch.Tensor) -> None:
+    got, expected = exponent_histogram(x), exponent_histogram_reference(x)
+    assert torch.equal(got.counts, expected.counts)
+    assert facts(got) == facts(expected)
+
+
+def facts(h: ExponentHistogram) -> tuple[int, ...]:
+    return h.first_exponent, h.num_zero, h.num_inf, h.num_nan
+
+
+def patterns() -> torch.Tensor:
+    bits = torch.randint(-(2**31), 2**31, (100_000,), generator=torch.Generator().manual_seed(0)).to(torch.int32)
+    near = [bits & ~((1 << k) - 1) for k in (12, 13, 16, 19, 23)] + [
+        bits | ((1 << k) - 1) for k in (12, 13, 16, 19, 23)
+    ]
+    return torch.cat([bits, *near]).view(torch.float32)
+
+
+def test_float32_patterns_ties_and_subnormals() -> None:
+    agree(patterns())
+    agree(patterns()[:1000] * 2.0**-100)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_16_bit_pattern(dtype: torch.dtype) -> None:
+    agree(torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype))
+
+
+def test_compiled_counts_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LPCONV_COMPILE", "always")
+    agree(patterns())
+    assert not histogram._BINS_OF_FLOAT32.fallback_reason
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_layouts(dtype: torch.dtype) -> None:
+    x = torch.randn(40, 50).to(dtype)
+    for view in (x, x.t(), x[::2, ::3], x[:0], x[0, 0], x * 0, x.requires_grad_()):
+        agree(view)
+
+
+def test_integers_are_refused() -> None:
+    with pytest.raises(UsageError):
+        exponent_histogram(torch.ones(3, dtype=torch.int32))

@@ -1,0 +1,98 @@
+"""Advice agrees with what casting the tensors would have done."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from lpconv.errors import UsageError
+from lpconv.formats.cast import cast
+from lpconv.formats.histogram import exponent_histogram_reference
+from lpconv.probe.advice import MAX_UNDERFLOW, assess, fits, recommend_loss_scale, sentence, table, what_if
+from lpconv.probe.records import ProbedTensor, ProbeResult
+
+
+def normal(std: float, seed: int = 0) -> Tensor:
+    return torch.randn(20_000, generator=torch.Generator().manual_seed(seed)) * std
+
+
+def probed(layer: str, role: str, x: Tensor) -> ProbedTensor:
+    return ProbedTensor(layer=layer, role=role, histogram=exponent_histogram_reference(x).to_dict())
+
+
+def result(*tensors: ProbedTensor) -> ProbeResult:
+    return ProbeResult(tensors=tensors, steps_seen=1, steps_recorded=1, overhead=0.0)
+
+
+SMALL, LARGE = normal(2.0**-24), normal(2.0**-3, 1)
+
+
+def test_a_loss_scale_multiplies_gradients_only() -> None:
+    for role, scale in (("grad_input", 10), ("weight_grad", 10), ("weight", 0), ("output", 0)):
+        found = what_if(probed("a", role, SMALL), "fp16", log2_loss_scale=10)
+        assert found.log2_loss_scale == scale
+        assert found.rates.underflow == (cast(SMALL * 2.0**scale, "fp16") == 0).double().mean().item()
+
+
+def test_the_worst_comes_first() -> None:
+    found = assess(result(probed("a", "output", LARGE), probed("b", "output", SMALL)), "fp16")
+    assert [a.layer for a in found] == ["b", "a"]
+    assert found[0].lost > 0.3
+
+
+def test_the_recommended_scale_is_the_smallest_that_serves_every_gradient() -> None:
+    probe = result(probed("a", "grad_output", SMALL), probed("b", "weight_grad", LARGE))
+    advice = recommend_loss_scale(probe, "fp16")
+
+    def worst(log2_scale: int) -> float:
+        return max((cast(x * 2.0**log2_scale, "fp16") == 0).double().mean().item() for x in (SMALL, LARGE))
+
+    assert worst(advice.log2_scale) <= MAX_UNDERFLOW < worst(advice.log2_scale - 1)
+    assert advice.worst_underflow_before == worst(0)
+    assert advice.worst_underflow_after == worst(advice.log2_scale)
+    top = LARGE.abs().max().item() * 2.0**advice.max_log2_scale
+    assert 65504 / 16 < top < 65504 / 2  # two binades of headroom, and not more than three
+
+
+def test_a_spread_that_no_scale_serves_gets_the_largest_safe_one() -> None:
+    probe = result(probed("a", "grad_output", normal(2.0**-60)), probed("b", "grad_output", LARGE))
+    advice = recommend_loss_scale(probe, "fp16")
+    assert advice.log2_scale == advice.max_log2_scale
+    assert advice.worst_underflow_after == 1
+    large = recommend_loss_scale(result(probed("a", "grad_output", LARGE * 2.0**18)), "fp16")
+    assert large.log2_scale < 0
+
+
+def test_which_formats_fit() -> None:
+    ready, tiny = fits(
+        result(probed("a", "weight", LARGE * 2.0**3), probed("b", "weight", SMALL * 2.0**-40)),
+        ["bf16", "fp16", "e5m2", "e4m3fn", "e2m1"],
+    )
+    assert ready.formats == ("bf16", "fp16", "e5m2", "e4m3fn")
+    assert tiny.formats == ("bf16",)
+
+
+def test_sentences() -> None:
+    said = sentence(probed("layers.3.q", "grad_input", normal(2.0**-23)), "fp16")
+    assert said.startswith("input gradient of layers.3.q: ")
+    assert "% underflow in fp16 at loss scale 1; 2^" in said
+    assert "brings it to 0." in said
+    assert sentence(probed("a", "weight", LARGE), "bf16") == "weight of a: nothing lost in bf16"
+    overflow = sentence(probed("a", "grad_output", LARGE * 2.0**30), "fp16")
+    assert "overflow in fp16 at loss scale 1; 2^-" in overflow
+
+
+def test_the_table_names_the_worst_and_the_scale() -> None:
+    text = table(result(probed("good", "output", LARGE), probed("bad", "grad_output", SMALL)), "fp16", limit=1)
+    lines = text.splitlines()
+    assert lines[1].startswith("bad")
+    assert "output gradient" in lines[1]
+    assert lines[2] == "and 1 more, none of them worse"
+    assert lines[3].startswith("loss scale for fp16: 2^")
+    assert "loss scale" not in table(result(probed("a", "weight", LARGE)), "fp16")
+
+
+def test_no_gradients_no_loss_scale() -> None:
+    with pytest.raises(UsageError):
+        recommend_loss_scale(result(probed("a", "weight", LARGE)), "fp16")
+    with pytest.raises(UsageError):
+        recommend_loss_scale(result(probed("a", "grad_input", torch.zeros(3))), "fp16")

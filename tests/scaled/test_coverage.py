@@ -1,0 +1,10 @@
+"""The page on coverage says what the code does."""
+
+from pathlib import Path
+
+import coverage_page
+
+
+def test_the_coverage_page_is_current() -> None:
+    page = Path(__file__).parents[2] / "docs" / "coverage.md"
+    assert page.read_text(encoding="utf-8") == coverage_page.page(), "run the command on top of docs/coverage.md"

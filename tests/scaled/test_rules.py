@@ -1,0 +1,251 @@
+"""Every rule on its own: values and gradients are the plain op's, data stay near 1, scales stay powers of two."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as some
+from torch import Tensor
+
+from lpconv.errors import UnsupportedError, UsageError
+from lpconv.scaled import ScaledTensor, dynamic_rescale, scaled_tensor
+from lpconv.scaled.pair import Arithmetic, Role
+from lpconv.scaled.rules.table import RULES
+from lpconv.scaled.scales import MAX_SCALE, MIN_SCALE
+
+TARGET = torch.tensor([1, 0, 3, 2])
+MASK = torch.tensor([[True, False, True, True, False, True]])
+
+# Functions of x (4×6), y (4×6) and w (6×6), each run on values and on scaled tensors, forward and backward.
+FUNCTIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "mm": lambda x, y, w: x @ w,
+    "bmm": lambda x, y, w: x.view(2, 2, 6) @ y.view(2, 2, 6).transpose(1, 2),
+    "addmm": lambda x, y, w: F.linear(x, w, y[0]),
+    "baddbmm": lambda x, y, w: torch.baddbmm(y.view(2, 2, 6), x.view(2, 2, 6), w.expand(2, 6, 6), beta=0.5, alpha=3.0),
+    "conv1d": lambda x, y, w: F.conv1d(x.view(2, 2, 6), w.view(9, 2, 2)[:4], y[0, :4], padding=1),
+    "conv2d": lambda x, y, w: F.conv2d(x.view(2, 1, 3, 4), w.view(9, 1, 2, 2)[:3], y[0, :3]),
+    "mul": lambda x, y, w: x * y,
+    "mul number": lambda x, y, w: 0.3 * x * -2,
+    "div": lambda x, y, w: x / (y * y + 1.5),
+    "div number": lambda x, y, w: x / 3,
+    "reciprocal": lambda x, y, w: (x * x + 0.5).reciprocal(),
+    "pow": lambda x, y, w: x**3 + x**2,
+    "pow half": lambda x, y, w: (x * x + 0.5) ** 0.5 + (y * y + 0.5) ** -0.5,
+    "pow other": lambda x, y, w: (x * x + 0.5) ** 1.7,
+    "sqrt": lambda x, y, w: (x * x + 0.5).sqrt(),
+    "rsqrt": lambda x, y, w: (x * x + 0.5).rsqrt(),
+    "add": lambda x, y, w: torch.add(x, y, alpha=3) + 1,
+    "sub": lambda x, y, w: 2 - x - torch.sub(y, x, alpha=0.5),
+    "cat": lambda x, y, w: torch.cat([x, y[:0], y]),
+    "stack": lambda x, y, w: torch.stack([x, y], 1),
+    "where": lambda x, y, w: torch.where(MASK, x, y) + torch.where(MASK, x, 0.0),
+    "masked fill": lambda x, y, w: x.masked_fill(MASK, 7.0) + y.masked_fill(MASK, torch.tensor(2.0)),
+    "maximum": lambda x, y, w: torch.maximum(x, y) + torch.minimum(x, w[:4]),
+    "sum": lambda x, y, w: x.sum(1) + y.sum(),
+    "mean": lambda x, y, w: x.mean(-1, keepdim=True) + y.mean(),
+    "cumsum": lambda x, y, w: x.cumsum(1),
+    "clamp": lambda x, y, w: x.clamp(-0.5, 1.0) + y.clamp(max=0.2) + x.clamp(torch.tensor(-1.0), torch.tensor(0.3)),
+    "index": lambda x, y, w: x[TARGET] + y.index_select(0, TARGET),
+    "gather": lambda x, y, w: x.gather(0, TARGET[:, None].expand(4, 6)),
+    "layout": lambda x, y, w: (
+        x.t().reshape(3, 8)[:, 1:].unsqueeze(0).expand(2, 3, 7).flip(0).roll(1, 2).squeeze(0).clone()
+    ),
+    "split": lambda x, y, w: x.split(2)[1] * 3 + x.unbind(0)[1] + x.split([1, 3])[0],
+    "pad": lambda x, y, w: F.pad(x, (1, 2)) + F.pad(y, (2, 1), value=0.5),
+    "triangles": lambda x, y, w: x.tril() + y.triu() + torch.diagonal(w).sum(),
+    "unfold": lambda x, y, w: x.unfold(1, 2, 2),
+    "embedding": lambda x, y, w: F.embedding(TARGET, w, padding_idx=0),
+    "max": lambda x, y, w: x.max(1).values + y.amax(1) + w.topk(4).values.sum(0).sum(),
+    "neg, abs": lambda x, y, w: -x.abs() + x.relu() + F.leaky_relu(y),
+    "softmax": lambda x, y, w: x.softmax(-1) @ w,
+    "log softmax": lambda x, y, w: x.log_softmax(-1),
+    "cross entropy": lambda x, y, w: F.cross_entropy(x, TARGET, label_smoothing=0.1),
+    "cross entropy, ignored": lambda x, y, w: F.cross_entropy(x, TARGET.masked_fill(TARGET == 2, -100)),
+    "cross entropy, summed": lambda x, y, w: F.cross_entropy(x, TARGET, reduction="sum"),
+    "mse": lambda x, y, w: F.mse_loss(x, y),
+    "activations": lambda x, y, w: (
+        F.gelu(x) + F.gelu(y, approximate="tanh") + F.silu(x) + F.mish(y) + F.elu(x) + F.hardswish(y)
+    ),
+    "sigmoid": lambda x, y, w: torch.sigmoid(x) + torch.tanh(y) + F.softplus(x),
+    "exponentials": lambda x, y, w: torch.exp(x) + torch.log(y * y + 1) + torch.log1p(x * x) + torch.erf(y),
+    "waves": lambda x, y, w: torch.sin(x) + torch.cos(y),
+    "layer norm": lambda x, y, w: F.layer_norm(x, (6,), w[0], w[1], 1e-5),
+    "layer norm, bare": lambda x, y, w: F.layer_norm(x, (6,)) * y,
+    "attention": lambda x, y, w: F.scaled_dot_product_attention(
+        x.view(1, 2, 2, 6), y.view(1, 2, 2, 6), (x * y).view(1, 2, 2, 6)
+    ),
+    "logsumexp": lambda x, y, w: x.logsumexp(1),
+}
+
+SCALES = {
+    "static": (2.0**-5, 8.0, 2.0**-3),
+    "dynamic": (torch.tensor(2.0**-5), torch.tensor(8.0), torch.tensor(0.5)),
+    "mixed": (torch.tensor(2.0**4), 0.25, 1.0),
+}
+
+
+def inputs(dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [
+        torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype) for shape in ((4, 6), (4, 6), (6, 6))
+    ]
+
+
+def run(function: Callable[..., Tensor], operands: list[Tensor]) -> tuple[Tensor, list[Tensor | None]]:
+    """The result, and the gradients of Σ result·(1, 2, 3, …)."""
+    leaves = [x.requires_grad_() for x in operands]
+    out = function(*leaves)
+    weights = torch.arange(1.0, out.numel() + 1, dtype=out.dtype).view(out.shape)
+    out.backward(gradient=weights)
+    return out.detach(), [x.grad for x in leaves]
+
+
+@pytest.mark.parametrize("scales", SCALES)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_values_and_gradients_are_those_of_the_plain_op(name: str, scales: str) -> None:
+    arithmetic = Arithmetic(strict=True)
+    plain_out, plain_grads = run(FUNCTIONS[name], inputs())
+    operands = [scaled_tensor(x / s, s, arithmetic=arithmetic) for x, s in zip(inputs(), SCALES[scales], strict=True)]
+
+    out, grads = run(FUNCTIONS[name], operands)
+
+    torch.testing.assert_close(dequantized(out), plain_out, rtol=1e-12, atol=1e-13)
+    for grad, expected in zip(grads, plain_grads, strict=True):
+        assert (grad is None) == (expected is None)
+        if grad is not None:
+            torch.testing.assert_close(dequantized(grad), expected, rtol=1e-12, atol=1e-13)
+
+
+def dequantized(x: Tensor) -> Tensor:
+    return x.dequantize() if isinstance(x, ScaledTensor) else x
+
+
+UNIT: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], float]] = {
+    "linear": (lambda x, w, b: F.linear(x, w, b[0]), 1),
+    "matmul": (lambda x, w, b: x @ w.t(), 1),
+    "residual add": (lambda x, w, b: x + b, math.sqrt(2)),
+    "layer norm": (lambda x, w, b: F.layer_norm(x, (256,)), 1),
+    "gelu": (lambda x, w, b: F.gelu(x), 0.65),
+    "sum": (lambda x, w, b: x.sum(0), 1),
+    "softmax": (lambda x, w, b: (0.01 * x).softmax(-1), 1),
+}
+
+
+@pytest.mark.parametrize("name", UNIT)
+def test_unit_data_stay_within_a_factor_of_two(name: str) -> None:
+    function, expected = UNIT[name]
+    torch.manual_seed(0)
+    x, w, b = (scaled_tensor(torch.randn(256, 256), s).requires_grad_() for s in (4.0, 2.0**-5, 2.0**-5))
+    if name == "residual add":
+        b = scaled_tensor(torch.randn(256, 256), 4.0).requires_grad_()
+    out = function(x, w, b)
+    out.backward(gradient=scaled_tensor(torch.randn(out.shape), 2.0**-9))
+
+    assert expected / 2 <= float(out.data_part.square().mean().sqrt()) <= 2 * expected
+    if name not in ("layer norm", "softmax", "gelu"):
+        assert 0.5 <= float(x.grad.data_part.square().mean().sqrt()) <= 2
+
+
+def test_cross_entropy_gradients_have_unit_data_at_any_vocabulary() -> None:
+    for classes in (16, 1000, 30000):
+        logits = scaled_tensor(0.01 * torch.randn(64, classes), 1.0).requires_grad_()
+        F.cross_entropy(logits, torch.arange(64) % classes).backward(gradient=scaled_tensor(torch.ones(()), 1.0))
+        assert 0.4 <= float(logits.grad.data_part.square().mean().sqrt()) <= 2
+
+
+def test_attention_with_a_fully_masked_row_is_finite() -> None:
+    scores = scaled_tensor(torch.randn(2, 4, dtype=torch.float16), 2.0**-4).requires_grad_()
+    mask = torch.tensor([[True] * 4, [False] * 4])
+    smallest = torch.finfo(torch.float16).min
+    for masked in (
+        scores.masked_fill(~mask, smallest),
+        torch.where(mask, scores, torch.tensor(smallest)),
+        scores + torch.where(mask, 0.0, smallest).half(),
+    ):
+        out = masked.softmax(-1)
+        assert out.dequantize().isfinite().all()
+        assert torch.equal(out.dequantize()[1], torch.full((4,), 0.25))
+
+
+def test_scales_saturate_at_the_ends_of_their_range_and_are_counted() -> None:
+    arithmetic = Arithmetic()
+    small, large = (scaled_tensor(torch.tensor([1.5]), s, arithmetic=arithmetic) for s in (MIN_SCALE, MAX_SCALE))
+
+    assert (small * small).scale == MIN_SCALE
+    assert (large * large).scale == MAX_SCALE
+    assert arithmetic.counts["scale saturated"] == 2
+    back = small * scaled_tensor(torch.tensor([1.0]), 2.0**-10, arithmetic=arithmetic)
+    assert float(back) == 1.5 * 2.0**-136  # a subnormal number: the data took over what the scale could not hold
+
+
+@pytest.mark.parametrize("scale", [-1.0, 3.0, math.inf, math.nan, 2.0**-127, 2.0**128])
+def test_static_scales_are_powers_of_two_in_range(scale: float) -> None:
+    with pytest.raises(UsageError):
+        scaled_tensor(torch.ones(2), scale)
+
+
+@pytest.mark.parametrize("scale", [torch.ones(1), torch.tensor(1.0, dtype=torch.float16)])
+def test_dynamic_scales_are_0_dim_fp32(scale: Tensor) -> None:
+    with pytest.raises(UsageError):
+        scaled_tensor(torch.ones(2), scale)
+
+
+@pytest.mark.parametrize(
+    "data", [torch.ones(2, dtype=torch.int64), torch.ones(2, dtype=torch.complex64), torch.ones(2) > 0]
+)
+def test_only_floating_point_data_are_scaled(data: Tensor) -> None:
+    with pytest.raises(UsageError):
+        scaled_tensor(data, 1.0)
+
+
+def test_an_op_without_a_rule_is_an_error_or_is_counted() -> None:
+    strict, lenient = Arithmetic(strict=True), Arithmetic()
+    matrix = torch.eye(3) * 4
+
+    class Inverse(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.linalg.inv(x)
+
+    root = torch.nn.Sequential(torch.nn.Identity(), Inverse())
+    with pytest.raises(UnsupportedError, match=r"linalg_inv_ex.*module `1` \(Inverse\)"):
+        root(scaled_tensor(matrix, 2.0, arithmetic=strict))
+    assert torch.equal(root(scaled_tensor(matrix, 2.0, arithmetic=lenient)), torch.eye(3) / 8)
+    assert lenient.counts == {"fallback aten.linalg_inv_ex.default": 1}
+
+
+def test_no_op_has_two_rules() -> None:
+    from lpconv.scaled.rules.table import CLASSES
+
+    assert sum(len(rules) for rules in CLASSES.values()) == len(RULES)
+
+
+powers = some.integers(-40, 40).map(lambda e: 2.0**e)
+numbers = some.lists(some.floats(-8, 8, width=32).filter(lambda v: v == 0 or abs(v) > 1e-3), min_size=1, max_size=6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(numbers, powers, some.sampled_from(["max", "l1", "l2"]))
+def test_rescaling_keeps_the_value_and_gives_a_power_of_two(data: list[float], scale: float, statistic: str) -> None:
+    x = scaled_tensor(torch.tensor(data), scale)
+    out = dynamic_rescale(x, statistic)
+    assert torch.equal(out.dequantize(), x.dequantize())
+    assert math.frexp(float(out.scale))[0] == 0.5
+
+
+@settings(max_examples=60, deadline=None)
+@given(numbers, powers, powers)
+def test_sums_and_products_keep_powers_of_two(data: list[float], scale_a: float, scale_b: float) -> None:
+    a, b = scaled_tensor(torch.tensor(data), scale_a), scaled_tensor(torch.tensor(data), scale_b)
+    for out in (a + b, a * b, a - b, (a * a).sqrt(), a.sum(), torch.outer(a, b)):
+        assert math.frexp(out.scale)[0] == 0.5
+    torch.testing.assert_close((a * b).dequantize(), a.dequantize() * b.dequantize(), rtol=1e-6, atol=0)
+
+
+def test_a_gradient_keeps_its_role_through_every_op() -> None:
+    grad = scaled_tensor(torch.randn(4, 6), 1.0, role=Role.GRADIENT)
+    weight = scaled_tensor(torch.randn(6, 6), 1.0, role=Role.WEIGHT)
+    assert ((grad @ weight).relu().t() + 1).role is Role.GRADIENT
+    assert (weight.t() @ weight).role is Role.ACTIVATION
