@@ -339,7 +339,7 @@ class FormatRates:
 
 @dataclass(frozen=True, kw_only=True)
 class ProbedRecord:
-    """One role of one layer: where its elements lie and what formats do to it.
+    """One role of one layer (`words` say it): where its elements lie and what formats do to it.
 
     `exponents` counts the elements by floor(log2|x|), lowest first. `plain` has the rates at loss scale 1, `scaled`
     those at the scale recommended for each format, which differ for gradients only; both in the order of the report's
@@ -348,6 +348,7 @@ class ProbedRecord:
 
     layer: str
     role: str
+    words: str
     is_gradient: bool
     num_elements: int
     num_zero: int
@@ -373,9 +374,10 @@ class LossScaleRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeReport:
-    """Answers from a probe's histograms for a few formats. `findings` are the worst tensors in words, worst first.
+    """Answers from a probe's histograms for a few formats. `findings` holds each format's worst tensors in words.
 
-    `facts` says how the probe was run, label by label. `overhead` is the time of recording as a share of the rest.
+    `classes` are the roles in words, in the order of a training step. `facts` says how the probe was run, label by
+    label. `overhead` is the time of recording as a share of the rest.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -383,13 +385,14 @@ class ProbeReport:
     name: str
     facts: dict[str, str]
     formats: tuple[str, ...]
+    classes: tuple[str, ...]
     steps_seen: int
     steps_recorded: int
     losses: tuple[float, ...]
     overhead: float
     tensors: tuple[ProbedRecord, ...]
     loss_scales: tuple[LossScaleRecord, ...]
-    findings: tuple[str, ...]
+    findings: dict[str, tuple[str, ...]]
     warnings: tuple[str, ...] = ()
 
 

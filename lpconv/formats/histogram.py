@@ -17,6 +17,7 @@ import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -126,12 +127,9 @@ class ExponentHistogram:
         spec = _supported(format)
         if self.num_nonzero == 0:
             return math.nan
-        points = _sample_points()  # (BINS, samples), significands
-        exponents = self.first_exponent + log2_scale + torch.arange(len(self.counts))
-        x = points * _exp2(exponents)[:, None, None]
-        square_error = (cast(x, spec) - x).square().mean(-1)
-        counts = self.counts.double()
-        signal, noise = float((counts * x.square().mean(-1)).sum()), float((counts * square_error).sum())
+        first = self.first_exponent + log2_scale
+        powers = torch.stack([_bin_powers(spec, first + i) for i in range(len(self.counts))])  # (binades, 2, BINS)
+        signal, noise = (self.counts.double()[:, None] * powers).sum((0, 2)).tolist()
         return 10 * math.log10(signal / noise) if noise > 0 else math.inf
 
     def to_dict(self) -> dict[str, Any]:
@@ -201,6 +199,7 @@ def _bins_below(edge: float, *, inclusive: bool) -> int:
     return 31 + _EDGES.index(edge) - 15
 
 
+@cache
 def _sample_points() -> Tensor:
     """Significands that stand for each bin: midpoints of equal parts of an interval, or the exact point.
 
@@ -218,8 +217,11 @@ def _sample_points() -> Tensor:
     return torch.stack(rows)
 
 
-def _exp2(exponents: Tensor) -> Tensor:
-    return torch.tensor([math.ldexp(1.0, e) for e in exponents.tolist()], dtype=torch.float64)
+@cache
+def _bin_powers(spec: Format, exponent: int) -> Tensor:
+    """The mean of x² and of the squared rounding error in each bin of a binade, of shape (2, BINS)."""
+    x = _sample_points() * math.ldexp(1.0, exponent)
+    return torch.stack([x.square().mean(-1), (cast(x, spec) - x).square().mean(-1)])
 
 
 def _supported(format: str | Format) -> Format:
