@@ -175,14 +175,14 @@ def test_killed_at_random_moments_and_resumed(
             wait_for_lines(output, min(journal_lines(output) + rng.randrange(6), NUM_SHARDS + 1), process.is_alive)
             time.sleep(rng.uniform(0, 0.05))
             process.kill()
-            if exit_code(process) != -signal.SIGKILL:
-                break
+            if exit_code(process) == 0 or output.exists():
+                break  # it was published before the kill
             killed += 1
             assert not published(output)
             resume = ("--resume",)
         else:
             assert exit_code(start(*arguments(source, output, "--resume"))) == 0
-        assert files_of(output) == expected
+        assert files_of(output, without={*REPORTS, "journal.jsonl"}) == expected
 
 
 @pytest.mark.parametrize("method", ["unit", "collage"])
