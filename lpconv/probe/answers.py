@@ -116,8 +116,8 @@ def _findings(result: ProbeResult, name: str) -> tuple[str, ...]:
 
 
 def _nonfinite(tensors: Sequence[ProbedRecord]) -> tuple[str, ...]:
-    return tuple(
-        f"{t.words} of {t.layer} has {t.num_nonfinite} infinite or NaN elements in fp32, which no rate counts"
-        for t in tensors
-        if t.num_nonfinite
-    )
+    found = [t for t in tensors if t.num_nonfinite]
+    if not found:
+        return ()
+    first, more = found[0], f" and {len(found) - 1} tensors more" if len(found) > 1 else ""
+    return (f"infinite or NaN elements, which no rate counts: {first.words} of {first.layer}{more}",)

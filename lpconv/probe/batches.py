@@ -85,7 +85,7 @@ def read_tokenizer(directory: Path) -> Any:
         return None
     try:
         with quiet_transformers():
-            return transformers.AutoTokenizer.from_pretrained(directory)
+            return transformers.AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     except (OSError, ValueError, ImportError, KeyError, AttributeError) as e:
         raise InputError(
             f"the tokenizer in `{directory}` does not open: {str(e).splitlines()[0]}",

@@ -68,7 +68,12 @@ def open_model(directory: Path) -> OpenedModel:
 
 def _check_reads_text(directory: Path) -> None:
     """Before any weight is read."""
-    config = transformers.AutoConfig.from_pretrained(directory)
+    try:
+        config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    except ValueError as e:  # a model type of another release, or one that only the checkpoint's own code knows
+        raise UnsupportedError(
+            f"transformers does not open this model: {str(e).splitlines()[0]}", hint=_OWN_LOOP
+        ) from e
     cls = architecture({"architectures": config.architectures})
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedError(

@@ -52,4 +52,4 @@ def capped_words(report: ProbeReport) -> str:
 def tracking_words(report: ProbeReport) -> str:
     """What recording cost, as measured in this run."""
     steps = f"{report.steps_recorded} of {report.steps_seen} steps recorded"
-    return f"{steps}, at {share_text(report.overhead, 1)} of the time of the steps themselves"
+    return f"{steps}, which took {share_text(report.overhead, 1)} of the steps' own time"

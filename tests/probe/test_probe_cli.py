@@ -89,7 +89,7 @@ def test_the_worst_come_first_and_in_words(probed: tuple[Path, Result]) -> None:
     assert "underflow in fp16 at loss scale 1; 2^" in " ".join(text.split())
     order = [text.index(s) for s in ("Worst in fp16", "Worst in e4m3fn", "Recommended loss scale", "format holds")]
     assert order == sorted(order)
-    assert "% of the time of the steps themselves" in text
+    assert "% of the steps' own time" in text
     assert "held-out plays" in text
     tables, message = text.split("\nThe page with plots is ")  # paths are as long as they are
     assert max(map(len, tables.splitlines())) <= 80
@@ -245,3 +245,23 @@ def test_track_is_at_hand_at_the_top() -> None:
     with lpconv.track(model, every=1) as t:
         model(torch.ones(2, 4)).sum().backward()
     assert t.steps_recorded == 1
+
+
+def test_a_model_with_nan_is_probed_with_one_warning(tmp_path: Path) -> None:
+    model = transformers.BertModel(transformers.BertConfig(**BERT))
+    with torch.no_grad():
+        model.encoder.layer[0].output.dense.weight[0, 0] = float("nan")
+    model.save_pretrained(tmp_path / "model")
+    done = run("probe", tmp_path / "model", *SMALL, "-o", tmp_path / "out", "--json")
+    assert done.exit_code == 0, done.output
+    document = json.loads(done.stdout)
+    assert document["losses"] == ["nan", "nan"]
+    (warning,) = document["warnings"]
+    assert "infinite or NaN elements" in warning
+
+
+def test_an_unknown_model_type_is_refused(tmp_path: Path) -> None:
+    model = bert(tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"model_type": "nobody_knows"}))
+    refused(4, "probe", model, "-o", tmp_path / "out")

@@ -68,7 +68,7 @@ def test_the_terminal_answers_in_80_columns(monkeypatch: pytest.MonkeyPatch) -> 
         "60 % underflow in fp16 at loss scale 1",
         "Nothing is lost.",
         "2.5, 2.25",
-        "4 of 4 steps recorded, at 12.5 % of the time",
+        "4 of 4 steps recorded, which took 12.5 % of the steps' own time",
         "pooler.weight",
         "No loss scale brings every gradient to 0.1 % in e4m3fn",
     ):
