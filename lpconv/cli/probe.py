@@ -15,13 +15,13 @@ def probe(
     model: Model,
     data: Annotated[
         str | None,
-        typer.Option("--data", help="A text file [default: plays that ship with lpconv]", metavar="FILE"),
+        typer.Option("--data", help="A text file; by default plays that ship with lpconv.", metavar="FILE"),
     ] = None,
     steps: Annotated[int, typer.Option("--steps", help="Forward and backward passes.", min=1)] = 4,
     batch_size: Annotated[int, typer.Option("--batch-size", help="Sequences in a batch.", min=1)] = 8,
     seq_len: Annotated[
         int | None,
-        typer.Option("--seq-len", help="Tokens in a sequence [default: 128, or the model's most]", min=2),
+        typer.Option("--seq-len", help="Tokens in a sequence; by default 128, or the model's most.", min=2),
     ] = None,
     every: Annotated[int, typer.Option("--every", help="Record every so many steps.", min=1)] = 1,
     seed: Annotated[int, typer.Option("--seed", help="For masks and random ids.")] = 0,

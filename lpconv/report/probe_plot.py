@@ -18,6 +18,7 @@ _WIDTH, _LEFT, _RIGHT, _TOP, _BASE = 490.0, 66.0, 482.0, 12.0, 150.0
 _STRIP_HEIGHT, _STRIP_GAP, _STRIP_OFFSET = 15.0, 4.0, 11.0
 _ROOM = 2  # binades left free beyond the values on either side
 _MIN_BINADES = 24
+_MAX_BELOW_AXIS = 1e-3  # of the elements of a class
 # Page units of the heatmap.
 _HEAT_WIDTH, _HEAT_HEAD, _CELL_HEIGHT, _LABEL_CHARACTER = 1000.0, 118.0, 19.0, 7.1
 _MAX_LABEL = 300.0
@@ -102,7 +103,7 @@ def exponent_plots(report: ProbeReport, ranges: Mapping[str, FormatRange]) -> tu
     scale = next((s for s in report.loss_scales if s.log2_scale), None)
     shift = scale.log2_scale if scale else 0
     gradients = {t.words for t in report.tensors if t.is_gradient}
-    lows = [min(c) + (min(shift, 0) if w in gradients else 0) for w, c in totals.items()]
+    lows = [_lowest(c) + (min(shift, 0) if w in gradients else 0) for w, c in totals.items()]
     highs = [max(c) + (max(shift, 0) if w in gradients else 0) for w, c in totals.items()]
     low, high = min(lows) - _ROOM, max(highs) + 1 + _ROOM
     high = max(high, low + _MIN_BINADES)
@@ -113,6 +114,17 @@ def exponent_plots(report: ProbeReport, ranges: Mapping[str, FormatRange]) -> tu
         for words in report.classes
         if words in totals
     )
+
+
+def _lowest(counts: Counter[int]) -> int:
+    """The exponent to begin the axis with: next to nothing lies below, and a few outliers would squeeze the rest."""
+    allowed = _MAX_BELOW_AXIS * counts.total()
+    seen = 0
+    for e in sorted(counts):
+        seen += counts[e]
+        if seen > allowed:
+            return e
+    return min(counts)
 
 
 def _totals(tensors: Sequence[ProbedRecord]) -> dict[str, Counter[int]]:
@@ -132,6 +144,7 @@ def _exponent_plot(
     scaled: tuple[int, str],
 ) -> ExponentPlot:
     total, most = counts.total(), max(counts.values())
+    shown = {e: n for e, n in sorted(counts.items()) if e >= span[0]}
     unit = (_RIGHT - _LEFT) / (span[1] - span[0])
 
     def x(exponent: float) -> float:
@@ -148,10 +161,10 @@ def _exponent_plot(
             height=round(_BASE - y(n), 1),
             title=f"{share_text(n, total)} of the elements from 2^{e} up to 2^{e + 1}",
         )
-        for e, n in sorted(counts.items())
+        for e, n in shown.items()
     )
     shift, label = scaled
-    outline = _outline([(x(e + shift), x(e + shift + 1), y(n)) for e, n in sorted(counts.items())]) if shift else ""
+    outline = _outline([(x(e + shift), x(e + shift + 1), y(n)) for e, n in shown.items()]) if shift else ""
     strips = _strips(formats, ranges, x)
     axis = _BASE + _STRIP_OFFSET + len(strips) * (_STRIP_HEIGHT + _STRIP_GAP)
     step = next(s for s in (4, 8, 16, 32, 64) if (span[1] - span[0]) / s <= 8)
@@ -159,7 +172,7 @@ def _exponent_plot(
     return ExponentPlot(
         name=words.replace(" ", "-"),
         title=words[:1].upper() + words[1:],
-        description=_bulk_words(counts),
+        description=_bulk_words(counts, span[0]),
         bars=bars,
         outline=outline,
         outline_label=label if shift else "",
@@ -202,8 +215,8 @@ def _strips(
     return tuple(strips)
 
 
-def _bulk_words(counts: Counter[int]) -> str:
-    """Where the bulk lies: the exponents that hold 98 % of the elements."""
+def _bulk_words(counts: Counter[int], axis_low: int) -> str:
+    """The exponents that hold 98 % of the elements, and what lies below the axis."""
     total, seen, low, high = counts.total(), 0, min(counts), max(counts)
     for e in sorted(counts):
         if seen <= 0.01 * total:
@@ -212,7 +225,9 @@ def _bulk_words(counts: Counter[int]) -> str:
         if seen >= 0.99 * total:
             high = e
             break
-    return f"98 % of the elements lie between 2^{low} and 2^{high + 1}."
+    below = sum(n for e, n in counts.items() if e < axis_low)
+    rest = f" {share_text(below, total)} lie below the axis." if below else ""
+    return f"98 % of the elements lie between 2^{low} and 2^{high + 1}.{rest}"
 
 
 def heatmap(report: ProbeReport) -> Heatmap | None:

@@ -10,7 +10,7 @@ __all__ = ["ALONE_WORDS", "FIT_WORDS", "capped_words", "fit_counts", "loss_scale
 
 _MAX_UNDERFLOW = 1e-3  # what the recommendation aims at
 FIT_WORDS = (
-    "Held: nothing beyond the range, at most 0.1 % to zero, at least 20 dB of signal over error. "
+    "Held, without a scale of its own: nothing beyond the range, at most 0.1 % to zero, at least 20 dB of SQNR. "
     "Gradients count at the recommended loss scale."
 )
 ALONE_WORDS = "Loss scales in these lines would suit that tensor alone; those below serve the whole model."

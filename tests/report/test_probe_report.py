@@ -172,3 +172,10 @@ def test_a_tensor_without_signal_has_a_rate_and_no_ratio() -> None:
     silent = replace(tensor("a", "weight"), exponents=(), plain=(rates("fp16", sqnr=math.nan),) * 2)
     page = html_probe(replace(report(), tensors=(silent, *report().tensors)), RANGES)
     assert ">nan<" not in page.lower()
+
+
+def test_a_few_tiny_outliers_do_not_squeeze_the_axis() -> None:
+    outliers = replace(tensor("a", "weight"), exponents=((-120, 1), (-10, 9_999)))
+    (plot,) = exponent_plots(replace(report(), classes=("weight",), tensors=(outliers,), loss_scales=()), RANGES)
+    assert len(plot.bars) == 1
+    assert "0.01 % lie below the axis" in plot.description
