@@ -1,6 +1,7 @@
 """The page of a probe: where the numbers lie, what each format would lose, and the table of every tensor."""
 
 from collections.abc import Mapping
+from pathlib import PurePath
 
 from lpconv.report.numbers import number_text, share_text
 from lpconv.report.page import Tile, environment
@@ -21,6 +22,7 @@ def html_probe(report: ProbeReport, ranges: Mapping[str, FormatRange]) -> str:
         .get_template("probe.html.j2")
         .render(
             report=report,
+            name=PurePath(report.name).name or report.name,
             version=None,
             tiles=_tiles(report),
             plots=exponent_plots(report, ranges),

@@ -54,6 +54,11 @@ def report() -> ProbeReport:
     )  # fmt: skip
 
 
+def only_fp16() -> ProbeReport:
+    tensors = tuple(replace(t, plain=t.plain[:1], scaled=t.scaled[:1]) for t in report().tensors)
+    return replace(report(), formats=("fp16",), tensors=tensors, loss_scales=report().loss_scales[:1])
+
+
 def printed(found: object, width: int, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("COLUMNS", str(width))
     out = StringIO()
@@ -179,3 +184,14 @@ def test_a_few_tiny_outliers_do_not_squeeze_the_axis() -> None:
     (plot,) = exponent_plots(replace(report(), classes=("weight",), tensors=(outliers,), loss_scales=()), RANGES)
     assert len(plot.bars) == 1
     assert "0.01 % lie below the axis" in plot.description
+
+
+def test_the_table_has_a_row_for_each_tensor_and_subnormals_where_there_is_room() -> None:
+    both = html_probe(report(), RANGES)
+    alone = html_probe(replace(only_fp16(), name="models/bert-large"), RANGES)
+    for text, columns in ((both, 3 + 2 * 2 + 1), (alone, 3 + 3 + 1)):
+        table = text[text.index('<table id="tensors"') :].partition("</table>")[0]
+        assert table.partition("</thead>")[0].count("<th ") == columns
+        assert table.count("<tr><td") == len(report().tensors)
+    assert "<h1>bert-large</h1>" in alone
+    assert "models/bert-large" in alone
