@@ -14,6 +14,7 @@ has seen the compiler keep the bits. Small ones run eagerly, in pieces that stay
 """
 
 import math
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -24,10 +25,12 @@ from lpconv.formats import codes
 from lpconv.formats.cast import Overflow, Rounding, cast, check_cast, largest, straight_through
 from lpconv.formats.spec import FORMATS, Format
 from lpconv.kernels.compiled import CheckedKernel
+from lpconv.kernels.decode import decode
 
 __all__ = ["encode", "fake_quantise"]
 
-_PIECE = 1 << 16
+_PIECE = 1 << 16  # elements; eagerly, the temporaries of a piece stay in cache
+_FUSED_PIECE = 1 << 30  # positions are 32-bit integers
 _FP32 = FORMATS["fp32"]
 
 
@@ -78,34 +81,36 @@ def encode(x: Tensor, format: str | Format) -> Tensor:
 def _quantise(
     x: Tensor, spec: Format, rounding: str, overflow: str, generator: torch.Generator | None, out: Tensor
 ) -> None:
+    kernel = _STOCHASTIC if rounding == "stochastic" else _WIDE if _is_wide(spec) else _NEAREST
+    scalars = _scalars(spec, x.dtype, kernel is _NEAREST, overflow, x.device)
+    if rounding == "stochastic":
+        scalars = (*scalars, _seed(generator).to(device=x.device, dtype=torch.int32))
+    compiled, compiling = kernel.wants(x), torch.compiler.is_compiling()
+    run = kernel if compiled else kernel.function
+    if not compiled and not compiling and spec.bits == 8 and (rounding, overflow) == ("nearest", "saturate"):
+        run = _through_codes(spec)
     flat_x = x.contiguous().view(-1)
     flat_out = out.view(-1) if out.is_contiguous() else torch.empty_like(flat_x)
-    if rounding == "stochastic":
-        seed = torch.randint(
-            -(2**31), 2**31, (), dtype=torch.int64, generator=generator, device=_seed_device(generator)
-        )
-        kernel = _STOCHASTIC
-        scalars = (*_scalars(spec, x.dtype, False, overflow, x.device), seed.to(device=x.device, dtype=torch.int32))
-    else:
-        kernel = _WIDE if _is_wide(spec) else _NEAREST
-        scalars = _scalars(spec, x.dtype, kernel is _NEAREST, overflow, x.device)
-    if kernel.wants(x):
-        kernel(flat_x, flat_out, _position(0, x.device), *scalars)
-    else:
-        size = x.numel() if torch.compiler.is_compiling() else _PIECE
-        for start in range(0, x.numel(), max(size, 1)):
-            piece = slice(start, start + size)
-            kernel.function(flat_x[piece], flat_out[piece], _position(start, x.device), *scalars)
+    size = _FUSED_PIECE if compiled or compiling else _PIECE
+    for start in range(0, x.numel(), size):
+        piece = slice(start, start + size)
+        run(flat_x[piece], flat_out[piece], _position(start, x.device), *scalars)
     if not out.is_contiguous():
         out.copy_(flat_out.view(x.shape))
+
+
+def _through_codes(spec: Format) -> Callable[..., Tensor]:
+    """Eagerly, there and back by torch's cast and our decoding takes fewer passes than the arithmetic."""
+    return lambda x, out, *rest: decode(encode(x, spec), x.dtype, out=out)
 
 
 def _is_wide(spec: Format) -> bool:
     return spec.max_exponent == _FP32.max_exponent
 
 
-def _seed_device(generator: torch.Generator | None) -> torch.device:
-    return generator.device if generator is not None else torch.device("cpu")
+def _seed(generator: torch.Generator | None) -> Tensor:
+    device = generator.device if generator is not None else torch.device("cpu")
+    return torch.randint(-(2**31), 2**31, (), dtype=torch.int64, generator=generator, device=device)
 
 
 def _position(start: int, device: torch.device) -> Tensor:
