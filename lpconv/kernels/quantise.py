@@ -86,15 +86,8 @@ def _quantise(
     scalars = _scalars(spec, x.dtype, kernel is _NEAREST, overflow, x.device)
     if rounding == "stochastic":
         scalars = (*scalars, _seed(generator).to(device=x.device, dtype=torch.int32))
-    through_float32 = x.device.type == "cpu" and x.dtype != torch.float32
-    run: Callable[..., Tensor] = kernel.function
-    size = _PIECE
-    if torch.compiler.is_compiling():
-        size = _FUSED_PIECE
-    elif kernel.wants(x, torch.float32 if through_float32 else x.dtype):
-        run, size = (_through_float32(kernel), _WIDE_PIECE) if through_float32 else (kernel, _FUSED_PIECE)
-    elif spec.bits == 8 and (rounding, overflow) == ("nearest", "saturate"):
-        run = _through_codes(spec)
+    codes_do = spec.bits == 8 and (rounding, overflow) == ("nearest", "saturate")
+    run, size = _runner(kernel, x, _through_codes(spec) if codes_do else kernel.function)
     flat_x = x.contiguous().view(-1)
     flat_out = out.view(-1) if out.is_contiguous() else torch.empty_like(flat_x)
     for start in range(0, x.numel(), size):
@@ -102,6 +95,17 @@ def _quantise(
         run(flat_x[piece], flat_out[piece], _position(start, x.device), *scalars)
     if not out.is_contiguous():
         out.copy_(flat_out.view(x.shape))
+
+
+def _runner(kernel: CheckedKernel, x: Tensor, eager: Callable[..., Tensor]) -> tuple[Callable[..., Tensor], int]:
+    """What rounds a piece of `x`, and the size of a piece."""
+    if torch.compiler.is_compiling():
+        return kernel.function, _FUSED_PIECE
+    if x.device.type != "cpu" or x.dtype == torch.float32:
+        return (kernel, _FUSED_PIECE) if kernel.wants(x) else (eager, _PIECE)
+    if kernel.wants(x, torch.float32):
+        return _through_float32(kernel), _WIDE_PIECE
+    return eager, _PIECE
 
 
 def _through_float32(kernel: CheckedKernel) -> Callable[..., Tensor]:
