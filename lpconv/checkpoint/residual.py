@@ -16,7 +16,7 @@ from lpconv.checkpoint.contents import check_inside, read_json
 from lpconv.checkpoint.partfile import sha256_of
 from lpconv.errors import InputError
 
-__all__ = ["RESIDUAL_INDEX", "Residuals", "read_residual", "residual_index"]
+__all__ = ["RESIDUAL_INDEX", "Residuals", "find_residual", "read_residual", "residual_index"]
 
 RESIDUAL_INDEX = "collage/residual.json"
 _VERSION = 1
@@ -24,11 +24,12 @@ _VERSION = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Residuals:
-    """`form` is a key of `lpconv.mcf.split.RESIDUALS`; `files` are residual files, checked against their roots."""
+    """`form` is a key of `lpconv.mcf.split.RESIDUALS`; `roots` are pairs of a root file and its SHA-256."""
 
     form: str
     directory: Path
     files: tuple[str, ...]
+    roots: tuple[tuple[str, str], ...]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Name and residual of every tensor that has one."""
@@ -49,6 +50,18 @@ def residual_index(form: str, pairs: list[tuple[str, str, str]]) -> dict[str, An
 
 def read_residual(directory: Path) -> Residuals | None:
     """The residual of a checkpoint, None where it has none. Raises InputError where a root file has changed."""
+    found = find_residual(directory)
+    for name, digest in found.roots if found else ():
+        if sha256_of(directory / name) != digest:
+            raise InputError(
+                f"`{name}` has changed since its residual was written",
+                hint="the residual belongs to other weights; delete the collage folder to use the root alone",
+            )
+    return found
+
+
+def find_residual(directory: Path) -> Residuals | None:
+    """What `read_residual` gives, without reading the root files: for a writer that has just hashed them."""
     path = directory / RESIDUAL_INDEX
     if not path.exists():
         return None
@@ -63,12 +76,8 @@ def read_residual(directory: Path) -> Residuals | None:
     for low, entry in files.items():
         for name in (low, entry["root"]):
             check_inside(directory, name)
-        if sha256_of(directory / entry["root"]) != entry["root_sha256"]:
-            raise InputError(
-                f"`{entry['root']}` has changed since its residual was written",
-                hint="the residual belongs to other weights; delete the collage folder to use the root alone",
-            )
-    return Residuals(form=form, directory=directory, files=tuple(files))
+    roots = tuple((entry["root"], entry["root_sha256"]) for entry in files.values())
+    return Residuals(form=form, directory=directory, files=tuple(files), roots=roots)
 
 
 def _is_entry(value: object) -> bool:

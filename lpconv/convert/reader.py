@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lpconv.checkpoint.contents import Contents, read_contents, read_json
 from lpconv.checkpoint.header import DTYPE_BITS
-from lpconv.checkpoint.residual import read_residual
+from lpconv.checkpoint.residual import Residuals, read_residual
 from lpconv.checkpoint.source import SAFETENSORS_DTYPES, TORCH_DTYPES, SafetensorsSource, TensorEntry
 from lpconv.checkpoint.staging import MARKER
 from lpconv.convert.encode import decode_scaled
@@ -44,12 +44,12 @@ def read_provenance(directory: Path) -> dict[str, Any]:
 class OutputReader:
     """The tensors of a converted checkpoint under their source names.
 
-    `records` says how each was converted; `from_directory` takes them from the output itself.
+    `records` says how each was converted and `residuals` what completes them; `from_directory` takes both from the
+    output itself, and checks that they belong together.
     """
 
-    def __init__(self, directory: Path, records: Sequence[TensorRecord]) -> None:
+    def __init__(self, directory: Path, records: Sequence[TensorRecord], residuals: Residuals | None) -> None:
         contents = read_contents(directory)
-        residuals = read_residual(directory)
         self.records = {r.name: r for r in records if r.action != "tie"}
         self._form = _form(residuals.form) if residuals else None
         self._root = SafetensorsSource(contents)
@@ -66,7 +66,7 @@ class OutputReader:
     @classmethod
     def from_directory(cls, directory: Path) -> Self:
         document = read_provenance(directory)
-        return cls(directory, from_json(tuple[TensorRecord, ...], document["tensors"]))
+        return cls(directory, from_json(tuple[TensorRecord, ...], document["tensors"]), read_residual(directory))
 
     @property
     def form(self) -> str:

@@ -94,7 +94,9 @@ class LayerState:
     num_calls: int = 0
 
     def factor_for(self, grad: ScaledTensor, weight: Tensor) -> Tensor:
-        """α for this backward pass, chosen anew every `every`-th time."""
+        """α for this backward pass, chosen anew every `every`-th time; a compiled graph chooses it each time."""
+        if torch.compiler.is_compiling():
+            return adaptive_factor(grad.data_part, weight, grad.scale, self.format, self.options)
         if self.factor is None or self.num_calls % self.options.every == 0:
             self.factor = adaptive_factor(grad.data_part, weight, grad.scale, self.format, self.options)
         self.num_calls += 1

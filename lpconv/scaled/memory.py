@@ -30,7 +30,7 @@ def saved_bytes(model: nn.Module, batch: Mapping[str, Any]) -> int:
 
     scaling = scaling_of(model)
     if scaling is not None and scaling.saved is not None:
-        _count_codes(model, scaling, batch, _Counting(scaling.saved.format, keep))
+        _count_codes(model, scaling, batch, _Counting(scaling.saved, keep))
     else:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
             model(**batch)
@@ -40,8 +40,8 @@ def saved_bytes(model: nn.Module, batch: Mapping[str, Any]) -> int:
 class _Counting(SavedCodes):
     """`SavedCodes` that shows what it keeps to `keep`."""
 
-    def __init__(self, format: str, keep: Any) -> None:
-        super().__init__(format)
+    def __init__(self, saved: SavedCodes, keep: Any) -> None:
+        super().__init__(saved.format, saved.carrier)
         self.keep = keep
 
     def pack(self, x: Tensor) -> Any:

@@ -1,10 +1,10 @@
 """`scaled`: an unmodified model, trained and run through scaled tensors."""
 
+import fnmatch
 import functools
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from lpconv.lookup import find
 from lpconv.scaled import ops
 from lpconv.scaled.adaptive import AdaptiveOptions, make_adaptive
 from lpconv.scaled.pair import Arithmetic, Role
-from lpconv.scaled.places import PLACES, install
+from lpconv.scaled.places import PLACES, heads, install
 from lpconv.scaled.saved import SavedCodes
 from lpconv.scaled.scales import MAX_SCALE, MIN_SCALE
 from lpconv.scaled.tensor import ScaledTensor, scaled_tensor
@@ -38,8 +38,6 @@ __all__ = [
 
 ZERO_SCALE = 2.0**-6  # for parameters that are all zero: the power of two below 0.02, the usual initializer_range
 
-CRITICAL = ("lm_head", "cls.predictions.decoder", "*.decoder", "embed_out", "classifier*", "score", "qa_outputs")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Compute:
@@ -56,7 +54,6 @@ COMPUTE: dict[str, Compute] = {
     "bf16": Compute(carrier=torch.bfloat16),
     "fp8": Compute(carrier=torch.bfloat16, operand="e4m3fn", gradient="e5m2"),
 }
-
 
 METHODS = dict.fromkeys(("unit", "scalify", "adaptive"))
 
@@ -111,9 +108,9 @@ def scaled(
       "bf16"), and scales gradients layer by layer as `adaptive` says; parameters receive plain gradients, so any
       optimizer will do.
 
-    Under "fp8", modules whose name matches a pattern of `critical` multiply in the carrier dtype, and so do output
-    heads. With `save_codes`, "fp8" also keeps what autograd saves for the backward pass in 8 bits, except in those
-    modules and the loss head.
+    Under "fp8", modules whose name matches a pattern of `critical` multiply in the carrier dtype, and so does the
+    output head. With `save_codes`, "fp8" also keeps what autograd saves for the backward pass in 8 bits, except in
+    those modules and the loss head.
 
     `strict` makes an op without a rule an `UnsupportedError`; otherwise it is computed on values and counted, see
     `fallbacks`. Raises `UsageError` for unknown names, a model scaled before, and parameters that are not finite.
@@ -122,25 +119,25 @@ def scaled(
         raise UsageError(
             "the model is scaled already", hint="load it again, or use `unscaled_state_dict` to get it back"
         )
-    places = ("layernorm_grad",) if rescale is None else tuple(rescale)
-    if method == "scalify":
+    find("method", method, METHODS)
+    chosen = find("compute", compute, COMPUTE)
+    if rescale is not None and method != "scalify":
+        raise UsageError(f"`rescale` belongs to the method scalify, not to {method}", hint="use method='scalify'")
+    if method == "adaptive":
+        scaling = _prepare_adaptive(model, compute, adaptive or AdaptiveOptions(), strict)
+    else:
+        dtype = carrier or chosen.carrier
+        arithmetic = Arithmetic(operand=chosen.operand, gradient=chosen.gradient, strict=strict)
+        places = ("layernorm_grad",) if rescale is None else tuple(rescale)
         for place in places:
             find("place", place, PLACES)
-    elif rescale is not None:
-        raise UsageError(f"`rescale` belongs to the method scalify, not to {method}", hint="use method='scalify'")
-    chosen = find("compute", compute, COMPUTE)
-    if method == "adaptive":
-        scaling = _prepare_adaptive(model, compute, chosen, adaptive or AdaptiveOptions(), strict)
-    else:
-        find("method", method, METHODS)
-        arithmetic = Arithmetic(operand=chosen.operand, gradient=chosen.gradient, strict=strict)
-        exact = exact_modules(model, (*CRITICAL, *critical)) if chosen.operand else {}
+        exact = exact_modules(model, tuple(critical)) if chosen.operand else []
         scaling = Scaling(
             method=method,
             compute=compute,
             arithmetic=arithmetic,
-            scales=replace_parameters(model, carrier or chosen.carrier, arithmetic, exact),
-            saved=SavedCodes(chosen.operand) if chosen.operand and save_codes else None,
+            scales=replace_parameters(model, dtype, arithmetic, exact),
+            saved=SavedCodes(chosen.operand, dtype) if chosen.operand and save_codes else None,
             unit=scaled_tensor(torch.ones(()), 1.0, role=Role.GRADIENT, arithmetic=arithmetic),
         )
         install(model, places if method == "scalify" else (), exact)
@@ -149,13 +146,11 @@ def scaled(
     return model
 
 
-def _prepare_adaptive(
-    model: nn.Module, compute: str, chosen: Compute, options: AdaptiveOptions, strict: bool
-) -> Scaling:
-    if chosen.operand:
+def _prepare_adaptive(model: nn.Module, compute: str, options: AdaptiveOptions, strict: bool) -> Scaling:
+    """The adaptive method's part of `scaled`: plain parameters, scaled gradients."""
+    if compute == "fp8":
         raise UsageError("the adaptive method has no fp8 compute", hint="use compute='fp16' or 'bf16'")
-    format = {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(chosen.carrier, "fp32")
-    make_adaptive(model, chosen.carrier, format, options)
+    make_adaptive(model, COMPUTE[compute].carrier, compute, options)
     arithmetic = Arithmetic(unit_factors=False, fit_joins=True, strict=strict)
     unit = scaled_tensor(torch.ones(()), 1.0, role=Role.GRADIENT, arithmetic=arithmetic)
     return Scaling(method="adaptive", compute=compute, arithmetic=arithmetic, scales={}, saved=None, unit=unit)
@@ -225,44 +220,43 @@ def weight_scale(name: str, weight: Tensor) -> float:
     return max(float(pow2_floor(rms)), MIN_SCALE) if rms > 0 else ZERO_SCALE
 
 
-def exact_modules(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Module]:
-    """Modules with a weight whose name matches a pattern: they multiply in the carrier dtype."""
-    known = tuple(patterns)
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(getattr(module, "weight", None), Tensor) and any(fnmatchcase(name, p) for p in known)
-    }
+def exact_modules(model: nn.Module, patterns: tuple[str, ...]) -> list[nn.Module]:
+    """The output head and the modules whose name matches a pattern: they multiply in the carrier dtype."""
+    names = [n for n, m in model.named_modules() if isinstance(getattr(m, "weight", None), Tensor)]
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            raise UsageError(f"no module with a weight matches `{pattern}`", hint="patterns match whole dotted names")
+    named = [model.get_submodule(n) for n in names if any(fnmatch.fnmatchcase(n, p) for p in patterns)]
+    return [*named, *(head for head in heads(model) if head not in named)]
 
 
 def replace_parameters(
-    model: nn.Module, dtype: torch.dtype, arithmetic: Arithmetic, exact: Mapping[str, nn.Module]
+    model: nn.Module, dtype: torch.dtype, arithmetic: Arithmetic, exact: Iterable[nn.Module]
 ) -> dict[str, float]:
-    """Replace every floating-point parameter by its scaled form, keeping ties, and return the scales by name."""
-    exact_ids = {id(p) for module in exact.values() for p in module.parameters(recurse=False)}
-    done: dict[int, nn.Parameter] = {}
-    scales: dict[str, float] = {}
-    for name, module, key, parameter in _owned_parameters(model):
-        if parameter.is_complex():
-            raise UnsupportedError(f"parameter `{name}` is complex", hint="scaled tensors hold real numbers")
-        if not parameter.is_floating_point():
-            continue
-        if id(parameter) not in done:
-            scale = weight_scale(name, parameter.detach())
-            data = (parameter.detach() / scale).to(dtype)
+    """Replace every floating-point parameter by its scaled form, keeping ties, and return the scales by name.
+
+    All scales are found first, so that a parameter that cannot have one leaves the model as it was.
+    """
+    exact_ids = {id(p) for module in exact for p in module.parameters(recurse=False)}
+    owned = list(_owned_parameters(model))
+    scales = {id(p): weight_scale(name, p.detach()) for name, _, _, p in owned}
+    hats: dict[int, nn.Parameter] = {}
+    for _, module, key, parameter in owned:
+        if id(parameter) not in hats:
+            data = (parameter.detach() / scales[id(parameter)]).to(dtype)
             role = Role.EXACT if id(parameter) in exact_ids else Role.WEIGHT
-            hat = scaled_tensor(data, scale, role=role, arithmetic=arithmetic)
-            done[id(parameter)] = nn.Parameter(hat, requires_grad=parameter.requires_grad)
-        module._parameters[key] = done[id(parameter)]
-        scales[name] = float(done[id(parameter)]._scale)  # type: ignore[attr-defined]
-    return scales
+            hat = scaled_tensor(data, scales[id(parameter)], role=role, arithmetic=arithmetic)
+            hats[id(parameter)] = nn.Parameter(hat, requires_grad=parameter.requires_grad)
+        module._parameters[key] = hats[id(parameter)]
+    return {name: scales[id(p)] for name, _, _, p in owned}
 
 
 def _owned_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
-    owned: list[tuple[str, nn.Module, str, Any]] = [
-        (f"{prefix}.{key}" if prefix else key, module, key, parameter)
-        for prefix, module in model.named_modules()
-        for key, parameter in module._parameters.items()
-        if parameter is not None
-    ]
-    yield from owned
+    """(name, module, key, parameter) of every floating-point parameter, once per place that holds it."""
+    for prefix, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            name = f"{prefix}.{key}" if prefix else key
+            if parameter is not None and parameter.is_complex():
+                raise UnsupportedError(f"parameter `{name}` is complex", hint="scaled tensors hold real numbers")
+            if parameter is not None and parameter.is_floating_point():
+                yield name, module, key, parameter

@@ -27,9 +27,6 @@ class Role(enum.Enum):
     GRADIENT = "gradient"
     EXACT = "exact"  # never cast below the carrier dtype: loss head, critical matmuls
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Role":
-        return self
-
 
 @dataclass(frozen=True, kw_only=True)
 class Arithmetic:
@@ -47,6 +44,10 @@ class Arithmetic:
     fit_joins: bool = False
     strict: bool = False
     counts: "Counter[str]" = field(default_factory=Counter, compare=False)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Arithmetic":
+        """Itself: a deep copy of a model counts with the original, as its tensors do."""
+        return self
 
 
 class Scaled(NamedTuple):

@@ -1,11 +1,10 @@
 """Named places in a model: where scales are reset by data, and which modules compute exactly."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
-from lpconv.lookup import find
 from lpconv.scaled import ops
 from lpconv.scaled.rescale import dynamic_rescale_grad
 from lpconv.scaled.tensor import ScaledTensor
@@ -42,7 +41,6 @@ def weight_grad(model: nn.Module) -> None:
 
 
 def _rebalanced_grad(grad: Tensor) -> Tensor:
-
     rebalanced: Tensor = ops.rebalance(grad, "l2", "")
     return rebalanced
 
@@ -69,9 +67,9 @@ def _mark_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return (ops.as_exact(x) if isinstance(x, ScaledTensor) else x, *args[1:])
 
 
-def install(model: nn.Module, places: Iterable[str], exact: Mapping[str, nn.Module]) -> None:
+def install(model: nn.Module, places: Iterable[str], exact: Iterable[nn.Module]) -> None:
     """Put the hooks of the named places on `model`, and mark what enters the modules of `exact`."""
-    for place in [find("place", p, PLACES) for p in places]:
-        place(model)
-    for module in exact.values():
+    for place in places:
+        PLACES[place](model)
+    for module in exact:
         module.register_forward_pre_hook(_mark_input)

@@ -2,8 +2,9 @@
 
 Saved-tensor hooks see every tensor that an op saves during the forward pass. Scaled activations have data near 1, so
 their data go to e4m3fn as they are; an operand that a matmul casts to e4m3fn anyway loses nothing by it. Weights are
-saved by reference, exact tensors (loss head, critical modules) and per-row statistics as they are. Under torch.compile
-the partitioner decides what is saved, and these hooks stay out of its way.
+saved by reference, per-row statistics and what critical modules save as they are. Log-probabilities of 16-bit logits
+are kept in fp16 where a model computed them in fp32: fp16 holds them 8 times finer than bf16 held the logits. Under
+torch.compile the partitioner decides what is saved, and these hooks stay out of its way.
 """
 
 from collections.abc import Iterator
@@ -30,6 +31,7 @@ class _Packed(NamedTuple):
     size: torch.Size
     stride: tuple[int, ...]
     scale: Scale
+    role: Role
     arithmetic: Arithmetic
 
 
@@ -40,8 +42,8 @@ class SavedCodes:
     long as the forward pass runs and the storage lives.
     """
 
-    def __init__(self, format: str) -> None:
-        self.format = format
+    def __init__(self, format: str, carrier: torch.dtype) -> None:
+        self.format, self.carrier = format, carrier
         self._codes: dict[tuple[int, int, int], tuple[StorageWeakRef, Tensor]] = {}
 
     @contextmanager
@@ -54,25 +56,33 @@ class SavedCodes:
             self._codes.clear()
 
     def pack(self, x: Tensor) -> Any:
-        """The codes of a scaled activation; any other tensor as it is."""
-        if not isinstance(x, ScaledTensor) or x.role is not Role.ACTIVATION or not _worth_encoding(x.data_part):
+        """The codes of a scaled activation, fp16 for exact fp32 beside a 16-bit carrier; any other tensor as it is."""
+        if not isinstance(x, ScaledTensor) or not _worth_encoding(x.data_part):
             return x
-        return _Packed(self._encode(x.data_part), x.dtype, x.shape, x.stride(), x.scale, x.arithmetic)
+        is_wider = x.role is Role.EXACT and x.dtype == torch.float32 and self.carrier != torch.float32
+        if x.role is not Role.ACTIVATION and not is_wider:
+            return x
+        codes = self._encode(x.data_part, None if is_wider else self.format)
+        return _Packed(codes, x.dtype, x.shape, x.stride(), x.scale, x.role, x.arithmetic)
 
     def unpack(self, packed: Any) -> Tensor:
         """The tensor again, in its dtype, shape and strides."""
         if not isinstance(packed, _Packed):
             return packed  # type: ignore[no-any-return]
-        data = decoded(packed.codes, packed.dtype).as_strided(packed.size, packed.stride)
-        return ScaledTensor(data, packed.scale, Role.ACTIVATION, packed.arithmetic)
+        is_code = packed.codes.itemsize == 1
+        data = decoded(packed.codes, packed.dtype) if is_code else packed.codes.to(packed.dtype)
+        data = data.as_strided(packed.size, packed.stride)
+        return ScaledTensor(data, packed.scale, packed.role, packed.arithmetic)
 
-    def _encode(self, data: Tensor) -> Tensor:
+    def _encode(self, data: Tensor, format: str | None) -> Tensor:
+        """Codes of the storage that `data` fills, or its numbers in fp16, once per storage."""
         storage = data.untyped_storage()
         key = (storage._cdata, int(data.storage_offset()), data.numel())
         known = self._codes.get(key)
         if known is not None and not known[0].expired():  # type: ignore[no-untyped-call]
             return known[1]
-        codes = encoded(data.as_strided((data.numel(),), (1,), data.storage_offset()), self.format)
+        flat = data.as_strided((data.numel(),), (1,), data.storage_offset())
+        codes = flat.half() if format is None else encoded(flat, format)
         self._codes[key] = (StorageWeakRef(storage), codes)  # type: ignore[no-untyped-call]
         return codes
 

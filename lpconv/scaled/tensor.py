@@ -139,7 +139,7 @@ def scaled_tensor(
     if scale != 0 and (clamped(scale, Arithmetic().counts)[0] != scale or pow2_floor(scale) != scale):
         raise UsageError(
             f"a static scale is 0 or a power of two in [2^-126, 2^127], not {scale}",
-            hint="use lpconv.scaled.scales.pow2_floor, and put the rest into the data",
+            hint="use lpconv.formats.scale.pow2_floor, and put the rest into the data",
         )
     return ScaledTensor(data, scale, role, arithmetic or Arithmetic())
 
@@ -156,8 +156,11 @@ def _to_pair(x: Any, found: list[ScaledTensor]) -> Any:
 def _run(call: Call, args: list[Any], kwargs: dict[str, Any]) -> Any:
     rule = RULES.get(call.op)
     result = NotImplemented if rule is None else rule(call, *args, **kwargs)
-    if result is not NotImplemented:
-        return result
+    return _on_values(call, args, kwargs) if result is NotImplemented else result
+
+
+def _on_values(call: Call, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """The op on dequantised operands: counted, or an error in strict mode."""
     if call.arithmetic.strict:
         raise UnsupportedError(
             f"no rule propagates scales through `{call.op}` (reached in {_where()})",
@@ -177,9 +180,7 @@ def _plain(x: Any) -> Any:
 def _wrap(result: Any, is_gradient: bool, arithmetic: Arithmetic) -> Any:
     if isinstance(result, Scaled):
         scale, factor = clamped(result.scale, arithmetic.counts)
-        role = result.role
-        if is_gradient:
-            role = Role.GRADIENT
+        role = Role.GRADIENT if is_gradient else result.role
         return ScaledTensor(times(result.data, factor), scale, role, arithmetic)
     if isinstance(result, (list, tuple)):
         return type(result)(_wrap(r, is_gradient, arithmetic) for r in result)
@@ -195,6 +196,10 @@ def _in_place(
     other tensors may share its old data.
     """
     target = args[0]
+    if isinstance(target, Tensor) and not isinstance(target, ScaledTensor):
+        if op is torch.ops.aten.copy_.default:
+            return target.copy_(value(pairs[1]))
+        return _on_values(Call(op, arithmetic), pairs, kwargs)
     if op is torch.ops.aten.copy_.default:
         result = pairs[1]
     elif op in IN_PLACE:
@@ -204,8 +209,6 @@ def _in_place(
             f"in-place `{op}` would drop the scale of a tensor (reached in {_where()})",
             hint="train scaled parameters with lpconv.scaled.AdamW or torch.optim.SGD",
         )
-    if not isinstance(target, ScaledTensor):
-        return op(target, *(_plain(p) for p in pairs[1:]), **{k: _plain(v) for k, v in kwargs.items()})
     result = result if isinstance(result, Scaled) else Scaled(result, 1.0)
     if target._role in (Role.WEIGHT, Role.EXACT):
         at_own_scale = times(result.data, ratio(result.scale, target._scale or 1.0))

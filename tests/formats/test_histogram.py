@@ -61,7 +61,8 @@ def test_rates_of_any_floats(values: list[float], name: str, log2_scale: int) ->
 
 
 @pytest.mark.parametrize(
-    ("name", "scale"), [("e4m3fn", 1.0), ("e5m2", 0.01), ("fp16", 1e-7), ("e4m3fn", 300.0), ("e2m1", 2.0)]
+    ("name", "scale"),
+    [("e4m3fn", 1.0), ("e5m2", 0.01), ("fp16", 1e-7), ("e4m3fn", 300.0), ("e2m1", 2.0), ("fp16", 1.0), ("bf16", 1.0)],
 )
 def test_the_sqnr_estimate_is_within_half_a_decibel(name: str, scale: float) -> None:
     x = torch.randn(50_000, generator=torch.Generator().manual_seed(1)).double() * scale

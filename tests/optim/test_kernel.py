@@ -97,6 +97,25 @@ def test_without_a_compiler_the_step_runs_eagerly_and_says_so(monkeypatch: pytes
     assert found.mode == "eager"
 
 
+@pytest.mark.parametrize("compiled", [pytest.param(True, marks=needs_exact_compile), False])
+def test_odd_shards_give_the_bits_of_the_whole(compiled: bool) -> None:
+    """What sharding leans on: no element depends on where in a tensor it lies."""
+    whole, pieces = some_params([1003]), some_params([1003])
+    sizes = [1, 30, 500, 7, 465]
+    shards = [nn.Parameter(t.clone()) for t in torch.split(pieces[0].detach(), sizes)]
+    a = CollageAdamW(whole, lr=1e-4, compiled=compiled)
+    others = [CollageAdamW([shard], lr=1e-4, compiled=compiled) for shard in shards]
+    for step in range(5):
+        whole[0].grad = torch.randn(1003, generator=torch.Generator().manual_seed(step)).bfloat16()
+        a.step()
+        for shard, gradient, optimizer in zip(shards, torch.split(whole[0].grad, sizes), others, strict=True):
+            shard.grad = gradient
+            optimizer.step()
+    for name, value in a.state[whole[0]].items():
+        parts = [o.state[s][name] for o, s in zip(others, shards, strict=True)]
+        assert torch.equal(value, torch.cat(parts) if value.dim() else parts[0]), name
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_eager_blocks_do_not_show(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, blocks = some_params([1000]), some_params([1000])

@@ -80,6 +80,7 @@ def test_parameters_that_are_not_finite_are_refused_by_name(bad: float) -> None:
         model.cls.predictions.bias[0] = bad
     with pytest.raises(UsageError, match=r"cls\.predictions"):
         scaled(model)
+    assert not any(isinstance(p, ScaledTensor) for p in model.parameters())
 
 
 def test_double_backward_is_a_clear_error() -> None:
@@ -98,6 +99,7 @@ def test_double_backward_is_a_clear_error() -> None:
         {"method": "scalify", "rescale": ["layernorm"]},
         {"method": "unit", "rescale": ["layernorm_grad"]},
         {"method": "adaptive", "compute": "fp8"},
+        {"compute": "fp8", "critical": ["no.such.module"]},
     ],
 )
 def test_wrong_options_are_refused_before_the_model_is_touched(options: dict[str, object]) -> None:

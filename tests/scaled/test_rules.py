@@ -1,5 +1,6 @@
 """Every rule on its own: values and gradients are the plain op's, data stay near 1, scales stay powers of two."""
 
+import copy
 import math
 from collections.abc import Callable
 
@@ -11,9 +12,9 @@ from hypothesis import strategies as some
 from torch import Tensor
 
 from lpconv.errors import UnsupportedError, UsageError
-from lpconv.scaled import ScaledTensor, dynamic_rescale, scaled_tensor
+from lpconv.scaled import ScaledTensor, dynamic_rescale, fallbacks, scaled, scaled_tensor
 from lpconv.scaled.pair import Arithmetic, Role
-from lpconv.scaled.rules.table import RULES
+from lpconv.scaled.rules.table import CLASSES, RULES
 from lpconv.scaled.scales import MAX_SCALE, MIN_SCALE
 
 TARGET = torch.tensor([1, 0, 3, 2])
@@ -216,9 +217,21 @@ def test_an_op_without_a_rule_is_an_error_or_is_counted() -> None:
     assert lenient.counts == {"fallback aten.linalg_inv_ex.default": 1}
 
 
-def test_no_op_has_two_rules() -> None:
-    from lpconv.scaled.rules.table import CLASSES
+def test_a_copy_of_a_model_counts_with_the_original() -> None:
+    class Inverse(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.eye(3))
 
+        def forward(self) -> Tensor:
+            return torch.linalg.inv(self.weight)
+
+    copied = copy.deepcopy(scaled(Inverse()))
+    copied()
+    assert fallbacks(copied) == {"fallback aten.linalg_inv_ex.default": 1}
+
+
+def test_no_op_has_two_rules() -> None:
     assert sum(len(rules) for rules in CLASSES.values()) == len(RULES)
 
 

@@ -73,7 +73,7 @@ def square_scale(scale: Scale) -> tuple[Scale, Scale]:
 
 def sqrt(call: Call, x: Scaled) -> Scaled:
     """(√(f·d), h) where s = h²·f: the scale stays a power of two."""
-    if x.scale == 0:
+    if isinstance(x.scale, float) and x.scale == 0:
         return x
     half, factor = square_scale(x.scale)
     return Scaled(torch.sqrt(times(x.data, factor)), half)
