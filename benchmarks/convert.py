@@ -1,17 +1,18 @@
 """Time `lpconv convert` against `cp` and against transformers, on synthetic checkpoints.
 
-    python -m benchmarks.convert --work DIRECTORY [--sizes 2GB,8GB] [--dtypes float32,bfloat16] [--rounds 5]
+    python benchmarks/convert.py --work DIRECTORY [--sizes 2GB,8GB] [--dtypes float32,bfloat16] [--rounds 5]
 
 Each case is a process of its own:
 
 - `cp` copies the checkpoint and syncs every file of the copy.
-- A method and format is `lpconv convert --verify weights`, with its hashes, checks and reports; it syncs what it writes.
+- A method and format is `lpconv convert --verify weights` with its hashes, checks and reports; it syncs its output.
 - `transformers` loads the checkpoint, casts it to float16 and saves it. It does not sync, which is in its favour.
 
 Cases take turns, once per round, so that whatever else the machine does hits all of them, and a case is compared with
 `cp` of the same round. A rate counts bytes read plus bytes written. The source is read once before the first round, so
-it comes from the page cache as long as memory allows; outputs are removed after each run, and before each run the disk
-is given time to finish what the last one left.
+it comes from the page cache as long as memory allows. Outputs are removed after each run. Before each run the disk
+finishes what the last one left, and the machine rests for some seconds: a virtual machine may hand freed memory back to
+its host, and a run right after another that freed some would start with an advantage.
 """
 
 import argparse
@@ -34,6 +35,9 @@ from pathlib import Path
 __all__ = ["CASES", "Case", "Measurement", "Subject", "measure", "table"]
 
 _RESULTS = Path(__file__).parent / "results"
+_SYNTHETIC = Path(__file__).with_name("synthetic.py")
+_COLUMNS = ("source", "case", "GB in + out", "s", "least to most", "reported s", "GB/s", "of cp", "of transformers",
+            "CPU s", "peak RSS, MB")  # fmt: skip
 _SOURCE, _OUTPUT = "SOURCE", "OUTPUT"
 _COPY = 'cp -r "$0" "$1" && sync "$1"/*'
 _TRANSFORMERS = """
@@ -101,9 +105,10 @@ CASES = {
 }
 
 
-def measure(case: Case, subject: Subject, output: Path, index: int) -> Measurement:
+def measure(case: Case, subject: Subject, output: Path, *, index: int, rest_s: float) -> Measurement:
     """Run a case once, in round `index`, and remove what it wrote. Raises RuntimeError where it fails."""
     os.sync()
+    time.sleep(rest_s)
     words = {_SOURCE: str(subject.directory), _OUTPUT: str(output)}
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
         started = time.perf_counter()
@@ -134,34 +139,39 @@ def measure(case: Case, subject: Subject, output: Path, index: int) -> Measureme
 
 def table(measurements: Sequence[Measurement]) -> str:
     """Markdown: one row per subject and case, medians over rounds."""
-    rows = [
-        "| source | case | GB in + out | seconds | spread | reported | GB/s | ratio to cp | CPU s | peak RSS, MB |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    lines = ["| " + " | ".join(_COLUMNS) + " |", "|---" * len(_COLUMNS) + "|"]
     keys = dict.fromkeys((m.size, m.dtype, m.case) for m in measurements)
-    return "\n".join([*rows, *(_row(measurements, *key) for key in keys)]) + "\n"
+    return "\n".join([*lines, *(_row(measurements, *key) for key in keys)]) + "\n"
 
 
 def _row(measurements: Sequence[Measurement], size: str, dtype: str, case: str) -> str:
     of_subject = [m for m in measurements if (m.size, m.dtype) == (size, dtype)]
-    copies = {m.round: m.rate for m in of_subject if m.case == "cp"}
     runs = [m for m in of_subject if m.case == case]
     seconds = [m.wall_s for m in runs]
-    reported = [m.reported_s for m in runs if m.reported_s is not None]
-    ratios = [m.rate / copies[m.round] for m in runs if m.round in copies]
     cells = (
         f"{size} {dtype}",
         case,
         f"{(runs[0].bytes_in + runs[0].bytes_out) / 1e9:.2f}",
-        f"{statistics.median(seconds):.2f}",
+        _median(seconds),
         f"{min(seconds):.2f}–{max(seconds):.2f}",
-        f"{statistics.median(reported):.2f}" if reported else "",
-        f"{statistics.median(m.rate for m in runs) / 1e9:.2f}",
-        f"{statistics.median(ratios):.2f}" if ratios else "",
-        f"{statistics.median(m.cpu_s for m in runs):.2f}",
-        f"{statistics.median(m.peak_rss_bytes for m in runs) / 1e6:.0f}",
+        _median([m.reported_s for m in runs if m.reported_s is not None]),
+        _median([m.rate / 1e9 for m in runs]),
+        _median(_ratios(runs, [m for m in of_subject if m.case == "cp"])),
+        _median(_ratios(runs, [m for m in of_subject if m.case == "transformers"])),
+        _median([m.cpu_s for m in runs]),
+        f"{max(m.peak_rss_bytes for m in runs) / 1e6:.0f}",
     )
     return "| " + " | ".join(cells) + " |"
+
+
+def _ratios(runs: Sequence[Measurement], others: Sequence[Measurement]) -> list[float]:
+    """Rates of `runs` over the rates of `others` in the same rounds."""
+    rates = {m.round: m.rate for m in others}
+    return [m.rate / rates[m.round] for m in runs if m.round in rates]
+
+
+def _median(values: Sequence[float]) -> str:
+    return f"{statistics.median(values):.2f}" if values else ""
 
 
 def _size_bytes(directory: Path) -> int:
@@ -173,7 +183,7 @@ def _subject(work: Path, size: str, dtype: str) -> Subject:
     directory = work / f"llama-{size}-{dtype}"
     if not directory.exists():
         print(f"making {directory}", file=sys.stderr)
-        maker = [sys.executable, "-m", "benchmarks.synthetic", str(directory), "--size", size, "--dtype", dtype]
+        maker = [sys.executable, str(_SYNTHETIC), str(directory), "--size", size, "--dtype", dtype]
         subprocess.run(maker, check=True)
     return Subject(size=size, dtype=dtype, directory=directory)
 
@@ -182,27 +192,28 @@ def _warm(directory: Path) -> None:
     subprocess.run(["sh", "-c", 'cat "$0"/* >/dev/null', str(directory)], check=True)
 
 
-def _runs(subjects: Sequence[Subject], cases: Sequence[Case], rounds: int, output: Path) -> Iterator[Measurement]:
+def _runs(
+    subjects: Sequence[Subject], cases: Sequence[Case], output: Path, *, rounds: int, rest_s: float
+) -> Iterator[Measurement]:
     for subject in subjects:
         _warm(subject.directory)
         for index in range(rounds):
             for case in cases:
-                m = measure(case, subject, output, index)
+                m = measure(case, subject, output, index=index, rest_s=rest_s)
                 print(f"{m.size} {m.dtype} {m.case}: {m.wall_s:.2f} s, {m.rate / 1e9:.2f} GB/s", file=sys.stderr)
                 yield m
 
 
 def _machine(work: Path) -> dict[str, object]:
-    cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    fields = dict(part.split(":", 1) for part in map(str.strip, cpuinfo) if ":" in part)
-    model = next((v.strip() for k, v in fields.items() if k.strip() == "model name"), platform.machine())
-    disk = subprocess.run(["df", "--output=fstype", str(work)], capture_output=True, text=True, check=True)
+    models = [s for s in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if s.startswith("model name")]
+    disk = subprocess.run(["df", "--output=source,fstype", str(work)], capture_output=True, text=True, check=True)
     return {
-        "cpu": model,
+        "cpu": models[0].partition(":")[2].strip() if models else platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "file_system": disk.stdout.split()[-1],
+        "disk": " ".join(disk.stdout.splitlines()[-1].split()),
         "kernel": platform.release(),
+        "load_average_at_start": round(os.getloadavg()[0], 2),
     }
 
 
@@ -219,6 +230,13 @@ def _save(measurements: Sequence[Measurement], context: dict[str, object], resul
     (results / "convert.md").write_text(text, encoding="utf-8")
 
 
+def _command(args: argparse.Namespace) -> str:
+    """The command that made the results, with the work folder left open."""
+    lists = {name: ",".join(getattr(args, name)) for name in ("sizes", "dtypes", "cases")}
+    words = [word for name, value in lists.items() for word in (f"--{name}", value)]
+    return shlex.join(["python", "benchmarks/convert.py", "--work", "DIRECTORY", *words, "--rounds", str(args.rounds)])
+
+
 def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",")]
 
@@ -230,14 +248,16 @@ def _main() -> None:
     parser.add_argument("--dtypes", type=_names, default=["float32", "bfloat16"])
     parser.add_argument("--cases", type=_names, default=list(CASES), help=", ".join(CASES))
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rest", type=float, default=3, help="seconds before each run", metavar="SECONDS")
     parser.add_argument("--results", type=Path, default=_RESULTS)
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
+    context = {"command": _command(args), **_machine(args.work), **_versions()}
+    cases = [CASES[name] for name in args.cases]
     subjects = [_subject(args.work, size, dtype) for size in args.sizes for dtype in args.dtypes]
     with tempfile.TemporaryDirectory(dir=args.work) as folder:
-        cases = [CASES[name] for name in args.cases]
-        measurements = list(_runs(subjects, cases, args.rounds, Path(folder) / "output"))
-    context = {"command": shlex.join(sys.orig_argv[1:]), **_machine(args.work), **_versions()}
+        runs = _runs(subjects, cases, Path(folder) / "output", rounds=args.rounds, rest_s=args.rest)
+        measurements = list(runs)
     _save(measurements, context, args.results)
     print(table(measurements), end="")
 

@@ -31,6 +31,7 @@ from lpconv.kernels.histogram import exponent_histogram
 from lpconv.kernels.linear import linear
 from lpconv.kernels.matmul import matmul
 from lpconv.kernels.quantise import encode, fake_quantise
+from lpconv.probe.track import track
 
 
 @dataclass(kw_only=True)
@@ -146,20 +147,22 @@ def add_peers(group: Group, peers: dict[str, Callable[[], Callable[[], object]]]
 
 def decoding(size: int) -> list[Group]:
     """fp8 codes to bfloat16."""
-    groups = []
-    for name in ("e4m3fn", "e5m2"):
-        codes = encode(torch.randn(size, size), name)
-        out = torch.empty(size, size, dtype=torch.bfloat16)
-        group = Group(name=f"decode {name} to bfloat16", baseline="torch .to(bfloat16)", aim="4 x", work=size**2 / 1e9, unit="Gelem/s")  # fmt: skip  # noqa: E501
-        group.runs = {
-            "torch .to(bfloat16)": lambda codes=codes: codes.to(torch.bfloat16),
-            "lpconv decode": lambda codes=codes: decode(codes),
-            "lpconv decode(out=)": lambda codes=codes, out=out: decode(codes, out=out),
-        }
-        groups.append(
-            add_peers(group, {"ml_dtypes astype": lambda codes=codes, name=name: ml_dtypes_decode(codes, name)})
-        )
-    return groups
+    return [decoding_group(name, size) for name in ("e4m3fn", "e5m2")]
+
+
+def decoding_group(name: str, size: int) -> Group:
+    """One format's codes to bfloat16."""
+    codes = encode(torch.randn(size, size), name)
+    out = torch.empty(size, size, dtype=torch.bfloat16)
+    group = Group(
+        name=f"decode {name} to bfloat16", baseline="torch .to(bfloat16)", aim="4 x", work=size**2 / 1e9, unit="Gelem/s"
+    )
+    group.runs = {
+        "torch .to(bfloat16)": lambda: codes.to(torch.bfloat16),
+        "lpconv decode": lambda: decode(codes),
+        "lpconv decode(out=)": lambda: decode(codes, out=out),
+    }
+    return add_peers(group, {"ml_dtypes astype": lambda: ml_dtypes_decode(codes, name)})
 
 
 def ml_dtypes_decode(codes: Tensor, name: str) -> Callable[[], object]:
@@ -172,24 +175,36 @@ def ml_dtypes_decode(codes: Tensor, name: str) -> Callable[[], object]:
 
 def rounding(size: int) -> list[Group]:
     """Values to e4m3fn and back."""
-    groups = []
-    for dtype in (torch.float32, torch.bfloat16):
-        x = torch.randn(size, size).to(dtype)
-        out = torch.empty_like(x)
-        short = str(dtype).removeprefix("torch.")
-        group = Group(name=f"fake-quantise {short} to e4m3fn", baseline="torch clamp, cast, cast", aim="5 x", work=size**2 / 1e9, unit="Gelem/s")  # fmt: skip  # noqa: E501
-        group.runs = {
-            "torch clamp, cast, cast": lambda x=x, d=dtype: x.clamp(-448, 448).to(torch.float8_e4m3fn).to(d),
-            "lpconv fake_quantise": lambda x=x: fake_quantise(x, "e4m3fn"),
-            "lpconv fake_quantise(out=)": lambda x=x, out=out: fake_quantise(x, "e4m3fn", out=out),
-            "lpconv stochastic(out=)": lambda x=x, out=out: fake_quantise(x, "e4m3fn", rounding="stochastic", out=out),
-            "lpconv cast (the reference)": lambda x=x: cast(x, "e4m3fn"),
-        }
-        peers = {"unit-scaling FPFormat.quantise": lambda x=x: unit_scaling_rounding(x)}
-        if dtype == torch.float32:
-            peers |= {"ml_dtypes astype": lambda x=x: ml_dtypes_rounding(x), "gfloat": lambda x=x: gfloat_rounding(x)}
-        groups.append(add_peers(group, peers))
-    return groups
+    return [rounding_group(dtype, size) for dtype in (torch.float32, torch.bfloat16)]
+
+
+def rounding_group(dtype: torch.dtype, size: int) -> Group:
+    """One dtype to e4m3fn and back."""
+    x = torch.randn(size, size).to(dtype)
+    out = torch.empty_like(x)
+    group = Group(
+        name=f"fake-quantise {short(dtype)} to e4m3fn",
+        baseline="torch clamp, cast, cast",
+        aim="5 x",
+        work=size**2 / 1e9,
+        unit="Gelem/s",
+    )
+    group.runs = {
+        "torch clamp, cast, cast": lambda: x.clamp(-448, 448).to(torch.float8_e4m3fn).to(dtype),
+        "lpconv fake_quantise": lambda: fake_quantise(x, "e4m3fn"),
+        "lpconv fake_quantise(out=)": lambda: fake_quantise(x, "e4m3fn", out=out),
+        "lpconv stochastic(out=)": lambda: fake_quantise(x, "e4m3fn", rounding="stochastic", out=out),
+        "lpconv cast (the reference)": lambda: cast(x, "e4m3fn"),
+    }
+    add_peers(group, {"unit-scaling FPFormat.quantise": lambda: unit_scaling_rounding(x)})
+    if dtype == torch.float32:
+        add_peers(group, {"ml_dtypes astype": lambda: ml_dtypes_rounding(x), "gfloat": lambda: gfloat_rounding(x)})
+    return group
+
+
+def short(dtype: torch.dtype) -> str:
+    """The dtype's name without the module."""
+    return str(dtype).removeprefix("torch.")
 
 
 def unit_scaling_rounding(x: Tensor) -> Callable[[], object]:
@@ -219,7 +234,13 @@ def gfloat_rounding(x: Tensor) -> Callable[[], object]:
 def encoding(size: int) -> list[Group]:
     """Values to fp8 codes."""
     x = torch.randn(size, size, dtype=torch.bfloat16)
-    group = Group(name="encode bfloat16 to e4m3fn", baseline="torch clamp, cast", aim="no slower", work=size**2 / 1e9, unit="Gelem/s")  # fmt: skip  # noqa: E501
+    group = Group(
+        name="encode bfloat16 to e4m3fn",
+        baseline="torch clamp, cast",
+        aim="no slower",
+        work=size**2 / 1e9,
+        unit="Gelem/s",
+    )
     group.runs = {
         "torch clamp, cast": lambda: x.clamp(-448, 448).to(torch.float8_e4m3fn),
         "lpconv encode": lambda: encode(x, "e4m3fn"),
@@ -229,20 +250,25 @@ def encoding(size: int) -> list[Group]:
 
 def histograms(size: int) -> list[Group]:
     """Exponent histograms."""
-    groups = []
-    for dtype in (torch.float32, torch.bfloat16):
-        x = torch.randn(size, size).to(dtype)
-        short = str(dtype).removeprefix("torch.")
-        group = Group(name=f"exponent histogram of {short}", baseline="torch frexp, bincount", aim="as fast", work=size**2 / 1e9, unit="Gelem/s")  # fmt: skip  # noqa: E501
-        group.runs = {
-            "torch frexp, bincount": lambda x=x: torch.bincount(
-                torch.frexp(x.float())[1].view(-1) + 200, minlength=400
-            ),
-            "lpconv exponent_histogram": lambda x=x: exponent_histogram(x),
-            "lpconv reference": lambda x=x: exponent_histogram_reference(x),
-        }
-        groups.append(group)
-    return groups
+    return [histogram_group(dtype, size) for dtype in (torch.float32, torch.bfloat16)]
+
+
+def histogram_group(dtype: torch.dtype, size: int) -> Group:
+    """The exponent histogram of one dtype. The baseline counts exponents only, which gives no exact rates."""
+    x = torch.randn(size, size).to(dtype)
+    group = Group(
+        name=f"exponent histogram of {short(dtype)}",
+        baseline="torch frexp, bincount",
+        aim="as fast",
+        work=size**2 / 1e9,
+        unit="Gelem/s",
+    )
+    group.runs = {
+        "torch frexp, bincount": lambda: torch.bincount(torch.frexp(x.float())[1].view(-1) + 200, minlength=400),
+        "lpconv exponent_histogram": lambda: exponent_histogram(x),
+        "lpconv reference": lambda: exponent_histogram_reference(x),
+    }
+    return group
 
 
 def training_step(size: int) -> list[Group]:
@@ -255,9 +281,18 @@ def training_step(size: int) -> list[Group]:
         x.grad = weight.grad = None
         function(x, weight).backward(grad)
 
-    group = Group(name=f"Linear training step, {size} cubed, bfloat16 outside", baseline="torch bfloat16", aim="fp8 within 1.5 x of bfloat16, 3 x faster than peers", work=3 * 2 * size**3 / 1e9, unit="GFLOP/s")  # fmt: skip  # noqa: E501
+    group = Group(
+        name=f"Linear training step, {size} cubed, bfloat16 outside",
+        baseline="torch bfloat16",
+        aim="fp8 within 1.5 x of bfloat16, 3 x faster than peers",
+        work=3 * 2 * size**3 / 1e9,
+        unit="GFLOP/s",
+    )
     group.runs = {"torch bfloat16": lambda: step(F.linear), "lpconv fp8": lambda: step(linear)}
-    peers = {"torchao float8, emulate": lambda: torchao_step(x, weight, grad), "unit-scaling simulate_fp8, float32": lambda: unit_scaling_step(x, weight, grad)}  # fmt: skip  # noqa: E501
+    peers = {
+        "torchao float8, emulate": lambda: torchao_step(x, weight, grad),
+        "unit-scaling simulate_fp8, float32": lambda: unit_scaling_step(x, weight, grad),
+    }
     return [add_peers(group, peers)]
 
 
@@ -300,12 +335,55 @@ def half_products(size: int) -> list[Group]:
     """float16 matrix products on the CPU."""
     a, b = torch.randn(size, size).half(), torch.randn(size, size).half()
     wide_a, wide_b = a.float(), b.float()
-    group = Group(name=f"float16 product, {size} cubed", baseline="torch float16 mm", aim="10 x", work=2 * size**3 / 1e9, unit="GFLOP/s")  # fmt: skip  # noqa: E501
+    group = Group(
+        name=f"float16 product, {size} cubed",
+        baseline="torch float16 mm",
+        aim="10 x",
+        work=2 * size**3 / 1e9,
+        unit="GFLOP/s",
+    )
     group.runs = {
         "torch float16 mm": lambda: a @ b,
         "lpconv matmul": lambda: matmul(a, b),
         "torch float32 mm, alone": lambda: wide_a @ wide_b,
     }
+    return [group]
+
+
+def tracking(size: int) -> list[Group]:
+    """What `track` adds to a training step of a small BERT, on steps that it records and on those between."""
+    import transformers
+
+    width = max(size // 4, 64)
+    config = transformers.BertConfig(
+        vocab_size=2000, hidden_size=width, intermediate_size=4 * width, num_hidden_layers=4, num_attention_heads=8
+    )
+    model = transformers.BertForMaskedLM(config)
+    optimizer = torch.optim.AdamW(model.parameters())
+    ids = torch.randint(0, 2000, (8, 128))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+
+    def recorded() -> None:
+        with track(model, every=1):
+            step()
+
+    def between() -> None:
+        with track(model, every=2) as tracker:
+            tracker.steps_seen = 1
+            step()
+
+    group = Group(
+        name=f"training step of a 4-layer BERT, width {width}, 1024 tokens",
+        baseline="plain",
+        aim="recorded <= 1.15 x the time; between and every 50th <= 1.01 x",
+        work=1.0,
+        unit="steps/s",
+    )
+    group.runs = {"plain": step, "track, a recorded step": recorded, "track, a step between": between}
     return [group]
 
 
@@ -316,6 +394,7 @@ GROUPS: dict[str, Callable[[int], list[Group]]] = {
     "histogram": histograms,
     "linear": training_step,
     "half": half_products,
+    "track": tracking,
 }
 
 

@@ -1,9 +1,10 @@
 """Llama-shaped checkpoints of a wanted size with random weights, for timing.
 
-    python -m benchmarks.synthetic DIRECTORY --size 2GB --dtype float32
+    python benchmarks/synthetic.py DIRECTORY --size 2GB --dtype float32
 
-Names, shapes and config.json are those of a `LlamaForCausalLM`, so transformers opens the result; the weights are normal
-with standard deviation 0.02, as most models are initialised, and depend on nothing but the arguments.
+Names, shapes and config.json are those of a `LlamaForCausalLM`, so transformers opens the result. The weights are
+normal with standard deviation 0.02, as most models are initialised, and depend on nothing but the arguments. Two
+matrices of the vocabulary are always there, so the smallest checkpoint has about 16 M parameters.
 """
 
 import argparse
@@ -91,7 +92,7 @@ def make_checkpoint(directory: Path, size_bytes: int, dtype: torch.dtype) -> Non
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     shards = list(_shards(shape, dtype))
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     generator = torch.Generator().manual_seed(0)
     for i, names in enumerate(shards, 1):
         file = f"model-{i:05}-of-{len(shards):05}.safetensors"

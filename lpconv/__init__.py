@@ -8,7 +8,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["__version__", "load"]
+    from torch import nn
+
+    from lpconv.probe.track import Tracker
+
+__all__ = ["__version__", "load", "track"]
 
 __version__ = "0.1.0"
 
@@ -18,3 +22,10 @@ def load(path: "str | Path", **kwargs: Any) -> Any:
     from lpconv.hf.load import load as load_output
 
     return load_output(path, **kwargs)
+
+
+def track(model: "nn.Module", *, every: int = 50) -> "Tracker":
+    """Record what number formats would do to a training run; the short name of `lpconv.probe.track.track`."""
+    from lpconv.probe.track import track as track_model
+
+    return track_model(model, every=every)

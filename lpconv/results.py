@@ -242,16 +242,22 @@ def _decode(kind: Any, data: Any) -> Any:
             return None
         return _decode(next(a for a in args if a is not type(None)), data)
     if origin is tuple:
-        return tuple(_decode(args[0], v) for v in data)
+        return tuple(_decode(args[0], v) for v in _checked(list, data))
     if dataclasses.is_dataclass(kind):
         return _decode_record(typing.cast(type, kind), data)
     if kind is float:
         return float(data)
+    return _checked(dict if origin is dict else kind, data)
+
+
+def _checked(kind: Any, data: Any) -> Any:
+    if kind is not Any and type(data) is not kind:  # not isinstance: True is no number here
+        raise TypeError(f"{data!r:.80} is no {kind.__name__}")
     return data
 
 
 def _decode_record(cls: type, data: dict[str, Any]) -> Any:
-    version = data.get("schema_version", SCHEMA_VERSION)
+    version = _checked(dict, data).get("schema_version", SCHEMA_VERSION)
     if version != SCHEMA_VERSION:
         raise ValueError(f"schema_version {version}, this lpconv reads {SCHEMA_VERSION}")
     hints = typing.get_type_hints(cls)
@@ -307,3 +313,87 @@ class InspectResult:
 
 
 __all__ += ["DtypeRecord", "InspectResult", "StoredTensor"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FormatRates:
+    """What one format does to a tensor at one loss scale: shares of its finite elements that are not zero.
+
+    `sqnr_db` is an estimate, infinite where the format holds every value and NaN where there is no signal. `fits` says
+    that next to nothing is lost (`lpconv.probe.advice.fits`).
+    """
+
+    format: str
+    log2_loss_scale: int
+    underflow: float
+    subnormal: float
+    overflow: float
+    sqnr_db: float
+    fits: bool
+
+    @property
+    def lost(self) -> float:
+        """The share of elements that become zero or lie beyond the range."""
+        return self.underflow + self.overflow
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbedRecord:
+    """One role of one layer (`words` say it): where its elements lie and what formats do to it.
+
+    `exponents` counts the elements by floor(log2|x|), lowest first. `plain` has the rates at loss scale 1, `scaled`
+    those at the scale recommended for each format, which differ for gradients only; both in the order of the report's
+    formats.
+    """
+
+    layer: str
+    role: str
+    words: str
+    is_gradient: bool
+    num_elements: int
+    num_zero: int
+    num_nonfinite: int
+    exponents: tuple[tuple[int, int], ...]
+    plain: tuple[FormatRates, ...]
+    scaled: tuple[FormatRates, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossScaleRecord:
+    """The power of two recommended for the loss in one format, and the worst gradient's underflow at 1 and there.
+
+    `max_log2_scale` is the largest that leaves headroom above the largest gradient seen.
+    """
+
+    format: str
+    log2_scale: int
+    max_log2_scale: int
+    worst_underflow_before: float
+    worst_underflow_after: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeReport:
+    """Answers from a probe's histograms for a few formats. `findings` holds each format's worst tensors in words.
+
+    `classes` are the roles in words, in the order of a training step. `facts` says how the probe was run, label by
+    label. `overhead` is the time of recording as a share of the rest.
+    """
+
+    schema_version: int = SCHEMA_VERSION
+    kind: str = "probe-report"
+    name: str
+    facts: dict[str, str]
+    formats: tuple[str, ...]
+    classes: tuple[str, ...]
+    steps_seen: int
+    steps_recorded: int
+    losses: tuple[float, ...]
+    overhead: float
+    tensors: tuple[ProbedRecord, ...]
+    loss_scales: tuple[LossScaleRecord, ...]
+    findings: dict[str, tuple[str, ...]]
+    warnings: tuple[str, ...] = ()
+
+
+__all__ += ["FormatRates", "LossScaleRecord", "ProbeReport", "ProbedRecord"]

@@ -5,27 +5,34 @@ import os
 import struct
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 import lpconv
+from lpconv.errors import LpconvError
+from lpconv.results import ConvertResult
 
 __all__ = [
     "DEMO_TENSORS",
+    "REPORTS",
+    "Run",
     "bits_of",
     "cli_environment",
     "files_of",
     "published",
     "raw_safetensors",
+    "refusal",
     "run_cli",
-    "save_tiny_model",
     "write_checkpoint",
 ]
+
+Run = Callable[..., ConvertResult]
 
 # A matrix that is converted, a vector that is kept, and an integer buffer that is copied.
 DEMO_TENSORS = {
@@ -64,46 +71,6 @@ def raw_safetensors(header: Mapping[str, Any] | bytes, payload: bytes = b"", *, 
     return struct.pack("<Q", len(raw) if length is None else length) + raw + payload
 
 
-def save_tiny_model(kind: str, directory: Path, *, safe: bool = True) -> Path:
-    """A two-layer BERT, tied GPT-2 or tied Llama with random weights, as `transformers` saves it."""
-    import transformers
-
-    common = {"vocab_size": 64}
-    torch.manual_seed(0)
-    if kind == "bert":
-        model: Any = transformers.BertForMaskedLM(
-            transformers.BertConfig(
-                **common,
-                hidden_size=32,
-                num_hidden_layers=2,
-                num_attention_heads=2,
-                intermediate_size=64,
-                max_position_embeddings=32,
-            )
-        )
-    elif kind == "gpt2":
-        model = transformers.GPT2LMHeadModel(
-            transformers.GPT2Config(**common, n_embd=32, n_layer=2, n_head=2, n_positions=32)
-        )
-    else:
-        model = transformers.LlamaForCausalLM(
-            transformers.LlamaConfig(
-                **common,
-                hidden_size=32,
-                num_hidden_layers=2,
-                num_attention_heads=2,
-                intermediate_size=64,
-                max_position_embeddings=32,
-                tie_word_embeddings=True,
-            )
-        )
-    model.save_pretrained(directory)
-    if not safe:
-        (directory / "model.safetensors").unlink()
-        torch.save(model.state_dict(), directory / "pytorch_model.bin")
-    return directory
-
-
 def files_of(directory: Path, *, without: set[str] = REPORTS) -> dict[str, bytes]:
     """Every file below `directory` with its bytes, but for the two reports of the run."""
     found = ((p.relative_to(directory).as_posix(), p) for p in sorted(directory.rglob("*")) if p.is_file())
@@ -119,6 +86,15 @@ def published(output: Path) -> bool:
     """Whether anything is called OUT, or something beside it looks like a finished output."""
     partial = output.with_name(output.name + ".partial")
     return os.path.lexists(output) or ((partial / "lpconv.json").exists() and not (partial / "journal.jsonl").exists())
+
+
+def refusal(run: Run, output: Path, **options: Any) -> LpconvError:
+    """The error that a run ends in; it has a hint, and nothing was published."""
+    with pytest.raises(LpconvError) as caught:
+        run(**options)
+    assert caught.value.hint
+    assert not published(output)
+    return caught.value
 
 
 def cli_environment(**extra: str) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """The layer table of docs/design: a package imports only from lower rows, never from its own row or above."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -54,3 +55,12 @@ def test_no_relative_imports() -> None:
     for path in modules():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             assert not (isinstance(node, ast.ImportFrom) and node.level), f"{path} uses a relative import"
+
+
+def test_the_table_in_the_docs_is_this_one() -> None:
+    page = (ROOT.parent / "docs/design/README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d) \| ([^|]+) \|", page, flags=re.MULTILINE)
+    documented = {name.strip("`/"): int(row) for row, names in rows for name in re.findall(r"`[\w/]+`", names)}
+    assert documented == {
+        name: row for name, row in ROWS.items() if (ROOT / name).exists() or (ROOT / f"{name}.py").exists()
+    }

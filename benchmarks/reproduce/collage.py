@@ -1,10 +1,14 @@
-"""What bf16 training loses, and what Collage keeps: one command, one table, one figure, the raw figures beside them.
+"""What bf16 training loses, and what Collage keeps: one command, tables, one figure, the raw figures beside them.
 
     python benchmarks/reproduce/collage.py --out benchmarks/results/collage
 
 1. Displacement: 20,000 weights follow 1,500 given gradients; each variant beside AdamW in fp64.
-2. Byte-level language model, from scratch, with beta2 = 0.999 and a small learning rate: held-out loss, effective
-   descent quality and lost updates of each variant, over several seeds. The text is the plays that ship with lpconv.
+2. Training from scratch: a byte-level language model on the plays that ship with lpconv, beta2 = 0.999, small lr.
+3. Fine-tuning: the demo checkpoint, converted with `--method collage`, on two thirds of the play it never saw; the last
+   third is held out. The learning rate is so small that most updates are below half an ulp of a bf16 weight.
+
+Of the last two: held-out loss, effective descent quality and lost updates of each variant, over several seeds. All arms
+of a seed start from the same fp32 weights, as exactly as each can keep them, and see the same batches.
 
 Writes results.json, table.md and figure.png. `--quick` is for trying the script: its numbers mean nothing.
 """
@@ -17,19 +21,24 @@ import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import matplotlib
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lpconv.data import demo_text
-from lpconv.optim import CollageAdamW, start_from_fp32
+from lpconv.convert.options import ConvertOptions
+from lpconv.convert.run import convert
+from lpconv.data import demo_checkpoint, demo_text
+from lpconv.optim import CollageAdamW, start_from_checkpoint, start_from_fp32
 from lpconv.optim.diagnostics import combine
 from lpconv.optim.storage import VARIANTS, total
 
 matplotlib.use("agg")
 from matplotlib import pyplot as plt
+
+MakeOptimizer: TypeAlias = Callable[[LlamaForCausalLM], CollageAdamW]
 
 ARMS = [(variant, "fused") for variant in VARIANTS] + [("light", "paper"), ("plus", "paper")]
 BASE = "fp32-master"
@@ -50,6 +59,7 @@ class Displacement:
 class Curve:
     """One training run; losses are held-out, in nats per byte, and `steps` says at which step each was taken."""
 
+    task: str
     arm: str
     seed: int
     steps: list[int]
@@ -77,13 +87,24 @@ class Size:
 
 
 FULL = Size(
-    num_weights=20_000, displacement_steps=1500, train_steps=2000, evaluate_every=100, batch=16, length=128,
+    num_weights=20_000, displacement_steps=1500, train_steps=1000, evaluate_every=50, batch=8, length=128,
     hidden=128, layers=4, seeds=3,
 )  # fmt: skip
 QUICK = Size(
     num_weights=500, displacement_steps=50, train_steps=20, evaluate_every=10, batch=2, length=32, hidden=32, layers=1,
     seeds=2,
 )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """`start(seed, make_optimizer)` gives the bf16 model and its optimizer, both at the fp32 starting point."""
+
+    name: str
+    train: Tensor
+    held_out: Tensor
+    lr: float
+    start: Callable[[int, MakeOptimizer], tuple[LlamaForCausalLM, CollageAdamW]]
 
 
 def arm_name(variant: str, arithmetic: str) -> str:
@@ -136,33 +157,57 @@ def windows(data: Tensor, count: int, length: int, generator: torch.Generator) -
     return torch.stack([data[s : s + length] for s in starts.tolist()])
 
 
-def train(variant: str, arithmetic: str, seed: int, texts: dict[str, Tensor], lr: float, size: Size) -> Curve:
-    """From one fp32 initialisation per seed; all arms of a seed see the same batches."""
-    initial = byte_model(size, seed)
-    model = byte_model(size, seed).bfloat16()
-    optimizer = CollageAdamW(
-        model.parameters(), lr=lr, betas=(0.9, 0.999), weight_decay=0.1, variant=variant, arithmetic=arithmetic,
-        seed=seed, diagnostics_every=size.evaluate_every,
+def scratch(size: Size) -> Task:
+    def start(seed: int, make_optimizer: MakeOptimizer) -> tuple[LlamaForCausalLM, CollageAdamW]:
+        model = byte_model(size, seed).bfloat16()
+        optimizer = make_optimizer(model)
+        start_from_fp32(optimizer, model, byte_model(size, seed).state_dict())
+        return model, optimizer
+
+    train_text, held_out = (byte_tensor(demo_text(split)) for split in ("train", "heldout"))
+    return Task(name="from scratch", train=train_text, held_out=held_out, lr=2e-4, start=start)
+
+
+def finetune(folder: Path) -> Task:
+    if not folder.exists():
+        convert(str(demo_checkpoint()), folder, ConvertOptions(method="collage"))
+
+    def start(seed: int, make_optimizer: MakeOptimizer) -> tuple[LlamaForCausalLM, CollageAdamW]:
+        model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        optimizer = make_optimizer(model)
+        start_from_checkpoint(optimizer, model, folder)
+        return model, optimizer
+
+    play = byte_tensor(demo_text("heldout"))
+    cut = len(play) * 2 // 3
+    return Task(name="fine-tuning", train=play[:cut], held_out=play[cut:], lr=5e-6, start=start)
+
+
+def train(task: Task, variant: str, arithmetic: str, seed: int, size: Size) -> Curve:
+    model, optimizer = task.start(
+        seed,
+        lambda model: CollageAdamW(
+            model.parameters(), lr=task.lr, betas=(0.9, 0.999), weight_decay=0.1, variant=variant,
+            arithmetic=arithmetic, seed=seed, diagnostics_every=size.evaluate_every,
+        ),
     )  # fmt: skip
-    start_from_fp32(optimizer, model, initial.state_dict())
-    held_out = windows(texts["heldout"], 64, size.length, torch.Generator().manual_seed(0))
+    held_out = windows(task.held_out, 64, size.length, torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(seed)
     steps, losses, records = [], [], []
     began = time.perf_counter()
     for step in range(1, size.train_steps + 1):
-        optimizer.param_groups[0]["lr"] = lr * min(1.0, step / 100)
-        tokens = windows(texts["train"], size.batch, size.length, generator)
-        loss = model(input_ids=tokens, labels=tokens).loss
-        torch.autograd.backward(loss)
+        optimizer.zero_grad()
+        optimizer.param_groups[0]["lr"] = task.lr * min(1.0, step / 100)
+        tokens = windows(task.train, size.batch, size.length, generator)
+        torch.autograd.backward(model(input_ids=tokens, labels=tokens).loss)
         optimizer.step()
         if step % size.evaluate_every == 0:
             steps.append(step)
             records.append(combine(optimizer.records))
             with torch.no_grad():
                 losses.append(float(model(input_ids=held_out, labels=held_out).loss))
-        if step < size.train_steps:
-            optimizer.zero_grad()
     return Curve(
+        task=task.name,
         arm=arm_name(variant, arithmetic),
         seed=seed,
         steps=steps,
@@ -179,78 +224,78 @@ def mean_of(curves: list[Curve], value: Callable[[Curve], float]) -> float:
     return statistics.fmean(map(value, curves))
 
 
-def table(displacements: list[Displacement], curves: list[Curve]) -> str:
-    """Markdown. The last columns are means over seeds; the excess over fp32-master is taken seed by seed."""
+def displacement_table(found: list[Displacement]) -> str:
+    lines = ["| variant | " + " | ".join(f"beta2 = {b}" for b in BETA2S) + " |", "|---|" + "---|" * len(BETA2S)]
+    for arm in dict.fromkeys(d.arm for d in found):
+        cells = [f"{d.displacement_error:.1e}; {d.v_ratio:.3f}" for d in found if d.arm == arm]
+        lines.append(f"| {arm} | " + " | ".join(cells) + " |")
+    return "\n".join(["Displacement error; v over fp64's v", "", *lines, ""])
+
+
+def training_table(task: str, curves: list[Curve]) -> str:
+    """Means over seeds at the last step; the excess over fp32-master is taken seed by seed, ± its deviation."""
     by_arm = {arm: [c for c in curves if c.arm == arm] for arm in dict.fromkeys(c.arm for c in curves)}
-    head = [f"displacement error; v ratio, beta2 {b}" for b in BETA2S]
     lines = [
-        "| variant | bytes/parameter | "
-        + " | ".join(head)
-        + " | held-out loss | over fp32-master | EDQ full | updates lost |",
-        "|" + "---|" * (len(head) + 6),
+        "| variant | bytes/parameter | held-out loss | over fp32-master | EDQ hi | EDQ full | updates lost |",
+        "|" + "---|" * 7,
     ]
     for arm, runs in by_arm.items():
-        cells = [
-            f"{d.displacement_error:.1e}; {d.v_ratio:.3f}"
-            for b in BETA2S
-            for d in displacements
-            if (d.arm, d.beta2) == (arm, b)
-        ]
         excess = [c.held_out_loss[-1] - b.held_out_loss[-1] for c, b in zip(runs, by_arm[BASE], strict=True)]
         spread = statistics.stdev(excess) if len(excess) > 1 else 0.0
         lines.append(
-            f"| {arm} | {mean_of(runs, lambda c: c.bytes_per_parameter):.1f} | "
-            + " | ".join(cells)
-            + f" | {mean_of(runs, lambda c: c.held_out_loss[-1]):.4f} | {statistics.fmean(excess):+.4f} ± {spread:.4f}"
-            + f" | {mean_of(runs, lambda c: c.edq_full[-1]):.4f}"
-            + f" | {mean_of(runs, lambda c: c.lost_full[-1]):.1%} |"
+            f"| {arm} | {mean_of(runs, lambda c: c.bytes_per_parameter):.1f} "
+            f"| {mean_of(runs, lambda c: c.held_out_loss[-1]):.4f} | {statistics.fmean(excess):+.4f} ± {spread:.4f} "
+            f"| {mean_of(runs, lambda c: c.edq_hi[-1]):.4f} | {mean_of(runs, lambda c: c.edq_full[-1]):.4f} "
+            f"| {mean_of(runs, lambda c: c.lost_full[-1]):.1%} |"
         )
-    return "\n".join(lines) + "\n"
+    return "\n".join([f"{task.capitalize()}, {len(by_arm[BASE])} seeds", "", *lines, ""])
 
 
 def figure(curves: list[Curve], path: Path) -> None:
-    """Held-out loss and EDQ of what is kept, over the steps; one line per arm, the mean over seeds."""
-    _, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    for arm in dict.fromkeys(c.arm for c in curves):
-        runs = [c for c in curves if c.arm == arm]
-        left.plot(runs[0].steps, [statistics.fmean(x) for x in zip(*(c.held_out_loss for c in runs), strict=True)])
-        right.plot(
-            runs[0].steps, [statistics.fmean(x) for x in zip(*(c.edq_full for c in runs), strict=True)], label=arm
-        )
-    left.set(xlabel="step", ylabel="held-out loss, nats per byte")
-    right.set(xlabel="step", ylabel="EDQ / |intended update|")
-    right.legend(fontsize=8)
+    """Per task: held-out loss and EDQ of what is kept, over the steps; one line per arm, the mean over seeds."""
+    tasks = list(dict.fromkeys(c.task for c in curves))
+    _, axes = plt.subplots(len(tasks), 2, figsize=(11, 4 * len(tasks)), layout="constrained", squeeze=False)
+    for (left, right), task in zip(axes, tasks, strict=True):
+        for arm in dict.fromkeys(c.arm for c in curves):
+            runs = [c for c in curves if (c.task, c.arm) == (task, arm)]
+            left.plot(runs[0].steps, [statistics.fmean(x) for x in zip(*(c.held_out_loss for c in runs), strict=True)])
+            edq = [statistics.fmean(x) for x in zip(*(c.edq_full for c in runs), strict=True)]
+            right.plot(runs[0].steps, edq, label=arm)
+        left.set(title=task, xlabel="step", ylabel="held-out loss, nats per byte")
+        right.set(xlabel="step", ylabel="EDQ / |intended update|")
+        right.legend(fontsize=8)
     plt.savefig(path, dpi=120)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--lr", type=float, default=2e-4)
     parser.add_argument("--quick", action="store_true")
     args = parser.parse_args()
     warnings.filterwarnings("ignore", message="variant .* keeps the second moment in bf16")  # that is the experiment
 
     size = QUICK if args.quick else FULL
-    texts = {split: byte_tensor(demo_text(split)) for split in ("train", "heldout")}
+    args.out.mkdir(parents=True, exist_ok=True)
     displacements = [displacement(v, a, b, size) for v, a in ARMS for b in BETA2S]
     curves = []
-    for seed in range(size.seeds):
-        for variant, arithmetic in ARMS:
-            curves.append(train(variant, arithmetic, seed, texts, args.lr, size))
-            print(f"seed {seed}  {curves[-1].arm:14}  loss {curves[-1].held_out_loss[-1]:.4f}", flush=True)
+    for task in (scratch(size), finetune(args.out / "demo-collage")):
+        for seed in range(size.seeds):
+            for variant, arithmetic in ARMS:
+                curves.append(train(task, variant, arithmetic, seed, size))
+                print(f"{task.name}, seed {seed}  {curves[-1].arm:14} {curves[-1].held_out_loss[-1]:.4f}", flush=True)
 
-    args.out.mkdir(parents=True, exist_ok=True)
-    settings = asdict(size) | {"lr": args.lr, "text_bytes": len(texts["train"]), "torch": torch.__version__}
+    settings = asdict(size) | {"torch": torch.__version__}
     raw = {
         "settings": settings,
         "displacement": [asdict(d) for d in displacements],
         "runs": [asdict(c) for c in curves],
     }
     (args.out / "results.json").write_text(json.dumps(raw, indent=1) + "\n")
-    (args.out / "table.md").write_text(table(displacements, curves))
+    by_task = {task: [c for c in curves if c.task == task] for task in dict.fromkeys(c.task for c in curves)}
+    tables = [displacement_table(displacements), *(training_table(task, runs) for task, runs in by_task.items())]
+    (args.out / "table.md").write_text("\n".join(tables))
     figure(curves, args.out / "figure.png")
-    print(table(displacements, curves))
+    print("\n".join(tables))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any
 
 from lpconv.errors import InputError
 
-__all__ = ["Contents", "read_contents", "read_json"]
+__all__ = ["Contents", "check_inside", "read_contents", "read_json"]
 
 _INDEX_SUFFIX = ".index.json"
 # Weight files of any framework, and what training leaves behind: never copied as side files.
@@ -50,16 +50,16 @@ def read_contents(directory: Path) -> Contents:
     config_path = directory / "config.json"
     if not config_path.exists():
         raise InputError(f"`{directory}` has no config.json", hint="is it a Hugging Face checkpoint directory?")
-    _check_inside(directory, config_path.name)
+    check_inside(directory, config_path.name)
     config = read_json(config_path)
     _check_config(config, config_path)
     kind, files, weight_map = _weights(directory)
     for name in files:
-        _check_inside(directory, name)
+        check_inside(directory, name)
     side_files = tuple(sorted(_side_files(directory, set(files))))
     for name in side_files:
         _check_file_name(directory, name)
-        _check_inside(directory, name)
+        check_inside(directory, name)
     return Contents(
         directory=directory,
         kind=kind,
@@ -97,7 +97,7 @@ def _weights(directory: Path) -> tuple[str, tuple[str, ...], dict[str, str] | No
     for kind, stem in (("safetensors", "model.safetensors"), ("torch", "pytorch_model.bin")):
         index = directory / (stem + _INDEX_SUFFIX)
         if index.exists():
-            _check_inside(directory, index.name)
+            check_inside(directory, index.name)
             weight_map = _weight_map(index)
             files = tuple(sorted(set(weight_map.values())))
             missing = [f for f in files if not (directory / f).exists()]
@@ -140,16 +140,19 @@ def _is_plain(name: str) -> bool:
     return bool(name) and not path.is_absolute() and ".." not in path.parts and "\\" not in name and "\0" not in name
 
 
-def _check_inside(directory: Path, name: str) -> None:
-    """Refuse links out of the directory, but for the Hugging Face cache, whose snapshots link to its blobs."""
+def check_inside(directory: Path, name: str) -> None:
+    """Raises InputError for a name that is no file, or a link out of `directory`.
+
+    The Hugging Face cache is an exception: its snapshots link to its blobs.
+    """
     target = Path(os.path.realpath(directory / name))  # Path.resolve raises RuntimeError for a link to itself
     root = directory.resolve()
     blobs = root.parent.parent / "blobs"
     inside_cache = root.parent.name == "snapshots" and target.is_relative_to(blobs)
     if not target.is_relative_to(root) and not inside_cache:
         raise InputError(
-            f"`{directory / name}` is a link that leads out of the checkpoint",
-            hint="replace the link by the file if you trust it",
+            f"`{directory / name}` leads out of the checkpoint",
+            hint="replace a link by the file if you trust it",
         )
     if not target.is_file():
         raise InputError(f"`{directory / name}` is not a regular file", hint="remove it or fetch it again")

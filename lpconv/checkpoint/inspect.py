@@ -7,7 +7,7 @@ from typing import Any
 from lpconv.checkpoint.contents import Contents, read_contents, read_json
 from lpconv.checkpoint.header import TensorInfo, read_header
 from lpconv.errors import InputError, LpconvError
-from lpconv.results import DtypeRecord, FileRecord, InspectResult, StoredTensor
+from lpconv.results import DtypeRecord, FileRecord, InspectResult, StoredTensor, TensorRecord, from_json
 
 __all__ = ["describe", "inspect"]
 
@@ -34,8 +34,8 @@ def inspect(directory: Path, *, name: str | None = None) -> InspectResult:
 def describe(contents: Contents, stored: Stored, *, name: str, problems: Sequence[str] = ()) -> InspectResult:
     """The record of a checkpoint whose tensors, with their files, are known."""
     provenance = _provenance(contents.directory)
-    records = provenance.get("tensors", ())
-    scales = {t["name"]: t["scale"] for t in records if t.get("scale") is not None}
+    records = from_json(tuple[TensorRecord, ...], provenance.get("tensors", []))
+    scales = {t.name: t.scale for t in records if t.scale is not None}
     return InspectResult(
         path=name,
         architecture=next(iter(contents.config.get("architectures") or ()), None),
@@ -45,7 +45,7 @@ def describe(contents: Contents, stored: Stored, *, name: str, problems: Sequenc
         shards=tuple(
             FileRecord(name=f, size_bytes=(contents.directory / f).stat().st_size) for f in contents.weight_files
         ),
-        ties={t["name"]: t["tied_to"] for t in records if t.get("tied_to")},
+        ties={t.name: t.tied_to for t in records if t.tied_to},
         tensors=tuple(
             StoredTensor(
                 name=i.name, dtype=i.dtype, shape=i.shape, file=f, size_bytes=i.num_bytes, scale=scales.get(i.name)

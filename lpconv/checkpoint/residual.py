@@ -12,11 +12,11 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-from lpconv.checkpoint.contents import read_json
+from lpconv.checkpoint.contents import check_inside, read_json
 from lpconv.checkpoint.partfile import sha256_of
 from lpconv.errors import InputError
 
-__all__ = ["RESIDUAL_INDEX", "Residuals", "read_residual", "residual_index"]
+__all__ = ["RESIDUAL_INDEX", "Residuals", "find_residual", "read_residual", "residual_index"]
 
 RESIDUAL_INDEX = "collage/residual.json"
 _VERSION = 1
@@ -24,11 +24,12 @@ _VERSION = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Residuals:
-    """`form` is a key of `lpconv.mcf.split.RESIDUALS`; `files` are residual files, checked against their roots."""
+    """`form` is a key of `lpconv.mcf.split.RESIDUALS`; `roots` are pairs of a root file and its SHA-256."""
 
     form: str
     directory: Path
     files: tuple[str, ...]
+    roots: tuple[tuple[str, str], ...]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Name and residual of every tensor that has one."""
@@ -49,6 +50,18 @@ def residual_index(form: str, pairs: list[tuple[str, str, str]]) -> dict[str, An
 
 def read_residual(directory: Path) -> Residuals | None:
     """The residual of a checkpoint, None where it has none. Raises InputError where a root file has changed."""
+    found = find_residual(directory)
+    for name, digest in found.roots if found else ():
+        if sha256_of(directory / name) != digest:
+            raise InputError(
+                f"`{name}` has changed since its residual was written",
+                hint="the residual belongs to other weights; delete the collage folder to use the root alone",
+            )
+    return found
+
+
+def find_residual(directory: Path) -> Residuals | None:
+    """What `read_residual` gives, without reading the root files: for a writer that has just hashed them."""
     path = directory / RESIDUAL_INDEX
     if not path.exists():
         return None
@@ -57,13 +70,15 @@ def read_residual(directory: Path) -> Residuals | None:
         raise InputError(
             f"`{path}` has format_version {document.get('format_version')}", hint="a newer lpconv opens it"
         )
-    for low, entry in document["files"].items():
-        root = directory / entry["root"]
-        if not root.exists() or not (directory / low).exists():
-            raise InputError(f"`{low}` or its root `{entry['root']}` is missing", hint="fetch the checkpoint again")
-        if sha256_of(root) != entry["root_sha256"]:
-            raise InputError(
-                f"`{entry['root']}` has changed since its residual was written",
-                hint="the residual belongs to other weights; delete the collage folder to use the root alone",
-            )
-    return Residuals(form=document["residual"], directory=directory, files=tuple(document["files"]))
+    form, files = document.get("residual"), document.get("files")
+    if not isinstance(form, str) or not isinstance(files, dict) or not all(map(_is_entry, files.values())):
+        raise InputError(f"`{path}` is not the index of a residual", hint="fetch the checkpoint again")
+    for low, entry in files.items():
+        for name in (low, entry["root"]):
+            check_inside(directory, name)
+    roots = tuple((entry["root"], entry["root_sha256"]) for entry in files.values())
+    return Residuals(form=form, directory=directory, files=tuple(files), roots=roots)
+
+
+def _is_entry(value: object) -> bool:
+    return isinstance(value, dict) and all(isinstance(value.get(k), str) for k in ("root", "root_sha256"))

@@ -5,6 +5,7 @@ complete snapshot is used without a request, so a run with and without network r
 another.
 """
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,10 +46,11 @@ def resolve(name: str, *, revision: str | None = None) -> Resolved:
     """
     if name == DEMO:
         return _demo(revision)
-    path = Path(name).expanduser()
-    if name and path.is_dir():
+    # The functions of os.path never raise, whatever was typed: names too long, users that do not exist.
+    path = Path(os.path.expanduser(name))
+    if name and os.path.isdir(path):
         return _local(name, path, revision)
-    if path.is_file():
+    if os.path.isfile(path):
         raise InputError(
             f"`{name}` is a file, not a checkpoint directory", hint=f"pass the directory that holds it: {path.parent}"
         )

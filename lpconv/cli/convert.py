@@ -32,7 +32,7 @@ def convert(
         typer.Option(
             "--format",
             "-f",
-            help=", ".join(_METHOD_FORMATS) + " [default: fp16, collage bf16]",
+            help=", ".join(_METHOD_FORMATS) + " (default: fp16, collage bf16)",
             autocompletion=lambda: list(_METHOD_FORMATS),
             rich_help_panel=_WHAT,
         ),
@@ -42,7 +42,7 @@ def convert(
         str | None,
         typer.Option(
             "--residual",
-            help="Collage: how the lost bits are kept: " + ", ".join(_RESIDUALS) + " [default: bf16]",
+            help="Collage: how the lost bits are kept: " + ", ".join(_RESIDUALS) + " (default: bf16)",
             autocompletion=lambda: list(_RESIDUALS),
             rich_help_panel=_WHAT,
         ),
@@ -77,7 +77,7 @@ def convert(
     max_shard_size: Annotated[
         str | None,
         typer.Option(
-            "--max-shard-size", help="Such as 5GB [default: as the source]", metavar="SIZE", rich_help_panel=_WHAT
+            "--max-shard-size", help="Such as 5GB (default: as the source)", metavar="SIZE", rich_help_panel=_WHAT
         ),
     ] = None,
     verify: Annotated[
@@ -106,7 +106,7 @@ def convert(
     ] = None,
     workers: Annotated[
         int | None,
-        typer.Option("--workers", help="Encoder threads [default: cores, at most 8]", min=1, rich_help_panel=_HOW),
+        typer.Option("--workers", help="Encoder threads (default: cores, at most 8)", min=1, rich_help_panel=_HOW),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show the plan and write nothing.", rich_help_panel=_HOW)

@@ -10,6 +10,7 @@ from types import FrameType
 from typing import ParamSpec
 
 from lpconv.errors import InterruptedRunError, LpconvError
+from lpconv.report.printable import printable
 
 __all__ = ["handled"]
 
@@ -60,7 +61,12 @@ def _interrupted(number: int, kwargs: dict[str, object]) -> InterruptedRunError:
 def _fail(error: LpconvError, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"schema_version": 1, "error": error.to_dict()}, indent=2, default=str))
-    print(f"error: {error.message}", file=sys.stderr)
+    _say("error", error.message)
     if error.hint:
-        print(f"hint: {error.hint}", file=sys.stderr)
+        _say("hint", error.hint)
     sys.exit(error.exit_code)
+
+
+def _say(what: str, text: str) -> None:
+    """A message on stderr. It may quote names from a file that anybody made, so no control character gets through."""
+    print(f"{what}: " + "\n".join(map(printable, text.split("\n"))), file=sys.stderr)

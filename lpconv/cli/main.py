@@ -11,6 +11,7 @@ from lpconv.cli.demo import demo
 from lpconv.cli.doctor import doctor
 from lpconv.cli.handling import handled
 from lpconv.cli.inspect import inspect
+from lpconv.cli.probe import probe
 from lpconv.cli.report import report
 from lpconv.cli.restore import restore
 from lpconv.cli.verify import verify
@@ -27,7 +28,7 @@ app = typer.Typer(
     epilog="Start with [bold]lpconv demo[/bold]. Exit codes are listed in docs/cli.md.",
 )
 
-for command in (convert, inspect, verify, restore, report, batch, doctor, demo):
+for command in (convert, inspect, verify, restore, probe, report, batch, doctor, demo):
     app.command()(handled(command))
 
 

@@ -16,7 +16,7 @@ def verify(
     path: Annotated[str, typer.Argument(help="An output of `lpconv convert`.", metavar="PATH")],
     against: Annotated[
         str | None,
-        typer.Option("--against", help="The source it was made from [default: the one it names]", metavar="MODEL"),
+        typer.Option("--against", help="The source it was made from (default: the one it names)", metavar="MODEL"),
     ] = None,
     level: Annotated[
         str, typer.Option("--level", help="hash, weights (every element), or logits (both models run).")

@@ -5,8 +5,7 @@ noise for images and audio. Where the head of the architecture has no weights in
 states are compared instead, because random heads would compare nothing.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from lpconv.errors import UnsupportedError
 from lpconv.hf.load import architecture, load
+from lpconv.hf.quiet import quiet_transformers
 from lpconv.results import LogitsCheck
 
 __all__ = ["check_logits", "example_inputs"]
@@ -25,23 +25,8 @@ _BATCH, _LENGTH, _SEED = 2, 32, 0
 
 def check_logits(source: Path, output: Path, config: dict[str, Any], *, trust_remote_code: bool) -> LogitsCheck:
     """Outputs of both models in fp32 on the CPU. Raises UnsupportedError where no inputs can be made for the model."""
-    with _quiet_transformers():
+    with quiet_transformers():
         return _check(source, output, config, trust_remote_code)
-
-
-@contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """No bars and no loading reports: what they would say is in our own result."""
-    logging = transformers.utils.logging
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
 
 
 def _check(source: Path, output: Path, config: dict[str, Any], trust_remote_code: bool) -> LogitsCheck:
@@ -119,7 +104,7 @@ def _compare(wanted: Tensor, got: Tensor, model: str, inputs: str) -> LogitsChec
     return LogitsCheck(
         max_abs_diff=float(difference.abs().max()),
         rel_error=float(difference.norm() / wanted.double().norm()) if wanted.any() else float(difference.norm()),
-        bit_equal=torch.equal(wanted, got),
+        bit_equal=bool(((wanted == got) | (wanted.isnan() & got.isnan())).all()),
         top1_agreement=float((wanted.argmax(-1) == got.argmax(-1)).double().mean()),
         mean_kl=float((log_p.exp() * (log_p - log_q)).sum(-1).mean()),
         model_class=model,

@@ -10,49 +10,63 @@ from torch import Tensor
 
 from lpconv.checkpoint.contents import Contents, read_contents, read_json
 from lpconv.checkpoint.header import DTYPE_BITS
-from lpconv.checkpoint.residual import read_residual
-from lpconv.checkpoint.source import TORCH_DTYPES, SafetensorsSource, TensorEntry
+from lpconv.checkpoint.residual import Residuals, read_residual
+from lpconv.checkpoint.source import SAFETENSORS_DTYPES, TORCH_DTYPES, SafetensorsSource, TensorEntry
 from lpconv.checkpoint.staging import MARKER
 from lpconv.convert.encode import decode_scaled
 from lpconv.convert.plan import SCALE_SUFFIX
 from lpconv.errors import InputError
+from lpconv.formats.spec import FORMATS
+from lpconv.lookup import find
 from lpconv.mcf.split import RESIDUALS, Residual
 from lpconv.results import TensorRecord, from_json
 
 __all__ = ["OutputReader", "read_provenance"]
 
 _FORMAT_VERSION = 1
+# What is read from lpconv.json, and the JSON type it has.
+_PROVENANCE = {"method": str, "source": dict, "source_config": dict, "tensors": list}
 
 
 def read_provenance(directory: Path) -> dict[str, Any]:
-    """The document `lpconv.json` of an output. Raises InputError where there is none, or a newer one."""
+    """The document `lpconv.json` of an output. Raises InputError where there is none, a broken one or a newer one."""
     if not (directory / MARKER).exists():
         raise InputError(f"`{directory}` has no {MARKER}", hint="pass an output of `lpconv convert`")
     document = read_json(directory / MARKER)
     if document.get("format_version") != _FORMAT_VERSION:
         raise InputError(f"`{directory}` has format_version {document.get('format_version')}", hint="update lpconv")
+    wrong = [k for k, kind in _PROVENANCE.items() if not isinstance(document.get(k), kind)]
+    if wrong:
+        raise InputError(f"`{directory / MARKER}` has no {' and no '.join(wrong)}", hint="fetch the output again")
     return document
 
 
 class OutputReader:
     """The tensors of a converted checkpoint under their source names.
 
-    `records` says how each was converted; `from_directory` takes them from the output itself.
+    `records` says how each was converted and `residuals` what completes them; `from_directory` takes both from the
+    output itself, and checks that they belong together.
     """
 
-    def __init__(self, directory: Path, records: Sequence[TensorRecord]) -> None:
+    def __init__(self, directory: Path, records: Sequence[TensorRecord], residuals: Residuals | None) -> None:
         contents = read_contents(directory)
         self.records = {r.name: r for r in records if r.action != "tie"}
+        self._form = _form(residuals.form) if residuals else None
         self._root = SafetensorsSource(contents)
-        residuals = read_residual(directory)
-        self._form: Residual | None = RESIDUALS[residuals.form] if residuals else None
-        self._low = _residual_source(contents, residuals.files) if residuals else None
-        self._scales = {r.name: self._scale(r) for r in self.records.values() if r.scale is not None}
+        self._low: SafetensorsSource | None = None
+        try:
+            self._low = _residual_source(contents, residuals.files) if residuals else None
+            self._scales = {r.name: self._scale(r) for r in self.records.values() if r.scale is not None}
+            for record in self.records.values():
+                self._check(record)
+        except BaseException:
+            self.close()
+            raise
 
     @classmethod
     def from_directory(cls, directory: Path) -> Self:
         document = read_provenance(directory)
-        return cls(directory, [from_json(TensorRecord, t) for t in document["tensors"]])
+        return cls(directory, from_json(tuple[TensorRecord, ...], document["tensors"]), read_residual(directory))
 
     @property
     def form(self) -> str:
@@ -62,6 +76,17 @@ class OutputReader:
     @property
     def entries(self) -> Mapping[str, TensorEntry]:
         return self._root.entries
+
+    def _check(self, record: TensorRecord) -> None:
+        """Raises InputError where the files do not hold what the record says."""
+        fits = _holds(self._root, record.name, *_stored_form(record))
+        if record.action == "convert" and record.scale is None:
+            low = SAFETENSORS_DTYPES[self._form.dtype] if self._form else ""
+            fits = fits and self._low is not None and _holds(self._low, record.name, low, record.shape)
+        if not fits:
+            raise InputError(
+                f"tensor `{record.name}` is not stored as {MARKER} says", hint="fetch the checkpoint again"
+            )
 
     def _scale(self, record: TensorRecord) -> float:
         name = record.name + SCALE_SUFFIX
@@ -94,6 +119,24 @@ class OutputReader:
 
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+
+def _form(name: str) -> Residual:
+    return find("residual", name, RESIDUALS, error=InputError)
+
+
+def _stored_form(record: TensorRecord) -> tuple[str, tuple[int, ...]]:
+    """dtype and shape of a tensor in the root file; the dtype is empty for records that make no sense."""
+    if record.action == "keep":
+        return record.source_dtype, record.shape
+    if record.action != "convert" or record.source_dtype not in TORCH_DTYPES or record.format not in FORMATS:
+        return "", ()
+    return FORMATS[record.format].safetensors or "", record.shape if record.scale is None else (1, *record.shape)
+
+
+def _holds(source: SafetensorsSource, name: str, dtype: str, shape: tuple[int, ...]) -> bool:
+    entry = source.entries.get(name)
+    return entry is not None and (entry.info.dtype, entry.info.shape) == (dtype, shape)
 
 
 def _residual_source(contents: Contents, files: tuple[str, ...]) -> SafetensorsSource:

@@ -3,6 +3,7 @@
 Bit-exact where the form is: unit and Scalify with fp32 codes and power-of-two scales, Collage with exact16.
 """
 
+import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,10 +86,9 @@ def _write(
     ordered = sorted(members, key=lambda r: (-DTYPE_BITS[r.source_dtype], r.name))
     infos, position = [], 0
     for r in ordered:
-        infos.append(
-            TensorInfo(name=r.name, dtype=r.source_dtype, shape=r.shape, begin=position, end=position + r.bytes_in)
-        )
-        position += r.bytes_in
+        end = position + math.prod(r.shape) * DTYPE_BITS[r.source_dtype] // 8
+        infos.append(TensorInfo(name=r.name, dtype=r.source_dtype, shape=r.shape, begin=position, end=end))
+        position = end
     header = encode_header(infos, {"format": "pt"})
     with ThreadPoolExecutor(1) as flusher:
         part = PartFile(directory, name, len(header) + position, flusher)

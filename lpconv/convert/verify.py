@@ -5,6 +5,7 @@ Weights are decoded from the files as they lie on the disk and compared with wha
 """
 
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from lpconv.checkpoint.header import DTYPE_BITS
 from lpconv.checkpoint.partfile import sha256_of
 from lpconv.checkpoint.source import TORCH_DTYPES, Source
+from lpconv.checkpoint.staging import MARKER
 from lpconv.convert.encode import BLOCK_ELEMENTS
 from lpconv.convert.reader import OutputReader
 from lpconv.convert.records import sqnr_db
@@ -31,21 +33,31 @@ _SAMPLE_ELEMENTS = 2**14
 
 
 def check_hashes(directory: Path, progress: Progress) -> HashCheck:
-    """Every file that SHA256SUMS lists. Raises InputError where there is no such list."""
+    """Every file that SHA256SUMS lists, and must list. Raises InputError where there is no such list."""
     path = directory / SUMS
     if not path.exists():
         raise InputError(f"`{directory}` has no {SUMS}", hint="pass an output of `lpconv convert`")
-    listed = [line.split("  ", 1) for line in path.read_text(encoding="utf-8").splitlines()]
-    files = {name: digest for digest, name in listed}
-    progress.start("hashing", sum((directory / n).stat().st_size for n in files if (directory / n).is_file()))
-    mismatched = []
+    files = _read_sums(path)
+    there = {n: (directory / n).stat().st_size for n in files if os.path.isfile(directory / n)}
+    progress.start("hashing", sum(there.values()))
+    weights = {p.relative_to(directory).as_posix() for p in directory.rglob("*.safetensors")}
+    mismatched = sorted({"config.json", MARKER, *weights} - files.keys())
     for name, digest in files.items():
-        found = directory / name
-        if not found.is_file() or sha256_of(found) != digest:
+        if name not in there or sha256_of(directory / name) != digest:
             mismatched.append(name)
-        if found.is_file():
-            progress.advance(found.stat().st_size)
+        progress.advance(there.get(name, 0))
     return HashCheck(num_files=len(files), mismatched=tuple(mismatched))
+
+
+def _read_sums(path: Path) -> dict[str, str]:
+    """Names and digests of a list that `sha256sum` writes."""
+    files = {}
+    for line in path.read_bytes().decode("utf-8", "replace").splitlines():
+        digest, separator, name = line.partition("  ")
+        if not separator:
+            raise InputError(f"`{path}` has the line {line[:80]!r}, not a hash and a name", hint="fetch the file again")
+        files[name] = digest
+    return files
 
 
 def check_samples(source: Source, output: OutputReader) -> tuple[int, tuple[str, ...]]:

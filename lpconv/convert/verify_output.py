@@ -10,9 +10,9 @@ from lpconv.checkpoint.source import open_source
 from lpconv.convert.gates import check_gates, needs_logits, parse_gate
 from lpconv.convert.reader import OutputReader, read_provenance
 from lpconv.convert.verify import check_hashes, check_weights
-from lpconv.errors import InputError, UsageError
+from lpconv.errors import InputError, UnsupportedError, UsageError
 from lpconv.progress import Progress
-from lpconv.results import VerifyResult
+from lpconv.results import SourceRecord, VerifyResult, from_json
 
 __all__ = ["LEVELS", "verify_output"]
 
@@ -44,13 +44,18 @@ def verify_output(
     result = VerifyResult(level="hash", passed=not problems, hash=hashes, problems=tuple(problems))
     if level == "hash":
         return result
-    wanted = resolve(against or str(provenance["source"]["name"]), revision=_revision(provenance, against))
+    recorded = from_json(SourceRecord, provenance["source"])
+    wanted = resolve(against or recorded.name, revision=None if against else recorded.revision)
     contents = read_contents(wanted.directory)
     source = open_source(contents)
     try:
         with OutputReader.from_directory(directory) as output:
             _check_same_tensors(output, set(source.entries))
             weights = check_weights(source, output, progress)
+    except (InputError, UnsupportedError) as e:
+        if not problems:
+            raise
+        return dataclasses.replace(result, problems=(*problems, e.message))  # broken, as the hashes have said
     finally:
         source.close()
     problems += [f"tensor `{n}` does not decode to what the source says" for n in weights.mismatched]
@@ -63,12 +68,6 @@ def verify_output(
         result = dataclasses.replace(result, level="logits", logits=logits)
     records = check_gates(parsed, result)
     return dataclasses.replace(result, gates=records, passed=not problems and all(g.passed for g in records))
-
-
-def _revision(provenance: dict[str, object], against: str | None) -> str | None:
-    source = provenance["source"]
-    assert isinstance(source, dict)
-    return None if against is not None else source.get("revision")
 
 
 def _check_same_tensors(output: OutputReader, names: set[str]) -> None:

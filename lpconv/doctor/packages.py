@@ -14,17 +14,21 @@ __all__ = ["EXTRAS", "PACKAGES", "extras", "packages"]
 
 PACKAGES: dict[str, str] = {
     "torch": "2.11", "transformers": "5.17", "safetensors": "0.5", "huggingface-hub": "1.0", "typer": "0.15",
-    "rich": "13.9", "numpy": "2.0", "onnx": "1.18", "accelerate": "1.10", "datasets": "4.0", "jinja2": "3.1",
-    "matplotlib": "3.9", "pyyaml": "6.0", "psutil": "6.0",
+    "rich": "13.9", "numpy": "2.0", "onnx": "1.18", "packaging": "23.0", "jinja2": "3.1", "pyyaml": "6.0",
+    "psutil": "6.0",
 }  # fmt: skip
 
 EXTRAS: dict[str, tuple[str, tuple[str, ...]]] = {
     "onnx": ("export to ONNX and run it", ("onnxscript", "onnxruntime")),
     "gpu": ("energy and clocks of NVIDIA GPUs", ("nvidia-ml-py",)),
-    "peers": ("the libraries that lpconv is compared with", ("torchao", "torch-optimi", "unit-scaling")),
+    "peers": (
+        "benchmarks, with the libraries they compare",
+        ("torchao", "torch-optimi", "unit-scaling", "matplotlib"),
+    ),
     "test": (
         "run lpconv's own tests",
         (
+            "accelerate",
             "hatchling",
             "pytest",
             "pytest-xdist",

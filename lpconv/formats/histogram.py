@@ -17,6 +17,7 @@ import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from lpconv.formats.spec import Format, get_format
 __all__ = ["BINS", "ExponentHistogram", "Rates", "bin_of", "exponent_histogram_reference"]
 
 BINS = 39  # per binade: 16 exact sixteenths and 16 open intervals, the last of which is cut into 8
+_SAMPLES = 37
 _EDGES = [1 + i / 16 for i in range(16)] + [2 - 2.0**-j for j in range(5, 12)]
 
 
@@ -77,10 +79,11 @@ class ExponentHistogram:
         return {self.first_exponent + i: n for i, n in enumerate(totals) if n}
 
     def __add__(self, other: "ExponentHistogram") -> "ExponentHistogram":
-        first = min(self.first_exponent, other.first_exponent)
-        last = max(h.first_exponent + len(h.counts) for h in (self, other))
+        parts = [h for h in (self, other) if len(h.counts)]
+        first = min((h.first_exponent for h in parts), default=0)
+        last = max((h.first_exponent + len(h.counts) for h in parts), default=0)
         counts = torch.zeros(last - first, BINS, dtype=torch.int64)
-        for h in (self, other):
+        for h in parts:
             counts[h.first_exponent - first : h.first_exponent - first + len(h.counts)] += h.counts
         return ExponentHistogram(
             counts=counts,
@@ -124,12 +127,9 @@ class ExponentHistogram:
         spec = _supported(format)
         if self.num_nonzero == 0:
             return math.nan
-        points = _sample_points()  # (BINS, samples), significands
-        exponents = self.first_exponent + log2_scale + torch.arange(len(self.counts))
-        x = points * _exp2(exponents)[:, None, None]
-        square_error = (cast(x, spec) - x).square().mean(-1)
-        counts = self.counts.double()
-        signal, noise = float((counts * x.square().mean(-1)).sum()), float((counts * square_error).sum())
+        first = self.first_exponent + log2_scale
+        powers = torch.stack([_bin_powers(spec, first + i) for i in range(len(self.counts))])  # (binades, 2, BINS)
+        signal, noise = (self.counts.double()[:, None] * powers).sum((0, 2)).tolist()
         return 10 * math.log10(signal / noise) if noise > 0 else math.inf
 
     def to_dict(self) -> dict[str, Any]:
@@ -199,10 +199,15 @@ def _bins_below(edge: float, *, inclusive: bool) -> int:
     return 31 + _EDGES.index(edge) - 15
 
 
+@cache
 def _sample_points() -> Tensor:
-    """Significands that stand for each bin: 32 midpoints of equal parts of an interval, or the exact point."""
+    """Significands that stand for each bin: midpoints of equal parts of an interval, or the exact point.
+
+    The number of parts is odd, so that the midpoints do not fall on the numbers of a format: those of 32 parts of a
+    sixteenth are fp16 numbers, and the error would vanish.
+    """
     edges = [*_EDGES, 2.0]
-    middles = (torch.arange(32, dtype=torch.float64) + 0.5) / 32
+    middles = (torch.arange(_SAMPLES, dtype=torch.float64) + 0.5) / _SAMPLES
     intervals = [low + (high - low) * middles for low, high in itertools.pairwise(edges)]
     rows = []
     for i, interval in enumerate(intervals):
@@ -212,8 +217,11 @@ def _sample_points() -> Tensor:
     return torch.stack(rows)
 
 
-def _exp2(exponents: Tensor) -> Tensor:
-    return torch.tensor([math.ldexp(1.0, e) for e in exponents.tolist()], dtype=torch.float64)
+@cache
+def _bin_powers(spec: Format, exponent: int) -> Tensor:
+    """The mean of x² and of the squared rounding error in each bin of a binade, of shape (2, BINS)."""
+    x = _sample_points() * math.ldexp(1.0, exponent)
+    return torch.stack([x.square().mean(-1), (cast(x, spec) - x).square().mean(-1)])
 
 
 def _supported(format: str | Format) -> Format:

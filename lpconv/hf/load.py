@@ -14,7 +14,7 @@ from lpconv.errors import UnsupportedError
 from lpconv.hf.plugin import register
 from lpconv.mcf.split import RESIDUALS
 
-__all__ = ["architecture", "load", "merged_state"]
+__all__ = ["architecture", "load", "load_with_missing", "merged_state"]
 
 
 def load(path: str | Path, *, dtype: torch.dtype | None = None, model_class: Any = None, **kwargs: Any) -> Any:
@@ -24,18 +24,27 @@ def load(path: str | Path, *, dtype: torch.dtype | None = None, model_class: Any
     with its residual added back, in fp32 by default; with another `dtype` it is the sum rounded to it. Further
     arguments go to `from_pretrained`. Raises InputError where the residual does not belong to the weights.
     """
+    return load_with_missing(path, dtype=dtype, model_class=model_class, **kwargs)[0]
+
+
+def load_with_missing(
+    path: str | Path, *, dtype: torch.dtype | None = None, model_class: Any = None, **kwargs: Any
+) -> tuple[Any, tuple[str, ...]]:
+    """`load`, and the names of the parameters that the checkpoint does not hold: they are freshly initialised."""
     register()
     contents = read_contents(Path(path))
     cls = model_class or architecture(contents.config)
     residuals = read_residual(contents.directory)
+    kwargs["output_loading_info"] = True
     if residuals is None:
-        return cls.from_pretrained(contents.directory, dtype=dtype or "auto", **kwargs).eval()
+        model, info = cls.from_pretrained(contents.directory, dtype=dtype or "auto", **kwargs)
+        return model.eval(), tuple(sorted(info["missing_keys"]))
     config = transformers.AutoConfig.from_pretrained(contents.directory)
     state = merged_state(contents, residuals)
-    model = cls.from_pretrained(None, config=config, state_dict=state, dtype=dtype or torch.float32, **kwargs)
+    model, info = cls.from_pretrained(None, config=config, state_dict=state, dtype=dtype or torch.float32, **kwargs)
     if model.can_generate() and (contents.directory / "generation_config.json").exists():
         model.generation_config = transformers.GenerationConfig.from_pretrained(contents.directory)
-    return model.eval()
+    return model.eval(), tuple(sorted(info["missing_keys"]))
 
 
 def merged_state(contents: Contents, residuals: Residuals) -> dict[str, Tensor]:

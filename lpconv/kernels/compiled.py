@@ -30,10 +30,15 @@ class CheckedKernel:
     """
 
     def __init__(
-        self, function: Callable[..., Tensor], examples: Callable[[torch.dtype, torch.device], tuple[Tensor, ...]]
+        self,
+        function: Callable[..., Tensor],
+        examples: Callable[[torch.dtype, torch.device], tuple[Tensor, ...]],
+        *,
+        min_elements: int = MIN_ELEMENTS,
     ) -> None:
         self.function = function
         self.examples = examples
+        self.min_elements = min_elements
         self.fallback_reason: dict[str, str] = {}
         self._proved: dict[str, Callable[..., Tensor]] = {}
 
@@ -42,7 +47,7 @@ class CheckedKernel:
         mode = os.environ.get("LPCONV_COMPILE", "auto")
         if mode == "never" or torch.compiler.is_compiling() or x.device.type not in ("cpu", "cuda"):
             return False
-        return (mode == "always" or x.numel() >= MIN_ELEMENTS) and _kind(x) not in self.fallback_reason
+        return (mode == "always" or x.numel() >= self.min_elements) and _kind(x) not in self.fallback_reason
 
     def __call__(self, *args: Tensor) -> Tensor:
         """The function's result, compiled where that proved itself for the dtype and device of the first argument."""

@@ -16,7 +16,8 @@ from lpconv.kernels.compiled import CheckedKernel
 
 __all__ = ["exponent_histogram"]
 
-_PIECE = 1 << 17
+_PIECE = 1 << 17  # elements; eagerly, the temporaries of a piece stay in cache
+_COMPILED_PIECE = 1 << 20  # compiled there are none, and each call costs some 50 microseconds
 _LIFT = 64  # log2 of what lifts float32's subnormals among its normal numbers
 
 
@@ -38,9 +39,10 @@ def exponent_histogram(x: Tensor) -> ExponentHistogram:
 def _of_float32(x: Tensor) -> ExponentHistogram:
     counts = torch.zeros(256 * BINS, dtype=torch.int64, device=x.device)
     flat = x.contiguous().view(-1)
-    kernel = _BINS_OF_FLOAT32 if _BINS_OF_FLOAT32.wants(x) else _BINS_OF_FLOAT32.function
-    bins = torch.empty(min(_PIECE, flat.numel()), dtype=torch.int32, device=x.device)
-    for piece in torch.split(flat, _PIECE) if flat.numel() else ():
+    compiled = _BINS_OF_FLOAT32.wants(x)
+    kernel, size = (_BINS_OF_FLOAT32, _COMPILED_PIECE) if compiled else (_BINS_OF_FLOAT32.function, _PIECE)
+    bins = torch.empty(min(size, flat.numel()), dtype=torch.int32, device=x.device)
+    for piece in torch.split(flat, size) if flat.numel() else ():
         counts += torch.bincount(kernel(piece, bins[: piece.numel()]), minlength=256 * BINS)
     rows = counts.view(256, BINS).cpu()
     histogram = ExponentHistogram(
@@ -118,4 +120,5 @@ def _example(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     return x, torch.empty(x.shape, dtype=torch.int32, device=device)
 
 
-_BINS_OF_FLOAT32 = CheckedKernel(_bins_of_float32, _example)
+# Histograms come many at a time, one per layer and role: compiling pays for smaller tensors than elsewhere.
+_BINS_OF_FLOAT32 = CheckedKernel(_bins_of_float32, _example, min_elements=1 << 16)

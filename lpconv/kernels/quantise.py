@@ -68,8 +68,10 @@ def encode(x: Tensor, format: str | Format) -> Tensor:
     limit = largest(spec, x.dtype)
     encoded = x.detach().clamp(-limit, limit).to(codes.code_dtype(spec))  # clamped: torch versions differ beyond
     raw = encoded.view(torch.uint8)
-    if spec.has_negative_zero and raw.numel() and int(raw.amax()) == 0xFF:
-        raw.masked_fill_(raw == 0xFF, 0x7F)  # NaN without its sign, as `formats.encode` has it
+    # NaN without its sign, as `formats.encode` has it. To look first is cheaper, but stalls a GPU and breaks a graph.
+    unseen = raw.device.type != "cpu" or torch.compiler.is_compiling()
+    if spec.has_negative_zero and raw.numel() and (unseen or int(raw.amax()) == 0xFF):
+        raw.masked_fill_(raw == 0xFF, 0x7F)
     return encoded
 
 
@@ -146,7 +148,8 @@ def _wide(
     bits = y.view(torch.int32)
     last = torch.bitwise_left_shift(torch.ones_like(dropped), dropped)
     carried = bits + (((last >> 1) - 1).clamp(min=0) + ((bits >> dropped) & (last >> 1).clamp(max=1)))
-    return out.copy_(_finish(y, (carried & -last).view(torch.float32), limit, beyond, unsigned_zero))
+    rounded = _unless_nan(y, (carried & -last).view(torch.float32))
+    return out.copy_(_finish(y, rounded, limit, beyond, unsigned_zero))
 
 
 def _stochastic(
@@ -158,16 +161,19 @@ def _stochastic(
     below = torch.bitwise_left_shift(torch.ones_like(dropped), dropped) - 1  # the bits below one step
     noise = _mix(_mix(position) ^ seed) & below
     lifted = y.abs() + torch.where(y.abs() < lift, lift, 0.0)  # subnormals share the step of the smallest normal
-    cut = ((lifted.view(torch.int32) + noise) & ~below).view(torch.float32)
+    cut = _unless_nan(y, ((lifted.view(torch.int32) + noise) & ~below).view(torch.float32))
     return out.copy_(_finish(y, cut - torch.where(y.abs() < lift, lift, 0.0), limit, beyond, unsigned_zero))
 
 
+def _unless_nan(y: Tensor, rounded: Tensor) -> Tensor:
+    """`rounded`, or NaN where y is: a carry out of a NaN's bits may look like a number. Inductor has no fast isnan."""
+    return torch.where(y == y, rounded, y)
+
+
 def _finish(y: Tensor, rounded: Tensor, limit: Tensor, beyond: Tensor, unsigned_zero: Tensor) -> Tensor:
-    """Overflow, the sign, and NaN, which integers may have turned into something else."""
-    rounded = torch.where(rounded.abs() > limit, beyond, rounded)
-    rounded = torch.copysign(rounded, y)
-    rounded = torch.where((rounded == 0) & unsigned_zero, 0.0, rounded)
-    return torch.where(y.isnan(), y, rounded)
+    """Overflow and the sign."""
+    rounded = torch.copysign(torch.where(rounded.abs() > limit, beyond, rounded), y)
+    return torch.where((rounded == 0) & unsigned_zero, 0.0, rounded)
 
 
 def _mix(h: Tensor) -> Tensor:

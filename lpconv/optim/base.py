@@ -1,34 +1,26 @@
 """The optimizer around a fused step: parameter groups, state, checks, saving and loading."""
 
-import warnings
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, TypeAlias, overload
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lpconv.errors import InputError, UnsupportedError, UsageError
-from lpconv.lookup import find
+from lpconv.errors import InputError
 from lpconv.optim.diagnostics import UpdateRecord, snapshot
 from lpconv.optim.kernel import STEPS, get_kernel
-from lpconv.optim.rules import RULES
+from lpconv.optim.settings import Settings, check_group
 from lpconv.optim.shards import all_finite, flat_gradient, flat_parts, local
 from lpconv.optim.state import check_state, new_state, parts_of
-from lpconv.optim.storage import VARIANTS, Parts, Storage, Variant
+from lpconv.optim.storage import Parts, Storage
 
-__all__ = ["ARITHMETICS", "NONFINITE", "LowPrecisionOptimizer", "ParamsLike"]
+__all__ = ["LowPrecisionOptimizer", "ParamsLike"]
 
 ParamsLike: TypeAlias = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
-
-ARITHMETICS = ("fused", "paper")
-NONFINITE = ("ignore", "skip", "raise")
-
-# v · beta2 rounds back to v where 1 - beta2 is under half the relative spacing of bf16, 2^-9 to 2^-8.
-_LARGEST_BF16_BETA2 = 0.998
 
 # Elements. Copying a parameter of this size and its state into a batch and back is cheaper than a kernel call of its
 # own; the batch itself should stay in the cache, and below the size from which malloc maps and unmaps it every time.
@@ -45,59 +37,31 @@ class _Job:
     group: dict[str, Any]
     gradient: Tensor
 
-    def coefficients(self, step_name: str, step: int) -> tuple[Tensor, ...]:
-        """The scalars of the step as 0-dim tensors, which compiled code does not specialise on."""
-        values = STEPS[step_name].coefficients(self.group, step)
-        return torch.tensor(values, dtype=torch.float32, device=self.gradient.device).unbind()
-
 
 class LowPrecisionOptimizer(Optimizer):
     """Any rule of `rules.RULES` with any variant of `storage.VARIANTS`; use it through CollageAdamW, SGD or Lion.
 
     bf16 parameters are kept as the variant says; fp32 parameters among them stay fp32 with fp32 moments. Other dtypes
     raise UnsupportedError. State tensors have the shape, device and placement of their parameter (DTensor included),
-    and every operation is elementwise, so the result does not depend on how parameters are sharded.
+    and every operation is elementwise, so the result does not depend on how parameters are sharded (but for the noise
+    of "stochastic").
     """
 
-    def __init__(
-        self,
-        params: ParamsLike,
-        defaults: dict[str, Any],
-        *,
-        rule: str,
-        variant: str,
-        arithmetic: str,
-        state_dtype: torch.dtype,
-        nonfinite_gradients: str,
-        compiled: bool,
-        seed: int,
-        diagnostics_every: int,
-    ) -> None:
-        self.rule = RULES[rule]
-        self.variant = _with_state_dtype(find("variant", variant, VARIANTS), state_dtype)
-        num_moments = len(self.rule.moments)
-        self._bf16_storages = (self.variant.weight, *self.variant.moments[:num_moments])
-        self._fp32_storages = (Storage.FP32,) * (1 + num_moments)
-        self.arithmetic = find("arithmetic", arithmetic, {a: a for a in ARITHMETICS})
-        self.nonfinite_gradients = find("nonfinite_gradients", nonfinite_gradients, {n: n for n in NONFINITE})
-        self.compiled = compiled
-        self.seed = seed
-        self.diagnostics_every = diagnostics_every
+    def __init__(self, params: ParamsLike, defaults: dict[str, Any], settings: Settings) -> None:
+        self.settings = settings
         self.records: list[UpdateRecord] = []
         self.num_skipped = 0
-        if self.arithmetic == "paper" and (
-            rule != "adamw" or self.variant not in (VARIANTS["light"], VARIANTS["plus"])
-        ):
-            raise UsageError(
-                f"the paper's arithmetic covers AdamW light and plus with bf16 moments, not {rule} {variant}",
-                hint="use arithmetic='fused'",
-            )
+        self._coefficients_now: dict[tuple[int, str, int, torch.device], tuple[Tensor, ...]] = {}
         super().__init__(params, defaults)
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = ("settings", "records", "num_skipped")  # PyTorch keeps groups and state only; this is for deepcopy
+        return super().__getstate__() | {name: getattr(self, name) for name in own} | {"_coefficients_now": {}}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         try:
-            _check_group(self.param_groups[-1], self.rule.name, self.variant)
+            check_group(self.param_groups[-1], self.settings)
         except Exception:
             self.param_groups.pop()
             raise
@@ -106,6 +70,8 @@ class LowPrecisionOptimizer(Optimizer):
     def step(self, closure: None = None) -> None: ...
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
+    # Inside somebody's compiled training step the low parts would be lost.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # untyped in torch
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """One step for every parameter with a gradient; returns the closure's loss.
@@ -119,47 +85,51 @@ class LowPrecisionOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         jobs = self._jobs()
-        if self.nonfinite_gradients != "ignore" and not all_finite([job.gradient for job in jobs]):
+        if self.settings.nonfinite_gradients != "ignore" and not self._all_finite(jobs):
             self._refuse()
             return loss
         self.records = []
+        self._coefficients_now.clear()
         for step, batch in self._batches(jobs):
             self._run(batch, step)
         return loss
 
     def storages(self, p: Tensor) -> tuple[Storage, ...]:
         """How the weight `p` and each of its moments are kept."""
-        return self._fp32_storages if p.dtype == torch.float32 else self._bf16_storages
+        return self.settings.fp32_storages if p.dtype == torch.float32 else self.settings.bf16_storages
 
     def parts(self, p: Tensor) -> Parts:
         """The tensors that hold `p` and each moment, made on first use; writing to them changes the state."""
         storages = self.storages(p)
         if not self.state[p]:
-            self.state[p] = new_state(p, self.rule.name, storages)
-        return parts_of(p, self.state[p], self.rule.name, storages)
+            self.state[p] = new_state(p, self.settings.rule.name, storages)
+        return parts_of(p, self.state[p], self.settings.rule.name, storages)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch.optim, but every state tensor keeps its own dtype.
 
         PyTorch casts floating-point state to the parameter's dtype, which would round fp32 masters and moments to bf16.
-        Raises InputError where the saved state does not fit the variant.
+        Raises InputError where the saved state does not fit the variant, and changes nothing then.
         """
-        super().load_state_dict(state_dict)
         saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
         params = [p for group in self.param_groups for p in group["params"]]
-        for saved_id, p in zip(saved_ids, params, strict=True):
-            saved = state_dict["state"].get(saved_id, {})
-            for name, value in saved.items():
-                if isinstance(value, Tensor) and value.dtype != self.state[p][name].dtype:
+        saved = [(p, state_dict["state"].get(i, {})) for p, i in zip(params, saved_ids, strict=False)]
+        for p, state in saved:
+            if state:
+                check_state(state, self.settings.rule.name, self.storages(p))
+        super().load_state_dict(state_dict)  # raises where the groups differ in number or length
+        for p, state in saved:
+            for name, value in state.items():
+                if value.dtype != self.state[p][name].dtype:
                     self.state[p][name] = value.detach().to(self.state[p][name].device, copy=True)
-            if saved:
-                check_state(self.state[p], self.rule.name, self.storages(p))
 
     def bytes_per_parameter(self) -> float:
         """Measured: bytes of parameters, gradients and state tensors over the number of parameters (on this rank)."""
         params = [p for group in self.param_groups for p in group["params"]]
-        tensors = [t for p in params for t in (p, p.grad, *self.state[p].values()) if isinstance(t, Tensor) and t.dim()]
-        return sum(local(t).nbytes for t in tensors) / sum(local(p).numel() for p in params)
+        states = [t for p in params for name, t in self.state.get(p, {}).items() if name != "step"]
+        gradients = [p.grad for p in params if p.grad is not None]
+        num_bytes = sum(local(t).nbytes for t in (*params, *gradients, *states))
+        return num_bytes / sum(local(p).numel() for p in params)
 
     def _jobs(self) -> list[_Job]:
         return [
@@ -175,7 +145,7 @@ class LowPrecisionOptimizer(Optimizer):
         for job in jobs:
             storages = self.storages(job.p)
             if not self.state[job.p]:
-                self.state[job.p] = new_state(job.p, self.rule.name, storages)
+                self.state[job.p] = new_state(job.p, self.settings.rule.name, storages)
             count = self.state[job.p]["step"]
             count += 1
             step = int(count)
@@ -189,36 +159,49 @@ class LowPrecisionOptimizer(Optimizer):
             for batch in _cut(small):
                 yield step, batch
 
+    def _all_finite(self, jobs: list[_Job]) -> bool:
+        return all_finite([job.gradient for job in jobs], self.param_groups[0]["params"][0].device)
+
     def _measures(self, step: int) -> bool:
-        return self.diagnostics_every > 0 and step % self.diagnostics_every == 0
+        return self.settings.diagnostics_every > 0 and step % self.settings.diagnostics_every == 0
 
     def _run(self, batch: list[_Job], step: int) -> None:
         first = batch[0]
         gradient = first.gradient if len(batch) == 1 else torch.cat([job.gradient for job in batch])
         if gradient.numel() == 0:
             return
-        storages = self.storages(first.p)
-        name = "adamw-paper" if self.arithmetic == "paper" and first.p.dtype == torch.bfloat16 else self.rule.name
-        kernel = get_kernel(name, storages, gradient.device.type, compiled=self.compiled)
+        rule, storages = self.settings.rule, self.storages(first.p)
+        paper = self.settings.arithmetic == "paper" and first.p.dtype == torch.bfloat16
+        name = "adamw-paper" if paper else rule.name
+        kernel = get_kernel(name, storages, gradient.device.type, compiled=self.settings.compiled)
         with flat_parts([self.parts(job.p) for job in batch]) as parts:
             before = None
             if self._measures(step):
-                before = snapshot(self.rule, storages, parts, gradient, first.coefficients(self.rule.name, step))
-            kernel.run(parts, gradient, first.coefficients(name, step), self._random(first, step))
+                before = snapshot(rule, storages, parts, gradient, self._coefficients(first, rule.name, step))
+            kernel.run(parts, gradient, self._coefficients(first, name, step), self._random(first, step))
             if before is not None:
                 self.records.append(before.compare(first.name, step, parts[0]))
+
+    def _coefficients(self, job: _Job, name: str, step: int) -> tuple[Tensor, ...]:
+        """The scalars of the step as 0-dim tensors, which compiled code does not specialise on; kept for one step()."""
+        device = job.gradient.device
+        key = (id(job.group), name, step, device)
+        if key not in self._coefficients_now:
+            values = STEPS[name].coefficients(job.group, step)
+            self._coefficients_now[key] = torch.tensor(values, dtype=torch.float32, device=device).unbind()
+        return self._coefficients_now[key]
 
     def _random(self, job: _Job, step: int) -> Tensor | None:
         """Noise for stochastic rounding, from the seed, the parameter and the step: a resumed run draws the same."""
         if Storage.STOCHASTIC not in self.storages(job.p):
             return None
         shape, device = job.gradient.shape, job.gradient.device
-        generator = torch.Generator(device).manual_seed(zlib.crc32(f"{self.seed}/{job.name}/{step}".encode()))
+        generator = torch.Generator(device).manual_seed(zlib.crc32(f"{self.settings.seed}/{job.name}/{step}".encode()))
         return torch.randint(0, 2**16, shape, dtype=torch.int32, device=device, generator=generator)
 
     def _refuse(self) -> None:
         self.num_skipped += 1
-        if self.nonfinite_gradients == "raise":
+        if self.settings.nonfinite_gradients == "raise":
             raise InputError(
                 "a gradient has Inf or NaN; nothing was changed",
                 hint="lower the learning rate or clip, or pass nonfinite_gradients='skip' to leave such steps out",
@@ -240,32 +223,3 @@ def _cut(jobs: list[_Job]) -> Iterator[list[_Job]]:
 def _names(group: dict[str, Any], number: int) -> list[str]:
     """Parameter names where the optimizer was given them, else group.position."""
     return group.get("param_names") or [f"{number}.{i}" for i in range(len(group["params"]))]
-
-
-def _with_state_dtype(variant: Variant, state_dtype: torch.dtype) -> Variant:
-    if state_dtype == torch.bfloat16:
-        return variant
-    if state_dtype == torch.float32:
-        return replace(variant, first=Storage.FP32, second=Storage.FP32)
-    raise UnsupportedError(f"no optimizer state in {state_dtype}", hint="use torch.bfloat16 or torch.float32")
-
-
-def _check_group(group: Mapping[str, Any], rule: str, variant: Variant) -> None:
-    for p in group["params"]:
-        if p.dtype not in (torch.bfloat16, torch.float32):
-            raise UnsupportedError(
-                f"cannot train a parameter of {p.dtype}",
-                hint="bf16 (kept as the variant says) and fp32 parameters work",
-            )
-    for name in ("lr", "eps", "weight_decay", "momentum"):
-        if not 0 <= float(group.get(name, 0.0)) < float("inf"):
-            raise UsageError(f"{name} = {group[name]} is out of range", hint="0 or more")
-    betas = group.get("betas", ())
-    if not all(0 <= beta < 1 for beta in betas):
-        raise UsageError(f"betas = {betas} are out of range", hint="0 <= beta < 1")
-    if rule == "adamw" and variant.second is Storage.BF16 and betas[1] > _LARGEST_BF16_BETA2:
-        warnings.warn(
-            f"variant '{variant.name}' keeps the second moment in bf16, where it cannot decay with beta2 = {betas[1]}: "
-            f"v · beta2 rounds back to v above {_LARGEST_BF16_BETA2}; use variant='plus'",
-            stacklevel=4,
-        )

@@ -3,6 +3,7 @@
 import torch
 
 from lpconv.optim.base import LowPrecisionOptimizer, ParamsLike
+from lpconv.optim.settings import make_settings
 
 __all__ = ["CollageAdamW", "CollageLion", "CollageSGD"]
 
@@ -45,14 +46,16 @@ class CollageAdamW(LowPrecisionOptimizer):
         super().__init__(
             params,
             {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize},
-            rule="adamw",
-            variant=variant,
-            arithmetic=arithmetic,
-            state_dtype=state_dtype,
-            nonfinite_gradients=nonfinite_gradients,
-            compiled=compiled,
-            seed=seed,
-            diagnostics_every=diagnostics_every,
+            make_settings(
+                rule="adamw",
+                variant=variant,
+                arithmetic=arithmetic,
+                state_dtype=state_dtype,
+                nonfinite_gradients=nonfinite_gradients,
+                compiled=compiled,
+                seed=seed,
+                diagnostics_every=diagnostics_every,
+            ),
         )
 
 
@@ -84,14 +87,16 @@ class CollageSGD(LowPrecisionOptimizer):
         super().__init__(
             params,
             defaults | {"nesterov": nesterov, "maximize": maximize},
-            rule="sgd",
-            variant=variant,
-            arithmetic="fused",
-            state_dtype=state_dtype,
-            nonfinite_gradients=nonfinite_gradients,
-            compiled=compiled,
-            seed=seed,
-            diagnostics_every=diagnostics_every,
+            make_settings(
+                rule="sgd",
+                variant=variant,
+                arithmetic="fused",
+                state_dtype=state_dtype,
+                nonfinite_gradients=nonfinite_gradients,
+                compiled=compiled,
+                seed=seed,
+                diagnostics_every=diagnostics_every,
+            ),
         )
 
 
@@ -116,12 +121,14 @@ class CollageLion(LowPrecisionOptimizer):
         super().__init__(
             params,
             {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize},
-            rule="lion",
-            variant=variant,
-            arithmetic="fused",
-            state_dtype=state_dtype,
-            nonfinite_gradients=nonfinite_gradients,
-            compiled=compiled,
-            seed=seed,
-            diagnostics_every=diagnostics_every,
+            make_settings(
+                rule="lion",
+                variant=variant,
+                arithmetic="fused",
+                state_dtype=state_dtype,
+                nonfinite_gradients=nonfinite_gradients,
+                compiled=compiled,
+                seed=seed,
+                diagnostics_every=diagnostics_every,
+            ),
         )

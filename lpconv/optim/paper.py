@@ -1,6 +1,6 @@
 """Collage AdamW in the paper's own arithmetic: every operation in bf16, rounded (arXiv 2405.03637, Algorithm 2).
 
-For fidelity and comparison. The fused step is about twice as accurate, because the first moment and the update are
+For fidelity and comparison. The fused step is more accurate, because the first moment and the update are
 rounded once there and at every operation here. The weight decay is inside the update ("compact" in the released code):
 applied to the weight before or after, as torch does, it rounds away in bf16, 1 - 1e-5 being 1.
 

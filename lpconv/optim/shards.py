@@ -64,15 +64,14 @@ def _flat(t: Tensor) -> Tensor:
     return t.view(-1) if t.dim() != 1 and t.is_contiguous() else t
 
 
-def all_finite(gradients: Sequence[Tensor]) -> bool:
+def all_finite(gradients: Sequence[Tensor], device: torch.device) -> bool:
     """Whether no gradient on any rank has Inf or NaN: their sums say it, unless a sum overflows, which counts as Inf.
 
-    Waits for the device. With torch.distributed running all ranks must call it together, and they get one answer.
+    Waits for `device`, where the flags meet. With torch.distributed running all ranks must call it together, those
+    without gradients too, and they get one answer.
     """
-    if not gradients:
-        return True
-    sums = torch.stack([g.sum(dtype=torch.float32).to(gradients[0].device) for g in gradients])
-    finite = sums.isfinite().all().to(torch.float32)
+    sums = [g.sum(dtype=torch.float32).to(device) for g in gradients]
+    finite = torch.stack([torch.zeros((), device=device), *sums]).isfinite().all().to(torch.float32)
     if dist.is_available() and dist.is_initialized():
         dist.all_reduce(finite, op=dist.ReduceOp.MIN)
     return bool(finite)

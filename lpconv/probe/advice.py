@@ -13,14 +13,27 @@ from lpconv.formats.histogram import Rates
 from lpconv.formats.spec import get_format
 from lpconv.probe.records import GRADIENT_ROLES, ProbedTensor, ProbeResult
 
-__all__ = ["Assessment", "Fit", "LossScale", "assess", "fits", "recommend_loss_scale", "sentence", "table", "what_if"]
+__all__ = [
+    "MAX_UNDERFLOW",
+    "MIN_SQNR_DB",
+    "ROLE_WORDS",
+    "Assessment",
+    "Fit",
+    "LossScale",
+    "assess",
+    "fits",
+    "recommend_loss_scale",
+    "sentence",
+    "table",
+    "what_if",
+]
 
 MAX_UNDERFLOW = 1e-3  # of a tensor's elements: the threshold of adaptive loss scaling (arXiv 1910.12385)
 MIN_SQNR_DB = 20.0  # a component of 1 % noise power; e4m3fn on a Gaussian tensor in range gives 31 dB, e5m2 26
 HEADROOM = 2  # binades kept free above the largest gradient seen, for steps to come (arXiv 1710.03740 keeps 2 to 3)
 _MAX_LOG2_SCALE = 40  # the whole range of fp16; more would be no repair
 
-_ROLE_WORDS = {
+ROLE_WORDS = {
     "weight": "weight",
     "input": "input",
     "output": "output",
@@ -126,7 +139,7 @@ def sentence(tensor: ProbedTensor, format: str, *, log2_loss_scale: int = 0) -> 
     found = what_if(tensor, format, log2_loss_scale=log2_loss_scale)
     rates = found.rates
     losses = [f"{_percent(share)} {word}" for share, word in _losses(rates) if share > 0] or ["nothing lost"]
-    text = f"{_ROLE_WORDS[tensor.role]} of {tensor.layer}: {', '.join(losses)} in {format}"
+    text = f"{ROLE_WORDS[tensor.role]} of {tensor.layer}: {', '.join(losses)} in {format}"
     if tensor.role not in GRADIENT_ROLES:
         return text
     text += f" at loss scale {_scale(found.log2_loss_scale)}"
@@ -142,7 +155,7 @@ def table(result: ProbeResult, format: str, *, log2_loss_scale: int = 0, limit: 
     for a in found[:limit]:
         r = a.rates
         shares = "".join(f"{_percent(v):>11}" for v in (r.underflow, r.subnormal, r.overflow))
-        lines.append(f"{a.layer:{width}}  {_ROLE_WORDS[a.role]:15}{shares}{r.sqnr_db:>7.1f} dB")
+        lines.append(f"{a.layer:{width}}  {ROLE_WORDS[a.role]:15}{shares}{r.sqnr_db:>7.1f} dB")
     if len(found) > limit:
         lines.append(f"and {len(found) - limit} more, none of them worse")
     if any(t.role in GRADIENT_ROLES and t.exponents.num_nonzero for t in result.tensors):

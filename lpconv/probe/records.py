@@ -32,6 +32,7 @@ class ProbedTensor:
 class ProbeResult:
     """A probe or a tracked run. `overhead` is the time that recording took, as a share of the time without it."""
 
+    kind: str = "probe"
     tensors: tuple[ProbedTensor, ...]
     steps_seen: int
     steps_recorded: int

@@ -2,7 +2,8 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -10,23 +11,37 @@ from lpconv.errors import UsageError
 from lpconv.probe.records import ProbeResult
 from lpconv.probe.track import track
 
-__all__ = ["probe"]
+__all__ = ["model_loss", "probe"]
 
 
-def probe(model: nn.Module, batches: Iterable[Mapping[str, Tensor]], *, steps: int | None = None) -> ProbeResult:
-    """Record `steps` batches (all of them for None) of a transformers model that returns a loss.
+def model_loss(output: Any) -> Tensor:
+    """The loss that a transformers model computed itself; UsageError where it had no labels to compute one from."""
+    loss = getattr(output, "loss", None)
+    if not isinstance(loss, Tensor):
+        raise UsageError("the model returned no loss", hint="put `labels` into the batches")
+    return loss
 
-    Each batch holds the model's keyword arguments, labels among them. Weights do not move; gradients are freed after
-    each batch, and the model keeps its training or evaluation mode. Raises UsageError without a batch or a loss.
+
+def probe(
+    model: nn.Module,
+    batches: Iterable[Mapping[str, Tensor]],
+    *,
+    steps: int | None = None,
+    every: int = 1,
+    loss: Callable[[Any], Tensor] = model_loss,
+) -> ProbeResult:
+    """Run `steps` batches (all of them for None) forward and backward, and record every `every`-th.
+
+    Each batch holds the model's keyword arguments; `loss` makes a scalar of what the model returns, by default its own
+    loss, for which the batches need labels. Weights do not move; gradients are freed after each batch, and the model
+    keeps its training or evaluation mode. Raises UsageError without a batch or a loss.
     """
     losses = []
-    with track(model, every=1) as tracker:
+    with track(model, every=every) as tracker:
         for batch in itertools.islice(batches, steps):
-            loss = getattr(model(**batch), "loss", None)
-            if loss is None:
-                raise UsageError("the model returned no loss", hint="put `labels` into the batches")
-            loss.backward()
-            losses.append(float(loss.detach()))
+            value = loss(model(**batch))
+            value.backward()  # type: ignore[no-untyped-call]
+            losses.append(float(value.detach()))
             model.zero_grad(set_to_none=True)
     if not losses:
         raise UsageError("there was no batch to probe with", hint="pass at least one")

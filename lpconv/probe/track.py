@@ -9,6 +9,7 @@ its input. Values are what the model computes: under autocast or in a bfloat16 m
 """
 
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -48,6 +49,7 @@ class Tracker:
         self.steps_seen = 0
         self.steps_recorded = 0
         self._histograms: dict[tuple[str, str], ExponentHistogram] = {}
+        self._last_input: tuple[weakref.ref[Tensor], int, ExponentHistogram] | None = None
         self._root: RemovableHandle | None = None
         self._layer_handles: list[RemovableHandle] = []
         self._recording_s = 0.0
@@ -124,7 +126,7 @@ class Tracker:
         def hook(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
             if not args or not isinstance(args[0], Tensor) or not args[0].is_floating_point():
                 return None  # token ids, or an input passed by name
-            self._record(name, "input", args[0])
+            self._record_input(name, args[0])
             own = args[0].view_as(args[0])
             self._watch(own, name, "grad_input")
             return (own, *args[1:])
@@ -145,11 +147,22 @@ class Tracker:
             handle = tensor.register_hook(lambda grad: self._record(name, role, grad))  # type: ignore[no-untyped-call]
             self._layer_handles.append(handle)
 
+    def _record_input(self, name: str, tensor: Tensor) -> None:
+        """Neighbours like the query, key and value layers share their input, which is counted once."""
+        last = self._last_input
+        if last is None or last[0]() is not tensor or last[1] != tensor._version:
+            with self._timed():
+                last = weakref.ref(tensor), tensor._version, exponent_histogram(tensor)
+            self._last_input = last
+        self._add(name, "input", last[2])
+
     def _record(self, name: str, role: str, tensor: Tensor) -> None:
         with self._timed():
-            histogram = exponent_histogram(tensor)
-            before = self._histograms.get((name, role))
-            self._histograms[name, role] = histogram if before is None else before + histogram
+            self._add(name, role, exponent_histogram(tensor))
+
+    def _add(self, name: str, role: str, histogram: ExponentHistogram) -> None:
+        before = self._histograms.get((name, role))
+        self._histograms[name, role] = histogram if before is None else before + histogram
 
     @contextmanager
     def _timed(self) -> Iterator[None]:

@@ -3,47 +3,31 @@
 All text is escaped by jinja2; the templates hold the only markup, style and script there is.
 """
 
-import functools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
-import jinja2
-from markupsafe import Markup
-
 from lpconv.report.compare import figures, run_names
-from lpconv.report.grouping import converted, done_groups, in_layer_order, layer_groups, num_elements, worst_tensors
+from lpconv.report.grouping import converted, done_groups, in_layer_order, layer_groups, worst_tensors
 from lpconv.report.numbers import (
     MISSING,
     change_text,
     count_text,
     duration_text,
     error_text,
-    number_text,
     plural,
     rate_text,
-    scale_text,
-    shape_text,
     size_text,
     sqnr_text,
 )
+from lpconv.report.page import Tile, breakable, environment
 from lpconv.report.printable import printable, printable_record
 from lpconv.report.rms_plot import FormatRange, rms_plot
 from lpconv.report.sqnr_plot import sqnr_plot
-from lpconv.report.words import checks, method_name, summary, verdict
+from lpconv.report.words import checks, summary, verdict
 from lpconv.results import ConvertResult, TensorRecord
 
 __all__ = ["FormatRange", "html_compare", "html_report"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Tile:
-    """One headline figure."""
-
-    label: str
-    figure: str
-    detail: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +42,7 @@ def html_report(result: ConvertResult, ranges: Mapping[str, FormatRange]) -> str
     """The report of one conversion. `ranges` holds what each format can hold, by the names that the tensors use."""
     result = printable_record(result)
     return (
-        _environment()
+        environment()
         .get_template("report.html.j2")
         .render(
             result=result,
@@ -85,7 +69,7 @@ def html_compare(results: Sequence[ConvertResult], ranges: Mapping[str, FormatRa
     names = run_names(runs)
     named = list(zip(names, runs, strict=True))
     return (
-        _environment()
+        environment()
         .get_template("compare.html.j2")
         .render(
             names=names,
@@ -99,92 +83,50 @@ def html_compare(results: Sequence[ConvertResult], ranges: Mapping[str, FormatRa
     )
 
 
-@functools.cache
-def _environment() -> jinja2.Environment:
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("lpconv.report"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    environment.filters |= {
-        "breakable": _breakable,
-        "count": count_text,
-        "elements": num_elements,
-        "error": error_text,
-        "lower_first": lambda text: text[:1].lower() + text[1:],
-        "method": method_name,
-        "number": number_text,
-        "outcome": lambda passed: {True: "passed", False: "failed", None: "not run"}[passed],
-        "scale": scale_text,
-        "shape": shape_text,
-        "size": size_text,
-        "sortable": _sortable,
-        "sqnr": sqnr_text,
-    }
-    return environment
-
-
-def _sortable(value: float | None) -> str:
-    """A number as JavaScript reads it; empty where there is none."""
-    if value is None or math.isnan(value):
-        return ""
-    return repr(value) if math.isfinite(value) else "Infinity" if value > 0 else "-Infinity"
-
-
-def _breakable(name: str) -> Markup:
-    """A dotted name that may wrap after its dots."""
-    return Markup(".<wbr>").join(name.split("."))
-
-
 def _last_part(path: str) -> str:
     return PurePath(path).name or path
 
 
-def _tiles(result: ConvertResult) -> tuple[_Tile, ...]:
+def _tiles(result: ConvertResult) -> tuple[Tile, ...]:
     read, written = result.bytes.read, result.bytes.written
     changed = converted(result.tensors)
     return (
-        _Tile(
+        Tile(
             label="Weights", figure=size_text(written), detail=f"from {size_text(read)}: {change_text(read, written)}"
         ),
-        _Tile(
+        Tile(
             label="Tensors converted",
             figure=count_text(len(changed)),
             detail=f"of {plural(len(result.tensors), 'tensor')}",
         ),
         _sqnr_tile(changed),
         _outputs_tile(result),
-        _Tile(
+        Tile(
             label="Time",
             figure=duration_text(result.seconds),
             detail=f"{rate_text(read + written, result.weights_seconds)} read and written",
         ),
-        _Tile(label="Peak memory", figure=size_text(result.peak_rss_bytes), detail="resident, the whole process"),
+        Tile(label="Peak memory", figure=size_text(result.peak_rss_bytes), detail="resident, the whole process"),
     )
 
 
-def _sqnr_tile(changed: Sequence[TensorRecord]) -> _Tile:
+def _sqnr_tile(changed: Sequence[TensorRecord]) -> Tile:
     label = "Lowest SQNR of a tensor"
     worst = worst_tensors(changed, 1)
     if worst:
-        return _Tile(label=label, figure=sqnr_text(worst[0].sqnr_db, " dB"), detail=_breakable(worst[0].name))
+        return Tile(label=label, figure=sqnr_text(worst[0].sqnr_db, " dB"), detail=breakable(worst[0].name))
     if any(t.sqnr_db is not None for t in changed):
-        return _Tile(label=label, figure="exact", detail="every converted tensor")
-    return _Tile(label=label, figure=MISSING, detail="not measured")
+        return Tile(label=label, figure="exact", detail="every converted tensor")
+    return Tile(label=label, figure=MISSING, detail="not measured")
 
 
-def _outputs_tile(result: ConvertResult) -> _Tile:
+def _outputs_tile(result: ConvertResult) -> Tile:
     label, logits = "Model outputs", result.verify.logits
     if logits is None or logits.skipped:
-        return _Tile(
-            label=label, figure=MISSING, detail=logits.skipped if logits and logits.skipped else "not compared"
-        )
+        return Tile(label=label, figure=MISSING, detail=logits.skipped if logits and logits.skipped else "not compared")
     if logits.bit_equal:
-        return _Tile(label=label, figure="bit-equal", detail="to the source's")
-    return _Tile(label=label, figure=error_text(logits.rel_error), detail="relative error to the source's")
+        return Tile(label=label, figure="bit-equal", detail="to the source's")
+    return Tile(label=label, figure=error_text(logits.rel_error), detail="relative error to the source's")
 
 
 def _provenance(result: ConvertResult) -> dict[str, str]:

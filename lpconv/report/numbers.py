@@ -78,7 +78,7 @@ def plural(count: int, noun: str) -> str:
     return f"{count_text(count)} {noun}" if count == 1 else f"{count_text(count)} {noun}s"
 
 
-def share_text(part: int, whole: int) -> str:
+def share_text(part: float, whole: float) -> str:
     """`part` of `whole` in per cent; a non-zero share never prints as zero and a missing part never as 100 %."""
     if whole <= 0 or part <= 0:
         return "0 %"

@@ -103,7 +103,9 @@ class TestLocal:
     def test_path_like_names_are_never_asked_of_the_hub(self, name: str) -> None:
         assert looks_like_path(name)
 
-    @pytest.mark.parametrize("name", ["", "./llama", "/no/where", "a/b/c", "~/nothing-here", "owner/"])
+    @pytest.mark.parametrize(
+        "name", ["", "./llama", "/no/where", "a/b/c", "~/nothing-here", "~nobody/x", "owner/", "./" + "x" * 300]
+    )
     def test_a_path_that_does_not_exist(self, cache: Path, name: str) -> None:
         with pytest.raises(InputError, match="no directory"):
             resolve(name)
@@ -197,9 +199,10 @@ class TestCache:
             resolve("bert-lrge")
         assert "did you mean `bert-large` (google-bert/bert-large-uncased)?" in str(caught.value.hint)
 
-    def test_a_name_like_nothing_known(self, cache: Path) -> None:
+    @pytest.mark.parametrize("name", ["zzzz", "z" * 300])
+    def test_a_name_like_nothing_known(self, cache: Path, name: str) -> None:
         with pytest.raises(InputError, match="zzzz") as caught:
-            resolve("zzzz")
+            resolve(name)
         assert "did you mean" not in str(caught.value.hint)
         assert "OWNER/NAME" in str(caught.value.hint)
 

@@ -55,7 +55,7 @@ def every_value(name: str) -> torch.Tensor:
         raw = np.arange(2**bits, dtype=np.uint8).view(dtype)
     with np.errstate(all="ignore"):
         values = torch.from_numpy(raw.astype(np.float64))
-    return values[values.isfinite()].unique()
+    return torch.unique(values[values.isfinite()])
 
 
 def every_16_bit(dtype: torch.dtype) -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 from format_oracles import ML_DTYPES, every_16_bit, same
 
 from lpconv.errors import InputError, UsageError
-from lpconv.formats.cast import cast
+from lpconv.formats.cast import Overflow, cast
 from lpconv.formats.codes import code_dtype, code_shape, code_values, decode, encode
 from lpconv.formats.spec import FORMATS
 
@@ -27,7 +27,7 @@ def test_every_code_means_what_ml_dtypes_says(name: str) -> None:
 def test_every_code_encodes_back_to_itself(name: str) -> None:
     values = code_values(name)
     spec = FORMATS[name]
-    overflow = "inf" if spec.has_inf else "saturate"
+    overflow: Overflow = "inf" if spec.has_inf else "saturate"
     numbers = values[~values.isnan()]
     numbers = numbers[: numbers.numel() // 4 * 4]  # whole bytes for fp6
     codes = encode(numbers, name, overflow=overflow)

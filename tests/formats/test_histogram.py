@@ -61,7 +61,8 @@ def test_rates_of_any_floats(values: list[float], name: str, log2_scale: int) ->
 
 
 @pytest.mark.parametrize(
-    ("name", "scale"), [("e4m3fn", 1.0), ("e5m2", 0.01), ("fp16", 1e-7), ("e4m3fn", 300.0), ("e2m1", 2.0)]
+    ("name", "scale"),
+    [("e4m3fn", 1.0), ("e5m2", 0.01), ("fp16", 1e-7), ("e4m3fn", 300.0), ("e2m1", 2.0), ("fp16", 1.0), ("bf16", 1.0)],
 )
 def test_the_sqnr_estimate_is_within_half_a_decibel(name: str, scale: float) -> None:
     x = torch.randn(50_000, generator=torch.Generator().manual_seed(1)).double() * scale
@@ -95,7 +96,8 @@ def test_histograms_add_up_and_travel_as_json() -> None:
     assert torch.equal(back.counts, total.counts)
     assert (back.first_exponent, back.num_elements) == (total.first_exponent, 200)
     nothing = ExponentHistogram(counts=torch.zeros(0, BINS, dtype=torch.int64), first_exponent=0)
-    assert torch.equal((total + nothing).counts.sum(1)[-10:], total.counts.sum(1)[-10:])
+    assert torch.equal((total + nothing).counts, total.counts)
+    assert (nothing + nothing).num_elements == 0
 
 
 def test_what_it_cannot_answer_is_refused() -> None:
@@ -105,6 +107,8 @@ def test_what_it_cannot_answer_is_refused() -> None:
             h.rates(name)
     with pytest.raises(UsageError):
         h.rates("e4m3")
-    for record in ({}, {"counts": {"a": {}}}, {"counts": {"1": {"99": 1}}, "zero": 0, "inf": 0, "nan": 0}):
+    no_bin = {"counts": {"1": {"99": 1}}, "zero": 0, "inf": 0, "nan": 0}
+    records: list[dict[str, object]] = [{}, {"counts": {"a": {}}}, no_bin]
+    for record in records:
         with pytest.raises(UsageError):
             ExponentHistogram.from_dict(record)

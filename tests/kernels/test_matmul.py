@@ -151,6 +151,12 @@ def test_the_three_products_of_a_linear(dtype: torch.dtype) -> None:
     assert [t.dtype for t in (y, dx, dw, db)] == [dtype] * 4
 
 
+def test_a_compiled_linear_is_one_graph_and_gives_the_same_bits() -> None:
+    x, w, g = torch.randn(24, 32), torch.randn(16, 32), torch.randn(24, 16)
+    compiled = gradients(torch.compile(linear, fullgraph=True), x, w, weight=g)
+    assert all(torch.equal(a, b) for a, b in zip(compiled, gradients(linear, x, w, weight=g), strict=True))
+
+
 def test_amax_scaling_serves_tensors_far_from_unit_scale() -> None:
     x, w, g = torch.randn(32, 64) * 2.0**-30, torch.randn(16, 64) * 2.0**14, torch.randn(32, 16) * 2.0**-40
     exact = gradients(F.linear, x.double(), w.double(), weight=g.double())

@@ -1,5 +1,7 @@
 """The fused step is the same compiled and eager, and a compiler that drops the low parts is caught."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -62,6 +64,20 @@ def test_the_check_refuses_a_compiler_that_drops_the_low_parts(name: str) -> Non
     assert not kernel._agrees(STEPS[name], PLUS, broken, torch.device("cpu"))
 
 
+@pytest.mark.parametrize("arithmetic", ["fused", "paper"])
+def test_compiling_the_whole_step_changes_nothing(arithmetic: str) -> None:
+    plain, wrapped = some_params([1000]), some_params([1000])
+    options: dict[str, Any] = {"lr": 1e-5, "compiled": False, "arithmetic": arithmetic}
+    a, b = CollageAdamW(plain, **options), CollageAdamW(wrapped, **options)
+    step = torch.compile(b.step)
+    for i in range(3):
+        for p in (plain[0], wrapped[0]):
+            p.grad = torch.randn(1000, generator=torch.Generator().manual_seed(i)).bfloat16()
+        a.step()
+        step()
+    assert torch.equal(a.state[plain[0]]["residual"], b.state[wrapped[0]]["residual"])
+
+
 def test_rounding_by_bits_passes_the_check_under_the_default_compile() -> None:
     robust = torch.compile(STEPS["adamw"].build(PLUS, nearest_by_bits), dynamic=True)
     assert kernel._agrees(STEPS["adamw"], PLUS, robust, torch.device("cpu"))
@@ -79,6 +95,25 @@ def test_without_a_compiler_the_step_runs_eagerly_and_says_so(monkeypatch: pytes
     finally:
         get_kernel.cache_clear()
     assert found.mode == "eager"
+
+
+@pytest.mark.parametrize("compiled", [pytest.param(True, marks=needs_exact_compile), False])
+def test_odd_shards_give_the_bits_of_the_whole(compiled: bool) -> None:
+    """What sharding leans on: no element depends on where in a tensor it lies."""
+    whole, pieces = some_params([1003]), some_params([1003])
+    sizes = [1, 30, 500, 7, 465]
+    shards = [nn.Parameter(t.clone()) for t in torch.split(pieces[0].detach(), sizes)]
+    a = CollageAdamW(whole, lr=1e-4, compiled=compiled)
+    others = [CollageAdamW([shard], lr=1e-4, compiled=compiled) for shard in shards]
+    for step in range(5):
+        whole[0].grad = torch.randn(1003, generator=torch.Generator().manual_seed(step)).bfloat16()
+        a.step()
+        for shard, gradient, optimizer in zip(shards, torch.split(whole[0].grad, sizes), others, strict=True):
+            shard.grad = gradient
+            optimizer.step()
+    for name, value in a.state[whole[0]].items():
+        parts = [o.state[s][name] for o, s in zip(others, shards, strict=True)]
+        assert torch.equal(value, torch.cat(parts) if value.dim() else parts[0]), name
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -169,13 +169,33 @@ def test_a_resumed_run_equals_an_unbroken_one(variant: str, tmp_path: Any) -> No
         assert optimizer.state[second][name].dtype == value.dtype, name
 
 
+def test_a_deep_copy_goes_on_like_the_original() -> None:
+    p = nn.Parameter(weights().bfloat16())
+    optimizer = CollageAdamW([p], compiled=False)
+    for step in range(3):
+        p.grad = weights(seed=step).bfloat16()
+        optimizer.step()
+    twin = copy.deepcopy(optimizer)
+    copied = twin.param_groups[0]["params"][0]
+    copied.grad = p.grad
+    optimizer.step()
+    twin.step()
+    assert copied is not p
+    assert torch.equal(copied, p)
+    assert torch.equal(twin.state[copied]["residual"], optimizer.state[p]["residual"])
+
+
 def test_state_of_another_variant_is_refused() -> None:
     p = nn.Parameter(weights().bfloat16())
     p.grad = torch.ones_like(p)
     light, plus = (CollageAdamW([p], betas=(0.9, 0.95), variant=v, compiled=False) for v in ("light", "plus"))
     light.step()
-    with pytest.raises(InputError, match="does not fit"):
+    plus.step()
+    kept = plus.state[p]["exp_avg_sq_residual"]
+    with pytest.raises(InputError, match="does not fit") as caught:
         plus.load_state_dict(copy.deepcopy(light.state_dict()))
+    assert caught.value.hint
+    assert plus.state[p]["exp_avg_sq_residual"] is kept
 
 
 def test_fp32_state_for_bf16_weights() -> None:

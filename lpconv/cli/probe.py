@@ -1,0 +1,73 @@
+"""`lpconv probe`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lpconv.cli.options import Force, Json, Model, Output, Quiet
+from lpconv.cli.progress import progress_for
+
+__all__ = ["probe"]
+
+
+def probe(
+    model: Model,
+    data: Annotated[
+        str | None,
+        typer.Option("--data", help="A text file [default: plays that ship with lpconv]", metavar="FILE"),
+    ] = None,
+    steps: Annotated[int, typer.Option("--steps", help="Forward and backward passes.", min=1)] = 4,
+    batch_size: Annotated[int, typer.Option("--batch-size", help="Sequences in a batch.", min=1)] = 8,
+    seq_len: Annotated[
+        int | None,
+        typer.Option("--seq-len", help="Tokens in a sequence [default: 128, or the model's most]", min=2),
+    ] = None,
+    every: Annotated[int, typer.Option("--every", help="Record every so many steps.", min=1)] = 1,
+    seed: Annotated[int, typer.Option("--seed", help="For masks and random ids.")] = 0,
+    revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit on the hub.")] = None,
+    output: Output = None,
+    force: Force = False,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Run a model forward and backward in fp32 and show what low-precision formats would lose, layer by layer.
+
+    The output directory (NAME-probe) gets the histograms, which `lpconv report` answers for any format, and a page.
+
+    [bold]Examples[/bold]
+
+      lpconv probe gpt2 --steps 2
+
+      lpconv probe ./bert-large --data corpus.txt --batch-size 4 -o bert-probe
+    """
+    from lpconv.convert.ranges import format_ranges
+    from lpconv.probe.answers import answer
+    from lpconv.probe.checkpoint import ProbeOptions, probe_checkpoint
+    from lpconv.probe.output import check_free, default_output, write_output
+    from lpconv.report.document import json_text
+    from lpconv.report.probe_html import html_probe
+    from lpconv.report.probe_terminal import render_probe
+    from lpconv.report.terminal import show
+
+    target = Path(output) if output else default_output(model)
+    check_free(target, force=force)
+    options = ProbeOptions(
+        data=Path(data) if data else None,
+        steps=steps,
+        batch_size=batch_size,
+        seq_len=seq_len,
+        every=every,
+        seed=seed,
+        revision=revision,
+    )
+    with progress_for(quiet=quiet) as progress:
+        result = probe_checkpoint(model, options, progress=progress)
+    answers = answer(result)
+    write_output(target, result, html_probe(answers, format_ranges()))
+    if json:
+        print(json_text(answers), end="")
+        return
+    show(render_probe(answers))
+    print(f"\nThe page with plots is {target / 'report.html'}.")
+    print(f"For another format: lpconv report {target} --what-if e3m2")

@@ -1,0 +1,161 @@
+"""A conversion that is understood but not begun: source, plan, and what it needs of the machine."""
+
+import dataclasses
+import hashlib
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+import lpconv
+from lpconv.checkpoint.contents import Contents, read_contents
+from lpconv.checkpoint.resolve import Resolved, resolve
+from lpconv.checkpoint.source import Source, open_source
+from lpconv.checkpoint.staging import beside, check_apart
+from lpconv.convert.apply import SingleThreadedTorch, buffer_bytes
+from lpconv.convert.encode import BLOCK_ELEMENTS, Workspace, block_stats, encode_pair, encode_scaled
+from lpconv.convert.files import (
+    check_convertible,
+)
+from lpconv.convert.gates import Gate, parse_gate
+from lpconv.convert.options import ConvertOptions, with_defaults
+from lpconv.convert.plan import Plan, make_plan
+from lpconv.convert.tied import find_ties
+from lpconv.errors import ResourceError
+from lpconv.formats.spec import FORMATS
+from lpconv.mcf.split import RESIDUALS
+
+__all__ = ["Job", "check_disk", "disk_bytes", "estimate_seconds", "free_bytes", "identity", "prepare"]
+
+_MAX_WORKERS = 8
+# Headers, tensor records and Python's own growth beside the block buffers.
+_OVERHEAD_BYTES = 64 * 2**20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """A conversion that is understood but not begun. `source` is open; who prepares a job closes it."""
+
+    name: str
+    output: Path
+    resolved: Resolved
+    contents: Contents
+    source: Source
+    plan: Plan
+    gates: tuple[Gate, ...]
+    workers: int
+    memory_bytes: int
+
+
+def prepare(model: str, output: Path, options: ConvertOptions) -> Job:
+    """Resolve, open and plan; everything that can be refused without reading weights is refused here."""
+    options, method = with_defaults(options)
+    gates = tuple(parse_gate(g) for g in options.gates)
+    resolved = resolve(model, revision=options.revision)
+    contents = read_contents(resolved.directory)
+    check_convertible(contents)
+    check_apart(resolved.directory, output)
+    workers, memory = _workers_and_memory(options)
+    source = open_source(contents)
+    try:
+        made = make_plan(
+            {n: (e.info, e.file) for n, e in source.entries.items()},
+            method,
+            options,
+            ties=find_ties(source, contents.config),
+            metadata={"lpconv": lpconv.__version__, "method": method.name},
+        )
+    except BaseException:
+        source.close()
+        raise
+    return Job(
+        name=model,
+        output=output,
+        resolved=resolved,
+        contents=contents,
+        source=source,
+        plan=made,
+        gates=gates,
+        workers=workers,
+        memory_bytes=memory,
+    )
+
+
+def _workers_and_memory(options: ConvertOptions) -> tuple[int, int]:
+    """Worker threads, and the bytes of memory that the run will take with them."""
+    base = psutil.Process().memory_info().rss + _OVERHEAD_BYTES
+    available = base + psutil.virtual_memory().available
+    budget = min(options.max_memory or available, available)
+    workers = options.workers or min(len(os.sched_getaffinity(0)), _MAX_WORKERS)
+    while workers > 1 and base + buffer_bytes(workers) > budget:
+        workers -= 1
+    needed = base + buffer_bytes(workers)
+    if needed > budget:
+        raise ResourceError(
+            f"the conversion needs {needed / 1e6:.0f} MB of memory, {budget / 1e6:.0f} MB are allowed",
+            hint="raise --max-memory" if options.max_memory else "free some memory",
+            details={"needed_bytes": needed, "budget_bytes": budget},
+        )
+    return workers, needed
+
+
+def disk_bytes(job: Job) -> int:
+    """Bytes that the output will take."""
+    side = sum((job.contents.directory / n).stat().st_size for n in job.contents.side_files)
+    return job.plan.bytes_out + side + 4 * 2**20  # reports, card and provenance
+
+
+def free_bytes(output: Path) -> int:
+    """Bytes that the file system of `output` has left."""
+    folder = output.absolute().parent
+    while not os.path.exists(folder):  # Path.exists raises for names that are too long
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def check_disk(job: Job) -> None:
+    """Raise ResourceError unless the output fits."""
+    partial = beside(job.output, ".partial")
+    reusable = sum(p.stat().st_size for p in partial.rglob("*") if p.is_file()) if os.path.isdir(partial) else 0
+    needed, free = disk_bytes(job), free_bytes(job.output) + reusable
+    if needed > free:
+        raise ResourceError(
+            f"the output needs {needed / 1e9:.2f} GB of disk, {free / 1e9:.2f} GB are free",
+            hint="free some space or choose another --output",
+            details={"needed_bytes": needed, "free_bytes": free},
+        )
+
+
+def identity(job: Job) -> dict[str, Any]:
+    """What must be unchanged for a resume."""
+    stats = [(f, (job.contents.directory / f).stat()) for f in job.contents.weight_files]
+    return {
+        "lpconv version": lpconv.__version__,
+        "torch version": torch.__version__,
+        "options": job.plan.fingerprint,
+        "source files": [[f, s.st_size, s.st_mtime_ns] for f, s in stats],
+        "source config": hashlib.sha256((job.contents.directory / "config.json").read_bytes()).hexdigest(),
+    }
+
+
+def estimate_seconds(plan: Plan, workers: int) -> float:
+    """Processor time of the plan at the speed measured on one block now, divided by the workers; no disk in it."""
+    work, fmt = Workspace(), FORMATS[plan.options.format or ""]
+    x = torch.randn(BLOCK_ELEMENTS)
+    with SingleThreadedTorch():
+        started = time.perf_counter()
+        block_stats(x, work)
+        if plan.method.encoder == "pair":
+            form = RESIDUALS[plan.options.residual or ""]
+            high, low = torch.empty(x.numel(), dtype=form.hi_dtype), torch.empty(x.numel(), dtype=form.dtype)
+            encode_pair(x, form, high, low, work)
+        else:
+            high = torch.empty(x.numel(), dtype=getattr(torch, fmt.torch or ""))
+            encode_scaled(x, 1.0, fmt, high, work, finite=True)
+        hashlib.sha256(high.view(torch.uint8).numpy().data).digest()
+        per_element = (time.perf_counter() - started) / x.numel()
+    return per_element * sum(t.info.num_elements for t in plan.tensors) / workers

@@ -1,0 +1,100 @@
+"""What a result says of itself: source, options, versions, warnings, memory."""
+
+import dataclasses
+import importlib.metadata
+import platform
+import resource
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lpconv
+from lpconv.convert.job import Job
+from lpconv.convert.options import ConvertOptions
+from lpconv.convert.plan import Plan
+from lpconv.formats.spec import FORMATS
+from lpconv.report.printable import printable
+from lpconv.results import (
+    FileRecord,
+    SourceRecord,
+    TensorRecord,
+    to_json,
+)
+
+__all__ = [
+    "peak_rss_bytes",
+    "plan_warnings",
+    "public_source",
+    "shaping_options",
+    "source_record",
+    "tensor_warnings",
+    "versions",
+]
+
+
+def source_record(job: Job) -> SourceRecord:
+    """The source with the sizes of its weight files."""
+    files = (
+        FileRecord(name=f, size_bytes=(job.contents.directory / f).stat().st_size) for f in job.contents.weight_files
+    )
+    return SourceRecord(
+        name=job.name, resolved=job.resolved.resolved, revision=job.resolved.revision, files=tuple(files)
+    )
+
+
+def public_source(source: SourceRecord) -> SourceRecord:
+    """The source as a published file may name it: hub ids stay, local directories lose their path."""
+    if source.revision is not None:
+        return source
+    directory = Path(source.resolved).name
+    name = source.name if Path(source.name).name == source.name else directory
+    # File names may hold bytes that no text file can.
+    return dataclasses.replace(source, name=printable(name), resolved=printable(directory))
+
+
+def shaping_options(options: ConvertOptions) -> dict[str, Any]:
+    """The options that decide which bytes are written."""
+    names = ("method", "format", "residual", "scale", "include", "exclude", "rules", "max_shard_size")
+    return {n: to_json(getattr(options, n)) for n in names}
+
+
+def versions() -> dict[str, str]:
+    """Of lpconv, Python and the libraries that touch the weights."""
+    names = ("torch", "transformers", "safetensors", "numpy")
+    return {
+        "lpconv": lpconv.__version__,
+        "python": platform.python_version(),
+        **{n: importlib.metadata.version(n) for n in names},
+    }
+
+
+def plan_warnings(plan: Plan) -> tuple[str, ...]:
+    """What is odd about a plan."""
+    warnings = []
+    if not any(t.format for t in plan.tensors):
+        warnings.append("no tensor is converted: the output is a copy")
+    wide = sum(t.format is not None and t.info.dtype == "F64" for t in plan.tensors)
+    if wide:
+        warnings.append(f"{wide} tensors are F64 and are rounded to fp32 first; errors are measured from there")
+    if plan.method.encoder == "pair" and not any(s.residual for s in plan.shards):
+        warnings.append(f"the source is {plan.options.format} already: nothing is lost, and there is no residual")
+    return tuple(warnings)
+
+
+def tensor_warnings(tensors: Sequence[TensorRecord]) -> tuple[str, ...]:
+    """Tensors that are not finite, or did not stay so."""
+    found = []
+    for t in tensors:
+        if t.num_nan or t.num_inf:
+            kept = "they are kept" if not t.num_inf or FORMATS[t.format].has_inf else "Inf becomes NaN in this format"
+            found.append(f"`{t.name}` has {t.num_nan} NaN and {t.num_inf} Inf elements in the source; {kept}")
+        if t.num_saturated:
+            found.append(f"`{t.name}`: {t.num_saturated} elements are beyond {t.format}'s range and became Inf")
+    return tuple(found)
+
+
+def peak_rss_bytes() -> int:
+    """Peak resident memory of this process: kibibytes on Linux, bytes on macOS."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

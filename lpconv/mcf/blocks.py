@@ -1,0 +1,192 @@
+"""The work of `mcf.split`, block by block.
+
+Splitting and merging take several elementwise passes. Over blocks that stay in the cache they cost little more than one
+pass over memory, and work in buffers that the caller can keep. A block function gets one flat block of the input, of
+each output, and three fp32 buffers of its length.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from lpconv.errors import UsageError
+
+__all__ = [
+    "FP16_RESIDUAL_SCALE",
+    "SCRATCH_ELEMENTS",
+    "BlockMerge",
+    "BlockSplit",
+    "Work",
+    "merge_bf16_block",
+    "merge_exact16_block",
+    "merge_fp16_block",
+    "merge_int8_block",
+    "run_merge",
+    "run_split",
+    "split_bf16_block",
+    "split_exact16_block",
+    "split_fp16_block",
+    "split_int8_block",
+]
+
+# Half an fp16 ulp is 2^-11 of its number: the factor brings the residual back to the number's own size, where fp16 has
+# its full 11 bits. Unscaled, the residual of a weight below 2^-3 is subnormal or 0 in fp16.
+FP16_RESIDUAL_SCALE = 2.0**11
+
+_BLOCK = 2**17  # below it the calls cost more than the work, above it the four buffers (2 MiB) leave the cache
+SCRATCH_ELEMENTS = 4 * _BLOCK
+
+Work: TypeAlias = tuple[Tensor, Tensor, Tensor]  # fp32, length of the block
+BlockSplit: TypeAlias = Callable[[Tensor, Tensor, Tensor, Work], None]
+BlockMerge: TypeAlias = Callable[[Tensor, Tensor, Tensor, Work], None]
+
+
+def split_bf16_block(x: Tensor, hi: Tensor, lo: Tensor, work: Work) -> None:
+    _split_float_block(x, hi, lo, work, 1.0)
+
+
+def split_fp16_block(x: Tensor, hi: Tensor, lo: Tensor, work: Work) -> None:
+    _split_float_block(x, hi, lo, work, FP16_RESIDUAL_SCALE)
+
+
+def _split_float_block(x: Tensor, hi: Tensor, lo: Tensor, work: Work, scale: float) -> None:
+    total, part, _ = work
+    total.copy_(hi.copy_(x))
+    _store_rest(x, total, lo, part, scale)
+    # Renormalise. The sum is exact in fp32, because lo is a multiple of ulp(x).
+    total.add_(part.copy_(lo), alpha=1 / scale)
+    torch.copysign(total, x, out=total)  # -0 + 0 is +0
+    part.copy_(hi.copy_(total))
+    _store_rest(total, part, lo, part, scale)
+
+
+def _store_rest(x: Tensor, hi: Tensor, lo: Tensor, work: Tensor, scale: float) -> None:
+    torch.sub(x, hi, out=work)
+    lo.copy_(work.nan_to_num_(0.0, 0.0, 0.0).mul_(scale))  # Inf - Inf, and finite - Inf where hi overflowed
+
+
+def merge_bf16_block(hi: Tensor, lo: Tensor, out: Tensor, work: Work) -> None:
+    _merge_float_block(hi, lo, out, work, 1.0)
+
+
+def merge_fp16_block(hi: Tensor, lo: Tensor, out: Tensor, work: Work) -> None:
+    _merge_float_block(hi, lo, out, work, FP16_RESIDUAL_SCALE)
+
+
+def _merge_float_block(hi: Tensor, lo: Tensor, out: Tensor, work: Work, scale: float) -> None:
+    total, part, _ = work
+    torch.add(total.copy_(hi), part.copy_(lo), alpha=1 / scale, out=part)
+    torch.copysign(part, total, out=out)
+
+
+def split_exact16_block(x: Tensor, hi: Tensor, residual: Tensor, work: Work) -> None:
+    bits, number, scratch = _bits_with_quiet_nans(x, work)
+    residual.copy_(bits)  # the conversion keeps the low 16 bits
+    _store_nearest_bf16(bits, number, scratch, hi)
+
+
+def split_int8_block(x: Tensor, hi: Tensor, residual: Tensor, work: Work) -> None:
+    bits, number, scratch = _bits_with_quiet_nans(x, work)
+    bits.add_(torch.bitwise_and(number, 0x80, out=scratch))
+    residual.copy_(torch.bitwise_right_shift(bits, 8, out=scratch))  # the conversion keeps bits 8 to 15
+    _store_nearest_bf16(bits, number, scratch, hi)
+
+
+def _bits_with_quiet_nans(x: Tensor, work: Work) -> tuple[Tensor, Tensor, Tensor]:
+    """(bits of x, all ones where x is not NaN, free buffer). Masks by arithmetic: on the CPU comparing costs more."""
+    bits, number, scratch = (w.view(torch.int32) for w in work)
+    bits.copy_(x.view(torch.int32))
+    torch.bitwise_and(bits, 0x7FFFFFFF, out=number)
+    number.sub_(0x7F800001).bitwise_right_shift_(31)
+    torch.bitwise_not(number, out=scratch)
+    bits.bitwise_or_(scratch.bitwise_and_(0x00400000))
+    return bits, number, scratch
+
+
+def _store_nearest_bf16(bits: Tensor, number: Tensor, scratch: Tensor, hi: Tensor) -> None:
+    """The upper half of `bits` (overwritten), rounded to nearest, ties away from zero; NaNs are cut, not rounded."""
+    bits.add_(torch.bitwise_and(number, 0x8000, out=scratch))
+    hi.view(torch.int16).copy_(bits.bitwise_right_shift_(16))
+
+
+def merge_exact16_block(hi: Tensor, residual: Tensor, out: Tensor, work: Work) -> None:
+    low = work[1].view(torch.int32)
+    _join_bits(hi, low.copy_(residual), out, work)
+
+
+def merge_int8_block(hi: Tensor, residual: Tensor, out: Tensor, work: Work) -> None:
+    low = work[1].view(torch.int32)
+    _join_bits(hi, low.copy_(residual).bitwise_left_shift_(8), out, work)
+
+
+def _join_bits(hi: Tensor, low: Tensor, out: Tensor, work: Work) -> None:
+    """(bits(hi) << 16) + low, and (bits(hi) << 16) | (low & 0xFFFF) where hi is NaN."""
+    upper, _, borrow = (w.view(torch.int32) for w in work)
+    upper.copy_(hi.view(torch.int16))
+    torch.bitwise_and(upper, 0x7FFF, out=borrow)
+    borrow.sub_(0x7F81).bitwise_and_(low).bitwise_right_shift_(31)  # -1 where hi is not NaN and low < 0
+    upper.add_(borrow).bitwise_left_shift_(16)
+    torch.bitwise_or(upper, low.bitwise_and_(0xFFFF), out=out.view(torch.int32))
+
+
+def run_split(
+    block: BlockSplit,
+    x: Tensor,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    out: tuple[Tensor, Tensor] | None,
+    scratch: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Split `x` into `out`, or new tensors of `dtypes`, by blocks. Raises UsageError for unfit inputs and buffers."""
+    if not x.is_floating_point():
+        raise UsageError(f"cannot split a tensor of {x.dtype}", hint="only floating-point tensors have a residual")
+    hi, residual = out or tuple(torch.empty(x.shape, dtype=d, device=x.device) for d in dtypes)
+    _check_buffer("out[0]", hi, x.shape, dtypes[0])
+    _check_buffer("out[1]", residual, x.shape, dtypes[1])
+    flat, flat_hi, flat_residual = x.reshape(-1), hi.view(-1), residual.view(-1)
+    for part, source, work in _blocks(x.numel(), scratch, x.device):
+        x_block = flat[part]
+        if x.dtype != torch.float32:
+            x_block = source.copy_(x_block)
+        block(x_block, flat_hi[part], flat_residual[part], work)
+    return hi, residual
+
+
+def run_merge(
+    block: BlockMerge,
+    hi: Tensor,
+    residual: Tensor,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    out: Tensor | None,
+    scratch: Tensor | None,
+) -> Tensor:
+    """Merge into `out`, or a new fp32 tensor, by blocks. Raises UsageError for unfit inputs and buffers."""
+    if (hi.dtype, residual.dtype) != dtypes or hi.shape != residual.shape:
+        found = f"{hi.dtype} {tuple(hi.shape)} and {residual.dtype} {tuple(residual.shape)}"
+        raise UsageError(f"cannot merge {found}", hint=f"expected {dtypes[0]} and {dtypes[1]} of one shape")
+    if out is None:
+        out = torch.empty(hi.shape, dtype=torch.float32, device=hi.device)
+    _check_buffer("out", out, hi.shape, torch.float32)
+    flat_hi, flat_residual, flat_out = hi.reshape(-1), residual.reshape(-1), out.view(-1)
+    for part, _, work in _blocks(hi.numel(), scratch, hi.device):
+        block(flat_hi[part], flat_residual[part], flat_out[part], work)
+    return out
+
+
+def _blocks(numel: int, scratch: Tensor | None, device: torch.device) -> Iterator[tuple[slice, Tensor, Work]]:
+    """For each block of a flat tensor: its slice and four fp32 buffers, one for the input and three to work in."""
+    if scratch is None:
+        scratch = torch.empty(4 * min(numel, _BLOCK), dtype=torch.float32, device=device)
+    elif scratch.dtype != torch.float32 or not scratch.is_contiguous() or scratch.numel() < SCRATCH_ELEMENTS:
+        raise UsageError("unfit scratch buffer", hint=f"contiguous fp32 with {SCRATCH_ELEMENTS} elements or more")
+    for start in range(0, numel, _BLOCK):
+        length = min(_BLOCK, numel - start)
+        source, *work = scratch.view(-1)[: 4 * length].view(4, length)
+        yield slice(start, start + length), source, (work[0], work[1], work[2])
+
+
+def _check_buffer(name: str, buffer: Tensor, shape: torch.Size, dtype: torch.dtype) -> None:
+    if buffer.shape != shape or buffer.dtype != dtype or not buffer.is_contiguous():
+        found = f"{buffer.dtype} {tuple(buffer.shape)}"
+        raise UsageError(f"unfit buffer `{name}`: {found}", hint=f"contiguous {dtype} {tuple(shape)} is needed")

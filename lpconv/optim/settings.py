@@ -1,0 +1,105 @@
+"""What an optimizer is asked for: names looked up, numbers checked."""
+
+import functools
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from lpconv.errors import UnsupportedError, UsageError
+from lpconv.lookup import find
+from lpconv.optim.rules import RULES, Rule
+from lpconv.optim.storage import VARIANTS, Storage, Variant
+
+__all__ = ["ARITHMETICS", "NONFINITE", "Settings", "check_group", "make_settings"]
+
+ARITHMETICS = ("fused", "paper")
+NONFINITE = ("ignore", "skip", "raise")
+
+# v · beta2 rounds back to v where 1 - beta2 is under half the relative spacing of bf16, 2^-9 to 2^-8.
+_LARGEST_BF16_BETA2 = 0.998
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What `CollageAdamW` and the others are asked for by name, looked up and checked by `make_settings`."""
+
+    rule: Rule
+    variant: Variant
+    arithmetic: str
+    nonfinite_gradients: str
+    compiled: bool
+    seed: int
+    diagnostics_every: int
+
+    @functools.cached_property
+    def bf16_storages(self) -> tuple[Storage, ...]:
+        """Of the weight and each moment, for bf16 parameters."""
+        return self.variant.weight, *self.variant.moments[: len(self.rule.moments)]
+
+    @functools.cached_property
+    def fp32_storages(self) -> tuple[Storage, ...]:
+        """The same for fp32 parameters."""
+        return (Storage.FP32,) * (1 + len(self.rule.moments))
+
+
+def make_settings(
+    *,
+    rule: str,
+    variant: str,
+    arithmetic: str,
+    state_dtype: torch.dtype,
+    nonfinite_gradients: str,
+    compiled: bool,
+    seed: int,
+    diagnostics_every: int,
+) -> Settings:
+    """Raises UsageError for unknown names and for what the paper's arithmetic does not cover, with a hint."""
+    found = Settings(
+        rule=RULES[rule],
+        variant=_with_state_dtype(find("variant", variant, VARIANTS), state_dtype),
+        arithmetic=find("arithmetic", arithmetic, {a: a for a in ARITHMETICS}),
+        nonfinite_gradients=find("nonfinite_gradients", nonfinite_gradients, {n: n for n in NONFINITE}),
+        compiled=compiled,
+        seed=seed,
+        diagnostics_every=diagnostics_every,
+    )
+    if arithmetic == "paper" and (rule != "adamw" or found.variant not in (VARIANTS["light"], VARIANTS["plus"])):
+        raise UsageError(
+            f"the paper's arithmetic covers AdamW light and plus with bf16 moments, not {rule} {variant}",
+            hint="use arithmetic='fused'",
+        )
+    return found
+
+
+def check_group(group: Mapping[str, Any], settings: Settings) -> None:
+    """Raise UnsupportedError for dtypes and UsageError for numbers out of range; warn where beta2 is too near 1."""
+    for p in group["params"]:
+        if p.dtype not in (torch.bfloat16, torch.float32):
+            raise UnsupportedError(
+                f"cannot train a parameter of {p.dtype}",
+                hint="bf16 (kept as the variant says) and fp32 parameters work",
+            )
+    for name in ("lr", "eps", "weight_decay", "momentum"):
+        if not 0 <= float(group.get(name, 0.0)) < float("inf"):
+            raise UsageError(f"{name} = {group[name]} is out of range", hint="0 or more")
+    betas = group.get("betas", ())
+    if not all(0 <= beta < 1 for beta in betas):
+        raise UsageError(f"betas = {betas} are out of range", hint="0 <= beta < 1")
+    variant = settings.variant
+    if settings.rule.name == "adamw" and variant.second is Storage.BF16 and betas[1] > _LARGEST_BF16_BETA2:
+        warnings.warn(
+            f"variant '{variant.name}' keeps the second moment in bf16, where it cannot decay with beta2 = {betas[1]}: "
+            f"v · beta2 rounds back to v above {_LARGEST_BF16_BETA2}; use variant='plus'",
+            stacklevel=4,
+        )
+
+
+def _with_state_dtype(variant: Variant, state_dtype: torch.dtype) -> Variant:
+    if state_dtype == torch.bfloat16:
+        return variant
+    if state_dtype == torch.float32:
+        return replace(variant, first=Storage.FP32, second=Storage.FP32)
+    raise UnsupportedError(f"no optimizer state in {state_dtype}", hint="use torch.bfloat16 or torch.float32")

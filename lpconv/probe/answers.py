@@ -1,0 +1,123 @@
+"""A probe's record, answered for a few formats: what a report shows, now or long after the run."""
+
+from collections.abc import Sequence
+
+from lpconv.errors import UnsupportedError
+from lpconv.formats.spec import BLOCK_FORMATS, get_format
+from lpconv.probe.advice import ROLE_WORDS, assess, fits, recommend_loss_scale, sentence, what_if
+from lpconv.probe.records import GRADIENT_ROLES, ROLES, ProbedTensor, ProbeResult
+from lpconv.results import FormatRates, LossScaleRecord, ProbedRecord, ProbeReport
+
+__all__ = ["DEFAULT_FORMATS", "answer", "check_format"]
+
+DEFAULT_FORMATS = ("fp16", "e5m2", "e4m3fn", "bf16")
+_FINDINGS = 3  # sentences per format
+
+
+def answer(result: ProbeResult, formats: Sequence[str] = DEFAULT_FORMATS) -> ProbeReport:
+    """What each of `formats` would do to every tensor, at loss scale 1 and at the one recommended for it.
+
+    Raises UsageError for an unknown format and UnsupportedError for one that histograms do not resolve.
+    """
+    for name in formats:
+        check_format(name)
+    scales = _loss_scales(result, formats)
+    holding = {name: _holding(result, name, 0) for name in formats}
+    holding_scaled = {name: _holding(result, name, scales[name].log2_scale) for name in formats if name in scales}
+
+    def rates(tensor: ProbedTensor, name: str, log2_scale: int, held: set[tuple[str, str]]) -> FormatRates:
+        found = what_if(tensor, name, log2_loss_scale=log2_scale)
+        return FormatRates(
+            format=name,
+            log2_loss_scale=found.log2_loss_scale,
+            underflow=found.rates.underflow,
+            subnormal=found.rates.subnormal,
+            overflow=found.rates.overflow,
+            sqnr_db=found.rates.sqnr_db,
+            fits=(tensor.layer, tensor.role) in held,
+        )
+
+    def record(tensor: ProbedTensor) -> ProbedRecord:
+        h, gradient = tensor.exponents, tensor.role in GRADIENT_ROLES
+        plain = tuple(rates(tensor, n, 0, holding[n]) for n in formats)
+        scaled = tuple(
+            rates(tensor, p.format, scales[p.format].log2_scale, holding_scaled[p.format])
+            if gradient and p.format in scales and scales[p.format].log2_scale
+            else p
+            for p in plain
+        )
+        return ProbedRecord(
+            layer=tensor.layer,
+            role=tensor.role,
+            words=ROLE_WORDS[tensor.role],
+            is_gradient=gradient,
+            num_elements=h.num_elements,
+            num_zero=h.num_zero,
+            num_nonfinite=h.num_inf + h.num_nan,
+            exponents=tuple(h.exponents.items()),
+            plain=plain,
+            scaled=scaled,
+        )
+
+    tensors = tuple(record(t) for t in result.tensors)
+    return ProbeReport(
+        name=str(result.options.get("model", "tracked model")),
+        facts={str(k): str(v) for k, v in result.options.get("facts", {}).items()},
+        formats=tuple(formats),
+        classes=tuple(ROLE_WORDS[r] for r in ROLES if any(t.role == r for t in tensors)),
+        steps_seen=result.steps_seen,
+        steps_recorded=result.steps_recorded,
+        losses=result.losses,
+        overhead=result.overhead,
+        tensors=tensors,
+        loss_scales=tuple(scales.values()),
+        findings={name: _findings(result, name) for name in formats},
+        warnings=(*result.options.get("warnings", ()), *_nonfinite(tensors)),
+    )
+
+
+def check_format(name: str) -> None:
+    """Refuse names that are no format, with the nearest that is one, and block formats, which no histogram shows."""
+    if name in BLOCK_FORMATS:
+        raise UnsupportedError(
+            f"`{name}` scales every block by its own values, which histograms of whole tensors do not show",
+            hint=f"ask for its elements: {BLOCK_FORMATS[name].element.name}",
+        )
+    get_format(name)
+
+
+def _loss_scales(result: ProbeResult, formats: Sequence[str]) -> dict[str, LossScaleRecord]:
+    """The recommendation for each format, or none at all where no gradient was recorded."""
+    if not any(t.role in GRADIENT_ROLES and t.exponents.num_nonzero for t in result.tensors):
+        return {}
+    found = {name: recommend_loss_scale(result, name) for name in formats}
+    return {
+        name: LossScaleRecord(
+            format=name,
+            log2_scale=s.log2_scale,
+            max_log2_scale=s.max_log2_scale,
+            worst_underflow_before=s.worst_underflow_before,
+            worst_underflow_after=s.worst_underflow_after,
+        )
+        for name, s in found.items()
+    }
+
+
+def _holding(result: ProbeResult, name: str, log2_scale: int) -> set[tuple[str, str]]:
+    """The tensors that the format holds, by layer and role."""
+    return {(f.layer, f.role) for f in fits(result, [name], log2_loss_scale=log2_scale) if f.formats}
+
+
+def _findings(result: ProbeResult, name: str) -> tuple[str, ...]:
+    """The worst tensors of one format in words; none where it loses nothing."""
+    by_place = {(t.layer, t.role): t for t in result.tensors}
+    worst = assess(result, name)[:_FINDINGS]
+    return tuple(sentence(by_place[a.layer, a.role], name) for a in worst if a.lost > 0)
+
+
+def _nonfinite(tensors: Sequence[ProbedRecord]) -> tuple[str, ...]:
+    return tuple(
+        f"{t.words} of {t.layer} has {t.num_nonfinite} infinite or NaN elements in fp32, which no rate counts"
+        for t in tensors
+        if t.num_nonfinite
+    )

@@ -1,0 +1,145 @@
+"""`lpconv probe` as a library call: from a model's name to a record of its tensors."""
+
+import dataclasses
+import importlib.metadata
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import lpconv
+from lpconv.checkpoint.contents import read_contents
+from lpconv.checkpoint.resolve import resolve
+from lpconv.data import demo_text
+from lpconv.errors import UsageError
+from lpconv.kernels.histogram import exponent_histogram
+from lpconv.probe.batches import MASK_RATE, Batches, Tokens, random_tokens, read_tokenizer, tokenize
+from lpconv.probe.records import ProbeResult
+from lpconv.probe.run import probe
+from lpconv.probe.task import HIDDEN, MASKED, OpenedModel, open_model
+from lpconv.progress import Progress, Silent
+
+__all__ = ["ProbeOptions", "probe_checkpoint"]
+
+_SEQ_LEN = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeOptions:
+    """How to probe. `data` is a text file, by default the text that ships with lpconv.
+
+    `seq_len` is in tokens, by default 128 or the model's longest where that is less. Every `every`-th step is recorded.
+    """
+
+    data: Path | None = None
+    steps: int = 4
+    batch_size: int = 8
+    seq_len: int | None = None
+    every: int = 1
+    seed: int = 0
+    revision: str | None = None
+
+
+def probe_checkpoint(name: str, options: ProbeOptions, *, progress: Progress | None = None) -> ProbeResult:
+    """Run the model called `name` forward and backward in fp32 on the CPU and record its tensors.
+
+    The record's options say what was run, in `facts`, and what to be careful about, in `warnings`.
+    """
+    told = progress or Silent()
+    source = resolve(name, revision=options.revision)
+    contents = read_contents(source.directory)
+    told.start("opening the model", 0)
+    opened = open_model(source.directory)
+    seq_len = _seq_len(opened.model.config, options.seq_len)
+    tokens, data_words = _tokens(source.directory, opened, options, seq_len)
+    batches = Batches(
+        tokens=tokens,
+        task=opened.task,
+        batch_size=options.batch_size,
+        vocab_size=_vocab_size(opened.model.config),
+        seed=options.seed,
+    )
+    told.start("compiling", 0)
+    exponent_histogram(torch.ones(1 << 16))  # before the measured steps, which would be charged for it
+    result = probe(opened.model, _told(batches, told), steps=options.steps, every=options.every, loss=opened.loss)
+    shape = f"{options.steps} of {options.batch_size} x {seq_len} tokens"
+    masks = f", {MASK_RATE:.0%} masked".replace("%", " %") if opened.task == MASKED else ""
+    facts = {
+        "Model": f"{type(opened.model).__name__}, {opened.task}, in fp32",
+        "Text": data_words,
+        "Steps": f"{shape}{masks}, seed {options.seed}",
+        "Loss": opened.loss_words,
+    }
+    settings = dataclasses.asdict(options) | {"data": str(options.data) if options.data else None, "seq_len": seq_len}
+    return dataclasses.replace(
+        result,
+        options={
+            **settings,
+            "model": name,
+            "resolved": source.resolved,
+            "revision": source.revision,
+            "facts": facts,
+            "warnings": _warnings(opened, contents.config),
+            "versions": _versions(),
+        },
+    )
+
+
+def _seq_len(config: Any, wanted: int | None) -> int:
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None) or _SEQ_LEN
+    # RoBERTa and its kin count positions from the padding id on, so two of them are no tokens.
+    limit -= 2 if config.model_type in ("roberta", "xlm-roberta", "camembert", "xlm-roberta-xl", "mpnet") else 0
+    if wanted is not None and wanted > limit:
+        raise UsageError(f"--seq-len {wanted} is more than the model's {limit} positions", hint=f"pass at most {limit}")
+    return wanted or min(_SEQ_LEN, limit)
+
+
+def _vocab_size(config: Any) -> int:
+    return int(config.get_text_config().vocab_size)
+
+
+def _tokens(directory: Path, opened: OpenedModel, options: ProbeOptions, seq_len: int) -> tuple[Tokens, str]:
+    """The windows to run, and what they are in words."""
+    tokenizer, vocab_size = read_tokenizer(directory), _vocab_size(opened.model.config)
+    if tokenizer is not None:
+        path, words = (options.data, options.data.name) if options.data else _embedded_text()
+        tokens = tokenize(path, tokenizer, seq_len=seq_len, vocab_size=vocab_size)
+        repeated = ", repeated" if len(tokens.windows) < options.steps * options.batch_size else ""
+        return tokens, words + repeated
+    if options.data is not None:
+        raise UsageError(
+            f"`{directory.name}` has no tokenizer to read `{options.data}` with",
+            hint="copy the tokenizer's files beside the weights, or leave --data out to probe with random ids",
+        )
+    tokens = random_tokens(
+        windows=options.steps * options.batch_size, seq_len=seq_len, vocab_size=vocab_size, seed=options.seed
+    )
+    return tokens, "random ids, because the checkpoint has no tokenizer"
+
+
+def _embedded_text() -> tuple[Path, str]:
+    return demo_text("heldout"), "held-out plays that ship with lpconv"
+
+
+def _told(batches: Iterable[dict[str, Tensor]], progress: Progress) -> Iterator[dict[str, Tensor]]:
+    for i, batch in enumerate(batches):
+        progress.start(f"step {i + 1} forward and backward", 0)
+        yield batch
+
+
+def _warnings(opened: OpenedModel, config: dict[str, Any]) -> list[str]:
+    found = []
+    named = next(iter(config.get("architectures") or []), None)
+    if opened.task == HIDDEN and named and named != type(opened.model).__name__:
+        found.append(f"the checkpoint does not hold all of `{named}`; {type(opened.model).__name__} was probed instead")
+    if opened.missing:
+        shown = ", ".join(opened.missing[:3]) + (" and more" if len(opened.missing) > 3 else "")
+        found.append(f"not in the checkpoint, so random here: {shown}")
+    return found
+
+
+def _versions() -> dict[str, str]:
+    return {"lpconv": lpconv.__version__, **{n: importlib.metadata.version(n) for n in ("torch", "transformers")}}

@@ -1,0 +1,54 @@
+"""The folder that `lpconv probe` writes: the histograms, and a page about them."""
+
+import json
+import os
+from pathlib import Path
+
+from lpconv.checkpoint.contents import read_json
+from lpconv.checkpoint.partfile import write_small
+from lpconv.errors import InputError, OutputExistsError
+from lpconv.probe.records import ProbeResult
+from lpconv.results import from_json, to_json
+
+__all__ = ["PROBE_FILE", "check_free", "default_output", "find_probe", "read_probe", "write_output"]
+
+PROBE_FILE = "probe.json"
+
+
+def default_output(model: str) -> Path:
+    """`NAME-probe` in the current directory."""
+    base = Path(model).name if model not in (".", "..") else Path(model).resolve().name
+    return Path(f"{base}-probe")
+
+
+def check_free(directory: Path, *, force: bool) -> None:
+    """Refuse a place that is taken, unless `force` is set and it holds an earlier probe. Raises OutputExistsError."""
+    if not os.path.lexists(directory) or (directory.is_dir() and not any(directory.iterdir())):
+        return
+    if not (directory / PROBE_FILE).is_file():
+        raise OutputExistsError(f"`{directory}` exists and is no probe of ours", hint="choose another --output")
+    if not force:
+        raise OutputExistsError(f"`{directory}` exists", hint="--force replaces it, --output chooses another place")
+
+
+def write_output(directory: Path, result: ProbeResult, page: str) -> None:
+    """The record last, so that a folder with one is complete."""
+    write_small(directory / "report.html", page)
+    text = json.dumps(to_json(result), separators=(",", ":"), allow_nan=False)  # indented, it would be all white space
+    write_small(directory / PROBE_FILE, text + "\n")
+
+
+def find_probe(run: str) -> Path | None:
+    """The record that `run` means, a folder of `lpconv probe` or the file itself; None where it is something else."""
+    path = Path(run) / PROBE_FILE if Path(run).is_dir() else Path(run)
+    if path.is_file() and (path.name == PROBE_FILE or read_json(path).get("kind") == "probe"):
+        return path
+    return None
+
+
+def read_probe(path: Path) -> ProbeResult:
+    """The record in a file; InputError where it is none."""
+    document = read_json(path)
+    if document.get("kind") != "probe":
+        raise InputError(f"`{path}` is no record of a probe", hint="pass an output of `lpconv probe`")
+    return from_json(ProbeResult, document)

@@ -1,0 +1,83 @@
+"""What all HTML pages share: the templates' environment with its filters, and headline figures."""
+
+import functools
+import math
+import re
+from dataclasses import dataclass
+
+import jinja2
+from markupsafe import Markup
+
+from lpconv.report.grouping import num_elements
+from lpconv.report.numbers import (
+    count_text,
+    error_text,
+    number_text,
+    scale_text,
+    shape_text,
+    share_text,
+    size_text,
+    sqnr_text,
+)
+from lpconv.report.words import method_name
+
+__all__ = ["Tile", "breakable", "environment"]
+
+_RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tile:
+    """One headline figure."""
+
+    label: str
+    figure: str
+    detail: str
+
+
+@functools.cache
+def environment() -> jinja2.Environment:
+    """The templates of this package with the filters they use; all text is escaped."""
+    made = jinja2.Environment(
+        loader=jinja2.PackageLoader("lpconv.report"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    made.filters |= {
+        "breakable": breakable,
+        "count": count_text,
+        "elements": num_elements,
+        "error": error_text,
+        "lower_first": lambda text: text[:1].lower() + text[1:],
+        "method": method_name,
+        "number": number_text,
+        "percent": lambda share: share_text(share, 1),
+        "power": _power,
+        "outcome": lambda passed: {True: "passed", False: "failed", None: "not run"}[passed],
+        "scale": scale_text,
+        "shape": shape_text,
+        "size": size_text,
+        "sortable": _sortable,
+        "sqnr": sqnr_text,
+    }
+    return made
+
+
+def _sortable(value: float | None) -> str:
+    """A number as JavaScript reads it; empty where there is none."""
+    if value is None or math.isnan(value):
+        return ""
+    return repr(value) if math.isfinite(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def _power(text: str) -> str:
+    """Text with the exponents of its powers of two (2^-7) raised."""
+    return re.sub(r"(?<=2)\^(-?\d+)", lambda found: found[1].translate(_RAISED), text)
+
+
+def breakable(name: str) -> Markup:
+    """A dotted name that may wrap after its dots."""
+    return Markup(".<wbr>").join(name.split("."))

@@ -1,0 +1,290 @@
+"""The plots of a probe's page: where the exponents of each class lie against the formats' windows, and the heatmap."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from lpconv.report.numbers import share_text, sqnr_text
+from lpconv.report.plot import Band, Tick
+from lpconv.report.probe_words import loss_scale_text
+from lpconv.report.rms_plot import FormatRange
+from lpconv.results import FormatRates, ProbedRecord, ProbeReport
+
+__all__ = ["Bar", "Cell", "ExponentPlot", "Heatmap", "Strip", "exponent_plots", "heatmap"]
+
+# Page units of a histogram: two stand side by side.
+_WIDTH, _LEFT, _RIGHT, _TOP, _BASE = 490.0, 66.0, 482.0, 12.0, 150.0
+_STRIP_HEIGHT, _STRIP_GAP, _STRIP_OFFSET = 15.0, 4.0, 11.0
+_ROOM = 2  # binades left free beyond the values on either side
+_MIN_BINADES = 24
+# Page units of the heatmap.
+_HEAT_WIDTH, _HEAT_HEAD, _CELL_HEIGHT, _LABEL_CHARACTER = 1000.0, 118.0, 19.0, 7.1
+_MAX_LABEL = 300.0
+_STEPS = ((0.0, 0), (1e-3, 1), (1e-2, 2), (0.1, 3), (0.5, 4))  # a rate above the bound gets the depth of colour
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    """The elements of one exponent."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    title: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strip:
+    """One format's window below the histogram: `bands` are its normal and subnormal numbers."""
+
+    label: str
+    y: float
+    bands: tuple[Band, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExponentPlot:
+    """The histogram of one class of tensor over all layers. `outline` is where a loss scale would put it, or empty."""
+
+    name: str
+    title: str
+    description: str
+    bars: tuple[Bar, ...]
+    outline: str
+    outline_label: str
+    strips: tuple[Strip, ...]
+    x_ticks: tuple[Tick, ...]
+    y_ticks: tuple[Tick, ...]
+    height: float
+    axis: float
+    width: float = _WIDTH
+    left: float = _LEFT
+    right: float = _RIGHT
+    base: float = _BASE
+    top: float = _TOP
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One layer and class in one format: how much is lost, by depth of colour, letter and title."""
+
+    x: float
+    y: float
+    kind: str
+    text: str
+    title: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heatmap:
+    """Layers down, classes across, one block of columns per format."""
+
+    description: str
+    cells: tuple[Cell, ...]
+    rows: tuple[Tick, ...]
+    columns: tuple[Tick, ...]
+    blocks: tuple[Tick, ...]
+    cell_width: float
+    cell_height: float
+    label_x: float
+    head: float
+    width: float
+    height: float
+
+
+def exponent_plots(report: ProbeReport, ranges: Mapping[str, FormatRange]) -> tuple[ExponentPlot, ...]:
+    """A histogram for each class, all on one axis of exponents, above the windows of the report's formats."""
+    totals = _totals(report.tensors)
+    if not totals:
+        return ()
+    scale = next((s for s in report.loss_scales if s.log2_scale), None)
+    shift = scale.log2_scale if scale else 0
+    gradients = {t.words for t in report.tensors if t.is_gradient}
+    lows = [min(c) + (min(shift, 0) if w in gradients else 0) for w, c in totals.items()]
+    highs = [max(c) + (max(shift, 0) if w in gradients else 0) for w, c in totals.items()]
+    low, high = min(lows) - _ROOM, max(highs) + 1 + _ROOM
+    high = max(high, low + _MIN_BINADES)
+    label = f"at loss scale {loss_scale_text(shift)}, recommended for {scale.format}" if scale else ""
+    scaled = dict.fromkeys(gradients, (shift, label))
+    return tuple(
+        _exponent_plot(words, totals[words], (low, high), report.formats, ranges, scaled.get(words, (0, "")))
+        for words in report.classes
+        if words in totals
+    )
+
+
+def _totals(tensors: Sequence[ProbedRecord]) -> dict[str, Counter[int]]:
+    totals: dict[str, Counter[int]] = {}
+    for t in tensors:
+        if t.exponents:
+            totals.setdefault(t.words, Counter()).update(dict(t.exponents))
+    return totals
+
+
+def _exponent_plot(
+    words: str,
+    counts: Counter[int],
+    span: tuple[int, int],
+    formats: Sequence[str],
+    ranges: Mapping[str, FormatRange],
+    scaled: tuple[int, str],
+) -> ExponentPlot:
+    total, most = counts.total(), max(counts.values())
+    unit = (_RIGHT - _LEFT) / (span[1] - span[0])
+
+    def x(exponent: float) -> float:
+        return round(_LEFT + (min(max(exponent, span[0]), span[1]) - span[0]) * unit, 1)
+
+    def y(count: int) -> float:
+        return round(_BASE - count / most * (_BASE - _TOP), 1)
+
+    bars = tuple(
+        Bar(
+            x=x(e),
+            y=y(n),
+            width=round(unit, 1),
+            height=round(_BASE - y(n), 1),
+            title=f"{share_text(n, total)} of the elements from 2^{e} up to 2^{e + 1}",
+        )
+        for e, n in sorted(counts.items())
+    )
+    shift, label = scaled
+    outline = _outline([(x(e + shift), x(e + shift + 1), y(n)) for e, n in sorted(counts.items())]) if shift else ""
+    strips = _strips(formats, ranges, x)
+    axis = _BASE + _STRIP_OFFSET + len(strips) * (_STRIP_HEIGHT + _STRIP_GAP)
+    step = next(s for s in (4, 8, 16, 32, 64) if (span[1] - span[0]) / s <= 8)
+    ticks = range(math.ceil(span[0] / step) * step, span[1] + 1, step)
+    return ExponentPlot(
+        name=words.replace(" ", "-"),
+        title=words[:1].upper() + words[1:],
+        description=_bulk_words(counts),
+        bars=bars,
+        outline=outline,
+        outline_label=label if shift else "",
+        strips=strips,
+        x_ticks=tuple(Tick(position=x(e), label=f"2^{e}") for e in ticks),
+        y_ticks=(Tick(position=_TOP, label=share_text(most, total)), Tick(position=_BASE, label="0 %")),
+        height=axis + 22,
+        axis=axis,
+    )
+
+
+def _outline(steps: Sequence[tuple[float, float, float]]) -> str:
+    """A staircase over the columns (left, right, top), down to the base at either end."""
+    path = f"M{steps[0][0]} {_BASE}"
+    for left, right, top in steps:
+        path += f"L{left} {top}L{right} {top}"
+    return path + f"L{steps[-1][1]} {_BASE}"
+
+
+def _strips(
+    formats: Sequence[str], ranges: Mapping[str, FormatRange], x: Callable[[float], float]
+) -> tuple[Strip, ...]:
+    strips = []
+    for i, name in enumerate(formats):
+        held, y = ranges[name], _BASE + _STRIP_OFFSET + i * (_STRIP_HEIGHT + _STRIP_GAP)
+        edges = (("subnormal", held.min_subnormal, held.min_normal), ("normal", held.min_normal, held.max))
+        bands = tuple(
+            Band(
+                kind=kind,
+                x=x(math.log2(low)),
+                y=y,
+                width=round(x(math.log2(high)) - x(math.log2(low)), 1),
+                height=_STRIP_HEIGHT,
+                label=f"{name}, {kind} numbers: 2^{math.log2(low):.4g} to 2^{math.log2(high):.4g}",
+            )
+            for kind, low, high in edges
+            if x(math.log2(high)) > x(math.log2(low))
+        )
+        strips.append(Strip(label=name, y=y, bands=bands))
+    return tuple(strips)
+
+
+def _bulk_words(counts: Counter[int]) -> str:
+    """Where the bulk lies: the exponents that hold 98 % of the elements."""
+    total, seen, low, high = counts.total(), 0, min(counts), max(counts)
+    for e in sorted(counts):
+        if seen <= 0.01 * total:
+            low = e
+        seen += counts[e]
+        if seen >= 0.99 * total:
+            high = e
+            break
+    return f"98 % of the elements lie between 2^{low} and 2^{high + 1}."
+
+
+def heatmap(report: ProbeReport) -> Heatmap | None:
+    """What is lost at loss scale 1 in each layer and class, for every format that loses anything."""
+    shown = [i for i in range(len(report.formats)) if any(t.plain[i].lost > 0 for t in report.tensors)]
+    if not shown:
+        return None
+    layers = list(dict.fromkeys(t.layer for t in report.tensors))
+    roles = list(report.classes)
+    label_x = min(max(len(layer) for layer in layers) * _LABEL_CHARACTER, _MAX_LABEL) + 8
+    width = (_HEAT_WIDTH - label_x) / (len(shown) * (len(roles) + 0.4))
+
+    def left(block: int, role: str) -> float:
+        return round(label_x + (block * (len(roles) + 0.4) + roles.index(role)) * width, 1)
+
+    cells = tuple(
+        _cell(t, t.plain[i], left(block, t.words), _HEAT_HEAD + layers.index(t.layer) * _CELL_HEIGHT)
+        for block, i in enumerate(shown)
+        for t in report.tensors
+    )
+    return Heatmap(
+        description=_heat_words(report, shown),
+        cells=cells,
+        rows=tuple(
+            Tick(position=_HEAT_HEAD + (i + 0.5) * _CELL_HEIGHT + 4, label=_shortened(layer))
+            for i, layer in enumerate(layers)
+        ),
+        columns=tuple(
+            Tick(position=round(left(block, role) + width / 2 + 4, 1), label=role)
+            for block in range(len(shown))
+            for role in roles
+        ),
+        blocks=tuple(
+            Tick(position=round(left(block, roles[0]) + len(roles) * width / 2, 1), label=report.formats[i])
+            for block, i in enumerate(shown)
+        ),
+        cell_width=round(width - 1, 1),
+        cell_height=_CELL_HEIGHT - 1,
+        label_x=label_x - 8,
+        head=_HEAT_HEAD,
+        width=_HEAT_WIDTH,
+        height=_HEAT_HEAD + len(layers) * _CELL_HEIGHT + 4,
+    )
+
+
+def _cell(t: ProbedRecord, rates: FormatRates, x: float, y: float) -> Cell:
+    depth = max((d for bound, d in _STEPS if rates.lost > bound), default=0) if rates.lost > 0 else "none"
+    cause = "over" if rates.overflow > rates.underflow else "under"
+    title = (
+        f"{t.words} of {t.layer} in {rates.format}: {share_text(rates.underflow, 1)} underflow, "
+        f"{share_text(rates.subnormal, 1)} subnormal, {share_text(rates.overflow, 1)} overflow, "
+        f"SQNR {sqnr_text(rates.sqnr_db, ' dB')}"
+    )
+    return Cell(x=x, y=y, kind=f"{cause} depth-{depth}", text=_cell_text(rates), title=title)
+
+
+def _cell_text(rates: FormatRates) -> str:
+    """The lost share in whole per cent, with an arrow where it is overflow; empty where it is below one."""
+    if rates.lost < 0.005:
+        return ""
+    return f"{100 * rates.lost:.0f}" + ("↑" if rates.overflow > rates.underflow else "")
+
+
+def _shortened(layer: str) -> str:
+    most = int(_MAX_LABEL / _LABEL_CHARACTER)
+    return layer if len(layer) <= most else "…" + layer[1 - most :]
+
+
+def _heat_words(report: ProbeReport, shown: Sequence[int]) -> str:
+    parts = []
+    for i in shown:
+        worst = max(report.tensors, key=lambda t: t.plain[i].lost)
+        share = share_text(worst.plain[i].lost, 1)
+        parts.append(f"{report.formats[i]}: at worst {share}, {worst.words} of {worst.layer}.")
+    return " ".join(parts)

@@ -1,0 +1,55 @@
+"""What the terminal and the page say about a probe in the same words and the same order."""
+
+import math
+from collections.abc import Iterable
+
+from lpconv.report.numbers import share_text
+from lpconv.results import ProbedRecord, ProbeReport
+
+__all__ = ["ALONE_WORDS", "FIT_WORDS", "capped_words", "fit_counts", "loss_scale_text", "tracking_words", "worst_first"]
+
+_MAX_UNDERFLOW = 1e-3  # what the recommendation aims at
+FIT_WORDS = (
+    "Held: nothing beyond the range, at most 0.1 % to zero, at least 20 dB of signal over error. "
+    "Gradients count at the recommended loss scale."
+)
+ALONE_WORDS = "Loss scales in these lines would suit that tensor alone; those below serve the whole model."
+
+
+def worst_first(tensors: Iterable[ProbedRecord]) -> tuple[ProbedRecord, ...]:
+    """By the share lost in the first format at loss scale 1, then by signal-to-noise ratio."""
+
+    def badness(t: ProbedRecord) -> tuple[float, float]:
+        rates = t.plain[0]
+        return -rates.lost, math.inf if math.isnan(rates.sqnr_db) else rates.sqnr_db
+
+    return tuple(sorted(tensors, key=badness))
+
+
+def fit_counts(report: ProbeReport) -> tuple[tuple[str, tuple[tuple[int, int], ...]], ...]:
+    """For each class of tensor, how many of how many each format holds."""
+    rows = []
+    for words in report.classes:
+        members = [t for t in report.tensors if t.words == words]
+        held = (sum(t.scaled[i].fits for t in members) for i in range(len(report.formats)))
+        rows.append((words, tuple((n, len(members)) for n in held)))
+    return tuple(rows)
+
+
+def loss_scale_text(log2_scale: int) -> str:
+    """1, 2^7, 2^-3."""
+    return "1" if log2_scale == 0 else f"2^{log2_scale}"
+
+
+def capped_words(report: ProbeReport) -> str:
+    """For which formats no loss scale saves every gradient; empty where there is none."""
+    capped = [s.format for s in report.loss_scales if s.worst_underflow_after > _MAX_UNDERFLOW]
+    if not capped:
+        return ""
+    return f"No loss scale brings every gradient to 0.1 % in {', '.join(capped)}: larger ones would overflow."
+
+
+def tracking_words(report: ProbeReport) -> str:
+    """What recording cost, as measured in this run."""
+    steps = f"{report.steps_recorded} of {report.steps_seen} steps recorded"
+    return f"{steps}, at {share_text(report.overhead, 1)} of the time of the steps themselves"

@@ -1,0 +1,74 @@
+"""One output file: what it holds, what its record says, and what stays when writing fails."""
+
+import errno
+import hashlib
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from lpconv.checkpoint.partfile import PartFile
+from lpconv.errors import ResourceError
+
+PIECES = [bytes([i]) * 1000 for i in range(50)]
+WHOLE = b"".join(PIECES)
+
+
+@pytest.fixture
+def flusher() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(1) as pool:
+        yield pool
+
+
+def test_pieces_in_order_become_the_file_and_its_hash(tmp_path: Path, flusher: ThreadPoolExecutor) -> None:
+    part = PartFile(tmp_path, "folder/model", len(WHOLE), flusher)
+    for piece in PIECES:
+        part.append(piece)
+    record = part.finish()
+    assert (tmp_path / "folder/model").read_bytes() == WHOLE
+    assert (record.name, record.size_bytes) == ("folder/model", len(WHOLE))
+    assert record.sha256 == hashlib.sha256(WHOLE).hexdigest()
+
+
+def test_threads_may_write_in_any_order_what_is_hashed_in_order(tmp_path: Path, flusher: ThreadPoolExecutor) -> None:
+    part = PartFile(tmp_path, "model", len(WHOLE), flusher)
+    with ThreadPoolExecutor(4) as writers:
+        list(writers.map(lambda i: part.write(i * 1000, PIECES[i]), reversed(range(len(PIECES)))))
+    for piece in PIECES:
+        part.digest(piece)
+    assert part.finish().sha256 == hashlib.sha256(WHOLE).hexdigest()
+    assert (tmp_path / "model").read_bytes() == WHOLE
+
+
+def test_a_file_that_was_written_back_on_the_way_is_complete(tmp_path: Path, flusher: ThreadPoolExecutor) -> None:
+    piece = os.urandom(2**20 + 1)
+    part = PartFile(tmp_path, "model", 150 * len(piece), flusher)
+    for _ in range(150):
+        part.append(piece)
+    record = part.finish()
+    assert (tmp_path / "model").read_bytes() == piece * 150
+    assert record.sha256 == hashlib.sha256(piece * 150).hexdigest()
+
+
+def test_before_finish_nothing_has_the_name(tmp_path: Path, flusher: ThreadPoolExecutor) -> None:
+    part = PartFile(tmp_path, "model", len(WHOLE), flusher)
+    part.append(WHOLE)
+    part.abandon()
+    assert [p.name for p in tmp_path.iterdir()] == ["model.part"]
+
+
+def test_a_write_back_that_fails_is_reported_at_the_end(
+    tmp_path: Path, flusher: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(fd: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fdatasync", fail)
+    part = PartFile(tmp_path, "model", 80 * 2**20, flusher)
+    for _ in range(80):
+        part.append(bytes(2**20))
+    with pytest.raises(ResourceError, match="cannot write"):
+        part.finish()
+    assert not (tmp_path / "model").exists()

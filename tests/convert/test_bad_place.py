@@ -1,0 +1,147 @@
+"""Outputs that cannot be where they should: something is there, the disk is full, the folder is the source."""
+
+import errno
+import itertools
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import Run, files_of, published, refusal, write_checkpoint
+from safetensors.torch import load_file
+
+from lpconv.convert.options import ConvertOptions
+from lpconv.convert.restore import restore
+from lpconv.convert.run import convert
+from lpconv.errors import (
+    LpconvError,
+    OutputExistsError,
+    ResourceError,
+)
+from lpconv.progress import Silent
+
+
+class TestOutput:
+    def test_it_exists(self, run: Run, output: Path) -> None:
+        output.mkdir()
+        with pytest.raises(OutputExistsError, match="exists"):
+            run()
+        assert files_of(output) == {}
+
+    def test_force_replaces_an_output_of_ours_only(self, run: Run, output: Path) -> None:
+        run()
+        run(force=True, format="bf16")
+        (output / "lpconv.json").unlink()
+        before = files_of(output)
+        with pytest.raises(OutputExistsError, match="does not delete it"):
+            run(force=True)
+        assert files_of(output) == before
+
+    def test_a_file(self, run: Run, output: Path) -> None:
+        output.write_text("mine")
+        for force in (False, True):
+            with pytest.raises(OutputExistsError):
+                run(force=force)
+        assert output.read_text() == "mine"
+
+    @pytest.mark.parametrize(
+        ("name", "code"),
+        [("source", 8), ("source/out", 2), (".", 8), ("/", 8), ("x" * 300, 7), ("source/config.json/out", 2)],
+    )
+    def test_places_no_output_can_be(self, source: Path, tmp_path: Path, name: str, code: int) -> None:
+        before = files_of(tmp_path)
+        with pytest.raises(LpconvError) as caught:
+            convert(str(source), tmp_path / name, ConvertOptions(force=True))
+        assert caught.value.exit_code == code
+        assert files_of(tmp_path) == before
+
+    def test_a_source_inside_an_older_output_survives_force(self, run: Run, output: Path) -> None:
+        run()
+        inner = write_checkpoint(output / "source")
+        with pytest.raises(OutputExistsError, match="lies inside"):
+            convert(str(inner), output, ConvertOptions(force=True))
+        assert (inner / "model.safetensors").exists()
+
+    def test_restore_does_not_replace_what_it_reads(self, run: Run, output: Path) -> None:
+        run()
+        with pytest.raises(OutputExistsError, match="same directory"):
+            restore(output, output, force=True, progress=Silent())
+
+    @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+    def test_a_folder_that_is_read_only(self, run: Run, tmp_path: Path, output: Path) -> None:
+        tmp_path.chmod(0o555)
+        try:
+            assert refusal(run, output).exit_code == 7
+        finally:
+            tmp_path.chmod(0o755)
+
+
+class TestFullDisk:
+    """Exit code 7, nothing published, and `--resume` goes on once there is space."""
+
+    def test_found_before_the_work(self, run: Run, output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        usage = shutil.disk_usage(output.parent)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+        error = refusal(run, output)
+        assert isinstance(error, ResourceError)
+        assert error.details["free_bytes"] == 1000
+        assert not output.with_name("output.partial").exists()
+
+    @pytest.mark.parametrize("call", ["pwrite", "posix_fallocate", "fsync", "rename"])
+    @pytest.mark.parametrize("which", [1, 2, 3])
+    def test_found_while_writing(
+        self, run: Run, source: Path, output: Path, monkeypatch: pytest.MonkeyPatch, call: str, which: int
+    ) -> None:
+        write_checkpoint(source, [{f"layer.{i}.weight": torch.full((8, 8), float(i))} for i in range(3)])
+        real, calls = getattr(os, call), itertools.count(1)
+
+        def full(*args: Any) -> Any:
+            if next(calls) >= which:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return real(*args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, full)
+            error = refusal(run, output)
+        assert isinstance(error, ResourceError)
+        assert "no space left" in error.message
+        assert "--resume" in str(error.hint)
+        run(resume=True)
+        assert load_file(output / "model-00003-of-00003.safetensors").keys() == {
+            "layer.2.weight", "layer.2.weight_scale",
+        }  # fmt: skip
+
+    def test_a_small_file_system(self, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        write_checkpoint(source, {"w": torch.ones(1024, 1024)})
+        options = ConvertOptions(format="fp32", verify="none", workers=1)
+        with mounted(tmp_path / "small", "size=6m") as folder:
+            output = folder / "output"
+            with pytest.raises(ResourceError, match="of disk"):
+                convert(str(source), output, options)
+            (source / "big.txt").write_bytes(bytes(3 * 2**20))
+            monkeypatch.setattr("lpconv.convert.run.check_disk", lambda _: None)  # the space goes while we write
+            with pytest.raises(ResourceError, match="no space left"):
+                convert(str(source), output, options)
+            assert not published(output)
+
+    def test_a_read_only_file_system(self, source: Path, tmp_path: Path) -> None:
+        with mounted(tmp_path / "read-only", "ro") as folder, pytest.raises(ResourceError, match="cannot write"):
+            convert(str(source), folder / "output", ConvertOptions(verify="none", workers=1))
+
+
+@contextmanager
+def mounted(folder: Path, options: str) -> Iterator[Path]:
+    """A tmpfs; skips the test where mounting is not allowed."""
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
+    if os.geteuid() or subprocess.run(command, check=False, capture_output=True).returncode:
+        pytest.skip("mounting needs rights that this user has not")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)

@@ -1,0 +1,173 @@
+"""Requests that are wrong, gates that fail, and what the command line says to the worst of them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import Run, files_of, published, refusal, write_checkpoint
+from typer.testing import CliRunner
+
+from lpconv.cli.main import app
+from lpconv.convert.options import ConvertOptions, FormatRule, parse_rule, parse_size
+from lpconv.convert.run import convert
+from lpconv.errors import (
+    UsageError,
+    VerificationError,
+)
+
+
+class TestRequest:
+    """Options that are wrong: exit code 2, before anything is read."""
+
+    @pytest.mark.parametrize(
+        ("options", "hint"),
+        [
+            ({"method": "unti"}, "did you mean `unit`"),
+            ({"format": "e4m3"}, "did you mean `e4m3fn`"),
+            ({"method": "collage", "format": "e5m2"}, "it writes bf16, fp16"),
+            ({"method": "collage", "residual": "exact61"}, "did you mean `exact16`"),
+            ({"residual": "bf16"}, "collage"),
+            ({"scale": "pow3"}, "pow2 or exact"),
+            ({"verify": "everything"}, "logits"),
+            ({"gates": ("sqrn>=3",)}, "did you mean `sqnr`"),
+            ({"gates": ("sqnr",)}, "--gate"),
+            ({"gates": ("sqnr>=high",)}, "--gate"),
+            ({"include": ("re:[",)}, "escape"),
+            ({"exclude": ("re:(?P<1>x)",)}, "escape"),
+            ({"exclude": ("re:a{99999999999}",)}, "escape"),
+            ({"include": ("re:" + "(" * 5000,)}, "escape"),
+            ({"rules": (FormatRule(pattern="re:*", format="keep"),)}, "escape"),
+            ({"rules": (FormatRule(pattern="*", format="fp17"),)}, "did you mean"),
+            ({"rules": (FormatRule(pattern="*", format="tf32"),)}, "it writes"),
+            ({"method": "collage", "rules": (FormatRule(pattern="*", format="fp16"),)}, "=keep"),
+            ({"resume": True, "force": True}, "anew"),
+            ({"revision": "main"}, "leave --revision out"),
+        ],
+        ids=str,
+    )
+    def test_options_that_are_wrong(self, run: Run, output: Path, options: dict[str, Any], hint: str) -> None:
+        error = refusal(run, output, **options)
+        assert error.exit_code == 2
+        assert hint in str(error.hint)
+
+    @pytest.mark.parametrize("text", ["", "=fp16", "x", "x=", "x=fp17"])
+    def test_rules_that_are_wrong(self, text: str) -> None:
+        with pytest.raises(UsageError) as caught:
+            parse_rule(text)
+        assert caught.value.hint
+
+    @pytest.mark.parametrize("text", ["", "0", "0.1", "-1GB", "1PB", "GB", "nan", "inf", "1e9", "9" * 400])
+    def test_sizes_that_are_wrong(self, text: str) -> None:
+        with pytest.raises(UsageError) as caught:
+            parse_size(text)
+        assert caught.value.hint
+
+    def test_a_rule_may_hold_an_equals_sign(self) -> None:
+        assert parse_rule("re:a=b=keep") == FormatRule(pattern="re:a=b", format="keep")
+
+    def test_the_first_rule_decides_and_exclude_comes_before(self, run: Run, source: Path) -> None:
+        write_checkpoint(source, {n: torch.ones(2, 2) for n in ("a.w", "b.w", "c.w", "d.w")})
+        rules = tuple(
+            FormatRule(pattern=p, format=f) for p, f in (("a.*", "bf16"), ("re:[ab]", "e5m2"), ("d*", "fp32"))
+        )
+        result = run(rules=rules, exclude=("d.w",), include=("c.*",))
+        assert {t.name: t.format for t in result.tensors} == {
+            "a.w": "bf16",
+            "b.w": "e5m2",
+            "c.w": "fp16",
+            "d.w": "fp32",
+        }
+        assert {t.name: t.action for t in result.tensors}["d.w"] == "keep"
+
+    def test_no_memory_for_one_worker(self, run: Run, output: Path) -> None:
+        assert refusal(run, output, max_memory=1000).exit_code == 7
+
+    def test_the_published_command_holds_no_folder_and_makes_the_same_output(
+        self, source: Path, tmp_path: Path
+    ) -> None:
+        given = ConvertOptions(
+            format="e5m2",
+            include=("layer.*", "re:x y"),
+            rules=(FormatRule(pattern="a'b", format="keep"),),
+            gates=("sqnr>=1",),
+            verify="weights",
+            workers=1,
+        )
+        convert(str(source), tmp_path / "out", given, command=f"lpconv convert {source} -o {tmp_path}/out --resume")
+        published = json.loads((tmp_path / "out" / "report.json").read_text())["command"]
+        assert str(tmp_path) in published, "report.json is of this run, and says what was typed"
+        card = (tmp_path / "out" / "README.md").read_text()
+        assert str(tmp_path) not in card
+        expected = (
+            "lpconv convert source --method unit --format e5m2 --verify weights --include 'layer.*' "
+            "--include 're:x y' --rule 'a'\"'\"'b=keep' --gate 'sqnr>=1'"
+        )
+        assert expected in card
+
+
+class TestGates:
+    @pytest.mark.parametrize("gate", ["sqnr>=500", "sqnr<1", "max_rel_error==0", "sqnr>=nan"])
+    def test_a_gate_that_fails_keeps_the_output_aside(self, run: Run, output: Path, gate: str) -> None:
+        error = refusal(run, output, gates=("sqnr>=1", gate), verify="none")
+        assert isinstance(error, VerificationError)
+        assert gate in error.message
+        kept = output.with_name("output.failed")
+        assert str(kept) in str(error.hint)
+        assert {"config.json", "model.safetensors", "report.json"} < files_of(kept, without=set()).keys()
+        assert not output.with_name("output.partial").exists()
+
+    def test_the_next_run_starts_anew_and_replaces_what_failed(self, run: Run, output: Path) -> None:
+        for bound in (500, 600):
+            assert f"sqnr>={bound}" in refusal(run, output, gates=(f"sqnr>={bound}",)).message
+        run(gates=("sqnr>=1",))
+        assert (output / "config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (("convert", "{source}", "-o", "{output}", "--gate", "sqnr>=500"), 5, "output.failed"),
+        (("convert", "{source}", "-o", "{source}"), 8, "--output"),
+        (("convert", "{source}", "-o", "{output}", "--method", "unti"), 2, "did you mean `unit`"),
+        (("convert", "{source}/config.json", "-o", "{output}"), 3, "pass the directory"),
+        (("convert", "bert-large", "-o", "{output}"), 3, "hf download google-bert/bert-large-uncased"),
+        (("convert", "nobody/no-such-model", "-o", "{output}"), 3, "hf download nobody/no-such-model"),
+        (("convert", "bert-lagre", "-o", "{output}"), 3, "did you mean `bert-large`"),
+        (("convert", "{source}", "-o", "{output}", "--workers", "0"), 2, "workers"),
+        (("verify", "{source}"), 3, "lpconv convert"),
+        (("restore", "{source}", "-o", "{output}"), 3, "lpconv convert"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
+)
+def test_the_command_line_ends_with_the_code_and_a_hint(
+    source: Path, output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...], code: int, says: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "empty"))
+    done = CliRunner().invoke(app, [a.format(source=source, output=output) for a in arguments])
+    assert done.exit_code == code, done.output
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+    assert not published(output)
+
+
+def test_verify_of_a_tampered_output_ends_with_5(run: Run, output: Path) -> None:
+    run()
+    (output / "config.json").write_text("{}")
+    done = CliRunner().invoke(app, ["verify", str(output), "--json"])
+    assert done.exit_code == 5
+    assert json.loads(done.stdout)["error"]["details"]["hash"]["mismatched"] == ["config.json"]
+
+
+def test_messages_carry_no_control_characters_to_the_terminal(source: Path, output: Path) -> None:
+    shards = [{"a": torch.ones(2, 2)}, {"b": torch.ones(2, 2)}]
+    write_checkpoint(source, shards)
+    index = source / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace('"b"', '"\\u001b]0;owned\\u0007"'))
+    done = CliRunner().invoke(app, ["convert", str(source), "-o", str(output)])
+    assert done.exit_code == 3
+    assert "owned" in done.stderr
+    assert all(line.isprintable() for line in done.stderr.splitlines())

@@ -1,0 +1,279 @@
+"""Seeded damage to every file that lpconv reads: an error of ours with a hint, or an output that is right.
+
+Nothing else may come out: no other exception, nothing published that the damage reached.
+"""
+
+import json
+import random
+import shutil
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import DEMO_TENSORS, bits_of, published, run_cli, write_checkpoint
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from lpconv.checkpoint.inspect import inspect
+from lpconv.convert.options import ConvertOptions
+from lpconv.convert.restore import restore
+from lpconv.convert.run import convert
+from lpconv.convert.verify_output import verify_output
+from lpconv.errors import LpconvError
+from lpconv.progress import Silent
+
+Damage = Callable[[random.Random, bytes], bytes]
+
+# Values that a JSON document may have anywhere, and that nobody expects there.
+ODD_VALUES: tuple[Any, ...] = (
+    None, True, 0, -1, 5, 1.5, float("inf"), 2**63, 2**200, "", "x", "\ud800", "../../x", "/etc/passwd", "a\nb",
+    "\x1b[31m", [], {}, [1], [None], ["a"], {"a": 1}, [[]], "F64", "keep",
+)  # fmt: skip
+
+
+def flip_bit(rng: random.Random, data: bytes) -> bytes:
+    at = rng.randrange(len(data))
+    return data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :]
+
+
+def cut(rng: random.Random, data: bytes) -> bytes:
+    return data[: rng.randrange(len(data))]
+
+
+def drop(rng: random.Random, data: bytes) -> bytes:
+    at = rng.randrange(len(data))
+    return data[:at] + data[at + rng.randrange(1, 9) :]
+
+
+def insert(rng: random.Random, data: bytes) -> bytes:
+    at = rng.randrange(len(data))
+    return data[:at] + rng.randbytes(rng.randrange(1, 9)) + data[at:]
+
+
+def retype(rng: random.Random, data: bytes) -> bytes:
+    """Characters that mean something in JSON, in place of others."""
+    changed = bytearray(data)
+    for _ in range(rng.randrange(1, 4)):
+        changed[rng.randrange(len(data))] = rng.choice(b'0123456789"{}[],:-.eE \\')
+    return bytes(changed)
+
+
+def repeat(rng: random.Random, data: bytes) -> bytes:
+    begin, end = sorted(rng.randrange(len(data)) for _ in range(2))
+    return data[:end] + data[begin:end] + data[end:]
+
+
+BYTES: tuple[Damage, ...] = (flip_bit, cut, drop, insert, retype, repeat)
+
+
+def odd_value(rng: random.Random, data: bytes) -> bytes:
+    """A JSON document with one value replaced or one key removed."""
+    document = json.loads(data)
+    *path, last = rng.choice([p for p in _paths(document) if p])
+    owner = document
+    for key in path:
+        owner = owner[key]
+    if isinstance(owner, dict) and rng.random() < 0.3:
+        del owner[last]
+    else:
+        owner[last] = rng.choice(ODD_VALUES)
+    return json.dumps(document).encode()
+
+
+def _paths(document: Any, prefix: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    yield prefix
+    items = (
+        document.items() if isinstance(document, dict) else enumerate(document) if isinstance(document, list) else ()
+    )
+    for key, value in items:
+        yield from _paths(value, (*prefix, key))
+
+
+def outcome(action: Callable[[], object], codes: set[int]) -> int:
+    """The exit code of an action: 0, or one of `codes` with a hint and a message fit for a terminal."""
+    try:
+        action()
+    except LpconvError as e:
+        error = e
+    else:
+        return 0
+    assert error.exit_code in codes, error
+    assert error.hint
+    return error.exit_code
+
+
+def forget(folder: Path) -> None:
+    for path in folder.iterdir():
+        shutil.rmtree(path)
+
+
+@pytest.fixture
+def outputs(tmp_path: Path) -> Path:
+    """A folder for outputs only, so that all of them can be looked at and thrown away."""
+    (tmp_path / "outputs").mkdir()
+    return tmp_path / "outputs"
+
+
+OPTIONS = ConvertOptions(verify="weights", workers=1)
+
+
+class TestHeader:
+    def damaged(self, rng: random.Random, data: bytes, start: int, end: int) -> bytes:
+        return data[:start] + rng.choice(BYTES)(rng, data[start:end]) + data[end:]
+
+    @pytest.mark.parametrize(("seed", "part"), [(0, "header"), (1, "header"), (2, "length"), (3, "json")])
+    def test_a_damaged_header(self, tmp_path: Path, outputs: Path, seed: int, part: str) -> None:
+        source = write_checkpoint(tmp_path / "source")
+        file = source / "model.safetensors"
+        sound = file.read_bytes()
+        end = 8 + int.from_bytes(sound[:8], "little")
+        rng = random.Random(seed)
+        codes: Counter[int] = Counter()
+        for _ in range(200):
+            if part == "json":
+                head = odd_value(rng, sound[8:end])
+                file.write_bytes(len(head).to_bytes(8, "little") + head + sound[end:])
+            else:
+                file.write_bytes(self.damaged(rng, sound, 0, end if part == "header" else 8))
+            code = outcome(lambda: convert(str(source), outputs / "out", OPTIONS), {3, 4})
+            codes[code] += 1
+            if code == 0:
+                self.check_that_safetensors_agrees(file, outputs / "out")
+            else:
+                assert not published(outputs / "out")
+            inspect(source)  # says what is wrong, and raises nothing
+            forget(outputs)
+        assert codes[3] > 100, "most damage to a header is found"
+
+    def check_that_safetensors_agrees(self, file: Path, output: Path) -> None:
+        """What was converted in spite of its damage is a file that the safetensors library reads the same way."""
+        try:
+            read = load_file(file)
+        except SafetensorError as e:
+            pytest.fail(f"safetensors refuses what we converted: {e}")
+        stored = load_file(output / "model.safetensors")
+        for name, x in read.items():
+            if name + "_scale" not in stored:
+                assert bits_of(stored[name]) == bits_of(x)
+
+    def test_a_damaged_payload_converts_and_verifies(self, tmp_path: Path, outputs: Path) -> None:
+        source = write_checkpoint(tmp_path / "source")
+        file = source / "model.safetensors"
+        sound = file.read_bytes()
+        start = 8 + int.from_bytes(sound[:8], "little")
+        rng = random.Random(4)
+        for i in range(100):
+            damaged = bytearray(sound)
+            for _ in range(4):
+                damaged[rng.randrange(start, len(sound))] = rng.randrange(256)
+            file.write_bytes(damaged)
+            format = ("fp16", "fp32", "e4m3fn", "e5m2")[i % 4]
+            result = convert(str(source), outputs / "out", ConvertOptions(format=format, verify="weights", workers=1))
+            assert result.verify.passed
+            again = verify_output(
+                outputs / "out", against=str(source), level="weights", gates=(), trust_remote_code=False,
+                progress=Silent(),
+            )  # fmt: skip
+            assert again.problems == ()
+            forget(outputs)
+
+    @pytest.mark.parametrize("seed", range(3))
+    def test_the_command_line_says_the_same(self, tmp_path: Path, outputs: Path, seed: int) -> None:
+        source = write_checkpoint(tmp_path / "source")
+        file = source / "model.safetensors"
+        rng = random.Random(seed)
+        file.write_bytes((cut, drop, retype)[seed](rng, file.read_bytes()[:64]))
+        done = run_cli("convert", source, "-o", outputs / "out", "--json")
+        assert done.returncode in (3, 4)
+        assert "Traceback" not in done.stderr
+        assert "hint: " in done.stderr
+        assert json.loads(done.stdout)["error"]["code"] == done.returncode
+        assert not published(outputs / "out")
+
+
+CONFIG = {
+    "architectures": ["BertModel"], "model_type": "bert", "tie_word_embeddings": True, "torch_dtype": "float32",
+    "text_config": {"tie_word_embeddings": False}, "auto_map": {"AutoConfig": "x.Y"}, "quantization_config": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", [odd_value, *BYTES])
+def test_a_damaged_config(tmp_path: Path, outputs: Path, damage: Damage) -> None:
+    source = write_checkpoint(tmp_path / "source")
+    rng = random.Random(0)
+    for i in range(40):
+        (source / "config.json").write_bytes(damage(rng, json.dumps(CONFIG).encode()))
+        options = ConvertOptions(method=("unit", "collage")[i % 2], verify="weights", workers=1)
+        code = outcome(lambda options=options: convert(str(source), outputs / "out", options), {3, 4})  # type: ignore[misc]
+        assert published(outputs / "out") == (code == 0)
+        outcome(lambda: inspect(source), {3})
+        forget(outputs)
+
+
+@pytest.mark.parametrize("damage", [odd_value, *BYTES])
+def test_a_damaged_index(tmp_path: Path, outputs: Path, damage: Damage) -> None:
+    source = write_checkpoint(
+        tmp_path / "source", [{"a": torch.ones(4, 4)}, {"b": torch.ones(4, 4), "c": torch.ones(3)}]
+    )
+    index = source / "model.safetensors.index.json"
+    sound = index.read_bytes()
+    rng = random.Random(0)
+    for _ in range(40):
+        index.write_bytes(damage(rng, sound))
+        code = outcome(lambda: convert(str(source), outputs / "out", OPTIONS), {3, 4})
+        assert published(outputs / "out") == (code == 0)
+        outcome(lambda: inspect(source), {3})
+        forget(outputs)
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_a_damaged_pickle(tmp_path: Path, outputs: Path, legacy: bool) -> None:
+    source = write_checkpoint(tmp_path / "source")
+    (source / "model.safetensors").unlink()
+    file = source / "pytorch_model.bin"
+    torch.save(DEMO_TENSORS, file, _use_new_zipfile_serialization=not legacy)
+    sound = file.read_bytes()
+    rng = random.Random(0)
+    for _ in range(300):
+        file.write_bytes(rng.choice(BYTES)(rng, sound))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of pickle protocols it has not seen
+            code = outcome(lambda: convert(str(source), outputs / "out", OPTIONS), {3, 4})
+        assert published(outputs / "out") == (code == 0)
+        forget(outputs)
+
+
+class TestOutput:
+    """An output is input too: for `verify`, `restore` and `inspect`."""
+
+    @pytest.mark.parametrize(
+        ("method", "name"),
+        [("unit", "lpconv.json"), ("unit", "SHA256SUMS"), ("unit", "config.json"), ("unit", "model.safetensors"),
+         ("collage", "lpconv.json"), ("collage", "collage/residual.json"), ("collage", "collage/residual.safetensors")],
+    )  # fmt: skip
+    def test_a_damaged_file(self, tmp_path: Path, outputs: Path, method: str, name: str) -> None:
+        source = write_checkpoint(tmp_path / "source")
+        output = tmp_path / "converted"
+        convert(str(source), output, ConvertOptions(method=method, verify="none", workers=1))
+        sound = (output / name).read_bytes()
+        rng = random.Random(0)
+        damages = (*BYTES, *([odd_value] * 6 if name.endswith(".json") else ()))
+
+        def verify(level: str) -> None:
+            found = verify_output(
+                output, against=str(source), level=level, gates=(), trust_remote_code=False, progress=Silent()
+            )
+            if name != "SHA256SUMS":  # a list with other line breaks is the same list
+                assert found.passed == ((output / name).read_bytes() == sound)
+
+        for _ in range(120):
+            (output / name).write_bytes(rng.choice(damages)(rng, sound))
+            outcome(lambda: verify("hash"), {3})
+            outcome(lambda: verify("weights"), {3})
+            outcome(lambda: inspect(output), {3})
+            outcome(lambda: restore(output, outputs / "back", force=False, progress=Silent()), {3, 4})
+            forget(outputs)
