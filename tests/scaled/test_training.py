@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from models import Batch, build
 from safetensors.torch import load_file, save_file
+from scaled_models import Batch, build
 from torch import Tensor, nn
 
 from lpconv.errors import InputError, UnsupportedError, UsageError
