@@ -42,12 +42,12 @@ class CheckedKernel:
         self.fallback_reason: dict[str, str] = {}
         self._proved: dict[str, Callable[..., Tensor]] = {}
 
-    def wants(self, x: Tensor) -> bool:
-        """Whether `x` is large enough, and its device and the environment willing, to run compiled."""
+    def wants(self, x: Tensor, dtype: torch.dtype | None = None) -> bool:
+        """Whether `x` is large enough, and its device and the environment willing, to run compiled (in `dtype`)."""
         mode = os.environ.get("LPCONV_COMPILE", "auto")
         if mode == "never" or torch.compiler.is_compiling() or x.device.type not in ("cpu", "cuda"):
             return False
-        return (mode == "always" or x.numel() >= self.min_elements) and _kind(x) not in self.fallback_reason
+        return (mode == "always" or x.numel() >= self.min_elements) and _kind(x, dtype) not in self.fallback_reason
 
     def __call__(self, *args: Tensor) -> Tensor:
         """The function's result, compiled where that proved itself for the dtype and device of the first argument."""
@@ -71,8 +71,8 @@ class CheckedKernel:
         return self.function
 
 
-def _kind(x: Tensor) -> str:
-    return f"{str(x.dtype).removeprefix('torch.')} on {x.device.type}"
+def _kind(x: Tensor, dtype: torch.dtype | None = None) -> str:
+    return f"{str(dtype or x.dtype).removeprefix('torch.')} on {x.device.type}"
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:

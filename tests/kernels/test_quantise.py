@@ -159,6 +159,14 @@ def test_a_seed_repeats_and_pieces_do_not_matter() -> None:
     assert 0.2 < (first != other).float().mean() < 0.5
 
 
+def test_special_values_in_every_position() -> None:
+    for value in (math.nan, math.inf, -math.inf, -0.0):
+        for position in range(5):
+            x = torch.ones(5)
+            x[position] = value
+            assert same(fake_quantise(x, "e4m3fn"), cast(x, "e4m3fn"))
+
+
 def test_layouts_and_out() -> None:
     x = torch.randn(300, 400)
     expected = cast(x, "e4m3fn")
