@@ -25,6 +25,7 @@ import transformers as hf
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lpconv.kernels.linear import linear
 from lpconv.scaled import AdamW, StepGuard, fallbacks, scaled, scaling_of
 
 aten = torch.ops.aten
@@ -41,6 +42,22 @@ class Fp16ThroughFp32(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
+class PlainFp8Linear(nn.Linear):
+    """A linear layer whose operands and gradients are cast to fp8 as they are: no scale of any kind."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return linear(input, self.weight, self.bias)
+
+
+def plain_fp8(model: nn.Module) -> nn.Module:
+    """`model` in bf16 with every linear layer but the output head in fp8: what scales must improve on."""
+    head = model.get_output_embeddings()  # type: ignore[operator]  # a method of transformers models
+    for module in model.modules():
+        if type(module) is nn.Linear and module is not head:
+            module.__class__ = PlainFp8Linear
+    return model.bfloat16()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """How one arithmetic prepares a model and its optimizer."""
@@ -53,6 +70,7 @@ class Run:
 RUNS: dict[str, Run] = {
     "fp32": Run(prepare=lambda m: m),
     "plain fp16": Run(prepare=lambda m: m.half()),
+    "plain fp8": Run(prepare=plain_fp8),
     "unit fp16": Run(prepare=lambda m: scaled(m, method="unit", compute="fp16")),
     "unit fp8": Run(prepare=lambda m: scaled(m, method="unit", compute="fp8")),
     "scalify fp16, fp16 state": Run(

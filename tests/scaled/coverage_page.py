@@ -6,7 +6,7 @@ python tests/scaled/coverage_page.py > docs/coverage.md
 import copy
 
 import torch
-from models import ARCHITECTURES, build, loss_and_grads
+from scaled_models import ARCHITECTURES, build, loss_and_grads
 
 from lpconv.scaled import fallbacks, scaled
 from lpconv.scaled.rules.table import CLASSES, IN_PLACE

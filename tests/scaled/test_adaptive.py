@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from models import build, loss_and_grads
+from scaled_models import build, loss_and_grads
 from torch import Tensor, nn
 
 from lpconv.errors import UsageError

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import build, loss_and_grads
+from scaled_models import build, loss_and_grads
 from torch import Tensor, nn
 
 from lpconv.scaled import ScaledTensor, scaled

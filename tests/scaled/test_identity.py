@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from models import ARCHITECTURES, build, loss_and_grads
+from scaled_models import ARCHITECTURES, build, loss_and_grads
 from torch import Tensor, nn
 
 from lpconv.errors import UnsupportedError, UsageError
