@@ -64,7 +64,7 @@ def probe_checkpoint(name: str, options: ProbeOptions, *, progress: Progress | N
         seed=options.seed,
     )
     told.start("compiling", 0)
-    exponent_histogram(torch.ones(1 << 16))  # before the measured steps, which would be charged for it
+    _compile_histograms()
     with quiet_transformers():
         result = probe(opened.model, _told(batches, told), steps=options.steps, every=options.every, loss=opened.loss)
     shape = f"{options.steps} of {options.batch_size} x {seq_len} tokens"
@@ -88,6 +88,17 @@ def probe_checkpoint(name: str, options: ProbeOptions, *, progress: Progress | N
             "versions": _versions(),
         },
     )
+
+
+def _compile_histograms() -> None:
+    """Before the measured steps, which would be charged for it.
+
+    Each mode of autograd compiles apart, as does a tensor that fits one piece of the kernel's buffer from one that does
+    not, unless the larger one comes first.
+    """
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            exponent_histogram(torch.ones(3 << 19))
 
 
 def _seq_len(config: Any, wanted: int | None) -> int:
