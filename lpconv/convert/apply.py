@@ -112,7 +112,7 @@ class Engine:
 
     def __init__(self, source: Source, *, workers: int, progress: Progress) -> None:
         self._source, self._progress = source, progress
-        # Also set in each worker: MKL keeps a number of threads per thread, and a shared sum would change in its last bits.
+        # Each worker sums on one thread, too: MKL would share the sum, and its last bits would change from run to run.
         self._pool = ThreadPoolExecutor(
             workers, thread_name_prefix="lpconv-encode", initializer=torch.set_num_threads, initargs=(1,)
         )
