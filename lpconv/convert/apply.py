@@ -112,7 +112,10 @@ class Engine:
 
     def __init__(self, source: Source, *, workers: int, progress: Progress) -> None:
         self._source, self._progress = source, progress
-        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="lpconv-encode")
+        # Each worker sums on one thread, too: MKL would share the sum, and its last bits would change from run to run.
+        self._pool = ThreadPoolExecutor(
+            workers, thread_name_prefix="lpconv-encode", initializer=torch.set_num_threads, initargs=(1,)
+        )
         self._flusher = ThreadPoolExecutor(1, thread_name_prefix="lpconv-flush")
         self._slots: SimpleQueue[_Slot] = SimpleQueue()
         self._window = workers + _SPARE_SLOTS

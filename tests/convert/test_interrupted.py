@@ -231,7 +231,12 @@ def test_signals_end_the_run_and_name_resume(
     output = tmp_path / "output"
     command = ["nice", "-n", "19", sys.executable, "-m", "lpconv", *arguments(source, output), "--json"]
     with subprocess.Popen(
-        command, env=cli_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        env=cli_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore SIGINT
     ) as process:
         wait_for_lines(output, 3, lambda: process.poll() is None)
         process.send_signal(number)
