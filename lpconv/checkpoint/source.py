@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lpconv.checkpoint.contents import Contents
-from lpconv.checkpoint.header import Header, TensorInfo, check_name, read_header
+from lpconv.checkpoint.header import DTYPE_BITS, Header, TensorInfo, check_name, read_header
 from lpconv.errors import InputError, UnsupportedError
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "TensorEntry",
     "TorchSource",
     "open_source",
+    "read_range",
     "read_tensor",
 ]
 
@@ -160,12 +161,22 @@ class TorchSource:
         self._tensors = {}
 
 
+def read_range(source: Source, name: str, start: int, stop: int, *, buffer: Tensor | None = None) -> Tensor:
+    """Elements `start` to `stop` of a tensor, 1-D in its own dtype; 4- and 6-bit dtypes come as bytes.
+
+    With `buffer`, uint8 and large enough, the result is a view of it and nothing is allocated.
+    """
+    dtype = source.entries[name].info.dtype
+    first, last = (n * DTYPE_BITS[dtype] // 8 for n in (start, stop))
+    raw = torch.empty(last - first, dtype=torch.uint8) if buffer is None else buffer[: last - first]
+    source.read_bytes(name, first, raw)
+    return raw.view(TORCH_DTYPES.get(dtype, torch.uint8))
+
+
 def read_tensor(source: Source, name: str) -> Tensor:
     """One whole tensor, in its own dtype and shape."""
     info = source.entries[name].info
-    raw = torch.empty(info.num_bytes, dtype=torch.uint8)
-    source.read_bytes(name, 0, raw)
-    return raw.view(TORCH_DTYPES[info.dtype]).view(info.shape)
+    return read_range(source, name, 0, info.num_elements).view(info.shape)
 
 
 def open_source(contents: Contents) -> Source:

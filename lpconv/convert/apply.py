@@ -24,12 +24,13 @@ from torch import Tensor
 
 from lpconv.checkpoint.header import DTYPE_BITS
 from lpconv.checkpoint.partfile import PartFile
-from lpconv.checkpoint.source import TORCH_DTYPES, Source
+from lpconv.checkpoint.source import TORCH_DTYPES, Source, read_range
 from lpconv.convert.encode import (
     BLOCK_ELEMENTS,
     BlockError,
     BlockStats,
     Workspace,
+    block_ranges,
     block_stats,
     encode_pair,
     encode_scaled,
@@ -243,11 +244,7 @@ class Engine:
         return _Encoded(parts=(high.view(torch.uint8), low.view(torch.uint8)), stats=block_sum, error=error)
 
     def _read(self, block: _Block, work: Workspace) -> Tensor:
-        info = block.tensor.info
-        start, stop = (n * DTYPE_BITS[info.dtype] // 8 for n in (block.start, block.stop))
-        raw = work.raw[: stop - start]
-        self._source.read_bytes(info.name, start, raw)
-        return raw.view(TORCH_DTYPES.get(info.dtype, torch.uint8))  # 4- and 6-bit tensors are only ever copied
+        return read_range(self._source, block.tensor.name, block.start, block.stop, buffer=work.raw)
 
     def _slot(self) -> "_Borrowed":
         return _Borrowed(self._slots)
@@ -288,8 +285,8 @@ class _Borrowed:
 
 def _blocks(tensors: Iterable[PlannedTensor]) -> Iterator[_Block]:
     for t in tensors:
-        for start in range(0, t.info.num_elements, BLOCK_ELEMENTS):
-            yield _Block(tensor=t, start=start, stop=min(start + BLOCK_ELEMENTS, t.info.num_elements))
+        for start, stop in block_ranges(t.info.num_elements):
+            yield _Block(tensor=t, start=start, stop=stop)
 
 
 def _view(buffer: Tensor, count: int, dtype: torch.dtype) -> Tensor:

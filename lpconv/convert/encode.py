@@ -8,6 +8,7 @@ non-zero element zero its relative error is exactly 1, which is how flushed elem
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,7 @@ __all__ = [
     "BlockStats",
     "Workspace",
     "as_float32",
+    "block_ranges",
     "block_stats",
     "decode_scaled",
     "encode_pair",
@@ -94,6 +96,12 @@ class BlockError:
             num_saturated=self.num_saturated + other.num_saturated,
             num_flushed=self.num_flushed + other.num_flushed,
         )
+
+
+def block_ranges(num_elements: int) -> Iterator[tuple[int, int]]:
+    """(start, stop) of the blocks of a tensor, in order."""
+    for start in range(0, num_elements, BLOCK_ELEMENTS):
+        yield start, min(start + BLOCK_ELEMENTS, num_elements)
 
 
 def as_float32(x: Tensor, work: Workspace) -> Tensor:

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from lpconv.checkpoint.contents import Contents, read_contents, read_json
-from lpconv.checkpoint.header import DTYPE_BITS
 from lpconv.checkpoint.residual import Residuals, read_residual
-from lpconv.checkpoint.source import SAFETENSORS_DTYPES, TORCH_DTYPES, SafetensorsSource, TensorEntry
+from lpconv.checkpoint.source import SAFETENSORS_DTYPES, TORCH_DTYPES, SafetensorsSource, TensorEntry, read_range
 from lpconv.checkpoint.staging import MARKER
 from lpconv.convert.encode import decode_scaled
 from lpconv.convert.plan import SCALE_SUFFIX
@@ -155,7 +154,4 @@ def _residual_source(contents: Contents, files: tuple[str, ...]) -> SafetensorsS
 def _range(source: SafetensorsSource, name: str, start: int, stop: int) -> Tensor:
     if name not in source.entries:
         raise InputError(f"tensor `{name}` is not in the checkpoint", hint="fetch the checkpoint again")
-    bits = DTYPE_BITS[source.entries[name].info.dtype]
-    raw = torch.empty((stop - start) * bits // 8, dtype=torch.uint8)
-    source.read_bytes(name, start * bits // 8, raw)
-    return raw.view(TORCH_DTYPES.get(source.entries[name].info.dtype, torch.uint8))
+    return read_range(source, name, start, stop)

@@ -16,8 +16,9 @@ from lpconv.checkpoint.header import DTYPE_BITS, TensorInfo, encode_header
 from lpconv.checkpoint.partfile import PartFile, write_small
 from lpconv.checkpoint.source import TORCH_DTYPES
 from lpconv.checkpoint.staging import Staging, check_apart
-from lpconv.convert.encode import BLOCK_ELEMENTS
-from lpconv.convert.files import copy_side_files, json_text, weight_index
+from lpconv.convert.encode import block_ranges
+from lpconv.convert.files import LOADER, copy_side_files, json_text, weight_index
+from lpconv.convert.plan import RESIDUAL_FOLDER
 from lpconv.convert.reader import OutputReader, read_provenance
 from lpconv.convert.verify import SUMS
 from lpconv.progress import Progress
@@ -94,8 +95,7 @@ def _write(
         part = PartFile(directory, name, len(header) + position, flusher)
         part.append(header)
         for record, info in zip(ordered, infos, strict=True):
-            for start in range(0, info.num_elements, BLOCK_ELEMENTS):
-                stop = min(start + BLOCK_ELEMENTS, info.num_elements)
+            for start, stop in block_ranges(info.num_elements):
                 part.append(_plain(reader, record, start, stop).view(torch.uint8).numpy().data)
                 progress.advance((stop - start) * DTYPE_BITS[info.dtype] // 8)
         return part.finish()
@@ -119,6 +119,6 @@ def _plain_config(contents: Contents, provenance: dict[str, Any]) -> dict[str, A
 
 
 def _copy_side_files(directory: Path, contents: Contents) -> None:
-    ours = {"README.md", SUMS, "lpconv_loader.py"}
-    kept = tuple(n for n in contents.side_files if n not in ours and not n.startswith("collage/"))
+    ours = {"README.md", SUMS, LOADER}
+    kept = tuple(n for n in contents.side_files if n not in ours and not n.startswith(RESIDUAL_FOLDER + "/"))
     copy_side_files(directory, contents, kept, renamed={"README.source.md": "README.md"})

@@ -15,6 +15,7 @@ from lpconv.convert.files import (
 )
 from lpconv.convert.job import Job, check_disk, disk_bytes, estimate_seconds, free_bytes, identity, prepare
 from lpconv.convert.options import ConvertOptions, command_line, with_defaults
+from lpconv.convert.plan import PlannedShard
 from lpconv.convert.provenance import (
     peak_rss_bytes,
     plan_warnings,
@@ -153,14 +154,14 @@ def _write_weights(
 ) -> tuple[tuple[FileRecord, ...], tuple[TensorRecord, ...]]:
     done = {line["shard"]: line for line in staging.done}
     passes = 2 if job.plan.method.encoder == "scaled" else 1
-    progress.start("converting", sum(_shard_bytes(job, s.root.name, passes) for s in job.plan.shards))
+    progress.start("converting", sum(_shard_bytes(s, passes) for s in job.plan.shards))
     with SingleThreadedTorch():
         engine = Engine(job.source, workers=job.workers, progress=progress)
         try:
             for shard in job.plan.shards:
                 name = shard.root.name
                 if name in done:
-                    progress.advance(_shard_bytes(job, name, passes))
+                    progress.advance(_shard_bytes(shard, passes))
                     continue
                 files, tensors = engine.write_shard(job.plan, shard, staging.directory)
                 done[name] = {"shard": name, "files": to_json(files), "tensors": to_json(tensors)}
@@ -173,7 +174,6 @@ def _write_weights(
     return tuple(from_json(FileRecord, f) for line in lines for f in line["files"]), tuple(ordered)
 
 
-def _shard_bytes(job: Job, name: str, passes: int) -> int:
-    shard = next(s for s in job.plan.shards if s.root.name == name)
+def _shard_bytes(shard: PlannedShard, passes: int) -> int:
     once = sum(t.info.num_bytes for t in shard.tensors)
     return once + (passes - 1) * sum(t.info.num_bytes for t in shard.scaled)

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from lpconv.checkpoint.header import DTYPE_BITS
 from lpconv.checkpoint.partfile import sha256_of
-from lpconv.checkpoint.source import TORCH_DTYPES, Source
+from lpconv.checkpoint.source import Source, read_range
 from lpconv.checkpoint.staging import MARKER
-from lpconv.convert.encode import BLOCK_ELEMENTS
+from lpconv.convert.encode import block_ranges
 from lpconv.convert.reader import OutputReader
 from lpconv.convert.records import sqnr_db
 from lpconv.errors import InputError
@@ -80,12 +80,13 @@ def check_weights(source: Source, output: OutputReader, progress: Progress) -> W
     for record in output.records.values():
         signal = noise = 0.0
         right = True
-        for start, stop in _blocks(math.prod(record.shape)):
+        for start, stop in block_ranges(math.prod(record.shape)):
             right = _is_right(source, output, record, start, stop) and right
             count += stop - start
             progress.advance((stop - start) * DTYPE_BITS[record.source_dtype] // 8)
             if record.action == "convert":
-                s, n, e = _errors(_source_values(source, record, start, stop), output.values(record.name, start, stop))
+                value = read_range(source, record.name, start, stop).float()
+                s, n, e = _errors(value, output.values(record.name, start, stop))
                 signal, noise, worst_error = signal + s, noise + n, max(worst_error, e)
         if not right:
             mismatched.append(record.name)
@@ -104,11 +105,6 @@ def check_weights(source: Source, output: OutputReader, progress: Progress) -> W
     )
 
 
-def _blocks(num_elements: int) -> Iterator[tuple[int, int]]:
-    for start in range(0, num_elements, BLOCK_ELEMENTS):
-        yield start, min(start + BLOCK_ELEMENTS, num_elements)
-
-
 def _sample_ranges(num_elements: int) -> Iterator[tuple[int, int]]:
     """At most three pieces, the first, a middle and the last, on even offsets so that packed formats divide."""
     if num_elements <= 3 * _SAMPLE_ELEMENTS:
@@ -119,24 +115,13 @@ def _sample_ranges(num_elements: int) -> Iterator[tuple[int, int]]:
     yield from ((0, _SAMPLE_ELEMENTS), (middle, middle + _SAMPLE_ELEMENTS), (last, num_elements))
 
 
-def _source_values(source: Source, record: TensorRecord, start: int, stop: int) -> Tensor:
-    return _source_range(source, record, start, stop).float()
-
-
-def _source_range(source: Source, record: TensorRecord, start: int, stop: int) -> Tensor:
-    bits = DTYPE_BITS[record.source_dtype]
-    raw = torch.empty((stop - start) * bits // 8, dtype=torch.uint8)
-    source.read_bytes(record.name, start * bits // 8, raw)
-    return raw.view(TORCH_DTYPES.get(record.source_dtype, torch.uint8))
-
-
 def _is_right(source: Source, output: OutputReader, record: TensorRecord, start: int, stop: int) -> bool:
     if start == stop:
         return True
     if record.action == "keep":
-        kept, original = output.stored(record.name, start, stop), _source_range(source, record, start, stop)
+        kept, original = output.stored(record.name, start, stop), read_range(source, record.name, start, stop)
         return torch.equal(kept.view(torch.uint8), original.view(torch.uint8))
-    value = _source_values(source, record, start, stop)
+    value = read_range(source, record.name, start, stop).float()
     got = output.values(record.name, start, stop)
     if record.scale is not None:
         return _same(got, _reference(value, record.scale, record.format))
