@@ -287,7 +287,7 @@ def main() -> None:
     runs = []
     for seed in range(size.seeds):
         for arm in ARMS:
-            runs.append(train_tasks(arm, seed, 20 * size.steps if args.quick else 600))
+            runs.append(train_tasks(arm, seed, 30 if args.quick else 600))
             print(f"tasks, seed {seed}  {arm.name}", runs[-1].remaining, file=sys.stderr, flush=True)
     curves = [curve for curve, _ in train_all(ARMS, "bert", size)]
     every = [s for found in swept.values() for s in found]

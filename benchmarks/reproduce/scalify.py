@@ -89,7 +89,7 @@ class GradientError:
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """Root mean square of the data of the gradient that reaches one module, in order of the forward pass."""
+    """Root mean square of the data of the gradient that reaches one module, before it is rescaled there."""
 
     scales: str
     step: int

@@ -40,7 +40,7 @@ from miniature import (
 from scaled_training import plain_fp8
 from torch import nn
 
-from lpconv.scaled import calibrate, scaled
+from lpconv.scaled import scaled
 
 matplotlib.use("agg")
 from matplotlib import pyplot as plt
@@ -110,22 +110,13 @@ def gradient_errors(kind: str, size: Size) -> list[GradientError]:
 
 
 def magnitudes(kind: str, size: Size) -> list[Magnitude]:
-    """At every module with a weight: the plain model in fp32, and the data of the scaled one before and after
-    calibration on one batch."""
-    batch = draw(kind, size)
-    found = []
-    for form in ("plain", "unit", "unit, calibrated"):
-        model = start_model(kind, size, 0)
-        if form != "plain":
-            scaled(model, method="unit", compute="fp16")
-        if form == "unit, calibrated":
-            calibrate(model, [draw(kind, size, seed=1)])
-        with Fp16ThroughFp32():
-            found += [
-                Magnitude(form=form, module=module, direction=direction, rms=rms)
-                for (module, direction), rms in observe(model, batch).items()
-            ]
-    return found
+    """At every module with a weight: the values of the plain model in fp32, and the data of the scaled one."""
+    forms = {"plain": start_model(kind, size, 0), "unit": PREPARE["unit fp16"](start_model(kind, size, 0))}
+    return [
+        Magnitude(form=form, module=module, direction=direction, rms=rms)
+        for form, model in forms.items()
+        for (module, direction), rms in observe(model, draw(kind, size)).items()
+    ]
 
 
 def error_table(found: list[GradientError]) -> str:
@@ -153,7 +144,7 @@ def figure(errors: list[GradientError], sizes: list[Magnitude], curves: list[Cur
         line = [e for e in errors if (e.model, e.arithmetic) == (model, arithmetic)]
         left.plot([e.power for e in line], [e.median_error for e in line], label=arithmetic)
     left.set(title=f"gradients, {model}", xlabel="loss times 2^p", ylabel="median relative error", yscale="log")
-    for form, colour in (("plain", "C1"), ("unit", "C0"), ("unit, calibrated", "C2")):
+    for form, colour in (("plain", "C1"), ("unit", "C0")):
         for direction, style in (("activation", "-"), ("gradient", "--")):
             line = [math.log2(s.rms) for s in sizes if (s.form, s.direction) == (form, direction)]
             label = f"{form}: {direction}s"
