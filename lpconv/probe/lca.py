@@ -18,6 +18,7 @@ parts and master copies included; what the model reads may lag behind it.
 """
 
 import copy
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -34,7 +35,7 @@ from lpconv.probe.intended import intended_updates, kept_value
 from lpconv.probe.run import model_loss
 from lpconv.scaled.tensor import ScaledTensor
 
-__all__ = ["Allocation", "LossChange", "LossChangeStep", "summarise"]
+__all__ = ["Allocation", "LossChange", "LossChangeStep", "by_layer", "summarise"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,13 +209,30 @@ def summarise(steps: Sequence[LossChangeStep]) -> LossChangeStep:
         loss_before=steps[0].loss_before,
         loss_after=steps[-1].loss_after,
         segments=max(s.segments for s in steps),
-        parameters=tuple(_added(same) for same in zip(*(s.parameters for s in steps), strict=True)),
+        parameters=tuple(_added(same[0].name, same) for same in zip(*(s.parameters for s in steps), strict=True)),
     )
 
 
-def _added(same: Sequence[Allocation]) -> Allocation:
+def by_layer(step: LossChangeStep) -> LossChangeStep:
+    """The same with one allocation per layer: names are cut after their first number, else before their last part.
+
+    `model.layers.3.mlp.up_proj.weight` belongs to `model.layers.3`, `model.norm.weight` to `model.norm`.
+    """
+    layers: dict[str, list[Allocation]] = {}
+    for allocation in step.parameters:
+        layers.setdefault(_layer_of(allocation.name), []).append(allocation)
+    return dataclasses.replace(step, parameters=tuple(_added(layer, found) for layer, found in layers.items()))
+
+
+def _layer_of(name: str) -> str:
+    parts = name.split(".")
+    number = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
+    return ".".join(parts[: number + 1] if number is not None else parts[:-1]) or name
+
+
+def _added(name: str, same: Sequence[Allocation]) -> Allocation:
     return Allocation(
-        name=same[0].name,
+        name=name,
         change=math.fsum(a.change for a in same),
         rounding=math.fsum(a.rounding for a in same),
         num_moved=sum(a.num_moved for a in same),

@@ -15,7 +15,7 @@ from lpconv.data import demo_checkpoint, demo_text
 from lpconv.errors import UsageError
 from lpconv.optim import CollageAdamW
 from lpconv.probe.intended import intended_updates, kept_value
-from lpconv.probe.lca import LossChange, LossChangeStep, summarise
+from lpconv.probe.lca import LossChange, LossChangeStep, by_layer, summarise
 from lpconv.scaled import AdamW, scaled
 
 
@@ -53,6 +53,11 @@ def test_collage_plus_loses_nothing_to_rounding_and_the_allocation_closes() -> N
     assert plus.closure_error < 0.01
     assert abs(plus.rounding_share) < 1e-3
     assert {a.name for a in plus.parameters} == {n for n, _ in demo().named_parameters()}
+    layers = by_layer(plus)
+    assert [a.name for a in layers.parameters] == [
+        "model.embed_tokens", *(f"model.layers.{i}" for i in range(len(demo().model.layers))), "model.norm"
+    ]  # fmt: skip
+    assert layers.change == pytest.approx(plus.change)
 
 
 def test_pure_bf16_loses_most_of_it_whoever_takes_the_step() -> None:
