@@ -1,0 +1,68 @@
+"""Gradients of a scaled loss, back to what they stand for."""
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lpconv.errors import UnsupportedError, UsageError
+
+__all__ = ["largest_gradient", "unscale_"]
+
+
+@torch.no_grad()
+def unscale_(parameters: Iterable[Tensor], scale: float) -> bool:
+    """Divide the gradients by `scale` in place, and say whether any of them held Inf or NaN.
+
+    Any floating dtype. In fp16 and bf16 the quotient is rounded: an fp16 gradient below 2^-24 · scale becomes 0 again,
+    so keep parameters, and with them gradients, in fp32 where that matters. Parameters without a gradient are passed
+    over. Reads one boolean back from the device. With torch.distributed running, all ranks must call it together and
+    get one answer. Raises `UsageError` for a scale that is no finite number above 0, `UnsupportedError` for sparse
+    gradients.
+    """
+    if not 0 < scale < math.inf:
+        raise UsageError(f"cannot divide gradients by {scale}", hint="a loss scale is a finite number above 0")
+    parameters = list(parameters)
+    flags = []
+    for gradient in _local_gradients(parameters):
+        if scale != 1:
+            gradient.div_(scale)
+        flags.append(~gradient.isfinite().all())
+    return bool(_over_ranks(flags, parameters))
+
+
+@torch.no_grad()
+def largest_gradient(parameters: Iterable[Tensor]) -> float:
+    """The largest magnitude among gradients that `unscale_` found finite, on any rank; 0 if there are none.
+
+    Reads one number back from the device; with torch.distributed running, all ranks must call it together.
+    """
+    parameters = list(parameters)
+    return float(_over_ranks([g.abs().amax() for g in _local_gradients(parameters) if g.numel()], parameters))
+
+
+def _local_gradients(parameters: list[Tensor]) -> list[Tensor]:
+    """What of each gradient is on this rank."""
+    found = []
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        if gradient.layout != torch.strided:
+            raise UnsupportedError(
+                f"cannot unscale a {gradient.layout} gradient", hint="make it dense (for embeddings: sparse=False)"
+            )
+        found.append(gradient.to_local() if isinstance(gradient, DTensor) else gradient)
+    return found
+
+
+def _over_ranks(numbers: list[Tensor], parameters: list[Tensor]) -> Tensor:
+    """The largest of 0-dim tensors, as fp32, over all ranks; 0 for none."""
+    device = parameters[0].device if parameters else torch.get_default_device()
+    largest = torch.stack([torch.zeros((), device=device), *(n.to(device, torch.float32) for n in numbers)]).max()
+    if dist.is_available() and dist.is_initialized():
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return largest
