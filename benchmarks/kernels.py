@@ -169,6 +169,8 @@ def decoding_group(name: str, size: int) -> Group:
         "torch .to(bfloat16)": lambda: codes.to(torch.bfloat16),
         "lpconv decode": lambda: decode(codes),
         "lpconv decode(out=)": lambda: decode(codes, out=out),
+        "bound: fill a new result": lambda: torch.empty_like(out).fill_(0),
+        "bound: the product alone": lambda: out.mul_(1.0),
     }
     return add_peers(group, {"ml_dtypes astype": lambda: ml_dtypes_decode(codes, name)})
 
@@ -203,11 +205,22 @@ def rounding_group(dtype: torch.dtype, size: int) -> Group:
         "lpconv fake_quantise(out=)": lambda: fake_quantise(x, "e4m3fn", out=out),
         "lpconv stochastic(out=)": lambda: fake_quantise(x, "e4m3fn", rounding="stochastic", out=out),
         "lpconv cast (the reference)": lambda: cast(x, "e4m3fn"),
+        "bound: copy to a new result": lambda: x.clone(),
     }
+    if dtype == torch.bfloat16:
+        wide = torch.empty(1 << 19)
+        pieces = list(zip(x.view(-1).split(len(wide)), out.view(-1).split(len(wide)), strict=True))
+        group.runs["bound: to float32 and back, in cache"] = lambda: through_float32(pieces, wide)
     add_peers(group, {"unit-scaling FPFormat.quantise": lambda: unit_scaling_rounding(x)})
     if dtype == torch.float32:
         add_peers(group, {"ml_dtypes astype": lambda: ml_dtypes_rounding(x), "gfloat": lambda: gfloat_rounding(x)})
     return group
+
+
+def through_float32(pieces: list[tuple[Tensor, Tensor]], wide: Tensor) -> None:
+    """What any float32 arithmetic on bfloat16 pays before it rounds anything."""
+    for x, out in pieces:
+        out.copy_(wide[: len(x)].copy_(x))
 
 
 def short(dtype: torch.dtype) -> str:

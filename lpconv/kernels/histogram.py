@@ -10,7 +10,6 @@ need not happen there can wait: `count` returns counts to be folded into a histo
 
 import dataclasses
 import math
-import threading
 from collections.abc import Callable, Iterable
 from functools import cache, partial
 
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from lpconv.errors import UsageError
 from lpconv.formats.histogram import BINS, ExponentHistogram, bin_of, exponent_histogram_reference
+from lpconv.kernels.buffers import Buffers
 from lpconv.kernels.compiled import CheckedKernel
 
 __all__ = ["count", "exponent_histogram", "prepare"]
@@ -107,31 +107,19 @@ def _magnitudes(patterns: Tensor, out: Tensor) -> Tensor:
     return out.copy_(patterns).bitwise_and_(0x7FFF)
 
 
-class _Workspace(threading.local):
-    """Bins of a piece, and as many ones to add there; kept by each thread, as fresh memory costs as much to touch."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[torch.device, tuple[Tensor, Tensor]] = {}
-
-    def buffers(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """`_COMPILED_PIECE` elements of int64, and ones of int32."""
-        if device not in self._buffers:
-            with torch.inference_mode(False):  # else, made there, they could not be written elsewhere
-                self._buffers[device] = (
-                    torch.empty(_COMPILED_PIECE, dtype=torch.int64, device=device),
-                    torch.ones(_COMPILED_PIECE, dtype=torch.int32, device=device),
-                )
-        return self._buffers[device]
+def _bins_and_ones(device: torch.device) -> tuple[Tensor, Tensor]:
+    bins = torch.empty(_COMPILED_PIECE, dtype=torch.int64, device=device)
+    return bins, torch.ones(_COMPILED_PIECE, dtype=torch.int32, device=device)
 
 
-_WORKSPACE = _Workspace()
+_BUFFERS = Buffers(_bins_and_ones)
 
 
 def _counted(flat: Tensor, kernel: Callable[[Tensor, Tensor], Tensor], size: int, num_bins: int) -> Tensor:
     """How many elements fall into each bin, (rows, num_bins), to be summed; `kernel` writes the bins of a piece."""
     if flat.numel() >= 2**31:  # counts are 32-bit on the way
         return torch.cat([_summed(_counted(part, kernel, size, num_bins))[None] for part in torch.split(flat, 2**30)])
-    bins, ones = _WORKSPACE.buffers(flat.device)
+    bins, ones = _BUFFERS.on(flat.device)
     rows = max(1, min(torch.get_num_threads(), flat.numel() // _ROW))
     counts = torch.zeros(rows, num_bins, dtype=torch.int32, device=flat.device)
     for piece in (flat,) if flat.numel() <= size else torch.split(flat, size):
