@@ -54,12 +54,15 @@ class CheckedKernel:
         kind = _kind(args[0])
         if kind not in self._proved:
             self._proved[kind] = self._prove(args[0])
-        return self._proved[kind](*args)
+        # torch.compile compiles again for another mode of autograd, and for a view of a base of another rank.
+        with torch.no_grad():
+            return self._proved[kind](*(a.data for a in args))
 
     def _prove(self, like: Tensor) -> Callable[..., Tensor]:
         compiled = torch.compile(self.function, dynamic=True, fullgraph=True)
         try:
-            got = compiled(*self.examples(like.dtype, like.device))
+            with torch.no_grad():
+                got = compiled(*(a.data for a in self.examples(like.dtype, like.device)))
         except Exception as error:  # whatever fails in a compiler back end, eager gives the same numbers
             reason = f"torch.compile failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         else:

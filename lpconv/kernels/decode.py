@@ -4,7 +4,8 @@ torch converts fp8 on the CPU one element at a time through float32. But a code'
 the place of a wider format's, are the same number off by a fixed power of two, subnormals included; one multiplication
 by that power puts it right. That is four vectorised passes in place over a piece that stays in cache, and no
 temporaries. Inf and NaN do not survive the trick: where a tensor has such codes, and on other devices, where torch's
-cast is one fused kernel, torch's cast is used.
+cast is one fused kernel, torch's cast is used. From e5m2 to float16 there is nothing to put right: the code is the
+upper byte. To bfloat16 the multiplication takes half of the time, since torch multiplies it through float32.
 """
 
 import math
@@ -38,7 +39,13 @@ def decode(codes: Tensor, dtype: torch.dtype = torch.bfloat16, *, out: Tensor | 
     if out is None:
         out = torch.empty_like(codes, dtype=dtype)
     spec, (target, integer) = _FP8[codes.dtype], _TARGETS[dtype]
-    if codes.device.type != "cpu" or torch.compiler.is_compiling() or not _trick_works(codes, spec, target):
+    if codes.device.type != "cpu" or torch.compiler.is_compiling():
+        return out.copy_(codes)
+    if dtype == torch.float16 and spec.name == "e5m2":
+        for piece, values in _pieces(codes.view(torch.int8), out):
+            values.view(integer).copy_(piece).mul_(1 << 8)
+        return out
+    if not _trick_works(codes, spec, target):
         return out.copy_(codes)
     shift = target.mantissa_bits - spec.mantissa_bits
     mask = (-1 << (target.bits - 1)) | (0x7F << shift)

@@ -24,6 +24,7 @@ from lpconv.errors import UsageError
 from lpconv.formats import codes
 from lpconv.formats.cast import Overflow, Rounding, cast, check_cast, largest, straight_through
 from lpconv.formats.spec import FORMATS, Format
+from lpconv.kernels.buffers import Buffers
 from lpconv.kernels.compiled import CheckedKernel
 from lpconv.kernels.decode import decode
 
@@ -110,13 +111,20 @@ def _runner(kernel: CheckedKernel, x: Tensor, eager: Callable[..., Tensor]) -> t
 
 def _through_float32(kernel: CheckedKernel) -> Callable[..., Tensor]:
     """Inductor's CPU code for 16-bit inputs is nearly three times slower than copies to float32 and back."""
-    wide, rounded = torch.empty(2, _WIDE_PIECE).unbind()
+    wide, rounded = _WIDE_BUFFERS.on(torch.device("cpu"))
 
     def run(x: Tensor, out: Tensor, *rest: Tensor) -> Tensor:
         n = x.numel()
         return out.copy_(kernel(wide[:n].copy_(x), rounded[:n], *rest))
 
     return run
+
+
+def _wide_pair(device: torch.device) -> tuple[Tensor, Tensor]:
+    return torch.empty(_WIDE_PIECE, device=device), torch.empty(_WIDE_PIECE, device=device)
+
+
+_WIDE_BUFFERS = Buffers(_wide_pair)
 
 
 def _through_codes(spec: Format) -> Callable[..., Tensor]:

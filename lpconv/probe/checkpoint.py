@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 import lpconv
@@ -16,7 +15,7 @@ from lpconv.checkpoint.resolve import resolve
 from lpconv.data import demo_text
 from lpconv.errors import UsageError
 from lpconv.hf.quiet import quiet_transformers
-from lpconv.kernels.histogram import exponent_histogram
+from lpconv.kernels.histogram import prepare
 from lpconv.probe.batches import MASK_RATE, Batches, Tokens, random_tokens, read_tokenizer, tokenize
 from lpconv.probe.records import ProbeResult
 from lpconv.probe.run import probe
@@ -64,7 +63,7 @@ def probe_checkpoint(name: str, options: ProbeOptions, *, progress: Progress | N
         seed=options.seed,
     )
     told.start("compiling", 0)
-    _compile_histograms()
+    prepare(opened.model.parameters())
     with quiet_transformers():
         result = probe(opened.model, _told(batches, told), steps=options.steps, every=options.every, loss=opened.loss)
     shape = f"{options.steps} of {options.batch_size} x {seq_len} tokens"
@@ -88,17 +87,6 @@ def probe_checkpoint(name: str, options: ProbeOptions, *, progress: Progress | N
             "versions": _versions(),
         },
     )
-
-
-def _compile_histograms() -> None:
-    """Before the measured steps, which would be charged for it.
-
-    Each mode of autograd compiles apart, as does a tensor that fits one piece of the kernel's buffer from one that does
-    not, unless the larger one comes first.
-    """
-    for grad in (True, False):
-        with torch.set_grad_enabled(grad):
-            exponent_histogram(torch.ones(3 << 19))
 
 
 def _seq_len(config: Any, wanted: int | None) -> int:

@@ -37,7 +37,7 @@ def probe(
     keeps its training or evaluation mode. Raises UsageError without a batch or a loss.
     """
     losses = []
-    with track(model, every=every) as tracker:
+    with track(model, every=every, fixed_weights=True) as tracker:
         for batch in itertools.islice(batches, steps):
             value = loss(model(**batch))
             value.backward()  # type: ignore[no-untyped-call]

@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -21,35 +22,41 @@ from torch.utils.hooks import RemovableHandle
 
 from lpconv.errors import UsageError
 from lpconv.formats.histogram import ExponentHistogram
-from lpconv.kernels.histogram import exponent_histogram
+from lpconv.kernels.histogram import count, exponent_histogram, prepare
 from lpconv.probe.advice import table
 from lpconv.probe.records import ROLES, ProbedTensor, ProbeResult
 
 __all__ = ["Tracker", "track", "tracked_layers"]
 
+_MAX_PENDING = 64  # counts that wait to be folded; with 16 threads 40 MiB
 
-def track(model: nn.Module, *, every: int = 50) -> "Tracker":
+
+def track(model: nn.Module, *, every: int = 50, fixed_weights: bool = False) -> "Tracker":
     """A context manager that records every `every`-th forward pass of `model` and the backward pass that follows it.
 
     It records the layers that own a floating weight of two axes or more (Linear, GPT-2's Conv1D, embeddings,
     convolutions). A weight used by several layers is recorded under the first. Forward passes without gradients are not
-    steps. Compiled modules do not call hooks: track the model before compiling it.
+    steps. Compiled modules do not call hooks: track the model before compiling it. With `fixed_weights`, a promise that
+    no weight changes inside, each is read once and counted again for every recorded step. (Nothing that torch keeps
+    tells so by itself: writing through `.data` leaves a tensor's version as it was.)
     """
     if every < 1:
         raise UsageError(f"every={every}: a step can be recorded once at most", hint="pass 1 or more")
-    return Tracker(model, every)
+    return Tracker(model, every, fixed_weights)
 
 
 class Tracker:
     """Hooks on a model, and what they have counted so far; made by `track`."""
 
-    def __init__(self, model: nn.Module, every: int) -> None:
+    def __init__(self, model: nn.Module, every: int, fixed_weights: bool) -> None:
         self.model = model
         self.every = every
+        self._fixed: dict[str, ExponentHistogram] | None = {} if fixed_weights else None
         self.steps_seen = 0
         self.steps_recorded = 0
         self._histograms: dict[tuple[str, str], ExponentHistogram] = {}
-        self._last_input: tuple[weakref.ref[Tensor], int, ExponentHistogram] | None = None
+        self._pending: list[tuple[str, str, Callable[[], ExponentHistogram]]] = []
+        self._last_input: tuple[weakref.ref[Tensor], int, Callable[[], ExponentHistogram]] | None = None
         self._root: RemovableHandle | None = None
         self._layer_handles: list[RemovableHandle] = []
         self._recording_s = 0.0
@@ -57,11 +64,14 @@ class Tracker:
         self._elapsed_s = 0.0
 
     def __enter__(self) -> "Tracker":
+        prepare(self.model.parameters())
         self._root = self.model.register_forward_pre_hook(self._begin_step)
         self._started_s = time.perf_counter()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        with self._timed():
+            self._fold()
         self._elapsed_s += time.perf_counter() - self._started_s
         self._remove_layer_hooks()
         if self._root is not None:
@@ -69,6 +79,7 @@ class Tracker:
 
     def result(self) -> ProbeResult:
         """What has been recorded, in the order of the model's layers."""
+        self._fold()
         layers = [name for name, _ in tracked_layers(self.model)]
         tensors = tuple(
             ProbedTensor(layer=layer, role=role, histogram=self._histograms[layer, role].to_dict())
@@ -114,7 +125,7 @@ class Tracker:
             weight = layer.weight
             if isinstance(weight, Tensor) and id(weight) not in seen:
                 seen.add(id(weight))
-                self._record(name, "weight", weight)
+                self._record_weight(name, weight)
                 self._watch(weight, name, "weight_grad")
 
     def _remove_layer_hooks(self) -> None:
@@ -150,19 +161,34 @@ class Tracker:
     def _record_input(self, name: str, tensor: Tensor) -> None:
         """Neighbours like the query, key and value layers share their input, which is counted once."""
         last = self._last_input
-        if last is None or last[0]() is not tensor or last[1] != tensor._version:
-            with self._timed():
-                last = weakref.ref(tensor), tensor._version, exponent_histogram(tensor)
-            self._last_input = last
-        self._add(name, "input", last[2])
+        with self._timed():
+            if last is None or last[0]() is not tensor or last[1] != tensor._version:
+                last = self._last_input = weakref.ref(tensor), tensor._version, count(tensor)
+            self._add(name, "input", last[2])
+
+    def _record_weight(self, name: str, weight: Tensor) -> None:
+        if self._fixed is None:
+            self._record(name, "weight", weight)
+            return
+        if name not in self._fixed:
+            self._fixed[name] = exponent_histogram(weight)
+        self._add(name, "weight", partial(self._fixed.__getitem__, name))
 
     def _record(self, name: str, role: str, tensor: Tensor) -> None:
         with self._timed():
-            self._add(name, role, exponent_histogram(tensor))
+            self._add(name, role, count(tensor))
 
-    def _add(self, name: str, role: str, histogram: ExponentHistogram) -> None:
-        before = self._histograms.get((name, role))
-        self._histograms[name, role] = histogram if before is None else before + histogram
+    def _add(self, name: str, role: str, histogram: Callable[[], ExponentHistogram]) -> None:
+        self._pending.append((name, role, histogram))
+        if len(self._pending) >= _MAX_PENDING:
+            self._fold()
+
+    def _fold(self) -> None:
+        """Add the pending counts to the histograms."""
+        for name, role, histogram in self._pending:
+            found, before = histogram(), self._histograms.get((name, role))
+            self._histograms[name, role] = found if before is None else before + found
+        self._pending.clear()
 
     @contextmanager
     def _timed(self) -> Iterator[None]:

@@ -43,6 +43,34 @@ def test_compiled_counts_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not histogram._BINS_OF_FLOAT32.fallback_reason
 
 
+def test_one_compilation_serves_views_of_any_rank_in_both_modes_of_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LPCONV_COMPILE", "always")
+    agree(torch.randn(1000))
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for grad in (True, False):
+            for x in (torch.randn(20, 30), torch.randn(2, 3, 500)[1:], torch.randn(3, 4, 5, 60).transpose(0, 3)):
+                with torch.set_grad_enabled(grad):
+                    agree(x.requires_grad_())
+
+
+def test_the_number_of_threads_changes_no_count() -> None:
+    x = torch.randn(3 * 2**15 + 1, generator=torch.Generator().manual_seed(0))
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            agree(x)
+            agree(x.bfloat16())
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_buffers_made_in_inference_mode_serve_later() -> None:
+    with torch.inference_mode():
+        agree(torch.randn(100))
+    agree(torch.randn(100))
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_layouts(dtype: torch.dtype) -> None:
     x = torch.randn(40, 50).to(dtype)

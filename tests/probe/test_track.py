@@ -112,6 +112,19 @@ def test_only_every_nth_training_step_is_recorded() -> None:
     assert result.tensors[0].exponents.num_elements == 3 * 16 * 8
 
 
+def test_weights_are_read_again_unless_promised_fixed() -> None:
+    x, weights = torch.randn(5, 8), {}
+    for fixed in (False, True):
+        layer = nn.Linear(8, 16)
+        torch.nn.init.constant_(layer.weight, 1.0)
+        with track(layer, every=1, fixed_weights=fixed) as t:
+            for _ in range(2):
+                layer(x).sum().backward()
+                layer.weight.data *= 2  # the version of the parameter does not tell
+        weights[fixed] = next(r.exponents.exponents for r in t.result().tensors if r.role == "weight")
+    assert weights == {False: {0: 128, 1: 128}, True: {0: 256}}
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_no_hook_stays_behind(fails: bool) -> None:
     model, x = two_layers(), torch.randn(5, 8)
