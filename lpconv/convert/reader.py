@@ -14,7 +14,7 @@ from lpconv.checkpoint.source import SAFETENSORS_DTYPES, TORCH_DTYPES, Safetenso
 from lpconv.checkpoint.staging import MARKER
 from lpconv.convert.encode import decode_scaled
 from lpconv.convert.plan import SCALE_SUFFIX
-from lpconv.errors import InputError
+from lpconv.errors import InputError, UnsupportedError
 from lpconv.formats.spec import FORMATS
 from lpconv.lookup import find
 from lpconv.mcf.split import RESIDUALS, Residual
@@ -32,6 +32,10 @@ def read_provenance(directory: Path) -> dict[str, Any]:
     if not (directory / MARKER).exists():
         raise InputError(f"`{directory}` has no {MARKER}", hint="pass an output of `lpconv convert`")
     document = read_json(directory / MARKER)
+    if document.get("kind") == "onnx":
+        raise UnsupportedError(
+            f"`{directory}` is an export to ONNX, not a checkpoint", hint="pass the checkpoint it was made from"
+        )
     if document.get("format_version") != _FORMAT_VERSION:
         raise InputError(f"`{directory}` has format_version {document.get('format_version')}", hint="update lpconv")
     wrong = [k for k, kind in _PROVENANCE.items() if not isinstance(document.get(k), kind)]
