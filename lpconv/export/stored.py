@@ -7,15 +7,15 @@ a graph needs to know.
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from lpconv.checkpoint.compressed import is_ours, quantized_by
 from lpconv.checkpoint.contents import Contents
 from lpconv.checkpoint.residual import read_residual
 from lpconv.checkpoint.source import Source, open_source, read_tensor
-from lpconv.errors import UnsupportedError
+from lpconv.errors import InputError, UnsupportedError
 from lpconv.mcf.split import FP16_RESIDUAL_SCALE, RESIDUALS
 
 __all__ = ["FLOAT8", "Component", "StoredWeight", "check_exportable", "has_fp8", "stored_weights"]
@@ -75,11 +75,11 @@ _DTYPE_NAMES = {
 
 def check_exportable(contents: Contents) -> None:
     """Refuse checkpoints that another library quantised. Raises UnsupportedError."""
-    method = _quantization(contents).get("quant_method", "lpconv")
-    if method != "lpconv":
+    method = quantized_by(contents.config)
+    if method not in (None, "lpconv") and not is_ours(contents):
         raise UnsupportedError(
             f"the checkpoint is quantised by `{method}`, whose weights lpconv does not export",
-            hint="export a conversion in lpconv's own layout; `lpconv restore` undoes --layout compressed-tensors",
+            hint="export the checkpoint that it was made from, or a conversion of that",
         )
 
 
@@ -95,17 +95,16 @@ def stored_weights(contents: Contents) -> Iterator[StoredWeight]:
     Collage's integer residuals are no numbers that a graph could add, so those weights come merged, in fp32.
     """
     lows, form = _residuals(contents)
+    method = quantized_by(contents.config)
     with closing(open_source(contents)) as source:
         for name in source.entries:
-            weight = _stored(source, name, scaled=bool(_quantization(contents)))
-            if weight is None:
+            if method is not None and name.endswith(_SCALE) and name.removesuffix(_SCALE) in source.entries:
                 continue
-            yield weight if name not in lows else _completed(weight, lows[name], form)
-
-
-def _quantization(contents: Contents) -> dict[str, Any]:
-    found = contents.config.get("quantization_config")
-    return found if isinstance(found, dict) else {}
+            codes = read_tensor(source, name)
+            if codes.dtype not in _FLOATS:
+                continue
+            high = _component(source, name, codes, method)
+            yield StoredWeight(name=name, components=_components(high, lows.get(name), form))
 
 
 def _residuals(contents: Contents) -> tuple[dict[str, Tensor], str]:
@@ -113,22 +112,19 @@ def _residuals(contents: Contents) -> tuple[dict[str, Tensor], str]:
     return (dict(residuals.tensors()), residuals.form) if residuals else ({}, "")
 
 
-def _stored(source: Source, name: str, *, scaled: bool) -> StoredWeight | None:
-    """A tensor without its residual; None for what is no weight: scales, integers, fp64."""
-    if scaled and name.endswith(_SCALE) and name.removesuffix(_SCALE) in source.entries:
-        return None
-    codes = read_tensor(source, name)
-    if codes.dtype not in _FLOATS:
-        return None
-    if scaled and name + _SCALE in source.entries:
-        scale = float(read_tensor(source, name + _SCALE))
-        return StoredWeight(name=name, components=(Component(codes=codes[0], scale=scale),))
-    return StoredWeight(name=name, components=(Component(codes=codes),))
+def _component(source: Source, name: str, codes: Tensor, method: str | None) -> Component:
+    """A tensor with its scale where it has one; the codes of our own layout have a leading component axis."""
+    if method is None or name + _SCALE not in source.entries:
+        return Component(codes=codes)
+    scale = read_tensor(source, name + _SCALE)
+    if scale.numel() != 1:
+        raise InputError(f"`{name}` has {scale.numel()} scales, not one", hint="fetch the checkpoint again")
+    return Component(codes=codes[0] if method == "lpconv" else codes, scale=float(scale))
 
 
-def _completed(weight: StoredWeight, low: Tensor, form: str) -> StoredWeight:
-    (high,) = weight.components
+def _components(high: Component, low: Tensor | None, form: str) -> tuple[Component, ...]:
+    if low is None:
+        return (high,)
     if form not in _RESIDUAL_SCALES:
-        merged = RESIDUALS[form].merge(high.codes, low)
-        return StoredWeight(name=weight.name, components=(Component(codes=merged),))
-    return StoredWeight(name=weight.name, components=(high, Component(codes=low, scale=_RESIDUAL_SCALES[form])))
+        return (Component(codes=RESIDUALS[form].merge(high.codes, low)),)
+    return (high, Component(codes=low, scale=_RESIDUAL_SCALES[form]))
