@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lpconv.convert.gates import parse_gate
-from lpconv.convert.options import VERIFY_LEVELS, FormatRule, parse_rule, parse_size
+from lpconv.convert.options import LAYOUTS, VERIFY_LEVELS, FormatRule, parse_rule, parse_size
 from lpconv.errors import UsageError
 from lpconv.formats.spec import get_format
 from lpconv.lookup import find, nearest
@@ -168,6 +168,7 @@ FIELDS: dict[str, Field] = {
     "method": _field(_one_of("method", METHODS), "how the weights are rewritten"),
     "format": _field(_one_of("format", _FORMATS), "the number format on disk; null is the method's own", nullable=True),
     "residual": _field(_one_of("residual", _RESIDUALS), "collage: the form of the residual", nullable=True),
+    "layout": _field(_one_of("layout", LAYOUTS), "lpconv's own, or one that another package opens"),
     "scale": _field(_one_of("scale", ("pow2", "exact")), "scales as powers of two, or as they come"),
     "include": _field((_read_texts, _TEXTS), "only tensors whose name matches one of these patterns are converted"),
     "exclude": _field((_read_texts, _TEXTS), "tensors whose name matches one of these patterns are kept"),

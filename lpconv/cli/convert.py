@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from lpconv.cli.options import Force, Json, Model, Output, Quiet, Resume, TrustRemoteCode
-from lpconv.convert.options import VERIFY_LEVELS, ConvertOptions, parse_rule, parse_size
+from lpconv.convert.options import LAYOUTS, VERIFY_LEVELS, ConvertOptions, parse_rule, parse_size
 from lpconv.formats.spec import FORMATS
 from lpconv.methods import METHODS
 
@@ -47,6 +47,15 @@ def convert(
             rich_help_panel=_WHAT,
         ),
     ] = None,
+    layout: Annotated[
+        str,
+        typer.Option(
+            "--layout",
+            help="lpconv, or compressed-tensors (e4m3fn): plain transformers with that package and vLLM open it.",
+            autocompletion=lambda: list(LAYOUTS),
+            rich_help_panel=_WHAT,
+        ),
+    ] = "lpconv",
     scale: Annotated[
         str, typer.Option("--scale", help="Scales are powers of two (pow2) or exact.", rich_help_panel=_WHAT)
     ] = "pow2",
@@ -133,6 +142,7 @@ def convert(
         method=method,
         format=format,
         residual=residual,
+        layout=layout,
         scale=scale,
         include=tuple(include or ()),
         exclude=tuple(exclude or ()),

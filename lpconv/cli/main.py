@@ -9,6 +9,7 @@ from lpconv.cli.batch import batch
 from lpconv.cli.convert import convert
 from lpconv.cli.demo import demo
 from lpconv.cli.doctor import doctor
+from lpconv.cli.export import export
 from lpconv.cli.handling import handled
 from lpconv.cli.inspect import inspect
 from lpconv.cli.probe import probe
@@ -30,6 +31,7 @@ app = typer.Typer(
 
 for command in (convert, inspect, verify, restore, probe, report, batch, doctor, demo):
     app.command()(handled(command))
+app.add_typer(export)
 
 
 def _version(wanted: bool) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lpconv.checkpoint.compressed import is_ours, quantization_config, quantized_by
 from lpconv.checkpoint.contents import Contents
 from lpconv.checkpoint.partfile import sha256_of, write_error, write_small
 from lpconv.checkpoint.residual import RESIDUAL_INDEX, residual_index
@@ -41,18 +42,19 @@ def check_convertible(contents: Contents) -> None:
             f"the checkpoint keeps a part of its weights in `{RESIDUAL_INDEX}`",
             hint="run `lpconv restore` first, or delete the collage folder to convert the 16-bit weights alone",
         )
-    quantization = contents.config.get("quantization_config")
-    if isinstance(quantization, dict):
-        method = quantization.get("quant_method", "another method")
-        hint = "run `lpconv restore` first" if method == "lpconv" else "convert from the unquantised checkpoint"
+    method = quantized_by(contents.config)
+    if method is not None:
+        ours = method == "lpconv" or is_ours(contents)
+        hint = "run `lpconv restore` first" if ours else "convert from the unquantised checkpoint"
         raise UnsupportedError(f"the checkpoint is already quantised by `{method}`", hint=hint)
 
 
 def output_config(contents: Contents, plan: Plan) -> dict[str, Any]:
     """config.json of the output: the source's, and what the method needs in order to be opened.
 
-    A pair is an ordinary checkpoint of its 16-bit dtype. Scaled codes get a `quantization_config`, and an `auto_map` to
-    the loader module unless the source has code of its own.
+    The layout of compressed-tensors brings a `quantization_config` of its own. A pair is an ordinary checkpoint of its
+    16-bit dtype. Scaled codes get a `quantization_config`, and an `auto_map` to the loader module unless the source has
+    code of its own.
     """
     config = dict(contents.config)
     if plan.method.encoder == "pair":
@@ -60,6 +62,9 @@ def output_config(contents: Contents, plan: Plan) -> dict[str, Any]:
         config[key] = FORMATS[plan.options.format or ""].torch
         return config
     converted = [t for t in plan.tensors if t.format is not None]
+    if plan.linears is not None:
+        config["quantization_config"] = quantization_config(plan.linears.without(t.name for t in converted))
+        return config
     config["quantization_config"] = {
         "quant_method": "lpconv",
         "format_version": 1,

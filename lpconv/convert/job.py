@@ -12,6 +12,7 @@ import psutil
 import torch
 
 import lpconv
+from lpconv.checkpoint.compressed import COMPRESSED_TENSORS, LinearModules
 from lpconv.checkpoint.contents import Contents, read_contents
 from lpconv.checkpoint.resolve import Resolved, resolve
 from lpconv.checkpoint.source import Source, open_source
@@ -61,6 +62,7 @@ def prepare(model: str, output: Path, options: ConvertOptions) -> Job:
     check_convertible(contents)
     check_apart(resolved.directory, output)
     workers, memory = _workers_and_memory(options)
+    linears = _linears(contents, options)
     source = open_source(contents)
     try:
         made = make_plan(
@@ -69,6 +71,7 @@ def prepare(model: str, output: Path, options: ConvertOptions) -> Job:
             options,
             ties=find_ties(source, contents.config),
             metadata={"lpconv": lpconv.__version__, "method": method.name},
+            linears=linears,
         )
     except BaseException:
         source.close()
@@ -84,6 +87,15 @@ def prepare(model: str, output: Path, options: ConvertOptions) -> Job:
         workers=workers,
         memory_bytes=memory,
     )
+
+
+def _linears(contents: Contents, options: ConvertOptions) -> LinearModules | None:
+    """What the layout has to know of the model; our own needs nothing."""
+    if options.layout != COMPRESSED_TENSORS:
+        return None
+    from lpconv.hf.linears import linear_modules  # transformers takes seconds to import
+
+    return linear_modules(contents)
 
 
 def _workers_and_memory(options: ConvertOptions) -> tuple[int, int]:

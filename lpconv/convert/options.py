@@ -7,12 +7,14 @@ import shlex
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from lpconv.checkpoint.compressed import COMPRESSED_TENSORS
 from lpconv.errors import UsageError
 from lpconv.formats.spec import get_format
 from lpconv.lookup import find
 from lpconv.methods import METHODS, Method
 
 __all__ = [
+    "LAYOUTS",
     "VERIFY_LEVELS",
     "ConvertOptions",
     "FormatRule",
@@ -23,6 +25,7 @@ __all__ = [
     "with_defaults",
 ]
 
+LAYOUTS = ("lpconv", COMPRESSED_TENSORS)
 VERIFY_LEVELS = ("none", "weights", "logits", "auto")
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
@@ -41,12 +44,14 @@ class ConvertOptions:
 
     Patterns are globs on dotted tensor names, or regular expressions after ``re:`` (matched anywhere in the name).
     `max_memory` bounds the buffers in bytes, `max_shard_size` the payload of an output file (None: as the source's).
-    Only `method`, `format`, `residual`, `scale`, `include`, `exclude`, `rules` and `max_shard_size` shape the bytes.
+    Only `method`, `format`, `residual`, `layout`, `scale`, `include`, `exclude`, `rules` and `max_shard_size` shape
+    the bytes.
     """
 
     method: str = "unit"
     format: str | None = None
     residual: str | None = None
+    layout: str = "lpconv"
     scale: str = "pow2"
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
@@ -81,6 +86,7 @@ def with_defaults(options: ConvertOptions) -> tuple[ConvertOptions, Method]:
                 f"rule `{rule.pattern}={rule.format}`: a {method.name} checkpoint has one format, {fmt.name}",
                 hint="use =keep, or another --format",
             )
+    _check_layout(options, method, fmt.name)
     for pattern in (*options.include, *options.exclude, *(r.pattern for r in options.rules)):
         _check_pattern(pattern)
     return dataclasses.replace(options, format=fmt.name, residual=residual), method
@@ -92,6 +98,7 @@ def command_line(model: str, options: ConvertOptions) -> str:
         ("method", options.method),
         ("format", options.format),
         ("residual", options.residual),
+        ("layout", options.layout if options.layout != "lpconv" else None),
         ("scale", options.scale if options.scale != "pow2" else None),
         ("revision", options.revision),
         ("max-shard-size", options.max_shard_size),
@@ -120,6 +127,24 @@ def _residual(method: Method, format_name: str, residual: str | None) -> str | N
             raise UsageError(f"residual `{residual}` needs format bf16", hint="leave --residual out with fp16")
         return "fp16"
     return find("residual", residual or method.residuals[0], {r: r for r in method.residuals})
+
+
+def _check_layout(options: ConvertOptions, method: Method, format_name: str) -> None:
+    if options.layout not in LAYOUTS:
+        raise UsageError(f"unknown layout `{options.layout}`", hint="use " + " or ".join(LAYOUTS))
+    if options.layout != COMPRESSED_TENSORS:
+        return
+    if method.encoder != "scaled" or format_name != "e4m3fn":
+        raise UsageError(
+            f"layout `{options.layout}` holds e4m3fn codes with one scale, not {method.name} in {format_name}",
+            hint="use --method unit --format e4m3fn",
+        )
+    for rule in options.rules:
+        if rule.format not in ("keep", "e4m3fn"):
+            raise UsageError(
+                f"rule `{rule.pattern}={rule.format}`: layout `{options.layout}` holds e4m3fn codes only",
+                hint="use =keep or =e4m3fn",
+            )
 
 
 def _check_pattern(pattern: str) -> None:

@@ -6,9 +6,10 @@ output all come from this one object.
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from lpconv.checkpoint.compressed import COMPRESSED_TENSORS, LinearModules
 from lpconv.checkpoint.header import DTYPE_BITS, TensorInfo, encode_header
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.policy import decide
@@ -80,12 +81,16 @@ class PlannedShard:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Everything that will be written. `tensors` covers every source tensor exactly once, in source order."""
+    """Everything that will be written. `tensors` covers every source tensor exactly once, in source order.
+
+    `linears` are the model's `Linear` modules, where the layout needs to know them.
+    """
 
     method: Method
     options: ConvertOptions
     tensors: tuple[PlannedTensor, ...]
     shards: tuple[PlannedShard, ...]
+    linears: LinearModules | None = None
 
     @property
     def files(self) -> tuple[OutputFile, ...]:
@@ -103,7 +108,7 @@ class Plan:
         """Bytes that a source tensor takes in the output: codes, scale and residual."""
         if t.tied_to:
             return 0
-        size = sum(i.num_bytes for i in _root_infos(t, self.method))
+        size = sum(i.num_bytes for i in _root_infos(t, self.options, self.method))
         if self.method.encoder == "pair" and t.format is not None:
             size += t.info.num_elements * DTYPE_BITS[_RESIDUAL_DTYPES[self.options.residual or ""]] // 8
         return size
@@ -114,7 +119,7 @@ class Plan:
         digest = hashlib.sha256()
         for f in self.files:
             digest.update(json.dumps([f.name, len(f.header)]).encode() + f.header)
-        shape = (self.method.name, self.options.format, self.options.residual, self.options.scale)
+        shape = (self.method.name, self.options.format, self.options.residual, self.options.layout, self.options.scale)
         digest.update(json.dumps([shape, [(t.name, t.action, t.reason) for t in self.tensors]]).encode())
         return digest.hexdigest()
 
@@ -126,8 +131,10 @@ def make_plan(
     *,
     ties: Mapping[str, str],
     metadata: Mapping[str, str],
+    linears: LinearModules | None = None,
 ) -> Plan:
     """The plan for source tensors `entries` (name → header entry, file); `ties` maps dropped names to kept ones.
+    `linears` are the model's `Linear` modules, for a layout that converts nothing else.
 
     Raises UnsupportedError where a scale would take the name of a tensor that the source has.
     """
@@ -136,18 +143,25 @@ def make_plan(
         raise UnsupportedError(
             f"the source already has scales, first `{taken[0]}`", hint="convert from the unquantised checkpoint"
         )
-    planned = {n: _planned(info, method, options, ties.get(n)) for n, (info, _) in entries.items()}
+    convertible = None if linears is None else linears.weights
+    planned = {n: _planned(info, method, options, ties.get(n), convertible) for n, (info, _) in entries.items()}
     stored = [t for t in planned.values() if t.action != "tie"]
     groups = _groups(stored, {n: f for n, (_, f) in entries.items()}, options.max_shard_size, method, options)
     names = _shard_names(len(groups))
     shards = tuple(_shard(n, g, method, options, metadata) for n, g in zip(names, groups, strict=True))
-    return Plan(method=method, options=options, tensors=tuple(planned.values()), shards=shards)
+    return Plan(method=method, options=options, tensors=tuple(planned.values()), shards=shards, linears=linears)
 
 
-def _planned(info: TensorInfo, method: Method, options: ConvertOptions, tied_to: str | None) -> PlannedTensor:
+def _planned(
+    info: TensorInfo,
+    method: Method,
+    options: ConvertOptions,
+    tied_to: str | None,
+    convertible: Container[str] | None,
+) -> PlannedTensor:
     if tied_to is not None:
         return PlannedTensor(info=info, format=None, reason=f"tied to `{tied_to}`", tied_to=tied_to)
-    decision = decide(info, options, method)
+    decision = decide(info, options, method, convertible=convertible)
     return PlannedTensor(info=info, format=decision.format, reason=decision.reason)
 
 
@@ -167,7 +181,7 @@ def _groups(
     groups: list[list[PlannedTensor]] = [[]]
     filled = 0
     for t in tensors:
-        size = sum(i.num_bytes for i in _root_infos(t, method))
+        size = sum(i.num_bytes for i in _root_infos(t, options, method))
         if groups[-1] and filled + size > max_bytes:
             groups.append([])
             filled = 0
@@ -189,7 +203,7 @@ def _info(name: str, dtype: str, shape: tuple[int, ...]) -> TensorInfo:
     return TensorInfo(name=name, dtype=dtype, shape=shape, begin=0, end=count * DTYPE_BITS[dtype] // 8)
 
 
-def _root_infos(t: PlannedTensor, method: Method) -> list[TensorInfo]:
+def _root_infos(t: PlannedTensor, options: ConvertOptions, method: Method) -> list[TensorInfo]:
     """The entries of one tensor in the root file. Scaled codes have a leading component axis: design, section 4."""
     if t.format is None:
         return [_info(t.name, t.info.dtype, t.info.shape)]
@@ -197,13 +211,14 @@ def _root_infos(t: PlannedTensor, method: Method) -> list[TensorInfo]:
     assert dtype is not None, t.format.name
     if method.encoder == "pair":
         return [_info(t.name, dtype, t.info.shape)]
-    return [_info(t.name + SCALE_SUFFIX, "F32", (1,)), _info(t.name, dtype, (1, *t.info.shape))]
+    axis = () if options.layout == COMPRESSED_TENSORS else (1,)
+    return [_info(t.name + SCALE_SUFFIX, "F32", (1,)), _info(t.name, dtype, (*axis, *t.info.shape))]
 
 
 def _shard(
     name: str, tensors: Sequence[PlannedTensor], method: Method, options: ConvertOptions, metadata: Mapping[str, str]
 ) -> PlannedShard:
-    infos = [(i, t) for t in tensors for i in _root_infos(t, method)]
+    infos = [(i, t) for t in tensors for i in _root_infos(t, options, method)]
     # Widest dtype first, scales before the other 32-bit tensors, then by name: everything is aligned and a sequential
     # hash can be taken while the codes are written.
     infos.sort(key=lambda it: (-DTYPE_BITS[it[0].dtype], it[0].name == it[1].name, it[0].name))

@@ -7,6 +7,7 @@ lost: the residual holds what rounding took.
 """
 
 import re
+from collections.abc import Container
 from dataclasses import dataclass
 
 from lpconv.checkpoint.header import DTYPE_BITS, TensorInfo
@@ -35,8 +36,19 @@ class Decision:
     reason: str
 
 
-def decide(info: TensorInfo, options: ConvertOptions, method: Method) -> Decision:
-    """What to do with one tensor."""
+def decide(
+    info: TensorInfo, options: ConvertOptions, method: Method, *, convertible: Container[str] | None = None
+) -> Decision:
+    """What to do with one tensor. `convertible` are the names that the layout has a form for, None where it has all."""
+    if convertible is not None and info.name not in convertible:
+        return Decision(format=None, reason=f"no Linear weight: {options.layout} leaves it")
+    decision = _decide(info, options, method)
+    if convertible is not None and decision.format is not None and decision.format.name != options.format:
+        return Decision(format=None, reason=decision.reason)  # codes of a second format
+    return decision
+
+
+def _decide(info: TensorInfo, options: ConvertOptions, method: Method) -> Decision:
     if info.dtype not in _FLOATS:
         return Decision(format=None, reason="not floating point" if info.dtype[0] != "F" else f"already {info.dtype}")
     if info.num_elements == 0:

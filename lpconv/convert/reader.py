@@ -8,13 +8,14 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from lpconv.checkpoint.compressed import is_ours
 from lpconv.checkpoint.contents import Contents, read_contents, read_json
 from lpconv.checkpoint.residual import Residuals, read_residual
 from lpconv.checkpoint.source import SAFETENSORS_DTYPES, TORCH_DTYPES, SafetensorsSource, TensorEntry, read_range
 from lpconv.checkpoint.staging import MARKER
 from lpconv.convert.encode import decode_scaled
 from lpconv.convert.plan import SCALE_SUFFIX
-from lpconv.errors import InputError
+from lpconv.errors import InputError, UnsupportedError
 from lpconv.formats.spec import FORMATS
 from lpconv.lookup import find
 from lpconv.mcf.split import RESIDUALS, Residual
@@ -32,6 +33,10 @@ def read_provenance(directory: Path) -> dict[str, Any]:
     if not (directory / MARKER).exists():
         raise InputError(f"`{directory}` has no {MARKER}", hint="pass an output of `lpconv convert`")
     document = read_json(directory / MARKER)
+    if document.get("kind") == "onnx":
+        raise UnsupportedError(
+            f"`{directory}` is an export to ONNX, not a checkpoint", hint="pass the checkpoint it was made from"
+        )
     if document.get("format_version") != _FORMAT_VERSION:
         raise InputError(f"`{directory}` has format_version {document.get('format_version')}", hint="update lpconv")
     wrong = [k for k, kind in _PROVENANCE.items() if not isinstance(document.get(k), kind)]
@@ -50,6 +55,7 @@ class OutputReader:
     def __init__(self, directory: Path, records: Sequence[TensorRecord], residuals: Residuals | None) -> None:
         contents = read_contents(directory)
         self.records = {r.name: r for r in records if r.action != "tie"}
+        self._axis = () if is_ours(contents) else (1,)
         self._form = _form(residuals.form) if residuals else None
         self._root = SafetensorsSource(contents)
         self._low: SafetensorsSource | None = None
@@ -78,7 +84,7 @@ class OutputReader:
 
     def _check(self, record: TensorRecord) -> None:
         """Raises InputError where the files do not hold what the record says."""
-        fits = _holds(self._root, record.name, *_stored_form(record))
+        fits = _holds(self._root, record.name, *_stored_form(record, self._axis))
         if record.action == "convert" and record.scale is None:
             low = SAFETENSORS_DTYPES[self._form.dtype] if self._form else ""
             fits = fits and self._low is not None and _holds(self._low, record.name, low, record.shape)
@@ -124,13 +130,16 @@ def _form(name: str) -> Residual:
     return find("residual", name, RESIDUALS, error=InputError)
 
 
-def _stored_form(record: TensorRecord) -> tuple[str, tuple[int, ...]]:
-    """dtype and shape of a tensor in the root file; the dtype is empty for records that make no sense."""
+def _stored_form(record: TensorRecord, axis: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+    """dtype and shape of a tensor in the root file; the dtype is empty for records that make no sense.
+
+    `axis` is what leads the shape of scaled codes.
+    """
     if record.action == "keep":
         return record.source_dtype, record.shape
     if record.action != "convert" or record.source_dtype not in TORCH_DTYPES or record.format not in FORMATS:
         return "", ()
-    return FORMATS[record.format].safetensors or "", record.shape if record.scale is None else (1, *record.shape)
+    return FORMATS[record.format].safetensors or "", record.shape if record.scale is None else (*axis, *record.shape)
 
 
 def _holds(source: SafetensorsSource, name: str, dtype: str, shape: tuple[int, ...]) -> bool:

@@ -29,7 +29,10 @@ EXTRAS: dict[str, tuple[str, tuple[str, ...]]] = {
         "run lpconv's own tests",
         (
             "accelerate",
+            "compressed-tensors",
             "hatchling",
+            "onnxruntime",
+            "onnxscript",
             "pytest",
             "pytest-xdist",
             "hypothesis",

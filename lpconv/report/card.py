@@ -77,6 +77,8 @@ def _is_hub_id(result: ConvertResult) -> bool:
 
 
 def _how_to_open(result: ConvertResult) -> str:
+    if result.options.get("layout") == "compressed-tensors":
+        return _open_compressed(result)
     return _open_collage(result) if result.method == "collage" else _open_codes(result)
 
 
@@ -96,6 +98,20 @@ The loader module in this directory registers it too, for code that cannot impor
 
 Plain transformers refuses these weights on purpose. The codes mean nothing without their scales, so they are stored
 with one more axis than the model's weights have, and loading them without lpconv stops with a size mismatch."""
+
+
+def _open_compressed(result: ConvertResult) -> str:
+    auto = _auto_class(result)
+    return f"""## How to open it
+
+This directory has the layout of the compressed-tensors package (float-quantized, one scale per tensor). transformers
+opens it with `pip install compressed-tensors`, and needs no lpconv:
+
+```python
+from transformers import {auto}
+
+model = {auto}.from_pretrained("PATH")
+```"""
 
 
 def _open_collage(result: ConvertResult) -> str:

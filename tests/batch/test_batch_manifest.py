@@ -235,7 +235,8 @@ class TestPaths:
 
 # A value of every setting that a manifest accepts, other than the default.
 EXAMPLES: dict[str, Any] = {
-    "method": "scalify", "format": "e5m2", "residual": "int8", "scale": "exact", "include": ["a.*"], "exclude": "b.*",
+    "method": "scalify", "format": "e5m2", "residual": "int8", "layout": "compressed-tensors", "scale": "exact",
+    "include": ["a.*"], "exclude": "b.*",
     "rules": ["a=keep"], "revision": "v1", "max_memory": "1GB", "workers": 2, "max_shard_size": 1000, "verify": "none",
     "gates": ["sqnr>=1"], "force": True, "trust_remote_code": True,
 }  # fmt: skip
@@ -249,7 +250,7 @@ class TestFields:
     @pytest.mark.parametrize("dash", [False, True])
     def test_every_field_is_read_in_both_spellings(self, tmp_path: Path, name: str, dash: bool) -> None:
         key = name.replace("_", "-") if dash else name
-        method: dict[str, Any] = {"method": "collage"} if name == "residual" else {}
+        method: dict[str, Any] = {"residual": {"method": "collage"}, "layout": {"format": "e4m3fn"}}.get(name, {})
         options = load_manifest(one_job(tmp_path, **method, **{key: EXAMPLES[name]})).jobs[0].options
         assert getattr(options, name) != getattr(with_defaults(ConvertOptions(**method))[0], name)
 

@@ -13,7 +13,7 @@ from lpconv.cli.main import app
 from lpconv.data import demo_checkpoint
 
 runner = CliRunner()
-COMMANDS = ("convert", "inspect", "verify", "restore", "probe", "report", "batch", "doctor", "demo")
+COMMANDS = ("convert", "inspect", "verify", "restore", "probe", "report", "batch", "doctor", "demo", "export")
 
 
 def lpconv(*args: str):  # type: ignore[no-untyped-def]

@@ -1,0 +1,63 @@
+"""The on-disk layout of the compressed-tensors package, for per-tensor-scaled e4m3fn: "float-quantized".
+
+Codes lie under the weight's own name and shape, with a scale [1] under `NAME_scale`, and only in `Linear` modules.
+Plain transformers with that package, and vLLM, open it without lpconv. The config names what is not quantised, because
+a reader takes every other `Linear` for codes. (vllm-project/compressed-tensors, `quantization/quant_config.py`.)
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from lpconv.checkpoint.contents import Contents
+
+__all__ = ["COMPRESSED_TENSORS", "LinearModules", "is_ours", "quantization_config", "quantized_by"]
+
+COMPRESSED_TENSORS = "compressed-tensors"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearModules:
+    """The `Linear` modules of a model by name: `plain` are of that very class, `derived` of a subclass.
+
+    A subclass may use its weight without calling it, so only the weights of plain ones can be codes.
+    """
+
+    plain: tuple[str, ...]
+    derived: tuple[str, ...]
+
+    @property
+    def weights(self) -> frozenset[str]:
+        """The names of the weights that can be codes."""
+        return frozenset(f"{name}.weight" for name in self.plain)
+
+    def without(self, quantised: Iterable[str]) -> tuple[str, ...]:
+        """The modules whose weight is not among `quantised`: what `ignore` must name."""
+        weights = set(quantised)
+        return tuple(name for name in (*self.plain, *self.derived) if f"{name}.weight" not in weights)
+
+
+def quantization_config(ignored: Iterable[str]) -> dict[str, Any]:
+    """The `quantization_config` of config.json; `ignored` are the names of `Linear` modules that are not quantised."""
+    weights = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    return {
+        "quant_method": COMPRESSED_TENSORS,
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": list(ignored),
+    }
+
+
+def quantized_by(config: dict[str, Any]) -> str | None:
+    """The `quant_method` that config.json names, None for an unquantised checkpoint."""
+    found = config.get("quantization_config")
+    return str(found.get("quant_method", "another method")) if isinstance(found, dict) else None
+
+
+def is_ours(contents: Contents) -> bool:
+    """Whether a checkpoint has the settings that lpconv writes: other writers use more of the layout than it reads."""
+    found = contents.config.get("quantization_config")
+    ignored = found.get("ignore") if isinstance(found, dict) else None
+    return isinstance(ignored, list) and found == quantization_config(ignored)

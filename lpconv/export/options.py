@@ -1,0 +1,40 @@
+"""What the user asked of an export, checked. Plain Python."""
+
+import dataclasses
+
+from lpconv.errors import UsageError
+
+__all__ = ["MAX_INLINE_BYTES", "ExportOptions", "choose_opset"]
+
+# Protobuf ends at 2 GiB; the graph needs a little of it too.
+MAX_INLINE_BYTES = 2 * 10**9
+# Where torch's own translations begin, and where DequantizeLinear learnt fp8.
+_OLDEST_OPSET = 18
+_FP8_OPSET = 19
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """How to export. `opset` None takes the oldest that the formats need, so that most runtimes open the file.
+
+    `tolerance` bounds max |y - ŷ| / max |y| between the model in PyTorch and the file in ONNX Runtime, both in fp32.
+    `external_data` puts the weights beside the graph even where they would fit into it.
+    """
+
+    opset: int | None = None
+    validate: bool = True
+    tolerance: float = 1e-5
+    external_data: bool = False
+    revision: str | None = None
+    force: bool = False
+
+
+def choose_opset(wanted: int | None, *, has_fp8: bool) -> int:
+    """The opset to export with. Raises UsageError where `wanted` is too low for what the file will hold."""
+    least = _FP8_OPSET if has_fp8 else _OLDEST_OPSET
+    if wanted is None:
+        return least
+    if wanted < least:
+        why = "has no fp8" if wanted >= _OLDEST_OPSET else "is older than what torch writes"
+        raise UsageError(f"opset {wanted} {why}", hint=f"pass --opset {least} or more, or leave it out")
+    return wanted

@@ -1,0 +1,121 @@
+"""Put stored weights into an exported graph: components as initializers, and the few nodes that add them up.
+
+A weight of the graph and a tensor of the checkpoint are paired by their values, not their names: an initializer is
+replaced only where the stored form decodes to its very bits. So nothing depends on how transformers renames tensors,
+tied weights are stored once, and a pair that does not fit leaves the fp32 values in place instead of wrong ones.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import onnx_ir as ir
+import torch
+from onnx_ir import tensor_adapters
+from torch import Tensor
+
+from lpconv.export.records import FormatCount
+from lpconv.export.stored import FLOAT8, Component, StoredWeight
+
+__all__ = ["Rewritten", "rewrite"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rewritten:
+    """What became of the graph's parameters: counts by stored form, and those that no stored tensor decodes to."""
+
+    weights: tuple[FormatCount, ...]
+    unmatched: tuple[str, ...]
+
+
+def rewrite(model: ir.Model, parameters: Mapping[str, Tensor], stored: Iterable[StoredWeight]) -> Rewritten:
+    """Replace initializers by what the checkpoint stores; `parameters` are those of the exported model, in fp32.
+
+    Stored tensors that the graph does not use, such as the pooler of a model without one, are left out of it.
+    """
+    waiting = _by_value(model.graph, parameters)
+    counts: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
+    for weight in stored:
+        initializers = waiting.pop(_key(weight.value), [])
+        if not initializers:
+            continue
+        counts[weight.form] += 1
+        sizes[weight.form] += weight.size_bytes
+        if not _is_plain(weight):
+            _replace(model.graph, initializers, weight)
+    forms = tuple(FormatCount(form=f, num_tensors=n, size_bytes=sizes[f]) for f, n in counts.most_common())
+    unmatched = tuple(v.name or "" for values in waiting.values() for v in values)
+    return Rewritten(weights=forms, unmatched=unmatched)
+
+
+def _by_value(graph: ir.Graph, parameters: Mapping[str, Tensor]) -> dict[bytes, list[ir.Value]]:
+    table: dict[bytes, list[ir.Value]] = {}
+    for name, value in graph.initializers.items():
+        if name in parameters:
+            table.setdefault(_key(parameters[name]), []).append(value)
+    return table
+
+
+def _key(x: Tensor) -> bytes:
+    """Equal for tensors of one shape whose elements are equal; both zeros are one number here."""
+    digest = hashlib.sha256(repr(tuple(x.shape)).encode())
+    digest.update((x.detach().contiguous() + 0.0).view(-1).view(torch.uint8).numpy().data)
+    return digest.digest()
+
+
+def _is_plain(weight: StoredWeight) -> bool:
+    """Whether the graph holds the weight as it is stored already."""
+    (first, *rest) = weight.components
+    return not rest and first.codes.dtype == torch.float32 and first.scale == 1
+
+
+def _replace(graph: ir.Graph, initializers: Sequence[ir.Value], weight: StoredWeight) -> None:
+    """Every use of `initializers`, which are one weight, reads the sum of the components instead."""
+    name = initializers[0].name or ""
+    for value in initializers:
+        assert value.name is not None
+        graph.initializers.pop(value.name)
+    nodes: list[ir.Node] = []
+    total = _decoded(graph, nodes, name, weight.components[0])
+    for component in weight.components[1:]:
+        low = _decoded(graph, nodes, f"{name}_residual", component)
+        total = _apply(nodes, "Add", [total, low], f"{name}_sum")
+    ir.convenience.replace_all_uses_with(initializers, [total] * len(initializers))
+    total.shape, total.type = initializers[0].shape, initializers[0].type
+    graph.insert_before(graph[0], nodes)
+
+
+def _decoded(graph: ir.Graph, nodes: list[ir.Node], name: str, component: Component) -> ir.Value:
+    """The value of one component: fp8 by DequantizeLinear, which runtimes know as fp8; the others by Cast and Mul."""
+    codes = _initializer(graph, name, component.codes)
+    scale = torch.tensor(component.scale, dtype=torch.float32)
+    if component.codes.dtype in FLOAT8:
+        zero = _initializer(graph, f"{name}_zero_point", torch.zeros((), dtype=component.codes.dtype))
+        inputs = [codes, _initializer(graph, f"{name}_scale", scale), zero]
+        return _apply(nodes, "DequantizeLinear", inputs, f"{name}_decoded")
+    value = codes
+    if component.codes.dtype != torch.float32:
+        to = ir.AttrInt64("to", ir.DataType.FLOAT.value)
+        value = _apply(nodes, "Cast", [codes], f"{name}_cast", [to])
+    if component.scale == 1:
+        return value
+    return _apply(nodes, "Mul", [value, _initializer(graph, f"{name}_scale", scale)], f"{name}_decoded")
+
+
+def _initializer(graph: ir.Graph, name: str, x: Tensor) -> ir.Value:
+    tensor = tensor_adapters.TorchTensor(x.contiguous(), name=name)
+    value = ir.Value(name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
+    graph.register_initializer(value)
+    return value
+
+
+def _apply(
+    nodes: list[ir.Node], op: str, inputs: Sequence[ir.Value], name: str, attributes: Sequence[ir.Attr] = ()
+) -> ir.Value:
+    node = ir.Node("", op, inputs, attributes, name=name)
+    nodes.append(node)
+    (output,) = node.outputs
+    output.name = name
+    return output

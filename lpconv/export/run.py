@@ -1,0 +1,204 @@
+"""One export from a name to a published directory: resolve, open, trace, put the stored weights in, validate."""
+
+import contextlib
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+
+import lpconv
+from lpconv.checkpoint.contents import Contents, read_contents, read_json
+from lpconv.checkpoint.partfile import sha256_of, write_error, write_small
+from lpconv.checkpoint.resolve import Resolved, resolve
+from lpconv.checkpoint.source import open_source
+from lpconv.checkpoint.staging import MARKER, Staging, check_apart
+from lpconv.convert.files import LOADER, copy_side_files, json_text
+from lpconv.convert.plan import RESIDUAL_FOLDER
+from lpconv.convert.provenance import public_source, versions
+from lpconv.convert.verify import SUMS
+from lpconv.errors import VerificationError
+from lpconv.export.opened import Opened, open_model, other_inputs
+from lpconv.export.options import MAX_INLINE_BYTES, ExportOptions, choose_opset
+from lpconv.export.records import ExportResult, OnnxCheck
+from lpconv.export.rewrite import Rewritten, rewrite
+from lpconv.export.stored import check_exportable, has_fp8, stored_weights
+from lpconv.export.trace import trace
+from lpconv.export.validate import Case, check_file, compare
+from lpconv.progress import Progress, Silent
+from lpconv.results import FileRecord, SourceRecord, to_json
+
+__all__ = ["MODEL_FILE", "export_onnx"]
+
+MODEL_FILE = "model.onnx"
+_DATA_FILE = "model.onnx.data"
+
+
+def export_onnx(model: str, output: Path, options: ExportOptions, *, progress: Progress | None = None) -> ExportResult:
+    """Export a checkpoint into the directory `output`, which appears only when everything has passed.
+
+    `model` is what `convert` takes, or an output of it. The weights stay in the format they are stored in. Raises an
+    `LpconvError` for every failure that is not a bug; VerificationError where the file's outputs differ from the
+    model's by more than the tolerance.
+    """
+    started = time.perf_counter()
+    told = progress or Silent()
+    resolved = resolve(model, revision=options.revision)
+    contents = read_contents(resolved.directory)
+    check_exportable(contents)
+    check_apart(resolved.directory, output)
+    opset = choose_opset(options.opset, has_fp8=has_fp8(contents))
+    identity = {"export": model, "opset": opset}
+    with Staging(output, identity, resume=False, force=options.force) as staging:
+        told.start("opening the model", 0)
+        opened = open_model(contents, _num_elements(contents))
+        told.start("tracing the graph", 0)
+        graph = trace(opened.model, opened.inputs, opened.axes, output=opened.output, opset=opset)
+        told.start("storing the weights", 0)
+        rewritten = rewrite(graph, opened.parameters, stored_weights(contents))
+        source = _source_record(model, resolved, contents)
+        _describe(graph, source, contents)
+        files = _save(graph, staging.directory, external=options.external_data)
+        cases = [(inputs, opened.run(inputs)) for inputs in (opened.inputs, other_inputs(opened.inputs))]
+        result = ExportResult(
+            source=source,
+            output=str(output),
+            architecture=type(opened.model).__name__,
+            method=_provenance(contents).get("method"),
+            format=_provenance(contents).get("format"),
+            opset=opset,
+            inputs={v.name or "": _axes(v) for v in graph.graph.inputs},
+            outputs={v.name or "": _axes(v) for v in graph.graph.outputs},
+            weights=rewritten.weights,
+            files=files,
+            check=None,
+            seconds=0.0,
+            versions=versions(),
+            warnings=_warnings(opened, rewritten),
+        )
+        del graph, opened  # a copy of the weights each; ONNX Runtime needs the room
+        told.start("validating", 0)
+        with _kept_aside(staging):
+            check = _check(staging.directory / MODEL_FILE, cases, options)
+        result = dataclasses.replace(result, check=check, seconds=time.perf_counter() - started)
+        _write_side_files(staging.directory, contents, result)
+        staging.publish()
+    return result
+
+
+def _num_elements(contents: Contents) -> int:
+    with contextlib.closing(open_source(contents)) as source:
+        return sum(math.prod(e.info.shape) for e in source.entries.values())
+
+
+def _provenance(contents: Contents) -> dict[str, Any]:
+    path = contents.directory / MARKER
+    return read_json(path) if path.exists() else {}
+
+
+def _source_record(name: str, resolved: Resolved, contents: Contents) -> SourceRecord:
+    """The checkpoint that is exported, its weight files with their hashes."""
+    files = tuple(
+        FileRecord(name=f, size_bytes=path.stat().st_size, sha256=sha256_of(path))
+        for f in contents.weight_files
+        if (path := contents.directory / f)
+    )
+    return SourceRecord(name=name, resolved=resolved.resolved, revision=resolved.revision, files=files)
+
+
+def _describe(graph: ir.Model, source: SourceRecord, contents: Contents) -> None:
+    """The file says where it comes from, without a path of this machine."""
+    public, provenance = public_source(source), _provenance(contents)
+    graph.producer_name, graph.producer_version = "lpconv", lpconv.__version__
+    origin = provenance.get("source") or {}
+    facts = {
+        "source": public.resolved,
+        "revision": public.revision,
+        "source_sha256": json.dumps({f.name: f.sha256 for f in public.files}),
+        "method": provenance.get("method"),
+        "format": provenance.get("format"),
+        "converted_from": origin.get("resolved"),
+        "version": lpconv.__version__,
+    }
+    graph.metadata_props.update({f"lpconv.{k}": str(v) for k, v in facts.items() if v is not None})
+
+
+def _save(graph: ir.Model, directory: Path, *, external: bool) -> tuple[FileRecord, ...]:
+    """The graph, with its weights in it, or beside it where they are too many for one protobuf or that was asked."""
+    size = sum(v.const_value.nbytes for v in graph.graph.initializers.values() if v.const_value is not None)
+    beside = _DATA_FILE if external or size > MAX_INLINE_BYTES else None
+    try:
+        ir.save(graph, directory / MODEL_FILE, external_data=beside)
+    except OSError as e:
+        raise write_error(e, directory / MODEL_FILE) from e
+    paths = [directory / name for name in (MODEL_FILE, beside) if name is not None and (directory / name).exists()]
+    return tuple(FileRecord(name=p.name, size_bytes=p.stat().st_size, sha256=sha256_of(p)) for p in paths)
+
+
+def _axes(value: ir.Value) -> tuple[str, ...]:
+    """Names of dynamic axes and sizes of fixed ones."""
+    assert value.shape is not None
+    return tuple(str(d.value if isinstance(d, ir.SymbolicDim) else d) for d in value.shape)
+
+
+def _warnings(opened: Opened, rewritten: Rewritten) -> tuple[str, ...]:
+    found = []
+    random = [n for n in rewritten.unmatched if n in opened.missing]
+    if random:
+        found.append(f"not in the checkpoint, so random here: {_some(random)}")
+    merged = [n for n in rewritten.unmatched if n not in opened.missing]
+    if merged:
+        found.append(f"in fp32, because no stored tensor has exactly these values: {_some(merged)}")
+    return tuple(found)
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(f"`{n}`" for n in names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+@contextlib.contextmanager
+def _kept_aside(staging: Staging) -> Iterator[None]:
+    """What fails its verification is kept as OUT.failed, and the error says so."""
+    try:
+        yield
+    except VerificationError as e:
+        kept = staging.set_aside()
+        hint = f"the rejected file is in `{kept}`" + (f"; {e.hint}" if e.hint else "")
+        raise VerificationError(e.message, hint=hint, details=e.details) from e
+
+
+def _check(path: Path, cases: Sequence[Case], options: ExportOptions) -> OnnxCheck | None:
+    check_file(path)
+    if not options.validate:
+        return None
+    check = compare(path, cases, tolerance=options.tolerance)
+    if not check.passed:
+        raise VerificationError(
+            f"outputs differ by {check.max_rel_diff:.2g} of the largest, {check.tolerance:g} is allowed",
+            hint="--tolerance accepts more",
+            details=to_json(check),
+        )
+    return check
+
+
+def _write_side_files(directory: Path, contents: Contents, result: ExportResult) -> None:
+    """Tokenizer and other side files, the plain config, and the provenance, which holds no times."""
+    ours = {"README.md", SUMS, LOADER}
+    kept = (n for n in contents.side_files if n not in ours and not n.startswith(RESIDUAL_FOLDER + "/"))
+    copy_side_files(directory, contents, kept, renamed={})
+    write_small(directory / "config.json", json_text(_plain_config(contents.config)))
+    public = dataclasses.replace(result, source=public_source(result.source))
+    document = {k: v for k, v in to_json(public).items() if k not in ("output", "seconds")}
+    write_small(directory / MARKER, json_text({"format_version": 1, **document}))
+
+
+def _plain_config(config: dict[str, Any]) -> dict[str, Any]:
+    """config.json for tokenizers and pipelines: without what makes `from_pretrained` look for our weights."""
+    left_out = {"quantization_config"}
+    if LOADER.removesuffix(".py") in str(config.get("auto_map", "")):
+        left_out.add("auto_map")
+    return {k: v for k, v in config.items() if k not in left_out}

@@ -1,0 +1,130 @@
+"""The weights of a checkpoint in the form they are stored in: short sums of scaled components.
+
+value = Σ_i scale_i · component_i is all that any of our checkpoints says about a weight, and all that the rewriting of
+a graph needs to know.
+"""
+
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lpconv.checkpoint.compressed import is_ours, quantized_by
+from lpconv.checkpoint.contents import Contents
+from lpconv.checkpoint.residual import read_residual
+from lpconv.checkpoint.source import Source, open_source, read_tensor
+from lpconv.errors import InputError, UnsupportedError
+from lpconv.mcf.split import FP16_RESIDUAL_SCALE, RESIDUALS
+
+__all__ = ["FLOAT8", "Component", "StoredWeight", "check_exportable", "has_fp8", "stored_weights"]
+
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16, *FLOAT8)
+_FLOAT8_DTYPES = {"F8_E4M3", "F8_E5M2"}
+_SCALE = "_scale"
+# What the low component of each residual form is multiplied by; the integer forms are bit patterns, no summands.
+_RESIDUAL_SCALES = {"bf16": 1.0, "fp16": 1 / FP16_RESIDUAL_SCALE}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Component:
+    """Floating-point numbers of the weight's shape, and the factor they are multiplied by."""
+
+    codes: Tensor
+    scale: float = 1.0
+
+    @property
+    def value(self) -> Tensor:
+        """codes · scale in fp32."""
+        return self.codes.float() * self.scale
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredWeight:
+    """One tensor of a checkpoint under its stored name."""
+
+    name: str
+    components: tuple[Component, ...]
+
+    @property
+    def value(self) -> Tensor:
+        """The weight in fp32: the same operations, in the same order, as the graph's."""
+        total = self.components[0].value
+        for component in self.components[1:]:
+            total = total + component.value
+        return total
+
+    @property
+    def form(self) -> str:
+        """The form in words, such as ``e4m3fn × scale``."""
+        return " + ".join(_DTYPE_NAMES[c.codes.dtype] + (" × scale" if c.scale != 1 else "") for c in self.components)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the components."""
+        return sum(c.codes.numel() * c.codes.element_size() for c in self.components)
+
+
+_DTYPE_NAMES = {
+    torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16",
+    torch.float8_e4m3fn: "e4m3fn", torch.float8_e5m2: "e5m2",
+}  # fmt: skip
+
+
+def check_exportable(contents: Contents) -> None:
+    """Refuse checkpoints that another library quantised. Raises UnsupportedError."""
+    method = quantized_by(contents.config)
+    if method not in (None, "lpconv") and not is_ours(contents):
+        raise UnsupportedError(
+            f"the checkpoint is quantised by `{method}`, whose weights lpconv does not export",
+            hint="export the checkpoint that it was made from, or a conversion of that",
+        )
+
+
+def has_fp8(contents: Contents) -> bool:
+    """Whether any tensor is in 8 bits, from headers alone."""
+    with closing(open_source(contents)) as source:
+        return any(e.info.dtype in _FLOAT8_DTYPES for e in source.entries.values())
+
+
+def stored_weights(contents: Contents) -> Iterator[StoredWeight]:
+    """Every floating-point tensor of a checkpoint, one at a time, as the sum of components that it is stored as.
+
+    Collage's integer residuals are no numbers that a graph could add, so those weights come merged, in fp32.
+    """
+    lows, form = _residuals(contents)
+    method = quantized_by(contents.config)
+    with closing(open_source(contents)) as source:
+        for name in source.entries:
+            if method is not None and name.endswith(_SCALE) and name.removesuffix(_SCALE) in source.entries:
+                continue
+            codes = read_tensor(source, name)
+            if codes.dtype not in _FLOATS:
+                continue
+            high = _component(source, name, codes, method)
+            yield StoredWeight(name=name, components=_components(high, lows.get(name), form))
+
+
+def _residuals(contents: Contents) -> tuple[dict[str, Tensor], str]:
+    residuals = read_residual(contents.directory)
+    return (dict(residuals.tensors()), residuals.form) if residuals else ({}, "")
+
+
+def _component(source: Source, name: str, codes: Tensor, method: str | None) -> Component:
+    """A tensor with its scale where it has one; the codes of our own layout have a leading component axis."""
+    if method is None or name + _SCALE not in source.entries:
+        return Component(codes=codes)
+    scale = read_tensor(source, name + _SCALE)
+    if scale.numel() != 1:
+        raise InputError(f"`{name}` has {scale.numel()} scales, not one", hint="fetch the checkpoint again")
+    return Component(codes=codes[0] if method == "lpconv" else codes, scale=float(scale))
+
+
+def _components(high: Component, low: Tensor | None, form: str) -> tuple[Component, ...]:
+    if low is None:
+        return (high,)
+    if form not in _RESIDUAL_SCALES:
+        return (Component(codes=RESIDUALS[form].merge(high.codes, low)),)
+    return (high, Component(codes=low, scale=_RESIDUAL_SCALES[form]))

@@ -1,0 +1,169 @@
+"""From a model to an ONNX graph whose initializers carry the names of its parameters."""
+
+import contextlib
+import logging
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import onnx_ir as ir
+import torch
+import torch.onnx
+from torch import Tensor, nn
+
+from lpconv.errors import UnsupportedError
+
+__all__ = ["trace"]
+
+_HINT = "report it to lpconv with the model's config.json; `lpconv convert` needs no export"
+_OP = re.compile(r"target=torch\.ops\.([\w.]+)")
+
+
+class _Positional(nn.Module):
+    """A transformers model as a function of tensors: positional inputs, one output."""
+
+    def __init__(self, model: nn.Module, names: Sequence[str], output: str) -> None:
+        super().__init__()
+        self.model = model
+        self._names, self._output = tuple(names), output
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        found: Tensor = self.model(**dict(zip(self._names, inputs, strict=True)))[self._output]
+        return found
+
+
+_PREFIX = "model."
+
+
+def trace(
+    model: nn.Module, inputs: Mapping[str, Tensor], axes: Mapping[str, Mapping[int, str]], *, output: str, opset: int
+) -> ir.Model:
+    """The graph of `model`'s `output` with dynamic `axes` (input → position → name), in fp32, weights as they are.
+
+    Constants are folded, weights are not: they stay initializers under their parameters' names. Raises UnsupportedError
+    that names the module where PyTorch cannot capture it, or the operator and its module where ONNX has none.
+    """
+    wrapper = _Positional(model, list(inputs), output).eval()
+    with _quiet():
+        program = _captured(wrapper, tuple(inputs.values()), [axes[name] for name in inputs])
+        graph = _translated(program, list(inputs), [dict(axes[name]) for name in inputs], output, opset)
+    reached = graph.opset_imports.get("")
+    if reached != opset:
+        raise UnsupportedError(
+            f"this torch and onnxscript write no opset {opset} for this model, but {reached}",
+            hint=f"pass --opset {reached}",
+        )
+    _clean(graph)
+    _fold_constants(graph, {name for name, _ in model.named_parameters(remove_duplicate=False)})
+    return graph
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the exporter's remarks to its own developers."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+def _captured(
+    wrapper: nn.Module, inputs: tuple[Tensor, ...], axes: Sequence[Mapping[int, str]]
+) -> torch.export.ExportedProgram:
+    dynamic = tuple(dict.fromkeys(found, torch.export.Dim.AUTO) for found in axes)
+    entered: list[str] = []
+    hooks = list(_follow(wrapper, entered))
+    try:
+        return torch.export.export(
+            wrapper, inputs, dynamic_shapes=(dynamic,), strict=False, prefer_deferred_runtime_asserts_over_guards=True
+        )
+    except Exception as e:  # whatever a model's own code raises on tensors without values
+        text = str(e).splitlines()[0] if str(e) else ""
+        where = entered[-1].removeprefix(_PREFIX) if entered else "the model"
+        raise UnsupportedError(
+            f"PyTorch cannot capture `{where}`: {type(e).__name__}: {text}", hint=_HINT, details={"module": where}
+        ) from e
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _follow(wrapper: nn.Module, entered: list[str]) -> Iterator[Any]:
+    """Hooks that keep the names of the modules that are running; where one raises, it stays last."""
+
+    def enter(name: str) -> Callable[[nn.Module, Any], None]:
+        return lambda module, args: entered.append(name)
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        entered.pop()
+
+    for name, module in wrapper.named_modules():
+        if name:
+            yield module.register_forward_pre_hook(enter(name))
+            yield module.register_forward_hook(leave)
+
+
+def _translated(
+    program: torch.export.ExportedProgram, names: list[str], axes: list[dict[int, str]], output: str, opset: int
+) -> ir.Model:
+    try:
+        exported = torch.onnx.export(
+            program,
+            dynamo=True,
+            opset_version=opset,
+            dynamic_shapes=(tuple(axes),),  # the names of the axes
+            input_names=names,
+            output_names=[output],
+            optimize=False,  # it would fold the transposes of small weights into new initializers
+            verbose=False,
+        )
+    except torch.onnx.errors.OnnxExporterError as e:
+        found = _OP.search(str(e))
+        op = found[1] if found else "an operator"
+        where = _module_of(program, op)
+        raise UnsupportedError(
+            f"`{op}` in module `{where}` has no form in ONNX opset {opset}",
+            hint=_HINT,
+            details={"op": op, "module": where},
+        ) from e
+    assert exported is not None
+    model: ir.Model = exported.model
+    return model
+
+
+def _module_of(program: torch.export.ExportedProgram, op: str) -> str:
+    """The innermost module that calls `op`, by its name in the model."""
+    for node in program.run_decompositions().graph.nodes:
+        if str(node.target) == op:
+            paths = [str(path) for path, _ in node.meta.get("nn_module_stack", {}).values()]
+            return next((p.removeprefix(_PREFIX) for p in reversed(paths) if p.startswith(_PREFIX)), "the model")
+    return "unknown"
+
+
+def _clean(graph: ir.Model) -> None:
+    """Initializers by their names in the model, not in our wrapper; no stack traces, which name files of a machine."""
+    for name, value in list(graph.graph.initializers.items()):
+        if name.startswith(_PREFIX):
+            value.name = name.removeprefix(_PREFIX)
+    graph.metadata_props.clear()
+    graph.graph.metadata_props.clear()
+    for node in graph.graph.all_nodes():
+        node.metadata_props.clear()
+        for output in node.outputs:
+            output.metadata_props.clear()
+    for value in (*graph.graph.inputs, *graph.graph.initializers.values()):
+        value.metadata_props.clear()
+
+
+def _fold_constants(graph: ir.Model, parameters: set[str]) -> None:
+    from onnxscript.optimizer import optimize_ir  # of the extra
+
+    def should_fold(node: ir.Node) -> bool | None:
+        return False if any(v is not None and v.name in parameters for v in node.inputs) else None
+
+    optimize_ir(graph, should_fold=should_fold)

@@ -1,0 +1,75 @@
+"""An exported file against the model it came from: checker, shape inference, and ONNX Runtime on fixed inputs."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx
+import torch
+from torch import Tensor
+
+from lpconv.errors import VerificationError
+from lpconv.export.records import OnnxCheck
+
+__all__ = ["check_file", "compare"]
+
+Case = tuple[Mapping[str, Tensor], Tensor]
+
+
+def check_file(path: Path) -> None:
+    """`onnx.checker` with strict shape inference over the whole file. Raises VerificationError with what it says."""
+    try:
+        onnx.checker.check_model(str(path), full_check=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as e:
+        raise VerificationError(
+            f"the exported graph is not sound: {_first_line(e)}", hint="report it to lpconv with the config.json"
+        ) from e
+
+
+def compare(path: Path, cases: Sequence[Case], *, tolerance: float) -> OnnxCheck:
+    """Run the file on the inputs of each case and compare with the outputs that PyTorch gave for them.
+
+    Raises VerificationError where ONNX Runtime does not open or run the file; a difference beyond `tolerance` is in the
+    record.
+    """
+    import onnxruntime  # of the extra
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3  # errors; it warns of every initializer that it folds
+    try:
+        session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        outputs = [session.run(None, {k: v.numpy() for k, v in inputs.items()})[0] for inputs, _ in cases]
+    except Exception as e:  # its exceptions share no class of their own
+        raise VerificationError(
+            f"ONNX Runtime {onnxruntime.__version__} does not run the file: {_first_line(e)}",
+            hint="try another --opset, or --no-validate to write the file for another runtime",
+        ) from e
+    differences = [_differences(wanted, got) for (_, wanted), got in zip(cases, outputs, strict=True)]
+    return OnnxCheck(
+        runtime=f"onnxruntime {onnxruntime.__version__}",
+        cases=tuple(_shapes(inputs) for inputs, _ in cases),
+        max_abs_diff=max(absolute for absolute, _ in differences),
+        max_rel_diff=max(relative for _, relative in differences),
+        tolerance=tolerance,
+    )
+
+
+def _differences(wanted: Tensor, got: np.ndarray) -> tuple[float, float]:
+    """(max |y - ŷ|, that over max |y|), over the elements that are finite on both sides; NaN must meet NaN."""
+    y, z = wanted.double(), torch.from_numpy(got).double()
+    if y.shape != z.shape or not torch.equal(torch.isfinite(y), torch.isfinite(z)):
+        return math.inf, math.inf
+    finite = torch.isfinite(y)
+    if not finite.any():
+        return 0.0, 0.0
+    absolute, largest = float((y - z)[finite].abs().max()), float(y[finite].abs().max())
+    return absolute, absolute / largest if largest else absolute
+
+
+def _shapes(inputs: Mapping[str, Tensor]) -> str:
+    return ", ".join(f"{name} {list(x.shape)}" for name, x in inputs.items() if name != "attention_mask")
+
+
+def _first_line(e: Exception) -> str:
+    return next(iter(str(e).splitlines()), type(e).__name__)
