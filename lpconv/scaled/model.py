@@ -3,7 +3,7 @@
 import fnmatch
 import functools
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -186,11 +186,21 @@ def scaled_class(base: type[nn.Module]) -> type[nn.Module]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         scaling = scaling_of(self)
         assert scaling is not None
-        with scaling.around_forward(next(self.parameters()).device.type):
+        with _outside_inference_mode(), scaling.around_forward(next(self.parameters()).device.type):
             outputs = base.forward(self, *args, **kwargs)
             return leave_outputs(outputs, scaling.unit, scaling.method)
 
     return type(base.__name__, (base,), {"forward": forward, "__module__": base.__module__, "__doc__": base.__doc__})
+
+
+def _outside_inference_mode() -> AbstractContextManager[Any]:
+    """No inference mode, and no gradients if it was on: views of wrapper tensors made in it cannot be tracked."""
+    if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
+        return nullcontext()
+    stack = ExitStack()
+    stack.enter_context(torch.inference_mode(False))
+    stack.enter_context(torch.no_grad())
+    return stack
 
 
 def leave_outputs(outputs: Any, unit: ScaledTensor, method: str) -> Any:

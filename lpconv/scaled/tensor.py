@@ -103,6 +103,8 @@ class ScaledTensor(torch.Tensor):
         cls, op: OpOverload, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if op not in RULES and op not in IN_PLACE and (parts := op.decompose(*args, **kwargs)) is not NotImplemented:
+            return parts  # composite ops arrive whole where autograd is off: inference mode, other dispatch modes
         found: list[ScaledTensor] = []
         pairs = [_to_pair(a, found) for a in args]
         named = {k: _to_pair(v, found) for k, v in kwargs.items()}
