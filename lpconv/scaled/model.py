@@ -16,7 +16,7 @@ from lpconv.lookup import find
 from lpconv.scaled import ops
 from lpconv.scaled.adaptive import AdaptiveOptions, make_adaptive
 from lpconv.scaled.pair import Arithmetic, Role
-from lpconv.scaled.places import PLACES, heads, install
+from lpconv.scaled.places import heads, install, place
 from lpconv.scaled.saved import SavedCodes
 from lpconv.scaled.scales import MAX_SCALE, MIN_SCALE
 from lpconv.scaled.tensor import ScaledTensor, scaled_tensor
@@ -103,7 +103,7 @@ def scaled(
 
     - "unit" keeps every scale static.
     - "scalify" adds dynamic rescaling at the named places `rescale`: any of "layernorm_grad" (the default),
-      "logits_grad" and "weight_grad".
+      "logits_grad", "weight_grad" and "every:N" (the parameters, every N training passes).
     - "adaptive" leaves the forward pass and the parameters plain, runs it under autocast to `compute` ("fp16" or
       "bf16"), and scales gradients layer by layer as `adaptive` says; parameters receive plain gradients, so any
       optimizer will do.
@@ -129,8 +129,8 @@ def scaled(
         dtype = carrier or chosen.carrier
         arithmetic = Arithmetic(operand=chosen.operand, gradient=chosen.gradient, strict=strict)
         places = ("layernorm_grad",) if rescale is None else tuple(rescale)
-        for place in places:
-            find("place", place, PLACES)
+        for name in places:
+            place(name)
         exact = exact_modules(model, tuple(critical)) if chosen.operand else []
         scaling = Scaling(
             method=method,

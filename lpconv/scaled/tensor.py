@@ -16,6 +16,7 @@ from torch._ops import OpOverload
 from lpconv.errors import UnsupportedError, UsageError
 from lpconv.formats.scale import pow2_floor
 from lpconv.scaled.pair import Arithmetic, Call, Role, Scaled, value
+from lpconv.scaled.rules.own import rebalanced
 from lpconv.scaled.rules.table import IN_PLACE, RULES
 from lpconv.scaled.scales import Scale, clamped, ratio, times
 
@@ -74,6 +75,11 @@ class ScaledTensor(torch.Tensor):
         """The value as a plain tensor, without gradient: in fp32 (fp64 for fp64 data), or cast to `dtype`."""
         out: Tensor = value(Scaled(self._data, self._scale))
         return out if dtype is None else out.to(dtype)
+
+    def rebalance_(self) -> None:
+        """Bring the data near 1 in place, by their root mean square; the value stays, and the scale becomes dynamic."""
+        data, self._scale, _ = rebalanced(Scaled(self._data, self._scale), "l2")
+        self._data.copy_(data)
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch passes no contents for a subclass
         return f"ScaledTensor({self._data!r}, scale={self._scale!r}, role={self._role.value})"
@@ -213,8 +219,8 @@ def _in_place(
         )
     result = result if isinstance(result, Scaled) else Scaled(result, 1.0)
     if target._role in (Role.WEIGHT, Role.EXACT):
-        at_own_scale = times(result.data, ratio(result.scale, target._scale or 1.0))
-        target._data.copy_(at_own_scale)
+        own = 1.0 if isinstance(target._scale, float) and target._scale == 0 else target._scale
+        target._data.copy_(times(result.data, ratio(result.scale, own)))
     else:
         target._data, target._scale = result.data.to(target._data.dtype), result.scale
     return target

@@ -123,6 +123,8 @@ def test_double_backward_is_a_clear_error() -> None:
         {"method": "units"},
         {"compute": "fp4"},
         {"method": "scalify", "rescale": ["layernorm"]},
+        {"method": "scalify", "rescale": ["every:0"]},
+        {"method": "scalify", "rescale": ["every:many"]},
         {"method": "unit", "rescale": ["layernorm_grad"]},
         {"method": "adaptive", "compute": "fp8"},
         {"compute": "fp8", "critical": ["no.such.module"]},
