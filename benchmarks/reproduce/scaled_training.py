@@ -1,19 +1,23 @@
 """Byte-level language models trained from one start in many arithmetics, on real text.
 
-    python benchmarks/reproduce/scaled_training.py [--model llama|bert] [--steps 500] [--seeds 0 1 2] [--out FILE.json]
+    python benchmarks/reproduce/scaled_training.py [--models llama bert] [--steps 500] [--seeds 0 1 2] [--out FILE.json]
 
 Every run of a seed has the same initial weights, batches and hyper-parameters; only the arithmetic differs. The final
-held-out loss is averaged over fixed batches, evaluated in the arithmetic of the run. Text: the sources of Python's
-standard library, or the files given by --text; the last tenth is held out.
+held-out loss is averaged over fixed batches, evaluated in the arithmetic of the run. Text: the plays that ship with
+lpconv. With --out, every run is saved as it ends, and the same command goes on where an earlier one stopped.
+
+Two settings. "alone": a batch is a step of its own. "one of 2048": the batch is one micro-batch of a step that averages
+2048 of them (the BERT recipe of the unit scaling paper averages 4 devices x 510 accumulations), so its loss is divided
+by 2048 before the backward pass, and the clipping norm and Adam's eps are divided too, which leaves fp32 as it was.
 """
 
 import argparse
 import copy
+import itertools
 import json
 import platform
 import statistics
 import sys
-import sysconfig
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,8 +29,9 @@ import transformers as hf
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lpconv.data import demo_text
 from lpconv.kernels.linear import linear
-from lpconv.scaled import AdamW, StepGuard, fallbacks, scaled, scaling_of
+from lpconv.scaled import AdamW, ScaledTensor, StepGuard, fallbacks, scaled, scaling_of
 
 aten = torch.ops.aten
 GEMMS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
@@ -37,7 +42,8 @@ class Fp16ThroughFp32(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in GEMMS and args[0].dtype == torch.float16 and args[0].device.type == "cpu":
+        plain = not any(isinstance(a, ScaledTensor) for a in args)  # scaled tensors do this themselves
+        if func in GEMMS and plain and args[0].dtype == torch.float16 and args[0].device.type == "cpu":
             return func(*(a.float() if isinstance(a, Tensor) else a for a in args), **kwargs).half()
         return func(*args, **kwargs)
 
@@ -60,36 +66,40 @@ def plain_fp8(model: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """How one arithmetic prepares a model and its optimizer."""
+    """How one arithmetic prepares a model and its optimizer.
+
+    Scaled runs skip a step whose gradients are not finite, as any fp16 training does; the plain ones show what happens
+    without. `alone` says whether the run takes part in the easy setting too.
+    """
 
     prepare: Callable[[nn.Module], nn.Module]
     state_dtype: torch.dtype = torch.float32
-    guarded: bool = False
+    alone: bool = False
 
 
+def _prepare(method: str, compute: str, **options: Any) -> Callable[[nn.Module], nn.Module]:
+    return lambda model: scaled(model, method=method, compute=compute, **options)
+
+
+PLACES = ("layernorm_grad", "weight_grad")
 RUNS: dict[str, Run] = {
-    "fp32": Run(prepare=lambda m: m),
-    "plain fp16": Run(prepare=lambda m: m.half()),
-    "plain fp8": Run(prepare=plain_fp8),
-    "unit fp16": Run(prepare=lambda m: scaled(m, method="unit", compute="fp16")),
-    "unit fp8": Run(prepare=lambda m: scaled(m, method="unit", compute="fp8")),
-    "scalify fp16, fp16 state": Run(
-        prepare=lambda m: scaled(m, method="scalify", compute="fp16", rescale=("layernorm_grad", "weight_grad")),
-        state_dtype=torch.float16,
-    ),
-    "scalify fp8, fp16 state": Run(
-        prepare=lambda m: scaled(m, method="scalify", compute="fp8", rescale=("layernorm_grad", "weight_grad")),
-        state_dtype=torch.float16,
-    ),
-    "adaptive fp16": Run(prepare=lambda m: scaled(m, method="adaptive", compute="fp16"), guarded=True),
+    "fp32": Run(prepare=lambda m: m, alone=True),
+    "plain fp16": Run(prepare=lambda m: m.half(), alone=True),
+    "plain fp8": Run(prepare=plain_fp8, alone=True),
+    "unit fp16": Run(prepare=_prepare("unit", "fp16")),
+    "unit fp8": Run(prepare=_prepare("unit", "fp8")),
+    "scalify fp16, fp16 state": Run(prepare=_prepare("scalify", "fp16", rescale=PLACES), state_dtype=torch.float16),
+    "scalify fp8, fp16 state": Run(prepare=_prepare("scalify", "fp8", rescale=PLACES), state_dtype=torch.float16),
+    "adaptive fp16": Run(prepare=_prepare("adaptive", "fp16")),
 }
 
+SETTINGS = {"one of 2048": 2048, "alone": 1}  # micro-batches that a step averages
+RECIPES = {"llama": {"lr": 2e-3, "batch": 8}, "bert": {"lr": 4e-3, "batch": 16}}
 
-def corpus(paths: list[Path]) -> Tensor:
-    """The bytes of all files, in sorted order."""
-    if not paths:
-        paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    return torch.tensor(list(b"".join(p.read_bytes() for p in paths)), dtype=torch.long)
+
+def corpus(split: str) -> Tensor:
+    """The bytes of the plays of a split."""
+    return torch.tensor(list(demo_text(split).read_bytes()), dtype=torch.long)
 
 
 def build(name: str, hidden: int, layers: int, length: int) -> nn.Module:
@@ -107,7 +117,7 @@ def build(name: str, hidden: int, layers: int, length: int) -> nn.Module:
 
 def batch_of(text: Tensor, name: str, options: argparse.Namespace, generator: torch.Generator) -> dict[str, Tensor]:
     """Random windows; for BERT 15 % of the bytes are masked (token 256) and predicted."""
-    starts = torch.randint(0, len(text) - options.length, (options.batch,), generator=generator)
+    starts = torch.randint(0, len(text) - options.length, (RECIPES[name]["batch"],), generator=generator)
     ids = torch.stack([text[s : s + options.length] for s in starts.tolist()])
     if name == "llama":
         return {"input_ids": ids, "labels": ids}
@@ -123,72 +133,108 @@ def held_out(model: nn.Module, batches: list[dict[str, Tensor]]) -> float:
     return sum(losses) / len(losses)
 
 
-def train(key: str, start: nn.Module, text: Tensor, seed: int, options: argparse.Namespace) -> dict[str, Any]:
+def train(name: str, key: str, start: nn.Module, parts: int, seed: int, options: argparse.Namespace) -> dict[str, Any]:
     """One run; the learning rate warms up over a tenth of the steps and then decays to zero by a cosine."""
     run, began = RUNS[key], time.perf_counter()
     model = run.prepare(copy.deepcopy(start)).train()
-    optimizer = AdamW(
-        model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1, state_dtype=run.state_dtype
-    )
+    optimizer = AdamW(model.parameters(), lr=RECIPES[name]["lr"], betas=(0.9, 0.95), weight_decay=0.1,
+                      eps=1e-8 / parts, state_dtype=run.state_dtype)  # fmt: skip
     schedule = hf.get_cosine_schedule_with_warmup(optimizer, options.steps // 10, options.steps)
-    guard = StepGuard(model) if run.guarded else None
-    split = len(text) * 9 // 10
-    batches = torch.Generator().manual_seed(seed)
-    evaluation = torch.Generator().manual_seed(10_000)
-    held = [batch_of(text[split:], options.model, options, evaluation) for _ in range(options.eval_batches)]
+    guard = None if scaling_of(model) is None else StepGuard(model)
+    text, held_text = corpus("train"), corpus("heldout")
+    batches, evaluation = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(10_000)
+    held = [batch_of(held_text, name, options, evaluation) for _ in range(options.eval_batches)]
     curve = []
     with Fp16ThroughFp32():
         for step in range(options.steps):
             optimizer.zero_grad()
-            loss = model(**batch_of(text[:split], options.model, options, batches)).loss
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            if guard is None:
-                optimizer.step()
-            else:
-                guard.step(optimizer)
+            loss = model(**batch_of(text, name, options, batches)).loss
+            (loss / parts).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0 / parts)
+            optimizer.step() if guard is None else guard.step(optimizer)
             schedule.step()
             if step % 50 == 0 or step == options.steps - 1:
                 curve.append((step, round(loss.item(), 4)))
         final = held_out(model, held)
-    notes = {} if scaling_of(model) is None else fallbacks(model)
-    skipped = 0 if guard is None else guard.num_skipped
-    return {"run": key, "seed": seed, "held_out": final, "curve": curve, "counts": notes, "skipped": skipped,
-            "time_s": time.perf_counter() - began}  # fmt: skip
+    return {"run": key, "seed": seed, "held_out": round(final, 5), "curve": curve,
+            "counts": {} if guard is None else fallbacks(model), "skipped": 0 if guard is None else guard.num_skipped,
+            "time_s": round(time.perf_counter() - began, 1)}  # fmt: skip
+
+
+def summary(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Mean and standard deviation over seeds, and over seeds of the difference to fp32 (same start, same batches)."""
+    rows = []
+    for model, setting, key in dict.fromkeys((r["model"], r["setting"], r["run"]) for r in results):
+        here = {(r["run"], r["seed"]): r for r in results if (r["model"], r["setting"]) == (model, setting)}
+        losses = {seed: r["held_out"] for (run, seed), r in here.items() if run == key}
+        gaps = [loss - here["fp32", seed]["held_out"] for seed, loss in losses.items() if ("fp32", seed) in here]
+        row = {"model": model, "setting": setting, "run": key, "num_seeds": len(losses)}
+        skipped = sum(r["skipped"] for (run, _), r in here.items() if run == key)
+        rows.append({**row, **spread("held_out", list(losses.values())), **spread("gap", gaps), "skipped": skipped})
+    return rows
+
+
+def spread(name: str, values: list[float]) -> dict[str, float]:
+    """The mean and the standard deviation of a sample, rounded."""
+    if not values:
+        return {}
+    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+    return {name: round(statistics.mean(values), 5), f"{name}_std": round(deviation, 5)}
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The summary in Markdown."""
+    lines = [
+        "| model | setting | run | held-out loss | minus fp32, same seed | skipped steps |",
+        "|---|---|---|---|---|---|",
+    ]
+    for r in rows:
+        gap = f"{r['gap']:+.4f} ± {r['gap_std']:.4f}" if "gap" in r and r["run"] != "fp32" else ""
+        loss = f"{r['held_out']:.4f} ± {r['held_out_std']:.4f}"
+        lines.append(f"| {r['model']} | {r['setting']} | {r['run']} | {loss} | {gap} | {r['skipped']} |")
+    return "\n".join(lines) + "\n"
+
+
+def save(path: Path | None, results: list[dict[str, Any]]) -> None:
+    """Write what there is so far: an interrupted command leaves usable data."""
+    if path is None:
+        return
+    versions = {"torch": torch.__version__, "transformers": hf.__version__, "python": platform.python_version()}
+    rows = summary(results)
+    runs = ",\n  ".join(json.dumps(r) for r in results)
+    head = {"command": " ".join(sys.argv), "versions": versions, "summary": rows}
+    path.write_text(json.dumps(head, indent=1)[:-2] + ',\n "runs": [\n  ' + runs + "\n ]\n}\n", encoding="utf-8")
+    path.with_suffix(".md").write_text(table(rows), encoding="utf-8")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=["llama", "bert"], default="llama")
+    parser.add_argument("--models", nargs="+", choices=["llama", "bert"], default=["llama", "bert"])
     parser.add_argument("--runs", nargs="+", default=list(RUNS), choices=list(RUNS))
+    parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=list(SETTINGS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--hidden", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=1)
     parser.add_argument("--length", type=int, default=64)
-    parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--eval-batches", type=int, default=16)
-    parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--text", type=Path, nargs="*", default=[])
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    text = corpus(options.text)
-    results = []
-    for seed in options.seeds:
+    results: list[dict[str, Any]] = []
+    if options.out and options.out.exists():  # go on with an interrupted command
+        results = json.loads(options.out.read_text(encoding="utf-8"))["runs"]
+    done = {(r["model"], r["setting"], r["run"], r["seed"]) for r in results}
+    for seed, name in itertools.product(options.seeds, options.models):
         torch.manual_seed(seed)
-        start = build(options.model, options.hidden, options.layers, options.length)
-        for key in options.runs:
-            results.append(train(key, start, text, seed, options))
-            print(f"{key:28s} seed {seed}  {results[-1]['held_out']:.4f}", file=sys.stderr)
-    summary = {}
-    for key in options.runs:
-        losses = [r["held_out"] for r in results if r["run"] == key]
-        summary[key] = {"mean": statistics.mean(losses), "std": statistics.stdev(losses) if len(losses) > 1 else 0.0}
-    versions = {"torch": torch.__version__, "transformers": hf.__version__, "python": platform.python_version()}
-    report = {"command": " ".join(sys.argv), "versions": versions, "summary": summary, "runs": results}
-    if options.out:
-        options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps({k: report[k] for k in ("command", "versions", "summary")}, indent=1))
+        start = build(name, options.hidden, options.layers, options.length)
+        for setting, key in itertools.product(options.settings, options.runs):
+            if (setting == "alone" and not RUNS[key].alone) or (name, setting, key, seed) in done:
+                continue
+            outcome = train(name, key, start, SETTINGS[setting], seed, options)
+            results.append({"model": name, "setting": setting, **outcome})
+            save(options.out, results)
+            print(f"{name:6s} {setting:12s} {key:26s} seed {seed}  {outcome['held_out']:.4f}", file=sys.stderr)
+    print(table(summary(results)), end="")
 
 
 if __name__ == "__main__":

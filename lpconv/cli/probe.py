@@ -24,6 +24,9 @@ def probe(
         typer.Option("--seq-len", help="Tokens in a sequence; by default 128, or the model's most.", min=2),
     ] = None,
     every: Annotated[int, typer.Option("--every", help="Record every so many steps.", min=1)] = 1,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Also write the scales that unit scaling should use (calibration.json).")
+    ] = False,
     seed: Annotated[int, typer.Option("--seed", help="For masks and random ids.")] = 0,
     revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit on the hub.")] = None,
     output: Output = None,
@@ -39,16 +42,20 @@ def probe(
 
       lpconv probe gpt2 --steps 2
 
+      lpconv probe gpt2 --calibrate
+
       lpconv probe ./bert-large --data corpus.txt --batch-size 4 -o bert-probe
     """
     from lpconv.convert.ranges import format_ranges
     from lpconv.probe.answers import answer
+    from lpconv.probe.calibrate import calibrate_checkpoint
     from lpconv.probe.checkpoint import ProbeOptions, probe_checkpoint
     from lpconv.probe.output import check_free, default_output, write_output
     from lpconv.report.document import json_text
     from lpconv.report.probe_html import html_probe
     from lpconv.report.probe_terminal import render_probe
     from lpconv.report.terminal import show
+    from lpconv.scaled.disk import CALIBRATION_FILE, write_factors
 
     target = Path(output) if output else default_output(model)
     check_free(target, force=force)
@@ -63,11 +70,16 @@ def probe(
     )
     with progress_for(quiet=quiet) as progress:
         result = probe_checkpoint(model, options, progress=progress)
+        factors = calibrate_checkpoint(model, options, progress=progress) if calibrate else None
     answers = answer(result)
     write_output(target, result, html_probe(answers, format_ranges()))
+    if factors is not None:
+        write_factors(target, factors)
     if json:
         print(json_text(answers), end="")
         return
     show(render_probe(answers))
     print(f"\nThe page with plots is {target / 'report.html'}.")
+    if factors is not None:
+        print(f"The scales of {len(factors)} edges are in {target / CALIBRATION_FILE}.")
     print(f"For another format: lpconv report {target} --what-if e3m2")

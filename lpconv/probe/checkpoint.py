@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 
 import lpconv
-from lpconv.checkpoint.contents import read_contents
-from lpconv.checkpoint.resolve import resolve
+from lpconv.checkpoint.contents import Contents, read_contents
+from lpconv.checkpoint.resolve import Resolved, resolve
 from lpconv.data import demo_text
 from lpconv.errors import UsageError
 from lpconv.hf.quiet import quiet_transformers
@@ -22,7 +22,7 @@ from lpconv.probe.run import probe
 from lpconv.probe.task import HIDDEN, MASKED, OpenedModel, open_model
 from lpconv.progress import Progress, Silent
 
-__all__ = ["ProbeOptions", "probe_checkpoint"]
+__all__ = ["Prepared", "ProbeOptions", "prepare", "probe_checkpoint"]
 
 _SEQ_LEN = 128
 
@@ -43,12 +43,20 @@ class ProbeOptions:
     revision: str | None = None
 
 
-def probe_checkpoint(name: str, options: ProbeOptions, *, progress: Progress | None = None) -> ProbeResult:
-    """Run the model called `name` forward and backward in fp32 on the CPU and record its tensors.
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A model and the batches to run it on, and where both come from."""
 
-    The record's options say what was run, in `facts`, and what to be careful about, in `warnings`.
-    """
-    told = progress or Silent()
+    source: Resolved
+    contents: Contents
+    opened: OpenedModel
+    batches: Batches
+    seq_len: int
+    data_words: str
+
+
+def prepare(name: str, options: ProbeOptions, told: Progress) -> Prepared:
+    """Open the model called `name` and cut its text into batches."""
     source = resolve(name, revision=options.revision)
     contents = read_contents(source.directory)
     told.start("opening the model", 0)
@@ -62,15 +70,30 @@ def probe_checkpoint(name: str, options: ProbeOptions, *, progress: Progress | N
         vocab_size=_vocab_size(opened.model.config),
         seed=options.seed,
     )
+    return Prepared(
+        source=source, contents=contents, opened=opened, batches=batches, seq_len=seq_len, data_words=data_words
+    )
+
+
+def probe_checkpoint(name: str, options: ProbeOptions, *, progress: Progress | None = None) -> ProbeResult:
+    """Run the model called `name` forward and backward in fp32 on the CPU and record its tensors.
+
+    The record's options say what was run, in `facts`, and what to be careful about, in `warnings`.
+    """
+    told = progress or Silent()
+    prepared = prepare(name, options, told)
+    opened, seq_len, source = prepared.opened, prepared.seq_len, prepared.source
     told.start("compiling", 0)
     prepare(opened.model.parameters())
     with quiet_transformers():
-        result = probe(opened.model, _told(batches, told), steps=options.steps, every=options.every, loss=opened.loss)
+        result = probe(
+            opened.model, _told(prepared.batches, told), steps=options.steps, every=options.every, loss=opened.loss
+        )
     shape = f"{options.steps} of {options.batch_size} x {seq_len} tokens"
     masks = f", {MASK_RATE:.0%} masked".replace("%", " %") if opened.task == MASKED else ""
     facts = {
         "Model": f"{type(opened.model).__name__}, {opened.task}, in fp32",
-        "Text": data_words,
+        "Text": prepared.data_words,
         "Steps": f"{shape}{masks}, seed {options.seed}",
         "Loss": opened.loss_words,
     }
@@ -83,7 +106,7 @@ def probe_checkpoint(name: str, options: ProbeOptions, *, progress: Progress | N
             "resolved": source.resolved,
             "revision": source.revision,
             "facts": facts,
-            "warnings": _warnings(opened, contents.config),
+            "warnings": _warnings(opened, prepared.contents.config),
             "versions": _versions(),
         },
     )

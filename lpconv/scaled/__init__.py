@@ -2,7 +2,7 @@
 
 from lpconv.scaled.adaptive import AdaptiveOptions, adaptive_factor, loss_scales
 from lpconv.scaled.calibrate import EdgeFactors, apply_factors, calibrate
-from lpconv.scaled.disk import from_disk, to_disk
+from lpconv.scaled.disk import from_disk, read_factors, to_disk, write_factors
 from lpconv.scaled.guard import StepGuard
 from lpconv.scaled.memory import saved_bytes
 from lpconv.scaled.model import fallbacks, scaled, scaling_of, unscaled_state_dict
@@ -26,10 +26,12 @@ __all__ = [
     "fallbacks",
     "from_disk",
     "loss_scales",
+    "read_factors",
     "saved_bytes",
     "scaled",
     "scaled_tensor",
     "scaling_of",
     "to_disk",
     "unscaled_state_dict",
+    "write_factors",
 ]

@@ -20,7 +20,7 @@ from lpconv.scaled.model import scaling_of
 from lpconv.scaled.scales import MAX_SCALE, MIN_SCALE, Scale
 from lpconv.scaled.tensor import ScaledTensor
 
-__all__ = ["EdgeFactors", "apply_factors", "calibrate", "edges"]
+__all__ = ["EdgeFactors", "apply_factors", "calibrate", "edges", "own_loss"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +36,18 @@ def edges(model: nn.Module) -> dict[str, nn.Module]:
     return {n: m for n, m in model.named_modules() if isinstance(getattr(m, "weight", None), Tensor)}
 
 
-def calibrate(model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> dict[str, EdgeFactors]:
+def own_loss(output: Any) -> Tensor:
+    """The loss that a transformers model computed itself."""
+    return output.loss  # type: ignore[no-any-return]
+
+
+def calibrate(
+    model: nn.Module, batches: Iterable[Mapping[str, Any]], *, loss: Callable[[Any], Tensor] = own_loss
+) -> dict[str, EdgeFactors]:
     """Measure `model`, scaled by the method "unit", on labelled batches; fix the factors and return them by edge.
+
+    Each batch holds the model's keyword arguments; `loss` makes a scalar of what the model returns. Keep the factors
+    with `write_factors`, and give them to the next copy of the model with `read_factors` and `apply_factors`.
 
     Runs one forward and backward pass per batch, and one more on the first to find the factors under which every edge
     has the measured scale; gradients are cleared. Raises `UsageError` for a model of another method and for no batches.
@@ -49,7 +59,7 @@ def calibrate(model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> dict[st
     if not kept:
         raise UsageError("calibration needs at least one batch", hint="pass a few labelled batches")
     measured: dict[tuple[str, str], list[float]] = {}
-    _run(model, kept, lambda name, side, x: measured.setdefault((name, side), []).append(_rms(x)))
+    _run(model, kept, loss, lambda name, side, x: measured.setdefault((name, side), []).append(_rms(x)))
     targets = {edge: _scale_of(sizes) for edge, sizes in measured.items()}
     factors: dict[tuple[str, str], float] = {}
 
@@ -57,7 +67,7 @@ def calibrate(model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> dict[st
         factors[name, side] = targets[name, side] / _static(x.scale)
         return factors[name, side]
 
-    _run(model, kept[:1], settle)
+    _run(model, kept[:1], loss, settle)
     found = {
         name: EdgeFactors(forward=factors[name, "forward"], backward=factors.get((name, "backward"), 1.0))
         for name in edges(model)
@@ -81,7 +91,10 @@ def _recentred(edge: EdgeFactors) -> Callable[[nn.Module, Any, Any], Any]:
 
 
 def _run(
-    model: nn.Module, batches: Iterable[Mapping[str, Any]], visit: Callable[[str, str, ScaledTensor], float | None]
+    model: nn.Module,
+    batches: Iterable[Mapping[str, Any]],
+    loss: Callable[[Any], Tensor],
+    visit: Callable[[str, str, ScaledTensor], float | None],
 ) -> None:
     """Forward and backward passes that show each edge to `visit` and apply the factor it returns."""
 
@@ -99,7 +112,7 @@ def _run(
     ]
     try:
         for batch in batches:
-            model(**batch).loss.backward()
+            loss(model(**batch)).backward()  # type: ignore[no-untyped-call]
     finally:
         for handle in handles:
             handle.remove()

@@ -1,15 +1,27 @@
-"""Parameters in the layout of a converted checkpoint: codes with a leading component axis, and a scale in fp32."""
+"""What a scaled model keeps on disk: parameters in the layout of a converted checkpoint, and calibrated factors.
 
+A parameter is codes with a leading component axis, and a scale in fp32. Calibrated factors are powers of two, one pair
+for each edge; they lie beside the weights as `calibration.json`, which converting copies along.
+"""
+
+import json
+import math
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from lpconv.checkpoint.contents import read_json
+from lpconv.checkpoint.partfile import write_small
 from lpconv.errors import InputError
+from lpconv.scaled.calibrate import EdgeFactors
 from lpconv.scaled.scales import ratio, times
 from lpconv.scaled.tensor import ScaledTensor
 
-__all__ = ["from_disk", "to_disk"]
+__all__ = ["CALIBRATION_FILE", "from_disk", "read_factors", "to_disk", "write_factors"]
+
+CALIBRATION_FILE = "calibration.json"
 
 
 def to_disk(model: nn.Module) -> dict[str, Tensor]:
@@ -57,3 +69,32 @@ def from_disk(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
                 x.data_part.copy_(times(stored.to(torch.float32), ratio(stored_scale, x.scale)))
             else:
                 x.copy_(times(stored.to(x.dtype), stored_scale))
+
+
+def write_factors(directory: Path, factors: Mapping[str, EdgeFactors]) -> None:
+    """Keep what `calibrate` returned beside a checkpoint, as exponents of two."""
+    exponents = {name: [_exponent(edge.forward), _exponent(edge.backward)] for name, edge in factors.items()}
+    document = {"schema_version": 1, "kind": "calibration", "exponents": exponents}
+    write_small(directory / CALIBRATION_FILE, json.dumps(document, indent=1) + "\n")
+
+
+def _exponent(power: float) -> int:
+    return math.frexp(power)[1] - 1
+
+
+def read_factors(directory: Path) -> dict[str, EdgeFactors]:
+    """What `write_factors` kept, for `apply_factors`. Raises `InputError` where it is missing or damaged."""
+    path = directory / CALIBRATION_FILE
+    document = read_json(path)
+    exponents = document.get("exponents")
+    if document.get("kind") != "calibration" or not isinstance(exponents, dict):
+        raise InputError(f"`{path}` is no calibration", hint="write it again with `lpconv probe MODEL --calibrate`")
+    factors = {}
+    for name, pair in exponents.items():
+        if not (isinstance(pair, list) and len(pair) == 2 and all(type(e) is int and abs(e) <= 126 for e in pair)):
+            raise InputError(
+                f"`{path}`: the exponents of `{name}` are {pair}",
+                hint="two whole numbers from -126 to 126 are expected; write the file again",
+            )
+        factors[name] = EdgeFactors(forward=math.ldexp(1.0, pair[0]), backward=math.ldexp(1.0, pair[1]))
+    return factors

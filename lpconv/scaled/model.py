@@ -3,7 +3,7 @@
 import fnmatch
 import functools
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from lpconv.lookup import find
 from lpconv.scaled import ops
 from lpconv.scaled.adaptive import AdaptiveOptions, make_adaptive
 from lpconv.scaled.pair import Arithmetic, Role
-from lpconv.scaled.places import PLACES, heads, install
+from lpconv.scaled.places import heads, install, place
 from lpconv.scaled.saved import SavedCodes
 from lpconv.scaled.scales import MAX_SCALE, MIN_SCALE
 from lpconv.scaled.tensor import ScaledTensor, scaled_tensor
@@ -103,7 +103,7 @@ def scaled(
 
     - "unit" keeps every scale static.
     - "scalify" adds dynamic rescaling at the named places `rescale`: any of "layernorm_grad" (the default),
-      "logits_grad" and "weight_grad".
+      "logits_grad", "weight_grad" and "every:N" (the parameters, every N training passes).
     - "adaptive" leaves the forward pass and the parameters plain, runs it under autocast to `compute` ("fp16" or
       "bf16"), and scales gradients layer by layer as `adaptive` says; parameters receive plain gradients, so any
       optimizer will do.
@@ -129,8 +129,8 @@ def scaled(
         dtype = carrier or chosen.carrier
         arithmetic = Arithmetic(operand=chosen.operand, gradient=chosen.gradient, strict=strict)
         places = ("layernorm_grad",) if rescale is None else tuple(rescale)
-        for place in places:
-            find("place", place, PLACES)
+        for name in places:
+            place(name)
         exact = exact_modules(model, tuple(critical)) if chosen.operand else []
         scaling = Scaling(
             method=method,
@@ -186,11 +186,21 @@ def scaled_class(base: type[nn.Module]) -> type[nn.Module]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         scaling = scaling_of(self)
         assert scaling is not None
-        with scaling.around_forward(next(self.parameters()).device.type):
+        with _outside_inference_mode(), scaling.around_forward(next(self.parameters()).device.type):
             outputs = base.forward(self, *args, **kwargs)
             return leave_outputs(outputs, scaling.unit, scaling.method)
 
     return type(base.__name__, (base,), {"forward": forward, "__module__": base.__module__, "__doc__": base.__doc__})
+
+
+def _outside_inference_mode() -> AbstractContextManager[Any]:
+    """No inference mode, and no gradients if it was on: views of wrapper tensors made in it cannot be tracked."""
+    if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
+        return nullcontext()
+    stack = ExitStack()
+    stack.enter_context(torch.inference_mode(False))
+    stack.enter_context(torch.no_grad())
+    return stack
 
 
 def leave_outputs(outputs: Any, unit: ScaledTensor, method: str) -> Any:

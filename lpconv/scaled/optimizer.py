@@ -18,7 +18,7 @@ from lpconv.formats.cast import cast
 from lpconv.lookup import find
 from lpconv.scaled.pair import Scaled
 from lpconv.scaled.rules.own import rebalanced
-from lpconv.scaled.scales import MIN_SCALE, times
+from lpconv.scaled.scales import MIN_SCALE, Scale, ratio, times
 from lpconv.scaled.tensor import ScaledTensor
 
 __all__ = ["OPTIMIZERS", "AdamW", "HyperParameters", "equivalent"]
@@ -114,7 +114,7 @@ class AdamW(torch.optim.Optimizer):
         data, scale = (
             (parameter.data_part, parameter.scale) if isinstance(parameter, ScaledTensor) else (parameter.detach(), 1.0)
         )
-        target = self._master(state, data)
+        target = self._master(state, data, scale)
         beta1, beta2 = group["betas"]
         state["step"] = step = state.get("step", 0) + 1
         grad = gradient.dequantize() if isinstance(gradient, ScaledTensor) else gradient.float()
@@ -130,14 +130,20 @@ class AdamW(torch.optim.Optimizer):
             stochastic = self.rounding == "stochastic" and not self.master
             data.copy_(cast(target, _FORMATS[data.dtype], rounding="stochastic") if stochastic else target)
 
-    def _master(self, state: dict[str, Any], data: Tensor) -> Tensor:
-        """What the step is added to: the data, the kept fp32 copy of them, or one made for this step."""
+    def _master(self, state: dict[str, Any], data: Tensor, scale: Scale) -> Tensor:
+        """What the step is added to: the data, the kept fp32 copy of them, or one made for this step.
+
+        The copy follows its parameter to another scale ("every:N", or a checkpoint that was loaded).
+        """
         if data.dtype == torch.float32:
             return data
         if not self.master:
             return data.float()
         if "master" not in state:
             state["master"] = data.float()
+        elif state["master_scale"] is not scale:
+            state["master"] = times(state["master"], ratio(state["master_scale"], scale))
+        state["master_scale"] = scale
         return state["master"]  # type: ignore[no-any-return]
 
     def _load(self, state: dict[str, Any], name: str, like: Tensor) -> Tensor:

@@ -1,15 +1,29 @@
 """Named places in a model: where scales are reset by data, and which modules compute exactly."""
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from lpconv.errors import UsageError
+from lpconv.lookup import find
 from lpconv.scaled import ops
 from lpconv.scaled.rescale import dynamic_rescale_grad
 from lpconv.scaled.tensor import ScaledTensor
 
-__all__ = ["PLACES", "heads", "install", "layernorm_grad", "logits_grad", "norm_modules", "weight_grad"]
+__all__ = [
+    "PLACES",
+    "every",
+    "heads",
+    "install",
+    "layernorm_grad",
+    "logits_grad",
+    "norm_modules",
+    "place",
+    "weight_grad",
+]
 
 
 def norm_modules(model: nn.Module) -> Iterable[nn.Module]:
@@ -45,11 +59,40 @@ def _rebalanced_grad(grad: Tensor) -> Tensor:
     return rebalanced
 
 
+def every(model: nn.Module, num_steps: int) -> None:
+    """l2 on every parameter, before each `num_steps`-th forward pass in training, for weights that outgrow their scale.
+
+    The hook belongs to the whole model, so it stays outside what `torch.compile` captures.
+    """
+    model.lpconv_num_passes = 0  # type: ignore[assignment]  # nn.Module types every attribute as a tensor or module
+    model.register_forward_pre_hook(functools.partial(_rescale_parameters, num_steps=num_steps))
+
+
+def _rescale_parameters(model: nn.Module, _: Any, *, num_steps: int) -> None:
+    if not (model.training and torch.is_grad_enabled()):
+        return
+    model.lpconv_num_passes += 1  # type: ignore[operator, assignment]  # an int, see above
+    if model.lpconv_num_passes % num_steps == 0:  # type: ignore[operator]  # an int, see above
+        for parameter in model.parameters():
+            if isinstance(parameter, ScaledTensor):
+                parameter.rebalance_()
+
+
 PLACES: dict[str, Callable[[nn.Module], None]] = {
     "layernorm_grad": layernorm_grad,
     "logits_grad": logits_grad,
     "weight_grad": weight_grad,
 }
+
+
+def place(name: str) -> Callable[[nn.Module], None]:
+    """What installs a named place: one of `PLACES`, or ``every:N``. Raises `UsageError` for any other name."""
+    kind, _, number = name.partition(":")
+    if kind != "every":
+        return find("place", name, PLACES)
+    if not number.isdecimal() or int(number) == 0:
+        raise UsageError(f"`{name}` names no number of steps", hint="write every:N, such as every:100")
+    return functools.partial(every, num_steps=int(number))
 
 
 def heads(model: nn.Module) -> Sequence[nn.Module]:
@@ -69,7 +112,7 @@ def _mark_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def install(model: nn.Module, places: Iterable[str], exact: Iterable[nn.Module]) -> None:
     """Put the hooks of the named places on `model`, and mark what enters the modules of `exact`."""
-    for place in places:
-        PLACES[place](model)
+    for name in places:
+        place(name)(model)
     for module in exact:
         module.register_forward_pre_hook(_mark_input)

@@ -16,6 +16,7 @@ from torch._ops import OpOverload
 from lpconv.errors import UnsupportedError, UsageError
 from lpconv.formats.scale import pow2_floor
 from lpconv.scaled.pair import Arithmetic, Call, Role, Scaled, value
+from lpconv.scaled.rules.own import rebalanced
 from lpconv.scaled.rules.table import IN_PLACE, RULES
 from lpconv.scaled.scales import Scale, clamped, ratio, times
 
@@ -75,6 +76,11 @@ class ScaledTensor(torch.Tensor):
         out: Tensor = value(Scaled(self._data, self._scale))
         return out if dtype is None else out.to(dtype)
 
+    def rebalance_(self) -> None:
+        """Bring the data near 1 in place, by their root mean square; the value stays, and the scale becomes dynamic."""
+        data, self._scale, _ = rebalanced(Scaled(self._data, self._scale), "l2")
+        self._data.copy_(data)
+
     def __repr__(self) -> str:  # type: ignore[override]  # torch passes no contents for a subclass
         return f"ScaledTensor({self._data!r}, scale={self._scale!r}, role={self._role.value})"
 
@@ -103,6 +109,8 @@ class ScaledTensor(torch.Tensor):
         cls, op: OpOverload, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if op not in RULES and op not in IN_PLACE and (parts := op.decompose(*args, **kwargs)) is not NotImplemented:
+            return parts  # composite ops arrive whole where autograd is off: inference mode, other dispatch modes
         found: list[ScaledTensor] = []
         pairs = [_to_pair(a, found) for a in args]
         named = {k: _to_pair(v, found) for k, v in kwargs.items()}
@@ -211,8 +219,8 @@ def _in_place(
         )
     result = result if isinstance(result, Scaled) else Scaled(result, 1.0)
     if target._role in (Role.WEIGHT, Role.EXACT):
-        at_own_scale = times(result.data, ratio(result.scale, target._scale or 1.0))
-        target._data.copy_(at_own_scale)
+        own = 1.0 if isinstance(target._scale, float) and target._scale == 0 else target._scale
+        target._data.copy_(times(result.data, ratio(result.scale, own)))
     else:
         target._data, target._scale = result.data.to(target._data.dtype), result.scale
     return target

@@ -76,6 +76,19 @@ def test_every_parameter_of_a_transformer_gets_its_plain_gradient(name: str, att
     assert max(errors.values()) < 0.03
 
 
+def test_attention_without_a_mask_keeps_its_probabilities_in_fp16() -> None:
+    plain, batch = build("bert-mlm", "eager")
+    del batch["attention_mask"]  # a mask in fp32 would widen them
+    _, reference = loss_and_grads(plain, batch)
+    plain.zero_grad()
+    ours = scaled(copy.deepcopy(plain), method="adaptive", compute="fp16", strict=True)
+
+    _, grads = loss_and_grads(ours, batch)
+
+    name = "bert.encoder.layer.0.attention.self.query.weight"
+    assert (grads[name] - reference[name]).norm() < 0.03 * reference[name].norm()
+
+
 class Exploding(torch.autograd.Function):
     """The identity, whose gradient is infinite."""
 

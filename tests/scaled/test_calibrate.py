@@ -1,15 +1,27 @@
 """Scales measured on data: exact as any other, and data near 1 at every edge."""
 
 import copy
+import json
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from scaled_models import build, loss_and_grads
 from torch import Tensor, nn
 
-from lpconv.errors import UsageError
+from lpconv.errors import InputError, UsageError
 from lpconv.formats.scale import rms
-from lpconv.scaled import apply_factors, calibrate, scaled
+from lpconv.scaled import (
+    EdgeFactors,
+    apply_factors,
+    calibrate,
+    from_disk,
+    read_factors,
+    scaled,
+    to_disk,
+    write_factors,
+)
 from lpconv.scaled.calibrate import edges
 
 
@@ -63,6 +75,51 @@ def test_factors_carry_over_to_another_copy() -> None:
     apply_factors(second, factors)
 
     assert torch.equal(first(**batch).logits, second(**batch).logits)
+
+
+def test_a_saved_model_computes_with_its_calibrated_scales_again(tmp_path: Path) -> None:
+    plain, batch = build("gpt2")
+    ours = scaled(copy.deepcopy(plain), compute="fp8")
+    write_factors(tmp_path, calibrate(ours, [batch]))
+    save_file(to_disk(ours), tmp_path / "model.safetensors")
+    _, expected = loss_and_grads(ours, batch)
+
+    again = scaled(build("gpt2")[0], compute="fp8")
+    from_disk(again, load_file(tmp_path / "model.safetensors"))
+    _, without = loss_and_grads(copy.deepcopy(again), batch)
+    apply_factors(again, read_factors(tmp_path))
+    _, found = loss_and_grads(again, batch)
+
+    assert all(torch.equal(found[n].dequantize(), g.dequantize()) for n, g in expected.items())
+    assert not all(torch.equal(without[n].dequantize(), g.dequantize()) for n, g in expected.items())
+
+
+def test_factors_are_kept_as_exponents(tmp_path: Path) -> None:
+    factors = {"lm_head": EdgeFactors(forward=2.0**-126, backward=2.0**40), "wte": EdgeFactors(forward=1.0)}
+    write_factors(tmp_path, factors)
+    assert json.loads((tmp_path / "calibration.json").read_text())["exponents"] == {
+        "lm_head": [-126, 40],
+        "wte": [0, 0],
+    }
+    assert read_factors(tmp_path) == factors
+
+
+@pytest.mark.parametrize(
+    "document",
+    [{}, {"kind": "probe"}, {"kind": "calibration", "exponents": {"a": [1]}},
+     {"kind": "calibration", "exponents": {"a": [1, 0.5]}}, {"kind": "calibration", "exponents": {"a": [1, 300]}}],
+)  # fmt: skip
+def test_a_damaged_calibration_is_refused(document: dict[str, object], tmp_path: Path) -> None:
+    (tmp_path / "calibration.json").write_text(json.dumps(document))
+    with pytest.raises(InputError, match=r"calibration\.json"):
+        read_factors(tmp_path)
+
+
+def test_factors_of_another_model_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError):
+        read_factors(tmp_path)
+    with pytest.raises(UsageError, match="lm_head"):
+        apply_factors(scaled(build("bert-mlm")[0]), {"lm_head": EdgeFactors()})
 
 
 def test_calibration_refuses_what_it_cannot_measure() -> None:

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from lpconv.errors import UsageError
+from lpconv.formats.codes import decode, encode
+from lpconv.formats.scale import pow2_floor
 from lpconv.scaled import ScaledTensor, dynamic_rescale, scaled_tensor
 from lpconv.scaled.operands import encoded
 from lpconv.scaled.rescale import set_scale
@@ -54,11 +56,18 @@ def test_dot_moves_the_root_of_the_contraction_into_the_scale() -> None:
     torch.testing.assert_close(out.dequantize(), 8 * a @ b)
 
 
+def test_dot_of_fp16_keeps_its_dtype_and_a_dynamic_scale_in_fp32() -> None:
+    a, b = torch.randn(3, 5).half(), torch.randn(5, 2).half()
+    out = scaled_tensor(a, torch.tensor(2.0)) @ scaled_tensor(b, 4.0)
+    assert (out.dtype, out.scale.dtype, float(out.scale)) == (torch.float16, torch.float32, 16.0)
+
+
 def test_reductions_of_five() -> None:
     x = st([1.0, -2.0, 3.0, 4.0, 5.0], 2.0)
     assert (x.sum().scale, float(x.sum())) == (4.0, 22.0)
     assert (x.mean().scale, float(x.mean())) == (2.0, pytest.approx(4.4))
     assert (x.max().scale, float(x.max()), float(x.min())) == (2.0, 10.0, -4.0)
+    assert (x.prod().scale, float(x.prod())) == (32.0, -120.0 * 32)
 
 
 @pytest.mark.parametrize("other", [st([0.0, 0.0], 0.0), torch.tensor([math.inf, -math.inf])])
@@ -88,7 +97,8 @@ def test_concatenate_and_select_take_the_largest_scale() -> None:
     assert torch.cat([st([1.0], 0.5), st([1.0], 2.0)]).scale == 2.0
     assert torch.cat([st([0.0], 0.0), st([0.0], 0.0)]).scale == 0.0
     assert torch.where(torch.tensor([True]), st([1.0], 2.0), st([1.0], 4.0)).scale == 4.0
-    assert torch.where(torch.tensor([True]), st([1.0], 0.25), torch.tensor(0.0)).scale == 0.25
+    for scale in (0.25, 8.0):  # what relu's gradient does
+        assert torch.where(torch.tensor([True]), st([1.0], scale), torch.tensor(0.0)).scale == scale
 
 
 @pytest.mark.parametrize(
@@ -111,6 +121,7 @@ def test_layout_acts_on_the_data(op: object) -> None:
 
 def test_is_finite_looks_at_data_and_scale() -> None:
     assert torch.isfinite(st([2.0, math.inf], 2.0)).tolist() == [True, False]
+    assert torch.isfinite(st([math.nan, 3.0], 2.0)).tolist() == [False, True]
     unknown = scaled_tensor(torch.tensor([3.0, 3.0]), torch.tensor(math.nan))
     assert torch.isfinite(unknown).tolist() == [False, False]
 
@@ -137,6 +148,7 @@ def test_rescaling_zeros_lowers_the_scale_but_never_to_zero(statistic: str) -> N
 def test_set_scale_keeps_the_value() -> None:
     out = set_scale(st([-1.0, 2.0], 2.0), 4.0)
     assert (out.scale, values(out)) == (4.0, [-2.0, 4.0])
+    assert torch.equal(set_scale(st([-1.0, 2.0], 2.0), 2.0).data_part, torch.tensor([-1.0, 2.0]))
     zero = set_scale(st([-1.0, 2.0], 2.0), 0.0)
     assert (zero.scale, values(zero)) == (0.0, [0.0, 0.0])
     with pytest.raises(UsageError):
@@ -179,6 +191,16 @@ def test_numbers_split_into_mantissa_and_power_of_two(number: float, mantissa: f
     assert split_number(number) == (mantissa, scale)
 
 
-@pytest.mark.parametrize("special", [math.inf, -math.inf])
-def test_infinite_numbers_keep_the_scale_one(special: float) -> None:
-    assert split_number(special) == (special, 1.0)
+@pytest.mark.parametrize("special", [math.inf, -math.inf, math.nan])
+def test_numbers_that_are_not_finite_keep_the_scale_one(special: float) -> None:
+    mantissa, scale = split_number(special)  # the reference gives them an infinite scale
+    assert scale == 1.0
+    assert mantissa == special or math.isnan(mantissa)
+
+
+def test_scales_floored_to_powers_of_two_are_e8m0_codes() -> None:
+    numbers = torch.tensor([0.6, 2.0, 1.0, 9.0, 15.0, 127.0])
+    codes = encode(pow2_floor(numbers), "e8m0fnu").view(torch.uint8)
+    assert codes.tolist() == [126, 128, 127, 130, 130, 133]
+    powers = torch.tensor([2.0**-126, 0.25, 1.0, 2.0, 8.0, 2.0**127])  # 2^-127 is below the smallest scale here
+    assert torch.equal(decode(encode(powers, "e8m0fnu"), "e8m0fnu"), powers)

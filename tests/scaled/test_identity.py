@@ -3,16 +3,19 @@
 import copy
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
 from scaled_models import ARCHITECTURES, build, loss_and_grads
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lpconv.errors import UnsupportedError, UsageError
-from lpconv.scaled import ScaledTensor, fallbacks, scaled, scaling_of, unscaled_state_dict
+from lpconv.scaled import ScaledTensor, fallbacks, scaled, scaled_tensor, scaling_of, unscaled_state_dict
 from lpconv.scaled.model import weight_scale
+from lpconv.scaled.pair import Arithmetic
 
 METHODS = {"unit": {}, "scalify": {"rescale": ("layernorm_grad", "logits_grad", "weight_grad")}}
 
@@ -60,6 +63,29 @@ def test_a_real_checkpoint_gives_its_own_embeddings_and_gradients() -> None:
     assert all(torch.equal(unscaled_state_dict(ours)[n], p) for n, p in plain.state_dict().items())
 
 
+@pytest.mark.parametrize("name", ["bert-mlm", "llama", "vit", "whisper"])
+def test_inference_mode_computes_the_same_without_fallbacks(name: str) -> None:
+    plain, batch = build(name, "sdpa")
+    ours = scaled(copy.deepcopy(plain), strict=True)
+
+    with torch.inference_mode():
+        assert torch.equal(ours(**batch).logits, plain(**batch).logits)
+
+
+def test_composite_ops_of_another_dispatch_mode_are_taken_apart() -> None:
+    class CallsComposites(TorchDispatchMode):
+        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if op is torch.ops.aten.mm.default:
+                return args[0].double().matmul(args[1].double()).float()
+            return op(*args, **(kwargs or {}))
+
+    x, w = (scaled_tensor(torch.randn(4, 4), s, arithmetic=Arithmetic(strict=True)) for s in (4.0, 0.5))
+    with CallsComposites():
+        out = x @ w
+
+    torch.testing.assert_close(out.dequantize(), x.dequantize() @ w.dequantize())
+
+
 def test_scales_are_powers_of_two_that_give_unit_data() -> None:
     ours = scaled(build("llama")[0])
     scales = scaling_of(ours).scales
@@ -97,6 +123,8 @@ def test_double_backward_is_a_clear_error() -> None:
         {"method": "units"},
         {"compute": "fp4"},
         {"method": "scalify", "rescale": ["layernorm"]},
+        {"method": "scalify", "rescale": ["every:0"]},
+        {"method": "scalify", "rescale": ["every:many"]},
         {"method": "unit", "rescale": ["layernorm_grad"]},
         {"method": "adaptive", "compute": "fp8"},
         {"compute": "fp8", "critical": ["no.such.module"]},

@@ -35,11 +35,14 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "reciprocal": lambda x, y, w: (x * x + 0.5).reciprocal(),
     "pow": lambda x, y, w: x**3 + x**2,
     "pow half": lambda x, y, w: (x * x + 0.5) ** 0.5 + (y * y + 0.5) ** -0.5,
+    "pow tensors": lambda x, y, w: (x * x + 0.5) ** y + 2.0**x,
+    "prod": lambda x, y, w: x.prod(1) + y[:2].prod(),
     "pow other": lambda x, y, w: (x * x + 0.5) ** 1.7,
     "sqrt": lambda x, y, w: (x * x + 0.5).sqrt(),
     "rsqrt": lambda x, y, w: (x * x + 0.5).rsqrt(),
     "add": lambda x, y, w: torch.add(x, y, alpha=3) + 1,
     "sub": lambda x, y, w: 2 - x - torch.sub(y, x, alpha=0.5),
+    "sub, spelled otherwise": lambda x, y, w: torch.rsub(x, y) + torch.ops.aten.sub.Scalar(x, 2.0),
     "cat": lambda x, y, w: torch.cat([x, y[:0], y]),
     "stack": lambda x, y, w: torch.stack([x, y], 1),
     "where": lambda x, y, w: torch.where(MASK, x, y) + torch.where(MASK, x, 0.0),
@@ -50,9 +53,14 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "cumsum": lambda x, y, w: x.cumsum(1),
     "clamp": lambda x, y, w: x.clamp(-0.5, 1.0) + y.clamp(max=0.2) + x.clamp(torch.tensor(-1.0), torch.tensor(0.3)),
     "index": lambda x, y, w: x[TARGET] + y.index_select(0, TARGET),
+    "index put": lambda x, y, w: x.index_put((TARGET[:3],), y[:3]) + x.index_put((TARGET,), y, accumulate=True),
     "gather": lambda x, y, w: x.gather(0, TARGET[:, None].expand(4, 6)),
     "layout": lambda x, y, w: (
         x.t().reshape(3, 8)[:, 1:].unsqueeze(0).expand(2, 3, 7).flip(0).roll(1, 2).squeeze(0).clone()
+    ),
+    "more layout": lambda x, y, w: (
+        x.view(1, 4, 6, 1).permute(2, 1, 0, 3).squeeze((2, 3)).repeat(1, 2).unsqueeze(0).squeeze()
+        + torch.as_strided(y, (6, 8), (1, 2))
     ),
     "split": lambda x, y, w: x.split(2)[1] * 3 + x.unbind(0)[1] + x.split([1, 3])[0],
     "pad": lambda x, y, w: F.pad(x, (1, 2)) + F.pad(y, (2, 1), value=0.5),
@@ -60,12 +68,20 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "unfold": lambda x, y, w: x.unfold(1, 2, 2),
     "embedding": lambda x, y, w: F.embedding(TARGET, w, padding_idx=0),
     "max": lambda x, y, w: x.max(1).values + y.amax(1) + w.topk(4).values.sum(0).sum(),
+    "min": lambda x, y, w: x.min(1).values + y.amin(1) + x.max() - y.min() + w[:4].sort(1).values[:, 2],
+    "interpolate": lambda x, y, w: (
+        F.interpolate(x.view(1, 1, 4, 6), scale_factor=2, mode="bilinear")
+        + F.interpolate(y.view(1, 1, 4, 6), scale_factor=2, mode="bicubic")
+    ),
+    "dropout": lambda x, y, w: (torch.manual_seed(0), torch.native_dropout(x, 0.5, True)[0])[1],
     "neg, abs": lambda x, y, w: -x.abs() + x.relu() + F.leaky_relu(y),
     "softmax": lambda x, y, w: x.softmax(-1) @ w,
     "log softmax": lambda x, y, w: x.log_softmax(-1),
     "cross entropy": lambda x, y, w: F.cross_entropy(x, TARGET, label_smoothing=0.1),
     "cross entropy, ignored": lambda x, y, w: F.cross_entropy(x, TARGET.masked_fill(TARGET == 2, -100)),
     "cross entropy, summed": lambda x, y, w: F.cross_entropy(x, TARGET, reduction="sum"),
+    "cross entropy, of images": lambda x, y, w: F.cross_entropy(x.view(2, 2, 6), (y > 0).long().view(2, 2, 6)[:, 0]),
+    "binary cross entropy": lambda x, y, w: F.binary_cross_entropy_with_logits(x, (y > 0).to(x.dtype)),
     "mse": lambda x, y, w: F.mse_loss(x, y),
     "activations": lambda x, y, w: (
         F.gelu(x) + F.gelu(y, approximate="tanh") + F.silu(x) + F.mish(y) + F.elu(x) + F.hardswish(y)
@@ -77,6 +93,9 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "layer norm, bare": lambda x, y, w: F.layer_norm(x, (6,)) * y,
     "attention": lambda x, y, w: F.scaled_dot_product_attention(
         x.view(1, 2, 2, 6), y.view(1, 2, 2, 6), (x * y).view(1, 2, 2, 6)
+    ),
+    "attention, masked": lambda x, y, w: F.scaled_dot_product_attention(
+        x.view(1, 2, 2, 6), y.view(1, 2, 2, 6), (x * y).view(1, 2, 2, 6), is_causal=True, scale=0.3
     ),
     "logsumexp": lambda x, y, w: x.logsumexp(1),
 }
@@ -95,29 +114,56 @@ def inputs(dtype: torch.dtype = torch.float64) -> list[Tensor]:
     ]
 
 
+def weights_for(out: Tensor) -> Tensor:
+    """1, 2, 3, …: the gradient of the results."""
+    return torch.arange(1.0, out.numel() + 1, dtype=out.dtype).view(out.shape)
+
+
 def run(function: Callable[..., Tensor], operands: list[Tensor]) -> tuple[Tensor, list[Tensor | None]]:
-    """The result, and the gradients of Σ result·(1, 2, 3, …)."""
+    """The result, and the gradients of Σ result·(1, 2, 3, …), which enter scaled where the result is."""
     leaves = [x.requires_grad_() for x in operands]
     out = function(*leaves)
-    weights = torch.arange(1.0, out.numel() + 1, dtype=out.dtype).view(out.shape)
-    out.backward(gradient=weights)
+    weights = weights_for(out)
+    is_scaled = isinstance(out, ScaledTensor)
+    out.backward(gradient=scaled_tensor(weights * 128, 2.0**-7, arithmetic=out.arithmetic) if is_scaled else weights)
     return out.detach(), [x.grad for x in leaves]
+
+
+def scaled_inputs(scales: str) -> list[Tensor]:
+    arithmetic = Arithmetic(strict=True)
+    return [scaled_tensor(x / s, s, arithmetic=arithmetic) for x, s in zip(inputs(), SCALES[scales], strict=True)]
 
 
 @pytest.mark.parametrize("scales", SCALES)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_values_and_gradients_are_those_of_the_plain_op(name: str, scales: str) -> None:
-    arithmetic = Arithmetic(strict=True)
     plain_out, plain_grads = run(FUNCTIONS[name], inputs())
-    operands = [scaled_tensor(x / s, s, arithmetic=arithmetic) for x, s in zip(inputs(), SCALES[scales], strict=True)]
 
-    out, grads = run(FUNCTIONS[name], operands)
+    out, grads = run(FUNCTIONS[name], scaled_inputs(scales))
 
     torch.testing.assert_close(dequantized(out), plain_out, rtol=1e-12, atol=1e-13)
     for grad, expected in zip(grads, plain_grads, strict=True):
         assert (grad is None) == (expected is None)
         if grad is not None:
             torch.testing.assert_close(dequantized(grad), expected, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", [n for n in FUNCTIONS if n != "embedding"])  # whose padding_idx stops a gradient
+def test_gradients_are_the_slopes_of_the_scaled_op(name: str) -> None:
+    """Gradcheck in fp64: along a random direction, the central difference of Σ result·(1, 2, 3, …)."""
+    _, grads = run(FUNCTIONS[name], scaled_inputs("static"))
+    generator = torch.Generator().manual_seed(5)
+    directions = [torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in inputs()]
+
+    def objective(step: float) -> float:
+        moved = [x + step * v for x, v in zip(inputs(), directions, strict=True)]
+        pairs = [scaled_tensor(x / s, s) for x, s in zip(moved, SCALES["static"], strict=True)]
+        out = dequantized(FUNCTIONS[name](*pairs))
+        return float((out * weights_for(out)).sum())
+
+    slope = (objective(1e-6) - objective(-1e-6)) / 2e-6
+    along = sum(float((dequantized(g) * v).sum()) for g, v in zip(grads, directions, strict=True) if g is not None)
+    assert slope == pytest.approx(along, rel=1e-6, abs=1e-5)
 
 
 def dequantized(x: Tensor) -> Tensor:

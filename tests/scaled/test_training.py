@@ -51,6 +51,58 @@ def test_fp32_training_follows_the_source_bit_for_bit(name: str) -> None:
     assert all(torch.equal(ours_state[n], p) for n, p in plain.state_dict().items())
 
 
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("name", ["bert-mlm", "llama"])
+def test_rescaling_the_weights_changes_no_step_in_fp32(name: str, state_dtype: torch.dtype) -> None:
+    plain, batch = build(name)
+    start = scaled(copy.deepcopy(plain), method="scalify")
+    ours = scaled(copy.deepcopy(plain), method="scalify", rescale=("layernorm_grad", "every:2"))
+
+    expected = train(start, AdamW(start.parameters(), lr=1e-1, state_dtype=state_dtype), batch, 5)
+    losses = train(ours, AdamW(ours.parameters(), lr=1e-1, state_dtype=state_dtype), batch, 5)
+
+    assert torch.equal(torch.stack(losses), torch.stack(expected))
+
+
+@pytest.mark.parametrize("master", [True, False])
+def test_rescaling_the_weights_changes_little_in_fp16(master: bool) -> None:
+    plain, batch = build("llama", "sdpa")
+    start = scaled(copy.deepcopy(plain), method="scalify", compute="fp16")
+    ours = scaled(copy.deepcopy(plain), method="scalify", compute="fp16", rescale=("layernorm_grad", "every:1"))
+
+    expected = train(start, AdamW(start.parameters(), lr=1e-2, master=master), batch, 4)
+    losses = train(ours, AdamW(ours.parameters(), lr=1e-2, master=master), batch, 4)
+
+    torch.testing.assert_close(torch.stack(losses), torch.stack(expected), rtol=1e-3, atol=0)
+
+
+def test_weights_that_outgrew_their_scale_get_another_in_training_only() -> None:
+    model, batch = build("llama")
+    ours = scaled(model, method="scalify", compute="fp16", rescale=("every:1",))
+    weight = ours.model.layers[0].mlp.up_proj.weight
+    before = weight.scale
+    weight.data_part.mul_(64)
+    value = weight.dequantize()
+
+    ours.eval()(**batch)
+    assert weight.scale == before
+    ours.train()(**batch)
+
+    assert float(weight.scale) == 64 * before
+    assert torch.equal(weight.dequantize(), value)
+
+
+def test_sgd_steps_on_parameters_with_a_scale_set_by_data() -> None:
+    plain, batch = build("bert-mlm")
+    ours = scaled(copy.deepcopy(plain), method="scalify", rescale=("every:1",))
+
+    expected = train(plain, torch.optim.SGD(plain.parameters(), lr=0.1), batch, 3)
+    losses = train(ours, torch.optim.SGD(ours.parameters(), lr=0.1), batch, 3)
+
+    assert torch.equal(torch.stack(losses), torch.stack(expected))
+    assert isinstance(next(ours.parameters()).scale, Tensor)
+
+
 def test_sgd_of_torch_trains_scaled_parameters() -> None:
     plain, batch = build("bert-mlm")
     ours = scaled(copy.deepcopy(plain))

@@ -24,6 +24,7 @@ __all__ = [
     "fitting_scale",
     "index_put",
     "rsub",
+    "scattered",
     "sub",
     "sum_all",
     "sum_dims",
@@ -126,6 +127,14 @@ def index_put(call: Call, base: Any, indices: Any, values: Any, accumulate: bool
     return Scaled(call.op(*at_one, accumulate), scale)
 
 
+def scattered(call: Call, base: Any, dim: int, index: Tensor, values: Any, **kwargs: Any) -> Scaled:
+    """scatter, scatter_add and index_add, both at the larger scale; what gathering ops do in their backward pass."""
+    (data_base, scale_base), (data_values, scale_values) = pair(base), pair(values)
+    scale = larger(scale_base, scale_values)
+    data = at_scale(data_base, scale_base, scale)
+    return Scaled(call.op(data, dim, index, at_scale(data_values, scale_values, scale), **kwargs), scale)
+
+
 def extremum(call: Call, a: Any, b: Any) -> Scaled:
     """maximum and minimum at the larger scale."""
     (data_a, scale_a), (data_b, scale_b) = pair(a), pair(b)
@@ -186,6 +195,9 @@ RULES: dict[Any, Rule] = {
     aten.stack.default: cat,
     aten.where.self: where,
     aten.index_put.default: index_put,
+    aten.scatter.src: scattered,
+    aten.scatter_add.default: scattered,
+    aten.index_add.default: scattered,
     aten.maximum.default: extremum,
     aten.minimum.default: extremum,
     aten.sum.dim_IntList: sum_dims,

@@ -25,6 +25,7 @@ __all__ = [
     "matmul",
     "mul",
     "power",
+    "prod",
     "reciprocal",
     "rsqrt",
     "sqrt",
@@ -95,9 +96,24 @@ def power(call: Call, x: Any, exponent: Any) -> Any:
         return sqrt(call, x)
     if exponent == -0.5:
         return rsqrt(call, x)
-    if exponent != int(exponent) or (exponent < 0 and isinstance(x.scale, float) and x.scale == 0):
+    if exponent != int(exponent) or not _can_raise(x.scale, int(exponent)):
         return Scaled(torch.pow(value(x), exponent).to(x.data.dtype), 1.0)
     return Scaled(torch.pow(x.data, exponent), x.scale ** int(exponent))
+
+
+def prod(call: Call, x: Scaled, *args: Any, **kwargs: Any) -> Scaled:
+    """(Πd, s^n) over n elements [Scalify §1.4, reduce_prod]; (Πvalue, 1) where s^n is no double."""
+    num_factors = x.data.shape[args[0]] if args else x.data.numel()
+    if not _can_raise(x.scale, num_factors):
+        return Scaled(call.op(value(x), *args, **kwargs).to(x.data.dtype), 1.0)
+    return Scaled(call.op(x.data, *args, **kwargs), x.scale**num_factors)
+
+
+def _can_raise(scale: Scale, exponent: int) -> bool:
+    """Whether a static scale has this power in double precision."""
+    if isinstance(scale, Tensor):
+        return True
+    return exponent >= 0 if scale == 0 else abs(math.log2(scale) * exponent) <= 1000
 
 
 def matmul(call: Call, a: Any, b: Any) -> Scaled:
@@ -160,6 +176,8 @@ RULES: dict[Any, Rule] = {
     aten.sqrt.default: sqrt,
     aten.rsqrt.default: rsqrt,
     aten.pow.Tensor_Scalar: power,
+    aten.prod.default: prod,
+    aten.prod.dim_int: prod,
     aten.mm.default: matmul,
     aten.bmm.default: matmul,
     aten.addmm.default: add_matmul,

@@ -131,6 +131,7 @@ RULES: dict[Any, Rule] = {
             aten.cos.default,
             aten.erf.default,
             aten.softplus.default,
+            aten.cumprod.default,
         ),
         unit,
     ),
