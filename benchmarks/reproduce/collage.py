@@ -245,25 +245,24 @@ def figure(curves: list[Curve], path: Path) -> None:
 
 
 def run(results: Results, path: Path, args: argparse.Namespace) -> None:
-    """Seed by seed, so that a cut leaves whole seeds."""
+    """Seed by seed, so that a cut leaves whole seeds; the paper's arithmetic last."""
     if "displacement" in args.only and not results.displacement:
         num_weights, num_steps = (500, 50) if args.quick else (20_000, 1500)
         arms = [(variant, "fused") for variant in VARIANTS] + PAPER
         results.displacement = [displacement(v, a, b, num_weights, num_steps) for v, a in arms for b in BETA2S]
         results.save(path)
     tasks = [TASKS[name](args.work, args.quick) for name in args.only if name in TASKS]
-    for seed in args.seeds:
-        for task in tasks:
-            for variant, arithmetic in TRAINED + (PAPER if seed == args.seeds[0] else []):
-                if results.has(task.name, arm_name(variant, arithmetic), seed):
-                    continue
-                curve = train(task, variant, arithmetic, seed)
-                results.runs.append(curve)
-                results.save(path)
-                print(
-                    f"{task.name}, seed {seed}  {curve.arm:14} {curve.held_out_loss[-1]:.4f}  {curve.time_s:.0f} s",
-                    flush=True,
-                )
+    jobs = [(seed, task, arm) for seed in args.seeds for task in tasks for arm in TRAINED]
+    jobs += [(args.seeds[0], task, arm) for task in tasks for arm in PAPER]
+    for seed, task, (variant, arithmetic) in jobs:
+        if results.has(task.name, arm_name(variant, arithmetic), seed):
+            continue
+        curve = train(task, variant, arithmetic, seed)
+        results.runs.append(curve)
+        results.save(path)
+        print(
+            f"{task.name}, seed {seed}  {curve.arm:14} {curve.held_out_loss[-1]:.4f}  {curve.time_s:.0f} s", flush=True
+        )
 
 
 def main() -> None:

@@ -12,10 +12,11 @@ from lpconv.checkpoint.residual import read_residual
 from lpconv.checkpoint.source import SafetensorsSource, read_tensor
 from lpconv.errors import InputError
 from lpconv.lookup import find, nearest
+from lpconv.mcf.pairs import nearest_by_cast
 from lpconv.mcf.split import RESIDUALS, split_bf16
 from lpconv.optim.base import LowPrecisionOptimizer
 from lpconv.optim.shards import local
-from lpconv.optim.storage import Storage, total
+from lpconv.optim.storage import Storage, store, total
 
 __all__ = ["fp32_state_dict", "start_from_checkpoint", "start_from_fp32"]
 
@@ -75,7 +76,7 @@ def fp32_state_dict(optimizer: LowPrecisionOptimizer, model: nn.Module) -> dict[
     for p, names in _all_named(optimizer, model):
         parts = optimizer.parts(p)[0]
         full = tuple(t.full_tensor() if isinstance(t, DTensor) else t for t in parts)
-        state |= dict.fromkeys(names, total(optimizer.storages(p)[0], full))
+        state |= dict.fromkeys(names, total(optimizer.storages(p)[0], full) * optimizer.weight_scale(p))
     return state
 
 
@@ -117,13 +118,15 @@ def _check_shape(name: str, p: Tensor, value: Tensor) -> None:
 
 
 def _set_fp32(optimizer: LowPrecisionOptimizer, p: Tensor, value: Tensor) -> None:
-    storage, weight = optimizer.storages(p)[0], [local(t) for t in optimizer.parts(p)[0]]
+    storage, weight = optimizer.storages(p)[0], tuple(local(t) for t in optimizer.parts(p)[0])
+    value = value.float() / optimizer.weight_scale(p)
     if isinstance(p, DTensor):
         value = local(distribute_tensor(value.to(p.device), p.device_mesh, p.placements))
     if storage in (Storage.PAIR, Storage.KAHAN):
         hi, lo = split_bf16(value)
         weight[0].copy_(hi)
         weight[1].copy_(lo)
-        return
-    for part in weight:
-        part.copy_(value)
+    elif storage is Storage.STOCHASTIC:
+        weight[0].copy_(value)
+    else:
+        store(storage, weight, value, nearest_by_cast)
