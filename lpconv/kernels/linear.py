@@ -40,31 +40,44 @@ FP8_LINEAR = LinearRecipe()
 FP16_LINEAR = LinearRecipe(input="fp16", weight="fp16", gradient="fp16")
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: LinearRecipe = FP8_LINEAR) -> Tensor:
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    recipe: LinearRecipe = FP8_LINEAR,
+    weight_scale: Tensor | None = None,
+) -> Tensor:
     """`F.linear` in low precision: x (..., K), weight (N, K), bias (N,); the result has x's dtype.
 
-    Gradients have the dtypes of what they belong to; sums are float32 throughout. Raises UsageError for a recipe whose
-    formats cannot be multiplied.
+    `weight` may be codes of the recipe's weight format already, which are multiplied as they are; the weight's value is
+    then codes · `weight_scale` (a float32 number; 1 where it is None). Gradients have the dtypes of what they belong
+    to, and that of codes has x's dtype (mind `Tensor.grad_dtype` of a leaf); sums are float32 throughout. Raises
+    UsageError for a recipe whose formats cannot be multiplied.
     """
     if recipe.scaling not in ("unit", "amax"):
         raise UsageError(f"unknown scaling `{recipe.scaling}`", hint="known: unit, amax")
-    result: Tensor = _Linear.apply(x, weight, bias, recipe)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
+    result: Tensor = _Linear.apply(x, weight, bias, recipe, weight_scale)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
     return result
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, recipe: LinearRecipe) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, recipe: LinearRecipe, weight_scale: Tensor | None
+    ) -> Tensor:
         x_MK, scale_x = _operand(x.reshape(-1, x.shape[-1]), recipe.input, recipe.scaling)
-        w_NK, scale_w = _operand(weight, recipe.weight, recipe.scaling)
+        is_codes = weight.dtype == code_dtype(get_format(recipe.weight)) and weight.dtype.itemsize == 1
+        w_NK, scale_w = (weight, weight_scale) if is_codes else _operand(weight, recipe.weight, recipe.scaling)
         ctx.save_for_backward(x_MK, scale_x, w_NK, scale_w)
-        ctx.recipe, ctx.weight_dtype = recipe, weight.dtype
+        ctx.recipe, ctx.is_codes = recipe, is_codes
+        ctx.weight_dtype = x.dtype if is_codes else weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         y_MN = matmul(x_MK, w_NK.t(), scale_a=scale_x, scale_b=scale_w, bias=bias, out_dtype=x.dtype)
         return y_MN.view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         x_MK, scale_x, w_NK, scale_w = ctx.saved_tensors
         grad_MN = grad.reshape(-1, grad.shape[-1])
         g_MN, scale_g = _operand(grad_MN, ctx.recipe.gradient, ctx.recipe.scaling)
@@ -74,9 +87,11 @@ class _Linear(torch.autograd.Function):
             dx = dx.view(*grad.shape[:-1], w_NK.shape[1])
         if ctx.needs_input_grad[1]:
             dw = matmul(g_MN.t(), x_MK, scale_a=scale_g, scale_b=scale_x, out_dtype=ctx.weight_dtype)
+            if ctx.is_codes and scale_w is not None:
+                dw = dw * scale_w.to(dw.dtype)  # with respect to the codes, not to codes · scale
         if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
             db = grad_MN.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-        return dx, dw, db, None
+        return dx, dw, db, None, None
 
 
 def _operand(x: Tensor, name: str, scaling: str) -> tuple[Tensor, Tensor | None]:

@@ -2,5 +2,15 @@
 
 from lpconv.optim.collage import CollageAdamW, CollageLion, CollageSGD
 from lpconv.optim.exchange import fp32_state_dict, start_from_checkpoint, start_from_fp32
+from lpconv.optim.fp8_linear import Fp8Linear, use_fp8_weights
 
-__all__ = ["CollageAdamW", "CollageLion", "CollageSGD", "fp32_state_dict", "start_from_checkpoint", "start_from_fp32"]
+__all__ = [
+    "CollageAdamW",
+    "CollageLion",
+    "CollageSGD",
+    "Fp8Linear",
+    "fp32_state_dict",
+    "start_from_checkpoint",
+    "start_from_fp32",
+    "use_fp8_weights",
+]

@@ -41,10 +41,10 @@ class _Job:
 class LowPrecisionOptimizer(Optimizer):
     """Any rule of `rules.RULES` with any variant of `storage.VARIANTS`; use it through CollageAdamW, SGD or Lion.
 
-    bf16 parameters are kept as the variant says; fp32 parameters among them stay fp32 with fp32 moments. Other dtypes
-    raise UnsupportedError. State tensors have the shape, device and placement of their parameter (DTensor included),
-    and every operation is elementwise, so the result does not depend on how parameters are sharded (but for the noise
-    of "stochastic").
+    bf16 parameters are kept as the variant says, e4m3fn ones likewise with an e4m3fn high part; fp32 parameters among
+    them stay fp32 with fp32 moments. Other dtypes raise UnsupportedError. State tensors have the shape, device and
+    placement of their parameter (DTensor included), and every operation is elementwise, so the result does not depend
+    on how parameters are sharded (but for the noise of "stochastic").
     """
 
     def __init__(self, params: ParamsLike, defaults: dict[str, Any], settings: Settings) -> None:
@@ -96,7 +96,15 @@ class LowPrecisionOptimizer(Optimizer):
 
     def storages(self, p: Tensor) -> tuple[Storage, ...]:
         """How the weight `p` and each of its moments are kept."""
+        if p.dtype == torch.float8_e4m3fn:
+            assert self.settings.fp8_storages is not None  # `check_group` has seen to it
+            return self.settings.fp8_storages
         return self.settings.fp32_storages if p.dtype == torch.float32 else self.settings.bf16_storages
+
+    def weight_scale(self, p: Tensor) -> float:
+        """σ, where the weight is σ times what `p` holds."""
+        group = next(g for g in self.param_groups if any(p is q for q in g["params"]))
+        return float(group.get("weight_scale", 1.0))
 
     def parts(self, p: Tensor) -> Parts:
         """The tensors that hold `p` and each moment, made on first use; writing to them changes the state."""

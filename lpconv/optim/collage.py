@@ -23,6 +23,9 @@ class CollageAdamW(LowPrecisionOptimizer):
     eagerly, which needs no compiler and is several times slower. `diagnostics_every=k` fills `records` (see
     `optim.diagnostics`) at each k-th step. `seed` is for the "stochastic" variant.
 
+    e4m3fn parameters (`optim.fp8_linear`) are kept with a low part of `fp8_residual`, bf16 or e4m3fn, where the variant
+    has pairs. In a group with `weight_scale` σ the options are meant for σ times what the parameters hold.
+
     To start from fp32 weights or a converted checkpoint, and to export fp32, see `optim.exchange`.
     """
 
@@ -42,10 +45,12 @@ class CollageAdamW(LowPrecisionOptimizer):
         compiled: bool = True,
         seed: int = 0,
         diagnostics_every: int = 0,
+        fp8_residual: torch.dtype = torch.bfloat16,
     ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(
             params,
-            {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize},
+            defaults | {"weight_scale": 1.0},
             make_settings(
                 rule="adamw",
                 variant=variant,
@@ -55,6 +60,7 @@ class CollageAdamW(LowPrecisionOptimizer):
                 compiled=compiled,
                 seed=seed,
                 diagnostics_every=diagnostics_every,
+                fp8_residual=fp8_residual,
             ),
         )
 

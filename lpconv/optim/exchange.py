@@ -12,10 +12,11 @@ from lpconv.checkpoint.residual import read_residual
 from lpconv.checkpoint.source import SafetensorsSource, read_tensor
 from lpconv.errors import InputError
 from lpconv.lookup import find, nearest
+from lpconv.mcf.pairs import nearest_by_cast
 from lpconv.mcf.split import RESIDUALS, split_bf16
 from lpconv.optim.base import LowPrecisionOptimizer
 from lpconv.optim.shards import local
-from lpconv.optim.storage import Storage, total
+from lpconv.optim.storage import Storage, store, total
 
 __all__ = ["fp32_state_dict", "start_from_checkpoint", "start_from_fp32"]
 
@@ -28,7 +29,7 @@ def start_from_fp32(optimizer: LowPrecisionOptimizer, model: nn.Module, values: 
     alone, so a whole state dict will do. Raises InputError where one is missing or has another shape, and changes
     nothing then.
     """
-    found = [(p, _value_for(names, p, values)) for p, names in _parameters(optimizer, model)]
+    found = [(p, _value_for(names, p, values)) for p, names in _all_named(optimizer, model)]
     for p, value in found:
         _set_fp32(optimizer, p, value)
 
@@ -37,8 +38,9 @@ def start_from_fp32(optimizer: LowPrecisionOptimizer, model: nn.Module, values: 
 def start_from_checkpoint(optimizer: LowPrecisionOptimizer, model: nn.Module, directory: str | Path) -> int:
     """Set the model's parameters to a Collage conversion, its residual in the low parts; returns how many were set.
 
-    The model is the one that `from_pretrained(directory)` gives, under whose names the checkpoint's tensors are found.
-    Parameters without a residual are left alone. Raises InputError where the directory has no residual, where its
+    The model is the one that `from_pretrained(directory)` gives, under whose names the checkpoint's tensors are found;
+    where it is a part of what is trained (an encoder below a new head), pass that part. Parameters outside it, and
+    those without a residual, are left alone. Raises InputError where the directory has no residual, where its
     weights have changed since (the SHA-256 differs), where a shape differs and where no name is found.
     """
     residuals = read_residual(Path(directory))
@@ -47,7 +49,7 @@ def start_from_checkpoint(optimizer: LowPrecisionOptimizer, model: nn.Module, di
             f"`{directory}` has no Collage residual", hint="make one with `lpconv convert MODEL --method collage`"
         )
     merge = find("residual", residuals.form, RESIDUALS, error=InputError).merge
-    by_name = {name: p for p, names in _parameters(optimizer, model) for name in names}
+    by_name = {name: p for p, names in _named(optimizer, model) for name in names}
     num_set = 0
     with SafetensorsSource(read_contents(Path(directory))) as source:
         for name, residual in residuals.tensors():
@@ -71,26 +73,31 @@ def fp32_state_dict(optimizer: LowPrecisionOptimizer, model: nn.Module) -> dict[
     DTensors are gathered, so every rank must call it.
     """
     state = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in model.state_dict().items()}
-    for p, names in _parameters(optimizer, model):
+    for p, names in _all_named(optimizer, model):
         parts = optimizer.parts(p)[0]
         full = tuple(t.full_tensor() if isinstance(t, DTensor) else t for t in parts)
-        state |= dict.fromkeys(names, total(optimizer.storages(p)[0], full))
+        state |= dict.fromkeys(names, total(optimizer.storages(p)[0], full) * optimizer.weight_scale(p))
     return state
 
 
-def _parameters(optimizer: LowPrecisionOptimizer, model: nn.Module) -> list[tuple[Tensor, list[str]]]:
-    """The optimizer's parameters with their names in the model: more than one where they are tied."""
+def _named(optimizer: LowPrecisionOptimizer, model: nn.Module) -> list[tuple[Tensor, list[str]]]:
+    """The optimizer's parameters that are in the model, with their names there: more than one where they are tied."""
     names: dict[Tensor, list[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         names.setdefault(p, []).append(name)
-    trained = [p for group in optimizer.param_groups for p in group["params"]]
-    strangers = sum(p not in names for p in trained)
-    if strangers:
+    return [(p, names[p]) for group in optimizer.param_groups for p in group["params"] if p in names]
+
+
+def _all_named(optimizer: LowPrecisionOptimizer, model: nn.Module) -> list[tuple[Tensor, list[str]]]:
+    """As `_named`; raises InputError where the model lacks one of the optimizer's parameters."""
+    found = _named(optimizer, model)
+    num_trained = sum(len(group["params"]) for group in optimizer.param_groups)
+    if len(found) < num_trained:
         raise InputError(
-            f"{strangers} of the optimizer's {len(trained)} parameters are not in this model",
+            f"{num_trained - len(found)} of the optimizer's {num_trained} parameters are not in this model",
             hint="pass the model whose parameters() the optimizer was made with",
         )
-    return [(p, names[p]) for p in trained]
+    return found
 
 
 def _value_for(names: list[str], p: Tensor, values: Mapping[str, Tensor]) -> Tensor:
@@ -111,13 +118,15 @@ def _check_shape(name: str, p: Tensor, value: Tensor) -> None:
 
 
 def _set_fp32(optimizer: LowPrecisionOptimizer, p: Tensor, value: Tensor) -> None:
-    storage, weight = optimizer.storages(p)[0], [local(t) for t in optimizer.parts(p)[0]]
+    storage, weight = optimizer.storages(p)[0], tuple(local(t) for t in optimizer.parts(p)[0])
+    value = value.float() / optimizer.weight_scale(p)
     if isinstance(p, DTensor):
         value = local(distribute_tensor(value.to(p.device), p.device_mesh, p.placements))
     if storage in (Storage.PAIR, Storage.KAHAN):
         hi, lo = split_bf16(value)
         weight[0].copy_(hi)
         weight[1].copy_(lo)
-        return
-    for part in weight:
-        part.copy_(value)
+    elif storage is Storage.STOCHASTIC:
+        weight[0].copy_(value)
+    else:
+        store(storage, weight, value, nearest_by_cast)

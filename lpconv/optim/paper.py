@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lpconv.mcf.expansion import expand_scalar
 from lpconv.mcf.pairs import Rounding
-from lpconv.optim.rules import Coefficients
+from lpconv.optim.rules import Coefficients, unit_adamw
 from lpconv.optim.storage import Parts, Step, Storage
 
 __all__ = ["build_paper_step", "paper_coefficients"]
@@ -28,7 +28,7 @@ Pair: TypeAlias = tuple[Tensor, Tensor]  # fp32 tensors of bf16 numbers
 
 def paper_coefficients(group: Mapping[str, Any], step: int) -> Coefficients:
     """Scalars of one step, in fp64 on the host; all but beta2's two parts enter unrounded, as Python numbers would."""
-    lr, (beta1, beta2) = float(group["lr"]), group["betas"]
+    (lr, eps, weight_decay), (beta1, beta2) = unit_adamw(group), group["betas"]
     return (
         -1.0 if group["maximize"] else 1.0,
         beta1,
@@ -37,9 +37,9 @@ def paper_coefficients(group: Mapping[str, Any], step: int) -> Coefficients:
         *expand_scalar(beta2),
         1 - beta2,
         math.sqrt(1 - beta2**step),
-        group["eps"],
+        eps,
         -lr / (1 - beta1**step),
-        lr * group["weight_decay"],
+        lr * weight_decay,
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["RULES", "Coefficients", "Moments", "Rule"]
+__all__ = ["RULES", "Coefficients", "Moments", "Rule", "unit_adamw"]
 
 Moments: TypeAlias = tuple[Tensor, ...]
 Coefficients: TypeAlias = tuple[float, ...]
@@ -38,12 +38,21 @@ def _sign(group: Mapping[str, Any]) -> float:
     return -1.0 if group["maximize"] else 1.0
 
 
+def unit_adamw(group: Mapping[str, Any]) -> tuple[float, float, float]:
+    """(lr, eps, weight decay) that move the data Ŵ as the group's own move the value W = σ·Ŵ, σ its `weight_scale`.
+
+    AdamW's step does not depend on the size of the gradient but for eps, and that with respect to Ŵ is σ times larger.
+    """
+    scale = group.get("weight_scale", 1.0)
+    return float(group["lr"]) / scale, group["eps"] * scale, group["weight_decay"] * scale
+
+
 def _adamw_coefficients(group: Mapping[str, Any], step: int) -> Coefficients:
-    lr, (beta1, beta2) = float(group["lr"]), group["betas"]
+    (lr, eps, weight_decay), (beta1, beta2) = unit_adamw(group), group["betas"]
     beta2_hi = struct.unpack("f", struct.pack("f", beta2))[0]
     return (
         _sign(group),
-        lr * group["weight_decay"],
+        lr * weight_decay,
         lr / (1 - beta1**step),
         beta1,
         1 - beta1,
@@ -51,7 +60,7 @@ def _adamw_coefficients(group: Mapping[str, Any], step: int) -> Coefficients:
         beta2 - beta2_hi,
         1 - beta2,
         1 / math.sqrt(1 - beta2**step),
-        group["eps"],
+        eps,
     )
 
 

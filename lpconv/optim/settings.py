@@ -1,6 +1,7 @@
 """What an optimizer is asked for: names looked up, numbers checked."""
 
 import functools
+import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -33,11 +34,21 @@ class Settings:
     compiled: bool
     seed: int
     diagnostics_every: int
+    fp8_residual: torch.dtype
 
     @functools.cached_property
     def bf16_storages(self) -> tuple[Storage, ...]:
         """Of the weight and each moment, for bf16 parameters."""
         return self.variant.weight, *self.variant.moments[: len(self.rule.moments)]
+
+    @functools.cached_property
+    def fp8_storages(self) -> tuple[Storage, ...] | None:
+        """The same for e4m3fn parameters; None where there is no such form."""
+        pair = Storage.FP8_FP8 if self.fp8_residual == torch.float8_e4m3fn else Storage.FP8_BF16
+        weight = {Storage.PAIR: pair, Storage.BF16: Storage.FP8, Storage.MASTER: Storage.FP8_MASTER}
+        if self.rule.name != "adamw" or self.arithmetic == "paper" or self.variant.weight not in weight:
+            return None
+        return weight[self.variant.weight], *self.bf16_storages[1:]
 
     @functools.cached_property
     def fp32_storages(self) -> tuple[Storage, ...]:
@@ -55,8 +66,13 @@ def make_settings(
     compiled: bool,
     seed: int,
     diagnostics_every: int,
+    fp8_residual: torch.dtype = torch.bfloat16,
 ) -> Settings:
     """Raises UsageError for unknown names and for what the paper's arithmetic does not cover, with a hint."""
+    if fp8_residual not in (torch.bfloat16, torch.float8_e4m3fn):
+        raise UnsupportedError(
+            f"no residual of fp8 weights in {fp8_residual}", hint="use torch.bfloat16 or torch.float8_e4m3fn"
+        )
     found = Settings(
         rule=RULES[rule],
         variant=_with_state_dtype(find("variant", variant, VARIANTS), state_dtype),
@@ -65,6 +81,7 @@ def make_settings(
         compiled=compiled,
         seed=seed,
         diagnostics_every=diagnostics_every,
+        fp8_residual=fp8_residual,
     )
     if arithmetic == "paper" and (rule != "adamw" or found.variant not in (VARIANTS["light"], VARIANTS["plus"])):
         raise UsageError(
@@ -77,11 +94,22 @@ def make_settings(
 def check_group(group: Mapping[str, Any], settings: Settings) -> None:
     """Raise UnsupportedError for dtypes and UsageError for numbers out of range; warn where beta2 is too near 1."""
     for p in group["params"]:
-        if p.dtype not in (torch.bfloat16, torch.float32):
+        if p.dtype == torch.float8_e4m3fn and settings.fp8_storages is None:
+            raise UnsupportedError(
+                f"no form of {p.dtype} weights for {settings.rule.name}, {settings.variant.name}, "
+                f"{settings.arithmetic} arithmetic",
+                hint="CollageAdamW with fused arithmetic keeps them as light, plus, full, bf16 or fp32-master",
+            )
+        if p.dtype not in (torch.bfloat16, torch.float32, torch.float8_e4m3fn):
             raise UnsupportedError(
                 f"cannot train a parameter of {p.dtype}",
-                hint="bf16 (kept as the variant says) and fp32 parameters work",
+                hint="bf16 (kept as the variant says), fp32, and e4m3fn on unit scale (`use_fp8_weights`) work",
             )
+    scale = group.get("weight_scale", 1.0)
+    if not (scale > 0 and math.frexp(scale)[0] == 0.5):
+        raise UsageError(
+            f"weight_scale = {scale} is not a power of two", hint="take the one that `use_fp8_weights` gave"
+        )
     for name in ("lr", "eps", "weight_decay", "momentum"):
         if not 0 <= float(group.get(name, 0.0)) < float("inf"):
             raise UsageError(f"{name} = {group[name]} is out of range", hint="0 or more")

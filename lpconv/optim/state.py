@@ -13,7 +13,14 @@ from lpconv.optim.storage import Parts, Storage, new_parts
 
 __all__ = ["check_state", "new_state", "parts_of", "state_names"]
 
-_COMPANION_NAMES = {Storage.PAIR: "residual", Storage.KAHAN: "compensation", Storage.MASTER: "master"}
+_COMPANION_NAMES = {
+    Storage.PAIR: "residual",
+    Storage.FP8_BF16: "residual",
+    Storage.FP8_FP8: "residual",
+    Storage.KAHAN: "compensation",
+    Storage.MASTER: "master",
+    Storage.FP8_MASTER: "master",
+}
 
 
 @functools.cache

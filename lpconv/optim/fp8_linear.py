@@ -1,0 +1,99 @@
+"""Linear layers whose weight is one byte: e4m3fn numbers on unit scale, which the matmul reads as they are.
+
+A weight W becomes sigma · W_unit with sigma = 2^floor(log2 RMS(W)), and the parameter of the model is W_unit rounded
+to e4m3fn. What that rounding drops lives in the optimizer (`Storage.FP8_BF16` and `FP8_FP8`), as with any Collage
+weight. So there is no cast of weights before a matmul and no amax pass over them, and their gradient may stay bf16.
+"""
+
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lpconv.errors import UsageError
+from lpconv.formats.scale import pow2_floor
+from lpconv.kernels.linear import LinearRecipe, linear
+from lpconv.mcf.fp8 import nearest_e4m3fn
+
+__all__ = ["RECIPE", "Fp8Linear", "use_fp8_weights"]
+
+# Inputs and gradients are those of an ordinary model, which are on no known scale.
+RECIPE = LinearRecipe(scaling="amax")
+
+_ZERO_SCALE = 2.0**-6  # for weights that are all 0; near the usual standard deviation of an initialisation, 0.02
+
+
+class Fp8Linear(nn.Module):
+    """y = x (weight_scale · weight)ᵀ + bias, with `weight` (N, K) in e4m3fn and `weight_scale` a power of two.
+
+    The product reads `weight` as it is; inputs are cast to e4m3fn and gradients to e5m2 as `recipe` says. The gradient
+    of `weight` is bf16, and with respect to the e4m3fn numbers: weight_scale times that of the value. The state dict
+    has `weight` and `weight_scale`, the names that `lpconv convert --method unit --format e4m3fn` writes.
+    """
+
+    weight: nn.Parameter
+    weight_scale: Tensor
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, recipe: LinearRecipe = RECIPE) -> None:
+        super().__init__()
+        scale = _unit_scale(weight)
+        hi = nearest_e4m3fn(weight.detach().float() / scale).to(torch.float8_e4m3fn)
+        self.weight = nn.Parameter(hi)
+        self.register_buffer("weight_scale", torch.tensor(scale, device=weight.device))
+        self.bias = None if bias is None else nn.Parameter(bias.detach().clone())
+        self.recipe = recipe
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., K) to (..., N), in the dtype of `x`."""
+        if self.weight.is_leaf and self.weight.grad_dtype != torch.bfloat16:  # copying a module drops this
+            self.weight.grad_dtype = torch.bfloat16
+        return linear(x, self.weight, self.bias, recipe=self.recipe, weight_scale=self.weight_scale)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.weight.shape[1]}, out_features={self.weight.shape[0]}, bias={self.bias is not None}"
+
+
+def use_fp8_weights(
+    model: nn.Module, *, exclude: Iterable[str] = (), recipe: LinearRecipe = RECIPE
+) -> list[dict[str, Any]]:
+    """Replace the Linear layers of `model` by `Fp8Linear`, and return all its parameters as groups for CollageAdamW.
+
+    Left as they are: the output head, weights that several modules share, and modules whose name matches a pattern of
+    `exclude`. The groups carry the `weight_scale` of their parameters; learning rate, eps and weight decay keep the
+    meaning they have for the original weights. Make the model bf16 first: `.bfloat16()` afterwards would widen the
+    weights again. Raises UsageError where a weight is not finite and where nothing is left to replace.
+    """
+    chosen = list(_replaceable(model, tuple(exclude)))
+    if not chosen:
+        raise UsageError("no Linear layer to replace", hint="heads, tied weights and `exclude` are left as they are")
+    made = {name: Fp8Linear(m.weight, m.bias, recipe=recipe) for name, m in chosen}
+    for name, old in chosen:
+        for kind, p in made[name].named_parameters():
+            p.requires_grad_(old.get_parameter(kind).requires_grad)
+        parent, _, key = name.rpartition(".")
+        setattr(model.get_submodule(parent), key, made[name])
+    by_scale: dict[float, list[nn.Parameter]] = {1.0: []}
+    scales = {layer.weight: float(layer.weight_scale) for layer in made.values()}
+    for p in model.parameters():
+        by_scale.setdefault(scales.get(p, 1.0), []).append(p)
+    return [{"params": params, "weight_scale": scale} for scale, params in by_scale.items() if params]
+
+
+def _replaceable(model: nn.Module, exclude: tuple[str, ...]) -> Iterator[tuple[str, nn.Linear]]:
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]  # transformers
+    owners: dict[Tensor, int] = {}
+    for _, p in model.named_parameters(remove_duplicate=False):
+        owners[p] = owners.get(p, 0) + 1
+    for name, module in model.named_modules():
+        excluded = module is head or any(fnmatchcase(name, pattern) for pattern in exclude)
+        if type(module) is nn.Linear and name and not excluded and owners[module.weight] == 1:
+            yield name, module
+
+
+def _unit_scale(weight: Tensor) -> float:
+    rms = float(weight.detach().double().square().mean().sqrt()) if weight.numel() else 0.0
+    if not rms < float("inf"):
+        raise UsageError("a weight is not finite", hint="find the step that broke it; nothing here repairs it")
+    return float(pow2_floor(rms)) if rms > 0 else _ZERO_SCALE
