@@ -22,6 +22,7 @@ from lpconv.convert.records import sqnr_db
 from lpconv.errors import InputError
 from lpconv.formats.cast import cast
 from lpconv.formats.spec import FORMATS
+from lpconv.mcf import multipoint
 from lpconv.mcf.split import RESIDUALS
 from lpconv.progress import Progress
 from lpconv.results import HashCheck, TensorRecord, WeightsCheck
@@ -121,8 +122,11 @@ def _is_right(source: Source, output: OutputReader, record: TensorRecord, start:
     if record.action == "keep":
         kept, original = output.stored(record.name, start, stop), read_range(source, record.name, start, stop)
         return torch.equal(kept.view(torch.uint8), original.view(torch.uint8))
+    start, stop = output.whole_rows(record.name, start, stop)
     value = read_range(source, record.name, start, stop).float()
     got = output.values(record.name, start, stop)
+    if record.points is not None:
+        return _same(got, _sums_of_points(value, output, record, start, stop))
     if record.scale is not None:
         return _same(got, _reference(value, record.scale, record.format))
     form = RESIDUALS[output.form]
@@ -139,6 +143,13 @@ def _reference(value: Tensor, scale: float, name: str) -> Tensor:
     if fmt.has_inf:
         return cast(unit, fmt, overflow="inf") * scale
     return cast(unit.masked_fill(torch.isinf(unit), math.nan), fmt) * scale
+
+
+def _sums_of_points(value: Tensor, output: OutputReader, record: TensorRecord, start: int, stop: int) -> Tensor:
+    """The values of whole rows that points with the stored scales should stand for."""
+    cols, element = record.shape[-1], FORMATS[record.format]
+    points = output.points(record.name, start // cols, stop // cols)
+    return multipoint.decode(multipoint.encode(value.view(-1, cols), points, element), points, element).view(-1)
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

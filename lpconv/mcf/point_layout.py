@@ -42,7 +42,7 @@ def point_layout(shape: tuple[int, ...], element: Format, *, budget_bits: float,
     None where the budget does not pay for one point a row, where the codes of a row do not fill whole bytes, or where
     rows have more than `MAX_COLS` elements.
     """
-    rows, cols = math.prod(shape[:-1]), shape[-1]
+    rows, cols = math.prod(shape[:-1]), shape[-1] if shape else 1
     if cols > MAX_COLS or cols * element.storage_bits % 8:
         return None
     left = math.floor(budget_bits * rows * cols) - rows * _COUNT_BITS
