@@ -22,7 +22,6 @@ from lpconv.convert.records import sqnr_db
 from lpconv.errors import InputError
 from lpconv.formats.cast import cast
 from lpconv.formats.spec import FORMATS
-from lpconv.mcf import multipoint
 from lpconv.mcf.split import RESIDUALS
 from lpconv.progress import Progress
 from lpconv.results import HashCheck, TensorRecord, WeightsCheck
@@ -146,10 +145,18 @@ def _reference(value: Tensor, scale: float, name: str) -> Tensor:
 
 
 def _sums_of_points(value: Tensor, output: OutputReader, record: TensorRecord, start: int, stop: int) -> Tensor:
-    """The values of whole rows that points with the stored scales should stand for."""
-    cols, element = record.shape[-1], FORMATS[record.format]
+    """The values of whole rows that points with the stored scales should stand for, by the reference rounding."""
+    cols = record.shape[-1]
     points = output.points(record.name, start // cols, stop // cols)
-    return multipoint.decode(multipoint.encode(value.view(-1, cols), points, element), points, element).view(-1)
+    rest = value.view(-1, cols)
+    total = torch.full_like(rest, -0.0)  # -0 + x is x, with its sign
+    for k in range(int(points.counts_R.max())):
+        has_point = (points.counts_R > k)[:, None]
+        at = (points.first_R + k).clamp_max(points.scales_P.numel() - 1)
+        scale = points.scales_P[at][:, None]
+        part = cast(rest / scale, record.format) * scale
+        total, rest = torch.where(has_point, total + part, total), rest - part
+    return total.view(-1)
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
