@@ -59,10 +59,11 @@ class TensorRecord:
     """What happened to one tensor, and what it cost.
 
     `action`: ``convert``, ``keep`` (bit-identical), or ``tie`` (not stored: it shares the weight named by `tied_to`).
-    `format` is the number format on disk, `scale` the factor of the codes (None where there is none). `rms` and
-    `absmax` describe the source's finite elements. `sqnr_db` is 10·log10(Σx² / Σ(x - x̂)²), infinite where the form is
-    exact; `max_rel_error` is the largest |x - x̂| / |x|. `num_saturated` elements lay beyond the format's largest
-    number, `num_flushed` non-zero elements became zero. The measured fields are None for tensors nobody read.
+    `format` is the number format on disk, `scale` the factor of the codes (None where there is none), `points` the
+    number of low-bit rows that stand for the tensor's own (None unless multipoint wrote it). `rms` and `absmax`
+    describe the source's finite elements. `sqnr_db` is 10·log10(Σx² / Σ(x - x̂)²), infinite where the form is exact;
+    `max_rel_error` is the largest |x - x̂| / |x|. `num_saturated` elements lay beyond the format's largest number,
+    `num_flushed` non-zero elements became zero. The measured fields are None for tensors nobody read.
     """
 
     name: str
@@ -72,6 +73,7 @@ class TensorRecord:
     format: str
     reason: str
     scale: float | None = None
+    points: int | None = None
     tied_to: str | None = None
     bytes_in: int = 0
     bytes_out: int = 0

@@ -4,6 +4,7 @@ A reader turns a scalar or list of the document into the value of the `ConvertOp
 raises UsageError. Text stands for numbers and booleans too, because YAML arrives as text (see `document`).
 """
 
+import math
 import reprlib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -94,6 +95,16 @@ def _read_count(raw: Any) -> int:
     return int(text)
 
 
+def _read_number(raw: Any) -> float:
+    try:
+        number = math.nan if isinstance(raw, bool) else float(raw)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise UsageError(f"expected a number above zero, not {_show(raw)}", hint="for example 4.5")
+    return number
+
+
 def _read_size(raw: Any) -> int:
     if isinstance(raw, bool) or not isinstance(raw, (int, str)):
         raise UsageError(f"expected a size, not {_show(raw)}", hint="for example 4GB, 512MiB or 1000000")
@@ -139,6 +150,8 @@ _FORMATS = dict.fromkeys(f for m in METHODS.values() for f in m.formats)
 _RESIDUALS = dict.fromkeys(r for m in METHODS.values() for r in (*m.residuals, *(["fp16"] if m.residuals else [])))
 _TEXT: dict[str, Any] = {"type": "string", "minLength": 1}
 _TEXTS: dict[str, Any] = {"anyOf": [_TEXT, {"type": "array", "items": _TEXT}]}
+_COUNT: dict[str, Any] = {"type": "integer", "minimum": 1}
+_NUMBER: dict[str, Any] = {"type": "number", "exclusiveMinimum": 0}
 _SIZE: dict[str, Any] = {"type": ["integer", "string"], "examples": ["4GB", "512MiB", 1000000]}
 _FLAG: dict[str, Any] = {"type": "boolean"}
 _RULES: dict[str, Any] = {
@@ -170,12 +183,14 @@ FIELDS: dict[str, Field] = {
     "residual": _field(_one_of("residual", _RESIDUALS), "collage: the form of the residual", nullable=True),
     "layout": _field(_one_of("layout", LAYOUTS), "lpconv's own, or one that another package opens"),
     "scale": _field(_one_of("scale", ("pow2", "exact")), "scales as powers of two, or as they come"),
+    "budget_bits": _field((_read_number, _NUMBER), "multipoint: stored bits per element", nullable=True),
+    "points_max": _field((_read_count, _COUNT), "multipoint: most points of a row", nullable=True),
     "include": _field((_read_texts, _TEXTS), "only tensors whose name matches one of these patterns are converted"),
     "exclude": _field((_read_texts, _TEXTS), "tensors whose name matches one of these patterns are kept"),
     "rules": _field((_read_rules, _RULES), "formats of single tensors, by pattern"),
     "revision": _field((read_text, _TEXT), "branch, tag or commit hash of a hub model", nullable=True),
     "max_memory": _field((_read_size, _SIZE), "bound of the buffers", nullable=True),
-    "workers": _field((_read_count, {"type": "integer", "minimum": 1}), "threads", nullable=True),
+    "workers": _field((_read_count, _COUNT), "threads", nullable=True),
     "max_shard_size": _field((_read_size, _SIZE), "largest output file; null is as the source's", nullable=True),
     "verify": _field(_one_of("verification level", VERIFY_LEVELS), "how deep the output is verified"),
     "gates": _field((_read_gates, _TEXTS), "conditions on the verification that must hold, such as sqnr>=25"),

@@ -32,7 +32,8 @@ def convert(
         typer.Option(
             "--format",
             "-f",
-            help=", ".join(_METHOD_FORMATS) + " (default: fp16, collage bf16)",
+            "--element",
+            help=", ".join(_METHOD_FORMATS) + " (default: fp16, collage bf16, multipoint int4)",
             autocompletion=lambda: list(_METHOD_FORMATS),
             rich_help_panel=_WHAT,
         ),
@@ -59,6 +60,18 @@ def convert(
     scale: Annotated[
         str, typer.Option("--scale", help="Scales are powers of two (pow2) or exact.", rich_help_panel=_WHAT)
     ] = "pow2",
+    budget_bits: Annotated[
+        float | None,
+        typer.Option(
+            "--budget-bits",
+            help="Multipoint: stored bits per element, scales included (default: half a bit above the format's)",
+            rich_help_panel=_WHAT,
+        ),
+    ] = None,
+    points_max: Annotated[
+        int | None,
+        typer.Option("--points-max", help="Multipoint: most points of a row (default: 3)", rich_help_panel=_WHAT),
+    ] = None,
     include: Annotated[
         list[str] | None,
         typer.Option(
@@ -136,6 +149,8 @@ def convert(
 
       lpconv convert ./llama --method collage --residual exact16
 
+      lpconv convert ./llama --method multipoint --element int4 --budget-bits 4.5
+
       lpconv convert gpt2 --dry-run
     """
     options = ConvertOptions(
@@ -144,6 +159,8 @@ def convert(
         residual=residual,
         layout=layout,
         scale=scale,
+        budget_bits=budget_bits,
+        points_max=points_max,
         include=tuple(include or ()),
         exclude=tuple(exclude or ()),
         rules=tuple(parse_rule(r) for r in rule or ()),

@@ -1,8 +1,9 @@
 """Carry out a plan: read blocks, encode them on worker threads, hash and write them in order.
 
 A shard with scaled tensors is read twice. The first pass gathers each tensor's statistics, from which its scale
-follows; the second encodes. Between the two the scales are known, so they can stand before the codes in the file, and
-everything is written, and hashed, front to back. The second pass comes from the page cache where the shard fits.
+follows, or fits the scales of its rows; the second encodes. Between the two the scales are known, so they can stand
+before the codes in the file, and everything is written, and hashed, front to back. The second pass comes from the page
+cache where the shard fits.
 
 Workers read, encode and write; the plan says where every block goes. The calling thread hashes what they wrote, in the
 order of the file, whatever order they finish in. So the output does not depend on the number of workers. Hashing is the
@@ -33,12 +34,16 @@ from lpconv.convert.encode import (
     block_ranges,
     block_stats,
     encode_pair,
+    encode_points,
     encode_scaled,
+    fit_points,
     fits_exactly,
     scale_for,
 )
-from lpconv.convert.plan import OutputFile, Plan, PlannedShard, PlannedTensor
+from lpconv.convert.plan import POINTS_SUFFIX, SCALE_SUFFIX, OutputFile, Plan, PlannedShard, PlannedTensor
 from lpconv.convert.records import tensor_record
+from lpconv.errors import InputError
+from lpconv.mcf.multipoint import Fit, Points
 from lpconv.mcf.split import RESIDUALS
 from lpconv.progress import Progress
 from lpconv.results import FileRecord, TensorRecord
@@ -87,10 +92,32 @@ class _Block:
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Measured:
+    """What the first pass finds: statistics, and either one scale or the points of every row."""
+
+    stats: BlockStats
+    scale: float | None = None
+    points: Points | None = None
+
+    def stored(self, name: str) -> dict[str, bytes]:
+        """The tensors that stand before the codes of `name`, by name."""
+        if self.points is None:
+            return {name + SCALE_SUFFIX: torch.tensor([self.scale], dtype=torch.float32).numpy().tobytes()}
+        return {
+            name + SCALE_SUFFIX: self.points.scales_P.numpy().tobytes(),
+            name + POINTS_SUFFIX: self.points.counts_R.numpy().tobytes(),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Encoded:
-    """What a worker made of a block: bytes for the root file and, of pairs, the residual file; statistics and error."""
+    """What a worker made of a block: bytes for the root file and, of pairs, the residual file; statistics and error.
+
+    `offset` is where in the tensor the bytes begin, None where all elements take as many.
+    """
 
     parts: tuple[Tensor, ...]
+    offset: int | None = None
     stats: BlockStats | None = None
     error: BlockError | None = None
 
@@ -102,9 +129,10 @@ class _Output:
         self.part = PartFile(directory, file.name, file.size_bytes, flusher)
         self._begins = {i.name: len(file.header) + i.begin for i in file.tensors}
 
-    def write(self, block: _Block, data: Tensor) -> None:
+    def write(self, block: _Block, data: Tensor, offset: int | None) -> None:
         """Put the bytes of a block in their place, from any thread."""
-        offset = block.start * data.numel() // (block.stop - block.start)
+        if offset is None:
+            offset = block.start * data.numel() // (block.stop - block.start)
         self.part.write(self._begins[block.tensor.name] + offset, data.numpy().data)
 
 
@@ -132,20 +160,49 @@ class Engine:
         self, plan: Plan, shard: PlannedShard, directory: Path
     ) -> tuple[list[FileRecord], list[TensorRecord]]:
         """Write one shard's files below `directory`; returns the finished files and what happened to each tensor."""
-        stats = {t.name: self._statistics(t) for t in shard.scaled}
-        scales = {t.name: self._scale(plan, t, stats[t.name]) for t in shard.scaled}
+        measured = {t.name: self._measure(plan, t) for t in shard.scaled}
         files: list[_Output] = []
         try:
             for planned in (shard.root, shard.residual):
                 if planned is not None:
                     files.append(_Output(directory, planned, self._flusher))
                     files[-1].part.append(planned.header)
-            records = self._write_tensors(plan, shard, files, scales, stats)
+            records = self._write_tensors(plan, shard, files, measured)
             return [f.part.finish() for f in files], records
         except BaseException:
             for f in files:
                 f.part.abandon()
             raise
+
+    def _measure(self, plan: Plan, t: PlannedTensor) -> _Measured:
+        if t.points is not None:
+            return self._fit(plan, t)
+        stats = self._statistics(t)
+        return _Measured(stats=stats, scale=self._scale(plan, t, stats))
+
+    def _fit(self, plan: Plan, t: PlannedTensor) -> _Measured:
+        """Raises InputError for tensors with NaN or Inf, of which there is no sum of low-bit numbers."""
+        layout, most = t.points, plan.options.points_max
+        assert layout is not None
+        assert most is not None
+
+        def fit(block: _Block) -> tuple[BlockStats, Fit]:
+            with self._slot() as slot:
+                x = self._read(block, slot.work)
+                stats = block_stats(x, slot.work)
+                if stats.num_nan or stats.num_inf:
+                    raise InputError(
+                        f"tensor `{t.name}` has NaN or Inf, which no sum of {layout.element.name} numbers is",
+                        hint=f"keep it with --exclude '{t.name}'",
+                    )
+                return stats, fit_points(x, layout, most, slot.work)
+
+        total, fits = BlockStats(), []
+        for block, (stats, found) in self._in_order(_blocks([t]), fit):
+            total = total + stats
+            fits.append(found)
+            self._advance(block)
+        return _Measured(stats=total, points=Fit.of_blocks(fits).allot(layout.num_points))
 
     def _statistics(self, t: PlannedTensor) -> BlockStats:
         total = BlockStats()
@@ -175,37 +232,31 @@ class Engine:
         return all(ok for _, ok in list(self._in_order(_blocks([t]), fits)))
 
     def _write_tensors(
-        self,
-        plan: Plan,
-        shard: PlannedShard,
-        files: Sequence[_Output],
-        scales: Mapping[str, float],
-        stats: Mapping[str, BlockStats],
+        self, plan: Plan, shard: PlannedShard, files: Sequence[_Output], measured: Mapping[str, _Measured]
     ) -> list[TensorRecord]:
-        # 64-bit tensors come first in the file, then the scales, then everything else.
-        num_wide = sum(t.format is None and DTYPE_BITS[t.info.dtype] > 32 for t in shard.tensors)
-        records = self._encode(plan, shard.tensors[:num_wide], files, scales, stats)
-        scale_bytes = torch.tensor([scales[t.name] for t in shard.scaled], dtype=torch.float32).numpy().tobytes()
-        files[0].part.append(scale_bytes)
-        return records + self._encode(plan, shard.tensors[num_wide:], files, scales, stats)
+        """Everything in the order of the root file, where scales and counts of points stand between other tensors."""
+        side = {n: data for name, m in measured.items() for n, data in m.stored(name).items()}
+        by_name = {t.name: t for t in shard.tensors}
+        records: list[TensorRecord] = []
+        for is_side, infos in itertools.groupby(shard.root.tensors, lambda i: i.name in side):
+            if is_side:
+                files[0].part.append(b"".join(side[i.name] for i in infos))
+            else:
+                records += self._encode(plan, [by_name[i.name] for i in infos], files, measured)
+        return records
 
     def _encode(
-        self,
-        plan: Plan,
-        tensors: Sequence[PlannedTensor],
-        files: Sequence[_Output],
-        scales: Mapping[str, float],
-        stats: Mapping[str, BlockStats],
+        self, plan: Plan, tensors: Sequence[PlannedTensor], files: Sequence[_Output], measured: Mapping[str, _Measured]
     ) -> list[TensorRecord]:
         errors: dict[str, BlockError] = {}
-        sums: dict[str, BlockStats] = dict(stats)
+        sums: dict[str, BlockStats] = {name: m.stats for name, m in measured.items()}
 
         def encode(block: _Block) -> tuple[_Slot, _Encoded]:
             slot = self._slots.get()
             try:
-                encoded = self._encode_block(plan, block, slot, scales, stats)
+                encoded = self._encode_block(plan, block, slot, measured.get(block.tensor.name))
                 for file, data in zip(files, encoded.parts, strict=False):  # a kept tensor has no residual
-                    file.write(block, data)
+                    file.write(block, data, encoded.offset)
                 return slot, encoded
             except BaseException:
                 self._slots.put(slot)
@@ -222,20 +273,24 @@ class Engine:
                 if encoded.stats is not None:
                     sums[name] = sums.get(name, BlockStats()) + encoded.stats
                 self._advance(block)
+        scales = {name: m.scale for name, m in measured.items()}
         return [tensor_record(plan, t, scales.get(t.name), sums.get(t.name), errors.get(t.name)) for t in tensors]
 
-    def _encode_block(
-        self, plan: Plan, block: _Block, slot: _Slot, scales: Mapping[str, float], stats: Mapping[str, BlockStats]
-    ) -> _Encoded:
+    def _encode_block(self, plan: Plan, block: _Block, slot: _Slot, found: _Measured | None) -> _Encoded:
         t, count = block.tensor, block.stop - block.start
         x = self._read(block, slot.work)
         if t.format is None:
             return _Encoded(parts=(x.view(torch.uint8),))
+        if t.points is not None and found is not None and found.points is not None:
+            cols = t.points.cols
+            own = found.points.rows(block.start // cols, block.stop // cols)
+            coded, error = encode_points(x, own, t.points, slot.work)
+            first = int(found.points.counts_R[: block.start // cols].sum())
+            return _Encoded(parts=(coded,), offset=first * t.points.row_bytes, error=error)
         high = _view(slot.root, count, TORCH_DTYPES[t.format.safetensors or ""])
-        if plan.method.encoder == "scaled":
-            s = stats[t.name]
-            finite = not (s.num_nan or s.num_inf)
-            error = encode_scaled(x, scales[t.name], t.format, high, slot.work, finite=finite)
+        if found is not None and found.scale is not None:
+            finite = not (found.stats.num_nan or found.stats.num_inf)
+            error = encode_scaled(x, found.scale, t.format, high, slot.work, finite=finite)
             return _Encoded(parts=(high.view(torch.uint8),), error=error)
         form = RESIDUALS[plan.options.residual or ""]
         low = _view(slot.residual, count, form.dtype)
@@ -285,7 +340,7 @@ class _Borrowed:
 
 def _blocks(tensors: Iterable[PlannedTensor]) -> Iterator[_Block]:
     for t in tensors:
-        for start, stop in block_ranges(t.info.num_elements):
+        for start, stop in block_ranges(t.info.num_elements, t.points.cols if t.points else 1):
             yield _Block(tensor=t, start=start, stop=stop)
 
 

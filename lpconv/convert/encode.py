@@ -16,6 +16,9 @@ from torch import Tensor
 
 from lpconv.formats.spec import Format
 from lpconv.kernels.decode import decode
+from lpconv.mcf import multipoint
+from lpconv.mcf.multipoint import Fit, Points
+from lpconv.mcf.point_layout import PointLayout
 from lpconv.mcf.split import SCRATCH_ELEMENTS, Residual
 
 __all__ = [
@@ -28,7 +31,9 @@ __all__ = [
     "block_stats",
     "decode_scaled",
     "encode_pair",
+    "encode_points",
     "encode_scaled",
+    "fit_points",
     "fits_exactly",
     "scale_for",
 ]
@@ -98,10 +103,11 @@ class BlockError:
         )
 
 
-def block_ranges(num_elements: int) -> Iterator[tuple[int, int]]:
-    """(start, stop) of the blocks of a tensor, in order."""
-    for start in range(0, num_elements, BLOCK_ELEMENTS):
-        yield start, min(start + BLOCK_ELEMENTS, num_elements)
+def block_ranges(num_elements: int, cols: int = 1) -> Iterator[tuple[int, int]]:
+    """(start, stop) of the blocks of a tensor, in order: whole rows of `cols` elements."""
+    size = BLOCK_ELEMENTS // cols * cols
+    for start in range(0, num_elements, size):
+        yield start, min(start + size, num_elements)
 
 
 def as_float32(x: Tensor, work: Workspace) -> Tensor:
@@ -193,6 +199,19 @@ def encode_pair(x: Tensor, residual: Residual, high: Tensor, low: Tensor, work: 
     residual.split(value, out=(high, low), scratch=work.split)
     merged = residual.merge(high, low, out=work.error[: x.numel()], scratch=work.split)
     return _error(value, merged)
+
+
+def fit_points(x: Tensor, layout: PointLayout, points_max: int, work: Workspace) -> Fit:
+    """The fit of a block of whole rows, 1-D and finite."""
+    return multipoint.fit(as_float32(x, work).view(-1, layout.cols), layout.element, points_max)
+
+
+def encode_points(x: Tensor, points: Points, layout: PointLayout, work: Workspace) -> tuple[Tensor, BlockError]:
+    """The bytes of the points of a block of whole rows, and the error of their sums against x."""
+    value = as_float32(x, work)
+    coded = multipoint.encode(value.view(-1, layout.cols), points, layout.element)
+    got = multipoint.decode(coded, points, layout.element)
+    return coded.view(-1), _error(value, got.view(-1))
 
 
 def _error(wanted: Tensor, got: Tensor) -> BlockError:

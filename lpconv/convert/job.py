@@ -18,7 +18,15 @@ from lpconv.checkpoint.resolve import Resolved, resolve
 from lpconv.checkpoint.source import Source, open_source
 from lpconv.checkpoint.staging import beside, check_apart
 from lpconv.convert.apply import SingleThreadedTorch, buffer_bytes
-from lpconv.convert.encode import BLOCK_ELEMENTS, Workspace, block_stats, encode_pair, encode_scaled
+from lpconv.convert.encode import (
+    BLOCK_ELEMENTS,
+    Workspace,
+    block_stats,
+    encode_pair,
+    encode_points,
+    encode_scaled,
+    fit_points,
+)
 from lpconv.convert.files import (
     check_convertible,
 )
@@ -27,13 +35,15 @@ from lpconv.convert.options import ConvertOptions, with_defaults
 from lpconv.convert.plan import Plan, make_plan
 from lpconv.convert.tied import find_ties
 from lpconv.errors import ResourceError
-from lpconv.formats.spec import FORMATS
+from lpconv.formats.spec import FORMATS, Format
 from lpconv.machine import available_memory
+from lpconv.mcf.point_layout import PointLayout
 from lpconv.mcf.split import RESIDUALS
 
 __all__ = ["Job", "check_disk", "disk_bytes", "estimate_seconds", "free_bytes", "identity", "prepare"]
 
 _MAX_WORKERS = 8
+_ROW = 1024  # elements, for an estimate
 # Headers, tensor records and Python's own growth beside the block buffers.
 _OVERHEAD_BYTES = 64 * 2**20
 
@@ -155,6 +165,12 @@ def identity(job: Job) -> dict[str, Any]:
     }
 
 
+def _encode_one_point(x: torch.Tensor, fmt: Format, points_max: int, work: Workspace) -> torch.Tensor:
+    layout = PointLayout(element=fmt, rows=x.numel() // _ROW, cols=_ROW, num_points=x.numel() // _ROW)
+    points = fit_points(x, layout, points_max, work).allot(layout.num_points)
+    return encode_points(x, points, layout, work)[0]
+
+
 def estimate_seconds(plan: Plan, workers: int) -> float:
     """Processor time of the plan at the speed measured on one block now, divided by the workers; no disk in it."""
     work, fmt = Workspace(), FORMATS[plan.options.format or ""]
@@ -166,6 +182,8 @@ def estimate_seconds(plan: Plan, workers: int) -> float:
             form = RESIDUALS[plan.options.residual or ""]
             high, low = torch.empty(x.numel(), dtype=form.hi_dtype), torch.empty(x.numel(), dtype=form.dtype)
             encode_pair(x, form, high, low, work)
+        elif plan.method.encoder == "points":
+            high = _encode_one_point(x, fmt, plan.options.points_max or 1, work)
         else:
             high = torch.empty(x.numel(), dtype=getattr(torch, fmt.torch or ""))
             encode_scaled(x, 1.0, fmt, high, work, finite=True)

@@ -9,8 +9,9 @@ from fnmatch import fnmatchcase
 
 from lpconv.checkpoint.compressed import COMPRESSED_TENSORS
 from lpconv.errors import UsageError
-from lpconv.formats.spec import get_format
+from lpconv.formats.spec import Format, get_format
 from lpconv.lookup import find
+from lpconv.mcf.point_layout import MAX_POINTS
 from lpconv.methods import METHODS, Method
 
 __all__ = [
@@ -27,6 +28,8 @@ __all__ = [
 
 LAYOUTS = ("lpconv", COMPRESSED_TENSORS)
 VERIFY_LEVELS = ("none", "weights", "logits", "auto")
+_POINTS_MAX = 3
+_SPARE_BITS = 0.5  # the default budget above the bits of an element: scales, and second points for some rows
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
@@ -44,8 +47,9 @@ class ConvertOptions:
 
     Patterns are globs on dotted tensor names, or regular expressions after ``re:`` (matched anywhere in the name).
     `max_memory` bounds the buffers in bytes, `max_shard_size` the payload of an output file (None: as the source's).
-    Only `method`, `format`, `residual`, `layout`, `scale`, `include`, `exclude`, `rules` and `max_shard_size` shape
-    the bytes.
+    `budget_bits` per element, scales and counts included, and at most `points_max` points a row belong to multipoint.
+    Only `method`, `format`, `residual`, `layout`, `scale`, `budget_bits`, `points_max`, `include`, `exclude`, `rules`
+    and `max_shard_size` shape the bytes.
     """
 
     method: str = "unit"
@@ -53,6 +57,8 @@ class ConvertOptions:
     residual: str | None = None
     layout: str = "lpconv"
     scale: str = "pow2"
+    budget_bits: float | None = None
+    points_max: int | None = None
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     rules: tuple[FormatRule, ...] = ()
@@ -72,6 +78,7 @@ def with_defaults(options: ConvertOptions) -> tuple[ConvertOptions, Method]:
     method = find("method", options.method, METHODS)
     fmt = method.format(options.format)
     residual = _residual(method, fmt.name, options.residual)
+    budget_bits, points_max = _budget(method, fmt, options.budget_bits, options.points_max)
     if options.scale not in ("pow2", "exact"):
         raise UsageError(f"unknown scale `{options.scale}`", hint="use pow2 or exact")
     if options.verify not in VERIFY_LEVELS:
@@ -81,7 +88,7 @@ def with_defaults(options: ConvertOptions) -> tuple[ConvertOptions, Method]:
     for rule in options.rules:
         if rule.format != "keep":
             method.format(rule.format)
-        if method.encoder == "pair" and rule.format not in ("keep", fmt.name):
+        if method.encoder != "scaled" and rule.format not in ("keep", fmt.name):
             raise UsageError(
                 f"rule `{rule.pattern}={rule.format}`: a {method.name} checkpoint has one format, {fmt.name}",
                 hint="use =keep, or another --format",
@@ -89,7 +96,10 @@ def with_defaults(options: ConvertOptions) -> tuple[ConvertOptions, Method]:
     _check_layout(options, method, fmt.name)
     for pattern in (*options.include, *options.exclude, *(r.pattern for r in options.rules)):
         _check_pattern(pattern)
-    return dataclasses.replace(options, format=fmt.name, residual=residual), method
+    filled = dataclasses.replace(
+        options, format=fmt.name, residual=residual, budget_bits=budget_bits, points_max=points_max
+    )
+    return filled, method
 
 
 def command_line(model: str, options: ConvertOptions) -> str:
@@ -100,6 +110,8 @@ def command_line(model: str, options: ConvertOptions) -> str:
         ("residual", options.residual),
         ("layout", options.layout if options.layout != "lpconv" else None),
         ("scale", options.scale if options.scale != "pow2" else None),
+        ("budget-bits", options.budget_bits),
+        ("points-max", options.points_max),
         ("revision", options.revision),
         ("max-shard-size", options.max_shard_size),
         ("verify", options.verify if options.verify != "auto" else None),
@@ -145,6 +157,27 @@ def _check_layout(options: ConvertOptions, method: Method, format_name: str) -> 
                 f"rule `{rule.pattern}={rule.format}`: layout `{options.layout}` holds e4m3fn codes only",
                 hint="use =keep or =e4m3fn",
             )
+
+
+def _budget(
+    method: Method, fmt: Format, budget_bits: float | None, points_max: int | None
+) -> tuple[float | None, int | None]:
+    if method.encoder != "points":
+        if budget_bits is not None or points_max is not None:
+            raise UsageError(
+                f"method `{method.name}` has no bit budget", hint="--budget-bits and --points-max belong to multipoint"
+            )
+        return None, None
+    budget_bits = fmt.storage_bits + _SPARE_BITS if budget_bits is None else budget_bits
+    points_max = _POINTS_MAX if points_max is None else points_max
+    if not fmt.storage_bits < budget_bits < math.inf:
+        raise UsageError(
+            f"a budget of {budget_bits:g} bits does not pay for {fmt.name} codes and their scales",
+            hint=f"use more than {fmt.storage_bits}, such as --budget-bits {fmt.storage_bits + _SPARE_BITS}",
+        )
+    if not 1 <= points_max <= MAX_POINTS:
+        raise UsageError(f"{points_max} points a row at most is not possible", hint=f"use 1 to {MAX_POINTS}")
+    return budget_bits, points_max
 
 
 def _check_pattern(pattern: str) -> None:

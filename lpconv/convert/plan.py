@@ -15,11 +15,22 @@ from lpconv.convert.options import ConvertOptions
 from lpconv.convert.policy import decide
 from lpconv.errors import UnsupportedError
 from lpconv.formats.spec import Format
+from lpconv.mcf.point_layout import PointLayout
 from lpconv.methods import Method
 
-__all__ = ["RESIDUAL_FOLDER", "SCALE_SUFFIX", "OutputFile", "Plan", "PlannedShard", "PlannedTensor", "make_plan"]
+__all__ = [
+    "POINTS_SUFFIX",
+    "RESIDUAL_FOLDER",
+    "SCALE_SUFFIX",
+    "OutputFile",
+    "Plan",
+    "PlannedShard",
+    "PlannedTensor",
+    "make_plan",
+]
 
 SCALE_SUFFIX = "_scale"
+POINTS_SUFFIX = "_points"
 RESIDUAL_FOLDER = "collage"
 # dtype and bits of a residual component by its name; the forms themselves are in `lpconv.mcf`.
 _RESIDUAL_DTYPES = {"bf16": "BF16", "fp16": "F16", "exact16": "I16", "int8": "I8"}
@@ -27,12 +38,17 @@ _RESIDUAL_DTYPES = {"bf16": "BF16", "fp16": "F16", "exact16": "I16", "int8": "I8
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedTensor:
-    """One source tensor and what becomes of it. `format` is None where it is kept; `tied_to` where it is not stored."""
+    """One source tensor and what becomes of it.
+
+    `format` is None where it is kept; `tied_to` is the weight that it shares, where it is not stored. `points` is the
+    layout of its rows where they become points, and then `format` that of the components.
+    """
 
     info: TensorInfo
     format: Format | None
     reason: str
     tied_to: str | None = None
+    points: PointLayout | None = None
 
     @property
     def name(self) -> str:
@@ -119,7 +135,8 @@ class Plan:
         digest = hashlib.sha256()
         for f in self.files:
             digest.update(json.dumps([f.name, len(f.header)]).encode() + f.header)
-        shape = (self.method.name, self.options.format, self.options.residual, self.options.layout, self.options.scale)
+        shaping = ("method", "format", "residual", "layout", "scale", "budget_bits", "points_max")
+        shape = [getattr(self.options, n) for n in shaping]
         digest.update(json.dumps([shape, [(t.name, t.action, t.reason) for t in self.tensors]]).encode())
         return digest.hexdigest()
 
@@ -138,8 +155,9 @@ def make_plan(
 
     Raises UnsupportedError where a scale would take the name of a tensor that the source has.
     """
-    taken = [n for n in entries if n.endswith(SCALE_SUFFIX) and n.removesuffix(SCALE_SUFFIX) in entries]
-    if taken and method.encoder == "scaled":
+    suffixes = {"scaled": (SCALE_SUFFIX,), "points": (SCALE_SUFFIX, POINTS_SUFFIX)}.get(method.encoder, ())
+    taken = [n for n in entries for s in suffixes if n.endswith(s) and n.removesuffix(s) in entries]
+    if taken:
         raise UnsupportedError(
             f"the source already has scales, first `{taken[0]}`", hint="convert from the unquantised checkpoint"
         )
@@ -162,7 +180,7 @@ def _planned(
     if tied_to is not None:
         return PlannedTensor(info=info, format=None, reason=f"tied to `{tied_to}`", tied_to=tied_to)
     decision = decide(info, options, method, convertible=convertible)
-    return PlannedTensor(info=info, format=decision.format, reason=decision.reason)
+    return PlannedTensor(info=info, format=decision.format, reason=decision.reason, points=decision.points)
 
 
 def _groups(
@@ -204,9 +222,15 @@ def _info(name: str, dtype: str, shape: tuple[int, ...]) -> TensorInfo:
 
 
 def _root_infos(t: PlannedTensor, options: ConvertOptions, method: Method) -> list[TensorInfo]:
-    """The entries of one tensor in the root file. Scaled codes have a leading component axis: design, section 4."""
+    """The entries of one tensor in the root file. Our codes have a leading axis: plain transformers must refuse them."""
     if t.format is None:
         return [_info(t.name, t.info.dtype, t.info.shape)]
+    if t.points is not None:
+        return [
+            _info(t.name + SCALE_SUFFIX, "F32", (t.points.num_points,)),
+            _info(t.name + POINTS_SUFFIX, "U8", t.info.shape[:-1]),
+            _info(t.name, t.format.safetensors or "U8", (1, t.points.num_points, t.points.row_bytes)),
+        ]
     dtype = t.format.safetensors
     assert dtype is not None, t.format.name
     if method.encoder == "pair":
@@ -219,8 +243,8 @@ def _shard(
     name: str, tensors: Sequence[PlannedTensor], method: Method, options: ConvertOptions, metadata: Mapping[str, str]
 ) -> PlannedShard:
     infos = [(i, t) for t in tensors for i in _root_infos(t, options, method)]
-    # Widest dtype first, scales before the other 32-bit tensors, then by name: everything is aligned and a sequential
-    # hash can be taken while the codes are written.
+    # Widest dtype first, scales and counts before the other tensors of their width, then by name: everything is aligned
+    # and a sequential hash can be taken while the codes are written.
     infos.sort(key=lambda it: (-DTYPE_BITS[it[0].dtype], it[0].name == it[1].name, it[0].name))
     ordered = tuple(t for i, t in infos if i.name == t.name)
     root = _output_file(name, [i for i, _ in infos], {"format": "pt", **metadata})

@@ -8,11 +8,12 @@ lost: the residual holds what rounding took.
 
 import re
 from collections.abc import Container
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lpconv.checkpoint.header import DTYPE_BITS, TensorInfo
 from lpconv.convert.options import ConvertOptions, matches
 from lpconv.formats.spec import FORMATS, Format
+from lpconv.mcf.point_layout import PointLayout, point_layout
 from lpconv.methods import Method
 
 __all__ = ["Decision", "decide"]
@@ -30,22 +31,39 @@ _NARROW = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """`format` is None where the tensor is kept as it is. `reason` is for people."""
+    """`format` is None where the tensor is kept as it is. `reason` is for people, `points` the layout of rows."""
 
     format: Format | None
     reason: str
+    points: PointLayout | None = None
 
 
 def decide(
     info: TensorInfo, options: ConvertOptions, method: Method, *, convertible: Container[str] | None = None
 ) -> Decision:
-    """What to do with one tensor. `convertible` are the names that the layout has a form for, None where it has all."""
+    """What to do with one tensor. `options` have their defaults filled in.
+
+    `convertible` are the names that the layout has a form for, None where it has all.
+    """
     if convertible is not None and info.name not in convertible:
         return Decision(format=None, reason=f"no Linear weight: {options.layout} leaves it")
     decision = _decide(info, options, method)
     if convertible is not None and decision.format is not None and decision.format.name != options.format:
         return Decision(format=None, reason=decision.reason)  # codes of a second format
+    # 16-bit formats are for what has no points: embeddings and output heads.
+    if method.encoder == "points" and decision.format is not None and decision.format.storage_bits < _NARROW:
+        return _with_points(info, decision, decision.format, options)
     return decision
+
+
+def _with_points(info: TensorInfo, decision: Decision, element: Format, options: ConvertOptions) -> Decision:
+    assert options.budget_bits is not None
+    assert options.points_max is not None
+    layout = point_layout(info.shape, element, budget_bits=options.budget_bits, points_max=options.points_max)
+    if layout is not None:
+        return replace(decision, points=layout)
+    cols = info.shape[-1] if info.shape else 1
+    return Decision(format=None, reason=f"no point fits rows of {cols} in {options.budget_bits:g} bits")
 
 
 def _decide(info: TensorInfo, options: ConvertOptions, method: Method) -> Decision:

@@ -37,6 +37,7 @@ def planned_record(plan: Plan, t: PlannedTensor) -> TensorRecord:
         tied_to=t.tied_to,
         bytes_in=t.info.num_bytes,
         bytes_out=plan.bytes_of(t),
+        points=t.points.num_points if t.points else None,
     )
 
 

@@ -121,8 +121,11 @@ def _is_right(source: Source, output: OutputReader, record: TensorRecord, start:
     if record.action == "keep":
         kept, original = output.stored(record.name, start, stop), read_range(source, record.name, start, stop)
         return torch.equal(kept.view(torch.uint8), original.view(torch.uint8))
+    start, stop = output.whole_rows(record.name, start, stop)
     value = read_range(source, record.name, start, stop).float()
     got = output.values(record.name, start, stop)
+    if record.points is not None:
+        return _same(got, _sums_of_points(value, output, record, start, stop))
     if record.scale is not None:
         return _same(got, _reference(value, record.scale, record.format))
     form = RESIDUALS[output.form]
@@ -139,6 +142,21 @@ def _reference(value: Tensor, scale: float, name: str) -> Tensor:
     if fmt.has_inf:
         return cast(unit, fmt, overflow="inf") * scale
     return cast(unit.masked_fill(torch.isinf(unit), math.nan), fmt) * scale
+
+
+def _sums_of_points(value: Tensor, output: OutputReader, record: TensorRecord, start: int, stop: int) -> Tensor:
+    """The values of whole rows that points with the stored scales should stand for, by the reference rounding."""
+    cols = record.shape[-1]
+    points = output.points(record.name, start // cols, stop // cols)
+    rest = value.view(-1, cols)
+    total = torch.full_like(rest, -0.0)  # -0 + x is x, with its sign
+    for k in range(int(points.counts_R.max())):
+        has_point = (points.counts_R > k)[:, None]
+        at = (points.first_R + k).clamp_max(points.scales_P.numel() - 1)
+        scale = points.scales_P[at][:, None]
+        part = cast(rest / scale, record.format) * scale
+        total, rest = torch.where(has_point, total + part, total), rest - part
+    return total.view(-1)
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

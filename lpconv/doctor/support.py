@@ -1,8 +1,8 @@
 """Which number formats a device multiplies itself, and what stands in where it does not.
 
 Every format can be stored and used on every working device: what is not native is decoded, exactly, to a wider format
-that is. GPU limits are NVIDIA's compute capabilities: tensor cores for fp16 from 7.0 (Volta), bf16 and tf32 from 8.0
-(Ampere), fp8 from 8.9 (Ada) and 9.0 (Hopper), fp4 with e8m0 block scales from 10.0 (Blackwell).
+that is. GPU limits are NVIDIA's compute capabilities: tensor cores for fp16 from 7.0 (Volta), int8 from 7.5 (Turing),
+bf16 and tf32 from 8.0 (Ampere), fp8 from 8.9 (Ada) and 9.0 (Hopper), fp4 with e8m0 block scales from 10.0 (Blackwell).
 """
 
 from lpconv.doctor.records import EMULATED, NATIVE, UNAVAILABLE, DeviceRecord, FormatSupport
@@ -19,7 +19,7 @@ CPU_FEATURES = frozenset(flag for flags in _CPU_FLAGS.values() for flag in flags
 
 _CAPABILITIES = {
     "fp16": (7, 0), "bf16": (8, 0), "tf32": (8, 0), "e4m3fn": (8, 9), "e5m2": (8, 9),
-    "e2m1": (10, 0), "e8m0fnu": (10, 0),
+    "e2m1": (10, 0), "e8m0fnu": (10, 0), "int8": (7, 5),
 }  # fmt: skip
 
 

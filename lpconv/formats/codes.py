@@ -1,8 +1,8 @@
 """Codes: the bits that stand for the numbers of a format, packed where a code is shorter than a byte.
 
-A format of 8 bits or more is stored as its torch dtype (tf32, which has none, as float32). fp4 packs two codes into a
-byte, the first in the low half, as torch's `float4_e2m1fn_x2` does; fp6 packs four codes into three bytes, the first in
-the lowest bits of the first byte. Packing runs along the last axis.
+A format of 8 bits or more is stored as its torch dtype (tf32, which has none, as float32). fp4 and int4 pack two codes
+into a byte, the first in the low half, as torch's `float4_e2m1fn_x2` does; fp6 packs four codes into three bytes, the
+first in the lowest bits of the first byte. Packing runs along the last axis.
 """
 
 import torch
@@ -57,7 +57,7 @@ def decode(codes: Tensor, format: str | Format, dtype: torch.dtype = torch.float
 
 
 def code_dtype(format: str | Format) -> torch.dtype:
-    """The dtype that codes are stored in: the format's own, bytes for fp6, float32 for tf32."""
+    """The dtype that codes are stored in: the format's own, bytes for fp6 and integers, float32 for tf32."""
     spec = get_format(format)
     if spec.torch is None:
         return torch.uint8 if spec.storage_bits <= 8 else torch.float32
@@ -83,14 +83,16 @@ def code_values(format: str | Format) -> Tensor:
     """What each code of a format of at most 8 bits stands for, in float64: element i is the value of code i."""
     spec = get_format(format)
     codes = torch.arange(2**spec.bits)
+    negative = codes >= 2 ** (spec.bits - int(spec.has_sign))
     magnitude = codes & ((1 << (spec.exponent_bits + spec.mantissa_bits)) - 1)
+    if spec.twos_complement:
+        magnitude = torch.where(negative, 2**spec.bits - codes, codes)
     field, mantissa = magnitude >> spec.mantissa_bits, magnitude & ((1 << spec.mantissa_bits) - 1)
     subnormal = (field == 0) & spec.has_zero
     significand = torch.where(subnormal, 0.0, 1.0).double() + mantissa * spec.eps
     exponent = torch.where(subnormal, spec.min_exponent, field - spec.bias)
     values = significand * ((exponent + 1023) << 52).view(torch.float64)
-    if spec.has_sign:
-        values = torch.where(codes > magnitude, -values, values)
+    values = torch.where(negative, -values, values)
     if spec.inf_code is not None:
         values[magnitude == spec.inf_code] *= torch.inf
         values[magnitude > spec.inf_code] = torch.nan
@@ -111,7 +113,8 @@ def _codes(values: Tensor, spec: Format) -> Tensor:
     if spec.inf_code is not None:
         codes = torch.where(values.isinf(), spec.inf_code, codes)
     negative = values.signbit() if spec.has_negative_zero else values < 0
-    codes = torch.where(negative, codes + (1 << (spec.bits - 1)), codes)
+    mirrored = (1 << spec.bits) - codes if spec.twos_complement else codes + (1 << (spec.bits - 1))
+    codes = torch.where(negative, mirrored, codes)
     if spec.nan_code is not None:
         codes = torch.where(values.isnan(), spec.nan_code, codes)
     return codes.to(torch.uint8)

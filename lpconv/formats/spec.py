@@ -6,6 +6,10 @@ A code with exponent field E > 0 and mantissa field M stands for (-1)^s · 2^(E 
 subnormal, (-1)^s · 2^(1 - bias) · M / 2^m. Sources: IEEE 754-2019; OCP OFP8 1.0 (e4m3fn, e5m2); OCP MX 1.0 (fp6, fp4,
 e8m0); the fnuz pair as in the Graphcore/AMD proposal (arXiv 2206.02915), with the top exponent used for numbers and
 the code of -0 as the only NaN.
+
+An integer is such a format too: with one exponent bit, the step is the same above and below the smallest normal number,
+and a bias that makes it 1 leaves the whole numbers. int4 and int8 are symmetric, ±7 and ±127, in two's complement; the
+code of -8 or -128 decodes to it, but nothing rounds there.
 """
 
 import math
@@ -19,11 +23,11 @@ __all__ = ["BLOCK_FORMATS", "FORMATS", "BlockFormat", "Format", "get_block_forma
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """A binary floating-point format.
+    """A binary floating-point format, or an integer one as the module says.
 
     `max_mantissa` is the mantissa field of the largest finite number, at exponent field `max_exponent_field`.
     `safetensors` is the dtype name in a safetensors header and `torch` the attribute of the torch module; both are None
-    where no such dtype exists (tf32 and fp6), and codes are then stored in bytes.
+    where no such dtype exists (tf32, fp6 and integers), and codes are then stored in bytes.
     """
 
     name: str
@@ -37,6 +41,7 @@ class Format:
     has_sign: bool = True
     has_negative_zero: bool = True
     has_zero: bool = True
+    twos_complement: bool = False
     storage_bits: int
     safetensors: str | None = None
     torch: str | None = None
@@ -107,6 +112,7 @@ _IEEE = {"has_inf": True, "has_nan": True}
 _FN = {"has_inf": False, "has_nan": True}
 _FNUZ = {"has_inf": False, "has_nan": True, "has_negative_zero": False}
 _FINITE = {"has_inf": False, "has_nan": False}
+_INTEGER = {**_FINITE, "has_negative_zero": False, "twos_complement": True}
 
 FORMATS: dict[str, Format] = {
     f.name: f
@@ -126,6 +132,8 @@ FORMATS: dict[str, Format] = {
         _format("e3m2", 3, 2, 3, (7, 3), **_FINITE, storage_bits=6),
         _format("e2m3", 2, 3, 1, (3, 7), **_FINITE, storage_bits=6),
         _format("e2m1", 2, 1, 1, (3, 1), **_FINITE, storage_bits=4, torch="float4_e2m1fn_x2"),
+        _format("int8", 1, 6, -5, (1, 63), **_INTEGER, storage_bits=8),
+        _format("int4", 1, 2, -1, (1, 3), **_INTEGER, storage_bits=4),
     )
 }  # fmt: skip
 

@@ -4,6 +4,10 @@ A converted weight is stored as codes of shape [1, *shape] under the weight's ow
 [1] under `NAME_scale`; its value is codes · scale. Loading decodes into the dtype the model is opened with, so the
 result is the stock model, and saving encodes again with the same scales: an untouched weight gives the same bytes.
 
+Multipoint checkpoints also have weights whose rows are sums of points: `NAME_points` says how many each row has,
+`NAME_scale` has one scale a point, and the codes are [1, points, bytes of a row]. Fitting scales is the work of a
+conversion; so such a model is not saved as codes, only plainly, after `model.dequantize()`.
+
 This file is copied into each output as its loader module for `trust_remote_code=True`; keep it free of other imports.
 """
 
@@ -22,18 +26,37 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-__all__ = ["DecodeScaled", "LpconvConfig", "LpconvQuantizer", "ScaledConverter", "encode_scaled", "register"]
+__all__ = [
+    "DecodeScaled",
+    "LpconvConfig",
+    "LpconvQuantizer",
+    "ScaledConverter",
+    "decode_points",
+    "encode_scaled",
+    "register",
+]
 
 METHOD = "lpconv"
 LOADER = "lpconv_loader"
 FORMAT_VERSION = 1
 SCALE_SUFFIX = "_scale"
+POINTS_SUFFIX = "_points"
+MULTIPOINT = "multipoint"
 DTYPES = {
     "fp32": torch.float32,
     "fp16": torch.float16,
     "bf16": torch.bfloat16,
     "e4m3fn": torch.float8_e4m3fn,
     "e5m2": torch.float8_e5m2,
+}
+
+
+# What the codes of the formats of points stand for, in the order of the codes; those of 4 bits are two in a byte.
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+POINT_VALUES = {
+    "int4": (*range(8), *range(-8, 0)),
+    "int8": (*range(128), *range(-128, 0)),
+    "e2m1": (*_E2M1, *(-v for v in _E2M1)),
 }
 
 
@@ -89,7 +112,7 @@ class ScaledConverter(WeightConverter):  # type: ignore[misc]
 
 
 class DecodeScaled(ConversionOps):  # type: ignore[misc]
-    """Pairs of codes [1, *shape] and scales [1] → weights, in the stored order. Tensors without a scale pass through.
+    """Codes with their scales, and counts of points → weights, in the stored order. What has no scale passes through.
 
     It comes before the operations of the model's own converters: experts are decoded before they are merged.
     """
@@ -111,18 +134,22 @@ class DecodeScaled(ConversionOps):  # type: ignore[misc]
         decoded = {}
         for pattern, pairs in input_dict.items():
             tensors = dict(pairs)
+            counts = {n.removesuffix(POINTS_SUFFIX): t for n, t in pairs if self.hf_quantizer.is_count(n)}
             scales = {n.removesuffix(SCALE_SUFFIX): t for n, t in pairs if self.hf_quantizer.is_scale(n)}
             if missing := scales.keys() - tensors.keys():
                 raise ValueError(f"{sorted(missing)} have scales and no codes")
+            for name in scales.keys() & counts.keys():
+                fmt = self.hf_quantizer.format_of(name)
+                tensors[name] = decode_points(tensors[name][0], scales.pop(name), counts[name], fmt)
             for name, scale in scales.items():
                 if self.merging:
                     self.hf_quantizer.merged_scales[name] = float(scale)
                 else:
                     self.hf_quantizer.scales[full_layer_name] = float(scale)
             decoded[pattern] = [
-                (t[0].float() * scales[name]).to(dtype) if name in scales else t.to(dtype)
-                for name, t in pairs
-                if not self.hf_quantizer.is_scale(name)
+                (tensors[name][0].float() * scales[name] if name in scales else tensors[name]).to(dtype)
+                for name, _ in pairs
+                if not self.hf_quantizer.is_scale(name) and not self.hf_quantizer.is_count(name)
             ]
         return decoded
 
@@ -151,10 +178,20 @@ class LpconvQuantizer(HfQuantizer):  # type: ignore[misc]
     def is_scale(self, stored_name: str) -> bool:
         return stored_name.endswith(tuple(f"{leaf}{SCALE_SUFFIX}" for leaf in self.quantization_config.leaves))
 
+    def is_count(self, stored_name: str) -> bool:
+        return self._has_points and stored_name.endswith(
+            tuple(f"{leaf}{POINTS_SUFFIX}" for leaf in self.quantization_config.leaves)
+        )
+
+    @property
+    def _has_points(self) -> bool:
+        return bool(self.quantization_config.method == MULTIPOINT)
+
     def update_weight_conversions(self, weight_conversions: list[WeightTransform], *args: Any) -> list[WeightTransform]:
         """Name each scale like its codes, so that both arrive at one parameter, and decode before anything else."""
         leaves = sorted(self.quantization_config.leaves, key=len, reverse=True)
-        renamings = [WeightRenaming(f"{leaf}{SCALE_SUFFIX}$", leaf) for leaf in leaves]
+        suffixes = (SCALE_SUFFIX, POINTS_SUFFIX) if self._has_points else (SCALE_SUFFIX,)
+        renamings = [WeightRenaming(f"{leaf}{suffix}$", leaf) for leaf in leaves for suffix in suffixes]
         converters = [self._decode_first(c) if isinstance(c, WeightConverter) else c for c in weight_conversions]
         plain = [ScaledConverter(leaf, leaf, [DecodeScaled(self)]) for leaf in leaves]
         self._added = {id(t) for t in (*renamings, *plain)}
@@ -186,6 +223,11 @@ class LpconvQuantizer(HfQuantizer):  # type: ignore[misc]
         transformers renames the result back to the names of the checkpoint. What it would also split (merged experts)
         is split here, since codes belong to the stored tensors.
         """
+        if self._has_points:
+            raise ValueError(
+                "the rows of a multipoint checkpoint are fitted by `lpconv convert`, not while saving; call "
+                "`model.dequantize()` first to save the weights as they are"
+            )
         tensors = model.state_dict()
         merged = self._merged(model, tensors)
         state, encoded = {}, {}
@@ -216,9 +258,9 @@ class LpconvQuantizer(HfQuantizer):  # type: ignore[misc]
         return {n: t for n, t in tensors.items() if any(c.rename_source_key(n)[1] is not None for c in back)}
 
     def _dtype(self, name: str) -> torch.dtype:
-        return DTYPES[self._format(name)]
+        return DTYPES[self.format_of(name)]
 
-    def _format(self, name: str) -> str:
+    def format_of(self, name: str) -> str:
         """The format of a parameter; its name and the stored one may differ by the base model's prefix."""
         for stored, fmt in self.quantization_config.exceptions.items():
             if stored == name or stored.endswith("." + name) or name.endswith("." + stored):
@@ -238,6 +280,34 @@ class LpconvQuantizer(HfQuantizer):  # type: ignore[misc]
     @property
     def is_compileable(self) -> bool:
         return True
+
+
+def decode_points(codes: Tensor, scales: Tensor, counts: Tensor, fmt: str) -> Tensor:
+    """The fp32 weight [*counts.shape, cols] whose row r is the sum of its counts[r] points, each codes · scale."""
+    left = counts.reshape(-1).long()
+    at = left.cumsum(0) - left
+    rows = torch.arange(left.numel(), device=left.device)
+    values = torch.empty(0, device=codes.device)
+    while rows.numel():
+        part = _point_values(codes, at, fmt) * scales[at].unsqueeze(1)
+        if values.numel():
+            values[rows] += part
+        else:
+            values = part
+        more = left > 1
+        rows, at, left = rows[more], at[more] + 1, left[more] - 1
+    return values.reshape(*counts.shape, -1)
+
+
+def _point_values(codes: Tensor, rows: Tensor, fmt: str) -> Tensor:
+    """Rows of codes [points, bytes] as fp32 numbers."""
+    raw = codes.view(torch.uint8)[rows]
+    if fmt in DTYPES:
+        return raw.view(DTYPES[fmt]).float()
+    table = torch.tensor(POINT_VALUES[fmt], dtype=torch.float32, device=codes.device)
+    if table.numel() == 16:
+        raw = torch.stack((raw & 15, raw >> 4), dim=-1).flatten(1)
+    return table[raw.long()]
 
 
 def encode_scaled(weight: Tensor, scale: float, dtype: torch.dtype) -> Tensor:

@@ -68,7 +68,7 @@ def fake_quantise(
 def encode(x: Tensor, format: str | Format) -> Tensor:
     """`formats.encode` to nearest with saturation: two passes for the fp8 formats, the reference for the others."""
     spec = check_cast(x, format, "nearest", "saturate")
-    if spec.bits != 8 or not spec.has_sign:
+    if not _is_fp8(spec):
         return codes.encode(x, spec)
     limit = largest(spec, x.dtype)
     encoded = x.detach().clamp(-limit, limit).to(codes.code_dtype(spec))  # clamped: torch versions differ beyond
@@ -87,7 +87,7 @@ def _quantise(
     scalars = _scalars(spec, x.dtype, kernel is _NEAREST, overflow, x.device)
     if rounding == "stochastic":
         scalars = (*scalars, _seed(generator).to(device=x.device, dtype=torch.int32))
-    codes_do = spec.bits == 8 and (rounding, overflow) == ("nearest", "saturate")
+    codes_do = _is_fp8(spec) and (rounding, overflow) == ("nearest", "saturate")
     run, size = _runner(kernel, x, _through_codes(spec) if codes_do else kernel.function)
     flat_x = x.contiguous().view(-1)
     flat_out = out.view(-1) if out.is_contiguous() else torch.empty_like(flat_x)
@@ -130,6 +130,10 @@ _WIDE_BUFFERS = Buffers(_wide_pair)
 def _through_codes(spec: Format) -> Callable[..., Tensor]:
     """Eagerly, there and back by torch's cast and our decoding takes fewer passes than the arithmetic."""
     return lambda x, out, *rest: decode(encode(x, spec), x.dtype, out=out)
+
+
+def _is_fp8(spec: Format) -> bool:
+    return spec.bits == 8 and spec.has_sign and spec.torch is not None
 
 
 def _is_wide(spec: Format) -> bool:

@@ -12,8 +12,9 @@ __all__ = ["Method"]
 class Method:
     """A way to write a weight as a short sum of scaled components, value = Σ_i scale_i · component_i.
 
-    `encoder` names the component form: ``scaled`` (one component of `formats` and one scale per tensor) or ``pair`` (a
-    high component in the root checkpoint and a residual beside it). `scale_rounding` is how a scale becomes a power of
+    `encoder` names the component form: ``scaled`` (one component of `formats` and one scale per tensor), ``pair`` (a
+    high component in the root checkpoint and a residual beside it) or ``points`` (for each row components of `formats`,
+    each with a scale; what stays in 16 bits is ``scaled``). `scale_rounding` is how a scale becomes a power of
     two: ``nearest`` or ``floor``. `residuals` are the residual forms of a pair, the first one its default.
     """
 

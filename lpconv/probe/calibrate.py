@@ -3,7 +3,7 @@
 import itertools
 
 from lpconv.hf.quiet import quiet_transformers
-from lpconv.probe.checkpoint import ProbeOptions, prepare
+from lpconv.probe.checkpoint import ProbeOptions, prepare_run
 from lpconv.progress import Progress, Silent
 from lpconv.scaled import EdgeFactors, calibrate, scaled
 
@@ -15,7 +15,7 @@ def calibrate_checkpoint(
 ) -> dict[str, EdgeFactors]:
     """The factors of the model called `name`, measured in fp32 on the batches that a probe with `options` runs."""
     told = progress or Silent()
-    prepared = prepare(name, options, told)
+    prepared = prepare_run(name, options, told)
     told.start("calibrating", 0)
     with quiet_transformers():
         model = scaled(prepared.opened.model, method="unit")

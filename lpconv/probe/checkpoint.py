@@ -22,7 +22,7 @@ from lpconv.probe.run import probe
 from lpconv.probe.task import HIDDEN, MASKED, OpenedModel, open_model
 from lpconv.progress import Progress, Silent
 
-__all__ = ["Prepared", "ProbeOptions", "prepare", "probe_checkpoint"]
+__all__ = ["Prepared", "ProbeOptions", "prepare_run", "probe_checkpoint"]
 
 _SEQ_LEN = 128
 
@@ -55,7 +55,7 @@ class Prepared:
     data_words: str
 
 
-def prepare(name: str, options: ProbeOptions, told: Progress) -> Prepared:
+def prepare_run(name: str, options: ProbeOptions, told: Progress) -> Prepared:
     """Open the model called `name` and cut its text into batches."""
     source = resolve(name, revision=options.revision)
     contents = read_contents(source.directory)
@@ -81,7 +81,7 @@ def probe_checkpoint(name: str, options: ProbeOptions, *, progress: Progress | N
     The record's options say what was run, in `facts`, and what to be careful about, in `warnings`.
     """
     told = progress or Silent()
-    prepared = prepare(name, options, told)
+    prepared = prepare_run(name, options, told)
     opened, seq_len, source = prepared.opened, prepared.seq_len, prepared.source
     told.start("compiling", 0)
     prepare(opened.model.parameters())

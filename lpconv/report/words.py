@@ -31,7 +31,7 @@ __all__ = [
     "verify_sentence",
 ]
 
-_METHODS = {"unit": "unit scaling", "scalify": "Scalify", "collage": "Collage"}
+_METHODS = {"unit": "unit scaling", "scalify": "Scalify", "collage": "Collage", "multipoint": "Multipoint"}
 # The most names that a sentence lists before it says "and N more".
 _NAMES = 3
 
@@ -85,6 +85,8 @@ def _stored_form(result: ConvertResult) -> str:
     formats = sorted({t.format for t in changed}) or [result.format]
     if result.residual:
         return f"{' or '.join(formats)} plus {'an' if result.residual[0] in 'aei' else 'a'} {result.residual} residual"
+    if any(t.points for t in changed):
+        return f"{' or '.join(formats)} codes, rows with a scale for each of their points"
     scaled = any(t.scale is not None for t in changed)
     return f"{' or '.join(formats)}{' codes with one scale each' if scaled else ''}"
 

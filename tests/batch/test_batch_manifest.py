@@ -161,6 +161,8 @@ class TestMistakes:
             ({"method": 3}, r"jobs\[0\].method: expected text, not `3`", "quotes"),
             ({"force": "maybe"}, r"jobs\[0\].force: expected true or false, not `maybe`", "true or false"),
             ({"workers": 0}, r"jobs\[0\].workers: expected a whole number", "2"),
+            ({"method": "multipoint", "budget_bits": "nan"}, r"jobs\[0\].budget_bits: expected a number", "4.5"),
+            ({"method": "multipoint", "budget_bits": 3}, r"jobs\[0\] \(a\): a budget of 3 bits", "more than 4"),
             ({"workers": True}, r"jobs\[0\].workers: expected a whole number", "2"),
             ({"max_memory": "lots"}, r"jobs\[0\].max_memory: size `lots`", "4GB"),
             ({"max_memory": 1.5}, r"jobs\[0\].max_memory: expected a size", "4GB"),
@@ -238,8 +240,10 @@ EXAMPLES: dict[str, Any] = {
     "method": "scalify", "format": "e5m2", "residual": "int8", "layout": "compressed-tensors", "scale": "exact",
     "include": ["a.*"], "exclude": "b.*",
     "rules": ["a=keep"], "revision": "v1", "max_memory": "1GB", "workers": 2, "max_shard_size": 1000, "verify": "none",
-    "gates": ["sqnr>=1"], "force": True, "trust_remote_code": True,
+    "gates": ["sqnr>=1"], "force": True, "trust_remote_code": True, "budget_bits": 5.25, "points_max": 2,
 }  # fmt: skip
+# Settings that only one method has.
+METHOD_OF = {"residual": "collage", "budget_bits": "multipoint", "points_max": "multipoint"}
 
 
 class TestFields:
@@ -250,7 +254,9 @@ class TestFields:
     @pytest.mark.parametrize("dash", [False, True])
     def test_every_field_is_read_in_both_spellings(self, tmp_path: Path, name: str, dash: bool) -> None:
         key = name.replace("_", "-") if dash else name
-        method: dict[str, Any] = {"residual": {"method": "collage"}, "layout": {"format": "e4m3fn"}}.get(name, {})
+        method: dict[str, Any] = {"layout": {"format": "e4m3fn"}}.get(name, {})
+        if name in METHOD_OF:
+            method = {"method": METHOD_OF[name]}
         options = load_manifest(one_job(tmp_path, **method, **{key: EXAMPLES[name]})).jobs[0].options
         assert getattr(options, name) != getattr(with_defaults(ConvertOptions(**method))[0], name)
 

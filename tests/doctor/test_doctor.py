@@ -67,11 +67,11 @@ class TestFormats:
         ("capability", "native"),
         [
             ((6, 1), {"fp32"}),
-            ((7, 5), {"fp32", "fp16"}),
-            ((8, 6), {"fp32", "fp16", "bf16", "tf32"}),
-            ((8, 9), {"fp32", "fp16", "bf16", "tf32", "e4m3fn", "e5m2"}),
-            ((9, 0), {"fp32", "fp16", "bf16", "tf32", "e4m3fn", "e5m2"}),
-            ((10, 0), {"fp32", "fp16", "bf16", "tf32", "e4m3fn", "e5m2", "e2m1", "e8m0fnu"}),
+            ((7, 5), {"fp32", "int8", "fp16"}),
+            ((8, 6), {"fp32", "int8", "fp16", "bf16", "tf32"}),
+            ((8, 9), {"fp32", "int8", "fp16", "bf16", "tf32", "e4m3fn", "e5m2"}),
+            ((9, 0), {"fp32", "int8", "fp16", "bf16", "tf32", "e4m3fn", "e5m2"}),
+            ((10, 0), {"fp32", "int8", "fp16", "bf16", "tf32", "e4m3fn", "e5m2", "e2m1", "e8m0fnu"}),
         ],
     )
     def test_gpus_by_compute_capability(self, capability: tuple[int, int], native: set[str]) -> None:

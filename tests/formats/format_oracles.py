@@ -1,5 +1,6 @@
 """Other people's implementations of the formats, and comparisons, for the tests of this folder."""
 
+import math
 from functools import cache
 
 import ml_dtypes
@@ -19,7 +20,10 @@ ML_DTYPES = {
     "e3m2": ml_dtypes.float6_e3m2fn,
     "e2m3": ml_dtypes.float6_e2m3fn,
     "e2m1": ml_dtypes.float4_e2m1fn,
+    "int8": np.int8,
+    "int4": ml_dtypes.int4,
 }
+INTEGERS = {"int8": 127, "int4": 7}
 GFLOAT = {
     "bf16": formats.format_info_bfloat16,
     "fp16": formats.format_info_binary16,
@@ -32,9 +36,15 @@ GFLOAT = {
 
 
 def ml_dtypes_round(x: torch.Tensor, name: str) -> torch.Tensor:
-    """`x` through ml_dtypes' type and back to x's dtype; overflow goes to Inf, else to NaN, else to the largest."""
+    """`x` through ml_dtypes' type and back to x's dtype; overflow goes to Inf, else to NaN, else to the largest.
+
+    Integer types truncate and wrap, so numpy rounds and clips for them.
+    """
+    wide = x.to(torch.float32).numpy()
+    if name in INTEGERS:
+        wide = np.clip(np.rint(wide), -INTEGERS[name], INTEGERS[name])
     with np.errstate(all="ignore"):
-        there = x.to(torch.float32).numpy().astype(ML_DTYPES[name])
+        there = wide.astype(ML_DTYPES[name])
         return torch.from_numpy(there.astype(np.float32)).to(x.dtype)
 
 
@@ -51,10 +61,11 @@ def every_value(name: str) -> torch.Tensor:
     if np.dtype(dtype).itemsize == 2:
         raw = np.arange(2**16, dtype=np.uint16).view(dtype)
     else:
-        bits = {"e3m2": 6, "e2m3": 6, "e2m1": 4}.get(name, 8)
+        bits = {"e3m2": 6, "e2m3": 6, "e2m1": 4, "int4": 4}.get(name, 8)
         raw = np.arange(2**bits, dtype=np.uint8).view(dtype)
     with np.errstate(all="ignore"):
         values = torch.from_numpy(raw.astype(np.float64))
+    values = values[values.abs() <= INTEGERS.get(name, math.inf)]  # symmetric: the lowest code is not used
     return torch.unique(values[values.isfinite()])
 
 

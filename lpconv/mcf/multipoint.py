@@ -1,0 +1,196 @@
+"""Multipoint quantisation: the rows of a matrix as short sums of low-bit rows, each with a scale of its own.
+
+Liu, Ye, Zhou & Liu 2020 (arXiv 2002.09049, Algorithm 1): x ≈ Σ_i a_i w_i, where every w_i is a row of numbers of a
+format and a_i an fp32 scale. Point i is fitted to what the points before it left, r_{i+1} = r_i - a_i w_i. A scale for
+every residual is what a format of few exponents needs; with all of them 1 this is a multi-component float.
+
+w_i is always r_i / a_i rounded to nearest. So a point is plain rounding at its scale; codes follow from the scales
+alone and can be checked against them. Departures from the paper:
+
+- Only a row's last point takes the scale of the smallest residual. That scale clips, and what it cuts off the next
+  point would have to hold beside a residual that is otherwise small. The points before the last map the row's largest
+  magnitude to the format's largest number instead. For Gaussian rows of two int4 points that is 40 dB instead of 32.
+- A row gets more points by how much of the weights' squared error they remove under a budget of bits. The paper gives
+  them by the error of outputs on calibration data, which a conversion does not have.
+
+Legend: R rows, C columns, N points at most, P points in all.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lpconv.formats import codes
+from lpconv.formats.spec import Format
+
+__all__ = ["Fit", "Points", "decode", "encode", "fit"]
+
+# Scales to try, as factors of the widest. Larger ones leave the top of the range empty, where a row has its own grid.
+_FACTORS = tuple(2.0 ** (k / 4) for k in (2, 1, *range(-1, -11, -1)))
+_REFINEMENTS = 4
+_MIN_SCALE = 2.0**-126
+
+
+@dataclass(frozen=True, kw_only=True)
+class Points:
+    """The scales of a matrix. `counts_R` (uint8) are the points of each row, `scales_P` theirs in the order of rows."""
+
+    counts_R: Tensor
+    scales_P: Tensor
+
+    @property
+    def first_R(self) -> Tensor:
+        """The index of each row's first point."""
+        counts = self.counts_R.long()
+        return counts.cumsum(0) - counts
+
+    def rows(self, start: int, stop: int) -> "Points":
+        """The points of some rows."""
+        first, last = int(self.counts_R[:start].sum()), int(self.counts_R[:stop].sum())
+        return Points(counts_R=self.counts_R[start:stop], scales_P=self.scales_P[first:last])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """Scales for 1 to N points of every row, and what they leave.
+
+    `scales_RNN[r, n]` (float32) begins with the n + 1 scales of row r with n + 1 points; `errors_RN[r, n]` (float64) is
+    Σ(x - x̂)² with them, and falls with n.
+    """
+
+    scales_RNN: Tensor
+    errors_RN: Tensor
+
+    @classmethod
+    def of_blocks(cls, fits: Sequence["Fit"]) -> "Fit":
+        """The fit of a matrix from those of its blocks of rows."""
+        return cls(scales_RNN=torch.cat([f.scales_RNN for f in fits]), errors_RN=torch.cat([f.errors_RN for f in fits]))
+
+    def allot(self, num_points: int) -> Points:
+        """`num_points` in all, one for each row and the others where they remove most error; all cost the same bits.
+
+        Ties go to the first row.
+        """
+        rows, most = self.errors_RN.shape
+        # The points of a row are taken in order, so none may promise more than the one before it.
+        gains = (-self.errors_RN.diff(dim=1)).cummin(dim=1).values
+        taken = gains.flatten().argsort(descending=True, stable=True)[: num_points - rows]
+        counts = 1 + torch.bincount(taken // max(most - 1, 1), minlength=rows)
+        scales_RN = self.scales_RNN[torch.arange(rows), counts - 1]
+        return Points(counts_R=counts.to(torch.uint8), scales_P=scales_RN[torch.arange(most) < counts[:, None]])
+
+
+def fit(x_RC: Tensor, element: Format, points: int) -> Fit:
+    """Scales for up to `points` points of every row of `x_RC` (finite float32)."""
+    rows = x_RC.shape[0]
+    scales = torch.ones(rows, points, points)
+    errors = torch.empty(rows, points, dtype=torch.float64)
+    wide_scales = torch.ones(rows, points)
+    wide = left = x_RC  # what the points so far leave at their widest scales, and as the table has them
+    for n in range(points):
+        scales[:, n, :n] = wide_scales[:, :n]
+        scales[:, n, n] = _best_scale(wide, element)
+        residual = _residual(wide, scales[:, n, n], element)
+        errors[:, n] = _squared(residual.double())
+        if n:
+            worse = errors[:, n] >= errors[:, n - 1]
+            scales[worse, n, :n] = scales[worse, n - 1, :n]
+            scales[worse, n, n] = _best_scale(left[worse], element)
+            residual[worse] = _residual(left[worse], scales[worse, n, n], element)
+            errors[worse, n] = _squared(residual[worse].double())
+        wide_scales[:, n] = _widest_scale(wide, element)
+        wide, left = _residual(wide, wide_scales[:, n], element), residual
+    return Fit(scales_RNN=scales, errors_RN=errors)
+
+
+def encode(x_RC: Tensor, points: Points, element: Format) -> Tensor:
+    """The codes of every point, as bytes [P, ...] packed as in `lpconv.formats.codes`."""
+    shape = codes.code_shape(element, (points.scales_P.numel(), x_RC.shape[1]))
+    coded = torch.empty(shape, dtype=torch.uint8)
+    rest = x_RC
+    for keep, at in _turns(points):
+        rest, scale = rest[keep], points.scales_P[at]
+        coded[at] = codes.encode(rest / scale[:, None], element).view(torch.uint8)
+        rest = _residual(rest, scale, element)
+    return coded
+
+
+def decode(coded: Tensor, points: Points, element: Format) -> Tensor:
+    """The float32 values [R, C] of the bytes that `encode` gives: Σ a_i w_i, summed in the order of the points."""
+    (_, at), *others = _turns(points)
+    values = _scaled_numbers(coded, points, at, element)
+    rows = torch.arange(at.numel())
+    for keep, at in others:
+        rows = rows[keep]
+        values[rows] += _scaled_numbers(coded, points, at, element)
+    return values
+
+
+def _scaled_numbers(coded: Tensor, points: Points, at: Tensor, element: Format) -> Tensor:
+    return codes.decode(coded[at], element) * points.scales_P[at][:, None]
+
+
+def _turns(points: Points) -> list[tuple[Tensor, Tensor]]:
+    """For the first, second, ... point of rows: which rows of those that had the one before have it, and its index."""
+    turns = []
+    counts, first = points.counts_R, points.first_R
+    for k in range(int(counts.max())):
+        keep = counts > k
+        counts, first = counts[keep], first[keep]
+        turns.append((keep, first + k))
+    return turns
+
+
+def _widest_scale(x_RC: Tensor, element: Format) -> Tensor:
+    """The scale of each row that maps its largest magnitude to the format's largest number; 1 for rows of zeros."""
+    scale = torch.maximum(x_RC.amax(1), -x_RC.amin(1)) / element.max
+    return torch.where(scale == 0, 1.0, scale.clamp_min(_MIN_SCALE))
+
+
+def _best_scale(x_RC: Tensor, element: Format) -> Tensor:
+    """The scale of each row that leaves the smallest residual, or nearly; never a worse one than the widest.
+
+    Least squares gives the best scale for the numbers that a scale rounds to, and rounding gives the best numbers for
+    that scale, so refining lowers the error until both agree.
+    """
+    if x_RC.shape[0] == 0:
+        return x_RC.new_empty(0)
+    widest = _widest_scale(x_RC, element)
+    scale, error = widest, _squared(_residual(x_RC, widest, element))
+    for factor in _FACTORS:
+        scale, error = _better(x_RC, scale, error, widest * factor, element)
+    for _ in range(_REFINEMENTS):
+        numbers = _nearest(x_RC / scale[:, None], element)
+        fitted = (x_RC * numbers).sum(1) / numbers.square().sum(1)
+        scale, error = _better(x_RC, scale, error, fitted, element)
+    return scale
+
+
+def _better(x_RC: Tensor, scale: Tensor, error: Tensor, other: Tensor, element: Format) -> tuple[Tensor, Tensor]:
+    """Of two scales of each row the one with the smaller error, and that error; 0 and NaN are no scales."""
+    other = torch.where(other >= _MIN_SCALE, other, scale)
+    other_error = _squared(_residual(x_RC, other, element))
+    is_better = other_error < error
+    return torch.where(is_better, other, scale), torch.where(is_better, other_error, error)
+
+
+def _squared(x_RC: Tensor) -> Tensor:
+    return x_RC.square().sum(1)
+
+
+def _residual(x_RC: Tensor, scale: Tensor, element: Format) -> Tensor:
+    """x - scale · round(x / scale)."""
+    return x_RC - _nearest(x_RC / scale[:, None], element).mul_(scale[:, None])
+
+
+def _nearest(x: Tensor, element: Format) -> Tensor:
+    """`formats.cast` of finite float32 to at most 8 bits, in place; zeros may lose their sign.
+
+    The adder rounds: beside 1.5 · 2^23 steps no float32 has room for less than a step.
+    """
+    x.clamp_(-element.max, element.max)
+    power = (x.view(torch.int32) & 0x7F800000).view(torch.float32)
+    shift = power.clamp_min_(element.min_normal).mul_(1.5 * 2.0 ** (23 - element.mantissa_bits))
+    return x.add_(shift).sub_(shift)
