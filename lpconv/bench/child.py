@@ -92,6 +92,8 @@ class Child:
 
     def close(self) -> None:
         """End the process."""
+        if self._process.returncode is not None:
+            return
         self._process.kill()
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout, self._stderr):

@@ -71,9 +71,30 @@ def bench(
     A case that does not fit, misses a library or fails is a row that says so; the others go on. Raises UsageError and
     InputError for a request that no case can meet, UnsupportedError for a device that is not there.
     """
+    told = progress or Silent()
+    _groups(
+        _cases(options, {"device": "cpu", "name": ""})[0], options
+    )  # wrong names are found before any process starts
     with Child() as child:
         device = child.ask("look", device=options.device)
-    told = progress or Silent()
+        cases, notes = _cases(options, device)
+        for note in notes:
+            told.message(note)
+        run = _Run(
+            options=options,
+            told=told,
+            on_result=on_result,
+            notes=notes,
+            monitor=monitor or _monitor(device),
+            idle=child,
+        )
+        for base_case, variants in _groups(cases, options).items():
+            run.measure_group(base_case, variants)
+        return run.result(interrupted=False)
+
+
+def _cases(options: BenchOptions, device: dict[str, Any]) -> tuple[list[Case], tuple[str, ...]]:
+    """Everything to measure on a device, and what to tell the user about it."""
     template, notes = choose_model(options.model, options.layers, device)
     template = dataclasses.replace(
         template, compiled=options.compiled, threads=options.threads, seed=options.seed, device=device["device"]
@@ -89,12 +110,7 @@ def bench(
             sizes=sizes,
         )
     )
-    for note in notes:
-        told.message(note)
-    run = _Run(options=options, told=told, on_result=on_result, notes=notes, monitor=monitor or _monitor(device))
-    for base_case, variants in _groups(cases, options).items():
-        run.measure_group(base_case, variants)
-    return run.result(interrupted=False)
+    return cases, notes
 
 
 def compare_with_itself(case: Case, effort: Effort) -> RatioRecord:
@@ -127,6 +143,7 @@ class _Run:
     on_result: Callable[[BenchResult], object]
     notes: tuple[str, ...]
     monitor: GpuMonitor | None
+    idle: Child | None = None
     rows: list[BenchRow] = field(default_factory=list)
     verdicts: list[VerdictRecord] = field(default_factory=list)
     peaks: PeakRecord | None = None
@@ -151,7 +168,7 @@ class _Run:
     def measure_group(self, base_case: Case, variants: Sequence[Case]) -> None:
         """The baseline's row, a row for each variant, and the verdict on them."""
         first = len(self.rows)
-        with Child() as base:
+        with self._child() as base:
             if self.peaks is None:
                 self.peaks = from_json(PeakRecord, base.ask("peaks", device=base_case.device))
             group = _Group(case=base_case, child=base, name=_baseline_name(base_case))
@@ -167,6 +184,11 @@ class _Run:
                 return
         found = verdict(self.rows[first:], group.gemms, self.peaks)
         self.verdicts += [found] if found else []
+
+    def _child(self) -> Child:
+        """A process without a case: the one that looked at the machine, and then new ones."""
+        child, self.idle = self.idle or Child(), None
+        return child
 
     def _measure_variant(self, group: "_Group", case: Case) -> None:
         """The case's row; before the first one, the baseline's from the same rounds."""

@@ -1,6 +1,10 @@
 """`lpconv bench` as a user meets it, on the embedded model and without compiling."""
 
 import json
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -97,36 +101,38 @@ def test_what_was_saved_is_shown_again_and_compared_with(trained: tuple[dict[str
     assert saved["interrupted"] is False
 
 
-def test_a_sweep_goes_on_behind_a_batch_that_does_not_fit() -> None:
-    args = ("demo", "--format", "fp8", "--sweep", "batch=1,100000000 seq=32", *QUICK, "--json")
-
-    result = run(*args)
+def test_a_sweep_goes_on_behind_what_does_not_fit_and_what_is_missing() -> None:
+    result = run(
+        "demo", "--method", "te,unit", "--sweep", "batch=100000000,1 seq=32", *QUICK, "--json"
+    )  # fmt: skip
 
     assert result.exit_code == 7, result.output
-    error = json.loads(result.stdout)["error"]
-    rows = error["details"]["result"]["rows"]
-    assert [(r["batch"], r["status"]) for r in rows] == [
-        (1, "ok"), (1, "ok"), (100_000_000, "too large"), (100_000_000, "too large"),
-    ]  # fmt: skip
-    assert rows[-1]["estimate_bytes"] > 1e12
     assert "needs about" in result.stderr
+    rows = json.loads(result.stdout)["error"]["details"]["result"]["rows"]
+    assert [(r["batch"], r["method"], r["status"]) for r in rows] == [
+        (100_000_000, "plain", "too large"), (100_000_000, "te", "too large"), (100_000_000, "unit", "too large"),
+        (1, "te", "skipped"), (1, "plain", "ok"), (1, "unit", "ok"),
+    ]  # fmt: skip
+    assert rows[0]["estimate_bytes"] > 1e12
+    assert "pip install transformer-engine" in rows[3]["reason"]
 
 
-def test_a_missing_peer_is_skipped_with_its_install_line() -> None:
-    result = run("demo", "--format", "fp8", "--method", "te", *QUICK, "--output-format", "csv")
+def test_an_interrupted_run_keeps_the_rows_it_has(tmp_path: Path) -> None:
+    saved, command = tmp_path / "bench.json", [sys.executable, "-m", "lpconv", "bench", "demo"]
+    sizes = "batch=1,2,3,4,5,6,7,8 seq=16"
+    process = subprocess.Popen([*command, "--sweep", sizes, *QUICK, "--save", str(saved)], stdout=subprocess.PIPE)
+    while not saved.exists():
+        assert process.poll() is None
+        time.sleep(0.1)
 
-    assert result.exit_code == 4
-    assert "pip install transformer-engine" in result.stderr
-    assert "skipped" in result.stdout
-    assert result.stdout.count("\n") == 3  # a heading, the baseline, the row that was skipped
+    process.send_signal(signal.SIGINT)
+    stdout, _ = process.communicate(timeout=60)
 
-
-def test_a_gate_that_no_row_can_meet_fails() -> None:
-    result = run("demo", "--format", "fp8", "--gate", "speedup>=1000", *QUICK, "--output-format", "md")
-
-    assert result.exit_code == 5
-    assert "gate failed" in result.stderr
-    assert "| fp8 unit |" in result.stdout
+    assert process.returncode == 130
+    assert b"interrupted" in stdout
+    document = json.loads(saved.read_text())
+    assert document["interrupted"]
+    assert document["rows"][0]["status"] == "ok"
 
 
 @pytest.mark.parametrize(
@@ -137,8 +143,8 @@ def test_a_gate_that_no_row_can_meet_fails() -> None:
         (2, ("demo", "--min-iters", "0")),
         (2, ("demo", "--sweep", "batch=2", "--batch", "1")),
         (2, ("demo", "--output-format", "yaml")),
+        (2, ("demo", "--baseline", "bf15")),
         (2, ("demo", "--layers", "5")),
-        (3, ("no-such-model",)),
         (3, ("demo", "--compare", "no-such.json")),
         (4, ("demo", "--device", "cuda")),
     ],
