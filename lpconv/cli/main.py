@@ -6,6 +6,7 @@ import typer
 
 import lpconv
 from lpconv.cli.batch import batch
+from lpconv.cli.bench import bench
 from lpconv.cli.convert import convert
 from lpconv.cli.demo import demo
 from lpconv.cli.doctor import doctor
@@ -29,7 +30,7 @@ app = typer.Typer(
     epilog="Start with [bold]lpconv demo[/bold]. Exit codes are listed in docs/cli.md.",
 )
 
-for command in (convert, inspect, verify, restore, probe, report, batch, doctor, demo):
+for command in (convert, inspect, verify, restore, probe, bench, report, batch, doctor, demo):
     app.command()(handled(command))
 app.add_typer(export)
 

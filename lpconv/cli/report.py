@@ -14,7 +14,10 @@ __all__ = ["report"]
 def report(
     runs: Annotated[
         list[str],
-        typer.Argument(help="Outputs of `lpconv convert` (or report.json), or one of `lpconv probe`.", metavar="RUN…"),
+        typer.Argument(
+            help="Outputs of `lpconv convert` (or report.json), one of `lpconv probe`, or a saved bench.",
+            metavar="RUN…",
+        ),
     ],
     what_if: Annotated[
         str | None,
@@ -25,7 +28,7 @@ def report(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Show one run again, or compare several; ask a probe about another format.
+    """Show one run again, or compare several; ask a probe about another format; show a saved bench.
 
     [bold]Examples[/bold]
 
@@ -35,8 +38,15 @@ def report(
 
       lpconv report ./bert-large-probe --what-if e5m2
     """
+    from lpconv.bench.saved import is_bench
     from lpconv.probe.output import find_probe
 
+    benches = [Path(run) for run in runs if is_bench(Path(run))]
+    if benches:
+        if len(runs) > 1:
+            raise UsageError("a bench is shown alone", hint="compare two with `lpconv bench --compare OLD.json`")
+        _report_bench(benches[0], html, json=json)
+        return
     probes = [path for run in runs if (path := find_probe(run)) is not None]
     if probes:
         if len(runs) > 1:
@@ -64,6 +74,22 @@ def _report_probe(path: Path, what_if: str | None, html: str | None, *, json: bo
         print(json_text(answers), end="")
         return
     show(render_what_if(answers) if what_if else render_probe(answers))
+
+
+def _report_bench(path: Path, html: str | None, *, json: bool) -> None:
+    from lpconv.bench.saved import read_bench
+    from lpconv.report.bench_html import html_bench
+    from lpconv.report.bench_terminal import render_bench
+    from lpconv.report.document import json_text
+    from lpconv.report.terminal import show
+
+    result = read_bench(path)
+    if html is not None:
+        _write_page(html, html_bench(result))
+    if json:
+        print(json_text(result), end="")
+        return
+    show(render_bench(result))
 
 
 def _report_conversions(runs: list[str], html: str | None, *, json: bool) -> None:

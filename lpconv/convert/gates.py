@@ -2,7 +2,7 @@
 
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lpconv.errors import UsageError
@@ -38,17 +38,22 @@ class Gate:
     operator: str
     bound: float
 
+    def check(self, value: float | None) -> GateRecord:
+        """The gate with the value it met; one that was not measured fails."""
+        passed = value is not None and _OPERATORS[self.operator](value, self.bound)
+        return GateRecord(expression=self.expression, value=value, passed=passed)
 
-def parse_gate(text: str) -> Gate:
-    """``METRIC>=NUMBER`` (or <=, >, <, ==) as a gate."""
+
+def parse_gate(text: str, metrics: Mapping[str, object] = METRICS, example: str = "sqnr>=25") -> Gate:
+    """``METRIC>=NUMBER`` (or <=, >, <, ==) as a gate on one of `metrics`."""
     match = re.fullmatch(r"\s*(\w+)\s*(>=|<=|==|>|<)\s*([-+.\w]+)\s*", text)
     if not match:
-        raise UsageError(f"gate `{text}` is not METRIC>=NUMBER", hint="for example --gate 'sqnr>=25'")
-    find("metric", match[1], METRICS)
+        raise UsageError(f"gate `{text}` is not METRIC>=NUMBER", hint=f"for example --gate '{example}'")
+    find("metric", match[1], metrics)
     try:
         bound = float(match[3])
     except ValueError as e:
-        raise UsageError(f"gate `{text}`: `{match[3]}` is not a number", hint="for example --gate 'sqnr>=25'") from e
+        raise UsageError(f"gate `{text}`: `{match[3]}` is not a number", hint=f"for example --gate '{example}'") from e
     return Gate(expression=text.strip(), metric=match[1], operator=match[2], bound=bound)
 
 
@@ -59,7 +64,7 @@ def needs_logits(gates: Sequence[Gate]) -> bool:
 
 def check_gates(gates: Sequence[Gate], result: VerifyResult) -> tuple[GateRecord, ...]:
     """Each gate with the value it met. A figure that was not measured fails its gate."""
-    return tuple(_check(g, _value(g, result)) for g in gates)
+    return tuple(g.check(_value(g, result)) for g in gates)
 
 
 def _value(gate: Gate, result: VerifyResult) -> float | None:
@@ -68,8 +73,3 @@ def _value(gate: Gate, result: VerifyResult) -> float | None:
         return of_weights(result.weights) if result.weights else None
     assert of_logits is not None
     return of_logits(result.logits) if result.logits else None
-
-
-def _check(gate: Gate, value: float | None) -> GateRecord:
-    passed = value is not None and _OPERATORS[gate.operator](value, gate.bound)
-    return GateRecord(expression=gate.expression, value=value, passed=passed)

@@ -222,7 +222,7 @@ def _info(name: str, dtype: str, shape: tuple[int, ...]) -> TensorInfo:
 
 
 def _root_infos(t: PlannedTensor, options: ConvertOptions, method: Method) -> list[TensorInfo]:
-    """The entries of one tensor in the root file. Our codes have a leading axis: plain transformers must refuse them."""
+    """Entries of one tensor in the root file. Our codes have a leading axis: stock transformers must refuse them."""
     if t.format is None:
         return [_info(t.name, t.info.dtype, t.info.shape)]
     if t.points is not None:

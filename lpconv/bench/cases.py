@@ -1,0 +1,168 @@
+"""What to measure: formats, methods, modes and sizes, multiplied out into cases. Imports no torch."""
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from lpconv.errors import UsageError
+from lpconv.lookup import find
+
+__all__ = [
+    "BASELINES",
+    "COMPILE_MODES",
+    "FORMATS",
+    "METHODS",
+    "MODES",
+    "OPTIMIZERS",
+    "PLAIN",
+    "Case",
+    "Peer",
+    "baseline_of",
+    "expand",
+    "parse_sweep",
+]
+
+MODES = ("infer", "train")
+# What torch.compile is given: each block of the model (compiled once, since they share their code), the whole model, or
+# nothing.
+COMPILE_MODES = ("blocks", "model", "off")
+BASELINES = ("bf16+compile", "bf16", "fp16+compile", "fp16", "fp32+compile", "fp32")
+PLAIN = "plain"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """A library that we compare with: its module and the command that installs it."""
+
+    module: str
+    install: str
+
+
+_TORCHAO = Peer(module="torchao", install="pip install torchao")
+_TE = Peer(module="transformer_engine", install="pip install transformer-engine[pytorch]")
+
+# What a format can be run as; the first is its default.
+FORMATS: dict[str, tuple[str, ...]] = {
+    "fp32": (PLAIN, "scalify"),
+    "bf16": (PLAIN, "scalify"),
+    "fp16": (PLAIN, "scalify"),
+    "fp8": ("unit", "scalify", "tensorwise", "delayed", "rowwise", "mx", "torchao-tensorwise", "torchao-rowwise", "te"),
+}
+# Every method, with the peer it needs.
+METHODS: dict[str, Peer | None] = {
+    PLAIN: None,
+    **dict.fromkeys(("unit", "scalify", "tensorwise", "delayed", "rowwise", "mx")),
+    "torchao-tensorwise": _TORCHAO,
+    "torchao-rowwise": _TORCHAO,
+    "te": _TE,
+}
+OPTIMIZERS: dict[str, Peer | None] = {
+    "adamw": None,
+    "collage-light": None,
+    "collage-plus": None,
+    "optimi-kahan": Peer(module="optimi", install="pip install torch-optimi"),
+    "torchao-stochastic": _TORCHAO,
+    "torchao-8bit": _TORCHAO,
+    "bitsandbytes-8bit": Peer(module="bitsandbytes", install="pip install bitsandbytes"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One configuration, complete: a child process needs nothing else. `layers` None keeps the model's own number."""
+
+    model: str
+    layers: int | None
+    format: str
+    method: str
+    mode: str
+    optimizer: str | None
+    batch: int
+    seq: int
+    compiled: str
+    device: str
+    threads: int | None = None
+    seed: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in a step."""
+        return self.batch * self.seq
+
+    @property
+    def peers(self) -> tuple[Peer, ...]:
+        """The other libraries that it needs."""
+        found = (METHODS[self.method], OPTIMIZERS[self.optimizer] if self.optimizer else None)
+        return tuple(p for p in found if p is not None)
+
+
+def expand(
+    template: Case,
+    *,
+    formats: Sequence[str],
+    methods: Sequence[str],
+    modes: Sequence[str],
+    optimizers: Sequence[str],
+    sizes: Sequence[tuple[int, int]],
+) -> Iterator[Case]:
+    """Every case of a run, those that share a baseline together.
+
+    A format that no asked method applies to runs as its default. Raises UsageError for unknown names, with the nearest.
+    """
+    for method in methods:
+        find("method", method, METHODS)
+    for mode in modes:
+        find("mode", mode, dict.fromkeys(MODES))
+    for wanted in optimizers:
+        find("optimizer", wanted, OPTIMIZERS)
+    runs = [(name, m) for name in dict.fromkeys(formats) for m in _methods_of(name, methods)]
+    for mode, (batch, seq) in itertools.product(modes, sizes):
+        chosen: Sequence[str | None] = optimizers if mode == "train" else [None]
+        for (name, method), optimizer in itertools.product(runs, chosen):
+            yield dataclasses.replace(
+                template, format=name, method=method, mode=mode, optimizer=optimizer, batch=batch, seq=seq,
+                compiled=_compiled(template, method),
+            )  # fmt: skip
+
+
+def _compiled(template: Case, method: str) -> str:
+    """Scaled tensors cross the border of a compiled block in neither direction, and compiling a whole model of them
+    takes a CPU minutes."""
+    if method != "scalify" or template.compiled == "off":
+        return template.compiled
+    return "off" if template.device == "cpu" else "model"
+
+
+def _methods_of(name: str, asked: Sequence[str]) -> list[str]:
+    possible = find("format", name, FORMATS)
+    chosen = [m for m in dict.fromkeys(asked) if m in possible]
+    if possible[0] == PLAIN:
+        return [PLAIN, *(m for m in chosen if m != PLAIN)]
+    return chosen or [possible[0]]
+
+
+def baseline_of(case: Case, name: str, *, compiled: str) -> Case:
+    """The case that `case` is compared with: a 16- or 32-bit format `name`, with ``+compile`` where it is compiled.
+
+    It is compiled as `compiled` says, and by block where that is "off".
+    """
+    find("baseline", name, dict.fromkeys(BASELINES))
+    format_name, _, wants_compile = name.partition("+")
+    how = "off" if not wants_compile else compiled if compiled != "off" else "blocks"
+    optimizer = "adamw" if case.mode == "train" else None
+    return dataclasses.replace(case, format=format_name, method=PLAIN, optimizer=optimizer, compiled=how)
+
+
+def parse_sweep(texts: Sequence[str]) -> dict[str, list[int]]:
+    """``batch=1,8`` and ``seq=128,512``, in one text or several, as lists of numbers."""
+    found: dict[str, list[int]] = {}
+    for part in " ".join(texts).split():
+        match = re.fullmatch(r"(batch|seq)=(\d+(?:,\d+)*)", part)
+        if not match:
+            raise UsageError(f"`{part}` is no sweep", hint="for example --sweep 'batch=1,8,32 seq=128,512'")
+        found[match[1]] = [int(n) for n in match[2].split(",")]
+        if 0 in found[match[1]]:
+            raise UsageError(f"`{part}`: sizes begin at 1", hint="for example --sweep 'batch=1,8,32 seq=128,512'")
+    return found

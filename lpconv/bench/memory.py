@@ -1,0 +1,150 @@
+"""What takes up memory at the moment of the peak, from the allocator's own events.
+
+torch's profiler sees every allocation, on a CPU and on a GPU, in eager and in compiled code. Blocks that were there
+before the step are weights or optimizer state; of those that the step made, the gradients are known by their addresses,
+and activations are what the forward pass leaves behind. The rest are temporaries.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._profiler import _EventType
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from lpconv.results import MemoryParts
+
+__all__ = ["Allocation", "StepMemory", "parts_at_peak", "profile_step", "storage_bytes"]
+
+_FORWARD = "lpconv:forward"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Allocation:
+    """A block that came (`size` above 0) or went, at `time_ns`."""
+
+    time_ns: int
+    address: int
+    size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMemory:
+    """The peak of one step, what it consists of, and what the forward pass had kept at its end."""
+
+    peak_bytes: int
+    saved_bytes: int
+    parts: MemoryParts
+
+
+def storage_bytes(tensors: Iterable[Any]) -> int:
+    """Bytes of the distinct storages behind tensors; a wrapper counts as the tensors inside it."""
+    found = {s.data_ptr(): s.nbytes() for t in tensors for s in _storages(t)}
+    return sum(found.values())
+
+
+def _storages(x: Any) -> Iterator[Any]:
+    if not isinstance(x, Tensor):
+        return
+    inner = getattr(x, "__tensor_flatten__", None)
+    if inner is None:
+        yield x.untyped_storage()
+        return
+    names, _ = inner()
+    for name in names:
+        yield from _storages(getattr(x, name))
+
+
+def profile_step(
+    forward: Callable[[], Any],
+    finish: Callable[[Any], None],
+    *,
+    weights: int,
+    optimizer: int,
+    gradients: Callable[[], Iterable[Any]],
+    device: str,
+) -> StepMemory:
+    """One step under the profiler: `forward`, then `finish` on its result (backward pass and optimizer, or nothing).
+
+    `weights` and `optimizer` are the bytes that are there before, and `gradients` gives the gradients that are there
+    when `finish` returns; it must not have freed them.
+    """
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:  # sees a GPU's allocator too
+        with record_function(_FORWARD):
+            result = forward()
+        finish(result)
+        del result
+        _synchronise(device)
+        kept = {s.data_ptr() for g in gradients() for s in _storages(g)}
+    results = profiled.profiler.kineto_results
+    events = list(_walk(results.experimental_event_tree()))
+    forward_end = next(e.end_time_ns for e in events if e.name == _FORWARD)
+    allocations = [
+        Allocation(time_ns=e.start_time_ns, address=e.extra_fields.ptr, size=e.extra_fields.alloc_size)
+        for e in events
+        if e.tag == _EventType.Allocation and e.extra_fields.device.type == torch.device(device).type
+    ]
+    allocations.sort(key=lambda a: a.time_ns)
+    return parts_at_peak(allocations, forward_end, kept, weights=weights, optimizer=optimizer)
+
+
+def _synchronise(device: str) -> None:
+    if device != "cpu":
+        torch.cuda.synchronize()
+
+
+def _walk(events: Iterable[Any]) -> Iterator[Any]:
+    for event in events:
+        yield event
+        yield from _walk(event.children)
+
+
+def parts_at_peak(
+    allocations: Sequence[Allocation], forward_end_ns: int, gradients: set[int], *, weights: int, optimizer: int
+) -> StepMemory:
+    """Replay the allocations of a step, in order. `gradients` are the addresses of gradients at its end."""
+    count = sum(a.time_ns <= forward_end_ns for a in allocations)
+    saved = _alive(allocations[:count])
+    at_peak = _alive(allocations[: _peak_index(allocations) + 1])
+    made_gradients = {i for i in _alive(allocations) if allocations[i].address in gradients}
+    of_gradients = sum(allocations[i].size for i in at_peak & made_gradients)
+    of_activations = sum(allocations[i].size for i in at_peak & saved - made_gradients)
+    peak = sum(allocations[i].size for i in at_peak)
+    parts = MemoryParts(
+        weights=weights,
+        gradients=of_gradients,
+        optimizer=optimizer,
+        activations=of_activations,
+        other=peak - of_gradients - of_activations,
+    )
+    saved_bytes = sum(allocations[i].size for i in saved)
+    return StepMemory(peak_bytes=weights + optimizer + peak, saved_bytes=saved_bytes, parts=parts)
+
+
+def _peak_index(allocations: Sequence[Allocation]) -> int:
+    """The event after which the most bytes are alive; blocks from before the step do not count."""
+    alive: dict[int, int] = {}
+    total = most = 0
+    found = -1
+    for i, a in enumerate(allocations):
+        if a.size > 0:
+            alive[a.address] = a.size
+            total += a.size
+        else:
+            total -= alive.pop(a.address, 0)
+        if total > most:
+            most, found = total, i
+    return found
+
+
+def _alive(allocations: Sequence[Allocation]) -> set[int]:
+    """The events whose blocks are still there after the last."""
+    alive: dict[int, int] = {}
+    for i, a in enumerate(allocations):
+        if a.size > 0:
+            alive[a.address] = i
+        else:
+            alive.pop(a.address, None)
+    return set(alive.values())

@@ -1,0 +1,51 @@
+"""From rows to an exit code: what a script has to know after everything was measured and kept."""
+
+from lpconv.bench.gates import REGRESSION
+from lpconv.bench.run import FAILED, SKIPPED, TOO_LARGE
+from lpconv.errors import LpconvError, ResourceError, UnsupportedError, VerificationError
+from lpconv.report.numbers import plural
+from lpconv.results import BenchResult, to_json
+
+__all__ = ["problem"]
+
+
+def problem(result: BenchResult) -> LpconvError | None:
+    """The error that the command should end with, None where all is well; its details hold the whole result.
+
+    Rows that failed, gates and regressions come first (exit code 5), then rows that did not fit (7). Rows that were
+    skipped are an error (4) only where no other row is left beside the baseline.
+    """
+    found = _failure(result) or _too_large(result) or _nothing_left(result)
+    if found is not None:
+        found.details["result"] = to_json(result)
+    return found
+
+
+def _failure(result: BenchResult) -> LpconvError | None:
+    failed = [r for r in result.rows if r.status == FAILED]
+    gates = [g.expression for g in result.gates if not g.passed]
+    worse = [c.name for c in result.changes if c.change == REGRESSION]
+    if failed:
+        return VerificationError(f"{failed[0].name}: {failed[0].reason}", hint="the other rows were measured and kept")
+    if gates:
+        return VerificationError(f"{plural(len(gates), 'gate')} failed: {'; '.join(gates)}", hint="see the table")
+    if worse:
+        return VerificationError(f"slower than before: {'; '.join(worse)}", hint="see the table of changes")
+    return None
+
+
+def _too_large(result: BenchResult) -> LpconvError | None:
+    rows = [r for r in result.rows if r.status == TOO_LARGE]
+    if not rows:
+        return None
+    return ResourceError(
+        f"{plural(len(rows), 'row')} did not fit; the first: {rows[0].reason}",
+        hint="take a smaller --batch or --seq, or fewer --layers",
+    )
+
+
+def _nothing_left(result: BenchResult) -> LpconvError | None:
+    variants = [r for r in result.rows if not r.is_baseline]
+    if not variants or any(r.status != SKIPPED for r in variants):
+        return None
+    return UnsupportedError(f"{variants[0].name}: {variants[0].reason}", hint="nothing else was asked for")

@@ -1,0 +1,206 @@
+"""What a format and method make of a model and its optimizer. A new recipe is a function and a line in `_APPLY`."""
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lpconv.bench.cases import Case
+from lpconv.bench.models import is_head, step_loss
+from lpconv.errors import UnsupportedError
+from lpconv.kernels.fp8_linear import FP8_RECIPES, Fp8Linear, calibrate, convert_linears
+from lpconv.kernels.linear import FP16_LINEAR, linear
+from lpconv.optim import CollageAdamW
+from lpconv.scaled import AdamW as ScaledAdamW
+from lpconv.scaled import scaled
+
+__all__ = ["apply_recipe", "check_peers", "is_emulated", "make_optimizer"]
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_FP8_CAPABILITY = (8, 9)
+_LR = 1e-4
+
+
+def check_peers(case: Case) -> None:
+    """Raise UnsupportedError, with the install line, where a library that the case needs is missing."""
+    for peer in case.peers:
+        if importlib.util.find_spec(peer.module) is None:
+            raise UnsupportedError(f"{peer.module} is not installed", hint=peer.install)
+
+
+def is_emulated(case: Case) -> bool:
+    """Whether the case's products run in a wider format than the one it names."""
+    if case.format in ("fp32", "bf16"):
+        return False
+    if not case.device.startswith("cuda"):
+        return True  # fp8 multiplies in bf16 and fp16 in fp32
+    if case.format == "fp16":
+        return False
+    # Block scales need tensor cores of capability 10, for which lpconv has no kernel yet.
+    return case.method == "mx" or torch.cuda.get_device_capability() < _FP8_CAPABILITY
+
+
+def apply_recipe(model: nn.Module, case: Case, batch: dict[str, Tensor]) -> nn.Module:
+    """`model` (fp32) in the case's format; parameters are bf16 under every fp8 recipe but scalify.
+
+    Raises UnsupportedError where a device or a peer cannot do it.
+    """
+    if case.method == "scalify":
+        return scaled(model, method="scalify", compute=case.format)
+    if case.format != "fp8":
+        model.to(_DTYPES[case.format])
+        if case.format == "fp16" and case.device == "cpu":
+            _multiply_fp16_through_fp32(model)
+        return model
+    model.to(torch.bfloat16)
+    if case.method in FP8_RECIPES:
+        return _fp8(model, case, batch)
+    return _PEERS[case.method](model, case)
+
+
+def _fp8(model: nn.Module, case: Case, batch: dict[str, Tensor]) -> nn.Module:
+    names = convert_linears(model, case.method, keep=lambda name, module: is_head(model, module))
+    if not names:
+        raise UnsupportedError(f"`{case.model}` has no Linear to run in fp8", hint="bench another model")
+
+    def step() -> None:
+        if case.mode == "train":
+            step_loss(model, batch).backward()  # type: ignore[no-untyped-call]
+            model.zero_grad(set_to_none=True)
+        else:
+            with torch.no_grad():
+                model(**batch)
+
+    calibrate(model, step)
+    if FP8_RECIPES[case.method].source == "delayed":
+        step()  # a history to scale by
+    if case.mode == "infer":
+        for module in model.modules():
+            if isinstance(module, Fp8Linear):
+                module.freeze()
+    return model
+
+
+class _Fp16Linear(nn.Linear):
+    """torch multiplies float16 on a CPU ten and more times slower than float32."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return linear(input, self.weight, self.bias, recipe=FP16_LINEAR)
+
+
+def _multiply_fp16_through_fp32(model: nn.Module) -> None:
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = _Fp16Linear
+
+
+def _torchao(recipe: str) -> Callable[[nn.Module, Case], nn.Module]:
+    def apply(model: nn.Module, case: Case) -> nn.Module:
+        if case.mode == "infer":
+            return _torchao_inference(model, case, recipe)
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        emulate = is_emulated(case)
+        config = Float8LinearConfig.from_recipe_name(recipe)
+        object.__setattr__(config, "emulate", emulate)
+        changed: nn.Module = convert_to_float8_training(
+            model, config=config, module_filter_fn=lambda module, name: _fits_tensor_cores(model, module)
+        )
+        return changed
+
+    return apply
+
+
+def _torchao_inference(model: nn.Module, case: Case, recipe: str) -> nn.Module:
+    if is_emulated(case):
+        raise UnsupportedError(
+            "torchao runs fp8 inference on GPUs of compute capability 8.9 or higher only",
+            hint="compare in --mode train, where it emulates fp8",
+        )
+    from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, PerTensor, quantize_
+
+    granularity = PerRow() if recipe == "rowwise" else PerTensor()
+    quantize_(
+        model,
+        Float8DynamicActivationFloat8WeightConfig(granularity=granularity),
+        filter_fn=lambda module, name: _fits_tensor_cores(model, module),
+    )
+    return model
+
+
+def _fits_tensor_cores(model: nn.Module, module: Any) -> bool:
+    """torchao swaps Linears only, and wants both sizes to be multiples of 16."""
+    if not isinstance(module, nn.Linear) or is_head(model, module):
+        return False
+    return module.in_features % 16 == 0 and module.out_features % 16 == 0
+
+
+def _transformer_engine(model: nn.Module, case: Case) -> nn.Module:
+    """TransformerEngine's Linear with its default recipe (delayed scaling) in place of every Linear but the head."""
+    if is_emulated(case):
+        raise UnsupportedError("TransformerEngine needs a GPU of compute capability 8.9 or higher", hint="leave it out")
+    te = importlib.import_module("transformer_engine.pytorch")
+    for name, module in list(model.named_modules()):
+        if type(module) is nn.Linear and _fits_tensor_cores(model, module):
+            ours = te.Linear(
+                module.in_features, module.out_features, bias=module.bias is not None, params_dtype=torch.bfloat16
+            )
+            with torch.no_grad():
+                ours.weight.copy_(module.weight)
+                if module.bias is not None:
+                    ours.bias.copy_(module.bias)
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, ours)
+    plain = model.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with te.fp8_autocast(enabled=True):
+            return plain(*args, **kwargs)
+
+    model.forward = forward
+    return model
+
+
+_PEERS: dict[str, Callable[[nn.Module, Case], nn.Module]] = {
+    "torchao-tensorwise": _torchao("tensorwise"),
+    "torchao-rowwise": _torchao("rowwise"),
+    "te": _transformer_engine,
+}
+
+
+def make_optimizer(model: nn.Module, case: Case) -> torch.optim.Optimizer:
+    """The optimizer of a training case, with state in the dtype of the parameters unless its name says otherwise."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if case.method == "scalify":
+        if case.optimizer != "adamw":
+            raise UnsupportedError(f"scaled tensors do not train with {case.optimizer}", hint="use adamw")
+        state = torch.float32 if case.format == "fp32" else torch.bfloat16
+        return ScaledAdamW(parameters, lr=_LR, master=False, state_dtype=state)
+    assert case.optimizer is not None
+    return _OPTIMIZERS[case.optimizer](parameters)
+
+
+def _collage(variant: str) -> Callable[[list[Any]], torch.optim.Optimizer]:
+    return lambda parameters: CollageAdamW(parameters, lr=_LR, betas=(0.9, 0.95), variant=variant)
+
+
+def _peer(module: str, name: str, **settings: Any) -> Callable[[list[Any]], torch.optim.Optimizer]:
+    def make(parameters: list[Any]) -> torch.optim.Optimizer:
+        found: torch.optim.Optimizer = getattr(importlib.import_module(module), name)(parameters, lr=_LR, **settings)
+        return found
+
+    return make
+
+
+_OPTIMIZERS: dict[str, Callable[[list[Any]], torch.optim.Optimizer]] = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=_LR, fused=True),
+    "collage-light": _collage("light"),
+    "collage-plus": _collage("plus"),
+    "optimi-kahan": _peer("optimi", "AdamW", kahan_sum=True),
+    "torchao-stochastic": _peer("torchao.optim", "_AdamW", bf16_stochastic_round=True),
+    "torchao-8bit": _peer("torchao.optim", "AdamW8bit"),
+    "bitsandbytes-8bit": _peer("bitsandbytes.optim", "AdamW8bit"),
+}

@@ -1,0 +1,94 @@
+"""How long a Linear's products should take, from their size and from the peaks measured here.
+
+A product takes as long as the slower of its arithmetic and its memory traffic (Williams et al. 2009). In fp8 an operand
+costs a byte instead of two and the arithmetic runs at the fp8 peak, but the casts come on top: each reads two bytes an
+element and writes one, and a scale found from amax reads the tensor once more before.
+"""
+
+from dataclasses import dataclass
+
+from lpconv.bench.gemm import Gemm
+from lpconv.results import GemmRecord, PeakRecord
+
+__all__ = ["CASTS", "Casts", "gemm_record", "gemm_seconds", "step_gemm_seconds"]
+
+_LARGEST_M = 1 << 20
+_SMALLEST_M = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Casts:
+    """What a recipe does to each element of an operand: casts, and passes that look for amax before."""
+
+    num_casts: int
+    amax_passes: int
+
+
+CASTS: dict[str, Casts] = {
+    "unit": Casts(num_casts=1, amax_passes=0),
+    "delayed": Casts(num_casts=1, amax_passes=0),
+    "tensorwise": Casts(num_casts=1, amax_passes=1),
+    "rowwise": Casts(num_casts=2, amax_passes=1),
+    "torchao-tensorwise": Casts(num_casts=1, amax_passes=1),
+    "torchao-rowwise": Casts(num_casts=2, amax_passes=1),
+    "te": Casts(num_casts=1, amax_passes=0),
+}
+
+
+def gemm_record(gemm: Gemm, m: int, peaks: PeakRecord, *, method: str, train: bool) -> GemmRecord:
+    """The roofline of all Linears of one shape at M = `m`."""
+    products = 3 if train else 1
+    count = len(gemm.names)
+    flops = 2.0 * m * gemm.n * gemm.k
+    traffic = 2.0 * (m * gemm.k + gemm.n * gemm.k + m * gemm.n)
+    gains = peaks.fp8_flops is not None and method in CASTS and not gemm.is_head
+    return GemmRecord(
+        names=gemm.names,
+        count=count,
+        m=m,
+        n=gemm.n,
+        k=gemm.k,
+        flops=products * count * flops,
+        bytes_moved=products * count * traffic,
+        bound="compute" if flops / peaks.bf16_flops > traffic / peaks.bytes_per_s else "memory",
+        gain=_gain(gemm, m, peaks, method, train) if gains else None,
+        break_even_tokens=_break_even(gemm, peaks, method, train) if gains else None,
+    )
+
+
+def gemm_seconds(gemm: Gemm, m: int, peaks: PeakRecord, *, method: str | None, train: bool) -> float:
+    """Predicted time of one such Linear in a step: in 16 bits for None, else in fp8 by `method`, casts included."""
+    products = 3 if train else 1
+    flops = 2.0 * m * gemm.n * gemm.k
+    x, w, y = m * gemm.k, gemm.n * gemm.k, m * gemm.n
+    if method is None or peaks.fp8_flops is None:
+        return products * max(flops / peaks.bf16_flops, 2 * (x + w + y) / peaks.bytes_per_s)
+    # Two operands of one byte, and a result of two: which tensor is which changes from product to product.
+    traffic = [x + w + 2 * y, y + w + 2 * x, y + x + 2 * w][:products]
+    multiply = sum(max(flops / peaks.fp8_flops, t / peaks.bytes_per_s) for t in traffic)
+    casts = CASTS[method]
+    cast_elements = x + w + y if train else x  # the weights of an inference are codes already
+    transposed = cast_elements if train and casts.num_casts == 1 else 0  # written in the pass of the cast
+    cast_bytes = (3 * casts.num_casts + 2 * casts.amax_passes) * cast_elements + transposed
+    return multiply + cast_bytes / peaks.bytes_per_s
+
+
+def step_gemm_seconds(gemms: tuple[Gemm, ...], m: int, peaks: PeakRecord, *, method: str | None, train: bool) -> float:
+    """Predicted time of all Linears of a step; the head stays in 16 bits."""
+    return sum(
+        len(g.names) * gemm_seconds(g, m, peaks, method=None if g.is_head else method, train=train) for g in gemms
+    )
+
+
+def _gain(gemm: Gemm, m: int, peaks: PeakRecord, method: str, train: bool) -> float:
+    plain = gemm_seconds(gemm, m, peaks, method=None, train=train)
+    return plain / gemm_seconds(gemm, m, peaks, method=method, train=train)
+
+
+def _break_even(gemm: Gemm, peaks: PeakRecord, method: str, train: bool) -> int | None:
+    m = _SMALLEST_M
+    while m <= _LARGEST_M:
+        if _gain(gemm, m, peaks, method, train) > 1:
+            return m
+        m *= 2
+    return None

@@ -1,0 +1,221 @@
+"""One case, built and ready: its step, timed on command. This is what a child process holds."""
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from lpconv.bench.cases import Case
+from lpconv.bench.estimate import check_fits, estimate_bytes, gemms_of
+from lpconv.bench.gemm import Gemm
+from lpconv.bench.memory import StepMemory, profile_step, storage_bytes
+from lpconv.bench.models import blocks_of, make_batch, open_model, step_loss
+from lpconv.bench.recipes import apply_recipe, check_peers, is_emulated, make_optimizer
+from lpconv.results import NumericsRecord
+from lpconv.scaled import ScaledTensor
+
+__all__ = ["Runner"]
+
+_PROBE = (1, 64)  # batch and sequence of the comparison with fp32: small, since that model lives beside nothing else
+_WARM_UP_STEPS = 3
+
+
+class Runner:
+    """A case's model, optimizer and batch. Building it checks peers and memory first, then compares with fp32."""
+
+    def __init__(self, case: Case, *, memory_share: float) -> None:
+        check_peers(case)
+        if case.threads:
+            torch.set_num_threads(case.threads)
+        opened = open_model(case)
+        shadow = opened.build("meta")
+        self.case = case
+        self.gemms: tuple[Gemm, ...] = gemms_of(shadow)
+        self.estimate_bytes = estimate_bytes(shadow, case, opened.config.get_text_config().vocab_size)
+        check_fits(self.estimate_bytes, case, memory_share)
+        torch.manual_seed(case.seed)
+        model = opened.build(case.device)
+        self.has_real_weights = opened.directory is not None
+        self.num_layers = len(blocks_of(model))
+        self.num_parameters = sum(p.numel() for p in model.parameters())
+        self.emulated = is_emulated(case)
+        self._batch = make_batch(case, opened.config)
+        probe = make_batch(case, opened.config, batch=_PROBE[0], seq=min(_PROBE[1], case.seq))
+        watched = _watched(model) if case.mode == "train" else []
+        reference = _observe(model, probe, watched)
+        self._model = apply_recipe(model, case, self._batch)
+        self.numerics = _compare(reference, _observe(self._model, probe, watched))
+        self._optimizer = make_optimizer(self._model, case) if case.mode == "train" else None
+        self.compile_s = self._compile()
+
+    def _compile(self) -> float:
+        """Compile what the case asks for, and take the first steps; the seconds that took."""
+        start = time.perf_counter()
+        if self.case.compiled == "model":
+            self._model.compile(dynamic=False)
+        elif self.case.compiled == "blocks":
+            for block in blocks_of(self._model):
+                block.compile(dynamic=False)
+        self.run(_WARM_UP_STEPS)
+        self._graphs = _graphs()
+        return time.perf_counter() - start
+
+    @property
+    def recompiles(self) -> int:
+        """Graphs compiled since the warm-up: anything but 0 spoils the timings."""
+        return _graphs() - self._graphs
+
+    def step(self) -> None:
+        """One forward pass, or one training step."""
+        if self._optimizer is None:
+            with torch.no_grad():
+                self._model(**self._batch)
+            return
+        step_loss(self._model, self._batch).backward()  # type: ignore[no-untyped-call]
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def run(self, steps: int) -> None:
+        """That many steps, and wait for them."""
+        for _ in range(steps):
+            self.step()
+        self._synchronise()
+
+    def measure(self, iterations: int, seconds: float) -> tuple[list[float], float]:
+        """Step times over at least `iterations` steps and `seconds`, and the wall time of a step.
+
+        On a GPU the times come from CUDA events around each step, on a CPU from the wall clock.
+        """
+        self._synchronise()
+        start = time.perf_counter()
+        timer = _EventTimer() if self.case.device != "cpu" else _WallTimer()
+        count = 0
+        while count < iterations or time.perf_counter() - start < seconds:
+            timer.time(self.step)
+            count += 1
+        self._synchronise()
+        wall = (time.perf_counter() - start) / count
+        return timer.seconds(), wall
+
+    def spin(self, seconds: float) -> int:
+        """Steps without a pause for that long; how many."""
+        end = time.perf_counter() + seconds
+        count = 0
+        while time.perf_counter() < end:
+            self.run(1)
+            count += 1
+        return count
+
+    def memory(self) -> StepMemory:
+        """One step under the profiler. On a GPU the peak is the allocator's own figure."""
+        self.run(1)
+        weights = storage_bytes([*self._model.parameters(), *self._model.buffers()])
+        state = storage_bytes(_tensors(self._optimizer.state.values())) if self._optimizer else 0
+        if self.case.device != "cpu":
+            torch.cuda.reset_peak_memory_stats()
+        result = profile_step(
+            self._forward,
+            self._finish,
+            weights=weights,
+            optimizer=state,
+            gradients=lambda: [p.grad for p in self._model.parameters()],
+            device=self.case.device,
+        )
+        if self._optimizer is not None:
+            self._optimizer.zero_grad(set_to_none=True)
+        if self.case.device == "cpu":
+            return result
+        peak = torch.cuda.max_memory_allocated()
+        return StepMemory(peak_bytes=peak, saved_bytes=result.saved_bytes, parts=result.parts)
+
+    def _forward(self) -> Any:
+        if self._optimizer is not None:
+            return step_loss(self._model, self._batch)
+        with torch.no_grad():
+            return self._model(**self._batch)
+
+    def _finish(self, result: Any) -> None:
+        if self._optimizer is not None:
+            result.backward()
+            self._optimizer.step()
+
+    def _synchronise(self) -> None:
+        if self.case.device != "cpu":
+            torch.cuda.synchronize()
+
+
+class _WallTimer:
+    def __init__(self) -> None:
+        self._seconds: list[float] = []
+
+    def time(self, step: Callable[[], None]) -> None:
+        start = time.perf_counter()
+        step()
+        self._seconds.append(time.perf_counter() - start)
+
+    def seconds(self) -> list[float]:
+        return self._seconds
+
+
+class _EventTimer:
+    """Times on the device itself; the host runs ahead, as in real use."""
+
+    def __init__(self) -> None:
+        self._pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def time(self, step: Callable[[], None]) -> None:
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        before.record()
+        step()
+        after.record()
+        self._pairs.append((before, after))
+
+    def seconds(self) -> list[float]:
+        torch.cuda.synchronize()
+        return [before.elapsed_time(after) / 1e3 for before, after in self._pairs]
+
+
+def _graphs() -> int:
+    return int(counters["stats"]["unique_graphs"])
+
+
+def _tensors(states: Iterable[Any]) -> Iterable[Any]:
+    return (value for state in states for value in state.values())
+
+
+def _watched(model: nn.Module) -> list[str]:
+    """The vectors of the first block: their gradients have come through the whole backward pass, under every recipe."""
+    block = blocks_of(model)[0]
+    own = {id(p) for p in block.parameters() if p.ndim == 1}
+    return [name for name, p in model.named_parameters() if id(p) in own]
+
+
+def _observe(model: nn.Module, batch: dict[str, Tensor], watched: list[str]) -> tuple[Tensor, Tensor | None]:
+    """Outputs in fp32 on the CPU, and the watched gradients in one vector."""
+    with torch.no_grad():
+        output = model(**batch)[0].float().cpu()
+    if not watched:
+        return output, None
+    step_loss(model, batch).backward()  # type: ignore[no-untyped-call]
+    parameters = dict(model.named_parameters())
+    found = [parameters[name].grad for name in watched]
+    values = [g.dequantize() if isinstance(g, ScaledTensor) else g for g in found if g is not None]
+    gradient = torch.cat([g.float().flatten() for g in values]).cpu()
+    model.zero_grad(set_to_none=True)
+    return output, gradient
+
+
+def _compare(reference: tuple[Tensor, Tensor | None], found: tuple[Tensor, Tensor | None]) -> NumericsRecord:
+    (output, gradient), (output_hat, gradient_hat) = reference, found
+    return NumericsRecord(
+        output_error=_relative(output, output_hat),
+        gradient_error=None if gradient is None or gradient_hat is None else _relative(gradient, gradient_hat),
+    )
+
+
+def _relative(x: Tensor, x_hat: Tensor) -> float:
+    norm = float(x.norm())
+    return float((x - x_hat).norm()) / norm if norm else float("nan")

@@ -1,0 +1,282 @@
+"""One Linear in fp8, and the recipes that differ in nothing but where its scales come from.
+
+    y_MN = x_MK @ w_NKᵀ        dx_MK = g_MN @ w_NK        dw_NK = g_MNᵀ @ x_MK
+
+| recipe | one scale per | from | work beside the cast |
+|---|---|---|---|
+| unit | tensor | a calibration before the run; a constant from then on | none |
+| tensorwise | tensor | amax of the tensor | a pass over it before the cast |
+| delayed | tensor | the largest amax of the last calls | amax in the pass of the cast |
+| rowwise | row along the summed axis | amax of the row | amax, and a second cast for the other product |
+| mx | 32 elements along the summed axis | amax of the block (OCP MX 1.0 §6.3, a power of two) | the same |
+
+A scale may not vary along the axis that a product sums over, so rowwise and mx quantise x and w twice: along K for the
+output and along M or N for the gradients. The others cast once. What is kept of x for the backward pass are codes, one
+byte an element; on CUDA already transposed, since the tensor cores want both operands row-major along the summed axis
+and a compiler can write the transpose in the pass of the cast. The weight is there anyway, so it is cast once more.
+
+Several Linears that read one tensor (query, key, value) each cast it and each keep codes in eager mode. A compiler sees
+that they do the same, as far as they share their scale; see `calibrate`.
+
+Formats: e4m3fn for x and w; gradients e5m2 where one scale serves the tensor, e4m3fn where scales are finer (as
+torchao's and TransformerEngine's recipes of the same names have it).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lpconv.errors import UsageError
+from lpconv.formats.codes import code_dtype
+from lpconv.formats.scale import amax, pow2_nearest
+from lpconv.formats.spec import Format, get_format
+from lpconv.kernels.decode import decode
+from lpconv.kernels.matmul import matmul
+from lpconv.lookup import find
+
+__all__ = ["FP8_RECIPES", "Fp8Linear", "Fp8Recipe", "calibrate", "convert_linears"]
+
+_HISTORY = 16  # calls that delayed scaling looks back on; TransformerEngine's default is 1024, to the same end
+_MX_BLOCK = 32
+_SMALLEST_AMAX = 1e-12  # below, 1 / scale overflows float32 for rows of zeros (pytorch/ao issue 3356)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp8Recipe:
+    """Where scales come from (`source`), what shares one (`granularity`), and the format of gradients."""
+
+    name: str
+    granularity: Literal["tensor", "row", "block"]
+    source: Literal["static", "dynamic", "delayed"]
+    gradient: str
+
+
+FP8_RECIPES: dict[str, Fp8Recipe] = {
+    r.name: r
+    for r in (
+        Fp8Recipe(name="unit", granularity="tensor", source="static", gradient="e5m2"),
+        Fp8Recipe(name="tensorwise", granularity="tensor", source="dynamic", gradient="e5m2"),
+        Fp8Recipe(name="delayed", granularity="tensor", source="delayed", gradient="e5m2"),
+        Fp8Recipe(name="rowwise", granularity="row", source="dynamic", gradient="e4m3fn"),
+        Fp8Recipe(name="mx", granularity="block", source="dynamic", gradient="e4m3fn"),
+    )
+}
+_FORWARD = get_format("e4m3fn")
+
+
+class _Operand(NamedTuple):
+    """Codes (R, C) to be multiplied along C; the scale is one number, (R, 1), or (R, C/32)."""
+
+    codes: Tensor
+    scale: Tensor
+
+
+class Fp8Linear(nn.Module):
+    """`nn.Linear` whose products run in fp8; weight (N, K), bias (N,) or None, results in x's dtype.
+
+    The scales of "unit" and the histories of "delayed" are ordinary buffers. `freeze` keeps the weight as codes alone,
+    for inference.
+    """
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, recipe: str | Fp8Recipe) -> None:
+        super().__init__()
+        self.recipe = recipe if isinstance(recipe, Fp8Recipe) else find("recipe", recipe, FP8_RECIPES)
+        self.weight, self.bias = weight, bias
+        self.out_features, self.in_features = weight.shape
+        self.gradient_format = get_format(self.recipe.gradient)
+        self._frozen: _Operand | None = None
+        size = (_HISTORY,) if self.recipe.source == "delayed" else ()
+        for name in ("input_state", "weight_state", "gradient_state"):
+            self.register_buffer(name, torch.ones(size, dtype=torch.float32, device=weight.device))
+        if self.recipe.source == "static":
+            self.weight_state.fill_(_unit_scale(weight.detach()))
+
+    input_state: Tensor
+    weight_state: Tensor
+    gradient_state: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., K) to (..., N)."""
+        if self._frozen is not None:
+            x_MK = _quantise(x.reshape(-1, x.shape[-1]), _FORWARD, self.recipe, self.input_state)
+            y_MN = _multiply(x_MK, self._frozen, x.dtype)
+            y_MN = y_MN if self.bias is None else y_MN + self.bias
+            return y_MN.view(*x.shape[:-1], self.out_features)
+        y: Tensor = _Product.apply(x, self.weight, self)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
+        return y if self.bias is None else y + self.bias
+
+    @torch.no_grad()
+    def freeze(self) -> None:
+        """Quantise the weight once and drop its high-precision values. There is no way back, and no gradient."""
+        weight = self.weight.detach()
+        self._frozen = _quantise(weight, _FORWARD, self.recipe, self.weight_state)
+        self.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)
+        self.register_buffer("weight_codes", self._frozen.codes)
+        self.register_buffer("weight_scale", self._frozen.scale)
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: Fp8Linear) -> Tensor:
+        recipe = layer.recipe
+        flat_MK = x.reshape(-1, x.shape[-1])
+        x_MK, x_KM = _both_ways(flat_MK, _FORWARD, recipe, layer.input_state)
+        w_NK = _quantise(weight, _FORWARD, recipe, layer.weight_state)
+        ctx.save_for_backward(*x_KM, weight)
+        ctx.layer = layer
+        return _multiply(x_MK, w_NK, x.dtype).view(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x_codes, x_scale, weight = ctx.saved_tensors
+        layer = ctx.layer
+        flat_MN = grad.reshape(-1, grad.shape[-1])
+        g_MN, g_NM = _both_ways(flat_MN, layer.gradient_format, layer.recipe, layer.gradient_state)
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            w_KN = _transposed(weight, _FORWARD, layer.recipe, layer.weight_state)
+            dx = _multiply(g_MN, w_KN, grad.dtype).view(*grad.shape[:-1], weight.shape[1])
+        if ctx.needs_input_grad[1]:
+            dw = _multiply(g_NM, _Operand(x_codes, x_scale), weight.dtype)
+        return dx, dw, None
+
+
+def _both_ways(x: Tensor, spec: Format, recipe: Fp8Recipe, state: Tensor) -> tuple[_Operand, _Operand]:
+    """`x` (R, C) quantised along C, and its transpose (C, R) quantised along R."""
+    along = _quantise(x, spec, recipe, state)
+    if recipe.granularity == "tensor":
+        return along, _turned(along)
+    return along, _quantise(x.t(), spec, recipe, state)
+
+
+def _transposed(x: Tensor, spec: Format, recipe: Fp8Recipe, state: Tensor) -> _Operand:
+    """The second of `_both_ways` alone."""
+    if recipe.granularity == "tensor":
+        return _turned(_quantise(x, spec, recipe, state))
+    return _quantise(x.t(), spec, recipe, state)
+
+
+def _turned(x: _Operand) -> _Operand:
+    """The transpose of codes with one scale; on CUDA as the tensor cores read it."""
+    return _Operand(x.codes.t().contiguous() if x.codes.is_cuda else x.codes.t(), x.scale)
+
+
+def _quantise(x: Tensor, spec: Format, recipe: Fp8Recipe, state: Tensor) -> _Operand:
+    if recipe.granularity == "block":
+        return _quantise_blocks(x, spec)
+    if recipe.source == "static":
+        # A power of two: exact in x's dtype, and only what saturates or falls below the format is lost.
+        return _Operand(_cast(x * (1 / state).to(x.dtype), spec), state)
+    block = (1, -1) if recipe.granularity == "row" else None
+    found = amax(x, block).float()
+    if recipe.source == "delayed":
+        found = _delayed(found, state)
+    scale = found.clamp(min=_SMALLEST_AMAX) / spec.max
+    return _Operand(_cast(x.float() * (1 / scale), spec), scale)
+
+
+def _delayed(found: Tensor, history: Tensor) -> Tensor:
+    """The largest amax of the calls before this one, which is put in the oldest one's place."""
+    before = history.amax()
+    history.copy_(torch.cat([found.view(1), history[:-1]]))
+    return before
+
+
+def _quantise_blocks(x: Tensor, spec: Format) -> _Operand:
+    x = F.pad(x, (0, -x.shape[1] % _MX_BLOCK))
+    blocks = x.float().reshape(x.shape[0], -1, _MX_BLOCK)
+    largest = blocks.abs().amax(-1)
+    power = (largest.view(torch.int32) & 0x7F800000).view(torch.float32)  # 2^floor(log2 amax)
+    scale = (power * 2.0**-spec.max_exponent).clamp(min=2.0**-126)
+    return _Operand(_cast(blocks * (1 / scale).unsqueeze(-1), spec).view(x.shape), scale)
+
+
+def _cast(x: Tensor, spec: Format) -> Tensor:
+    """To nearest with saturation; NaN stays NaN."""
+    return x.clamp(-spec.max, spec.max).to(code_dtype(spec))
+
+
+def _multiply(a: _Operand, b: _Operand, dtype: torch.dtype) -> Tensor:
+    """a (R, C) times the transpose of b (S, C): (R, S) in `dtype`."""
+    if a.scale.ndim == 2 and a.scale.shape[1] > 1:
+        # No tensor core below compute capability 10 has block scales; in bfloat16 the values are exact.
+        return torch.mm(_block_values(a), _block_values(b).t()).to(dtype)
+    scale_b = b.scale.t() if b.scale.ndim == 2 else b.scale
+    return matmul(a.codes, b.codes.t(), scale_a=a.scale, scale_b=scale_b, out_dtype=dtype)
+
+
+def _block_values(x: _Operand) -> Tensor:
+    values = decode(x.codes, torch.bfloat16).view(*x.scale.shape, _MX_BLOCK)
+    return (values * x.scale.to(torch.bfloat16).unsqueeze(-1)).view(x.codes.shape)
+
+
+def convert_linears(
+    model: nn.Module, recipe: str, *, keep: Callable[[str, nn.Module], bool] = lambda name, module: False
+) -> list[str]:
+    """Replace the Linears of `model` (and GPT-2's Conv1D) by `Fp8Linear`, in place; their names.
+
+    `keep` says of a name and module that it stays as it is. Parameters stay the same objects, but for Conv1D, whose
+    (K, N) weight is transposed into a new one.
+    """
+    found = [(n, m) for n, m in model.named_modules() if _is_linear(m) and not keep(n, m)]
+    for name, module in found:
+        parent, _, child = name.rpartition(".")
+        bias = module.bias
+        setattr(model.get_submodule(parent), child, Fp8Linear(_weight_NK(module), bias, recipe))
+    return [name for name, _ in found]
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return type(module) is nn.Linear or type(module).__name__ == "Conv1D"
+
+
+def _weight_NK(module: Any) -> nn.Parameter:
+    if not hasattr(module, "nf"):  # Conv1D's number of features
+        return module.weight  # type: ignore[no-any-return]  # it is of an unknown class
+    return nn.Parameter(module.weight.detach().t().contiguous())
+
+
+def calibrate(model: nn.Module, step: Callable[[], None]) -> None:
+    """Set the static scales of the "unit" layers in `model` from one run of `step`, which calls it (and may go back).
+
+    Each scale is the power of two nearest to the root mean square: elements then lie around 1, where every format is
+    densest. Layers that read the same tensor share the scale of their inputs, so that a compiler casts it once.
+    """
+    layers = [m for m in model.modules() if isinstance(m, Fp8Linear) and m.recipe.source == "static"]
+    last: list[tuple[Tensor, Fp8Linear]] = []
+
+    def before(layer: nn.Module, args: tuple[Tensor, ...]) -> None:
+        assert isinstance(layer, Fp8Linear)
+        if last and last[0][0] is args[0]:
+            layer.input_state = last[0][1].input_state
+            return
+        layer.input_state.fill_(_unit_scale(args[0].detach()))
+        last[:] = [(args[0], layer)]
+
+    def after(layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        assert isinstance(layer, Fp8Linear)
+        state = layer.gradient_state
+
+        def see(grad: Tensor) -> None:
+            state.fill_(_unit_scale(grad))
+
+        if output.requires_grad:
+            output.register_hook(see)  # type: ignore[no-untyped-call]
+
+    handles = [h for m in layers for h in (m.register_forward_pre_hook(before), m.register_forward_hook(after))]
+    try:
+        step()
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _unit_scale(x: Tensor) -> float:
+    rms = float(x.float().square().mean().sqrt()) if x.numel() else 0.0
+    if not rms < float("inf"):
+        raise UsageError("cannot scale a tensor that is not finite", hint="look for the step that broke it")
+    return max(pow2_nearest(rms), 2.0**-60) if rms > 0 else 1.0

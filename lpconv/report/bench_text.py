@@ -1,0 +1,128 @@
+"""A bench's rows as CSV, JSON lines and Markdown, and the words that all its reports share."""
+
+import csv
+import io
+import json
+from collections.abc import Callable
+
+from lpconv.report.numbers import MISSING, duration_text, error_text, share_text, size_text
+from lpconv.results import BenchResult, BenchRow, RatioRecord, to_json
+
+__all__ = [
+    "COLUMNS",
+    "bench_csv",
+    "bench_jsonl",
+    "bench_markdown",
+    "energy_text",
+    "gemm_text",
+    "memory_text",
+    "ratio_text",
+]
+
+
+def ratio_text(ratio: RatioRecord | None) -> str:
+    """1.23 [1.20, 1.26]."""
+    return MISSING if ratio is None else f"{ratio.value:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
+
+
+def gemm_text(gain: float | None) -> str:
+    """A predicted gain; a dash where nothing is predicted."""
+    return MISSING if gain is None else f"{gain:.2f}"
+
+
+def energy_text(row: BenchRow) -> str:
+    """Joules per step, or why there are none."""
+    if row.energy is None or row.energy.joules_per_step is None:
+        return "not available"
+    return f"{row.energy.joules_per_step:.3g} J"
+
+
+def memory_text(row: BenchRow) -> str:
+    """The parts of the peak in per cent."""
+    if row.memory is None:
+        return MISSING
+    parts, whole = row.memory.parts, row.memory.parts.total
+    named = {
+        "weights": parts.weights,
+        "gradients": parts.gradients,
+        "optimizer": parts.optimizer,
+        "activations": parts.activations,
+        "other": parts.other,
+    }
+    return ", ".join(f"{name} {share_text(size, whole)}" for name, size in named.items() if size)
+
+
+# Heading and cell of each column of a table.
+COLUMNS: dict[str, Callable[[BenchRow], str]] = {
+    "Configuration": lambda r: r.name + (" (baseline)" if r.is_baseline else ""),
+    "Mode": lambda r: r.mode,
+    "Batch": lambda r: f"{r.batch} x {r.seq}",
+    "Compiled": lambda r: r.compiled,
+    "Step": lambda r: duration_text(r.timing.median_s) if r.timing else r.status,
+    "Tokens/s": lambda r: f"{r.tokens_per_s:,.0f}" if r.tokens_per_s else MISSING,
+    "Speed-up": lambda r: "1" if r.is_baseline and r.ratio else ratio_text(r.ratio),
+    "Peak memory": lambda r: size_text(r.peak_memory),
+    "Saved": lambda r: size_text(r.memory.saved_bytes) if r.memory and r.mode == "train" else MISSING,
+    "Output error": lambda r: error_text(r.numerics.output_error) if r.numerics else MISSING,
+    "Gradient error": lambda r: error_text(r.numerics.gradient_error) if r.numerics else MISSING,
+    "Emulated": lambda r: ("yes" if r.emulated else "no") if r.status == "ok" else MISSING,
+}
+
+
+def bench_markdown(result: BenchResult) -> str:
+    """A table of the rows, the reasons of those that are missing figures, and the verdict."""
+    lines = [f"`{result.command}`", ""] if result.command else []
+    lines += ["| " + " | ".join(COLUMNS) + " |", "|---|" + "---|" * (len(COLUMNS) - 1)]
+    lines += ["| " + " | ".join(cell(r) for cell in COLUMNS.values()) + " |" for r in result.rows]
+    lines += [
+        "",
+        *(f"- {r.name}, {r.mode}, {r.batch} x {r.seq}: {r.status}, {r.reason}" for r in result.rows if r.reason),
+    ]
+    for verdict in result.verdicts:
+        lines += ["", f"**{verdict.title}**", "", *(f"- {s}" for s in verdict.sentences)]
+    return "\n".join(lines) + "\n"
+
+
+def bench_jsonl(result: BenchResult) -> str:
+    """One row of JSON a line."""
+    return "".join(json.dumps(to_json(r), allow_nan=False) + "\n" for r in result.rows)
+
+
+def bench_csv(result: BenchResult) -> str:
+    """One row a line; figures unrounded, units in the headings."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(_CSV)
+    writer.writerows([cell(r) for cell in _CSV.values()] for r in result.rows)
+    return out.getvalue()
+
+
+_CSV: dict[str, Callable[[BenchRow], object]] = {
+    "model": lambda r: r.model,
+    "layers": lambda r: r.layers,
+    "format": lambda r: r.format,
+    "method": lambda r: r.method,
+    "optimizer": lambda r: r.optimizer,
+    "mode": lambda r: r.mode,
+    "batch": lambda r: r.batch,
+    "seq": lambda r: r.seq,
+    "device": lambda r: r.device,
+    "compiled": lambda r: r.compiled,
+    "baseline": lambda r: r.baseline,
+    "status": lambda r: r.status,
+    "emulated": lambda r: r.emulated,
+    "median_s": lambda r: r.timing and r.timing.median_s,
+    "p10_s": lambda r: r.timing and r.timing.p10_s,
+    "p90_s": lambda r: r.timing and r.timing.p90_s,
+    "p99_s": lambda r: r.timing and r.timing.p99_s,
+    "tokens_per_s": lambda r: r.tokens_per_s,
+    "ratio": lambda r: r.ratio and r.ratio.value,
+    "ratio_low": lambda r: r.ratio and r.ratio.low,
+    "ratio_high": lambda r: r.ratio and r.ratio.high,
+    "peak_memory_bytes": lambda r: r.peak_memory,
+    "saved_bytes": lambda r: r.memory and r.memory.saved_bytes,
+    "output_error": lambda r: r.numerics and r.numerics.output_error,
+    "gradient_error": lambda r: r.numerics and r.numerics.gradient_error,
+    "joules_per_step": lambda r: r.energy and r.energy.joules_per_step,
+    "reason": lambda r: r.reason,
+}

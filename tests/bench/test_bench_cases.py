@@ -1,0 +1,84 @@
+"""Formats, methods, modes and sizes, multiplied out."""
+
+import pytest
+
+from lpconv.bench.cases import FORMATS, METHODS, Case, baseline_of, expand, parse_sweep
+from lpconv.bench.defaults import choose_model
+from lpconv.bench.presets import PRESETS
+from lpconv.errors import UsageError
+
+CPU = {"device": "cpu", "name": "CPU"}
+GPU = {"device": "cuda:0", "name": "H100"}
+TEMPLATE, _ = choose_model("demo", None, CPU)
+
+
+def cases(**asked: object) -> list[Case]:
+    defaults = {"formats": ("fp8",), "methods": (), "modes": ("infer",), "optimizers": ("adamw",), "sizes": [(4, 128)]}
+    return list(expand(TEMPLATE, **(defaults | asked)))  # type: ignore[arg-type]  # the cases below are well typed
+
+
+def test_every_format_runs_as_its_default_where_no_method_applies() -> None:
+    found = cases(formats=("fp32", "bf16", "fp16", "fp8"))
+
+    assert [(c.format, c.method) for c in found] == [
+        ("fp32", "plain"), ("bf16", "plain"), ("fp16", "plain"), ("fp8", "unit"),
+    ]  # fmt: skip
+
+
+def test_methods_apply_to_the_formats_that_have_them() -> None:
+    found = cases(formats=("bf16", "fp8"), methods=("unit", "scalify", "mx"))
+
+    assert [(c.format, c.method) for c in found] == [
+        ("bf16", "plain"), ("bf16", "scalify"), ("fp8", "unit"), ("fp8", "scalify"), ("fp8", "mx"),
+    ]  # fmt: skip
+
+
+def test_an_optimizer_belongs_to_training_only() -> None:
+    found = cases(modes=("infer", "train"), optimizers=("adamw", "collage-plus"))
+
+    assert [(c.mode, c.optimizer) for c in found] == [("infer", None), ("train", "adamw"), ("train", "collage-plus")]
+
+
+def test_a_sweep_is_a_product_of_sizes() -> None:
+    assert parse_sweep(["batch=1,8 seq=64"]) == {"batch": [1, 8], "seq": [64]}
+    assert parse_sweep(["batch=1", "seq=2,3"]) == {"batch": [1], "seq": [2, 3]}
+
+
+@pytest.mark.parametrize("text", ["batch", "batch=", "width=3", "batch=1,a", "batch=0"])
+def test_a_sweep_that_says_nothing_is_refused(text: str) -> None:
+    with pytest.raises(UsageError):
+        parse_sweep([text])
+
+
+@pytest.mark.parametrize(
+    "asked", [{"formats": ("fp9",)}, {"methods": ("units",)}, {"modes": ("trian",)}, {"optimizers": ("adam",)}]
+)
+def test_unknown_names_are_refused_with_the_nearest(asked: dict[str, object]) -> None:
+    with pytest.raises(UsageError) as refused:
+        cases(**asked)
+    assert refused.value.hint
+
+
+def test_the_baseline_shares_everything_but_format_method_and_optimizer() -> None:
+    (case,) = cases(methods=("scalify",), modes=("train",), optimizers=("adamw",))
+
+    base = baseline_of(case, "bf16+compile", compiled="blocks")
+
+    assert (base.format, base.method, base.compiled) == ("bf16", "plain", "blocks")
+    assert (base.model, base.batch, base.seq, base.mode) == (case.model, case.batch, case.seq, case.mode)
+    assert baseline_of(case, "fp32", compiled="blocks").compiled == "off"
+
+
+def test_no_model_means_one_that_suits_the_device_and_a_word_about_it() -> None:
+    on_cpu, cpu_notes = choose_model(None, None, CPU)
+    on_gpu, gpu_notes = choose_model(None, None, GPU)
+
+    assert (on_cpu.model, on_cpu.layers) == ("bert-base", 2)
+    assert (on_gpu.model, on_gpu.layers) == ("bert-large", None)
+    assert "no model was named" in cpu_notes[0]
+    assert "H100" in gpu_notes[0]
+
+
+def test_every_method_of_a_format_is_known() -> None:
+    assert {m for methods in FORMATS.values() for m in methods} == set(METHODS)
+    assert {"bert-base", "bert-large", "gpt2", "llama-1b", "llama-3b", "llama-8b", "mistral-7b"} <= set(PRESETS)

@@ -1,0 +1,153 @@
+"""`lpconv bench` as a user meets it, on the embedded model and without compiling."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from lpconv.cli.main import app
+
+QUICK = ("--compile", "off", "--baseline", "bf16", "--min-iters", "6", "--min-time", "0", "--rounds", "3", "-q")
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+
+
+def run(*args: object) -> Result:
+    return CliRunner().invoke(app, ["bench", *(str(a) for a in args)])
+
+
+def refused(code: int, *args: object) -> str:
+    result = run(*args)
+    assert result.exit_code == code, result.output
+    assert "hint: " in result.stderr
+    return result.stderr
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    """A training bench of three rows, and where it was saved."""
+    path = tmp_path_factory.mktemp("bench") / "bench.json"
+    result = run(
+        "demo", "--format", "bf16,fp8", "--method", "unit,rowwise", "--mode", "train", *QUICK, "--json", "--save", path
+    )
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout), path
+
+
+def test_every_row_says_what_it_is_relative_to(trained: tuple[dict[str, Any], Path]) -> None:
+    document, _ = trained
+
+    assert [(r["format"], r["method"]) for r in document["rows"]] == [
+        ("bf16", "plain"), ("fp8", "unit"), ("fp8", "rowwise"),
+    ]  # fmt: skip
+    for row in document["rows"]:
+        assert row["status"] == "ok"
+        assert row["device"].startswith("CPU")
+        assert row["baseline"] == "bf16 eager"
+        assert row["ratio"]["low"] <= row["ratio"]["value"] <= row["ratio"]["high"]
+        assert row["peak_memory"] > 0
+        assert row["emulated"] == (row["format"] == "fp8")
+        assert row["recompiles"] == 0
+        assert row["versions"]["torch"]
+        assert row["command"]
+        assert row["timing"]["num_samples"] >= 6
+        assert row["energy"]["joules_per_step"] is None
+        assert "no GPU" in row["energy"]["unavailable"]
+
+
+def test_the_error_is_that_of_the_format(trained: tuple[dict[str, Any], Path]) -> None:
+    bf16, unit, rowwise = trained[0]["rows"]
+
+    assert bf16["numerics"]["output_error"] < 0.02
+    for row in (unit, rowwise):
+        assert 0.02 < row["numerics"]["output_error"] < 0.15
+        assert 0.02 < row["numerics"]["gradient_error"] < 0.4
+
+
+def test_the_parts_of_memory_sum_to_the_peak(trained: tuple[dict[str, Any], Path]) -> None:
+    for row in trained[0]["rows"]:
+        parts = row["memory"]["parts"]
+        assert sum(parts.values()) == pytest.approx(row["peak_memory"], rel=0.1)
+        assert parts["weights"] >= 2 * 822_400 * 0.99  # bf16 parameters
+        assert parts["optimizer"] >= 4 * 822_400 * 0.99  # two moments of AdamW in bf16
+
+
+def test_on_a_cpu_the_verdict_says_that_fp8_is_emulated(trained: tuple[dict[str, Any], Path]) -> None:
+    (verdict,) = trained[0]["verdicts"]
+
+    assert any("fp8 is emulated here" in s for s in verdict["sentences"])
+    assert any("Amdahl" in s for s in verdict["sentences"])
+    assert all(g["gain"] is None and g["flops"] > 0 for g in verdict["gemms"])
+
+
+def test_what_was_saved_is_shown_again_and_compared_with(trained: tuple[dict[str, Any], Path]) -> None:
+    _, path = trained
+
+    shown = CliRunner().invoke(app, ["report", str(path)])
+    saved = json.loads(path.read_text())
+
+    assert shown.exit_code == 0, shown.output
+    assert "fp8 unit" in shown.stdout
+    assert saved["interrupted"] is False
+
+
+def test_a_sweep_goes_on_behind_what_does_not_fit_and_what_is_missing() -> None:
+    result = run(
+        "demo", "--method", "te,unit", "--sweep", "batch=100000000,1 seq=32", *QUICK, "--json"
+    )  # fmt: skip
+
+    assert result.exit_code == 7, result.output
+    assert "needs about" in result.stderr
+    rows = json.loads(result.stdout)["error"]["details"]["result"]["rows"]
+    assert [(r["batch"], r["method"], r["status"]) for r in rows] == [
+        (100_000_000, "plain", "too large"), (100_000_000, "te", "too large"), (100_000_000, "unit", "too large"),
+        (1, "te", "skipped"), (1, "plain", "ok"), (1, "unit", "ok"),
+    ]  # fmt: skip
+    assert rows[0]["estimate_bytes"] > 1e12
+    assert "pip install transformer-engine" in rows[3]["reason"]
+
+
+def test_an_interrupted_run_keeps_the_rows_it_has(tmp_path: Path) -> None:
+    saved, command = tmp_path / "bench.json", [sys.executable, "-m", "lpconv", "bench", "demo"]
+    sizes = "batch=1,2,3,4,5,6,7,8 seq=16"
+    process = subprocess.Popen([*command, "--sweep", sizes, *QUICK, "--save", str(saved)], stdout=subprocess.PIPE)
+    while not saved.exists():
+        assert process.poll() is None
+        time.sleep(0.1)
+
+    process.send_signal(signal.SIGINT)
+    stdout, _ = process.communicate(timeout=60)
+
+    assert process.returncode == 130
+    assert b"interrupted" in stdout
+    document = json.loads(saved.read_text())
+    assert document["interrupted"]
+    assert document["rows"][0]["status"] == "ok"
+
+
+@pytest.mark.parametrize(
+    ("code", "args"),
+    [
+        (2, ("demo", "--format", "fp9")),
+        (2, ("demo", "--gate", "speed>=1")),
+        (2, ("demo", "--min-iters", "0")),
+        (2, ("demo", "--sweep", "batch=2", "--batch", "1")),
+        (2, ("demo", "--output-format", "yaml")),
+        (2, ("demo", "--baseline", "bf15")),
+        (2, ("demo", "--layers", "5")),
+        (3, ("demo", "--compare", "no-such.json")),
+        (4, ("demo", "--device", "cuda")),
+    ],
+)
+def test_bad_requests_end_with_their_code_and_a_hint(code: int, args: tuple[str, ...]) -> None:
+    refused(code, *args, "-q")

@@ -1,0 +1,77 @@
+"""A bench as a page, a table, CSV, JSON lines and Markdown, from records."""
+
+import csv
+import io
+import json
+import re
+from html.parser import HTMLParser
+
+from bench_records import CPU_PEAKS, GEMMS, result, row
+from rich.console import Console
+
+from lpconv.bench.verdict import verdict
+from lpconv.report.bench_html import html_bench
+from lpconv.report.bench_plot import memory_plot, speed_plot
+from lpconv.report.bench_terminal import render_bench
+from lpconv.report.bench_text import bench_csv, bench_jsonl, bench_markdown
+from lpconv.results import BenchResult, BenchRow, from_json, to_json
+
+ROWS = (row("plain"), row("unit"), row("te", status="skipped", reason="<b>not</b> installed", ratio=(1, 1, 1)))
+
+
+def shown(*rows: BenchRow) -> BenchResult:
+    found = verdict(rows, GEMMS, CPU_PEAKS)
+    assert found is not None
+    made = result(*rows)
+    return from_json(BenchResult, to_json(made) | {"verdicts": [to_json(found)]})
+
+
+def test_a_bench_survives_json() -> None:
+    made = result(*ROWS)
+
+    assert from_json(BenchResult, json.loads(json.dumps(to_json(made)))) == made
+
+
+def test_the_terminal_shows_rows_memory_linears_and_the_verdict() -> None:
+    console = Console(width=140, file=io.StringIO(), record=True)
+    console.print(render_bench(shown(*ROWS)))
+    text = console.export_text()
+
+    for words in ("1.30 [1.20, 1.40]", "weights 10 %", "14336", "emulated here", "<b>not</b> installed", "1.00 kB"):
+        assert words in text
+
+
+def test_the_page_has_plots_and_no_markup_from_outside() -> None:
+    page = html_bench(shown(*ROWS))
+
+    HTMLParser().feed(page)
+    assert page.count('<svg class="plot"') == 2
+    assert "<b>not</b>" not in page
+    assert "&lt;b&gt;not&lt;/b&gt; installed" in page
+    assert not re.search(r'(src|href)="http', page)
+
+
+def test_an_interval_is_drawn_around_its_value_and_columns_reach_the_peak() -> None:
+    speed, memory = speed_plot(ROWS), memory_plot(ROWS)
+
+    assert speed is not None
+    assert memory is not None
+    low, high = map(float, re.findall(r"M[\d.]+ ([\d.]+)V([\d.]+)", speed.marks[0].path)[0])
+    assert high < low  # the page's y grows downwards
+    assert "1.30 [1.20, 1.40]" in speed.marks[0].title
+    assert len([m for m in memory.marks if "weights" in m.title]) == 3
+    assert speed_plot([ROWS[0]]) is None
+
+
+def test_csv_json_lines_and_markdown_hold_every_row() -> None:
+    made = shown(*ROWS)
+
+    table = list(csv.DictReader(io.StringIO(bench_csv(made))))
+    lines = [json.loads(line) for line in bench_jsonl(made).splitlines()]
+    markdown = bench_markdown(made)
+
+    assert [r["method"] for r in table] == [r["method"] for r in lines] == ["plain", "unit", "te"]
+    assert float(table[1]["ratio_low"]) == lines[1]["ratio"]["low"] == 1.2
+    assert table[2]["reason"] == "<b>not</b> installed"
+    assert "| fp8 unit | train | 2 x 4096 |" in markdown
+    assert "**llama-8b, train, batch 2 x 4096**" in markdown

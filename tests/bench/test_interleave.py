@@ -1,0 +1,58 @@
+"""Taking turns, with subjects that write down when they were asked."""
+
+from typing import Any
+
+import pytest
+
+from lpconv.bench.interleave import Effort, interleave, ratio_of, timing_of
+from lpconv.errors import UsageError, VerificationError
+
+
+class Recorded:
+    """A subject whose steps take `seconds`; its name goes to `log` whenever it is measured."""
+
+    def __init__(self, name: str, seconds: float, log: list[str], recompiles: int = 0) -> None:
+        self.name, self.seconds, self.log, self.recompiles = name, seconds, log, recompiles
+
+    def ask(self, do: str, **arguments: Any) -> Any:
+        if do == "warm_up":
+            return None
+        self.log.append(self.name)
+        return {
+            "seconds": [self.seconds] * arguments["iterations"],
+            "wall": self.seconds,
+            "recompiles": self.recompiles,
+        }
+
+
+def effort(iterations: int = 12, rounds: int = 4) -> Effort:
+    return Effort(min_iterations=iterations, min_seconds=0, rounds=rounds)
+
+
+def test_baseline_and_variant_take_turns_and_swap_who_begins() -> None:
+    log: list[str] = []
+
+    base, variant = interleave(Recorded("A", 0.2, log), Recorded("B", 0.1, log), effort())
+
+    assert "".join(log) == "ABBAABBA"
+    assert ratio_of(base, variant).value == pytest.approx(2)
+    assert timing_of(variant, "cpu").num_samples == 12
+
+
+def test_p99_needs_a_hundred_samples() -> None:
+    few, _ = interleave(Recorded("A", 0.1, []), None, effort(iterations=99, rounds=1))
+    many, _ = interleave(Recorded("A", 0.1, []), None, effort(iterations=100, rounds=1))
+
+    assert timing_of(few, "cpu").p99_s is None
+    assert timing_of(many, "cpu").p99_s == 0.1
+
+
+def test_a_recompile_after_the_warm_up_ends_the_measurement() -> None:
+    with pytest.raises(VerificationError, match="compiled 2 times after the warm-up"):
+        interleave(Recorded("A", 0.1, []), Recorded("B", 0.1, [], recompiles=2), effort())
+
+
+@pytest.mark.parametrize(("iterations", "rounds"), [(0, 4), (4, 0)])
+def test_no_samples_is_no_request(iterations: int, rounds: int) -> None:
+    with pytest.raises(UsageError):
+        effort(iterations, rounds)

@@ -1,0 +1,85 @@
+"""Gates, regressions and exit codes, from rows."""
+
+import dataclasses
+
+import pytest
+from bench_records import result, row
+
+from lpconv.bench.gates import check_gates, compare, parse_gates
+from lpconv.bench.outcome import problem
+from lpconv.errors import UsageError
+from lpconv.results import BenchResult, BenchRow
+
+
+def judged(*rows: BenchRow, gate: str) -> BenchResult:
+    return dataclasses.replace(result(*rows), gates=check_gates(parse_gates([gate]), rows))
+
+
+@pytest.mark.parametrize(
+    ("gate", "passes"),
+    [
+        ("speedup>=1.2", True), ("speedup_low>=1.25", False), ("peak_memory<=1000", True),
+        ("gradient_error<0.05", False), ("tokens_per_s>=1e9", False),
+    ],
+)  # fmt: skip
+def test_a_gate_judges_variants_only(gate: str, passes: bool) -> None:
+    found = judged(row("plain"), row("unit"), gate=gate)
+
+    assert [g.passed for g in found.gates] == [passes]
+    error = problem(found)
+    assert (error is None) == passes
+    assert error is None or error.exit_code == 5
+
+
+def test_a_row_without_figures_fails_its_gate_and_a_skipped_one_has_none() -> None:
+    failed = row("mx", ratio=(1, 1, 1), status="failed", reason="it broke")
+    bare = dataclasses.replace(failed, ratio=None)
+    skipped = row("te", status="skipped", reason="not installed")
+
+    found = judged(row("plain"), bare, skipped, gate="speedup>=1")
+
+    assert [(g.passed, g.value) for g in found.gates] == [(False, None)]
+
+
+@pytest.mark.parametrize("text", ["speed>=1", "speedup>", "speedup>=fast"])
+def test_a_gate_that_cannot_be_read_is_refused(text: str) -> None:
+    with pytest.raises(UsageError):
+        parse_gates([text])
+
+
+@pytest.mark.parametrize(
+    ("now", "change", "code"),
+    [
+        ((1.0, 0.9, 1.1), "regression", 5),
+        ((1.25, 1.1, 1.3), "within the intervals", None),
+        ((2, 1.9, 2.1), "improvement", None),
+    ],
+)  # fmt: skip
+def test_only_an_interval_that_lies_below_the_old_one_is_a_regression(
+    now: tuple[float, float, float], change: str, code: int | None
+) -> None:
+    old, rows = result(row("plain"), row("unit")), (row("plain"), row("unit", ratio=now), row("mx"))
+
+    changes = compare(rows, old)
+
+    assert [c.change for c in changes] == [change]  # mx is not in the old document
+    error = problem(dataclasses.replace(result(*rows), changes=changes))
+    assert (error and error.exit_code) == code
+
+
+def test_rows_of_another_size_are_not_compared() -> None:
+    assert compare([row("unit", batch=4)], result(row("unit"))) == ()
+
+
+@pytest.mark.parametrize(("status", "code"), [("failed", 5), ("too large", 7), ("skipped", 4)])
+def test_what_became_of_the_only_variant_decides_the_exit_code(status: str, code: int) -> None:
+    error = problem(result(row("plain"), row("unit", status=status, reason="because")))
+
+    assert error is not None
+    assert error.exit_code == code
+    assert "because" in error.message
+    assert error.details["result"]
+
+
+def test_a_skipped_row_beside_a_measured_one_is_no_error() -> None:
+    assert problem(result(row("plain"), row("unit"), row("te", status="skipped", reason="no"))) is None

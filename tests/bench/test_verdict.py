@@ -1,0 +1,93 @@
+"""The roofline and its words, on peaks that a GPU and a CPU might have."""
+
+import dataclasses
+
+import pytest
+from bench_records import CPU_PEAKS, GEMMS, GPU_PEAKS, row
+
+from lpconv.bench.roofline import gemm_record, gemm_seconds, step_gemm_seconds
+from lpconv.bench.verdict import verdict
+
+LARGE, NARROW, HEAD = GEMMS
+
+
+def test_a_product_takes_as_long_as_the_slower_of_arithmetic_and_traffic() -> None:
+    m = 8192
+    flops, traffic = 2 * m * LARGE.n * LARGE.k, 2 * (m * LARGE.k + LARGE.n * LARGE.k + m * LARGE.n)
+
+    seconds = gemm_seconds(LARGE, m, GPU_PEAKS, method=None, train=False)
+
+    assert seconds == pytest.approx(max(flops / 7e14, traffic / 3e12))
+    assert gemm_record(LARGE, m, GPU_PEAKS, method="unit", train=False).bound == "compute"
+    assert gemm_record(LARGE, 16, GPU_PEAKS, method="unit", train=False).bound == "memory"
+
+
+def test_fewer_passes_over_the_data_gain_more() -> None:
+    gains = {
+        m: gemm_record(LARGE, 8192, GPU_PEAKS, method=m, train=True).gain or 0
+        for m in ("unit", "tensorwise", "rowwise")
+    }
+
+    assert 1.0 < gains["rowwise"] < gains["tensorwise"] < gains["unit"] < 1.3e15 / 7e14
+
+
+def test_small_products_lose_and_say_from_where_they_would_gain() -> None:
+    narrow = gemm_record(NARROW, 8192, GPU_PEAKS, method="unit", train=True)
+    large = gemm_record(LARGE, 8192, GPU_PEAKS, method="unit", train=True)
+
+    assert narrow.gain is not None
+    assert narrow.gain < 1
+    assert narrow.break_even_tokens is None  # its 64 outputs do not pay for casting its input, at any batch
+    assert large.break_even_tokens is not None
+    at_break_even = gemm_record(LARGE, large.break_even_tokens, GPU_PEAKS, method="unit", train=True).gain
+    below = gemm_record(LARGE, large.break_even_tokens // 2, GPU_PEAKS, method="unit", train=True).gain
+    assert (below or 0) <= 1 < (at_break_even or 0)
+
+
+def test_the_head_stays_in_16_bits() -> None:
+    assert gemm_record(HEAD, 8192, GPU_PEAKS, method="unit", train=True).gain is None
+    with_head = step_gemm_seconds(GEMMS, 8192, GPU_PEAKS, method="unit", train=True)
+    without = step_gemm_seconds(GEMMS[:2], 8192, GPU_PEAKS, method="unit", train=True)
+    assert with_head - without == pytest.approx(gemm_seconds(HEAD, 8192, GPU_PEAKS, method=None, train=True))
+
+
+def test_on_a_gpu_the_verdict_names_winners_losers_and_amdahl() -> None:
+    found = verdict([row("plain"), row("unit"), row("rowwise", ratio=(0.9, 0.8, 0.95))], GEMMS, GPU_PEAKS)
+
+    assert found is not None
+    text = " ".join(found.sentences)
+    assert "fp8 unit is faster than bf16" in text
+    assert "fp8 rowwise is slower than bf16" in text
+    assert "14336 x 4096" in text
+    assert "will be slower for the 1 Linear of 64 x 4096" in text
+    assert "Amdahl); measured 1.30" in text
+    assert "emulated" not in text
+
+
+def test_on_a_cpu_it_says_that_fp8_is_emulated_and_promises_nothing() -> None:
+    found = verdict([row("plain"), row("unit", emulated=True)], GEMMS, CPU_PEAKS)
+
+    assert found is not None
+    assert "emulated here" in found.sentences[0]
+    assert not any("gain from fp8" in s for s in found.sentences)
+    assert all(g.gain is None for g in found.gemms)
+
+
+def test_intervals_that_contain_one_decide_nothing() -> None:
+    found = verdict([row("plain"), row("unit", ratio=(1.05, 0.98, 1.1))], GEMMS, GPU_PEAKS)
+
+    assert found is not None
+    assert "cannot be told apart" in " ".join(found.sentences)
+
+
+def test_odd_sizes_are_named() -> None:
+    odd = (dataclasses.replace(LARGE, n=1001), NARROW)
+
+    found = verdict([row("plain", batch=1, seq=100), row("unit", batch=1, seq=100)], odd, GPU_PEAKS)
+
+    assert found is not None
+    assert "Not a multiple of 16: 1001 x 4096, 100 tokens" in " ".join(found.sentences)
+
+
+def test_without_a_baseline_there_is_no_verdict() -> None:
+    assert verdict([row("unit")], GEMMS, GPU_PEAKS) is None

@@ -1,0 +1,156 @@
+"""`Fp8Linear` under every recipe: near the plain Linear, small in what it saves, and the block format that it names."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lpconv.errors import UsageError
+from lpconv.formats.blocks import cast_blocks
+from lpconv.kernels.fp8_linear import FP8_RECIPES, Fp8Linear, calibrate, convert_linears
+
+# ‖y - ŷ‖/‖y‖ of a product of two operands rounded to 3 (gradients: 2) bits of mantissa; mx lets the largest saturate.
+OUTPUT, GRADIENT = 0.09, 0.14
+
+
+def small_model(bias: bool = True) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(96, 64, bias=bias), nn.GELU(), nn.Linear(64, 48, bias=bias))
+
+
+def converted(model: nn.Module, recipe: str, x: Tensor) -> nn.Module:
+    ours = copy.deepcopy(model)
+    assert convert_linears(ours, recipe) == ["0", "2"]
+
+    def step() -> None:
+        ours(x).square().mean().backward()
+
+    calibrate(ours, step)
+    step()  # delayed scaling needs a history
+    ours.zero_grad()
+    x.grad = None
+    return ours
+
+
+def relative(x: Tensor, x_hat: Tensor | None) -> float:
+    assert x_hat is not None
+    return float((x - x_hat).detach().norm() / x.detach().norm())
+
+
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("spread", [1.0, 300.0])  # unit scaling finds its scale as well as amax does
+def test_outputs_and_gradients_stay_within_the_format(recipe: str, dtype: torch.dtype, spread: float) -> None:
+    plain = small_model().to(dtype)
+    x = (spread * torch.randn(40, 96)).to(dtype).requires_grad_()
+    y = plain(x)
+    y.square().mean().backward()
+    expected = x.grad
+    assert expected is not None
+    x.grad = None
+    ours = converted(plain, recipe, x)
+
+    y_hat = ours(x)
+    y_hat.square().mean().backward()
+
+    assert y_hat.dtype == dtype
+    assert relative(y, y_hat) < OUTPUT
+    assert relative(expected, x.grad) < GRADIENT
+    for name, parameter in plain.named_parameters():
+        found = ours.get_parameter(name).grad
+        assert found is not None
+        assert found.dtype == dtype
+        assert relative(parameter.grad, found) < GRADIENT, name  # type: ignore[arg-type]  # it has one: see above
+
+
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+@pytest.mark.parametrize("rows", [1, 7, 33])  # no multiple of 16 or of a block
+def test_rows_may_be_any_number(recipe: str, rows: int) -> None:
+    x = torch.randn(rows, 96, requires_grad=True)
+    ours = converted(small_model(bias=False), recipe, x)
+
+    ours(x.view(1, rows, 96)).sum().backward()
+
+    assert x.grad is not None
+    assert x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_a_frozen_layer_gives_the_same_output_from_a_quarter_of_the_bytes(recipe: str) -> None:
+    x = torch.randn(40, 96)
+    ours = converted(small_model(), recipe, x)
+    with torch.no_grad():
+        expected = ours(x)
+        for module in ours.modules():
+            if isinstance(module, Fp8Linear):
+                module.freeze()
+        found = ours(x)
+
+    assert torch.equal(found, expected)
+    codes = sum(b.numel() for b in ours.buffers() if b.dtype == torch.float8_e4m3fn)
+    assert codes >= 96 * 64 + 64 * 48
+    assert sum(p.numel() for p in ours.parameters()) == 64 + 48  # the biases
+
+
+def test_codes_are_saved_in_place_of_inputs() -> None:
+    x = torch.randn(64, 96, dtype=torch.bfloat16)
+    layer = Fp8Linear(nn.Parameter(torch.randn(48, 96, dtype=torch.bfloat16)), None, "unit")
+    saved: list[Tensor] = []
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        layer(x)
+
+    own = [t for t in saved if t is not layer.weight and t.numel() > 1]
+    assert sum(t.numel() * t.element_size() for t in own) == x.numel()
+
+
+def test_mx_blocks_are_those_of_the_specification() -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(8, 64) * torch.logspace(-3, 3, 64), torch.randn(32, 64)
+    layer = Fp8Linear(nn.Parameter(weight), None, "mx")
+
+    expected = cast_blocks(x, "mxfp8_e4m3").bfloat16() @ cast_blocks(weight, "mxfp8_e4m3").bfloat16().t()
+
+    assert torch.equal(layer(x), expected.float())
+
+
+def test_layers_that_read_one_tensor_share_its_scale() -> None:
+    class Fork(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(32, 16), nn.Linear(32, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.a(x) + self.b(x)  # type: ignore[no-any-return]
+
+    model = Fork()
+    convert_linears(model, "unit")
+
+    calibrate(model, lambda: model(torch.randn(4, 32)))
+
+    assert model.a.input_state is model.b.input_state
+
+
+def test_what_is_not_finite_cannot_be_calibrated() -> None:
+    model = nn.Sequential(nn.Linear(32, 16))
+    convert_linears(model, "unit")
+
+    with pytest.raises(UsageError):
+        calibrate(model, lambda: model(torch.full((4, 32), float("inf"))))
+    with pytest.raises(UsageError):
+        Fp8Linear(nn.Parameter(torch.randn(16, 32)), None, "unti")
+
+
+def test_conv1d_is_a_linear_with_its_weight_turned() -> None:
+    from transformers.pytorch_utils import Conv1D
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(Conv1D(48, 64))
+    nn.init.normal_(plain[0].weight)
+    ours = copy.deepcopy(plain)
+    x = torch.randn(40, 64)
+
+    assert convert_linears(ours, "tensorwise") == ["0"]
+
+    assert relative(plain(x), ours(x)) < OUTPUT
