@@ -322,7 +322,8 @@ class FormatRates:
     """What one format does to a tensor at one loss scale: shares of its finite elements that are not zero.
 
     `sqnr_db` is an estimate, infinite where the format holds every value and NaN where there is no signal. `fits` says
-    that next to nothing is lost (`lpconv.probe.advice.fits`).
+    that next to nothing is lost (`lpconv.probe.advice.fits`), `fits_own_scale` that so it would be with a power of two
+    of the tensor's own in place of the loss scale.
     """
 
     format: str
@@ -332,6 +333,7 @@ class FormatRates:
     overflow: float
     sqnr_db: float
     fits: bool
+    fits_own_scale: bool
 
     @property
     def lost(self) -> float:

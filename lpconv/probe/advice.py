@@ -22,6 +22,7 @@ __all__ = [
     "LossScale",
     "assess",
     "fits",
+    "own_scale",
     "recommend_loss_scale",
     "sentence",
     "table",
@@ -75,11 +76,12 @@ class LossScale:
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """The formats, of those asked about, that hold one tensor as it is."""
+    """The formats, of those asked about, that hold one tensor: as it is, and with a scale of its own (`own_scale`)."""
 
     layer: str
     role: str
     formats: tuple[str, ...]
+    formats_scaled: tuple[str, ...]
 
 
 def what_if(tensor: ProbedTensor, format: str, *, log2_loss_scale: int = 0) -> Assessment:
@@ -121,17 +123,42 @@ def recommend_loss_scale(result: ProbeResult, format: str, *, max_underflow: flo
     )
 
 
+def own_scale(tensor: ProbedTensor, format: str) -> int:
+    """log2 of the largest power of two that can multiply the tensor before any element is beyond the format; 0 for
+    tensors of zeros.
+
+    No block of the tensor is scaled less under the OCP MX rule (v1.0 §6.3), so that blocks of the format flush at most
+    as many elements as this scale does.
+    """
+    h = tensor.exponents
+    if h.num_nonzero == 0:
+        return 0
+    scale = get_format(format).max_exponent - max(h.exponents)
+    return scale if h.num_overflow(format, log2_scale=scale) == 0 else scale - 1
+
+
 def fits(result: ProbeResult, formats: Iterable[str], *, log2_loss_scale: int = 0) -> tuple[Fit, ...]:
-    """Which of `formats` hold each tensor: no overflow, underflow up to 0.1 % and 20 dB of signal over error."""
+    """Which of `formats` hold each tensor: no overflow, underflow up to 0.1 % and 20 dB of signal over error.
+
+    A scale of the tensor's own takes the place of the loss scale.
+    """
     names = tuple(formats)
 
-    def holds(tensor: ProbedTensor, name: str) -> bool:
-        rates = what_if(tensor, name, log2_loss_scale=log2_loss_scale).rates
-        return rates.overflow == 0 and rates.underflow <= MAX_UNDERFLOW and not rates.sqnr_db < MIN_SQNR_DB
+    def fit(tensor: ProbedTensor) -> Fit:
+        plain = {n: what_if(tensor, n, log2_loss_scale=log2_loss_scale).rates for n in names}
+        scaled = {n: tensor.exponents.rates(n, log2_scale=own_scale(tensor, n)) for n in names}
+        return Fit(
+            layer=tensor.layer,
+            role=tensor.role,
+            formats=tuple(n for n, rates in plain.items() if _next_to_nothing_lost(rates)),
+            formats_scaled=tuple(n for n, rates in scaled.items() if _next_to_nothing_lost(rates)),
+        )
 
-    return tuple(
-        Fit(layer=t.layer, role=t.role, formats=tuple(n for n in names if holds(t, n))) for t in result.tensors
-    )
+    return tuple(fit(t) for t in result.tensors)
+
+
+def _next_to_nothing_lost(rates: Rates) -> bool:
+    return rates.overflow == 0 and rates.underflow <= MAX_UNDERFLOW and not rates.sqnr_db < MIN_SQNR_DB
 
 
 def sentence(tensor: ProbedTensor, format: str, *, log2_loss_scale: int = 0) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from lpconv.errors import UnsupportedError
 from lpconv.formats.spec import BLOCK_FORMATS, get_format
-from lpconv.probe.advice import ROLE_WORDS, assess, fits, recommend_loss_scale, sentence, what_if
+from lpconv.probe.advice import ROLE_WORDS, Fit, assess, fits, recommend_loss_scale, sentence, what_if
 from lpconv.probe.records import GRADIENT_ROLES, ROLES, ProbedTensor, ProbeResult
 from lpconv.results import FormatRates, LossScaleRecord, ProbedRecord, ProbeReport
 
@@ -12,6 +12,7 @@ __all__ = ["DEFAULT_FORMATS", "answer", "check_format"]
 
 DEFAULT_FORMATS = ("fp16", "e5m2", "e4m3fn", "bf16")
 _FINDINGS = 3  # sentences per format
+_Place = tuple[str, str]  # a tensor's layer and role
 
 
 def answer(result: ProbeResult, formats: Sequence[str] = DEFAULT_FORMATS) -> ProbeReport:
@@ -22,11 +23,11 @@ def answer(result: ProbeResult, formats: Sequence[str] = DEFAULT_FORMATS) -> Pro
     for name in formats:
         check_format(name)
     scales = _loss_scales(result, formats)
-    holding = {name: _holding(result, name, 0) for name in formats}
-    holding_scaled = {name: _holding(result, name, scales[name].log2_scale) for name in formats if name in scales}
+    holding = _holding(result, dict.fromkeys(formats, 0))
+    holding_scaled = _holding(result, {name: scales[name].log2_scale for name in formats if name in scales})
 
-    def rates(tensor: ProbedTensor, name: str, log2_scale: int, held: set[tuple[str, str]]) -> FormatRates:
-        found = what_if(tensor, name, log2_loss_scale=log2_scale)
+    def rates(tensor: ProbedTensor, name: str, log2_scale: int, held: dict[str, dict[_Place, Fit]]) -> FormatRates:
+        found, fit = what_if(tensor, name, log2_loss_scale=log2_scale), held[name][tensor.layer, tensor.role]
         return FormatRates(
             format=name,
             log2_loss_scale=found.log2_loss_scale,
@@ -34,14 +35,15 @@ def answer(result: ProbeResult, formats: Sequence[str] = DEFAULT_FORMATS) -> Pro
             subnormal=found.rates.subnormal,
             overflow=found.rates.overflow,
             sqnr_db=found.rates.sqnr_db,
-            fits=(tensor.layer, tensor.role) in held,
+            fits=name in fit.formats,
+            fits_own_scale=name in fit.formats_scaled,
         )
 
     def record(tensor: ProbedTensor) -> ProbedRecord:
         h, gradient = tensor.exponents, tensor.role in GRADIENT_ROLES
-        plain = tuple(rates(tensor, n, 0, holding[n]) for n in formats)
+        plain = tuple(rates(tensor, n, 0, holding) for n in formats)
         scaled = tuple(
-            rates(tensor, p.format, scales[p.format].log2_scale, holding_scaled[p.format])
+            rates(tensor, p.format, scales[p.format].log2_scale, holding_scaled)
             if gradient and p.format in scales and scales[p.format].log2_scale
             else p
             for p in plain
@@ -81,7 +83,8 @@ def check_format(name: str) -> None:
     if name in BLOCK_FORMATS:
         raise UnsupportedError(
             f"`{name}` scales every block by its own values, which histograms of whole tensors do not show",
-            hint=f"ask for its elements: {BLOCK_FORMATS[name].element.name}",
+            hint=f"ask for its elements, {BLOCK_FORMATS[name].element.name}: with a scale for the whole tensor they "
+            "underflow at least as often as in blocks",
         )
     get_format(name)
 
@@ -103,9 +106,12 @@ def _loss_scales(result: ProbeResult, formats: Sequence[str]) -> dict[str, LossS
     }
 
 
-def _holding(result: ProbeResult, name: str, log2_scale: int) -> set[tuple[str, str]]:
-    """The tensors that the format holds, by layer and role."""
-    return {(f.layer, f.role) for f in fits(result, [name], log2_loss_scale=log2_scale) if f.formats}
+def _holding(result: ProbeResult, log2_scales: dict[str, int]) -> dict[str, dict[_Place, Fit]]:
+    """For each format, at its loss scale, whether it holds the tensor of a layer and role."""
+    return {
+        name: {(f.layer, f.role): f for f in fits(result, [name], log2_loss_scale=scale)}
+        for name, scale in log2_scales.items()
+    }
 
 
 def _findings(result: ProbeResult, name: str) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from lpconv.report.numbers import number_text, share_text
 from lpconv.report.page import Tile, environment
 from lpconv.report.printable import printable_record
 from lpconv.report.probe_plot import exponent_plots, heatmap
-from lpconv.report.probe_words import ALONE_WORDS, FIT_WORDS, capped_words, fit_counts, loss_scale_text
+from lpconv.report.probe_words import ALONE_WORDS, FIT_WORDS, capped_words, fit_counts, held_by, loss_scale_text
 from lpconv.report.rms_plot import FormatRange
 from lpconv.results import ProbeReport
 
@@ -29,6 +29,7 @@ def html_probe(report: ProbeReport, ranges: Mapping[str, FormatRange]) -> str:
             heat=heatmap(report),
             fits=fit_counts(report),
             fit_words=FIT_WORDS,
+            held_by=held_by,
             alone_words=ALONE_WORDS,
             capped=capped_words(report),
             loss_scale=loss_scale_text,

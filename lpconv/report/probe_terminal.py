@@ -76,7 +76,7 @@ def _loss_scales(report: ProbeReport) -> tuple[RenderableType, ...]:
 def _fits(report: ProbeReport) -> tuple[RenderableType, ...]:
     table = table_of("Class", *report.formats)
     for words, counts in fit_counts(report):
-        table.add_row(Text(words), *(Text(f"{held} of {total}") for held, total in counts))
+        table.add_row(Text(words), *(Text(count) for count in counts))
     return section("Tensors that each format holds", Group(table, after_gap(Text(FIT_WORDS))))
 
 

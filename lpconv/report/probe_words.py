@@ -1,17 +1,26 @@
 """What the terminal and the page say about a probe in the same words and the same order."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from lpconv.report.numbers import share_text
 from lpconv.results import ProbedRecord, ProbeReport
 
-__all__ = ["ALONE_WORDS", "FIT_WORDS", "capped_words", "fit_counts", "loss_scale_text", "tracking_words", "worst_first"]
+__all__ = [
+    "ALONE_WORDS",
+    "FIT_WORDS",
+    "capped_words",
+    "fit_counts",
+    "held_by",
+    "loss_scale_text",
+    "tracking_words",
+    "worst_first",
+]
 
 _MAX_UNDERFLOW = 1e-3  # what the recommendation aims at
 FIT_WORDS = (
-    "Held, without a scale of its own: nothing beyond the range, at most 0.1 % to zero, at least 20 dB of SQNR. "
-    "Gradients count at the recommended loss scale."
+    "Held: nothing beyond the range, at most 0.1 % to zero, at least 20 dB of SQNR; gradients at the recommended loss "
+    "scale. In brackets, where they differ: with a power-of-two scale of each tensor's own."
 )
 ALONE_WORDS = "Loss scales in these lines would suit that tensor alone; those below serve the whole model."
 
@@ -26,14 +35,25 @@ def worst_first(tensors: Iterable[ProbedRecord]) -> tuple[ProbedRecord, ...]:
     return tuple(sorted(tensors, key=badness))
 
 
-def fit_counts(report: ProbeReport) -> tuple[tuple[str, tuple[tuple[int, int], ...]], ...]:
-    """For each class of tensor, how many of how many each format holds."""
+def fit_counts(report: ProbeReport) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """For each class of tensor, how many of how many each format holds: "3 of 26", or "0 (26) of 26" if scales help."""
     rows = []
     for words in report.classes:
         members = [t for t in report.tensors if t.words == words]
-        held = (sum(t.scaled[i].fits for t in members) for i in range(len(report.formats)))
-        rows.append((words, tuple((n, len(members)) for n in held)))
+        rows.append((words, tuple(_fit_count(members, i) for i in range(len(report.formats)))))
     return tuple(rows)
+
+
+def _fit_count(members: Sequence[ProbedRecord], index: int) -> str:
+    held = sum(t.scaled[index].fits for t in members)
+    own = sum(t.scaled[index].fits_own_scale for t in members)
+    return f"{held} of {len(members)}" if own == held else f"{held} ({own}) of {len(members)}"
+
+
+def held_by(tensor: ProbedRecord) -> str:
+    """The formats that hold a tensor, those in brackets with a scale of its own only."""
+    names = [r.format if r.fits else f"({r.format})" for r in tensor.scaled if r.fits or r.fits_own_scale]
+    return ", ".join(names) or "–"
 
 
 def loss_scale_text(log2_scale: int) -> str:

@@ -83,6 +83,18 @@ def test_special_blocks(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BLOCK_FORMATS)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_nan_and_inf_spoil_their_block_alone_wherever_they_stand(name: str, value: float) -> None:
+    size = BLOCK_FORMATS[name].size
+    x = torch.ones(size, 2 * size)
+    x[:, :size].fill_diagonal_(value)
+    values = cast_blocks(x, name)
+    assert values[:, :size].isnan().all()
+    assert values[:, size:].isfinite().all() or name == "nvfp4"  # whose second scale is one for the tensor
+    assert same(decode_blocks(encode_blocks(x, name)), values)
+
+
+@pytest.mark.parametrize("name", BLOCK_FORMATS)
 @pytest.mark.parametrize("shape", [(31,), (4, 40), ()])
 def test_blocks_that_do_not_divide_the_axis_are_refused(name: str, shape: tuple[int, ...]) -> None:
     with pytest.raises(UsageError, match="last axis") as caught:

@@ -47,11 +47,13 @@ def test_every_16_bit_input_saturating_as_gfloat(name: str, dtype: torch.dtype, 
 
 
 @pytest.mark.parametrize("name", [n for n in SMALL if FORMATS[n].has_sign])
-def test_every_midpoint_and_its_neighbours_in_fp32_as_ml_dtypes(name: str) -> None:
+def test_every_midpoint_and_its_neighbours_in_fp32_as_ml_dtypes_and_gfloat(name: str) -> None:
     values = every_value(name)
     middle = ((values[1:] + values[:-1]) / 2).float()
     x = torch.cat([middle, torch.nextafter(middle, middle + 1e30), torch.nextafter(middle, middle - 1e30)])
     assert same(cast(x, name), ml_dtypes_round(x, name))
+    if name in GFLOAT:
+        assert same(cast(x, name), gfloat_round(x, name))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -78,6 +78,12 @@ def test_layouts(dtype: torch.dtype) -> None:
         agree(view)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_nan_and_inf_in_every_position(value: float, dtype: torch.dtype) -> None:
+    agree(torch.ones(70, 70, dtype=dtype).fill_diagonal_(value))
+
+
 def test_integers_are_refused() -> None:
     with pytest.raises(UsageError):
         exponent_histogram(torch.ones(3, dtype=torch.int32))

@@ -102,6 +102,15 @@ def test_reasons_against_fp8_tensor_cores_are_named() -> None:
     assert "AMD" in (why_not_scaled_mm(fnuz, fnuz, None, None) or "")
 
 
+@pytest.mark.parametrize("name", ["e4m3fn", "e5m2", "fp16", "bf16"])
+def test_nan_spoils_its_row_wherever_it_stands(name: str) -> None:
+    a, b = torch.ones(8, 8).fill_diagonal_(float("nan")), torch.ones(8, 5)
+    a[0] = 1.0
+    product = matmul(encode(a, name), encode(b, name))
+    assert product[1:].isnan().all()
+    assert product[0].tolist() == [8.0] * 5
+
+
 @pytest.mark.parametrize("name", ["e4m3fn", "fp16", "bf16"])
 def test_empty_products(name: str) -> None:
     def operand(*shape: int) -> Tensor:

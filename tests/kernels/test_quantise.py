@@ -159,12 +159,13 @@ def test_a_seed_repeats_and_pieces_do_not_matter() -> None:
     assert 0.2 < (first != other).float().mean() < 0.5
 
 
-def test_special_values_in_every_position() -> None:
-    for value in (math.nan, math.inf, -math.inf, -0.0):
-        for position in range(5):
-            x = torch.ones(5)
-            x[position] = value
-            assert same(fake_quantise(x, "e4m3fn"), cast(x, "e4m3fn"))
+@pytest.mark.parametrize("mode", ["never", "always"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -0.0])
+def test_special_values_in_every_position(value: float, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LPCONV_COMPILE", mode)
+    x = torch.ones(70, 70).fill_diagonal_(value)  # each position of a vector of any length, and of its remainder
+    for overflow in rules("e4m3fn"):
+        assert same(fake_quantise(x, "e4m3fn", overflow=overflow), cast(x, "e4m3fn", overflow=overflow))
 
 
 def test_layouts_and_out() -> None:

@@ -5,9 +5,11 @@ import torch
 from torch import Tensor
 
 from lpconv.errors import UsageError
+from lpconv.formats.blocks import cast_blocks
 from lpconv.formats.cast import cast
 from lpconv.formats.histogram import exponent_histogram_reference
-from lpconv.probe.advice import MAX_UNDERFLOW, assess, fits, recommend_loss_scale, sentence, table, what_if
+from lpconv.formats.spec import BLOCK_FORMATS
+from lpconv.probe.advice import MAX_UNDERFLOW, assess, fits, own_scale, recommend_loss_scale, sentence, table, what_if
 from lpconv.probe.records import ProbedTensor, ProbeResult
 
 
@@ -69,6 +71,35 @@ def test_which_formats_fit() -> None:
     )
     assert ready.formats == ("bf16", "fp16", "e5m2", "e4m3fn")
     assert tiny.formats == ("bf16",)
+    assert ready.formats_scaled == tiny.formats_scaled == ("bf16", "fp16", "e5m2", "e4m3fn")
+
+
+@pytest.mark.parametrize("format", ["fp16", "e5m2", "e4m3fn", "e4m3fnuz"])
+@pytest.mark.parametrize("top", [1.0, 1.75, 1.8125, 1.8126, 1.9375, 1.99999])
+def test_the_own_scale_is_the_largest_without_overflow(format: str, top: float) -> None:
+    x = torch.cat([LARGE.clamp(-1, 1), torch.tensor([-top])]) * 2.0**-20
+    scale = own_scale(probed("a", "weight", x), format)
+
+    def overflows(log2_scale: int) -> bool:
+        return bool(cast(x.double() * 2.0**log2_scale, format, overflow="nan").isnan().any())
+
+    assert not overflows(scale)
+    assert overflows(scale + 1)
+
+
+def test_tensors_of_zeros_need_no_scale_and_fit() -> None:
+    nothing = probed("a", "weight", torch.zeros(5))
+    assert own_scale(nothing, "e4m3fn") == 0
+    assert fits(result(nothing), ["e2m1"])[0].formats_scaled == ("e2m1",)
+
+
+@pytest.mark.parametrize("block_format", ["mxfp4", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp8_e4m3", "mxfp8_e5m2"])
+def test_blocks_flush_no_more_than_a_scale_for_the_whole_tensor(block_format: str) -> None:
+    x = (LARGE[:19_968] * 2.0 ** torch.linspace(-12, 0, 19_968)).view(-1, 32)
+    element = BLOCK_FORMATS[block_format].element.name
+    tensor = probed("a", "weight", x)
+    bound = tensor.exponents.num_underflow(element, log2_scale=own_scale(tensor, element))
+    assert int((cast_blocks(x, block_format) == 0).sum()) <= bound
 
 
 def test_sentences() -> None:

@@ -20,7 +20,7 @@ LAYERS = ("model.embed_tokens", "model.layers.0.self_attn.q_proj", "model.layers
 def rates(name: str, *, under: float = 0.0, over: float = 0.0, sqnr: float = 60.0, scale: int = 0) -> FormatRates:
     return FormatRates(
         format=name, log2_loss_scale=scale, underflow=under, subnormal=under / 2, overflow=over, sqnr_db=sqnr,
-        fits=under + over <= 1e-3,
+        fits=under + over <= 1e-3, fits_own_scale=under <= 1e-3,
     )  # fmt: skip
 
 
@@ -79,7 +79,7 @@ def test_the_terminal_answers_in_80_columns(monkeypatch: pytest.MonkeyPatch) -> 
     ):
         assert answer in " ".join(text.split())
     assert re.search(r"fp16 +2\^7 +2\^12 +60 % +0.05 %", text)
-    assert re.search(r"weight +3 of 4 +3 of 4", text)
+    assert re.search(r"weight +3 \(4\) of 4 +3 \(4\) of 4", text)  # a scale of its own saves what is beyond the range
     assert re.search(r"output gradient +4 of 4 +4 of 4", text)  # at the recommended scale
 
 
