@@ -8,13 +8,15 @@ from typing import Any, TypeAlias, overload
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lpconv.errors import InputError
 from lpconv.optim.diagnostics import UpdateRecord, snapshot
 from lpconv.optim.kernel import STEPS, get_kernel
 from lpconv.optim.settings import Settings, check_group
-from lpconv.optim.shards import all_finite, flat_gradient, flat_parts, local
+from lpconv.optim.shards import all_finite, flat, flat_parts, local, local_gradient
+from lpconv.optim.shared import Scratch, SharedState
 from lpconv.optim.state import check_state, new_state, parts_of
 from lpconv.optim.storage import Parts, Storage
 
@@ -22,15 +24,14 @@ __all__ = ["LowPrecisionOptimizer", "ParamsLike"]
 
 ParamsLike: TypeAlias = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
-# Elements. Copying a parameter of this size and its state into a batch and back is cheaper than a kernel call of its
-# own; the batch itself should stay in the cache, and below the size from which malloc maps and unmaps it every time.
+# Elements. Copying a weight and a gradient of this size costs less than a kernel call, and a batch stays in the cache.
 _SMALL = 2**15
-_BATCH = 2**17
+_BATCH = 2**18
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """A parameter with a gradient; the gradient is local and flat."""
+    """A parameter with a gradient, which is local."""
 
     p: Tensor
     name: str
@@ -52,11 +53,14 @@ class LowPrecisionOptimizer(Optimizer):
         self.records: list[UpdateRecord] = []
         self.num_skipped = 0
         self._coefficients_now: dict[tuple[int, str, int, torch.device], tuple[Tensor, ...]] = {}
+        self._shared: dict[Tensor, SharedState] = {}
+        self._scratch: Scratch = {}
         super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("settings", "records", "num_skipped")  # PyTorch keeps groups and state only; this is for deepcopy
-        return super().__getstate__() | {name: getattr(self, name) for name in own} | {"_coefficients_now": {}}
+        empty: dict[str, Any] = {"_coefficients_now": {}, "_shared": {}, "_scratch": {}}
+        return super().__getstate__() | {name: getattr(self, name) for name in own} | empty
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -90,8 +94,14 @@ class LowPrecisionOptimizer(Optimizer):
             return loss
         self.records = []
         self._coefficients_now.clear()
-        for step, batch in self._batches(jobs):
-            self._run(batch, step)
+        small: dict[tuple[object, ...], list[_Job]] = defaultdict(list)
+        for job in jobs:
+            if self._is_small(job):
+                small[id(job.group), job.p.dtype, job.gradient.dtype, job.gradient.device].append(job)
+            else:
+                self._run(job, self._count(job.p))
+        for alike in small.values():
+            self._run_together(alike)
         return loss
 
     def storages(self, p: Tensor) -> tuple[Storage, ...]:
@@ -108,10 +118,7 @@ class LowPrecisionOptimizer(Optimizer):
 
     def parts(self, p: Tensor) -> Parts:
         """The tensors that hold `p` and each moment, made on first use; writing to them changes the state."""
-        storages = self.storages(p)
-        if not self.state[p]:
-            self.state[p] = new_state(p, self.settings.rule.name, storages)
-        return parts_of(p, self.state[p], self.settings.rule.name, storages)
+        return parts_of(p, self._state(p), self.settings.rule.name, self.storages(p))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch.optim, but every state tensor keeps its own dtype.
@@ -126,6 +133,7 @@ class LowPrecisionOptimizer(Optimizer):
             if state:
                 check_state(state, self.settings.rule.name, self.storages(p))
         super().load_state_dict(state_dict)  # raises where the groups differ in number or length
+        self._shared.clear()
         for p, state in saved:
             for name, value in state.items():
                 if value.dtype != self.state[p][name].dtype:
@@ -139,33 +147,19 @@ class LowPrecisionOptimizer(Optimizer):
         num_bytes = sum(local(t).nbytes for t in (*params, *gradients, *states))
         return num_bytes / sum(local(p).numel() for p in params)
 
+    def _state(self, p: Tensor) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = self.state[p]
+        if not state:
+            state |= new_state(p, self.settings.rule.name, self.storages(p))
+        return state
+
     def _jobs(self) -> list[_Job]:
         return [
-            _Job(p, name, group, flat_gradient(p, name))
+            _Job(p, name, group, local_gradient(p, name))
             for number, group in enumerate(self.param_groups)
             for p, name in zip(group["params"], _names(group, number), strict=True)
             if p.grad is not None
         ]
-
-    def _batches(self, jobs: list[_Job]) -> Iterator[tuple[int, list[_Job]]]:
-        """Count the step, and put small parameters that take the very same step together: each call has its price."""
-        together: dict[tuple[int, tuple[object, ...]], list[_Job]] = defaultdict(list)
-        for job in jobs:
-            storages = self.storages(job.p)
-            if not self.state[job.p]:
-                self.state[job.p] = new_state(job.p, self.settings.rule.name, storages)
-            count = self.state[job.p]["step"]
-            count += 1
-            step = int(count)
-            alone = self._measures(step) or Storage.STOCHASTIC in storages  # these look at each parameter
-            if alone or job.gradient.numel() > _SMALL:
-                yield step, [job]
-            else:
-                alike = (id(job.group), job.p.dtype, job.gradient.dtype, job.gradient.device)
-                together[step, alike].append(job)
-        for (step, _), small in together.items():
-            for batch in _cut(small):
-                yield step, batch
 
     def _all_finite(self, jobs: list[_Job]) -> bool:
         return all_finite([job.gradient for job in jobs], self.param_groups[0]["params"][0].device)
@@ -173,22 +167,65 @@ class LowPrecisionOptimizer(Optimizer):
     def _measures(self, step: int) -> bool:
         return self.settings.diagnostics_every > 0 and step % self.settings.diagnostics_every == 0
 
-    def _run(self, batch: list[_Job], step: int) -> None:
-        first = batch[0]
-        gradient = first.gradient if len(batch) == 1 else torch.cat([job.gradient for job in batch])
-        if gradient.numel() == 0:
+    def _is_small(self, job: _Job) -> bool:
+        """Whether to step it with others: not where noise is drawn for each parameter, or state must be a DTensor."""
+        small = job.gradient.numel() <= _SMALL and not isinstance(job.p, DTensor)
+        return small and Storage.STOCHASTIC not in self.storages(job.p)
+
+    def _count(self, p: Tensor) -> int:
+        count = self._state(p)["step"]
+        count += 1
+        return int(count)
+
+    def _run_together(self, alike: list[_Job]) -> None:
+        """Step parameters of one group, dtype and device: together those that share their state, if all take part."""
+        self._share([job for job in alike if job.p not in self._shared])
+        sharing: dict[SharedState, list[_Job]] = defaultdict(list)
+        for job in alike:
+            sharing[self._shared[job.p]].append(job)
+        for shared, jobs in sharing.items():
+            gradients = [job.gradient for job in jobs]
+            step = shared.count() if shared.is_usable(self.state, gradients) else None
+            if step is not None and not self._measures(step):
+                shared.gather(gradients)
+                self._run_kernel(jobs[0], step, shared.parts, shared.gradient)
+                shared.scatter()
+                continue
+            for job in jobs:
+                self._run(job, step or self._count(job.p))
+
+    def _share(self, jobs: list[_Job]) -> None:
+        """Move the state of these parameters into common buffers of about _BATCH elements."""
+        by_step: dict[int, list[_Job]] = defaultdict(list)
+        for job in jobs:
+            by_step[int(self._state(job.p)["step"])].append(job)
+        for batch in (batch for equal in by_step.values() for batch in _cut(equal)):
+            params, gradient_dtype = [job.p for job in batch], batch[0].gradient.dtype
+            rule, storages = self.settings.rule.name, self.storages(params[0])
+            states = [self.state[p] for p in params]
+            shared = SharedState(params, states, rule, storages, gradient_dtype, self._scratch)
+            self._shared |= dict.fromkeys(params, shared)
+
+    def _run(self, job: _Job, step: int) -> None:
+        """Step one parameter, and measure what was lost where that is asked for."""
+        if job.gradient.numel() == 0:
             return
-        rule, storages = self.settings.rule, self.storages(first.p)
-        paper = self.settings.arithmetic == "paper" and first.p.dtype == torch.bfloat16
-        name = "adamw-paper" if paper else rule.name
-        kernel = get_kernel(name, storages, gradient.device.type, compiled=self.settings.compiled)
-        with flat_parts([self.parts(job.p) for job in batch]) as parts:
+        gradient, storages = flat(job.gradient), self.storages(job.p)
+        with flat_parts(self.parts(job.p)) as parts:
             before = None
             if self._measures(step):
-                before = snapshot(rule, storages, parts, gradient, self._coefficients(first, rule.name, step))
-            kernel.run(parts, gradient, self._coefficients(first, name, step), self._random(first, step))
+                rule = self.settings.rule
+                before = snapshot(rule, storages, parts, gradient, self._coefficients(job, rule.name, step))
+            self._run_kernel(job, step, parts, gradient)
             if before is not None:
-                self.records.append(before.compare(first.name, step, parts[0]))
+                self.records.append(before.compare(job.name, step, parts[0]))
+
+    def _run_kernel(self, job: _Job, step: int, parts: Parts, gradient: Tensor) -> None:
+        """Step flat parts: those of `job`, or of many that are like it."""
+        paper = self.settings.arithmetic == "paper" and job.p.dtype == torch.bfloat16
+        name = "adamw-paper" if paper else self.settings.rule.name
+        kernel = get_kernel(name, self.storages(job.p), gradient.device.type, compiled=self.settings.compiled)
+        kernel.run(parts, gradient, self._coefficients(job, name, step), self._random(job, step))
 
     def _coefficients(self, job: _Job, name: str, step: int) -> tuple[Tensor, ...]:
         """The scalars of the step as 0-dim tensors, which compiled code does not specialise on; kept for one step()."""
@@ -203,7 +240,7 @@ class LowPrecisionOptimizer(Optimizer):
         """Noise for stochastic rounding, from the seed, the parameter and the step: a resumed run draws the same."""
         if Storage.STOCHASTIC not in self.storages(job.p):
             return None
-        shape, device = job.gradient.shape, job.gradient.device
+        shape, device = (job.gradient.numel(),), job.gradient.device
         generator = torch.Generator(device).manual_seed(zlib.crc32(f"{self.settings.seed}/{job.name}/{step}".encode()))
         return torch.randint(0, 2**16, shape, dtype=torch.int32, device=device, generator=generator)
 
@@ -219,11 +256,13 @@ class LowPrecisionOptimizer(Optimizer):
 def _cut(jobs: list[_Job]) -> Iterator[list[_Job]]:
     """Consecutive runs of jobs with about _BATCH elements each."""
     batch: list[_Job] = []
+    size = 0
     for job in jobs:
         batch.append(job)
-        if sum(j.gradient.numel() for j in batch) >= _BATCH:
+        size += job.gradient.numel()
+        if size >= _BATCH:
             yield batch
-            batch = []
+            batch, size = [], 0
     if batch:
         yield batch
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from lpconv.errors import UnsupportedError
 from lpconv.optim.storage import Parts
 
-__all__ = ["all_finite", "flat_gradient", "flat_parts", "local"]
+__all__ = ["all_finite", "flat", "flat_parts", "local", "local_gradient"]
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -19,8 +19,8 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def flat_gradient(p: Tensor, name: str) -> Tensor:
-    """The local gradient of `p` as a 1-D tensor; raises UnsupportedError where it is sparse or complex."""
+def local_gradient(p: Tensor, name: str) -> Tensor:
+    """The local part of the gradient of `p`; raises UnsupportedError where it is sparse or complex."""
     gradient = p.grad
     assert gradient is not None
     if gradient.layout != torch.strided or not gradient.is_floating_point():
@@ -30,38 +30,23 @@ def flat_gradient(p: Tensor, name: str) -> Tensor:
         )
     if isinstance(gradient, DTensor) and isinstance(p, DTensor) and gradient.placements != p.placements:
         gradient = gradient.redistribute(p.device_mesh, p.placements)
-    gradient = local(gradient)
-    return gradient if gradient.dim() == 1 and gradient.is_contiguous() else gradient.reshape(-1)
+    return local(gradient)
 
 
 @contextmanager
-def flat_parts(many: Sequence[Parts]) -> Iterator[Parts]:
-    """The local parts of one or several parameters as 1-D tensors, one after the other.
-
-    The parts of a single contiguous parameter are views. Others are copied, and copied back on leaving.
-    """
-    flats, copies = [], []
-    for quantity in zip(*many, strict=True):
-        joined = []
-        for tensors in zip(*quantity, strict=True):
-            sources = [_flat(local(t)) for t in tensors]
-            if len(sources) == 1 and sources[0].is_contiguous():
-                joined.append(sources[0])
-                continue
-            joined.append(torch.cat([s if s.dim() == 1 else s.reshape(-1) for s in sources]))
-            copies.append((sources, joined[-1]))
-        flats.append(tuple(joined))
-    yield tuple(flats)
-    for sources, flat in copies:
-        parts = torch.split(flat, [s.numel() for s in sources])
-        torch._foreach_copy_(
-            sources, [p.view_as(s) if s.dim() != 1 else p for p, s in zip(parts, sources, strict=True)]
-        )
+def flat_parts(parts: Parts) -> Iterator[Parts]:
+    """The local parts of a parameter as 1-D contiguous tensors: views, or copies that are copied back on leaving."""
+    sources = [[local(t) for t in tensors] for tensors in parts]
+    flats = tuple(tuple(flat(t) for t in tensors) for tensors in sources)
+    yield flats
+    for source, one in ((s, f) for many in zip(sources, flats, strict=True) for s, f in zip(*many, strict=True)):
+        if not source.is_contiguous():
+            source.copy_(one.view(source.shape))
 
 
-def _flat(t: Tensor) -> Tensor:
-    """A 1-D view where there is one."""
-    return t.view(-1) if t.dim() != 1 and t.is_contiguous() else t
+def flat(t: Tensor) -> Tensor:
+    """`t` as a 1-D contiguous tensor: a view where it is contiguous."""
+    return t if t.dim() == 1 and t.is_contiguous() else t.reshape(-1)
 
 
 def all_finite(gradients: Sequence[Tensor], device: torch.device) -> bool:

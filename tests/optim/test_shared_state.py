@@ -1,0 +1,128 @@
+"""Small parameters share buffers for their state; nobody who saves, loads or freezes them may notice."""
+
+import copy
+import io
+from unittest.mock import Mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lpconv.optim import CollageAdamW
+
+SHAPES = [(3,), (64, 5), (), (7, 2, 3), (128,)]
+VARIANTS = ["light", "plus", "kahan", "fp32-master"]
+
+
+def some_params() -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter((torch.randn(shape, generator=generator) * 0.02).bfloat16()) for shape in SHAPES]
+
+
+def make(params: list[nn.Parameter], variant: str = "plus") -> CollageAdamW:
+    return CollageAdamW(params, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, variant=variant, compiled=False)
+
+
+def step(optimizer: CollageAdamW, params: list[nn.Parameter], seed: int, absent: tuple[int, ...] = ()) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for i, p in enumerate(params):
+        gradient = torch.randn(p.shape, generator=generator).bfloat16()
+        p.grad = None if i in absent else gradient
+    optimizer.step()
+
+
+def tensors(optimizer: CollageAdamW, params: list[nn.Parameter]) -> list[Tensor]:
+    return [*params, *(t for p in params for t in optimizer.state[p].values())]
+
+
+def assert_same(first: CollageAdamW, a: list[nn.Parameter], second: CollageAdamW, b: list[nn.Parameter]) -> None:
+    for x, y in zip(tensors(first, a), tensors(second, b), strict=True):
+        assert torch.equal(x, y)
+        assert x.shape == y.shape
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_absent_gradients_leave_a_parameter_out(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As experts of a mixture: any of them may be missing in any step, the first included."""
+    absent = [(2,), (), (0, 4), (1,), (), (0, 1, 2, 3), ()]
+    a, b = some_params(), some_params()
+    shared, alone = make(a, variant), make(b, variant)
+    for seed, missing in enumerate(absent):
+        step(shared, a, seed, missing)
+    monkeypatch.setattr("lpconv.optim.base._SMALL", -1)
+    for seed, missing in enumerate(absent):
+        step(alone, b, seed, missing)
+    assert_same(shared, a, alone, b)
+
+
+def test_one_kernel_call_serves_them_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = some_params()
+    optimizer = make(params)
+    step(optimizer, params, 0)
+    storages = {optimizer.state[p]["exp_avg"].untyped_storage().data_ptr() for p in params}
+    assert len(storages) == 1
+    run = Mock(wraps=optimizer._run_kernel)
+    monkeypatch.setattr(optimizer, "_run_kernel", run)
+    step(optimizer, params, 1)
+    assert run.call_count == 1
+
+
+def test_saved_and_loaded_state_goes_on_bit_for_bit() -> None:
+    params, saved = some_params(), io.BytesIO()
+    optimizer = make(params)
+    for seed in range(3):
+        step(optimizer, params, seed)
+    torch.save(optimizer.state_dict(), saved)
+    saved.seek(0)
+    twins = [nn.Parameter(p.detach().clone()) for p in params]
+    loaded = make(twins)
+    step(loaded, twins, 99)  # shares its own state before the other arrives
+    for p, twin in zip(params, twins, strict=True):
+        twin.data.copy_(p.detach())
+    loaded.load_state_dict(torch.load(saved))
+    for seed in range(3, 6):
+        step(optimizer, params, seed)
+        step(loaded, twins, seed)
+    assert_same(optimizer, params, loaded, twins)
+
+
+def test_loading_leaves_the_source_alone() -> None:
+    """torch.optim keeps the tensors of the state dict as they are, so that two optimizers would step one state."""
+    a, b = some_params(), some_params()
+    first, second = make(a), make(b)
+    step(first, a, 0)
+    second.load_state_dict(first.state_dict())
+    before = [t.clone() for p in a for t in first.state[p].values()]
+    step(second, b, 1)
+    assert all(torch.equal(x, y) for x, y in zip(before, (t for p in a for t in first.state[p].values()), strict=True))
+
+
+def test_a_deep_copy_is_its_own() -> None:
+    model = nn.ParameterList(some_params())
+    optimizer = make(list(model))
+    step(optimizer, list(model), 0)
+    twin, copied = copy.deepcopy((model, optimizer))
+    step(optimizer, list(model), 1)
+    step(copied, list(twin), 1)
+    assert_same(optimizer, list(model), copied, list(twin))
+
+
+def test_a_replaced_entry_is_used() -> None:
+    params = some_params()
+    optimizer = make(params)
+    step(optimizer, params, 0)
+    optimizer.state[params[0]]["exp_avg"] = torch.full((3,), 100.0, dtype=torch.bfloat16)
+    before = params[0].detach().clone()
+    step(optimizer, params, 1)
+    assert float((params[0].detach() - before).abs().max()) > 1e-3  # a moment of 100 moves far
+    assert float(optimizer.state[params[0]]["exp_avg"].min()) > 80
+
+
+def test_parameters_that_are_not_contiguous() -> None:
+    a, b = some_params()[1:2], some_params()[1:2]
+    a[0].data = a[0].detach().t().contiguous().t()
+    first, second = make(a), make(b)
+    for seed in range(3):
+        step(first, a, seed)
+        step(second, b, seed)
+    assert torch.equal(a[0], b[0])
