@@ -6,14 +6,14 @@
    beside the adaptive one, with the bounds of the authors' code and with ours.
 2. The same for two transformers, where a constant is expected to do.
 3. Training one net with four tasks whose losses weigh 1, 2^-12, 2^-24 and 2^-36: a spread that no single scale covers.
-4. Training a transformer from scratch under a dynamic, a logmax and the adaptive scale.
+
+Transformers trained with it stand beside the other methods in scaled_training.py.
 
 The paper: Zhao, Vogel, Ahmed 2019, arXiv 1910.12385. Writes results.json, table.md and figure.png. `--quick` is for
 trying the script: its numbers mean nothing.
 """
 
 import argparse
-import dataclasses
 import math
 import sys
 from collections.abc import Callable, Mapping
@@ -27,18 +27,14 @@ from miniature import (
     FULL,
     QUICK,
     Arm,
-    Curve,
     Fp16ThroughFp32,
     Size,
     amp_fp16,
     draw,
     gradients,
-    mean_curve,
     relative_errors,
     save,
     start_model,
-    train_all,
-    training_table,
 )
 from torch import Tensor, nn
 
@@ -74,8 +70,7 @@ ARMS = [
     *(Arm(name=name, prepare=lambda m: m, around=amp_fp16, loss_scale=scale) for name, scale in SCALES.items()),
     Arm(name="adaptive", prepare=adaptive, guarded=True),
 ]
-TRANSFORMER_ARMS = [arm for arm in ARMS if not arm.name.startswith("constant")]
-TRANSFORMER_STEPS, TASK_STEPS = 120, 400
+TASK_STEPS = 400
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,8 +247,8 @@ def task_table(runs: list[TaskRun]) -> str:
     return "\n".join(["Four tasks: loss left over of that at the start (1: nothing was learnt)", "", *lines, ""])
 
 
-def figure(swept: list[Sweep], runs: list[TaskRun], curves: list[Curve], path: Path) -> None:
-    _, (left, middle, right) = plt.subplots(1, 3, figsize=(16, 4.5), layout="constrained")
+def figure(swept: list[Sweep], runs: list[TaskRun], path: Path) -> None:
+    _, (left, right) = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
     for colour, model in enumerate(dict.fromkeys(s.model for s in swept)):
         line = [s for s in swept if s.model == model and s.power is not None and s.finite]
         left.plot([s.power for s in line], [s.zeroed for s in line], color=f"C{colour}", label=f"{model}: constants")
@@ -263,14 +258,11 @@ def figure(swept: list[Sweep], runs: list[TaskRun], curves: list[Curve], path: P
     left.set_yscale("symlog", linthresh=1e-4)
     for scale in dict.fromkeys(r.scale for r in runs):
         mine = [r.remaining for r in runs if r.scale == scale]
-        middle.plot([sum(c) / len(c) for c in zip(*mine, strict=True)], "o-", label=scale)
-    middle.set(title="four tasks", xlabel="task, by falling weight", ylabel="loss left over", yscale="log")
-    middle.set_xticks(range(len(TASK_WEIGHTS)), [f"2^{math.log2(w):.0f}" for w in TASK_WEIGHTS])
-    for arm in TRANSFORMER_ARMS:
-        right.plot(*mean_curve(curves, arm.name), label=arm.name)
-    right.set(title="training, bert", xlabel="step", ylabel="held-out loss, nats per byte")
-    for axes in (left, middle, right):
-        axes.legend(fontsize=8)
+        right.plot([sum(c) / len(c) for c in zip(*mine, strict=True)], "o-", label=scale)
+    right.set(title="four tasks", xlabel="task, by falling weight", ylabel="loss left over", yscale="log")
+    right.set_xticks(range(len(TASK_WEIGHTS)), [f"2^{math.log2(w):.0f}" for w in TASK_WEIGHTS])
+    left.legend(fontsize=8)
+    right.legend(fontsize=8)
     plt.savefig(path, dpi=110)
 
 
@@ -279,7 +271,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--quick", action="store_true")
     args = parser.parse_args()
-    size = QUICK if args.quick else dataclasses.replace(FULL, steps=TRANSFORMER_STEPS)
+    size = QUICK if args.quick else FULL
     args.out.mkdir(parents=True, exist_ok=True)
 
     swept = {
@@ -292,17 +284,14 @@ def main() -> None:
         for arm in ARMS:
             runs.append(train_tasks(arm, seed, 30 if args.quick else TASK_STEPS))
             print(f"tasks, seed {seed}  {arm.name}", runs[-1].remaining, file=sys.stderr, flush=True)
-    curves = [curve for curve, _ in train_all(TRANSFORMER_ARMS, "bert", size)]
     every = [s for found in swept.values() for s in found]
     raw = {
         "sweeps": [asdict(s) for s in every],
         "tasks": [asdict(r) for r in runs],
-        "runs": [asdict(c) for c in curves],
     }
-    tables = [sweep_table(name, found) for name, found in swept.items()]
-    tables += [task_table(runs), training_table("Training from scratch, bert", curves)]
+    tables = [*(sweep_table(name, found) for name, found in swept.items()), task_table(runs)]
     save(args.out, asdict(size) | {"task_steps": TASK_STEPS}, raw, tables)
-    figure(every, runs, curves, args.out / "figure.png")
+    figure(every, runs, args.out / "figure.png")
 
 
 if __name__ == "__main__":
