@@ -1,6 +1,6 @@
 """Multipoint beside plain formats at equal stored bits: what each does to a model on held-out text.
 
-    python benchmarks/multipoint.py [--models demo minilm smollm2] [--tokens 16384] [--out FILE.json]
+    python benchmarks/multipoint.py [--models demo minilm smollm2] [--forms PART ...] [--tokens 16384] [--out FILE.json]
 
 Every form rewrites the same matrices, those that a conversion would, and nothing else, so that differences come from
 them alone. Bits are all that is stored for those matrices, scales and counts included, over their elements. Damage is
@@ -159,12 +159,12 @@ def package(name: str) -> Path:
 MODELS = {"demo": demo, "minilm": minilm, "smollm2": smollm2}
 
 
-def measure(name: str, tokens: int) -> Iterator[Result]:
+def measure(name: str, tokens: int, parts: list[str]) -> Iterator[Result]:
     model, damage = MODELS[name](tokens)
     source = {n: w.detach().clone() for n, w in matrices(model).items()}
     baseline = damage(model)
     yield Result(model=name, form="source", bits=32.0, sqnr_db=math.inf, damage=baseline)
-    for form in forms():
+    for form in (f for f in forms() if any(part in f.name for part in parts)):
         bits, sqnr = rewrite(model, source, form)
         yield Result(model=name, form=form.name, bits=bits, sqnr_db=sqnr, damage=damage(model) - baseline)
 
@@ -173,11 +173,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["demo", "minilm"])
     parser.add_argument("--tokens", type=int, default=16384, help="of held-out text per model")
+    parser.add_argument(
+        "--forms", nargs="+", default=[""], metavar="PART", help="only forms with one of these names in theirs"
+    )
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     results = []
     for name in args.models:
-        for result in measure(name, args.tokens):
+        for result in measure(name, args.tokens, args.forms):
             results.append(result)
             print(f"{name:8} {result.form:32} {result.bits:6.3f} bits {result.sqnr_db:7.2f} dB {result.damage:10.5f}")
     if args.out:

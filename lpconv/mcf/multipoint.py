@@ -9,7 +9,7 @@ alone and can be checked against them. Departures from the paper:
 
 - Only a row's last point takes the scale of the smallest residual. That scale clips, and what it cuts off the next
   point would have to hold beside a residual that is otherwise small. The points before the last map the row's largest
-  magnitude to the format's largest number instead. For Gaussian rows of two int4 points that is 40 dB instead of 32.
+  magnitude to the format's largest number instead. For Gaussian rows of two int4 points that is 41 dB instead of 33.
 - A row gets more points by how much of the weights' squared error they remove under a budget of bits. The paper gives
   them by the error of outputs on calibration data, which a conversion does not have.
 

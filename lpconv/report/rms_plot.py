@@ -67,8 +67,11 @@ def rms_plot(result: ConvertResult, ranges: Mapping[str, FormatRange]) -> Plot |
 
 
 def _as_stored(t: TensorRecord, magnitude: float | None) -> float | None:
-    """A magnitude of the source as the codes hold it; None unless it is a positive number, which a logarithm needs."""
-    if magnitude is None or t.scale == 0:
+    """A magnitude of the source as the codes hold it; None unless it is a positive number, which a logarithm needs.
+
+    None for tensors of points, too: each of their rows has scales of its own.
+    """
+    if magnitude is None or t.scale == 0 or t.points:
         return None
     code = magnitude / t.scale if t.scale else magnitude
     return code if 0 < magnitude < math.inf and 0 < code < math.inf else None

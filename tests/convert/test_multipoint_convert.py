@@ -3,6 +3,8 @@
 import itertools
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -152,6 +154,34 @@ def test_saving_is_refused_with_the_way_out(outputs: dict[str, Path], tmp_path: 
     model.save_pretrained(tmp_path / "plain")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "plain").state_dict()
     assert all(torch.equal(v, again[k]) for k, v in model.state_dict().items())
+
+
+SCRIPT = """
+import sys
+from transformers import AutoModelForCausalLM
+source, target = sys.argv[1:]
+sys.modules["lpconv"] = None  # as on a machine without it
+try:
+    AutoModelForCausalLM.from_pretrained(source)
+except RuntimeError as e:
+    assert "mismatched_sizes" in str(e), e
+else:
+    raise AssertionError("codes were taken for weights")
+model = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=True)
+model.dequantize()
+model.save_pretrained(target)
+"""
+
+
+def test_without_lpconv_the_loader_opens_it_and_plain_transformers_refuses(
+    outputs: dict[str, Path], tmp_path: Path
+) -> None:
+    command = [sys.executable, "-c", SCRIPT, str(outputs["e2m1"]), str(tmp_path / "plain")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    tensors, plain = stored(outputs["e2m1"]), stored(tmp_path / "plain")
+    name = "model.layers.2.mlp.up_proj.weight"
+    assert torch.equal(plain[name], value(tensors, name, "e2m1"))
 
 
 def test_bytes_do_not_depend_on_the_workers(tmp_path: Path) -> None:
