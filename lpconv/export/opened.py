@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
 import torch
 import transformers
 from torch import Tensor, nn
@@ -15,6 +14,7 @@ from lpconv.errors import InputError, LpconvError, ResourceError, UnsupportedErr
 from lpconv.hf.empty import empty_model
 from lpconv.hf.load import architecture, load_with_missing
 from lpconv.hf.quiet import quiet_transformers
+from lpconv.machine import available_memory
 
 __all__ = ["AXES", "Opened", "open_model", "other_inputs"]
 
@@ -102,7 +102,7 @@ def other_inputs(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _check_memory(needed: int) -> None:
-    available = psutil.virtual_memory().available
+    available = available_memory()
     if needed > available:
         raise ResourceError(
             f"exporting builds the model in fp32 and needs {needed / 1e9:.1f} GB of memory, "
