@@ -4,16 +4,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
 import torch
 import transformers
 from torch import Tensor, nn
 
 from lpconv.checkpoint.contents import Contents
 from lpconv.convert.logits import example_inputs
-from lpconv.errors import LpconvError, ResourceError, UnsupportedError
+from lpconv.errors import InputError, LpconvError, ResourceError, UnsupportedError
+from lpconv.hf.empty import empty_model
 from lpconv.hf.load import architecture, load_with_missing
 from lpconv.hf.quiet import quiet_transformers
+from lpconv.machine import available_memory
 
 __all__ = ["AXES", "Opened", "open_model", "other_inputs"]
 
@@ -64,9 +65,16 @@ def open_model(contents: Contents, stored_elements: int) -> Opened:
     """Open a checkpoint; where it holds no weights for its architecture's head, the bare model.
 
     Attention is the plain one (``eager``), which every opset can say. Raises UnsupportedError for models that
-    transformers does not open or lpconv has no inputs for, ResourceError where memory will not do.
+    transformers does not open or lpconv has no inputs for, InputError where the files cannot be this model's,
+    ResourceError where memory will not do. `stored_elements` are those of the weight files.
     """
-    _check_memory(stored_elements * 4 * _COPIES_IN_MEMORY)
+    num_parameters = sum(p.numel() for p in empty_model(contents).parameters())
+    if stored_elements < num_parameters // 2:
+        raise InputError(
+            f"the weight files hold {stored_elements} numbers, the model of config.json has {num_parameters}",
+            hint="the config belongs to another model, or weight files are missing",
+        )
+    _check_memory(num_parameters * 4 * _COPIES_IN_MEMORY)
     with quiet_transformers():
         model, missing = _load(contents, architecture(contents.config))
         if missing:
@@ -94,7 +102,7 @@ def other_inputs(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _check_memory(needed: int) -> None:
-    available = psutil.virtual_memory().available
+    available = available_memory()
     if needed > available:
         raise ResourceError(
             f"exporting builds the model in fp32 and needs {needed / 1e9:.1f} GB of memory, "

@@ -9,7 +9,10 @@ __all__ = ["ExportResult", "FormatCount", "OnnxCheck"]
 
 @dataclass(frozen=True, kw_only=True)
 class FormatCount:
-    """Weights of the graph that are stored in one form, such as ``e4m3fn × scale`` or ``bf16 + bf16``."""
+    """Weights of the graph that are stored in one form, such as ``e4m3fn × scale`` or ``bf16 + bf16``.
+
+    Tensors whose elements are equal lie in the file once, and count once.
+    """
 
     form: str
     num_tensors: int

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import json
-import math
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,7 +15,6 @@ import lpconv
 from lpconv.checkpoint.contents import Contents, read_contents, read_json
 from lpconv.checkpoint.partfile import sha256_of, write_error, write_small
 from lpconv.checkpoint.resolve import Resolved, resolve
-from lpconv.checkpoint.source import open_source
 from lpconv.checkpoint.staging import MARKER, Staging, check_apart
 from lpconv.convert.files import LOADER, copy_side_files, json_text
 from lpconv.convert.plan import RESIDUAL_FOLDER
@@ -26,7 +25,7 @@ from lpconv.export.opened import Opened, open_model, other_inputs
 from lpconv.export.options import MAX_INLINE_BYTES, ExportOptions, choose_opset
 from lpconv.export.records import ExportResult, OnnxCheck
 from lpconv.export.rewrite import Rewritten, rewrite
-from lpconv.export.stored import check_exportable, has_fp8, stored_weights
+from lpconv.export.stored import check_exportable, has_fp8, num_elements, stored_weights
 from lpconv.export.trace import trace
 from lpconv.export.validate import Case, check_file, compare
 from lpconv.progress import Progress, Silent
@@ -46,53 +45,67 @@ def export_onnx(model: str, output: Path, options: ExportOptions, *, progress: P
     model's by more than the tolerance.
     """
     started = time.perf_counter()
-    told = progress or Silent()
     resolved = resolve(model, revision=options.revision)
     contents = read_contents(resolved.directory)
     check_exportable(contents)
     check_apart(resolved.directory, output)
     opset = choose_opset(options.opset, has_fp8=has_fp8(contents))
     identity = {"export": model, "opset": opset}
-    with Staging(output, identity, resume=False, force=options.force) as staging:
-        told.start("opening the model", 0)
-        opened = open_model(contents, _num_elements(contents))
-        told.start("tracing the graph", 0)
-        graph = trace(opened.model, opened.inputs, opened.axes, output=opened.output, opset=opset)
-        told.start("storing the weights", 0)
-        rewritten = rewrite(graph, opened.parameters, stored_weights(contents))
+    with Staging(output, identity, resume=False, force=options.force) as staging, _tidied(staging):
         source = _source_record(model, resolved, contents)
-        _describe(graph, source, contents)
-        files = _save(graph, staging.directory, external=options.external_data)
-        cases = [(inputs, opened.run(inputs)) for inputs in (opened.inputs, other_inputs(opened.inputs))]
-        result = ExportResult(
-            source=source,
-            output=str(output),
-            architecture=type(opened.model).__name__,
-            method=_provenance(contents).get("method"),
-            format=_provenance(contents).get("format"),
-            opset=opset,
-            inputs={v.name or "": _axes(v) for v in graph.graph.inputs},
-            outputs={v.name or "": _axes(v) for v in graph.graph.outputs},
-            weights=rewritten.weights,
-            files=files,
-            check=None,
-            seconds=0.0,
-            versions=versions(),
-            warnings=_warnings(opened, rewritten),
-        )
-        del graph, opened  # a copy of the weights each; ONNX Runtime needs the room
-        told.start("validating", 0)
-        with _kept_aside(staging):
-            check = _check(staging.directory / MODEL_FILE, cases, options)
-        result = dataclasses.replace(result, check=check, seconds=time.perf_counter() - started)
+        result = _write_model(staging.directory, source, contents, options, opset, progress or Silent())
+        result = dataclasses.replace(result, output=str(output), seconds=time.perf_counter() - started)
         _write_side_files(staging.directory, contents, result)
         staging.publish()
     return result
 
 
-def _num_elements(contents: Contents) -> int:
-    with contextlib.closing(open_source(contents)) as source:
-        return sum(math.prod(e.info.shape) for e in source.entries.values())
+def _write_model(
+    directory: Path, source: SourceRecord, contents: Contents, options: ExportOptions, opset: int, told: Progress
+) -> ExportResult:
+    """Write the graph and check it; the record lacks the output's name and the time."""
+    told.start("opening the model", 0)
+    opened = open_model(contents, num_elements(contents))
+    told.start("tracing the graph", 0)
+    graph = trace(opened.model, opened.inputs, opened.axes, output=opened.output, opset=opset)
+    told.start("storing the weights", 0)
+    rewritten = rewrite(graph, opened.parameters, stored_weights(contents))
+    _describe(graph, source, contents)
+    files = _save(graph, directory, external=options.external_data)
+    cases = [(inputs, opened.run(inputs)) for inputs in (opened.inputs, other_inputs(opened.inputs))]
+    result = ExportResult(
+        source=source,
+        output="",
+        architecture=type(opened.model).__name__,
+        method=_provenance(contents).get("method"),
+        format=_provenance(contents).get("format"),
+        opset=opset,
+        inputs={v.name or "": _axes(v) for v in graph.graph.inputs},
+        outputs={v.name or "": _axes(v) for v in graph.graph.outputs},
+        weights=rewritten.weights,
+        files=files,
+        check=None,
+        seconds=0.0,
+        versions=versions(),
+        warnings=_warnings(opened, rewritten),
+    )
+    del graph, opened  # a copy of the weights each; ONNX Runtime needs the room
+    told.start("validating", 0)
+    return dataclasses.replace(result, check=_check(directory / MODEL_FILE, cases, options))
+
+
+@contextlib.contextmanager
+def _tidied(staging: Staging) -> Iterator[None]:
+    """A failed run leaves nothing behind, but for a file that fails its validation: that is kept as OUT.failed."""
+    try:
+        yield
+    except VerificationError as e:
+        kept = staging.set_aside()
+        hint = f"the rejected file is in `{kept}`" + (f"; {e.hint}" if e.hint else "")
+        raise VerificationError(e.message, hint=hint, details=e.details) from e
+    except BaseException:
+        shutil.rmtree(staging.directory, ignore_errors=True)
+        raise
 
 
 def _provenance(contents: Contents) -> dict[str, Any]:
@@ -158,17 +171,6 @@ def _warnings(opened: Opened, rewritten: Rewritten) -> tuple[str, ...]:
 
 def _some(names: list[str]) -> str:
     return ", ".join(f"`{n}`" for n in names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-@contextlib.contextmanager
-def _kept_aside(staging: Staging) -> Iterator[None]:
-    """What fails its verification is kept as OUT.failed, and the error says so."""
-    try:
-        yield
-    except VerificationError as e:
-        kept = staging.set_aside()
-        hint = f"the rejected file is in `{kept}`" + (f"; {e.hint}" if e.hint else "")
-        raise VerificationError(e.message, hint=hint, details=e.details) from e
 
 
 def _check(path: Path, cases: Sequence[Case], options: ExportOptions) -> OnnxCheck | None:

@@ -18,7 +18,7 @@ from lpconv.checkpoint.source import Source, open_source, read_tensor
 from lpconv.errors import InputError, UnsupportedError
 from lpconv.mcf.split import FP16_RESIDUAL_SCALE, RESIDUALS
 
-__all__ = ["FLOAT8", "Component", "StoredWeight", "check_exportable", "has_fp8", "stored_weights"]
+__all__ = ["FLOAT8", "Component", "StoredWeight", "check_exportable", "has_fp8", "num_elements", "stored_weights"]
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, *FLOAT8)
@@ -87,6 +87,12 @@ def has_fp8(contents: Contents) -> bool:
     """Whether any tensor is in 8 bits, from headers alone."""
     with closing(open_source(contents)) as source:
         return any(e.info.dtype in _FLOAT8_DTYPES for e in source.entries.values())
+
+
+def num_elements(contents: Contents) -> int:
+    """How many numbers the weight files hold, from headers alone."""
+    with closing(open_source(contents)) as source:
+        return sum(e.info.num_elements for e in source.entries.values())
 
 
 def stored_weights(contents: Contents) -> Iterator[StoredWeight]:

@@ -147,4 +147,4 @@ def test_a_config_that_builds_no_model_is_refused_before_weights_are_read(tmp_pa
     arguments = ["convert", str(source), "--format", "e4m3fn", "--layout", "compressed-tensors"]
     done = CliRunner().invoke(app, [*arguments, "-o", str(tmp_path / "out")])
     assert done.exit_code == 4
-    assert "--layout lpconv" in done.stderr
+    assert "no-such-model" in done.stderr

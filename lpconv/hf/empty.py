@@ -1,0 +1,42 @@
+"""The model of a checkpoint without its weights: what the config alone says about modules and sizes."""
+
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from lpconv.checkpoint.compressed import LinearModules
+from lpconv.checkpoint.contents import Contents
+from lpconv.errors import UnsupportedError
+from lpconv.hf.load import architecture
+from lpconv.hf.quiet import quiet_transformers
+
+__all__ = ["empty_model", "linear_modules"]
+
+
+def empty_model(contents: Contents) -> nn.Module:
+    """The class that the config names, on the meta device. Raises UnsupportedError where it cannot be built."""
+    try:
+        with quiet_transformers(), torch.device("meta"):
+            config: Any = transformers.AutoConfig.from_pretrained(contents.directory, trust_remote_code=False)
+            cls = architecture(contents.config)
+            model: nn.Module = cls.from_config(config) if cls is transformers.AutoModel else cls._from_config(config)
+    except UnsupportedError:
+        raise
+    except Exception as e:  # transformers raises anything at all for configs it does not know
+        text = f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"
+        raise UnsupportedError(
+            f"config.json builds no model: {text}", hint="lpconv builds the models of this release of transformers"
+        ) from e
+    return model
+
+
+def linear_modules(contents: Contents) -> LinearModules:
+    """The `Linear` modules of a model. Raises UnsupportedError where it cannot be built."""
+    modules = empty_model(contents).named_modules()
+    found = [(name, type(module)) for name, module in modules if isinstance(module, nn.Linear)]
+    return LinearModules(
+        plain=tuple(n for n, kind in found if kind is nn.Linear),
+        derived=tuple(n for n, kind in found if kind is not nn.Linear),
+    )

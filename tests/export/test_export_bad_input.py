@@ -1,0 +1,214 @@
+"""What an export refuses, in which words, and what it leaves behind."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import write_checkpoint
+from export_models import tiny
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+from lpconv.checkpoint.contents import read_contents
+from lpconv.cli.main import app
+from lpconv.convert.options import ConvertOptions
+from lpconv.convert.run import convert
+from lpconv.errors import UnsupportedError, VerificationError
+from lpconv.export.opened import other_inputs
+from lpconv.export.stored import stored_weights
+from lpconv.export.trace import trace
+from lpconv.export.validate import check_file, compare
+from lpconv.hf.load import load
+
+AXES = {"x": {0: "batch", 1: "sequence"}}
+
+
+def refused(*arguments: str | Path) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["export", "onnx", *map(str, arguments)])
+    assert done.exit_code, done.stdout
+    assert "hint:" in done.stderr
+    return done.exit_code, done.stderr
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    return tiny("llama", tmp_path / "llama")
+
+
+@pytest.fixture
+def fp8(llama: Path, tmp_path: Path) -> Path:
+    convert(str(llama), tmp_path / "fp8", ConvertOptions(format="e4m3fn", verify="none"))
+    return tmp_path / "fp8"
+
+
+@pytest.mark.parametrize(("missing", "options"), [("onnxscript", ["--no-validate"]), ("onnxruntime", [])])
+def test_a_missing_extra_names_the_line_that_installs_it(
+    missing: str, options: list[str], llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    code, text = refused(llama, "-o", tmp_path / "out", *options)
+    assert code == 4
+    assert missing in text
+    assert "pip install 'lpconv[onnx]'" in text
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("opset", "words"), [(18, "--opset 19"), (7, "--opset 19"), (-3, "--opset 19")])
+def test_an_opset_that_is_too_low_for_fp8(opset: int, words: str, fp8: Path, tmp_path: Path) -> None:
+    code, text = refused(fp8, "-o", tmp_path / "out", "--opset", str(opset))
+    assert code == 2
+    assert words in text
+
+
+def test_an_opset_that_nobody_has(llama: Path, tmp_path: Path) -> None:
+    code, text = refused(llama, "-o", tmp_path / "out", "--opset", "99")
+    assert code == 4
+    assert "99" in text
+    assert not list(tmp_path.glob("out*"))  # nothing is left that the next run would stumble over
+
+
+def test_beyond_the_tolerance_the_file_is_kept_aside(llama: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    code, text = refused(llama, "-o", out, "--tolerance", "0")
+    assert code == 5
+    assert "differ by" in text
+    assert "out.failed" in text
+    assert not out.exists()
+    assert (tmp_path / "out.failed" / "model.onnx").exists()
+
+
+class Unknown(nn.Module):
+    """An operator that ONNX has no word for."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        values: Tensor = torch.linalg.eigvals(x @ x.transpose(-1, -2)).real
+        return values
+
+
+class DataDependent(nn.Module):
+    """A branch that depends on values, which a graph cannot hold."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 1 if x.sum() > 0 else x
+
+
+class Model(nn.Module):
+    """Takes and gives what a transformers model does."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), inner])
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        for layer in self.layers:
+            x = layer(x)
+        return {"logits": x}
+
+
+@pytest.mark.parametrize(
+    ("inner", "words"),
+    [(Unknown(), ("aten.linalg_eig.default", "`layers.1`")), (DataDependent(), ("`layers.1`", "cannot capture"))],
+    ids=["operator", "branch"],
+)
+def test_what_does_not_export_is_named_with_its_module(inner: nn.Module, words: tuple[str, ...]) -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        trace(Model(inner).eval(), {"x": torch.randn(2, 5, 4)}, AXES, output="logits", opset=18)
+    assert all(w in caught.value.message for w in words), caught.value.message
+    assert caught.value.hint
+    assert caught.value.details["module"] == "layers.1"
+
+
+def test_a_file_that_is_no_graph_fails_its_check(tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    path.write_bytes(b"\x08\x0a\x12\x04oops")
+    with pytest.raises(VerificationError):
+        check_file(path)
+    with pytest.raises(VerificationError, match="does not run"):
+        compare(path, [({"x": torch.zeros(1)}, torch.zeros(1))], tolerance=1.0)
+
+
+def test_outputs_that_are_there_and_inputs_that_are_not(llama: Path, fp8: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("two years of work")
+    assert refused(llama, "-o", fp8)[0] == 8
+    assert refused(llama, "-o", tmp_path / "mine", "--force")[0] == 8
+    assert refused(llama, "-o", llama)[0] == 8
+    assert refused(llama, "-o", llama / "inside")[0] == 2
+    assert refused(tmp_path / "nothing", "-o", tmp_path / "out")[0] == 3
+    assert (tmp_path / "mine" / "thesis.tex").exists()
+
+
+def test_a_checkpoint_that_another_library_quantised(llama: Path, tmp_path: Path) -> None:
+    config = json.loads((llama / "config.json").read_text())
+    for method in ("gptq", "compressed-tensors"):
+        found = {"quant_method": method, "format": "pack-quantized"}
+        (llama / "config.json").write_text(json.dumps(config | {"quantization_config": found}))
+        code, text = refused(llama, "-o", tmp_path / "out")
+        assert code == 4
+        assert method in text
+
+
+@pytest.mark.parametrize(
+    ("config", "code"),
+    [({}, 4), ({"model_type": "llama"}, 3), ({"architectures": ["NoSuchModel"]}, 4), ({"architectures": 3}, 3)],
+)
+def test_a_config_that_is_no_model(config: dict[str, object], code: int, tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source", config=config)
+    assert refused(source, "-o", tmp_path / "out")[0] == code
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_codes_file_without_its_scales_is_refused(fp8: Path, tmp_path: Path) -> None:
+    data = (fp8 / "model.safetensors").read_bytes()
+    (fp8 / "model.safetensors").write_bytes(data.replace(b"q_proj.weight_scale", b"q_proj.weight_scalf"))
+    assert refused(fp8, "-o", tmp_path / "out")[0] in (3, 4)
+    (fp8 / "model.safetensors").write_bytes(data[: len(data) // 2])
+    assert refused(fp8, "-o", tmp_path / "out")[0] == 3
+
+
+@pytest.mark.parametrize(
+    ("method", "fmt", "residual"),
+    [
+        ("unit", "fp32", None),
+        ("unit", "bf16", None),
+        ("scalify", "e5m2", None),
+        ("unit", "e4m3fn", None),
+        ("collage", "bf16", "bf16"),
+        ("collage", "fp16", None),
+        ("collage", "bf16", "exact16"),
+        ("collage", "bf16", "int8"),
+    ],
+)
+def test_components_add_up_to_the_weights_that_loading_gives(
+    method: str, fmt: str, residual: str | None, llama: Path, tmp_path: Path
+) -> None:
+    options = ConvertOptions(method=method, format=fmt, residual=residual, verify="none")
+    convert(str(llama), tmp_path / "out", options)
+    state = load(tmp_path / "out", dtype=torch.float32).state_dict()
+    weights = {w.name: w for w in stored_weights(read_contents(tmp_path / "out"))}
+    assert weights.keys() == state.keys() - {"lm_head.weight"}
+    for name, weight in weights.items():
+        assert torch.equal(weight.value, state[name]), name
+    integers = residual in ("exact16", "int8")  # bit patterns, which a graph cannot add: stored merged
+    assert (weights["model.norm.weight"].form == "fp32") == (integers or method != "collage")
+
+
+def test_validation_inputs_differ_from_the_traced_ones_on_every_axis() -> None:
+    ids = torch.arange(26).view(2, 13)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "decoder_input_ids": ids[:, :11]}
+    other = other_inputs(inputs)
+    assert all(a != b for n in inputs for a, b in zip(inputs[n].shape, other[n].shape, strict=True))
+    assert 0 < other["attention_mask"].sum() < other["attention_mask"].numel()
+    assert other["attention_mask"].any(-1).all()
+
+
+def test_other_commands_refuse_an_export(tmp_path: Path) -> None:
+    folder = tmp_path / "onnx"
+    folder.mkdir()
+    (folder / "lpconv.json").write_text(json.dumps({"format_version": 1, "kind": "onnx"}))
+    for command in (["verify", str(folder)], ["restore", str(folder), "-o", str(tmp_path / "x")]):
+        done = CliRunner().invoke(app, command)
+        assert done.exit_code in (3, 4), done.stderr
+        assert "hint:" in done.stderr
