@@ -240,7 +240,7 @@ def _weight_NK(module: Any) -> nn.Parameter:
     return nn.Parameter(module.weight.detach().t().contiguous())
 
 
-def calibrate(model: nn.Module, step: Callable[[], None]) -> None:
+def calibrate(model: nn.Module, step: Callable[[], object]) -> None:
     """Set the static scales of the "unit" layers in `model` from one run of `step`, which calls it (and may go back).
 
     Each scale is the power of two nearest to the root mean square: elements then lie around 1, where every format is
