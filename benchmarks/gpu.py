@@ -11,6 +11,7 @@ No GPU has run this script yet; `--dry-run` is what has been tried.
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
 import subprocess
@@ -18,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -150,16 +152,13 @@ def all_checks(device: str) -> dict[str, Callable[[], tuple[bool, str]]]:
     """The checks by name; each returns whether it holds, and a figure."""
     checks: dict[str, Callable[[], tuple[bool, str]]] = {}
     for name in _FP8:
-        checks[f"cast to {name}: every bf16 value as on the CPU"] = lambda name=name: check_cast(name, device)
-        checks[f"decode {name}: every code as on the CPU"] = lambda name=name: check_decode(name, device)
-    for m, k, n in _SHAPES:
-        for scales in ("none", "tensor", "row"):
-            checks[f"product {m} x {k} x {n}, scales: {scales}"] = lambda m=m, k=k, n=n, s=scales: check_product(
-                m, k, n, s, device
-            )
+        checks[f"cast to {name}: every bf16 value as on the CPU"] = partial(check_cast, name, device)
+        checks[f"decode {name}: every code as on the CPU"] = partial(check_decode, name, device)
+    for (m, k, n), scales in itertools.product(_SHAPES, ("none", "tensor", "row")):
+        checks[f"product {m} x {k} x {n}, scales: {scales}"] = partial(check_product, m, k, n, scales, device)
     for recipe in FP8_RECIPES:
-        checks[f"Fp8Linear {recipe}: compiled as eager"] = lambda recipe=recipe: check_compiled(recipe, device)
-    checks["CollageAdamW: a step as on the CPU"] = lambda: check_optimizer(device)
+        checks[f"Fp8Linear {recipe}: compiled as eager"] = partial(check_compiled, recipe, device)
+    checks["CollageAdamW: a step as on the CPU"] = partial(check_optimizer, device)
     return checks
 
 
@@ -203,14 +202,14 @@ def check_compiled(recipe: str, device: str) -> tuple[bool, str]:
     x = torch.randn(128, 256, device=device, dtype=torch.bfloat16, requires_grad=True)
 
     def gradients(run: Callable[[Tensor], Tensor]) -> Tensor:
-        run(x).float().square().mean().backward()
+        run(x).float().square().mean().backward()  # type: ignore[no-untyped-call]
         grads = [x.grad, *(p.grad for p in model.parameters())]
         found = torch.cat([g.float().flatten() for g in grads if g is not None])
         x.grad = None
         model.zero_grad()
         return found
 
-    calibrate(model, lambda: gradients(model) and None)  # type: ignore[func-returns-value, arg-type]
+    calibrate(model, lambda: gradients(model))
     gradients(model)  # a history for delayed scaling
     torch._dynamo.reset()
     eager, compiled = gradients(model), gradients(torch.compile(model, fullgraph=True))
@@ -223,7 +222,7 @@ def check_optimizer(device: str) -> tuple[bool, str]:
     start, grad = (torch.randn(1 << 16, generator=generator).bfloat16() for _ in range(2))
 
     def stepped(where: str) -> Tensor:
-        parameter = nn.Parameter(start.to(where))
+        parameter = nn.Parameter(start.to(where, copy=True))
         optimizer = CollageAdamW([parameter], lr=1e-2, betas=(0.9, 0.95), variant="plus")
         for _ in range(5):
             parameter.grad = grad.to(where)

@@ -3,7 +3,7 @@
     python benchmarks/same.py                       # ten times; fails where fewer than nine intervals contain 1
     python benchmarks/same.py --model bert-base --layers 2 --mode train --seconds 10
 
-Each time two fresh processes with the same case are measured in turn, as baseline and variant are in `lpconv bench`. What
+Each time two fresh processes with the same case take turns, as baseline and variant do in `lpconv bench`. What
 differs between them (where their memory lies, which core they like) is the part of the noise that one run cannot see.
 """
 

@@ -45,8 +45,8 @@ _TE = Peer(module="transformer_engine", install="pip install transformer-engine[
 
 # What a format can be run as; the first is its default.
 FORMATS: dict[str, tuple[str, ...]] = {
-    "fp32": (PLAIN, "scalify"),
-    "bf16": (PLAIN, "scalify"),
+    "fp32": (PLAIN,),
+    "bf16": (PLAIN,),
     "fp16": (PLAIN, "scalify"),
     "fp8": ("unit", "scalify", "tensorwise", "delayed", "rowwise", "mx", "torchao-tensorwise", "torchao-rowwise", "te"),
 }

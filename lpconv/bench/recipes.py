@@ -1,5 +1,6 @@
 """What a format and method make of a model and its optimizer. A new recipe is a function and a line in `_APPLY`."""
 
+import dataclasses
 import importlib
 import importlib.util
 from collections.abc import Callable
@@ -103,9 +104,7 @@ def _torchao(recipe: str) -> Callable[[nn.Module, Case], nn.Module]:
             return _torchao_inference(model, case, recipe)
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-        emulate = is_emulated(case)
-        config = Float8LinearConfig.from_recipe_name(recipe)
-        object.__setattr__(config, "emulate", emulate)
+        config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=is_emulated(case))
         changed: nn.Module = convert_to_float8_training(
             model, config=config, module_filter_fn=lambda module, name: _fits_tensor_cores(model, module)
         )

@@ -28,6 +28,7 @@ def verdict(rows: Sequence[BenchRow], gemms: tuple[Gemm, ...], peaks: PeakRecord
         *_shapes(records, method, peaks),
         _amdahl(base, low, gemms, peaks, method),
         *_padding(low, gemms, m),
+        *_disturbed(done),
     ]
     title = f"{base.model}, {base.mode}, batch {base.batch} x {base.seq}"
     return VerdictRecord(title=title, sentences=tuple(sentences), gemms=records)
@@ -105,3 +106,14 @@ def _padding(low: Sequence[BenchRow], gemms: tuple[Gemm, ...], m: int) -> Iterat
             f"Not a multiple of 16: {', '.join(what)}. fp8 tensor cores need that, so such operands are copied and "
             "padded with zeros, which costs time."
         )
+
+
+def _disturbed(rows: Sequence[BenchRow]) -> Iterator[str]:
+    """What NVML saw that makes times doubtful."""
+    states = [r.gpu for r in rows if r.gpu is not None]
+    strangers = sorted({pid for s in states for pid in s.foreign_processes})
+    reasons = sorted({reason for s in states for reason in s.throttle_reasons})
+    if strangers:
+        yield f"Other processes used the GPU meanwhile ({', '.join(map(str, strangers))}): the times are doubtful."
+    if reasons:
+        yield f"The GPU was throttled ({', '.join(reasons)}): its times are those of a slower one."

@@ -49,6 +49,7 @@ class _Worker:
         return {"device": f"cuda:{index}", "index": index, "name": torch.cuda.get_device_name(index)}
 
     def prepare(self, case: dict[str, Any], memory_share: float) -> dict[str, Any]:
+        _use(case["device"])
         runner = self._runner = Runner(Case(**case), memory_share=memory_share)
         return {
             "emulated": runner.emulated,
@@ -84,7 +85,14 @@ class _Worker:
         return dataclasses.asdict(found) | {"reserved_bytes": reserved, "process_bytes": process}
 
     def peaks(self, device: str) -> dict[str, Any]:
+        _use(device)
         return dataclasses.asdict(measure_peaks(device))
+
+
+def _use(device: str) -> None:
+    """Let torch's functions that name no GPU mean this one."""
+    if device != "cpu":
+        torch.cuda.set_device(device)
 
 
 def _device_name(device: str) -> str:

@@ -150,7 +150,7 @@ def bench(
         changes = compare_with(result.rows, old) if old else ()
         return dataclasses.replace(result, gates=check_gates(gates, result.rows), changes=changes)
 
-    with kept(Path(save) if save else None, judged, lambda partial: _print(partial, shown)) as keep:
+    with kept(Path(save) if save else None, judged, lambda partial: None if json else _print(partial, shown)) as keep:
         with progress_for(quiet=quiet) as progress:
             result = measure(options, progress=progress, on_result=keep)
         result = keep(result)

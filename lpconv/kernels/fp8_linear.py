@@ -126,19 +126,19 @@ class _Product(torch.autograd.Function):
         flat_MK = x.reshape(-1, x.shape[-1])
         x_MK, x_KM = _both_ways(flat_MK, _FORWARD, recipe, layer.input_state)
         w_NK = _quantise(weight, _FORWARD, recipe, layer.weight_state)
-        ctx.save_for_backward(*x_KM, weight)
+        ctx.save_for_backward(*x_KM, weight, w_NK.scale)
         ctx.layer = layer
         return _multiply(x_MK, w_NK, x.dtype).view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        x_codes, x_scale, weight = ctx.saved_tensors
+        x_codes, x_scale, weight, w_scale = ctx.saved_tensors
         layer = ctx.layer
         flat_MN = grad.reshape(-1, grad.shape[-1])
         g_MN, g_NM = _both_ways(flat_MN, layer.gradient_format, layer.recipe, layer.gradient_state)
         dx = dw = None
         if ctx.needs_input_grad[0]:
-            w_KN = _transposed(weight, _FORWARD, layer.recipe, layer.weight_state)
+            w_KN = _transposed(weight, _FORWARD, layer.recipe, w_scale)
             dx = _multiply(g_MN, w_KN, grad.dtype).view(*grad.shape[:-1], weight.shape[1])
         if ctx.needs_input_grad[1]:
             dw = _multiply(g_NM, _Operand(x_codes, x_scale), weight.dtype)
@@ -149,34 +149,42 @@ def _both_ways(x: Tensor, spec: Format, recipe: Fp8Recipe, state: Tensor) -> tup
     """`x` (R, C) quantised along C, and its transpose (C, R) quantised along R."""
     along = _quantise(x, spec, recipe, state)
     if recipe.granularity == "tensor":
-        return along, _turned(along)
+        return along, _Operand(_laid_out(along.codes.t()), along.scale)
     return along, _quantise(x.t(), spec, recipe, state)
 
 
-def _transposed(x: Tensor, spec: Format, recipe: Fp8Recipe, state: Tensor) -> _Operand:
-    """The second of `_both_ways` alone."""
+def _transposed(x: Tensor, spec: Format, recipe: Fp8Recipe, scale: Tensor) -> _Operand:
+    """The second of `_both_ways` from the tensor itself, at the scale of the first where one serves both.
+
+    Turned before it is cast: a compiler that saw the same cast twice would keep the codes in between.
+    """
     if recipe.granularity == "tensor":
-        return _turned(_quantise(x, spec, recipe, state))
-    return _quantise(x.t(), spec, recipe, state)
+        return _Operand(_laid_out(_cast_at(x.t(), scale, spec, recipe)), scale)
+    return _quantise(x.t(), spec, recipe, scale)
 
 
-def _turned(x: _Operand) -> _Operand:
-    """The transpose of codes with one scale; on CUDA as the tensor cores read it."""
-    return _Operand(x.codes.t().contiguous() if x.codes.is_cuda else x.codes.t(), x.scale)
+def _laid_out(codes: Tensor) -> Tensor:
+    """Codes as the device reads them: row-major for tensor cores, in any layout on a CPU, which decodes them anyway."""
+    return codes.contiguous() if codes.is_cuda else codes
 
 
 def _quantise(x: Tensor, spec: Format, recipe: Fp8Recipe, state: Tensor) -> _Operand:
     if recipe.granularity == "block":
         return _quantise_blocks(x, spec)
     if recipe.source == "static":
-        # A power of two: exact in x's dtype, and only what saturates or falls below the format is lost.
-        return _Operand(_cast(x * (1 / state).to(x.dtype), spec), state)
+        return _Operand(_cast_at(x, state, spec, recipe), state)
     block = (1, -1) if recipe.granularity == "row" else None
     found = amax(x, block).float()
     if recipe.source == "delayed":
         found = _delayed(found, state)
     scale = found.clamp(min=_SMALLEST_AMAX) / spec.max
-    return _Operand(_cast(x.float() * (1 / scale), spec), scale)
+    return _Operand(_cast_at(x, scale, spec, recipe), scale)
+
+
+def _cast_at(x: Tensor, scale: Tensor, spec: Format, recipe: Fp8Recipe) -> Tensor:
+    """`x` / `scale` in codes. Static scales are powers of two, and so exact in x's dtype."""
+    wide = x if recipe.source == "static" else x.float()
+    return _cast(wide * (1 / scale).to(wide.dtype), spec)
 
 
 def _delayed(found: Tensor, history: Tensor) -> Tensor:
@@ -240,7 +248,7 @@ def _weight_NK(module: Any) -> nn.Parameter:
     return nn.Parameter(module.weight.detach().t().contiguous())
 
 
-def calibrate(model: nn.Module, step: Callable[[], None]) -> None:
+def calibrate(model: nn.Module, step: Callable[[], object]) -> None:
     """Set the static scales of the "unit" layers in `model` from one run of `step`, which calls it (and may go back).
 
     Each scale is the power of two nearest to the root mean square: elements then lie around 1, where every format is

@@ -62,11 +62,17 @@ def why_not_scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Ten
         return "cuBLASLt has no product of two e5m2 matrices"
     if torch.version.hip is None and (a.dtype in fnuz or b.dtype in fnuz):
         return "fnuz formats run on AMD only"
-    if torch.version.hip is None and torch.cuda.get_device_capability(a.device) < (8, 9):
+    if torch.version.hip is None and _capability(a.get_device()) < (8, 9):
         return "fp8 tensor cores need compute capability 8.9"
     if (scale_a is None or scale_a.numel() == 1) != (scale_b is None or scale_b.numel() == 1):
         return "scales must be both per tensor or both per row"
     return None
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch leaves it untyped
+def _capability(index: int) -> tuple[int, int]:
+    """Of a GPU; torch.compile, which cannot trace the question, takes the answer as a constant."""
+    return torch.cuda.get_device_capability(index)
 
 
 def scaled_mm_operands(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

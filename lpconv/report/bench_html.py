@@ -42,11 +42,11 @@ def _tiles(result: BenchResult) -> tuple[Tile, ...]:
     if fastest := max((r for r in variants if r.ratio), key=lambda r: r.ratio.value if r.ratio else 0, default=None):
         tiles.append(Tile(label="Largest speed-up", figure=ratio_text(fastest.ratio), detail=fastest.name))
     if smallest := min((r for r in variants if r.peak_memory), key=lambda r: r.peak_memory or 0, default=None):
-        tiles.append(Tile(label="Least peak memory", figure=COLUMNS["Peak memory"](smallest), detail=smallest.name))
+        tiles.append(Tile(label="Least peak memory", figure=COLUMNS["Peak"](smallest), detail=smallest.name))
     if best := min(
         (r for r in variants if r.numerics), key=lambda r: r.numerics.output_error if r.numerics else 0, default=None
     ):
-        tiles.append(Tile(label="Smallest output error", figure=COLUMNS["Output error"](best), detail=best.name))
+        tiles.append(Tile(label="Smallest output error", figure=COLUMNS["Output err."](best), detail=best.name))
     return tuple(tiles)
 
 

@@ -15,7 +15,7 @@ from lpconv.results import BenchResult, BenchRow, PeakRecord, VerdictRecord
 __all__ = ["render_bench"]
 
 # Columns that say something only where rows differ in them.
-_OPTIONAL = ("Mode", "Batch", "Compiled", "Gradient error", "Saved")
+_OPTIONAL = ("Mode", "Batch", "Compiled", "Grad. err.", "Saved")
 
 
 def render_bench(result: BenchResult) -> RenderableType:

@@ -54,17 +54,17 @@ def memory_text(row: BenchRow) -> str:
 
 # Heading and cell of each column of a table.
 COLUMNS: dict[str, Callable[[BenchRow], str]] = {
-    "Configuration": lambda r: r.name + (" (baseline)" if r.is_baseline else ""),
+    "Configuration": lambda r: r.name,
     "Mode": lambda r: r.mode,
     "Batch": lambda r: f"{r.batch} x {r.seq}",
     "Compiled": lambda r: r.compiled,
     "Step": lambda r: duration_text(r.timing.median_s) if r.timing else r.status,
     "Tokens/s": lambda r: f"{r.tokens_per_s:,.0f}" if r.tokens_per_s else MISSING,
-    "Speed-up": lambda r: "1" if r.is_baseline and r.ratio else ratio_text(r.ratio),
-    "Peak memory": lambda r: size_text(r.peak_memory),
+    "Speed-up": lambda r: "baseline" if r.is_baseline else ratio_text(r.ratio),
+    "Peak": lambda r: size_text(r.peak_memory),
     "Saved": lambda r: size_text(r.memory.saved_bytes) if r.memory and r.mode == "train" else MISSING,
-    "Output error": lambda r: error_text(r.numerics.output_error) if r.numerics else MISSING,
-    "Gradient error": lambda r: error_text(r.numerics.gradient_error) if r.numerics else MISSING,
+    "Output err.": lambda r: error_text(r.numerics.output_error) if r.numerics else MISSING,
+    "Grad. err.": lambda r: error_text(r.numerics.gradient_error) if r.numerics else MISSING,
     "Emulated": lambda r: ("yes" if r.emulated else "no") if r.status == "ok" else MISSING,
 }
 

@@ -26,10 +26,10 @@ def test_every_format_runs_as_its_default_where_no_method_applies() -> None:
 
 
 def test_methods_apply_to_the_formats_that_have_them() -> None:
-    found = cases(formats=("bf16", "fp8"), methods=("unit", "scalify", "mx"))
+    found = cases(formats=("bf16", "fp16", "fp8"), methods=("unit", "scalify", "mx"))
 
     assert [(c.format, c.method) for c in found] == [
-        ("bf16", "plain"), ("bf16", "scalify"), ("fp8", "unit"), ("fp8", "scalify"), ("fp8", "mx"),
+        ("bf16", "plain"), ("fp16", "plain"), ("fp16", "scalify"), ("fp8", "unit"), ("fp8", "scalify"), ("fp8", "mx"),
     ]  # fmt: skip
 
 

@@ -28,11 +28,11 @@ def test_the_parts_are_those_alive_at_the_peak() -> None:
     assert found.saved_bytes == 500
 
 
-class _Counting(TorchDispatchMode):
+class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The most bytes of storages, besides those `known`, that were alive at once, by weak references."""
 
     def __init__(self, known: list[Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.alive = self.peak = 0
         self.seen = {x.untyped_storage()._cdata for x in known}
 

@@ -7,6 +7,7 @@ from bench_records import CPU_PEAKS, GEMMS, GPU_PEAKS, row
 
 from lpconv.bench.roofline import gemm_record, gemm_seconds, step_gemm_seconds
 from lpconv.bench.verdict import verdict
+from lpconv.results import GpuRecord
 
 LARGE, NARROW, HEAD = GEMMS
 
@@ -87,6 +88,19 @@ def test_odd_sizes_are_named() -> None:
 
     assert found is not None
     assert "Not a multiple of 16: 1001 x 4096, 100 tokens" in " ".join(found.sentences)
+
+
+def test_a_gpu_that_others_used_or_that_was_throttled_is_told() -> None:
+    state = GpuRecord(
+        sm_clock_mhz=1980, memory_clock_mhz=2619, power_w=650.0, power_limit_w=700.0, throttle_reasons=("power cap",),
+        foreign_processes=(8,),
+    )  # fmt: skip
+
+    found = verdict([row("plain"), row("unit", gpu=state)], GEMMS, GPU_PEAKS)
+
+    assert found is not None
+    assert "Other processes used the GPU meanwhile (8)" in found.sentences[-2]
+    assert "throttled (power cap)" in found.sentences[-1]
 
 
 def test_without_a_baseline_there_is_no_verdict() -> None:

@@ -98,7 +98,11 @@ def test_codes_are_saved_in_place_of_inputs() -> None:
     layer = Fp8Linear(nn.Parameter(torch.randn(48, 96, dtype=torch.bfloat16)), None, "unit")
     saved: list[Tensor] = []
 
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+    def keep(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         layer(x)
 
     own = [t for t in saved if t is not layer.weight and t.numel() > 1]
@@ -147,7 +151,6 @@ def test_conv1d_is_a_linear_with_its_weight_turned() -> None:
 
     torch.manual_seed(0)
     plain = nn.Sequential(Conv1D(48, 64))
-    nn.init.normal_(plain[0].weight)
     ours = copy.deepcopy(plain)
     x = torch.randn(40, 64)
 
