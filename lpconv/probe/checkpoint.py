@@ -23,7 +23,7 @@ from lpconv.probe.run import probe
 from lpconv.probe.task import HIDDEN, MASKED, OpenedModel, open_model
 from lpconv.progress import Progress, Silent
 
-__all__ = ["ProbeOptions", "probe_checkpoint"]
+__all__ = ["ProbeOptions", "compile_histograms", "probe_checkpoint", "sequence_length", "vocabulary_size"]
 
 _SEQ_LEN = 128
 
@@ -54,17 +54,17 @@ def probe_checkpoint(name: str, options: ProbeOptions, *, progress: Progress | N
     contents = read_contents(source.directory)
     told.start("opening the model", 0)
     opened = open_model(source.directory)
-    seq_len = _seq_len(opened.model.config, options.seq_len)
+    seq_len = sequence_length(opened.model.config, options.seq_len)
     tokens, data_words = _tokens(source.directory, opened, options, seq_len)
     batches = Batches(
         tokens=tokens,
         task=opened.task,
         batch_size=options.batch_size,
-        vocab_size=_vocab_size(opened.model.config),
+        vocab_size=vocabulary_size(opened.model.config),
         seed=options.seed,
     )
     told.start("compiling", 0)
-    _compile_histograms()
+    compile_histograms()
     with quiet_transformers():
         result = probe(opened.model, _told(batches, told), steps=options.steps, every=options.every, loss=opened.loss)
     shape = f"{options.steps} of {options.batch_size} x {seq_len} tokens"
@@ -90,7 +90,7 @@ def probe_checkpoint(name: str, options: ProbeOptions, *, progress: Progress | N
     )
 
 
-def _compile_histograms() -> None:
+def compile_histograms() -> None:
     """Before the measured steps, which would be charged for it.
 
     Each mode of autograd compiles apart, as does a tensor that fits one piece of the kernel's buffer from one that does
@@ -101,7 +101,8 @@ def _compile_histograms() -> None:
             exponent_histogram(torch.ones(3 << 19))
 
 
-def _seq_len(config: Any, wanted: int | None) -> int:
+def sequence_length(config: Any, wanted: int | None) -> int:
+    """`wanted` tokens, by default 128 or the model's most; UsageError for more than the model has positions."""
     limit = getattr(config.get_text_config(), "max_position_embeddings", None) or _SEQ_LEN
     # RoBERTa and its kin count positions from the padding id on, so two of them are no tokens.
     limit -= 2 if config.model_type in ("roberta", "xlm-roberta", "camembert", "xlm-roberta-xl", "mpnet") else 0
@@ -110,13 +111,14 @@ def _seq_len(config: Any, wanted: int | None) -> int:
     return wanted or min(_SEQ_LEN, limit)
 
 
-def _vocab_size(config: Any) -> int:
+def vocabulary_size(config: Any) -> int:
+    """How many ids the model embeds."""
     return int(config.get_text_config().vocab_size)
 
 
 def _tokens(directory: Path, opened: OpenedModel, options: ProbeOptions, seq_len: int) -> tuple[Tokens, str]:
     """The windows to run, and what they are in words."""
-    tokenizer, vocab_size = read_tokenizer(directory), _vocab_size(opened.model.config)
+    tokenizer, vocab_size = read_tokenizer(directory), vocabulary_size(opened.model.config)
     if tokenizer is not None:
         path, words = (options.data, options.data.name) if options.data else _embedded_text()
         tokens = tokenize(path, tokenizer, seq_len=seq_len, vocab_size=vocab_size)

@@ -5,7 +5,8 @@ beginning of a recorded step and taken off at the next, so that other steps pay 
 
 The gradient of a layer's input is what this layer alone contributes, before autograd adds the other users of the same
 tensor, since that product is what a low-precision backward pass would round. To see it, each layer is handed a view of
-its input. Values are what the model computes: under autocast or in a bfloat16 model they have been rounded already.
+its input. Values are what the model computes: under autocast or in a bfloat16 model they have been rounded already. Of
+scaled tensors the data are recorded, since those are what a format must hold.
 """
 
 import time
@@ -24,6 +25,7 @@ from lpconv.formats.histogram import ExponentHistogram
 from lpconv.kernels.histogram import exponent_histogram
 from lpconv.probe.advice import table
 from lpconv.probe.records import ROLES, ProbedTensor, ProbeResult
+from lpconv.scaled.tensor import ScaledTensor
 
 __all__ = ["Tracker", "track", "tracked_layers"]
 
@@ -152,13 +154,13 @@ class Tracker:
         last = self._last_input
         if last is None or last[0]() is not tensor or last[1] != tensor._version:
             with self._timed():
-                last = weakref.ref(tensor), tensor._version, exponent_histogram(tensor)
+                last = weakref.ref(tensor), tensor._version, _histogram(tensor)
             self._last_input = last
         self._add(name, "input", last[2])
 
     def _record(self, name: str, role: str, tensor: Tensor) -> None:
         with self._timed():
-            self._add(name, role, exponent_histogram(tensor))
+            self._add(name, role, _histogram(tensor))
 
     def _add(self, name: str, role: str, histogram: ExponentHistogram) -> None:
         before = self._histograms.get((name, role))
@@ -170,6 +172,10 @@ class Tracker:
         nested = self._recording_s
         yield
         self._recording_s = nested + time.perf_counter() - start  # time of records made inside is in there already
+
+
+def _histogram(tensor: Tensor) -> ExponentHistogram:
+    return exponent_histogram(tensor.data_part if isinstance(tensor, ScaledTensor) else tensor)
 
 
 def tracked_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
