@@ -9,6 +9,7 @@ from lpconv.cli.batch import batch
 from lpconv.cli.convert import convert
 from lpconv.cli.demo import demo
 from lpconv.cli.doctor import doctor
+from lpconv.cli.finetune import finetune
 from lpconv.cli.handling import handled
 from lpconv.cli.inspect import inspect
 from lpconv.cli.probe import probe
@@ -28,7 +29,7 @@ app = typer.Typer(
     epilog="Start with [bold]lpconv demo[/bold]. Exit codes are listed in docs/cli.md.",
 )
 
-for command in (convert, inspect, verify, restore, probe, report, batch, doctor, demo):
+for command in (convert, inspect, verify, restore, probe, finetune, report, batch, doctor, demo):
     app.command()(handled(command))
 
 
