@@ -12,7 +12,7 @@ from lpconv.cli.main import app
 from lpconv.data import demo_checkpoint
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["README.md", "docs/cli.md", "docs/convert.md", "docs/probe.md"]
+PAGES = ["README.md", "docs/cli.md", "docs/convert.md", "docs/probe.md", "docs/finetune.md"]
 # Names that stand for a source model, and for outputs of earlier commands.
 SOURCES = ("bert-large", "llama", "MODEL")
 OUTPUTS = ("PATH", "A", "B")
