@@ -6,6 +6,7 @@ know nothing of each other. The parts of a peak are not the largest sizes of eac
 The optimizer's own temporary tensors are left out: its compiled step does not run under a tracker.
 """
 
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -111,6 +112,8 @@ class StepMemory:
             self._tracker = MemTracker()
             self._tracker.track_external(self.model, optimizer)
             self._stack = ExitStack()
+            self._stack.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", message="Module is None")  # of modules that a trainer wraps for a call
             self._stack.enter_context(self._tracker)
         return self._stack is not None
 
