@@ -13,10 +13,11 @@ from lpconv.report.finetune_words import (
     main_run,
     noise_text,
     title,
+    twin_run,
     verdict,
     worst_tracked,
 )
-from lpconv.report.numbers import duration_text, plural, share_text, size_text
+from lpconv.report.numbers import duration_text, plural, size_text
 from lpconv.report.page import Tile, environment
 from lpconv.report.printable import printable_record
 from lpconv.results import FinetuneResult
@@ -49,7 +50,7 @@ def html_finetune(result: FinetuneResult) -> str:
 
 
 def _tiles(result: FinetuneResult) -> tuple[Tile, ...]:
-    run = main_run(result)
+    run, twin = main_run(result), twin_run(result)
     tiles = [
         Tile(
             label=f"{METRIC_WORDS.get(g.metric, g.metric)}: gap to {result.twin}",
@@ -62,7 +63,7 @@ def _tiles(result: FinetuneResult) -> tuple[Tile, ...]:
         Tile(
             label="Time per step",
             figure=duration_text(run.step_time_s),
-            detail=f"recording adds {share_text(run.overhead, 1)}",
+            detail=f"twin {duration_text(twin.step_time_s)}" if twin is not None else "median",
         )
     )
     if run.memory is not None:

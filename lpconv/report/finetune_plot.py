@@ -22,16 +22,18 @@ def curve_plots(result: FinetuneResult) -> tuple[Plot, ...]:
     losses = [Line(series=run.losses, colour=0, label=result.recipe)]
     if twin is not None:
         losses.append(Line(series=twin.losses, colour=1, label=result.twin or ""))
-    plots = [line_plot("loss", "Training loss", "loss", "The loss of every step, before it.", losses)]
+    plots = [line_plot("loss", "Training loss", "The loss of every step, before it.", losses)]
     if twin is not None:
-        words = "Run less twin at every step; above zero the twin is ahead. One line per seed."
-        plots.append(line_plot("gap", "The gap", "run less twin", words, _gap_lines(result)))
+        words = "At every step; above zero the twin is ahead. One line per seed."
+        plots.append(
+            line_plot("gap", "The gap: training loss of the run less that of its twin", words, _gap_lines(result))
+        )
     plots += [_evaluation_plot(result, s.name) for s in run.evaluations if len(s.steps) > 1]
     if len(set(run.loss_scales.values)) > 1:
         logs = tuple(math.log2(v) for v in run.loss_scales.values)
         series = Series(name="loss scale", steps=run.loss_scales.steps, values=logs)
         words = "It falls where gradients overflowed and a step was left out."
-        plots.append(line_plot("scale", "Loss scale", "log2 of the loss scale", words, [Line(series=series, colour=2)]))
+        plots.append(line_plot("scale", "Loss scale, log2", words, [Line(series=series, colour=2)]))
     if run.updates:
         plots.append(_update_plot(run))
     return tuple(p for p in plots if p is not None)
@@ -59,7 +61,7 @@ def _evaluation_plot(result: FinetuneResult, metric: str) -> Plot | None:
             seen.add(run.role)
             lines.append(Line(series=series, colour=0 if run.role == "run" else 1, label=label))
     name = METRIC_WORDS.get(metric, metric)
-    return line_plot(metric, name.capitalize(), name, "On the same held-out examples. One line per seed.", lines)
+    return line_plot(metric, name.capitalize(), "On the same held-out examples. One line per seed.", lines)
 
 
 def _update_plot(run: RunRecord) -> Plot | None:
@@ -74,7 +76,7 @@ def _update_plot(run: RunRecord) -> Plot | None:
         for i, (label, values) in enumerate(series)
     ]
     words = "Effective descent quality: the part of the intended update that reached memory; 1 is all of it."
-    return line_plot("updates", "What reached memory of the updates", "share", words, lines)
+    return line_plot("updates", "What reached memory of the updates", words, lines)
 
 
 def loss_heatmap(result: FinetuneResult) -> Heatmap | None:

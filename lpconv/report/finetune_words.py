@@ -2,7 +2,7 @@
 
 import math
 
-from lpconv.report.numbers import MISSING, duration_text, number_text, plural, share_text
+from lpconv.report.numbers import MISSING, duration_text, plural, scale_text, share_text
 from lpconv.results import FinetuneResult, GapRecord, RunRecord
 
 __all__ = [
@@ -97,9 +97,10 @@ def diagnostics(result: FinetuneResult) -> tuple[str, ...]:
     """What happened on the way, one sentence each."""
     run = main_run(result)
     found = [f"time per step: {duration_text(run.step_time_s)}" + _twin_time(result)]
-    if run.tracked:
-        steps = len({t.step for t in run.tracked})
-        found.append(f"recording {plural(steps, 'step')} took {share_text(run.overhead, 1)} of the time of all steps")
+    for watched in (r for r in result.runs if r.tracked):
+        steps, whose = len({t.step for t in watched.tracked}), "" if watched is run else " of the twin"
+        cost = share_text(watched.overhead, 1)
+        found.append(f"recording {plural(steps, 'step')}{whose} added {cost} to the time of all its steps")
     if run.num_skipped:
         found.append(f"{plural(run.num_skipped, 'step')} left out, because gradients were not finite")
     else:
@@ -111,7 +112,7 @@ def diagnostics(result: FinetuneResult) -> tuple[str, ...]:
         )
     scales = run.loss_scales.values
     if len(set(scales)) > 1 or (scales and scales[0] != 1):
-        found.append(f"loss scale {number_text(scales[0])} at first, {number_text(scales[-1])} at last")
+        found.append(f"loss scale {scale_text(scales[0])} at first, {scale_text(scales[-1])} at last")
     if run.updates:
         last = run.updates[-1]
         found.append(

@@ -4,13 +4,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lpconv.report.numbers import number_text
 from lpconv.report.plot import Axis, LegendEntry, Mark, Plot, Tick, column_x
 from lpconv.results import Series
 
 __all__ = ["Line", "line_plot"]
 
 _TICKS = 5
+_MAX_DIGITS = 4  # after the point
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,8 +22,8 @@ class Line:
     label: str = ""
 
 
-def line_plot(name: str, title: str, y_label: str, description: str, lines: Sequence[Line]) -> Plot | None:
-    """The finite points of the lines over a common axis; None where there are none."""
+def line_plot(name: str, title: str, description: str, lines: Sequence[Line]) -> Plot | None:
+    """The finite points of the lines over a common axis, which the title names; None where there are none."""
     points = [(s, v) for line in lines for s, v in zip(line.series.steps, line.series.values, strict=True)]
     points = [(s, v) for s, v in points if math.isfinite(v)]
     if not points:
@@ -36,9 +36,9 @@ def line_plot(name: str, title: str, y_label: str, description: str, lines: Sequ
         name=name,
         title=title,
         description=description,
-        y_label=y_label,
+        y_label="",
         x_ticks=tuple(Tick(position=column_x(s, last + 1), label=str(s)) for s in _step_ticks(last)),
-        y_ticks=tuple(Tick(position=axis.y(v), label=number_text(v)) for v in _value_ticks(low - room, high + room)),
+        y_ticks=tuple(Tick(position=axis.y(v), label=label) for v, label in _value_ticks(axis)),
         bands=(),
         marks=tuple(
             Mark(kind=f"line series-{line.colour}", path=_path(line.series, axis, last), title=line.label)
@@ -70,10 +70,11 @@ def _step_ticks(last: int) -> list[int]:
     return list(range(0, last + 1, step))
 
 
-def _value_ticks(low: float, high: float) -> list[float]:
-    """Round numbers: multiples of 1, 2 or 5 times a power of ten."""
-    rough = (high - low) / _TICKS
-    unit = 10.0 ** math.floor(math.log10(rough))
-    step = next(unit * m for m in (1, 2, 5, 10) if unit * m >= rough)
-    first = math.ceil(low / step)
-    return [round(i * step, 12) for i in range(first, math.floor(high / step) + 1)]
+def _value_ticks(axis: Axis) -> list[tuple[float, str]]:
+    """Round numbers, multiples of 1, 2 or 5 times a power of ten, with as many digits as tell them apart."""
+    rough = (axis.high - axis.low) / _TICKS
+    exponent = math.floor(math.log10(rough))
+    step = next(m * 10.0**exponent for m in (1, 2, 5, 10) if m * 10.0**exponent >= rough)
+    numbers = range(math.ceil(axis.low / step), math.floor(axis.high / step) + 1)
+    digits = max(0, -exponent)
+    return [(n * step, f"{n * step:.{digits}f}" if digits <= _MAX_DIGITS else f"{n * step:.1e}") for n in numbers]
