@@ -119,7 +119,7 @@ TASKS: dict[str, Task] = {
     ),
     "demo": Task(
         prepare=lambda folder: {"model": "demo"},
-        settings={"steps": 50, "batch_size": 8, "seq_len": 64, "lr": 2e-4, "eval_batches": 32, "eval_every": 0},
+        settings={"steps": 30, "batch_size": 4, "seq_len": 64, "lr": 2e-4, "eval_batches": 32, "eval_every": 0},
         seeds=3,
         about="the demo checkpoint, its own plays",
     ),
@@ -136,7 +136,7 @@ def run(task: Task, recipe: str, seed: int, prepared: dict[str, Any], folder: Pa
     """One run without a twin: the recipe fp32 of the same seed is everybody's."""
     options = FinetuneOptions(
         arithmetic=arithmetic(recipe=recipe), seed=seed, twin="none", save_every=0, save="plain", force=True,
-        track_every=50 if seed == 0 else 0, **task.settings, **{k: v for k, v in prepared.items() if k != "model"},
+        track_every=20 if seed == 0 else 0, **task.settings, **{k: v for k, v in prepared.items() if k != "model"},
     )  # fmt: skip
     result = finetune(prepared["model"], folder / "run", options)
     shutil.rmtree(folder / "run")
