@@ -14,7 +14,7 @@ from lpconv.data import demo_checkpoint
 ROOT = Path(__file__).parent.parent
 PAGES = [
     "README.md", "docs/cli.md", "docs/convert.md", "docs/probe.md", "docs/bench.md", "docs/export.md",
-    "docs/methods/multipoint.md",
+    "docs/finetune.md", "docs/methods/multipoint.md",
 ]  # fmt: skip
 # Names that stand for a source model, and for outputs of earlier commands.
 SOURCES = ("bert-large", "llama", "MODEL")

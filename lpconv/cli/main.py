@@ -11,6 +11,7 @@ from lpconv.cli.convert import convert
 from lpconv.cli.demo import demo
 from lpconv.cli.doctor import doctor
 from lpconv.cli.export import export
+from lpconv.cli.finetune import finetune
 from lpconv.cli.handling import handled
 from lpconv.cli.inspect import inspect
 from lpconv.cli.probe import probe
@@ -30,7 +31,7 @@ app = typer.Typer(
     epilog="Start with [bold]lpconv demo[/bold]. Exit codes are listed in docs/cli.md.",
 )
 
-for command in (convert, inspect, verify, restore, probe, bench, report, batch, doctor, demo):
+for command in (convert, inspect, verify, restore, probe, finetune, bench, report, batch, doctor, demo):
     app.command()(handled(command))
 app.add_typer(export)
 

@@ -15,7 +15,7 @@ def report(
     runs: Annotated[
         list[str],
         typer.Argument(
-            help="Outputs of `lpconv convert` (or report.json), one of `lpconv probe`, or a saved bench.",
+            help="Outputs of `lpconv convert` (or report.json), or one of `lpconv probe`, `finetune` or `bench`.",
             metavar="RUN…",
         ),
     ],
@@ -40,6 +40,7 @@ def report(
     """
     from lpconv.bench.saved import is_bench
     from lpconv.probe.output import find_probe
+    from lpconv.train.folder import find_finetune
 
     benches = [Path(run) for run in runs if is_bench(Path(run))]
     if benches:
@@ -52,6 +53,12 @@ def report(
         if len(runs) > 1:
             raise UsageError("a probe is shown alone", hint="pass one output of `lpconv probe`, or only conversions")
         _report_probe(probes[0], what_if, html, json=json)
+        return
+    trained = [path for run in runs if (path := find_finetune(run)) is not None]
+    if trained:
+        if len(runs) > 1:
+            raise UsageError("a fine-tuning is shown alone", hint="pass one output of `lpconv finetune`")
+        _report_finetune(trained[0], html, json=json)
         return
     if what_if is not None:
         raise UsageError("--what-if asks a probe", hint="run `lpconv probe MODEL` and pass its output")
@@ -90,6 +97,20 @@ def _report_bench(path: Path, html: str | None, *, json: bool) -> None:
         print(json_text(result), end="")
         return
     show(render_bench(result))
+
+
+def _report_finetune(path: Path, html: str | None, *, json: bool) -> None:
+    from lpconv.checkpoint.contents import read_json
+    from lpconv.report.document import json_text
+    from lpconv.report.finetune_html import html_finetune
+    from lpconv.report.finetune_terminal import render_finetune
+    from lpconv.report.terminal import show
+    from lpconv.results import FinetuneResult, from_json
+
+    result = from_json(FinetuneResult, read_json(path))
+    if html is not None:
+        _write_page(html, html_finetune(result))
+    print(json_text(result), end="") if json else show(render_finetune(result))
 
 
 def _report_conversions(runs: list[str], html: str | None, *, json: bool) -> None:

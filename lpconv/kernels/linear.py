@@ -18,7 +18,7 @@ from lpconv.formats.spec import get_format
 from lpconv.kernels.matmul import matmul
 from lpconv.kernels.quantise import encode
 
-__all__ = ["FP8_LINEAR", "FP16_LINEAR", "LinearRecipe", "linear"]
+__all__ = ["E5M2_LINEAR", "FP8_LINEAR", "FP16_LINEAR", "LinearRecipe", "linear"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,18 +26,21 @@ class LinearRecipe:
     """The formats of a Linear's operands, and how they are scaled into them.
 
     "unit" casts as they are, for tensors kept at unit scale; "amax" divides each by a power of two that brings its
-    largest element into the format's top binade. fp8 saturates; float16 and bfloat16 overflow to Inf, for a loss scaler
-    to see.
+    largest element into the format's top binade. float16 and bfloat16 overflow to Inf, for a loss scaler to see; fp8
+    saturates, unless `overflow` is "inf", which e5m2 alone has.
     """
 
     input: str = "e4m3fn"
     weight: str = "e4m3fn"
     gradient: str = "e5m2"
     scaling: Literal["unit", "amax"] = "unit"
+    overflow: Literal["saturate", "inf"] = "saturate"
 
 
 FP8_LINEAR = LinearRecipe()
 FP16_LINEAR = LinearRecipe(input="fp16", weight="fp16", gradient="fp16")
+# Mixed precision with 8-bit floats (Mellempudi et al. 2019, arXiv 1905.12334): e5m2 everywhere, and a loss scale.
+E5M2_LINEAR = LinearRecipe(input="e5m2", weight="e5m2", gradient="e5m2", overflow="inf")
 
 
 def linear(
@@ -66,9 +69,9 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, recipe: LinearRecipe, weight_scale: Tensor | None
     ) -> Tensor:
-        x_MK, scale_x = _operand(x.reshape(-1, x.shape[-1]), recipe.input, recipe.scaling)
+        x_MK, scale_x = _operand(x.reshape(-1, x.shape[-1]), recipe.input, recipe)
         is_codes = weight.dtype == code_dtype(get_format(recipe.weight)) and weight.dtype.itemsize == 1
-        w_NK, scale_w = (weight, weight_scale) if is_codes else _operand(weight, recipe.weight, recipe.scaling)
+        w_NK, scale_w = (weight, weight_scale) if is_codes else _operand(weight, recipe.weight, recipe)
         ctx.save_for_backward(x_MK, scale_x, w_NK, scale_w)
         ctx.recipe, ctx.is_codes = recipe, is_codes
         ctx.weight_dtype = x.dtype if is_codes else weight.dtype
@@ -80,7 +83,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         x_MK, scale_x, w_NK, scale_w = ctx.saved_tensors
         grad_MN = grad.reshape(-1, grad.shape[-1])
-        g_MN, scale_g = _operand(grad_MN, ctx.recipe.gradient, ctx.recipe.scaling)
+        g_MN, scale_g = _operand(grad_MN, ctx.recipe.gradient, ctx.recipe)
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
             dx = matmul(g_MN, w_NK, scale_a=scale_g, scale_b=scale_w, out_dtype=grad.dtype)
@@ -94,11 +97,12 @@ class _Linear(torch.autograd.Function):
         return dx, dw, db, None, None
 
 
-def _operand(x: Tensor, name: str, scaling: str) -> tuple[Tensor, Tensor | None]:
+def _operand(x: Tensor, name: str, recipe: LinearRecipe) -> tuple[Tensor, Tensor | None]:
     spec = get_format(name)
     scale = None
-    if scaling == "amax":
+    if recipe.scaling == "amax":
         scale = tensor_scale(x, spec)
         x = x.float() if x.dtype == torch.float16 else x  # float16 may not hold the scale
         x = x * (1 / scale).to(x.dtype)  # a power of two: exact
-    return (encode(x, spec) if spec.bits == 8 else x.to(code_dtype(spec))), scale
+    saturates = spec.bits == 8 and not (recipe.overflow == "inf" and spec.has_inf)
+    return (encode(x, spec) if saturates else x.to(code_dtype(spec))), scale

@@ -22,7 +22,9 @@ from lpconv.probe.run import probe
 from lpconv.probe.task import HIDDEN, MASKED, OpenedModel, open_model
 from lpconv.progress import Progress, Silent
 
-__all__ = ["Prepared", "ProbeOptions", "prepare_run", "probe_checkpoint"]
+__all__ = [
+    "Prepared", "ProbeOptions", "prepare_run", "probe_checkpoint", "sequence_length", "vocabulary_size",
+]  # fmt: skip
 
 _SEQ_LEN = 128
 
@@ -61,13 +63,13 @@ def prepare_run(name: str, options: ProbeOptions, told: Progress) -> Prepared:
     contents = read_contents(source.directory)
     told.start("opening the model", 0)
     opened = open_model(source.directory)
-    seq_len = _seq_len(opened.model.config, options.seq_len)
+    seq_len = sequence_length(opened.model.config, options.seq_len)
     tokens, data_words = _tokens(source.directory, opened, options, seq_len)
     batches = Batches(
         tokens=tokens,
         task=opened.task,
         batch_size=options.batch_size,
-        vocab_size=_vocab_size(opened.model.config),
+        vocab_size=vocabulary_size(opened.model.config),
         seed=options.seed,
     )
     return Prepared(
@@ -112,7 +114,8 @@ def probe_checkpoint(name: str, options: ProbeOptions, *, progress: Progress | N
     )
 
 
-def _seq_len(config: Any, wanted: int | None) -> int:
+def sequence_length(config: Any, wanted: int | None) -> int:
+    """`wanted` tokens, by default 128 or the model's most; UsageError for more than the model has positions."""
     limit = getattr(config.get_text_config(), "max_position_embeddings", None) or _SEQ_LEN
     # RoBERTa and its kin count positions from the padding id on, so two of them are no tokens.
     limit -= 2 if config.model_type in ("roberta", "xlm-roberta", "camembert", "xlm-roberta-xl", "mpnet") else 0
@@ -121,13 +124,14 @@ def _seq_len(config: Any, wanted: int | None) -> int:
     return wanted or min(_SEQ_LEN, limit)
 
 
-def _vocab_size(config: Any) -> int:
+def vocabulary_size(config: Any) -> int:
+    """How many ids the model embeds."""
     return int(config.get_text_config().vocab_size)
 
 
 def _tokens(directory: Path, opened: OpenedModel, options: ProbeOptions, seq_len: int) -> tuple[Tokens, str]:
     """The windows to run, and what they are in words."""
-    tokenizer, vocab_size = read_tokenizer(directory), _vocab_size(opened.model.config)
+    tokenizer, vocab_size = read_tokenizer(directory), vocabulary_size(opened.model.config)
     if tokenizer is not None:
         path, words = (options.data, options.data.name) if options.data else _embedded_text()
         tokens = tokenize(path, tokenizer, seq_len=seq_len, vocab_size=vocab_size)

@@ -5,7 +5,8 @@ beginning of a recorded step and taken off at the next, so that other steps pay 
 
 The gradient of a layer's input is what this layer alone contributes, before autograd adds the other users of the same
 tensor, since that product is what a low-precision backward pass would round. To see it, each layer is handed a view of
-its input. Values are what the model computes: under autocast or in a bfloat16 model they have been rounded already.
+its input. Values are what the model computes: under autocast or in a bfloat16 model they have been rounded already. Of
+scaled tensors the data are recorded, since those are what a format must hold.
 """
 
 import time
@@ -22,9 +23,10 @@ from torch.utils.hooks import RemovableHandle
 
 from lpconv.errors import UsageError
 from lpconv.formats.histogram import ExponentHistogram
-from lpconv.kernels.histogram import count, exponent_histogram, prepare
+from lpconv.kernels.histogram import count, prepare
 from lpconv.probe.advice import table
 from lpconv.probe.records import ROLES, ProbedTensor, ProbeResult
+from lpconv.scaled.tensor import ScaledTensor
 
 __all__ = ["Tracker", "track", "tracked_layers"]
 
@@ -163,7 +165,7 @@ class Tracker:
         last = self._last_input
         with self._timed():
             if last is None or last[0]() is not tensor or last[1] != tensor._version:
-                last = self._last_input = weakref.ref(tensor), tensor._version, count(tensor)
+                last = self._last_input = weakref.ref(tensor), tensor._version, _count(tensor)
             self._add(name, "input", last[2])
 
     def _record_weight(self, name: str, weight: Tensor) -> None:
@@ -171,12 +173,12 @@ class Tracker:
             self._record(name, "weight", weight)
             return
         if name not in self._fixed:
-            self._fixed[name] = exponent_histogram(weight)
+            self._fixed[name] = _count(weight)()
         self._add(name, "weight", partial(self._fixed.__getitem__, name))
 
     def _record(self, name: str, role: str, tensor: Tensor) -> None:
         with self._timed():
-            self._add(name, role, count(tensor))
+            self._add(name, role, _count(tensor))
 
     def _add(self, name: str, role: str, histogram: Callable[[], ExponentHistogram]) -> None:
         self._pending.append((name, role, histogram))
@@ -196,6 +198,10 @@ class Tracker:
         nested = self._recording_s
         yield
         self._recording_s = nested + time.perf_counter() - start  # time of records made inside is in there already
+
+
+def _count(tensor: Tensor) -> Callable[[], ExponentHistogram]:
+    return count(tensor.data_part if isinstance(tensor, ScaledTensor) else tensor)
 
 
 def tracked_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -23,7 +23,7 @@ from lpconv.report.printable import printable_record
 from lpconv.report.words import besides_rounding, checks, method_name, summary, verdict
 from lpconv.results import ConvertResult
 
-__all__ = ["model_card"]
+__all__ = ["escaped", "model_card", "table"]
 
 _TAGS = {"unit": "unit-scaling", "scalify": "scalify", "collage": "collage"}
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -51,7 +51,7 @@ def model_card(result: ConvertResult) -> str:
     title = f"{result.source.name}: {method_name(result.method)}, {result.format}"
     sections = (
         _front_matter(result),
-        f"# {_text(title)}\n\n{_text(summary(result))}",
+        f"# {escaped(title)}\n\n{escaped(summary(result))}",
         _how_to_open(result),
         _measured(result),
         _tensors(result),
@@ -141,8 +141,8 @@ def _auto_class(result: ConvertResult) -> str:
 
 
 def _measured(result: ConvertResult) -> str:
-    rows = [(f.label, _text(f.values[0])) for f in figures([result]) if f.label not in RUN_FIGURES]
-    return f"## What was measured\n\n{_table(('figure', 'value'), rows)}"
+    rows = [(f.label, escaped(f.values[0])) for f in figures([result]) if f.label not in RUN_FIGURES]
+    return f"## What was measured\n\n{table(('figure', 'value'), rows)}"
 
 
 def _tensors(result: ConvertResult) -> str:
@@ -150,18 +150,18 @@ def _tensors(result: ConvertResult) -> str:
         (
             g.action,
             count_text(g.num_tensors),
-            _text(f"{g.source_dtype} → {g.format}" if g.action == "convert" else g.source_dtype),
+            escaped(f"{g.source_dtype} → {g.format}" if g.action == "convert" else g.source_dtype),
             size_text(g.bytes_in),
             size_text(g.bytes_out),
-            _text(g.reason),
+            escaped(g.reason),
         )
         for g in done_groups(result.tensors)
     ]
-    text = f"## Tensors\n\n{_table(('action', 'tensors', 'format', 'before', 'after', 'why'), groups)}"
+    text = f"## Tensors\n\n{table(('action', 'tensors', 'format', 'before', 'after', 'why'), groups)}"
     worst = [
         (
             _code(t.name),
-            _text(t.format),
+            escaped(t.format),
             sqnr_text(t.sqnr_db),
             error_text(t.max_rel_error),
             scale_text(t.scale),
@@ -172,15 +172,15 @@ def _tensors(result: ConvertResult) -> str:
     if not worst:
         return text
     head = ("tensor", "format", "SQNR, dB", "max rel. error", "scale", "besides rounding")
-    return f"{text}\n\nThe tensors with the lowest signal-to-noise ratio:\n\n{_table(head, worst)}"
+    return f"{text}\n\nThe tensors with the lowest signal-to-noise ratio:\n\n{table(head, worst)}"
 
 
 def _verification(result: ConvertResult) -> str:
     v = result.verify
     outcome = {True: "passed", False: "failed", None: "not run"}
-    lines = [f"- {_text(c.name)}: {outcome[c.passed]}; {_text(c.text)}" for c in checks(v)]
-    lines += [f"- problem: {_text(p)}" for p in v.problems]
-    level = "" if verdict(v) == "not run" else f", level {_text(v.level)}"
+    lines = [f"- {escaped(c.name)}: {outcome[c.passed]}; {escaped(c.text)}" for c in checks(v)]
+    lines += [f"- problem: {escaped(p)}" for p in v.problems]
+    level = "" if verdict(v) == "not run" else f", level {escaped(v.level)}"
     return "\n".join([f"## Verification: {verdict(v)}{level}", *([""] if lines else []), *lines])
 
 
@@ -206,22 +206,23 @@ def _fidelity(result: ConvertResult) -> str:
 def _provenance(result: ConvertResult) -> str:
     source = result.source.resolved if _is_hub_id(result) else result.source.name
     facts = [("source", _code(source)), ("revision", _code(result.source.revision or MISSING))]
-    facts += [(_text(name), _code(version)) for name, version in sorted(result.versions.items())]
-    text = f"## Provenance\n\n{_table(('what', 'which'), facts)}"
+    facts += [(escaped(name), _code(version)) for name, version in sorted(result.versions.items())]
+    text = f"## Provenance\n\n{table(('what', 'which'), facts)}"
     if result.warnings:
-        text += "\n\nWarnings:\n\n" + "\n".join(f"- {_text(w)}" for w in result.warnings)
+        text += "\n\nWarnings:\n\n" + "\n".join(f"- {escaped(w)}" for w in result.warnings)
     if not result.command:
         return text
     fence = _fence(result.command)
     return f"{text}\n\nMade by ({method_name(result.method)}):\n\n{fence}\n{result.command}\n{fence}"
 
 
-def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    """A Markdown table of cells that are escaped already."""
     lines = [head, ("---",) * len(head), *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def _text(text: str) -> str:
+def escaped(text: str) -> str:
     """Text that Markdown and HTML show as it is."""
     return _SPECIAL.sub(r"\\\1", text).replace("&", "&amp;").replace("<", "&lt;")
 

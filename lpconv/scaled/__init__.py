@@ -3,7 +3,7 @@
 from lpconv.scaled.adaptive import AdaptiveOptions, adaptive_factor, loss_scales
 from lpconv.scaled.calibrate import EdgeFactors, apply_factors, calibrate
 from lpconv.scaled.disk import from_disk, read_factors, to_disk, write_factors
-from lpconv.scaled.guard import StepGuard
+from lpconv.scaled.guard import StepGuard, gradients_are_finite
 from lpconv.scaled.memory import saved_bytes
 from lpconv.scaled.model import fallbacks, scaled, scaling_of, unscaled_state_dict
 from lpconv.scaled.optimizer import AdamW, HyperParameters, equivalent
@@ -25,6 +25,7 @@ __all__ = [
     "equivalent",
     "fallbacks",
     "from_disk",
+    "gradients_are_finite",
     "loss_scales",
     "read_factors",
     "saved_bytes",

@@ -1,5 +1,6 @@
 """The guard that fp16 gradients still need: skip a step that overflowed, and start the next ones lower."""
 
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import torch
@@ -10,7 +11,7 @@ from lpconv.scaled.model import scaling_of
 from lpconv.scaled.pair import Role
 from lpconv.scaled.tensor import ScaledTensor, scaled_tensor
 
-__all__ = ["StepGuard"]
+__all__ = ["StepGuard", "gradients_are_finite"]
 
 
 class StepGuard:
@@ -30,16 +31,35 @@ class StepGuard:
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the step was taken. Reads one boolean back from the device."""
-        finite = [_is_finite(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        if finite and not bool(torch.stack(finite).all()):
+        taken = gradients_are_finite(p for group in optimizer.param_groups for p in group["params"])
+        if taken:
+            optimizer.step()
+        self.update(not taken)
+        return taken
+
+    def update(self, found_nonfinite: bool) -> None:
+        """What `step` does beside the step, for loops that leave it out themselves."""
+        if found_nonfinite:
             self.num_skipped += 1
             self._start_at(min(self._halvings + 1, 24))
-            return False
-        optimizer.step()
+            return
         self._num_finite += 1
         if self._halvings and self._num_finite >= self.patience:
             self._start_at(self._halvings - 1)
-        return True
+
+    @property
+    def scale(self) -> float:
+        """The loss scale at which the backward pass starts: 1 or a power of two below."""
+        return 2.0**-self._halvings
+
+    def state_dict(self) -> dict[str, int]:
+        """What changes, as JSON-able values."""
+        return {"halvings": self._halvings, "num_finite": self._num_finite, "num_skipped": self.num_skipped}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on where `state_dict` was taken."""
+        self._start_at(state["halvings"])
+        self._num_finite, self.num_skipped = state["num_finite"], state["num_skipped"]
 
     def _start_at(self, halvings: int) -> None:
         self._halvings, self._num_finite = halvings, 0
@@ -49,6 +69,12 @@ class StepGuard:
             scaling.unit.data_part, 2.0**halvings, role=Role.GRADIENT, arithmetic=scaling.unit.arithmetic
         )
         self.model.lpconv_scaling = replace(scaling, unit=unit)  # type: ignore[assignment]  # not a module or tensor
+
+
+def gradients_are_finite(parameters: Iterable[Tensor]) -> bool:
+    """Whether no gradient, plain or scaled, holds Inf or NaN. Reads one boolean back from the device."""
+    finite = [_is_finite(p.grad) for p in parameters if p.grad is not None]
+    return not finite or bool(torch.stack(finite).all())
 
 
 def _is_finite(grad: Tensor) -> Tensor:

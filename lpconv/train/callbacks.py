@@ -1,0 +1,115 @@
+"""What happens around the steps of Trainer's loop: the schedule of evaluations and checkpoints, rows, progress."""
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+from transformers import TrainerCallback
+
+from lpconv.optim.base import LowPrecisionOptimizer
+from lpconv.optim.diagnostics import combine
+from lpconv.results import to_json
+from lpconv.train.memory import StepMemory
+from lpconv.train.options import FinetuneOptions
+from lpconv.train.records import Metrics
+from lpconv.train.trainer import LowPrecisionTrainer
+from lpconv.train.watch import Watch
+
+__all__ = ["Recorder", "StepEvents", "Timetable"]
+
+StepEvents = Callable[[int, float], None]  # (steps done, loss): what a progress bar is told
+
+
+class Timetable(TrainerCallback):  # type: ignore[misc]  # transformers is untyped
+    """Evaluates and saves every so many steps, and evaluates after the last. Never saves a step that was left out."""
+
+    def __init__(self, options: FinetuneOptions, trainer: Callable[[], LowPrecisionTrainer]) -> None:
+        self.eval_every, self.save_every, self.trainer = options.every("eval"), options.every("save"), trainer
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        step, is_last = state.global_step, state.global_step == state.max_steps
+        control.should_evaluate = is_last or (self.eval_every > 0 and step % self.eval_every == 0)
+        is_due = self.save_every > 0 and step % self.save_every == 0
+        control.should_save = is_due and self.trainer().num_skipped_in_a_row == 0
+        control.should_log = True
+
+
+class Recorder(TrainerCallback):  # type: ignore[misc]
+    """Writes a row per step, watches and measures the steps that are due, and tells how far the run is."""
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        watch: Watch,
+        memory: StepMemory | None,
+        trainer: Callable[[], LowPrecisionTrainer],
+        tell: StepEvents,
+    ) -> None:
+        self.metrics, self.watch, self.memory, self.trainer, self.tell = metrics, watch, memory, trainer, tell
+        self.started_s = 0.0
+        self.is_measured = False
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.metrics.flush()
+        self.started_s = time.perf_counter()
+        step = state.global_step + 1
+        self.is_measured = self.memory is not None and self.memory.begin(step, _unwrapped(self.trainer().optimizer))
+        self.watch.begin(step)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.memory is not None:
+            self.memory.end()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        trainer = self.trainer()
+        time_s = time.perf_counter() - self.started_s
+        tracked = self.watch.end()
+        last = trainer.last
+        row: dict[str, Any] = {
+            "step": state.global_step,
+            "loss": last["loss"],
+            "grad_norm": last["grad_norm"],
+            "lr": _learning_rate(trainer),
+            "loss_scale": last["loss_scale"],
+            "skipped": bool(last["skipped"]),
+            "time_s": time_s,
+        }
+        if tracked:
+            row["tracked"] = tracked
+        if self.is_measured:
+            row["memory"] = to_json(self.memory.record) if self.memory is not None else None
+        self.metrics.begin(row | _updates(trainer.optimizer, state.global_step))
+        self.tell(state.global_step, last["loss"])
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+        names = {"eval_loss": "eval_loss", "eval_accuracy": "eval_accuracy"}
+        self.metrics.add({n: metrics[k] for k, n in names.items() if k in (metrics or {})})
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.metrics.flush()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.metrics.flush()
+
+
+def _learning_rate(trainer: LowPrecisionTrainer) -> float:
+    """That of the model's weights; groups of scaled parameters have one divided by their scale."""
+    group = trainer.optimizer.param_groups[0]
+    return float(group["lr"]) * float(group.get("scale", 1.0))
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    """The optimizer in accelerate's wrapper."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def _updates(optimizer: Any, step: int) -> dict[str, float]:
+    """What reached memory of the step's update, where the optimizer recorded that."""
+    inner = _unwrapped(optimizer)
+    if not isinstance(inner, LowPrecisionOptimizer) or not inner.records:
+        return {}
+    record = combine(inner.records)
+    if math.isnan(record.edq_full):
+        return {}
+    return {"edq": record.edq_full, "edq_weights": record.edq_hi, "lost": record.lost_full}

@@ -1,0 +1,283 @@
+"""Examples of token ids from rows of text, one kind per task, and the order in which a run sees them.
+
+A run's data set has one entry for each place in each batch of all its steps. The order, and which tokens are masked,
+are functions of the seed and of the place alone: a twin, a resumed run and a run on more processes see the same.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from lpconv.errors import InputError, UsageError
+from lpconv.hf.quiet import quiet_transformers
+from lpconv.probe.batches import MASK_RATE
+from lpconv.train.rows import Rows
+
+__all__ = ["Collator", "Examples", "Stream", "classification", "packed", "sequence_pairs", "special_tokens"]
+
+Example = Mapping[str, Any]
+
+IGNORED = -100  # the label that losses pass over
+_CHUNK = 1000  # texts tokenised at once
+_HELD_OUT = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Examples:
+    """What a run trains on and is tested on. `labels` are the names of classes; `notes` is worth telling a person."""
+
+    train: Sequence[Example]
+    held_out: Sequence[Example]
+    words: str
+    labels: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def packed(
+    rows: Rows, tokenizer: Any, *, seq_len: int, vocab_size: int, prefix: list[int], suffix: list[int]
+) -> Examples:
+    """Texts one after another, an end-of-text token between two, cut into windows of `seq_len`.
+
+    Nothing is padded; what does not fill the last window is left out. `prefix` and `suffix` are the special tokens of
+    every window (see `special_tokens`). Raises InputError where a part does not fill one window, or
+    has ids that the model does not embed.
+    """
+    if rows.held_out is None:
+        windows = _windows(rows, rows.train, tokenizer, prefix, suffix, seq_len, vocab_size)
+        cut = max(1, len(windows) // _HELD_OUT)
+        if len(windows) < 2:
+            raise _too_short(rows.words, seq_len)
+        train, held_out = windows[:-cut], windows[-cut:]
+    else:
+        train, held_out = (
+            _windows(rows, part, tokenizer, prefix, suffix, seq_len, vocab_size) for part in (rows.train, rows.held_out)
+        )
+    return Examples(
+        train=[{"input_ids": w} for w in train],
+        held_out=[{"input_ids": w} for w in held_out],
+        words=f"{rows.words}: {len(train)} windows of {seq_len} tokens, {len(held_out)} held out",
+    )
+
+
+def classification(rows: Rows, tokenizer: Any, *, seq_len: int, num_trained: int | None) -> Examples:
+    """Texts, cut to `seq_len`, each with a class.
+
+    Classes are the column's names in alphabetical order, or its numbers from 0 on. `num_trained` is the size of a head
+    that the checkpoint brings. Raises InputError for rows without a label and for labels out of range.
+    """
+    assert rows.label is not None
+    if rows.held_out is None:
+        raise InputError(f"{rows.words} has one row", hint="pass more rows, or --eval-data")
+    names = _class_names(rows, num_trained)
+    is_named = any(isinstance(x, str) for x in rows.train[rows.label])
+    numbers = {name if is_named else str(i): i for i, name in enumerate(names)}
+    cut = 0
+
+    def examples(part: Any) -> list[Example]:
+        nonlocal cut
+        texts = rows.texts(part)
+        ids = _ids(tokenizer, texts, seq_len)
+        full = [text for text, x in zip(texts, ids, strict=True) if len(x) == seq_len]
+        cut += sum(len(x) > seq_len for x in _ids(tokenizer, full, None))
+        labels = [_label(x, numbers, i, rows) for i, x in enumerate(part[rows.label])]
+        return [{"input_ids": x, "labels": y} for x, y in zip(ids, labels, strict=True)]
+
+    train, held_out = examples(rows.train), examples(rows.held_out)
+    notes = (
+        (f"{cut} of {len(train) + len(held_out)} texts are longer than {seq_len} tokens and were cut",) if cut else ()
+    )
+    return Examples(
+        train=train,
+        held_out=held_out,
+        words=f"{rows.words}: {len(train)} texts, {len(held_out)} held out, {len(names)} classes",
+        labels=names,
+        notes=notes,
+    )
+
+
+def sequence_pairs(rows: Rows, tokenizer: Any, *, seq_len: int) -> Examples:
+    """Source texts and target texts, each cut to `seq_len`."""
+    if rows.label is None:
+        raise UsageError("seq2seq needs a column of target texts", hint="--label-column")
+    if rows.held_out is None:
+        raise InputError(f"{rows.words} has one row", hint="pass more rows, or --eval-data")
+
+    def examples(part: Any) -> list[Example]:
+        sources = _ids(tokenizer, rows.texts(part), seq_len)
+        targets = _ids(tokenizer, [x or "" for x in part[rows.label]], seq_len, target=True)
+        return [{"input_ids": x, "labels": y} for x, y in zip(sources, targets, strict=True)]
+
+    train, held_out = examples(rows.train), examples(rows.held_out)
+    return Examples(train=train, held_out=held_out, words=f"{rows.words}: {len(train)} pairs, {len(held_out)} held out")
+
+
+class Stream(Dataset[Example]):
+    """`count` examples in a seeded order: every example once, in a new order each time round.
+
+    With `mask` set, a share of `MASK_RATE` of each window's tokens becomes that id and its label what was there; the
+    first `keep[0]` and last `keep[1]` are special tokens and stay.
+    """
+
+    def __init__(
+        self,
+        examples: Sequence[Example],
+        count: int,
+        *,
+        seed: int,
+        shuffled: bool = True,
+        mask: int | None = None,
+        keep: tuple[int, int] = (0, 0),
+        causal: bool = False,
+    ) -> None:
+        self.examples, self.seed, self.mask, self.keep, self.causal = examples, seed, mask, keep, causal
+        generator = np.random.default_rng(seed)
+        rounds = (
+            generator.permutation(len(examples)) if shuffled else np.arange(len(examples)) for _ in itertools.count()
+        )
+        self.order = np.concatenate(list(itertools.islice(rounds, -(-count // len(examples)))))[:count]
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __getitem__(self, place: int) -> Example:
+        example = self.examples[int(self.order[place])]
+        if self.mask is not None:
+            return self._masked(np.asarray(example["input_ids"]), place)
+        return {**example, "labels": example["input_ids"]} if self.causal else example
+
+    def _masked(self, ids: Any, place: int) -> Example:
+        """The same number of masks in each window, so that a mean over windows is one over masks."""
+        first, last = self.keep[0], len(ids) - self.keep[1]
+        count = max(1, round(MASK_RATE * (last - first)))
+        chosen = first + np.random.default_rng((self.seed, place)).permutation(last - first)[:count]
+        covered, labels = ids.copy(), np.full_like(ids, IGNORED)
+        covered[chosen], labels[chosen] = self.mask, ids[chosen]
+        return {"input_ids": covered, "labels": labels}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collator:
+    """Examples as one batch. Shorter ones are padded to the longest, to a multiple of 8 where any differs."""
+
+    pad_id: int
+
+    def __call__(self, examples: Sequence[Example]) -> dict[str, Tensor]:
+        ids = [x["input_ids"] for x in examples]
+        labels = [x["labels"] for x in examples]
+        length = _padded_length(ids)
+        batch = {"input_ids": _stacked(ids, length, self.pad_id)}
+        if any(len(x) != length for x in ids):
+            batch["attention_mask"] = _stacked([np.ones(len(x), dtype=np.int64) for x in ids], length, 0)
+        if isinstance(labels[0], int):
+            batch["labels"] = torch.tensor(labels)
+        else:
+            batch["labels"] = _stacked(labels, _padded_length(labels), IGNORED)
+        return batch
+
+
+def _padded_length(sequences: Sequence[Any]) -> int:
+    lengths = {len(x) for x in sequences}
+    return lengths.pop() if len(lengths) == 1 else -(-max(lengths) // 8) * 8
+
+
+def _stacked(sequences: Sequence[Any], length: int, padding: int) -> Tensor:
+    out = torch.full((len(sequences), length), padding, dtype=torch.long)
+    for row, x in zip(out, sequences, strict=True):
+        row[: len(x)] = torch.as_tensor(np.asarray(x), dtype=torch.long)
+    return out
+
+
+def _ids(tokenizer: Any, texts: Sequence[str], seq_len: int | None, *, target: bool = False) -> list[list[int]]:
+    """Token ids of each text, special tokens included, cut to `seq_len`."""
+    options: dict[str, Any] = {} if seq_len is None else {"truncation": True, "max_length": seq_len}
+    found: list[list[int]] = []
+    with quiet_transformers():
+        for start in range(0, len(texts), _CHUNK):
+            chunk = list(texts[start : start + _CHUNK])
+            kind = {"text_target": chunk} if target else {"text": chunk}
+            found += tokenizer(**kind, **options)["input_ids"]
+    return found
+
+
+def _windows(
+    rows: Rows, part: Any, tokenizer: Any, prefix: list[int], suffix: list[int], seq_len: int, vocab_size: int
+) -> list[Any]:
+    room = seq_len - len(prefix) - len(suffix)
+    if room < 2:
+        raise UsageError(f"--seq-len {seq_len} leaves no room beside the special tokens", hint="pass a larger one")
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    texts, pieces = [t for t in rows.texts(part) if t], []
+    with quiet_transformers():
+        for start in range(0, len(texts), _CHUNK):
+            for ids in tokenizer(texts[start : start + _CHUNK], add_special_tokens=False)["input_ids"]:
+                pieces.append(np.asarray(ids + end if len(texts) > 1 else ids, dtype=np.int64))
+    ids = np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int64)
+    if len(ids) < room:
+        raise _too_short(rows.words, seq_len)
+    if max(int(ids.max()), *prefix, *suffix, 0) >= vocab_size:
+        raise InputError(
+            f"the tokenizer makes ids up to {int(ids.max())}, the model embeds {vocab_size}",
+            hint="this is the tokenizer of another model",
+        )
+    around = (np.asarray(prefix, dtype=np.int64), np.asarray(suffix, dtype=np.int64))
+    return [np.concatenate([around[0], ids[i : i + room], around[1]]) for i in range(0, len(ids) - room + 1, room)]
+
+
+def special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The special tokens that the tokenizer puts before and after a text."""
+    with quiet_transformers():
+        plain = tokenizer("a", add_special_tokens=False)["input_ids"]
+        full = tokenizer("a")["input_ids"]
+    at = next((i for i in range(len(full) - len(plain) + 1) if full[i : i + len(plain)] == plain), 0)
+    return full[:at], full[at + len(plain) :]
+
+
+def _too_short(words: str, seq_len: int) -> InputError:
+    return InputError(
+        f"{words}: the text does not fill one window of {seq_len} tokens in each part",
+        hint="pass more text or a smaller --seq-len",
+    )
+
+
+def _class_names(rows: Rows, num_trained: int | None) -> tuple[str, ...]:
+    """The classes of the training part by number."""
+    column = rows.train[rows.label]
+    feature = rows.train.features[rows.label]
+    if hasattr(feature, "names"):
+        return tuple(feature.names)
+    found = {x for x in column if x is not None}
+    if found and all(isinstance(x, str) for x in found):
+        names = tuple(sorted(found))
+    elif found and all(isinstance(x, int) for x in found):
+        count = num_trained or max(found) + 1
+        out = sorted(x for x in found if not 0 <= x < count)
+        if out:
+            raise InputError(
+                f"label {out[0]} of {rows.words} is out of range: the model has {count} classes, 0 to {count - 1}",
+                hint="number classes from 0 on",
+            )
+        names = tuple(map(str, range(count)))
+    else:
+        raise InputError(
+            f"column `{rows.label}` of {rows.words} holds neither names nor whole numbers of classes",
+            hint="--label-column names another",
+        )
+    if len(names) < 2:
+        raise InputError(f"column `{rows.label}` of {rows.words} has one class", hint="there is nothing to learn")
+    return names
+
+
+def _label(value: Any, numbers: Mapping[str, int], row: int, rows: Rows) -> int:
+    found = numbers.get(str(value))
+    if value is None or found is None:
+        raise InputError(
+            f"row {row} of {rows.words}: the label {value!r:.40} is none of the {len(numbers)} classes in training",
+            hint="every class must occur in the training part",
+        )
+    return found

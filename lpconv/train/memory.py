@@ -1,0 +1,177 @@
+"""The memory of a training step: estimated before it is needed, and measured by part while a run has just begun.
+
+Measured: the forward and backward pass of one step under a profiler (on CUDA, under the allocator's own count) gives
+the peak; that of the next, under PyTorch's MemTracker, the parts that were alive at that moment. The two instruments
+know nothing of each other. The parts of a peak are not the largest sizes of each: gradients grow while activations go.
+The optimizer's own temporary tensors are left out: its compiled step does not run under a tracker.
+"""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.profiler import ProfilerActivity, profile
+
+from lpconv.errors import ResourceError
+from lpconv.report.numbers import size_text
+from lpconv.results import PeakMemory
+from lpconv.scaled import ScaledTensor
+from lpconv.train.recipes import OPTIMIZERS, Arithmetic
+
+__all__ = ["StepMemory", "available_bytes", "check_room", "explained", "weight_bytes"]
+
+_FIRST = 2  # in the first step the optimizer makes its state
+_PARTS = {
+    "PARAM": "weights", "BUFFER": "weights", "GRAD": "gradients", "OPT": "optimizer", "ACT": "activations",
+    "TEMP": "temporary", "OTH": "temporary",
+}  # fmt: skip
+_HINT = "lower --batch-size or --seq-len, or choose an optimizer that keeps less, such as --optimizer collage-light"
+
+
+def available_bytes(limit: int | None) -> int:
+    """What a run may use: `limit`, or what is free on the device."""
+    if limit is not None:
+        return limit
+    if torch.cuda.is_available():
+        return int(torch.cuda.mem_get_info()[0])
+    return int(psutil.virtual_memory().available)
+
+
+def weight_bytes(num_parameters: int, arithmetic: Arithmetic) -> int:
+    """Weights, gradients and optimizer state."""
+    return num_parameters * OPTIMIZERS[arithmetic.optimizer].bytes_per_parameter
+
+
+def check_room(needed: dict[str, int], limit: int | None) -> None:
+    """Raise ResourceError where the parts of an estimate are more than there is."""
+    total, available = sum(needed.values()), available_bytes(limit)
+    if total > available:
+        raise ResourceError(
+            f"a step needs about {size_text(total)} of memory ({_listed(needed)}); {size_text(available)} can be used",
+            hint=_HINT,
+            details={"estimate": needed, "available": available},
+        )
+
+
+@contextmanager
+def explained(needed: dict[str, int]) -> Iterator[None]:
+    """Turn an allocator's failure inside into a ResourceError with the estimate."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError) as e:
+        raise _ran_out(e, needed) from e
+    except RuntimeError as e:  # a CPU's allocator has no error of its own
+        if "memory" not in str(e) or "alloc" not in str(e):
+            raise
+        raise _ran_out(e, needed) from e
+
+
+def _ran_out(error: BaseException, needed: dict[str, int]) -> ResourceError:
+    first = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return ResourceError(
+        f"out of memory: {first:.120} (estimated: {_listed(needed)})", hint=_HINT, details={"estimate": needed}
+    )
+
+
+def _listed(needed: dict[str, int]) -> str:
+    return ", ".join(f"{part} {size_text(size)}" for part, size in needed.items())
+
+
+class StepMemory:
+    """Measures the passes of the second and third step of a run; `record` is None until both are done.
+
+    Call `begin` and `end` around the passes, and `stop` where something else is about to run, or training ends.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.record: PeakMemory | None = None
+        self._peak_bytes = 0
+        self._stack: ExitStack | None = None
+        self._profile: Any = None
+        self._tracker: Any = None
+        self._kept_bytes = 0
+
+    def begin(self, step: int, optimizer: torch.optim.Optimizer) -> bool:
+        """Before the step with this number, from 1; whether it is one of the two."""
+        if step == _FIRST:
+            self._stack = ExitStack()
+            if torch.cuda.is_available():
+                torch.cuda.reset_peak_memory_stats()
+            else:
+                self._kept_bytes = _kept_bytes(self.model, optimizer)
+                self._profile = self._stack.enter_context(
+                    profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
+                )
+        elif step == _FIRST + 1 and self._peak_bytes:
+            self._tracker = MemTracker()
+            self._tracker.track_external(self.model, optimizer)
+            self._stack = ExitStack()
+            self._stack.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", message="Module is None")  # of modules that a trainer wraps for a call
+            self._stack.enter_context(self._tracker)
+        return self._stack is not None
+
+    def stop(self) -> None:
+        """Leave what is being measured unmeasured."""
+        if self._stack is not None:
+            self._stack.close()
+        self._stack = self._tracker = self._profile = None
+
+    def end(self) -> None:
+        """After the backward pass; does nothing where nothing is being measured."""
+        if self._stack is None:
+            return
+        self._stack.close()
+        self._stack = None
+        if self._tracker is not None:
+            self.record = PeakMemory(
+                parts=_parts(self._tracker), measured_bytes=self._peak_bytes, instrument=_instrument()
+            )
+            self._tracker = None
+        elif torch.cuda.is_available():
+            self._peak_bytes = torch.cuda.max_memory_allocated()
+        else:
+            self._peak_bytes = self._kept_bytes + _largest_sum(self._profile)
+            self._profile = None
+
+
+def _instrument() -> str:
+    return "torch.cuda.max_memory_allocated" if torch.cuda.is_available() else "torch.profiler"
+
+
+def _largest_sum(profiled: Any) -> int:
+    """The most that was allocated at once and not yet freed, since the profile began."""
+    events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
+    now = largest = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        now += event.nbytes()
+        largest = max(largest, now)
+    return largest
+
+
+def _parts(tracker: Any) -> dict[str, int]:
+    """What was alive at the peak, on the device that held most."""
+    peak: dict[Any, dict[Any, int]] = tracker.get_tracker_snapshot("peak")
+    device = max(peak.values(), key=lambda sizes: sum(sizes.values()))
+    parts = dict.fromkeys(_PARTS.values(), 0)
+    for kind, size in device.items():
+        name = _PARTS.get(getattr(kind, "name", ""))
+        if name is not None:  # the rest is the total
+            parts[name] += size
+    return parts
+
+
+def _kept_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Parameters, buffers, and every tensor of the optimizer's state, each storage once."""
+    state = (x for values in optimizer.state.values() for x in values.values() if isinstance(x, torch.Tensor))
+    storages = {}
+    for x in (*model.parameters(), *model.buffers(), *state):
+        data = x.data_part if isinstance(x, ScaledTensor) else x
+        storages[data.untyped_storage().data_ptr()] = data.untyped_storage().nbytes()
+    return sum(storages.values())

@@ -1,0 +1,242 @@
+"""One training run: a seed, an arithmetic, and the data that all runs of a job share."""
+
+import math
+import shutil
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from transformers import TrainingArguments
+from transformers.trainer_callback import PrinterCallback
+from transformers.trainer_utils import get_last_checkpoint
+
+from lpconv.hf.quiet import quiet_transformers
+from lpconv.kernels.half import HalfProducts
+from lpconv.results import PeakMemory, RunRecord, UpdateQuality, from_json
+from lpconv.scaled import fallbacks, saved_bytes, scaling_of
+from lpconv.train.callbacks import Recorder, Timetable
+from lpconv.train.examples import Collator, Examples, Stream
+from lpconv.train.memory import StepMemory, check_room, explained, weight_bytes
+from lpconv.train.options import FinetuneOptions
+from lpconv.train.prepare import Prepared, prepare
+from lpconv.train.processes import backend, num_processes
+from lpconv.train.recipes import Arithmetic
+from lpconv.train.records import Metrics, median_step_time
+from lpconv.train.task import Task, open_for
+from lpconv.train.trainer import DivergedError, LowPrecisionTrainer
+from lpconv.train.watch import Rate, Watch, tracked_records
+
+__all__ = ["Finished", "Job", "Telling", "Work", "train_one"]
+
+
+class Telling(Protocol):
+    """Receives how far a run is; calls come from one thread."""
+
+    def begin(self, words: str, steps: int, done: int) -> None:
+        """A run begins, or goes on after `done` steps."""
+
+    def step(self, step: int, loss: float) -> None:
+        """That many steps are done."""
+
+    def message(self, text: str) -> None:
+        """One line worth telling a person."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What all runs of a command share. `num_labels` is set for classification, `mask_id` for masked models.
+
+    `keep` counts the special tokens before and after a window.
+    """
+
+    directory: Path
+    task: Task
+    examples: Examples
+    options: FinetuneOptions
+    seq_len: int
+    pad_id: int
+    num_labels: int | None
+    mask_id: int | None
+    keep: tuple[int, int]
+
+    def stream(self, seed: int, *, held_out: bool) -> Stream:
+        """The examples of a run in their order, or the held-out ones, which are the same for all seeds."""
+        o = self.options
+        examples = self.examples.held_out if held_out else self.examples.train
+        count = min(len(examples), o.eval_batches * o.batch_size) if held_out else o.steps * o.batch_size
+        return Stream(
+            examples,
+            count,
+            seed=-1 % 2**32 if held_out else seed,
+            shuffled=not held_out,
+            mask=self.mask_id if self.task.name == "mlm" else None,
+            keep=self.keep,
+            causal=self.task.name == "clm",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """Which run of a job: its role, seed and arithmetic, where its files go, and what is recorded of its values."""
+
+    role: str
+    seed: int
+    arithmetic: Arithmetic
+    folder: Path
+    metrics: Path
+    track_every: int
+    rate: Callable[[Any], Rate]
+
+    @property
+    def words(self) -> str:
+        """For the progress bar."""
+        return f"{self.role} ({self.arithmetic.name}), seed {self.seed}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    """A run that is done, with the model and optimizer it left."""
+
+    record: RunRecord
+    prepared: Prepared
+    optimizer: torch.optim.Optimizer
+    missing: tuple[str, ...]
+    rows: list[dict[str, Any]]
+
+
+def train_one(job: Job, work: Work, telling: Telling) -> Finished:
+    """Train, from the last checkpoint in the work's folder if there is one.
+
+    Raises DivergedError where a loss, or the gradients of many steps, are not finite.
+    """
+    with quiet_transformers():
+        arguments = _arguments(job.options, work)
+        model, missing = open_for(job.task, job.directory, seed=work.seed, num_labels=job.num_labels)
+        if model.config.pad_token_id is None:
+            model.config.pad_token_id = job.pad_id
+        needed = _check_memory(job, work, model)
+        prepared = prepare(model.to(arguments.device), work.arithmetic, job.options, seed=work.seed)
+        checkpoint = get_last_checkpoint(str(work.folder)) if work.folder.is_dir() else None
+        done = int(checkpoint.rpartition("-")[2]) if checkpoint else 0
+        metrics = Metrics(work.metrics if arguments.process_index == 0 else None, step=done)
+        watch = Watch(model, work.track_every, work.rate(model))
+        memory = None if job.options.compile else StepMemory(model)
+        trainer = LowPrecisionTrainer(
+            prepared,
+            seed=work.seed,
+            memory=memory,
+            args=arguments,
+            train_dataset=job.stream(work.seed, held_out=False),
+            eval_dataset=job.stream(work.seed, held_out=True),
+            data_collator=Collator(pad_id=job.pad_id),
+            compute_metrics=_accuracy if job.num_labels else None,
+            preprocess_logits_for_metrics=_predicted if job.num_labels else None,
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.add_callback(Timetable(job.options, lambda: trainer))
+        trainer.add_callback(Recorder(metrics, watch, memory, lambda: trainer, telling.step))
+        telling.begin(work.words, job.options.steps, done)
+        is_half = work.arithmetic.precision == "fp16" and arguments.device.type == "cpu"
+        half = HalfProducts() if is_half else nullcontext()  # type: ignore[no-untyped-call]  # untyped in torch
+        try:
+            with explained(needed), half:
+                trainer.train(resume_from_checkpoint=checkpoint)
+        except DivergedError as e:
+            _keep_good(work.folder, e)
+            raise
+        finally:
+            if memory is not None:
+                memory.stop()
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    record = _record(work, metrics, watch, trainer)
+    return Finished(record=record, prepared=prepared, optimizer=optimizer, missing=missing, rows=metrics.rows)
+
+
+def _arguments(options: FinetuneOptions, work: Work) -> TrainingArguments:
+    on_gpu = torch.cuda.is_available()
+    share = options.batch_size // num_processes()
+    return TrainingArguments(
+        output_dir=str(work.folder),
+        max_steps=options.steps,
+        per_device_train_batch_size=share,
+        per_device_eval_batch_size=share,
+        learning_rate=options.lr,
+        lr_scheduler_type="constant_with_warmup" if options.schedule == "constant" else options.schedule,
+        warmup_steps=round(options.warmup * options.steps),
+        max_grad_norm=options.clip or math.inf,
+        train_sampling_strategy="sequential",  # the stream has its order
+        eval_strategy="no",  # `Timetable` decides
+        save_strategy="no",
+        save_total_limit=2,  # the last may turn out to be what diverges
+        logging_steps=1,
+        report_to=list(options.log_to) or "none",
+        run_name=work.words,
+        disable_tqdm=True,
+        use_cpu=not on_gpu,
+        ddp_backend=backend(),
+        seed=work.seed,
+        torch_compile=options.compile,
+        remove_unused_columns=False,
+        label_names=["labels"],
+        prediction_loss_only=False,
+    )
+
+
+def _keep_good(folder: Path, error: DivergedError) -> None:
+    """Drop the checkpoint whose weights gave the loss that is not finite, and let the error name the one before."""
+    shutil.rmtree(folder / f"checkpoint-{error.since - 1}", ignore_errors=True)
+    kept = get_last_checkpoint(str(folder))
+    error.hint = "lower --lr, or choose a recipe with more range; " + (
+        f"the last good checkpoint is `{kept}`" if kept else "no checkpoint was saved before"
+    )
+
+
+def _check_memory(job: Job, work: Work, model: Any) -> dict[str, int]:
+    """The estimate of a step; ResourceError where there is no room for it.
+
+    Activations are those of one sequence in fp32, times the batch: low precision needs fewer.
+    """
+    parameters = sum(p.numel() for p in model.parameters())
+    needed = {"weights, gradients and optimizer": weight_bytes(parameters, work.arithmetic)}
+    check_room(needed, job.options.max_memory)
+    batch = Collator(pad_id=job.pad_id)([job.stream(work.seed, held_out=False)[0]])
+    share = job.options.batch_size // num_processes()
+    needed["activations"] = saved_bytes(model, {k: v.to(model.device) for k, v in batch.items()}) * share
+    check_room(needed, job.options.max_memory)
+    return needed
+
+
+def _predicted(logits: Any, labels: Any) -> Any:
+    return (logits[0] if isinstance(logits, tuple) else logits).argmax(-1)
+
+
+def _accuracy(found: Any) -> dict[str, float]:
+    return {"accuracy": float((found.predictions == found.label_ids).mean())}
+
+
+def _record(work: Work, metrics: Metrics, watch: Watch, trainer: LowPrecisionTrainer) -> RunRecord:
+    evaluations = (metrics.series(name) for name in ("eval_loss", "eval_accuracy"))
+    updates = tuple(
+        UpdateQuality(step=r["step"], edq=r["edq"], edq_weights=r["edq_weights"], lost=r["lost"])
+        for r in metrics.rows
+        if "edq" in r
+    )
+    model = trainer.prepared.model
+    return RunRecord(
+        role=work.role,
+        seed=work.seed,
+        losses=metrics.series("loss"),
+        evaluations=tuple(s for s in evaluations if s.steps),
+        loss_scales=metrics.series("loss_scale"),
+        num_skipped=trainer.num_skipped,
+        step_time_s=median_step_time(metrics.rows),
+        overhead=watch.overhead,
+        tracked=tracked_records(metrics.rows),
+        updates=updates,
+        memory=next((from_json(PeakMemory, r["memory"]) for r in metrics.rows if r.get("memory")), None),
+        first_nonfinite=trainer.first_nonfinite,
+        fallbacks=dict(fallbacks(model)) if scaling_of(model) else {},
+    )

@@ -1,0 +1,147 @@
+"""A model made ready to train in an arithmetic: its parameters, its optimizer, what its passes run in."""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from lpconv.kernels.linear import E5M2_LINEAR, linear
+from lpconv.loss_scale import LossScale, make_loss_scale
+from lpconv.optim import CollageAdamW, fp32_state_dict, start_from_fp32
+from lpconv.scaled import AdamW, ScaledTensor, scaled
+from lpconv.scaled.places import heads
+from lpconv.train.options import FinetuneOptions
+from lpconv.train.pairs import ScaledCollageAdamW
+from lpconv.train.recipes import Arithmetic
+
+__all__ = ["Prepared", "prepare"]
+
+_AUTOCAST = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A model, and how to step it. `make_optimizer` is called once the model is where it will be trained.
+
+    `loss_scale` multiplies the loss; the scaled methods and adaptive scaling have none. `autocast` is the dtype that
+    the forward pass is cast to by torch, None for models that cast themselves or not at all.
+    """
+
+    model: Any
+    make_optimizer: Callable[[], torch.optim.Optimizer]
+    loss_scale: LossScale = field(default_factory=lambda: make_loss_scale("none"))
+    autocast: torch.dtype | None = None
+
+    def around_forward(self, device: str) -> AbstractContextManager[Any]:
+        """What every forward pass runs in."""
+        return nullcontext() if self.autocast is None else torch.autocast(device, self.autocast)
+
+    def values(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        """The state of the model with its trained parameters as exactly as the optimizer keeps them, on the CPU."""
+        state: dict[str, Tensor] = dict(self.model.state_dict(keep_vars=True))
+        kept: Mapping[str, Tensor]
+        if isinstance(optimizer, ScaledCollageAdamW):
+            kept = optimizer.values()
+        elif isinstance(optimizer, CollageAdamW):
+            kept = fp32_state_dict(optimizer, self.model)
+        else:
+            kept = {name: _kept(x, optimizer) for name, x in state.items()}
+        by_parameter = {id(state[name]): x for name, x in kept.items()}  # tied names share one parameter
+        return {name: by_parameter.get(id(x), x).detach().cpu() for name, x in state.items()}
+
+
+def prepare(model: Any, arithmetic: Arithmetic, options: FinetuneOptions, *, seed: int) -> Prepared:
+    """`model`, in fp32, changed in place for `arithmetic`."""
+    settings: dict[str, Any] = {
+        "lr": options.lr,
+        "betas": (0.9, options.beta2),
+        "eps": 1e-8,
+        "weight_decay": options.weight_decay,
+    }
+    if arithmetic.variant is not None:
+        settings |= {"variant": arithmetic.variant, "seed": seed, "diagnostics_every": options.every("track")}
+    if arithmetic.is_scaled:
+        return _scaled(model, arithmetic, settings)
+    if arithmetic.loss_scale == "adaptive":
+        scaled(model, method="adaptive", compute=arithmetic.precision)
+        return Prepared(model=model, make_optimizer=lambda: torch.optim.AdamW(model.parameters(), **settings))
+    if arithmetic.precision == "fp8":
+        _use_e5m2_products(model)
+    loss_scale = _loss_scale(arithmetic)
+    if arithmetic.variant is not None:
+        return Prepared(model=model, make_optimizer=_kept_in_bf16(model, settings), loss_scale=loss_scale)
+    return Prepared(
+        model=model,
+        make_optimizer=lambda: torch.optim.AdamW(model.parameters(), **settings),
+        loss_scale=loss_scale,
+        autocast=_AUTOCAST.get(arithmetic.precision),
+    )
+
+
+def _scaled(model: Any, arithmetic: Arithmetic, settings: dict[str, Any]) -> Prepared:
+    """Scaled parameters, kept in fp32 by `scaled.AdamW` or as the variant says."""
+    start: dict[str, Tensor] = {name: p.detach() for name, p in model.named_parameters()}
+    has_fp16_state = arithmetic.optimizer == "fp16-state"
+    places = ("layernorm_grad", "weight_grad") if arithmetic.method == "scalify" and has_fp16_state else None
+    scaled(model, method=arithmetic.method, compute=arithmetic.precision, rescale=places)
+    if arithmetic.variant is not None:
+        return Prepared(model=model, make_optimizer=lambda: ScaledCollageAdamW(model, start, **settings))
+    state_dtype = torch.float16 if has_fp16_state else torch.float32
+    return Prepared(model=model, make_optimizer=lambda: AdamW(model.parameters(), **settings, state_dtype=state_dtype))
+
+
+def _kept_in_bf16(model: Any, settings: dict[str, Any]) -> Callable[[], torch.optim.Optimizer]:
+    """Round `model` to bf16; the optimizer that is made gets what that drops."""
+    start: dict[str, Tensor] = {name: p.detach() for name, p in model.named_parameters()}
+    model.to(torch.bfloat16)
+
+    def make() -> torch.optim.Optimizer:
+        optimizer = CollageAdamW(model.named_parameters(), **settings)
+        start_from_fp32(optimizer, model, start)
+        start.clear()
+        return optimizer
+
+    return make
+
+
+def _loss_scale(arithmetic: Arithmetic) -> LossScale:
+    if arithmetic.loss_scale in ("dynamic", "logmax"):
+        return make_loss_scale(arithmetic.loss_scale, floor=arithmetic.loss_scale_floor)
+    if arithmetic.loss_scale == "none":
+        return make_loss_scale("none")
+    return make_loss_scale("constant", scale=float(arithmetic.loss_scale))
+
+
+def _kept(x: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:
+    """A parameter or buffer in full precision: the optimizer's copy of a scaled one where it keeps any."""
+    if not isinstance(x, ScaledTensor):
+        return x
+    copy = optimizer.state.get(x, {}).get("master")
+    return x.dequantize() if copy is None else copy * x.scale
+
+
+class _E5m2Linear(nn.Linear):
+    """A linear layer whose three products have e5m2 operands, cast as they are."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return linear(input, self.weight, self.bias, recipe=E5M2_LINEAR)
+
+
+class _E5m2Conv1D(Conv1D):  # type: ignore[misc]  # transformers is untyped
+    """GPT-2's linear layer, whose weight is (N_in, N_out)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight.t(), self.bias, recipe=E5M2_LINEAR)
+
+
+def _use_e5m2_products(model: nn.Module) -> None:
+    """Every linear layer but the output head multiplies in e5m2 from now on."""
+    exact = heads(model)
+    classes = {nn.Linear: _E5m2Linear, Conv1D: _E5m2Conv1D}
+    for module in model.modules():
+        if type(module) in classes and module not in exact:
+            module.__class__ = classes[type(module)]

@@ -1,0 +1,86 @@
+"""The trained model as a checkpoint in the run's folder: plain, or in the form of `lpconv convert`."""
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lpconv.checkpoint.contents import read_contents
+from lpconv.checkpoint.staging import MARKER
+from lpconv.convert.files import copy_side_files, write_sums
+from lpconv.convert.options import ConvertOptions
+from lpconv.convert.run import convert
+from lpconv.hf.quiet import quiet_transformers
+from lpconv.train.one import Finished
+from lpconv.train.recipes import Arithmetic, saved_as
+
+__all__ = ["form_of", "publish_model", "write_checksums"]
+
+# Of the source's side files, those that are about the source.
+_NOT_COPIED = {
+    "README.md",
+    "SHA256SUMS",
+    "lpconv.json",
+    "lpconv_loader.py",
+    "report.json",
+    "report.html",
+    "metrics.json",
+}
+
+
+def form_of(arithmetic: Arithmetic, save: str) -> tuple[str, str]:
+    """The method and format that the model is published in; "plain" keeps everything that training kept."""
+    method, format = saved_as(arithmetic)
+    return (method, format) if save == "converted" or method == "plain" else ("plain", "fp32")
+
+
+def publish_model(output: Path, source: Path, finished: Finished, form: tuple[str, str]) -> None:
+    """Write the model and the source's tokenizer into `output`; a converted form is checked against the trained one."""
+    method, format = form
+    trained = output / "runs" / "trained"
+    shutil.rmtree(trained, ignore_errors=True)
+    values = finished.prepared.values(finished.optimizer)
+    if (method, format) == ("plain", "bf16"):
+        values = _rounded(values)
+    model = finished.prepared.model
+    model.config.dtype = torch.bfloat16 if format == "bf16" and method == "plain" else torch.float32
+    with quiet_transformers():
+        model.save_pretrained(trained, state_dict=values)
+    contents = read_contents(source)
+    copy_side_files(trained, contents, (n for n in contents.side_files if n not in _NOT_COPIED), renamed={})
+    if method == "plain":
+        _move(trained, output)
+        return
+    converted = output / "runs" / "converted"
+    convert(str(trained), converted, ConvertOptions(method=method, format=format, verify="weights", force=True))
+    for name in ("README.md", "report.json", "report.html", "SHA256SUMS"):
+        (converted / name).unlink(missing_ok=True)
+    _move(converted, output)
+    shutil.rmtree(trained)
+
+
+def _rounded(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """In bf16; tied tensors stay one."""
+    made: dict[int, Tensor] = {}
+    for x in values.values():
+        made.setdefault(x.data_ptr(), x.to(torch.bfloat16) if x.is_floating_point() else x)
+    return {name: made[x.data_ptr()] for name, x in values.items()}
+
+
+def write_checksums(output: Path) -> None:
+    """Of all files of a converted output, as `lpconv verify` wants them, the run's own included."""
+    if (output / MARKER).exists():
+        write_sums(output, ())
+
+
+def _move(source: Path, target: Path) -> None:
+    """Move the files of one folder into another, which may hold some already."""
+    for path in sorted(source.rglob("*")):
+        if path.is_file():
+            place = target / path.relative_to(source)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(path, place)
+    shutil.rmtree(source)

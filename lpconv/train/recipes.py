@@ -1,0 +1,263 @@
+"""How a run computes and what it keeps: precision, method, optimizer and loss scale, named together as recipes.
+
+Plain records; nothing here imports torch, so that `--help` and `--list-recipes` are quick.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+from lpconv.errors import UsageError
+from lpconv.lookup import find
+
+__all__ = [
+    "LOSS_SCALES",
+    "METHODS",
+    "OPTIMIZERS",
+    "PRECISIONS",
+    "RECIPES",
+    "Arithmetic",
+    "OptimizerChoice",
+    "Recipe",
+    "arithmetic",
+    "saved_as",
+]
+
+PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
+METHODS = {
+    "none": "no scale but the loss scale",
+    "unit": "static power-of-two scales (Blake et al. 2023)",
+    "scalify": "scales that propagate op by op (Balanca et al. 2024)",
+}
+LOSS_SCALES = ("none", "dynamic", "logmax", "adaptive")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerChoice:
+    """An AdamW by what it keeps between steps. `variant` is that of `lpconv.optim`, None for weights in fp32.
+
+    `bytes_per_parameter` counts weight, gradient and state of one parameter trained in 16 bits, `needs_scales` says
+    that it works on scaled parameters only.
+    """
+
+    keeps: str
+    bytes_per_parameter: int
+    variant: str | None = None
+    needs_scales: bool = False
+
+
+OPTIMIZERS: dict[str, OptimizerChoice] = {
+    "adamw": OptimizerChoice(keeps="fp32 weights, or an fp32 copy; fp32 moments", bytes_per_parameter=16),
+    "fp16-state": OptimizerChoice(
+        keeps="an fp32 copy of the weights, moments in fp16 with a scale", bytes_per_parameter=12, needs_scales=True
+    ),
+    "fp32-master": OptimizerChoice(
+        keeps="bf16 weights, an fp32 copy, fp32 moments", bytes_per_parameter=16, variant="fp32-master"
+    ),
+    "fp32-moments": OptimizerChoice(keeps="bf16 weights, fp32 moments", bytes_per_parameter=12, variant="fp32-moments"),
+    "collage-light": OptimizerChoice(
+        keeps="weights as pairs of bf16, bf16 moments", bytes_per_parameter=10, variant="light"
+    ),
+    "collage-plus": OptimizerChoice(
+        keeps="weights and second moment as pairs of bf16", bytes_per_parameter=12, variant="plus"
+    ),
+    "collage-full": OptimizerChoice(
+        keeps="weights and both moments as pairs of bf16", bytes_per_parameter=14, variant="full"
+    ),
+    "bf16": OptimizerChoice(keeps="bf16 weights and moments", bytes_per_parameter=8, variant="bf16"),
+    "bf16-sr": OptimizerChoice(
+        keeps="bf16 weights, rounded stochastically, and bf16 moments", bytes_per_parameter=8, variant="stochastic"
+    ),
+    "bf16-kahan": OptimizerChoice(
+        keeps="bf16 weights with Kahan's compensation, bf16 moments", bytes_per_parameter=10, variant="kahan"
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arithmetic:
+    """A combination that `arithmetic` found possible. `loss_scale` is a name of `LOSS_SCALES` or a number as text."""
+
+    precision: str = "bf16"
+    method: str = "none"
+    optimizer: str = "adamw"
+    loss_scale: str = "none"
+    loss_scale_floor: str | None = None
+
+    @property
+    def variant(self) -> str | None:
+        """The variant of `lpconv.optim` that keeps the weights; None where they or a copy are fp32 in AdamW."""
+        return OPTIMIZERS[self.optimizer].variant
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether parameters and activations are scaled tensors."""
+        return self.method != "none"
+
+    @property
+    def name(self) -> str:
+        """The combination in a few words, for titles."""
+        named = next((n for n, r in RECIPES.items() if r.arithmetic == self), None)
+        parts = (self.precision, self.method, self.optimizer, self.loss_scale)
+        return named or " ".join(p for p in parts if p != "none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A named combination and what it is for."""
+
+    arithmetic: Arithmetic
+    purpose: str
+
+
+RECIPES: dict[str, Recipe] = {
+    "fp32": Recipe(arithmetic=Arithmetic(precision="fp32"), purpose="the reference"),
+    "amp-bf16": Recipe(
+        arithmetic=Arithmetic(precision="bf16"), purpose="autocast to bf16 over fp32 weights: today's usual choice"
+    ),
+    "bf16": Recipe(
+        arithmetic=Arithmetic(precision="bf16", optimizer="bf16"),
+        purpose="everything bf16, small updates are lost: what Collage and bf16-sr repair",
+    ),
+    "bf16-sr": Recipe(
+        arithmetic=Arithmetic(precision="bf16", optimizer="bf16-sr"),
+        purpose="everything bf16, weights rounded stochastically",
+    ),
+    "collage-bf16": Recipe(
+        arithmetic=Arithmetic(precision="bf16", optimizer="collage-plus"),
+        purpose="bf16 with what rounding loses kept in a second bf16 number (Yu et al. 2024)",
+    ),
+    "amp-fp16": Recipe(
+        arithmetic=Arithmetic(precision="fp16", loss_scale="dynamic"),
+        purpose="autocast to fp16 over fp32 weights with GradScaler's rules (Micikevicius et al. 2018)",
+    ),
+    "adaptive-fp16": Recipe(
+        arithmetic=Arithmetic(precision="fp16", loss_scale="adaptive"),
+        purpose="autocast to fp16 with a loss scale per layer (Zhao et al. 2019)",
+    ),
+    "unit-fp16": Recipe(
+        arithmetic=Arithmetic(precision="fp16", method="unit"), purpose="unit scaling in fp16, no loss scale"
+    ),
+    "mpt-fp8": Recipe(
+        arithmetic=Arithmetic(precision="fp8", loss_scale="dynamic", loss_scale_floor="0:1,40000:8192,150000:32768"),
+        purpose="e5m2 products and a dynamic loss scale with a rising floor (Mellempudi et al. 2019)",
+    ),
+    "unit-fp8": Recipe(
+        arithmetic=Arithmetic(precision="fp8", method="unit"),
+        purpose="unit scaling: e4m3 products, e5m2 gradients, no loss scale, no amax pass",
+    ),
+    "scalify-fp8": Recipe(
+        arithmetic=Arithmetic(precision="fp8", method="scalify", optimizer="fp16-state"),
+        purpose="Scalify: fp8 products, propagated scales, optimizer state in fp16",
+    ),
+    "unit-fp8-collage": Recipe(
+        arithmetic=Arithmetic(precision="fp8", method="unit", optimizer="collage-plus"),
+        purpose="unit-scaled weights kept as pairs of bf16: fp8 products without fp32 copies",
+    ),
+}
+
+
+def arithmetic(
+    *,
+    recipe: str | None = None,
+    precision: str | None = None,
+    method: str | None = None,
+    optimizer: str | None = None,
+    rounding: str | None = None,
+    loss_scale: str | None = None,
+    loss_scale_floor: str | None = None,
+) -> Arithmetic:
+    """The combination asked for: a recipe, or parts, or a recipe with parts replaced; without any, the recipe unit-fp8.
+
+    Where no loss scale is named, fp16 and fp8 without scales of their own take the dynamic one. Raises UsageError for
+    unknown names and, with the reason, for combinations that cannot be.
+    """
+    named = {
+        "precision": precision,
+        "method": method,
+        "optimizer": optimizer,
+        "loss_scale": loss_scale,
+        "loss_scale_floor": loss_scale_floor,
+    }
+    given = {k: v for k, v in named.items() if v is not None}
+    if recipe is None and not given and rounding is None:
+        recipe = "unit-fp8"
+    base = find("recipe", recipe, RECIPES).arithmetic if recipe is not None else Arithmetic()
+    found = dataclasses.replace(base, **given)
+    find("precision", found.precision, dict.fromkeys(PRECISIONS))
+    find("method", found.method, METHODS)
+    find("optimizer", found.optimizer, OPTIMIZERS)
+    if recipe is None and loss_scale is None and not found.is_scaled and found.precision in ("fp16", "fp8"):
+        found = dataclasses.replace(found, loss_scale="dynamic")
+    found = _rounded(found, rounding)
+    _check_loss_scale(found)
+    _check_optimizer(found)
+    return found
+
+
+def saved_as(arithmetic: Arithmetic) -> tuple[str, str]:
+    """The form that a run's weights are published in: a method of `lpconv convert` or "plain", and a format."""
+    if arithmetic.optimizer.startswith("collage"):
+        return "collage", "bf16"
+    if arithmetic.is_scaled:
+        return arithmetic.method, "e4m3fn" if arithmetic.precision == "fp8" else arithmetic.precision
+    return "plain", "bf16" if arithmetic.variant not in (None, "fp32-master") else "fp32"
+
+
+def _rounded(found: Arithmetic, rounding: str | None) -> Arithmetic:
+    """`--rounding` is how weights without a wider copy are written back, so that it belongs to the optimizer bf16."""
+    if rounding is None or rounding == ("stochastic" if found.optimizer == "bf16-sr" else "nearest"):
+        return found
+    find("rounding", rounding, dict.fromkeys(("nearest", "stochastic")))
+    if found.optimizer not in ("bf16", "bf16-sr"):
+        raise UsageError(
+            f"optimizer `{found.optimizer}` keeps more of a weight than bf16 holds: {rounding} rounding has no place",
+            hint="--rounding goes with --optimizer bf16",
+        )
+    return dataclasses.replace(found, optimizer="bf16-sr" if rounding == "stochastic" else "bf16")
+
+
+def _check_loss_scale(found: Arithmetic) -> None:
+    scale = found.loss_scale
+    if scale not in LOSS_SCALES and not _is_scale(scale):
+        raise UsageError(f"unknown loss scale `{scale}`", hint=f"{', '.join(LOSS_SCALES)}, or a number such as 1024")
+    if found.is_scaled and scale != "none":
+        raise UsageError(
+            f"method `{found.method}` starts the backward pass at the scale it needs: a loss scale would be undone",
+            hint="leave --loss-scale out, or use --method none",
+        )
+    if scale == "adaptive" and found.precision not in ("fp16", "bf16"):
+        raise UsageError(
+            f"adaptive loss scaling hands gradients on in 16 bits; {found.precision} has no place in it",
+            hint="--precision fp16 or bf16",
+        )
+    if scale == "adaptive" and found.variant is not None:
+        raise UsageError(
+            f"adaptive loss scaling unscales into fp32 weights; optimizer `{found.optimizer}` keeps bf16 ones",
+            hint="--optimizer adamw",
+        )
+    if found.loss_scale_floor is not None and scale not in ("dynamic", "logmax"):
+        raise UsageError(
+            f"the loss scale `{scale}` has no floor", hint="--loss-scale-floor goes with dynamic and logmax"
+        )
+
+
+def _check_optimizer(found: Arithmetic) -> None:
+    chosen = OPTIMIZERS[found.optimizer]
+    if chosen.needs_scales and not found.is_scaled:
+        raise UsageError(
+            f"optimizer `{found.optimizer}` keeps moments at the scale of their parameter; method none has none",
+            hint="--method unit or scalify, or --optimizer adamw",
+        )
+    if chosen.variant is not None and found.precision not in ("bf16", "fp8"):
+        raise UsageError(
+            f"optimizer `{found.optimizer}` keeps bf16 weights, which a {found.precision} run does not have",
+            hint="--precision bf16 or fp8, or --optimizer adamw",
+        )
+
+
+def _is_scale(text: str) -> bool:
+    try:
+        return 0 < float(text) < math.inf
+    except ValueError:
+        return False

@@ -1,0 +1,263 @@
+"""`lpconv finetune` as a library call: data, runs and twins over seeds, the model, the report."""
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import datasets
+
+from lpconv.checkpoint.contents import read_contents
+from lpconv.checkpoint.partfile import write_small
+from lpconv.checkpoint.resolve import resolve
+from lpconv.checkpoint.source import open_source
+from lpconv.convert.provenance import versions
+from lpconv.errors import InputError, UnsupportedError, UsageError
+from lpconv.hf.quiet import quiet_transformers
+from lpconv.probe.batches import read_tokenizer
+from lpconv.probe.checkpoint import sequence_length, vocabulary_size
+from lpconv.report.document import json_text
+from lpconv.report.finetune_card import finetune_card
+from lpconv.report.finetune_html import html_finetune
+from lpconv.results import FinetuneResult, RunRecord, to_json
+from lpconv.train.compare import gaps
+from lpconv.train.examples import classification, packed, sequence_pairs, special_tokens
+from lpconv.train.folder import REPORT, begin_folder, remove_checkpoints, run_folder
+from lpconv.train.memory import check_room, weight_bytes
+from lpconv.train.one import Finished, Job, Telling, Work, train_one
+from lpconv.train.options import FinetuneOptions, check_options
+from lpconv.train.processes import is_main_process, num_processes, wait_for_all
+from lpconv.train.publish import form_of, publish_model, write_checksums
+from lpconv.train.recipes import RECIPES, Arithmetic
+from lpconv.train.records import read_finished, write_finished
+from lpconv.train.rows import read_rows
+from lpconv.train.task import find_task
+from lpconv.train.watch import Rate, rate_of, watches_run, watches_twin
+
+__all__ = ["Untold", "finetune"]
+
+
+class Untold:
+    """Tells nobody."""
+
+    def begin(self, words: str, steps: int, done: int) -> None: ...
+
+    def step(self, step: int, loss: float) -> None: ...
+
+    def message(self, text: str) -> None: ...
+
+
+def finetune(
+    model: str, output: Path, options: FinetuneOptions, *, telling: Telling | None = None, command: str | None = None
+) -> FinetuneResult:
+    """Fine-tune the model called `model` and its twin, and fill the folder `output`.
+
+    Raises an `LpconvError` for every failure that is not a bug; DivergedError where training does not stay finite.
+    """
+    started = time.perf_counter()
+    told: Telling = telling or Untold()
+    check_options(options)
+    datasets.disable_progress_bars()
+    source = resolve(model, revision=options.revision)
+    job = _job(source.directory, options)
+    is_main = is_main_process()
+    if is_main:
+        begin_folder(output, model, options)
+    wait_for_all()
+    runs, missing = _train_all(job, output, told, is_main)
+    wait_for_all()
+    form = form_of(options.arithmetic, options.save)
+    result = FinetuneResult(
+        name=model,
+        output=str(output),
+        recipe=options.arithmetic.name,
+        twin=None if options.twin == "none" else _twin_of(options).name,
+        task=job.task.name,
+        facts=_facts(job, source.resolved),
+        runs=runs,
+        gaps=gaps(runs),
+        seconds=time.perf_counter() - started,
+        saved_as=" ".join(form),
+        options={k: to_json(v) for k, v in dataclasses.asdict(options).items()},
+        versions=versions(),
+        command=command,
+        warnings=_warnings(job, runs, missing),
+    )
+    if is_main:
+        write_small(output / "README.md", finetune_card(result))
+        remove_checkpoints(output)
+        write_checksums(output)
+        write_small(output / "report.html", html_finetune(result))
+        write_small(output / REPORT, json_text(result))
+    return result
+
+
+def _twin_of(options: FinetuneOptions) -> Arithmetic:
+    """The arithmetic of the twin."""
+    return RECIPES["fp32" if options.twin == "fp32" else "amp-bf16"].arithmetic
+
+
+def _job(directory: Path, options: FinetuneOptions) -> Job:
+    import transformers
+
+    tokenizer = read_tokenizer(directory)
+    if tokenizer is None:
+        raise InputError(f"`{directory.name}` has no tokenizer", hint="copy its files beside the weights")
+    _check_weights(directory, options)
+    rows = read_rows(options)
+    task = find_task(directory, options.task, has_labels=rows.label is not None)
+    if task.name == "classification" and rows.label is None:
+        raise UsageError("classification needs a column of labels", hint="--label-column")
+    with quiet_transformers():
+        config = transformers.AutoConfig.from_pretrained(directory)
+    seq_len = sequence_length(config, options.seq_len)
+    mask_id = getattr(tokenizer, "mask_token_id", None)
+    keep = (0, 0)
+    if task.name == "classification":
+        trained = config.num_labels if "ForSequenceClassification" in str(config.architectures) else None
+        examples = classification(rows, tokenizer, seq_len=seq_len, num_trained=trained)
+    elif task.name == "seq2seq":
+        examples = sequence_pairs(rows, tokenizer, seq_len=seq_len)
+    else:
+        if task.name == "mlm" and mask_id is None:
+            raise UsageError(f"the tokenizer of `{directory.name}` has no mask token", hint="--task clm")
+        before, after = special_tokens(tokenizer) if task.name == "mlm" else ([], [])
+        keep = (len(before), len(after))
+        examples = packed(
+            rows, tokenizer, seq_len=seq_len, vocab_size=vocabulary_size(config), prefix=before, suffix=after
+        )
+    _check_processes(options)
+    pads = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+    return Job(
+        directory=directory,
+        task=task,
+        examples=examples,
+        options=options,
+        seq_len=seq_len,
+        pad_id=next(p for p in pads if p is not None),
+        num_labels=len(examples.labels) or None,
+        mask_id=mask_id,
+        keep=keep,
+    )
+
+
+def _check_weights(directory: Path, options: FinetuneOptions) -> None:
+    """Before anything is loaded, from headers: whether weights, gradients and state have room."""
+    with closing(open_source(read_contents(directory))) as source:
+        count = sum(math.prod(entry.info.shape) for entry in source.entries.values())
+    check_room({"weights, gradients and optimizer": weight_bytes(count, options.arithmetic)}, options.max_memory)
+
+
+def _check_processes(options: FinetuneOptions) -> None:
+    if num_processes() == 1:
+        return
+    if options.arithmetic.is_scaled or options.arithmetic.loss_scale == "adaptive":
+        raise UnsupportedError(
+            f"recipe `{options.arithmetic.name}` on {num_processes()} processes: torch averages plain gradients, and "
+            "these carry scales",
+            hint="train it on one process, or choose a recipe with --method none",
+        )
+    if options.batch_size % num_processes():
+        raise UsageError(
+            f"--batch-size {options.batch_size} does not divide among {num_processes()} processes",
+            hint="it counts the sequences of a step over all of them",
+        )
+
+
+def _train_all(job: Job, output: Path, told: Telling, is_main: bool) -> tuple[tuple[RunRecord, ...], tuple[str, ...]]:
+    """Every run of every seed, twins after their runs; those that an earlier command finished are read."""
+    options = job.options
+    records: list[RunRecord] = []
+    missing: tuple[str, ...] = ()
+    for seed in range(options.seed, options.seed + options.seeds):
+        done: list[RunRecord] = []  # of this seed
+        for work in _works(job, output, seed, done):
+            record = read_finished(work.folder)
+            if record is None:
+                finished = train_one(job, work, told)
+                record, missing = finished.record, finished.missing
+                if is_main:
+                    if work.role == "run" and seed == options.seed:
+                        told.message("saving the model")
+                        _publish(job, output, finished)
+                    write_finished(work.folder, record)
+                del finished
+                wait_for_all()
+            done.append(record)
+        records += done
+    return tuple(records), missing
+
+
+def _works(job: Job, output: Path, seed: int, done: Sequence[RunRecord]) -> Sequence[Work]:
+    """The run of a seed, and its twin; when that trains, `done` holds the run."""
+    options, arithmetic = job.options, job.options.arithmetic
+    every = options.every("track")
+    is_first = seed == options.seed
+
+    def work(role: str, trained: Arithmetic, tracked: bool, rate: Callable[[Any], Rate]) -> Work:
+        folder = run_folder(output, role, seed)
+        return Work(
+            role=role,
+            seed=seed,
+            arithmetic=trained,
+            folder=folder,
+            metrics=output / "metrics.jsonl" if role == "run" and is_first else folder / "metrics.jsonl",
+            track_every=every if tracked and is_first else 0,
+            rate=rate,
+        )
+
+    def scale_at(step: int) -> int:
+        """log2 of the loss scale that the run had at a step."""
+        return math.frexp(done[0].loss_scales.values[step - 1])[1] - 1
+
+    def own(model: Any) -> Rate:
+        return rate_of(model, arithmetic, lambda step: 0)  # the values carry the loss scale already
+
+    def of_twin(model: Any) -> Rate:
+        return rate_of(model, arithmetic, scale_at)
+
+    works = [work("run", arithmetic, watches_run(arithmetic), own)]
+    if options.twin != "none":
+        works.append(work("twin", _twin_of(options), watches_twin(arithmetic), of_twin))
+    return works
+
+
+def _publish(job: Job, output: Path, finished: Finished) -> None:
+    if job.examples.labels:
+        config = finished.prepared.model.config
+        config.id2label = dict(enumerate(job.examples.labels))
+        config.label2id = {name: i for i, name in config.id2label.items()}
+    publish_model(output, job.directory, finished, form_of(job.options.arithmetic, job.options.save))
+
+
+def _facts(job: Job, resolved: str) -> dict[str, str]:
+    o = job.options
+    processes = f" over {num_processes()} processes" if num_processes() > 1 else ""
+    return {
+        "Model": resolved,
+        "Task": f"{job.task.name}: {job.task.loss}",
+        "Data": job.examples.words,
+        "Steps": f"{o.steps} of {o.batch_size} x {job.seq_len} tokens at most{processes}",
+        "Optimizer": f"AdamW ({o.arithmetic.optimizer}), lr {o.lr:g} {o.schedule}, {o.warmup:.0%} warm-up, "
+        f"beta2 {o.beta2:g}, weight decay {o.weight_decay:g}, clip {o.clip:g}".replace("%", " %"),
+        "Seeds": ", ".join(str(s) for s in range(o.seed, o.seed + o.seeds)),
+    }
+
+
+def _warnings(job: Job, runs: Sequence[RunRecord], missing: Sequence[str]) -> tuple[str, ...]:
+    found = list(job.examples.notes)
+    if missing:
+        shown = ", ".join(missing[:3]) + (" and more" if len(missing) > 3 else "")
+        found.append(f"not in the checkpoint, so drawn from the seed: {shown}")
+    rounds = job.options.steps * job.options.batch_size / len(job.examples.train)
+    if rounds > 1:
+        found.append(f"the data were seen {rounds:.3g} times")
+    counted: dict[str, int] = {}
+    for run in runs:
+        for name, count in run.fallbacks.items():
+            counted[name] = counted.get(name, 0) + count
+    found += [f"{name}: {count} times in all runs" for name, count in sorted(counted.items())]
+    return tuple(found)

@@ -1,0 +1,188 @@
+"""`transformers.Trainer`, told how an arithmetic casts, steps, saves and fails. The loop is Trainer's."""
+
+import json
+import math
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import Trainer
+
+from lpconv.errors import VerificationError
+from lpconv.loss_scale import largest_gradient, unscale_
+from lpconv.results import NonfiniteRecord, from_json, to_json
+from lpconv.scaled import StepGuard, from_disk, gradients_are_finite, scaling_of, to_disk
+from lpconv.train.memory import StepMemory
+from lpconv.train.nonfinite import first_nonfinite
+from lpconv.train.prepare import Prepared
+from lpconv.train.seeding import seed_step
+
+__all__ = ["MAX_SKIPPED", "DivergedError", "LowPrecisionTrainer"]
+
+_WEIGHTS, _SCALER = "model.safetensors", "loss_scale.json"
+MAX_SKIPPED = 40  # in a row: what brings the largest initial scale of 2^16 to 2^-24
+
+
+class DivergedError(VerificationError):
+    """Training met a loss, or gradients at every scale, that are not finite; the message says where.
+
+    `since` is the step from which on it was so: the weights of the step before gave it.
+    """
+
+    since: int = 0
+
+
+class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped
+    """Trains a `Prepared` model. Beside Trainer's own work, at each step:
+
+    Random numbers begin anew from (seed, step, rank), so that a twin drops the same units and a resumed run goes on bit
+    for bit. The loss scale multiplies the loss and is divided out before clipping; a step whose gradients are not
+    finite is left out. `last` holds what the step saw, for records. A loss that is not finite ends the run.
+    """
+
+    def __init__(self, prepared: Prepared, *, seed: int, memory: StepMemory | None, **kwargs: Any) -> None:
+        self.optimizer: Any = None
+        super().__init__(model=prepared.model, **kwargs)
+        self.prepared, self.seed, self.memory = prepared, seed, memory
+        self.guard = StepGuard(prepared.model) if scaling_of(prepared.model) else None
+        self.num_skipped = self.num_skipped_in_a_row = 0
+        self.last: dict[str, float] = {}
+        self.first_nonfinite: NonfiniteRecord | None = None
+        self._inputs: dict[str, Any] = {}
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            self.optimizer = self.prepared.make_optimizer()
+        optimizer: torch.optim.Optimizer = self.optimizer
+        return optimizer
+
+    def compute_loss_context_manager(self) -> AbstractContextManager[Any]:
+        return self.prepared.around_forward(self.args.device.type)
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        self._inputs = inputs
+        seed_step(self.seed, self.state.global_step, self.args.process_index)
+        loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
+        scale = self.prepared.loss_scale.scale
+        value = float(self.accelerator.gather(loss.detach().float() / scale).mean())
+        self.last = {"loss": value, "loss_scale": self.guard.scale if self.guard else scale}
+        if not math.isfinite(value):
+            self._note_nonfinite("the run was stopped")
+            step = self.state.global_step + 1
+            raise self._diverged(f"the loss is {value} at step {step}", step - self.num_skipped_in_a_row)
+        return loss / scale
+
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        found = super().compute_loss(model, inputs, *args, **kwargs)
+        if not model.training:
+            return found
+        scale = self.prepared.loss_scale.scale
+        return (found[0] * scale, *found[1:]) if isinstance(found, tuple) else found * scale
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        """Where Trainer clips: divide by the loss scale first, and leave out a step that is not finite.
+
+        An optimizer passes over parameters without a gradient, so dropping the gradients leaves the step out.
+        """
+        found = self._unscale()
+        norm = math.nan if found else float(super()._clip_grad_norm(model))
+        self.num_skipped += found
+        self.num_skipped_in_a_row = self.num_skipped_in_a_row + 1 if found else 0
+        self.last |= {"grad_norm": norm, "skipped": float(found)}
+        if found:
+            self.model.zero_grad()
+        if self.num_skipped_in_a_row >= MAX_SKIPPED:
+            raise self._diverged(
+                f"gradients are not finite at {MAX_SKIPPED} steps in a row, whatever the scale",
+                self.state.global_step + 2 - MAX_SKIPPED,
+            )
+        return norm
+
+    def _unscale(self) -> bool:
+        """Divide the gradients by the loss scale and choose the next one; whether any was not finite."""
+        parameters = list(self.model.parameters())
+        if self.guard is not None:
+            found = not self._all_agree(gradients_are_finite(parameters))
+            if found:
+                self._note_nonfinite("the step was left out")
+            self.guard.update(found)
+            return found
+        loss_scale = self.prepared.loss_scale
+        found = unscale_(parameters, loss_scale.scale)
+        if found:
+            self._note_nonfinite("the step was left out")
+        largest = largest_gradient(parameters) if loss_scale.name == "logmax" and not found else None
+        loss_scale.update(found, max_gradient=largest)
+        return found
+
+    def _all_agree(self, flag: bool) -> bool:
+        """Whether the flag is set on all processes."""
+        return bool(self.accelerator.gather(torch.tensor([flag], device=self.args.device)).all())
+
+    def _note_nonfinite(self, outcome: str) -> None:
+        """Find the layer, once in a run: the step is repeated with a check after each."""
+        if self.first_nonfinite is not None:
+            return
+
+        if self.memory is not None:
+            self.memory.stop()
+
+        def repeat() -> Tensor:
+            seed_step(self.seed, self.state.global_step, self.args.process_index)
+            with self.compute_loss_context_manager():
+                loss: Tensor = self.compute_loss(self.model, self._prepare_inputs(self._inputs))
+            return loss
+
+        place = first_nonfinite(self.model, repeat) or ("a parameter's own gradient", "backward")
+        self.first_nonfinite = NonfiniteRecord(
+            step=self.state.global_step + 1, layer=place[0], direction=place[1], outcome=outcome
+        )
+
+    def _diverged(self, what: str, since: int) -> DivergedError:
+        """`since` is the first step that the weights of now were given to."""
+        first = self.first_nonfinite
+        assert first is not None
+        error = DivergedError(
+            f"{what}; the first value that is not finite: `{first.layer}`, {first.direction}, step {first.step}",
+            hint="lower --lr, or choose a recipe with more range",
+            details={"step": self.state.global_step + 1, "first_nonfinite": to_json(first)},
+        )
+        error.since = since
+        return error
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """A checkpoint to resume from: scaled parameters as data and scale."""
+        folder = Path(output_dir or self.args.output_dir)
+        if self.args.should_save:
+            folder.mkdir(parents=True, exist_ok=True)
+            tensors = {name: x.contiguous() for name, x in to_disk(self.model).items()}
+            save_file(tensors, folder / _WEIGHTS, metadata={"format": "pt"})
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        self.create_optimizer()  # first, since one that keeps pairs sets the weights to their start
+        from_disk(self.model, load_file(Path(resume_from_checkpoint) / _WEIGHTS))
+
+    def _save_scaler(self, output_dir: str) -> None:
+        """What the loss scale and the counts of skipped steps have come to, in the place of GradScaler's state."""
+        state = {
+            "loss_scale": self.prepared.loss_scale.state_dict(),
+            "guard": self.guard.state_dict() if self.guard else None,
+            "num_skipped": self.num_skipped,
+            "first_nonfinite": to_json(self.first_nonfinite),
+        }
+        if self.args.should_save:
+            (Path(output_dir) / _SCALER).write_text(json.dumps(state), encoding="utf-8")
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        state = json.loads((Path(checkpoint) / _SCALER).read_text(encoding="utf-8"))
+        self.prepared.loss_scale.load_state_dict(state["loss_scale"])
+        if self.guard is not None:
+            self.guard.load_state_dict(state["guard"])
+        self.num_skipped = state["num_skipped"]
+        if state["first_nonfinite"] is not None:
+            self.first_nonfinite = from_json(NonfiniteRecord, state["first_nonfinite"])

@@ -1,0 +1,113 @@
+"""Underflow and overflow while a model trains: of the steps that are due, what a format does to every tensor.
+
+Values are counted before they are cast to fp8, so an fp8 run is watched itself. In a 16-bit run they have been rounded
+when they can be seen; there the twin is watched, whose values are those that the 16-bit format was given.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from lpconv.probe.records import GRADIENT_ROLES, ProbedTensor
+from lpconv.probe.track import Tracker, track
+from lpconv.results import TrackedRecord, from_json, to_json
+from lpconv.scaled.places import heads
+from lpconv.train.recipes import Arithmetic
+
+__all__ = ["Rate", "Watch", "rate_of", "tracked_records", "watches_run", "watches_twin"]
+
+Rate = Callable[[int, Iterable[ProbedTensor]], list[dict[str, Any]]]
+
+_OPERANDS = ("weight", "input", "grad_output")  # what the three products of a linear layer read
+
+
+class Watch:
+    """Records every `every`-th step of `model`, the first included; 0 is never. `rate` makes figures of what was seen.
+
+    `overhead` is the time that recording took as a share of the rest.
+    """
+
+    def __init__(self, model: nn.Module, every: int, rate: Rate) -> None:
+        self.model, self.every, self.rate = model, every, rate
+        self._recording_s = self._elapsed_s = self._started_s = 0.0
+        self._tracker: Tracker | None = None
+        self._step = 0
+
+    def begin(self, step: int) -> None:
+        """Before the step with this number, from 1."""
+        self._step, self._started_s = step, time.perf_counter()
+        if self.every and (step - 1) % self.every == 0:
+            self._tracker = track(self.model, every=1).__enter__()
+
+    def end(self) -> list[dict[str, Any]] | None:
+        """After the step: its figures, None where it was not due."""
+        tracker, self._tracker = self._tracker, None
+        if tracker is not None:
+            tracker.__exit__(None, None, None)
+        elapsed_s = time.perf_counter() - self._started_s
+        self._elapsed_s += elapsed_s
+        if tracker is None:
+            return None
+        self._recording_s += elapsed_s * tracker.overhead / (1 + tracker.overhead)
+        return self.rate(self._step, tracker.result().tensors)
+
+    @property
+    def overhead(self) -> float:
+        """Of recording, over all steps so far."""
+        rest = self._elapsed_s - self._recording_s
+        return self._recording_s / rest if rest > 0 else 0.0
+
+
+def watches_run(arithmetic: Arithmetic) -> bool:
+    """Whether the run's own values show what its format does to them."""
+    return arithmetic.precision == "fp8"
+
+
+def watches_twin(arithmetic: Arithmetic) -> bool:
+    """Whether the twin's values do; scaled and adaptive 16-bit runs hand on other values than any twin."""
+    return arithmetic.precision in ("fp16", "bf16") and not arithmetic.is_scaled and arithmetic.loss_scale != "adaptive"
+
+
+def rate_of(model: nn.Module, arithmetic: Arithmetic, log2_scale: Callable[[int], int]) -> Rate:
+    """What the formats of `arithmetic` do to a step's tensors, gradients multiplied by 2^log2_scale(step)."""
+    forward, backward = _formats(arithmetic)
+    layers = _cast_layers(model) if arithmetic.precision == "fp8" else None
+
+    def rate(step: int, tensors: Iterable[ProbedTensor]) -> list[dict[str, Any]]:
+        found = []
+        for t in tensors:
+            if layers is not None and (t.layer not in layers or t.role not in _OPERANDS):
+                continue
+            is_gradient = t.role in GRADIENT_ROLES
+            name = backward if is_gradient else forward
+            r = t.exponents.rates(name, log2_scale=log2_scale(step) if is_gradient else 0)
+            found.append(
+                TrackedRecord(
+                    step=step, layer=t.layer, role=t.role, format=name, underflow=r.underflow, overflow=r.overflow
+                )
+            )
+        return [to_json(r) for r in found]
+
+    return rate
+
+
+def tracked_records(rows: Iterable[dict[str, Any]]) -> tuple[TrackedRecord, ...]:
+    """All figures that rows hold."""
+    return tuple(from_json(TrackedRecord, r) for row in rows for r in row.get("tracked", ()))
+
+
+def _formats(arithmetic: Arithmetic) -> tuple[str, str]:
+    """Of matmul operands, and of the gradients among them."""
+    if arithmetic.precision == "fp8":
+        return ("e4m3fn", "e5m2") if arithmetic.is_scaled else ("e5m2", "e5m2")
+    return arithmetic.precision, arithmetic.precision
+
+
+def _cast_layers(model: nn.Module) -> frozenset[str]:
+    """The layers whose operands are cast to fp8."""
+    exact = heads(model)
+    kinds = (nn.Linear, Conv1D)
+    return frozenset(n for n, m in model.named_modules() if isinstance(m, kinds) and m not in exact)

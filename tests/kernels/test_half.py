@@ -1,0 +1,33 @@
+"""float16 products on a CPU: computed in float32, rounded once."""
+
+import torch
+from torch import nn
+
+from lpconv.kernels.half import HalfProducts
+from lpconv.kernels.linear import E5M2_LINEAR, linear
+
+
+def test_products_are_rounded_once_forward_and_backward() -> None:
+    torch.manual_seed(0)
+    layer, x = nn.Linear(300, 40).half(), torch.randn(8, 300).half().requires_grad_()
+    with HalfProducts():
+        out = layer(x)
+        out.backward(torch.ones_like(out))
+    exact = x.detach().float() @ layer.weight.detach().float().t() + layer.bias.detach().float()
+    assert torch.equal(out, exact.half())
+    assert x.grad is not None
+    assert torch.equal(x.grad, (torch.ones(8, 40) @ layer.weight.detach().float()).half())
+
+
+def test_other_dtypes_are_left_alone() -> None:
+    a = torch.randn(4, 4, dtype=torch.bfloat16)
+    with HalfProducts():
+        assert torch.equal(a @ a, torch.mm(a, a))
+
+
+def test_e5m2_gradients_overflow_to_inf_for_a_loss_scale_to_see() -> None:
+    x, weight = torch.ones(2, 16, requires_grad=True), torch.ones(4, 16, requires_grad=True)
+    linear(x, weight, recipe=E5M2_LINEAR).backward(torch.full((2, 4), 1e5))
+    assert weight.grad is not None
+    assert not weight.grad.isfinite().any()
+    assert not linear(torch.full((2, 16), 1e5), weight, recipe=E5M2_LINEAR).isfinite().any()

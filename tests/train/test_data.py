@@ -1,0 +1,181 @@
+"""Rows, windows, masks and the order of a run's examples."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from lpconv.data import demo_checkpoint
+from lpconv.errors import InputError, LpconvError, UsageError
+from lpconv.train.examples import Collator, Stream, classification, packed
+from lpconv.train.options import FinetuneOptions
+from lpconv.train.recipes import arithmetic
+from lpconv.train.rows import read_rows
+
+TEXTS = [{"text": f"row {i} of a small table", "label": "even" if i % 2 == 0 else "odd"} for i in range(40)]
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(demo_checkpoint())
+
+
+def options(path: Path | str, **more: Any) -> FinetuneOptions:
+    return FinetuneOptions(arithmetic=arithmetic(recipe="fp32"), data=str(path), **more)
+
+
+def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "csv", "parquet"])
+def test_tables_read_alike(ending: str, tmp_path: Path) -> None:
+    import datasets
+
+    path, table = tmp_path / f"rows.{ending}", datasets.Dataset.from_list(TEXTS)
+    {"jsonl": table.to_json, "csv": table.to_csv, "parquet": table.to_parquet}[ending](path)
+    rows = read_rows(options(path))
+    assert (rows.text, rows.label) == ("text", "label")
+    assert rows.held_out is not None
+    assert sorted([*rows.texts(rows.train), *rows.texts(rows.held_out)]) == sorted(r["text"] for r in TEXTS)
+
+
+def test_held_out_rows_do_not_depend_on_the_seed(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", TEXTS)
+    parts = [read_rows(options(path, seed=seed)).held_out["text"] for seed in (0, 1)]
+    assert parts[0] == parts[1]
+
+
+def missing(tmp_path: Path) -> Path:
+    return tmp_path / "nothing.jsonl"
+
+
+def empty(tmp_path: Path) -> Path:
+    (tmp_path / "empty.txt").touch()
+    return tmp_path / "empty.txt"
+
+
+def broken(tmp_path: Path) -> Path:
+    (tmp_path / "broken.jsonl").write_text('{"text": "a"\n{{{')
+    return tmp_path / "broken.jsonl"
+
+
+def binary(tmp_path: Path) -> Path:
+    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
+    return tmp_path / "binary.txt"
+
+
+def numbers(tmp_path: Path) -> Path:
+    return write_jsonl(tmp_path / "numbers.jsonl", [{"text": 1}, {"text": 2}])
+
+
+def blank(tmp_path: Path) -> Path:
+    return write_jsonl(tmp_path / "blank.jsonl", [{"text": ""}, {"text": "  "}])
+
+
+@pytest.mark.parametrize("make", [missing, empty, broken, binary, numbers, blank])
+def test_bad_files_are_refused(make: Any, tmp_path: Path) -> None:
+    with pytest.raises(InputError) as caught:
+        read_rows(options(make(tmp_path)))
+    assert caught.value.hint
+    assert caught.value.exit_code == 3
+
+
+def test_a_data_set_of_the_hub_offline_is_refused() -> None:
+    with pytest.raises(InputError, match="cannot get the data set") as caught:
+        read_rows(options("nobody/no-such-data"))
+    assert "cache" in (caught.value.hint or "")
+
+
+def test_a_missing_column_names_the_nearest(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", TEXTS)
+    with pytest.raises(UsageError, match="no column `labels2`") as caught:
+        read_rows(options(path, label_column="labels2"))
+    assert "label" in (caught.value.hint or "")
+
+
+def test_packing_loses_only_the_end_and_separates_texts(tmp_path: Path, tokenizer: Any) -> None:
+    rows = read_rows(options(write_jsonl(tmp_path / "rows.jsonl", TEXTS)))
+    found = packed(rows, tokenizer, seq_len=16, vocab_size=272, prefix=[], suffix=[])
+    ids = np.concatenate([x["input_ids"] for x in found.train])
+    end = tokenizer.eos_token_id
+    expected = [i for text in rows.texts(rows.train) for i in [*tokenizer(text)["input_ids"], end]]
+    assert len(expected) - len(ids) < 16
+    assert ids.tolist() == expected[: len(ids)]
+
+
+def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path, tokenizer: Any) -> None:
+    rows = read_rows(options(write_jsonl(tmp_path / "rows.jsonl", TEXTS)))
+    with pytest.raises(InputError, match="the model embeds 50"):
+        packed(rows, tokenizer, seq_len=16, vocab_size=50, prefix=[], suffix=[])
+
+
+@pytest.mark.parametrize(
+    ("labels", "num_trained", "message"),
+    [
+        ([0, 1, -1, 1], None, "out of range"),
+        ([0, 1, 2, 7], 3, "the model has 3 classes"),
+        ([0.5, 1.5, 0.5, 1.5], None, "neither names nor whole numbers"),
+        (["a", "a", "a", "a"], None, "one class"),
+        ([0, None, 1, 1], None, "is none of"),
+    ],
+)
+def test_labels_that_cannot_be_are_refused(
+    labels: list[Any], num_trained: int | None, message: str, tmp_path: Path, tokenizer: Any
+) -> None:
+    train = write_jsonl(tmp_path / "train.jsonl", [{"text": "x", "label": y} for y in labels])
+    held = write_jsonl(tmp_path / "held.jsonl", [{"text": "x", "label": labels[0]}] * 2)
+    rows = read_rows(options(train, eval_data=str(held)))
+    with pytest.raises(LpconvError, match=message):
+        classification(rows, tokenizer, seq_len=16, num_trained=num_trained)
+
+
+def test_long_texts_are_cut_and_counted(tmp_path: Path, tokenizer: Any) -> None:
+    rows = read_rows(options(write_jsonl(tmp_path / "rows.jsonl", TEXTS)))
+    found = classification(rows, tokenizer, seq_len=12, num_trained=None)
+    assert max(len(x["input_ids"]) for x in found.train) == 12
+    assert found.notes == ("40 of 40 texts are longer than 12 tokens and were cut",)
+    assert found.labels == ("even", "odd")
+
+
+def test_the_order_is_a_function_of_the_seed_and_shows_every_example_each_round() -> None:
+    examples = [{"input_ids": np.array([i]), "labels": 0} for i in range(7)]
+    first, again, other = (Stream(examples, 20, seed=s) for s in (1, 1, 2))
+    assert first.order.tolist() == again.order.tolist() != other.order.tolist()
+    assert sorted(first.order[:7]) == sorted(first.order[7:14]) == list(range(7))
+
+
+def test_masks_depend_on_the_place_and_never_cover_special_tokens() -> None:
+    examples = [{"input_ids": np.arange(100, 140)}]
+    stream = Stream(examples, 50, seed=0, mask=5, keep=(2, 3))
+    shown = [stream[i] for i in range(50)]
+    for x in shown:
+        masked = x["labels"] != -100
+        assert masked.sum() == round(0.15 * 35)
+        assert not masked[:2].any()
+        assert not masked[-3:].any()
+        assert (x["input_ids"][masked] == 5).all()
+        assert (np.where(masked, x["labels"], x["input_ids"]) == np.arange(100, 140)).all()
+    assert len({tuple(x["input_ids"]) for x in shown}) > 40
+    assert (stream[7]["input_ids"] == shown[7]["input_ids"]).all()
+
+
+def test_padding_is_masked_out_and_ignored_by_the_loss() -> None:
+    batch = Collator(pad_id=9)([{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}, {"input_ids": [4], "labels": [4]}])
+    assert batch["input_ids"].shape == (2, 8)
+    assert batch["attention_mask"].sum(1).tolist() == [3, 1]
+    assert (batch["labels"][batch["attention_mask"] == 0] == -100).all()
+    assert (batch["input_ids"][batch["attention_mask"] == 0] == 9).all()
+    whole = Collator(pad_id=9)([{"input_ids": [1, 2, 3], "labels": 1}, {"input_ids": [4, 5, 6], "labels": 0}])
+    assert torch.equal(whole["labels"], torch.tensor([1, 0]))
+    assert "attention_mask" not in whole

@@ -1,0 +1,176 @@
+"""Whole runs of `lpconv finetune` on the embedded model."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+import lpconv.hf
+from lpconv.cli.main import app
+from lpconv.errors import OutputExistsError, ResourceError
+from lpconv.results import FinetuneResult, from_json
+from lpconv.train.options import FinetuneOptions
+from lpconv.train.recipes import RECIPES, arithmetic
+from lpconv.train.run import Untold, finetune
+from lpconv.train.trainer import DivergedError
+
+assert lpconv.hf  # registers the format
+
+
+class Stopped(Exception):
+    """A run was cut."""
+
+
+class StopAt(Untold):
+    """Cuts a run after so many steps."""
+
+    def __init__(self, last: int) -> None:
+        self.last = last
+
+    def step(self, step: int, loss: float) -> None:
+        if step == self.last:
+            raise Stopped
+
+
+@pytest.fixture(autouse=True)
+def _uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LPCONV_COMPILE", "never")
+    torch.set_num_threads(1)
+
+
+def options(recipe: str, **more: Any) -> FinetuneOptions:
+    small: dict[str, Any] = {"steps": 6, "batch_size": 2, "seq_len": 32, "eval_batches": 2, "twin": "none"}
+    return FinetuneOptions(arithmetic=arithmetic(recipe=recipe), **(small | more))
+
+
+def test_the_command_leaves_a_report_rows_and_a_model(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    command = ["finetune", "demo", "--recipe", "unit-fp8", "--steps", "10", "--batch-size", "2", "--seq-len", "32",
+               "-o", str(out), "--json", "-q"]  # fmt: skip
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert document == json.loads((out / "report.json").read_text())
+    result = from_json(FinetuneResult, document)
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, 11))
+    assert tuple(row["loss"] for row in rows) == result.runs[0].losses.values
+    assert {r.role for r in result.runs} == {"run", "twin"}
+    assert {t.format for t in result.runs[0].tracked} == {"e4m3fn", "e5m2"}
+    page = (out / "report.html").read_text()
+    assert "Training loss" in page
+    assert "unit-fp8" in page
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert torch.isfinite(model(torch.arange(8).view(1, 8)).logits).all()
+    for extra in ([], ["--json"]):
+        assert CliRunner().invoke(app, ["report", str(out), *extra]).exit_code == 0
+    verified = CliRunner().invoke(app, ["verify", str(out)])
+    assert verified.exit_code == 0, verified.stdout + verified.stderr
+
+
+def test_the_list_of_recipes_names_them_all() -> None:
+    done = CliRunner().invoke(app, ["finetune", "--list-recipes"], env={"COLUMNS": "200"})
+    assert done.exit_code == 0
+    assert all(name in done.stdout for name in RECIPES)
+
+
+def test_an_fp32_run_and_its_twin_are_the_same_bit_for_bit(tmp_path: Path) -> None:
+    run, twin = finetune("demo", tmp_path / "run", options("fp32", twin="fp32", steps=3)).runs
+    assert run.losses == twin.losses
+    assert run.evaluations == twin.evaluations
+
+
+@pytest.mark.parametrize("recipe", ["amp-fp16", "unit-fp8-collage", "scalify-fp8"])
+def test_a_resumed_run_goes_on_bit_for_bit(recipe: str, tmp_path: Path) -> None:
+    asked = options(recipe, save_every=2)
+    whole = finetune("demo", tmp_path / "whole", asked).runs[0]
+    with pytest.raises(Stopped):
+        finetune("demo", tmp_path / "cut", asked, telling=StopAt(5))
+    assert not (tmp_path / "cut/report.json").exists()
+    resumed = finetune("demo", tmp_path / "cut", dataclasses.replace(asked, resume=True)).runs[0]
+    assert resumed.losses == whole.losses
+    assert resumed.evaluations == whole.evaluations
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "cut")]
+    assert weights[0] == weights[1]
+
+
+def test_a_folder_that_is_there_needs_resume_or_force_and_the_same_options(tmp_path: Path) -> None:
+    asked = options("fp32", steps=2, track_every=0)
+    finetune("demo", tmp_path / "run", asked)
+    with pytest.raises(OutputExistsError, match="exists"):
+        finetune("demo", tmp_path / "run", asked)
+    with pytest.raises(OutputExistsError, match="other lr"):
+        finetune("demo", tmp_path / "run", dataclasses.replace(asked, lr=1e-3, resume=True))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/notes.txt").touch()
+    with pytest.raises(OutputExistsError, match="no run of ours"):
+        finetune("demo", tmp_path / "mine", dataclasses.replace(asked, force=True))
+    assert (tmp_path / "mine/notes.txt").exists()
+
+
+def test_a_plain_model_holds_what_the_optimizer_kept(tmp_path: Path) -> None:
+    """Of a Collage run the published pair and the plain fp32 model are the same numbers."""
+    for save in ("plain", "converted"):
+        finetune("demo", tmp_path / save, options("collage-bf16", steps=2, save=save))
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32)
+    pair = lpconv.hf.load(tmp_path / "converted")
+    for (name, x), y in zip(plain.named_parameters(), pair.parameters(), strict=True):
+        assert torch.equal(x, y), name
+
+
+def test_divergence_says_where_and_keeps_the_last_good_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lpconv.train.trainer.MAX_SKIPPED", 3)
+    asked = options("fp32", steps=20, lr=3e38, clip=0.0, warmup=0.8, save_every=1, track_every=0)
+    with pytest.raises(DivergedError, match="the first value that is not finite: `") as caught:
+        finetune("demo", tmp_path / "run", asked)
+    assert caught.value.exit_code == 5
+    kept = sorted(p.name for p in (tmp_path / "run/runs/run-seed0").glob("checkpoint-*"))
+    assert kept == [f"checkpoint-{caught.value.since - 2}"]  # the weights of the step after are what fails
+    assert kept[0] in (caught.value.hint or "")
+    assert not (tmp_path / "run/report.json").exists()
+
+
+def test_an_overflow_skips_the_step_lowers_the_scale_and_is_located(tmp_path: Path) -> None:
+    asked = options("amp-fp16", steps=4)
+    asked = dataclasses.replace(asked, arithmetic=dataclasses.replace(asked.arithmetic, loss_scale_floor="0:1e12"))
+    run = finetune("demo", tmp_path / "run", asked).runs[0]
+    assert run.num_skipped == 4
+    assert run.first_nonfinite is not None
+    assert run.first_nonfinite.direction == "backward"
+    assert run.first_nonfinite.layer == "lm_head"
+
+
+def test_too_little_memory_is_refused_before_the_weights_are_read(tmp_path: Path) -> None:
+    with pytest.raises(ResourceError, match=r"weights, gradients and optimizer 13\.2 MB") as caught:
+        finetune("demo", tmp_path / "run", options("fp32", max_memory=10**6))
+    assert caught.value.exit_code == 7
+    assert "--batch-size" in (caught.value.hint or "")
+    with pytest.raises(ResourceError, match="activations"):
+        finetune("demo", tmp_path / "more", options("fp32", max_memory=14 * 10**6, batch_size=64))
+
+
+@pytest.mark.parametrize("recipe", ["fp32", "unit-fp8"])
+def test_the_parts_of_memory_make_up_the_measured_peak(recipe: str, tmp_path: Path) -> None:
+    memory = finetune("demo", tmp_path / "run", options(recipe, steps=3)).runs[0].memory
+    assert memory is not None
+    assert sum(memory.parts.values()) == pytest.approx(memory.measured_bytes, rel=0.1)
+    assert memory.parts["activations"] > 0
+
+
+def test_seeds_give_the_gap_an_interval(tmp_path: Path) -> None:
+    result = finetune("demo", tmp_path / "run", options("bf16", steps=2, seeds=2, twin="fp32", track_every=0))
+    assert len(result.runs) == 4
+    (gap,) = result.gaps
+    differences = [
+        a.evaluations[0].values[-1] - b.evaluations[0].values[-1]
+        for a, b in zip(result.runs[::2], result.runs[1::2], strict=True)
+    ]
+    assert gap.gap == pytest.approx(sum(differences) / 2)
+    assert gap.half_width == pytest.approx(12.706 * abs(differences[0] - differences[1]) / 2, rel=1e-3)

@@ -1,0 +1,111 @@
+"""Every task on a two-layer model built here, with a tokenizer of bytes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+from lpconv.errors import UsageError
+from lpconv.results import FinetuneResult
+from lpconv.train.options import FinetuneOptions
+from lpconv.train.recipes import arithmetic
+from lpconv.train.run import finetune
+
+SPECIAL = ["<pad>", "</s>", "<mask>", "<cls>"]
+SMALL = {
+    "vocab_size": 260,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+}
+
+
+@pytest.fixture(autouse=True)
+def _quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LPCONV_COMPILE", "never")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    torch.set_num_threads(1)
+
+
+def write_tokenizer(folder: Path) -> None:
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = Tokenizer(models.WordLevel({t: i for i, t in enumerate([*SPECIAL, *letters])}, unk_token="<pad>"))
+    inner.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.ByteLevel(add_prefix_space=False), pre_tokenizers.Split("", "isolated")]
+    )
+    inner.post_processor = processors.TemplateProcessing("<cls> $A </s>", special_tokens=[("<cls>", 3), ("</s>", 1)])
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", eos_token="</s>", mask_token="<mask>", cls_token="<cls>"
+    ).save_pretrained(folder)
+
+
+def write_model(folder: Path, kind: str) -> Path:
+    torch.manual_seed(0)
+    bert = transformers.BertConfig(**SMALL, max_position_embeddings=64)
+    t5 = transformers.T5Config(
+        vocab_size=260, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2, decoder_start_token_id=0
+    )
+    made: dict[str, Any] = {
+        "bert": lambda: transformers.BertModel(bert),
+        "masked": lambda: transformers.BertForMaskedLM(bert),
+        "t5": lambda: transformers.T5ForConditionalGeneration(t5),
+    }
+    made[kind]().save_pretrained(folder)
+    write_tokenizer(folder)
+    return folder
+
+
+def rows(folder: Path) -> Path:
+    path = folder / "rows.jsonl"
+    table = [{"text": f"{'good' if i % 2 else 'bad'} thing {i}", "label": "yes" if i % 2 else "no"} for i in range(60)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in table))
+    return path
+
+
+def run(model: Path, recipe: str, output: Path, **more: Any) -> FinetuneResult:
+    small: dict[str, Any] = {"steps": 3, "batch_size": 4, "seq_len": 24, "eval_batches": 2, "track_every": 0}
+    return finetune(str(model), output, FinetuneOptions(arithmetic=arithmetic(recipe=recipe), **(small | more)))
+
+
+def test_a_bare_encoder_learns_classes(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "bert", "bert")
+    result = run(model, "unit-fp8", tmp_path / "run", data=str(rows(tmp_path)), steps=60, lr=3e-3, eval_every=0)
+    assert result.task == "classification"
+    accuracy = next(s for s in result.runs[0].evaluations if s.name == "eval_accuracy")
+    assert accuracy.values[-1] == 1.0
+    assert any("drawn from the seed" in w for w in result.warnings)
+    opened = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "run")
+    assert opened.config.id2label == {0: "no", 1: "yes"}
+
+
+def test_run_and_twin_drop_the_same_units(tmp_path: Path) -> None:
+    """BERT has dropout: with other masks the losses of two precisions would differ by far more than rounding."""
+    model = write_model(tmp_path / "bert", "bert")
+    run_, twin = run(model, "unit-fp8", tmp_path / "run", data=str(rows(tmp_path))).runs
+    assert run_.losses.values == pytest.approx(twin.losses.values, abs=0.02)
+
+
+@pytest.mark.parametrize("recipe", ["amp-fp16", "scalify-fp8"])
+def test_a_masked_model_trains_on_text(recipe: str, tmp_path: Path) -> None:
+    result = run(write_model(tmp_path / "masked", "masked"), recipe, tmp_path / "run")
+    assert result.task == "mlm"
+    assert result.gaps[0].gap == pytest.approx(0, abs=0.05)
+
+
+@pytest.mark.parametrize("recipe", ["collage-bf16", "unit-fp8"])
+def test_an_encoder_with_a_decoder_learns_targets(recipe: str, tmp_path: Path) -> None:
+    result = run(write_model(tmp_path / "t5", "t5"), recipe, tmp_path / "run", data=str(rows(tmp_path)))
+    assert result.task == "seq2seq"
+    assert result.runs[0].losses.values == pytest.approx(result.runs[1].losses.values, abs=0.1)
+
+
+def test_what_a_bare_encoder_is_for_must_be_said(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="does not say what it is trained for"):
+        run(write_model(tmp_path / "bert", "bert"), "fp32", tmp_path / "run")
+    with pytest.raises(UsageError, match="64 positions"):
+        run(tmp_path / "bert", "fp32", tmp_path / "run", task="mlm", seq_len=65)

@@ -1,0 +1,123 @@
+"""What the trainer adds to a step, on models small enough to see through."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from lpconv.errors import ResourceError
+from lpconv.kernels.histogram import exponent_histogram
+from lpconv.probe.records import ProbedTensor
+from lpconv.results import RunRecord, Series
+from lpconv.train.compare import gaps
+from lpconv.train.memory import check_room, explained
+from lpconv.train.nonfinite import first_nonfinite
+from lpconv.train.recipes import arithmetic
+from lpconv.train.records import Metrics, median_step_time
+from lpconv.train.seeding import seed_step
+from lpconv.train.watch import rate_of
+
+
+class Log(nn.Module):
+    """The logarithm, which is not finite at 0, and whose gradient is not either."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.log()
+
+
+class Root(nn.Module):
+    """Its gradient at 0 is not finite, its value is."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sqrt()
+
+
+@pytest.mark.parametrize(("bad", "place"), [(Log(), ("1", "forward")), (Root(), ("0", "backward"))])
+def test_the_first_value_that_is_not_finite_is_found(bad: nn.Module, place: tuple[str, str]) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), bad, nn.Linear(2, 2))
+    nn.init.zeros_(model[0].weight)
+    nn.init.zeros_(model[0].bias)
+    found = first_nonfinite(model, lambda: model(torch.ones(1, 2)).nan_to_num().sum())
+    assert found == place
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_broken_weights_are_named_themselves_and_sound_steps_give_nothing() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    assert first_nonfinite(model, lambda: model(torch.ones(1, 2)).sum()) is None
+    with torch.no_grad():
+        model[0].bias[1] = math.inf
+    assert first_nonfinite(model, lambda: model(torch.ones(1, 2)).sum()) == ("0.bias", "weights")
+
+
+def test_steps_have_seeds_of_their_own() -> None:
+    drawn = set()
+    for seed, step, rank in ((0, 0, 0), (0, 1, 0), (1, 0, 0), (0, 0, 1), (0, 0, 0)):
+        seed_step(seed, step, rank)
+        drawn.add(float(torch.rand(())))
+    assert len(drawn) == 4
+
+
+def test_rates_are_those_of_the_formats_a_recipe_casts_to() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))  # the last is the head, which is exact
+    x = exponent_histogram(torch.tensor([2.0**-20, 1.0, 1e6])).to_dict()
+    seen = [ProbedTensor(layer=n, role=r, histogram=x) for n in "01" for r in ("input", "grad_output", "output")]
+    rates = rate_of(model, arithmetic(recipe="unit-fp8"), lambda step: 0)(1, seen)
+    assert [(r["layer"], r["role"], r["format"]) for r in rates] == [
+        ("0", "input", "e4m3fn"),
+        ("0", "grad_output", "e5m2"),
+    ]
+    assert all(r["underflow"] == r["overflow"] == pytest.approx(1 / 3) for r in rates)
+    half = rate_of(model, arithmetic(recipe="amp-fp16"), lambda step: 10)(1, seen)
+    by_role = {r["role"]: r for r in half if r["layer"] == "1"}
+    assert by_role["grad_output"]["overflow"] == pytest.approx(1 / 3)
+    assert by_role["output"]["overflow"] == pytest.approx(1 / 3)
+    assert by_role["grad_output"]["underflow"] == 0
+
+
+def test_rows_go_on_where_a_checkpoint_was(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    first = Metrics(path)
+    for step in (1, 2, 3):
+        first.begin({"step": step, "loss": float(step), "time_s": 10.0 * step})
+        if step == 2:
+            first.add({"eval_loss": 0.5})
+    first.flush()
+    with path.open("a") as f:
+        f.write('{"step": 4, "lo')  # cut short
+    resumed = Metrics(path, step=2)
+    resumed.begin({"step": 3, "loss": math.inf, "time_s": 30.0})
+    resumed.flush()
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(r["step"], r["loss"]) for r in rows] == [(1, 1.0), (2, 2.0), (3, "inf")]
+    assert resumed.series("eval_loss") == Series(name="eval_loss", steps=(2,), values=(0.5,))
+    assert median_step_time(resumed.rows) == 25.0
+
+
+def test_an_interval_needs_seeds_and_pairs_them() -> None:
+    def run(role: str, seed: int, loss: float) -> RunRecord:
+        series = Series(name="eval_loss", steps=(1,), values=(loss,))
+        return RunRecord(role=role, seed=seed, losses=series, evaluations=(series,), loss_scales=series)
+
+    pairs = [(1.1, 1.0), (3.1, 3.0), (2.1, 2.0)]
+    runs = [run(role, s, x) for s, pair in enumerate(pairs) for role, x in zip(("run", "twin"), pair, strict=True)]
+    (gap,) = gaps(runs)
+    assert gap.gap == pytest.approx(0.1)
+    assert gap.noise == pytest.approx(1.0)
+    assert gap.exceeds_noise  # the seeds differ by 1, the pairs always by 0.1
+    (alone,) = gaps(runs[:2])
+    assert alone.exceeds_noise is None
+    assert gaps(runs[:1]) == ()
+
+
+def test_running_out_of_memory_names_the_estimate() -> None:
+    with pytest.raises(ResourceError, match=r"activations 2\.00 MB"), explained({"activations": 2_000_000}):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
+    with pytest.raises(RuntimeError, match="something else"), explained({}):
+        raise RuntimeError("something else")
+    check_room({"weights": 10}, 10)
+    with pytest.raises(ResourceError, match="about 11 B"):
+        check_room({"weights": 11}, 10)
