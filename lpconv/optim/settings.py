@@ -106,6 +106,8 @@ def check_group(group: Mapping[str, Any], settings: Settings) -> None:
                 hint="bf16 (kept as the variant says), fp32, and e4m3fn on unit scale (`use_fp8_weights`) work",
             )
     scale = group.get("weight_scale", 1.0)
+    if scale != 1 and settings.rule.name != "adamw":
+        raise UnsupportedError(f"{settings.rule.name} has no weight_scale", hint="use CollageAdamW for scaled weights")
     if not (scale > 0 and math.frexp(scale)[0] == 0.5):
         raise UsageError(
             f"weight_scale = {scale} is not a power of two", hint="take the one that `use_fp8_weights` gave"

@@ -240,6 +240,8 @@ def test_what_cannot_be_is_refused() -> None:
     groups = use_fp8_weights(model)
     with pytest.raises(UnsupportedError, match="sgd"):
         CollageSGD([{"params": g["params"]} for g in groups])
+    with pytest.raises(UnsupportedError, match="weight_scale"):
+        CollageSGD([{"params": [nn.Parameter(torch.ones(2))], "weight_scale": 0.5}])
     for options in ({"arithmetic": "paper"}, {"variant": "kahan"}, {"variant": "stochastic"}):
         with pytest.raises(UnsupportedError, match="e4m3fn"):
             CollageAdamW([dict(g) for g in groups], **options)  # type: ignore[arg-type]  # strings all
