@@ -17,7 +17,6 @@ import importlib.util
 import json
 import math
 import platform
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -48,12 +47,12 @@ class Form:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """One form on one model. `sqnr_db` is over all rewritten elements."""
+    """One form on one model, with the SQNR over all rewritten elements; of the source, its loss and no SQNR."""
 
     model: str
     form: str
     bits: float
-    sqnr_db: float
+    sqnr_db: float | None
     damage: float
 
 
@@ -163,7 +162,7 @@ def measure(name: str, tokens: int, parts: list[str]) -> Iterator[Result]:
     model, damage = MODELS[name](tokens)
     source = {n: w.detach().clone() for n, w in matrices(model).items()}
     baseline = damage(model)
-    yield Result(model=name, form="source", bits=32.0, sqnr_db=math.inf, damage=baseline)
+    yield Result(model=name, form="source", bits=32.0, sqnr_db=None, damage=baseline)
     for form in (f for f in forms() if any(part in f.name for part in parts)):
         bits, sqnr = rewrite(model, source, form)
         yield Result(model=name, form=form.name, bits=bits, sqnr_db=sqnr, damage=damage(model) - baseline)
@@ -182,10 +181,11 @@ def main() -> None:
     for name in args.models:
         for result in measure(name, args.tokens, args.forms):
             results.append(result)
-            print(f"{name:8} {result.form:32} {result.bits:6.3f} bits {result.sqnr_db:7.2f} dB {result.damage:10.5f}")
+            sqnr = math.inf if result.sqnr_db is None else result.sqnr_db
+            print(f"{name:8} {result.form:32} {result.bits:6.3f} bits {sqnr:7.2f} dB {result.damage:10.5f}")
     if args.out:
         versions = {"python": platform.python_version(), "torch": torch.__version__, "transformers": hf.__version__}
-        document = {"command": sys.argv, "versions": versions, "tokens": args.tokens}
+        document = {"models": args.models, "forms": args.forms, "tokens": args.tokens, "versions": versions}
         args.out.write_text(json.dumps({**document, "results": [asdict(r) for r in results]}, indent=1) + "\n")
 
 
