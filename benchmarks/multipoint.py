@@ -19,6 +19,7 @@ import math
 import platform
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -59,24 +60,27 @@ class Result:
 def forms() -> Iterator[Form]:
     """Plain formats, block formats, and multipoint at several budgets."""
     for name in ("int4", "e2m1", "int8", "e4m3fn"):
-        yield Form(name=f"{name} row", rewrite=lambda w, n=name: by_rows(w, n))
-        yield Form(name=f"multipoint {name}, one point", rewrite=lambda w, n=name: by_points(w, n, 1e3, 1))
+        yield Form(name=f"{name} row", rewrite=partial(by_rows, name=name))
+        one = partial(by_points, name=name, budget=1e3, most=1)
+        yield Form(name=f"multipoint {name}, one point", rewrite=one)
     for name in ("mxfp4", "nvfp4", "mxfp8_e4m3"):
-        yield Form(name=name, rewrite=lambda w, n=name: (cast_blocks(w, n), BLOCK_FORMATS[n].bits * w.numel()))
+        yield Form(name=name, rewrite=partial(by_blocks, name=name))
     for name, budgets in BUDGETS.items():
         for budget in budgets:
-            yield Form(
-                name=f"multipoint {name}, {budget}",
-                rewrite=lambda w, n=name, b=budget: by_points(w, n, b, POINTS_MAX),
-            )
+            points = partial(by_points, name=name, budget=budget, most=POINTS_MAX)
+            yield Form(name=f"multipoint {name}, {budget}", rewrite=points)
 
 
-def by_rows(w: Tensor, name: str) -> tuple[Tensor, float]:
+def by_blocks(w: Tensor, *, name: str) -> tuple[Tensor, float]:
+    return cast_blocks(w, name), BLOCK_FORMATS[name].bits * w.numel()
+
+
+def by_rows(w: Tensor, *, name: str) -> tuple[Tensor, float]:
     scale = tensor_scale(w, name, block=(1, -1), pow2=None)
     return fake_quantise(w / scale, name) * scale, w.numel() * FORMATS[name].storage_bits + 32 * w.shape[0]
 
 
-def by_points(w: Tensor, name: str, budget: float, most: int) -> tuple[Tensor, float]:
+def by_points(w: Tensor, *, name: str, budget: float, most: int) -> tuple[Tensor, float]:
     element = FORMATS[name]
     layout = point_layout(tuple(w.shape), element, budget_bits=budget, points_max=most)
     assert layout is not None, "the rows of this model are too short for the budget"
@@ -84,7 +88,7 @@ def by_points(w: Tensor, name: str, budget: float, most: int) -> tuple[Tensor, f
     return decode(encode(w, points, element), points, element), layout.num_bits
 
 
-def matrices(model: nn.Module) -> dict[str, nn.Parameter]:
+def matrices(model: nn.Module) -> dict[str, Tensor]:
     """Weights of the linear layers, without embeddings and heads."""
     found = {f"{n}.weight": m.weight for n, m in model.named_modules() if isinstance(m, nn.Linear) and "head" not in n}
     return {n: w for n, w in found.items() if "embed" not in n and "pooler" not in n}
