@@ -17,9 +17,9 @@ import importlib.util
 import json
 import math
 import platform
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -48,36 +48,39 @@ class Form:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """One form on one model. `sqnr_db` is over all rewritten elements."""
+    """One form on one model, with the SQNR over all rewritten elements; of the source, its loss and no SQNR."""
 
     model: str
     form: str
     bits: float
-    sqnr_db: float
+    sqnr_db: float | None
     damage: float
 
 
 def forms() -> Iterator[Form]:
     """Plain formats, block formats, and multipoint at several budgets."""
     for name in ("int4", "e2m1", "int8", "e4m3fn"):
-        yield Form(name=f"{name} row", rewrite=lambda w, n=name: by_rows(w, n))
-        yield Form(name=f"multipoint {name}, one point", rewrite=lambda w, n=name: by_points(w, n, 1e3, 1))
+        yield Form(name=f"{name} row", rewrite=partial(by_rows, name=name))
+        one = partial(by_points, name=name, budget=1e3, most=1)
+        yield Form(name=f"multipoint {name}, one point", rewrite=one)
     for name in ("mxfp4", "nvfp4", "mxfp8_e4m3"):
-        yield Form(name=name, rewrite=lambda w, n=name: (cast_blocks(w, n), BLOCK_FORMATS[n].bits * w.numel()))
+        yield Form(name=name, rewrite=partial(by_blocks, name=name))
     for name, budgets in BUDGETS.items():
         for budget in budgets:
-            yield Form(
-                name=f"multipoint {name}, {budget}",
-                rewrite=lambda w, n=name, b=budget: by_points(w, n, b, POINTS_MAX),
-            )
+            points = partial(by_points, name=name, budget=budget, most=POINTS_MAX)
+            yield Form(name=f"multipoint {name}, {budget}", rewrite=points)
 
 
-def by_rows(w: Tensor, name: str) -> tuple[Tensor, float]:
+def by_blocks(w: Tensor, *, name: str) -> tuple[Tensor, float]:
+    return cast_blocks(w, name), BLOCK_FORMATS[name].bits * w.numel()
+
+
+def by_rows(w: Tensor, *, name: str) -> tuple[Tensor, float]:
     scale = tensor_scale(w, name, block=(1, -1), pow2=None)
     return fake_quantise(w / scale, name) * scale, w.numel() * FORMATS[name].storage_bits + 32 * w.shape[0]
 
 
-def by_points(w: Tensor, name: str, budget: float, most: int) -> tuple[Tensor, float]:
+def by_points(w: Tensor, *, name: str, budget: float, most: int) -> tuple[Tensor, float]:
     element = FORMATS[name]
     layout = point_layout(tuple(w.shape), element, budget_bits=budget, points_max=most)
     assert layout is not None, "the rows of this model are too short for the budget"
@@ -85,7 +88,7 @@ def by_points(w: Tensor, name: str, budget: float, most: int) -> tuple[Tensor, f
     return decode(encode(w, points, element), points, element), layout.num_bits
 
 
-def matrices(model: nn.Module) -> dict[str, nn.Parameter]:
+def matrices(model: nn.Module) -> dict[str, Tensor]:
     """Weights of the linear layers, without embeddings and heads."""
     found = {f"{n}.weight": m.weight for n, m in model.named_modules() if isinstance(m, nn.Linear) and "head" not in n}
     return {n: w for n, w in found.items() if "embed" not in n and "pooler" not in n}
@@ -163,7 +166,7 @@ def measure(name: str, tokens: int, parts: list[str]) -> Iterator[Result]:
     model, damage = MODELS[name](tokens)
     source = {n: w.detach().clone() for n, w in matrices(model).items()}
     baseline = damage(model)
-    yield Result(model=name, form="source", bits=32.0, sqnr_db=math.inf, damage=baseline)
+    yield Result(model=name, form="source", bits=32.0, sqnr_db=None, damage=baseline)
     for form in (f for f in forms() if any(part in f.name for part in parts)):
         bits, sqnr = rewrite(model, source, form)
         yield Result(model=name, form=form.name, bits=bits, sqnr_db=sqnr, damage=damage(model) - baseline)
@@ -182,10 +185,11 @@ def main() -> None:
     for name in args.models:
         for result in measure(name, args.tokens, args.forms):
             results.append(result)
-            print(f"{name:8} {result.form:32} {result.bits:6.3f} bits {result.sqnr_db:7.2f} dB {result.damage:10.5f}")
+            sqnr = math.inf if result.sqnr_db is None else result.sqnr_db
+            print(f"{name:8} {result.form:32} {result.bits:6.3f} bits {sqnr:7.2f} dB {result.damage:10.5f}")
     if args.out:
         versions = {"python": platform.python_version(), "torch": torch.__version__, "transformers": hf.__version__}
-        document = {"command": sys.argv, "versions": versions, "tokens": args.tokens}
+        document = {"models": args.models, "forms": args.forms, "tokens": args.tokens, "versions": versions}
         args.out.write_text(json.dumps({**document, "results": [asdict(r) for r in results]}, indent=1) + "\n")
 
 
