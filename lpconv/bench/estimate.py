@@ -1,8 +1,5 @@
 """How much memory a case will take, from shapes alone, before anything is built; and how much there is."""
 
-from pathlib import Path
-from typing import Any
-
 import torch
 from torch import nn
 
@@ -68,24 +65,9 @@ def check_fits(estimate: int, case: Case, share: float) -> None:
 
 
 def available_bytes(device: str) -> int:
-    """Free memory of the device; of a CPU what Linux can hand out without swapping, within the container's limit."""
+    """Free memory of the device; of a CPU the machine's, within the container's limit."""
     if device != "cpu":
         return int(torch.cuda.mem_get_info()[0])
-    fields = dict(_fields(Path("/proc/meminfo")))
-    free = int(fields.get("MemAvailable", 0)) * 1024
-    limit, used = (_number(Path("/sys/fs/cgroup") / f) for f in ("memory.max", "memory.current"))
-    return min(free, limit - (used or 0)) if limit else free
+    from lpconv.machine import available_memory  # it wants psutil, which a machine with a GPU may do without
 
-
-def _fields(path: Path) -> Any:
-    for line in path.read_text(encoding="ascii").splitlines():
-        key, _, value = line.partition(":")
-        yield key, value.split()[0]
-
-
-def _number(path: Path) -> int | None:
-    try:
-        text = path.read_text(encoding="ascii").strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None
+    return available_memory()

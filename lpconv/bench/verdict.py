@@ -86,13 +86,17 @@ def _amdahl(base: BenchRow, low: Sequence[BenchRow], gemms: tuple[Gemm, ...], pe
     assert base.timing is not None
     m, train, step = base.batch * base.seq, base.mode == "train", base.timing.median_s
     plain = step_gemm_seconds(gemms, m, peaks, method=None, train=train)
-    share = min(plain / step, 1.0)
+    share = plain / step
+    if share >= 1:
+        return (
+            f"At the measured peak the Linears alone would take {share:.2f} times a whole step of {base.name}: the "
+            "machine was busy when the peak was measured, so the step cannot be split into products and the rest."
+        )
     text = f"At the measured peak the Linears take {share_text(share, 1)} of a step of {base.name}"
     if peaks.fp8_flops is None:
-        rest = 1 / max(1 - share, 1e-3)
-        return f"{text}; were they free, the step would be at most {rest:.2f} times as fast (Amdahl)."
+        return f"{text}; were they free, the step would be {1 / (1 - share):.2f} times as fast at most (Amdahl)."
     fast = step_gemm_seconds(gemms, m, peaks, method=method, train=train)
-    gain, expected = plain / fast, step / max(step - plain + fast, step * (1 - share) + 1e-12)
+    gain, expected = plain / fast, step / (step - plain + fast)
     measured = next((r.ratio.value for r in low if r.method == method and r.ratio), None)
     found = f"; measured {measured:.2f}" if measured is not None else ""
     return f"{text}; {gain:.2f} times faster Linears make the step {expected:.2f} times as fast (Amdahl){found}."

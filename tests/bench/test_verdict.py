@@ -103,5 +103,15 @@ def test_a_gpu_that_others_used_or_that_was_throttled_is_told() -> None:
     assert "throttled (power cap)" in found.sentences[-1]
 
 
+def test_a_peak_below_what_the_step_needed_splits_nothing() -> None:
+    busy = dataclasses.replace(CPU_PEAKS, bf16_flops=1e9)
+
+    found = verdict([row("plain"), row("unit")], GEMMS, busy)
+
+    assert found is not None
+    assert any("machine was busy" in s for s in found.sentences)
+    assert not any("Amdahl" in s for s in found.sentences)
+
+
 def test_without_a_baseline_there_is_no_verdict() -> None:
     assert verdict([row("unit")], GEMMS, GPU_PEAKS) is None
