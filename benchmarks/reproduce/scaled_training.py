@@ -175,23 +175,23 @@ def summary(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def spread(name: str, values: list[float]) -> dict[str, float]:
-    """The mean and the standard deviation of a sample, rounded."""
-    if not values:
-        return {}
-    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
-    return {name: round(statistics.mean(values), 5), f"{name}_std": round(deviation, 5)}
+    """The mean of a sample and, from two values on, its standard deviation; rounded."""
+    found = {name: round(statistics.mean(values), 5)} if values else {}
+    return found | ({f"{name}_std": round(statistics.stdev(values), 5)} if len(values) > 1 else {})
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The summary in Markdown."""
     lines = [
-        "| model | setting | run | held-out loss | minus fp32, same seed | skipped steps |",
-        "|---|---|---|---|---|---|",
+        "| model | setting | run | seeds | held-out loss | minus fp32, same seed | skipped steps |",
+        "|---|---|---|---|---|---|---|",
     ]
     for r in rows:
-        gap = f"{r['gap']:+.4f} ± {r['gap_std']:.4f}" if "gap" in r and r["run"] != "fp32" else ""
-        loss = f"{r['held_out']:.4f} ± {r['held_out_std']:.4f}"
-        lines.append(f"| {r['model']} | {r['setting']} | {r['run']} | {loss} | {gap} | {r['skipped']} |")
+        loss = f"{r['held_out']:.4f}" + (f" ± {r['held_out_std']:.4f}" if "held_out_std" in r else "")
+        gap = "" if "gap" not in r or r["run"] == "fp32" else f"{r['gap']:+.4f}"
+        gap += f" ± {r['gap_std']:.4f}" if gap and "gap_std" in r else ""
+        start = f"| {r['model']} | {r['setting']} | {r['run']} | {r['num_seeds']}"
+        lines.append(f"{start} | {loss} | {gap} | {r['skipped']} |")
     return "\n".join(lines) + "\n"
 
 

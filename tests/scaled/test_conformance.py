@@ -145,6 +145,15 @@ def test_rescaling_zeros_lowers_the_scale_but_never_to_zero(statistic: str) -> N
         assert values(x) == [0.0, 0.0]
 
 
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("statistic", ["max", "l1", "l2"])
+def test_rescaling_data_that_are_not_finite_keeps_scale_and_data(statistic: str, bad: float) -> None:
+    x = st([1.0, bad], 2.0, torch.float16)
+    out = dynamic_rescale(x, statistic)
+    assert float(out.scale) == 2.0
+    assert torch.equal(out.data_part.isfinite(), x.data_part.isfinite())
+
+
 def test_set_scale_keeps_the_value() -> None:
     out = set_scale(st([-1.0, 2.0], 2.0), 4.0)
     assert (out.scale, values(out)) == (4.0, [-2.0, 4.0])

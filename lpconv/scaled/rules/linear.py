@@ -1,16 +1,26 @@
 """Backward ops: all are linear in the incoming gradient, so f(g_d·s, …) = s·f(g_d, …) holds exactly for every one."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lpconv.formats.scale import pow2_floor
 from lpconv.scaled.pair import Call, Rule, Scaled, data_of, pair, value, widened
-from lpconv.scaled.rules.nonlinear import AttentionInputs
-from lpconv.scaled.scales import multiplied, ratio, times
+from lpconv.scaled.rules.nonlinear import AttentionInputs, plain_operands
+from lpconv.scaled.scales import Scale, multiplied, ratio, times
 
-__all__ = ["RULES", "attention_backward", "linear", "log_softmax", "mean_squared", "nll_loss", "softmax", "threshold"]
+__all__ = [
+    "RULES",
+    "attention_backward",
+    "efficient_attention_backward",
+    "linear",
+    "log_softmax",
+    "mean_squared",
+    "nll_loss",
+    "softmax",
+    "threshold",
+]
 
 aten = torch.ops.aten
 
@@ -78,16 +88,43 @@ def attention_backward(
     call: Call, grad: Any, query: Any, key: Any, v: Any, out: Any, *args: Any, scale: float | None = None, **kwargs: Any
 ) -> Any:
     """Gradients of Q, K and V at s_g·s_v/s_q, s_g·s_v/s_k and s_g: the kernel sees what the forward pass gave it."""
+    rest, named = plain_operands(query, args, kwargs)
+    operands = _attention_operands(grad, query, key, v, out, scale)
+    return operands.scaled(call.op(*operands.tensors, *rest, **named, scale=operands.softmax_scale))
+
+
+def efficient_attention_backward(
+    call: Call, grad: Any, query: Any, key: Any, v: Any, bias: Any, out: Any, *args: Any, scale: float | None = None
+) -> Any:
+    """As `attention_backward`, where the bias comes before the result and has a gradient, at s_g·s_v."""
+    (bias, *rest), _ = plain_operands(query, (bias, *args), {})
+    operands = _attention_operands(grad, query, key, v, out, scale)
+    *before, at_v = operands.tensors
+    return operands.scaled(call.op(*before, bias, at_v, *rest, scale=operands.softmax_scale))
+
+
+class _AttentionOperands(NamedTuple):
+    """What an attention kernel's backward pass takes, and the scales of the gradients of Q, K, V and a bias."""
+
+    tensors: tuple[Tensor, ...]
+    softmax_scale: float
+    scales: tuple[Scale, ...]
+
+    def scaled(self, grads: tuple[Tensor | None, ...]) -> tuple[Scaled | None, ...]:
+        return tuple(None if g is None else Scaled(g, s) for g, s in zip(grads, self.scales, strict=False))
+
+
+def _attention_operands(
+    grad: Any, query: Any, key: Any, v: Any, out: Any, softmax_scale: float | None
+) -> _AttentionOperands:
     (data_g, scale_g), (data_v, scale_v), (data_out, scale_out) = pair(grad), pair(v), pair(out)
-    inputs = AttentionInputs.of(query, key, scale)
+    inputs = AttentionInputs.of(query, key, softmax_scale)
     at_v = data_out if scale_out is scale_v else times(data_out, ratio(scale_out, scale_v))
-    kernel_args = (data_g, inputs.query, inputs.key, data_v, at_v, *args)
-    gq, gk, gv = call.op(*kernel_args, **{k: value(x) for k, x in kwargs.items()}, scale=inputs.softmax_scale)
     scale_gv = multiplied(scale_g, scale_v)
-    return (
-        Scaled(gq, ratio(scale_gv, inputs.query_scale)),
-        Scaled(gk, ratio(scale_gv, inputs.key_scale)),
-        Scaled(gv, scale_g),
+    return _AttentionOperands(
+        tensors=(data_g, inputs.query, inputs.key, data_v, at_v),
+        softmax_scale=inputs.softmax_scale,
+        scales=(ratio(scale_gv, inputs.query_scale), ratio(scale_gv, inputs.key_scale), scale_g, scale_gv),
     )
 
 
@@ -100,6 +137,8 @@ RULES: dict[Any, Rule] = {
     aten.mse_loss_backward.default: mean_squared,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: attention_backward,
     aten._scaled_dot_product_flash_attention_backward.default: attention_backward,
+    aten._scaled_dot_product_cudnn_attention_backward.default: attention_backward,
+    aten._scaled_dot_product_efficient_attention_backward.default: efficient_attention_backward,
     **dict.fromkeys(
         (
             aten.gelu_backward.default,

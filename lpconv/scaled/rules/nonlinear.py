@@ -9,7 +9,17 @@ from lpconv.formats.scale import pow2_floor
 from lpconv.scaled.pair import Call, Role, Rule, Scaled, pair, value
 from lpconv.scaled.scales import ratio, times
 
-__all__ = ["RULES", "AttentionInputs", "activation", "attention", "log_softmax", "power", "softmax", "unit"]
+__all__ = [
+    "RULES",
+    "AttentionInputs",
+    "activation",
+    "attention",
+    "log_softmax",
+    "plain_operands",
+    "power",
+    "softmax",
+    "unit",
+]
 
 aten = torch.ops.aten
 
@@ -86,18 +96,21 @@ class AttentionInputs(NamedTuple):
         return cls(times(data_q, scale_q), times(data_k, scale_k), base, 1.0, 1.0)
 
 
+def plain_operands(query: Any, args: Any, kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Biases and masks of an attention kernel as values in the dtype of Q, as kernels insist; the rest as it is."""
+    dtype = pair(query)[0].dtype
+
+    def plain(x: Any) -> Any:
+        return value(x).to(dtype) if isinstance(x, Scaled) else x
+
+    return [plain(a) for a in args], {k: plain(v) for k, v in kwargs.items()}
+
+
 def attention(call: Call, query: Any, key: Any, v: Any, *args: Any, scale: float | None = None, **kwargs: Any) -> Any:
     """(sdpa(d_q, d_k, d_v), s_v): attention is linear in V."""
     inputs, (data_v, scale_v) = AttentionInputs.of(query, key, scale), pair(v)
-    rest = [value(a) for a in args]
-    out, *others = call.op(
-        inputs.query,
-        inputs.key,
-        data_v,
-        *rest,
-        **{k: value(x) for k, x in kwargs.items()},
-        scale=inputs.softmax_scale,
-    )
+    rest, named = plain_operands(query, args, kwargs)
+    out, *others = call.op(inputs.query, inputs.key, data_v, *rest, **named, scale=inputs.softmax_scale)
     return (Scaled(out, scale_v), *others)
 
 
@@ -109,6 +122,8 @@ RULES: dict[Any, Rule] = {
     aten.pow.Scalar: power,
     aten._scaled_dot_product_flash_attention_for_cpu.default: attention,
     aten._scaled_dot_product_flash_attention.default: attention,
+    aten._scaled_dot_product_cudnn_attention.default: attention,
+    aten._scaled_dot_product_efficient_attention.default: attention,
     **dict.fromkeys(
         (
             aten.gelu.default,
