@@ -27,6 +27,7 @@ from lpconv.convert.plan import Plan, make_plan
 from lpconv.convert.tied import find_ties
 from lpconv.errors import ResourceError
 from lpconv.formats.spec import FORMATS
+from lpconv.machine import available_memory
 from lpconv.mcf.split import RESIDUALS
 
 __all__ = ["Job", "check_disk", "disk_bytes", "estimate_seconds", "free_bytes", "identity", "prepare"]
@@ -88,7 +89,7 @@ def prepare(model: str, output: Path, options: ConvertOptions) -> Job:
 def _workers_and_memory(options: ConvertOptions) -> tuple[int, int]:
     """Worker threads, and the bytes of memory that the run will take with them."""
     base = psutil.Process().memory_info().rss + _OVERHEAD_BYTES
-    available = base + psutil.virtual_memory().available
+    available = base + available_memory()
     budget = min(options.max_memory or available, available)
     workers = options.workers or min(len(os.sched_getaffinity(0)), _MAX_WORKERS)
     while workers > 1 and base + buffer_bytes(workers) > budget:

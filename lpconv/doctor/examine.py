@@ -12,11 +12,11 @@ import lpconv
 from lpconv.doctor.packages import extras, packages
 from lpconv.doctor.records import CacheRecord, DeviceRecord, DoctorResult, MachineRecord, PackageRecord
 from lpconv.doctor.support import CPU_FEATURES, format_support
+from lpconv.machine import available_memory, memory_limit
 
-__all__ = ["cpu_device", "examine", "gpu_problem", "read_memory_limit"]
+__all__ = ["cpu_device", "examine", "gpu_problem"]
 
 _CPUINFO = Path("/proc/cpuinfo")
-_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _NVIDIA_DEVICE = Path("/dev/nvidia0")
 
 
@@ -119,17 +119,12 @@ def _machine(folder: Path) -> MachineRecord:
     disk = shutil.disk_usage(folder)
     return MachineRecord(
         memory_bytes=memory.total,
-        memory_available_bytes=memory.available,
-        memory_limit_bytes=read_memory_limit(_read(_CGROUP_LIMIT)),
+        memory_available_bytes=available_memory(),
+        memory_limit_bytes=memory_limit(),
         disk_path=str(folder.resolve()),
         disk_bytes=disk.total,
         disk_free_bytes=disk.free,
     )
-
-
-def read_memory_limit(text: str) -> int | None:
-    """The limit in cgroup v2's ``memory.max``: bytes, or the word ``max`` for none."""
-    return int(text) if text.strip().isdigit() else None
 
 
 def _cache() -> CacheRecord:

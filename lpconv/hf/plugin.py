@@ -11,12 +11,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.core_model_loading import (
+    ConversionOps,
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+    revert_weight_conversion,
+)
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-__all__ = ["DecodeScaled", "LpconvConfig", "LpconvQuantizer", "encode_scaled", "register"]
+__all__ = ["DecodeScaled", "LpconvConfig", "LpconvQuantizer", "ScaledConverter", "encode_scaled", "register"]
 
 METHOD = "lpconv"
 LOADER = "lpconv_loader"
@@ -59,31 +65,66 @@ class LpconvConfig(QuantizationConfigMixin):  # type: ignore[misc]  # transforme
         self.exceptions = exceptions or {}
 
 
-class DecodeScaled(ConversionOps):  # type: ignore[misc]
-    """codes [1, *shape] and scale [1] → weight. Tensors without a scale pass through."""
+class ScaledConverter(WeightConverter):  # type: ignore[misc]
+    """A converter that hands its first operation (stored name, tensor) pairs, so that codes can find their scales.
 
-    def __init__(self, hf_quantizer: "LpconvQuantizer") -> None:
+    `model_converter` is the model's own converter that this one stands for, if any.
+    """
+
+    model_converter: WeightConverter | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.stored_names: dict[str, list[str]] = {}
+
+    def add_tensor(self, target_key: str, source_key: str, source_pattern: str, future: Any) -> None:
+        super().add_tensor(target_key, source_key, source_pattern, future)
+        self.stored_names.setdefault(source_pattern, []).append(source_key)
+
+    def materialize_tensors(self) -> dict[str, list[tuple[str, Tensor]]]:
+        found = super().materialize_tensors()
+        return {
+            pattern: list(zip(self.stored_names[pattern], tensors, strict=True)) for pattern, tensors in found.items()
+        }
+
+
+class DecodeScaled(ConversionOps):  # type: ignore[misc]
+    """Pairs of codes [1, *shape] and scales [1] → weights, in the stored order. Tensors without a scale pass through.
+
+    It comes before the operations of the model's own converters: experts are decoded before they are merged.
+    """
+
+    def __init__(self, hf_quantizer: "LpconvQuantizer", *, merging: bool = False) -> None:
         self.hf_quantizer = hf_quantizer
+        self.merging = merging
 
     def convert(
         self,
-        input_dict: dict[str, Any],
+        input_dict: dict[str, list[tuple[str, Tensor]]],
         source_patterns: list[str],
         target_patterns: list[str],
         full_layer_name: str = "",
         model: Any = None,
         **kwargs: Any,
-    ) -> dict[str, Any]:
-        (leaf,) = target_patterns
-        parts = {k.removesuffix("$"): v[0] if isinstance(v, list) else v for k, v in input_dict.items()}
-        if leaf not in parts:
-            raise ValueError(f"{full_layer_name} has a scale and no codes")
+    ) -> dict[str, list[Tensor]]:
         dtype = model.get_parameter_or_buffer(full_layer_name).dtype
-        scale = parts.get(leaf + SCALE_SUFFIX)
-        if scale is None:
-            return {leaf: parts[leaf].to(dtype)}
-        self.hf_quantizer.scales[full_layer_name] = float(scale)
-        return {leaf: (parts[leaf][0].float() * scale).to(dtype)}
+        decoded = {}
+        for pattern, pairs in input_dict.items():
+            tensors = dict(pairs)
+            scales = {n.removesuffix(SCALE_SUFFIX): t for n, t in pairs if self.hf_quantizer.is_scale(n)}
+            if missing := scales.keys() - tensors.keys():
+                raise ValueError(f"{sorted(missing)} have scales and no codes")
+            for name, scale in scales.items():
+                if self.merging:
+                    self.hf_quantizer.merged_scales[name] = float(scale)
+                else:
+                    self.hf_quantizer.scales[full_layer_name] = float(scale)
+            decoded[pattern] = [
+                (t[0].float() * scales[name]).to(dtype) if name in scales else t.to(dtype)
+                for name, t in pairs
+                if not self.hf_quantizer.is_scale(name)
+            ]
+        return decoded
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "DecodeScaled":
         """transformers copies the converter for every tensor; the scales must arrive at the one quantizer."""
@@ -99,23 +140,40 @@ class LpconvQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def __init__(self, quantization_config: LpconvConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
-        self.scales: dict[str, float] = {}
+        self.scales: dict[str, float] = {}  # by the model's name
+        self.merged_scales: dict[str, float] = {}  # by the stored name, of tensors that the model merges or splits
+        self._added: set[int] = set()
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         if not self.pre_quantized:
             raise ValueError("lpconv opens checkpoints that `lpconv convert` wrote; it does not convert while loading")
 
-    def get_weight_conversions(self) -> list[WeightConverter]:
+    def is_scale(self, stored_name: str) -> bool:
+        return stored_name.endswith(tuple(f"{leaf}{SCALE_SUFFIX}" for leaf in self.quantization_config.leaves))
+
+    def update_weight_conversions(self, weight_conversions: list[WeightTransform], *args: Any) -> list[WeightTransform]:
+        """Name each scale like its codes, so that both arrive at one parameter, and decode before anything else."""
         leaves = sorted(self.quantization_config.leaves, key=len, reverse=True)
-        # The ends are anchored: releases differ in whether `weight` would also match `weight_scale`.
-        return [WeightConverter([f"{n}$", f"{n}{SCALE_SUFFIX}$"], n, [DecodeScaled(self)]) for n in leaves]
+        renamings = [WeightRenaming(f"{leaf}{SCALE_SUFFIX}$", leaf) for leaf in leaves]
+        converters = [self._decode_first(c) if isinstance(c, WeightConverter) else c for c in weight_conversions]
+        plain = [ScaledConverter(leaf, leaf, [DecodeScaled(self)]) for leaf in leaves]
+        self._added = {id(t) for t in (*renamings, *plain)}
+        return [*renamings, *converters, *plain]
+
+    def _decode_first(self, converter: WeightConverter) -> ScaledConverter:
+        sources, targets = list(converter._original_source_patterns), list(converter._original_target_patterns)
+        scaled = ScaledConverter(sources, targets, [DecodeScaled(self, merging=True), *converter.operations])
+        # Where in the model a converter applies; releases differ in what they keep.
+        for name in ("scope_prefix", "base_model_prefix", "force_cpu"):
+            if hasattr(converter, name):
+                setattr(scaled, name, getattr(converter, name))
+        scaled.model_converter = converter
+        return scaled
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         # The decoding is undone in `get_state_dict_and_metadata`, not by transformers' reversal of conversions.
         model._weight_conversions = [
-            c
-            for c in model._weight_conversions
-            if not any(isinstance(op, DecodeScaled) for op in getattr(c, "operations", ()))
+            getattr(c, "model_converter", None) or c for c in model._weight_conversions if id(c) not in self._added
         ]
         # `save_pretrained` does not copy the loader module, so a saved config must not point to it.
         if LOADER in str(getattr(model.config, "auto_map", "")):
@@ -123,16 +181,42 @@ class LpconvQuantizer(HfQuantizer):  # type: ignore[misc]
         return model
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """The model's tensors with every weight that came as codes encoded again; tied weights stay one tensor."""
+        """The model's tensors with every weight that came as codes encoded again; tied weights stay one tensor.
+
+        transformers renames the result back to the names of the checkpoint. What it would also split (merged experts)
+        is split here, since codes belong to the stored tensors.
+        """
+        tensors = model.state_dict()
+        merged = self._merged(model, tensors)
         state, encoded = {}, {}
-        for name, tensor in model.state_dict().items():
-            if name in self.scales:
-                codes = encode_scaled(tensor.detach(), self.scales[name], DTYPES[self._format(name)])
-                encoded[tensor.data_ptr()] = codes
-                state[name + SCALE_SUFFIX] = torch.tensor([self.scales[name]], dtype=torch.float32)
-        for name, tensor in model.state_dict().items():
-            state[name] = encoded.get(tensor.data_ptr(), tensor)
+        for name, scale in self.scales.items():
+            encoded[tensors[name].data_ptr()] = encode_scaled(tensors[name].detach(), scale, self._dtype(name))
+            state[name + SCALE_SUFFIX] = torch.tensor([scale], dtype=torch.float32)
+        for name, tensor in tensors.items():
+            if name not in merged:
+                state[name] = encoded.get(tensor.data_ptr(), tensor)
+        renamings = [c for c in model._weight_conversions or () if isinstance(c, WeightRenaming)]
+        for stored, tensor in revert_weight_conversion(model, merged).items():
+            name = stored
+            for renaming in renamings:  # transformers is about to undo them
+                name, _ = renaming.rename_source_key(name)
+            if stored not in self.merged_scales:
+                state[name] = tensor
+                continue
+            scale = self.merged_scales[stored]
+            state[name] = encode_scaled(tensor.detach(), scale, self._dtype(stored))
+            state[name + SCALE_SUFFIX] = torch.tensor([scale], dtype=torch.float32)
         return state, {}
+
+    def _merged(self, model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The parameters that the model's own converters make from other stored tensors, where those came as codes."""
+        if not self.merged_scales:
+            return {}
+        back = [c.reverse_transform() for c in model._weight_conversions if isinstance(c, WeightConverter)]
+        return {n: t for n, t in tensors.items() if any(c.rename_source_key(n)[1] is not None for c in back)}
+
+    def _dtype(self, name: str) -> torch.dtype:
+        return DTYPES[self._format(name)]
 
     def _format(self, name: str) -> str:
         """The format of a parameter; its name and the stored one may differ by the base model's prefix."""

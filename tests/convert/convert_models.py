@@ -36,6 +36,11 @@ _CONFIGS = {
         num_layers=1, num_decoder_layers=1, d_model=32, d_ff=64, d_kv=8, num_heads=4, vocab_size=96,
         decoder_start_token_id=0,
     ),
+    # transformers stacks the experts of one layer on loading, and joins two of their matrices.
+    "mixtral": lambda: transformers.MixtralConfig(
+        num_hidden_layers=2, hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=96, num_local_experts=3, max_position_embeddings=64,
+    ),
     "vit": lambda: transformers.ViTConfig(
         num_hidden_layers=1, hidden_size=32, intermediate_size=64, num_attention_heads=2, image_size=32, patch_size=8,
     ),
@@ -44,6 +49,7 @@ _CLASSES = {
     "gpt2": transformers.GPT2LMHeadModel,
     "llama": transformers.LlamaForCausalLM,
     "t5": transformers.T5ForConditionalGeneration,
+    "mixtral": transformers.MixtralForCausalLM,
     "vit": transformers.ViTForImageClassification,
 }
 

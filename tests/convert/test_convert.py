@@ -120,7 +120,7 @@ def test_a_bin_checkpoint_with_shared_layers(tmp_path: Path, method: str, fmt: s
     assert not list((tmp_path / "out").glob("*.bin"))
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "t5", "vit"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "mixtral", "t5", "vit"])
 @pytest.mark.parametrize("method", ["unit", "scalify", "collage"])
 def test_families_convert_and_run(tmp_path: Path, kind: str, method: str) -> None:
     fmt = "bf16" if method == "collage" else "fp32"

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 import lpconv
-from lpconv.doctor.examine import cpu_device, examine, gpu_problem, read_memory_limit
+from lpconv.doctor.examine import cpu_device, examine, gpu_problem
 from lpconv.doctor.packages import EXTRAS, PACKAGES
 from lpconv.doctor.records import DeviceRecord, DoctorResult, ExtraRecord
 from lpconv.doctor.render import render, render_aliases
@@ -126,10 +126,6 @@ class TestExamine:
         assert here.machine.memory_bytes >= here.machine.memory_available_bytes > 0
         assert here.cache.offline
         assert {p.name: p.installed for p in here.packages}["torch"]
-
-    @pytest.mark.parametrize(("text", "limit"), [("max\n", None), ("", None), ("4294967296\n", 2**32)])
-    def test_memory_limit_of_a_container(self, text: str, limit: int | None) -> None:
-        assert read_memory_limit(text) == limit
 
     @pytest.mark.parametrize(
         ("capability", "archs", "works"),

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, MixtralConfig
 
 import lpconv.hf
-from lpconv.convert.options import ConvertOptions
+from lpconv.convert.options import ConvertOptions, FormatRule
 from lpconv.convert.run import convert
 from lpconv.data import demo_checkpoint
 
@@ -45,6 +45,33 @@ def test_from_pretrained_and_save_again(
     source = state(AutoModelForCausalLM.from_pretrained(demo_checkpoint()))
     exact = all(torch.equal(a, source[k]) for k, a in state(model).items())
     assert exact == (key == ("unit", "fp32"))
+
+
+def test_experts_are_decoded_before_they_are_merged_and_saved_as_they_were(tmp_path: Path) -> None:
+    """Three kinds among the experts of one layer: codes of two formats, and one matrix left alone."""
+    source = tmp_path / "source"
+    config = MixtralConfig(
+        num_hidden_layers=2, hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=96, num_local_experts=3,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(source)
+    options = ConvertOptions(
+        method="unit",
+        format="e4m3fn",
+        rules=(FormatRule(pattern="*experts.1*", format="fp16"),),
+        exclude=("*layers.1*experts.2.w1*",),
+    )
+    convert(str(source), tmp_path / "out", options)
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values())
+    stored = load_file(tmp_path / "out/model.safetensors")
+    name = "model.layers.0.block_sparse_moe.experts.1.w2.weight"
+    expert = stored[name][0].float() * stored[name + "_scale"]
+    assert torch.equal(model.model.layers[0].mlp.experts.down_proj[1], expert)
+    model.save_pretrained(tmp_path / "again")
+    again = load_file(tmp_path / "again/model.safetensors")
+    assert again.keys() == stored.keys()
+    assert all(torch.equal(v.view(torch.uint8), stored[k].view(torch.uint8)) for k, v in again.items())
 
 
 def test_another_dtype_is_respected(outputs: dict[tuple[str, str], Path]) -> None:
