@@ -34,7 +34,7 @@ def threshold(call: Call, grad: Any, x: Any, threshold: float) -> Any:
 def softmax(call: Call, grad: Any, output: Any, dim: int, dtype: torch.dtype) -> Any:
     """(c·f(d_g, P), s_g/c) with P's own gain c: elements of P·(g - Σ P·g) are as small as those of P."""
     (data, scale), (_, scale_p) = pair(grad), pair(output)
-    out = call.op(widened(data), value(output), dim, torch.promote_types(data.dtype, torch.float32))
+    out = call.op(widened(data), widened(value(output)), dim, torch.promote_types(data.dtype, torch.float32))
     gain = 1 / scale_p if isinstance(scale_p, float) and scale_p else 1.0
     return Scaled(times(out, gain).to(dtype), multiplied(scale, 1 / gain))
 

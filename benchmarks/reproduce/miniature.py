@@ -1,0 +1,268 @@
+"""What the miniature reproductions share: small language models on the plays that ship with lpconv, trained in some
+arithmetic from one start, and the files that a reproduction leaves."""
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from scaled_training import build
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lpconv.data import demo_text
+from lpconv.loss_scale import largest_gradient, make_loss_scale, unscale_
+from lpconv.scaled import AdamW, ScaledTensor, StepGuard
+
+__all__ = [
+    "Arm",
+    "Curve",
+    "Fp16ThroughFp32",
+    "Size",
+    "amp_fp16",
+    "batch_of",
+    "byte_tensor",
+    "draw",
+    "evaluate",
+    "gradients",
+    "mean_curve",
+    "observe",
+    "relative_errors",
+    "save",
+    "start_model",
+    "train",
+    "train_all",
+    "training_table",
+]
+
+
+_aten = torch.ops.aten
+_PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default}
+
+
+class Fp16ThroughFp32(TorchDispatchMode):
+    """fp16 products of plain tensors computed in fp32 and rounded once, as a GPU does; a CPU's own are 50 times slower.
+
+    Scaled tensors do so by themselves, and must be left to: a cast here would take away their scale.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        plain = func in _PRODUCTS and not any(isinstance(a, ScaledTensor) for a in args)
+        if plain and args[0].dtype == torch.float16:
+            return func(*(a.float() if isinstance(a, Tensor) else a for a in args), **kwargs).half()
+        return func(*args, **kwargs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """How much work: `FULL` is what is published, `QUICK` is for trying a script, and its numbers mean nothing."""
+
+    steps: int = 200
+    evaluate_every: int = 20
+    seeds: int = 3
+    batch: int = 8
+    length: int = 64
+    hidden: int = 128
+    layers: int = 3
+    lr: float = 2e-3
+
+
+FULL = Size()
+QUICK = Size(steps=4, evaluate_every=2, seeds=1, batch=2, length=16, hidden=32, layers=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """One arithmetic: how it prepares a model, what it scales the loss by, and how its optimizer keeps things."""
+
+    name: str
+    prepare: Callable[[nn.Module], nn.Module]
+    loss_scale: tuple[str, Mapping[str, Any]] = ("none", {})
+    optimizer: Callable[..., torch.optim.Optimizer] = AdamW
+    options: Mapping[str, Any] = field(default_factory=dict)
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    guarded: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """One training run; losses are held-out, in nats per byte, and `steps` says after which step each was taken."""
+
+    arm: str
+    seed: int
+    steps: list[int]
+    held_out_loss: list[float]
+    scales: list[tuple[int, float]]
+    skipped: int
+    time_s: float
+
+
+def amp_fp16() -> AbstractContextManager[Any]:
+    """PyTorch's mixed precision: fp32 parameters, products and activations in fp16.
+
+    Without its cache, which holds the fp16 weights of the first step for as long as the context lasts.
+    """
+    return torch.autocast("cpu", torch.float16, cache_enabled=False)
+
+
+def byte_tensor(split: str) -> Tensor:
+    return torch.frombuffer(bytearray(demo_text(split).read_bytes()), dtype=torch.uint8).long()
+
+
+def start_model(kind: str, size: Size, seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return build(kind, size.hidden, size.layers, size.length)
+
+
+def batch_of(kind: str, text: Tensor, count: int, length: int, generator: torch.Generator) -> dict[str, Tensor]:
+    """Random windows; for BERT 15 % of the bytes are masked (token 256) and predicted."""
+    starts = torch.randint(0, len(text) - length, (count,), generator=generator)
+    ids = torch.stack([text[s : s + length] for s in starts.tolist()])
+    if kind == "llama":
+        return {"input_ids": ids, "labels": ids}
+    masked = torch.rand(ids.shape, generator=generator) < 0.15
+    return {"input_ids": ids.masked_fill(masked, 256), "labels": ids.masked_fill(~masked, -100)}
+
+
+def draw(kind: str, size: Size, seed: int = 0) -> dict[str, Tensor]:
+    """A training batch to look at gradients with."""
+    generator = torch.Generator().manual_seed(seed)
+    return batch_of(kind, byte_tensor("train"), size.batch, size.length, generator)
+
+
+# In exact arithmetic softmax takes no notice of these biases, so their true gradient is zero.
+_CANCELLED = ("key.bias", "k_proj.bias")
+
+
+def gradients(model: nn.Module, factor: float = 1.0) -> dict[str, Tensor]:
+    """The gradients as plain numbers in fp64, divided by `factor`, but for those that are zero in exact arithmetic."""
+    return {
+        name: (p.grad.dequantize() if isinstance(p.grad, ScaledTensor) else p.grad).double() / factor
+        for name, p in model.named_parameters()
+        if p.grad is not None and not name.endswith(_CANCELLED)
+    }
+
+
+def relative_errors(found: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> list[float]:
+    """|g - g_ref| / |g_ref| of every parameter; 1 means that nothing arrived."""
+    return [float((found[name] - g).norm() / g.norm()) for name, g in reference.items()]
+
+
+def observe(model: nn.Module, batch: dict[str, Tensor]) -> dict[tuple[str, str], float]:
+    """Root mean square of the data of each weighted module's output and of the gradient that reaches it."""
+    seen: dict[tuple[str, str], float] = {}
+
+    def on_output(name: str, out: Tensor) -> None:
+        seen[name, "activation"] = _rms(out)
+        out.register_hook(lambda grad: seen.__setitem__((name, "gradient"), _rms(grad)))
+
+    handles = [
+        module.register_forward_hook(lambda _, __, out, name=name: on_output(name, out))
+        for name, module in model.named_modules()
+        if isinstance(getattr(module, "weight", None), Tensor)
+    ]
+    model(**batch).loss.backward()
+    for handle in handles:
+        handle.remove()
+    model.zero_grad()
+    return seen
+
+
+def _rms(x: Tensor) -> float:
+    data = x.data_part if isinstance(x, ScaledTensor) else x
+    return float(data.detach().double().square().mean().sqrt())
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, batches: Sequence[dict[str, Tensor]]) -> float:
+    model.eval()
+    losses = [model(**batch).loss.item() for batch in batches]
+    model.train()
+    return statistics.fmean(losses)
+
+
+def train(arm: Arm, kind: str, seed: int, size: Size) -> tuple[Curve, nn.Module]:
+    """One run; the learning rate warms up over a tenth of the steps and then decays to zero by a cosine."""
+    model = arm.prepare(start_model(kind, size, seed)).train()
+    optimizer = arm.optimizer(model.parameters(), lr=size.lr, betas=(0.9, 0.95), weight_decay=0.1, **arm.options)
+    schedule = transformers.get_cosine_schedule_with_warmup(optimizer, size.steps // 10, size.steps)
+    scale, guard = make_loss_scale(arm.loss_scale[0], **arm.loss_scale[1]), StepGuard(model) if arm.guarded else None
+    text, generator = byte_tensor("train"), torch.Generator().manual_seed(seed)
+    fixed = torch.Generator().manual_seed(10_000)
+    held_out = [batch_of(kind, byte_tensor("heldout"), 16, size.length, fixed) for _ in range(4)]
+    steps, losses = [], []
+    began = time.perf_counter()
+    with Fp16ThroughFp32(), arm.around():
+        for step in range(1, size.steps + 1):
+            optimizer.zero_grad()
+            loss = model(**batch_of(kind, text, size.batch, size.length, generator)).loss
+            (loss.float() * scale.scale).backward()
+            found_nonfinite = unscale_(model.parameters(), scale.scale)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            if guard is not None:
+                guard.step(optimizer)
+            elif not found_nonfinite:
+                optimizer.step()
+            largest = None if found_nonfinite else largest_gradient(model.parameters())
+            scale.update(found_nonfinite, max_gradient=largest)
+            schedule.step()
+            if step % size.evaluate_every == 0:
+                steps.append(step)
+                losses.append(evaluate(model, held_out))
+    curve = Curve(
+        arm=arm.name,
+        seed=seed,
+        steps=steps,
+        held_out_loss=losses,
+        scales=list(scale.history),
+        skipped=scale.num_skipped,
+        time_s=round(time.perf_counter() - began, 2),
+    )
+    return curve, model
+
+
+def train_all(arms: Sequence[Arm], kind: str, size: Size) -> Iterator[tuple[Curve, nn.Module]]:
+    """Every arm from every seed, with the model it ends at; all arms of a seed share start and batches."""
+    for seed in range(size.seeds):
+        for arm in arms:
+            curve, model = train(arm, kind, seed, size)
+            print(f"{kind}, seed {seed}  {arm.name:36} {curve.held_out_loss[-1]:.4f}", file=sys.stderr, flush=True)
+            yield curve, model
+
+
+def training_table(title: str, curves: Sequence[Curve]) -> str:
+    """Means over seeds at the last step; the excess over the first arm is taken seed by seed, ± its deviation."""
+    by_arm = {arm: [c for c in curves if c.arm == arm] for arm in dict.fromkeys(c.arm for c in curves)}
+    base = next(iter(by_arm.values()))
+    lines = [f"| arithmetic | held-out loss | over {base[0].arm} | steps skipped |", "|---|---|---|---|"]
+    for arm, runs in by_arm.items():
+        excess = [c.held_out_loss[-1] - b.held_out_loss[-1] for c, b in zip(runs, base, strict=True)]
+        spread = statistics.stdev(excess) if len(excess) > 1 else 0.0
+        loss, skipped = statistics.fmean(c.held_out_loss[-1] for c in runs), statistics.fmean(c.skipped for c in runs)
+        lines.append(f"| {arm} | {loss:.4f} | {statistics.fmean(excess):+.4f} ± {spread:.4f} | {skipped:.1f} |")
+    return "\n".join([f"{title}, {len(base)} seeds", "", *lines, ""])
+
+
+def mean_curve(curves: Sequence[Curve], arm: str) -> tuple[list[int], list[float]]:
+    """The steps of an arm and its held-out loss there, averaged over seeds."""
+    runs = [c for c in curves if c.arm == arm]
+    return runs[0].steps, [statistics.fmean(losses) for losses in zip(*(c.held_out_loss for c in runs), strict=True)]
+
+
+def save(out: Path, settings: Mapping[str, Any], raw: Mapping[str, Any], tables: Sequence[str]) -> None:
+    """Write results.json and table.md, and show the tables."""
+    command = " ".join(["python", *sys.argv])
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    report = {"command": command, "versions": versions, "settings": dict(settings), **raw}
+    (out / "results.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    page = "\n".join(tables)
+    (out / "table.md").write_text(page, encoding="utf-8")
+    print(page)

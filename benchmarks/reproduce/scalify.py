@@ -1,0 +1,185 @@
+"""What Scalify claims, in miniature: one command, tables, one figure, the raw figures beside them.
+
+    python benchmarks/reproduce/scalify.py --out benchmarks/results/scalify
+
+1. Gradients in fp16 of a loss that was multiplied by 2^-30 to 2^10, with each set of rescaling places.
+2. Training from scratch: the five rows of the paper's table, and two that it lacks. One separates the two changes that
+   it makes at once between its rows 1 and 2 (fp16 weights; rescaling); the other has no scales at all.
+3. The magnitude of the stored gradients of every module before and after that training: what static scales drift to,
+   and what rescaling keeps.
+
+The paper: Balanca et al. 2024, arXiv 2407.17353. Writes results.json, table.md and figure.png. `--quick` is for trying
+the script: its numbers mean nothing.
+"""
+
+import argparse
+import math
+import statistics
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import torch
+from miniature import (
+    FULL,
+    QUICK,
+    Arm,
+    Curve,
+    Size,
+    draw,
+    gradients,
+    mean_curve,
+    observe,
+    relative_errors,
+    save,
+    start_model,
+    train_all,
+    training_table,
+)
+from torch import nn
+
+from lpconv.scaled import scaled
+
+matplotlib.use("agg")
+from matplotlib import pyplot as plt
+
+POWERS = range(-30, 11, 8)
+PLACES: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "layernorm_grad": ("layernorm_grad",),
+    "layernorm_grad, weight_grad": ("layernorm_grad", "weight_grad"),
+}
+
+
+def scalify(name: str, compute: str, places: str, **options: Any) -> Arm:
+    def prepare(model: nn.Module) -> nn.Module:
+        return scaled(model, method="scalify", compute=compute, carrier=torch.float16, rescale=PLACES[places])
+
+    return Arm(name=name, prepare=prepare, options=options)
+
+
+WEIGHTS_FP16 = {"master": False}
+STATE_FP16 = {"master": False, "state_dtype": torch.float16}
+
+ARMS = [
+    Arm(name="0: fp32", prepare=lambda m: m),
+    scalify("1: fp16, fp32 master weights", "fp16", "none"),
+    scalify("1b: fp16 weights, no rescaling", "fp16", "none", **WEIGHTS_FP16),
+    scalify("2: fp16 weights, rescaling", "fp16", "layernorm_grad", **WEIGHTS_FP16),
+    scalify("3: fp8 products", "fp8", "layernorm_grad", **WEIGHTS_FP16),
+    scalify("4: fp8 products, fp16 state", "fp8", "layernorm_grad, weight_grad", **STATE_FP16),
+    Arm(
+        name="no scales: fp16 weights and state", prepare=lambda m: m.half(), optimizer=torch.optim.AdamW,
+        options={"eps": 2.0**-16},
+    ),
+]  # fmt: skip
+WATCHED = {"1: fp16, fp32 master weights": "static scales", "2: fp16 weights, rescaling": "rescaling"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientError:
+    """Median over parameters of the relative error, for a loss times 2^power."""
+
+    model: str
+    places: str
+    power: int
+    median_error: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """Root mean square of the data of the gradient that reaches one module, before it is rescaled there."""
+
+    scales: str
+    step: int
+    module: str
+    rms: float
+
+
+def gradient_errors(kind: str, size: Size) -> list[GradientError]:
+    batch = draw(kind, size)
+    exact = start_model(kind, size, 0).double()
+    exact(**batch).loss.backward()
+    reference = gradients(exact)
+    found = []
+    for places in PLACES:
+        model = scalify("", "fp16", places).prepare(start_model(kind, size, 0))
+        for power in POWERS:
+            model.zero_grad()
+            (model(**batch).loss.float() * 2.0**power).backward()
+            error = statistics.median(relative_errors(gradients(model, 2.0**power), reference))
+            found.append(GradientError(model=kind, places=places, power=power, median_error=error))
+    return found
+
+
+def stored(model: nn.Module, scales: str, step: int, size: Size) -> list[Stored]:
+    seen = observe(model, draw("llama", size))
+    modules = list(dict.fromkeys(module for module, _ in seen))
+    return [Stored(scales=scales, step=step, module=m, rms=seen[m, "gradient"]) for m in modules]
+
+
+def error_table(found: list[GradientError]) -> str:
+    lines = ["| model | rescaling | " + " | ".join(f"2^{p}" for p in POWERS) + " |", "|---" * (2 + len(POWERS)) + "|"]
+    for model, places in dict.fromkeys((g.model, g.places) for g in found):
+        row = [f"{g.median_error:.2g}" for g in found if (g.model, g.places) == (model, places)]
+        lines.append(f"| {model} | {places} | " + " | ".join(row) + " |")
+    return "\n".join(["Median relative error of the fp16 gradients of a loss times 2^p", "", *lines, ""])
+
+
+def stored_table(found: list[Stored]) -> str:
+    lines = ["| scales | after step | smallest RMS | largest RMS | largest over smallest |", "|---|---|---|---|---|"]
+    for scales, step in dict.fromkeys((s.scales, s.step) for s in found):
+        sizes = [s.rms for s in found if (s.scales, s.step) == (scales, step)]
+        ratio = max(sizes) / min(sizes)
+        lines.append(f"| {scales} | {step} | {min(sizes):.2g} | {max(sizes):.2g} | 2^{math.log2(ratio):.1f} |")
+    return "\n".join(["Magnitudes of stored gradients, modules with a weight", "", *lines, ""])
+
+
+def figure(sizes: list[Stored], curves: list[Curve], path: Path) -> None:
+    _, (left, right) = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
+    for scales, step in dict.fromkeys((s.scales, s.step) for s in sizes):
+        line = [math.log2(s.rms) for s in sizes if (s.scales, s.step) == (scales, step)]
+        left.plot(line, "-" if step else "--", color="C0" if scales == "rescaling" else "C1",
+                  label=f"{scales}, after step {step}")  # fmt: skip
+    left.set(title="stored gradients", xlabel="module, first to last", ylabel="log2 RMS")
+    for arm in ARMS:
+        right.plot(*mean_curve(curves, arm.name), label=arm.name)
+    right.set(title="training, llama", xlabel="step", ylabel="held-out loss, nats per byte")
+    left.legend(fontsize=8)
+    right.legend(fontsize=8)
+    plt.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--quick", action="store_true")
+    args = parser.parse_args()
+    size = QUICK if args.quick else FULL
+    args.out.mkdir(parents=True, exist_ok=True)
+
+    errors = [error for kind in ("llama", "bert") for error in gradient_errors(kind, size)]
+    watched = {arm.name: arm for arm in ARMS if arm.name in WATCHED}
+    sizes = [
+        found
+        for name, scales in WATCHED.items()
+        for found in stored(watched[name].prepare(start_model("llama", size, 0)), scales, 0, size)
+    ]
+    curves = []
+    for curve, model in train_all(ARMS, "llama", size):
+        curves.append(curve)
+        if curve.seed == 0 and curve.arm in WATCHED:
+            sizes += stored(model, WATCHED[curve.arm], size.steps, size)
+    raw = {
+        "gradient_errors": [asdict(e) for e in errors],
+        "stored_gradients": [asdict(s) for s in sizes],
+        "runs": [asdict(c) for c in curves],
+    }
+    tables = [error_table(errors), training_table("Training from scratch, llama", curves), stored_table(sizes)]
+    save(args.out, asdict(size), raw, tables)
+    figure(sizes, curves, args.out / "figure.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""What unit scaling claims, in miniature: one command, tables, one figure, the raw figures beside them.
+
+    python benchmarks/reproduce/unit.py --out benchmarks/results/unit
+
+1. Gradients of a loss that was multiplied by 2^-30 to 2^10, in fp16 and fp8: their error against fp64.
+2. The magnitude of every activation and gradient at initialisation, as they are and as unit scaling stores them.
+3. Training from scratch: fp32, fp16 with and without a loss scale, and unit scaling in fp16 and fp8 without one. fp16
+   and unit fp16 again with a loss 2^20 times smaller, as a mean over many more tokens would make the gradients.
+
+The paper: Blake et al. 2023, arXiv 2303.11257. Writes results.json, table.md and figure.png. `--quick` is for trying
+the script: its numbers mean nothing.
+"""
+
+import argparse
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import matplotlib
+from miniature import (
+    FULL,
+    QUICK,
+    Arm,
+    Curve,
+    Fp16ThroughFp32,
+    Size,
+    amp_fp16,
+    draw,
+    gradients,
+    mean_curve,
+    observe,
+    relative_errors,
+    save,
+    start_model,
+    train_all,
+    training_table,
+)
+from scaled_training import plain_fp8
+from torch import nn
+
+from lpconv.scaled import scaled
+
+matplotlib.use("agg")
+from matplotlib import pyplot as plt
+
+POWERS = range(-30, 11, 4)
+SMALL_LOSS = 2.0**-20
+
+PREPARE: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "fp16": lambda m: m.half(),
+    "unit fp16": lambda m: scaled(m, method="unit", compute="fp16"),
+    "fp8": plain_fp8,
+    "unit fp8": lambda m: scaled(m, method="unit", compute="fp8"),
+}
+
+ARMS = [
+    Arm(name="fp32", prepare=lambda m: m),
+    Arm(name="fp16, no loss scale", prepare=lambda m: m, around=amp_fp16),
+    Arm(name="fp16, loss scale 2^11", prepare=lambda m: m, around=amp_fp16, loss_scale=("constant", {"scale": 2048.0})),
+    Arm(name="unit fp16", prepare=PREPARE["unit fp16"]),
+    Arm(name="unit fp8", prepare=PREPARE["unit fp8"]),
+    Arm(
+        name="fp16, loss times 2^-20", prepare=lambda m: m, around=amp_fp16,
+        loss_scale=("constant", {"scale": SMALL_LOSS}),
+    ),
+    Arm(
+        name="unit fp16, loss times 2^-20", prepare=PREPARE["unit fp16"],
+        loss_scale=("constant", {"scale": SMALL_LOSS}),
+    ),
+]  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientError:
+    """Median over parameters of the relative error, for a loss times 2^power."""
+
+    model: str
+    arithmetic: str
+    power: int
+    median_error: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Magnitude:
+    """Root mean square of what one module hands on, forward or backward, in order of the forward pass."""
+
+    form: str
+    module: str
+    direction: str
+    rms: float
+
+
+def gradient_errors(kind: str, size: Size) -> list[GradientError]:
+    batch = draw(kind, size)
+    exact = start_model(kind, size, 0).double()
+    exact(**batch).loss.backward()
+    reference = gradients(exact)
+    found = []
+    for arithmetic, prepare in PREPARE.items():
+        model = prepare(start_model(kind, size, 0))
+        for power in POWERS:
+            model.zero_grad()
+            with Fp16ThroughFp32():
+                (model(**batch).loss.float() * 2.0**power).backward()
+            error = statistics.median(relative_errors(gradients(model, 2.0**power), reference))
+            found.append(GradientError(model=kind, arithmetic=arithmetic, power=power, median_error=error))
+    return found
+
+
+def magnitudes(kind: str, size: Size) -> list[Magnitude]:
+    """At every module with a weight: the values of the plain model in fp32, and the data of the scaled one."""
+    forms = {"plain": start_model(kind, size, 0), "unit": PREPARE["unit fp16"](start_model(kind, size, 0))}
+    return [
+        Magnitude(form=form, module=module, direction=direction, rms=rms)
+        for form, model in forms.items()
+        for (module, direction), rms in observe(model, draw(kind, size)).items()
+    ]
+
+
+def error_table(found: list[GradientError]) -> str:
+    shown = [p for p in POWERS if p in (-30, -22, -14, -2, 10)]
+    lines = ["| model | arithmetic | " + " | ".join(f"2^{p}" for p in shown) + " |", "|---" * (2 + len(shown)) + "|"]
+    for model, arithmetic in dict.fromkeys((g.model, g.arithmetic) for g in found):
+        by_power = {g.power: g.median_error for g in found if (g.model, g.arithmetic) == (model, arithmetic)}
+        lines.append(f"| {model} | {arithmetic} | " + " | ".join(f"{by_power[p]:.2g}" for p in shown) + " |")
+    return "\n".join(["Median relative error of the gradients of a loss times 2^p; 1: nothing arrived", "", *lines, ""])
+
+
+def magnitude_table(found: list[Magnitude]) -> str:
+    lines = ["| stored values | of | smallest RMS | largest RMS | within 4 times of 1 |", "|---|---|---|---|---|"]
+    for form, direction in dict.fromkeys((m.form, m.direction) for m in found):
+        sizes = [m.rms for m in found if (m.form, m.direction) == (form, direction)]
+        near = sum(0.25 <= s <= 4 for s in sizes) / len(sizes)
+        lines.append(f"| {form} | {direction}s | {min(sizes):.2g} | {max(sizes):.2g} | {near:.0%} |")
+    return "\n".join(["Magnitudes at initialisation, modules with a weight", "", *lines, ""])
+
+
+def figure(errors: list[GradientError], sizes: list[Magnitude], curves: list[Curve], path: Path) -> None:
+    _, (left, middle, right) = plt.subplots(1, 3, figsize=(16, 4.5), layout="constrained")
+    model = errors[0].model
+    for arithmetic in PREPARE:
+        line = [e for e in errors if (e.model, e.arithmetic) == (model, arithmetic)]
+        left.plot([e.power for e in line], [e.median_error for e in line], label=arithmetic)
+    left.set(title=f"gradients, {model}", xlabel="loss times 2^p", ylabel="median relative error", yscale="log")
+    for form, colour in (("plain", "C1"), ("unit", "C0")):
+        for direction, style in (("activation", "-"), ("gradient", "--")):
+            line = [math.log2(s.rms) for s in sizes if (s.form, s.direction) == (form, direction)]
+            label = f"{form}: {direction}s"
+            middle.plot(range(len(line)), line if direction == "activation" else line[::-1], style, color=colour,
+                        label=label)  # fmt: skip
+    middle.axhspan(-24, -14, color="0.85")
+    middle.set(title="RMS at initialisation", xlabel="module, first to last", ylabel="log2 RMS (grey: fp16 subnormal)")
+    for arm in ARMS:
+        right.plot(*mean_curve(curves, arm.name), "--" if "2^-20" in arm.name else "-", label=arm.name)
+    right.set(title="training, llama", xlabel="step", ylabel="held-out loss, nats per byte")
+    for axes in (left, middle, right):
+        axes.legend(fontsize=8)
+    plt.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--quick", action="store_true")
+    args = parser.parse_args()
+    size = QUICK if args.quick else FULL
+    args.out.mkdir(parents=True, exist_ok=True)
+
+    errors = [error for kind in ("llama", "bert") for error in gradient_errors(kind, size)]
+    sizes = magnitudes("llama", size)
+    curves = [curve for curve, _ in train_all(ARMS, "llama", size)]
+    raw = {
+        "gradient_errors": [asdict(e) for e in errors],
+        "magnitudes": [asdict(s) for s in sizes],
+        "runs": [asdict(c) for c in curves],
+    }
+    tables = [error_table(errors), magnitude_table(sizes), training_table("Training from scratch, llama", curves)]
+    save(args.out, asdict(size), raw, tables)
+    figure(errors, sizes, curves, args.out / "figure.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""Where an optimizer's step means to take each weight: the same step in fp32, from what is stored and the gradient."""
+
+import copy
+from collections import OrderedDict, defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lpconv.errors import UnsupportedError
+from lpconv.optim.base import LowPrecisionOptimizer
+from lpconv.optim.kernel import STEPS, apply_rule
+from lpconv.optim.storage import load, total
+from lpconv.scaled.tensor import ScaledTensor
+
+__all__ = ["intended_updates", "kept_value"]
+
+
+@torch.no_grad()
+def kept_value(optimizer: Optimizer, p: Tensor) -> Tensor:
+    """All that is kept of a weight, as a new fp32 tensor: low parts, compensations and master copies included."""
+    if isinstance(p, DTensor):
+        raise UnsupportedError("sharded parameters cannot be followed", hint="measure on one process, without FSDP")
+    if isinstance(optimizer, LowPrecisionOptimizer):
+        return total(optimizer.storages(p)[0], optimizer.parts(p)[0]).clone()
+    master = optimizer.state[p].get("master") if p in optimizer.state else None
+    if isinstance(p, ScaledTensor):
+        return p.dequantize() if master is None else master * p.scale
+    return (p if master is None else master).detach().float().clone()
+
+
+@torch.no_grad()
+def intended_updates(optimizer: Optimizer) -> dict[Tensor, Tensor]:
+    """The fp32 change that the next step means to make to each parameter that has a gradient; changes nothing.
+
+    Call it where `optimizer.step()` would come: gradients unscaled and clipped. For lpconv's optimizers the rule is
+    applied to the stored parts. Any other is copied, with its parameters, gradients and state in fp32, and the copy
+    takes the step; it must keep its state in tensors of the parameter's shape or smaller, as those of torch do.
+    """
+    if isinstance(optimizer, LowPrecisionOptimizer):
+        return {
+            p: _by_rule(optimizer, group, p)
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        }
+    return _by_copy(optimizer)
+
+
+def _by_rule(optimizer: LowPrecisionOptimizer, group: dict[str, Any], p: Tensor) -> Tensor:
+    assert p.grad is not None
+    rule, storages, parts = optimizer.settings.rule, optimizer.storages(p), optimizer.parts(p)
+    step = int(optimizer.state[p]["step"]) + 1
+    coefficients = STEPS[rule.name].coefficients(group, step)
+    scalars = torch.tensor(coefficients, dtype=torch.float32, device=p.device).unbind()
+    return apply_rule(rule, storages, parts, p.grad, scalars)[0] - load(storages[0], parts[0])
+
+
+def _by_copy(optimizer: Optimizer) -> dict[Tensor, Tensor]:
+    twins = {p: _twin(optimizer, p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
+    starts = {p: twin.detach().clone() for p, twin in twins.items()}
+    shadow = object.__new__(type(optimizer))
+    # Not `step`, which a learning-rate scheduler wraps on the instance, and no hooks: nobody is to hear of this step.
+    shadow.__dict__ = {name: value for name, value in vars(optimizer).items() if name != "step"}
+    shadow._optimizer_step_pre_hooks, shadow._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    shadow.param_groups = [
+        {**group, "params": [twins[p] for p in group["params"] if p in twins]} for group in optimizer.param_groups
+    ]
+    shadow.state = defaultdict(dict, {twins[p]: _wide(optimizer.state[p]) for p in twins if p in optimizer.state})
+    shadow.step()
+    return {p: twin.detach() - starts[p] for p, twin in twins.items()}
+
+
+def _twin(optimizer: Optimizer, p: Tensor) -> Tensor:
+    """The weight as a plain fp32 parameter with a plain fp32 gradient."""
+    twin = torch.nn.Parameter(kept_value(optimizer, p))
+    assert p.grad is not None
+    twin.grad = p.grad.dequantize() if isinstance(p.grad, ScaledTensor) else p.grad.detach().float().clone()
+    return twin
+
+
+def _wide(state: dict[str, Any]) -> dict[str, Any]:
+    """A copy with 16-bit tensors in fp32, without the master copy that the twin already is."""
+    narrow = (torch.bfloat16, torch.float16)
+    return {
+        name: value.float() if isinstance(value, Tensor) and value.dtype in narrow else copy.deepcopy(value)
+        for name, value in state.items()
+        if name != "master"
+    }
