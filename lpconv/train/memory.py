@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import psutil
 import torch
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.profiler import ProfilerActivity, profile
 
 from lpconv.errors import ResourceError
+from lpconv.machine import available_memory
 from lpconv.report.numbers import size_text
 from lpconv.results import PeakMemory
 from lpconv.scaled import ScaledTensor
@@ -39,7 +39,7 @@ def available_bytes(limit: int | None) -> int:
         return limit
     if torch.cuda.is_available():
         return int(torch.cuda.mem_get_info()[0])
-    return int(psutil.virtual_memory().available)
+    return available_memory()
 
 
 def weight_bytes(num_parameters: int, arithmetic: Arithmetic) -> int:
