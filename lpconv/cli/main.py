@@ -1,5 +1,6 @@
 """The `lpconv` command. Starting it, and every `--help`, imports neither torch nor transformers."""
 
+import os
 from typing import Annotated
 
 import typer
@@ -20,6 +21,9 @@ from lpconv.cli.restore import restore
 from lpconv.cli.verify import verify
 
 __all__ = ["app", "main", "run"]
+
+# torch reads it when it is imported; its profiler, which measures memory, would write its stages to stderr.
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
 app = typer.Typer(
     name="lpconv",
