@@ -27,7 +27,6 @@ from miniature import (
     FULL,
     QUICK,
     Arm,
-    Fp16ThroughFp32,
     Size,
     amp_fp16,
     draw,
@@ -38,6 +37,7 @@ from miniature import (
 )
 from torch import Tensor, nn
 
+from lpconv.kernels.half import HalfProducts
 from lpconv.loss_scale import largest_gradient, make_loss_scale, unscale_
 from lpconv.scaled import AdamW, AdaptiveOptions, StepGuard, loss_scales, scaled
 
@@ -157,12 +157,12 @@ def sweep(name: str, make: Callable[[], tuple[nn.Module, Callable[[nn.Module], T
     found = []
     for power in POWERS:
         model, loss = make()
-        with Fp16ThroughFp32(), amp_fp16():
+        with HalfProducts(), amp_fp16():
             (loss(model) * 2.0**power).backward()
         found.append(compare(name, f"constant 2^{power}", power, gradients(model, 2.0**power), reference, 2.0**power))
     for scale, options in ADAPTIVE.items():
         model = scaled(make()[0], method="adaptive", compute="fp16", adaptive=options)
-        with Fp16ThroughFp32():
+        with HalfProducts():
             loss(model).backward()
         largest = max(s for s, _ in loss_scales(model).values())
         found.append(compare(name, scale, None, gradients(model), reference, largest))
@@ -199,7 +199,7 @@ def train_tasks(arm: Arm, seed: int, steps: int) -> TaskRun:
             found: tuple[Tensor, ...] = model(x, targets)
         return found
 
-    with Fp16ThroughFp32():
+    with HalfProducts():
         start = [loss.item() for loss in losses()]
         for _ in range(steps):
             optimizer.zero_grad()

@@ -15,16 +15,15 @@ import torch
 import transformers
 from scaled_training import build
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lpconv.data import demo_text
+from lpconv.kernels.half import HalfProducts
 from lpconv.loss_scale import largest_gradient, make_loss_scale, unscale_
 from lpconv.scaled import AdamW, ScaledTensor, StepGuard
 
 __all__ = [
     "Arm",
     "Curve",
-    "Fp16ThroughFp32",
     "Size",
     "amp_fp16",
     "batch_of",
@@ -41,24 +40,6 @@ __all__ = [
     "train_all",
     "training_table",
 ]
-
-
-_aten = torch.ops.aten
-_PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default}
-
-
-class Fp16ThroughFp32(TorchDispatchMode):
-    """fp16 products of plain tensors computed in fp32 and rounded once, as a GPU does; a CPU's own are 50 times slower.
-
-    Scaled tensors do so by themselves, and must be left to: a cast here would take away their scale.
-    """
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        plain = func in _PRODUCTS and not any(isinstance(a, ScaledTensor) for a in args)
-        if plain and args[0].dtype == torch.float16:
-            return func(*(a.float() if isinstance(a, Tensor) else a for a in args), **kwargs).half()
-        return func(*args, **kwargs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,7 +181,7 @@ def train(arm: Arm, kind: str, seed: int, size: Size) -> tuple[Curve, nn.Module]
     held_out = [batch_of(kind, byte_tensor("heldout"), 16, size.length, fixed) for _ in range(4)]
     steps, losses = [], []
     began = time.perf_counter()
-    with Fp16ThroughFp32(), arm.around():
+    with HalfProducts(), arm.around():
         for step in range(1, size.steps + 1):
             optimizer.zero_grad()
             loss = model(**batch_of(kind, text, size.batch, size.length, generator)).loss

@@ -27,25 +27,11 @@ from typing import Any
 import torch
 import transformers as hf
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lpconv.data import demo_text
+from lpconv.kernels.half import HalfProducts
 from lpconv.kernels.linear import linear
-from lpconv.scaled import AdamW, ScaledTensor, StepGuard, fallbacks, scaled, scaling_of
-
-aten = torch.ops.aten
-GEMMS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
-
-
-class Fp16ThroughFp32(TorchDispatchMode):
-    """fp16 matrix products computed in fp32 and rounded once, as a GPU does; a CPU's own are 50 times slower."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        plain = not any(isinstance(a, ScaledTensor) for a in args)  # scaled tensors do this themselves
-        if func in GEMMS and plain and args[0].dtype == torch.float16 and args[0].device.type == "cpu":
-            return func(*(a.float() if isinstance(a, Tensor) else a for a in args), **kwargs).half()
-        return func(*args, **kwargs)
+from lpconv.scaled import AdamW, StepGuard, fallbacks, scaled, scaling_of
 
 
 class PlainFp8Linear(nn.Linear):
@@ -145,7 +131,7 @@ def train(name: str, key: str, start: nn.Module, parts: int, seed: int, options:
     batches, evaluation = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(10_000)
     held = [batch_of(held_text, name, options, evaluation) for _ in range(options.eval_batches)]
     curve = []
-    with Fp16ThroughFp32():
+    with HalfProducts():
         for step in range(options.steps):
             optimizer.zero_grad()
             loss = model(**batch_of(text, name, options, batches)).loss

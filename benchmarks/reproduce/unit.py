@@ -24,7 +24,6 @@ from miniature import (
     QUICK,
     Arm,
     Curve,
-    Fp16ThroughFp32,
     Size,
     amp_fp16,
     draw,
@@ -40,6 +39,7 @@ from miniature import (
 from scaled_training import plain_fp8
 from torch import nn
 
+from lpconv.kernels.half import HalfProducts
 from lpconv.scaled import scaled
 
 matplotlib.use("agg")
@@ -102,7 +102,7 @@ def gradient_errors(kind: str, size: Size) -> list[GradientError]:
         model = prepare(start_model(kind, size, 0))
         for power in POWERS:
             model.zero_grad()
-            with Fp16ThroughFp32():
+            with HalfProducts():
                 (model(**batch).loss.float() * 2.0**power).backward()
             error = statistics.median(relative_errors(gradients(model, 2.0**power), reference))
             found.append(GradientError(model=kind, arithmetic=arithmetic, power=power, median_error=error))

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 __all__ = ["HalfProducts"]
 
@@ -15,14 +15,21 @@ _PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm
 class HalfProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch
     """Inside, a CPU's float16 matrix products are computed in float32 and rounded once, as a GPU does.
 
-    torch's own are ten and more times slower (see `kernels.matmul`). Products on other devices, and in other dtypes,
-    are left alone. Covers the backward pass too, where that runs inside.
+    torch's own are ten and more times slower (see `kernels.matmul`). Products on other devices and in other dtypes are
+    left alone, and so are tensor subclasses: a scaled tensor does this by itself, and a cast here would take away its
+    scale. Covers the backward pass too, where that runs inside.
     """
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _PRODUCTS and args[0].dtype == torch.float16 and args[0].device.type == "cpu":
+        if func in _PRODUCTS and all(map(_is_plain_half, args)):
             return func(*(a.float() if isinstance(a, Tensor) else a for a in args), **kwargs).half()
         return func(*args, **kwargs)
+
+
+def _is_plain_half(x: Any) -> bool:
+    if not isinstance(x, Tensor):
+        return True
+    return x.dtype == torch.float16 and x.device.type == "cpu" and not is_traceable_wrapper_subclass(x)
