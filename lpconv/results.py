@@ -673,6 +673,40 @@ class PeakMemory:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LayerChange:
+    """What one layer did to the loss; negative helped. `rounding` is the part of `change` that rounding caused.
+
+    `helped` is the share of its moved elements that lowered the loss, None where none moved.
+    """
+
+    layer: str
+    change: float
+    rounding: float
+    helped: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossAllocation:
+    """The change of the loss on the first `num_batches` held-out batches, allotted to layers (`lpconv.probe.lca`).
+
+    It covers the steps from `first_step` to `last_step`. `change` is what was allotted and `rounding` the part that
+    rounding caused; `rounding_share` is what rounding took of the intended change, None where nothing was intended.
+    `closure_error` is the distance of `change` from the true change, over the true change.
+    """
+
+    first_step: int
+    last_step: int
+    num_batches: int
+    loss_before: float
+    loss_after: float
+    change: float
+    rounding: float
+    rounding_share: float | None
+    closure_error: float
+    layers: tuple[LayerChange, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class NonfiniteRecord:
     """The first value that was Inf or NaN: at which step, in which layer, forward or backward, what was done."""
 
@@ -711,6 +745,7 @@ class RunRecord:
     updates: tuple[UpdateQuality, ...] = ()
     memory: PeakMemory | None = None
     first_nonfinite: NonfiniteRecord | None = None
+    loss_allocation: LossAllocation | None = None
     fallbacks: dict[str, int] = field(default_factory=dict)
 
 
@@ -763,6 +798,8 @@ class FinetuneResult:
 __all__ += [
     "FinetuneResult",
     "GapRecord",
+    "LayerChange",
+    "LossAllocation",
     "NonfiniteRecord",
     "PeakMemory",
     "RunRecord",

@@ -158,6 +158,10 @@ def finetune(
             rich_help_panel=_CHECK,
         ),
     ] = None,
+    lca: Annotated[
+        bool,
+        typer.Option("--lca", help="Loss change by layer, and what rounding took of it.", rich_help_panel=_CHECK),
+    ] = False,
     revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit on the hub.")] = None,
     output: Output = None,
     resume: Resume = False,
@@ -208,6 +212,7 @@ def finetune(
         eval_batches=eval_batches,
         save_every=save_every,
         track_every=track_every,
+        lca=lca,
         save=save,
         log_to=tuple(log_to or ()),
         compile=compile,

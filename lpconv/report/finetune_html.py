@@ -10,6 +10,7 @@ from lpconv.report.finetune_words import (
     diagnostics,
     figure_text,
     gap_rows,
+    layer_rows,
     main_run,
     noise_text,
     title,
@@ -43,6 +44,7 @@ def html_finetune(result: FinetuneResult) -> str:
             heat=loss_heatmap(result),
             worst=worst_tracked(result),
             diagnostics=diagnostics(result),
+            layers=layer_rows(result),
             memory=main_run(result).memory,
             role_words=ROLE_WORDS,
         )

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from lpconv.report.finetune_words import diagnostics, gap_rows, main_run, title, verdict, worst_tracked
+from lpconv.report.finetune_words import diagnostics, gap_rows, layer_rows, main_run, title, verdict, worst_tracked
 from lpconv.report.layout import facts_grid, heading, note_list, section, table_of
 from lpconv.report.numbers import share_text, size_text
 from lpconv.report.printable import printable_record
@@ -28,6 +28,7 @@ def render_finetune(result: FinetuneResult) -> RenderableType:
         *_gaps(result),
         *note_list("On the way", diagnostics(result)),
         *note_list("Where most was lost", worst_tracked(result)),
+        *_layers(result),
         *_memory(result),
         *note_list("Warnings", result.warnings),
     )
@@ -40,6 +41,16 @@ def _gaps(result: FinetuneResult) -> tuple[RenderableType, ...]:
     for row in gap_rows(result):
         table.add_row(*map(Text, row))
     return section("After the last step, mean over seeds", table)
+
+
+def _layers(result: FinetuneResult) -> tuple[RenderableType, ...]:
+    rows = layer_rows(result)
+    if not rows:
+        return ()
+    table = table_of("Layer", "Loss change", "By rounding", "Weights that helped")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return section("Loss change by layer; negative helped", table)
 
 
 def _memory(result: FinetuneResult) -> tuple[RenderableType, ...]:

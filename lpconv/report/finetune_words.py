@@ -3,7 +3,7 @@
 import math
 
 from lpconv.report.numbers import MISSING, duration_text, plural, scale_text, share_text
-from lpconv.results import FinetuneResult, GapRecord, RunRecord
+from lpconv.results import FinetuneResult, GapRecord, LossAllocation, RunRecord
 
 __all__ = [
     "METRIC_WORDS",
@@ -11,6 +11,7 @@ __all__ = [
     "diagnostics",
     "figure_text",
     "gap_rows",
+    "layer_rows",
     "main_run",
     "noise_text",
     "title",
@@ -120,7 +121,27 @@ def diagnostics(result: FinetuneResult) -> tuple[str, ...]:
             f"{share_text(last.edq_weights, 1)} the 16-bit weights (EDQ); {share_text(last.lost, 1)} of its changes "
             f"were lost"
         )
+    if run.loss_allocation is not None:
+        found.append(_allocation_text(run.loss_allocation))
     return tuple(found)
+
+
+def _allocation_text(a: LossAllocation) -> str:
+    share = MISSING if a.rounding_share is None else f"{round(100 * a.rounding_share, 1) + 0.0:.1f} %"  # no -0.0
+    return (
+        f"steps {a.first_step} to {a.last_step} changed the loss on the first held-out batches ({a.num_batches}) "
+        f"by {a.loss_after - a.loss_before:+.2e} to {a.loss_after:.5g}; rounding took {share} of the intended change; "
+        f"the change allotted to layers misses the true one by {share_text(a.closure_error, 1)} (closure error)"
+    )
+
+
+def layer_rows(result: FinetuneResult) -> tuple[tuple[str, str, str, str], ...]:
+    """Layer, its change of the loss, the part that rounding caused, and the share of moved weights that lowered it."""
+    allocation = main_run(result).loss_allocation
+    return tuple(
+        (a.layer, f"{a.change:+.2e}", f"{a.rounding:+.2e}", MISSING if a.helped is None else share_text(a.helped, 1))
+        for a in (allocation.layers if allocation is not None else ())
+    )
 
 
 def _twin_time(result: FinetuneResult) -> str:

@@ -10,6 +10,7 @@ from transformers import TrainerCallback
 from lpconv.optim.base import LowPrecisionOptimizer
 from lpconv.optim.diagnostics import combine
 from lpconv.results import to_json
+from lpconv.train.allot import LossWatch
 from lpconv.train.memory import StepMemory
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.records import Metrics
@@ -36,17 +37,23 @@ class Timetable(TrainerCallback):  # type: ignore[misc]  # transformers is untyp
 
 
 class Recorder(TrainerCallback):  # type: ignore[misc]
-    """Writes a row per step, watches and measures the steps that are due, and tells how far the run is."""
+    """Writes a row per step, watches and measures the steps that are due, and tells how far the run is.
+
+    The time of a step is without that of its loss change allocation.
+    """
 
     def __init__(
         self,
         metrics: Metrics,
         watch: Watch,
         memory: StepMemory | None,
+        loss_watch: LossWatch | None,
         trainer: Callable[[], LowPrecisionTrainer],
         tell: StepEvents,
     ) -> None:
         self.metrics, self.watch, self.memory, self.trainer, self.tell = metrics, watch, memory, trainer, tell
+        self.loss_watch = loss_watch
+        self.allotted: dict[str, Any] = {}
         self.started_s = 0.0
         self.is_measured = False
 
@@ -60,10 +67,16 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.memory is not None:
             self.memory.end()
+        if self.loss_watch is not None:
+            self.loss_watch.before_step(_unwrapped(self.trainer().optimizer))
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.loss_watch is not None:
+            self.allotted = {"lca": self.loss_watch.after_step(state.global_step + 1)}
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer = self.trainer()
-        time_s = time.perf_counter() - self.started_s
+        time_s = time.perf_counter() - self.started_s - (self.loss_watch.seconds if self.loss_watch else 0.0)
         tracked = self.watch.end()
         last = trainer.last
         row: dict[str, Any] = {
@@ -79,7 +92,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
             row["tracked"] = tracked
         if self.is_measured:
             row["memory"] = to_json(self.memory.record) if self.memory is not None else None
-        self.metrics.begin(row | _updates(trainer.optimizer, state.global_step))
+        self.metrics.begin(row | _updates(trainer.optimizer, state.global_step) | self.allotted)
         self.tell(state.global_step, last["loss"])
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:

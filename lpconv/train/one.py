@@ -17,6 +17,7 @@ from lpconv.hf.quiet import quiet_transformers
 from lpconv.kernels.half import HalfProducts
 from lpconv.results import PeakMemory, RunRecord, UpdateQuality, from_json
 from lpconv.scaled import fallbacks, saved_bytes, scaling_of
+from lpconv.train.allot import NUM_COPIES, PROBE_BATCHES, LossWatch, loss_allocation
 from lpconv.train.callbacks import Recorder, Timetable
 from lpconv.train.examples import Collator, Examples, Stream
 from lpconv.train.memory import StepMemory, check_room, explained, weight_bytes
@@ -80,7 +81,10 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Which run of a job: its role, seed and arithmetic, where its files go, and what is recorded of its values."""
+    """Which run of a job: its role, seed and arithmetic, where its files go, and what is recorded of its values.
+
+    `lca` says that the loss change of its steps is allotted to layers.
+    """
 
     role: str
     seed: int
@@ -89,6 +93,7 @@ class Work:
     metrics: Path
     track_every: int
     rate: Callable[[Any], Rate]
+    lca: bool = False
 
     @property
     def words(self) -> str:
@@ -124,6 +129,7 @@ def train_one(job: Job, work: Work, telling: Telling) -> Finished:
         metrics = Metrics(work.metrics if arguments.process_index == 0 else None, step=done)
         watch = Watch(model, work.track_every, work.rate(model))
         memory = None if job.options.compile else StepMemory(model)
+        loss_watch = _loss_watch(job, work, prepared.model) if work.lca else None
         trainer = LowPrecisionTrainer(
             prepared,
             seed=work.seed,
@@ -137,7 +143,7 @@ def train_one(job: Job, work: Work, telling: Telling) -> Finished:
         )
         trainer.remove_callback(PrinterCallback)
         trainer.add_callback(Timetable(job.options, lambda: trainer))
-        trainer.add_callback(Recorder(metrics, watch, memory, lambda: trainer, telling.step))
+        trainer.add_callback(Recorder(metrics, watch, memory, loss_watch, lambda: trainer, telling.step))
         telling.begin(work.words, job.options.steps, done)
         is_half = work.arithmetic.precision == "fp16" and arguments.device.type == "cpu"
         half = HalfProducts() if is_half else nullcontext()  # type: ignore[no-untyped-call]  # untyped in torch
@@ -201,12 +207,26 @@ def _check_memory(job: Job, work: Work, model: Any) -> dict[str, int]:
     """
     parameters = sum(p.numel() for p in model.parameters())
     needed = {"weights, gradients and optimizer": weight_bytes(parameters, work.arithmetic)}
+    if work.lca:
+        needed["loss change allocation"] = 4 * NUM_COPIES * parameters
     check_room(needed, job.options.max_memory)
     batch = Collator(pad_id=job.pad_id)([job.stream(work.seed, held_out=False)[0]])
     share = job.options.batch_size // num_processes()
     needed["activations"] = saved_bytes(model, {k: v.to(model.device) for k, v in batch.items()}) * share
     check_room(needed, job.options.max_memory)
     return needed
+
+
+def _loss_watch(job: Job, work: Work, model: Any) -> LossWatch:
+    twin, _ = open_for(job.task, job.directory, seed=work.seed, num_labels=job.num_labels)
+    if twin.config.pad_token_id is None:
+        twin.config.pad_token_id = job.pad_id
+    stream, size = job.stream(work.seed, held_out=True), job.options.batch_size
+    starts = range(0, min(len(stream), PROBE_BATCHES * size), size)
+    batches = [[stream[i] for i in range(s, min(s + size, len(stream)))] for s in starts]
+    collate = Collator(pad_id=job.pad_id)
+    on_device = [{k: v.to(model.device) for k, v in collate(batch).items()} for batch in batches]
+    return LossWatch(model, twin.to(model.device), on_device)
 
 
 def _predicted(logits: Any, labels: Any) -> Any:
@@ -238,5 +258,6 @@ def _record(work: Work, metrics: Metrics, watch: Watch, trainer: LowPrecisionTra
         updates=updates,
         memory=next((from_json(PeakMemory, r["memory"]) for r in metrics.rows if r.get("memory")), None),
         first_nonfinite=trainer.first_nonfinite,
+        loss_allocation=loss_allocation(metrics.rows),
         fallbacks=dict(fallbacks(model)) if scaling_of(model) else {},
     )

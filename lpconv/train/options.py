@@ -24,6 +24,7 @@ class FinetuneOptions:
     `seq_len` tokens. `seeds` runs begin at `seed`. `warmup` is a share of the steps. Every `eval_every`-th step is
     evaluated on `eval_batches` batches at most, every `save_every`-th saved, every `track_every`-th recorded, by
     default a quarter, a fifth and a tenth of the steps (at least 5); 0 is never (the last step is always evaluated).
+    `lca` allots the loss change of every step of the first run to its layers.
     """
 
     arithmetic: Arithmetic
@@ -48,6 +49,7 @@ class FinetuneOptions:
     eval_batches: int = 16
     save_every: int | None = None
     track_every: int | None = None
+    lca: bool = False
     save: str = "converted"
     log_to: tuple[str, ...] = ()
     compile: bool = False

@@ -23,6 +23,7 @@ from lpconv.report.document import json_text
 from lpconv.report.finetune_card import finetune_card
 from lpconv.report.finetune_html import html_finetune
 from lpconv.results import FinetuneResult, RunRecord, to_json
+from lpconv.train.allot import why_not_allotted
 from lpconv.train.compare import gaps
 from lpconv.train.examples import classification, packed, sequence_pairs, special_tokens
 from lpconv.train.folder import REPORT, begin_folder, remove_checkpoints, run_folder
@@ -60,6 +61,7 @@ def finetune(
     started = time.perf_counter()
     told: Telling = telling or Untold()
     check_options(options)
+    _check_lca(options)
     datasets.disable_progress_bars()
     source = resolve(model, revision=options.revision)
     job = _job(source.directory, options)
@@ -151,9 +153,23 @@ def _check_weights(directory: Path, options: FinetuneOptions) -> None:
     check_room({"weights, gradients and optimizer": weight_bytes(count, options.arithmetic)}, options.max_memory)
 
 
+def _check_lca(options: FinetuneOptions) -> None:
+    reason = why_not_allotted(options.arithmetic)
+    if options.lca and reason is not None:
+        raise UnsupportedError(
+            f"--lca with recipe `{options.arithmetic.name}`: {reason}",
+            hint="leave --lca out, or choose --optimizer adamw",
+        )
+
+
 def _check_processes(options: FinetuneOptions) -> None:
     if num_processes() == 1:
         return
+    if options.lca:
+        raise UnsupportedError(
+            f"--lca on {num_processes()} processes: each would measure the same steps on a copy of its own",
+            hint="measure on one process",
+        )
     if options.arithmetic.is_scaled or options.arithmetic.loss_scale == "adaptive":
         raise UnsupportedError(
             f"recipe `{options.arithmetic.name}` on {num_processes()} processes: torch averages plain gradients, and "
@@ -207,6 +223,7 @@ def _works(job: Job, output: Path, seed: int, done: Sequence[RunRecord]) -> Sequ
             metrics=output / "metrics.jsonl" if role == "run" and is_first else folder / "metrics.jsonl",
             track_every=every if tracked and is_first else 0,
             rate=rate,
+            lca=options.lca and role == "run" and is_first,
         )
 
     def scale_at(step: int) -> int:
