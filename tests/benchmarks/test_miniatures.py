@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("matplotlib", reason="figures need the [peers] extra")
+
 ROOT = Path(__file__).parents[2]
 
 
