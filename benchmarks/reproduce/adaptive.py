@@ -13,7 +13,6 @@ The paper: Zhao, Vogel, Ahmed 2019, arXiv 1910.12385. Writes results.json, table
 trying the script: its numbers mean nothing.
 """
 
-import argparse
 import math
 import sys
 from collections.abc import Callable, Mapping
@@ -24,13 +23,13 @@ from typing import Any
 import matplotlib
 import torch
 from miniature import (
-    FULL,
     QUICK,
     Arm,
     Size,
     amp_fp16,
     draw,
     gradients,
+    read_arguments,
     relative_errors,
     save,
     start_model,
@@ -267,12 +266,7 @@ def figure(swept: list[Sweep], runs: list[TaskRun], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--quick", action="store_true")
-    args = parser.parse_args()
-    size = QUICK if args.quick else FULL
-    args.out.mkdir(parents=True, exist_ok=True)
+    out, size = read_arguments(__doc__)
 
     swept = {
         "24 sigmoid layers": sweep("24 sigmoid layers", sigmoid_net),
@@ -282,7 +276,7 @@ def main() -> None:
     runs = []
     for seed in range(size.seeds):
         for arm in ARMS:
-            runs.append(train_tasks(arm, seed, 30 if args.quick else TASK_STEPS))
+            runs.append(train_tasks(arm, seed, 30 if size is QUICK else TASK_STEPS))
             print(f"tasks, seed {seed}  {arm.name}", runs[-1].remaining, file=sys.stderr, flush=True)
     every = [s for found in swept.values() for s in found]
     raw = {
@@ -290,8 +284,8 @@ def main() -> None:
         "tasks": [asdict(r) for r in runs],
     }
     tables = [*(sweep_table(name, found) for name, found in swept.items()), task_table(runs)]
-    save(args.out, asdict(size) | {"task_steps": TASK_STEPS}, raw, tables)
-    figure(every, runs, args.out / "figure.png")
+    save(out, asdict(size) | {"task_steps": TASK_STEPS}, raw, tables)
+    figure(every, runs, out / "figure.png")
 
 
 if __name__ == "__main__":

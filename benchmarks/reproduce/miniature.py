@@ -1,6 +1,7 @@
 """What the miniature reproductions share: small language models on the plays that ship with lpconv, trained in some
 arithmetic from one start, and the files that a reproduction leaves."""
 
+import argparse
 import json
 import statistics
 import sys
@@ -33,6 +34,7 @@ __all__ = [
     "gradients",
     "mean_curve",
     "observe",
+    "read_arguments",
     "relative_errors",
     "save",
     "start_model",
@@ -236,6 +238,16 @@ def mean_curve(curves: Sequence[Curve], arm: str) -> tuple[list[int], list[float
     """The steps of an arm and its held-out loss there, averaged over seeds."""
     runs = [c for c in curves if c.arm == arm]
     return runs[0].steps, [statistics.fmean(losses) for losses in zip(*(c.held_out_loss for c in runs), strict=True)]
+
+
+def read_arguments(doc: str | None) -> tuple[Path, Size]:
+    """The folder for the results, made if need be, and the size of a reproduction that says `doc` of itself."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--quick", action="store_true")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    return args.out, QUICK if args.quick else FULL
 
 
 def save(out: Path, settings: Mapping[str, Any], raw: Mapping[str, Any], tables: Sequence[str]) -> None:

@@ -12,7 +12,6 @@ The paper: Balanca et al. 2024, arXiv 2407.17353. Writes results.json, table.md 
 the script: its numbers mean nothing.
 """
 
-import argparse
 import math
 import statistics
 from dataclasses import asdict, dataclass
@@ -22,8 +21,6 @@ from typing import Any
 import matplotlib
 import torch
 from miniature import (
-    FULL,
-    QUICK,
     Arm,
     Curve,
     Size,
@@ -31,6 +28,7 @@ from miniature import (
     gradients,
     mean_curve,
     observe,
+    read_arguments,
     relative_errors,
     save,
     start_model,
@@ -152,12 +150,7 @@ def figure(sizes: list[Stored], curves: list[Curve], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--quick", action="store_true")
-    args = parser.parse_args()
-    size = QUICK if args.quick else FULL
-    args.out.mkdir(parents=True, exist_ok=True)
+    out, size = read_arguments(__doc__)
 
     errors = [error for kind in ("llama", "bert") for error in gradient_errors(kind, size)]
     watched = {arm.name: arm for arm in ARMS if arm.name in WATCHED}
@@ -177,8 +170,8 @@ def main() -> None:
         "runs": [asdict(c) for c in curves],
     }
     tables = [error_table(errors), training_table("Training from scratch, llama", curves), stored_table(sizes)]
-    save(args.out, asdict(size), raw, tables)
-    figure(sizes, curves, args.out / "figure.png")
+    save(out, asdict(size), raw, tables)
+    figure(sizes, curves, out / "figure.png")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ The paper: Blake et al. 2023, arXiv 2303.11257. Writes results.json, table.md an
 the script: its numbers mean nothing.
 """
 
-import argparse
 import math
 import statistics
 from collections.abc import Callable
@@ -20,8 +19,6 @@ from pathlib import Path
 
 import matplotlib
 from miniature import (
-    FULL,
-    QUICK,
     Arm,
     Curve,
     Size,
@@ -30,6 +27,7 @@ from miniature import (
     gradients,
     mean_curve,
     observe,
+    read_arguments,
     relative_errors,
     save,
     start_model,
@@ -161,12 +159,7 @@ def figure(errors: list[GradientError], sizes: list[Magnitude], curves: list[Cur
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--quick", action="store_true")
-    args = parser.parse_args()
-    size = QUICK if args.quick else FULL
-    args.out.mkdir(parents=True, exist_ok=True)
+    out, size = read_arguments(__doc__)
 
     errors = [error for kind in ("llama", "bert") for error in gradient_errors(kind, size)]
     sizes = magnitudes("llama", size)
@@ -177,8 +170,8 @@ def main() -> None:
         "runs": [asdict(c) for c in curves],
     }
     tables = [error_table(errors), magnitude_table(sizes), training_table("Training from scratch, llama", curves)]
-    save(args.out, asdict(size), raw, tables)
-    figure(errors, sizes, curves, args.out / "figure.png")
+    save(out, asdict(size), raw, tables)
+    figure(errors, sizes, curves, out / "figure.png")
 
 
 if __name__ == "__main__":

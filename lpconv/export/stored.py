@@ -15,6 +15,7 @@ from lpconv.checkpoint.compressed import is_ours, quantized_by
 from lpconv.checkpoint.contents import Contents
 from lpconv.checkpoint.residual import read_residual
 from lpconv.checkpoint.source import Source, open_source, read_tensor
+from lpconv.convert.plan import SCALE_SUFFIX
 from lpconv.errors import InputError, UnsupportedError
 from lpconv.mcf.split import FP16_RESIDUAL_SCALE, RESIDUALS
 
@@ -23,7 +24,6 @@ __all__ = ["FLOAT8", "Component", "StoredWeight", "check_exportable", "has_fp8",
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, *FLOAT8)
 _FLOAT8_DTYPES = {"F8_E4M3", "F8_E5M2"}
-_SCALE = "_scale"
 # What the low component of each residual form is multiplied by; the integer forms are bit patterns, no summands.
 _RESIDUAL_SCALES = {"bf16": 1.0, "fp16": 1 / FP16_RESIDUAL_SCALE}
 
@@ -104,7 +104,7 @@ def stored_weights(contents: Contents) -> Iterator[StoredWeight]:
     method = quantized_by(contents.config)
     with closing(open_source(contents)) as source:
         for name in source.entries:
-            if method is not None and name.endswith(_SCALE) and name.removesuffix(_SCALE) in source.entries:
+            if method is not None and name.endswith(SCALE_SUFFIX) and name.removesuffix(SCALE_SUFFIX) in source.entries:
                 continue
             codes = read_tensor(source, name)
             if codes.dtype not in _FLOATS:
@@ -120,9 +120,9 @@ def _residuals(contents: Contents) -> tuple[dict[str, Tensor], str]:
 
 def _component(source: Source, name: str, codes: Tensor, method: str | None) -> Component:
     """A tensor with its scale where it has one; the codes of our own layout have a leading component axis."""
-    if method is None or name + _SCALE not in source.entries:
+    if method is None or name + SCALE_SUFFIX not in source.entries:
         return Component(codes=codes)
-    scale = read_tensor(source, name + _SCALE)
+    scale = read_tensor(source, name + SCALE_SUFFIX)
     if scale.numel() != 1:
         raise InputError(f"`{name}` has {scale.numel()} scales, not one", hint="fetch the checkpoint again")
     return Component(codes=codes[0] if method == "lpconv" else codes, scale=float(scale))
