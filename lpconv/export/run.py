@@ -29,6 +29,7 @@ from lpconv.export.stored import check_exportable, has_fp8, num_elements, stored
 from lpconv.export.trace import trace
 from lpconv.export.validate import Case, check_file, compare
 from lpconv.progress import Progress, Silent
+from lpconv.report.words import listed
 from lpconv.results import FileRecord, SourceRecord, to_json
 
 __all__ = ["MODEL_FILE", "export_onnx"]
@@ -162,15 +163,13 @@ def _warnings(opened: Opened, rewritten: Rewritten) -> tuple[str, ...]:
     found = []
     random = [n for n in rewritten.unmatched if n in opened.missing]
     if random:
-        found.append(f"not in the checkpoint, so random here: {_some(random)}")
+        found.append(f"not in the checkpoint, so random here: {listed([f'`{n}`' for n in random])}")
     merged = [n for n in rewritten.unmatched if n not in opened.missing]
     if merged:
-        found.append(f"in fp32, because no stored tensor has exactly these values: {_some(merged)}")
+        found.append(
+            f"in fp32, because no stored tensor has exactly these values: {listed([f'`{n}`' for n in merged])}"
+        )
     return tuple(found)
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(f"`{n}`" for n in names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _check(path: Path, cases: Sequence[Case], options: ExportOptions) -> OnnxCheck | None:

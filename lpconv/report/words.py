@@ -24,6 +24,7 @@ __all__ = [
     "done_sentence",
     "done_words",
     "error_sentence",
+    "listed",
     "method_name",
     "size_sentence",
     "summary",
@@ -134,7 +135,7 @@ def verify_sentence(v: VerifyResult) -> str:
     if word == "not run":
         return "It was not verified."
     if word == "failed":
-        return f"Verification failed: {_list(v.problems) or 'no reason was recorded'}."
+        return f"Verification failed: {listed(v.problems) or 'no reason was recorded'}."
     if v.logits and not v.logits.skipped:
         return f"Verification passed: {_logits_words(v.logits)}."
     if v.weights:
@@ -164,14 +165,14 @@ def checks(v: VerifyResult) -> tuple[Check, ...]:
 def _hash_words(check: HashCheck) -> str:
     if check.mismatched:
         bad = len(check.mismatched)
-        return f"{count_text(bad)} of {plural(check.num_files, 'file')} differ: {_list(check.mismatched)}"
+        return f"{count_text(bad)} of {plural(check.num_files, 'file')} differ: {listed(check.mismatched)}"
     return f"{plural(check.num_files, 'file')} match{'es' if check.num_files == 1 else ''} SHA256SUMS"
 
 
 def _weights_words(check: WeightsCheck) -> str:
     if check.mismatched:
         bad = f"{count_text(len(check.mismatched))} of {plural(check.num_tensors, 'tensor')}"
-        return f"{bad} differ from the reference cast: {_list(check.mismatched)}"
+        return f"{bad} differ from the reference cast: {listed(check.mismatched)}"
     if check.min_sqnr_db == math.inf:
         found = f"{plural(check.num_tensors, 'tensor')}, all equal to the source"
     else:
@@ -229,6 +230,7 @@ def besides_rounding(t: TensorRecord) -> str:
     return ", ".join(causes) or "nothing"
 
 
-def _list(items: Sequence[str]) -> str:
+def listed(items: Sequence[str]) -> str:
+    """The first names of a list, and how many more there are: "a, b, c and 4 more"."""
     shown = ", ".join(items[:_NAMES])
     return f"{shown} and {len(items) - _NAMES} more" if len(items) > _NAMES else shown
