@@ -1,0 +1,237 @@
+"""What `lpconv bench` found."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from lpconv.results.convert import GateRecord
+from lpconv.results.documents import SCHEMA_VERSION
+
+__all__ = [
+    "BenchChange",
+    "BenchResult",
+    "BenchRow",
+    "EnergyRecord",
+    "GemmRecord",
+    "GpuRecord",
+    "MemoryParts",
+    "MemoryRecord",
+    "NumericsRecord",
+    "PeakRecord",
+    "RatioRecord",
+    "TimingRecord",
+    "VerdictRecord",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RatioRecord:
+    """Baseline time over this row's time, above 1 where this row is faster, and its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimingRecord:
+    """Times of one step. `clock` says what took them ("CUDA events" or "wall"); `wall_median_s` is always wall time.
+
+    `p99_s` is None below 100 samples.
+    """
+
+    num_samples: int
+    num_rounds: int
+    clock: str
+    median_s: float
+    p10_s: float
+    p90_s: float
+    p99_s: float | None
+    wall_median_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryParts:
+    """Bytes of tensors alive at the moment of the peak, by what they are. `other` are temporaries and inputs."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    other: int
+
+    @property
+    def total(self) -> int:
+        """All parts together."""
+        return self.weights + self.gradients + self.optimizer + self.activations + self.other
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryRecord:
+    """Memory of one step. `peak_bytes` is the most that tensors took up at once.
+
+    `saved_bytes` is what the forward pass keeps for the backward pass, `reserved_bytes` what CUDA's allocator holds
+    (None on a CPU), `process_bytes` the resident process, or its GPU memory, at its peak.
+    """
+
+    peak_bytes: int
+    saved_bytes: int
+    reserved_bytes: int | None
+    process_bytes: int
+    parts: MemoryParts
+
+
+@dataclass(frozen=True, kw_only=True)
+class NumericsRecord:
+    """Relative errors ‖y - ŷ‖/‖y‖ against the same weights in fp32.
+
+    `gradient_error` is over the vectors (norms, biases) of the first block, where the whole backward pass arrives; None
+    for inference.
+    """
+
+    output_error: float
+    gradient_error: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnergyRecord:
+    """GPU energy over a window of `window_s` seconds. The joules are None where `unavailable` says why."""
+
+    joules_per_step: float | None = None
+    joules_per_token: float | None = None
+    window_s: float | None = None
+    unavailable: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuRecord:
+    """What NVML said after a measurement; None where it does not know. `foreign_processes` are pids not ours."""
+
+    sm_clock_mhz: int | None
+    memory_clock_mhz: int | None
+    power_w: float | None
+    power_limit_w: float | None
+    throttle_reasons: tuple[str, ...] = ()
+    foreign_processes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemmRecord:
+    """One shape of Linear, y_MN = x_MK @ w_NKᵀ, `count` times in the model, by the roofline of the measured peaks.
+
+    `gain` is the predicted time of its products in the baseline's 16 bits over that in fp8 with its casts, and
+    `break_even_tokens` the smallest M (a power of two) at which that exceeds 1; None where fp8 is emulated or never
+    gains.
+    """
+
+    names: tuple[str, ...]
+    count: int
+    m: int
+    n: int
+    k: int
+    flops: float
+    bytes_moved: float
+    bound: str
+    gain: float | None
+    break_even_tokens: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeakRecord:
+    """What this machine was measured to do, not what its data sheet says. `fp8_flops` is None where it is emulated."""
+
+    bf16_flops: float
+    fp32_flops: float
+    fp8_flops: float | None
+    bytes_per_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchRow:
+    """One configuration at one batch and sequence length.
+
+    `status` is "ok", "skipped" (something is missing), "too large" (would not fit, see `estimate_bytes`) or "failed";
+    `reason` says why where it is not ok. `emulated` says that the format is decoded to a wider one before products.
+    `recompiles` are those after the warm-up. `baseline` names what `ratio` is relative to.
+    """
+
+    model: str
+    weights: str
+    layers: int
+    format: str
+    method: str
+    optimizer: str | None
+    compiled: str
+    mode: str
+    batch: int
+    seq: int
+    device: str
+    emulated: bool
+    baseline: str
+    is_baseline: bool
+    status: str
+    reason: str | None = None
+    ratio: RatioRecord | None = None
+    tokens_per_s: float | None = None
+    peak_memory: int | None = None
+    estimate_bytes: int | None = None
+    timing: TimingRecord | None = None
+    memory: MemoryRecord | None = None
+    numerics: NumericsRecord | None = None
+    energy: EnergyRecord | None = None
+    gpu: GpuRecord | None = None
+    compile_s: float | None = None
+    recompiles: int | None = None
+    round_medians_s: tuple[float, ...] = ()
+    versions: dict[str, str] = field(default_factory=dict)
+    command: str | None = None
+
+    @property
+    def name(self) -> str:
+        """Format, method and optimizer, as far as they say something."""
+        parts = [self.format, "" if self.method == "plain" else self.method]
+        parts.append("" if self.optimizer in (None, "adamw") else str(self.optimizer))
+        return " ".join(p for p in parts if p)
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What tells rows of two documents apart: everything that was asked for."""
+        shape = (self.model, str(self.layers), self.mode, str(self.batch), str(self.seq), self.compiled)
+        return (*shape, self.format, self.method, self.optimizer or "", self.device, self.baseline)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerdictRecord:
+    """What low precision buys at one model, mode, batch and sequence length, in sentences, with the roofline."""
+
+    title: str
+    sentences: tuple[str, ...]
+    gemms: tuple[GemmRecord, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchChange:
+    """One row against the same row of an older document: both ratios, and whether the intervals lie apart."""
+
+    name: str
+    before: RatioRecord
+    after: RatioRecord
+    change: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchResult:
+    """A run of `lpconv bench`. `interrupted` says that rows are missing because somebody stopped it."""
+
+    schema_version: int = SCHEMA_VERSION
+    kind: str = "bench"
+    rows: tuple[BenchRow, ...]
+    peaks: PeakRecord | None = None
+    verdicts: tuple[VerdictRecord, ...] = ()
+    gates: tuple[GateRecord, ...] = ()
+    changes: tuple[BenchChange, ...] = ()
+    notes: tuple[str, ...] = ()
+    options: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    command: str | None = None
+    seconds: float = 0.0
+    interrupted: bool = False

@@ -1,0 +1,73 @@
+"""What is on the disk: files, sources, dtypes, and what `lpconv inspect` found."""
+
+from dataclasses import dataclass, field
+
+from lpconv.results.documents import SCHEMA_VERSION
+
+__all__ = ["DtypeRecord", "FileRecord", "InspectResult", "SourceRecord", "StoredTensor"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileRecord:
+    """One file of a checkpoint. `sha256` is None where nobody has read the whole file."""
+
+    name: str
+    size_bytes: int
+    sha256: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceRecord:
+    """Where the weights came from. `name` is what the user typed, `resolved` the hub id or directory it meant."""
+
+    name: str
+    resolved: str
+    revision: str | None = None
+    files: tuple[FileRecord, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class DtypeRecord:
+    """How much of a checkpoint one dtype makes up."""
+
+    dtype: str
+    num_tensors: int
+    num_elements: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTensor:
+    """One tensor as a file holds it: header facts, and statistics where its data was read."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: str
+    size_bytes: int
+    scale: float | None = None
+    rms: float | None = None
+    absmax: float | None = None
+    num_nan: int = 0
+    num_inf: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectResult:
+    """What a checkpoint holds, from headers alone. `method` and `format` are None where lpconv did not write it.
+
+    `ties` maps the name of a tensor that is not stored to the weight it shares. `problems` says in words what is wrong
+    with the headers or the index.
+    """
+
+    schema_version: int = SCHEMA_VERSION
+    kind: str = "inspect"
+    path: str
+    architecture: str | None = None
+    method: str | None = None
+    format: str | None = None
+    dtypes: tuple[DtypeRecord, ...] = ()
+    shards: tuple[FileRecord, ...] = ()
+    ties: dict[str, str] = field(default_factory=dict)
+    tensors: tuple[StoredTensor, ...] = ()
+    problems: tuple[str, ...] = ()

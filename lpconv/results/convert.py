@@ -1,0 +1,176 @@
+"""What `lpconv convert`, `verify` and `restore` found."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from lpconv.results.checkpoint import FileRecord, SourceRecord
+from lpconv.results.documents import SCHEMA_VERSION
+
+__all__ = [
+    "ByteCounts",
+    "ConvertResult",
+    "GateRecord",
+    "HashCheck",
+    "LogitsCheck",
+    "PlanResult",
+    "TensorRecord",
+    "VerifyResult",
+    "WeightsCheck",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorRecord:
+    """What happened to one tensor, and what it cost.
+
+    `action`: ``convert``, ``keep`` (bit-identical), or ``tie`` (not stored: it shares the weight named by `tied_to`).
+    `format` is the number format on disk, `scale` the factor of the codes (None where there is none), `points` the
+    number of low-bit rows that stand for the tensor's own (None unless multipoint wrote it). `rms` and `absmax`
+    describe the source's finite elements. `sqnr_db` is 10·log10(Σx² / Σ(x - x̂)²), infinite where the form is exact;
+    `max_rel_error` is the largest |x - x̂| / |x|. `num_saturated` elements lay beyond the format's largest number,
+    `num_flushed` non-zero elements became zero. The measured fields are None for tensors nobody read.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    source_dtype: str
+    action: str
+    format: str
+    reason: str
+    scale: float | None = None
+    points: int | None = None
+    tied_to: str | None = None
+    bytes_in: int = 0
+    bytes_out: int = 0
+    rms: float | None = None
+    absmax: float | None = None
+    sqnr_db: float | None = None
+    max_rel_error: float | None = None
+    num_nan: int = 0
+    num_inf: int = 0
+    num_saturated: int = 0
+    num_flushed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByteCounts:
+    """Weight bytes read from the source and written to the output."""
+
+    read: int
+    written: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class HashCheck:
+    """Files compared with SHA256SUMS."""
+
+    num_files: int
+    mismatched: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightsCheck:
+    """Stored weights compared with the source's. `min_sqnr_db` belongs to tensor `worst`; infinite means exact.
+
+    `num_elements_checked` elements were decoded from the file again and compared with the reference cast.
+    """
+
+    max_rel_error: float
+    min_sqnr_db: float
+    worst: str | None
+    num_tensors: int
+    num_elements_checked: int
+    mismatched: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogitsCheck:
+    """Outputs of source and result on the same inputs. All None, with a `skipped` reason, where it was not run.
+
+    `max_abs_diff` and `rel_error` (‖y - ŷ‖/‖y‖) are over all outputs; `top1_agreement` is the share of positions whose
+    largest output has the same index; `mean_kl` is KL(source ‖ result) in nats per position.
+    """
+
+    max_abs_diff: float | None = None
+    rel_error: float | None = None
+    bit_equal: bool | None = None
+    top1_agreement: float | None = None
+    mean_kl: float | None = None
+    model_class: str | None = None
+    inputs: str | None = None
+    skipped: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateRecord:
+    """One ``--gate``: the expression, the value it met, and whether that passed."""
+
+    expression: str
+    value: float | None
+    passed: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyResult:
+    """The outcome of verification. `level` is the deepest level that ran; `problems` says in words what failed."""
+
+    level: str
+    passed: bool
+    hash: HashCheck | None = None
+    weights: WeightsCheck | None = None
+    logits: LogitsCheck | None = None
+    gates: tuple[GateRecord, ...] = ()
+    problems: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanResult:
+    """What a conversion would do, from headers alone. `seconds` and `disk_free_bytes` are estimates of this machine."""
+
+    schema_version: int = SCHEMA_VERSION
+    kind: str = "plan"
+    method: str
+    format: str
+    output: str
+    source: SourceRecord
+    tensors: tuple[TensorRecord, ...]
+    bytes: ByteCounts
+    shards: tuple[FileRecord, ...]
+    side_files: tuple[str, ...]
+    memory_bytes: int
+    disk_bytes: int
+    disk_free_bytes: int
+    seconds: float
+    workers: int
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertResult:
+    """One finished conversion: what was asked, what was written, what it cost and how it was checked.
+
+    `seconds` is the whole run, `weights_seconds` the part that read, encoded and wrote weights (None where it was not
+    measured). `options` are the settings that shaped the bytes, `architecture` is config.json's first, `versions` the
+    libraries'.
+    """
+
+    schema_version: int = SCHEMA_VERSION
+    kind: str = "convert"
+    method: str
+    format: str
+    residual: str | None = None
+    output: str
+    source: SourceRecord
+    architecture: str | None = None
+    tensors: tuple[TensorRecord, ...]
+    files: tuple[FileRecord, ...]
+    side_files: tuple[str, ...] = ()
+    bytes: ByteCounts
+    seconds: float
+    weights_seconds: float | None = None
+    peak_rss_bytes: int
+    verify: VerifyResult
+    options: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    command: str | None = None
+    warnings: tuple[str, ...] = ()

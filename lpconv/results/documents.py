@@ -1,0 +1,71 @@
+"""Records as JSON and back: `to_json`, `from_json` and the version that documents carry."""
+
+import dataclasses
+import math
+import types
+import typing
+from typing import Any, TypeVar
+
+from lpconv.errors import InputError
+
+__all__ = ["SCHEMA_VERSION", "from_json", "to_json"]
+
+SCHEMA_VERSION = 1
+
+T = TypeVar("T")
+
+
+def to_json(value: Any) -> Any:
+    """Records, tuples and dicts as JSON-able values. Infinite numbers become "inf"/"-inf" and NaN becomes "nan"."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {str(k): to_json(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_json(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def from_json(cls: type[T], data: Any) -> T:
+    """The record of type `cls` in a JSON document; unknown keys are ignored, so that older readers open newer files.
+
+    Raises InputError for a missing key or another `schema_version`.
+    """
+    try:
+        return typing.cast(T, _decode(cls, data))
+    except (KeyError, TypeError, ValueError, AttributeError) as e:
+        raise InputError(
+            f"not a {cls.__name__} document: {e}", hint="was it written by another version of lpconv?"
+        ) from e
+
+
+def _decode(kind: Any, data: Any) -> Any:
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        if data is None:
+            return None
+        return _decode(next(a for a in args if a is not type(None)), data)
+    if origin is tuple:
+        return tuple(_decode(args[0], v) for v in _checked(list, data))
+    if dataclasses.is_dataclass(kind):
+        return _decode_record(typing.cast(type, kind), data)
+    if kind is float:
+        return float(data)
+    return _checked(dict if origin is dict else kind, data)
+
+
+def _checked(kind: Any, data: Any) -> Any:
+    if kind is not Any and type(data) is not kind:  # not isinstance: True is no number here
+        raise TypeError(f"{data!r:.80} is no {kind.__name__}")
+    return data
+
+
+def _decode_record(cls: type, data: dict[str, Any]) -> Any:
+    version = _checked(dict, data).get("schema_version", SCHEMA_VERSION)
+    if version != SCHEMA_VERSION:
+        raise ValueError(f"schema_version {version}, this lpconv reads {SCHEMA_VERSION}")
+    hints = typing.get_type_hints(cls)
+    names = [f.name for f in dataclasses.fields(cls)]
+    return cls(**{n: _decode(hints[n], data[n]) for n in names if n in data})

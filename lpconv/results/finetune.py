@@ -1,0 +1,180 @@
+"""What `lpconv finetune` found."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from lpconv.results.documents import SCHEMA_VERSION
+
+__all__ = [
+    "FinetuneResult",
+    "GapRecord",
+    "LayerChange",
+    "LossAllocation",
+    "NonfiniteRecord",
+    "PeakMemory",
+    "RunRecord",
+    "Series",
+    "TrackedRecord",
+    "UpdateQuality",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackedRecord:
+    """What a format did to one class of tensor of one layer at one step: shares of its elements that are not zero."""
+
+    step: int
+    layer: str
+    role: str
+    format: str
+    underflow: float
+    overflow: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateQuality:
+    """What reached memory of the update of one step (Collage: effective descent quality; `lpconv.optim.diagnostics`).
+
+    `edq` is over the intended update's norm, of everything kept; `edq_weights` of the 16-bit weights alone. `lost` is
+    the share of meant changes that left everything as it was.
+    """
+
+    step: int
+    edq: float
+    edq_weights: float
+    lost: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeakMemory:
+    """Where the memory of a training step went at its peak, by part, in bytes.
+
+    `measured_bytes` is the peak as another instrument saw it, named by `instrument`.
+    """
+
+    parts: dict[str, int]
+    measured_bytes: int
+    instrument: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerChange:
+    """What one layer did to the loss; negative helped. `rounding` is the part of `change` that rounding caused.
+
+    `helped` is the share of its moved elements that lowered the loss, None where none moved.
+    """
+
+    layer: str
+    change: float
+    rounding: float
+    helped: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossAllocation:
+    """The change of the loss on the first `num_batches` held-out batches, allotted to layers (`lpconv.probe.lca`).
+
+    It covers the steps from `first_step` to `last_step`. `change` is what was allotted and `rounding` the part that
+    rounding caused; `rounding_share` is what rounding took of the intended change, None where nothing was intended.
+    `closure_error` is the distance of `change` from the true change, over the true change.
+    """
+
+    first_step: int
+    last_step: int
+    num_batches: int
+    loss_before: float
+    loss_after: float
+    change: float
+    rounding: float
+    rounding_share: float | None
+    closure_error: float
+    layers: tuple[LayerChange, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NonfiniteRecord:
+    """The first value that was Inf or NaN: at which step, in which layer, forward or backward, what was done."""
+
+    step: int
+    layer: str
+    direction: str
+    outcome: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """A figure over the steps of a run, counted from 1; step 0 is the model before training."""
+
+    name: str
+    steps: tuple[int, ...] = ()
+    values: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """One training run; `evaluations` has one series per held-out metric.
+
+    `role` is ``run`` or ``twin``. `step_time_s` is the median over steps that recorded nothing, `overhead` the time of
+    recording as a share of the rest.
+    """
+
+    role: str
+    seed: int
+    losses: Series
+    evaluations: tuple[Series, ...]
+    loss_scales: Series
+    num_skipped: int = 0
+    step_time_s: float | None = None
+    overhead: float = 0.0
+    tracked: tuple[TrackedRecord, ...] = ()
+    updates: tuple[UpdateQuality, ...] = ()
+    memory: PeakMemory | None = None
+    first_nonfinite: NonfiniteRecord | None = None
+    loss_allocation: LossAllocation | None = None
+    fallbacks: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GapRecord:
+    """A held-out metric of the run beside its twin's after the last step: means over seeds.
+
+    `gap` is run less twin. `half_width` is that of its 95 % interval from paired seeds (Student's t), `noise` the
+    standard deviation of the twin from seed to seed; both None with one seed.
+    """
+
+    metric: str
+    run: float
+    twin: float
+    gap: float
+    half_width: float | None = None
+    noise: float | None = None
+
+    @property
+    def exceeds_noise(self) -> bool | None:
+        """Whether the interval leaves zero out; None where one seed cannot say."""
+        return None if self.half_width is None else abs(self.gap) > self.half_width
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneResult:
+    """A finished fine-tuning: the run, its twin, both over all seeds, and what was learnt from the comparison.
+
+    `facts` says how it was run, label by label. `recipe` names the arithmetic and `twin` that of the twin.
+    """
+
+    schema_version: int = SCHEMA_VERSION
+    kind: str = "finetune"
+    name: str
+    output: str
+    recipe: str
+    twin: str | None
+    task: str
+    facts: dict[str, str]
+    runs: tuple[RunRecord, ...]
+    gaps: tuple[GapRecord, ...]
+    seconds: float
+    saved_as: str
+    options: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    command: str | None = None
+    warnings: tuple[str, ...] = ()

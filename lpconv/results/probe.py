@@ -1,0 +1,90 @@
+"""What `lpconv probe` found."""
+
+from dataclasses import dataclass
+
+from lpconv.results.documents import SCHEMA_VERSION
+
+__all__ = ["FormatRates", "LossScaleRecord", "ProbeReport", "ProbedRecord"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FormatRates:
+    """What one format does to a tensor at one loss scale: shares of its finite elements that are not zero.
+
+    `sqnr_db` is an estimate, infinite where the format holds every value and NaN where there is no signal. `fits` says
+    that next to nothing is lost (`lpconv.probe.advice.fits`), `fits_own_scale` that so it would be with a power of two
+    of the tensor's own in place of the loss scale.
+    """
+
+    format: str
+    log2_loss_scale: int
+    underflow: float
+    subnormal: float
+    overflow: float
+    sqnr_db: float
+    fits: bool
+    fits_own_scale: bool
+
+    @property
+    def lost(self) -> float:
+        """The share of elements that become zero or lie beyond the range."""
+        return self.underflow + self.overflow
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbedRecord:
+    """One role of one layer (`words` say it): where its elements lie and what formats do to it.
+
+    `exponents` counts the elements by floor(log2|x|), lowest first. `plain` has the rates at loss scale 1, `scaled`
+    those at the scale recommended for each format, which differ for gradients only; both in the order of the report's
+    formats.
+    """
+
+    layer: str
+    role: str
+    words: str
+    is_gradient: bool
+    num_elements: int
+    num_zero: int
+    num_nonfinite: int
+    exponents: tuple[tuple[int, int], ...]
+    plain: tuple[FormatRates, ...]
+    scaled: tuple[FormatRates, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossScaleRecord:
+    """The power of two recommended for the loss in one format, and the worst gradient's underflow at 1 and there.
+
+    `max_log2_scale` is the largest that leaves headroom above the largest gradient seen.
+    """
+
+    format: str
+    log2_scale: int
+    max_log2_scale: int
+    worst_underflow_before: float
+    worst_underflow_after: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeReport:
+    """Answers from a probe's histograms for a few formats. `findings` holds each format's worst tensors in words.
+
+    `classes` are the roles in words, in the order of a training step. `facts` says how the probe was run, label by
+    label. `overhead` is the time of recording as a share of the rest.
+    """
+
+    schema_version: int = SCHEMA_VERSION
+    kind: str = "probe-report"
+    name: str
+    facts: dict[str, str]
+    formats: tuple[str, ...]
+    classes: tuple[str, ...]
+    steps_seen: int
+    steps_recorded: int
+    losses: tuple[float, ...]
+    overhead: float
+    tensors: tuple[ProbedRecord, ...]
+    loss_scales: tuple[LossScaleRecord, ...]
+    findings: dict[str, tuple[str, ...]]
+    warnings: tuple[str, ...] = ()
