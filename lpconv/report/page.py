@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import jinja2
 from markupsafe import Markup
 
-from lpconv.report.grouping import num_elements
+from lpconv.report.convert.grouping import num_elements
+from lpconv.report.convert.words import method_name
 from lpconv.report.numbers import (
     count_text,
     error_text,
@@ -19,7 +20,6 @@ from lpconv.report.numbers import (
     size_text,
     sqnr_text,
 )
-from lpconv.report.words import method_name
 
 __all__ = ["Tile", "breakable", "environment"]
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from lpconv.report.grouping import modules_of
+from lpconv.report.convert.grouping import modules_of
 from lpconv.results import TensorRecord
 
 __all__ = [

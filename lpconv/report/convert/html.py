@@ -7,8 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from lpconv.report.compare import figures, run_names
-from lpconv.report.grouping import converted, done_groups, in_layer_order, layer_groups, worst_tensors
+from lpconv.report.convert.compare import figures, run_names
+from lpconv.report.convert.grouping import converted, done_groups, in_layer_order, layer_groups, worst_tensors
+from lpconv.report.convert.rms_plot import FormatRange, rms_plot
+from lpconv.report.convert.sqnr_plot import sqnr_plot
+from lpconv.report.convert.words import checks, summary, verdict
 from lpconv.report.numbers import (
     MISSING,
     change_text,
@@ -22,9 +25,6 @@ from lpconv.report.numbers import (
 )
 from lpconv.report.page import Tile, breakable, environment
 from lpconv.report.printable import printable, printable_record
-from lpconv.report.rms_plot import FormatRange, rms_plot
-from lpconv.report.sqnr_plot import sqnr_plot
-from lpconv.report.words import checks, summary, verdict
 from lpconv.results import ConvertResult, TensorRecord
 
 __all__ = ["FormatRange", "html_compare", "html_report"]
@@ -43,7 +43,7 @@ def html_report(result: ConvertResult, ranges: Mapping[str, FormatRange]) -> str
     result = printable_record(result)
     return (
         environment()
-        .get_template("report.html.j2")
+        .get_template("convert.html.j2")
         .render(
             result=result,
             name=_last_part(result.output),

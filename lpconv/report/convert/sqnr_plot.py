@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lpconv.report.grouping import converted, in_layer_order
+from lpconv.report.convert.grouping import converted, in_layer_order
 from lpconv.report.numbers import sqnr_text
 from lpconv.report.plot import (
     NUM_SHAPES,

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 
 import yaml
 
-from lpconv.report.compare import RUN_FIGURES, figures
-from lpconv.report.grouping import converted, done_groups, worst_tensors
+from lpconv.report.convert.compare import RUN_FIGURES, figures
+from lpconv.report.convert.grouping import converted, done_groups, worst_tensors
+from lpconv.report.convert.words import besides_rounding, checks, method_name, summary, verdict
 from lpconv.report.numbers import (
     MISSING,
     count_text,
@@ -20,7 +21,6 @@ from lpconv.report.numbers import (
     sqnr_text,
 )
 from lpconv.report.printable import printable_record
-from lpconv.report.words import besides_rounding, checks, method_name, summary, verdict
 from lpconv.results import ConvertResult
 
 __all__ = ["escaped", "model_card", "table"]

@@ -2,11 +2,11 @@
 
 import math
 
-from lpconv.report.finetune_words import METRIC_WORDS, ROLE_WORDS, main_run, twin_run
+from lpconv.report.finetune.words import METRIC_WORDS, ROLE_WORDS, main_run, twin_run
 from lpconv.report.line_plot import Line, line_plot
 from lpconv.report.numbers import share_text
 from lpconv.report.plot import Plot, Tick
-from lpconv.report.probe_plot import Cell, Heatmap
+from lpconv.report.probe.plot import Cell, Heatmap
 from lpconv.results import FinetuneResult, RunRecord, Series, TrackedRecord
 
 __all__ = ["curve_plots", "loss_heatmap"]

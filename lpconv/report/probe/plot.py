@@ -5,10 +5,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from lpconv.report.convert.rms_plot import FormatRange
 from lpconv.report.numbers import share_text, sqnr_text
 from lpconv.report.plot import Band, Tick
-from lpconv.report.probe_words import loss_scale_text
-from lpconv.report.rms_plot import FormatRange
+from lpconv.report.probe.words import loss_scale_text
 from lpconv.results import FormatRates, ProbedRecord, ProbeReport
 
 __all__ = ["Bar", "Cell", "ExponentPlot", "Heatmap", "Strip", "exponent_plots", "heatmap"]

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from lpconv.report.grouping import converted, in_layer_order
+from lpconv.report.convert.grouping import converted, in_layer_order
 from lpconv.report.numbers import number_text
 from lpconv.report.plot import (
     CHARACTER,

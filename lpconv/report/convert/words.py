@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from lpconv.report.grouping import converted, num_elements, worst_tensors
+from lpconv.report.convert.grouping import converted, num_elements, worst_tensors
 from lpconv.report.numbers import (
     change_text,
     count_text,
