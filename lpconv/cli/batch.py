@@ -33,8 +33,8 @@ class _Events:
     def batch_finished(self, result: "BatchResult") -> None:
         from lpconv.batch.junit import junit_xml
         from lpconv.batch.render import render
-        from lpconv.report.convert.terminal import show
         from lpconv.report.document import json_text
+        from lpconv.report.terminal import show
 
         if self._junit is not None:
             Path(self._junit).write_text(junit_xml(result), encoding="utf-8")

@@ -32,8 +32,9 @@ def demo(
     from lpconv.convert.ranges import format_ranges
     from lpconv.convert.run import convert
     from lpconv.report.convert.html import html_compare
-    from lpconv.report.convert.terminal import render_compare, show
+    from lpconv.report.convert.terminal import render_compare
     from lpconv.report.document import json_text
+    from lpconv.report.terminal import show
 
     folder = Path(output)
     results = []

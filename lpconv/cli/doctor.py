@@ -27,8 +27,8 @@ def doctor(
 
       lpconv doctor --require fp8,onnx
     """
-    from lpconv.report.convert.terminal import show
     from lpconv.report.document import json_text
+    from lpconv.report.terminal import show
 
     if aliases:
         from lpconv.checkpoint.aliases import ALIASES

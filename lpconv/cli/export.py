@@ -53,8 +53,8 @@ def onnx(
     from lpconv.export.options import ExportOptions
     from lpconv.export.render import render
     from lpconv.export.run import export_onnx
-    from lpconv.report.convert.terminal import show
     from lpconv.report.document import json_text
+    from lpconv.report.terminal import show
 
     options = ExportOptions(
         opset=opset,

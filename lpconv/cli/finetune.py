@@ -20,8 +20,8 @@ _HOW, _DATA, _TRAIN, _CHECK = "Arithmetic", "Data", "Training", "Twin and diagno
 def _list_recipes(wanted: bool) -> None:
     if not wanted:
         return
-    from lpconv.report.convert.terminal import show
     from lpconv.report.finetune.terminal import render_recipes
+    from lpconv.report.terminal import show
 
     parts = {n: r.arithmetic for n, r in RECIPES.items()}
     show(
@@ -222,9 +222,9 @@ def finetune(
         force=force,
     )
     from lpconv.cli.training_bars import training_progress
-    from lpconv.report.convert.terminal import show
     from lpconv.report.document import json_text
     from lpconv.report.finetune.terminal import render_finetune
+    from lpconv.report.terminal import show
     from lpconv.train import run
     from lpconv.train.folder import default_output
     from lpconv.train.processes import is_main_process

@@ -51,10 +51,10 @@ def probe(
     from lpconv.probe.calibrate import calibrate_checkpoint
     from lpconv.probe.checkpoint import ProbeOptions, probe_checkpoint
     from lpconv.probe.output import check_free, default_output, write_output
-    from lpconv.report.convert.terminal import show
     from lpconv.report.document import json_text
     from lpconv.report.probe.html import html_probe
     from lpconv.report.probe.terminal import render_probe
+    from lpconv.report.terminal import show
     from lpconv.scaled.disk import CALIBRATION_FILE, write_factors
 
     target = Path(output) if output else default_output(model)

@@ -1,13 +1,10 @@
 """Records as rich renderables. They fit 80 columns, use what a wider terminal gives, and mean nothing by colour alone.
 
-Import this module lazily: it loads rich. `show` prints to a terminal or a pipe.
+Import this module lazily: it loads rich.
 """
 
-import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TextIO
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
@@ -42,35 +39,14 @@ from lpconv.results import (
     VerifyResult,
 )
 
-__all__ = ["render_compare", "render_convert", "render_inspect", "render_plan", "render_verify", "show"]
+__all__ = ["render_compare", "render_convert", "render_inspect", "render_plan", "render_verify"]
 
 _WORST = 8
 _GROUPS = 12
 _SHARDS = 8
-_PIPE_WIDTH = 120
 # The widest column of a run in a comparison.
 _RUN_WIDTH = 24
 _STYLES = {"passed": "bold green", "failed": "bold red", "not run": "yellow"}
-# Where the output's encoding has no room for them.
-_ASCII = str.maketrans({"→": "->", "…": "~", "–": "-", "─": "-", "━": "-"})
-
-
-def show(renderable: RenderableType, *, file: TextIO | None = None) -> None:
-    """Print to `file` (stdout): styled for a terminal, plain text for anything else, ASCII where the encoding needs it.
-
-    A pipe has no width, so it gets 120 columns unless ``COLUMNS`` says otherwise. rich honours ``NO_COLOR``.
-    """
-    out = file or sys.stdout
-    console = Console(file=out, highlight=False, soft_wrap=False)
-    if not console.is_terminal:
-        width = console.width if "COLUMNS" in os.environ else _PIPE_WIDTH
-        console = Console(file=out, highlight=False, width=width, no_color=True)
-    with console.capture() as capture:
-        console.print(renderable)
-    text = "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"
-    if "utf" not in (getattr(out, "encoding", None) or "utf-8").lower():
-        text = text.translate(_ASCII).encode("ascii", "backslashreplace").decode("ascii")
-    out.write(text)
 
 
 def render_convert(result: ConvertResult) -> RenderableType:

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from pathlib import PurePath
 
-from lpconv.report.convert.rms_plot import FormatRange
 from lpconv.report.numbers import number_text, share_text
 from lpconv.report.page import Tile, environment
+from lpconv.report.plot import FormatRange
 from lpconv.report.printable import printable_record
 from lpconv.report.probe.plot import exponent_plots, heatmap
 from lpconv.report.probe.words import ALONE_WORDS, FIT_WORDS, capped_words, fit_counts, held_by, loss_scale_text

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 from report_examples import bert_result, llama_result
 
-from lpconv.report.convert.html import FormatRange, html_compare, html_report
+from lpconv.report.convert.html import html_compare, html_report
+from lpconv.report.plot import FormatRange
 from lpconv.results import ByteCounts, ConvertResult, GateRecord, LogitsCheck, SourceRecord, VerifyResult
 
 RANGES = {

@@ -16,8 +16,8 @@ from lpconv.report.convert.terminal import (
     render_inspect,
     render_plan,
     render_verify,
-    show,
 )
+from lpconv.report.terminal import show
 from lpconv.results import (
     ByteCounts,
     ConvertResult,

@@ -8,10 +8,10 @@ from io import StringIO
 import pytest
 from test_html import RANGES, Page
 
-from lpconv.report.convert.terminal import show
 from lpconv.report.probe.html import html_probe
 from lpconv.report.probe.plot import exponent_plots, heatmap
 from lpconv.report.probe.terminal import render_probe, render_what_if
+from lpconv.report.terminal import show
 from lpconv.results import FormatRates, LossScaleRecord, ProbedRecord, ProbeReport
 
 LAYERS = ("model.embed_tokens", "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj", "lm_head")
