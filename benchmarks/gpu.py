@@ -35,7 +35,7 @@ from lpconv.kernels.fp8_linear import FP8_RECIPES, calibrate, convert_linears
 from lpconv.kernels.matmul import matmul
 from lpconv.kernels.quantise import encode as fast_encode
 from lpconv.optim import CollageAdamW
-from lpconv.report.bench_text import bench_markdown
+from lpconv.report.bench.text import bench_markdown
 from lpconv.results import BenchResult, to_json
 
 _FP8 = ("e4m3fn", "e5m2")

@@ -57,6 +57,16 @@ def test_no_relative_imports() -> None:
             assert not (isinstance(node, ast.ImportFrom) and node.level), f"{path} uses a relative import"
 
 
+def test_reports_of_one_kind_do_not_import_those_of_another() -> None:
+    kinds = {p.name for p in (ROOT / "report").iterdir() if (p / "__init__.py").exists()}
+    assert {"convert", "probe", "bench", "finetune"} <= kinds
+    for path in (ROOT / "report").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lpconv.report."):
+                used = str(node.module).split(".")[2]
+                assert used not in kinds - {path.parent.name}, f"{path} imports {node.module}"
+
+
 def test_the_table_in_the_docs_is_this_one() -> None:
     page = (ROOT.parent / "docs/design/README.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (\d) \| ([^|]+) \|", page, flags=re.MULTILINE)

@@ -2,8 +2,8 @@
 
 import yaml
 
-from lpconv.report.card import escaped, table
-from lpconv.report.finetune_words import diagnostics, gap_rows, title, verdict
+from lpconv.report.finetune.words import diagnostics, gap_rows, title, verdict
+from lpconv.report.markdown import escaped, table
 from lpconv.report.printable import printable_record
 from lpconv.results import FinetuneResult
 

@@ -6,7 +6,7 @@ Import this module lazily: it loads rich.
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from lpconv.report.bench_text import COLUMNS, energy_text, gemm_text, memory_text, ratio_text
+from lpconv.report.bench.text import COLUMNS, energy_text, gemm_text, memory_text, ratio_text
 from lpconv.report.layout import Name, facts_grid, heading, note_list, section, table_of
 from lpconv.report.numbers import MISSING, number_text, size_text
 from lpconv.report.printable import printable_record

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 from report_examples import bert_result, llama_result
 
-from lpconv.report.html import FormatRange, html_compare, html_report
+from lpconv.report.convert.html import html_compare, html_report
+from lpconv.report.plot import FormatRange
 from lpconv.results import ByteCounts, ConvertResult, GateRecord, LogitsCheck, SourceRecord, VerifyResult
 
 RANGES = {
@@ -222,7 +223,7 @@ def test_compare_sets_the_runs_side_by_side() -> None:
 
 def test_equal_results_give_equal_bytes() -> None:
     code = (
-        "import hashlib, report_examples as e; from test_html import RANGES; from lpconv.report.html import *;"
+        "import hashlib, report_examples as e; from test_html import RANGES; from lpconv.report.convert.html import *;"
         "print(hashlib.sha256(html_report(e.llama_result(), RANGES).encode()).hexdigest())"
     )
     here = hashlib.sha256(html_report(llama_result(), RANGES).encode()).hexdigest()
@@ -242,7 +243,7 @@ def test_three_hundred_tensors_in_three_seconds() -> None:
 
 def test_rendering_loads_no_heavy_library() -> None:
     code = (
-        "import sys, lpconv.report.html;"
+        "import sys, lpconv.report.convert.html;"
         "print([m for m in ('torch', 'transformers', 'matplotlib', 'numpy', 'rich') if m in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

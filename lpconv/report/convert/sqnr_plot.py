@@ -5,7 +5,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lpconv.report.grouping import converted, in_layer_order
+from lpconv.report.convert.grouping import converted, in_layer_order
+from lpconv.report.convert.module_axis import module_dividers, module_ticks
 from lpconv.report.numbers import sqnr_text
 from lpconv.report.plot import (
     NUM_SHAPES,
@@ -17,8 +18,6 @@ from lpconv.report.plot import (
     column_x,
     mark_path,
     mark_radius,
-    module_dividers,
-    module_ticks,
 )
 from lpconv.results import ConvertResult, TensorRecord
 

@@ -5,13 +5,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from lpconv.report.heat import Heatmap, Loss, loss_map
 from lpconv.report.numbers import share_text, sqnr_text
-from lpconv.report.plot import Band, Tick
-from lpconv.report.probe_words import loss_scale_text
-from lpconv.report.rms_plot import FormatRange
+from lpconv.report.plot import Band, FormatRange, Tick
+from lpconv.report.probe.words import loss_scale_text
 from lpconv.results import FormatRates, ProbedRecord, ProbeReport
 
-__all__ = ["Bar", "Cell", "ExponentPlot", "Heatmap", "Strip", "exponent_plots", "heatmap"]
+__all__ = ["Bar", "ExponentPlot", "Strip", "exponent_plots", "heatmap"]
 
 # Page units of a histogram: two stand side by side.
 _WIDTH, _LEFT, _RIGHT, _TOP, _BASE = 490.0, 66.0, 482.0, 12.0, 150.0
@@ -19,10 +19,7 @@ _STRIP_HEIGHT, _STRIP_GAP, _STRIP_OFFSET = 15.0, 4.0, 11.0
 _ROOM = 2  # binades left free beyond the values on either side
 _MIN_BINADES = 24
 _MAX_BELOW_AXIS = 1e-3  # of the elements of a class
-# Page units of the heatmap.
-_HEAT_WIDTH, _HEAT_HEAD, _CELL_HEIGHT, _LABEL_CHARACTER = 1000.0, 118.0, 19.0, 7.1
-_MAX_LABEL = 300.0
-_STEPS = ((0.0, 0), (1e-3, 1), (1e-2, 2), (0.1, 3), (0.5, 4))  # a rate above the bound gets the depth of colour
+_HEAT_HEAD = 118.0  # room for the names of the classes, in page units of the heatmap
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,34 +62,6 @@ class ExponentPlot:
     right: float = _RIGHT
     base: float = _BASE
     top: float = _TOP
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cell:
-    """One layer and class in one format: how much is lost, by depth of colour, letter and title."""
-
-    x: float
-    y: float
-    kind: str
-    text: str
-    title: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Heatmap:
-    """Layers down, classes across, one block of columns per format."""
-
-    description: str
-    cells: tuple[Cell, ...]
-    rows: tuple[Tick, ...]
-    columns: tuple[Tick, ...]
-    blocks: tuple[Tick, ...]
-    cell_width: float
-    cell_height: float
-    label_x: float
-    head: float
-    width: float
-    height: float
 
 
 def exponent_plots(report: ProbeReport, ranges: Mapping[str, FormatRange]) -> tuple[ExponentPlot, ...]:
@@ -235,65 +204,24 @@ def heatmap(report: ProbeReport) -> Heatmap | None:
     shown = [i for i in range(len(report.formats)) if any(t.plain[i].lost > 0 for t in report.tensors)]
     if not shown:
         return None
-    layers = list(dict.fromkeys(t.layer for t in report.tensors))
-    roles = list(report.classes)
-    label_x = min(max(len(layer) for layer in layers) * _LABEL_CHARACTER, _MAX_LABEL) + 8
-    width = (_HEAT_WIDTH - label_x) / (len(shown) * (len(roles) + 0.4))
-
-    def left(block: int, role: str) -> float:
-        return round(label_x + (block * (len(roles) + 0.4) + roles.index(role)) * width, 1)
-
-    cells = tuple(
-        _cell(t, t.plain[i], left(block, t.words), _HEAT_HEAD + layers.index(t.layer) * _CELL_HEIGHT)
-        for block, i in enumerate(shown)
-        for t in report.tensors
-    )
-    return Heatmap(
+    return loss_map(
+        [_loss(t, t.plain[i], report.formats[i]) for i in shown for t in report.tensors],
+        blocks=[report.formats[i] for i in shown],
+        columns=report.classes,
         description=_heat_words(report, shown),
-        cells=cells,
-        rows=tuple(
-            Tick(position=_HEAT_HEAD + (i + 0.5) * _CELL_HEIGHT + 4, label=_shortened(layer))
-            for i, layer in enumerate(layers)
-        ),
-        columns=tuple(
-            Tick(position=round(left(block, role) + width / 2 + 4, 1), label=role)
-            for block in range(len(shown))
-            for role in roles
-        ),
-        blocks=tuple(
-            Tick(position=round(left(block, roles[0]) + len(roles) * width / 2, 1), label=report.formats[i])
-            for block, i in enumerate(shown)
-        ),
-        cell_width=round(width - 1, 1),
-        cell_height=_CELL_HEIGHT - 1,
-        label_x=label_x - 8,
         head=_HEAT_HEAD,
-        width=_HEAT_WIDTH,
-        height=_HEAT_HEAD + len(layers) * _CELL_HEIGHT + 4,
     )
 
 
-def _cell(t: ProbedRecord, rates: FormatRates, x: float, y: float) -> Cell:
-    depth = max((d for bound, d in _STEPS if rates.lost > bound), default=0) if rates.lost > 0 else "none"
-    cause = "over" if rates.overflow > rates.underflow else "under"
+def _loss(t: ProbedRecord, rates: FormatRates, block: str) -> Loss:
     title = (
         f"{t.words} of {t.layer} in {rates.format}: {share_text(rates.underflow, 1)} underflow, "
         f"{share_text(rates.subnormal, 1)} subnormal, {share_text(rates.overflow, 1)} overflow, "
         f"SQNR {sqnr_text(rates.sqnr_db, ' dB')}"
     )
-    return Cell(x=x, y=y, kind=f"{cause} depth-{depth}", text=_cell_text(rates), title=title)
-
-
-def _cell_text(rates: FormatRates) -> str:
-    """The lost share in whole per cent, with an arrow where it is overflow; empty where it is below one."""
-    if rates.lost < 0.005:
-        return ""
-    return f"{100 * rates.lost:.0f}" + ("↑" if rates.overflow > rates.underflow else "")
-
-
-def _shortened(layer: str) -> str:
-    most = int(_MAX_LABEL / _LABEL_CHARACTER)
-    return layer if len(layer) <= most else "…" + layer[1 - most :]
+    return Loss(
+        layer=t.layer, block=block, column=t.words, underflow=rates.underflow, overflow=rates.overflow, title=title
+    )
 
 
 def _heat_words(report: ProbeReport, shown: Sequence[int]) -> str:

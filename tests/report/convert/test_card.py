@@ -11,7 +11,7 @@ import pytest
 import yaml
 from report_examples import bert_result, llama_result
 
-from lpconv.report.card import model_card
+from lpconv.report.convert.card import model_card
 from lpconv.results import ByteCounts, ConvertResult, LogitsCheck, SourceRecord, VerifyResult
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -11,7 +11,7 @@ from rich.text import Text
 from lpconv.report.layout import Name, after_gap, facts_grid, heading, note_list, section, table_of
 from lpconv.report.numbers import number_text, plural, share_text, sqnr_text
 from lpconv.report.printable import printable_record
-from lpconv.report.probe_words import (
+from lpconv.report.probe.words import (
     ALONE_WORDS,
     FIT_WORDS,
     capped_words,

@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from lpconv.report.grouping import converted, worst_tensors
+from lpconv.report.convert.grouping import converted, worst_tensors
+from lpconv.report.convert.words import verdict
 from lpconv.report.numbers import (
     MISSING,
     change_text,
@@ -16,7 +17,6 @@ from lpconv.report.numbers import (
     size_text,
     sqnr_text,
 )
-from lpconv.report.words import verdict
 from lpconv.results import ConvertResult, LogitsCheck
 
 __all__ = ["RUN_FIGURES", "Figure", "figures", "run_names"]

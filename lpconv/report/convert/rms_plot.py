@@ -3,15 +3,16 @@
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 
-from lpconv.report.grouping import converted, in_layer_order
+from lpconv.report.convert.grouping import converted, in_layer_order
+from lpconv.report.convert.module_axis import module_dividers, module_ticks
 from lpconv.report.numbers import number_text
 from lpconv.report.plot import (
     CHARACTER,
     Axis,
     Band,
+    FormatRange,
     LegendEntry,
     Mark,
     Plot,
@@ -20,25 +21,14 @@ from lpconv.report.plot import (
     dash_path,
     mark_path,
     mark_radius,
-    module_dividers,
-    module_ticks,
 )
 from lpconv.results import ConvertResult, TensorRecord
 
-__all__ = ["FormatRange", "rms_plot"]
+__all__ = ["rms_plot"]
 
 # The part of a format's range that is shown; fp32 and bf16 reach to 2^±127, where no weight lies.
 _LOWEST_EXPONENT, _HIGHEST_EXPONENT = -32, 20
 _LABEL_HEIGHT = 18
-
-
-@dataclass(frozen=True, kw_only=True)
-class FormatRange:
-    """What a number format can hold: its largest, smallest normal and smallest positive number."""
-
-    max: float
-    min_normal: float
-    min_subnormal: float
 
 
 def rms_plot(result: ConvertResult, ranges: Mapping[str, FormatRange]) -> Plot | None:

@@ -3,8 +3,8 @@
 import math
 from pathlib import PurePath
 
-from lpconv.report.finetune_plot import curve_plots, loss_heatmap
-from lpconv.report.finetune_words import (
+from lpconv.report.finetune.plot import curve_plots, loss_heatmap
+from lpconv.report.finetune.words import (
     METRIC_WORDS,
     ROLE_WORDS,
     diagnostics,

@@ -5,12 +5,13 @@ Every figure comes from the record. Names are escaped, since they come from file
 
 import math
 import re
-from collections.abc import Sequence
 
 import yaml
 
-from lpconv.report.compare import RUN_FIGURES, figures
-from lpconv.report.grouping import converted, done_groups, worst_tensors
+from lpconv.report.convert.compare import RUN_FIGURES, figures
+from lpconv.report.convert.grouping import converted, done_groups, worst_tensors
+from lpconv.report.convert.words import besides_rounding, checks, method_name, summary, verdict
+from lpconv.report.markdown import code_span, escaped, fence_for, table
 from lpconv.report.numbers import (
     MISSING,
     count_text,
@@ -20,15 +21,12 @@ from lpconv.report.numbers import (
     sqnr_text,
 )
 from lpconv.report.printable import printable_record
-from lpconv.report.words import besides_rounding, checks, method_name, summary, verdict
 from lpconv.results import ConvertResult
 
-__all__ = ["escaped", "model_card", "table"]
+__all__ = ["model_card"]
 
 _TAGS = {"unit": "unit-scaling", "scalify": "scalify", "collage": "collage"}
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-# An underscore inside a word is no markup.
-_SPECIAL = re.compile(r"([\\`*\[\]#|~$]|(?<!\w)_|_(?!\w))")
 # Ends of the class names in config.json's `architectures`, and the auto class that builds them.
 _AUTO_CLASSES = {
     "ForCausalLM": "AutoModelForCausalLM",
@@ -160,7 +158,7 @@ def _tensors(result: ConvertResult) -> str:
     text = f"## Tensors\n\n{table(('action', 'tensors', 'format', 'before', 'after', 'why'), groups)}"
     worst = [
         (
-            _code(t.name),
+            code_span(t.name),
             escaped(t.format),
             sqnr_text(t.sqnr_db),
             error_text(t.max_rel_error),
@@ -205,36 +203,12 @@ def _fidelity(result: ConvertResult) -> str:
 
 def _provenance(result: ConvertResult) -> str:
     source = result.source.resolved if _is_hub_id(result) else result.source.name
-    facts = [("source", _code(source)), ("revision", _code(result.source.revision or MISSING))]
-    facts += [(escaped(name), _code(version)) for name, version in sorted(result.versions.items())]
+    facts = [("source", code_span(source)), ("revision", code_span(result.source.revision or MISSING))]
+    facts += [(escaped(name), code_span(version)) for name, version in sorted(result.versions.items())]
     text = f"## Provenance\n\n{table(('what', 'which'), facts)}"
     if result.warnings:
         text += "\n\nWarnings:\n\n" + "\n".join(f"- {escaped(w)}" for w in result.warnings)
     if not result.command:
         return text
-    fence = _fence(result.command)
+    fence = fence_for(result.command)
     return f"{text}\n\nMade by ({method_name(result.method)}):\n\n{fence}\n{result.command}\n{fence}"
-
-
-def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    """A Markdown table of cells that are escaped already."""
-    lines = [head, ("---",) * len(head), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-
-
-def escaped(text: str) -> str:
-    """Text that Markdown and HTML show as it is."""
-    return _SPECIAL.sub(r"\\\1", text).replace("&", "&amp;").replace("<", "&lt;")
-
-
-def _code(text: str) -> str:
-    """A code span, also inside a table, where even a code span may not hold a bare pipe."""
-    ticks = _fence(text, least=1)
-    pad = " " if "`" in text else ""
-    return f"{ticks}{pad}{text}{pad}{ticks}".replace("|", "\\|")
-
-
-def _fence(text: str, least: int = 3) -> str:
-    """More backticks than any run of them in the text."""
-    longest = max((len(run) for run in re.findall("`+", text)), default=0)
-    return "`" * max(least, longest + 1)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from lpconv.report.finetune_words import diagnostics, gap_rows, layer_rows, main_run, title, verdict, worst_tracked
+from lpconv.report.finetune.words import diagnostics, gap_rows, layer_rows, main_run, title, verdict, worst_tracked
 from lpconv.report.layout import facts_grid, heading, note_list, section, table_of
 from lpconv.report.numbers import share_text, size_text
 from lpconv.report.printable import printable_record

@@ -2,17 +2,16 @@
 
 import math
 
-from lpconv.report.finetune_words import METRIC_WORDS, ROLE_WORDS, main_run, twin_run
+from lpconv.report.finetune.words import METRIC_WORDS, ROLE_WORDS, main_run, twin_run
+from lpconv.report.heat import Heatmap, Loss, loss_map
 from lpconv.report.line_plot import Line, line_plot
 from lpconv.report.numbers import share_text
-from lpconv.report.plot import Plot, Tick
-from lpconv.report.probe_plot import Cell, Heatmap
+from lpconv.report.plot import Plot
 from lpconv.results import FinetuneResult, RunRecord, Series, TrackedRecord
 
 __all__ = ["curve_plots", "loss_heatmap"]
 
-_WIDTH, _HEAD, _CELL_HEIGHT, _LABEL_CHARACTER, _MAX_LABEL = 1000.0, 60.0, 19.0, 7.1, 300.0
-_STEPS = ((0.0, 0), (1e-3, 1), (1e-2, 2), (0.1, 3), (0.5, 4))  # a rate above the bound gets the depth of colour
+_HEAT_HEAD = 60.0  # room for the numbers of the steps, in page units of the heatmap
 _MAX_COLUMNS = 24
 
 
@@ -84,43 +83,15 @@ def loss_heatmap(result: FinetuneResult) -> Heatmap | None:
     tracked = [t for run in result.runs for t in run.tracked]
     if not any(t.underflow + t.overflow > 0 for t in tracked):
         return None
-    layers, roles = (
-        list(dict.fromkeys(t.layer for t in tracked)),
-        [r for r in ROLE_WORDS if any(t.role == r for t in tracked)],
-    )
+    roles = [r for r in ROLE_WORDS if any(t.role == r for t in tracked)]
     steps = _thinned(sorted({t.step for t in tracked}), _MAX_COLUMNS // len(roles) or 1)
-    label_x = min(max(len(layer) for layer in layers) * _LABEL_CHARACTER, _MAX_LABEL) + 8
-    width = (_WIDTH - label_x) / (len(roles) * (len(steps) + 0.4))
-
-    def left(role: str, step: int) -> float:
-        return round(label_x + (roles.index(role) * (len(steps) + 0.4) + steps.index(step)) * width, 1)
-
-    cells = tuple(
-        _cell(t, left(t.role, t.step), _HEAD + layers.index(t.layer) * _CELL_HEIGHT) for t in tracked if t.step in steps
-    )
     worst = max(tracked, key=lambda t: t.underflow + t.overflow)
-    return Heatmap(
+    return loss_map(
+        [_loss(t) for t in tracked if t.step in steps],
+        blocks=[ROLE_WORDS[role] for role in roles],
+        columns=[str(step) for step in steps],
         description=f"At worst {share_text(worst.underflow + worst.overflow, 1)}: {_words(worst)}.",
-        cells=cells,
-        rows=tuple(
-            Tick(position=_HEAD + (i + 0.5) * _CELL_HEIGHT + 4, label=_shortened(layer))
-            for i, layer in enumerate(layers)
-        ),
-        columns=tuple(
-            Tick(position=round(left(role, step) + width / 2 + 4, 1), label=str(step))
-            for role in roles
-            for step in steps
-        ),
-        blocks=tuple(
-            Tick(position=round(left(role, steps[0]) + len(steps) * width / 2, 1), label=ROLE_WORDS[role])
-            for role in roles
-        ),
-        cell_width=round(width - 1, 1),
-        cell_height=_CELL_HEIGHT - 1,
-        label_x=label_x - 8,
-        head=_HEAD,
-        width=_WIDTH,
-        height=_HEAD + len(layers) * _CELL_HEIGHT + 4,
+        head=_HEAT_HEAD,
     )
 
 
@@ -131,16 +102,13 @@ def _thinned(steps: list[int], most: int) -> list[int]:
     return [steps[round(i * (len(steps) - 1) / max(most - 1, 1))] for i in range(most)]
 
 
-def _cell(t: TrackedRecord, x: float, y: float) -> Cell:
-    lost = t.underflow + t.overflow
-    depth = max((d for bound, d in _STEPS if lost > bound), default=0) if lost > 0 else "none"
-    cause = "over" if t.overflow > t.underflow else "under"
-    arrow = "↑" if cause == "over" else ""
-    return Cell(
-        x=x,
-        y=y,
-        kind=f"{cause} depth-{depth}",
-        text="" if lost < 0.005 else f"{100 * lost:.0f}{arrow}",
+def _loss(t: TrackedRecord) -> Loss:
+    return Loss(
+        layer=t.layer,
+        block=ROLE_WORDS[t.role],
+        column=str(t.step),
+        underflow=t.underflow,
+        overflow=t.overflow,
         title=_words(t),
     )
 
@@ -150,8 +118,3 @@ def _words(t: TrackedRecord) -> str:
         f"{ROLE_WORDS.get(t.role, t.role)} of {t.layer} at step {t.step} in {t.format}: "
         f"{share_text(t.underflow, 1)} underflow, {share_text(t.overflow, 1)} overflow"
     )
-
-
-def _shortened(layer: str) -> str:
-    most = int(_MAX_LABEL / _LABEL_CHARACTER)
-    return layer if len(layer) <= most else "…" + layer[1 - most :]

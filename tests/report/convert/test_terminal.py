@@ -10,7 +10,14 @@ import pytest
 from report_examples import bert_result, llama_result, plan_of
 from rich.console import Console, RenderableType
 
-from lpconv.report.terminal import render_compare, render_convert, render_inspect, render_plan, render_verify, show
+from lpconv.report.convert.terminal import (
+    render_compare,
+    render_convert,
+    render_inspect,
+    render_plan,
+    render_verify,
+)
+from lpconv.report.terminal import show
 from lpconv.results import (
     ByteCounts,
     ConvertResult,
@@ -228,7 +235,7 @@ def test_no_meaning_is_lost_without_colour() -> None:
 
 def test_rendering_loads_no_heavy_library() -> None:
     code = (
-        "import sys, lpconv.report.terminal, lpconv.report.card, lpconv.report.document;"
+        "import sys, lpconv.report.convert.terminal, lpconv.report.convert.card, lpconv.report.document;"
         "print([m for m in ('torch', 'transformers', 'matplotlib', 'numpy', 'jinja2') if m in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

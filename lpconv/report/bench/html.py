@@ -1,7 +1,7 @@
 """The page of a bench: the verdict first, then speed-ups and memory as plots, every row, and the Linears by shape."""
 
-from lpconv.report.bench_plot import memory_plot, speed_plot
-from lpconv.report.bench_text import COLUMNS, energy_text, gemm_text, ratio_text
+from lpconv.report.bench.plot import memory_plot, speed_plot
+from lpconv.report.bench.text import COLUMNS, energy_text, gemm_text, ratio_text
 from lpconv.report.numbers import MISSING, duration_text
 from lpconv.report.page import Tile, environment
 from lpconv.report.printable import printable_record

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 
-from lpconv.report.bench_text import ratio_text
+from lpconv.report.bench.text import ratio_text
 from lpconv.report.numbers import size_text
 from lpconv.report.plot import CHARACTER, Axis, LegendEntry, Mark, Plot, Tick, column_x, dash_path, mark_path
 from lpconv.results import BenchRow

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from lpconv.report.grouping import converted, num_elements, worst_tensors
+from lpconv.report.convert.grouping import converted, num_elements, worst_tensors
 from lpconv.report.numbers import (
     change_text,
     count_text,
@@ -15,6 +15,7 @@ from lpconv.report.numbers import (
     size_text,
     sqnr_text,
 )
+from lpconv.report.sentences import listed
 from lpconv.results import ConvertResult, HashCheck, LogitsCheck, TensorRecord, VerifyResult, WeightsCheck
 
 __all__ = [
@@ -24,7 +25,6 @@ __all__ = [
     "done_sentence",
     "done_words",
     "error_sentence",
-    "listed",
     "method_name",
     "size_sentence",
     "summary",
@@ -33,8 +33,6 @@ __all__ = [
 ]
 
 _METHODS = {"unit": "unit scaling", "scalify": "Scalify", "collage": "Collage", "multipoint": "Multipoint"}
-# The most names that a sentence lists before it says "and N more".
-_NAMES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,9 +226,3 @@ def besides_rounding(t: TensorRecord) -> str:
     if t.num_flushed:
         causes.append(f"{share_text(t.num_flushed, num_elements(t))} to zero")
     return ", ".join(causes) or "nothing"
-
-
-def listed(items: Sequence[str]) -> str:
-    """The first names of a list, and how many more there are: "a, b, c and 4 more"."""
-    shown = ", ".join(items[:_NAMES])
-    return f"{shown} and {len(items) - _NAMES} more" if len(items) > _NAMES else shown

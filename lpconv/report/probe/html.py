@@ -5,10 +5,10 @@ from pathlib import PurePath
 
 from lpconv.report.numbers import number_text, share_text
 from lpconv.report.page import Tile, environment
+from lpconv.report.plot import FormatRange
 from lpconv.report.printable import printable_record
-from lpconv.report.probe_plot import exponent_plots, heatmap
-from lpconv.report.probe_words import ALONE_WORDS, FIT_WORDS, capped_words, fit_counts, held_by, loss_scale_text
-from lpconv.report.rms_plot import FormatRange
+from lpconv.report.probe.plot import exponent_plots, heatmap
+from lpconv.report.probe.words import ALONE_WORDS, FIT_WORDS, capped_words, fit_counts, held_by, loss_scale_text
 from lpconv.results import ProbeReport
 
 __all__ = ["html_probe"]

@@ -7,8 +7,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from lpconv.report.compare import figures, run_names
-from lpconv.report.grouping import converted, done_groups, in_layer_order, layer_groups, worst_tensors
+from lpconv.report.convert.compare import figures, run_names
+from lpconv.report.convert.grouping import (
+    converted,
+    done_groups,
+    in_layer_order,
+    layer_groups,
+    num_elements,
+    worst_tensors,
+)
+from lpconv.report.convert.rms_plot import rms_plot
+from lpconv.report.convert.sqnr_plot import sqnr_plot
+from lpconv.report.convert.words import checks, method_name, summary, verdict
 from lpconv.report.numbers import (
     MISSING,
     change_text,
@@ -21,13 +31,11 @@ from lpconv.report.numbers import (
     sqnr_text,
 )
 from lpconv.report.page import Tile, breakable, environment
+from lpconv.report.plot import FormatRange
 from lpconv.report.printable import printable, printable_record
-from lpconv.report.rms_plot import FormatRange, rms_plot
-from lpconv.report.sqnr_plot import sqnr_plot
-from lpconv.report.words import checks, summary, verdict
 from lpconv.results import ConvertResult, TensorRecord
 
-__all__ = ["FormatRange", "html_compare", "html_report"]
+__all__ = ["html_compare", "html_report"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +51,13 @@ def html_report(result: ConvertResult, ranges: Mapping[str, FormatRange]) -> str
     result = printable_record(result)
     return (
         environment()
-        .get_template("report.html.j2")
+        .get_template("convert.html.j2")
         .render(
             result=result,
             name=_last_part(result.output),
             version=result.versions.get("lpconv"),
+            method_name=method_name,
+            num_elements=num_elements,
             summary=summary(result),
             tiles=_tiles(result),
             verdict=verdict(result.verify),
