@@ -1,4 +1,4 @@
-"""Every `lpconv` command in README and docs runs, as it stands, in a folder where its names exist."""
+"""Every `lpconv` command in README and docs runs as it stands, in a folder where its names exist; so do programs."""
 
 import re
 import shlex
@@ -16,16 +16,23 @@ PAGES = [
     "README.md", "docs/cli.md", "docs/convert.md", "docs/probe.md", "docs/bench.md", "docs/export.md",
     "docs/finetune.md", "docs/methods/multipoint.md",
 ]  # fmt: skip
+PROGRAMS = [
+    "docs/formats.md", "docs/probe.md", "docs/methods/adaptive.md", "docs/methods/lca.md",
+    "docs/methods/loss-scaling.md", "docs/methods/multipoint.md", "docs/methods/scalify.md", "docs/methods/unit.md",
+]  # fmt: skip
 # Names that stand for a source model, and for outputs of earlier commands.
 SOURCES = ("bert-large", "llama", "MODEL")
 OUTPUTS = ("PATH", "A", "B")
 JOBS = "version: 1\njobs:\n  - {id: one, model: demo, format: fp16, output: batch-one}\n"
 
 
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
 def commands(page: str) -> list[str]:
-    text = (ROOT / page).read_text(encoding="utf-8")
-    blocks = re.findall(r"```[a-z]*\n(.*?)```", text, flags=re.DOTALL)
-    return [line.split("  #")[0].strip() for b in blocks for line in b.splitlines() if line.startswith("lpconv ")]
+    lines = [line for block in blocks(page, "[a-z]*") for line in block.splitlines()]
+    return [line.split("  #")[0].strip() for line in lines if line.startswith("lpconv ")]
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -45,3 +52,15 @@ def test_commands_of_a_page(page: str, tmp_path: Path, monkeypatch: pytest.Monke
         assert done.exit_code == 0, f"{command}\n{done.stdout}\n{done.stderr}"
         for out in Path().glob("*-unit-*"):  # default outputs; the next command may write them again
             shutil.rmtree(out)
+
+
+@pytest.mark.parametrize("page", PROGRAMS)
+def test_programs_of_a_page(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other, as a reader would type them: a later one may use the names of an earlier one."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LPCONV_COMPILE", "never")
+    names: dict[str, object] = {}
+    found = blocks(page, "python")
+    assert found
+    for program in found:
+        exec(compile(program, page, "exec"), names)

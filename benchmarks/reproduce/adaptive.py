@@ -20,17 +20,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import torch
+from figures import panels
+from gradient_errors import gradients, relative_errors
 from miniature import (
     QUICK,
     Arm,
     Size,
     amp_fp16,
     draw,
-    gradients,
     read_arguments,
-    relative_errors,
     save,
     start_model,
 )
@@ -39,9 +38,6 @@ from torch import Tensor, nn
 from lpconv.kernels.half import HalfProducts
 from lpconv.loss_scale import largest_gradient, make_loss_scale, unscale_
 from lpconv.scaled import AdamW, AdaptiveOptions, StepGuard, loss_scales, scaled
-
-matplotlib.use("agg")
-from matplotlib import pyplot as plt
 
 POWERS = range(33)
 ADAPTIVE = {
@@ -247,22 +243,21 @@ def task_table(runs: list[TaskRun]) -> str:
 
 
 def figure(swept: list[Sweep], runs: list[TaskRun], path: Path) -> None:
-    _, (left, right) = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
-    for colour, model in enumerate(dict.fromkeys(s.model for s in swept)):
-        line = [s for s in swept if s.model == model and s.power is not None and s.finite]
-        left.plot([s.power for s in line], [s.zeroed for s in line], color=f"C{colour}", label=f"{model}: constants")
-        ours = next(s for s in swept if s.model == model and s.scale == "adaptive")
-        left.axhline(ours.zeroed, linestyle="--", color=f"C{colour}", label=f"{model}: adaptive")
-    left.set(title="gradients lost", xlabel="log2 of the scale", ylabel="share zeroed")
-    left.set_yscale("symlog", linthresh=1e-4)
-    for scale in dict.fromkeys(r.scale for r in runs):
-        mine = [r.remaining for r in runs if r.scale == scale]
-        right.plot([sum(c) / len(c) for c in zip(*mine, strict=True)], "o-", label=scale)
-    right.set(title="four tasks", xlabel="task, by falling weight", ylabel="loss left over", yscale="log")
-    right.set_xticks(range(len(TASK_WEIGHTS)), [f"2^{math.log2(w):.0f}" for w in TASK_WEIGHTS])
-    left.legend(fontsize=8)
-    right.legend(fontsize=8)
-    plt.savefig(path, dpi=110)
+    with panels(path, 2) as (left, right):
+        for colour, model in enumerate(dict.fromkeys(s.model for s in swept)):
+            line = [s for s in swept if s.model == model and s.power is not None and s.finite]
+            left.plot(
+                [s.power for s in line], [s.zeroed for s in line], color=f"C{colour}", label=f"{model}: constants"
+            )
+            ours = next(s for s in swept if s.model == model and s.scale == "adaptive")
+            left.axhline(ours.zeroed, linestyle="--", color=f"C{colour}", label=f"{model}: adaptive")
+        left.set(title="gradients lost", xlabel="log2 of the scale", ylabel="share zeroed")
+        left.set_yscale("symlog", linthresh=1e-4)
+        for scale in dict.fromkeys(r.scale for r in runs):
+            mine = [r.remaining for r in runs if r.scale == scale]
+            right.plot([sum(c) / len(c) for c in zip(*mine, strict=True)], "o-", label=scale)
+        right.set(title="four tasks", xlabel="task, by falling weight", ylabel="loss left over", yscale="log")
+        right.set_xticks(range(len(TASK_WEIGHTS)), [f"2^{math.log2(w):.0f}" for w in TASK_WEIGHTS])
 
 
 def main() -> None:

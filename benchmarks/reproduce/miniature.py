@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 import transformers
-from scaled_training import build
+from byte_models import batch_of, build, corpus, evaluate
 from torch import Tensor, nn
 
-from lpconv.data import demo_text
 from lpconv.kernels.half import HalfProducts
 from lpconv.loss_scale import largest_gradient, make_loss_scale, unscale_
 from lpconv.scaled import AdamW, ScaledTensor, StepGuard
@@ -27,15 +26,10 @@ __all__ = [
     "Curve",
     "Size",
     "amp_fp16",
-    "batch_of",
-    "byte_tensor",
     "draw",
-    "evaluate",
-    "gradients",
     "mean_curve",
     "observe",
     "read_arguments",
-    "relative_errors",
     "save",
     "start_model",
     "train",
@@ -96,47 +90,15 @@ def amp_fp16() -> AbstractContextManager[Any]:
     return torch.autocast("cpu", torch.float16, cache_enabled=False)
 
 
-def byte_tensor(split: str) -> Tensor:
-    return torch.frombuffer(bytearray(demo_text(split).read_bytes()), dtype=torch.uint8).long()
-
-
 def start_model(kind: str, size: Size, seed: int) -> nn.Module:
     torch.manual_seed(seed)
     return build(kind, size.hidden, size.layers, size.length)
 
 
-def batch_of(kind: str, text: Tensor, count: int, length: int, generator: torch.Generator) -> dict[str, Tensor]:
-    """Random windows; for BERT 15 % of the bytes are masked (token 256) and predicted."""
-    starts = torch.randint(0, len(text) - length, (count,), generator=generator)
-    ids = torch.stack([text[s : s + length] for s in starts.tolist()])
-    if kind == "llama":
-        return {"input_ids": ids, "labels": ids}
-    masked = torch.rand(ids.shape, generator=generator) < 0.15
-    return {"input_ids": ids.masked_fill(masked, 256), "labels": ids.masked_fill(~masked, -100)}
-
-
 def draw(kind: str, size: Size, seed: int = 0) -> dict[str, Tensor]:
     """A training batch to look at gradients with."""
     generator = torch.Generator().manual_seed(seed)
-    return batch_of(kind, byte_tensor("train"), size.batch, size.length, generator)
-
-
-# In exact arithmetic softmax takes no notice of these biases, so their true gradient is zero.
-_CANCELLED = ("key.bias", "k_proj.bias")
-
-
-def gradients(model: nn.Module, factor: float = 1.0) -> dict[str, Tensor]:
-    """The gradients as plain numbers in fp64, divided by `factor`, but for those that are zero in exact arithmetic."""
-    return {
-        name: (p.grad.dequantize() if isinstance(p.grad, ScaledTensor) else p.grad).double() / factor
-        for name, p in model.named_parameters()
-        if p.grad is not None and not name.endswith(_CANCELLED)
-    }
-
-
-def relative_errors(found: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> list[float]:
-    """|g - g_ref| / |g_ref| of every parameter; 1 means that nothing arrived."""
-    return [float((found[name] - g).norm() / g.norm()) for name, g in reference.items()]
+    return batch_of(kind, corpus("train"), size.batch, size.length, generator)
 
 
 def observe(model: nn.Module, batch: dict[str, Tensor]) -> dict[tuple[str, str], float]:
@@ -164,23 +126,15 @@ def _rms(x: Tensor) -> float:
     return float(data.detach().double().square().mean().sqrt())
 
 
-@torch.no_grad()
-def evaluate(model: nn.Module, batches: Sequence[dict[str, Tensor]]) -> float:
-    model.eval()
-    losses = [model(**batch).loss.item() for batch in batches]
-    model.train()
-    return statistics.fmean(losses)
-
-
 def train(arm: Arm, kind: str, seed: int, size: Size) -> tuple[Curve, nn.Module]:
     """One run; the learning rate warms up over a tenth of the steps and then decays to zero by a cosine."""
     model = arm.prepare(start_model(kind, size, seed)).train()
     optimizer = arm.optimizer(model.parameters(), lr=size.lr, betas=(0.9, 0.95), weight_decay=0.1, **arm.options)
     schedule = transformers.get_cosine_schedule_with_warmup(optimizer, size.steps // 10, size.steps)
     scale, guard = make_loss_scale(arm.loss_scale[0], **arm.loss_scale[1]), StepGuard(model) if arm.guarded else None
-    text, generator = byte_tensor("train"), torch.Generator().manual_seed(seed)
+    text, generator = corpus("train"), torch.Generator().manual_seed(seed)
     fixed = torch.Generator().manual_seed(10_000)
-    held_out = [batch_of(kind, byte_tensor("heldout"), 16, size.length, fixed) for _ in range(4)]
+    held_out = [batch_of(kind, corpus("heldout"), 16, size.length, fixed) for _ in range(4)]
     steps, losses = [], []
     began = time.perf_counter()
     with HalfProducts(), arm.around():

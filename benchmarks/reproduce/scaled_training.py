@@ -26,9 +26,9 @@ from typing import Any
 
 import torch
 import transformers as hf
+from byte_models import batch_of, build, corpus, evaluate
 from torch import Tensor, nn
 
-from lpconv.data import demo_text
 from lpconv.kernels.half import HalfProducts
 from lpconv.kernels.linear import linear
 from lpconv.scaled import AdamW, StepGuard, fallbacks, scaled, scaling_of
@@ -80,43 +80,7 @@ RUNS: dict[str, Run] = {
 }
 
 SETTINGS = {"one of 2048": 2048, "alone": 1}  # micro-batches that a step averages
-RECIPES = {"llama": {"lr": 2e-3, "batch": 8}, "bert": {"lr": 4e-3, "batch": 16}}
-
-
-def corpus(split: str) -> Tensor:
-    """The bytes of the plays of a split."""
-    return torch.tensor(list(demo_text(split).read_bytes()), dtype=torch.long)
-
-
-def build(name: str, hidden: int, layers: int, length: int) -> nn.Module:
-    heads = max(1, hidden // 32)
-    sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
-    if name == "llama":
-        config = hf.LlamaConfig(vocab_size=257, intermediate_size=8 * hidden // 3 // 16 * 16,
-                                max_position_embeddings=length, attn_implementation="eager", **sizes)  # fmt: skip
-        return hf.LlamaForCausalLM(config)
-    config = hf.BertConfig(vocab_size=257, intermediate_size=4 * hidden, max_position_embeddings=length,
-                           hidden_dropout_prob=0, attention_probs_dropout_prob=0, attn_implementation="eager",
-                           **sizes)  # fmt: skip
-    return hf.BertForMaskedLM(config)
-
-
-def batch_of(text: Tensor, name: str, options: argparse.Namespace, generator: torch.Generator) -> dict[str, Tensor]:
-    """Random windows; for BERT 15 % of the bytes are masked (token 256) and predicted."""
-    starts = torch.randint(0, len(text) - options.length, (RECIPES[name]["batch"],), generator=generator)
-    ids = torch.stack([text[s : s + options.length] for s in starts.tolist()])
-    if name == "llama":
-        return {"input_ids": ids, "labels": ids}
-    masked = torch.rand(ids.shape, generator=generator) < 0.15
-    return {"input_ids": ids.masked_fill(masked, 256), "labels": ids.masked_fill(~masked, -100)}
-
-
-@torch.no_grad()
-def held_out(model: nn.Module, batches: list[dict[str, Tensor]]) -> float:
-    model.eval()
-    losses = [float(model(**b).loss) for b in batches]
-    model.train()
-    return sum(losses) / len(losses)
+RECIPES: dict[str, dict[str, Any]] = {"llama": {"lr": 2e-3, "batch": 8}, "bert": {"lr": 4e-3, "batch": 16}}
 
 
 def train(name: str, key: str, start: nn.Module, parts: int, seed: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -127,21 +91,21 @@ def train(name: str, key: str, start: nn.Module, parts: int, seed: int, options:
                       eps=1e-8 / parts, state_dtype=run.state_dtype)  # fmt: skip
     schedule = hf.get_cosine_schedule_with_warmup(optimizer, options.steps // 10, options.steps)
     guard = None if scaling_of(model) is None else StepGuard(model)
-    text, held_text = corpus("train"), corpus("heldout")
+    text, held_text, count = corpus("train"), corpus("heldout"), RECIPES[name]["batch"]
     batches, evaluation = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(10_000)
-    held = [batch_of(held_text, name, options, evaluation) for _ in range(options.eval_batches)]
+    held = [batch_of(name, held_text, count, options.length, evaluation) for _ in range(options.eval_batches)]
     curve = []
     with HalfProducts():
         for step in range(options.steps):
             optimizer.zero_grad()
-            loss = model(**batch_of(text, name, options, batches)).loss
+            loss = model(**batch_of(name, text, count, options.length, batches)).loss
             (loss / parts).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0 / parts)
             optimizer.step() if guard is None else guard.step(optimizer)
             schedule.step()
             if step % 50 == 0 or step == options.steps - 1:
                 curve.append((step, round(loss.item(), 4)))
-        final = held_out(model, held)
+        final = evaluate(model, held)
     return {"run": key, "seed": seed, "held_out": round(final, 5), "curve": curve,
             "counts": {} if guard is None else fallbacks(model), "skipped": 0 if guard is None else guard.num_skipped,
             "time_s": round(time.perf_counter() - began, 1)}  # fmt: skip

@@ -13,23 +13,20 @@ the script: its numbers mean nothing.
 """
 
 import math
-import statistics
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import torch
+from figures import panels, plot_training
+from gradient_errors import error_table, gradient_errors
 from miniature import (
     Arm,
     Curve,
     Size,
     draw,
-    gradients,
-    mean_curve,
     observe,
     read_arguments,
-    relative_errors,
     save,
     start_model,
     train_all,
@@ -38,9 +35,6 @@ from miniature import (
 from torch import nn
 
 from lpconv.scaled import scaled
-
-matplotlib.use("agg")
-from matplotlib import pyplot as plt
 
 POWERS = range(-30, 11, 8)
 PLACES: dict[str, tuple[str, ...]] = {
@@ -76,16 +70,6 @@ WATCHED = {"1: fp16, fp32 master weights": "static scales", "2: fp16 weights, re
 
 
 @dataclass(frozen=True, kw_only=True)
-class GradientError:
-    """Median over parameters of the relative error, for a loss times 2^power."""
-
-    model: str
-    places: str
-    power: int
-    median_error: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class Stored:
     """Root mean square of the data of the gradient that reaches one module, before it is rescaled there."""
 
@@ -95,34 +79,10 @@ class Stored:
     rms: float
 
 
-def gradient_errors(kind: str, size: Size) -> list[GradientError]:
-    batch = draw(kind, size)
-    exact = start_model(kind, size, 0).double()
-    exact(**batch).loss.backward()
-    reference = gradients(exact)
-    found = []
-    for places in PLACES:
-        model = scalify("", "fp16", places).prepare(start_model(kind, size, 0))
-        for power in POWERS:
-            model.zero_grad()
-            (model(**batch).loss.float() * 2.0**power).backward()
-            error = statistics.median(relative_errors(gradients(model, 2.0**power), reference))
-            found.append(GradientError(model=kind, places=places, power=power, median_error=error))
-    return found
-
-
 def stored(model: nn.Module, scales: str, step: int, size: Size) -> list[Stored]:
     seen = observe(model, draw("llama", size))
     modules = list(dict.fromkeys(module for module, _ in seen))
     return [Stored(scales=scales, step=step, module=m, rms=seen[m, "gradient"]) for m in modules]
-
-
-def error_table(found: list[GradientError]) -> str:
-    lines = ["| model | rescaling | " + " | ".join(f"2^{p}" for p in POWERS) + " |", "|---" * (2 + len(POWERS)) + "|"]
-    for model, places in dict.fromkeys((g.model, g.places) for g in found):
-        row = [f"{g.median_error:.2g}" for g in found if (g.model, g.places) == (model, places)]
-        lines.append(f"| {model} | {places} | " + " | ".join(row) + " |")
-    return "\n".join(["Median relative error of the fp16 gradients of a loss times 2^p", "", *lines, ""])
 
 
 def stored_table(found: list[Stored]) -> str:
@@ -135,24 +95,20 @@ def stored_table(found: list[Stored]) -> str:
 
 
 def figure(sizes: list[Stored], curves: list[Curve], path: Path) -> None:
-    _, (left, right) = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
-    for scales, step in dict.fromkeys((s.scales, s.step) for s in sizes):
-        line = [math.log2(s.rms) for s in sizes if (s.scales, s.step) == (scales, step)]
-        left.plot(line, "-" if step else "--", color="C0" if scales == "rescaling" else "C1",
-                  label=f"{scales}, after step {step}")  # fmt: skip
-    left.set(title="stored gradients", xlabel="module, first to last", ylabel="log2 RMS")
-    for arm in ARMS:
-        right.plot(*mean_curve(curves, arm.name), label=arm.name)
-    right.set(title="training, llama", xlabel="step", ylabel="held-out loss, nats per byte")
-    left.legend(fontsize=8)
-    right.legend(fontsize=8)
-    plt.savefig(path, dpi=110)
+    with panels(path, 2) as (left, right):
+        for scales, step in dict.fromkeys((s.scales, s.step) for s in sizes):
+            line = [math.log2(s.rms) for s in sizes if (s.scales, s.step) == (scales, step)]
+            left.plot(line, "-" if step else "--", color="C0" if scales == "rescaling" else "C1",
+                      label=f"{scales}, after step {step}")  # fmt: skip
+        left.set(title="stored gradients", xlabel="module, first to last", ylabel="log2 RMS")
+        plot_training(right, "llama", curves)
 
 
 def main() -> None:
     out, size = read_arguments(__doc__)
 
-    errors = [error for kind in ("llama", "bert") for error in gradient_errors(kind, size)]
+    rescaled = {places: scalify("", "fp16", places).prepare for places in PLACES}
+    errors = [error for kind in ("llama", "bert") for error in gradient_errors(kind, size, rescaled, POWERS)]
     watched = {arm.name: arm for arm in ARMS if arm.name in WATCHED}
     sizes = [
         found
@@ -169,7 +125,12 @@ def main() -> None:
         "stored_gradients": [asdict(s) for s in sizes],
         "runs": [asdict(c) for c in curves],
     }
-    tables = [error_table(errors), training_table("Training from scratch, llama", curves), stored_table(sizes)]
+    title = "Median relative error of the fp16 gradients of a loss times 2^p"
+    tables = [
+        error_table(title, "rescaling", errors, POWERS),
+        training_table("Training from scratch, llama", curves),
+        stored_table(sizes),
+    ]
     save(out, asdict(size), raw, tables)
     figure(sizes, curves, out / "figure.png")
 

@@ -12,23 +12,20 @@ the script: its numbers mean nothing.
 """
 
 import math
-import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import matplotlib
+from figures import panels, plot_training
+from gradient_errors import GradientError, error_table, gradient_errors
 from miniature import (
     Arm,
     Curve,
     Size,
     amp_fp16,
     draw,
-    gradients,
-    mean_curve,
     observe,
     read_arguments,
-    relative_errors,
     save,
     start_model,
     train_all,
@@ -37,13 +34,10 @@ from miniature import (
 from scaled_training import plain_fp8
 from torch import nn
 
-from lpconv.kernels.half import HalfProducts
 from lpconv.scaled import scaled
 
-matplotlib.use("agg")
-from matplotlib import pyplot as plt
-
 POWERS = range(-30, 11, 4)
+SHOWN = (-30, -22, -14, -2, 10)
 SMALL_LOSS = 2.0**-20
 
 PREPARE: dict[str, Callable[[nn.Module], nn.Module]] = {
@@ -71,16 +65,6 @@ ARMS = [
 
 
 @dataclass(frozen=True, kw_only=True)
-class GradientError:
-    """Median over parameters of the relative error, for a loss times 2^power."""
-
-    model: str
-    arithmetic: str
-    power: int
-    median_error: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class Magnitude:
     """Root mean square of what one module hands on, forward or backward, in order of the forward pass."""
 
@@ -88,23 +72,6 @@ class Magnitude:
     module: str
     direction: str
     rms: float
-
-
-def gradient_errors(kind: str, size: Size) -> list[GradientError]:
-    batch = draw(kind, size)
-    exact = start_model(kind, size, 0).double()
-    exact(**batch).loss.backward()
-    reference = gradients(exact)
-    found = []
-    for arithmetic, prepare in PREPARE.items():
-        model = prepare(start_model(kind, size, 0))
-        for power in POWERS:
-            model.zero_grad()
-            with HalfProducts():
-                (model(**batch).loss.float() * 2.0**power).backward()
-            error = statistics.median(relative_errors(gradients(model, 2.0**power), reference))
-            found.append(GradientError(model=kind, arithmetic=arithmetic, power=power, median_error=error))
-    return found
 
 
 def magnitudes(kind: str, size: Size) -> list[Magnitude]:
@@ -117,15 +84,6 @@ def magnitudes(kind: str, size: Size) -> list[Magnitude]:
     ]
 
 
-def error_table(found: list[GradientError]) -> str:
-    shown = [p for p in POWERS if p in (-30, -22, -14, -2, 10)]
-    lines = ["| model | arithmetic | " + " | ".join(f"2^{p}" for p in shown) + " |", "|---" * (2 + len(shown)) + "|"]
-    for model, arithmetic in dict.fromkeys((g.model, g.arithmetic) for g in found):
-        by_power = {g.power: g.median_error for g in found if (g.model, g.arithmetic) == (model, arithmetic)}
-        lines.append(f"| {model} | {arithmetic} | " + " | ".join(f"{by_power[p]:.2g}" for p in shown) + " |")
-    return "\n".join(["Median relative error of the gradients of a loss times 2^p; 1: nothing arrived", "", *lines, ""])
-
-
 def magnitude_table(found: list[Magnitude]) -> str:
     lines = ["| stored values | of | smallest RMS | largest RMS | within 4 times of 1 |", "|---|---|---|---|---|"]
     for form, direction in dict.fromkeys((m.form, m.direction) for m in found):
@@ -136,32 +94,30 @@ def magnitude_table(found: list[Magnitude]) -> str:
 
 
 def figure(errors: list[GradientError], sizes: list[Magnitude], curves: list[Curve], path: Path) -> None:
-    _, (left, middle, right) = plt.subplots(1, 3, figsize=(16, 4.5), layout="constrained")
-    model = errors[0].model
-    for arithmetic in PREPARE:
-        line = [e for e in errors if (e.model, e.arithmetic) == (model, arithmetic)]
-        left.plot([e.power for e in line], [e.median_error for e in line], label=arithmetic)
-    left.set(title=f"gradients, {model}", xlabel="loss times 2^p", ylabel="median relative error", yscale="log")
-    for form, colour in (("plain", "C1"), ("unit", "C0")):
-        for direction, style in (("activation", "-"), ("gradient", "--")):
-            line = [math.log2(s.rms) for s in sizes if (s.form, s.direction) == (form, direction)]
-            label = f"{form}: {direction}s"
-            middle.plot(range(len(line)), line if direction == "activation" else line[::-1], style, color=colour,
-                        label=label)  # fmt: skip
-    middle.axhspan(-24, -14, color="0.85")
-    middle.set(title="RMS at initialisation", xlabel="module, first to last", ylabel="log2 RMS (grey: fp16 subnormal)")
-    for arm in ARMS:
-        right.plot(*mean_curve(curves, arm.name), "--" if "2^-20" in arm.name else "-", label=arm.name)
-    right.set(title="training, llama", xlabel="step", ylabel="held-out loss, nats per byte")
-    for axes in (left, middle, right):
-        axes.legend(fontsize=8)
-    plt.savefig(path, dpi=110)
+    small = [arm.name for arm in ARMS if "2^-20" in arm.name]
+    with panels(path, 3) as (left, middle, right):
+        model = errors[0].model
+        for arithmetic in PREPARE:
+            line = [e for e in errors if (e.model, e.arithmetic) == (model, arithmetic)]
+            left.plot([e.power for e in line], [e.median_error for e in line], label=arithmetic)
+        left.set(title=f"gradients, {model}", xlabel="loss times 2^p", ylabel="median relative error", yscale="log")
+        for form, colour in (("plain", "C1"), ("unit", "C0")):
+            for direction, style in (("activation", "-"), ("gradient", "--")):
+                line = [math.log2(s.rms) for s in sizes if (s.form, s.direction) == (form, direction)]
+                label = f"{form}: {direction}s"
+                middle.plot(range(len(line)), line if direction == "activation" else line[::-1], style, color=colour,
+                            label=label)  # fmt: skip
+        middle.axhspan(-24, -14, color="0.85")
+        middle.set(
+            title="RMS at initialisation", xlabel="module, first to last", ylabel="log2 RMS (grey: fp16 subnormal)"
+        )
+        plot_training(right, "llama", curves, dashed=small)
 
 
 def main() -> None:
     out, size = read_arguments(__doc__)
 
-    errors = [error for kind in ("llama", "bert") for error in gradient_errors(kind, size)]
+    errors = [error for kind in ("llama", "bert") for error in gradient_errors(kind, size, PREPARE, POWERS)]
     sizes = magnitudes("llama", size)
     curves = [curve for curve, _ in train_all(ARMS, "llama", size)]
     raw = {
@@ -169,7 +125,12 @@ def main() -> None:
         "magnitudes": [asdict(s) for s in sizes],
         "runs": [asdict(c) for c in curves],
     }
-    tables = [error_table(errors), magnitude_table(sizes), training_table("Training from scratch, llama", curves)]
+    title = "Median relative error of the gradients of a loss times 2^p; 1: nothing arrived"
+    tables = [
+        error_table(title, "arithmetic", errors, SHOWN),
+        magnitude_table(sizes),
+        training_table("Training from scratch, llama", curves),
+    ]
     save(out, asdict(size), raw, tables)
     figure(errors, sizes, curves, out / "figure.png")
 

@@ -16,10 +16,11 @@ from lpconv.checkpoint.aliases import ALIASES
 from lpconv.errors import InputError, LpconvError, ResourceError
 from lpconv.lookup import nearest
 
-__all__ = ["cached_snapshot", "download", "has_weights", "wanted_files"]
+__all__ = ["cached_snapshot", "download", "has_weights", "known_sha256", "wanted_files"]
 
 _SAFETENSORS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 _PICKLES = re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 _TIMEOUT_S = 20.0
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 # Weights that lpconv does not read, and training leftovers. `.bin` and `.safetensors` are chosen by name above.
@@ -55,6 +56,14 @@ def cached_snapshot(repo_id: str, revision: str | None) -> Path | None:
         return None
     snapshot = Path(config).parent
     return snapshot if has_weights(snapshot) else None
+
+
+def known_sha256(path: Path) -> str | None:
+    """The SHA-256 of a file of a snapshot, after which the cache names the large files that it links to; else None."""
+    if not path.is_symlink():
+        return None
+    target = path.resolve()
+    return target.name if target.parent.name == "blobs" and _SHA256.fullmatch(target.name) else None
 
 
 def has_weights(directory: Path) -> bool:

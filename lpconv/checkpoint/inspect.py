@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
-from lpconv.checkpoint.contents import Contents, read_contents, read_json
+from lpconv.checkpoint.contents import Contents, read_contents
 from lpconv.checkpoint.header import TensorInfo, read_header
+from lpconv.checkpoint.staging import read_marker
 from lpconv.errors import InputError, LpconvError
 from lpconv.results import DtypeRecord, FileRecord, InspectResult, StoredTensor, TensorRecord, from_json
 
@@ -33,7 +33,7 @@ def inspect(directory: Path, *, name: str | None = None) -> InspectResult:
 
 def describe(contents: Contents, stored: Stored, *, name: str, problems: Sequence[str] = ()) -> InspectResult:
     """The record of a checkpoint whose tensors, with their files, are known."""
-    provenance = _provenance(contents.directory)
+    provenance = read_marker(contents.directory)
     records = from_json(tuple[TensorRecord, ...], provenance.get("tensors", []))
     scales = {t.name: t.scale for t in records if t.scale is not None}
     return InspectResult(
@@ -84,11 +84,6 @@ def _index_problems(contents: Contents, stored: Stored) -> list[str]:
         if found.get(name) != file
     ]
     return wrong + [f"the index does not name `{name}`" for name in found if name not in contents.weight_map]
-
-
-def _provenance(directory: Path) -> dict[str, Any]:
-    path = directory / "lpconv.json"
-    return read_json(path) if path.exists() else {}
 
 
 def _dtypes(infos: Iterable[TensorInfo]) -> tuple[DtypeRecord, ...]:

@@ -17,11 +17,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from lpconv.checkpoint.contents import read_json
 from lpconv.checkpoint.partfile import fsync_directory, sha256_of, write_error
 from lpconv.errors import OutputExistsError, UsageError
-from lpconv.results import FileRecord
 
-__all__ = ["JOURNAL", "MARKER", "Staging", "beside", "check_apart", "files_of"]
+__all__ = ["JOURNAL", "MARKER", "Staging", "beside", "check_apart", "read_marker"]
 
 JOURNAL = "journal.jsonl"
 MARKER = "lpconv.json"  # what says that a directory is an output of ours
@@ -148,6 +148,12 @@ def beside(output: Path, suffix: str) -> Path:
     return Path(f"{named}{suffix}")
 
 
+def read_marker(directory: Path) -> dict[str, Any]:
+    """What an output of ours says of itself; empty for any other directory."""
+    path = directory / MARKER
+    return read_json(path) if path.exists() else {}
+
+
 def check_apart(source: Path, output: Path) -> None:
     """Refuse an output that would add to its own source, or replace it."""
     inner = Path(os.path.realpath(source))
@@ -225,8 +231,3 @@ def _remove(directory: Path) -> None:
     if directory.exists() and _is_ours(directory, MARKER):
         _clear(directory, {MARKER})
         shutil.rmtree(directory)
-
-
-def files_of(line: dict[str, Any]) -> tuple[FileRecord, ...]:
-    """The finished files that a journal line names."""
-    return tuple(FileRecord(**f) for f in line["files"])

@@ -1,5 +1,6 @@
 """`lpconv convert`."""
 
+import functools
 import shlex
 import sys
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from lpconv.cli.options import Force, Json, Model, Output, Quiet, Resume, TrustRemoteCode
+from lpconv.cli.options import Force, Json, Model, Output, Quiet, Resume, Revision, TrustRemoteCode
 from lpconv.convert.options import LAYOUTS, VERIFY_LEVELS, ConvertOptions, parse_rule, parse_size
 from lpconv.formats.spec import FORMATS
 from lpconv.methods import METHODS
@@ -16,123 +17,93 @@ __all__ = ["convert"]
 
 _RESIDUALS = sorted({r for m in METHODS.values() for r in m.residuals})
 _METHOD_FORMATS = [f for f in FORMATS if any(f in m.formats for m in METHODS.values())]
-_WHAT, _CHECK, _HOW = "What to write", "Checks", "How to run"
+# Options by the panel of the help that they stand in.
+_what = functools.partial(typer.Option, rich_help_panel="What to write")
+_check = functools.partial(typer.Option, rich_help_panel="Checks")
+_how = functools.partial(typer.Option, rich_help_panel="How to run")
 
 
 def convert(
     model: Model,
     method: Annotated[
-        str,
-        typer.Option(
-            "--method", "-m", help=", ".join(METHODS), autocompletion=lambda: list(METHODS), rich_help_panel=_WHAT
-        ),
+        str, _what("--method", "-m", help=", ".join(METHODS), autocompletion=lambda: list(METHODS))
     ] = "unit",
     format: Annotated[
         str | None,
-        typer.Option(
+        _what(
             "--format",
             "-f",
             "--element",
             help=", ".join(_METHOD_FORMATS) + " (default: fp16, collage bf16, multipoint int4)",
             autocompletion=lambda: list(_METHOD_FORMATS),
-            rich_help_panel=_WHAT,
         ),
     ] = None,
     output: Output = None,
     residual: Annotated[
         str | None,
-        typer.Option(
+        _what(
             "--residual",
             help="Collage: how the lost bits are kept: " + ", ".join(_RESIDUALS) + " (default: bf16)",
             autocompletion=lambda: list(_RESIDUALS),
-            rich_help_panel=_WHAT,
         ),
     ] = None,
     layout: Annotated[
         str,
-        typer.Option(
+        _what(
             "--layout",
             help="lpconv, or compressed-tensors (e4m3fn): plain transformers with that package and vLLM open it.",
             autocompletion=lambda: list(LAYOUTS),
-            rich_help_panel=_WHAT,
         ),
     ] = "lpconv",
-    scale: Annotated[
-        str, typer.Option("--scale", help="Scales are powers of two (pow2) or exact.", rich_help_panel=_WHAT)
-    ] = "pow2",
+    scale: Annotated[str, _what("--scale", help="Scales are powers of two (pow2) or exact.")] = "pow2",
     budget_bits: Annotated[
         float | None,
-        typer.Option(
+        _what(
             "--budget-bits",
             help="Multipoint: stored bits per element, scales included (default: half a bit above the format's)",
-            rich_help_panel=_WHAT,
         ),
     ] = None,
     points_max: Annotated[
-        int | None,
-        typer.Option("--points-max", help="Multipoint: most points of a row (default: 3)", rich_help_panel=_WHAT),
+        int | None, _what("--points-max", help="Multipoint: most points of a row (default: 3)")
     ] = None,
     include: Annotated[
         list[str] | None,
-        typer.Option(
+        _what(
             "--include",
             help="Convert only tensors that match this glob, or re:EXPRESSION. Repeatable.",
             metavar="PATTERN",
-            rich_help_panel=_WHAT,
         ),
     ] = None,
     exclude: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--exclude", help="Keep tensors that match. Repeatable.", metavar="PATTERN", rich_help_panel=_WHAT
-        ),
+        list[str] | None, _what("--exclude", help="Keep tensors that match. Repeatable.", metavar="PATTERN")
     ] = None,
     rule: Annotated[
         list[str] | None,
-        typer.Option(
+        _what(
             "--rule",
             help="A format, or keep, for the tensors that match. Repeatable; the first match decides.",
             metavar="PATTERN=FORMAT",
-            rich_help_panel=_WHAT,
         ),
     ] = None,
     max_shard_size: Annotated[
-        str | None,
-        typer.Option(
-            "--max-shard-size", help="Such as 5GB (default: as the source)", metavar="SIZE", rich_help_panel=_WHAT
-        ),
+        str | None, _what("--max-shard-size", help="Such as 5GB (default: as the source)", metavar="SIZE")
     ] = None,
     verify: Annotated[
         str,
-        typer.Option(
+        _check(
             "--verify",
             help=", ".join(VERIFY_LEVELS) + ". auto runs both models where they are small.",
             autocompletion=lambda: list(VERIFY_LEVELS),
-            rich_help_panel=_CHECK,
         ),
     ] = "auto",
     gate: Annotated[
         list[str] | None,
-        typer.Option(
-            "--gate",
-            help="A condition to publish, such as 'sqnr>=25'. Repeatable.",
-            metavar="CONDITION",
-            rich_help_panel=_CHECK,
-        ),
+        _check("--gate", help="A condition to publish, such as 'sqnr>=25'. Repeatable.", metavar="CONDITION"),
     ] = None,
-    revision: Annotated[
-        str | None, typer.Option("--revision", help="Branch, tag or commit on the hub.", rich_help_panel=_HOW)
-    ] = None,
-    max_memory: Annotated[
-        str | None, typer.Option("--max-memory", help="Such as 4GB.", metavar="SIZE", rich_help_panel=_HOW)
-    ] = None,
-    workers: Annotated[
-        int | None,
-        typer.Option("--workers", help="Encoder threads (default: cores, at most 8)", min=1, rich_help_panel=_HOW),
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show the plan and write nothing.", rich_help_panel=_HOW)
-    ] = False,
+    revision: Revision = None,
+    max_memory: Annotated[str | None, _how("--max-memory", help="Such as 4GB.", metavar="SIZE")] = None,
+    workers: Annotated[int | None, _how("--workers", help="Encoder threads (default: cores, at most 8)", min=1)] = None,
+    dry_run: Annotated[bool, _how("--dry-run", help="Show the plan and write nothing.")] = False,
     resume: Resume = False,
     force: Force = False,
     trust_remote_code: TrustRemoteCode = False,

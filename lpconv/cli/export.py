@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from lpconv.cli.handling import handled
-from lpconv.cli.options import Force, Json, Model, Quiet
+from lpconv.cli.options import Force, Json, Model, Quiet, Revision
 from lpconv.cli.progress import progress_for
 
 __all__ = ["export", "onnx"]
@@ -34,7 +34,7 @@ def onnx(
     external_data: Annotated[
         bool, typer.Option("--external-data", help="Weights in model.onnx.data even where they fit into the graph.")
     ] = False,
-    revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit on the hub.")] = None,
+    revision: Revision = None,
     force: Force = False,
     json: Json = False,
     quiet: Quiet = False,

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import ParamSpec
 
+from lpconv.cli.verbosity import VERBOSE
 from lpconv.errors import InterruptedRunError, LpconvError
 from lpconv.report.printable import printable
 
@@ -31,6 +32,8 @@ def handled(command: Callable[P, None]) -> Callable[P, None]:
         try:
             command(*args, **kwargs)
         except LpconvError as e:
+            if VERBOSE.get():
+                traceback.print_exc()
             _fail(e, as_json)
         except KeyboardInterrupt:
             _fail(_interrupted(signal.SIGINT, kwargs), as_json)

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from lpconv.cli.options import Json, Model, Quiet
+from lpconv.cli.options import Json, Model, Quiet, Revision
 from lpconv.cli.progress import progress_for
 
 __all__ = ["inspect"]
@@ -13,7 +13,7 @@ __all__ = ["inspect"]
 def inspect(
     model: Model,
     stats: Annotated[bool, typer.Option("--stats", help="Read the data: RMS, largest value, NaN and Inf.")] = False,
-    revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit on the hub.")] = None,
+    revision: Revision = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:

@@ -18,6 +18,7 @@ from lpconv.cli.inspect import inspect
 from lpconv.cli.probe import probe
 from lpconv.cli.report import report
 from lpconv.cli.restore import restore
+from lpconv.cli.verbosity import VERBOSE
 from lpconv.cli.verify import verify
 
 __all__ = ["app", "main", "run"]
@@ -51,8 +52,12 @@ def main(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="A line on stderr for each phase; tracebacks with errors.")
+    ] = False,
 ) -> None:
     """Rewrite Hugging Face checkpoints into low-precision forms that still are the model."""
+    VERBOSE.set(verbose)
 
 
 def run() -> None:

@@ -4,11 +4,12 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["Force", "Json", "Model", "Output", "Quiet", "Resume", "TrustRemoteCode"]
+__all__ = ["Force", "Json", "Model", "Output", "Quiet", "Resume", "Revision", "TrustRemoteCode"]
 
 Model = Annotated[
     str, typer.Argument(help="A checkpoint directory, a hub id, an alias such as bert-large, or demo.", metavar="MODEL")
 ]
+Revision = Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit on the hub.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout instead of a table.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no messages on stderr, errors excepted.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace an existing output of lpconv.")]

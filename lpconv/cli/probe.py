@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from lpconv.cli.options import Force, Json, Model, Output, Quiet
+from lpconv.cli.options import Force, Json, Model, Output, Quiet, Revision
 from lpconv.cli.progress import progress_for
 
 __all__ = ["probe"]
@@ -28,7 +28,7 @@ def probe(
         bool, typer.Option("--calibrate", help="Also write the scales that unit scaling should use (calibration.json).")
     ] = False,
     seed: Annotated[int, typer.Option("--seed", help="For masks and random ids.")] = 0,
-    revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit on the hub.")] = None,
+    revision: Revision = None,
     output: Output = None,
     force: Force = False,
     json: Json = False,

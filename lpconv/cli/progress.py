@@ -1,10 +1,13 @@
 """Progress bars on stderr, only where a person watches."""
 
 import sys
+import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from lpconv.cli.verbosity import VERBOSE
 from lpconv.progress import Silent
+from lpconv.report.numbers import size_text
 
 if TYPE_CHECKING:
     import rich.progress
@@ -69,6 +72,19 @@ class _Messages(Silent):
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None: ...
 
 
+class _Log(_Messages):
+    """A line for each phase too, all with the seconds since the start."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+
+    def start(self, phase: str, total_bytes: int) -> None:
+        self.message(phase + (f", {size_text(total_bytes)}" if total_bytes else ""))
+
+    def message(self, text: str) -> None:
+        super().message(f"{time.monotonic() - self._started:8.1f} s  {text}")
+
+
 class _Quiet(_Messages):
     """Nothing at all."""
 
@@ -76,7 +92,9 @@ class _Quiet(_Messages):
 
 
 def progress_for(*, quiet: bool) -> Bars | _Messages:
-    """What suits this stderr: bars on a terminal, lines elsewhere, nothing with --quiet."""
+    """What suits this stderr: bars on a terminal, lines elsewhere and with -v, nothing with --quiet."""
     if quiet:
         return _Quiet()
+    if VERBOSE.get():
+        return _Log()
     return Bars() if sys.stderr.isatty() else _Messages()

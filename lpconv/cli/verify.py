@@ -55,8 +55,5 @@ def verify(
     if not result.passed:
         if not json:
             show(render_verify(result))
-        failed = [f"gate `{g.expression}` met {g.value}" for g in result.gates if not g.passed]
-        raise VerificationError(
-            "; ".join([*result.problems, *failed]), hint="do not use this output", details=to_json(result)
-        )
+        raise VerificationError("; ".join(result.failures), hint="do not use this output", details=to_json(result))
     print(json_text(result), end="") if json else show(render_verify(result))

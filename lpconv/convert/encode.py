@@ -104,8 +104,8 @@ class BlockError:
 
 
 def block_ranges(num_elements: int, cols: int = 1) -> Iterator[tuple[int, int]]:
-    """(start, stop) of the blocks of a tensor, in order: whole rows of `cols` elements."""
-    size = BLOCK_ELEMENTS // cols * cols
+    """(start, stop) of the blocks of a tensor, in order: whole rows of `cols` elements, at least one."""
+    size = max(BLOCK_ELEMENTS // cols, 1) * cols if num_elements else 1
     for start in range(0, num_elements, size):
         yield start, min(start + size, num_elements)
 

@@ -12,7 +12,7 @@ from lpconv.checkpoint.contents import Contents
 from lpconv.checkpoint.partfile import sha256_of, write_error, write_small
 from lpconv.checkpoint.residual import RESIDUAL_INDEX, residual_index
 from lpconv.checkpoint.staging import MARKER
-from lpconv.convert.plan import Plan
+from lpconv.convert.plan import RESIDUAL_FOLDER, Plan
 from lpconv.convert.verify import SUMS
 from lpconv.errors import UnsupportedError
 from lpconv.formats.spec import FORMATS
@@ -23,6 +23,7 @@ __all__ = [
     "check_convertible",
     "copy_side_files",
     "json_text",
+    "model_side_files",
     "output_config",
     "weight_index",
     "write_metadata",
@@ -124,6 +125,12 @@ class Config:
     def register_for_auto_class(cls, *args: Any) -> None:
         """Nothing to register: saving must not take the stock config for code of this checkpoint."""
 '''
+
+
+def model_side_files(contents: Contents) -> tuple[str, ...]:
+    """The side files of an output that belong to the model, without those that the conversion wrote."""
+    ours = {"README.md", SUMS, LOADER}
+    return tuple(n for n in contents.side_files if n not in ours and not n.startswith(RESIDUAL_FOLDER + "/"))
 
 
 def copy_side_files(

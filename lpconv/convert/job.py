@@ -17,7 +17,6 @@ from lpconv.checkpoint.contents import Contents, read_contents
 from lpconv.checkpoint.resolve import Resolved, resolve
 from lpconv.checkpoint.source import Source, open_source
 from lpconv.checkpoint.staging import beside, check_apart
-from lpconv.convert.apply import SingleThreadedTorch, buffer_bytes
 from lpconv.convert.encode import (
     BLOCK_ELEMENTS,
     Workspace,
@@ -27,13 +26,12 @@ from lpconv.convert.encode import (
     encode_scaled,
     fit_points,
 )
-from lpconv.convert.files import (
-    check_convertible,
-)
+from lpconv.convert.files import check_convertible
 from lpconv.convert.gates import Gate, parse_gate
 from lpconv.convert.options import ConvertOptions, with_defaults
 from lpconv.convert.plan import Plan, make_plan
 from lpconv.convert.tied import find_ties
+from lpconv.convert.workers import SingleThreadedTorch, buffer_bytes
 from lpconv.errors import ResourceError
 from lpconv.formats.spec import FORMATS, Format
 from lpconv.machine import available_memory

@@ -13,14 +13,39 @@ import torch
 import transformers
 from torch import Tensor
 
-from lpconv.errors import UnsupportedError
+from lpconv.checkpoint.contents import Contents
+from lpconv.errors import ResourceError, UnsupportedError
+from lpconv.hf.empty import count_parameters
 from lpconv.hf.load import architecture, load
 from lpconv.hf.quiet import quiet_transformers
+from lpconv.machine import available_memory
 from lpconv.results import LogitsCheck
 
-__all__ = ["check_logits", "example_inputs"]
+__all__ = ["check_logits", "check_memory", "check_model", "example_inputs"]
 
 _BATCH, _LENGTH, _SEED = 2, 32, 0
+_COPIES_IN_MEMORY = 2  # the model, and the values that it is given
+
+
+def check_model(contents: Contents, stored_elements: int) -> None:
+    """Refuse a model before it is built: one that the weight files cannot be, or that memory does not hold.
+
+    `stored_elements` are those of the weight files. Only its own code knows the size of a model that brings some.
+    Raises InputError, ResourceError, and UnsupportedError where transformers does not build the model.
+    """
+    if "auto_map" not in contents.config:
+        check_memory(count_parameters(contents, stored_elements), copies=_COPIES_IN_MEMORY, what="running the model")
+
+
+def check_memory(num_parameters: int, *, copies: int, what: str) -> None:
+    """Raise ResourceError unless memory holds so many copies of a model in fp32."""
+    needed, available = 4 * num_parameters * copies, available_memory()
+    if needed > available:
+        raise ResourceError(
+            f"{what} in fp32 needs {needed / 1e9:.1f} GB of memory, {available / 1e9:.1f} GB are free",
+            hint="free some memory, or use a larger machine",
+            details={"needed_bytes": needed, "available_bytes": available},
+        )
 
 
 def check_logits(source: Path, output: Path, config: dict[str, Any], *, trust_remote_code: bool) -> LogitsCheck:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import lpconv
+from lpconv.checkpoint.hub import known_sha256
 from lpconv.convert.job import Job
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.plan import Plan
@@ -34,13 +35,10 @@ __all__ = [
 
 
 def source_record(job: Job) -> SourceRecord:
-    """The source with the sizes of its weight files."""
-    files = (
-        FileRecord(name=f, size_bytes=(job.contents.directory / f).stat().st_size) for f in job.contents.weight_files
-    )
-    return SourceRecord(
-        name=job.name, resolved=job.resolved.resolved, revision=job.resolved.revision, files=tuple(files)
-    )
+    """The source with the sizes of its weight files, and the hashes that a hub's cache knows them by."""
+    paths = {f: job.contents.directory / f for f in job.contents.weight_files}
+    files = tuple(FileRecord(name=f, size_bytes=p.stat().st_size, sha256=known_sha256(p)) for f, p in paths.items())
+    return SourceRecord(name=job.name, resolved=job.resolved.resolved, revision=job.resolved.revision, files=files)
 
 
 def public_source(source: SourceRecord) -> SourceRecord:

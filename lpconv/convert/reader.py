@@ -34,6 +34,8 @@ __all__ = ["OutputReader", "read_provenance"]
 
 _FORMAT_VERSION = 1
 _FETCH_AGAIN = "fetch the checkpoint again"
+# What else may have a lpconv.json.
+_OTHER_KINDS = {"onnx": "a checkpoint exported to ONNX", "restore": "a restored checkpoint"}
 # What is read from lpconv.json, and the JSON type it has.
 _PROVENANCE = {"method": str, "source": dict, "source_config": dict, "tensors": list}
 
@@ -43,9 +45,10 @@ def read_provenance(directory: Path) -> dict[str, Any]:
     if not (directory / MARKER).exists():
         raise InputError(f"`{directory}` has no {MARKER}", hint="pass an output of `lpconv convert`")
     document = read_json(directory / MARKER)
-    if document.get("kind") == "onnx":
+    kind = _OTHER_KINDS.get(str(document.get("kind")))
+    if kind is not None:
         raise UnsupportedError(
-            f"`{directory}` is an export to ONNX, not a checkpoint", hint="pass the checkpoint it was made from"
+            f"`{directory}` is {kind}, not a converted one", hint="pass the output of `lpconv convert` it was made from"
         )
     if document.get("format_version") != _FORMAT_VERSION:
         raise InputError(f"`{directory}` has format_version {document.get('format_version')}", hint="update lpconv")

@@ -11,16 +11,15 @@ from typing import Any
 
 import torch
 
+import lpconv
 from lpconv.checkpoint.contents import Contents, read_contents
 from lpconv.checkpoint.header import DTYPE_BITS, TensorInfo, encode_header
 from lpconv.checkpoint.partfile import PartFile, write_small
 from lpconv.checkpoint.source import TORCH_DTYPES
-from lpconv.checkpoint.staging import Staging, check_apart
+from lpconv.checkpoint.staging import MARKER, Staging, check_apart
 from lpconv.convert.encode import block_ranges
-from lpconv.convert.files import LOADER, copy_side_files, json_text, weight_index
-from lpconv.convert.plan import RESIDUAL_FOLDER
+from lpconv.convert.files import copy_side_files, json_text, model_side_files, weight_index
 from lpconv.convert.reader import OutputReader, read_provenance
-from lpconv.convert.verify import SUMS
 from lpconv.progress import Progress
 from lpconv.results import FileRecord, TensorRecord
 
@@ -44,6 +43,7 @@ class RestoreResult:
 def restore(directory: Path, output: Path, *, force: bool, progress: Progress) -> RestoreResult:
     """Write the plain checkpoint of a converted one into `output`; shards, side files and config as the source had.
 
+    A small `lpconv.json` beside them says what was restored, and that `force` may replace it.
     Raises InputError for a directory that is no output of ours, or whose residual belongs to other weights.
     """
     check_apart(directory, output)
@@ -54,6 +54,7 @@ def restore(directory: Path, output: Path, *, force: bool, progress: Progress) -
         Staging(output, {"restore": str(directory)}, resume=False, force=force) as staging,
     ):
         records = list(reader.records.values())
+        exact = all(_is_exact(r) for r in records if r.action == "convert")
         progress.start("restoring", sum(r.bytes_in for r in records))
         files, index = [], {}
         for name in contents.weight_files:
@@ -64,13 +65,16 @@ def restore(directory: Path, output: Path, *, force: bool, progress: Progress) -
             total = sum(r.bytes_in for r in records)
             write_small(staging.directory / "model.safetensors.index.json", json_text(weight_index(index, total)))
         write_small(staging.directory / "config.json", json_text(_plain_config(contents, provenance)))
-        _copy_side_files(staging.directory, contents)
+        copy_side_files(
+            staging.directory, contents, model_side_files(contents), renamed={"README.source.md": "README.md"}
+        )
+        write_small(staging.directory / MARKER, json_text(_origin(provenance, exact=exact)))
         staging.publish()
     return RestoreResult(
         path=str(directory),
         output=str(output),
         method=str(provenance["method"]),
-        exact=all(_is_exact(r) for r in records if r.action == "convert"),
+        exact=exact,
         num_tensors=len(records),
         files=tuple(files),
     )
@@ -118,7 +122,14 @@ def _plain_config(contents: Contents, provenance: dict[str, Any]) -> dict[str, A
     return config
 
 
-def _copy_side_files(directory: Path, contents: Contents) -> None:
-    ours = {"README.md", SUMS, LOADER}
-    kept = tuple(n for n in contents.side_files if n not in ours and not n.startswith(RESIDUAL_FOLDER + "/"))
-    copy_side_files(directory, contents, kept, renamed={"README.source.md": "README.md"})
+def _origin(provenance: dict[str, Any], *, exact: bool) -> dict[str, Any]:
+    """What lpconv.json of a plain checkpoint says: from what it was restored, and whether its bits are the source's."""
+    converted = {k: provenance.get(k) for k in ("method", "format", "residual")}
+    return {
+        "format_version": 1,
+        "kind": "restore",
+        "exact": exact,
+        "converted": converted,
+        "source": provenance["source"],
+        "version": lpconv.__version__,
+    }

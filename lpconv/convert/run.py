@@ -6,13 +6,8 @@ from pathlib import Path
 
 from lpconv.checkpoint.partfile import write_small
 from lpconv.checkpoint.staging import Staging
-from lpconv.convert.apply import Engine, SingleThreadedTorch
-from lpconv.convert.files import (
-    copy_side_files,
-    write_metadata,
-    write_provenance,
-    write_sums,
-)
+from lpconv.convert.apply import Engine
+from lpconv.convert.files import copy_side_files, write_metadata, write_provenance, write_sums
 from lpconv.convert.job import Job, check_disk, disk_bytes, estimate_seconds, free_bytes, identity, prepare
 from lpconv.convert.options import ConvertOptions, command_line, with_defaults
 from lpconv.convert.plan import PlannedShard
@@ -28,6 +23,7 @@ from lpconv.convert.provenance import (
 from lpconv.convert.ranges import format_ranges
 from lpconv.convert.records import planned_record
 from lpconv.convert.verify_written import verify_written
+from lpconv.convert.workers import SingleThreadedTorch
 from lpconv.errors import VerificationError
 from lpconv.progress import Progress, Silent
 from lpconv.report.convert.card import model_card
@@ -94,11 +90,10 @@ def convert(
         check_disk(job)
         with Staging(output, identity(job), resume=options.resume, force=options.force) as staging:
             result = _carry_out(job, staging, progress, command, started)
-            failures = [f"gate `{g.expression}` met {g.value}" for g in result.verify.gates if not g.passed]
             if not result.verify.passed:
                 kept = staging.set_aside()
                 raise VerificationError(
-                    "verification failed: " + "; ".join([*result.verify.problems, *failures]),
+                    "verification failed: " + "; ".join(result.verify.failures),
                     hint=f"the rejected output is in `{kept}`",
                     details=to_json(result.verify),
                 )

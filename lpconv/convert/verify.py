@@ -7,6 +7,7 @@ Weights are decoded from the files as they lie on the disk and compared with wha
 import math
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -30,6 +31,28 @@ __all__ = ["SUMS", "check_hashes", "check_samples", "check_weights"]
 
 SUMS = "SHA256SUMS"
 _SAMPLE_ELEMENTS = 2**14
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Compared:
+    """A tensor beside the source's: whether it is right, Σx², Σ(x - x̂)² and max |x - x̂| / |x|."""
+
+    right: bool = True
+    signal: float = 0.0
+    noise: float = 0.0
+    max_relative: float = 0.0
+
+    def __add__(self, other: "_Compared") -> "_Compared":
+        return _Compared(
+            right=self.right and other.right,
+            signal=self.signal + other.signal,
+            noise=self.noise + other.noise,
+            max_relative=max(self.max_relative, other.max_relative),
+        )
+
+    @property
+    def sqnr_db(self) -> float:
+        return sqnr_db(self.signal, self.noise)
 
 
 def check_hashes(directory: Path, progress: Progress) -> HashCheck:
@@ -66,7 +89,9 @@ def check_samples(source: Source, output: OutputReader) -> tuple[int, tuple[str,
     for record in output.records.values():
         for start, stop in _sample_ranges(math.prod(record.shape)):
             count += stop - start
-            if not _is_right(source, output, record, start, stop):
+            place = output.whole_rows(record.name, start, stop)
+            value, got = _both(source, output, record, *place)
+            if not _is_right(value, got, output, record, *place):
                 mismatched.append(record.name)
                 break
     return count, tuple(mismatched)
@@ -75,55 +100,54 @@ def check_samples(source: Source, output: OutputReader) -> tuple[int, tuple[str,
 def check_weights(source: Source, output: OutputReader, progress: Progress) -> WeightsCheck:
     """Compare every element of every tensor, and measure the errors again from the files."""
     progress.start("comparing weights", sum(source.entries[n].info.num_bytes for n in output.records))
-    worst_error, min_sqnr, worst, count, num_converted = 0.0, math.inf, None, 0, 0
-    mismatched = []
-    for record in output.records.values():
-        signal = noise = 0.0
-        right = True
-        for start, stop in block_ranges(math.prod(record.shape)):
-            right = _is_right(source, output, record, start, stop) and right
-            count += stop - start
-            progress.advance((stop - start) * DTYPE_BITS[record.source_dtype] // 8)
-            if record.action == "convert":
-                value = read_range(source, record.name, start, stop).float()
-                s, n, e = _errors(value, output.values(record.name, start, stop))
-                signal, noise, worst_error = signal + s, noise + n, max(worst_error, e)
-        if not right:
-            mismatched.append(record.name)
-        if record.action == "convert":
-            num_converted += 1
-            sqnr = sqnr_db(signal, noise)
-            if sqnr < min_sqnr:
-                min_sqnr, worst = sqnr, record.name
+    found = {name: _compare(source, output, record, progress) for name, record in output.records.items()}
+    converted = {name: found[name] for name, record in output.records.items() if record.action == "convert"}
+    worst = min(converted, key=lambda n: converted[n].sqnr_db, default=None)
+    sqnr = math.inf if worst is None else converted[worst].sqnr_db
     return WeightsCheck(
-        max_rel_error=worst_error,
-        min_sqnr_db=min_sqnr,
-        worst=worst,
-        num_tensors=num_converted,
-        num_elements_checked=count,
-        mismatched=tuple(mismatched),
+        max_rel_error=max((c.max_relative for c in converted.values()), default=0.0),
+        min_sqnr_db=sqnr,
+        worst=worst if sqnr < math.inf else None,
+        num_tensors=len(converted),
+        num_elements_checked=sum(math.prod(r.shape) for r in output.records.values()),
+        mismatched=tuple(name for name, c in found.items() if not c.right),
     )
+
+
+def _compare(source: Source, output: OutputReader, record: TensorRecord, progress: Progress) -> _Compared:
+    total = _Compared()
+    cols = record.shape[-1] if record.points is not None else 1
+    for start, stop in block_ranges(math.prod(record.shape), cols):
+        value, got = _both(source, output, record, start, stop)
+        errors = _errors(value, got) if record.action == "convert" else _Compared()
+        total = total + errors + _Compared(right=_is_right(value, got, output, record, start, stop))
+        progress.advance((stop - start) * DTYPE_BITS[record.source_dtype] // 8)
+    return total
 
 
 def _sample_ranges(num_elements: int) -> Iterator[tuple[int, int]]:
     """At most three pieces, the first, a middle and the last, on even offsets so that packed formats divide."""
     if num_elements <= 3 * _SAMPLE_ELEMENTS:
-        yield 0, num_elements
+        if num_elements:
+            yield 0, num_elements
         return
     last = (num_elements - _SAMPLE_ELEMENTS) // 8 * 8
     middle = last // 16 * 8
     yield from ((0, _SAMPLE_ELEMENTS), (middle, middle + _SAMPLE_ELEMENTS), (last, num_elements))
 
 
-def _is_right(source: Source, output: OutputReader, record: TensorRecord, start: int, stop: int) -> bool:
-    if start == stop:
-        return True
+def _both(source: Source, output: OutputReader, record: TensorRecord, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    """Elements of the source and of the output: as they lie there where they were kept, else in fp32."""
+    original = read_range(source, record.name, start, stop)
     if record.action == "keep":
-        kept, original = output.stored(record.name, start, stop), read_range(source, record.name, start, stop)
-        return torch.equal(kept.view(torch.uint8), original.view(torch.uint8))
-    start, stop = output.whole_rows(record.name, start, stop)
-    value = read_range(source, record.name, start, stop).float()
-    got = output.values(record.name, start, stop)
+        return original, output.stored(record.name, start, stop)
+    return original.float(), output.values(record.name, start, stop)
+
+
+def _is_right(value: Tensor, got: Tensor, output: OutputReader, record: TensorRecord, start: int, stop: int) -> bool:
+    """Whether `got` is what the source's `value` should have become; whole rows where rows are points."""
+    if record.action == "keep":
+        return torch.equal(got.view(torch.uint8), value.view(torch.uint8))
     if record.points is not None:
         return _same(got, _sums_of_points(value, output, record, start, stop))
     if record.scale is not None:
@@ -167,10 +191,14 @@ def _same(a: Tensor, b: Tensor) -> bool:
     )
 
 
-def _errors(value: Tensor, got: Tensor) -> tuple[float, float, float]:
-    """(Σx², Σ(x - x̂)², max |x - x̂| / |x|) over finite elements, in fp64."""
+def _errors(value: Tensor, got: Tensor) -> _Compared:
+    """Sums and the largest relative error over finite elements, in fp64."""
     finite = torch.isfinite(value)
     x, y = value[finite].double(), got[finite].double()
     error = x - y
     relative = (error / x).nan_to_num_(0.0, math.inf, -math.inf).abs()
-    return float(x @ x), float(error @ error), float(relative.max()) if relative.numel() else 0.0
+    return _Compared(
+        signal=float(x @ x),
+        noise=float(error @ error),
+        max_relative=float(relative.max()) if relative.numel() else 0.0,
+    )

@@ -61,9 +61,10 @@ def verify_output(
     problems += [f"tensor `{n}` does not decode to what the source says" for n in weights.mismatched]
     result = dataclasses.replace(result, level="weights", weights=weights, problems=tuple(problems))
     if level == "logits":
-        from lpconv.convert.logits import check_logits  # transformers takes seconds to import
+        from lpconv.convert.logits import check_logits, check_model  # transformers takes seconds to import
 
         progress.start("running both models", 0)
+        check_model(contents, sum(e.info.num_elements for e in source.entries.values()))
         logits = check_logits(wanted.directory, directory, contents.config, trust_remote_code=trust_remote_code)
         result = dataclasses.replace(result, level="logits", logits=logits)
     records = check_gates(parsed, result)

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lpconv.checkpoint.residual import find_residual
-from lpconv.convert.apply import SingleThreadedTorch
 from lpconv.convert.gates import check_gates, needs_logits
 from lpconv.convert.job import Job
 from lpconv.convert.reader import OutputReader
 from lpconv.convert.verify import check_samples
+from lpconv.convert.workers import SingleThreadedTorch
 from lpconv.errors import LpconvError, UnsupportedError
 from lpconv.progress import Progress
 from lpconv.results import (
@@ -75,8 +75,14 @@ def _logits(job: Job, directory: Path, level: str) -> LogitsCheck:
     skip = _reason_to_skip(job) if automatic else None
     if skip is not None:
         return LogitsCheck(skipped=skip)
-    from lpconv.convert.logits import check_logits  # transformers takes seconds to import
+    from lpconv.convert.logits import check_logits, check_model  # transformers takes seconds to import
 
+    try:
+        check_model(job.contents, sum(t.info.num_elements for t in job.plan.tensors))
+    except LpconvError as e:
+        if not automatic:
+            raise
+        return LogitsCheck(skipped=e.message)
     try:
         return check_logits(
             job.resolved.directory,

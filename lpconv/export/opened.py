@@ -9,12 +9,11 @@ import transformers
 from torch import Tensor, nn
 
 from lpconv.checkpoint.contents import Contents
-from lpconv.convert.logits import example_inputs
-from lpconv.errors import InputError, LpconvError, ResourceError, UnsupportedError
-from lpconv.hf.empty import empty_model
+from lpconv.convert.logits import check_memory, example_inputs
+from lpconv.errors import LpconvError, UnsupportedError
+from lpconv.hf.empty import count_parameters
 from lpconv.hf.load import architecture, load_with_missing
 from lpconv.hf.quiet import quiet_transformers
-from lpconv.machine import available_memory
 
 __all__ = ["AXES", "Opened", "open_model", "other_inputs"]
 
@@ -68,13 +67,7 @@ def open_model(contents: Contents, stored_elements: int) -> Opened:
     transformers does not open or lpconv has no inputs for, InputError where the files cannot be this model's,
     ResourceError where memory will not do. `stored_elements` are those of the weight files.
     """
-    num_parameters = sum(p.numel() for p in empty_model(contents).parameters())
-    if stored_elements < num_parameters // 2:
-        raise InputError(
-            f"the weight files hold {stored_elements} numbers, the model of config.json has {num_parameters}",
-            hint="the config belongs to another model, or weight files are missing",
-        )
-    _check_memory(num_parameters * 4 * _COPIES_IN_MEMORY)
+    check_memory(count_parameters(contents, stored_elements), copies=_COPIES_IN_MEMORY, what="exporting")
     with quiet_transformers():
         model, missing = _load(contents, architecture(contents.config))
         if missing:
@@ -99,17 +92,6 @@ def other_inputs(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if "token_type_ids" in changed:
         changed["token_type_ids"][:, changed["token_type_ids"].shape[1] // 2 :] = 1
     return changed
-
-
-def _check_memory(needed: int) -> None:
-    available = available_memory()
-    if needed > available:
-        raise ResourceError(
-            f"exporting builds the model in fp32 and needs {needed / 1e9:.1f} GB of memory, "
-            f"{available / 1e9:.1f} GB are free",
-            hint="free some memory, or export on a larger machine",
-            details={"needed_bytes": needed, "available_bytes": available},
-        )
 
 
 def _load(contents: Contents, cls: Any) -> tuple[Any, tuple[str, ...]]:

@@ -12,14 +12,12 @@ from typing import Any
 import onnx_ir as ir
 
 import lpconv
-from lpconv.checkpoint.contents import Contents, read_contents, read_json
+from lpconv.checkpoint.contents import Contents, read_contents
 from lpconv.checkpoint.partfile import sha256_of, write_error, write_small
 from lpconv.checkpoint.resolve import Resolved, resolve
-from lpconv.checkpoint.staging import MARKER, Staging, check_apart
-from lpconv.convert.files import LOADER, copy_side_files, json_text
-from lpconv.convert.plan import RESIDUAL_FOLDER
+from lpconv.checkpoint.staging import MARKER, Staging, check_apart, read_marker
+from lpconv.convert.files import LOADER, copy_side_files, json_text, model_side_files
 from lpconv.convert.provenance import public_source, versions
-from lpconv.convert.verify import SUMS
 from lpconv.errors import VerificationError
 from lpconv.export.opened import Opened, open_model, other_inputs
 from lpconv.export.options import MAX_INLINE_BYTES, ExportOptions, choose_opset
@@ -65,6 +63,7 @@ def _write_model(
     directory: Path, source: SourceRecord, contents: Contents, options: ExportOptions, opset: int, told: Progress
 ) -> ExportResult:
     """Write the graph and check it; the record lacks the output's name and the time."""
+    provenance = read_marker(contents.directory)
     told.start("opening the model", 0)
     opened = open_model(contents, num_elements(contents))
     told.start("tracing the graph", 0)
@@ -78,8 +77,8 @@ def _write_model(
         source=source,
         output="",
         architecture=type(opened.model).__name__,
-        method=_provenance(contents).get("method"),
-        format=_provenance(contents).get("format"),
+        method=provenance.get("method"),
+        format=provenance.get("format"),
         opset=opset,
         inputs={v.name or "": _axes(v) for v in graph.graph.inputs},
         outputs={v.name or "": _axes(v) for v in graph.graph.outputs},
@@ -109,11 +108,6 @@ def _tidied(staging: Staging) -> Iterator[None]:
         raise
 
 
-def _provenance(contents: Contents) -> dict[str, Any]:
-    path = contents.directory / MARKER
-    return read_json(path) if path.exists() else {}
-
-
 def _source_record(name: str, resolved: Resolved, contents: Contents) -> SourceRecord:
     """The checkpoint that is exported, its weight files with their hashes."""
     files = tuple(
@@ -126,7 +120,7 @@ def _source_record(name: str, resolved: Resolved, contents: Contents) -> SourceR
 
 def _describe(graph: ir.Model, source: SourceRecord, contents: Contents) -> None:
     """The file says where it comes from, without a path of this machine."""
-    public, provenance = public_source(source), _provenance(contents)
+    public, provenance = public_source(source), read_marker(contents.directory)
     graph.producer_name, graph.producer_version = "lpconv", lpconv.__version__
     origin = provenance.get("source") or {}
     facts = {
@@ -188,9 +182,7 @@ def _check(path: Path, cases: Sequence[Case], options: ExportOptions) -> OnnxChe
 
 def _write_side_files(directory: Path, contents: Contents, result: ExportResult) -> None:
     """Tokenizer and other side files, the plain config, and the provenance, which holds no times."""
-    ours = {"README.md", SUMS, LOADER}
-    kept = (n for n in contents.side_files if n not in ours and not n.startswith(RESIDUAL_FOLDER + "/"))
-    copy_side_files(directory, contents, kept, renamed={})
+    copy_side_files(directory, contents, model_side_files(contents), renamed={})
     write_small(directory / "config.json", json_text(_plain_config(contents.config)))
     public = dataclasses.replace(result, source=public_source(result.source))
     document = {k: v for k, v in to_json(public).items() if k not in ("output", "seconds")}

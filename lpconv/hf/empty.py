@@ -8,11 +8,11 @@ from torch import nn
 
 from lpconv.checkpoint.compressed import LinearModules
 from lpconv.checkpoint.contents import Contents
-from lpconv.errors import UnsupportedError
+from lpconv.errors import InputError, UnsupportedError
 from lpconv.hf.load import architecture
 from lpconv.hf.quiet import quiet_transformers
 
-__all__ = ["empty_model", "linear_modules"]
+__all__ = ["count_parameters", "empty_model", "linear_modules"]
 
 
 def empty_model(contents: Contents) -> nn.Module:
@@ -40,3 +40,18 @@ def linear_modules(contents: Contents) -> LinearModules:
         plain=tuple(n for n, kind in found if kind is nn.Linear),
         derived=tuple(n for n, kind in found if kind is not nn.Linear),
     )
+
+
+def count_parameters(contents: Contents, stored_elements: int) -> int:
+    """The parameters of the model that the config describes, for a checkpoint that stores `stored_elements` numbers.
+
+    Raises InputError where it stores less than half of them: building that model would fill memory with random numbers;
+    UnsupportedError where it cannot be built.
+    """
+    count = sum(p.numel() for p in empty_model(contents).parameters())
+    if stored_elements < count // 2:
+        raise InputError(
+            f"the weight files hold {stored_elements} numbers, the model of config.json has {count}",
+            hint="the config belongs to another model, or weight files are missing",
+        )
+    return count

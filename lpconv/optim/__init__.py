@@ -2,13 +2,13 @@
 
 from lpconv.optim.collage import CollageAdamW, CollageLion, CollageSGD
 from lpconv.optim.exchange import fp32_state_dict, start_from_checkpoint, start_from_fp32
-from lpconv.optim.fp8_linear import Fp8Linear, use_fp8_weights
+from lpconv.optim.fp8_weights import Fp8WeightLinear, use_fp8_weights
 
 __all__ = [
     "CollageAdamW",
     "CollageLion",
     "CollageSGD",
-    "Fp8Linear",
+    "Fp8WeightLinear",
     "fp32_state_dict",
     "start_from_checkpoint",
     "start_from_fp32",

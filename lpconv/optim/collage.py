@@ -23,8 +23,8 @@ class CollageAdamW(LowPrecisionOptimizer):
     eagerly, which needs no compiler and is several times slower. `diagnostics_every=k` fills `records` (see
     `optim.diagnostics`) at each k-th step. `seed` is for the "stochastic" variant.
 
-    e4m3fn parameters (`optim.fp8_linear`) are kept with a low part of `fp8_residual`, bf16 or e4m3fn, where the variant
-    has pairs. In a group with `weight_scale` σ the options are meant for σ times what the parameters hold.
+    e4m3fn parameters (`optim.fp8_weights`) are kept with a low part of `fp8_residual`, bf16 or e4m3fn, where the
+    variant has pairs. In a group with `weight_scale` σ the options are meant for σ times what the parameters hold.
 
     To start from fp32 weights or a converted checkpoint, and to export fp32, see `optim.exchange`.
     """

@@ -12,14 +12,14 @@ from lpconv.errors import UsageError
 from lpconv.formats.histogram import Rates
 from lpconv.formats.spec import get_format
 from lpconv.probe.records import GRADIENT_ROLES, ProbedTensor, ProbeResult
+from lpconv.report.sentences import ROLE_WORDS
+from lpconv.results import LossScaleRecord
 
 __all__ = [
     "MAX_UNDERFLOW",
     "MIN_SQNR_DB",
-    "ROLE_WORDS",
     "Assessment",
     "Fit",
-    "LossScale",
     "assess",
     "fits",
     "own_scale",
@@ -33,15 +33,6 @@ MAX_UNDERFLOW = 1e-3  # of a tensor's elements: the threshold of adaptive loss s
 MIN_SQNR_DB = 20.0  # a component of 1 % noise power; e4m3fn on a Gaussian tensor in range gives 31 dB, e5m2 26
 HEADROOM = 2  # binades kept free above the largest gradient seen, for steps to come (arXiv 1710.03740 keeps 2 to 3)
 _MAX_LOG2_SCALE = 40  # the whole range of fp16; more would be no repair
-
-ROLE_WORDS = {
-    "weight": "weight",
-    "input": "input",
-    "output": "output",
-    "grad_output": "output gradient",
-    "grad_input": "input gradient",
-    "weight_grad": "weight gradient",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,20 +49,6 @@ class Assessment:
     def lost(self) -> float:
         """The share of elements that are flushed or overflow."""
         return self.rates.underflow + self.rates.overflow
-
-
-@dataclass(frozen=True, kw_only=True)
-class LossScale:
-    """A power of two for the loss: what it costs at 1 and at the scale, in the worst gradient of the model.
-
-    `max_log2_scale` is the largest that keeps `HEADROOM` binades above the largest gradient seen.
-    """
-
-    format: str
-    log2_scale: int
-    max_log2_scale: int
-    worst_underflow_before: float
-    worst_underflow_after: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +74,7 @@ def assess(result: ProbeResult, format: str, *, log2_loss_scale: int = 0) -> tup
     return tuple(sorted(found, key=lambda a: (-a.lost, math.inf if math.isnan(a.rates.sqnr_db) else a.rates.sqnr_db)))
 
 
-def recommend_loss_scale(result: ProbeResult, format: str, *, max_underflow: float = MAX_UNDERFLOW) -> LossScale:
+def recommend_loss_scale(result: ProbeResult, format: str, *, max_underflow: float = MAX_UNDERFLOW) -> LossScaleRecord:
     """The smallest power of two, from 1 up, that brings every gradient's underflow to `max_underflow`.
 
     Where none does, or the headroom forbids it, the largest that the headroom allows (below 1 if need be). Raises
@@ -114,7 +91,7 @@ def recommend_loss_scale(result: ProbeResult, format: str, *, max_underflow: flo
         return max(total)
 
     chosen = next((k for k in range(limit + 1) if worst(k) <= max_underflow), limit)
-    return LossScale(
+    return LossScaleRecord(
         format=format,
         log2_scale=chosen,
         max_log2_scale=limit,

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 from lpconv.errors import UnsupportedError
 from lpconv.formats.spec import BLOCK_FORMATS, get_format
-from lpconv.probe.advice import ROLE_WORDS, Fit, assess, fits, recommend_loss_scale, sentence, what_if
+from lpconv.probe.advice import Fit, assess, fits, recommend_loss_scale, sentence, what_if
 from lpconv.probe.records import GRADIENT_ROLES, ROLES, ProbedTensor, ProbeResult
+from lpconv.report.sentences import ROLE_WORDS
 from lpconv.results import FormatRates, LossScaleRecord, ProbedRecord, ProbeReport
 
 __all__ = ["DEFAULT_FORMATS", "answer", "check_format"]
@@ -93,17 +94,7 @@ def _loss_scales(result: ProbeResult, formats: Sequence[str]) -> dict[str, LossS
     """The recommendation for each format, or none at all where no gradient was recorded."""
     if not any(t.role in GRADIENT_ROLES and t.exponents.num_nonzero for t in result.tensors):
         return {}
-    found = {name: recommend_loss_scale(result, name) for name in formats}
-    return {
-        name: LossScaleRecord(
-            format=name,
-            log2_scale=s.log2_scale,
-            max_log2_scale=s.max_log2_scale,
-            worst_underflow_before=s.worst_underflow_before,
-            worst_underflow_after=s.worst_underflow_after,
-        )
-        for name, s in found.items()
-    }
+    return {name: recommend_loss_scale(result, name) for name in formats}
 
 
 def _holding(result: ProbeResult, log2_scales: dict[str, int]) -> dict[str, dict[_Place, Fit]]:

@@ -2,7 +2,17 @@
 
 from collections.abc import Sequence
 
-__all__ = ["listed"]
+__all__ = ["ROLE_WORDS", "listed"]
+
+# What a tensor is to a layer, in the order of a training step.
+ROLE_WORDS = {
+    "weight": "weight",
+    "input": "input",
+    "output": "output",
+    "grad_output": "output gradient",
+    "grad_input": "input gradient",
+    "weight_grad": "weight gradient",
+}
 
 # The most names that a sentence lists before it says "and N more".
 _NAMES = 3

@@ -9,7 +9,7 @@ __all__ = ["DtypeRecord", "FileRecord", "InspectResult", "SourceRecord", "Stored
 
 @dataclass(frozen=True, kw_only=True)
 class FileRecord:
-    """One file of a checkpoint. `sha256` is None where nobody has read the whole file."""
+    """One file of a checkpoint. `sha256` is None where it is not known."""
 
     name: str
     size_bytes: int

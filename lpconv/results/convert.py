@@ -122,6 +122,11 @@ class VerifyResult:
     gates: tuple[GateRecord, ...] = ()
     problems: tuple[str, ...] = ()
 
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """The problems, and the gates that failed with the values they met."""
+        return (*self.problems, *(f"gate `{g.expression}` met {g.value}" for g in self.gates if not g.passed))
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlanResult:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -81,6 +82,22 @@ def test_the_usual_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert again.exit_code == 8
     assert "hint:" in again.stderr
     assert lpconv("convert", "demo", "--format", "e4m3fn", "--verify", "none", "--force").exit_code == 0
+
+
+def test_verbose_tells_the_phases_and_where_an_error_came_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    usual = lpconv("convert", "demo", "--verify", "weights", "-o", "a")
+    verbose = lpconv("-v", "convert", "demo", "--verify", "weights", "-o", "b")
+    assert "verifying" not in usual.stderr
+    assert re.search(r"^ +\d+\.\d s  converting, .* MB$", verbose.stderr, flags=re.MULTILINE)
+    assert re.search(r"^ +\d+\.\d s  verifying$", verbose.stderr, flags=re.MULTILINE)
+    assert "converting" not in lpconv("-v", "convert", "demo", "--verify", "none", "-q", "-o", "c").stderr
+    wrong = ("convert", "/no/such/folder")
+    assert "Traceback" not in lpconv(*wrong).stderr
+    found = lpconv("-v", *wrong)
+    assert "Traceback" in found.stderr
+    assert "error: no directory" in found.stderr
+    assert found.exit_code == 3
 
 
 def test_published_files_name_no_path_of_this_machine(tmp_path: Path) -> None:

@@ -72,6 +72,20 @@ class TestOutput:
         with pytest.raises(OutputExistsError, match="same directory"):
             restore(output, output, force=True, progress=Silent())
 
+    def test_restore_replaces_an_earlier_restore_only(self, run: Run, output: Path, tmp_path: Path) -> None:
+        run()
+        back = tmp_path / "back"
+        restore(output, back, force=False, progress=Silent())
+        first = files_of(back)
+        (back / "model.safetensors").write_bytes(b"broken")
+        with pytest.raises(OutputExistsError, match="exists"):
+            restore(output, back, force=False, progress=Silent())
+        restore(output, back, force=True, progress=Silent())
+        assert files_of(back) == first
+        (back / "lpconv.json").unlink()
+        with pytest.raises(OutputExistsError, match="does not delete it"):
+            restore(output, back, force=True, progress=Silent())
+
     @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
     def test_a_folder_that_is_read_only(self, run: Run, tmp_path: Path, output: Path) -> None:
         tmp_path.chmod(0o555)

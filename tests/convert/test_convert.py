@@ -10,10 +10,11 @@ from convert_models import albert, minilm, tiny
 from safetensors.torch import load_file
 
 from lpconv.convert.options import ConvertOptions, FormatRule
+from lpconv.convert.reader import OutputReader
 from lpconv.convert.restore import restore
 from lpconv.convert.run import convert, plan
 from lpconv.convert.verify_output import verify_output
-from lpconv.errors import InputError, VerificationError
+from lpconv.errors import InputError, ResourceError, VerificationError
 from lpconv.mcf.split import RESIDUALS
 from lpconv.progress import Silent
 
@@ -219,3 +220,49 @@ def test_the_figures_in_the_result_are_what_the_files_say(tmp_path: Path) -> Non
         assert t.num_flushed == int(((out[t.name][0].float() == 0) & (x != 0)).sum())
         assert t.rms == pytest.approx(float(x.square().mean().sqrt()), rel=1e-5)
         assert t.absmax == float(x.abs().max())
+
+
+def test_the_model_of_a_config_that_is_not_the_weights_is_never_built(tmp_path: Path) -> None:
+    source = tiny("llama", tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 102}))
+    result = run(source, tmp_path / "auto", verify="auto")
+    assert result.verify.logits is not None
+    assert "the model of config.json has" in str(result.verify.logits.skipped)
+    assert result.verify.level == "weights"
+    with pytest.raises(InputError, match="the weight files hold"):
+        run(source, tmp_path / "asked", verify="logits")
+    with pytest.raises(InputError, match="the weight files hold"):
+        verify_output(
+            tmp_path / "auto", against=str(source), level="logits", gates=(), trust_remote_code=False, progress=Silent()
+        )
+
+
+def test_models_that_memory_does_not_hold_are_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lpconv.convert.logits.available_memory", lambda: 1000)
+    source = tiny("gpt2", tmp_path / "source")
+    result = run(source, tmp_path / "auto", verify="auto")
+    assert result.verify.logits is not None
+    assert "GB of memory" in str(result.verify.logits.skipped)
+    with pytest.raises(ResourceError, match="running the model"):
+        run(source, tmp_path / "asked", verify="logits")
+
+
+@pytest.mark.parametrize("options", [{"method": "unit"}, {"method": "multipoint", "format": "int8"}])
+def test_verifying_decodes_every_element_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, str]
+) -> None:
+    decoded: dict[str, int] = {}
+    values = OutputReader.values
+
+    def counting(self: OutputReader, name: str, start: int, stop: int) -> torch.Tensor:
+        decoded[name] = decoded.get(name, 0) + stop - start
+        return values(self, name, start, stop)
+
+    result = run("demo", tmp_path / "out", verify="none", **options)
+    monkeypatch.setattr(OutputReader, "values", counting)
+    found = verify_output(
+        tmp_path / "out", against="demo", level="weights", gates=(), trust_remote_code=False, progress=Silent()
+    )
+    assert found.passed
+    assert decoded == {t.name: math.prod(t.shape) for t in result.tensors if t.action == "convert"}

@@ -1,7 +1,6 @@
-"""The page about formats says what the code says: its tables are generated, its examples run."""
+"""The page about formats says what the code says: its tables are generated."""
 
 import math
-import re
 from pathlib import Path
 
 from lpconv.formats.spec import BLOCK_FORMATS, FORMATS
@@ -42,11 +41,3 @@ def test_the_tables_are_those_of_the_records() -> None:
     text = PAGE.read_text(encoding="utf-8")
     assert format_table() in text
     assert block_table() in text
-
-
-def test_the_examples_run() -> None:
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
-    assert blocks
-    names: dict[str, object] = {}
-    for block in blocks:
-        exec(block, names)

@@ -2,8 +2,6 @@
 
 import json
 import math
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -158,11 +156,3 @@ def test_scaled_gradients_are_divided_too(method: str) -> None:
     for p, g in zip(net.parameters(), before, strict=True):
         assert torch.equal(p.grad.dequantize(), g / 1024)
     assert largest_gradient(net.parameters()) == pytest.approx(max(float(g.abs().amax()) for g in before) / 1024)
-
-
-def test_the_programs_of_the_page() -> None:
-    page = Path(__file__).parents[2] / "docs/methods/loss-scaling.md"
-    programs = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-    assert programs
-    for program in programs:
-        exec(compile(program, "loss-scaling.md", "exec"), {})

@@ -1,8 +1,6 @@
 """Multipoint rows: what a point is, how error falls with points, and that a budget of bits is met to the bit."""
 
 import math
-import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -170,12 +168,6 @@ def test_sizes_at_the_ends_of_fp32(size: float) -> None:
     assert points.scales_P.isfinite().all()
     assert math.isfinite(float((got.double() / size - x.double() / size).abs().max()))
     assert (got - x).abs().max() <= max(1e-2 * size, 2.0**-126)
-
-
-def test_the_program_of_the_page_runs() -> None:
-    page = Path(__file__).parents[2] / "docs/methods/multipoint.md"
-    (program,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-    exec(program, {})
 
 
 def test_points_of_a_row_stand_together() -> None:

@@ -15,7 +15,7 @@ from lpconv.kernels.linear import LinearRecipe
 from lpconv.optim import (
     CollageAdamW,
     CollageSGD,
-    Fp8Linear,
+    Fp8WeightLinear,
     fp32_state_dict,
     start_from_fp32,
     use_fp8_weights,
@@ -60,7 +60,7 @@ def train(model: nn.Module, optimizer: CollageAdamW, steps: int = 150) -> float:
 
 def test_the_product_reads_the_bytes_and_the_gradient_is_theirs() -> None:
     torch.manual_seed(0)
-    layer = Fp8Linear(torch.randn(8, 16) * 0.02, torch.randn(8).bfloat16(), recipe=LinearRecipe())
+    layer = Fp8WeightLinear(torch.randn(8, 16) * 0.02, torch.randn(8).bfloat16(), recipe=LinearRecipe())
     x = torch.randn(5, 16).to(E4M3FN).bfloat16().requires_grad_()
     assert float(layer.weight_scale) == 2.0**-6
     assert layer.bias is not None
@@ -76,7 +76,7 @@ def test_the_product_reads_the_bytes_and_the_gradient_is_theirs() -> None:
 
 
 def test_a_copy_and_a_saved_layer_train_on() -> None:
-    layer = Fp8Linear(torch.randn(4, 16) * 0.02)
+    layer = Fp8WeightLinear(torch.randn(4, 16) * 0.02)
     twin = copy.deepcopy(layer)
     saved = io.BytesIO()
     torch.save(layer.state_dict(), saved)
@@ -217,7 +217,7 @@ def test_a_language_model_is_replaced_but_for_its_head() -> None:
     model = LlamaForCausalLM.from_pretrained(demo_checkpoint(), dtype=torch.bfloat16)
     names = [n for n, m in model.named_modules() if type(m) is nn.Linear]
     groups = use_fp8_weights(model, exclude=["*.layers.0.mlp.*"])
-    replaced = [n for n, m in model.named_modules() if isinstance(m, Fp8Linear)]
+    replaced = [n for n, m in model.named_modules() if isinstance(m, Fp8WeightLinear)]
     assert set(names) - set(replaced) == {"lm_head", *(n for n in names if ".layers.0.mlp." in n)}
     assert sum(len(g["params"]) for g in groups) == len(list(model.parameters()))
     values = LlamaForCausalLM.from_pretrained(demo_checkpoint(), dtype=torch.float32).state_dict()

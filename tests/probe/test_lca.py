@@ -2,8 +2,6 @@
 
 import copy
 import math
-import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -212,11 +210,3 @@ def test_only_steps_in_a_row_have_a_sum() -> None:
     for wrong in ([], lca.steps):
         with pytest.raises(UsageError, match="in a row"):
             summarise(wrong)
-
-
-def test_the_programs_of_the_page() -> None:
-    page = Path(__file__).parents[2] / "docs/methods/lca.md"
-    programs = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-    assert programs
-    for program in programs:
-        exec(compile(program, "lca.md", "exec"), {})

@@ -6,7 +6,6 @@ from pathlib import PurePath
 from lpconv.report.finetune.plot import curve_plots, loss_heatmap
 from lpconv.report.finetune.words import (
     METRIC_WORDS,
-    ROLE_WORDS,
     diagnostics,
     figure_text,
     gap_rows,
@@ -21,6 +20,7 @@ from lpconv.report.finetune.words import (
 from lpconv.report.numbers import duration_text, plural, size_text
 from lpconv.report.page import Tile, environment
 from lpconv.report.printable import printable_record
+from lpconv.report.sentences import ROLE_WORDS
 from lpconv.results import FinetuneResult
 
 __all__ = ["html_finetune"]

@@ -3,11 +3,11 @@
 import math
 
 from lpconv.report.numbers import MISSING, duration_text, plural, scale_text, share_text
+from lpconv.report.sentences import ROLE_WORDS
 from lpconv.results import FinetuneResult, GapRecord, LossAllocation, RunRecord
 
 __all__ = [
     "METRIC_WORDS",
-    "ROLE_WORDS",
     "diagnostics",
     "figure_text",
     "gap_rows",
@@ -21,8 +21,6 @@ __all__ = [
 ]
 
 METRIC_WORDS = {"eval_loss": "held-out loss", "eval_accuracy": "held-out accuracy"}
-ROLE_WORDS = {"weight": "weight", "input": "input", "output": "output", "grad_output": "output gradient",
-              "grad_input": "input gradient", "weight_grad": "weight gradient"}  # fmt: skip
 _WORST = 5
 
 

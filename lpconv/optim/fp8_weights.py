@@ -17,7 +17,7 @@ from lpconv.formats.scale import pow2_floor
 from lpconv.kernels.linear import LinearRecipe, linear
 from lpconv.mcf.fp8 import nearest_e4m3fn
 
-__all__ = ["RECIPE", "Fp8Linear", "use_fp8_weights"]
+__all__ = ["RECIPE", "Fp8WeightLinear", "use_fp8_weights"]
 
 # Inputs and gradients are those of an ordinary model, which are on no known scale.
 RECIPE = LinearRecipe(scaling="amax")
@@ -25,7 +25,7 @@ RECIPE = LinearRecipe(scaling="amax")
 _ZERO_SCALE = 2.0**-6  # for weights that are all 0; near the usual standard deviation of an initialisation, 0.02
 
 
-class Fp8Linear(nn.Module):
+class Fp8WeightLinear(nn.Module):
     """y = x (weight_scale · weight)ᵀ + bias, with `weight` (N, K) in e4m3fn and `weight_scale` a power of two.
 
     The product reads `weight` as it is; inputs are cast to e4m3fn and gradients to e5m2 as `recipe` says. The gradient
@@ -58,7 +58,7 @@ class Fp8Linear(nn.Module):
 def use_fp8_weights(
     model: nn.Module, *, exclude: Iterable[str] = (), recipe: LinearRecipe = RECIPE
 ) -> list[dict[str, Any]]:
-    """Replace the Linear layers of `model` by `Fp8Linear`, and return all its parameters as groups for CollageAdamW.
+    """Replace the Linear layers of `model` by `Fp8WeightLinear`; returns all its parameters as groups for CollageAdamW.
 
     Left as they are: the output head, weights that several modules share, and modules whose name matches a pattern of
     `exclude`. The groups carry the `weight_scale` of their parameters; learning rate, eps and weight decay keep the
@@ -68,7 +68,7 @@ def use_fp8_weights(
     chosen = list(_replaceable(model, tuple(exclude)))
     if not chosen:
         raise UsageError("no Linear layer to replace", hint="heads, tied weights and `exclude` are left as they are")
-    made = {name: Fp8Linear(m.weight, m.bias, recipe=recipe) for name, m in chosen}
+    made = {name: Fp8WeightLinear(m.weight, m.bias, recipe=recipe) for name, m in chosen}
     for name, old in chosen:
         for kind, p in made[name].named_parameters():
             p.requires_grad_(old.get_parameter(kind).requires_grad)

@@ -1,0 +1,69 @@
+"""How much of a loss's gradients arrives at the parameters, in some arithmetic and at some size of the loss."""
+
+import statistics
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from miniature import Size, draw, start_model
+from torch import Tensor, nn
+
+from lpconv.kernels.half import HalfProducts
+from lpconv.scaled import ScaledTensor
+
+__all__ = ["GradientError", "error_table", "gradient_errors", "gradients", "relative_errors"]
+
+# In exact arithmetic softmax takes no notice of these biases, so their true gradient is zero.
+_CANCELLED = ("key.bias", "k_proj.bias")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientError:
+    """Median over parameters of the relative error, for a loss times 2^power."""
+
+    model: str
+    arithmetic: str
+    power: int
+    median_error: float
+
+
+def gradients(model: nn.Module, factor: float = 1.0) -> dict[str, Tensor]:
+    """The gradients as plain numbers in fp64, divided by `factor`, but for those that are zero in exact arithmetic."""
+    return {
+        name: (p.grad.dequantize() if isinstance(p.grad, ScaledTensor) else p.grad).double() / factor
+        for name, p in model.named_parameters()
+        if p.grad is not None and not name.endswith(_CANCELLED)
+    }
+
+
+def relative_errors(found: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> list[float]:
+    """|g - g_ref| / |g_ref| of every parameter; 1 means that nothing arrived."""
+    return [float((found[name] - g).norm() / g.norm()) for name, g in reference.items()]
+
+
+def gradient_errors(
+    kind: str, size: Size, arithmetics: Mapping[str, Callable[[nn.Module], nn.Module]], powers: Sequence[int]
+) -> list[GradientError]:
+    """The error against fp64 of every arithmetic, named and prepared, for a loss times each 2^power."""
+    batch = draw(kind, size)
+    exact = start_model(kind, size, 0).double()
+    exact(**batch).loss.backward()
+    reference = gradients(exact)
+    found = []
+    for arithmetic, prepare in arithmetics.items():
+        model = prepare(start_model(kind, size, 0))
+        for power in powers:
+            model.zero_grad()
+            with HalfProducts():
+                (model(**batch).loss.float() * 2.0**power).backward()
+            error = statistics.median(relative_errors(gradients(model, 2.0**power), reference))
+            found.append(GradientError(model=kind, arithmetic=arithmetic, power=power, median_error=error))
+    return found
+
+
+def error_table(title: str, heading: str, found: Sequence[GradientError], powers: Collection[int]) -> str:
+    """A row for each model and arithmetic, a column for each of the powers."""
+    lines = [f"| model | {heading} | " + " | ".join(f"2^{p}" for p in powers) + " |", "|---" * (2 + len(powers)) + "|"]
+    for model, arithmetic in dict.fromkeys((g.model, g.arithmetic) for g in found):
+        by_power = {g.power: g.median_error for g in found if (g.model, g.arithmetic) == (model, arithmetic)}
+        lines.append(f"| {model} | {arithmetic} | " + " | ".join(f"{by_power[p]:.2g}" for p in powers) + " |")
+    return "\n".join([title, "", *lines, ""])

@@ -1,0 +1,140 @@
+"""Threads that work on the blocks of a source's tensors, each with buffers of its own.
+
+Blocks are the unit of parallelism, not elements: a worker's torch operators run on one thread. As many blocks are under
+way as there are slots, so memory is bounded whatever the tensors' sizes are.
+"""
+
+import contextlib
+import itertools
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from lpconv.checkpoint.header import DTYPE_BITS
+from lpconv.checkpoint.source import Source, read_range
+from lpconv.convert.encode import BLOCK_ELEMENTS, Workspace, block_ranges
+from lpconv.convert.plan import PlannedTensor
+
+__all__ = ["Block", "SingleThreadedTorch", "Slot", "Workers", "blocks_of", "buffer_bytes"]
+
+T = TypeVar("T")
+_SPARE_SLOTS = 2  # blocks that wait for the writer while every worker is busy
+
+
+class Slot:
+    """One block in flight: a workspace, and room for the bytes that go to the root and the residual file."""
+
+    def __init__(self) -> None:
+        self.work = Workspace()
+        self.root, self.residual = (torch.empty(BLOCK_ELEMENTS * 8, dtype=torch.uint8) for _ in range(2))
+
+    @property
+    def num_bytes(self) -> int:
+        return self.work.num_bytes + self.root.numel() + self.residual.numel()
+
+
+def buffer_bytes(workers: int) -> int:
+    """Memory that the buffers of so many workers take."""
+    return (workers + _SPARE_SLOTS) * Slot().num_bytes
+
+
+class SingleThreadedTorch:
+    """Torch operators run on one thread inside."""
+
+    def __enter__(self) -> None:
+        self._threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_num_threads(self._threads)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """Elements `start` to `stop` of a tensor."""
+
+    tensor: PlannedTensor
+    start: int
+    stop: int
+
+    @property
+    def source_bytes(self) -> int:
+        return (self.stop - self.start) * DTYPE_BITS[self.tensor.info.dtype] // 8
+
+
+def blocks_of(tensors: Iterable[PlannedTensor]) -> Iterator[Block]:
+    """The blocks of some tensors in order: whole rows where rows become points."""
+    for t in tensors:
+        for start, stop in block_ranges(t.info.num_elements, t.points.cols if t.points else 1):
+            yield Block(tensor=t, start=start, stop=stop)
+
+
+class Workers:
+    """`count` threads that read one source, and the slots that they share with whoever takes their results."""
+
+    def __init__(self, source: Source, count: int) -> None:
+        self._source = source
+        # Each worker sums on one thread, too: MKL would share the sum, and its last bits would change from run to run.
+        self._pool = ThreadPoolExecutor(
+            count, thread_name_prefix="lpconv-encode", initializer=torch.set_num_threads, initargs=(1,)
+        )
+        self._slots: SimpleQueue[Slot] = SimpleQueue()
+        self._window = count + _SPARE_SLOTS
+        for _ in range(self._window):
+            self._slots.put(Slot())
+
+    def close(self) -> None:
+        """Stop the threads; blocks in flight are finished and dropped."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def take(self) -> Slot:
+        """A free slot, to be given back; waits until there is one."""
+        return self._slots.get()
+
+    def give(self, slot: Slot) -> None:
+        """Let others use a slot again."""
+        self._slots.put(slot)
+
+    @contextlib.contextmanager
+    def borrowed(self) -> Iterator[Slot]:
+        """A slot for the length of a `with` block."""
+        slot = self.take()
+        try:
+            yield slot
+        finally:
+            self.give(slot)
+
+    def read(self, block: Block, work: Workspace) -> Tensor:
+        """The elements of a block in the source's dtype, 1-D, in the workspace."""
+        return read_range(self._source, block.tensor.name, block.start, block.stop, buffer=work.raw)
+
+    def over(self, tensor: PlannedTensor, job: Callable[[Tensor, Workspace], T]) -> Generator[tuple[Block, T]]:
+        """What `job` makes of the elements of each block of a tensor, in order; the elements lie in the workspace."""
+
+        def read_and_do(block: Block) -> T:
+            with self.borrowed() as slot:
+                return job(self.read(block, slot.work), slot.work)
+
+        return self.in_order(blocks_of([tensor]), read_and_do)
+
+    def in_order(self, blocks: Iterable[Block], job: Callable[[Block], T]) -> Generator[tuple[Block, T]]:
+        """Results of `job` in the order of `blocks`, with at most as many under way as there are slots."""
+        pending: deque[tuple[Block, Future[T]]] = deque()
+        iterator = iter(blocks)
+        try:
+            for block in itertools.islice(iterator, self._window):
+                pending.append((block, self._pool.submit(job, block)))
+            while pending:
+                block, future = pending.popleft()
+                yield block, future.result()
+                for following in itertools.islice(iterator, 1):
+                    pending.append((following, self._pool.submit(job, following)))
+        finally:
+            # Jobs write to files that the caller is about to close: none may still run.
+            wait([future for _, future in pending if not future.cancel()])
