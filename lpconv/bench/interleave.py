@@ -17,9 +17,9 @@ __all__ = ["Effort", "Samples", "interleave", "ratio_of", "timing_of"]
 class Effort:
     """How long to measure each case: at least so many iterations, and seconds, and rounds of taking turns."""
 
-    min_iterations: int
-    min_seconds: float
-    rounds: int
+    min_iterations: int = 30
+    min_seconds: float = 2.0
+    rounds: int = 12
     warm_up_iterations: int = 3
     warm_up_seconds: float = 0.3
 
