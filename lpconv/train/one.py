@@ -19,7 +19,6 @@ from lpconv.results import PeakMemory, RunRecord, UpdateQuality, from_json
 from lpconv.scaled import fallbacks, saved_bytes, scaling_of
 from lpconv.train.allot import NUM_COPIES, PROBE_BATCHES, LossWatch, loss_allocation
 from lpconv.train.callbacks import Recorder, Timetable
-from lpconv.train.compiled import compile_in_place
 from lpconv.train.examples import Collator, Examples, Stream
 from lpconv.train.memory import StepMemory, check_room, explained, weight_bytes
 from lpconv.train.options import FinetuneOptions
@@ -126,7 +125,7 @@ def train_one(job: Job, work: Work, telling: Telling) -> Finished:
         needed = _check_memory(job, work, model)
         prepared = prepare(model.to(arguments.device), work.arithmetic, job.options, seed=work.seed)
         if job.options.compile:
-            compile_in_place(prepared.model)
+            prepared.model.compile()
         checkpoint = get_last_checkpoint(str(work.folder)) if work.folder.is_dir() else None
         done = int(checkpoint.rpartition("-")[2]) if checkpoint else 0
         metrics = Metrics(work.metrics if arguments.process_index == 0 else None, step=done)

@@ -25,6 +25,7 @@ from lpconv.report.finetune_html import html_finetune
 from lpconv.results import FinetuneResult, RunRecord, to_json
 from lpconv.train.allot import why_not_allotted
 from lpconv.train.compare import gaps
+from lpconv.train.compiled import check_compile
 from lpconv.train.examples import classification, packed, sequence_pairs, special_tokens
 from lpconv.train.folder import REPORT, begin_folder, remove_checkpoints, run_folder
 from lpconv.train.gates import check_gates, parse_gates
@@ -64,6 +65,8 @@ def finetune(
     told: Telling = telling or Untold()
     check_options(options)
     _check_lca(options)
+    if options.compile:
+        check_compile(options.arithmetic)
     parse_gates(options.gates)  # wrong ones are found before the work
     datasets.disable_progress_bars()
     source = resolve(model, revision=options.revision)
