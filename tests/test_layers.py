@@ -19,8 +19,9 @@ ROWS = {
     "methods": 4, "hf": 4,
     "convert": 5, "probe": 5,
     "train": 6, "export": 6,
-    "bench": 7, "batch": 7, "doctor": 7,
-    "cli": 8,
+    "bench": 7, "doctor": 7,
+    "batch": 8,
+    "cli": 9,
 }  # fmt: skip
 
 

@@ -6,25 +6,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lpconv.batch.lock import CHECKSUMS, Lock, LockEntry, locked_settings, portable
+from lpconv.batch.kinds import KINDS, BenchSettings, JobOptions
+from lpconv.batch.lock import Lock, LockEntry, locked_settings, portable
 from lpconv.batch.manifest import Job, Manifest
+from lpconv.batch.records import Outcome
 from lpconv.checkpoint.partfile import sha256_of
-from lpconv.convert.options import ConvertOptions
 from lpconv.errors import InputError, VerificationError
-from lpconv.results import ConvertResult, FileRecord
+from lpconv.results import FileRecord
 
 __all__ = ["check_lockable", "check_locked_result", "pinned_options", "stale_reasons"]
 
 
 def stale_reasons(job: Job, entry: LockEntry | None, folder: Path) -> list[str]:
-    """Why the published output of `job` is not what a run would write; empty where it is up to date."""
+    """Why the finished output of `job` is not what a run would write; empty where it is up to date."""
     if entry is None:
         return ["the lock does not know it"]
-    checksums = job.output / CHECKSUMS
-    if not checksums.is_file() or sha256_of(checksums) != entry.checksums_sha256:
-        return [f"its {CHECKSUMS} is not the one in the lock"]
+    proof = job.output / KINDS[job.kind].proof
+    if entry.checksums_sha256 is not None and (not proof.is_file() or sha256_of(proof) != entry.checksums_sha256):
+        return [f"its {proof.name} is not the one in the lock"]
     changed = [f"{f.name} was changed" for f in entry.files if _size(job.output / f.name) != f.size_bytes]
-    sources = _source_differences(entry, folder, since=checksums.stat().st_mtime)
+    sources = _source_differences(entry, folder, since=proof.stat().st_mtime)
     return [*changed, *_job_differences(job, entry, folder), *sources]
 
 
@@ -52,19 +53,24 @@ def check_lockable(manifest: Manifest, jobs: tuple[Job, ...], lock: Lock | None)
         )
 
 
-def pinned_options(options: ConvertOptions, entry: LockEntry) -> ConvertOptions:
+def pinned_options(options: JobOptions, entry: LockEntry) -> JobOptions:
     """The options with the revision of the lock, where the source has one."""
+    if isinstance(options, BenchSettings):  # which takes a model as it is cached
+        return options
     return replace(options, revision=entry.revision or options.revision)
 
 
-def check_locked_result(job: Job, entry: LockEntry, result: ConvertResult) -> None:
-    """Refuse an output that is not the one in the lock: it is moved aside and VerificationError raised."""
-    was, now = ({f.name: f.sha256 for f in files} for files in (entry.files, result.files))
+def check_locked_result(job: Job, entry: LockEntry, outcome: Outcome) -> None:
+    """Refuse an output that is not the one in the lock: it is moved aside and VerificationError raised.
+
+    A measurement wrote no files that the lock knows, so that it passes.
+    """
+    was, now = ({f.name: f.sha256 for f in files} for files in (entry.files, outcome.files))
     differing = sorted(name for name in was.keys() | now.keys() if was.get(name) != now.get(name))
     if not differing:
         return
     aside = _move_aside(job.output)
-    changed = [f"{k} {entry.versions.get(k)} → {v}" for k, v in result.versions.items() if entry.versions.get(k) != v]
+    changed = [f"{k} {entry.versions.get(k)} → {v}" for k, v in outcome.versions.items() if entry.versions.get(k) != v]
     raise VerificationError(
         f"{job.id}: files differ from the lock: {', '.join(differing)}",
         hint=f"the output is kept as `{aside}`; versions: {', '.join(changed) or 'as in the lock'}",
@@ -73,8 +79,8 @@ def check_locked_result(job: Job, entry: LockEntry, result: ConvertResult) -> No
 
 
 def _job_differences(job: Job, entry: LockEntry, folder: Path) -> Iterator[str]:
-    settings = locked_settings(job.options) | {"model": portable(job.model, folder)}
-    locked = entry.settings | {"model": entry.model}
+    settings = locked_settings(job, folder) | {"kind": job.kind, "model": portable(job.model, folder)}
+    locked = entry.settings | {"kind": entry.kind, "model": entry.model}
     for name in sorted(settings.keys() | locked.keys()):
         if settings.get(name) != locked.get(name):
             yield f"{name} is {_show(settings.get(name))} and was {_show(locked.get(name))}"

@@ -1,7 +1,7 @@
-"""The fields of a job that are settings of its conversion: how each is read from a manifest, and its JSON schema.
+"""How one setting of a job is read from a manifest, and what JSON Schema says of it.
 
-A reader turns a scalar or list of the document into the value of the `ConvertOptions` field of the same name, or
-raises UsageError. Text stands for numbers and booleans too, because YAML arrives as text (see `document`).
+A reader turns a scalar or list of the document into the value of a setting, or raises UsageError. Text stands for
+numbers and booleans too, because YAML arrives as text (see `document`).
 """
 
 import math
@@ -11,15 +11,35 @@ from dataclasses import dataclass
 from typing import Any
 
 from lpconv.convert.gates import parse_gate
-from lpconv.convert.options import LAYOUTS, VERIFY_LEVELS, FormatRule, parse_rule, parse_size
+from lpconv.convert.options import FormatRule, parse_rule, parse_size
 from lpconv.errors import UsageError
 from lpconv.formats.spec import get_format
 from lpconv.lookup import find, nearest
-from lpconv.methods import METHODS
 
-__all__ = ["FIELDS", "Field", "read_mapping", "read_text"]
+__all__ = [
+    "AMOUNT",
+    "COUNT",
+    "COUNTS",
+    "FLAG",
+    "NUMBER",
+    "SCALE",
+    "SIZE",
+    "TEXT",
+    "TEXTS",
+    "WHOLE",
+    "Field",
+    "Reading",
+    "field",
+    "gates",
+    "one_of",
+    "read_mapping",
+    "read_text",
+    "rules",
+    "some_of",
+]
 
 Reader = Callable[[Any], Any]
+Reading = tuple[Reader, dict[str, Any]]  # and the schema of what it reads
 
 _TRUE = frozenset({"true", "yes", "on"})
 _FALSE = frozenset({"false", "no", "off"})
@@ -28,20 +48,30 @@ _NULL = (None, "", "null", "~")
 
 @dataclass(frozen=True, kw_only=True)
 class Field:
-    """One setting: how to read it, what JSON Schema says of it, and its meaning. `nullable` ones may be null."""
+    """One setting: how to read it, what JSON Schema says of it, and its meaning. `nullable` ones may be null.
+
+    `is_path` says that it names a file as `model` names a directory: relative to the manifest's folder.
+    """
 
     read: Reader
     schema: dict[str, Any]
     doc: str
     nullable: bool = False
+    is_path: bool = False
 
     def value(self, raw: Any) -> Any:
-        """The setting's value in a document, as `ConvertOptions` has it. UsageError where it does not fit."""
+        """The setting's value in a document. UsageError where it does not fit."""
         return None if self.nullable and raw in _NULL else self.read(raw)
 
 
-def read_mapping(raw: Any, known: Collection[str], place: str) -> dict[str, Any]:
-    """A mapping with its keys in underscored spelling. UsageError, with `place`, for a key not in `known`."""
+def read_mapping(
+    raw: Any, known: Collection[str], place: str, *, elsewhere: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """A mapping with its keys in underscored spelling. UsageError, with `place`, for a key not in `known`.
+
+    `elsewhere` has hints for keys that would be known in another place.
+    """
+    hints = _NOT_A_KEY | dict(elsewhere or {})
     if not isinstance(raw, Mapping):
         raise UsageError(f"{place or 'manifest'}: expected a mapping, not {_show(raw)}", hint=_keys_hint(known))
     fields: dict[str, Any] = {}
@@ -51,7 +81,7 @@ def read_mapping(raw: Any, known: Collection[str], place: str) -> dict[str, Any]
         if name not in known:
             near = nearest(name, known)
             hint = f"did you mean `{near}`?" if near else _keys_hint(known)
-            raise UsageError(f"{where}: unknown key", hint=_NOT_A_KEY.get(name, hint))
+            raise UsageError(f"{where}: unknown key", hint=hints.get(name, hint))
         if name in fields:
             raise UsageError(f"{where}: given twice, with - and with _", hint="keep one of them")
         fields[name] = value
@@ -88,21 +118,43 @@ def _read_flag(raw: Any) -> bool:
     return word in _TRUE
 
 
-def _read_count(raw: Any) -> int:
+def _read_whole(raw: Any, least: int = 0) -> int:
     text = str(raw).strip()
-    if isinstance(raw, bool) or not (text.isascii() and text.isdigit()) or int(text) < 1:
-        raise UsageError(f"expected a whole number from 1 on, not {_show(raw)}", hint="for example 2")
+    if isinstance(raw, bool) or not (text.isascii() and text.isdigit()) or int(text) < least:
+        raise UsageError(f"expected a whole number from {least} on, not {_show(raw)}", hint="for example 2")
     return int(text)
 
 
-def _read_number(raw: Any) -> float:
+def _read_count(raw: Any) -> int:
+    return _read_whole(raw, least=1)
+
+
+def _read_counts(raw: Any) -> tuple[int, ...]:
+    return tuple(_read_count(item) for item in raw) if isinstance(raw, list) else (_read_count(raw),)
+
+
+def _number(raw: Any) -> float:
     try:
-        number = math.nan if isinstance(raw, bool) else float(raw)
+        return math.nan if isinstance(raw, bool) else float(raw)
     except (TypeError, ValueError):
-        number = math.nan
-    if not 0 < number < math.inf:
+        return math.nan
+
+
+def _read_number(raw: Any) -> float:
+    if not 0 < _number(raw) < math.inf:
         raise UsageError(f"expected a number above zero, not {_show(raw)}", hint="for example 4.5")
-    return number
+    return _number(raw)
+
+
+def _read_amount(raw: Any) -> float:
+    if not 0 <= _number(raw) < math.inf:
+        raise UsageError(f"expected a number from zero on, not {_show(raw)}", hint="for example 0.1")
+    return _number(raw)
+
+
+def _read_scale(raw: Any) -> str:
+    """A name, or a number as text, which is how a loss scale is asked for."""
+    return read_text(raw if isinstance(raw, (str, bool)) else str(raw))
 
 
 def _read_size(raw: Any) -> int:
@@ -115,10 +167,6 @@ def _read_texts(raw: Any) -> tuple[str, ...]:
     if not isinstance(raw, list):
         return (read_text(raw),)
     return tuple(read_text(item) for item in raw)
-
-
-def _read_gates(raw: Any) -> tuple[str, ...]:
-    return tuple(parse_gate(text).expression for text in _read_texts(raw))
 
 
 def _read_rules(raw: Any) -> tuple[FormatRule, ...]:
@@ -141,59 +189,52 @@ def _read_rule(raw: Any, place: str) -> FormatRule:
     return FormatRule(pattern=read_text(rule["match"]), format=format_name)
 
 
-def _one_of(what: str, names: Iterable[str]) -> tuple[Reader, dict[str, Any]]:
+TEXT: Reading = (read_text, {"type": "string", "minLength": 1})
+TEXTS: Reading = (_read_texts, {"anyOf": [TEXT[1], {"type": "array", "items": TEXT[1]}]})
+COUNT: Reading = (_read_count, {"type": "integer", "minimum": 1})
+COUNTS: Reading = (_read_counts, {"anyOf": [COUNT[1], {"type": "array", "items": COUNT[1]}]})
+WHOLE: Reading = (_read_whole, {"type": "integer", "minimum": 0})
+NUMBER: Reading = (_read_number, {"type": "number", "exclusiveMinimum": 0})
+AMOUNT: Reading = (_read_amount, {"type": "number", "minimum": 0})
+SCALE: Reading = (_read_scale, {"type": ["string", "number"]})
+SIZE: Reading = (_read_size, {"type": ["integer", "string"], "examples": ["4GB", "512MiB", 1000000]})
+FLAG: Reading = (_read_flag, {"type": "boolean"})
+
+
+def one_of(what: str, names: Iterable[str]) -> Reading:
+    """One of some names; an unknown one gets the nearest known as its hint."""
     known = {name: name for name in names}
     return lambda raw: find(what, read_text(raw), known), {"enum": list(known)}
 
 
-_FORMATS = dict.fromkeys(f for m in METHODS.values() for f in m.formats)
-_RESIDUALS = dict.fromkeys(r for m in METHODS.values() for r in (*m.residuals, *(["fp16"] if m.residuals else [])))
-_TEXT: dict[str, Any] = {"type": "string", "minLength": 1}
-_TEXTS: dict[str, Any] = {"anyOf": [_TEXT, {"type": "array", "items": _TEXT}]}
-_COUNT: dict[str, Any] = {"type": "integer", "minimum": 1}
-_NUMBER: dict[str, Any] = {"type": "number", "exclusiveMinimum": 0}
-_SIZE: dict[str, Any] = {"type": ["integer", "string"], "examples": ["4GB", "512MiB", 1000000]}
-_FLAG: dict[str, Any] = {"type": "boolean"}
-_RULES: dict[str, Any] = {
-    "type": "array",
-    "items": {
-        "anyOf": [
-            {"type": "string", "pattern": ".=."},
-            {
-                "type": "object",
-                "properties": {"match": _TEXT, "format": {"enum": list(_FORMATS)}, "keep": {"const": True}},
-                "required": ["match"],
-                "oneOf": [{"required": ["format"]}, {"required": ["keep"]}],
-                "additionalProperties": False,
-            },
-        ]
-    },
-}
+def some_of(what: str, names: Iterable[str]) -> Reading:
+    """One of some names, or a list of them."""
+    read, schema = one_of(what, names)
+    return (
+        lambda raw: tuple(map(read, raw)) if isinstance(raw, list) else (read(raw),),
+        {"anyOf": [schema, {"type": "array", "items": schema}]},
+    )
 
 
-def _field(reading: tuple[Reader, dict[str, Any]], doc: str, *, nullable: bool = False) -> Field:
+def gates(metrics: Mapping[str, object], example: str) -> Reading:
+    """Conditions on some of `metrics`."""
+    return lambda raw: tuple(parse_gate(x, metrics, example).expression for x in _read_texts(raw)), TEXTS[1]
+
+
+def rules(formats: Iterable[str]) -> Reading:
+    """Formats of single tensors, by pattern."""
+    rule = {
+        "type": "object",
+        "properties": {"match": TEXT[1], "format": {"enum": list(formats)}, "keep": {"const": True}},
+        "required": ["match"],
+        "oneOf": [{"required": ["format"]}, {"required": ["keep"]}],
+        "additionalProperties": False,
+    }
+    return _read_rules, {"type": "array", "items": {"anyOf": [{"type": "string", "pattern": ".=."}, rule]}}
+
+
+def field(reading: Reading, doc: str, *, nullable: bool = False, is_path: bool = False) -> Field:
+    """A field that takes what `reading` reads."""
     read, schema = reading
-    return Field(read=read, schema={"anyOf": [schema, {"type": "null"}]} if nullable else schema, doc=doc,
-                 nullable=nullable)  # fmt: skip
-
-
-FIELDS: dict[str, Field] = {
-    "method": _field(_one_of("method", METHODS), "how the weights are rewritten"),
-    "format": _field(_one_of("format", _FORMATS), "the number format on disk; null is the method's own", nullable=True),
-    "residual": _field(_one_of("residual", _RESIDUALS), "collage: the form of the residual", nullable=True),
-    "layout": _field(_one_of("layout", LAYOUTS), "lpconv's own, or one that another package opens"),
-    "scale": _field(_one_of("scale", ("pow2", "exact")), "scales as powers of two, or as they come"),
-    "budget_bits": _field((_read_number, _NUMBER), "multipoint: stored bits per element", nullable=True),
-    "points_max": _field((_read_count, _COUNT), "multipoint: most points of a row", nullable=True),
-    "include": _field((_read_texts, _TEXTS), "only tensors whose name matches one of these patterns are converted"),
-    "exclude": _field((_read_texts, _TEXTS), "tensors whose name matches one of these patterns are kept"),
-    "rules": _field((_read_rules, _RULES), "formats of single tensors, by pattern"),
-    "revision": _field((read_text, _TEXT), "branch, tag or commit hash of a hub model", nullable=True),
-    "max_memory": _field((_read_size, _SIZE), "bound of the buffers", nullable=True),
-    "workers": _field((_read_count, _COUNT), "threads", nullable=True),
-    "max_shard_size": _field((_read_size, _SIZE), "largest output file; null is as the source's", nullable=True),
-    "verify": _field(_one_of("verification level", VERIFY_LEVELS), "how deep the output is verified"),
-    "gates": _field((_read_gates, _TEXTS), "conditions on the verification that must hold, such as sqnr>=25"),
-    "force": _field((_read_flag, _FLAG), "replace an output that is there"),
-    "trust_remote_code": _field((_read_flag, _FLAG), "let the checkpoint's own code run when it is verified"),
-}
+    schema = {"anyOf": [schema, {"type": "null"}]} if nullable else schema
+    return Field(read=read, schema=schema, doc=doc, nullable=nullable, is_path=is_path)

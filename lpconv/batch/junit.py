@@ -55,11 +55,12 @@ def _error_text(error: JobError) -> str:
 
 
 def _summary(job: JobResult) -> str:
-    lines = [f"{job.model} → {job.output} ({job.method} {job.format}): {job.status}"]
+    lines = [f"{job.kind} {job.model} → {job.output} ({job.what}): {job.status}"]
     if job.source is not None and job.source.revision is not None:
         lines.append(f"source: {job.source.resolved} at {job.source.revision}")
     if job.bytes is not None:
         lines.append(f"bytes: {job.bytes.read} read, {job.bytes.written} written")
+    lines += [f"{name}: {value:.6g}" for name, value in job.figures.items()]
     return "\n".join([*lines, *(f"warning: {w}" for w in job.warnings)])
 
 

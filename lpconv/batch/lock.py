@@ -1,7 +1,8 @@
-"""The lock of a batch: what every job resolved to, the settings it ran with, and hashes of what it wrote.
+"""The lock of a batch: what every job resolved to, the settings it ran with, and hashes of what a conversion wrote.
 
 It lies beside the manifest and belongs into version control. Resuming reads it to know which outputs are up to date;
-a locked run converts the very revisions in it and fails where the outputs come out different (see `compare`).
+a locked run takes the very revisions in it and fails where a conversion comes out different (see `compare`). What a
+measurement finds differs from run to run, so of those the lock pins what is measured, never what was found.
 """
 
 import json
@@ -10,15 +11,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lpconv.batch.fields import FIELDS
-from lpconv.batch.manifest import Job
+from lpconv.batch.kinds import KINDS
+from lpconv.batch.manifest import DEFAULT_KIND, Job
+from lpconv.batch.records import Outcome
 from lpconv.checkpoint.partfile import sha256_of, write_small
-from lpconv.convert.options import ConvertOptions
 from lpconv.errors import InputError
-from lpconv.results import SCHEMA_VERSION, ConvertResult, FileRecord, from_json, to_json
+from lpconv.results import SCHEMA_VERSION, FileRecord, from_json, to_json
 
 __all__ = [
-    "CHECKSUMS",
     "Lock",
     "LockEntry",
     "lock_entry",
@@ -28,27 +28,27 @@ __all__ = [
     "write_lock",
 ]
 
-CHECKSUMS = "SHA256SUMS"
 # Settings that change neither the output nor how it was judged.
-_HOW_NOT_WHAT = frozenset({"max_memory", "workers", "force", "trust_remote_code"})
+_HOW_NOT_WHAT = frozenset({"max_memory", "workers", "resume", "force", "trust_remote_code", "log_to", "command"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class LockEntry:
     """One finished job. A local `resolved` is a path from the manifest's folder, so that the lock can be shared.
 
-    `files` are the weight files written, `checksums_sha256` is the hash of the output's SHA256SUMS. `versions` are
-    recorded to explain a difference; another version alone is none.
+    `files` are the weight files written, `checksums_sha256` is the hash of the output's SHA256SUMS; jobs that measure
+    have neither. `versions` are recorded to explain a difference; another version alone is none.
     """
 
     id: str
+    kind: str = DEFAULT_KIND
     model: str
     resolved: str
     revision: str | None
     settings: dict[str, Any]
     source_files: tuple[FileRecord, ...]
     files: tuple[FileRecord, ...]
-    checksums_sha256: str
+    checksums_sha256: str | None = None
     versions: dict[str, str]
 
 
@@ -85,24 +85,31 @@ def write_lock(path: Path, lock: Lock) -> None:
     write_small(path, json.dumps(to_json(lock), indent=2, ensure_ascii=False) + "\n")
 
 
-def lock_entry(job: Job, result: ConvertResult, folder: Path) -> LockEntry:
-    """The entry of a job that has just been converted; `folder` is the manifest's."""
+def lock_entry(job: Job, outcome: Outcome, folder: Path) -> LockEntry:
+    """The entry of a job that has just been done; `folder` is the manifest's."""
+    kind = KINDS[job.kind]
+    source = outcome.source
     return LockEntry(
         id=job.id,
+        kind=job.kind,
         model=portable(job.model, folder),
-        resolved=portable(result.source.resolved, folder),
-        revision=result.source.revision,
-        settings=locked_settings(job.options),
-        source_files=result.source.files,
-        files=result.files,
-        checksums_sha256=sha256_of(job.output / CHECKSUMS),
-        versions=result.versions,
+        resolved=portable(source.resolved if source else job.model, folder),
+        revision=source.revision if source else None,
+        settings=locked_settings(job, folder),
+        source_files=source.files if source else (),
+        files=outcome.files,
+        checksums_sha256=sha256_of(job.output / kind.proof) if kind.is_exact else None,
+        versions=outcome.versions,
     )
 
 
-def locked_settings(options: ConvertOptions) -> dict[str, Any]:
-    """Those of the options that decide what is written and how it is judged, JSON-able."""
-    return {name: to_json(getattr(options, name)) for name in FIELDS if name not in _HOW_NOT_WHAT}
+def locked_settings(job: Job, folder: Path) -> dict[str, Any]:
+    """Those of a job's options that decide what is done and how it is judged, JSON-able."""
+    settings = {k: v for k, v in to_json(job.options).items() if k not in _HOW_NOT_WHAT}
+    for name, field in KINDS[job.kind].fields.items():
+        if field.is_path and settings[name] is not None:
+            settings[name] = portable(str(settings[name]), folder)
+    return settings
 
 
 def portable(name: str, folder: Path) -> str:

@@ -2,36 +2,59 @@
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lpconv.batch.document import read_document
-from lpconv.batch.fields import FIELDS, read_mapping, read_text
+from lpconv.batch.fields import TEXT, TEXTS, Field, field, one_of, read_mapping, read_text
+from lpconv.batch.kinds import KINDS, JobOptions
 from lpconv.checkpoint.resolve import DEMO, looks_like_path
-from lpconv.convert.options import ConvertOptions, with_defaults
 from lpconv.errors import UsageError
+from lpconv.lookup import find
 
-__all__ = ["DEFAULT_KEYS", "JOB_KEYS", "MANIFEST_KEYS", "MANIFEST_VERSION", "Job", "Manifest", "load_manifest"]
+__all__ = [
+    "COMMON_FIELDS",
+    "DEFAULT_KIND",
+    "MANIFEST_KEYS",
+    "MANIFEST_VERSION",
+    "Job",
+    "Manifest",
+    "load_manifest",
+]
 
 MANIFEST_VERSION = 1
 MANIFEST_KEYS = ("version", "defaults", "jobs")
-DEFAULT_KEYS = ("model", *FIELDS)
-JOB_KEYS = ("id", "model", "output", *FIELDS)
+DEFAULT_KIND = "convert"  # of a job that names none, as in manifests from before there were others
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_OF_JOB = "job:"
+
+# What a job has beside the settings of its kind.
+COMMON_FIELDS: dict[str, Field] = {
+    "id": field((read_text, TEXT[1] | {"pattern": f"^{_ID.pattern}$"}), "name of the job, unique in the manifest"),
+    "kind": field(one_of("kind of job", KINDS), f"what is done; {DEFAULT_KIND} if left out"),
+    "model": field(TEXT, "directory, hub id, alias, demo, or job:ID for the output of an earlier job"),
+    "output": field(TEXT, "folder to write, relative to the manifest; out/ID if left out"),
+    "needs": field(TEXTS, "earlier jobs without which this one does not run"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One conversion. `model` is a hub id, an alias or an absolute path; `options` have their defaults filled in."""
+    """One job. `model` is a hub id, an alias or an absolute path; `options` have their defaults filled in.
+
+    `needs` are the ids of earlier jobs without whose outputs it cannot run.
+    """
 
     id: str
+    kind: str
     model: str
     output: Path
-    options: ConvertOptions
+    needs: tuple[str, ...] = ()
+    options: JobOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +85,12 @@ def load_manifest(path: Path) -> Manifest:
     with _at(path.name):
         top = read_mapping(document, MANIFEST_KEYS, "")
         _check_version(top.get("version"))
-        defaults = _settings(top.get("defaults", {}), DEFAULT_KEYS, "defaults")
-        jobs = tuple(_job(raw, defaults, path.parent, f"jobs[{i}]") for i, raw in enumerate(_job_list(top)))
+        defaults = _defaults(top.get("defaults", {}), path.parent)
+        jobs: list[Job] = []
+        for number, raw in enumerate(_job_list(top)):
+            jobs.append(_job(raw, defaults, jobs, path.parent, f"jobs[{number}]"))
         _check_unique(jobs)
-    return Manifest(path=path, jobs=jobs)
+    return Manifest(path=path, jobs=tuple(jobs))
 
 
 def _check_version(version: Any) -> None:
@@ -81,37 +106,82 @@ def _job_list(top: dict[str, Any]) -> list[Any]:
     return jobs
 
 
-def _settings(raw: Any, known: tuple[str, ...], place: str) -> dict[str, Any]:
+def _defaults(raw: Any, folder: Path) -> dict[str, dict[str, Any]]:
+    """The default settings of each kind. Those of conversions stand alone, others under the name of their kind."""
+    common = {"model": COMMON_FIELDS["model"]}
+    others = [kind for kind in KINDS if kind != DEFAULT_KIND]
+    given = read_mapping(raw, (*common, *KINDS[DEFAULT_KIND].fields, *others), "defaults", elsewhere=_ELSEWHERE)
+    model = {"model": given["model"]} if "model" in given else {}
+    own = {kind: given.pop(kind, {}) for kind in others} | {DEFAULT_KIND: given}
+    found = {}
+    for kind, settings in own.items():
+        place = "defaults" if kind == DEFAULT_KIND else f"defaults.{kind}"
+        fields = common | dict(KINDS[kind].fields)
+        found[kind] = _read(model, fields, folder, "defaults") | _read(settings, fields, folder, place)
+    return found
+
+
+def _read(raw: Any, fields: Mapping[str, Field], folder: Path, place: str) -> dict[str, Any]:
     """The mapping at `place` with every value read by its field."""
-    settings = read_mapping(raw, known, place)
+    settings = read_mapping(raw, fields, place, elsewhere=_ELSEWHERE)
     for name, value in settings.items():
         with _at(f"{place}.{name}"):
-            settings[name] = FIELDS[name].value(value) if name in FIELDS else read_text(value)
+            settings[name] = fields[name].value(value)
+        if fields[name].is_path and settings[name] is not None:
+            settings[name] = _place(settings[name], folder)
     return settings
 
 
-def _job(raw: Any, defaults: dict[str, Any], folder: Path, place: str) -> Job:
-    settings = defaults | _settings(raw, JOB_KEYS, place)
+def _job(raw: Any, defaults: Mapping[str, Mapping[str, Any]], earlier: Sequence[Job], folder: Path, place: str) -> Job:
+    kind = _kind(raw, place)
+    settings = dict(defaults[kind]) | _read(raw, COMMON_FIELDS | dict(KINDS[kind].fields), folder, place)
+    own = {key: settings.pop(key) for key in COMMON_FIELDS if key in settings}
     for key in ("id", "model"):
-        if key not in settings:
+        if key not in own:
             raise UsageError(f"{place}: `{key}` is missing", hint=f"every job needs an id and a model; add `{key}: …`")
-    job_id = settings.pop("id")
+    job_id = own["id"]
     if not _ID.fullmatch(job_id):
         raise UsageError(f"{place}.id: `{job_id}` is no id", hint="use letters, digits, dots, dashes and underscores")
-    model = _model(settings.pop("model"), folder)
-    output = Path(os.path.normpath(folder / Path(settings.pop("output", f"out/{job_id}")).expanduser()))
+    model, needs = _model_and_needs(own, earlier, place)
+    output = folder / Path(own.get("output", f"out/{job_id}")).expanduser()
     with _at(f"{place} ({job_id})"):
-        options, _ = with_defaults(ConvertOptions(**settings))
-    return Job(id=job_id, model=model, output=output, options=options)
+        options = KINDS[kind].options(settings)
+    return Job(
+        id=job_id,
+        kind=kind,
+        model=_place(model, folder),
+        output=Path(os.path.normpath(output)),
+        needs=needs,
+        options=options,
+    )
 
 
-def _model(name: str, folder: Path) -> str:
-    """`name`, made absolute where it is a path: where it looks like one, or where the folder has a directory of it."""
+def _kind(raw: Any, place: str) -> str:
+    if not isinstance(raw, Mapping) or "kind" not in raw:
+        return DEFAULT_KIND
+    with _at(f"{place}.kind"):
+        return str(COMMON_FIELDS["kind"].value(raw["kind"]))
+
+
+def _model_and_needs(own: Mapping[str, Any], earlier: Sequence[Job], place: str) -> tuple[str, tuple[str, ...]]:
+    """The job's model, with ``job:ID`` replaced by that job's output, and the jobs that must be done before."""
+    by_id = {job.id: job for job in earlier}
+    with _at(f"{place}.needs"):
+        needs = [find("earlier job", need, by_id).id for need in own.get("needs", ())]
+    if not own["model"].startswith(_OF_JOB):
+        return own["model"], tuple(needs)
+    with _at(f"{place}.model"):
+        source = find("earlier job", own["model"].removeprefix(_OF_JOB), by_id)
+    return str(source.output), tuple(dict.fromkeys([source.id, *needs]))
+
+
+def _place(name: str, folder: Path) -> str:
+    """`name`, made absolute where it is a path: where it looks like one, or where the folder holds it."""
     path = folder / Path(name).expanduser()
-    return os.path.normpath(path) if looks_like_path(name) or (name != DEMO and path.is_dir()) else name
+    return os.path.normpath(path) if looks_like_path(name) or (name != DEMO and path.exists()) else name
 
 
-def _check_unique(jobs: tuple[Job, ...]) -> None:
+def _check_unique(jobs: Sequence[Job]) -> None:
     for number, job in enumerate(jobs):
         if job.output == Path(job.model):
             raise UsageError(f"jobs[{number}].output: is the model itself", hint="name another folder")
@@ -125,6 +195,18 @@ def _check_unique(jobs: tuple[Job, ...]) -> None:
                     f"jobs[{number}].output: `{job.output}` and that of `{earlier.id}`, `{earlier.output}`, overlap",
                     hint="give every job a folder of its own",
                 )
+
+
+def _elsewhere() -> dict[str, str]:
+    """Hints for settings that belong to another kind of job than the one they stand in."""
+    kinds: dict[str, list[str]] = {}
+    for name, kind in KINDS.items():
+        for key in kind.fields:
+            kinds.setdefault(key, []).append(f"kind: {name}")
+    return {key: f"it is a setting of {' and '.join(names)}" for key, names in kinds.items()}
+
+
+_ELSEWHERE = _elsewhere()
 
 
 @contextmanager

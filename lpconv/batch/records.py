@@ -3,10 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from lpconv.results import SCHEMA_VERSION, ByteCounts, SourceRecord, VerifyResult
+from lpconv.results import SCHEMA_VERSION, ByteCounts, FileRecord, SourceRecord, VerifyResult
 
 __all__ = [
-    "CONVERTED",
     "FAILED",
     "NOT_RUN",
     "PLANNED",
@@ -15,9 +14,10 @@ __all__ = [
     "Estimate",
     "JobError",
     "JobResult",
+    "Outcome",
 ]
 
-CONVERTED = "converted"
+# What becomes of a job, beside what its kind calls being done: converted, trained, measured, probed.
 UP_TO_DATE = "up to date"
 PLANNED = "planned"
 FAILED = "failed"
@@ -46,23 +46,42 @@ class Estimate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobResult:
-    """One job: its `status` (a constant of this module), and what is known after it.
+class Outcome:
+    """What running or planning a job gave. A plan has an `estimate`, where the kind of job can be estimated.
 
-    The tensors are not repeated here: the report of a finished job lies in its `output`.
+    `files` are weight files with their hashes, of a conversion; `figures` are the figures of a measurement by name.
+    """
+
+    source: SourceRecord | None = None
+    files: tuple[FileRecord, ...] = ()
+    bytes: ByteCounts | None = None
+    estimate: Estimate | None = None
+    verify: VerifyResult | None = None
+    figures: dict[str, float] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobResult:
+    """One job: its `status` (a constant of this module, or that of a finished job of its kind), and what it gave.
+
+    `what` are its settings in a few words. Tensors and steps are not repeated here: the report of a finished job lies
+    in its `output`.
     """
 
     id: str
+    kind: str
     model: str
     output: str
-    method: str
-    format: str | None
+    what: str
     status: str
     seconds: float = 0.0
     source: SourceRecord | None = None
     bytes: ByteCounts | None = None
     estimate: Estimate | None = None
     verify: VerifyResult | None = None
+    figures: dict[str, float] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     error: JobError | None = None
 

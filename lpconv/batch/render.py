@@ -7,18 +7,20 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lpconv.batch.records import CONVERTED, FAILED, NOT_RUN, PLANNED, UP_TO_DATE, BatchResult, JobError, JobResult
+from lpconv.batch.kinds import KINDS
+from lpconv.batch.records import FAILED, NOT_RUN, PLANNED, UP_TO_DATE, BatchResult, JobError, JobResult
+from lpconv.report.numbers import size_text
 
 __all__ = ["render"]
 
-_STYLES = {CONVERTED: "green", UP_TO_DATE: "green", PLANNED: "cyan", FAILED: "red", NOT_RUN: "yellow"}
+_DONE = dict.fromkeys((kind.done for kind in KINDS.values()), "green")
+_STYLES = _DONE | {UP_TO_DATE: "green", PLANNED: "cyan", FAILED: "red", NOT_RUN: "yellow"}
+_MAX_FIGURES = 3
 
 
 def render(result: BatchResult) -> RenderableType:
     """The jobs as a table, the errors with their hints below it, and a line that counts."""
-    table = Table(
-        "job", "status", "method", "format", "read", "written", "SQNR", "time", "note", box=None, pad_edge=False
-    )
+    table = Table("job", "kind", "status", "what", "found", "time", "note", box=None, pad_edge=False)
     for job in result.jobs:
         table.add_row(*_cells(job))
     notes = [line for job in result.jobs if job.error for line in _error_lines(job.id, job.error)]
@@ -34,15 +36,20 @@ def _error_lines(job_id: str, error: JobError) -> Iterator[Text]:
 def _cells(job: JobResult) -> tuple[RenderableType, ...]:
     return (
         Text(job.id),
+        Text(job.kind),
         Text(job.status, style=_STYLES[job.status]),
-        Text(job.method),
-        Text(job.format or ""),
-        Text(_size(job.bytes.read) if job.bytes else ""),
-        Text(_size(job.bytes.written) if job.bytes else ""),
-        Text(_sqnr(job)),
+        Text(job.what),
+        Text(_found(job)),
         Text(f"{job.seconds:.1f} s"),
         Text(_note(job)),
     )
+
+
+def _found(job: JobResult) -> str:
+    """Sizes and error of a conversion, the first figures of a measurement."""
+    sizes = f"{size_text(job.bytes.read)} → {size_text(job.bytes.written)}" if job.bytes else ""
+    figures = (f"{name} {value:.4g}" for name, value in list(job.figures.items())[:_MAX_FIGURES])
+    return ", ".join(part for part in (sizes, _sqnr(job), *figures) if part)
 
 
 def _note(job: JobResult) -> str:
@@ -50,7 +57,8 @@ def _note(job: JobResult) -> str:
         return f"{job.error.kind} (exit {job.error.code})"
     if job.estimate is not None:
         needs = job.estimate
-        return f"needs {_size(needs.memory_bytes)} memory, {_size(needs.disk_bytes)} disk, about {needs.seconds:.0f} s"
+        memory, disk = size_text(needs.memory_bytes), size_text(needs.disk_bytes)
+        return f"needs {memory} memory, {disk} disk, about {needs.seconds:.0f} s"
     return job.warnings[0] if job.warnings else ""
 
 
@@ -59,15 +67,6 @@ def _sqnr(job: JobResult) -> str:
         return ""
     sqnr_db = job.verify.weights.min_sqnr_db
     return "exact" if math.isinf(sqnr_db) else f"{sqnr_db:.1f} dB"
-
-
-def _size(size_bytes: int) -> str:
-    value, unit = float(size_bytes), "B"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if value < 1000:
-            break
-        value, unit = value / 1000, larger
-    return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
 
 
 def _count(result: BatchResult) -> str:

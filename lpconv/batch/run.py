@@ -1,44 +1,24 @@
-"""Run the jobs of a manifest, one after another. The converter is passed in, so this module knows no tensors."""
+"""Run the jobs of a manifest, one after another. What does them is passed in, so this module knows no tensors."""
 
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
 from lpconv.batch.compare import check_lockable, check_locked_result, pinned_options, stale_reasons
+from lpconv.batch.kinds import KINDS
 from lpconv.batch.lock import Lock, lock_entry, read_lock, write_lock
 from lpconv.batch.manifest import Job, Manifest
-from lpconv.batch.records import (
-    CONVERTED,
-    FAILED,
-    NOT_RUN,
-    PLANNED,
-    UP_TO_DATE,
-    BatchResult,
-    Estimate,
-    JobError,
-    JobResult,
-)
-from lpconv.convert.options import ConvertOptions
-from lpconv.errors import BatchError, InterruptedRunError, LpconvError, OutputExistsError
+from lpconv.batch.records import FAILED, NOT_RUN, PLANNED, UP_TO_DATE, BatchResult, JobError, JobResult, Outcome
+from lpconv.batch.runners import Runner
+from lpconv.errors import BatchError, InputError, InterruptedRunError, LpconvError, OutputExistsError
 from lpconv.lookup import find
-from lpconv.results import ConvertResult, PlanResult, to_json
+from lpconv.progress import Progress, Silent
+from lpconv.results import to_json
 
-__all__ = ["BatchEvents", "Convert", "JobsFailedError", "Plan", "SilentEvents", "run_batch"]
-
-
-class Convert(Protocol):
-    """Converts one model and publishes the output."""
-
-    def __call__(self, model: str, output: Path, options: ConvertOptions, /) -> ConvertResult: ...
-
-
-class Plan(Protocol):
-    """Says what converting one model would do."""
-
-    def __call__(self, model: str, output: Path, options: ConvertOptions, /) -> PlanResult: ...
+__all__ = ["BatchEvents", "JobsFailedError", "SilentEvents", "run_batch"]
 
 
 class BatchEvents(Protocol):
@@ -77,23 +57,24 @@ class JobsFailedError(BatchError):
 
 def run_batch(
     manifest: Manifest,
-    convert: Convert,
-    plan: Plan,
+    runners: Mapping[str, Runner],
     *,
     only: Sequence[str] = (),
     keep_going: bool = False,
     dry_run: bool = False,
     resume: bool = False,
     locked: bool = False,
+    progress: Progress | None = None,
     events: BatchEvents | None = None,
 ) -> BatchResult:
-    """Run the jobs in order and keep the lock file up to date, entry by entry.
+    """Run the jobs in order, each by the runner of its kind, and keep the lock file up to date, entry by entry.
 
     `only` picks jobs by id, `dry_run` plans them, `resume` skips those whose output is up to date and continues
     those that were cut off. `locked` takes revisions from the lock, writes none, and fails where anything differs.
 
-    After a failure the batch stops and raises that job's own error; with `keep_going` it runs the rest and raises
-    JobsFailedError. An interruption always stops it. Either way `events.batch_finished` gets the result first.
+    After a failure the batch stops and raises that job's own error; with `keep_going` it runs the rest, but for jobs
+    that need what failed, and raises JobsFailedError. An interruption always stops it. Either way
+    `events.batch_finished` gets the result first.
     """
     events = events or SilentEvents()
     jobs = _selected(manifest, only)
@@ -102,9 +83,11 @@ def run_batch(
         check_lockable(manifest, jobs, lock)
     elif not dry_run:
         write_lock(manifest.lock_path, lock or Lock())  # a folder that cannot be written is found out before the work
-    runner = _Runner(manifest, lock or Lock(), convert, plan, dry_run=dry_run, resume=resume, locked=locked)
+    batch_run = _Run(
+        manifest, lock or Lock(), runners, progress or Silent(), dry_run=dry_run, resume=resume, locked=locked
+    )
     started = time.monotonic()
-    results, failure = _run_all(jobs, runner.run, keep_going, events)
+    results, failure = _run_all(jobs, batch_run.do, keep_going, events)
     seconds = time.monotonic() - started
     batch = BatchResult(manifest=str(manifest.path), dry_run=dry_run, seconds=seconds, jobs=results)
     events.batch_finished(batch)
@@ -123,6 +106,10 @@ def _run_all(
         if failure is not None and _stops(failure, keep_going):
             results.append(_job_result(job, NOT_RUN))
             continue
+        lacking = [r.id for r in results if r.id in job.needs and r.status in (FAILED, NOT_RUN)]
+        if lacking:
+            results.append(replace(_job_result(job, NOT_RUN), warnings=(f"it needs {', '.join(lacking)}",)))
+            continue
         events.job_started(job, index, len(jobs))
         result, error = _attempt(run_job, job)
         failure = error or failure
@@ -132,24 +119,34 @@ def _run_all(
 
 
 @dataclass
-class _Runner:
-    """How a job is run in this batch; `lock` grows with every job converted."""
+class _Run:
+    """How jobs are done in this batch; `lock` grows with every job that is."""
 
     manifest: Manifest
     lock: Lock
-    convert: Convert
-    plan: Plan
+    runners: Mapping[str, Runner]
+    progress: Progress
     dry_run: bool
     resume: bool
     locked: bool
 
-    def run(self, job: Job) -> JobResult:
+    def do(self, job: Job) -> JobResult:
         """The job's result; raises whatever it fails with."""
-        return self._there_already(job) or (self._plan(job) if self.dry_run else self._convert(job))
+        lacking = [need for need in job.needs if not self._output_of(need).exists()]
+        if lacking and self.dry_run:
+            return replace(
+                _job_result(job, PLANNED), warnings=(f"nothing is known before {', '.join(lacking)} is done",)
+            )
+        if lacking:
+            raise InputError(
+                f"{job.id} needs {lacking[0]}, and `{self._output_of(lacking[0])}` is not there",
+                hint=f"run {lacking[0]} first, or in the same batch",
+            )
+        return self._there_already(job) or (self._plan(job) if self.dry_run else self._carry_out(job))
 
     def _there_already(self, job: Job) -> JobResult | None:
-        """Up to date, when resuming. Raises OutputExistsError for a published output that is not, unless forced."""
-        if not self.resume or not job.output.exists():
+        """Up to date, when resuming. Raises OutputExistsError for a finished output that is not, unless forced."""
+        if not self.resume or not _is_finished(job):
             return None
         reasons = stale_reasons(job, self.lock.get(job.id), self.manifest.folder)
         if not reasons:
@@ -162,42 +159,38 @@ class _Runner:
         )
 
     def _plan(self, job: Job) -> JobResult:
-        plan = self.plan(job.model, job.output, self._options(job))
-        estimate = Estimate(
-            memory_bytes=plan.memory_bytes,
-            disk_bytes=plan.disk_bytes,
-            disk_free_bytes=plan.disk_free_bytes,
-            seconds=plan.seconds,
-        )
-        result = _job_result(job, PLANNED)
-        return replace(result, source=plan.source, bytes=plan.bytes, estimate=estimate, warnings=plan.warnings)
+        return _filled(_job_result(job, PLANNED), self.runners[job.kind].plan(self._pinned(job)))
 
-    def _convert(self, job: Job) -> JobResult:
-        result = self.convert(job.model, job.output, self._options(job))
+    def _carry_out(self, job: Job) -> JobResult:
+        outcome = self.runners[job.kind].run(self._pinned(job), self.progress)
         entry = self.lock.get(job.id)
         if self.locked and entry is not None:
-            check_locked_result(job, entry, result)
+            check_locked_result(job, entry, outcome)
         else:
-            self._record(job, result)
-        return replace(
-            _job_result(job, CONVERTED),
-            source=result.source,
-            bytes=result.bytes,
-            verify=result.verify,
-            warnings=result.warnings,
-        )
+            self._record(job, outcome)
+        return _filled(_job_result(job, KINDS[job.kind].done), outcome)
 
-    def _options(self, job: Job) -> ConvertOptions:
+    def _pinned(self, job: Job) -> Job:
+        """The job with the options of this batch."""
         entry = self.lock.get(job.id)
         options = pinned_options(job.options, entry) if self.locked and entry else job.options
-        # A job that was cut off is continued; `force` is for outputs that are published and stale.
-        resume = self.resume and not job.output.exists()
-        return replace(options, resume=resume, force=options.force and not resume)
+        # A job that was cut off is continued; `force` is for outputs that are finished and stale.
+        resume = self.resume and not _is_finished(job)
+        return replace(job, options=replace(options, resume=resume, force=options.force and not resume))
 
-    def _record(self, job: Job, result: ConvertResult) -> None:
-        entry = lock_entry(job, result, self.manifest.folder)
+    def _record(self, job: Job, outcome: Outcome) -> None:
+        entry = lock_entry(job, outcome, self.manifest.folder)
         self.lock = self.lock.with_entry(entry, self.manifest.jobs)
         write_lock(self.manifest.lock_path, self.lock)
+
+    def _output_of(self, job_id: str) -> Path:
+        return next(job.output for job in self.manifest.jobs if job.id == job_id)
+
+
+def _is_finished(job: Job) -> bool:
+    """Whether the output is a finished one that met its gates. A conversion's is there only if it is."""
+    kind, proof = KINDS[job.kind], job.output / KINDS[job.kind].proof
+    return job.output.exists() if kind.is_exact else proof.is_file() and kind.accepts(proof)
 
 
 def _selected(manifest: Manifest, only: Sequence[str]) -> tuple[Job, ...]:
@@ -221,11 +214,23 @@ def _attempt(run_job: Callable[[Job], JobResult], job: Job) -> tuple[JobResult, 
 def _job_result(job: Job, status: str) -> JobResult:
     return JobResult(
         id=job.id,
+        kind=job.kind,
         model=job.model,
         output=str(job.output),
-        method=job.options.method,
-        format=job.options.format,
+        what=KINDS[job.kind].words(job.options),
         status=status,
+    )
+
+
+def _filled(result: JobResult, outcome: Outcome) -> JobResult:
+    return replace(
+        result,
+        source=outcome.source,
+        bytes=outcome.bytes,
+        estimate=outcome.estimate,
+        verify=outcome.verify,
+        figures=outcome.figures,
+        warnings=outcome.warnings,
     )
 
 

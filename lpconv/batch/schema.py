@@ -1,37 +1,21 @@
 """The JSON Schema of a manifest, for editors and for the docs."""
 
+from collections.abc import Mapping
 from typing import Any
 
-from lpconv.batch.fields import FIELDS
-from lpconv.batch.manifest import DEFAULT_KEYS, JOB_KEYS, MANIFEST_KEYS, MANIFEST_VERSION
+from lpconv.batch.fields import Field
+from lpconv.batch.kinds import KINDS
+from lpconv.batch.manifest import COMMON_FIELDS, DEFAULT_KIND, MANIFEST_KEYS, MANIFEST_VERSION
 
 __all__ = ["manifest_schema"]
-
-_JOB_FIELDS: dict[str, dict[str, Any]] = {
-    "id": {
-        "type": "string",
-        "pattern": "^[A-Za-z0-9][A-Za-z0-9._-]*$",
-        "description": "name of the job, unique in the manifest",
-    },
-    "model": {
-        "type": "string",
-        "minLength": 1,
-        "description": "directory (relative to the manifest), hub id, alias, or demo",
-    },
-    "output": {
-        "type": "string",
-        "minLength": 1,
-        "description": "folder to write, relative to the manifest; out/ID if left out",
-    },
-}
 
 
 def manifest_schema() -> dict[str, Any]:
     """The schema of manifests (JSON Schema 2020-12). Keys of several words are listed with dashes as well."""
     top: dict[str, Any] = {
         "version": {"const": MANIFEST_VERSION},
-        "defaults": _mapping(DEFAULT_KEYS) | {"description": "settings of every job that does not say otherwise"},
-        "jobs": {"type": "array", "minItems": 1, "items": _mapping(JOB_KEYS) | {"required": ["id"]}},
+        "defaults": _defaults(),
+        "jobs": {"type": "array", "minItems": 1, "items": {"oneOf": [_job(kind) for kind in KINDS]}},
     }
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -43,9 +27,26 @@ def manifest_schema() -> dict[str, Any]:
     }
 
 
-def _mapping(keys: tuple[str, ...]) -> dict[str, Any]:
+def _job(kind: str) -> dict[str, Any]:
+    """A job of one kind: its keys, and the name of the kind, which may be left out for the default one."""
+    schema = _mapping(COMMON_FIELDS | dict(KINDS[kind].fields))
+    schema["properties"]["kind"] = {"const": kind, "description": COMMON_FIELDS["kind"].doc}
+    return schema | {"required": ["id"] if kind == DEFAULT_KIND else ["id", "kind"]}
+
+
+def _defaults() -> dict[str, Any]:
+    """Settings of conversions, and of each other kind under its name."""
+    schema = _mapping({"model": COMMON_FIELDS["model"], **KINDS[DEFAULT_KIND].fields})
+    for name, kind in KINDS.items():
+        if name != DEFAULT_KIND:
+            described = {"description": f"settings of every job of kind {name} that does not say otherwise"}
+            schema["properties"][name] = _mapping({"model": COMMON_FIELDS["model"], **kind.fields}) | described
+    return schema | {"description": "settings of every job that does not say otherwise"}
+
+
+def _mapping(fields: Mapping[str, Field]) -> dict[str, Any]:
     properties: dict[str, Any] = {}
-    for key in keys:
-        schema = FIELDS[key].schema | {"description": FIELDS[key].doc} if key in FIELDS else _JOB_FIELDS[key]
+    for key, field in fields.items():
+        schema = field.schema | {"description": field.doc}
         properties |= {key: schema, key.replace("_", "-"): schema}
     return {"type": "object", "properties": properties, "additionalProperties": False}

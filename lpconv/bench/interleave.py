@@ -21,9 +21,9 @@ class Effort:
     They are spread over as many `launches`, each of new processes.
     """
 
-    min_iterations: int
-    min_seconds: float
-    rounds: int
+    min_iterations: int = 30
+    min_seconds: float = 2.0
+    rounds: int = 12
     launches: int = 3
     warm_up_iterations: int = 3
     warm_up_seconds: float = 0.3

@@ -11,9 +11,7 @@ from lpconv.cli.progress import progress_for
 if TYPE_CHECKING:
     from lpconv.batch.manifest import Job
     from lpconv.batch.records import BatchResult, JobResult
-    from lpconv.convert.options import ConvertOptions
     from lpconv.progress import Progress
-    from lpconv.results import ConvertResult
 
 __all__ = ["batch"]
 
@@ -59,7 +57,7 @@ def batch(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Run many conversions from a manifest, for CI.
+    """Convert, fine-tune, bench and probe as a manifest says, for CI.
 
     [bold]Examples[/bold]
 
@@ -69,22 +67,18 @@ def batch(
     """
     from lpconv.batch.manifest import load_manifest
     from lpconv.batch.run import run_batch
-    from lpconv.convert import run
+    from lpconv.batch.runners import RUNNERS
 
     loaded = load_manifest(Path(manifest))
     with progress_for(quiet=quiet) as progress:
-
-        def convert(model: str, output: Path, options: "ConvertOptions", /) -> "ConvertResult":
-            return run.convert(model, output, options, progress=progress)
-
         run_batch(
             loaded,
-            convert,
-            run.plan,
+            RUNNERS,
             only=tuple(only or ()),
             keep_going=keep_going,
             dry_run=dry_run,
             resume=resume,
             locked=locked,
+            progress=progress,
             events=_Events(progress, junit, json),
         )

@@ -162,6 +162,15 @@ def finetune(
         bool,
         typer.Option("--lca", help="Loss change by layer, and what rounding took of it.", rich_help_panel=_CHECK),
     ] = False,
+    gate: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--gate",
+            help="A condition such as 'loss_gap<=0.05'. Repeatable; exit code 5 where one fails.",
+            metavar="CONDITION",
+            rich_help_panel=_CHECK,
+        ),
+    ] = None,
     revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit on the hub.")] = None,
     output: Output = None,
     resume: Resume = False,
@@ -217,6 +226,7 @@ def finetune(
         log_to=tuple(log_to or ()),
         compile=compile,
         max_memory=parse_size(max_memory) if max_memory else None,
+        gates=tuple(gate or ()),
         revision=revision,
         resume=resume,
         force=force,
@@ -225,8 +235,10 @@ def finetune(
     from lpconv.report.document import json_text
     from lpconv.report.finetune.terminal import render_finetune
     from lpconv.report.terminal import show
+    from lpconv.results import to_json
     from lpconv.train import run
     from lpconv.train.folder import default_output
+    from lpconv.train.gates import gate_problem
     from lpconv.train.processes import is_main_process
 
     target = Path(output) if output else default_output(model, options.arithmetic.name)
@@ -236,8 +248,14 @@ def finetune(
         result = run.finetune(model, target, options, telling=telling, command=command)
     if not is_main:
         return
-    if json:
+    error = gate_problem(result)
+    if not json:
+        show(render_finetune(result))
+        print(
+            f"\nThe page with plots is {target / 'report.html'}; the model opens with from_pretrained({str(target)!r})."
+        )
+    elif error is None:
         print(json_text(result), end="")
-        return
-    show(render_finetune(result))
-    print(f"\nThe page with plots is {target / 'report.html'}; the model opens with from_pretrained({str(target)!r}).")
+    if error is not None:  # under --json its details hold the result
+        error.details["result"] = to_json(result)
+        raise error

@@ -23,8 +23,9 @@ from lpconv.cli.verify import verify
 
 __all__ = ["app", "main", "run"]
 
-# torch reads it when it is imported; its profiler, which measures memory, would write its stages to stderr.
+# torch reads them when it is imported; its profiler, which measures memory, would write stages and warnings to stderr.
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 app = typer.Typer(
     name="lpconv",

@@ -49,7 +49,8 @@ def probe(
     from lpconv.convert.ranges import format_ranges
     from lpconv.probe.answers import answer
     from lpconv.probe.calibrate import calibrate_checkpoint
-    from lpconv.probe.checkpoint import ProbeOptions, probe_checkpoint
+    from lpconv.probe.checkpoint import probe_checkpoint
+    from lpconv.probe.options import ProbeOptions
     from lpconv.probe.output import check_free, default_output, write_output
     from lpconv.report.document import json_text
     from lpconv.report.probe.html import html_probe

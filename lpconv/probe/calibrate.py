@@ -3,7 +3,8 @@
 import itertools
 
 from lpconv.hf.quiet import quiet_transformers
-from lpconv.probe.checkpoint import ProbeOptions, prepare_run
+from lpconv.probe.checkpoint import prepare_run
+from lpconv.probe.options import ProbeOptions
 from lpconv.progress import Progress, Silent
 from lpconv.scaled import EdgeFactors, calibrate, scaled
 

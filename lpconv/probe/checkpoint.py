@@ -17,32 +17,15 @@ from lpconv.errors import UsageError
 from lpconv.hf.quiet import quiet_transformers
 from lpconv.kernels.histogram import prepare
 from lpconv.probe.batches import MASK_RATE, Batches, Tokens, random_tokens, read_tokenizer, tokenize
+from lpconv.probe.options import ProbeOptions
 from lpconv.probe.records import ProbeResult
 from lpconv.probe.run import probe
 from lpconv.probe.task import HIDDEN, MASKED, OpenedModel, open_model
 from lpconv.progress import Progress, Silent
 
-__all__ = [
-    "Prepared", "ProbeOptions", "prepare_run", "probe_checkpoint", "sequence_length", "vocabulary_size",
-]  # fmt: skip
+__all__ = ["Prepared", "prepare_run", "probe_checkpoint", "sequence_length", "vocabulary_size"]
 
 _SEQ_LEN = 128
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProbeOptions:
-    """How to probe. `data` is a text file, by default the text that ships with lpconv.
-
-    `seq_len` is in tokens, by default 128 or the model's longest where that is less. Every `every`-th step is recorded.
-    """
-
-    data: Path | None = None
-    steps: int = 4
-    batch_size: int = 8
-    seq_len: int | None = None
-    every: int = 1
-    seed: int = 0
-    revision: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from lpconv.results.convert import GateRecord
 from lpconv.results.documents import SCHEMA_VERSION
 
 __all__ = [
@@ -174,6 +175,7 @@ class FinetuneResult:
     gaps: tuple[GapRecord, ...]
     seconds: float
     saved_as: str
+    gates: tuple[GateRecord, ...] = ()
     options: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     command: str | None = None

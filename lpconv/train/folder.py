@@ -24,8 +24,8 @@ __all__ = ["MARKER", "REPORT", "begin_folder", "default_output", "find_finetune"
 
 MARKER, REPORT = "finetune.json", "report.json"
 _RUNS = "runs"
-# These say how a run goes, not what it is.
-_FREE = {"resume", "force", "max_memory", "log_to"}
+# These say how a run goes or is judged, not what it is.
+_FREE = {"resume", "force", "max_memory", "log_to", "gates"}
 
 
 def default_output(model: str, recipe: str) -> Path:

@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lpconv.scaled import ScaledTensor
+from lpconv.train.compiled import uncompiled
 
 __all__ = ["first_nonfinite"]
 
@@ -26,9 +27,10 @@ def first_nonfinite(model: nn.Module, step: Callable[[], Tensor]) -> tuple[str, 
         for name, module in model.named_modules()
     ]
     try:
-        loss = step()
-        if not found and loss.requires_grad:
-            loss.backward()  # type: ignore[no-untyped-call]
+        with uncompiled(model):
+            loss = step()
+            if not found and loss.requires_grad:
+                loss.backward()  # type: ignore[no-untyped-call]
     finally:
         for handle in handles:
             handle.remove()

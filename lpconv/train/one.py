@@ -124,6 +124,8 @@ def train_one(job: Job, work: Work, telling: Telling) -> Finished:
             model.config.pad_token_id = job.pad_id
         needed = _check_memory(job, work, model)
         prepared = prepare(model.to(arguments.device), work.arithmetic, job.options, seed=work.seed)
+        if job.options.compile:
+            prepared.model.compile()
         checkpoint = get_last_checkpoint(str(work.folder)) if work.folder.is_dir() else None
         done = int(checkpoint.rpartition("-")[2]) if checkpoint else 0
         metrics = Metrics(work.metrics if arguments.process_index == 0 else None, step=done)
@@ -184,7 +186,6 @@ def _arguments(options: FinetuneOptions, work: Work) -> TrainingArguments:
         use_cpu=not on_gpu,
         ddp_backend=backend(),
         seed=work.seed,
-        torch_compile=options.compile,
         remove_unused_columns=False,
         label_names=["labels"],
         prediction_loss_only=False,

@@ -24,7 +24,7 @@ class FinetuneOptions:
     `seq_len` tokens. `seeds` runs begin at `seed`. `warmup` is a share of the steps. Every `eval_every`-th step is
     evaluated on `eval_batches` batches at most, every `save_every`-th saved, every `track_every`-th recorded, by
     default a quarter, a fifth and a tenth of the steps (at least 5); 0 is never (the last step is always evaluated).
-    `lca` allots the loss change of every step of the first run to its layers.
+    `lca` allots the loss change of every step of the first run to its layers. `gates` are conditions on the result.
     """
 
     arithmetic: Arithmetic
@@ -54,6 +54,7 @@ class FinetuneOptions:
     log_to: tuple[str, ...] = ()
     compile: bool = False
     max_memory: int | None = None
+    gates: tuple[str, ...] = ()
     revision: str | None = None
     resume: bool = False
     force: bool = False

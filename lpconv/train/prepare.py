@@ -1,5 +1,6 @@
 """A model made ready to train in an arithmetic: its parameters, its optimizer, what its passes run in."""
 
+import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -63,7 +64,9 @@ def prepare(model: Any, arithmetic: Arithmetic, options: FinetuneOptions, *, see
         "weight_decay": options.weight_decay,
     }
     if arithmetic.variant is not None:
-        settings |= {"variant": arithmetic.variant, "seed": seed, "diagnostics_every": options.every("track")}
+        compiled = os.environ.get("LPCONV_COMPILE") != "never"  # as for the kernels
+        settings |= {"variant": arithmetic.variant, "seed": seed, "diagnostics_every": options.every("track"),
+                     "compiled": compiled}  # fmt: skip
     if arithmetic.is_scaled:
         return _scaled(model, arithmetic, settings)
     if arithmetic.loss_scale == "adaptive":

@@ -25,8 +25,10 @@ from lpconv.report.finetune.html import html_finetune
 from lpconv.results import FinetuneResult, RunRecord, to_json
 from lpconv.train.allot import why_not_allotted
 from lpconv.train.compare import gaps
+from lpconv.train.compiled import check_compile
 from lpconv.train.examples import classification, packed, sequence_pairs, special_tokens
 from lpconv.train.folder import REPORT, begin_folder, remove_checkpoints, run_folder
+from lpconv.train.gates import check_gates, parse_gates
 from lpconv.train.memory import check_room, weight_bytes
 from lpconv.train.one import Finished, Job, Telling, Work, train_one
 from lpconv.train.options import FinetuneOptions, check_options
@@ -56,12 +58,16 @@ def finetune(
 ) -> FinetuneResult:
     """Fine-tune the model called `model` and its twin, and fill the folder `output`.
 
-    Raises an `LpconvError` for every failure that is not a bug; DivergedError where training does not stay finite.
+    The result says which gates it met; that they fail raises nothing (`lpconv.train.gates.gate_problem`). Raises an
+    `LpconvError` for every failure that is not a bug; DivergedError where training does not stay finite.
     """
     started = time.perf_counter()
     told: Telling = telling or Untold()
     check_options(options)
     _check_lca(options)
+    if options.compile:
+        check_compile(options.arithmetic)
+    parse_gates(options.gates)  # wrong ones are found before the work
     datasets.disable_progress_bars()
     source = resolve(model, revision=options.revision)
     job = _job(source.directory, options)
@@ -88,6 +94,7 @@ def finetune(
         command=command,
         warnings=_warnings(job, runs, missing),
     )
+    result = dataclasses.replace(result, gates=check_gates(options.gates, result))
     if is_main:
         write_small(output / "README.md", finetune_card(result))
         remove_checkpoints(output)
@@ -169,12 +176,6 @@ def _check_processes(options: FinetuneOptions) -> None:
         raise UnsupportedError(
             f"--lca on {num_processes()} processes: each would measure the same steps on a copy of its own",
             hint="measure on one process",
-        )
-    if options.arithmetic.is_scaled or options.arithmetic.loss_scale == "adaptive":
-        raise UnsupportedError(
-            f"recipe `{options.arithmetic.name}` on {num_processes()} processes: torch averages plain gradients, and "
-            "these carry scales",
-            hint="train it on one process, or choose a recipe with --method none",
         )
     if options.batch_size % num_processes():
         raise UsageError(

@@ -12,6 +12,7 @@ from transformers.models.auto import modeling_auto
 from lpconv.checkpoint.contents import read_contents
 from lpconv.errors import UnsupportedError, UsageError
 from lpconv.hf.load import load_with_missing
+from lpconv.hf.plugin import LpconvQuantizer
 from lpconv.hf.quiet import quiet_transformers
 
 __all__ = ["Task", "find_task", "open_for"]
@@ -78,8 +79,9 @@ def find_task(directory: Path, name: str, *, has_labels: bool) -> Task:
 def open_for(task: Task, directory: Path, *, seed: int, num_labels: int | None = None) -> tuple[Any, tuple[str, ...]]:
     """The model in fp32 with the task's head, and the names of what the checkpoint does not hold.
 
-    Those are drawn from `seed`, so that a run and its twin begin alike. Raises UnsupportedError for models that the
-    task has no class for.
+    Those are drawn from `seed`, so that a run and its twin begin alike. Outputs of lpconv are opened as the weights
+    that their codes stand for. Raises UnsupportedError for models that the task has no class for, and for those that
+    another library quantised.
     """
     with quiet_transformers():
         try:
@@ -93,5 +95,13 @@ def open_for(task: Task, directory: Path, *, seed: int, num_labels: int | None =
         torch.manual_seed(seed)
         options = {} if num_labels is None else {"num_labels": num_labels, "ignore_mismatched_sizes": True}
         model, missing = load_with_missing(directory, dtype=torch.float32, model_class=model_class, **options)
+    quantizer = getattr(model, "hf_quantizer", None)
+    if isinstance(quantizer, LpconvQuantizer):
+        model.dequantize()  # the weights are decoded already: this only lets go of the codes' scales
+    elif quantizer is not None:
+        raise UnsupportedError(
+            f"the weights of `{directory.name}` are kept as codes of {quantizer.quantization_config.quant_method}",
+            hint="fine-tune the checkpoint that it was made from",
+        )
     model.config.use_cache = False  # keys and values of past tokens would be kept for nothing
     return model, missing

@@ -11,10 +11,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import Trainer
 
-from lpconv.errors import VerificationError
+from lpconv.errors import UnsupportedError, VerificationError
 from lpconv.loss_scale import largest_gradient, unscale_
 from lpconv.results import NonfiniteRecord, from_json, to_json
 from lpconv.scaled import StepGuard, from_disk, gradients_are_finite, scaling_of, to_disk
+from lpconv.train.averaging import average_gradients, needs_averaging
 from lpconv.train.memory import StepMemory
 from lpconv.train.nonfinite import first_nonfinite
 from lpconv.train.prepare import Prepared
@@ -47,11 +48,24 @@ class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is unt
         self.optimizer: Any = None
         super().__init__(model=prepared.model, **kwargs)
         self.prepared, self.seed, self.memory = prepared, seed, memory
+        self._averages = self.accelerator.num_processes > 1 and needs_averaging(prepared.model)
+        if self._averages:
+            self._keep_unwrapped()
         self.guard = StepGuard(prepared.model) if scaling_of(prepared.model) else None
         self.num_skipped = self.num_skipped_in_a_row = 0
         self.last: dict[str, float] = {}
         self.first_nonfinite: NonfiniteRecord | None = None
         self._inputs: dict[str, Any] = {}
+
+    def _keep_unwrapped(self) -> None:
+        """Let accelerate take the model as it is, so that gradients stay this process's own until they are averaged."""
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            raise UnsupportedError(
+                f"{self.accelerator.distributed_type.value.lower()} with scaled tensors or 16-bit weights: only data "
+                "parallel training averages their gradients",
+                hint="start with torchrun and no accelerate config, or choose a recipe that keeps fp32 weights",
+            )
+        self.accelerator.prepare_model(self.model, evaluation_mode=True)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
@@ -104,6 +118,8 @@ class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is unt
     def _unscale(self) -> bool:
         """Divide the gradients by the loss scale and choose the next one; whether any was not finite."""
         parameters = list(self.model.parameters())
+        if self._averages:
+            average_gradients(parameters)
         if self.guard is not None:
             found = not self._all_agree(gradients_are_finite(parameters))
             if found:

@@ -6,6 +6,7 @@ when they can be seen; there the twin is watched, whose values are those that th
 
 import time
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any
 
 from torch import nn
@@ -15,6 +16,7 @@ from lpconv.probe.records import GRADIENT_ROLES, ProbedTensor
 from lpconv.probe.track import Tracker, track
 from lpconv.results import TrackedRecord, from_json, to_json
 from lpconv.scaled.places import heads
+from lpconv.train.compiled import uncompiled
 from lpconv.train.recipes import Arithmetic
 
 __all__ = ["Rate", "Watch", "rate_of", "tracked_records", "watches_run", "watches_twin"]
@@ -34,19 +36,20 @@ class Watch:
         self.model, self.every, self.rate = model, every, rate
         self._recording_s = self._elapsed_s = self._started_s = 0.0
         self._tracker: Tracker | None = None
+        self._recording = ExitStack()
         self._step = 0
 
     def begin(self, step: int) -> None:
         """Before the step with this number, from 1."""
         self._step, self._started_s = step, time.perf_counter()
         if self.every and (step - 1) % self.every == 0:
-            self._tracker = track(self.model, every=1).__enter__()
+            self._recording.enter_context(uncompiled(self.model))
+            self._tracker = self._recording.enter_context(track(self.model, every=1))
 
     def end(self) -> list[dict[str, Any]] | None:
         """After the step: its figures, None where it was not due."""
         tracker, self._tracker = self._tracker, None
-        if tracker is not None:
-            tracker.__exit__(None, None, None)
+        self._recording.close()
         elapsed_s = time.perf_counter() - self._started_s
         self._elapsed_s += elapsed_s
         if tracker is None:

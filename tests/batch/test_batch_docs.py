@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 import lpconv
-from lpconv.batch.fields import FIELDS
+from lpconv.batch.kinds import KINDS
 from lpconv.batch.manifest import load_manifest
+from lpconv.batch.settings import CONVERT_FIELDS
 
 PAGE = Path(lpconv.__file__).parent.parent / "docs" / "batch.md"
 
@@ -23,7 +24,7 @@ def page() -> str:
 
 def test_the_table_of_settings_is_the_table_of_fields(page: str) -> None:
     rows = re.findall(r"^\| `(\w+)` \| (.+) \|$", page, re.MULTILINE)
-    assert rows == [(name, field.doc) for name, field in FIELDS.items()]
+    assert rows == [(name, field.doc) for name, field in CONVERT_FIELDS.items()]
 
 
 def test_both_manifests_load_and_are_the_same(page: str, tmp_path: Path) -> None:
@@ -38,6 +39,15 @@ def test_both_manifests_load_and_are_the_same(page: str, tmp_path: Path) -> None
     assert [job.id for job in manifests[0].jobs] == ["bert-fp8", "llama-collage"]
 
 
+def test_the_manifest_of_all_kinds_loads(page: str, tmp_path: Path) -> None:
+    found = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)[1]
+    path = tmp_path / "jobs.yaml"
+    path.write_text(found, encoding="utf-8")
+    jobs = load_manifest(path).jobs
+    assert {job.kind for job in jobs} == KINDS.keys()
+    assert jobs[2].model == str(jobs[0].output)
+
+
 def test_the_schema_command_runs(page: str) -> None:
     found = re.search(r'^python -c "(.+)"$', page, re.MULTILINE)
     assert found is not None
@@ -46,7 +56,7 @@ def test_the_schema_command_runs(page: str) -> None:
 
 
 def test_importing_a_batch_loads_no_heavy_library() -> None:
-    modules = "lpconv.batch.run, lpconv.batch.render, lpconv.batch.junit, lpconv.batch.schema"
+    modules = "lpconv.batch.run, lpconv.batch.runners, lpconv.batch.render, lpconv.batch.junit, lpconv.batch.schema"
     code = f"import {modules}, sys; print({{'torch', 'transformers', 'huggingface_hub'}} & set(sys.modules))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "set()"

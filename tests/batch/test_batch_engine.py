@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from lpconv.batch.manifest import Manifest, load_manifest
 from lpconv.batch.run import run_batch
-from lpconv.convert.run import convert, plan
+from lpconv.batch.runners import RUNNERS
 from lpconv.errors import VerificationError
 
 
@@ -30,18 +30,18 @@ def manifest(tmp_path: Path) -> Manifest:
 
 
 def test_a_batch_runs_resumes_and_repeats_itself(manifest: Manifest) -> None:
-    first = run_batch(manifest, convert, plan)
+    first = run_batch(manifest, RUNNERS)
     assert [job.status for job in first.jobs] == ["converted"] * 2
-    again = run_batch(manifest, convert, plan, resume=True)
+    again = run_batch(manifest, RUNNERS, resume=True)
     assert [job.status for job in again.jobs] == ["up to date"] * 2
     (manifest.folder / "out").rename(manifest.folder / "elsewhere")
-    locked = run_batch(manifest, convert, plan, locked=True)
+    locked = run_batch(manifest, RUNNERS, locked=True)
     assert [job.status for job in locked.jobs] == ["converted"] * 2
 
 
 def test_a_dry_run_tells_what_the_real_one_writes(manifest: Manifest) -> None:
-    planned = run_batch(manifest, convert, plan, dry_run=True)
-    done = run_batch(manifest, convert, plan)
+    planned = run_batch(manifest, RUNNERS, dry_run=True)
+    done = run_batch(manifest, RUNNERS)
     assert [job.bytes for job in planned.jobs] == [job.bytes for job in done.jobs]
 
 
@@ -49,5 +49,5 @@ def test_a_gate_that_fails_publishes_nothing(manifest: Manifest) -> None:
     text = manifest.path.read_text().replace("sqnr>=25", "sqnr>=99")
     manifest.path.write_text(text)
     with pytest.raises(VerificationError, match="sqnr>=99"):
-        run_batch(load_manifest(manifest.path), convert, plan)
+        run_batch(load_manifest(manifest.path), RUNNERS)
     assert not (manifest.folder / "out/fp8").exists()

@@ -1,17 +1,21 @@
 """What a manifest may say, in each of its three languages, and how its mistakes are reported."""
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
-from lpconv.batch.fields import FIELDS
-from lpconv.batch.manifest import JOB_KEYS, load_manifest
+from lpconv.batch.kinds import KINDS
+from lpconv.batch.manifest import COMMON_FIELDS, load_manifest
 from lpconv.batch.schema import manifest_schema
-from lpconv.convert.options import ConvertOptions, FormatRule, with_defaults
+from lpconv.bench.interleave import Effort
+from lpconv.cli.main import app
+from lpconv.convert.options import ConvertOptions, FormatRule
 from lpconv.errors import InputError, UsageError
+from lpconv.train.options import FinetuneOptions
+from lpconv.train.recipes import arithmetic
 
 YAML = """
 version: 1
@@ -235,35 +239,143 @@ class TestPaths:
         assert [job.model for job in load_manifest(write(tmp_path, text)).jobs] == ["gpt2", "opt-125m"]
 
 
+class TestKinds:
+    def jobs(self, tmp_path: Path, *jobs: dict[str, Any], **defaults: Any) -> Any:
+        document = {"version": 1, "defaults": defaults, "jobs": list(jobs)}
+        return load_manifest(write(tmp_path, json.dumps(document), ".json")).jobs
+
+    def test_options_are_the_records_of_the_commands(self, tmp_path: Path) -> None:
+        tune = {"id": "t", "kind": "finetune", "model": "demo", "recipe": "unit-fp8", "steps": 5, "loss_scale": None}
+        bench = {"id": "b", "kind": "bench", "model": "bert-base", "format": ["fp8", "bf16"], "seq": 64, "min_time": 0}
+        probe = {"id": "p", "kind": "probe", "model": "demo", "steps": 1, "calibrate": True}
+        tuned, benched, probed = (job.options for job in self.jobs(tmp_path, tune, bench, probe))
+        assert tuned == FinetuneOptions(arithmetic=arithmetic(recipe="unit-fp8"), steps=5)
+        assert (benched.formats, benched.seqs, benched.batches) == (("fp8", "bf16"), (64,), ())
+        assert benched.effort == Effort(min_seconds=0)
+        assert (probed.steps, probed.calibrate, probed.data) == (1, True, None)
+
+    def test_defaults_of_conversions_stand_alone_and_of_other_kinds_under_their_name(self, tmp_path: Path) -> None:
+        converted, tuned = self.jobs(
+            tmp_path, {"id": "a"}, {"id": "b", "kind": "finetune", "steps": 7},
+            model="gpt2", gates="sqnr>=25", format="bf16", finetune={"steps": 5, "gates": "loss_gap<=1"},
+        )  # fmt: skip
+        assert (converted.model, converted.options.gates, converted.options.format) == ("gpt2", ("sqnr>=25",), "bf16")
+        assert (tuned.model, tuned.options.gates, tuned.options.steps) == ("gpt2", ("loss_gap<=1",), 7)
+
+    def test_a_model_may_be_the_output_of_an_earlier_job(self, tmp_path: Path) -> None:
+        first, second = self.jobs(
+            tmp_path,
+            {"id": "a", "model": "gpt2", "output": "x"},
+            {"id": "b", "kind": "bench", "model": "job:a", "needs": "a"},
+        )
+        assert second.model == str(first.output) == str(tmp_path / "x")
+        assert second.needs == ("a",)
+
+    def test_data_lie_beside_the_manifest_where_they_are_there(self, tmp_path: Path) -> None:
+        (tmp_path / "corpus.txt").write_text("x")
+        job = {"kind": "finetune", "model": "demo"}
+        here, hub = self.jobs(
+            tmp_path, {"id": "a", "data": "corpus.txt", **job}, {"id": "b", "data": "owner/set", **job}
+        )
+        assert (here.options.data, hub.options.data) == (str(tmp_path / "corpus.txt"), "owner/set")
+
+    @pytest.mark.parametrize(
+        ("job", "says", "hint"),
+        [
+            ({"kind": "fintune"}, r"jobs\[0\].kind: unknown kind of job `fintune`", "did you mean `finetune`?"),
+            ({"steps": 5}, r"jobs\[0\].steps: unknown key", "it is a setting of kind: finetune and kind: probe"),
+            ({"kind": "finetune", "stesp": 5}, r"jobs\[0\].stesp: unknown key", "did you mean `steps`?"),
+            ({"kind": "finetune", "verify": "none"}, "unknown key", "it is a setting of kind: convert"),
+            ({"kind": "finetune", "recipe": "unit-fp9"}, r"recipe: unknown recipe `unit-fp9`", "`unit-fp8`"),
+            ({"kind": "finetune", "gates": "sqnr>=3"}, r"gates: unknown metric `sqnr`", "loss_gap"),
+            ({"kind": "finetune", "lr": 0}, r"jobs\[0\].lr: expected a number above zero", ""),
+            ({"kind": "finetune", "warmup": 2}, r"jobs\[0\] \(a\): --warmup 2.0 is no share", ""),
+            ({"kind": "finetune", "recipe": "fp32", "optimizer": "collage-plus"}, r"jobs\[0\] \(a\): opti", "--prec"),
+            ({"kind": "bench", "mode": ["infer", "trian"]}, r"jobs\[0\].mode: unknown mode `trian`", "`train`"),
+            ({"kind": "bench", "batch": [1, 0]}, r"jobs\[0\].batch: expected a whole number", ""),
+            ({"kind": "probe", "gates": "x"}, r"jobs\[0\].gates: unknown key", "setting of"),
+            ({"model": "job:b"}, r"jobs\[0\].model: unknown earlier job `b`", ""),
+            ({"needs": ["a"]}, r"jobs\[0\].needs: unknown earlier job `a`", ""),
+        ],
+        ids=str,
+    )
+    def test_mistakes_are_named_by_their_place(self, tmp_path: Path, job: dict[str, Any], says: str, hint: str) -> None:
+        with pytest.raises(UsageError, match=says) as caught:
+            load_manifest(one_job(tmp_path, **job))
+        assert hint in str(caught.value.hint)
+
+    def test_a_wrong_default_is_named_by_its_place(self, tmp_path: Path) -> None:
+        with pytest.raises(UsageError, match=r"defaults.finetune.stesp: unknown key"):
+            self.jobs(tmp_path, {"id": "a", "model": "b"}, finetune={"stesp": 3})
+
+
 # A value of every setting that a manifest accepts, other than the default.
-EXAMPLES: dict[str, Any] = {
-    "method": "scalify", "format": "e5m2", "residual": "int8", "layout": "compressed-tensors", "scale": "exact",
-    "include": ["a.*"], "exclude": "b.*",
-    "rules": ["a=keep"], "revision": "v1", "max_memory": "1GB", "workers": 2, "max_shard_size": 1000, "verify": "none",
-    "gates": ["sqnr>=1"], "force": True, "trust_remote_code": True, "budget_bits": 5.25, "points_max": 2,
+EXAMPLES: dict[str, dict[str, Any]] = {
+    "convert": {
+        "method": "scalify", "format": "e5m2", "residual": "int8", "layout": "compressed-tensors", "scale": "exact",
+        "include": ["a.*"], "exclude": "b.*",
+        "rules": ["a=keep"], "revision": "v1", "max_memory": "1GB", "workers": 2, "max_shard_size": 1000,
+        "verify": "none", "gates": ["sqnr>=1"], "force": True, "trust_remote_code": True, "budget_bits": 5.25,
+        "points_max": 2,
+    },
+    "finetune": {
+        "recipe": "fp32", "precision": "fp8", "method": "unit", "optimizer": "bf16", "rounding": "stochastic",
+        "loss_scale": 1024, "loss_scale_floor": "0:1", "task": "clm", "data": "x/y", "eval_data": "x/z",
+        "text_column": "t", "label_column": "l", "seq_len": 8, "steps": 3, "batch_size": 2, "lr": "1e-3",
+        "schedule": "cosine", "warmup": 0.5, "weight_decay": 0, "beta2": 0.9, "clip": 0, "seed": 1, "seeds": 2,
+        "twin": "none", "eval_every": 0, "eval_batches": 1, "save_every": 0, "track_every": 0, "lca": True,
+        "save": "plain", "log_to": ["wandb"], "compile": True, "max_memory": "1GB", "revision": "v1",
+        "gates": "loss<=9", "force": True,
+    },
+    "bench": {
+        "format": ["bf16"], "method": "mx", "mode": "train", "optimizer": "collage-plus", "layers": 2, "batch": 3,
+        "seq": [1, 2], "baseline": "fp32", "compile": "off", "device": "cpu", "threads": 1, "min_iters": 1,
+        "min_time": 0, "rounds": 1, "seed": 1, "compare": "old.json", "gates": "speedup>=1", "force": True,
+    },
+    "probe": {
+        "data": "x.txt", "steps": 1, "batch_size": 1, "seq_len": 8, "every": 2, "calibrate": True, "seed": 1,
+        "revision": "v1", "force": True,
+    },
 }  # fmt: skip
-# Settings that only one method has.
-METHOD_OF = {"residual": "collage", "budget_bits": "multipoint", "points_max": "multipoint"}
+# Settings that need others beside them.
+BESIDE: dict[tuple[str, str], dict[str, Any]] = {
+    ("convert", "layout"): {"format": "e4m3fn"},
+    ("convert", "residual"): {"method": "collage"},
+    ("convert", "budget_bits"): {"method": "multipoint"},
+    ("convert", "points_max"): {"method": "multipoint"},
+    ("finetune", "rounding"): {"optimizer": "bf16", "precision": "bf16"},
+    ("finetune", "loss_scale_floor"): {"precision": "fp16"},
+    ("finetune", "eval_data"): {"data": "x/y"},
+}
+EVERY_FIELD = [(kind, name) for kind, known in KINDS.items() for name in known.fields]
 
 
 class TestFields:
-    def test_every_option_of_a_conversion_is_a_field(self) -> None:
-        assert {f.name for f in dataclasses.fields(ConvertOptions)} == FIELDS.keys() | {"resume"}
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_every_option_of_the_command_is_a_field(self, kind: str) -> None:
+        """But for those of a run, and those that say what a manifest says in another way."""
+        command: Any = typer.main.get_command(app)
+        options = {p.name for p in command.commands[kind].params if p.name is not None}
+        options -= {"model", "output", "json", "quiet", "resume", "dry_run", "help", "list_recipes"}
+        options -= {"sweep", "rivals", "output_format", "save"} if kind == "bench" else set()
+        names = {{"gate": "gates", "rule": "rules"}.get(name, name) for name in options}
+        assert names | {"force"} == KINDS[kind].fields.keys()  # every job has an output to replace, a bench's too
 
-    @pytest.mark.parametrize("name", sorted(FIELDS))
+    @pytest.mark.parametrize(("kind", "name"), EVERY_FIELD)
     @pytest.mark.parametrize("dash", [False, True])
-    def test_every_field_is_read_in_both_spellings(self, tmp_path: Path, name: str, dash: bool) -> None:
+    def test_every_field_is_read_in_both_spellings(self, tmp_path: Path, kind: str, name: str, dash: bool) -> None:
         key = name.replace("_", "-") if dash else name
-        method: dict[str, Any] = {"layout": {"format": "e4m3fn"}}.get(name, {})
-        if name in METHOD_OF:
-            method = {"method": METHOD_OF[name]}
-        options = load_manifest(one_job(tmp_path, **method, **{key: EXAMPLES[name]})).jobs[0].options
-        assert getattr(options, name) != getattr(with_defaults(ConvertOptions(**method))[0], name)
+        beside = BESIDE.get((kind, name), {})
+        options = load_manifest(one_job(tmp_path, kind=kind, **{**beside, key: EXAMPLES[kind][name]})).jobs[0].options
+        assert options != KINDS[kind].options(beside)
 
-    def test_the_schema_knows_exactly_the_keys_that_are_read(self) -> None:
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_the_schema_knows_exactly_the_keys_that_are_read(self, kind: str) -> None:
         schema = manifest_schema()
-        job = schema["properties"]["jobs"]["items"]
-        assert set(job["properties"]) == {*JOB_KEYS, *(key.replace("_", "-") for key in JOB_KEYS)}
+        jobs = schema["properties"]["jobs"]["items"]["oneOf"]
+        job = next(s for s in jobs if s["properties"]["kind"]["const"] == kind)
+        keys = (*COMMON_FIELDS, *KINDS[kind].fields)
+        assert set(job["properties"]) == {*keys, *(key.replace("_", "-") for key in keys)}
         assert not job["additionalProperties"]
         assert schema["properties"]["version"] == {"const": 1}
         assert json.loads(json.dumps(schema)) == schema

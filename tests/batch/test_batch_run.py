@@ -12,11 +12,15 @@ import pytest
 from rich.console import Console
 
 from lpconv.batch.junit import junit_xml
+from lpconv.batch.kinds import BenchSettings
 from lpconv.batch.lock import Lock, read_lock
 from lpconv.batch.manifest import Job, Manifest, load_manifest
-from lpconv.batch.records import BatchResult, JobResult
+from lpconv.batch.records import BatchResult, JobResult, Outcome
 from lpconv.batch.render import render
 from lpconv.batch.run import JobsFailedError, SilentEvents, run_batch
+from lpconv.batch.runners import Runner, converted, planned
+from lpconv.bench.gates import check_gates, parse_gates
+from lpconv.bench.outcome import problem
 from lpconv.convert.options import ConvertOptions
 from lpconv.errors import (
     InputError,
@@ -26,11 +30,16 @@ from lpconv.errors import (
     UsageError,
     VerificationError,
 )
+from lpconv.progress import Progress
+from lpconv.report.document import json_text
 from lpconv.results import (
+    BenchResult,
+    BenchRow,
     ByteCounts,
     ConvertResult,
     FileRecord,
     PlanResult,
+    RatioRecord,
     SourceRecord,
     VerifyResult,
     WeightsCheck,
@@ -92,8 +101,23 @@ class Engine:
         )  # fmt: skip
 
     @property
+    def runners(self) -> dict[str, Runner]:
+        def run(job: Job, progress: Progress) -> Outcome:
+            return converted(self.convert(job.model, job.output, options_of(job)))
+
+        def look(job: Job) -> Outcome:
+            return planned(self.plan(job.model, job.output, options_of(job)))
+
+        return {"convert": Runner(run=run, plan=look)}
+
+    @property
     def ran(self) -> list[str]:
         return [name for name, _ in self.calls]
+
+
+def options_of(job: Job) -> ConvertOptions:
+    assert isinstance(job.options, ConvertOptions)
+    return job.options
 
 
 @dataclass
@@ -137,7 +161,7 @@ def statuses(result: BatchResult) -> list[str]:
 class TestRunning:
     def test_all_jobs_run_in_order(self, tmp_path: Path) -> None:
         engine, events = Engine(), Recorder()
-        result = run_batch(write_manifest(tmp_path), engine.convert, engine.plan, events=events)
+        result = run_batch(write_manifest(tmp_path), engine.runners, events=events)
         assert engine.ran == ["a", "b", "c"]
         assert statuses(result) == ["converted"] * 3
         assert events.log == ["1/3 a", "converted", "2/3 b", "converted", "3/3 c", "converted"]
@@ -146,20 +170,20 @@ class TestRunning:
 
     def test_only_some(self, tmp_path: Path) -> None:
         engine = Engine()
-        result = run_batch(write_manifest(tmp_path), engine.convert, engine.plan, only=["c", "a"])
+        result = run_batch(write_manifest(tmp_path), engine.runners, only=["c", "a"])
         assert engine.ran == ["a", "c"]
         assert [job.id for job in result.jobs] == ["a", "c"]
 
     def test_only_a_job_that_is_not_there(self, tmp_path: Path) -> None:
         engine = Engine()
         with pytest.raises(UsageError, match="unknown job `z`"):
-            run_batch(write_manifest(tmp_path), engine.convert, engine.plan, only=["a", "z"])
+            run_batch(write_manifest(tmp_path), engine.runners, only=["a", "z"])
         assert engine.ran == []
 
     def test_a_dry_run_plans_and_writes_nothing(self, tmp_path: Path) -> None:
         engine, manifest = Engine(), write_manifest(tmp_path)
         before = sorted(tmp_path.rglob("*"))
-        result = run_batch(manifest, engine.convert, engine.plan, dry_run=True)
+        result = run_batch(manifest, engine.runners, dry_run=True)
         assert (engine.ran, engine.planned) == ([], ["a", "b", "c"])
         assert statuses(result) == ["planned"] * 3
         assert result.dry_run
@@ -178,7 +202,7 @@ class TestFailures:
         error = ResourceError("no room", hint="buy some")
         engine, events = Engine(failures={"b": error}), Recorder()
         with pytest.raises(ResourceError) as caught:
-            run_batch(write_manifest(tmp_path), engine.convert, engine.plan, events=events)
+            run_batch(write_manifest(tmp_path), engine.runners, events=events)
         assert caught.value is error
         assert engine.ran == ["a", "b"]
         assert events.result is not None
@@ -187,7 +211,7 @@ class TestFailures:
     def test_keep_going_runs_the_rest_and_fails_in_the_end(self, tmp_path: Path) -> None:
         engine = Engine(failures={"a": VerificationError("gate", hint="h"), "b": KeyError("oops")})
         with pytest.raises(JobsFailedError, match="2 of 3 jobs failed: a, b") as caught:
-            run_batch(write_manifest(tmp_path), engine.convert, engine.plan, keep_going=True)
+            run_batch(write_manifest(tmp_path), engine.runners, keep_going=True)
         assert caught.value.exit_code == 6
         gate, bug, fine = caught.value.result.jobs
         assert gate.error is not None
@@ -206,7 +230,7 @@ class TestFailures:
     ) -> None:
         engine, events = Engine(failures={"a": error}), Recorder()
         with pytest.raises(type(error)):
-            run_batch(write_manifest(tmp_path), engine.convert, engine.plan, keep_going=True, events=events)
+            run_batch(write_manifest(tmp_path), engine.runners, keep_going=True, events=events)
         assert engine.ran == ["a"]
         assert events.result is not None
         assert statuses(events.result) == ["failed", "not run", "not run"]
@@ -216,7 +240,7 @@ class TestFailures:
     def test_jobs_done_before_a_failure_are_in_the_lock(self, tmp_path: Path) -> None:
         engine, manifest = Engine(failures={"b": InputError("gone")}), write_manifest(tmp_path)
         with pytest.raises(InputError):
-            run_batch(manifest, engine.convert, engine.plan)
+            run_batch(manifest, engine.runners)
         assert [e.id for e in lock_of(manifest).entries] == ["a"]
 
 
@@ -230,7 +254,7 @@ class TestResume:
     def run(self, tmp_path: Path, hashes: bool = True, **settings: object) -> tuple[BatchResult, Engine]:
         engine = Engine(hashes_sources=hashes)
         manifest = write_manifest(tmp_path, **settings)  # type: ignore[arg-type]  # settings of write_manifest
-        return run_batch(manifest, engine.convert, engine.plan, resume=True), engine
+        return run_batch(manifest, engine.runners, resume=True), engine
 
     def test_what_is_done_is_up_to_date(self, tmp_path: Path) -> None:
         self.run(tmp_path)
@@ -247,7 +271,7 @@ class TestResume:
     def test_a_dry_run_tells_what_is_left_to_do(self, tmp_path: Path) -> None:
         self.run(tmp_path, jobs=("a",))
         engine = Engine()
-        result = run_batch(write_manifest(tmp_path), engine.convert, engine.plan, dry_run=True, resume=True)
+        result = run_batch(write_manifest(tmp_path), engine.runners, dry_run=True, resume=True)
         assert statuses(result) == ["up to date", "planned", "planned"]
 
     def test_another_memory_bound_changes_no_output(self, tmp_path: Path) -> None:
@@ -309,13 +333,117 @@ class TestResume:
         manifest = load_manifest(tmp_path / "jobs.json")
         (tmp_path / "local").rename(tmp_path / "elsewhere")
         engine = Engine()
-        assert statuses(run_batch(manifest, engine.convert, engine.plan, resume=True)) == ["up to date"] * 2
+        assert statuses(run_batch(manifest, engine.runners, resume=True)) == ["up to date"] * 2
+
+
+@dataclass
+class Bench:
+    """A bench that finds one speed-up, and keeps it in its output as the real one does."""
+
+    speedup: float = 2.0
+    resumed: list[bool] = field(default_factory=list)
+
+    def run(self, job: Job, progress: Progress) -> Outcome:
+        assert isinstance(job.options, BenchSettings)
+        self.resumed.append(job.options.resume)
+        ratio = RatioRecord(value=self.speedup, low=1.0, high=3.0)
+        row = BenchRow(
+            model="m", weights="", layers=1, format="fp8", method="unit", optimizer=None, compiled="off", mode="infer",
+            batch=1, seq=8, device="cpu", emulated=True, baseline="bf16", is_baseline=False, status="ok", ratio=ratio,
+        )  # fmt: skip
+        gates = check_gates(parse_gates(job.options.gates), [row])
+        result = BenchResult(rows=(row,), gates=gates)
+        job.output.mkdir(parents=True, exist_ok=True)
+        (job.output / "bench.json").write_text(json_text(result))
+        error = problem(result)
+        if error is not None:
+            raise error
+        source = SourceRecord(name=job.model, resolved=job.model)
+        return Outcome(source=source, figures={"speedup": self.speedup})
+
+    def runners(self, engine: Engine) -> dict[str, Runner]:
+        return engine.runners | {"bench": Runner(run=self.run, plan=lambda job: Outcome())}
+
+
+def write_mixed(folder: Path, *, gate: str = "speedup>=1", **settings: object) -> Manifest:
+    """A conversion, and a bench of what it wrote."""
+    bench = {"id": "speed", "kind": "bench", "model": "job:a", "gates": gate, **settings}
+    path = folder / "jobs.json"
+    path.write_text(json.dumps({"version": 1, "jobs": [{"id": "a", "model": "gpt2"}, bench]}))
+    return load_manifest(path)
+
+
+class TestKinds:
+    def test_a_bench_measures_what_a_conversion_wrote(self, tmp_path: Path) -> None:
+        result = run_batch(write_mixed(tmp_path), Bench().runners(Engine()))
+        assert statuses(result) == ["converted", "measured"]
+        assert result.jobs[1].model == str(tmp_path / "out/a")
+        assert result.jobs[1].figures == {"speedup": 2.0}
+        assert "speedup 2" in rendered(result)[2]
+        assert "speedup: 2" in junit_xml(result)
+
+    def test_a_gate_that_fails_ends_with_its_own_code_and_is_judged_again(self, tmp_path: Path) -> None:
+        bench, events = Bench(speedup=0.5), Recorder()
+        with pytest.raises(VerificationError, match="1 gate failed") as caught:
+            run_batch(write_mixed(tmp_path), bench.runners(Engine()), events=events)
+        assert caught.value.exit_code == 5
+        assert events.result is not None
+        assert "<failure" in junit_xml(events.result)
+        again = run_batch(write_mixed(tmp_path, gate="speedup>=0.1"), bench.runners(Engine()), resume=True)
+        assert statuses(again) == ["up to date", "measured"]
+        assert bench.resumed == [False, True]
+
+    def test_a_measurement_that_is_done_is_not_repeated(self, tmp_path: Path) -> None:
+        bench = Bench()
+        run_batch(write_mixed(tmp_path), bench.runners(Engine()))
+        result = run_batch(write_mixed(tmp_path), bench.runners(Engine()), resume=True)
+        assert statuses(result) == ["up to date"] * 2
+        with pytest.raises(OutputExistsError, match="seed is 1 and was 0"):
+            run_batch(write_mixed(tmp_path, seed=1), bench.runners(Engine()), resume=True)
+        forced = run_batch(write_mixed(tmp_path, seed=1, force=True), bench.runners(Engine()), resume=True)
+        assert statuses(forced) == ["up to date", "measured"]
+
+    def test_the_lock_pins_what_is_measured_and_not_what_was_found(self, tmp_path: Path) -> None:
+        manifest = write_mixed(tmp_path)
+        run_batch(manifest, Bench().runners(Engine()))
+        entry = lock_of(manifest).entries[1]
+        assert (entry.kind, entry.model, entry.files, entry.checksums_sha256) == ("bench", "./out/a", (), None)
+        assert str(tmp_path) not in manifest.lock_path.read_text()
+        (tmp_path / "out").rename(tmp_path / "kept")
+        other = run_batch(manifest, Bench(speedup=1.5).runners(Engine()), locked=True)
+        assert statuses(other) == ["converted", "measured"]
+        with pytest.raises(VerificationError, match="speed: seed is 1 and was 0"):
+            run_batch(write_mixed(tmp_path, seed=1), Bench().runners(Engine()), locked=True)
+
+    def test_a_job_is_not_run_where_one_that_it_needs_failed(self, tmp_path: Path) -> None:
+        engine, bench = Engine(failures={"a": InputError("gone")}), Bench()
+        with pytest.raises(JobsFailedError) as caught:
+            run_batch(write_mixed(tmp_path), bench.runners(engine), keep_going=True)
+        assert statuses(caught.value.result) == ["failed", "not run"]
+        assert caught.value.result.jobs[1].warnings == ("it needs a",)
+        assert bench.resumed == []
+
+    def test_a_job_alone_wants_what_it_needs_to_be_there(self, tmp_path: Path) -> None:
+        manifest = write_mixed(tmp_path)
+        with pytest.raises(InputError, match="speed needs a, and `"):
+            run_batch(manifest, Bench().runners(Engine()), only=["speed"])
+        planned_batch = run_batch(manifest, Bench().runners(Engine()), dry_run=True)
+        assert statuses(planned_batch) == ["planned", "planned"]
+
+    def test_a_lock_from_before_there_were_kinds_is_read(self, tmp_path: Path) -> None:
+        manifest = write_manifest(tmp_path)
+        run_batch(manifest, Engine().runners)
+        document = json.loads(manifest.lock_path.read_text())
+        for entry in document["entries"]:
+            del entry["kind"]
+        manifest.lock_path.write_text(json.dumps(document))
+        assert statuses(run_batch(manifest, Engine().runners, resume=True)) == ["up to date"] * 3
 
 
 class TestLock:
     def test_it_says_what_was_resolved_and_written(self, tmp_path: Path) -> None:
         engine, manifest = Engine(), write_manifest(tmp_path)
-        run_batch(manifest, engine.convert, engine.plan)
+        run_batch(manifest, engine.runners)
         hub, local, _ = lock_of(manifest).entries
         assert (hub.model, hub.resolved, hub.revision) == ("gpt2", "owner/gpt2", "c" * 40)
         assert (local.model, local.resolved, local.revision) == ("./local", "./local", None)
@@ -326,23 +454,23 @@ class TestLock:
 
     def test_jobs_that_left_the_manifest_leave_the_lock(self, tmp_path: Path) -> None:
         engine = Engine()
-        run_batch(write_manifest(tmp_path), engine.convert, engine.plan)
+        run_batch(write_manifest(tmp_path), engine.runners)
         manifest = write_manifest(tmp_path, jobs=("c", "b"), force=True)
-        run_batch(manifest, engine.convert, engine.plan, only=["b"])
+        run_batch(manifest, engine.runners, only=["b"])
         assert [e.id for e in lock_of(manifest).entries] == ["c", "b"]
 
     def test_a_lock_that_cannot_be_written_is_found_out_before_the_work(self, tmp_path: Path) -> None:
         engine, manifest = Engine(), write_manifest(tmp_path)
         manifest.lock_path.with_name("jobs.lock.json.part").mkdir()
         with pytest.raises(ResourceError, match="cannot write"):
-            run_batch(manifest, engine.convert, engine.plan)
+            run_batch(manifest, engine.runners)
         assert engine.ran == []
 
     def test_a_broken_lock_is_an_input_error(self, tmp_path: Path) -> None:
         engine, manifest = Engine(), write_manifest(tmp_path)
         manifest.lock_path.write_text("{")
         with pytest.raises(InputError, match="cannot read lock file"):
-            run_batch(manifest, engine.convert, engine.plan)
+            run_batch(manifest, engine.runners)
         assert engine.ran == []
 
 
@@ -351,29 +479,29 @@ class TestLocked:
     def manifest(self, tmp_path: Path) -> Manifest:
         """A manifest with its lock; the outputs are gone, as in a fresh checkout."""
         engine, manifest = Engine(), write_manifest(tmp_path)
-        run_batch(manifest, engine.convert, engine.plan)
+        run_batch(manifest, engine.runners)
         (tmp_path / "out").rename(tmp_path / "kept")
         return manifest
 
     def test_the_same_again_passes_with_the_locked_revision(self, manifest: Manifest) -> None:
         engine, lock = Engine(), manifest.lock_path.read_bytes()
-        result = run_batch(manifest, engine.convert, engine.plan, locked=True)
+        result = run_batch(manifest, engine.runners, locked=True)
         assert statuses(result) == ["converted"] * 3
         assert [options.revision for _, options in engine.calls] == ["c" * 40, None, "c" * 40]
         assert manifest.lock_path.read_bytes() == lock
 
     def test_touched_sources_without_a_hash_are_left_to_the_outputs(self, tmp_path: Path) -> None:
         engine, manifest = Engine(hashes_sources=False), write_manifest(tmp_path)
-        run_batch(manifest, engine.convert, engine.plan)
+        run_batch(manifest, engine.runners)
         (tmp_path / "out").rename(tmp_path / "kept")
         (tmp_path / "local/model.safetensors").write_text("WEIGHTS")
         with pytest.raises(VerificationError, match="b: files differ from the lock"):
-            run_batch(manifest, engine.convert, engine.plan, locked=True)
+            run_batch(manifest, engine.runners, locked=True)
 
     def test_another_output_fails_and_is_moved_aside(self, manifest: Manifest) -> None:
         engine = Engine(noise="!", version="2")
         with pytest.raises(VerificationError, match="a: files differ from the lock: model") as caught:
-            run_batch(manifest, engine.convert, engine.plan, locked=True)
+            run_batch(manifest, engine.runners, locked=True)
         assert caught.value.exit_code == 5
         assert "torch 1 → 2" in str(caught.value.hint)
         assert not (manifest.folder / "out/a").exists()
@@ -382,26 +510,26 @@ class TestLocked:
     def test_changed_settings_fail_before_any_work(self, manifest: Manifest) -> None:
         engine, changed = Engine(), write_manifest(manifest.folder, format="bf16")
         with pytest.raises(VerificationError, match='a: format is "bf16" and was "fp16"; b: format'):
-            run_batch(changed, engine.convert, engine.plan, locked=True)
+            run_batch(changed, engine.runners, locked=True)
         assert engine.ran == []
 
     def test_a_changed_local_source_fails_before_any_work(self, manifest: Manifest) -> None:
         (manifest.folder / "local/model.safetensors").write_text("WEIGHTS")
         engine = Engine()
         with pytest.raises(VerificationError, match="b: source file model"):
-            run_batch(manifest, engine.convert, engine.plan, locked=True)
+            run_batch(manifest, engine.runners, locked=True)
         assert engine.ran == []
 
     def test_a_new_job_is_not_in_the_lock(self, tmp_path: Path) -> None:
         engine = Engine()
-        run_batch(write_manifest(tmp_path, jobs=("a",)), engine.convert, engine.plan)
+        run_batch(write_manifest(tmp_path, jobs=("a",)), engine.runners)
         with pytest.raises(VerificationError, match="b: not in the lock"):
-            run_batch(write_manifest(tmp_path), engine.convert, engine.plan, locked=True)
+            run_batch(write_manifest(tmp_path), engine.runners, locked=True)
 
     def test_no_lock_file(self, tmp_path: Path) -> None:
         engine = Engine()
         with pytest.raises(InputError, match=r"no lock file `.*jobs\.lock\.json`"):
-            run_batch(write_manifest(tmp_path), engine.convert, engine.plan, locked=True)
+            run_batch(write_manifest(tmp_path), engine.runners, locked=True)
 
 
 @pytest.fixture
@@ -409,10 +537,10 @@ def mixed(tmp_path: Path) -> BatchResult:
     """A batch with one job of each kind: up to date, failed verification, failed otherwise, not run."""
     engine = Engine(failures={"b": VerificationError('gate "sqnr" <20> \x00\x1b[31m & more', hint="loosen it")})
     manifest = write_manifest(tmp_path)
-    run_batch(manifest, engine.convert, engine.plan, only=["a"])
+    run_batch(manifest, engine.runners, only=["a"])
     events = Recorder()
     with pytest.raises(VerificationError):
-        run_batch(manifest, engine.convert, engine.plan, resume=True, events=events)
+        run_batch(manifest, engine.runners, resume=True, events=events)
     assert events.result is not None
     return events.result
 
@@ -436,7 +564,7 @@ class TestReports:
     def test_junit_counts_other_errors_as_errors(self, tmp_path: Path) -> None:
         engine = Engine(failures={"a": InputError("gone"), "b": RuntimeError("bug")})
         with pytest.raises(JobsFailedError) as caught:
-            run_batch(write_manifest(tmp_path), engine.convert, engine.plan, keep_going=True)
+            run_batch(write_manifest(tmp_path), engine.runners, keep_going=True)
         root = ET.fromstring(junit_xml(caught.value.result))
         assert (root.get("errors"), root.get("failures"), root.get("skipped")) == ("2", "0", "0")
         assert [e.get("type") for e in root.iter("error")] == ["input", "bug"]
@@ -452,13 +580,13 @@ class TestReports:
 
     def test_the_table_shows_what_was_measured(self, tmp_path: Path) -> None:
         engine = Engine()
-        line = rendered(run_batch(write_manifest(tmp_path, jobs=("a",)), engine.convert, engine.plan))[1]
+        line = rendered(run_batch(write_manifest(tmp_path, jobs=("a",)), engine.runners))[1]
         assert "71.2 dB" in line
         assert "100 B" in line
 
     def test_the_table_of_a_dry_run_shows_needs(self, tmp_path: Path) -> None:
         engine = Engine()
-        line = rendered(run_batch(write_manifest(tmp_path), engine.convert, engine.plan, dry_run=True))[1]
+        line = rendered(run_batch(write_manifest(tmp_path), engine.runners, dry_run=True))[1]
         assert "needs 7 B memory, 8 B disk, about 2 s" in line
 
     def test_markup_in_names_is_not_interpreted(self, mixed: BatchResult) -> None:

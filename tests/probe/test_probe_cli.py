@@ -18,7 +18,8 @@ from lpconv.cli.main import app
 from lpconv.data import demo_checkpoint
 from lpconv.formats.cast import cast
 from lpconv.probe.batches import MASK_RATE, Batches, Tokens
-from lpconv.probe.checkpoint import ProbeOptions, probe_checkpoint
+from lpconv.probe.checkpoint import probe_checkpoint
+from lpconv.probe.options import ProbeOptions
 from lpconv.probe.records import ProbeResult
 from lpconv.probe.task import CAUSAL, MASKED
 

@@ -12,6 +12,8 @@ from typer.testing import CliRunner
 
 import lpconv.hf
 from lpconv.cli.main import app
+from lpconv.convert.options import ConvertOptions
+from lpconv.convert.run import convert
 from lpconv.errors import OutputExistsError, ResourceError
 from lpconv.results import FinetuneResult, from_json
 from lpconv.train.options import FinetuneOptions
@@ -121,6 +123,15 @@ def test_a_plain_model_holds_what_the_optimizer_kept(tmp_path: Path) -> None:
     pair = lpconv.hf.load(tmp_path / "converted")
     for (name, x), y in zip(plain.named_parameters(), pair.parameters(), strict=True):
         assert torch.equal(x, y), name
+
+
+def test_what_convert_wrote_is_trained_from_the_values_of_its_codes(tmp_path: Path) -> None:
+    convert("demo", tmp_path / "fp8", ConvertOptions(format="e4m3fn", verify="none"))
+    finetune(str(tmp_path / "fp8"), tmp_path / "run", options("fp32", steps=1, lr=1e-30, weight_decay=0.0))
+    before, after = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("fp8", "run"))
+    for (name, x), y in zip(before.named_parameters(), after.parameters(), strict=True):
+        assert torch.allclose(x.float(), y, rtol=0, atol=1e-20), name
+    assert getattr(after.config, "quantization_config", None) is None
 
 
 def test_divergence_says_where_and_keeps_the_last_good_checkpoint(

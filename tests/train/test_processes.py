@@ -1,52 +1,62 @@
 """Two processes that torchrun starts train what one does."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+import torch
 from checkpoints import cli_environment
+from processes_worker import CASES, options
 
-from lpconv.errors import UnsupportedError, UsageError
+from lpconv.checkpoint.contents import read_json
+from lpconv.errors import UsageError
+from lpconv.results import RunRecord, from_json
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.recipes import arithmetic
 from lpconv.train.run import finetune
 
-RUN = ["finetune", "demo", "--steps", "3", "--batch-size", "4", "--seq-len", "32", "--eval-batches", "2", "--twin",
-       "none", "--track-every", "0", "--clip", "0.5", "-q"]  # fmt: skip
 
-
-def run(launcher: list[str], *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", *launcher, *RUN, *arguments]
-    return subprocess.run(
-        command, env=cli_environment(LPCONV_COMPILE="never"), capture_output=True, text=True, check=False
-    )
-
-
-def first_run(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "report.json").read_text())["runs"][0]
-    return found
-
-
-def test_two_processes_give_the_losses_of_one(tmp_path: Path) -> None:
-    one, two = tmp_path / "one", tmp_path / "two"
-    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "lpconv"]
-    assert run(["lpconv"], "--recipe", "fp32", "-o", str(one)).returncode == 0
-    done = run(torchrun, "--recipe", "fp32", "-o", str(two))
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two processes trained, by case, and the gradients that each of them averaged."""
+    out = tmp_path_factory.mktemp("two")
+    worker = str(Path(__file__).with_name("processes_worker.py"))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", worker, str(out)]
+    environment = cli_environment(LPCONV_COMPILE="never")
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    for figure in ("losses", "evaluations"):
-        a, b = (first_run(folder)[figure] for folder in (one, two))
-        values = [x["values"] if figure == "losses" else x[0]["values"] for x in (a, b)]
-        assert values[0] == pytest.approx(values[1], rel=2e-6)  # sums in another order
-    assert len((two / "metrics.jsonl").read_text().splitlines()) == 3
+    return out
 
 
-def test_scaled_gradients_are_not_averaged_over_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_two_processes_give_the_losses_of_one(
+    case: str, two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LPCONV_COMPILE", "never")
+    torch.set_num_threads(1)
+    one = finetune("demo", tmp_path / "one", options(case)).runs[0]
+    run = from_json(RunRecord, read_json(two / case / "report.json")["runs"][0])
+    tolerance = CASES[case][1]
+    assert run.losses.values == pytest.approx(one.losses.values, rel=tolerance)
+    assert run.evaluations[0].values == pytest.approx(one.evaluations[0].values, rel=tolerance)
+    assert len((two / case / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_gradients_are_averaged_in_fp32_and_at_the_larger_scale(two: Path) -> None:
+    first, second = (torch.load(two / f"averaged{rank}.pt") for rank in (0, 1))
+    for (data, scale), (other, other_scale) in zip(first, second, strict=True):
+        assert torch.equal(data, other)
+        assert scale == other_scale
+    (plain, _), (half, _), (scaled, scale), (static, static_scale) = first
+    assert plain.tolist() == [1.5, 4.5]
+    assert half.tolist() == [128.0]  # 128.5 in bf16, rounded once
+    assert scale == 2.0**20
+    assert scaled.tolist() == [0.5, 1.0]  # what 2^-40 of them adds is lost in fp16
+    assert (static * static_scale).tolist() == [2.5, 5.0]
+
+
+def test_a_step_must_divide_among_the_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lpconv.train.run.num_processes", lambda: 2)
-    for recipe in ("unit-fp8", "adaptive-fp16"):
-        with pytest.raises(UnsupportedError, match="torch averages plain gradients"):
-            finetune("demo", tmp_path / "run", FinetuneOptions(arithmetic=arithmetic(recipe=recipe)))
     with pytest.raises(UsageError, match="does not divide"):
         finetune("demo", tmp_path / "run", FinetuneOptions(arithmetic=arithmetic(recipe="fp32"), batch_size=3))

@@ -8,7 +8,16 @@ from collections.abc import Mapping
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from lpconv.report.finetune.words import diagnostics, gap_rows, layer_rows, main_run, title, verdict, worst_tracked
+from lpconv.report.finetune.words import (
+    diagnostics,
+    gap_rows,
+    gate_lines,
+    layer_rows,
+    main_run,
+    title,
+    verdict,
+    worst_tracked,
+)
 from lpconv.report.layout import facts_grid, heading, note_list, section, table_of
 from lpconv.report.numbers import share_text, size_text
 from lpconv.report.printable import printable_record
@@ -26,6 +35,7 @@ def render_finetune(result: FinetuneResult) -> RenderableType:
         Text(),
         facts_grid(result.facts),
         *_gaps(result),
+        *note_list("Gates", gate_lines(result)),
         *note_list("On the way", diagnostics(result)),
         *note_list("Where most was lost", worst_tracked(result)),
         *_layers(result),

@@ -2,7 +2,7 @@
 
 import math
 
-from lpconv.report.numbers import MISSING, duration_text, plural, scale_text, share_text
+from lpconv.report.numbers import MISSING, duration_text, number_text, plural, scale_text, share_text
 from lpconv.report.sentences import ROLE_WORDS
 from lpconv.results import FinetuneResult, GapRecord, LossAllocation, RunRecord
 
@@ -11,6 +11,7 @@ __all__ = [
     "diagnostics",
     "figure_text",
     "gap_rows",
+    "gate_lines",
     "layer_rows",
     "main_run",
     "noise_text",
@@ -71,6 +72,13 @@ def gap_rows(result: FinetuneResult) -> tuple[tuple[str, str, str, str, str], ..
             rows.append(("held-out perplexity", f"{math.exp(g.run):.5g}", f"{math.exp(g.twin):.5g}",
                          f"{100 * math.expm1(g.gap):+.2g} %", says))  # fmt: skip
     return tuple(rows)
+
+
+def gate_lines(result: FinetuneResult) -> tuple[str, ...]:
+    """Each gate, whether it held, and the value it met."""
+    return tuple(
+        f"{g.expression}: {'passed' if g.passed else 'failed'} with {number_text(g.value)}" for g in result.gates
+    )
 
 
 def verdict(result: FinetuneResult) -> str:

@@ -1,0 +1,66 @@
+"""What the processes of `test_processes` do: `torchrun … processes_worker.py OUT`."""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from lpconv.scaled import ScaledTensor, scaled_tensor
+from lpconv.train.averaging import average_gradients
+from lpconv.train.options import FinetuneOptions
+from lpconv.train.recipes import arithmetic
+from lpconv.train.run import finetune
+
+# What is trained, and how far the losses may be from those of one process. Sums in another order are rounded to fp32 in
+# the first two; the others round gradients to 16 bits, on each process its own.
+CASES: dict[str, tuple[dict[str, str], float]] = {
+    "fp32": ({"recipe": "fp32"}, 2e-6),
+    "unit": ({"precision": "fp32", "method": "unit"}, 2e-6),
+    "adaptive": ({"recipe": "adaptive-fp16"}, 2e-3),
+    "collage": ({"recipe": "collage-bf16"}, 5e-3),
+}
+
+
+def options(case: str) -> FinetuneOptions:
+    """Few and small steps."""
+    return FinetuneOptions(
+        arithmetic=arithmetic(**CASES[case][0]), steps=2, batch_size=4, seq_len=32, eval_every=0, eval_batches=2,
+        twin="none", track_every=0, save_every=0, clip=0.5, save="plain",
+    )  # fmt: skip
+
+
+def averaged_gradients() -> list[tuple[torch.Tensor, float]]:
+    """Gradients that differ between the two processes in value and scale, averaged: data and scale."""
+    rank = dist.get_rank()
+    plain = torch.nn.Parameter(torch.zeros(2))
+    plain.grad = torch.tensor([1.0, 3.0]) * (rank + 1)
+    half = torch.nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
+    half.grad = torch.tensor([256.0 if rank else 1.0], dtype=torch.bfloat16)
+    scaled, static = (torch.nn.Parameter(scaled_tensor(torch.zeros(2, dtype=torch.float16), 1.0)) for _ in range(2))
+    data = torch.tensor([1.0, 2.0], dtype=torch.float16)
+    scaled.grad = scaled_tensor(data, torch.tensor(2.0 ** (20 if rank else -20)))
+    static.grad = scaled_tensor(data, 4.0 if rank else 1.0)
+    parameters = [plain, half, scaled, static]
+    average_gradients(parameters)
+    return [_parts(p.grad) for p in parameters]
+
+
+def _parts(gradient: torch.Tensor | None) -> tuple[torch.Tensor, float]:
+    assert gradient is not None
+    if isinstance(gradient, ScaledTensor):
+        return gradient.data_part, float(gradient.scale)
+    return gradient, 1.0
+
+
+def main() -> None:
+    """Train each case into a folder of its name."""
+    torch.set_num_threads(1)
+    out = Path(sys.argv[1])
+    for case in CASES:
+        finetune("demo", out / case, options(case))
+    torch.save(averaged_gradients(), out / f"averaged{dist.get_rank()}.pt")
+
+
+if __name__ == "__main__":
+    main()

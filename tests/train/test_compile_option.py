@@ -1,0 +1,61 @@
+"""`lpconv finetune --compile`, on a model of one layer and through a back end that compiles nothing slowly."""
+
+import functools
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from lpconv.data import demo_checkpoint
+from lpconv.errors import UnsupportedError
+from lpconv.results import RunRecord
+from lpconv.train.options import FinetuneOptions
+from lpconv.train.recipes import arithmetic
+from lpconv.train.run import finetune
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """One layer, read with the tokenizer of the embedded model; compiling stops before code is generated."""
+    monkeypatch.setenv("LPCONV_COMPILE", "never")
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", functools.partialmethod(torch.nn.Module.compile, backend="aot_eager")
+    )
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=272, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=64, eos_token_id=0,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    for path in demo_checkpoint().glob("*token*"):
+        shutil.copy(path, tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+def run(model: str, output: Path, recipe: str, **more: Any) -> RunRecord:
+    asked = FinetuneOptions(
+        arithmetic=arithmetic(recipe=recipe), steps=4, batch_size=2, seq_len=16, eval_batches=1, eval_every=0,
+        save_every=0, track_every=3, twin="none", save="plain", **more,
+    )  # fmt: skip
+    return finetune(model, output, asked).runs[0]
+
+
+def test_a_compiled_run_has_the_losses_of_an_eager_one_and_is_watched_too(model: str, tmp_path: Path) -> None:
+    compiled = run(model, tmp_path / "compiled", "collage-bf16", compile=True)
+    eager = run(model, tmp_path / "eager", "collage-bf16")
+    assert compiled.losses.values == pytest.approx(eager.losses.values, rel=1e-3)
+    watched = run(model, tmp_path / "watched", "mpt-fp8", compile=True)
+    assert {t.step for t in watched.tracked} == {1, 4}
+    assert {t.role for t in watched.tracked} == {"weight", "input", "grad_output"}
+
+
+@pytest.mark.parametrize(("recipe", "why"), [("amp-fp16", "dispatch mode"), ("adaptive-fp16", "chosen from values")])
+def test_what_cannot_be_compiled_is_refused(recipe: str, why: str, model: str, tmp_path: Path) -> None:
+    if recipe == "amp-fp16" and torch.cuda.is_available():
+        pytest.skip("a GPU compiles fp16")
+    with pytest.raises(UnsupportedError, match=why):
+        run(model, tmp_path / "run", recipe, compile=True)
