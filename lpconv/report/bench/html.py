@@ -1,7 +1,7 @@
 """The page of a bench: the verdict first, then speed-ups and memory as plots, every row, and the Linears by shape."""
 
 from lpconv.report.bench.plot import memory_plot, speed_plot
-from lpconv.report.bench.text import COLUMNS, energy_text, gemm_text, ratio_text
+from lpconv.report.bench.text import COLUMNS, energy_text, gemm_text, peaks_text, processes_text, ratio_text, reasons
 from lpconv.report.numbers import MISSING, duration_text
 from lpconv.report.page import Tile, environment
 from lpconv.report.printable import printable_record
@@ -25,9 +25,7 @@ def html_bench(result: BenchResult) -> str:
             memory=memory_plot(result.rows),
             columns=list(COLUMNS),
             cells=[[cell(r) for cell in COLUMNS.values()] for r in result.rows],
-            reasons=[
-                f"{r.name}, {r.mode}, {r.batch} x {r.seq}: {r.status}, {r.reason}" for r in result.rows if r.reason
-            ],
+            reasons=reasons(result.rows),
             facts=_facts(result),
             ratio=ratio_text,
             gain=gemm_text,
@@ -40,7 +38,7 @@ def _tiles(result: BenchResult) -> tuple[Tile, ...]:
     variants = [r for r in result.rows if not r.is_baseline and r.status == "ok"]
     tiles = []
     if fastest := max((r for r in variants if r.ratio), key=lambda r: r.ratio.value if r.ratio else 0, default=None):
-        tiles.append(Tile(label="Largest speed-up", figure=ratio_text(fastest.ratio), detail=fastest.name))
+        tiles.append(Tile(label="Fastest, against the baseline", figure=ratio_text(fastest.ratio), detail=fastest.name))
     if smallest := min((r for r in variants if r.peak_memory), key=lambda r: r.peak_memory or 0, default=None):
         tiles.append(Tile(label="Least peak memory", figure=COLUMNS["Peak"](smallest), detail=smallest.name))
     if best := min(
@@ -53,9 +51,13 @@ def _tiles(result: BenchResult) -> tuple[Tile, ...]:
 def _facts(result: BenchResult) -> dict[str, str]:
     facts = {
         "Command": result.command or MISSING,
+        "Baseline": ", ".join(dict.fromkeys(r.baseline for r in result.rows)),
         "Device": ", ".join(dict.fromkeys(r.device for r in result.rows)),
+        **({"Processes": processes_text(result.rows[0])} if result.rows and result.rows[0].parallel else {}),
         "Took": duration_text(result.seconds),
     }
+    if result.peaks is not None:
+        facts["Measured peaks"] = peaks_text(result.peaks)
     facts |= {
         f"Energy per step, {r.name}": energy_text(r)
         for r in result.rows

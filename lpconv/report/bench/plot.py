@@ -11,6 +11,7 @@ from lpconv.results import BenchRow
 __all__ = ["memory_plot", "speed_plot"]
 
 _RADIUS = 4.5
+_UNITS = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 _PARTS = ("weights", "optimizer", "gradients", "activations", "other")
 
 
@@ -24,11 +25,10 @@ def speed_plot(rows: Sequence[BenchRow]) -> Plot | None:
     marks = [mark for i, r in enumerate(shown) for mark in _interval(r, column_x(i + 0.5, len(shown)), axis)]
     parity = column_x(0, 1), column_x(1, 1)
     marks.append(Mark(kind="move", path=f"M{parity[0]} {axis.y(1)}H{parity[1]}", title="the baseline"))
-    names = ", ".join(f"{_label(r)} {ratio_text(r.ratio)}" for r in shown)
     return Plot(
         name="speed",
         title="Speed-up over the baseline",
-        description=f"Baseline time over time, with 95 % intervals; above 1 is faster. {names}.",
+        description="Baseline time over time, with 95 % intervals; above 1 is faster.",
         y_label="speed-up",
         x_ticks=_ticks(shown),
         y_ticks=_y_ticks(axis, top, "{:g}".format),
@@ -45,20 +45,19 @@ def memory_plot(rows: Sequence[BenchRow]) -> Plot | None:
     if not shown:
         return None
     top = 1.05 * max(r.memory.parts.total for r in shown if r.memory)
-    axis = Axis(low=0, high=top)
+    axis, unit = Axis(low=0, high=top), size_text(top).split()[1]
+    present = [i for i, part in enumerate(_PARTS) if any(getattr(r.memory.parts, part) for r in shown if r.memory)]
     marks = [mark for i, r in enumerate(shown) for mark in _column(r, i, len(shown), axis)]
     return Plot(
         name="memory",
         title="Memory of tensors at the peak",
         description="What takes up memory when a step needs most.",
-        y_label="bytes",
+        y_label=unit,
         x_ticks=_ticks(shown),
-        y_ticks=_y_ticks(axis, top, size_text),
+        y_ticks=_y_ticks(axis, top, lambda size: f"{size / _UNITS[unit]:g}"),
         bands=(),
         marks=tuple(marks),
-        legend=tuple(
-            LegendEntry(kind=f"series-{i}", path=mark_path(1, 7, 7, 5), label=part) for i, part in enumerate(_PARTS)
-        ),
+        legend=tuple(LegendEntry(kind=f"series-{i}", path=mark_path(1, 7, 7, 5), label=_PARTS[i]) for i in present),
         dividers=(),
     )
 
@@ -88,7 +87,7 @@ def _column(row: BenchRow, index: int, count: int, axis: Axis) -> list[Mark]:
 
 
 def _label(row: BenchRow) -> str:
-    return f"{row.name}, {row.mode}, {row.batch} x {row.seq}"
+    return f"{row.name}, {row.place}"
 
 
 def _ticks(rows: Sequence[BenchRow]) -> tuple[Tick, ...]:

@@ -6,15 +6,26 @@ Import this module lazily: it loads rich.
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from lpconv.report.bench.text import COLUMNS, energy_text, gemm_text, memory_text, ratio_text
+from lpconv.report.bench.text import (
+    COLUMNS,
+    energy_text,
+    gemm_text,
+    labels,
+    memory_text,
+    peaks_text,
+    processes_text,
+    ratio_text,
+    reasons,
+)
 from lpconv.report.layout import Name, facts_grid, heading, note_list, section, table_of
 from lpconv.report.numbers import MISSING, number_text, size_text
 from lpconv.report.printable import printable_record
-from lpconv.results import BenchResult, BenchRow, PeakRecord, VerdictRecord
+from lpconv.results import BenchResult, VerdictRecord
 
 __all__ = ["render_bench"]
 
 # Columns that say something only where rows differ in them.
+_PREDICTED = ("fp8 gain", "Break-even")
 _OPTIONAL = ("Mode", "Batch", "Compiled", "Grad. err.", "Saved")
 
 
@@ -28,24 +39,20 @@ def render_bench(result: BenchResult) -> RenderableType:
 
 
 def _head(result: BenchResult) -> tuple[RenderableType, ...]:
-    first = result.rows[0] if result.rows else None
-    if first is None:
+    if not result.rows:
         return heading("No row was measured.")
+    first = next((r for r in result.rows if r.timing is not None), result.rows[0])
     weights = f", {first.weights} weights" if first.weights else ""
     facts = {
         "Device": first.device,
         "Model": f"{first.model}, {first.layers} layers{weights}" if first.layers else first.model,
         "Baseline": ", ".join(dict.fromkeys(r.baseline for r in result.rows)),
     }
+    if first.parallel is not None:
+        facts["Processes"] = processes_text(first)
     if result.peaks is not None:
-        facts["Measured peaks"] = _peaks(result.peaks)
+        facts["Measured peaks"] = peaks_text(result.peaks)
     return (*heading("lpconv bench" + (" (interrupted)" if result.interrupted else "")), facts_grid(facts), Text())
-
-
-def _peaks(peaks: PeakRecord) -> str:
-    rates = {"bf16": peaks.bf16_flops, "fp32": peaks.fp32_flops, "fp8": peaks.fp8_flops}
-    flops = [f"{name} {number_text(rate / 1e12)} TFLOP/s" for name, rate in rates.items() if rate is not None]
-    return ", ".join([*flops, f"copies {peaks.bytes_per_s / 1e9:.1f} GB/s"])
 
 
 def _rows(result: BenchResult) -> RenderableType:
@@ -58,19 +65,14 @@ def _rows(result: BenchResult) -> RenderableType:
 
 
 def _reasons(result: BenchResult) -> tuple[RenderableType, ...]:
-    notes = [f"{_place(r)}: {r.status}, {r.reason}" for r in result.rows if r.reason]
-    return note_list("Not measured", notes)
-
-
-def _place(row: BenchRow) -> str:
-    return f"{row.name}, {row.mode}, {row.batch} x {row.seq}"
+    return note_list("Not measured", reasons(result.rows))
 
 
 def _memory(result: BenchResult) -> tuple[RenderableType, ...]:
     table = table_of("Configuration", "Peak", "<By part")
-    for r in result.rows:
+    for label, r in zip(labels(result.rows), result.rows, strict=True):
         if r.memory is not None:
-            table.add_row(Text(_place(r)), Text(size_text(r.memory.peak_bytes)), Text(memory_text(r)))
+            table.add_row(Text(label), Text(size_text(r.memory.peak_bytes)), Text(memory_text(r)))
     return section("Memory of tensors at the peak of a step", table)
 
 
@@ -79,20 +81,22 @@ def _gpu(result: BenchResult) -> tuple[RenderableType, ...]:
     if not watched:
         return section("Energy", Text("not available: there is no GPU, or nvidia-ml-py is not installed"))
     table = table_of("Configuration", "Energy/step", "SM MHz", "W", "Limit W", "<Throttled by", "<Other processes")
-    for r in watched:
+    for label, r in zip(labels(watched), watched, strict=True):
         assert r.gpu is not None
         numbers = (r.gpu.sm_clock_mhz, r.gpu.power_w, r.gpu.power_limit_w)
         others = ", ".join(map(str, r.gpu.foreign_processes))
-        cells = [_place(r), energy_text(r), *map(number_text, numbers), ", ".join(r.gpu.throttle_reasons), others]
+        cells = [label, energy_text(r), *map(number_text, numbers), ", ".join(r.gpu.throttle_reasons), others]
         table.add_row(*map(Text, cells))
     return section("Energy and clocks", table)
 
 
 def _verdict(verdict: VerdictRecord) -> tuple[RenderableType, ...]:
-    table = table_of("Linear", "Count", "N", "K", "Tokens", "GFLOP", "<Bound by", "fp8 gain", "Break-even")
+    predicted = any(g.gain is not None for g in verdict.gemms)
+    table = table_of("Linear", "Count", "N", "K", "Tokens", "GFLOP", "<Bound by", *_PREDICTED[: 2 * predicted])
     for g in verdict.gemms:
         even = MISSING if g.break_even_tokens is None else f"{g.break_even_tokens:,}"
-        cells = [str(g.count), str(g.n), str(g.k), str(g.m), f"{g.flops / 1e9:.3g}", g.bound, gemm_text(g.gain), even]
+        cells = [str(g.count), str(g.n), str(g.k), str(g.m), f"{g.flops / 1e9:.3g}", g.bound]
+        cells += [gemm_text(g.gain), even] if predicted else []
         table.add_row(Name(name=g.names[0]), *map(Text, cells))
     return (
         *section(f"Linears by shape: {verdict.title}", table),

@@ -3,10 +3,10 @@
 import csv
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from lpconv.report.numbers import MISSING, duration_text, error_text, share_text, size_text
-from lpconv.results import BenchResult, BenchRow, RatioRecord, to_json
+from lpconv.report.numbers import MISSING, number_text, share_text, size_text
+from lpconv.results import BenchResult, BenchRow, PeakRecord, RatioRecord, to_json
 
 __all__ = [
     "COLUMNS",
@@ -15,8 +15,12 @@ __all__ = [
     "bench_markdown",
     "energy_text",
     "gemm_text",
+    "labels",
     "memory_text",
+    "peaks_text",
+    "processes_text",
     "ratio_text",
+    "reasons",
 ]
 
 
@@ -28,6 +32,43 @@ def ratio_text(ratio: RatioRecord | None) -> str:
 def gemm_text(gain: float | None) -> str:
     """A predicted gain; a dash where nothing is predicted."""
     return MISSING if gain is None else f"{gain:.2f}"
+
+
+def processes_text(row: BenchRow) -> str:
+    """2, ddp: what is one process's and what is of all."""
+    return f"{row.processes}, {row.parallel}; batch and memory are those of one, tokens/s of all"
+
+
+def peaks_text(peaks: PeakRecord) -> str:
+    """Rates of products and copies."""
+    rates = {"bf16": peaks.bf16_flops, "fp32": peaks.fp32_flops, "fp8": peaks.fp8_flops}
+    flops = [f"{name} {number_text(rate / 1e12)} TFLOP/s" for name, rate in rates.items() if rate is not None]
+    return ", ".join([*flops, f"copies {peaks.bytes_per_s / 1e9:.1f} GB/s"])
+
+
+def labels(rows: Sequence[BenchRow]) -> list[str]:
+    """What to call each row: its name, with mode and sizes where rows differ in them."""
+    alike = len({r.place for r in rows}) == 1
+    return [r.name if alike else f"{r.name}, {r.place}" for r in rows]
+
+
+def reasons(rows: Sequence[BenchRow]) -> list[str]:
+    """Why rows have no figures, rows of one reason together."""
+    found: dict[str, list[str]] = {}
+    for label, r in zip(labels(rows), rows, strict=True):
+        if r.reason:
+            found.setdefault(f"{r.status}, {r.reason}", []).append(label)
+    return [f"{'; '.join(names)}: {reason}" for reason, names in found.items()]
+
+
+def _step_text(seconds: float) -> str:
+    """A time with three significant digits: 430 µs, 19.2 ms, 1.25 s."""
+    unit, scale = next((u for u in (("s", 1.0), ("ms", 1e3)) if seconds * u[1] >= 0.9995), ("µs", 1e6))
+    return f"{number_text(seconds * scale)} {unit}"
+
+
+def _error_text(error: float | None) -> str:
+    return MISSING if error is None else share_text(error, 1)
 
 
 def energy_text(row: BenchRow) -> str:
@@ -58,13 +99,13 @@ COLUMNS: dict[str, Callable[[BenchRow], str]] = {
     "Mode": lambda r: r.mode,
     "Batch": lambda r: f"{r.batch} x {r.seq}",
     "Compiled": lambda r: r.compiled,
-    "Step": lambda r: duration_text(r.timing.median_s) if r.timing else r.status,
+    "Step": lambda r: _step_text(r.timing.median_s) if r.timing else r.status,
     "Tokens/s": lambda r: f"{r.tokens_per_s:,.0f}" if r.tokens_per_s else MISSING,
     "Speed-up": lambda r: "baseline" if r.is_baseline else ratio_text(r.ratio),
     "Peak": lambda r: size_text(r.peak_memory),
-    "Saved": lambda r: size_text(r.memory.saved_bytes) if r.memory and r.mode == "train" else MISSING,
-    "Output err.": lambda r: error_text(r.numerics.output_error) if r.numerics else MISSING,
-    "Grad. err.": lambda r: error_text(r.numerics.gradient_error) if r.numerics else MISSING,
+    "Saved": lambda r: size_text(r.memory.saved_bytes if r.memory and r.mode == "train" else None),
+    "Output err.": lambda r: _error_text(r.numerics.output_error if r.numerics else None),
+    "Grad. err.": lambda r: _error_text(r.numerics.gradient_error if r.numerics else None),
     "Emulated": lambda r: ("yes" if r.emulated else "no") if r.status == "ok" else MISSING,
 }
 
@@ -76,7 +117,7 @@ def bench_markdown(result: BenchResult) -> str:
     lines += ["| " + " | ".join(cell(r) for cell in COLUMNS.values()) + " |" for r in result.rows]
     lines += [
         "",
-        *(f"- {r.name}, {r.mode}, {r.batch} x {r.seq}: {r.status}, {r.reason}" for r in result.rows if r.reason),
+        *(f"- {reason}" for reason in reasons(result.rows)),
     ]
     for verdict in result.verdicts:
         lines += ["", f"**{verdict.title}**", "", *(f"- {s}" for s in verdict.sentences)]
@@ -106,11 +147,14 @@ _CSV: dict[str, Callable[[BenchRow], object]] = {
     "mode": lambda r: r.mode,
     "batch": lambda r: r.batch,
     "seq": lambda r: r.seq,
+    "processes": lambda r: r.processes,
+    "parallel": lambda r: r.parallel,
     "device": lambda r: r.device,
     "compiled": lambda r: r.compiled,
     "baseline": lambda r: r.baseline,
     "status": lambda r: r.status,
     "emulated": lambda r: r.emulated,
+    "baseline_median_s": lambda r: r.baseline_median_s,
     "median_s": lambda r: r.timing and r.timing.median_s,
     "p10_s": lambda r: r.timing and r.timing.p10_s,
     "p90_s": lambda r: r.timing and r.timing.p90_s,
