@@ -35,6 +35,16 @@ def commands(page: str) -> list[str]:
     return [line.split("  #")[0].strip() for line in lines if line.startswith("lpconv ")]
 
 
+def commands_to_run(page: str) -> list[str]:
+    """A page's commands, but for those that an earlier page has, output aside: they take long, and need nothing."""
+    earlier = [_without_output(c) for p in PAGES[: PAGES.index(page)] for c in commands(p)]
+    return [c for c in commands(page) if c.startswith("lpconv convert ") or _without_output(c) not in earlier]
+
+
+def _without_output(command: str) -> str:
+    return re.sub(r" -o \S+", "", command)
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_of_a_page(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -45,7 +55,7 @@ def test_commands_of_a_page(page: str, tmp_path: Path, monkeypatch: pytest.Monke
     runner = CliRunner()
     for name in OUTPUTS:
         assert runner.invoke(app, ["convert", "MODEL", "--verify", "none", "-o", name, "-q"]).exit_code == 0
-    found = commands(page)
+    found = commands_to_run(page)
     assert found
     for command in found:
         done = runner.invoke(app, [*shlex.split(command)[1:]])

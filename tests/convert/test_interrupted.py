@@ -9,7 +9,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -31,12 +30,12 @@ IO_CALLS = ("open", "mkdir", "posix_fallocate", "pwrite", "ftruncate", "fsync", 
 Start = Callable[..., ForkServerProcess]
 
 
-def command_line(arguments: list[str]) -> None:
-    """`lpconv ARGUMENTS…` in this process, which says nothing."""
-    os.nice(19)  # the test watches it work, and must not be too late
-    null = os.open(os.devnull, os.O_WRONLY)
-    for stream in (1, 2):
-        os.dup2(null, stream)
+def command_line(arguments: list[str], said: Path | None = None) -> None:
+    """`lpconv ARGUMENTS…` in this process, which says nothing, or what it says in `said`.out and `said`.err."""
+    os.nice(10)  # the test watches it work, and must not be too late
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    for stream, suffix in ((1, ".out"), (2, ".err")):
+        os.dup2(os.open(f"{said}{suffix}" if said else os.devnull, os.O_WRONLY | os.O_CREAT, 0o644), stream)
     sys.argv = ["lpconv", *arguments]
     run_command_line()
 
@@ -72,7 +71,7 @@ def die_at_call(number: int) -> None:
 def server() -> Iterator[ForkServerContext]:
     """A process that has imported lpconv, and forks."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, "lpconv.cli.progress", "lpconv.report.convert.terminal"])
+    context.set_forkserver_preload([__name__, "warm"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(
             "PYTHONPATH", os.pathsep.join(["tests", str(Path(__file__).parent), cli_environment()["PYTHONPATH"]])
@@ -166,7 +165,7 @@ def test_killed_at_random_moments_and_resumed(
 ) -> None:
     rng = random.Random(0)
     killed = 0
-    while killed < 24:
+    while killed < 12:
         output = tmp_path / str(killed) / "output"
         resume: tuple[str, ...] = ()
         for _ in range(6):
@@ -185,24 +184,24 @@ def test_killed_at_random_moments_and_resumed(
         assert files_of(output, without={*REPORTS, "journal.jsonl"}) == expected
 
 
-@pytest.mark.parametrize("method", ["unit", "collage"])
-def test_killed_at_every_call_that_writes(tmp_path: Path, convert_until: Callable[..., int], method: str) -> None:
+def test_killed_at_every_call_that_writes(tmp_path: Path, convert_until: Callable[..., int]) -> None:
+    """Collage, which writes two files for a shard, and so makes all the calls that the others make."""
     source = write_checkpoint(tmp_path / "source", [{f"{i}.weight": torch.full((4, 4), i + 1 / 3)} for i in range(2)])
     (source / "tokenizer.json").write_text("[]")
     done = tmp_path / "done"
-    assert convert_until(source, done, method=method) == 0
+    assert convert_until(source, done, method="collage") == 0
     expected = files_of(done)
     for number in range(1, 1000):
         output = tmp_path / str(number) / "output"
         output.parent.mkdir()
-        code = convert_until(source, output, number, method=method)
+        code = convert_until(source, output, number, method="collage")
         if code == 0:
             break
         assert code == -signal.SIGKILL
         if output.exists():  # killed after the rename that publishes: only our journal is left to delete
             assert files_of(output, without={*REPORTS, "journal.jsonl"}) == expected
             continue
-        assert convert_until(source, output, method=method, resume=True) == 0
+        assert convert_until(source, output, method="collage", resume=True) == 0
         assert files_of(output) == expected, f"killed at call {number}"
     assert number > 40, "the calls are counted"
 
@@ -226,25 +225,25 @@ def test_killed_while_replacing_an_output(tmp_path: Path, convert_until: Callabl
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signals_end_the_run_and_name_resume(
-    tmp_path: Path, source: Path, expected: dict[str, bytes], start: Start, number: signal.Signals, code: int
+    tmp_path: Path,
+    source: Path,
+    expected: dict[str, bytes],
+    fork: Callable[..., ForkServerProcess],
+    start: Start,
+    number: signal.Signals,
+    code: int,
 ) -> None:
-    output = tmp_path / "output"
-    command = ["nice", "-n", "19", sys.executable, "-m", "lpconv", *arguments(source, output), "--json"]
-    with subprocess.Popen(
-        command,
-        env=cli_environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore SIGINT
-    ) as process:
-        wait_for_lines(output, 3, lambda: process.poll() is None)
-        process.send_signal(number)
-        out, err = process.communicate(timeout=60)
-    assert process.returncode == code, err
+    output, said = tmp_path / "output", tmp_path / "said"
+    process = fork(command_line, [*arguments(source, output), "--json"], said)
+    wait_for_lines(output, 3, process.is_alive)
+    assert process.pid is not None
+    os.kill(process.pid, number)
+    ended = exit_code(process)
+    err = said.with_suffix(".err").read_text()
+    assert ended == code, err
     assert "--resume" in err
     assert "Traceback" not in err
-    assert json.loads(out)["error"]["code"] == code
+    assert json.loads(said.with_suffix(".out").read_text())["error"]["code"] == code
     assert not published(output)
     finished = journal_lines(output) - 1
     assert 0 < finished < NUM_SHARDS
