@@ -110,9 +110,7 @@ def _bench(job: Job, progress: Progress) -> Outcome:
         error.details.pop("result")  # it lies in the output
         raise error
     speedups = {
-        f"speedup {r.name}, {r.mode}, {r.batch} x {r.seq}": r.ratio.value
-        for r in result.rows
-        if r.ratio is not None and not r.is_baseline
+        f"speedup {r.name}, {r.place}": r.ratio.value for r in result.rows if r.ratio is not None and not r.is_baseline
     }
     return Outcome(source=source, figures=speedups, warnings=result.notes, versions=result.versions)
 
@@ -123,7 +121,7 @@ def _probe(job: Job, progress: Progress) -> Outcome:
     from lpconv.probe.calibrate import calibrate_checkpoint
     from lpconv.probe.checkpoint import probe_checkpoint
     from lpconv.probe.output import check_free, write_output
-    from lpconv.report.probe_html import html_probe
+    from lpconv.report.probe.html import html_probe
     from lpconv.scaled.disk import write_factors
 
     options = job.options
