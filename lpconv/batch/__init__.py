@@ -1,1 +1,1 @@
-"""Many conversions from one manifest: read it, run it, resume it, lock what it resolved to, report it as JUnit."""
+"""Many jobs from one manifest: read it, run it, resume it, lock what it resolved to, report it as JUnit."""

@@ -30,7 +30,7 @@ _ARITHMETIC = ("recipe", "precision", "method", "optimizer", "rounding", "loss_s
 # What `lpconv bench` calls them, and what its options do.
 _BENCH_NAMES = {"format": "formats", "method": "methods", "mode": "modes", "optimizer": "optimizers",
                 "batch": "batches", "seq": "seqs", "compile": "compiled"}  # fmt: skip
-_EFFORT = {"min_iters": "min_iterations", "min_time": "min_seconds", "rounds": "rounds"}
+_EFFORT = {"min_iters": "min_iterations", "min_time": "min_seconds", "rounds": "rounds", "launches": "launches"}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,7 +48,7 @@ def _cells(job: JobResult) -> tuple[RenderableType, ...]:
 def _found(job: JobResult) -> str:
     """Sizes and error of a conversion, the first figures of a measurement."""
     sizes = f"{size_text(job.bytes.read)} → {size_text(job.bytes.written)}" if job.bytes else ""
-    figures = (f"{name} {value:.4g}" for name, value in list(job.figures.items())[:_MAX_FIGURES])
+    figures = (f"{name}: {value:.4g}" for name, value in list(job.figures.items())[:_MAX_FIGURES])
     return ", ".join(part for part in (sizes, _sqnr(job), *figures) if part)
 
 

@@ -110,9 +110,7 @@ def _bench(job: Job, progress: Progress) -> Outcome:
         error.details.pop("result")  # it lies in the output
         raise error
     speedups = {
-        f"speedup {r.name}, {r.mode}, {r.batch} x {r.seq}": r.ratio.value
-        for r in result.rows
-        if r.ratio is not None and not r.is_baseline
+        f"speedup {r.name}, {r.place}": r.ratio.value for r in result.rows if r.ratio is not None and not r.is_baseline
     }
     return Outcome(source=source, figures=speedups, warnings=result.notes, versions=result.versions)
 

@@ -18,7 +18,7 @@ from lpconv.batch.fields import (
     rules,
     some_of,
 )
-from lpconv.bench.cases import BASELINES, COMPILE_MODES, MODES
+from lpconv.bench.cases import BASELINES, COMPILE_MODES, MODES, PARALLEL
 from lpconv.bench.cases import FORMATS as BENCH_FORMATS
 from lpconv.bench.cases import METHODS as BENCH_METHODS
 from lpconv.bench.cases import OPTIMIZERS as BENCH_OPTIMIZERS
@@ -109,10 +109,13 @@ BENCH_FIELDS: dict[str, Field] = {
     "baseline": field(one_of("baseline", BASELINES), "what the rest is compared with"),
     "compile": field(one_of("compile mode", COMPILE_MODES), "what torch.compile gets"),
     "device": field(TEXT, "cpu, cuda or cuda:N; null is a GPU if there is one", nullable=True),
+    "processes": field(COUNT, "how many work together"),
+    "parallel": field(one_of("kind of parallelism", PARALLEL), "how they do", nullable=True),
     "threads": field(COUNT, "CPU threads of each process", nullable=True),
     "min_iters": field(COUNT, "at least so many timed steps of each"),
     "min_time": field(AMOUNT, "at least so many seconds of each"),
     "rounds": field(COUNT, "turns that baseline and variant take"),
+    "launches": field(COUNT, "new processes for each, over which these are spread"),
     "seed": field(WHOLE, "for weights and token ids"),
     "compare": field(TEXT, "an older result: fail on regressions", nullable=True, is_path=True),
     "gates": field(gates(BENCH_METRICS, "speedup>=1.2"), "conditions on every row, such as speedup>=1.2"),

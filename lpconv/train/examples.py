@@ -258,10 +258,8 @@ def _class_names(rows: Rows, num_trained: int | None) -> tuple[str, ...]:
         count = num_trained or max(found) + 1
         out = sorted(x for x in found if not 0 <= x < count)
         if out:
-            raise InputError(
-                f"label {out[0]} of {rows.words} is out of range: the model has {count} classes, 0 to {count - 1}",
-                hint="number classes from 0 on",
-            )
+            has = f": the model has {num_trained} classes, 0 to {num_trained - 1}" if num_trained else ""
+            raise InputError(f"label {out[0]} of {rows.words} is out of range{has}", hint="number classes from 0 on")
         names = tuple(map(str, range(count)))
     else:
         raise InputError(

@@ -4,9 +4,10 @@ import statistics
 from collections.abc import Callable, Sequence
 
 from lpconv.convert.gates import Gate, parse_gate
-from lpconv.errors import VerificationError
+from lpconv.errors import UsageError, VerificationError
 from lpconv.report.numbers import number_text, plural
 from lpconv.results import FinetuneResult, GapRecord, GateRecord, to_json
+from lpconv.train.options import FinetuneOptions
 
 __all__ = ["METRICS", "check_gates", "gate_problem", "parse_gates"]
 
@@ -42,14 +43,20 @@ METRICS: dict[str, Callable[[FinetuneResult], float | None]] = {
 }
 
 
-def parse_gates(texts: Sequence[str]) -> tuple[Gate, ...]:
-    """The gates of a command line; UsageError with what is wrong."""
-    return tuple(parse_gate(text, METRICS, "loss_gap<=0.05") for text in texts)
+def parse_gates(options: FinetuneOptions) -> tuple[Gate, ...]:
+    """The gates of a run; UsageError with what is wrong, or with what the run would have to measure."""
+    gates = tuple(parse_gate(text, METRICS, "loss_gap<=0.05") for text in options.gates)
+    for gate in gates:
+        if "gap" in gate.metric and options.twin == "none":
+            raise UsageError(f"gate `{gate.expression}` needs a twin", hint="leave --twin none out")
+        if gate.metric == "loss_gap_low" and options.seeds == 1:
+            raise UsageError(f"gate `{gate.expression}` needs an interval", hint="--seeds 3")
+    return gates
 
 
-def check_gates(texts: Sequence[str], result: FinetuneResult) -> tuple[GateRecord, ...]:
-    """Each gate with the value it met; one that was not measured, such as a gap without a twin, fails."""
-    return tuple(gate.check(METRICS[gate.metric](result)) for gate in parse_gates(texts))
+def check_gates(gates: Sequence[Gate], result: FinetuneResult) -> tuple[GateRecord, ...]:
+    """Each gate with the value it met; one that was not measured, such as accuracy of a language model, fails."""
+    return tuple(gate.check(METRICS[gate.metric](result)) for gate in gates)
 
 
 def gate_problem(result: FinetuneResult) -> VerificationError | None:
@@ -57,7 +64,7 @@ def gate_problem(result: FinetuneResult) -> VerificationError | None:
     failed = [g for g in result.gates if not g.passed]
     if not failed:
         return None
-    met = "; ".join(f"{g.expression} met {number_text(g.value)}" for g in failed)
+    met = "; ".join(f"{g.expression} met {'nothing' if g.value is None else number_text(g.value)}" for g in failed)
     return VerificationError(
         f"{plural(len(failed), 'gate')} failed: {met}",
         hint=f"the model and its report are in `{result.output}`",

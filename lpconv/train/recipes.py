@@ -251,7 +251,7 @@ def _check_optimizer(found: Arithmetic) -> None:
         )
     if chosen.variant is not None and found.precision not in ("bf16", "fp8"):
         raise UsageError(
-            f"optimizer `{found.optimizer}` keeps bf16 weights, which a {found.precision} run does not have",
+            f"optimizer `{found.optimizer}` keeps bf16 weights; a run in {found.precision} has none",
             hint="--precision bf16 or fp8, or --optimizer adamw",
         )
 

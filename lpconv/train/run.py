@@ -1,6 +1,7 @@
 """`lpconv finetune` as a library call: data, runs and twins over seeds, the model, the report."""
 
 import dataclasses
+import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -29,6 +30,7 @@ from lpconv.train.compiled import check_compile
 from lpconv.train.examples import classification, packed, sequence_pairs, special_tokens
 from lpconv.train.folder import REPORT, begin_folder, remove_checkpoints, run_folder
 from lpconv.train.gates import check_gates, parse_gates
+from lpconv.train.loggers import check_loggers
 from lpconv.train.memory import check_room, weight_bytes
 from lpconv.train.one import Finished, Job, Telling, Work, train_one
 from lpconv.train.options import FinetuneOptions, check_options
@@ -67,8 +69,10 @@ def finetune(
     _check_lca(options)
     if options.compile:
         check_compile(options.arithmetic)
-    parse_gates(options.gates)  # wrong ones are found before the work
+    check_loggers(options.log_to)
+    gates = parse_gates(options)
     datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(logging.CRITICAL)  # what it would log, the error says that we raise
     source = resolve(model, revision=options.revision)
     job = _job(source.directory, options)
     is_main = is_main_process()
@@ -94,7 +98,7 @@ def finetune(
         command=command,
         warnings=_warnings(job, runs, missing),
     )
-    result = dataclasses.replace(result, gates=check_gates(options.gates, result))
+    result = dataclasses.replace(result, gates=check_gates(gates, result))
     if is_main:
         write_small(output / "README.md", finetune_card(result))
         remove_checkpoints(output)

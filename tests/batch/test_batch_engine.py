@@ -1,7 +1,8 @@
-"""A batch with the real converter: what is published is up to date, and the same bytes come out again."""
+"""Batches with what really does the work: what is done is up to date, and the same bytes come out again."""
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,10 @@ from safetensors.torch import save_file
 from lpconv.batch.manifest import Manifest, load_manifest
 from lpconv.batch.run import run_batch
 from lpconv.batch.runners import RUNNERS
-from lpconv.errors import VerificationError
+from lpconv.bench.run import BenchOptions
+from lpconv.bench.saved import read_bench
+from lpconv.errors import OutputExistsError, VerificationError
+from lpconv.results import BenchResult
 
 
 @pytest.fixture
@@ -51,3 +55,45 @@ def test_a_gate_that_fails_publishes_nothing(manifest: Manifest) -> None:
     with pytest.raises(VerificationError, match="sqnr>=99"):
         run_batch(load_manifest(manifest.path), RUNNERS)
     assert not (manifest.folder / "out/fp8").exists()
+
+
+def write(folder: Path, *jobs: dict[str, Any]) -> Manifest:
+    path = folder / "mixed.json"
+    path.write_text(json.dumps({"version": 1, "jobs": list(jobs)}))
+    return load_manifest(path)
+
+
+def test_a_fine_tuning_of_a_conversion_is_gated_and_judged_again_without_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LPCONV_COMPILE", "never")
+    converted = {"id": "fp8", "model": "demo", "format": "e4m3fn", "verify": "none"}
+    tuned = {"id": "tuned", "kind": "finetune", "model": "job:fp8", "recipe": "fp32", "twin": "none", "steps": 1,
+             "batch_size": 2, "seq_len": 32, "eval_batches": 1}  # fmt: skip
+    with pytest.raises(VerificationError, match="1 gate failed: loss<=0"):
+        run_batch(write(tmp_path, converted, tuned | {"gates": "loss<=0"}), RUNNERS)
+    rows = (tmp_path / "out/tuned/metrics.jsonl").stat().st_mtime_ns
+    result = run_batch(write(tmp_path, converted, tuned | {"gates": "loss<=9"}), RUNNERS, resume=True)
+    assert [job.status for job in result.jobs] == ["up to date", "trained"]
+    assert 0 < result.jobs[1].figures["loss"] < 9
+    assert (tmp_path / "out/tuned/metrics.jsonl").stat().st_mtime_ns == rows
+    again = run_batch(write(tmp_path, converted, tuned | {"gates": "loss<=9"}), RUNNERS, resume=True)
+    assert [job.status for job in again.jobs] == ["up to date"] * 2
+
+
+def test_a_bench_writes_its_rows_and_does_not_replace_them_unasked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[BenchOptions] = []
+
+    def measure(options: BenchOptions, **kwargs: object) -> BenchResult:
+        asked.append(options)
+        return BenchResult(rows=())
+
+    monkeypatch.setattr("lpconv.batch.runners.bench", measure)
+    manifest = write(tmp_path, {"id": "speed", "kind": "bench", "model": "bert-base", "batch": [1, 8], "rounds": 2})
+    assert [job.status for job in run_batch(manifest, RUNNERS).jobs] == ["measured"]
+    assert (asked[0].model, asked[0].batches, asked[0].effort.rounds) == ("bert-base", (1, 8), 2)
+    assert read_bench(tmp_path / "out/speed/bench.json").rows == ()
+    with pytest.raises(OutputExistsError, match=r"bench\.json` exists"):
+        run_batch(manifest, RUNNERS)

@@ -330,7 +330,8 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "bench": {
         "format": ["bf16"], "method": "mx", "mode": "train", "optimizer": "collage-plus", "layers": 2, "batch": 3,
         "seq": [1, 2], "baseline": "fp32", "compile": "off", "device": "cpu", "threads": 1, "min_iters": 1,
-        "min_time": 0, "rounds": 1, "seed": 1, "compare": "old.json", "gates": "speedup>=1", "force": True,
+        "min_time": 0, "rounds": 1, "launches": 1, "processes": 2, "parallel": "fsdp2", "seed": 1,
+        "compare": "old.json", "gates": "speedup>=1", "force": True,
     },
     "probe": {
         "data": "x.txt", "steps": 1, "batch_size": 1, "seq_len": 8, "every": 2, "calibrate": True, "seed": 1,

@@ -379,7 +379,7 @@ class TestKinds:
         assert statuses(result) == ["converted", "measured"]
         assert result.jobs[1].model == str(tmp_path / "out/a")
         assert result.jobs[1].figures == {"speedup": 2.0}
-        assert "speedup 2" in rendered(result)[2]
+        assert "speedup: 2" in rendered(result)[2]
         assert "speedup: 2" in junit_xml(result)
 
     def test_a_gate_that_fails_ends_with_its_own_code_and_is_judged_again(self, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import lpconv.hf
 from lpconv.cli.main import app
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.run import convert
-from lpconv.errors import OutputExistsError, ResourceError
+from lpconv.errors import OutputExistsError, ResourceError, UnsupportedError, UsageError
 from lpconv.results import FinetuneResult, from_json
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.recipes import RECIPES, arithmetic
@@ -46,7 +46,9 @@ def _uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def options(recipe: str, **more: Any) -> FinetuneOptions:
-    small: dict[str, Any] = {"steps": 6, "batch_size": 2, "seq_len": 32, "eval_batches": 2, "twin": "none"}
+    small: dict[str, Any] = {
+        "steps": 6, "batch_size": 2, "seq_len": 32, "eval_batches": 2, "twin": "none", "track_every": 0,
+    }  # fmt: skip
     return FinetuneOptions(arithmetic=arithmetic(recipe=recipe), **(small | more))
 
 
@@ -102,7 +104,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(recipe: str, tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_there_needs_resume_or_force_and_the_same_options(tmp_path: Path) -> None:
-    asked = options("fp32", steps=2, track_every=0)
+    asked = options("fp32", steps=2)
     finetune("demo", tmp_path / "run", asked)
     with pytest.raises(OutputExistsError, match="exists"):
         finetune("demo", tmp_path / "run", asked)
@@ -138,7 +140,7 @@ def test_divergence_says_where_and_keeps_the_last_good_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lpconv.train.trainer.MAX_SKIPPED", 3)
-    asked = options("fp32", steps=20, lr=3e38, clip=0.0, warmup=0.8, save_every=1, track_every=0)
+    asked = options("fp32", steps=20, lr=3e38, clip=0.0, warmup=0.8, save_every=1)
     with pytest.raises(DivergedError, match="the first value that is not finite: `") as caught:
         finetune("demo", tmp_path / "run", asked)
     assert caught.value.exit_code == 5
@@ -175,8 +177,41 @@ def test_the_parts_of_memory_make_up_the_measured_peak(recipe: str, tmp_path: Pa
     assert memory.parts["activations"] > 0
 
 
+def test_a_gate_that_fails_leaves_the_run_and_ends_with_its_code(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    command = ["finetune", "demo", "--recipe", "fp32", "--steps", "1", "--batch-size", "2", "--seq-len", "32",
+               "--eval-batches", "1", "--twin", "none", "--gate", "skipped==0", "--gate", "loss<=0",
+               "-o", str(out)]  # fmt: skip
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 5
+    assert "error: 1 gate failed: loss<=0 met" in done.stderr
+    assert "loss<=0: failed with" in done.stdout
+    assert "skipped==0: passed with 0" in (out / "report.html").read_text()
+    resumed = CliRunner().invoke(app, [*command[:-4], "--gate", "loss<=9", "-o", str(out), "--resume", "--json"])
+    assert resumed.exit_code == 0  # judged again, and not trained again
+    assert json.loads(resumed.stdout)["gates"][1]["passed"]
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"gates": ("loss_gap<=1",)}, "needs a twin"),
+        ({"gates": ("loss_gap_low<=0",), "twin": "fp32"}, "needs an interval"),
+        ({"gates": ("sqnr>=3",)}, "unknown metric"),
+        ({"log_to": ("tensorbord",)}, "unknown place to log to"),
+        ({"log_to": ("comet_ml",)}, "its package is not installed"),
+    ],
+)
+def test_what_a_run_cannot_judge_or_report_is_found_before_it(more: dict[str, Any], says: str, tmp_path: Path) -> None:
+    with pytest.raises((UsageError, UnsupportedError), match=says):
+        finetune("demo", tmp_path / "run", options("fp32", **more))
+    assert not (tmp_path / "run").exists()
+
+
 def test_seeds_give_the_gap_an_interval(tmp_path: Path) -> None:
-    result = finetune("demo", tmp_path / "run", options("bf16", steps=2, seeds=2, twin="fp32", track_every=0))
+    asked = options("bf16", steps=2, seeds=2, twin="fp32", gates=("loss_gap<=9", "loss_gap_low<=9"))
+    result = finetune("demo", tmp_path / "run", asked)
+    assert all(gate.passed for gate in result.gates)
     assert len(result.runs) == 4
     (gap,) = result.gaps
     differences = [
@@ -184,4 +219,5 @@ def test_seeds_give_the_gap_an_interval(tmp_path: Path) -> None:
         for a, b in zip(result.runs[::2], result.runs[1::2], strict=True)
     ]
     assert gap.gap == pytest.approx(sum(differences) / 2)
+    assert [gate.value for gate in result.gates] == [gap.gap, gap.gap - (gap.half_width or 0)]
     assert gap.half_width == pytest.approx(12.706 * abs(differences[0] - differences[1]) / 2, rel=1e-3)

@@ -45,7 +45,7 @@ def figure_text(metric: str, value: float | None) -> str:
     """A held-out figure: accuracy in per cent, a loss with five digits."""
     if value is None:
         return MISSING
-    return f"{100 * value:.2f} %" if metric == "eval_accuracy" else f"{value:.5g}"
+    return f"{100 * value:.2f} %" if metric == "eval_accuracy" else f"{value:#.5g}"
 
 
 def _difference_text(metric: str, value: float) -> str:
@@ -69,7 +69,7 @@ def gap_rows(result: FinetuneResult) -> tuple[tuple[str, str, str, str, str], ..
         name = METRIC_WORDS.get(g.metric, g.metric)
         rows.append((name, figure_text(g.metric, g.run), figure_text(g.metric, g.twin), noise_text(g), says))
         if g.metric == "eval_loss" and result.task != "classification" and max(g.run, g.twin) < 50:
-            rows.append(("held-out perplexity", f"{math.exp(g.run):.5g}", f"{math.exp(g.twin):.5g}",
+            rows.append(("held-out perplexity", f"{math.exp(g.run):#.5g}", f"{math.exp(g.twin):#.5g}",
                          f"{100 * math.expm1(g.gap):+.2g} %", says))  # fmt: skip
     return tuple(rows)
 
