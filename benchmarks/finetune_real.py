@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from lpconv.report.finetune_words import figure_text, noise_text
+from lpconv.report.finetune.words import figure_text, noise_text
 from lpconv.results import RunRecord, from_json, to_json
 from lpconv.train.compare import gaps
 from lpconv.train.options import FinetuneOptions

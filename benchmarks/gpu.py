@@ -35,7 +35,7 @@ from lpconv.kernels.fp8_linear import FP8_RECIPES, calibrate, convert_linears
 from lpconv.kernels.matmul import matmul
 from lpconv.kernels.quantise import encode as fast_encode
 from lpconv.optim import CollageAdamW
-from lpconv.report.bench_text import bench_markdown
+from lpconv.report.bench.text import bench_markdown
 from lpconv.results import BenchResult, to_json
 
 _FP8 = ("e4m3fn", "e5m2")
@@ -62,6 +62,7 @@ class Job:
     batch: int
     seq: int
     methods: tuple[str, ...]
+    compiled: str = "blocks"
 
 
 # The most telling first: the budget may end the list.
@@ -79,6 +80,9 @@ JOBS = (
     Job(model="bert-large", layers=None, mode="infer", batch=32, seq=512, methods=("unit",)),
     Job(model="llama-1b", layers=4, mode="train", batch=4, seq=2048, methods=("unit", "torchao-tensorwise")),
     Job(model="llama-8b", layers=2, mode="train", batch=2, seq=4096, methods=("rowwise", "torchao-rowwise", "te")),
+    # So small that launching its kernels is most of a step; CUDA graphs, and the same without.
+    Job(model="bert-large", layers=None, mode="infer", batch=1, seq=128, methods=("unit",), compiled="graphs"),
+    Job(model="bert-large", layers=None, mode="infer", batch=1, seq=128, methods=("unit",)),
     Job(model="llama-1b", layers=4, mode="infer", batch=4, seq=2048, methods=("unit",)),
     Job(model="llama-8b", layers=2, mode="train", batch=2, seq=4096, methods=("delayed", "mx", "scalify")),
 )
@@ -117,9 +121,11 @@ def run_job(job: Job, *, dry: bool) -> BenchResult:
     """One bench, with a line on stderr for each step of it."""
     options = BenchOptions(
         model=job.model, layers=job.layers, formats=("fp8",), methods=job.methods, modes=(job.mode,),
-        batches=(job.batch,), seqs=(job.seq,), compiled="off" if dry else "blocks",
+        batches=(job.batch,), seqs=(job.seq,), compiled="off" if dry else job.compiled,
         baseline="bf16" if dry else "bf16+compile", device="cpu" if dry else "cuda",
-        effort=Effort(min_iterations=4 if dry else 24, min_seconds=0 if dry else 1.5, rounds=2 if dry else 8),
+        effort=Effort(
+            min_iterations=4 if dry else 24, min_seconds=0 if dry else 1.5, rounds=2 if dry else 8, launches=1
+        ),
         command=" ".join(["python", *sys.argv]),
     )  # fmt: skip
     try:

@@ -38,7 +38,7 @@ from lpconv.probe.track import track
 class Group:
     """Implementations of one job. `work` is what a run does, in `unit`s, to turn seconds into a rate.
 
-    A sample is the mean of `calls` runs of an implementation, taken in turn with those of the others.
+    `conclude` says in words what follows from the median times, by name.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Group:
     aim: str
     work: float
     unit: str
-    calls: int = 1
+    conclude: Callable[[dict[str, float]], str] | None = None
     runs: dict[str, Callable[[], object]] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
 
@@ -86,19 +86,15 @@ def main() -> None:
 
 
 def measure(group: Group, rounds: int) -> list[Timing]:
-    """Every implementation in turn, `rounds` times; a fifth as often where a sample is many runs."""
+    """Every implementation in turn, `rounds` times."""
     for run in group.runs.values():
         run()
     seconds: dict[str, list[float]] = {name: [] for name in group.runs}
-    for _ in range(rounds if group.calls == 1 else max(rounds // 5, 1)):
-        sums = dict.fromkeys(group.runs, 0.0)
-        for _ in range(group.calls):
-            for name, run in group.runs.items():
-                start = time.perf_counter()
-                run()
-                sums[name] += time.perf_counter() - start
-        for name, total in sums.items():
-            seconds[name].append(total / group.calls)
+    for _ in range(rounds):
+        for name, run in group.runs.items():
+            start = time.perf_counter()
+            run()
+            seconds[name].append(time.perf_counter() - start)
     base = statistics.median(seconds[group.baseline])
     return [timing(group, name, samples, base) for name, samples in seconds.items()]
 
@@ -122,6 +118,8 @@ def show(group: Group, timings: list[Timing]) -> None:
         print(f"  {t.name:34s}{t.median_ms:10.2f} ms [{low:.2f}, {high:.2f}] {t.rate:9.2f} {t.unit:9s}{against}")
     for name in group.missing:
         print(f"  {name:34s}not installed, or not usable here")
+    if group.conclude is not None:
+        print("  " + group.conclude({t.name: t.median_ms for t in timings}))
 
 
 def machine(threads: int) -> dict[str, object]:
@@ -372,7 +370,7 @@ def half_products(size: int) -> list[Group]:
 
 
 def tracking(size: int) -> list[Group]:
-    """What `track` adds to a training step of a small BERT: to a recorded one, and on average to 50."""
+    """What `track` adds to a training step of a small BERT that it records, and to one that it lets pass."""
     import transformers
 
     width = max(size // 4, 64)
@@ -397,14 +395,17 @@ def tracking(size: int) -> list[Group]:
 
         return run
 
-    name = f"training step of a 4-layer BERT, width {width}, 1024 tokens"
-    every_step = Group(name=name, baseline="plain", aim="<= 1.15 x the time", work=1.0, unit="steps/s")
-    every_step.runs = {"plain": step, "track(every=1)": tracked(1)}
-    sparse = Group(
-        name=f"{name}, mean of 50", baseline="plain", aim="<= 1.01 x the time", work=1.0, unit="steps/s", calls=50
-    )
-    sparse.runs = {"plain": step, "track(every=50)": tracked(50), "plain again": step}
-    return [every_step, sparse]
+    def conclude(ms: dict[str, float]) -> str:
+        plain, recorded, passed = ms.values()
+        return f"every 50th step recorded: {(recorded + 49 * passed) / 50 / plain:.3f} x the time   (aim: <= 1.01 x)"
+
+    group = Group(
+        name=f"training step of a 4-layer BERT, width {width}, 1024 tokens", baseline="plain",
+        aim="recorded <= 1.15 x the time", work=1.0, unit="steps/s", conclude=conclude,
+    )  # fmt: skip
+    # Of the third, the warm-up is the only step that is recorded.
+    group.runs = {"plain": step, "recorded": tracked(1), "tracked, not recorded": tracked(1_000_000)}
+    return [group]
 
 
 GROUPS: dict[str, Callable[[int], list[Group]]] = {

@@ -39,12 +39,14 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """One line of the result."""
+    """One line of the result; `low_ms` and `high_ms` are quartiles."""
 
     case: str
     num_parameters: int
     shapes: str
     median_ms: float
+    low_ms: float
+    high_ms: float
     min_ms: float
     ns_per_parameter: float
     gb_per_s: float
@@ -143,12 +145,14 @@ def measure(
             synchronise(device)
             times[name].append(time.perf_counter() - start)
     for name in names:
-        median, moved = statistics.median(times[name]), cases[name].bytes_moved
+        (low, median, high), moved = statistics.quantiles(times[name], n=4), cases[name].bytes_moved
         yield Timing(
             case=name,
             num_parameters=num,
             shapes=shapes,
             median_ms=median * 1e3,
+            low_ms=low * 1e3,
+            high_ms=high * 1e3,
             min_ms=min(times[name]) * 1e3,
             ns_per_parameter=median / num * 1e9,
             gb_per_s=moved * num / median / 1e9,
@@ -173,9 +177,10 @@ def main() -> None:
     args = parser.parse_args()
 
     timings = list(measure(args.cases, cases, args.parameters, args.shapes, args.rounds, args.device))
-    print(f"{'case':22} {'median ms':>10} {'min ms':>9} {'ns/param':>9} {'GB/s':>7}")
+    print(f"{'case':22} {'median ms':>10} {'quartiles':>19} {'ns/param':>9} {'GB/s':>7}")
     for t in timings:
-        print(f"{t.case:22} {t.median_ms:10.2f} {t.min_ms:9.2f} {t.ns_per_parameter:9.3f} {t.gb_per_s:7.1f}")
+        quartiles = f"{t.low_ms:.2f} to {t.high_ms:.2f}"
+        print(f"{t.case:22} {t.median_ms:10.2f} {quartiles:>19} {t.ns_per_parameter:9.3f} {t.gb_per_s:7.1f}")
     if args.json:
         machine = {"torch": torch.__version__, "cpu": platform.processor(), "threads": torch.get_num_threads()}
         args.json.parent.mkdir(parents=True, exist_ok=True)

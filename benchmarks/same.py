@@ -3,8 +3,9 @@
     python benchmarks/same.py                       # ten times; fails where fewer than nine intervals contain 1
     python benchmarks/same.py --model bert-base --layers 2 --mode train --seconds 10
 
-Each time two fresh processes with the same case take turns, as baseline and variant do in `lpconv bench`. What
-differs between them (where their memory lies, which core they like) is the part of the noise that one run cannot see.
+Each time two fresh processes with the same case take turns, as baseline and variant do in `lpconv bench`, in as many
+launches. What differs between processes (where their memory lies, which core they like) is the part of the noise that
+one launch cannot see: `--launches 1` shows it.
 """
 
 import argparse
@@ -33,6 +34,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int)
     parser.add_argument("--times", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--launches", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=3.0, help="of measuring each process (3)")
     parser.add_argument("--json", type=Path, help="write the ratios here too")
     options = parser.parse_args()
@@ -41,7 +43,9 @@ def main() -> int:
         optimizer="adamw" if options.mode == "train" else None, batch=options.batch, seq=options.seq,
         compiled=options.compile, device=options.device, threads=options.threads,
     )  # fmt: skip
-    effort = Effort(min_iterations=2 * options.rounds, min_seconds=options.seconds, rounds=options.rounds)
+    effort = Effort(
+        min_iterations=2 * options.rounds, min_seconds=options.seconds, rounds=options.rounds, launches=options.launches
+    )
     ratios = []
     for i in range(options.times):
         ratios.append(compare_with_itself(case, effort))

@@ -12,7 +12,7 @@ ROOT = Path(lpconv.__file__).parent
 
 # Row of each top-level module or package of lpconv; the same table as docs/design/README.md.
 ROWS = {
-    "errors": 0, "results": 0, "lookup": 0, "progress": 0, "data": 0, "machine": 0,
+    "errors": 0, "results": 0, "lookup": 0, "progress": 0, "data": 0, "machine": 0, "student": 0,
     "formats": 1, "report": 1,
     "mcf": 2, "kernels": 2, "checkpoint": 2,
     "scaled": 3, "optim": 3, "loss_scale": 3,
@@ -55,6 +55,16 @@ def test_no_relative_imports() -> None:
     for path in modules():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             assert not (isinstance(node, ast.ImportFrom) and node.level), f"{path} uses a relative import"
+
+
+def test_reports_of_one_kind_do_not_import_those_of_another() -> None:
+    kinds = {p.name for p in (ROOT / "report").iterdir() if (p / "__init__.py").exists()}
+    assert {"convert", "probe", "bench", "finetune"} <= kinds
+    for path in (ROOT / "report").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lpconv.report."):
+                used = str(node.module).split(".")[2]
+                assert used not in kinds - {path.parent.name}, f"{path} imports {node.module}"
 
 
 def test_the_table_in_the_docs_is_this_one() -> None:

@@ -16,18 +16,22 @@ __all__ = [
     "METHODS",
     "MODES",
     "OPTIMIZERS",
+    "PARALLEL",
     "PLAIN",
     "Case",
     "Peer",
     "baseline_of",
     "expand",
+    "parallel_of",
     "parse_sweep",
 ]
 
 MODES = ("infer", "train")
-# What torch.compile is given: each block of the model (compiled once, since they share their code), the whole model, or
-# nothing.
-COMPILE_MODES = ("blocks", "model", "off")
+# What torch.compile is given: each block of the model (compiled once, since they share their code), the whole model,
+# the whole model to be replayed as CUDA graphs, or nothing.
+COMPILE_MODES = ("blocks", "model", "graphs", "off")
+# How several processes train one model: each has a copy (DistributedDataParallel), or a part (fully_shard).
+PARALLEL = ("ddp", "fsdp2")
 BASELINES = ("bf16+compile", "bf16", "fp16+compile", "fp16", "fp32+compile", "fp32")
 PLAIN = "plain"
 
@@ -71,7 +75,10 @@ OPTIMIZERS: dict[str, Peer | None] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One configuration, complete: a child process needs nothing else. `layers` None keeps the model's own number."""
+    """One configuration, complete: a child process needs nothing else. `layers` None keeps the model's own number.
+
+    `batch` is that of each process; `parallel` says how several work together, None for one.
+    """
 
     model: str
     layers: int | None
@@ -85,10 +92,12 @@ class Case:
     device: str
     threads: int | None = None
     seed: int = 0
+    processes: int = 1
+    parallel: str | None = None
 
     @property
     def tokens(self) -> int:
-        """Tokens in a step."""
+        """Tokens in a step of one process."""
         return self.batch * self.seq
 
     @property
@@ -153,6 +162,27 @@ def baseline_of(case: Case, name: str, *, compiled: str) -> Case:
     how = "off" if not wants_compile else compiled if compiled != "off" else "blocks"
     optimizer = "adamw" if case.mode == "train" else None
     return dataclasses.replace(case, format=format_name, method=PLAIN, optimizer=optimizer, compiled=how)
+
+
+def parallel_of(processes: int, name: str | None, *, modes: Sequence[str], compiled: str) -> str | None:
+    """How that many processes work together: as `name` says, else by DDP; None for one.
+
+    Raises UsageError for what cannot be.
+    """
+    if name is not None:
+        find("kind of parallelism", name, dict.fromkeys(PARALLEL))
+    if processes == 1:
+        if name is not None:
+            raise UsageError(f"--parallel {name} of one process", hint="add --processes 2, or start it with torchrun")
+        return None
+    if compiled == "graphs":
+        raise UsageError("CUDA graphs of several processes are not measured", hint="pass --compile blocks")
+    if name == "fsdp2" and "infer" in modes:
+        raise UsageError(
+            "--parallel fsdp2 shards what is trained, not codes for inference",
+            hint="pass --mode train, or --parallel ddp for copies that infer side by side",
+        )
+    return name or PARALLEL[0]
 
 
 def parse_sweep(texts: Sequence[str]) -> dict[str, list[int]]:

@@ -1,7 +1,6 @@
-"""The parent's end of a child process that holds one case."""
+"""The parent's end of a child process."""
 
 import contextlib
-import dataclasses
 import json
 import os
 import subprocess
@@ -12,12 +11,15 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 import lpconv
-from lpconv.bench.cases import Case
 from lpconv.errors import InputError, LpconvError, ResourceError, UnsupportedError, UsageError
 
-__all__ = ["Child", "Subject"]
+__all__ = ["Child", "Subject", "result_of"]
 
 _KILLED = -9
+# torchrun's words to the process that measures are not meant for its children, who are numbered otherwise.
+_OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+# glibc gives large blocks back to the system when they are freed, and every step faults them in again.
+_KEEP_THE_HEAP = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**33)}
 _ERRORS: dict[str, type[LpconvError]] = {e.kind: e for e in (UsageError, InputError, UnsupportedError, ResourceError)}
 
 
@@ -35,13 +37,14 @@ class Child:
         self._stderr = tempfile.TemporaryFile(mode="w+", encoding="utf-8", errors="replace")  # noqa: SIM115  # lives with the process
         root = str(Path(lpconv.__file__).parent.parent)
         paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+        inherited = {name: value for name, value in os.environ.items() if name not in _OF_TORCHRUN}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "lpconv.bench.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
             text=True,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+            env=_KEEP_THE_HEAP | inherited | {"PYTHONPATH": os.pathsep.join(paths)},
             start_new_session=True,  # an interrupt at the keyboard is the parent's to handle
         )
 
@@ -49,6 +52,11 @@ class Child:
     def pid(self) -> int:
         """The process's id."""
         return self._process.pid
+
+    def fileno(self) -> int:
+        """What a selector watches: readable when there is an answer, or never will be one."""
+        assert self._process.stdout is not None
+        return self._process.stdout.fileno()
 
     def send(self, do: str, **arguments: Any) -> None:
         """Begin a command, to be answered by `receive`."""
@@ -63,21 +71,12 @@ class Child:
         line = self._process.stdout.readline()
         if not line:
             raise self._death()
-        answer = json.loads(line)
-        if "error" in answer:
-            error = answer["error"]
-            kind = _ERRORS.get(error["kind"], LpconvError)
-            raise kind(error["message"], hint=error["hint"], details=error["details"])
-        return answer["result"]
+        return result_of(json.loads(line))
 
     def ask(self, do: str, **arguments: Any) -> Any:
         """`send` and `receive`."""
         self.send(do, **arguments)
         return self.receive()
-
-    def prepare(self, case: Case, memory_share: float) -> None:
-        """Begin to build a case; `receive` gives its description."""
-        self.send("prepare", case=dataclasses.asdict(case), memory_share=memory_share)
 
     def _death(self) -> LpconvError:
         code = self._process.wait()
@@ -106,3 +105,12 @@ class Child:
 
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+
+def result_of(answer: dict[str, Any]) -> Any:
+    """The result in an answer; raises the error in it."""
+    if "error" not in answer:
+        return answer["result"]
+    error = answer["error"]
+    kind = _ERRORS.get(error["kind"], LpconvError)
+    raise kind(error["message"], hint=error["hint"], details=error["details"])

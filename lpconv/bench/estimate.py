@@ -7,7 +7,7 @@ from lpconv.bench.cases import Case
 from lpconv.bench.gemm import Gemm
 from lpconv.bench.models import blocks_of, is_head
 from lpconv.errors import ResourceError
-from lpconv.report.numbers import size_text
+from lpconv.report.numbers import share_text, size_text
 
 __all__ = ["available_bytes", "check_fits", "estimate_bytes", "gemms_of"]
 
@@ -33,7 +33,8 @@ def gemms_of(model: nn.Module) -> tuple[Gemm, ...]:
 
 
 def estimate_bytes(model: nn.Module, case: Case, vocab_size: int) -> int:
-    """Weights, gradients, optimizer state, activations and logits of a case, from the model on the meta device.
+    """Weights, gradients, optimizer state, activations and logits of one process of a case, from the model on the meta
+    device.
 
     The build passes through fp32 weights, which may be the most there is. An estimate: within a factor of two.
     """
@@ -46,7 +47,7 @@ def estimate_bytes(model: nn.Module, case: Case, vocab_size: int) -> int:
         live = case.tokens * per_token // max(len(blocks_of(model)), 1)
         return max(building, parameters * width + int(live * width) + logits)
     state = _STATE_BYTES[case.optimizer or "adamw"] * 2 if case.format != "fp32" else 8
-    resident = parameters * (2 * width + state)
+    resident = parameters * (2 * width + state) // (case.processes if case.parallel == "fsdp2" else 1)
     return max(building, int(resident + case.tokens * per_token * width * _OTHER_ACTIVATIONS + logits))
 
 
@@ -58,7 +59,7 @@ def check_fits(estimate: int, case: Case, share: float) -> None:
     where = "GPU" if case.device != "cpu" else "machine"
     raise ResourceError(
         f"batch {case.batch} x {case.seq} of `{case.model}` needs about {size_text(estimate)}; this {where} has "
-        f"{size_text(free)} free, of which the case may take {share:.0%}",
+        f"{size_text(free)} free, of which the case may take {share_text(share, 1)}",
         hint="take a smaller --batch or --seq, or fewer --layers",
         details={"estimate_bytes": estimate, "free_bytes": free},
     )

@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from lpconv.convert.gates import Gate, parse_gate
 from lpconv.results import BenchChange, BenchResult, BenchRow, GateRecord, RatioRecord
 
-__all__ = ["METRICS", "REGRESSION", "check_gates", "compare", "parse_gates"]
+__all__ = ["METRICS", "NEW", "REGRESSION", "check_gates", "compare", "parse_gates"]
 
-REGRESSION, IMPROVEMENT, SAME = "regression", "improvement", "within the intervals"
+REGRESSION, IMPROVEMENT, SAME, NEW = "regression", "improvement", "within the intervals", "not in the older document"
 
 METRICS: dict[str, Callable[[BenchRow], float | None]] = {
     "speedup": lambda r: r.ratio.value if r.ratio else None,
@@ -32,8 +32,9 @@ def check_gates(gates: Sequence[Gate], rows: Sequence[BenchRow]) -> tuple[GateRe
 
 
 def _of_row(record: GateRecord, row: BenchRow) -> GateRecord:
-    place = f"{row.name}, {row.mode}, {row.batch} x {row.seq}"
-    return GateRecord(expression=f"{record.expression} ({place})", value=record.value, passed=record.passed)
+    return GateRecord(
+        expression=f"{record.expression} ({row.name}, {row.place})", value=record.value, passed=record.passed
+    )
 
 
 def compare(rows: Sequence[BenchRow], old: BenchResult) -> tuple[BenchChange, ...]:
@@ -43,16 +44,16 @@ def compare(rows: Sequence[BenchRow], old: BenchResult) -> tuple[BenchChange, ..
     regression is an interval that lies entirely below the old one.
     """
     before = {r.key: r.ratio for r in old.rows if r.ratio and not r.is_baseline}
-    pairs = [(r, before[r.key], r.ratio) for r in rows if not r.is_baseline and r.ratio and r.key in before]
+    pairs = [(r, before.get(r.key), r.ratio) for r in rows if not r.is_baseline and r.ratio]
     return tuple(
-        BenchChange(
-            name=f"{r.name}, {r.mode}, {r.batch} x {r.seq}", before=earlier, after=now, change=_change(earlier, now)
-        )
+        BenchChange(name=f"{r.name}, {r.place}", before=earlier, after=now, change=_change(earlier, now))
         for r, earlier, now in pairs
     )
 
 
-def _change(before: RatioRecord, after: RatioRecord) -> str:
+def _change(before: RatioRecord | None, after: RatioRecord) -> str:
+    if before is None:
+        return NEW
     if after.high < before.low:
         return REGRESSION
     return IMPROVEMENT if after.low > before.high else SAME

@@ -1,12 +1,13 @@
 """Two processes measured in turn, A B B A …, so that whatever slows the machine for a while slows both."""
 
+import dataclasses
 import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lpconv.bench.child import Subject
-from lpconv.bench.intervals import MIN_P99_SAMPLES, bootstrap_ratio, quantile
+from lpconv.bench.intervals import MIN_P99_SAMPLES, quantile, ratio_over_launches
 from lpconv.errors import UsageError, VerificationError
 from lpconv.results import RatioRecord, TimingRecord
 
@@ -15,20 +16,35 @@ __all__ = ["Effort", "Samples", "interleave", "ratio_of", "timing_of"]
 
 @dataclass(frozen=True, kw_only=True)
 class Effort:
-    """How long to measure each case: at least so many iterations, and seconds, and rounds of taking turns."""
+    """How long to measure each case: at least so many iterations, and seconds, and rounds of taking turns.
+
+    They are spread over as many `launches`, each of new processes.
+    """
 
     min_iterations: int
     min_seconds: float
     rounds: int
+    launches: int = 3
     warm_up_iterations: int = 3
     warm_up_seconds: float = 0.3
 
     def __post_init__(self) -> None:
-        if self.min_iterations < 1 or self.rounds < 1:
+        if self.min_iterations < 1 or self.rounds < 1 or self.launches < 1:
             raise UsageError(
-                f"{self.min_iterations} iterations in {self.rounds} rounds leave nothing to report",
+                f"{self.min_iterations} iterations in {self.rounds} rounds and {self.launches} launches leave nothing "
+                "to report",
                 hint="ask for at least one of each",
             )
+
+    def of_a_launch(self) -> "Effort":
+        """Its share of the iterations, seconds and rounds."""
+        return dataclasses.replace(
+            self,
+            min_iterations=math.ceil(self.min_iterations / self.launches),
+            min_seconds=self.min_seconds / self.launches,
+            rounds=math.ceil(self.rounds / self.launches),
+            launches=1,
+        )
 
 
 @dataclass(kw_only=True)
@@ -74,26 +90,23 @@ def _check_recompiles(samples: Samples) -> None:
         )
 
 
-def timing_of(samples: Samples, device: str) -> TimingRecord:
+def timing_of(launches: Sequence[Samples], device: str) -> TimingRecord:
     """All samples in one record."""
-    times = list(_flat(samples))
+    rounds = [r for samples in launches for r in samples.rounds]
+    times = [t for r in rounds for t in r]
     return TimingRecord(
         num_samples=len(times),
-        num_rounds=len(samples.rounds),
+        num_rounds=len(rounds),
+        num_launches=len(launches),
         clock="wall" if device == "cpu" else "CUDA events",
         median_s=quantile(times, 0.5),
         p10_s=quantile(times, 0.1),
         p90_s=quantile(times, 0.9),
         p99_s=quantile(times, 0.99) if len(times) >= MIN_P99_SAMPLES else None,
-        wall_median_s=quantile(samples.walls, 0.5),
+        wall_median_s=quantile([w for samples in launches for w in samples.walls], 0.5),
     )
 
 
-def _flat(samples: Samples) -> Iterator[float]:
-    for one in samples.rounds:
-        yield from one
-
-
-def ratio_of(baseline: Samples, variant: Samples) -> RatioRecord:
-    """Baseline over variant with its interval, from the rounds that they took in turn."""
-    return bootstrap_ratio(baseline.medians, variant.medians)
+def ratio_of(launches: Sequence[tuple[Samples, Samples]]) -> RatioRecord:
+    """Baseline over variant with its interval, from the rounds that they took in turn, launch by launch."""
+    return ratio_over_launches([(baseline.medians, variant.medians) for baseline, variant in launches])

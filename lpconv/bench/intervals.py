@@ -1,4 +1,4 @@
-"""Medians, quantiles, and an interval of a ratio that drift cannot narrow."""
+"""Medians, quantiles, and intervals of a ratio that neither drift nor a lucky process can narrow."""
 
 import math
 import random
@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 from lpconv.errors import UsageError
 from lpconv.results import RatioRecord
+from lpconv.student import t_quantile
 
-__all__ = ["MIN_P99_SAMPLES", "bootstrap_ratio", "quantile"]
+__all__ = ["MIN_P99_SAMPLES", "bootstrap_ratio", "quantile", "ratio_over_launches"]
 
 MIN_P99_SAMPLES = 100
 _RESAMPLES = 2000
@@ -46,7 +47,7 @@ def bootstrap_ratio(baseline: Sequence[float], variant: Sequence[float], *, seed
         return RatioRecord(value=value, low=value, high=value)
     draw = random.Random(seed)
     means = [_trimmed_mean(draw.choices(logs, k=n)) for _ in range(_RESAMPLES)]
-    tail = statistics.NormalDist().cdf(-math.sqrt(n / (n - 1)) * _t_quantile(n - 1))
+    tail = statistics.NormalDist().cdf(-math.sqrt(n / (n - 1)) * t_quantile(n - 1))
     return RatioRecord(
         value=value,
         low=min(math.exp(quantile(means, tail)), value),
@@ -54,18 +55,22 @@ def bootstrap_ratio(baseline: Sequence[float], variant: Sequence[float], *, seed
     )
 
 
+def ratio_over_launches(launches: Sequence[tuple[Sequence[float], Sequence[float]]]) -> RatioRecord:
+    """Baseline time over variant time, from the round medians of several launches of both processes.
+
+    How a process lies in memory makes it some percent faster or slower for as long as it lives, which no number of
+    rounds averages out. Each launch therefore gives one value, as in `bootstrap_ratio`; the result is their geometric
+    mean, with the 95 % interval of Student's t. One launch has only the interval of its rounds.
+    """
+    if len(launches) == 1:
+        return bootstrap_ratio(*launches[0])
+    logs = [math.log(bootstrap_ratio(b, v).value) for b, v in launches]
+    middle = statistics.fmean(logs)
+    half = t_quantile(len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
+    return RatioRecord(value=math.exp(middle), low=math.exp(middle - half), high=math.exp(middle + half))
+
+
 def _trimmed_mean(values: Sequence[float]) -> float:
     cut = len(values) // 5
     kept = sorted(values)[cut : len(values) - cut]
     return statistics.fmean(kept)
-
-
-def _t_quantile(freedom: int) -> float:
-    """The 97.5 % quantile of Student's t, by the Cornish-Fisher expansion; within 2 % from three degrees on."""
-    z = statistics.NormalDist().inv_cdf(0.975)
-    return (
-        z
-        + (z**3 + z) / (4 * freedom)
-        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
-        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * freedom**3)
-    )

@@ -32,10 +32,10 @@ class Allocation:
 
 @dataclass(frozen=True, kw_only=True)
 class StepMemory:
-    """The peak of one step, what it consists of, and what the forward pass had kept at its end."""
+    """The peak of one step, what it consists of, and what the forward pass had kept at its end (None: not known)."""
 
     peak_bytes: int
-    saved_bytes: int
+    saved_bytes: int | None
     parts: MemoryParts
 
 
@@ -77,7 +77,7 @@ def profile_step(
         finish(result)
         del result
         _synchronise(device)
-        kept = {s.data_ptr() for g in gradients() for s in _storages(g)}
+        kept = {s.data_ptr(): s.nbytes() for g in gradients() for s in _storages(g)}
     results = profiled.profiler.kineto_results
     events = list(_walk(results.experimental_event_tree()))
     forward_end = next(e.end_time_ns for e in events if e.name == _FORWARD)
@@ -102,25 +102,30 @@ def _walk(events: Iterable[Any]) -> Iterator[Any]:
 
 
 def parts_at_peak(
-    allocations: Sequence[Allocation], forward_end_ns: int, gradients: set[int], *, weights: int, optimizer: int
+    allocations: Sequence[Allocation], forward_end_ns: int, gradients: dict[int, int], *, weights: int, optimizer: int
 ) -> StepMemory:
-    """Replay the allocations of a step, in order. `gradients` are the addresses of gradients at its end."""
+    """Replay the allocations of a step, in order. `gradients` are the addresses and sizes of gradients at its end.
+
+    Those that the step did not allocate were there before it: DDP's buckets.
+    """
     count = sum(a.time_ns <= forward_end_ns for a in allocations)
     saved = _alive(allocations[:count])
     at_peak = _alive(allocations[: _peak_index(allocations) + 1])
     made_gradients = {i for i in _alive(allocations) if allocations[i].address in gradients}
+    made_addresses = {allocations[i].address for i in made_gradients}
+    buckets = sum(size for address, size in gradients.items() if address not in made_addresses)
     of_gradients = sum(allocations[i].size for i in at_peak & made_gradients)
     of_activations = sum(allocations[i].size for i in at_peak & saved - made_gradients)
     peak = sum(allocations[i].size for i in at_peak)
     parts = MemoryParts(
         weights=weights,
-        gradients=of_gradients,
+        gradients=of_gradients + buckets,
         optimizer=optimizer,
         activations=of_activations,
         other=peak - of_gradients - of_activations,
     )
     saved_bytes = sum(allocations[i].size for i in saved)
-    return StepMemory(peak_bytes=weights + optimizer + peak, saved_bytes=saved_bytes, parts=parts)
+    return StepMemory(peak_bytes=weights + optimizer + buckets + peak, saved_bytes=saved_bytes, parts=parts)
 
 
 def _peak_index(allocations: Sequence[Allocation]) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from lpconv.bench.cases import Case
 from lpconv.bench.presets import PRESETS, Preset
@@ -118,7 +119,8 @@ def step_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def _has_head(model: Any) -> bool:
-    return model.get_output_embeddings() is not None
+    own = model.module if isinstance(model, DistributedDataParallel) else model
+    return own.get_output_embeddings() is not None
 
 
 def is_head(model: Any, module: nn.Module) -> bool:

@@ -1,6 +1,6 @@
 """From rows to an exit code: what a script has to know after everything was measured and kept."""
 
-from lpconv.bench.gates import REGRESSION
+from lpconv.bench.gates import NEW, REGRESSION
 from lpconv.bench.run import FAILED, SKIPPED, TOO_LARGE
 from lpconv.errors import LpconvError, ResourceError, UnsupportedError, VerificationError
 from lpconv.report.numbers import plural
@@ -31,6 +31,11 @@ def _failure(result: BenchResult) -> LpconvError | None:
         return VerificationError(f"{plural(len(gates), 'gate')} failed: {'; '.join(gates)}", hint="see the table")
     if worse:
         return VerificationError(f"slower than before: {'; '.join(worse)}", hint="see the table of changes")
+    if result.changes and all(c.change == NEW for c in result.changes):
+        return VerificationError(
+            "no row is in the older document, so nothing was compared",
+            hint="pass the same model, sizes, processes, compile mode, baseline and device as then",
+        )
     return None
 
 
@@ -40,7 +45,7 @@ def _too_large(result: BenchResult) -> LpconvError | None:
         return None
     return ResourceError(
         f"{plural(len(rows), 'row')} did not fit; the first: {rows[0].reason}",
-        hint="take a smaller --batch or --seq, or fewer --layers",
+        hint="the other rows were measured and kept",
     )
 
 

@@ -1,4 +1,4 @@
-"""A whole bench: cases grouped by baseline, two child processes at a time, rows as they come."""
+"""A whole bench: cases grouped by baseline, two of them in memory at a time, rows as they come."""
 
 import dataclasses
 import os
@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lpconv.bench.cases import PLAIN, Case, baseline_of, expand
+from lpconv.bench.cases import PLAIN, Case, baseline_of, expand, parallel_of
 from lpconv.bench.child import Child
 from lpconv.bench.defaults import choose_model
 from lpconv.bench.gemm import Gemm
 from lpconv.bench.interleave import Effort, Samples, interleave, ratio_of, timing_of
 from lpconv.bench.nvml import GpuMonitor, find_monitor, measure_energy
+from lpconv.bench.team import Team
 from lpconv.bench.verdict import verdict
 from lpconv.errors import LpconvError, ResourceError, UnsupportedError, UsageError
 from lpconv.progress import Progress, Silent
@@ -32,6 +33,9 @@ __all__ = ["FAILED", "OK", "SKIPPED", "TOO_LARGE", "BenchOptions", "bench", "com
 
 OK, SKIPPED, TOO_LARGE, FAILED = "ok", "skipped", "too large", "failed"
 _MEMORY_SHARE = 0.9  # of what is free; two cases that are built at once get half of it each
+_COMPILED = {
+    "off": "eager", "blocks": "compiled by block", "model": "compiled", "graphs": "compiled with CUDA graphs",
+}  # fmt: skip
 _NO_NVML = "there is no GPU, or nvidia-ml-py is not installed (pip install nvidia-ml-py)"
 
 
@@ -39,7 +43,7 @@ _NO_NVML = "there is no GPU, or nvidia-ml-py is not installed (pip install nvidi
 class BenchOptions:
     """What to measure. `model` None lets the device choose; `device` None takes the GPU where there is one.
 
-    `sizes` are pairs of batch and sequence length, none for what suits the model and device.
+    No `batches` or `seqs` means what suits the model and device. Several `processes` work together as `parallel` says.
     """
 
     model: str | None = None
@@ -54,6 +58,8 @@ class BenchOptions:
     baseline: str = "bf16+compile"
     device: str | None = None
     threads: int | None = None
+    processes: int = 1
+    parallel: str | None = None
     seed: int = 0
     effort: Effort
     command: str | None = None
@@ -76,7 +82,11 @@ def bench(
         _cases(options, {"device": "cpu", "name": ""})[0], options
     )  # wrong names are found before any process starts
     with Child() as child:
-        device = child.ask("look", device=options.device)
+        device = child.ask("look", device=options.device, processes=options.processes)
+        if options.compiled == "graphs" and device["device"] == "cpu":
+            raise UnsupportedError(
+                "--compile graphs records CUDA graphs, and a CPU has none", hint="pass blocks or model"
+            )
         cases, notes = _cases(options, device)
         for note in notes:
             told.message(note)
@@ -86,6 +96,7 @@ def bench(
             on_result=on_result,
             notes=notes,
             monitor=monitor or _monitor(device),
+            peaks=_peaks(child, cases[0]),
             idle=child,
         )
         for base_case, variants in _groups(cases, options).items():
@@ -96,9 +107,11 @@ def bench(
 def _cases(options: BenchOptions, device: dict[str, Any]) -> tuple[list[Case], tuple[str, ...]]:
     """Everything to measure on a device, and what to tell the user about it."""
     template, notes = choose_model(options.model, options.layers, device)
+    parallel = parallel_of(options.processes, options.parallel, modes=options.modes, compiled=options.compiled)
     template = dataclasses.replace(
-        template, compiled=options.compiled, threads=options.threads, seed=options.seed, device=device["device"]
-    )
+        template, compiled=options.compiled, threads=options.threads, seed=options.seed, device=device["device"],
+        processes=options.processes, parallel=parallel,
+    )  # fmt: skip
     sizes = [(batch, seq) for batch in options.batches or (template.batch,) for seq in options.seqs or (template.seq,)]
     cases = list(
         expand(
@@ -110,17 +123,32 @@ def _cases(options: BenchOptions, device: dict[str, Any]) -> tuple[list[Case], t
             sizes=sizes,
         )
     )
+    if not cases:
+        raise UsageError("nothing to measure", hint="name at least one format and one mode")
     return cases, notes
 
 
 def compare_with_itself(case: Case, effort: Effort) -> RatioRecord:
-    """Two processes with the same case, measured in turn: an honest interval contains 1."""
-    with Child() as one, Child() as other:
-        for child in (one, other):
-            child.prepare(case, _MEMORY_SHARE / 2)
-        for child in (one, other):
-            child.receive()
-        return ratio_of(*interleave(one, other, effort))
+    """Processes with the same case, two at a time and measured in turn: an honest interval contains 1."""
+    launches = []
+    for _ in range(effort.launches):
+        with _team(case.processes) as one, _team(case.processes) as other:
+            for team in (one, other):
+                team.prepare(case, _MEMORY_SHARE / 2)
+            for team in (one, other):
+                team.receive()
+            launches.append(interleave(one, other, effort.of_a_launch()))
+    return ratio_of(launches)
+
+
+def _team(processes: int, first: Child | None = None) -> Team:
+    return Team([first or Child(), *(Child() for _ in range(processes - 1))])
+
+
+def _peaks(child: Child, case: Case) -> PeakRecord:
+    """Of one process with the threads that a case has, while the others do nothing."""
+    found = child.ask("peaks", device=case.device, threads=case.threads, processes=case.processes)
+    return from_json(PeakRecord, found)
 
 
 def _monitor(device: dict[str, Any]) -> GpuMonitor | None:
@@ -143,10 +171,10 @@ class _Run:
     on_result: Callable[[BenchResult], object]
     notes: tuple[str, ...]
     monitor: GpuMonitor | None
-    idle: Child | None = None
-    rows: list[BenchRow] = field(default_factory=list)
+    peaks: PeakRecord
+    idle: Child | None
+    rows: dict[tuple[Case, Case], BenchRow] = field(default_factory=dict)
     verdicts: list[VerdictRecord] = field(default_factory=list)
-    peaks: PeakRecord | None = None
     versions: dict[str, str] = field(default_factory=dict)
     start: float = field(default_factory=time.perf_counter)
 
@@ -154,7 +182,7 @@ class _Run:
         """Everything so far."""
         settings = dataclasses.asdict(self.options)
         return BenchResult(
-            rows=tuple(self.rows),
+            rows=self._ordered(),
             peaks=self.peaks,
             verdicts=tuple(self.verdicts),
             notes=self.notes,
@@ -165,100 +193,124 @@ class _Run:
             interrupted=interrupted,
         )
 
+    def _ordered(self) -> tuple[BenchRow, ...]:
+        """Group by group, and the baseline in front of its variants, even of those that came before it."""
+        groups = list(dict.fromkeys(base for base, _ in self.rows))
+        order = sorted(self.rows, key=lambda key: (groups.index(key[0]), key[1] != key[0]))
+        return tuple(self.rows[key] for key in order)
+
     def measure_group(self, base_case: Case, variants: Sequence[Case]) -> None:
         """The baseline's row, a row for each variant, and the verdict on them."""
-        first = len(self.rows)
-        with self._child() as base:
-            if self.peaks is None:
-                self.peaks = from_json(PeakRecord, base.ask("peaks", device=base_case.device))
-            group = _Group(case=base_case, child=base, name=_baseline_name(base_case))
-            self.told.message(f"{group.title}: building and compiling {group.name}")
-            base.prepare(base_case, _MEMORY_SHARE / 2 if variants else _MEMORY_SHARE)
-            try:
-                for case in variants:
-                    self._measure_variant(group, case)
-                self._measure_alone(group)
-            except ResourceError as e:  # the baseline does not fit, and so nothing is comparable
-                for case in [base_case, *variants]:
-                    self._keep(self._bare_row(case, group, TOO_LARGE, e))
-                return
-        found = verdict(self.rows[first:], group.gemms, self.peaks)
+        group = _Group(case=base_case, name=_baseline_name(base_case))
+        for number in range(1, self.options.effort.launches + 1):
+            with self._team() as base:
+                group.begin(base)
+                again = f", launch {number}" if number > 1 else ""
+                self.told.message(f"{group.title}{again}: building and compiling {group.name}")
+                base.prepare(base_case, _MEMORY_SHARE / 2 if variants else _MEMORY_SHARE)
+                try:
+                    for case in variants:
+                        self._measure_variant(group, case)
+                    self._measure_alone(group)
+                except ResourceError as e:  # the baseline does not fit, and so nothing is comparable
+                    for case in [base_case, *variants]:
+                        self._keep_error(group, case, e, TOO_LARGE)
+                    break
+        rows = [row for (base, _), row in self.rows.items() if base == base_case]
+        found = verdict(rows, group.gemms, self.peaks)
         self.verdicts += [found] if found else []
 
-    def _child(self) -> Child:
-        """A process without a case: the one that looked at the machine, and then new ones."""
-        child, self.idle = self.idle or Child(), None
-        return child
+    def _team(self) -> Team:
+        """Processes without a case: first the one that looked at the machine, and then new ones."""
+        first, self.idle = self.idle, None
+        return _team(self.options.processes, first)
 
     def _measure_variant(self, group: "_Group", case: Case) -> None:
-        """The case's row; before the first one, the baseline's from the same rounds."""
-        share = _MEMORY_SHARE if group.description else _MEMORY_SHARE / 2  # the first is built beside the baseline
-        with Child() as child:
-            child.prepare(case, share)
+        """The case's row; before that of a launch's first case, the baseline's from the same rounds."""
+        row = self.rows.get((group.case, case))
+        if row is not None and row.status != OK:
+            return  # another launch would fail alike
+        share = _MEMORY_SHARE if group.is_built else _MEMORY_SHARE / 2  # the first is built beside the baseline
+        with self._team() as team:
+            team.prepare(case, share)
             group.wait()
-            self.told.message(f"{group.title}: {case.format} {case.method}")
+            self.told.message(f"{group.title}: {case.format} {case.method}".removesuffix(f" {PLAIN}"))
             try:
-                description = child.receive()
-                base_samples, samples = interleave(group.child, child, self.options.effort)
-                row = self._row(group, case, child, description, samples, base_samples)
+                description = team.receive()
+                base_samples, samples = interleave(group.team, team, self.options.effort.of_a_launch())
+                row = row or self._row(group, case, team, description)
             except UsageError:
                 raise
             except LpconvError as e:
-                self._keep(self._bare_row(case, group, _status(e), e))
+                self._keep_error(group, case, e, _status(e))
                 return
-            if not group.measured:
-                self._keep_baseline(group, base_samples)
-            self._keep(row)
+            self._keep_baseline(group, base_samples)
+            self._keep(group, case, row, base_samples, samples)
 
     def _measure_alone(self, group: "_Group") -> None:
         """The baseline by itself, where no variant has been measured beside it."""
         group.wait()
-        if not group.measured:
-            samples, _ = interleave(group.child, None, self.options.effort)
+        if not group.is_measured:
+            samples, _ = interleave(group.team, None, self.options.effort.of_a_launch())
             self._keep_baseline(group, samples)
 
     def _keep_baseline(self, group: "_Group", samples: Samples) -> None:
-        group.measured = True
-        self._keep(self._row(group, group.case, group.child, group.description, samples, None))
+        if group.is_measured:
+            return
+        group.is_measured = True
+        row = self.rows.get((group.case, group.case)) or self._row(group, group.case, group.team, group.description)
+        self._keep(group, group.case, row, samples, samples)
 
-    def _row(
-        self,
-        group: "_Group",
-        case: Case,
-        child: Child,
-        description: dict[str, Any],
-        samples: Samples,
-        base_samples: Samples | None,
-    ) -> BenchRow:
+    def _keep(self, group: "_Group", case: Case, row: BenchRow, base_samples: Samples, samples: Samples) -> None:
+        """The row with the times of all launches so far."""
+        pairs = group.launches.setdefault(case, [])
+        pairs.append((base_samples, samples))
+        timing = timing_of([own for _, own in pairs], case.device)
+        self.rows[group.case, case] = dataclasses.replace(
+            row,
+            ratio=ratio_of(pairs),
+            tokens_per_s=case.processes * case.tokens / timing.median_s,
+            timing=timing,
+            baseline_median_s=timing_of([base for base, _ in pairs], case.device).median_s,
+            recompiles=sum(own.recompiles for _, own in pairs),
+            round_medians_s=tuple(t for _, own in pairs for t in own.medians),
+        )
+        self.on_result(self.result(interrupted=True))
+
+    def _keep_error(self, group: "_Group", case: Case, error: LpconvError, status: str) -> None:
+        """A row that says what went wrong; one that an earlier launch measured stays."""
+        if (group.case, case) in self.rows:
+            self.told.message(f"{group.title}: {case.format} {case.method}: {error.message}")
+            return
+        self.rows[group.case, case] = self._bare_row(case, group, status, error)
+        self.on_result(self.result(interrupted=True))
+
+    def _row(self, group: "_Group", case: Case, team: Team, description: dict[str, Any]) -> BenchRow:
+        """What is the same in every launch: what was built, its numerics, memory and energy."""
         self.versions = description["versions"]
-        memory = from_json(MemoryRecord, child.ask("memory"))
-        timing = timing_of(samples, case.device)
-        one = RatioRecord(value=1.0, low=1.0, high=1.0)
+        memory = from_json(MemoryRecord, team.ask("memory"))
         return dataclasses.replace(
             self._bare_row(case, group, OK, None),
             weights=description["weights"],
             layers=description["num_layers"],
             device=description["device"],
             emulated=description["emulated"],
-            ratio=one if base_samples is None else ratio_of(base_samples, samples),
-            tokens_per_s=case.tokens / timing.median_s,
             peak_memory=memory.peak_bytes,
             estimate_bytes=description["estimate_bytes"],
-            timing=timing,
             memory=memory,
             numerics=from_json(NumericsRecord, description["numerics"]),
-            energy=self._energy(case, child),
-            gpu=self.monitor.state({group.child.pid, child.pid, os.getpid()}) if self.monitor else None,
+            energy=self._energy(case, team),
+            gpu=self.monitor.state({*group.team.pids, *team.pids, os.getpid()}) if self.monitor else None,
             compile_s=description["compile_s"],
-            recompiles=samples.recompiles,
-            round_medians_s=tuple(samples.medians),
             versions=description["versions"],
         )
 
-    def _energy(self, case: Case, child: Child) -> EnergyRecord:
+    def _energy(self, case: Case, team: Team) -> EnergyRecord:
         if self.monitor is None:
             return EnergyRecord(unavailable=_NO_NVML)
-        return measure_energy(self.monitor, lambda seconds: int(child.ask("spin", seconds=seconds)), case.tokens)
+        if case.processes > 1:
+            return EnergyRecord(unavailable="it is measured of one process on one GPU")
+        return measure_energy(self.monitor, lambda seconds: int(team.ask("spin", seconds=seconds)), case.tokens)
 
     def _bare_row(self, case: Case, group: "_Group", status: str, error: LpconvError | None) -> BenchRow:
         return BenchRow(
@@ -272,6 +324,8 @@ class _Run:
             mode=case.mode,
             batch=case.batch,
             seq=case.seq,
+            processes=case.processes,
+            parallel=case.parallel,
             device=case.device,
             emulated=False,
             baseline=group.name,
@@ -282,20 +336,28 @@ class _Run:
             command=self.options.command,
         )
 
-    def _keep(self, row: BenchRow) -> None:
-        self.rows.append(row)
-        self.on_result(self.result(interrupted=True))
-
 
 @dataclass(kw_only=True)
 class _Group:
-    """Cases with one baseline: its process, what that said of itself once it was built, and whether it has its row."""
+    """Cases with one baseline: the baseline's processes of this launch, and the samples of all launches, in pairs."""
 
     case: Case
-    child: Child
     name: str
     description: dict[str, Any] = field(default_factory=dict)
-    measured: bool = False
+    launches: dict[Case, list[tuple[Samples, Samples]]] = field(default_factory=dict)
+    is_built: bool = False
+    is_measured: bool = False
+    _team: Team | None = None
+
+    def begin(self, team: Team) -> None:
+        """A launch: new processes for the baseline."""
+        self._team, self.is_built, self.is_measured = team, False, False
+
+    @property
+    def team(self) -> Team:
+        """The processes of this launch."""
+        assert self._team is not None
+        return self._team
 
     @property
     def title(self) -> str:
@@ -307,12 +369,12 @@ class _Group:
 
     def wait(self) -> None:
         """Until the baseline is built; what went wrong with it is raised here."""
-        if not self.description:
-            self.description = self.child.receive()
+        if not self.is_built:
+            self.description, self.is_built = self.team.receive(), True
 
 
 def _baseline_name(case: Case) -> str:
-    how = {"off": "eager", "blocks": "compiled by block", "model": "compiled"}[case.compiled]
+    how = _COMPILED[case.compiled]
     return f"{case.format} {how}" if case.method == PLAIN else f"{case.format} {case.method} {how}"
 
 

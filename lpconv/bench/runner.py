@@ -1,5 +1,7 @@
 """One case, built and ready: its step, timed on command. This is what a child process holds."""
 
+import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -13,6 +15,7 @@ from lpconv.bench.estimate import check_fits, estimate_bytes, gemms_of
 from lpconv.bench.gemm import Gemm
 from lpconv.bench.memory import StepMemory, profile_step, storage_bytes
 from lpconv.bench.models import blocks_of, make_batch, open_model, step_loss
+from lpconv.bench.parallel import check_parallel, most, spread
 from lpconv.bench.recipes import apply_recipe, check_peers, is_emulated, make_optimizer
 from lpconv.results import NumericsRecord
 from lpconv.scaled import ScaledTensor
@@ -21,6 +24,8 @@ __all__ = ["Runner"]
 
 _PROBE = (1, 64)  # batch and sequence of the comparison with fp32: small, since that model lives beside nothing else
 _WARM_UP_STEPS = 3
+# What torch.compile is told about a whole model.
+_WHOLE: dict[str, dict[str, Any]] = {"model": {}, "graphs": {"mode": "reduce-overhead"}}
 
 
 class Runner:
@@ -28,8 +33,7 @@ class Runner:
 
     def __init__(self, case: Case, *, memory_share: float) -> None:
         check_peers(case)
-        if case.threads:
-            torch.set_num_threads(case.threads)
+        check_parallel(case)
         opened = open_model(case)
         shadow = opened.build("meta")
         self.case = case
@@ -46,16 +50,17 @@ class Runner:
         probe = make_batch(case, opened.config, batch=_PROBE[0], seq=min(_PROBE[1], case.seq))
         watched = _watched(model) if case.mode == "train" else []
         reference = _observe(model, probe, watched)
-        self._model = apply_recipe(model, case, self._batch)
-        self.numerics = _compare(reference, _observe(self._model, probe, watched))
+        model = apply_recipe(model, case, self._batch)
+        self.numerics = _compare(reference, _observe(model, probe, watched))
+        self._model = spread(model, case, probe)
         self._optimizer = make_optimizer(self._model, case) if case.mode == "train" else None
         self.compile_s = self._compile()
 
     def _compile(self) -> float:
         """Compile what the case asks for, and take the first steps; the seconds that took."""
         start = time.perf_counter()
-        if self.case.compiled == "model":
-            self._model.compile(dynamic=False)
+        if self.case.compiled in _WHOLE:
+            self._model.compile(dynamic=False, **_WHOLE[self.case.compiled])
         elif self.case.compiled == "blocks":
             for block in blocks_of(self._model):
                 block.compile(dynamic=False)
@@ -70,6 +75,9 @@ class Runner:
 
     def step(self) -> None:
         """One forward pass, or one training step."""
+        if self.case.compiled == "graphs":
+            # The memory of the last step's results may be written again.
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
         if self._optimizer is None:
             with torch.no_grad():
                 self._model(**self._batch)
@@ -87,18 +95,19 @@ class Runner:
     def measure(self, iterations: int, seconds: float) -> tuple[list[float], float]:
         """Step times over at least `iterations` steps and `seconds`, and the wall time of a step.
 
-        On a GPU the times come from CUDA events around each step, on a CPU from the wall clock.
+        On a GPU the times come from CUDA events around each step, on a CPU from the wall clock. Processes that work
+        together take the same number of steps: that of the one that wants most.
         """
-        self._synchronise()
-        start = time.perf_counter()
         timer = _EventTimer() if self.case.device != "cpu" else _WallTimer()
-        count = 0
-        while count < iterations or time.perf_counter() - start < seconds:
-            timer.time(self.step)
-            count += 1
-        self._synchronise()
-        wall = (time.perf_counter() - start) / count
-        return timer.seconds(), wall
+        count, elapsed = 0, 0.0
+        while left := most(_steps_left(count, elapsed, iterations, seconds)):
+            self._synchronise()
+            start = time.perf_counter()
+            for _ in range(left):
+                timer.time(self.step)
+            self._synchronise()
+            count, elapsed = count + left, elapsed + time.perf_counter() - start
+        return timer.seconds(), elapsed / count
 
     def spin(self, seconds: float) -> int:
         """Steps without a pause for that long; how many."""
@@ -129,6 +138,8 @@ class Runner:
         if self.case.device == "cpu":
             return result
         peak = torch.cuda.max_memory_allocated()
+        if self.case.compiled == "graphs":
+            return _of_graphs(result, peak)
         return StepMemory(peak_bytes=peak, saved_bytes=result.saved_bytes, parts=result.parts)
 
     def _forward(self) -> Any:
@@ -178,8 +189,22 @@ class _EventTimer:
         return [before.elapsed_time(after) / 1e3 for before, after in self._pairs]
 
 
+def _steps_left(count: int, elapsed: float, iterations: int, seconds: float) -> int:
+    """First so many iterations; then what the time that is left has room for at their pace."""
+    if count < iterations:
+        return iterations - count
+    return math.ceil((seconds - elapsed) * count / elapsed) if elapsed < seconds else 0
+
+
 def _graphs() -> int:
     return int(counters["stats"]["unique_graphs"])
+
+
+def _of_graphs(seen: StepMemory, peak: int) -> StepMemory:
+    """CUDA graphs keep their memory from step to step: no event tells what of it a step uses, or saves."""
+    pool = max(0, peak - seen.parts.total)
+    parts = dataclasses.replace(seen.parts, other=seen.parts.other + pool)
+    return StepMemory(peak_bytes=peak, saved_bytes=None, parts=parts)
 
 
 def _tensors(states: Iterable[Any]) -> Iterable[Any]:

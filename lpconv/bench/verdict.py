@@ -4,12 +4,14 @@ from collections.abc import Iterator, Sequence
 
 from lpconv.bench.gemm import Gemm
 from lpconv.bench.roofline import CASTS, gemm_record, step_gemm_seconds
-from lpconv.report.numbers import error_text, plural, share_text
+from lpconv.report.numbers import plural, share_text
 from lpconv.results import BenchRow, GemmRecord, PeakRecord, VerdictRecord
 
 __all__ = ["verdict"]
 
 _ALIGNMENT = 16
+_ENOUGH_ROUNDS = 8
+_STEADY = 1.1  # how far the baseline's step may move from row to row before we say so
 
 
 def verdict(rows: Sequence[BenchRow], gemms: tuple[Gemm, ...], peaks: PeakRecord) -> VerdictRecord | None:
@@ -28,10 +30,11 @@ def verdict(rows: Sequence[BenchRow], gemms: tuple[Gemm, ...], peaks: PeakRecord
         *_shapes(records, method, peaks),
         _amdahl(base, low, gemms, peaks, method),
         *_padding(low, gemms, m),
+        *_few_rounds(done),
+        *_unsteady(base, done),
         *_disturbed(done),
     ]
-    title = f"{base.model}, {base.mode}, batch {base.batch} x {base.seq}"
-    return VerdictRecord(title=title, sentences=tuple(sentences), gemms=records)
+    return VerdictRecord(title=f"{base.model}, {base.place}", sentences=tuple(sentences), gemms=records)
 
 
 def _emulation(low: Sequence[BenchRow], peaks: PeakRecord) -> Iterator[str]:
@@ -54,9 +57,9 @@ def _measured(row: BenchRow) -> str:
         outcome = f"{row.name} and {row.baseline} cannot be told apart in speed: {interval}"
     if row.numerics is None:
         return outcome + "."
-    errors = f"outputs differ from fp32 by {error_text(row.numerics.output_error)}"
+    errors = f"outputs differ from fp32 by {share_text(row.numerics.output_error, 1)}"
     if row.numerics.gradient_error is not None:
-        errors += f", gradients by {error_text(row.numerics.gradient_error)}"
+        errors += f", gradients by {share_text(row.numerics.gradient_error, 1)}"
     return f"{outcome}; {errors}."
 
 
@@ -110,6 +113,24 @@ def _padding(low: Sequence[BenchRow], gemms: tuple[Gemm, ...], m: int) -> Iterat
             f"Not a multiple of 16: {', '.join(what)}. fp8 tensor cores need that, so such operands are copied and "
             "padded with zeros, which costs time."
         )
+
+
+def _few_rounds(rows: Sequence[BenchRow]) -> Iterator[str]:
+    fewest = min((r.timing.num_rounds for r in rows if r.timing and not r.is_baseline), default=_ENOUGH_ROUNDS)
+    if fewest < _ENOUGH_ROUNDS:
+        yield f"The intervals come from {plural(fewest, 'round')}; with fewer than {_ENOUGH_ROUNDS} do not trust them."
+
+
+def _unsteady(base: BenchRow, rows: Sequence[BenchRow]) -> Iterator[str]:
+    """Rows measured while the machine was slower or faster than for the baseline's own row."""
+    assert base.timing is not None
+    for r in rows:
+        change = (r.baseline_median_s or base.timing.median_s) / base.timing.median_s
+        if not 1 / _STEADY < change < _STEADY:
+            yield (
+                f"While {r.name} was measured, {base.name} took {change:.2f} times as long as in its own row: the "
+                "machine's load changed. The speed-up allows for that, step and tokens/s do not."
+            )
 
 
 def _disturbed(rows: Sequence[BenchRow]) -> Iterator[str]:

@@ -8,48 +8,60 @@ import dataclasses
 import json
 import os
 import platform
+import re
 import resource
 import sys
 from collections.abc import Callable
 from importlib import metadata
+from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 
 import lpconv
 from lpconv.bench.cases import Case
+from lpconv.bench.parallel import join
 from lpconv.bench.peaks import measure_peaks
 from lpconv.bench.runner import Runner
 from lpconv.errors import LpconvError, ResourceError, UnsupportedError, UsageError
+from lpconv.report.numbers import plural
 
-__all__ = ["main"]
+__all__ = ["Worker", "answer", "main"]
 
 _VERSIONS = ("torch", "transformers", "torchao", "transformer-engine", "torch-optimi", "bitsandbytes")
 
 
-class _Worker:
+class Worker:
+    """One method for each command; the device's peaks and one case at a time."""
+
     def __init__(self) -> None:
         self._runner: Runner | None = None
 
     @property
     def runner(self) -> Runner:
+        """The case that was prepared."""
         assert self._runner is not None, "prepare comes first"
         return self._runner
 
-    def look(self, device: str | None) -> dict[str, Any]:
-        """Which device a run would use; UnsupportedError for a GPU that is not there."""
+    def look(self, device: str | None, processes: int) -> dict[str, Any]:
+        """Which device a run would use, the first of several; UnsupportedError for a GPU that is not there."""
         chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        if chosen not in ("cpu", "cuda") and not chosen.startswith("cuda:"):
+        if not re.fullmatch(r"cpu|cuda(:\d+)?", chosen):
             raise UsageError(f"unknown device `{chosen}`", hint="cpu, cuda or cuda:0")
         if chosen == "cpu":
             return {"device": "cpu", "index": None, "name": _device_name("cpu")}
         if not torch.cuda.is_available():
             raise UnsupportedError("torch finds no GPU here", hint="leave --device out, or see `lpconv doctor`")
         index = torch.device(chosen).index or 0
+        _check_gpus(chosen, index, processes)
         return {"device": f"cuda:{index}", "index": index, "name": torch.cuda.get_device_name(index)}
 
-    def prepare(self, case: dict[str, Any], memory_share: float) -> dict[str, Any]:
-        _use(case["device"])
+    def prepare(self, case: dict[str, Any], memory_share: float, rank: int, meeting: str) -> dict[str, Any]:
+        """Build a case, one of its processes, and describe it."""
+        if case["processes"] > 1 and case["device"] != "cpu":
+            case["device"] = f"cuda:{rank}"
+        _use(case["device"], case["threads"], case["processes"])
+        join(Case(**case), rank, meeting)
         runner = self._runner = Runner(Case(**case), memory_share=memory_share)
         return {
             "emulated": runner.emulated,
@@ -65,16 +77,20 @@ class _Worker:
         }
 
     def warm_up(self, iterations: int, seconds: float) -> None:
+        """Steps that do not count."""
         self.runner.measure(iterations, seconds)
 
     def measure(self, iterations: int, seconds: float) -> dict[str, Any]:
+        """Times of steps in seconds, the wall time of one, and recompiles since the warm-up."""
         times, wall = self.runner.measure(iterations, seconds)
         return {"seconds": times, "wall": wall, "recompiles": self.runner.recompiles}
 
     def spin(self, seconds: float) -> int:
+        """Steps without a pause for that long; how many."""
         return self.runner.spin(seconds)
 
     def memory(self) -> dict[str, Any]:
+        """Memory of one step: the fields of a MemoryRecord."""
         found = self.runner.memory()
         reserved = process = None
         if self.runner.case.device != "cpu":
@@ -84,19 +100,47 @@ class _Worker:
         process = process or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return dataclasses.asdict(found) | {"reserved_bytes": reserved, "process_bytes": process}
 
-    def peaks(self, device: str) -> dict[str, Any]:
-        _use(device)
+    def peaks(self, device: str, threads: int | None, processes: int) -> dict[str, Any]:
+        """What the device does at best: the fields of a PeakRecord."""
+        _use(device, threads, processes)
         return dataclasses.asdict(measure_peaks(device))
 
 
-def _use(device: str) -> None:
-    """Let torch's functions that name no GPU mean this one."""
+def _check_gpus(device: str, index: int, processes: int) -> None:
+    found = torch.cuda.device_count()
+    if processes > 1 and device != "cuda":
+        raise UsageError(f"`{device}` is one GPU for {processes} processes", hint="pass --device cuda")
+    if processes > found:
+        raise UnsupportedError(
+            f"{processes} processes need a GPU each; torch finds {found}", hint=f"pass --processes {found}"
+        )
+    if index >= found:
+        raise UnsupportedError(f"there is no `{device}`: torch finds {plural(found, 'GPU')}", hint="pass cuda:0")
+
+
+def _use(device: str, threads: int | None, processes: int) -> None:
+    """Let torch's functions that name no GPU mean this one, and share a CPU's cores among processes."""
+    if threads is None and "OMP_NUM_THREADS" not in os.environ:
+        threads = max(1, torch.get_num_threads() // processes)
+    if threads is not None:
+        torch.set_num_threads(threads)
     if device != "cpu":
         torch.cuda.set_device(device)
 
 
 def _device_name(device: str) -> str:
-    return torch.cuda.get_device_name(device) if device != "cpu" else f"CPU, {torch.get_num_threads()} threads"
+    if device != "cpu":
+        return torch.cuda.get_device_name(device)
+    return f"{_cpu_name()}, {plural(torch.get_num_threads(), 'thread')}"
+
+
+def _cpu_name() -> str:
+    """As Linux describes it; elsewhere its family."""
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
+    except OSError:
+        found = None
+    return found[1].strip() if found else platform.machine() or "CPU"
 
 
 def _versions() -> dict[str, str]:
@@ -111,7 +155,8 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _answer(worker: _Worker, request: dict[str, Any]) -> dict[str, Any]:
+def answer(worker: Worker, request: dict[str, Any]) -> dict[str, Any]:
+    """The answer to one request, errors included."""
     command: Callable[..., Any] = getattr(worker, request.pop("do"))
     try:
         return {"result": command(**request)}
@@ -129,9 +174,9 @@ def main() -> None:
     """Answer until stdin ends."""
     answers: TextIO = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    worker = _Worker()
+    worker = Worker()
     for line in sys.stdin:
-        print(json.dumps(_answer(worker, json.loads(line))), file=answers)
+        print(json.dumps(answer(worker, json.loads(line))), file=answers)
 
 
 if __name__ == "__main__":

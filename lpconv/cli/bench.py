@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lpconv.bench.cases import BASELINES, COMPILE_MODES, FORMATS, METHODS, MODES, OPTIMIZERS, parse_sweep
+from lpconv.bench.cases import BASELINES, COMPILE_MODES, FORMATS, METHODS, MODES, OPTIMIZERS, PARALLEL, parse_sweep
 from lpconv.cli.options import Json, Quiet
 from lpconv.errors import UsageError
 from lpconv.lookup import find
@@ -47,7 +47,7 @@ def bench(
         int | None, typer.Option("--layers", help="Only so many of the model's layers.", min=1, rich_help_panel=_WHAT)
     ] = None,
     batch: Annotated[
-        int | None, typer.Option("--batch", help="Sequences in a step.", min=1, rich_help_panel=_WHAT)
+        int | None, typer.Option("--batch", help="Sequences in a step of a process.", min=1, rich_help_panel=_WHAT)
     ] = None,
     seq: Annotated[
         int | None, typer.Option("--seq", help="Tokens in a sequence.", min=1, rich_help_panel=_WHAT)
@@ -67,6 +67,14 @@ def bench(
         str | None,
         typer.Option("--device", help="cpu, cuda or cuda:N (default: a GPU if there is one)", rich_help_panel=_HOW),
     ] = None,
+    processes: Annotated[
+        int | None,
+        typer.Option("--processes", help="That work together (torchrun's, or 1).", min=1, rich_help_panel=_HOW),
+    ] = None,
+    parallel: Annotated[
+        str | None,
+        typer.Option("--parallel", help="How they do: " + " or ".join(PARALLEL) + " (ddp).", rich_help_panel=_HOW),
+    ] = None,
     threads: Annotated[
         int | None, typer.Option("--threads", help="CPU threads of each process.", min=1, rich_help_panel=_HOW)
     ] = None,
@@ -79,6 +87,10 @@ def bench(
     rounds: Annotated[
         int, typer.Option("--rounds", help="Turns that baseline and variant take.", rich_help_panel=_HOW)
     ] = 12,
+    launches: Annotated[
+        int,
+        typer.Option("--launches", help="New processes for each, over which these are spread.", rich_help_panel=_HOW),
+    ] = 3,
     seed: Annotated[int, typer.Option("--seed", help="For weights and token ids.", rich_help_panel=_HOW)] = 0,
     output_format: Annotated[
         str, typer.Option("--output-format", help=", ".join(_OUTPUT_FORMATS), rich_help_panel=_CHECK)
@@ -112,6 +124,8 @@ def bench(
       lpconv bench llama-8b --layers 4 --format fp8 --method unit,tensorwise --rivals --mode infer,train
 
       lpconv bench bert-base --sweep 'batch=1,8 seq=128,512' --gate 'speedup>=1.2' --save bench.json
+
+      torchrun --nproc-per-node 8 -m lpconv bench llama-8b --mode train --parallel fsdp2
     """
     from lpconv.bench.gates import check_gates, parse_gates
     from lpconv.bench.gates import compare as compare_with
@@ -120,8 +134,12 @@ def bench(
     from lpconv.bench.run import BenchOptions
     from lpconv.bench.run import bench as measure
     from lpconv.bench.saved import kept, read_bench
+    from lpconv.bench.torchrun import processes_of
     from lpconv.cli.progress import progress_for
 
+    together = processes_of(processes)
+    if together is None:
+        return
     shown = "json" if json else output_format
     find("output format", shown, dict.fromkeys(_OUTPUT_FORMATS))
     find("compile mode", compile, dict.fromkeys(COMPILE_MODES))
@@ -141,8 +159,10 @@ def bench(
         baseline=baseline,
         device=device,
         threads=threads,
+        processes=together,
+        parallel=parallel,
         seed=seed,
-        effort=Effort(min_iterations=min_iters, min_seconds=min_time, rounds=rounds),
+        effort=Effort(min_iterations=min_iters, min_seconds=min_time, rounds=rounds, launches=launches),
         command=shlex.join(["lpconv", *sys.argv[1:]]),
     )
 
@@ -175,8 +195,8 @@ def _sizes(batch: int | None, seq: int | None, sweep: list[str]) -> tuple[tuple[
 
 
 def _print(result: "BenchResult", shown: str) -> None:
-    from lpconv.report.bench_terminal import render_bench
-    from lpconv.report.bench_text import bench_csv, bench_jsonl, bench_markdown
+    from lpconv.report.bench.terminal import render_bench
+    from lpconv.report.bench.text import bench_csv, bench_jsonl, bench_markdown
     from lpconv.report.document import json_text
     from lpconv.report.terminal import show
 

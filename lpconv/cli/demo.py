@@ -31,9 +31,10 @@ def demo(
     from lpconv.convert.options import ConvertOptions
     from lpconv.convert.ranges import format_ranges
     from lpconv.convert.run import convert
+    from lpconv.report.convert.html import html_compare
+    from lpconv.report.convert.terminal import render_compare
     from lpconv.report.document import json_text
-    from lpconv.report.html import html_compare
-    from lpconv.report.terminal import render_compare, show
+    from lpconv.report.terminal import show
 
     folder = Path(output)
     results = []

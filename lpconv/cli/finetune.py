@@ -20,7 +20,7 @@ _HOW, _DATA, _TRAIN, _CHECK = "Arithmetic", "Data", "Training", "Twin and diagno
 def _list_recipes(wanted: bool) -> None:
     if not wanted:
         return
-    from lpconv.report.finetune_terminal import render_recipes
+    from lpconv.report.finetune.terminal import render_recipes
     from lpconv.report.terminal import show
 
     parts = {n: r.arithmetic for n, r in RECIPES.items()}
@@ -232,7 +232,7 @@ def finetune(
     )
     from lpconv.cli.training_bars import training_progress
     from lpconv.report.document import json_text
-    from lpconv.report.finetune_terminal import render_finetune
+    from lpconv.report.finetune.terminal import render_finetune
     from lpconv.report.terminal import show
     from lpconv.train import run
     from lpconv.train.folder import default_output

@@ -26,8 +26,9 @@ def inspect(
       lpconv inspect ./bert-large-unit-fp16 --stats --json
     """
     from lpconv.checkpoint.resolve import resolve
+    from lpconv.report.convert.terminal import render_inspect
     from lpconv.report.document import json_text
-    from lpconv.report.terminal import render_inspect, show
+    from lpconv.report.terminal import show
 
     directory = resolve(model, revision=revision).directory
     if stats:

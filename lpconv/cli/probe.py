@@ -52,8 +52,8 @@ def probe(
     from lpconv.probe.checkpoint import ProbeOptions, probe_checkpoint
     from lpconv.probe.output import check_free, default_output, write_output
     from lpconv.report.document import json_text
-    from lpconv.report.probe_html import html_probe
-    from lpconv.report.probe_terminal import render_probe
+    from lpconv.report.probe.html import html_probe
+    from lpconv.report.probe.terminal import render_probe
     from lpconv.report.terminal import show
     from lpconv.scaled.disk import CALIBRATION_FILE, write_factors
 

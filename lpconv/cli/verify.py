@@ -38,8 +38,9 @@ def verify(
       lpconv verify ./bert-large-unit-fp16 --against bert-large --level logits
     """
     from lpconv.convert.verify_output import verify_output
+    from lpconv.report.convert.terminal import render_verify
     from lpconv.report.document import json_text
-    from lpconv.report.terminal import render_verify, show
+    from lpconv.report.terminal import show
     from lpconv.results import to_json
 
     with progress_for(quiet=quiet) as progress:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from lpconv.formats.spec import FORMATS
-from lpconv.report.rms_plot import FormatRange
+from lpconv.report.plot import FormatRange
 
 __all__ = ["format_ranges"]
 

@@ -30,9 +30,9 @@ from lpconv.convert.records import planned_record
 from lpconv.convert.verify_written import verify_written
 from lpconv.errors import VerificationError
 from lpconv.progress import Progress, Silent
-from lpconv.report.card import model_card
+from lpconv.report.convert.card import model_card
+from lpconv.report.convert.html import html_report
 from lpconv.report.document import json_text
-from lpconv.report.html import html_report
 from lpconv.results import (
     ByteCounts,
     ConvertResult,

@@ -29,7 +29,7 @@ from lpconv.export.stored import check_exportable, has_fp8, num_elements, stored
 from lpconv.export.trace import trace
 from lpconv.export.validate import Case, check_file, compare
 from lpconv.progress import Progress, Silent
-from lpconv.report.words import listed
+from lpconv.report.sentences import listed
 from lpconv.results import FileRecord, SourceRecord, to_json
 
 __all__ = ["MODEL_FILE", "export_onnx"]

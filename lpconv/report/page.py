@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import jinja2
 from markupsafe import Markup
 
-from lpconv.report.grouping import num_elements
 from lpconv.report.numbers import (
     count_text,
     error_text,
@@ -19,7 +18,6 @@ from lpconv.report.numbers import (
     size_text,
     sqnr_text,
 )
-from lpconv.report.words import method_name
 
 __all__ = ["Tile", "breakable", "environment"]
 
@@ -49,10 +47,8 @@ def environment() -> jinja2.Environment:
     made.filters |= {
         "breakable": breakable,
         "count": count_text,
-        "elements": num_elements,
         "error": error_text,
         "lower_first": lambda text: text[:1].lower() + text[1:],
-        "method": method_name,
         "number": number_text,
         "percent": lambda share: share_text(share, 1),
         "power": _power,

@@ -4,18 +4,14 @@ The template draws the plots, not matplotlib, for three reasons: their colours f
 every mark carries its tensor's name and figures, and equal results give equal bytes.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
-
-from lpconv.report.grouping import modules_of
-from lpconv.results import TensorRecord
 
 __all__ = [
     "CHARACTER",
     "NUM_SHAPES",
     "Axis",
     "Band",
+    "FormatRange",
     "LegendEntry",
     "Mark",
     "Plot",
@@ -24,16 +20,21 @@ __all__ = [
     "dash_path",
     "mark_path",
     "mark_radius",
-    "module_dividers",
-    "module_ticks",
 ]
 
 _WIDTH, _HEIGHT = 1000.0, 380.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58.0, 986.0, 14.0, 330.0
-# Widths of a label's character and of the gap that keeps labels apart, in page units.
-CHARACTER = 7.0
-_LABEL_GAP = 10.0
+CHARACTER = 7.0  # the width of one in a label, in page units
 NUM_SHAPES = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class FormatRange:
+    """What a number format can hold: its largest, smallest normal and smallest positive number."""
+
+    max: float
+    min_normal: float
+    min_subnormal: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,35 +137,3 @@ def mark_path(series: int, x: float, y: float, r: float) -> str:
 def dash_path(x: float, y: float, r: float) -> str:
     """The path of a short horizontal line."""
     return f"M{x - r:.1f} {y:.1f}h{2 * r:.1f}"
-
-
-def module_ticks(tensors: Sequence[TensorRecord]) -> tuple[Tick, ...]:
-    """A label in the middle of each module's columns: layer numbers first, then the names that still find room."""
-    ticks: list[Tick] = []
-    taken: list[tuple[float, float]] = []
-    for module, first, last in sorted(_module_columns(tensors), key=lambda m: not _is_number(m[0])):
-        label = module.rpartition(".")[2]
-        half = len(label) * CHARACTER / 2
-        centre = column_x((first + last) / 2, len(tensors))
-        centre = min(max(centre, _LEFT + half), _RIGHT - half)
-        if all(centre + half + _LABEL_GAP <= start or centre - half - _LABEL_GAP >= end for start, end in taken):
-            ticks.append(Tick(position=round(centre, 1), label=label))
-            taken.append((centre - half, centre + half))
-    return tuple(ticks)
-
-
-def _is_number(module: str) -> bool:
-    return module.rpartition(".")[2].isdecimal()
-
-
-def module_dividers(tensors: Sequence[TensorRecord]) -> tuple[float, ...]:
-    """The places between neighbouring modules."""
-    return tuple(column_x(first, len(tensors)) for _, first, _ in _module_columns(tensors) if first > 0)
-
-
-def _module_columns(tensors: Sequence[TensorRecord]) -> list[tuple[str, int, int]]:
-    """Each run of tensors of one module: its name, its first column and the one after its last."""
-    modules = modules_of([t.name for t in tensors])
-    runs = groupby(range(len(tensors)), key=lambda i: modules[tensors[i].name])
-    places = [(module, list(columns)) for module, columns in runs]
-    return [(module, columns[0], columns[-1] + 1) for module, columns in places]

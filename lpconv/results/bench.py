@@ -41,6 +41,7 @@ class TimingRecord:
 
     num_samples: int
     num_rounds: int
+    num_launches: int = 1
     clock: str
     median_s: float
     p10_s: float
@@ -69,12 +70,13 @@ class MemoryParts:
 class MemoryRecord:
     """Memory of one step. `peak_bytes` is the most that tensors took up at once.
 
-    `saved_bytes` is what the forward pass keeps for the backward pass, `reserved_bytes` what CUDA's allocator holds
-    (None on a CPU), `process_bytes` the resident process, or its GPU memory, at its peak.
+    `saved_bytes` is what the forward pass keeps for the backward pass (None of CUDA graphs, which hide it),
+    `reserved_bytes` what CUDA's allocator holds (None on a CPU), `process_bytes` the resident process, or its GPU
+    memory, at its peak.
     """
 
     peak_bytes: int
-    saved_bytes: int
+    saved_bytes: int | None
     reserved_bytes: int | None
     process_bytes: int
     parts: MemoryParts
@@ -151,7 +153,10 @@ class BenchRow:
 
     `status` is "ok", "skipped" (something is missing), "too large" (would not fit, see `estimate_bytes`) or "failed";
     `reason` says why where it is not ok. `emulated` says that the format is decoded to a wider one before products.
-    `recompiles` are those after the warm-up. `baseline` names what `ratio` is relative to.
+    `recompiles` are those after the warm-up. `baseline` names what `ratio` is relative to, and `baseline_median_s` is
+    the median time of its step while this row was measured. With several `processes`,
+    `parallel` says how they work together; `batch` and memory are those of one, times those of the slowest, and
+    `tokens_per_s` is of all.
     """
 
     model: str
@@ -169,12 +174,15 @@ class BenchRow:
     baseline: str
     is_baseline: bool
     status: str
+    processes: int = 1
+    parallel: str | None = None
     reason: str | None = None
     ratio: RatioRecord | None = None
     tokens_per_s: float | None = None
     peak_memory: int | None = None
     estimate_bytes: int | None = None
     timing: TimingRecord | None = None
+    baseline_median_s: float | None = None
     memory: MemoryRecord | None = None
     numerics: NumericsRecord | None = None
     energy: EnergyRecord | None = None
@@ -193,10 +201,17 @@ class BenchRow:
         return " ".join(p for p in parts if p)
 
     @property
+    def place(self) -> str:
+        """Mode and sizes: train, 4 x 128, 2 processes (ddp)."""
+        together = f", {self.processes} processes ({self.parallel})" if self.parallel else ""
+        return f"{self.mode}, {self.batch} x {self.seq}{together}"
+
+    @property
     def key(self) -> tuple[str, ...]:
         """What tells rows of two documents apart: everything that was asked for."""
         shape = (self.model, str(self.layers), self.mode, str(self.batch), str(self.seq), self.compiled)
-        return (*shape, self.format, self.method, self.optimizer or "", self.device, self.baseline)
+        together = (str(self.processes), self.parallel or "")
+        return (*shape, self.format, self.method, self.optimizer or "", self.device, self.baseline, *together)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,10 +225,13 @@ class VerdictRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchChange:
-    """One row against the same row of an older document: both ratios, and whether the intervals lie apart."""
+    """One row against the same row of an older document: both ratios, and whether the intervals lie apart.
+
+    `before` is None where the older document has no such row.
+    """
 
     name: str
-    before: RatioRecord
+    before: RatioRecord | None
     after: RatioRecord
     change: str
 

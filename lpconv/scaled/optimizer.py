@@ -115,15 +115,13 @@ class AdamW(torch.optim.Optimizer):
             (parameter.data_part, parameter.scale) if isinstance(parameter, ScaledTensor) else (parameter.detach(), 1.0)
         )
         target = self._master(state, data, scale)
-        beta1, beta2 = group["betas"]
-        state["step"] = step = state.get("step", 0) + 1
-        grad = gradient.dequantize() if isinstance(gradient, ScaledTensor) else gradient.float()
-        first = self._load(state, "exp_avg", grad).lerp_(grad, 1 - beta1)
-        second = self._load(state, "exp_avg_sq", grad).mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        denominator = (second.sqrt() / math.sqrt(1 - beta2**step)).add_(group["eps"])
-        step_size = group["lr"] / (1 - beta1**step)
-        target.mul_(1 - group["lr"] * group["weight_decay"])
-        target.addcdiv_(first, times(denominator, scale), value=-step_size)
+        grad, grad_scale = (
+            (gradient.data_part, gradient.scale) if isinstance(gradient, ScaledTensor) else (gradient.detach(), 1.0)
+        )
+        state["step"] = state.get("step", 0) + 1
+        first, second = self._load(state, "exp_avg", target), self._load(state, "exp_avg_sq", target)
+        for x, g, m, v in _blocks(target, grad, first, second):
+            _update_block(x, times(g.float(), grad_scale), m, v, scale, group, state["step"])
         self._store(state, "exp_avg", first)
         self._store(state, "exp_avg_sq", second)
         if target is not data:
@@ -163,4 +161,24 @@ class AdamW(torch.optim.Optimizer):
         state[name] = data.to(self.state_dtype)
 
 
+def _update_block(
+    target: Tensor, grad: Tensor, first: Tensor, second: Tensor, scale: Scale, group: dict[str, Any], step: int
+) -> None:
+    """One AdamW step in place on fp32 data at `scale`, from the gradient of the value."""
+    beta1, beta2 = group["betas"]
+    first.lerp_(grad, 1 - beta1)
+    second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    denominator = second.sqrt().div_(math.sqrt(1 - beta2**step)).add_(group["eps"])
+    target.mul_(1 - group["lr"] * group["weight_decay"])
+    target.addcdiv_(first, times(denominator, scale), value=-group["lr"] / (1 - beta1**step))
+
+
+def _blocks(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
+    """Views of all tensors, block by block where they are contiguous; what a step makes in between stays in cache."""
+    if not all(t.is_contiguous() for t in tensors):
+        return [tensors]
+    return zip(*(torch.split(t.view(-1), _BLOCK) for t in tensors), strict=True)
+
+
+_BLOCK = 2**16  # elements
 _FORMATS = {torch.float16: "fp16", torch.bfloat16: "bf16"}

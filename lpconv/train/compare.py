@@ -4,11 +4,9 @@ import statistics
 from collections.abc import Sequence
 
 from lpconv.results import GapRecord, RunRecord
+from lpconv.student import t_quantile
 
 __all__ = ["gaps"]
-
-# Student's t, two-sided 95 %, by degrees of freedom; the last serves for more, a little wide.
-_T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 
 
 def gaps(runs: Sequence[RunRecord]) -> tuple[GapRecord, ...]:
@@ -34,6 +32,6 @@ def _gap(metric: str, pairs: Sequence[tuple[float, float]]) -> GapRecord:
         run=statistics.fmean(run for run, _ in pairs),
         twin=statistics.fmean(twin for _, twin in pairs),
         gap=statistics.fmean(differences),
-        half_width=None if spread is None else _T[min(count - 1, max(_T))] * spread / count**0.5,
+        half_width=None if spread is None else t_quantile(count - 1) * spread / count**0.5,
         noise=statistics.stdev(twin for _, twin in pairs) if count > 1 else None,
     )

@@ -20,10 +20,10 @@ def test_the_parts_are_those_alive_at_the_peak() -> None:
     ]  # fmt: skip
     allocations = [Allocation(time_ns=t, address=a, size=s) for t, a, s in events]
 
-    found = parts_at_peak(allocations, 4, {40}, weights=100, optimizer=7)
+    found = parts_at_peak(allocations, 4, {40: 200, 50: 30}, weights=100, optimizer=7)
 
-    assert found.peak_bytes == 107 + 500 + 400 + 200
-    assert (found.parts.activations, found.parts.gradients, found.parts.other) == (500, 200, 400)
+    assert found.peak_bytes == 107 + 500 + 400 + 200 + 30
+    assert (found.parts.activations, found.parts.gradients, found.parts.other) == (500, 230, 400)
     assert found.parts.total == found.peak_bytes
     assert found.saved_bytes == 500
 

@@ -10,10 +10,10 @@ from bench_records import CPU_PEAKS, GEMMS, result, row
 from rich.console import Console
 
 from lpconv.bench.verdict import verdict
-from lpconv.report.bench_html import html_bench
-from lpconv.report.bench_plot import memory_plot, speed_plot
-from lpconv.report.bench_terminal import render_bench
-from lpconv.report.bench_text import bench_csv, bench_jsonl, bench_markdown
+from lpconv.report.bench.html import html_bench
+from lpconv.report.bench.plot import memory_plot, speed_plot
+from lpconv.report.bench.terminal import render_bench
+from lpconv.report.bench.text import bench_csv, bench_jsonl, bench_markdown
 from lpconv.results import BenchResult, BenchRow, from_json, to_json
 
 ROWS = (row("plain"), row("unit"), row("te", status="skipped", reason="<b>not</b> installed", ratio=(1, 1, 1)))
@@ -39,6 +39,17 @@ def test_the_terminal_shows_rows_memory_linears_and_the_verdict() -> None:
 
     for words in ("1.30 [1.20, 1.40]", "weights 10 %", "14336", "emulated here", "<b>not</b> installed", "1.00 kB"):
         assert words in text
+
+
+def test_rows_without_figures_share_a_reason_and_do_not_name_the_device() -> None:
+    lost = [row(m, status="too large", reason="no room", timing=None, device="cpu") for m in ("te", "mx")]
+    console = Console(width=140, file=io.StringIO(), record=True)
+
+    console.print(render_bench(result(*lost, row("plain"))))
+
+    text = console.export_text()
+    assert "fp8 te; fp8 mx: too large, no room" in text
+    assert re.search(r"Device +GPU", text)
 
 
 def test_the_page_has_plots_and_no_markup_from_outside() -> None:
@@ -74,4 +85,4 @@ def test_csv_json_lines_and_markdown_hold_every_row() -> None:
     assert float(table[1]["ratio_low"]) == lines[1]["ratio"]["low"] == 1.2
     assert table[2]["reason"] == "<b>not</b> installed"
     assert "| fp8 unit | train | 2 x 4096 |" in markdown
-    assert "**llama-8b, train, batch 2 x 4096**" in markdown
+    assert "**llama-8b, train, 2 x 4096**" in markdown

@@ -35,16 +35,23 @@ def test_baseline_and_variant_take_turns_and_swap_who_begins() -> None:
     base, variant = interleave(Recorded("A", 0.2, log), Recorded("B", 0.1, log), effort())
 
     assert "".join(log) == "ABBAABBA"
-    assert ratio_of(base, variant).value == pytest.approx(2)
-    assert timing_of(variant, "cpu").num_samples == 12
+    assert ratio_of([(base, variant)]).value == pytest.approx(2)
+    assert timing_of([variant], "cpu").num_samples == 12
+
+
+def test_launches_share_the_effort() -> None:
+    whole = Effort(min_iterations=30, min_seconds=2, rounds=12, launches=3)
+
+    assert whole.of_a_launch() == Effort(min_iterations=10, min_seconds=2 / 3, rounds=4, launches=1)
+    assert timing_of([interleave(Recorded("A", 0.1, []), None, whole.of_a_launch())[0]] * 3, "cpu").num_rounds == 12
 
 
 def test_p99_needs_a_hundred_samples() -> None:
     few, _ = interleave(Recorded("A", 0.1, []), None, effort(iterations=99, rounds=1))
     many, _ = interleave(Recorded("A", 0.1, []), None, effort(iterations=100, rounds=1))
 
-    assert timing_of(few, "cpu").p99_s is None
-    assert timing_of(many, "cpu").p99_s == 0.1
+    assert timing_of([few], "cpu").p99_s is None
+    assert timing_of([many], "cpu").p99_s == 0.1
 
 
 def test_a_recompile_after_the_warm_up_ends_the_measurement() -> None:

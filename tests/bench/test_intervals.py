@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from lpconv.bench.intervals import bootstrap_ratio, quantile
+from lpconv.bench.intervals import bootstrap_ratio, quantile, ratio_over_launches
 from lpconv.errors import UsageError
 
 
@@ -56,3 +56,32 @@ def test_quantiles_interpolate_and_need_a_sample() -> None:
     assert [quantile([3.0, 1.0, 2.0], share) for share in (0, 0.25, 0.5, 1)] == [1, 1.5, 2, 3]
     with pytest.raises(UsageError):
         quantile([], 0.5)
+
+
+def launches(rng: random.Random, number: int) -> list[tuple[list[float], list[float]]]:
+    """Each launch of a process has a speed of its own, 2 % up or down; rounds differ by 0.5 %."""
+
+    def rounds() -> list[float]:
+        speed = rng.lognormvariate(0, 0.02)
+        return [speed * rng.lognormvariate(0, 0.005) for _ in range(4)]
+
+    return [(rounds(), rounds()) for _ in range(number)]
+
+
+def test_launches_show_what_rounds_of_one_process_cannot() -> None:
+    rng = random.Random(3)
+    trials = [launches(rng, 3) for _ in range(200)]
+
+    of_one = [ratio_over_launches(t[:1]) for t in trials]
+    of_three = [ratio_over_launches(t) for t in trials]
+
+    assert sum(r.low <= 1 <= r.high for r in of_one) / 200 < 0.6
+    assert sum(r.low <= 1 <= r.high for r in of_three) / 200 > 0.95 - 3 * (0.95 * 0.05 / 200) ** 0.5
+
+
+def test_launches_average_to_the_ratio() -> None:
+    ratio = ratio_over_launches([([2.0], [1.0]), ([8.0], [1.0])])
+
+    assert ratio.value == pytest.approx(4)
+    assert ratio.low < 2
+    assert ratio.high > 8

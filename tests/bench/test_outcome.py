@@ -62,13 +62,21 @@ def test_only_an_interval_that_lies_below_the_old_one_is_a_regression(
 
     changes = compare(rows, old)
 
-    assert [c.change for c in changes] == [change]  # mx is not in the old document
+    assert [c.change for c in changes] == [change, "not in the older document"]  # which has no mx
     error = problem(dataclasses.replace(result(*rows), changes=changes))
     assert (error and error.exit_code) == code
 
 
-def test_rows_of_another_size_are_not_compared() -> None:
-    assert compare([row("unit", batch=4)], result(row("unit"))) == ()
+@pytest.mark.parametrize("changes", [{"batch": 4}, {"processes": 2, "parallel": "ddp"}])
+def test_rows_of_another_size_or_number_of_processes_are_not_compared(changes: dict[str, object]) -> None:
+    rows = [row("unit", **changes)]
+
+    found = compare(rows, result(row("unit")))
+
+    assert [(c.before, c.change) for c in found] == [(None, "not in the older document")]
+    error = problem(dataclasses.replace(result(*rows), changes=found))
+    assert error is not None
+    assert "nothing was compared" in error.message
 
 
 @pytest.mark.parametrize(("status", "code"), [("failed", 5), ("too large", 7), ("skipped", 4)])

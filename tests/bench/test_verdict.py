@@ -103,6 +103,25 @@ def test_a_gpu_that_others_used_or_that_was_throttled_is_told() -> None:
     assert "throttled (power cap)" in found.sentences[-1]
 
 
+def test_intervals_of_few_rounds_are_not_to_be_trusted() -> None:
+    once, often = row("unit"), row("unit")
+    assert once.timing is not None
+    once = dataclasses.replace(once, timing=dataclasses.replace(once.timing, num_rounds=1))
+
+    texts = [" ".join(v.sentences) for r in (once, often) if (v := verdict([row("plain"), r], GEMMS, GPU_PEAKS))]
+
+    assert ["come from 1 round;" in text for text in texts] == [True, False]
+
+
+@pytest.mark.parametrize(("seconds", "told"), [(0.104, False), (0.2, True), (0.05, True)])
+def test_a_baseline_that_did_not_keep_its_pace_is_told(seconds: float, told: bool) -> None:
+    found = verdict([row("plain"), row("unit", baseline_median_s=seconds)], GEMMS, GPU_PEAKS)
+
+    assert found is not None
+    words = f"While fp8 unit was measured, bf16 took {seconds / 0.1:.2f} times as long"
+    assert any(words in s for s in found.sentences) == told
+
+
 def test_a_peak_below_what_the_step_needed_splits_nothing() -> None:
     busy = dataclasses.replace(CPU_PEAKS, bf16_flops=1e9)
 

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from bench_in_process import without_processes
 
 from benchmarks import gpu
 
@@ -33,6 +34,7 @@ def test_a_check_that_raises_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_dry_run_writes_both_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output = tmp_path / "dry"
+    without_processes(monkeypatch)
     monkeypatch.setattr(gpu, "run_checks", lambda device: iter([gpu.Check(name="one", passed=True, detail="fine")]))
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--dry-run", "-o", str(output)])
 

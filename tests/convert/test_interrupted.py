@@ -72,7 +72,7 @@ def die_at_call(number: int) -> None:
 def server() -> Iterator[ForkServerContext]:
     """A process that has imported lpconv, and forks."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, "lpconv.cli.progress", "lpconv.report.terminal"])
+    context.set_forkserver_preload([__name__, "lpconv.cli.progress", "lpconv.report.convert.terminal"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(
             "PYTHONPATH", os.pathsep.join(["tests", str(Path(__file__).parent), cli_environment()["PYTHONPATH"]])

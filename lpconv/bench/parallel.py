@@ -1,0 +1,73 @@
+"""Several processes that take every step together, by torch's own DistributedDataParallel or FSDP2."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lpconv.bench.cases import Case
+from lpconv.bench.models import blocks_of, step_loss
+from lpconv.errors import UnsupportedError
+
+__all__ = ["check_parallel", "join", "most", "spread"]
+
+
+def check_parallel(case: Case) -> None:
+    """Raise UnsupportedError where the case's gradients cannot be averaged over processes."""
+    if case.processes > 1 and case.mode == "train" and case.method == "scalify":
+        raise UnsupportedError(
+            "torch averages plain gradients over processes, and those of scaled tensors are none",
+            hint="measure scalify in one process",
+        )
+
+
+def join(case: Case, rank: int, meeting: str) -> None:
+    """Meet the other processes of the case at the file `meeting`; nothing for one process."""
+    if case.processes == 1:
+        return
+    # gloo for what the processes agree on, also where NCCL moves the gradients.
+    backend = "gloo" if case.device == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=case.processes)
+
+
+def most(number: int) -> int:
+    """The largest `number` of all processes, which wait for each other to know it."""
+    if not dist.is_initialized():
+        return number
+    found = torch.tensor(number)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return int(found)
+
+
+def spread(model: nn.Module, case: Case, batch: dict[str, Tensor]) -> nn.Module:
+    """`model`, training in step with those of the other processes.
+
+    It stays as it is for one process, and for inference, where copies have nothing to tell each other.
+    """
+    if case.processes == 1 or case.mode == "infer":
+        return model
+    if case.parallel == "fsdp2":
+        return _sharded(model, case)
+    _freeze_unused(model, batch)
+    # Buffers are scales, constant or from the process's own history; DDP would copy the first one's every time.
+    return DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
+
+
+def _sharded(model: nn.Module, case: Case) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh  # a second to import
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(torch.device(case.device).type, (case.processes,))
+    for block in blocks_of(model):
+        if block is not model:
+            fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def _freeze_unused(model: nn.Module, batch: dict[str, Tensor]) -> None:
+    """DDP waits for the gradient of every parameter; what the loss does not read, such as a pooler, gets none."""
+    step_loss(model, batch).backward()  # type: ignore[no-untyped-call]
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.grad is not None)
+    model.zero_grad(set_to_none=True)

@@ -1,0 +1,118 @@
+"""A bench on the terminal: rows, memory by part, what the GPU said, Linears by shape, and the verdict last.
+
+Import this module lazily: it loads rich.
+"""
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from lpconv.report.bench.text import (
+    COLUMNS,
+    energy_text,
+    gemm_text,
+    labels,
+    memory_text,
+    peaks_text,
+    processes_text,
+    ratio_text,
+    reasons,
+)
+from lpconv.report.layout import Name, facts_grid, heading, note_list, section, table_of
+from lpconv.report.numbers import MISSING, number_text, size_text
+from lpconv.report.printable import printable_record
+from lpconv.results import BenchResult, VerdictRecord
+
+__all__ = ["render_bench"]
+
+# Columns that say something only where rows differ in them.
+_PREDICTED = ("fp8 gain", "Break-even")
+_OPTIONAL = ("Mode", "Batch", "Compiled", "Grad. err.", "Saved")
+
+
+def render_bench(result: BenchResult) -> RenderableType:
+    """Everything that was measured, and what it means."""
+    result = printable_record(result)
+    parts: list[RenderableType] = [*_head(result), _rows(result), *_reasons(result), *_memory(result), *_gpu(result)]
+    for verdict in result.verdicts:
+        parts += _verdict(verdict)
+    return Group(*parts, *_changes(result), *_gates(result), *note_list("Notes", result.notes))
+
+
+def _head(result: BenchResult) -> tuple[RenderableType, ...]:
+    if not result.rows:
+        return heading("No row was measured.")
+    first = next((r for r in result.rows if r.timing is not None), result.rows[0])
+    weights = f", {first.weights} weights" if first.weights else ""
+    facts = {
+        "Device": first.device,
+        "Model": f"{first.model}, {first.layers} layers{weights}" if first.layers else first.model,
+        "Baseline": ", ".join(dict.fromkeys(r.baseline for r in result.rows)),
+    }
+    if first.parallel is not None:
+        facts["Processes"] = processes_text(first)
+    if result.peaks is not None:
+        facts["Measured peaks"] = peaks_text(result.peaks)
+    return (*heading("lpconv bench" + (" (interrupted)" if result.interrupted else "")), facts_grid(facts), Text())
+
+
+def _rows(result: BenchResult) -> RenderableType:
+    cells = {name: [cell(r) for r in result.rows] for name, cell in COLUMNS.items()}
+    shown = [name for name in COLUMNS if name not in _OPTIONAL or len(set(cells[name])) > 1]
+    table = table_of(*shown)
+    for i in range(len(result.rows)):
+        table.add_row(*(Text(cells[name][i]) for name in shown))
+    return table
+
+
+def _reasons(result: BenchResult) -> tuple[RenderableType, ...]:
+    return note_list("Not measured", reasons(result.rows))
+
+
+def _memory(result: BenchResult) -> tuple[RenderableType, ...]:
+    table = table_of("Configuration", "Peak", "<By part")
+    for label, r in zip(labels(result.rows), result.rows, strict=True):
+        if r.memory is not None:
+            table.add_row(Text(label), Text(size_text(r.memory.peak_bytes)), Text(memory_text(r)))
+    return section("Memory of tensors at the peak of a step", table)
+
+
+def _gpu(result: BenchResult) -> tuple[RenderableType, ...]:
+    watched = [r for r in result.rows if r.gpu is not None]
+    if not watched:
+        return section("Energy", Text("not available: there is no GPU, or nvidia-ml-py is not installed"))
+    table = table_of("Configuration", "Energy/step", "SM MHz", "W", "Limit W", "<Throttled by", "<Other processes")
+    for label, r in zip(labels(watched), watched, strict=True):
+        assert r.gpu is not None
+        numbers = (r.gpu.sm_clock_mhz, r.gpu.power_w, r.gpu.power_limit_w)
+        others = ", ".join(map(str, r.gpu.foreign_processes))
+        cells = [label, energy_text(r), *map(number_text, numbers), ", ".join(r.gpu.throttle_reasons), others]
+        table.add_row(*map(Text, cells))
+    return section("Energy and clocks", table)
+
+
+def _verdict(verdict: VerdictRecord) -> tuple[RenderableType, ...]:
+    predicted = any(g.gain is not None for g in verdict.gemms)
+    table = table_of("Linear", "Count", "N", "K", "Tokens", "GFLOP", "<Bound by", *_PREDICTED[: 2 * predicted])
+    for g in verdict.gemms:
+        even = MISSING if g.break_even_tokens is None else f"{g.break_even_tokens:,}"
+        cells = [str(g.count), str(g.n), str(g.k), str(g.m), f"{g.flops / 1e9:.3g}", g.bound]
+        cells += [gemm_text(g.gain), even] if predicted else []
+        table.add_row(Name(name=g.names[0]), *map(Text, cells))
+    return (
+        *section(f"Linears by shape: {verdict.title}", table),
+        *note_list("Verdict", verdict.sentences),
+    )
+
+
+def _changes(result: BenchResult) -> tuple[RenderableType, ...]:
+    if not result.changes:
+        return ()
+    table = table_of("Configuration", "Before", "Now", "<Change")
+    for c in result.changes:
+        table.add_row(Text(c.name), Text(ratio_text(c.before)), Text(ratio_text(c.after)), Text(c.change))
+    return section("Speed-up against the older document", table)
+
+
+def _gates(result: BenchResult) -> tuple[RenderableType, ...]:
+    notes = [f"{g.expression}: {'passed' if g.passed else 'failed'} with {number_text(g.value)}" for g in result.gates]
+    return note_list("Gates", notes)

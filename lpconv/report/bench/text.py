@@ -1,0 +1,172 @@
+"""A bench's rows as CSV, JSON lines and Markdown, and the words that all its reports share."""
+
+import csv
+import io
+import json
+from collections.abc import Callable, Sequence
+
+from lpconv.report.numbers import MISSING, number_text, share_text, size_text
+from lpconv.results import BenchResult, BenchRow, PeakRecord, RatioRecord, to_json
+
+__all__ = [
+    "COLUMNS",
+    "bench_csv",
+    "bench_jsonl",
+    "bench_markdown",
+    "energy_text",
+    "gemm_text",
+    "labels",
+    "memory_text",
+    "peaks_text",
+    "processes_text",
+    "ratio_text",
+    "reasons",
+]
+
+
+def ratio_text(ratio: RatioRecord | None) -> str:
+    """1.23 [1.20, 1.26]."""
+    return MISSING if ratio is None else f"{ratio.value:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
+
+
+def gemm_text(gain: float | None) -> str:
+    """A predicted gain; a dash where nothing is predicted."""
+    return MISSING if gain is None else f"{gain:.2f}"
+
+
+def processes_text(row: BenchRow) -> str:
+    """2, ddp: what is one process's and what is of all."""
+    return f"{row.processes}, {row.parallel}; batch and memory are those of one, tokens/s of all"
+
+
+def peaks_text(peaks: PeakRecord) -> str:
+    """Rates of products and copies."""
+    rates = {"bf16": peaks.bf16_flops, "fp32": peaks.fp32_flops, "fp8": peaks.fp8_flops}
+    flops = [f"{name} {number_text(rate / 1e12)} TFLOP/s" for name, rate in rates.items() if rate is not None]
+    return ", ".join([*flops, f"copies {peaks.bytes_per_s / 1e9:.1f} GB/s"])
+
+
+def labels(rows: Sequence[BenchRow]) -> list[str]:
+    """What to call each row: its name, with mode and sizes where rows differ in them."""
+    alike = len({r.place for r in rows}) == 1
+    return [r.name if alike else f"{r.name}, {r.place}" for r in rows]
+
+
+def reasons(rows: Sequence[BenchRow]) -> list[str]:
+    """Why rows have no figures, rows of one reason together."""
+    found: dict[str, list[str]] = {}
+    for label, r in zip(labels(rows), rows, strict=True):
+        if r.reason:
+            found.setdefault(f"{r.status}, {r.reason}", []).append(label)
+    return [f"{'; '.join(names)}: {reason}" for reason, names in found.items()]
+
+
+def _step_text(seconds: float) -> str:
+    """A time with three significant digits: 430 µs, 19.2 ms, 1.25 s."""
+    unit, scale = next((u for u in (("s", 1.0), ("ms", 1e3)) if seconds * u[1] >= 0.9995), ("µs", 1e6))
+    return f"{number_text(seconds * scale)} {unit}"
+
+
+def _error_text(error: float | None) -> str:
+    return MISSING if error is None else share_text(error, 1)
+
+
+def energy_text(row: BenchRow) -> str:
+    """Joules per step, or why there are none."""
+    if row.energy is None or row.energy.joules_per_step is None:
+        return "not available"
+    return f"{row.energy.joules_per_step:.3g} J"
+
+
+def memory_text(row: BenchRow) -> str:
+    """The parts of the peak in per cent."""
+    if row.memory is None:
+        return MISSING
+    parts, whole = row.memory.parts, row.memory.parts.total
+    named = {
+        "weights": parts.weights,
+        "gradients": parts.gradients,
+        "optimizer": parts.optimizer,
+        "activations": parts.activations,
+        "other": parts.other,
+    }
+    return ", ".join(f"{name} {share_text(size, whole)}" for name, size in named.items() if size)
+
+
+# Heading and cell of each column of a table.
+COLUMNS: dict[str, Callable[[BenchRow], str]] = {
+    "Configuration": lambda r: r.name,
+    "Mode": lambda r: r.mode,
+    "Batch": lambda r: f"{r.batch} x {r.seq}",
+    "Compiled": lambda r: r.compiled,
+    "Step": lambda r: _step_text(r.timing.median_s) if r.timing else r.status,
+    "Tokens/s": lambda r: f"{r.tokens_per_s:,.0f}" if r.tokens_per_s else MISSING,
+    "Speed-up": lambda r: "baseline" if r.is_baseline else ratio_text(r.ratio),
+    "Peak": lambda r: size_text(r.peak_memory),
+    "Saved": lambda r: size_text(r.memory.saved_bytes if r.memory and r.mode == "train" else None),
+    "Output err.": lambda r: _error_text(r.numerics.output_error if r.numerics else None),
+    "Grad. err.": lambda r: _error_text(r.numerics.gradient_error if r.numerics else None),
+    "Emulated": lambda r: ("yes" if r.emulated else "no") if r.status == "ok" else MISSING,
+}
+
+
+def bench_markdown(result: BenchResult) -> str:
+    """A table of the rows, the reasons of those that are missing figures, and the verdict."""
+    lines = [f"`{result.command}`", ""] if result.command else []
+    lines += ["| " + " | ".join(COLUMNS) + " |", "|---|" + "---|" * (len(COLUMNS) - 1)]
+    lines += ["| " + " | ".join(cell(r) for cell in COLUMNS.values()) + " |" for r in result.rows]
+    lines += [
+        "",
+        *(f"- {reason}" for reason in reasons(result.rows)),
+    ]
+    for verdict in result.verdicts:
+        lines += ["", f"**{verdict.title}**", "", *(f"- {s}" for s in verdict.sentences)]
+    return "\n".join(lines) + "\n"
+
+
+def bench_jsonl(result: BenchResult) -> str:
+    """One row of JSON a line."""
+    return "".join(json.dumps(to_json(r), allow_nan=False) + "\n" for r in result.rows)
+
+
+def bench_csv(result: BenchResult) -> str:
+    """One row a line; figures unrounded, units in the headings."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(_CSV)
+    writer.writerows([cell(r) for cell in _CSV.values()] for r in result.rows)
+    return out.getvalue()
+
+
+_CSV: dict[str, Callable[[BenchRow], object]] = {
+    "model": lambda r: r.model,
+    "layers": lambda r: r.layers,
+    "format": lambda r: r.format,
+    "method": lambda r: r.method,
+    "optimizer": lambda r: r.optimizer,
+    "mode": lambda r: r.mode,
+    "batch": lambda r: r.batch,
+    "seq": lambda r: r.seq,
+    "processes": lambda r: r.processes,
+    "parallel": lambda r: r.parallel,
+    "device": lambda r: r.device,
+    "compiled": lambda r: r.compiled,
+    "baseline": lambda r: r.baseline,
+    "status": lambda r: r.status,
+    "emulated": lambda r: r.emulated,
+    "baseline_median_s": lambda r: r.baseline_median_s,
+    "median_s": lambda r: r.timing and r.timing.median_s,
+    "p10_s": lambda r: r.timing and r.timing.p10_s,
+    "p90_s": lambda r: r.timing and r.timing.p90_s,
+    "p99_s": lambda r: r.timing and r.timing.p99_s,
+    "tokens_per_s": lambda r: r.tokens_per_s,
+    "ratio": lambda r: r.ratio and r.ratio.value,
+    "ratio_low": lambda r: r.ratio and r.ratio.low,
+    "ratio_high": lambda r: r.ratio and r.ratio.high,
+    "peak_memory_bytes": lambda r: r.peak_memory,
+    "saved_bytes": lambda r: r.memory and r.memory.saved_bytes,
+    "output_error": lambda r: r.numerics and r.numerics.output_error,
+    "gradient_error": lambda r: r.numerics and r.numerics.gradient_error,
+    "joules_per_step": lambda r: r.energy and r.energy.joules_per_step,
+    "reason": lambda r: r.reason,
+}

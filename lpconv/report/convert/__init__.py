@@ -1,0 +1,1 @@
+"""What a conversion planned, did, verified and compares with, and what a checkpoint holds."""

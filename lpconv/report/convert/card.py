@@ -1,0 +1,214 @@
+"""The model card (README.md) of an output: what it is, how to open it, what was measured, how to go back.
+
+Every figure comes from the record. Names are escaped, since they come from files that anybody may have made.
+"""
+
+import math
+import re
+
+import yaml
+
+from lpconv.report.convert.compare import RUN_FIGURES, figures
+from lpconv.report.convert.grouping import converted, done_groups, worst_tensors
+from lpconv.report.convert.words import besides_rounding, checks, method_name, summary, verdict
+from lpconv.report.markdown import code_span, escaped, fence_for, table
+from lpconv.report.numbers import (
+    MISSING,
+    count_text,
+    error_text,
+    scale_text,
+    size_text,
+    sqnr_text,
+)
+from lpconv.report.printable import printable_record
+from lpconv.results import ConvertResult
+
+__all__ = ["model_card"]
+
+_TAGS = {"unit": "unit-scaling", "scalify": "scalify", "collage": "collage"}
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+# Ends of the class names in config.json's `architectures`, and the auto class that builds them.
+_AUTO_CLASSES = {
+    "ForCausalLM": "AutoModelForCausalLM",
+    "LMHeadModel": "AutoModelForCausalLM",
+    "ForMaskedLM": "AutoModelForMaskedLM",
+    "ForConditionalGeneration": "AutoModelForSeq2SeqLM",
+    "ForSequenceClassification": "AutoModelForSequenceClassification",
+    "ForTokenClassification": "AutoModelForTokenClassification",
+    "ForQuestionAnswering": "AutoModelForQuestionAnswering",
+}
+_WORST = 5
+
+
+def model_card(result: ConvertResult) -> str:
+    """The card as Markdown with a YAML front matter, ending in one newline.
+
+    It has no time, memory or path in it: converting again gives the same bytes.
+    """
+    result = printable_record(result)
+    title = f"{result.source.name}: {method_name(result.method)}, {result.format}"
+    sections = (
+        _front_matter(result),
+        f"# {escaped(title)}\n\n{escaped(summary(result))}",
+        _how_to_open(result),
+        _measured(result),
+        _tensors(result),
+        _verification(result),
+        _going_back(result),
+        _provenance(result),
+    )
+    return "\n\n".join(sections) + "\n"
+
+
+def _front_matter(result: ConvertResult) -> str:
+    methods = [_TAGS.get(part, part) for part in result.method.split("+")]
+    facts: dict[str, object] = {"library_name": "lpconv"}
+    if _is_hub_id(result):
+        facts |= {"base_model": result.source.resolved, "base_model_relation": "quantized"}
+    facts["tags"] = ["lpconv", *methods, result.format, "low-precision"]
+    return f"---\n{yaml.safe_dump(facts, sort_keys=False, width=10_000).strip()}\n---"
+
+
+def _is_hub_id(result: ConvertResult) -> bool:
+    """A directory may look like a hub id; a record of a hub download carries a revision."""
+    return result.source.revision is not None and _HUB_ID.fullmatch(result.source.resolved) is not None
+
+
+def _how_to_open(result: ConvertResult) -> str:
+    if result.options.get("layout") == "compressed-tensors":
+        return _open_compressed(result)
+    return _open_collage(result) if result.method == "collage" else _open_codes(result)
+
+
+def _open_codes(result: ConvertResult) -> str:
+    auto = _auto_class(result)
+    return f"""## How to open it
+
+```python
+import lpconv.hf  # registers the format with transformers
+from transformers import {auto}
+
+model = {auto}.from_pretrained("PATH")
+```
+
+The loader module in this directory registers it too, for code that cannot import lpconv.hf first:
+`{auto}.from_pretrained("PATH", trust_remote_code=True)`.
+
+Plain transformers refuses these weights on purpose. The codes mean nothing without their scales, so they are stored
+with one more axis than the model's weights have, and loading them without lpconv stops with a size mismatch."""
+
+
+def _open_compressed(result: ConvertResult) -> str:
+    auto = _auto_class(result)
+    return f"""## How to open it
+
+This directory has the layout of the compressed-tensors package (float-quantized, one scale per tensor). transformers
+opens it with `pip install compressed-tensors`, and needs no lpconv:
+
+```python
+from transformers import {auto}
+
+model = {auto}.from_pretrained("PATH")
+```"""
+
+
+def _open_collage(result: ConvertResult) -> str:
+    auto = _auto_class(result)
+    return f"""## How to open it
+
+This directory is an ordinary {result.format} checkpoint: plain transformers and any other tool can open it.
+
+```python
+from transformers import {auto}
+
+model = {auto}.from_pretrained("PATH")
+```
+
+What {result.format} rounded away is kept beside it, under `collage/`. With lpconv the residual comes back:
+
+```python
+import lpconv
+
+model = lpconv.load("PATH")
+```"""
+
+
+def _auto_class(result: ConvertResult) -> str:
+    name = result.architecture or ""
+    return next((auto for end, auto in _AUTO_CLASSES.items() if name.endswith(end)), "AutoModel")
+
+
+def _measured(result: ConvertResult) -> str:
+    rows = [(f.label, escaped(f.values[0])) for f in figures([result]) if f.label not in RUN_FIGURES]
+    return f"## What was measured\n\n{table(('figure', 'value'), rows)}"
+
+
+def _tensors(result: ConvertResult) -> str:
+    groups = [
+        (
+            g.action,
+            count_text(g.num_tensors),
+            escaped(f"{g.source_dtype} → {g.format}" if g.action == "convert" else g.source_dtype),
+            size_text(g.bytes_in),
+            size_text(g.bytes_out),
+            escaped(g.reason),
+        )
+        for g in done_groups(result.tensors)
+    ]
+    text = f"## Tensors\n\n{table(('action', 'tensors', 'format', 'before', 'after', 'why'), groups)}"
+    worst = [
+        (
+            code_span(t.name),
+            escaped(t.format),
+            sqnr_text(t.sqnr_db),
+            error_text(t.max_rel_error),
+            scale_text(t.scale),
+            besides_rounding(t),
+        )
+        for t in worst_tensors(result.tensors, _WORST)
+    ]
+    if not worst:
+        return text
+    head = ("tensor", "format", "SQNR, dB", "max rel. error", "scale", "besides rounding")
+    return f"{text}\n\nThe tensors with the lowest signal-to-noise ratio:\n\n{table(head, worst)}"
+
+
+def _verification(result: ConvertResult) -> str:
+    v = result.verify
+    outcome = {True: "passed", False: "failed", None: "not run"}
+    lines = [f"- {escaped(c.name)}: {outcome[c.passed]}; {escaped(c.text)}" for c in checks(v)]
+    lines += [f"- problem: {escaped(p)}" for p in v.problems]
+    level = "" if verdict(v) == "not run" else f", level {escaped(v.level)}"
+    return "\n".join([f"## Verification: {verdict(v)}{level}", *([""] if lines else []), *lines])
+
+
+def _going_back(result: ConvertResult) -> str:
+    return f"""## How to get the original back
+
+```
+lpconv restore PATH -o ORIGINAL
+```
+
+writes a plain checkpoint again: kept tensors bit for bit, converted ones {_fidelity(result)}."""
+
+
+def _fidelity(result: ConvertResult) -> str:
+    changed = converted(result.tensors)
+    if any(t.sqnr_db is None for t in changed):
+        return "as near as the stored form holds them (not measured)"
+    if all(t.sqnr_db == math.inf for t in changed):
+        return "exactly, since none of them lost anything"
+    return "with the errors given above"
+
+
+def _provenance(result: ConvertResult) -> str:
+    source = result.source.resolved if _is_hub_id(result) else result.source.name
+    facts = [("source", code_span(source)), ("revision", code_span(result.source.revision or MISSING))]
+    facts += [(escaped(name), code_span(version)) for name, version in sorted(result.versions.items())]
+    text = f"## Provenance\n\n{table(('what', 'which'), facts)}"
+    if result.warnings:
+        text += "\n\nWarnings:\n\n" + "\n".join(f"- {escaped(w)}" for w in result.warnings)
+    if not result.command:
+        return text
+    fence = fence_for(result.command)
+    return f"{text}\n\nMade by ({method_name(result.method)}):\n\n{fence}\n{result.command}\n{fence}"

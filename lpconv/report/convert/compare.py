@@ -1,0 +1,102 @@
+"""Several runs as one table of figures, shared by the terminal and the HTML page."""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from lpconv.report.convert.grouping import converted, worst_tensors
+from lpconv.report.convert.words import verdict
+from lpconv.report.numbers import (
+    MISSING,
+    change_text,
+    count_text,
+    duration_text,
+    error_text,
+    rate_text,
+    size_text,
+    sqnr_text,
+)
+from lpconv.results import ConvertResult, LogitsCheck
+
+__all__ = ["RUN_FIGURES", "Figure", "figures", "run_names"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """One row of the comparison: a label and its value in each run."""
+
+    label: str
+    values: tuple[str, ...]
+
+
+# Rows that differ from run to run of the same conversion.
+RUN_FIGURES = frozenset({"time", "speed", "peak memory"})
+
+
+def run_names(results: Sequence[ConvertResult]) -> tuple[str, ...]:
+    """A short name for each run: its output's last path component, numbered where two share it."""
+    names = [PurePath(r.output).name or r.output for r in results]
+    return tuple(f"{n} ({i})" if names.count(n) > 1 else n for i, n in enumerate(names, start=1))
+
+
+def figures(results: Sequence[ConvertResult]) -> tuple[Figure, ...]:
+    """The figures of all runs, most telling first. Rows that no run has a value for are left out."""
+    rows = (Figure(label=label, values=tuple(value(r) for r in results)) for label, value in _FIGURES.items())
+    return tuple(row for row in rows if any(v != MISSING for v in row.values))
+
+
+def _median_sqnr(r: ConvertResult) -> float | None:
+    measured = [t.sqnr_db for t in converted(r.tensors) if t.sqnr_db is not None]
+    return statistics.median(measured) if measured else None
+
+
+def _min_sqnr(r: ConvertResult) -> float | None:
+    measured = [t.sqnr_db for t in converted(r.tensors) if t.sqnr_db is not None]
+    worst = worst_tensors(converted(r.tensors), 1)
+    return worst[0].sqnr_db if worst else min(measured, default=None)
+
+
+def _max_rel_error(r: ConvertResult) -> float | None:
+    return max((t.max_rel_error for t in converted(r.tensors) if t.max_rel_error is not None), default=None)
+
+
+def _logits(r: ConvertResult, read: Callable[[LogitsCheck], str]) -> str:
+    return read(r.verify.logits) if r.verify.logits and not r.verify.logits.skipped else MISSING
+
+
+def _equal(check: LogitsCheck) -> str:
+    return {True: "yes", False: "no", None: MISSING}[check.bit_equal]
+
+
+def _top1(check: LogitsCheck) -> str:
+    return MISSING if check.top1_agreement is None else f"{check.top1_agreement:.2%}".replace("%", " %")
+
+
+_FIGURES: dict[str, Callable[[ConvertResult], str]] = {
+    "source": lambda r: r.source.name,
+    "method": lambda r: r.method,
+    "format": lambda r: r.format,
+    "residual": lambda r: r.residual or MISSING,
+    "size before": lambda r: size_text(r.bytes.read),
+    "size after": lambda r: size_text(r.bytes.written),
+    "change": lambda r: change_text(r.bytes.read, r.bytes.written),
+    "tensors converted": lambda r: count_text(len(converted(r.tensors))),
+    "tensors kept": lambda r: count_text(sum(t.action == "keep" for t in r.tensors)),
+    "smallest SQNR, dB": lambda r: sqnr_text(_min_sqnr(r)),
+    "median SQNR, dB": lambda r: sqnr_text(_median_sqnr(r)),
+    "largest rel. error": lambda r: error_text(_max_rel_error(r)),
+    "elements saturated": lambda r: count_text(sum(t.num_saturated for t in r.tensors)),
+    "elements to zero": lambda r: count_text(sum(t.num_flushed for t in r.tensors)),
+    "outputs bit-equal": lambda r: _logits(r, _equal),
+    "outputs rel. error": lambda r: _logits(r, lambda c: error_text(c.rel_error)),
+    "outputs max diff.": lambda r: _logits(r, lambda c: error_text(c.max_abs_diff)),
+    "same first choice": lambda r: _logits(r, _top1),
+    "KL, nats": lambda r: _logits(r, lambda c: error_text(c.mean_kl)),
+    "verification": lambda r: verdict(r.verify),
+    "level": lambda r: r.verify.level,
+    "time": lambda r: duration_text(r.seconds),
+    "speed": lambda r: rate_text(r.bytes.read + r.bytes.written, r.weights_seconds),
+    "peak memory": lambda r: size_text(r.peak_rss_bytes),
+    "warnings": lambda r: count_text(len(r.warnings)),
+}

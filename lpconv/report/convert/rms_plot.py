@@ -1,0 +1,159 @@
+"""The plot of weight RMS before and after a conversion, over what the stored format can hold."""
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+
+from lpconv.report.convert.grouping import converted, in_layer_order
+from lpconv.report.convert.module_axis import module_dividers, module_ticks
+from lpconv.report.numbers import number_text
+from lpconv.report.plot import (
+    CHARACTER,
+    Axis,
+    Band,
+    FormatRange,
+    LegendEntry,
+    Mark,
+    Plot,
+    Tick,
+    column_x,
+    dash_path,
+    mark_path,
+    mark_radius,
+)
+from lpconv.results import ConvertResult, TensorRecord
+
+__all__ = ["rms_plot"]
+
+# The part of a format's range that is shown; fp32 and bf16 reach to 2^±127, where no weight lies.
+_LOWEST_EXPONENT, _HIGHEST_EXPONENT = -32, 20
+_LABEL_HEIGHT = 18
+
+
+def rms_plot(result: ConvertResult, ranges: Mapping[str, FormatRange]) -> Plot | None:
+    """Weight RMS before and after, each tensor over the range of the format it is stored in.
+
+    Before is the RMS of the source; after is the RMS of the codes, rms / scale. None where nothing was measured.
+    """
+    tensors = [t for t in in_layer_order(converted(result.tensors)) if _as_stored(t, t.rms)]
+    if not tensors:
+        return None
+    axis, radius, count = _exponent_axis(tensors, ranges), mark_radius(len(tensors)), len(tensors)
+    marks = [m for i, t in enumerate(tensors) for m in _rms_marks(t, column_x(i + 0.5, count), axis, radius)]
+    scaled = any(t.scale for t in tensors)
+    return Plot(
+        name="rms",
+        title="Weight RMS before and after, against the format's range" if scaled else "Weight RMS in the format",
+        description=_rms_words(tensors, ranges),
+        y_label="magnitude",
+        x_ticks=module_ticks(tensors),
+        y_ticks=_exponent_ticks(axis),
+        bands=_range_bands(tensors, ranges, axis),
+        marks=tuple(marks),
+        legend=_rms_legend(tensors),
+        dividers=module_dividers(tensors),
+    )
+
+
+def _as_stored(t: TensorRecord, magnitude: float | None) -> float | None:
+    """A magnitude of the source as the codes hold it; None unless it is a positive number, which a logarithm needs.
+
+    None for tensors of points, too: each of their rows has scales of its own.
+    """
+    if magnitude is None or t.scale == 0 or t.points:
+        return None
+    code = magnitude / t.scale if t.scale else magnitude
+    return code if 0 < magnitude < math.inf and 0 < code < math.inf else None
+
+
+def _rms_marks(t: TensorRecord, x: float, axis: Axis, r: float) -> Iterable[Mark]:
+    before, after, peak = t.rms, _as_stored(t, t.rms), _as_stored(t, t.absmax)
+    if t.scale and before and after:
+        y0, y1 = axis.y(math.log2(before)), axis.y(math.log2(after))
+        yield Mark(kind="move", path=f"M{x} {y0}V{y1}", title="")
+        yield Mark(
+            kind="before", path=mark_path(0, x, y0, r), title=f"{t.name}: RMS {number_text(before)} in the source"
+        )
+    if after:
+        title = f"{t.name}: RMS {number_text(after)} as stored, {t.format}"
+        yield Mark(kind="after", path=mark_path(0, x, axis.y(math.log2(after)), r), title=title)
+    if peak:
+        title = f"{t.name}: largest element {number_text(peak)} as stored, {t.format}"
+        yield Mark(kind="peak", path=dash_path(x, axis.y(math.log2(peak)), r), title=title)
+
+
+def _rms_legend(tensors: Sequence[TensorRecord]) -> tuple[LegendEntry, ...]:
+    entries = [LegendEntry(kind="after", path=mark_path(0, 7, 7, 4), label="RMS as stored")]
+    if any(t.scale for t in tensors):
+        entries.insert(0, LegendEntry(kind="before", path=mark_path(0, 7, 7, 4), label="RMS in the source"))
+    if any(t.absmax for t in tensors):
+        entries.append(LegendEntry(kind="peak", path=dash_path(7, 7, 5), label="largest element as stored"))
+    return tuple(entries)
+
+
+def _exponent_axis(tensors: Sequence[TensorRecord], ranges: Mapping[str, FormatRange]) -> Axis:
+    held = [ranges[f] for f in {t.format for t in tensors} if f in ranges]
+    magnitudes = [v for t in tensors for v in (t.rms, _as_stored(t, t.rms), _as_stored(t, t.absmax)) if v]
+    edges = [max(math.log2(r.min_subnormal), _LOWEST_EXPONENT) for r in held]
+    edges += [min(math.log2(r.max), _HIGHEST_EXPONENT) for r in held]
+    exponents = edges + [math.log2(v) for v in magnitudes]
+    # A little room beyond both ends of the range, so that what lies outside is seen to.
+    return Axis(low=math.floor(min(exponents)) - 2, high=math.ceil(max(exponents)) + 2)
+
+
+def _exponent_ticks(axis: Axis) -> tuple[Tick, ...]:
+    step = next(s for s in (1, 2, 4, 5, 10, 20, 50, 100) if (axis.high - axis.low) / s <= 10)
+    first = math.ceil(axis.low / step) * step
+    exponents = range(first, math.floor(axis.high) + 1, step)
+    return tuple(Tick(position=axis.y(e), label=f"2{_superscript(e)}") for e in exponents)
+
+
+def _superscript(exponent: int) -> str:
+    return str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+
+
+def _range_bands(tensors: Sequence[TensorRecord], ranges: Mapping[str, FormatRange], axis: Axis) -> tuple[Band, ...]:
+    """The normal and subnormal numbers of each run of neighbours that share a format."""
+    bands: list[Band] = []
+    first = 0
+    for name, members in groupby(tensors, key=lambda t: t.format):
+        last = first + len(list(members))
+        if name in ranges:
+            left, right = column_x(first, len(tensors)), column_x(last, len(tensors))
+            bands += _bands_of(name, ranges[name], axis, left, right)
+        first = last
+    return tuple(bands)
+
+
+def _bands_of(name: str, held: FormatRange, axis: Axis, left: float, right: float) -> list[Band]:
+    top, middle, bottom = (axis.y(math.log2(v)) for v in (held.max, held.min_normal, held.min_subnormal))
+    spans = (("normal", f"{name}: normal numbers", top, middle), ("subnormal", f"{name}: subnormal", middle, bottom))
+    return [
+        Band(
+            kind=kind,
+            x=left,
+            y=y0,
+            width=round(right - left, 1),
+            height=round(y1 - y0, 1),
+            label=label if len(label) * CHARACTER < right - left and y1 - y0 > _LABEL_HEIGHT else "",
+        )
+        for kind, label, y0, y1 in spans
+        if y1 > y0
+    ]
+
+
+def _rms_words(tensors: Sequence[TensorRecord], ranges: Mapping[str, FormatRange]) -> str:
+    before = statistics.median([t.rms for t in tensors if t.rms])
+    after = statistics.median([code for t in tensors if (code := _as_stored(t, t.rms))])
+    if any(t.scale for t in tensors):
+        words = f"The median weight RMS moves from {_power(before)} in the source to {_power(after)} in the codes."
+    else:
+        words = f"The median weight RMS is {_power(before)}; the values are stored without a scale."
+    held = sorted({t.format for t in tensors} & ranges.keys())
+    starts = [f"{name} from {_power(ranges[name].min_normal)} to {ranges[name].max:.5g}" for name in held]
+    return f"{words} Normal numbers: {', '.join(starts)}." if starts else words
+
+
+def _power(value: float) -> str:
+    return f"2^{math.log2(value):.1f}".removesuffix(".0")

@@ -1,0 +1,259 @@
+"""Records as rich renderables. They fit 80 columns, use what a wider terminal gives, and mean nothing by colour alone.
+
+Import this module lazily: it loads rich.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from lpconv.report.convert.compare import Figure, figures, run_names
+from lpconv.report.convert.grouping import DoneGroup, done_groups, worst_tensors
+from lpconv.report.convert.words import besides_rounding, checks, done_words, method_name, verdict
+from lpconv.report.layout import Name, after_gap, facts_grid, heading, least_width, note_list, section, table_of
+from lpconv.report.numbers import (
+    change_text,
+    count_text,
+    duration_text,
+    error_text,
+    number_text,
+    plural,
+    rate_text,
+    scale_text,
+    shape_text,
+    share_text,
+    size_text,
+    sqnr_text,
+)
+from lpconv.report.printable import printable_record
+from lpconv.results import (
+    ConvertResult,
+    FileRecord,
+    InspectResult,
+    PlanResult,
+    StoredTensor,
+    TensorRecord,
+    VerifyResult,
+)
+
+__all__ = ["render_compare", "render_convert", "render_inspect", "render_plan", "render_verify"]
+
+_WORST = 8
+_GROUPS = 12
+_SHARDS = 8
+# The widest column of a run in a comparison.
+_RUN_WIDTH = 24
+_STYLES = {"passed": "bold green", "failed": "bold red", "not run": "yellow"}
+
+
+def render_convert(result: ConvertResult) -> RenderableType:
+    """What was done, what it saved, what it cost in accuracy, and how it was checked."""
+    result = printable_record(result)
+    read, written = result.bytes.read, result.bytes.written
+    rate = rate_text(read + written, result.weights_seconds)
+    facts = {
+        "Size": _size_change(read, written),
+        "Time": f"{duration_text(result.seconds)}, {rate} read and written",
+        "Peak memory": size_text(result.peak_rss_bytes),
+    }
+    return Group(
+        *heading(f"{result.source.name} → {result.output}"),
+        Text(f"Rewritten with {done_words(result)}."),
+        after_gap(facts_grid(facts)),
+        *_done(result.tensors),
+        *_worst(result.tensors),
+        *_verification(result.verify),
+        *note_list("Warnings", result.warnings),
+    )
+
+
+def render_plan(plan: PlanResult) -> RenderableType:
+    """What a conversion would write and what it would need, before any of it is done."""
+    plan = printable_record(plan)
+    facts = {
+        "Size": _size_change(plan.bytes.read, plan.bytes.written),
+        "Disk": f"{size_text(plan.disk_bytes)} needed, {size_text(plan.disk_free_bytes)} free",
+        "Memory": f"{size_text(plan.memory_bytes)} with {plural(plan.workers, 'worker')}",
+        "Time": f"about {duration_text(plan.seconds)}",
+    }
+    if plan.side_files:
+        facts["Copied as is"] = f"{plural(len(plan.side_files), 'file')}: {', '.join(plan.side_files)}"
+    return Group(
+        *heading(f"{plan.source.name} → {plan.output}"),
+        Text(f"Plan for {method_name(plan.method)} in {plan.format}. Nothing has been written."),
+        after_gap(facts_grid(facts)),
+        *_done(plan.tensors),
+        *_files(plan.shards),
+        *note_list("Warnings", plan.warnings),
+    )
+
+
+def render_verify(v: VerifyResult) -> RenderableType:
+    """Every check that ran, its outcome in words, and what failed."""
+    return Group(*_verification(printable_record(v))[1:])
+
+
+def render_inspect(found: InspectResult) -> RenderableType:
+    """What a checkpoint holds: dtypes, files, ties, problems, and its tensors where the record lists them."""
+    found = printable_record(found)
+    made = f"lpconv, {method_name(found.method)}" if found.method else "an ordinary checkpoint"
+    facts = {
+        "Kind": made + (f", {found.format}" if found.format else ""),
+        "Architecture": found.architecture or "not named in config.json",
+        "Parameters": count_text(sum(d.num_elements for d in found.dtypes)),
+        "Size": size_text(sum(d.size_bytes for d in found.dtypes)),
+    }
+    return Group(
+        *heading(found.path),
+        facts_grid(facts),
+        *_dtypes(found),
+        *_files(found.shards),
+        *note_list("Tied", [f"{name} → {weight}" for name, weight in found.ties.items()]),
+        *_stored(found.tensors),
+        *note_list("Problems", found.problems, empty="none found in headers and index"),
+    )
+
+
+def render_compare(results: Sequence[ConvertResult]) -> RenderableType:
+    """Runs side by side, one column each; as many tables as the width asks for."""
+    runs = [printable_record(r) for r in results]
+    return _Compare(names=run_names(runs), figures=figures(runs))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Compare:
+    """A table of figures, cut into several where the runs do not fit side by side."""
+
+    names: tuple[str, ...]
+    figures: tuple[Figure, ...]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        label_width = max((len(f.label) for f in self.figures), default=0)
+        width = min(max(map(len, self.names), default=0), _RUN_WIDTH)
+        per_table = max(1, (options.max_width - label_width) // (width + 2))
+        for start in range(0, len(self.names), per_table):
+            columns = slice(start, start + per_table)
+            table = table_of("", *(f"<{name}" for name in self.names[columns]))
+            for column in table.columns[1:]:
+                column.max_width = _RUN_WIDTH
+            for figure in self.figures:
+                table.add_row(Text(figure.label), *(Text(v) for v in figure.values[columns]))
+            yield from (Text(), table) if start else (table,)
+
+
+def _size_change(before: int, after: int) -> str:
+    share = f", {share_text(after, before)} of the source" if before > 0 else ""
+    return f"{size_text(before)} → {size_text(after)} ({change_text(before, after)}{share})"
+
+
+def _done(tensors: Sequence[TensorRecord]) -> tuple[RenderableType, ...]:
+    groups = done_groups(tensors)
+    if not groups:
+        return section("Tensors", Text("The checkpoint holds no tensors."))
+    table = table_of("Action", "Tensors", "<Format", "Before", "After", "<Why")
+    for g in groups[:_GROUPS]:
+        table.add_row(
+            Text(g.action),
+            Text(count_text(g.num_tensors)),
+            Text(_formats(g)),
+            Text(size_text(g.bytes_in)),
+            Text(size_text(g.bytes_out)),
+            Text(g.reason),
+        )
+    rest = sum(g.num_tensors for g in groups[_GROUPS:])
+    more = [Text(f"and {plural(rest, 'tensor')} for other reasons")] if rest else []
+    return section("Tensors", Group(table, *more))
+
+
+def _formats(g: DoneGroup) -> str:
+    return f"{g.source_dtype} → {g.format}" if g.action == "convert" else g.source_dtype
+
+
+def _worst(tensors: Sequence[TensorRecord]) -> tuple[RenderableType, ...]:
+    worst = worst_tensors(tensors, _WORST)
+    if not worst:
+        return ()
+    causes = [besides_rounding(t) for t in worst]
+    rounding_alone = set(causes) == {"nothing"}
+    table = table_of(
+        "Tensor", "<Format", "SQNR dB", "Max rel", "Scale", *([] if rounding_alone else ["<Besides rounding"])
+    )
+    table.columns[0].min_width = max(least_width(t.name) for t in worst)
+    for t, cause in zip(worst, causes, strict=True):
+        table.add_row(
+            Name(name=t.name),
+            Text(t.format),
+            Text(sqnr_text(t.sqnr_db)),
+            Text(error_text(t.max_rel_error)),
+            Text(scale_text(t.scale)),
+            *([] if rounding_alone else [Text(cause)]),
+        )
+    return section("Lowest signal-to-noise" + (" (from rounding alone)" if rounding_alone else ""), table)
+
+
+def _verification(v: VerifyResult) -> tuple[RenderableType, ...]:
+    word = verdict(v)
+    title = Text.assemble(("Verification: ", "bold"), (word, _STYLES[word]))
+    if word != "not run":
+        title.append(f" (level {v.level})")
+    steps = Table.grid(padding=(0, 2))
+    for check in checks(v):
+        outcome = {True: "passed", False: "failed", None: "not run"}[check.passed]
+        steps.add_row(Text(outcome, style=_STYLES[outcome]), Text(check.name), Text(check.text))
+    problems = note_list("Problems", v.problems)
+    return (Text(), title, *([steps] if steps.row_count else []), *problems)
+
+
+def _files(files: Sequence[FileRecord]) -> tuple[RenderableType, ...]:
+    if not files:
+        return ()
+    table = table_of("File", "Size")
+    for f in files[:_SHARDS]:
+        table.add_row(Name(name=f.name), Text(size_text(f.size_bytes)))
+    rest = files[_SHARDS:]
+    more = [Text(f"and {plural(len(rest), 'file')}, {size_text(sum(f.size_bytes for f in rest))}")] if rest else []
+    return section("Files", Group(table, *more))
+
+
+def _dtypes(found: InspectResult) -> tuple[RenderableType, ...]:
+    if not found.dtypes:
+        return ()
+    table = table_of("Dtype", "Tensors", "Elements", "Size")
+    for d in found.dtypes:
+        table.add_row(Text(d.dtype), count_text(d.num_tensors), count_text(d.num_elements), size_text(d.size_bytes))
+    return section("Dtypes", table)
+
+
+def _stored(tensors: Sequence[StoredTensor]) -> tuple[RenderableType, ...]:
+    if not tensors:
+        return ()
+    shown = [c for c in _STORED_COLUMNS if c.always or any(c.cell(t) for t in tensors)]
+    table = table_of(*(c.heading for c in shown))
+    for t in tensors:
+        table.add_row(Name(name=t.name), *(Text(c.cell(t)) for c in shown[1:]))
+    return section("Tensors", table)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Column:
+    """One column of the table of stored tensors; the ones that are not `always` there vanish where all are empty."""
+
+    heading: str
+    cell: Callable[[StoredTensor], str]
+    always: bool = False
+
+
+_STORED_COLUMNS = (
+    _Column(heading="Tensor", cell=lambda t: t.name, always=True),
+    _Column(heading="<Dtype", cell=lambda t: t.dtype, always=True),
+    _Column(heading="Shape", cell=lambda t: shape_text(t.shape), always=True),
+    _Column(heading="Size", cell=lambda t: size_text(t.size_bytes), always=True),
+    _Column(heading="Scale", cell=lambda t: scale_text(t.scale) if t.scale is not None else ""),
+    _Column(heading="RMS", cell=lambda t: number_text(t.rms) if t.rms is not None else ""),
+    _Column(heading="Largest", cell=lambda t: number_text(t.absmax) if t.absmax is not None else ""),
+    _Column(heading="NaN", cell=lambda t: count_text(t.num_nan) if t.num_nan else ""),
+    _Column(heading="Inf", cell=lambda t: count_text(t.num_inf) if t.num_inf else ""),
+)

@@ -1,0 +1,1 @@
+"""What a fine-tuning did beside its twin."""

@@ -1,0 +1,104 @@
+"""A probe's answers on the terminal: the worst first and in words, then loss scales, then which formats fit where.
+
+Import this module lazily: it loads rich.
+"""
+
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from lpconv.report.layout import Name, after_gap, facts_grid, heading, note_list, section, table_of
+from lpconv.report.numbers import number_text, plural, share_text, sqnr_text
+from lpconv.report.printable import printable_record
+from lpconv.report.probe.words import (
+    ALONE_WORDS,
+    FIT_WORDS,
+    capped_words,
+    fit_counts,
+    loss_scale_text,
+    tracking_words,
+    worst_first,
+)
+from lpconv.results import ProbedRecord, ProbeReport
+
+__all__ = ["render_probe", "render_what_if"]
+
+
+def render_probe(report: ProbeReport) -> RenderableType:
+    """What was run, what each format would lose, the loss scales, and which formats fit which class of tensor."""
+    report = printable_record(report)
+    return Group(*_head(report), *_findings(report), *_loss_scales(report), *_fits(report), *_notes(report))
+
+
+def render_what_if(report: ProbeReport) -> RenderableType:
+    """The first of the report's formats in detail: every tensor, worst first."""
+    report = printable_record(report)
+    return Group(*_head(report), *_every_tensor(report), *_loss_scales(report), *_fits(report), *_notes(report))
+
+
+def _head(report: ProbeReport) -> tuple[RenderableType, ...]:
+    losses = ", ".join(number_text(loss) for loss in report.losses[:4])
+    more = f" and {plural(len(report.losses) - 4, 'more step')}" if len(report.losses) > 4 else ""
+    facts = dict(report.facts)
+    if losses:
+        facts["Loss"] = f"{losses}{more}" + (f": {facts['Loss']}" if "Loss" in facts else "")
+    facts["Tracking"] = tracking_words(report)
+    return (*heading(report.name), facts_grid(facts))
+
+
+def _findings(report: ProbeReport) -> tuple[RenderableType, ...]:
+    parts: list[RenderableType] = []
+    for name in report.formats:
+        parts += note_list(f"Worst in {name}", report.findings.get(name, ()), empty="Nothing is lost.")
+    if any("loss scale" in f for found in report.findings.values() for f in found):
+        parts.append(after_gap(Text(ALONE_WORDS)))
+    return tuple(parts)
+
+
+def _loss_scales(report: ProbeReport) -> tuple[RenderableType, ...]:
+    if not report.loss_scales:
+        return section("Loss scale", Text("No gradient was recorded."))
+    table = table_of("Format", "Loss scale", "At most", "Worst underflow at 1", "With the scale")
+    for s in report.loss_scales:
+        table.add_row(
+            Text(s.format),
+            Text(loss_scale_text(s.log2_scale)),
+            Text(loss_scale_text(s.max_log2_scale)),
+            Text(share_text(s.worst_underflow_before, 1)),
+            Text(share_text(s.worst_underflow_after, 1)),
+        )
+    capped = capped_words(report)
+    body = Group(table, after_gap(Text(capped))) if capped else table
+    return section("Recommended loss scale, for the worst gradient of the model", body)
+
+
+def _fits(report: ProbeReport) -> tuple[RenderableType, ...]:
+    table = table_of("Class", *report.formats)
+    for words, counts in fit_counts(report):
+        table.add_row(Text(words), *(Text(count) for count in counts))
+    return section("Tensors that each format holds", Group(table, after_gap(Text(FIT_WORDS))))
+
+
+def _every_tensor(report: ProbeReport) -> tuple[RenderableType, ...]:
+    """A table for each class of tensor, worst first in both."""
+    tensors = worst_first(report.tensors)
+    parts: list[RenderableType] = []
+    for words in dict.fromkeys(t.words for t in tensors):
+        members = [t for t in tensors if t.words == words]
+        table = table_of("Layer", "To zero", "Subnormal", "Beyond range", "SQNR dB")
+        for t in members:
+            table.add_row(Name(name=t.layer), *_cells(t))
+        scaled = " at loss scale 1" if members[0].is_gradient else ""
+        parts += section(f"{words[:1].upper()}{words[1:]} in {report.formats[0]}{scaled}", table)
+    return tuple(parts)
+
+
+def _cells(tensor: ProbedRecord) -> Sequence[Text]:
+    rates = tensor.plain[0]
+    shares = [share_text(share, 1) for share in (rates.underflow, rates.subnormal, rates.overflow)]
+    return [Text(cell) for cell in (*shares, sqnr_text(rates.sqnr_db))]
+
+
+def _notes(report: ProbeReport) -> tuple[RenderableType, ...]:
+    return note_list("Warnings", report.warnings)

@@ -1,0 +1,92 @@
+"""Two processes train one model: gradients are averages, and a bench of torchrun's says what is whose."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from checkpoints import cli_environment
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.spawn import spawn
+
+from lpconv.bench.cases import PARALLEL, Case
+from lpconv.bench.defaults import choose_model
+from lpconv.bench.models import make_batch, open_model, step_loss
+from lpconv.bench.parallel import check_parallel, join, most, spread
+from lpconv.errors import UnsupportedError
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
+SIZES = ("demo", "--layers", "1", "--batch", "1", "--seq", "16", "--min-iters", "4", "--min-time", "0", "--rounds", "2",
+         "--launches", "1")  # fmt: skip
+
+
+def case(**changes: object) -> Case:
+    template, _ = choose_model("demo", 1, {"device": "cpu", "name": "CPU"})
+    together = dataclasses.replace(template, batch=1, seq=16, mode="train", optimizer="adamw", processes=2)
+    return dataclasses.replace(together, **changes)  # type: ignore[arg-type]  # the calls below are well typed
+
+
+def gradients(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """All gradients of the loss, in one vector."""
+    step_loss(model, batch).backward()  # type: ignore[no-untyped-call]
+    found = [p.grad for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    return torch.cat([(g.full_tensor() if isinstance(g, DTensor) else g).flatten() for g in found])
+
+
+def two_ranks(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    join(case(), rank, f"{folder}/meeting")
+    errors = {}
+    for kind in PARALLEL:
+        mine = case(parallel=kind, seed=rank)
+        opened = open_model(mine)
+        model, batch = opened.build("cpu"), make_batch(mine, opened.config)
+        average = gradients(model, batch)
+        dist.all_reduce(average)
+        average /= 2
+        found = gradients(spread(model, mine, batch), batch)
+        errors[kind] = float((found - average).norm() / average.norm())
+    torch.save((errors, most(3 + rank)), f"{folder}/{rank}.pt")
+    dist.barrier()
+    os._exit(0)  # gloo's threads now and then abort an ordinary exit
+
+
+def test_gradients_are_the_average_of_those_of_the_processes(tmp_path: Path) -> None:
+    spawn(two_ranks, args=(str(tmp_path),), nprocs=2)  # type: ignore[no-untyped-call]  # untyped in torch
+
+    for rank in range(2):
+        errors, number = torch.load(tmp_path / f"{rank}.pt")
+        assert set(errors) == set(PARALLEL)
+        assert max(errors.values()) < 1e-5
+        assert number == 4
+
+
+def test_scaled_tensors_do_not_train_together() -> None:
+    with pytest.raises(UnsupportedError, match="averages plain gradients"):
+        check_parallel(case(format="fp8", method="scalify"))
+    check_parallel(case(format="fp8", method="scalify", mode="infer"))
+
+
+def test_a_bench_under_torchrun(tmp_path: Path) -> None:
+    saved = tmp_path / "bench.json"
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "lpconv", "bench", *SIZES]
+    options = ["--format", "bf16", "--compile", "off", "--baseline", "bf16", "--mode", "train", "--parallel", "fsdp2"]
+    command = [sys.executable, "-m", *launcher, *options, "-q", "--json", "--save", str(saved)]
+
+    done = subprocess.run(command, env=cli_environment(), capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(done.stdout)["rows"]  # one document, though two processes ran
+    assert (row["status"], row["processes"], row["parallel"]) == ("ok", 2, "fsdp2")
+    assert row["tokens_per_s"] == pytest.approx(2 * 16 / row["timing"]["median_s"])
+    one = open_model(case()).build("meta")
+    whole = 2 * sum(p.numel() for p in one.parameters())
+    assert row["memory"]["parts"]["weights"] == pytest.approx(whole / 2, rel=0.05)
+    assert sum(row["memory"]["parts"].values()) == row["peak_memory"]

@@ -1,0 +1,110 @@
+"""Processes that hold one case together, and who starts them."""
+
+import os
+from typing import Any
+
+import pytest
+
+from lpconv.bench.cases import parallel_of
+from lpconv.bench.child import Child
+from lpconv.bench.team import Team
+from lpconv.bench.torchrun import processes_of
+from lpconv.errors import LpconvError, UnsupportedError, UsageError
+
+
+class Scripted(Child):
+    """A child that answers a command with what it was given, raises it where it is an error, and hangs on None."""
+
+    def __init__(self, answer: dict[str, Any] | LpconvError | None) -> None:
+        self.answer, self.closed = answer, False
+        self.readable, self.writable = os.pipe()
+
+    @property
+    def pid(self) -> int:
+        return self.readable
+
+    def fileno(self) -> int:
+        return self.readable
+
+    def send(self, do: str, **arguments: Any) -> None:
+        if self.answer is not None:
+            os.write(self.writable, b".")
+
+    def receive(self) -> Any:
+        os.read(self.readable, 1)
+        if isinstance(self.answer, LpconvError):
+            raise self.answer
+        return self.answer
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def measured(*seconds: float, wall: float = 0.1, recompiles: int = 0) -> dict[str, Any]:
+    return {"seconds": list(seconds), "wall": wall, "recompiles": recompiles}
+
+
+def test_a_step_takes_as_long_as_the_slowest_process() -> None:
+    with Team([Scripted(measured(1, 4, wall=2)), Scripted(measured(3, 2, wall=3, recompiles=1))]) as team:
+        assert team.ask("measure", iterations=2, seconds=0) == measured(3, 4, wall=3, recompiles=1)
+
+
+def test_memory_is_that_of_the_process_that_needs_most() -> None:
+    small, large = {"peak_bytes": 1, "saved_bytes": 9}, {"peak_bytes": 2, "saved_bytes": 1}
+
+    with Team([Scripted(small), Scripted(large)]) as team:
+        assert team.ask("memory") == large
+
+
+def test_what_one_process_fails_at_ends_the_others_who_would_wait_for_ever() -> None:
+    children = [Scripted(None), Scripted(LpconvError("out of luck"))]
+    team = Team(children)
+
+    for _ in range(2):
+        with pytest.raises(LpconvError, match="out of luck"):
+            team.ask("measure", iterations=1, seconds=0)
+    assert all(child.closed for child in children)
+
+
+@pytest.mark.parametrize(
+    ("environ", "asked", "found"),
+    [
+        ({}, None, 1),
+        ({}, 3, 3),
+        ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "0"}, None, 2),
+        ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "1"}, None, None),
+    ],
+)
+def test_the_first_process_of_torchrun_measures_with_as_many(
+    environ: dict[str, str], asked: int | None, found: int | None
+) -> None:
+    assert processes_of(asked, environ) == found
+
+
+def test_torchrun_on_several_machines_and_other_numbers_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="several machines"):
+        processes_of(None, {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "RANK": "0"})
+    with pytest.raises(UsageError, match="--processes 3"):
+        processes_of(3, {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "0"})
+
+
+def test_several_processes_are_ddp_unless_something_else_is_said() -> None:
+    def found(processes: int, name: str | None) -> str | None:
+        return parallel_of(processes, name, modes=("train",), compiled="off")
+
+    assert [found(1, None), found(2, None), found(2, "fsdp2")] == [None, "ddp", "fsdp2"]
+
+
+@pytest.mark.parametrize(
+    ("processes", "name", "mode", "compiled"),
+    [
+        (1, "ddp", "train", "off"),
+        (2, "fsdp", "train", "off"),
+        (2, "fsdp2", "infer", "off"),
+        (2, None, "train", "graphs"),
+    ],
+)
+def test_what_processes_cannot_do_is_refused(processes: int, name: str | None, mode: str, compiled: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        parallel_of(processes, name, modes=(mode,), compiled=compiled)
+    assert refused.value.hint

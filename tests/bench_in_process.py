@@ -1,0 +1,46 @@
+"""A bench without child processes: what a child would do is done here, when its answer is asked for."""
+
+import json
+import os
+from typing import Any
+
+import pytest
+
+from lpconv.bench.child import Child, result_of
+from lpconv.bench.worker import Worker, answer
+
+__all__ = ["Direct", "without_processes"]
+
+
+class Direct(Child):
+    """Answers as a child process does, JSON included."""
+
+    def __init__(self) -> None:
+        self._worker, self._asked = Worker(), ""
+        self._readable, self._writable = os.pipe()
+
+    @property
+    def pid(self) -> int:
+        return os.getpid()
+
+    def fileno(self) -> int:
+        return self._readable
+
+    def send(self, do: str, **arguments: Any) -> None:
+        self._asked = json.dumps({"do": do, **arguments})
+        os.write(self._writable, b".")
+
+    def receive(self) -> Any:
+        os.read(self._readable, 1)
+        return result_of(json.loads(json.dumps(answer(self._worker, json.loads(self._asked)))))
+
+    def close(self) -> None:
+        for end in (self._readable, self._writable):
+            if end >= 0:
+                os.close(end)
+        self._readable = self._writable = -1
+
+
+def without_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let benches run in this process."""
+    monkeypatch.setattr("lpconv.bench.run.Child", Direct)

@@ -1,0 +1,69 @@
+"""Tensors come in layer order, grouped by module and by what was done to them."""
+
+import math
+from dataclasses import replace
+
+from report_examples import bert_result, bert_shapes, llama_shapes, make_tensors
+
+from lpconv.report.convert.grouping import done_groups, in_layer_order, layer_groups, modules_of, worst_tensors
+from lpconv.results import TensorRecord
+
+
+def a_tensor(name: str, sqnr_db: float | None) -> TensorRecord:
+    return TensorRecord(
+        name=name, shape=(2, 2), source_dtype="F32", action="convert", format="fp16", reason="matrix", sqnr_db=sqnr_db
+    )
+
+
+def test_layers_are_ordered_by_number_between_embeddings_and_head() -> None:
+    names = ["lm_head.weight", "model.norm.weight", "model.layers.10.a.weight", "model.layers.9.a.weight",
+             "model.embed_tokens.weight"]  # fmt: skip
+    ordered = [t.name for t in in_layer_order([a_tensor(n, 1.0) for n in names])]
+    assert ordered == [
+        "model.embed_tokens.weight",
+        "model.layers.9.a.weight",
+        "model.layers.10.a.weight",
+        "model.norm.weight",
+        "lm_head.weight",
+    ]
+
+
+def test_a_bert_groups_into_embeddings_layers_and_pooler() -> None:
+    groups = set(modules_of(list(bert_shapes())).values())
+    assert groups == {"embeddings", *(f"encoder.layer.{i}" for i in range(6)), "pooler"}
+
+
+def test_what_stands_beside_a_llamas_layers_is_not_lumped_together() -> None:
+    modules = modules_of(list(llama_shapes(2)))
+    assert modules["model.norm.weight"] == "model.norm"
+    assert modules["model.embed_tokens.weight"] == "model.embed_tokens"
+    assert modules["lm_head.weight"] == "lm_head"
+    assert modules["model.layers.1.mlp.up_proj.weight"] == "model.layers.1"
+
+
+def test_a_name_without_dots_is_its_own_module() -> None:
+    assert modules_of(["weight", "3", "0.weight"]) == {"weight": "weight", "3": "3", "0.weight": "0"}
+
+
+def test_groups_add_up_to_the_whole() -> None:
+    tensors = make_tensors(bert_shapes(), "e4m3fn", scaled=True)
+    for groups in (layer_groups(tensors), done_groups(tensors)):
+        assert sum(g.num_tensors for g in groups) == len(tensors)
+        assert sum(g.bytes_in for g in groups) == sum(t.bytes_in for t in tensors)
+        assert sum(g.bytes_out for g in groups) == sum(t.bytes_out for t in tensors)
+
+
+def test_converted_groups_come_first() -> None:
+    assert [g.action for g in done_groups(bert_result().tensors)] == ["convert", "keep", "keep"]
+
+
+def test_worst_first_with_nan_worst_of_all_and_exact_left_out() -> None:
+    tensors = [a_tensor("a", 30.0), a_tensor("b", math.inf), a_tensor("c", 20.0), a_tensor("d", None),
+               a_tensor("e", math.nan)]  # fmt: skip
+    assert [t.name for t in worst_tensors(tensors, 8)] == ["e", "c", "a"]
+    assert [t.name for t in worst_tensors(tensors, 1)] == ["e"]
+
+
+def test_a_layer_of_exact_tensors_is_exact() -> None:
+    tensors = [replace(t, sqnr_db=math.inf) for t in bert_result().tensors if t.action == "convert"]
+    assert all(g.worst is not None and g.worst.sqnr_db == math.inf for g in layer_groups(tensors))

@@ -1,0 +1,241 @@
+"""The terminal shows what a user asks at once: what was done, what it saved, what it cost, how it was checked."""
+
+import io
+import math
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from report_examples import bert_result, llama_result, plan_of
+from rich.console import Console, RenderableType
+
+from lpconv.report.convert.terminal import (
+    render_compare,
+    render_convert,
+    render_inspect,
+    render_plan,
+    render_verify,
+)
+from lpconv.report.terminal import show
+from lpconv.results import (
+    ByteCounts,
+    ConvertResult,
+    DtypeRecord,
+    FileRecord,
+    GateRecord,
+    HashCheck,
+    InspectResult,
+    LogitsCheck,
+    StoredTensor,
+    VerifyResult,
+    WeightsCheck,
+)
+
+
+def text_of(renderable: RenderableType, width: int = 100) -> str:
+    out = io.StringIO()
+    Console(file=out, width=width, force_terminal=False).print(renderable)
+    return out.getvalue()
+
+
+def words_of(renderable: RenderableType) -> str:
+    """The text without line breaks, so that a sentence is found wherever it wraps."""
+    return " ".join(text_of(renderable).split())
+
+
+def test_convert_answers_the_first_questions() -> None:
+    text = words_of(render_convert(bert_result()))
+    assert "sentence-transformers/all-MiniLM-L6-v2 → out/minilm-unit-fp16" in text
+    assert "unit scaling: 40 of 104 tensors became fp16 codes with one scale each, 64 kept their bits" in text
+    assert "90.9 MB → 45.5 MB (2.00x smaller, 50.1 % of the source)" in text
+    assert "420 ms, 0.32 GB/s read and written" in text
+    assert "Peak memory 388 MB" in text
+    assert "1-D: norms and biases keep their format" in text
+    assert "Verification: passed (level logits)" in text
+    assert "14 files match SHA256SUMS" in text
+    assert "gate sqnr>=25" in text
+
+
+def test_worst_tensors_come_with_the_cause() -> None:
+    text = words_of(render_convert(llama_result()))
+    worst = min((t for t in llama_result().tensors if t.sqnr_db), key=lambda t: t.sqnr_db or 0)
+    assert worst.name in text
+    assert "Besides rounding" in text
+    assert "% to zero" in text
+    saturated = [replace(t, num_saturated=3, sqnr_db=9.0) if t is worst else t for t in [worst]]
+    assert "3 saturated" in words_of(render_convert(bert_result(tensors=tuple(saturated))))
+
+
+def test_rounding_alone_needs_no_column() -> None:
+    text = words_of(render_convert(bert_result()))
+    assert "Lowest signal-to-noise (from rounding alone)" in text
+    assert "Besides rounding" not in text
+
+
+def test_warnings_are_shown() -> None:
+    assert "- scale of a.weight is 0" in words_of(render_convert(bert_result(warnings=("scale of a.weight is 0",))))
+
+
+@pytest.mark.parametrize("width", [80, 140])
+@pytest.mark.parametrize("result", [bert_result(), llama_result()], ids=["bert", "llama"])
+def test_lines_fit_the_width(result: ConvertResult, width: int) -> None:
+    rendered = [render_convert(result), render_plan(plan_of(result)), render_compare([result] * 7)]
+    for renderable in rendered:
+        assert max(len(line) for line in text_of(renderable, width).splitlines()) <= width
+
+
+def test_layer_numbers_survive_a_narrow_terminal() -> None:
+    text = text_of(render_convert(llama_result()), width=80)
+    assert "m.l.8.self_attn.k_proj.weight" in text
+
+
+def test_a_wide_terminal_shows_whole_names() -> None:
+    rows = [line.split() for line in text_of(render_convert(llama_result()), width=140).splitlines()]
+    assert ["model.layers.8.self_attn.k_proj.weight", "e4m3fn"] in [row[:2] for row in rows]
+
+
+def test_a_plan_says_that_nothing_happened_and_what_it_needs() -> None:
+    text = words_of(render_plan(plan_of(bert_result("e4m3fn"))))
+    assert "Nothing has been written." in text
+    assert "34.7 MB needed, 512 GB free" in text
+    assert "260 MB with 2 workers" in text
+    assert "3 files: config.json, tokenizer.json, vocab.txt" in text
+
+
+def test_a_failed_verification_says_what_failed() -> None:
+    v = VerifyResult(
+        level="weights",
+        passed=False,
+        hash=HashCheck(num_files=3, mismatched=("model.safetensors",)),
+        weights=WeightsCheck(
+            max_rel_error=1.0, min_sqnr_db=3.0, worst="a", num_tensors=2, num_elements_checked=8, mismatched=("a",)
+        ),
+        logits=LogitsCheck(skipped="no config.json"),
+        gates=(GateRecord(expression="sqnr>=25", value=3.0, passed=False),),
+        problems=("gate sqnr>=25 not met",),
+    )
+    text = words_of(render_verify(v))
+    assert "Verification: failed (level weights)" in text
+    assert "failed hashes 1 of 3 files differ: model.safetensors" in text
+    assert "failed weights 1 of 2 tensors differ from the reference cast: a" in text
+    assert "not run outputs no config.json" in text
+    assert "failed gate sqnr>=25 the value is 3" in text
+    assert "- gate sqnr>=25 not met" in text
+
+
+def test_no_verification_is_not_a_pass() -> None:
+    text = words_of(render_verify(VerifyResult(level="none", passed=True)))
+    assert "Verification: not run" in text
+    assert "passed" not in text
+
+
+def test_exact_outputs_are_called_bit_equal() -> None:
+    v = VerifyResult(
+        level="logits",
+        passed=True,
+        weights=WeightsCheck(
+            max_rel_error=0.0, min_sqnr_db=math.inf, worst=None, num_tensors=40, num_elements_checked=0
+        ),
+        logits=LogitsCheck(bit_equal=True, max_abs_diff=0.0),
+    )
+    text = words_of(render_verify(v))
+    assert "40 tensors, all equal to the source" in text
+    assert "outputs are bit-equal to the source's" in text
+
+
+def test_inspect_shows_headers_ties_and_problems() -> None:
+    found = InspectResult(
+        path="out/x",
+        method="unit",
+        format="fp16",
+        dtypes=(DtypeRecord(dtype="F16", num_tensors=38, num_elements=22_000_000, size_bytes=44_000_000),),
+        shards=tuple(FileRecord(name=f"model-{i}.safetensors", size_bytes=1000) for i in range(20)),
+        ties={"lm_head.weight": "model.embed_tokens.weight"},
+        tensors=(StoredTensor(name="a.weight", dtype="F16", shape=(1, 2, 3), file="f", size_bytes=12, scale=0.25),),
+        problems=("index names a missing file",),
+    )
+    text = words_of(render_inspect(found))
+    for words in ("lpconv, unit scaling, fp16", "22,000,000", "and 12 files, 12.0 kB", "- index names a missing file",
+                  "lm_head.weight → model.embed_tokens.weight", "1 x 2 x 3", "2^-2"):  # fmt: skip
+        assert words in text
+    assert "RMS" not in text, "a column without a value is left out"
+
+
+def test_an_ordinary_checkpoint_without_problems() -> None:
+    text = words_of(render_inspect(InspectResult(path="x")))
+    assert "an ordinary checkpoint" in text
+    assert "none found in headers and index" in text
+
+
+def test_compare_puts_every_run_side_by_side() -> None:
+    text = text_of(render_compare([bert_result(), bert_result("e4m3fn")]), width=80)
+    line = next(line for line in text.splitlines() if line.startswith("smallest SQNR"))
+    assert line.split()[-2:] == ["72.2", "30.1"]
+    assert "minilm-unit-fp16" in text
+    assert "minilm-unit-e4m3fn" in text
+
+
+def test_runs_with_one_name_are_numbered() -> None:
+    text = text_of(render_compare([bert_result(output="a/out"), bert_result(output="b/out")]))
+    assert "out (1)" in text
+    assert "out (2)" in text
+
+
+def test_nothing_measured_and_no_tensors() -> None:
+    nothing = bert_result(
+        tensors=(), files=(), bytes=ByteCounts(read=0, written=0), seconds=0.0, architecture=None, command=None,
+        verify=VerifyResult(level="none", passed=True),
+    )  # fmt: skip
+    assert "0 of 0 tensors" in words_of(render_convert(nothing))
+    assert "out/minilm" in text_of(render_plan(plan_of(nothing)))
+    unread = tuple(replace(t, sqnr_db=None, rms=None, max_rel_error=None) for t in bert_result().tensors)
+    assert "Lowest" not in text_of(render_convert(bert_result(tensors=unread)))
+
+
+def test_names_cannot_drive_the_terminal() -> None:
+    bad = replace(bert_result().tensors[1], name="a\x1b]0;owned\x07\n[bold]b\u202e", sqnr_db=1.0)
+    text = text_of(render_convert(bert_result(tensors=(bad,))), width=140)
+    assert "\x1b" not in text
+    assert "\u202e" not in text
+    assert r"a\x1b]0;owned\x07\n[bold]b\u202e" in text
+
+
+def test_a_pipe_gets_plain_text_with_whole_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    pipe = io.StringIO()
+    show(render_convert(llama_result()), file=pipe)
+    text = pipe.getvalue()
+    assert "\x1b" not in text
+    assert "model.layers.8.self_attn.k_proj.weight" in text
+    assert not any(line.endswith(" ") for line in text.splitlines())
+
+
+def test_columns_sets_the_width_of_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "72")
+    pipe = io.StringIO()
+    show(render_convert(llama_result()), file=pipe)
+    assert max(len(line) for line in pipe.getvalue().splitlines()) <= 72
+
+
+def test_an_ascii_pipe_gets_ascii() -> None:
+    raw = io.BytesIO()
+    pipe = io.TextIOWrapper(raw, encoding="ascii", write_through=True)
+    show(render_convert(llama_result()), file=pipe)
+    assert b"llama-3-8b -> out/llama-unit-e4m3fn" in raw.getvalue()
+
+
+def test_no_meaning_is_lost_without_colour() -> None:
+    coloured = Console(file=io.StringIO(), width=100, force_terminal=True, color_system="truecolor")
+    with coloured.capture() as capture:
+        coloured.print(render_verify(bert_result().verify))
+    assert "\x1b" in capture.get(), "a terminal does get colour"
+    assert "Verification: passed" in text_of(render_verify(bert_result().verify))
+
+
+def test_rendering_loads_no_heavy_library() -> None:
+    code = (
+        "import sys, lpconv.report.convert.terminal, lpconv.report.convert.card, lpconv.report.document;"
+        "print([m for m in ('torch', 'transformers', 'matplotlib', 'numpy', 'jinja2') if m in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -1,0 +1,104 @@
+"""The report of a fine-tuning from records alone: verdict, tables, plots, card."""
+
+import dataclasses
+import math
+
+import pytest
+
+from lpconv.report.finetune.card import finetune_card
+from lpconv.report.finetune.html import html_finetune
+from lpconv.report.finetune.words import gap_rows, verdict
+from lpconv.report.line_plot import Line, line_plot
+from lpconv.results import (
+    FinetuneResult,
+    GapRecord,
+    NonfiniteRecord,
+    RunRecord,
+    Series,
+    TrackedRecord,
+    UpdateQuality,
+    from_json,
+    to_json,
+)
+
+
+def run(role: str, losses: tuple[float, ...] = (2.0, 1.5, 1.25)) -> RunRecord:
+    steps = tuple(range(1, len(losses) + 1))
+    return RunRecord(
+        role=role,
+        seed=0,
+        losses=Series(name="loss", steps=steps, values=losses),
+        evaluations=(Series(name="eval_loss", steps=(1, 3), values=(2.0, 1.5)),),
+        loss_scales=Series(name="loss_scale", steps=steps, values=(8.0, 8.0, 4.0)),
+        num_skipped=1,
+        tracked=(
+            TrackedRecord(step=1, layer="a.<b>", role="grad_output", format="e5m2", underflow=0.25, overflow=0.0),
+            TrackedRecord(step=1, layer="a.c", role="weight", format="e4m3fn", underflow=0.0, overflow=0.5),
+        ),
+        updates=(UpdateQuality(step=2, edq=0.75, edq_weights=0.5, lost=0.125),),
+        first_nonfinite=NonfiniteRecord(step=2, layer="a.c", direction="backward", outcome="the step was left out"),
+    )
+
+
+def result(**changes: object) -> FinetuneResult:
+    made = FinetuneResult(
+        name="some/model",
+        output="out/tuned",
+        recipe="unit-fp8",
+        twin="fp32",
+        task="clm",
+        facts={"Data": "a | table"},
+        runs=(run("run"), run("twin")),
+        gaps=(GapRecord(metric="eval_loss", run=1.5, twin=1.25, gap=0.25, half_width=0.1, noise=0.01),),
+        seconds=1.0,
+        saved_as="unit e4m3fn",
+    )
+    return dataclasses.replace(made, **changes)  # type: ignore[arg-type]  # any field
+
+
+@pytest.mark.parametrize(
+    ("half_width", "words"), [(0.1, "beyond the noise"), (0.3, "within the noise"), (None, "nobody can say")]
+)
+def test_the_verdict_follows_the_interval(half_width: float | None, words: str) -> None:
+    gap = GapRecord(metric="eval_loss", run=1.5, twin=1.25, gap=0.25, half_width=half_width)
+    assert words in verdict(result(gaps=(gap,)))
+
+
+def test_without_a_twin_nothing_is_claimed() -> None:
+    assert "nothing says what precision cost" in verdict(result(gaps=(), twin=None, runs=(run("run"),)))
+
+
+def test_perplexity_is_that_of_the_losses() -> None:
+    rows = {row[0]: row for row in gap_rows(result())}
+    assert rows["held-out perplexity"][1:4] == (f"{math.exp(1.5):.5g}", f"{math.exp(1.25):.5g}", "+28 %")
+
+
+def test_the_page_shows_curves_losses_and_escapes_names() -> None:
+    page = html_finetune(result())
+    for words in ("Training loss", "Loss scale, log2", "What reached memory of the updates", "a.c, backward, step 2"):
+        assert words in page
+    assert "a.&lt;b&gt;" in page
+    assert "a.<b>" not in page
+    assert "0.25 ± 0.1" in page.replace("+", "")
+
+
+def test_a_record_comes_back_from_json() -> None:
+    assert from_json(FinetuneResult, to_json(result())) == result()
+
+
+def test_the_card_says_how_to_open_what_was_saved() -> None:
+    assert "import lpconv.hf" in finetune_card(result())
+    card = finetune_card(result(saved_as="collage bf16"))
+    assert "import lpconv.hf" not in card
+    assert "collage/" in card
+    assert "a \\| table" in card
+
+
+def test_a_line_breaks_where_a_value_is_not_finite() -> None:
+    series = Series(name="x", steps=(1, 2, 3, 4), values=(1.0, math.nan, 2.0, 3.0))
+    plot = line_plot("x", "X", "", [Line(series=series, colour=0)])
+    assert plot is not None
+    assert plot.marks[0].path.count("M") == 2
+    assert plot.marks[0].path.count("L") == 1
+    assert len({tick.label for tick in plot.y_ticks}) == len(plot.y_ticks)
+    assert line_plot("x", "X", "", [Line(series=Series(name="x"), colour=0)]) is None
