@@ -68,6 +68,7 @@ def _prepare(method: str, compute: str, **options: Any) -> Callable[[nn.Module],
 
 
 PLACES = ("layernorm_grad", "weight_grad")
+MORE_PLACES = (*PLACES, "softmax_grad")
 RUNS: dict[str, Run] = {
     "fp32": Run(prepare=lambda m: m, alone=True),
     "plain fp16": Run(prepare=lambda m: m.half(), alone=True),
@@ -75,6 +76,9 @@ RUNS: dict[str, Run] = {
     "unit fp16": Run(prepare=_prepare("unit", "fp16")),
     "unit fp8": Run(prepare=_prepare("unit", "fp8")),
     "scalify fp16, fp16 state": Run(prepare=_prepare("scalify", "fp16", rescale=PLACES), state_dtype=torch.float16),
+    "scalify fp16, softmax_grad": Run(
+        prepare=_prepare("scalify", "fp16", rescale=MORE_PLACES), state_dtype=torch.float16
+    ),
     "scalify fp8, fp16 state": Run(prepare=_prepare("scalify", "fp8", rescale=PLACES), state_dtype=torch.float16),
     "adaptive fp16": Run(prepare=_prepare("adaptive", "fp16")),
 }

@@ -69,6 +69,14 @@ def finetune(
             rich_help_panel=_HOW,
         ),
     ] = None,
+    calibrate: Annotated[
+        bool,
+        typer.Option(
+            "--calibrate",
+            help="Measure the scales of method unit on the first batches (default: from theory).",
+            rich_help_panel=_HOW,
+        ),
+    ] = False,
     list_recipes: Annotated[
         bool,
         typer.Option(
@@ -222,6 +230,7 @@ def finetune(
         save_every=save_every,
         track_every=track_every,
         lca=lca,
+        calibrate=calibrate,
         save=save,
         log_to=tuple(log_to or ()),
         compile=compile,

@@ -17,8 +17,9 @@ __all__ = ["StepGuard", "gradients_are_finite"]
 class StepGuard:
     """Takes an optimizer's step only where all gradients are finite (adaptive loss scaling: build rule 5).
 
-    After a skipped step the loss scale at which the backward pass starts is halved; after `patience` finite steps in a
-    row it is doubled, up to where it began. It never leaves [2^-24, 1] times its start. `num_skipped` counts.
+    After a skipped step the loss scale at which the backward pass starts is halved, and so is what gradients are
+    rescaled to on the way: otherwise Scalify's next place would undo the first. After `patience` finite steps in a row
+    both are doubled, up to where they began. The factor never leaves [2^-24, 1]. `num_skipped` counts.
     """
 
     def __init__(self, model: nn.Module, *, patience: int = 2000) -> None:
@@ -65,10 +66,13 @@ class StepGuard:
         self._halvings, self._num_finite = halvings, 0
         scaling = scaling_of(self.model)
         assert scaling is not None
-        unit = scaled_tensor(
-            scaling.unit.data_part, 2.0**halvings, role=Role.GRADIENT, arithmetic=scaling.unit.arithmetic
-        )
-        self.model.lpconv_scaling = replace(scaling, unit=unit)  # type: ignore[assignment]  # not a module or tensor
+        arithmetic = replace(scaling.arithmetic, headroom=2.0**halvings)
+        unit = scaled_tensor(scaling.unit.data_part, 1.0, role=Role.GRADIENT, arithmetic=arithmetic)
+        for parameter in self.model.parameters():
+            if isinstance(parameter, ScaledTensor):
+                parameter.compute_in(arithmetic)
+        changed = replace(scaling, arithmetic=arithmetic, unit=unit)
+        self.model.lpconv_scaling = changed  # type: ignore[assignment]  # not a module or tensor
 
 
 def gradients_are_finite(parameters: Iterable[Tensor]) -> bool:

@@ -62,8 +62,8 @@ METHODS = dict.fromkeys(("unit", "scalify", "adaptive"))
 class Scaling:
     """How a model was scaled: kept on the model, read with `scaling_of`.
 
-    `scales` holds the static scale of every parameter by its name; tied names share one. `unit` is the scaled tensor in
-    whose arithmetic and at whose scale the backward pass begins, `saved` what keeps saved activations as codes.
+    `scales` holds the static scale of every parameter by its name; tied names share one. `unit` is a scaled tensor
+    in whose arithmetic the backward pass begins, `saved` what keeps saved activations as codes.
     """
 
     method: str
@@ -103,7 +103,7 @@ def scaled(
 
     - "unit" keeps every scale static.
     - "scalify" adds dynamic rescaling at the named places `rescale`: any of "layernorm_grad" (the default),
-      "logits_grad", "weight_grad" and "every:N" (the parameters, every N training passes).
+      "logits_grad", "softmax_grad", "weight_grad" and "every:N" (the parameters, every N training passes).
     - "adaptive" leaves the forward pass and the parameters plain, runs it under autocast to `compute` ("fp16" or
       "bf16"), and scales gradients layer by layer as `adaptive` says; parameters receive plain gradients, so any
       optimizer will do.
@@ -127,10 +127,12 @@ def scaled(
         scaling = _prepare_adaptive(model, compute, adaptive or AdaptiveOptions(), strict)
     else:
         dtype = carrier or chosen.carrier
-        arithmetic = Arithmetic(operand=chosen.operand, gradient=chosen.gradient, strict=strict)
         places = ("layernorm_grad",) if rescale is None else tuple(rescale)
         for name in places:
             place(name)
+        arithmetic = Arithmetic(
+            operand=chosen.operand, gradient=chosen.gradient, softmax_grad="softmax_grad" in places, strict=strict
+        )
         exact = exact_modules(model, tuple(critical)) if chosen.operand else []
         scaling = Scaling(
             method=method,

@@ -34,14 +34,18 @@ class Arithmetic:
 
     `operand` and `gradient` name the formats of matmul operands (None: the dtype of the data). `unit_factors` moves the
     √K of each contraction from the data to the scale; without it data keep the raw magnitudes. `fit_joins` makes an
-    addition choose the smallest scale whose data fit `join_limit` (adaptive loss scaling). `counts` collects fall-backs
-    and saturations; it is shared by all tensors of a model and takes no part in equality.
+    addition choose the smallest scale whose data fit `join_limit` (adaptive loss scaling). Gradients start, and are
+    rescaled, at data of 1/`headroom`: a power of two that `StepGuard` raises after an overflow. `softmax_grad` rescales
+    what softmax hands down. `counts` collects fall-backs and saturations; it is shared by all tensors of a model and
+    takes no part in equality.
     """
 
     operand: str | None = None
     gradient: str | None = None
     unit_factors: bool = True
     fit_joins: bool = False
+    headroom: float = 1.0
+    softmax_grad: bool = False
     strict: bool = False
     counts: "Counter[str]" = field(default_factory=Counter, compare=False)
 

@@ -76,6 +76,10 @@ class ScaledTensor(torch.Tensor):
         out: Tensor = value(Scaled(self._data, self._scale))
         return out if dtype is None else out.to(dtype)
 
+    def compute_in(self, arithmetic: Arithmetic) -> None:
+        """Let ops on this tensor, and on what they return, compute in another arithmetic."""
+        self._arithmetic = arithmetic
+
     def rebalance_(self) -> None:
         """Bring the data near 1 in place, by their root mean square; the value stays, and the scale becomes dynamic."""
         data, self._scale, _ = rebalanced(Scaled(self._data, self._scale), "l2")
@@ -100,7 +104,8 @@ class ScaledTensor(torch.Tensor):
         """Everything but the data that decides what is compiled, for the caches of `torch.compile`."""
         scale = "dynamic" if isinstance(self._scale, Tensor) else self._scale.hex()
         a = self._arithmetic
-        return repr((scale, self._role, a.operand, a.gradient, a.unit_factors, a.fit_joins, a.strict))
+        flags = (a.unit_factors, a.fit_joins, a.headroom, a.softmax_grad, a.strict)
+        return repr((scale, self._role, a.operand, a.gradient, flags))
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 

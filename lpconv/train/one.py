@@ -16,7 +16,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from lpconv.hf.quiet import quiet_transformers
 from lpconv.kernels.half import HalfProducts
 from lpconv.results import PeakMemory, RunRecord, UpdateQuality, from_json
-from lpconv.scaled import fallbacks, saved_bytes, scaling_of
+from lpconv.scaled import apply_factors, calibrate, fallbacks, saved_bytes, scaled, scaling_of
 from lpconv.train.allot import NUM_COPIES, PROBE_BATCHES, LossWatch, loss_allocation
 from lpconv.train.callbacks import Recorder, Timetable
 from lpconv.train.examples import Collator, Examples, Stream
@@ -30,7 +30,9 @@ from lpconv.train.task import Task, open_for
 from lpconv.train.trainer import DivergedError, LowPrecisionTrainer
 from lpconv.train.watch import Rate, Watch, tracked_records
 
-__all__ = ["Finished", "Job", "Telling", "Work", "train_one"]
+__all__ = ["CALIBRATION_BATCHES", "Finished", "Job", "Telling", "Work", "train_one"]
+
+CALIBRATION_BATCHES = 4
 
 
 class Telling(Protocol):
@@ -124,6 +126,8 @@ def train_one(job: Job, work: Work, telling: Telling) -> Finished:
             model.config.pad_token_id = job.pad_id
         needed = _check_memory(job, work, model)
         prepared = prepare(model.to(arguments.device), work.arithmetic, job.options, seed=work.seed)
+        if job.options.calibrate and work.arithmetic.method == "unit":
+            _calibrate(job, work, prepared.model)
         if job.options.compile:
             prepared.model.compile()
         checkpoint = get_last_checkpoint(str(work.folder)) if work.folder.is_dir() else None
@@ -219,15 +223,30 @@ def _check_memory(job: Job, work: Work, model: Any) -> dict[str, int]:
 
 
 def _loss_watch(job: Job, work: Work, model: Any) -> LossWatch:
-    twin, _ = open_for(job.task, job.directory, seed=work.seed, num_labels=job.num_labels)
-    if twin.config.pad_token_id is None:
-        twin.config.pad_token_id = job.pad_id
-    stream, size = job.stream(work.seed, held_out=True), job.options.batch_size
-    starts = range(0, min(len(stream), PROBE_BATCHES * size), size)
-    batches = [[stream[i] for i in range(s, min(s + size, len(stream)))] for s in starts]
-    collate = Collator(pad_id=job.pad_id)
-    on_device = [{k: v.to(model.device) for k, v in collate(batch).items()} for batch in batches]
-    return LossWatch(model, twin.to(model.device), on_device)
+    batches = _batches(job, job.stream(work.seed, held_out=True), PROBE_BATCHES, model.device)
+    return LossWatch(model, _copy(job, work, model.device), batches)
+
+
+def _calibrate(job: Job, work: Work, model: Any) -> None:
+    """Fix scales measured on the run's first batches: in fp32, where nothing overflows and nothing vanishes."""
+    batches = _batches(job, job.stream(work.seed, held_out=False), CALIBRATION_BATCHES, model.device)
+    apply_factors(model, calibrate(scaled(_copy(job, work, model.device), method="unit"), batches))
+
+
+def _copy(job: Job, work: Work, device: torch.device) -> Any:
+    """The model that the run starts from, in fp32."""
+    model, _ = open_for(job.task, job.directory, seed=work.seed, num_labels=job.num_labels)
+    if model.config.pad_token_id is None:
+        model.config.pad_token_id = job.pad_id
+    return model.to(device)
+
+
+def _batches(job: Job, stream: Stream, count: int, device: torch.device) -> list[dict[str, Any]]:
+    """The first batches of a stream, at most `count`."""
+    size, collate = job.options.batch_size, Collator(pad_id=job.pad_id)
+    starts = range(0, min(len(stream), count * size), size)
+    batches = (collate([stream[i] for i in range(s, min(s + size, len(stream)))]) for s in starts)
+    return [{k: v.to(device) for k, v in batch.items()} for batch in batches]
 
 
 def _predicted(logits: Any, labels: Any) -> Any:

@@ -24,7 +24,8 @@ class FinetuneOptions:
     `seq_len` tokens. `seeds` runs begin at `seed`. `warmup` is a share of the steps. Every `eval_every`-th step is
     evaluated on `eval_batches` batches at most, every `save_every`-th saved, every `track_every`-th recorded, by
     default a quarter, a fifth and a tenth of the steps (at least 5); 0 is never (the last step is always evaluated).
-    `lca` allots the loss change of every step of the first run to its layers. `gates` are conditions on the result.
+    `lca` allots the loss change of every step of the first run to its layers. `calibrate` measures the static scales of
+    the method unit on a run's first batches. `gates` are conditions on the result.
     """
 
     arithmetic: Arithmetic
@@ -50,6 +51,7 @@ class FinetuneOptions:
     save_every: int | None = None
     track_every: int | None = None
     lca: bool = False
+    calibrate: bool = False
     save: str = "converted"
     log_to: tuple[str, ...] = ()
     compile: bool = False
@@ -66,6 +68,10 @@ class FinetuneOptions:
         return max(least, self.steps // part) if asked is None else asked
 
 
+_NOTHING_TO_CALIBRATE = {
+    "none": "it has no static scales",
+    "scalify": "its scales are reset by data while it trains",
+}
 _INTERVALS = {"eval": (4, 1), "save": (5, 1), "track": (10, 5)}  # a part of the steps, but at least so many
 
 
@@ -84,6 +90,11 @@ def check_options(options: FinetuneOptions) -> None:
         raise UsageError(f"--beta2 {options.beta2} is out of range", hint="0 or more and below 1")
     if not 0 <= options.warmup < 1:
         raise UsageError(f"--warmup {options.warmup} is no share of the steps", hint="such as 0.1")
+    if options.calibrate and options.arithmetic.method != "unit":
+        raise UsageError(
+            f"--calibrate with recipe `{options.arithmetic.name}`: {_NOTHING_TO_CALIBRATE[options.arithmetic.method]}",
+            hint="leave --calibrate out, or choose --method unit",
+        )
     if options.resume and options.force:
         raise UsageError("--resume and --force exclude each other", hint="resume continues a run, force starts anew")
     if options.eval_data is not None and options.data is None:

@@ -32,7 +32,7 @@ from lpconv.train.folder import REPORT, begin_folder, remove_checkpoints, run_fo
 from lpconv.train.gates import check_gates, parse_gates
 from lpconv.train.loggers import check_loggers
 from lpconv.train.memory import check_room, weight_bytes
-from lpconv.train.one import Finished, Job, Telling, Work, train_one
+from lpconv.train.one import CALIBRATION_BATCHES, Finished, Job, Telling, Work, train_one
 from lpconv.train.options import FinetuneOptions, check_options
 from lpconv.train.processes import is_main_process, num_processes, wait_for_all
 from lpconv.train.publish import form_of, publish_model, write_checksums
@@ -266,6 +266,7 @@ def _facts(job: Job, resolved: str) -> dict[str, str]:
         "Optimizer": f"AdamW ({o.arithmetic.optimizer}), lr {o.lr:g} {o.schedule}, {o.warmup:.0%} warm-up, "
         f"beta2 {o.beta2:g}, weight decay {o.weight_decay:g}, clip {o.clip:g}".replace("%", " %"),
         "Seeds": ", ".join(str(s) for s in range(o.seed, o.seed + o.seeds)),
+        **({"Scales": f"measured on the first {CALIBRATION_BATCHES} batches"} if o.calibrate else {}),
     }
 
 

@@ -17,7 +17,7 @@ from lpconv.scaled import ScaledTensor, fallbacks, scaled, scaled_tensor, scalin
 from lpconv.scaled.model import weight_scale
 from lpconv.scaled.pair import Arithmetic
 
-METHODS = {"unit": {}, "scalify": {"rescale": ("layernorm_grad", "logits_grad", "weight_grad")}}
+METHODS = {"unit": {}, "scalify": {"rescale": ("layernorm_grad", "logits_grad", "softmax_grad", "weight_grad")}}
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -89,9 +89,29 @@ def test_an_fp32_run_and_its_twin_are_the_same_bit_for_bit(tmp_path: Path) -> No
     assert run.evaluations == twin.evaluations
 
 
+def test_calibrated_scales_change_what_fp8_rounds_and_nothing_in_fp32(tmp_path: Path) -> None:
+    losses = {}
+    for precision in ("fp32", "fp8"):
+        for calibrate in (False, True):
+            asked = options("unit-fp8", steps=2, track_every=0, calibrate=calibrate)
+            asked = dataclasses.replace(asked, arithmetic=arithmetic(precision=precision, method="unit"))
+            result = finetune("demo", tmp_path / f"{precision}-{calibrate}", asked)
+            assert ("Scales" in result.facts) == calibrate
+            losses[precision, calibrate] = result.runs[0].losses.values
+    assert losses["fp32", True] == losses["fp32", False]
+    assert losses["fp8", True] != losses["fp8", False]
+    assert losses["fp8", True] == pytest.approx(losses["fp32", True], rel=0.02)
+
+
+@pytest.mark.parametrize("recipe", ["amp-bf16", "scalify-fp8"])
+def test_only_static_scales_can_be_calibrated(recipe: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=f"--calibrate with recipe `{recipe}`"):
+        finetune("demo", tmp_path / "run", options(recipe, calibrate=True))
+
+
 @pytest.mark.parametrize("recipe", ["amp-fp16", "unit-fp8-collage"])
 def test_a_resumed_run_goes_on_bit_for_bit(recipe: str, tmp_path: Path) -> None:
-    asked = options(recipe, save_every=2)
+    asked = options(recipe, save_every=2, calibrate="unit" in recipe)
     whole = finetune("demo", tmp_path / "whole", asked).runs[0]
     with pytest.raises(Stopped):
         finetune("demo", tmp_path / "cut", asked, telling=StopAt(5))

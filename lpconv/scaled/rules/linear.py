@@ -8,7 +8,8 @@ from torch import Tensor
 from lpconv.formats.scale import pow2_floor
 from lpconv.scaled.pair import Call, Rule, Scaled, data_of, pair, value, widened
 from lpconv.scaled.rules.nonlinear import AttentionInputs, plain_operands
-from lpconv.scaled.scales import Scale, multiplied, ratio, times
+from lpconv.scaled.rules.own import rebalanced
+from lpconv.scaled.scales import MIN_SCALE, Scale, multiplied, ratio, times
 
 __all__ = [
     "RULES",
@@ -42,9 +43,15 @@ def threshold(call: Call, grad: Any, x: Any, threshold: float) -> Any:
 
 
 def softmax(call: Call, grad: Any, output: Any, dim: int, dtype: torch.dtype) -> Any:
-    """(c·f(d_g, P), s_g/c) with P's own gain c: elements of P·(g - Σ P·g) are as small as those of P."""
+    """(c·f(d_g, P), s_g/c) with P's own gain c: elements of P·(g - Σ P·g) are as small as those of P.
+
+    With `softmax_grad` c is what brings the result near 1: a trained P is far from the uniform one of the theory.
+    """
     (data, scale), (_, scale_p) = pair(grad), pair(output)
     out = call.op(widened(data), widened(value(output)), dim, torch.promote_types(data.dtype, torch.float32))
+    if call.arithmetic.softmax_grad:
+        near_1 = rebalanced(Scaled(out, scale), "l2", smallest=MIN_SCALE, headroom=call.arithmetic.headroom)
+        return near_1.with_data(near_1.data.to(dtype))
     gain = 1 / scale_p if isinstance(scale_p, float) and scale_p else 1.0
     return Scaled(times(out, gain).to(dtype), multiplied(scale, 1 / gain))
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from lpconv.formats.scale import pow2_floor
 from lpconv.scaled import ops
 from lpconv.scaled.pair import Call, Role, Rule, Scaled, pair, static, value, widened
-from lpconv.scaled.scales import MAX_SCALE, MIN_SCALE, multiplied, ratio, times
+from lpconv.scaled.scales import MAX_SCALE, MIN_SCALE, multiplied, times
 
 __all__ = ["RULES", "STATISTICS", "as_exact", "leave", "rebalance", "rebalanced", "recentre", "seed"]
 
@@ -21,15 +21,15 @@ STATISTICS = {
 SMALLEST_NORM = 2.0**-14  # 2^⌊log2 1e-4⌋: all-zero data lower the scale by this much and no more
 
 
-def rebalanced(x: Scaled, statistic: str, *, smallest: float = SMALLEST_NORM) -> Scaled:
+def rebalanced(x: Scaled, statistic: str, *, smallest: float = SMALLEST_NORM, headroom: float = 1.0) -> Scaled:
     """(d/n, s·n) with n = max(2^⌊log2 stat(d)⌋, smallest) [Scalify Algorithm 4]; data with Inf or NaN keep their scale.
 
     `statistic` is "max", "l1" (mean magnitude) or "l2" (root mean square), taken in fp32. The new scale is a 0-dim fp32
-    tensor; n is bounded so that it stays in [2^-126, 2^127].
+    tensor; n is bounded so that it stays in [2^-126, 2^127]. `headroom` leaves the statistic at 1/headroom, not at 1.
     """
     if not x.data.numel():
         return x
-    norm = pow2_floor(STATISTICS[statistic](widened(x.data)).float())
+    norm = pow2_floor(STATISTICS[statistic](widened(x.data)).float()) * headroom
     norm = torch.where(norm.isfinite(), norm.clamp(min=smallest), 1.0)
     old = x.scale if isinstance(x.scale, Tensor) else torch.full_like(norm, x.scale)
     norm = torch.where(old > 0, norm.clamp(MIN_SCALE / old, MAX_SCALE / old), norm)
@@ -37,8 +37,10 @@ def rebalanced(x: Scaled, statistic: str, *, smallest: float = SMALLEST_NORM) ->
 
 
 def rebalance(call: Call, x: Scaled, forward: str, backward: str) -> Scaled:
-    """`rebalanced` by the forward statistic, if there is one."""
-    return rebalanced(x, forward) if forward else x
+    """`rebalanced` by the forward statistic, if there is one; gradients with the headroom of the arithmetic."""
+    if not forward:
+        return x
+    return rebalanced(x, forward, headroom=call.arithmetic.headroom if x.role is Role.GRADIENT else 1.0)
 
 
 def leave(call: Call, x: Any, unit: Any, dynamic: bool) -> Any:
@@ -50,8 +52,8 @@ def seed(call: Call, grad: Any, unit: Any, dynamic: bool) -> Scaled:
     """(g/s, s) with s = 2^⌊log2 max|g|⌋, so that a factor on the loss moves into the scale and cannot underflow.
 
     1/s is what others call the loss scale. Eager static methods read max|g| once per output and backward pass; with
-    `dynamic` the scale stays on the device. A compiled static graph can do neither, and there s = 1. The scale u of
-    `unit` starts lower or higher: (g/(s·u), s·u).
+    `dynamic` the scale stays on the device. A compiled static graph can do neither, and there s = 1. The headroom h of
+    the arithmetic starts lower: (g/(s·h), s·h).
     """
     data, scale = pair(grad)
     start = Scaled(data, scale, Role.GRADIENT)
@@ -61,8 +63,8 @@ def seed(call: Call, grad: Any, unit: Any, dynamic: bool) -> Scaled:
         amax = float(data.abs().amax())
         own = pow2_floor(amax) if MIN_SCALE <= amax <= MAX_SCALE else 1.0
         start = Scaled(times(data, 1 / own), own * scale, Role.GRADIENT)
-    u = pair(unit)[1]
-    return Scaled(times(start.data, ratio(1.0, u)), multiplied(start.scale, u), Role.GRADIENT)
+    headroom = call.arithmetic.headroom
+    return Scaled(times(start.data, 1 / headroom), multiplied(start.scale, headroom), Role.GRADIENT)
 
 
 def recentre(call: Call, x: Scaled, forward: float, backward: float) -> Scaled:
