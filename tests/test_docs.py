@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from bench_in_process import without_processes
 from typer.testing import CliRunner
 
 from lpconv.cli.main import app
@@ -48,7 +49,8 @@ def _without_output(command: str) -> str:
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_of_a_page(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("LPCONV_COMPILE", "never")  # compiling takes longer than these commands
+    monkeypatch.setenv("LPCONV_COMPILE", "never")  # compiling takes longer than these commands,
+    without_processes(monkeypatch)  # and so does starting the processes of a bench
     for name in SOURCES:
         shutil.copytree(demo_checkpoint(), name)
     Path("jobs.yaml").write_text(JOBS)

@@ -15,7 +15,7 @@ from lpconv.bench.interleave import Effort, Samples, interleave, ratio_of, timin
 from lpconv.bench.nvml import GpuMonitor, find_monitor, measure_energy
 from lpconv.bench.team import Team
 from lpconv.bench.verdict import verdict
-from lpconv.errors import LpconvError, ResourceError, UnsupportedError, UsageError
+from lpconv.errors import InputError, LpconvError, ResourceError, UnsupportedError, UsageError
 from lpconv.progress import Progress, Silent
 from lpconv.results import (
     BenchResult,
@@ -212,13 +212,16 @@ class _Run:
                     for case in variants:
                         self._measure_variant(group, case)
                     self._measure_alone(group)
-                except ResourceError as e:  # the baseline does not fit, and so nothing is comparable
+                except (UsageError, InputError, UnsupportedError):
+                    raise
+                except LpconvError as e:  # there is no baseline, and so nothing is comparable
                     for case in [base_case, *variants]:
-                        self._keep_error(group, case, e, TOO_LARGE)
+                        self._keep_error(group, case, e, _status(e))
                     break
         rows = [row for (base, _), row in self.rows.items() if base == base_case]
         found = verdict(rows, group.gemms, self.peaks)
         self.verdicts += [found] if found else []
+        self.on_result(self.result(interrupted=True))
 
     def _team(self) -> Team:
         """Processes without a case: first the one that looked at the machine, and then new ones."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.utils import counters
 
 from lpconv.bench.cases import Case
@@ -17,6 +18,7 @@ from lpconv.bench.memory import StepMemory, profile_step, storage_bytes
 from lpconv.bench.models import blocks_of, make_batch, open_model, step_loss
 from lpconv.bench.parallel import check_parallel, most, spread
 from lpconv.bench.recipes import apply_recipe, check_peers, is_emulated, make_optimizer
+from lpconv.errors import LpconvError
 from lpconv.results import NumericsRecord
 from lpconv.scaled import ScaledTensor
 
@@ -64,7 +66,13 @@ class Runner:
         elif self.case.compiled == "blocks":
             for block in blocks_of(self._model):
                 block.compile(dynamic=False)
-        self.run(_WARM_UP_STEPS)
+        try:
+            self.run(_WARM_UP_STEPS)
+        except TorchDynamoException as e:
+            if self.case.compiled == "off":  # a peer that compiles by itself
+                raise
+            first = f"{type(e).__name__}: {str(e).splitlines()[0]}"
+            raise LpconvError(first, hint="--compile off --baseline bf16 does without torch.compile") from e
         self._graphs = _graphs()
         return time.perf_counter() - start
 

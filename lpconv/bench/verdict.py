@@ -116,7 +116,8 @@ def _padding(low: Sequence[BenchRow], gemms: tuple[Gemm, ...], m: int) -> Iterat
 
 
 def _few_rounds(rows: Sequence[BenchRow]) -> Iterator[str]:
-    fewest = min((r.timing.num_rounds for r in rows if r.timing and not r.is_baseline), default=_ENOUGH_ROUNDS)
+    timings = [r.timing for r in rows if r.timing and not r.is_baseline and r.timing.num_launches == 1]
+    fewest = min((t.num_rounds for t in timings), default=_ENOUGH_ROUNDS)
     if fewest < _ENOUGH_ROUNDS:
         yield f"The intervals come from {plural(fewest, 'round')}; with fewer than {_ENOUGH_ROUNDS} do not trust them."
 

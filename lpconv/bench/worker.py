@@ -28,6 +28,7 @@ from lpconv.report.numbers import plural
 
 __all__ = ["Worker", "answer", "main"]
 
+_ALL_THREADS = torch.get_num_threads()
 _VERSIONS = ("torch", "transformers", "torchao", "transformer-engine", "torch-optimi", "bitsandbytes")
 
 
@@ -121,7 +122,7 @@ def _check_gpus(device: str, index: int, processes: int) -> None:
 def _use(device: str, threads: int | None, processes: int) -> None:
     """Let torch's functions that name no GPU mean this one, and share a CPU's cores among processes."""
     if threads is None and "OMP_NUM_THREADS" not in os.environ:
-        threads = max(1, torch.get_num_threads() // processes)
+        threads = max(1, _ALL_THREADS // processes)
     if threads is not None:
         torch.set_num_threads(threads)
     if device != "cpu":
@@ -165,7 +166,7 @@ def answer(worker: Worker, request: dict[str, Any]) -> dict[str, Any]:
     except torch.OutOfMemoryError as e:
         found = ResourceError(str(e).splitlines()[0], hint="take a smaller --batch or --seq, or fewer --layers")
         return {"error": found.to_dict()}
-    except Exception as e:  # whatever a model or a peer raises belongs to its row
+    except Exception as e:  # whatever a model, a compiler or a peer raises belongs to its row
         first = (str(e).splitlines() or [""])[0]
         return {"error": LpconvError(f"{type(e).__name__}: {first}").to_dict()}
 

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 from bench_in_process import without_processes
+from torch._inductor.exc import InductorError
 from typer.testing import CliRunner, Result
 
+from lpconv.bench.runner import Runner
 from lpconv.cli.main import app
 
 SHORT = ("--min-iters", "6", "--min-time", "0", "--rounds", "3", "--launches", "1")
@@ -137,6 +139,22 @@ def test_a_sweep_goes_on_behind_what_does_not_fit_and_what_is_missing() -> None:
     ]  # fmt: skip
     assert rows[0]["estimate_bytes"] > 1e12
     assert "pip install transformer-engine" in rows[4]["reason"]
+
+
+def test_a_baseline_that_fails_fails_its_rows_and_the_sweep_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(runner: Runner, steps: int) -> None:
+        if runner.case.batch == 1:
+            raise InductorError(RuntimeError("no compiler"), None)
+
+    monkeypatch.setattr("torch.nn.Module.compile", lambda module, **settings: None)
+    monkeypatch.setattr("lpconv.bench.runner.Runner.run", broken)
+    compiled = ("--compile", "blocks", "--baseline", "bf16+compile")
+    result = run("demo", "--sweep", "batch=1,2 seq=16", *QUICK, *compiled, "--json")
+
+    assert result.exit_code == 5, result.output
+    rows = json.loads(result.stdout)["error"]["details"]["result"]["rows"]
+    assert [(r["batch"], r["status"]) for r in rows] == [(1, "failed"), (1, "failed"), (2, "ok"), (2, "ok")]
+    assert "--compile off" in rows[0]["reason"]
 
 
 def test_an_interrupted_run_keeps_the_rows_it_has(tmp_path: Path) -> None:

@@ -4,11 +4,13 @@ import os
 from typing import Any
 
 import pytest
+from bench_records import CPU_PEAKS
 
 from lpconv.bench.cases import parallel_of
 from lpconv.bench.child import Child
 from lpconv.bench.team import Team
 from lpconv.bench.torchrun import processes_of
+from lpconv.bench.worker import Worker
 from lpconv.errors import LpconvError, UnsupportedError, UsageError
 
 
@@ -64,6 +66,20 @@ def test_what_one_process_fails_at_ends_the_others_who_would_wait_for_ever() -> 
         with pytest.raises(LpconvError, match="out of luck"):
             team.ask("measure", iterations=1, seconds=0)
     assert all(child.closed for child in children)
+
+
+def test_the_cores_are_shared_among_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[int] = []
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("lpconv.bench.worker._ALL_THREADS", 8)
+    monkeypatch.setattr("torch.set_num_threads", chosen.append)
+    monkeypatch.setattr("lpconv.bench.worker.measure_peaks", lambda device: CPU_PEAKS)
+    worker = Worker()
+
+    for processes, threads in ((2, None), (2, None), (16, None), (2, 3)):
+        worker.peaks("cpu", threads, processes)
+
+    assert chosen == [4, 4, 1, 3]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,16 @@
 """The page of a bench: the verdict first, then speed-ups and memory as plots, every row, and the Linears by shape."""
 
 from lpconv.report.bench.plot import memory_plot, speed_plot
-from lpconv.report.bench.text import COLUMNS, energy_text, gemm_text, peaks_text, processes_text, ratio_text, reasons
+from lpconv.report.bench.text import (
+    COLUMNS,
+    energy_text,
+    gemm_text,
+    peaks_text,
+    predicted,
+    processes_text,
+    ratio_text,
+    reasons,
+)
 from lpconv.report.numbers import MISSING, duration_text
 from lpconv.report.page import Tile, environment
 from lpconv.report.printable import printable_record
@@ -29,6 +38,7 @@ def html_bench(result: BenchResult) -> str:
             facts=_facts(result),
             ratio=ratio_text,
             gain=gemm_text,
+            predicted=predicted,
         )
     )
 
@@ -52,7 +62,7 @@ def _facts(result: BenchResult) -> dict[str, str]:
     facts = {
         "Command": result.command or MISSING,
         "Baseline": ", ".join(dict.fromkeys(r.baseline for r in result.rows)),
-        "Device": ", ".join(dict.fromkeys(r.device for r in result.rows)),
+        "Device": ", ".join(dict.fromkeys(r.device for r in result.rows if r.timing)),
         **({"Processes": processes_text(result.rows[0])} if result.rows and result.rows[0].parallel else {}),
         "Took": duration_text(result.seconds),
     }

@@ -13,19 +13,20 @@ from lpconv.report.bench.text import (
     labels,
     memory_text,
     peaks_text,
+    predicted,
     processes_text,
     ratio_text,
     reasons,
 )
 from lpconv.report.layout import Name, facts_grid, heading, note_list, section, table_of
-from lpconv.report.numbers import MISSING, number_text, size_text
+from lpconv.report.numbers import MISSING, number_text, plural, size_text
 from lpconv.report.printable import printable_record
 from lpconv.results import BenchResult, VerdictRecord
 
 __all__ = ["render_bench"]
 
-# Columns that say something only where rows differ in them.
 _PREDICTED = ("fp8 gain", "Break-even")
+# Columns that say something only where rows differ in them.
 _OPTIONAL = ("Mode", "Batch", "Compiled", "Grad. err.", "Saved")
 
 
@@ -45,7 +46,7 @@ def _head(result: BenchResult) -> tuple[RenderableType, ...]:
     weights = f", {first.weights} weights" if first.weights else ""
     facts = {
         "Device": first.device,
-        "Model": f"{first.model}, {first.layers} layers{weights}" if first.layers else first.model,
+        "Model": f"{first.model}, {plural(first.layers, 'layer')}{weights}" if first.layers else first.model,
         "Baseline": ", ".join(dict.fromkeys(r.baseline for r in result.rows)),
     }
     if first.parallel is not None:
@@ -91,12 +92,12 @@ def _gpu(result: BenchResult) -> tuple[RenderableType, ...]:
 
 
 def _verdict(verdict: VerdictRecord) -> tuple[RenderableType, ...]:
-    predicted = any(g.gain is not None for g in verdict.gemms)
-    table = table_of("Linear", "Count", "N", "K", "Tokens", "GFLOP", "<Bound by", *_PREDICTED[: 2 * predicted])
+    more = _PREDICTED if predicted(verdict) else ()
+    table = table_of("Linear", "Count", "N", "K", "Tokens", "GFLOP", "<Bound by", *more)
     for g in verdict.gemms:
         even = MISSING if g.break_even_tokens is None else f"{g.break_even_tokens:,}"
         cells = [str(g.count), str(g.n), str(g.k), str(g.m), f"{g.flops / 1e9:.3g}", g.bound]
-        cells += [gemm_text(g.gain), even] if predicted else []
+        cells += [gemm_text(g.gain), even] if more else []
         table.add_row(Name(name=g.names[0]), *map(Text, cells))
     return (
         *section(f"Linears by shape: {verdict.title}", table),

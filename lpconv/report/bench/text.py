@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 
 from lpconv.report.numbers import MISSING, number_text, share_text, size_text
-from lpconv.results import BenchResult, BenchRow, PeakRecord, RatioRecord, to_json
+from lpconv.results import BenchResult, BenchRow, PeakRecord, RatioRecord, VerdictRecord, to_json
 
 __all__ = [
     "COLUMNS",
@@ -18,6 +18,7 @@ __all__ = [
     "labels",
     "memory_text",
     "peaks_text",
+    "predicted",
     "processes_text",
     "ratio_text",
     "reasons",
@@ -69,6 +70,11 @@ def _step_text(seconds: float) -> str:
 
 def _error_text(error: float | None) -> str:
     return MISSING if error is None else share_text(error, 1)
+
+
+def predicted(verdict: VerdictRecord) -> bool:
+    """Whether the roofline says anything about fp8: not where it is emulated."""
+    return any(g.gain is not None for g in verdict.gemms)
 
 
 def energy_text(row: BenchRow) -> str:
