@@ -91,10 +91,10 @@ def test_an_fp32_run_and_its_twin_are_the_same_bit_for_bit(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("recipe", ["amp-fp16", "unit-fp8-collage"])
 def test_a_resumed_run_goes_on_bit_for_bit(recipe: str, tmp_path: Path) -> None:
-    asked = options(recipe, save_every=2)
+    asked = options(recipe, steps=4, save_every=2)
     whole = finetune("demo", tmp_path / "whole", asked).runs[0]
     with pytest.raises(Stopped):
-        finetune("demo", tmp_path / "cut", asked, telling=StopAt(5))
+        finetune("demo", tmp_path / "cut", asked, telling=StopAt(3))
     assert not (tmp_path / "cut/report.json").exists()
     resumed = finetune("demo", tmp_path / "cut", dataclasses.replace(asked, resume=True)).runs[0]
     assert resumed.losses == whole.losses
