@@ -89,6 +89,8 @@ FINETUNE_FIELDS: dict[str, Field] = {
     "save_every": field(WHOLE, "steps between checkpoints", nullable=True),
     "track_every": field(WHOLE, "steps between records of underflow", nullable=True),
     "lca": field(FLAG, "allot the loss change to layers"),
+    "calibrate": field(FLAG, "measure unit scaling's static scales on the first batches"),
+    "critical": field(TEXTS, "modules that keep 16-bit products in scaled fp8"),
     "save": field(one_of("form to save", SAVES), "the form of the trained model"),
     "log_to": field(TEXTS, "tensorboard, wandb, trackio …"),
     "compile": field(FLAG, "train through torch.compile"),

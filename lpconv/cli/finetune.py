@@ -69,6 +69,15 @@ def finetune(
             rich_help_panel=_HOW,
         ),
     ] = None,
+    critical: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--critical",
+            help="Modules that keep 16-bit products in scaled fp8, such as '*.down_proj'. Repeatable.",
+            metavar="PATTERN",
+            rich_help_panel=_HOW,
+        ),
+    ] = None,
     calibrate: Annotated[
         bool,
         typer.Option(
@@ -231,6 +240,7 @@ def finetune(
         track_every=track_every,
         lca=lca,
         calibrate=calibrate,
+        critical=tuple(critical or ()),
         save=save,
         log_to=tuple(log_to or ()),
         compile=compile,

@@ -25,7 +25,8 @@ class FinetuneOptions:
     evaluated on `eval_batches` batches at most, every `save_every`-th saved, every `track_every`-th recorded, by
     default a quarter, a fifth and a tenth of the steps (at least 5); 0 is never (the last step is always evaluated).
     `lca` allots the loss change of every step of the first run to its layers. `calibrate` measures the static scales of
-    the method unit on a run's first batches. `gates` are conditions on the result.
+    the method unit on a run's first batches. Modules whose name matches a pattern of `critical` keep 16-bit products
+    in scaled fp8. `gates` are conditions on the result.
     """
 
     arithmetic: Arithmetic
@@ -52,6 +53,7 @@ class FinetuneOptions:
     track_every: int | None = None
     lca: bool = False
     calibrate: bool = False
+    critical: tuple[str, ...] = ()
     save: str = "converted"
     log_to: tuple[str, ...] = ()
     compile: bool = False
@@ -94,6 +96,11 @@ def check_options(options: FinetuneOptions) -> None:
         raise UsageError(
             f"--calibrate with recipe `{options.arithmetic.name}`: {_NOTHING_TO_CALIBRATE[options.arithmetic.method]}",
             hint="leave --calibrate out, or choose --method unit",
+        )
+    if options.critical and not (options.arithmetic.is_scaled and options.arithmetic.precision == "fp8"):
+        raise UsageError(
+            f"--critical with recipe `{options.arithmetic.name}`: it has no scaled fp8 products to leave out",
+            hint="leave --critical out, or choose a recipe such as unit-fp8",
         )
     if options.resume and options.force:
         raise UsageError("--resume and --force exclude each other", hint="resume continues a run, force starts anew")

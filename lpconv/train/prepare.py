@@ -68,7 +68,7 @@ def prepare(model: Any, arithmetic: Arithmetic, options: FinetuneOptions, *, see
         settings |= {"variant": arithmetic.variant, "seed": seed, "diagnostics_every": options.every("track"),
                      "compiled": compiled}  # fmt: skip
     if arithmetic.is_scaled:
-        return _scaled(model, arithmetic, settings)
+        return _scaled(model, arithmetic, settings, options.critical)
     if arithmetic.loss_scale == "adaptive":
         scaled(model, method="adaptive", compute=arithmetic.precision)
         return Prepared(model=model, make_optimizer=lambda: torch.optim.AdamW(model.parameters(), **settings))
@@ -85,12 +85,12 @@ def prepare(model: Any, arithmetic: Arithmetic, options: FinetuneOptions, *, see
     )
 
 
-def _scaled(model: Any, arithmetic: Arithmetic, settings: dict[str, Any]) -> Prepared:
+def _scaled(model: Any, arithmetic: Arithmetic, settings: dict[str, Any], critical: tuple[str, ...]) -> Prepared:
     """Scaled parameters, kept in fp32 by `scaled.AdamW` or as the variant says."""
     start: dict[str, Tensor] = {name: p.detach() for name, p in model.named_parameters()}
     has_fp16_state = arithmetic.optimizer == "fp16-state"
     places = ("layernorm_grad", "weight_grad") if arithmetic.method == "scalify" and has_fp16_state else None
-    scaled(model, method=arithmetic.method, compute=arithmetic.precision, rescale=places)
+    scaled(model, method=arithmetic.method, compute=arithmetic.precision, rescale=places, critical=critical)
     if arithmetic.variant is not None:
         return Prepared(model=model, make_optimizer=lambda: ScaledCollageAdamW(model, start, **settings))
     state_dtype = torch.float16 if has_fp16_state else torch.float32

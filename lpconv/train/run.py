@@ -267,6 +267,7 @@ def _facts(job: Job, resolved: str) -> dict[str, str]:
         f"beta2 {o.beta2:g}, weight decay {o.weight_decay:g}, clip {o.clip:g}".replace("%", " %"),
         "Seeds": ", ".join(str(s) for s in range(o.seed, o.seed + o.seeds)),
         **({"Scales": f"measured on the first {CALIBRATION_BATCHES} batches"} if o.calibrate else {}),
+        **({"16-bit products": ", ".join(o.critical)} if o.critical else {}),
     }
 
 

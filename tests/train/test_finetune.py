@@ -89,6 +89,23 @@ def test_an_fp32_run_and_its_twin_are_the_same_bit_for_bit(tmp_path: Path) -> No
     assert run.evaluations == twin.evaluations
 
 
+def test_critical_modules_keep_16_bit_products(tmp_path: Path) -> None:
+    losses = {}
+    for patterns in ((), ("*.down_proj",), ("*_proj",)):
+        asked = options("unit-fp8", steps=1, twin="none", track_every=0, critical=patterns)
+        losses[patterns] = finetune("demo", tmp_path / f"run{len(losses)}", asked).runs[0].losses.values[0]
+    exact = options("fp32", steps=1, twin="none", track_every=0)
+    whole = finetune("demo", tmp_path / "fp32", exact).runs[0].losses.values[0]
+
+    assert len(set(losses.values())) == 3
+    assert abs(losses["*_proj",] - whole) < abs(losses[()] - whole)
+
+
+def test_only_scaled_fp8_has_critical_modules(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--critical with recipe `collage-bf16`"):
+        finetune("demo", tmp_path / "run", options("collage-bf16", critical=("*.down_proj",)))
+
+
 def test_calibrated_scales_change_what_fp8_rounds_and_nothing_in_fp32(tmp_path: Path) -> None:
     losses = {}
     for precision in ("fp32", "fp8"):
@@ -111,10 +128,10 @@ def test_only_static_scales_can_be_calibrated(recipe: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("recipe", ["amp-fp16", "unit-fp8-collage"])
 def test_a_resumed_run_goes_on_bit_for_bit(recipe: str, tmp_path: Path) -> None:
-    asked = options(recipe, save_every=2, calibrate="unit" in recipe)
+    asked = options(recipe, steps=4, save_every=2, calibrate="unit" in recipe)
     whole = finetune("demo", tmp_path / "whole", asked).runs[0]
     with pytest.raises(Stopped):
-        finetune("demo", tmp_path / "cut", asked, telling=StopAt(5))
+        finetune("demo", tmp_path / "cut", asked, telling=StopAt(3))
     assert not (tmp_path / "cut/report.json").exists()
     resumed = finetune("demo", tmp_path / "cut", dataclasses.replace(asked, resume=True)).runs[0]
     assert resumed.losses == whole.losses

@@ -74,7 +74,8 @@ def run(model: Path, recipe: str, output: Path, **more: Any) -> FinetuneResult:
 
 def test_a_bare_encoder_learns_classes(tmp_path: Path) -> None:
     model = write_model(tmp_path / "bert", "bert")
-    result = run(model, "unit-fp8", tmp_path / "run", data=str(rows(tmp_path)), steps=60, lr=3e-3, eval_every=0)
+    asked: dict[str, Any] = {"steps": 60, "lr": 3e-3, "eval_every": 0, "twin": "none"}
+    result = run(model, "unit-fp8", tmp_path / "run", data=str(rows(tmp_path)), **asked)
     assert result.task == "classification"
     accuracy = next(s for s in result.runs[0].evaluations if s.name == "eval_accuracy")
     assert accuracy.values[-1] == 1.0
