@@ -24,7 +24,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,7 @@ class Task:
     settings: dict[str, Any]
     seeds: int
     about: str
+    variants: dict[str, dict[str, Any]] = field(default_factory=dict)  # recipes with options, by the name of their rows
 
 
 def package_folder(name: str) -> Path:
@@ -128,15 +129,21 @@ TASKS: dict[str, Task] = {
         settings={"steps": 8, "batch_size": 2, "seq_len": 128, "lr": 2e-5, "eval_batches": 6, "eval_every": 0},
         seeds=1,
         about="SmolLM2-135M-Instruct, de-quantised from Q4_1, plays",
+        variants={
+            "unit-fp8-critical": {"recipe": "unit-fp8", "critical": ("*.down_proj",)},
+            "unit-fp8-calibrated": {"recipe": "unit-fp8", "calibrate": True},
+        },
     ),
 }
 
 
 def run(task: Task, recipe: str, seed: int, prepared: dict[str, Any], folder: Path) -> dict[str, Any]:
     """One run without a twin: the recipe fp32 of the same seed is everybody's."""
+    extra = {"recipe": recipe} | task.variants.get(recipe, {})
     options = FinetuneOptions(
-        arithmetic=arithmetic(recipe=recipe), seed=seed, twin="none", save_every=0, save="plain", force=True,
-        track_every=20 if seed == 0 else 0, **task.settings, **{k: v for k, v in prepared.items() if k != "model"},
+        arithmetic=arithmetic(recipe=extra.pop("recipe")), seed=seed, twin="none", save_every=0, save="plain",
+        force=True, track_every=20 if seed == 0 else 0, **task.settings, **extra,
+        **{k: v for k, v in prepared.items() if k != "model"},
     )  # fmt: skip
     result = finetune(prepared["model"], folder / "run", options)
     shutil.rmtree(folder / "run")
@@ -173,7 +180,7 @@ def table(out: Path) -> str:
             "| recipe | seeds | " + " | ".join(f"{m} | gap to fp32 | beyond noise" for m in metrics) + " | skipped |"
         )
         lines.append("|---" * (3 + 3 * len(metrics)) + "|")
-        for recipe in RECIPES:
+        for recipe in (*RECIPES, *task.variants):
             lines += _rows(out / name, recipe, twins, metrics)
         lines.append("")
     return "\n".join(lines)
@@ -219,7 +226,7 @@ def run_all(task: Task, out: Path, folder: Path, options: argparse.Namespace) ->
         task.settings["steps"] = options.steps
     prepared = task.prepare(folder)
     for seed in range(min(task.seeds, options.seeds or task.seeds)):
-        for recipe in RECIPES:
+        for recipe in (*RECIPES, *task.variants):
             path = out / f"{recipe}-seed{seed}.json"
             if path.exists():
                 continue
