@@ -27,7 +27,8 @@ import torch
 from torch import Tensor, nn
 
 from lpconv.bench.interleave import Effort
-from lpconv.bench.run import BenchOptions, bench
+from lpconv.bench.options import BenchOptions
+from lpconv.bench.run import bench
 from lpconv.errors import LpconvError
 from lpconv.formats.codes import decode, encode
 from lpconv.kernels.decode import decode as fast_decode

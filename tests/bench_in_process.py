@@ -44,3 +44,4 @@ class Direct(Child):
 def without_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let benches run in this process."""
     monkeypatch.setattr("lpconv.bench.run.Child", Direct)
+    monkeypatch.setattr("lpconv.bench.rows.Child", Direct)

@@ -12,8 +12,8 @@ from typing import Any
 from lpconv.batch.fields import Field
 from lpconv.batch.settings import BENCH_FIELDS, CONVERT_FIELDS, FINETUNE_FIELDS, PROBE_FIELDS
 from lpconv.bench.interleave import Effort
+from lpconv.bench.options import BenchOptions
 from lpconv.bench.outcome import problem
-from lpconv.bench.run import BenchOptions
 from lpconv.bench.saved import read_bench
 from lpconv.checkpoint.contents import read_json
 from lpconv.convert.options import ConvertOptions, with_defaults

@@ -1,7 +1,7 @@
 """From rows to an exit code: what a script has to know after everything was measured and kept."""
 
 from lpconv.bench.gates import NEW, REGRESSION
-from lpconv.bench.run import FAILED, SKIPPED, TOO_LARGE
+from lpconv.bench.rows import FAILED, SKIPPED, TOO_LARGE
 from lpconv.errors import LpconvError, ResourceError, UnsupportedError, VerificationError
 from lpconv.report.numbers import plural
 from lpconv.results import BenchResult, to_json

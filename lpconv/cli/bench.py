@@ -130,8 +130,8 @@ def bench(
     from lpconv.bench.gates import check_gates, parse_gates
     from lpconv.bench.gates import compare as compare_with
     from lpconv.bench.interleave import Effort
+    from lpconv.bench.options import BenchOptions
     from lpconv.bench.outcome import problem
-    from lpconv.bench.run import BenchOptions
     from lpconv.bench.run import bench as measure
     from lpconv.bench.saved import kept, read_bench
     from lpconv.bench.torchrun import processes_of
