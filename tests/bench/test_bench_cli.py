@@ -160,7 +160,11 @@ def test_a_baseline_that_fails_fails_its_rows_and_the_sweep_goes_on(monkeypatch:
 def test_an_interrupted_run_keeps_the_rows_it_has(tmp_path: Path) -> None:
     saved, command = tmp_path / "bench.json", [sys.executable, "-m", "lpconv", "bench", "demo"]
     sizes = ("--format", "bf16", "--sweep", "batch=1,2,3,4,5,6,7,8 seq=16")  # the baseline alone: a child for each
-    process = subprocess.Popen([*command, *sizes, *QUICK, "--save", str(saved)], stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        [*command, *sizes, *QUICK, "--save", str(saved)],
+        stdout=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a suite in the background ignores it
+    )
     while not saved.exists():
         assert process.poll() is None
         time.sleep(0.1)
