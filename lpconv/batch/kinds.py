@@ -16,7 +16,7 @@ from lpconv.bench.options import BenchOptions
 from lpconv.bench.outcome import problem
 from lpconv.bench.saved import read_bench
 from lpconv.checkpoint.contents import read_json
-from lpconv.convert.options import ConvertOptions, with_defaults
+from lpconv.convert.options import ConvertOptions, settings_of
 from lpconv.probe.options import ProbeOptions
 from lpconv.results import FinetuneResult, from_json
 from lpconv.train.gates import gate_problem
@@ -74,7 +74,7 @@ class Kind:
 
 
 def _convert_options(settings: dict[str, Any]) -> ConvertOptions:
-    return with_defaults(ConvertOptions(**settings))[0]
+    return settings_of(ConvertOptions(**settings)).options
 
 
 def _finetune_options(settings: dict[str, Any]) -> FinetuneOptions:

@@ -28,7 +28,7 @@ from lpconv.convert.encode import (
 )
 from lpconv.convert.files import check_convertible
 from lpconv.convert.gates import Gate, parse_gate
-from lpconv.convert.options import ConvertOptions, with_defaults
+from lpconv.convert.options import ConvertOptions, settings_of
 from lpconv.convert.plan import Plan, make_plan
 from lpconv.convert.tied import find_ties
 from lpconv.convert.workers import SingleThreadedTorch, buffer_bytes
@@ -63,7 +63,8 @@ class Job:
 
 def prepare(model: str, output: Path, options: ConvertOptions) -> Job:
     """Resolve, open and plan; everything that can be refused without reading weights is refused here."""
-    options, method = with_defaults(options)
+    settings = settings_of(options)
+    options, method = settings.options, settings.method
     gates = tuple(parse_gate(g) for g in options.gates)
     resolved = resolve(model, revision=options.revision)
     contents = read_contents(resolved.directory)

@@ -18,12 +18,14 @@ __all__ = [
     "LAYOUTS",
     "VERIFY_LEVELS",
     "ConvertOptions",
+    "ConvertSettings",
     "FormatRule",
+    "PointBudget",
     "command_line",
     "matches",
     "parse_rule",
     "parse_size",
-    "with_defaults",
+    "settings_of",
 ]
 
 LAYOUTS = ("lpconv", COMPRESSED_TENSORS)
@@ -43,7 +45,7 @@ class FormatRule:
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertOptions:
-    """Settings of one conversion. `with_defaults` fills in what is None.
+    """Settings of one conversion. `settings_of` decides what is None.
 
     Patterns are globs on dotted tensor names, or regular expressions after ``re:`` (matched anywhere in the name).
     `max_memory` bounds the buffers in bytes, `max_shard_size` the payload of an output file (None: as the source's).
@@ -73,12 +75,35 @@ class ConvertOptions:
     trust_remote_code: bool = False
 
 
-def with_defaults(options: ConvertOptions) -> tuple[ConvertOptions, Method]:
-    """The options with the method's defaults filled in, and the method. Raises UsageError for what does not fit."""
+@dataclass(frozen=True, kw_only=True)
+class PointBudget:
+    """What the points of a matrix may take: `bits` stored per element, scales and counts included; `most` a row."""
+
+    bits: float
+    most: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertSettings:
+    """What a conversion does: `options` with everything decided that they may leave open.
+
+    `options` have the names of what was decided filled in, so that records and locks can be made of them. `residual` is
+    there for pairs only, `budget` for points only.
+    """
+
+    options: ConvertOptions
+    method: Method
+    format: Format
+    residual: str | None
+    budget: PointBudget | None
+
+
+def settings_of(options: ConvertOptions) -> ConvertSettings:
+    """What `options` come to with the method's defaults. Raises UsageError for what does not fit together."""
     method = find("method", options.method, METHODS)
     fmt = method.format(options.format)
     residual = _residual(method, fmt.name, options.residual)
-    budget_bits, points_max = _budget(method, fmt, options.budget_bits, options.points_max)
+    budget = _budget(method, fmt, options.budget_bits, options.points_max)
     if options.scale not in ("pow2", "exact"):
         raise UsageError(f"unknown scale `{options.scale}`", hint="use pow2 or exact")
     if options.verify not in VERIFY_LEVELS:
@@ -97,9 +122,13 @@ def with_defaults(options: ConvertOptions) -> tuple[ConvertOptions, Method]:
     for pattern in (*options.include, *options.exclude, *(r.pattern for r in options.rules)):
         _check_pattern(pattern)
     filled = dataclasses.replace(
-        options, format=fmt.name, residual=residual, budget_bits=budget_bits, points_max=points_max
+        options,
+        format=fmt.name,
+        residual=residual,
+        budget_bits=budget and budget.bits,
+        points_max=budget and budget.most,
     )
-    return filled, method
+    return ConvertSettings(options=filled, method=method, format=fmt, residual=residual, budget=budget)
 
 
 def command_line(model: str, options: ConvertOptions) -> str:
@@ -159,15 +188,13 @@ def _check_layout(options: ConvertOptions, method: Method, format_name: str) -> 
             )
 
 
-def _budget(
-    method: Method, fmt: Format, budget_bits: float | None, points_max: int | None
-) -> tuple[float | None, int | None]:
+def _budget(method: Method, fmt: Format, budget_bits: float | None, points_max: int | None) -> PointBudget | None:
     if method.encoder != "points":
         if budget_bits is not None or points_max is not None:
             raise UsageError(
                 f"method `{method.name}` has no bit budget", hint="--budget-bits and --points-max belong to multipoint"
             )
-        return None, None
+        return None
     budget_bits = fmt.storage_bits + _SPARE_BITS if budget_bits is None else budget_bits
     points_max = _POINTS_MAX if points_max is None else points_max
     if not fmt.storage_bits < budget_bits < math.inf:
@@ -177,7 +204,7 @@ def _budget(
         )
     if not 1 <= points_max <= MAX_POINTS:
         raise UsageError(f"{points_max} points a row at most is not possible", hint=f"use 1 to {MAX_POINTS}")
-    return budget_bits, points_max
+    return PointBudget(bits=budget_bits, most=points_max)
 
 
 def _check_pattern(pattern: str) -> None:

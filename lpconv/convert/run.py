@@ -9,7 +9,7 @@ from lpconv.checkpoint.staging import Staging
 from lpconv.convert.apply import Engine
 from lpconv.convert.files import copy_side_files, write_metadata, write_provenance, write_sums
 from lpconv.convert.job import Job, check_disk, disk_bytes, estimate_seconds, free_bytes, identity, prepare
-from lpconv.convert.options import ConvertOptions, command_line, with_defaults
+from lpconv.convert.options import ConvertOptions, command_line, settings_of
 from lpconv.convert.plan import PlannedShard
 from lpconv.convert.provenance import (
     peak_rss_bytes,
@@ -44,9 +44,9 @@ __all__ = ["convert", "default_output", "plan"]
 
 def default_output(model: str, options: ConvertOptions) -> Path:
     """`NAME-METHOD-FORMAT` in the current directory."""
-    filled, method = with_defaults(options)
+    settings = settings_of(options)
     base = Path(model).name if model not in (".", "..") else Path(model).resolve().name
-    return Path(f"{base}-{method.name}-{filled.format}")
+    return Path(f"{base}-{settings.method.name}-{settings.format.name}")
 
 
 def plan(model: str, output: Path, options: ConvertOptions) -> PlanResult:
