@@ -11,7 +11,6 @@ from typing import Any
 import psutil
 import torch
 
-import lpconv
 from lpconv.checkpoint.compressed import COMPRESSED_TENSORS, LinearModules
 from lpconv.checkpoint.contents import Contents, read_contents
 from lpconv.checkpoint.resolve import Resolved, resolve
@@ -37,6 +36,7 @@ from lpconv.formats.spec import FORMATS, Format
 from lpconv.machine import available_memory
 from lpconv.mcf.point_layout import PointLayout
 from lpconv.mcf.split import RESIDUALS
+from lpconv.version import __version__
 
 __all__ = ["Job", "check_disk", "disk_bytes", "estimate_seconds", "free_bytes", "identity", "prepare"]
 
@@ -78,7 +78,7 @@ def prepare(model: str, output: Path, options: ConvertOptions) -> Job:
             method,
             options,
             ties=find_ties(source, contents.config),
-            metadata={"lpconv": lpconv.__version__, "method": method.name},
+            metadata={"lpconv": __version__, "method": method.name},
             linears=linears,
         )
     except BaseException:
@@ -155,7 +155,7 @@ def identity(job: Job) -> dict[str, Any]:
     """What must be unchanged for a resume."""
     stats = [(f, (job.contents.directory / f).stat()) for f in job.contents.weight_files]
     return {
-        "lpconv version": lpconv.__version__,
+        "lpconv version": __version__,
         "torch version": torch.__version__,
         "options": job.plan.fingerprint,
         "source files": [[f, s.st_size, s.st_mtime_ns] for f, s in stats],

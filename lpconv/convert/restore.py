@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-import lpconv
 from lpconv.checkpoint.contents import Contents, read_contents
 from lpconv.checkpoint.header import DTYPE_BITS, TensorInfo, encode_header
 from lpconv.checkpoint.partfile import PartFile, write_small
@@ -22,6 +21,7 @@ from lpconv.convert.files import copy_side_files, json_text, model_side_files, w
 from lpconv.convert.reader import OutputReader, read_provenance
 from lpconv.progress import Progress
 from lpconv.results import FileRecord, TensorRecord
+from lpconv.version import __version__
 
 __all__ = ["RestoreResult", "restore"]
 
@@ -131,5 +131,5 @@ def _origin(provenance: dict[str, Any], *, exact: bool) -> dict[str, Any]:
         "exact": exact,
         "converted": converted,
         "source": provenance["source"],
-        "version": lpconv.__version__,
+        "version": __version__,
     }

@@ -11,7 +11,6 @@ from typing import Any
 
 import onnx_ir as ir
 
-import lpconv
 from lpconv.checkpoint.contents import Contents, read_contents
 from lpconv.checkpoint.partfile import sha256_of, write_error, write_small
 from lpconv.checkpoint.resolve import Resolved, resolve
@@ -29,6 +28,7 @@ from lpconv.export.validate import Case, check_file, compare
 from lpconv.progress import Progress, Silent
 from lpconv.report.sentences import listed
 from lpconv.results import FileRecord, SourceRecord, to_json
+from lpconv.version import __version__
 
 __all__ = ["MODEL_FILE", "export_onnx"]
 
@@ -121,7 +121,7 @@ def _source_record(name: str, resolved: Resolved, contents: Contents) -> SourceR
 def _describe(graph: ir.Model, source: SourceRecord, contents: Contents) -> None:
     """The file says where it comes from, without a path of this machine."""
     public, provenance = public_source(source), read_marker(contents.directory)
-    graph.producer_name, graph.producer_version = "lpconv", lpconv.__version__
+    graph.producer_name, graph.producer_version = "lpconv", __version__
     origin = provenance.get("source") or {}
     facts = {
         "source": public.resolved,
@@ -130,7 +130,7 @@ def _describe(graph: ir.Model, source: SourceRecord, contents: Contents) -> None
         "method": provenance.get("method"),
         "format": provenance.get("format"),
         "converted_from": origin.get("resolved"),
-        "version": lpconv.__version__,
+        "version": __version__,
     }
     graph.metadata_props.update({f"lpconv.{k}": str(v) for k, v in facts.items() if v is not None})
 
