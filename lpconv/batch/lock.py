@@ -13,10 +13,10 @@ from typing import Any
 
 from lpconv.batch.kinds import KINDS
 from lpconv.batch.manifest import DEFAULT_KIND, Job
-from lpconv.batch.records import Outcome
 from lpconv.checkpoint.partfile import sha256_of, write_small
 from lpconv.errors import InputError
 from lpconv.results import SCHEMA_VERSION, FileRecord, from_json, to_json
+from lpconv.results.batch import Outcome
 
 __all__ = [
     "Lock",

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from lpconv.batch.kinds import BENCH_FILE, BenchSettings, ProbeSettings
 from lpconv.batch.manifest import Job
-from lpconv.batch.records import Estimate, Outcome
 from lpconv.bench.gates import check_gates, compare, parse_gates
 from lpconv.bench.outcome import problem
 from lpconv.bench.presets import PRESETS
@@ -22,6 +21,7 @@ from lpconv.convert.options import ConvertOptions
 from lpconv.errors import OutputExistsError
 from lpconv.progress import Progress
 from lpconv.results import BenchResult, ConvertResult, FileRecord, FinetuneResult, PlanResult, SourceRecord
+from lpconv.results.batch import Estimate, Outcome
 from lpconv.train.gates import METRICS, gate_problem
 from lpconv.train.options import FinetuneOptions
 

@@ -32,15 +32,16 @@ def doctor(
 
     if aliases:
         from lpconv.checkpoint.aliases import ALIASES
-        from lpconv.doctor.render import render_aliases
+        from lpconv.report.doctor import render_aliases
 
-        print(json_text(ALIASES), end="") if json else show(render_aliases())
+        rows = ((a.family, a.name, a.repo_id) for a in ALIASES.values())
+        print(json_text(ALIASES), end="") if json else show(render_aliases(rows))
         return
     from lpconv.doctor.examine import examine
-    from lpconv.doctor.render import render
     from lpconv.doctor.require import require as check
+    from lpconv.report.doctor import render_doctor
 
     result = examine()
-    print(json_text(result), end="") if json else show(render(result))
+    print(json_text(result), end="") if json else show(render_doctor(result))
     if require is not None:
         check([name.strip() for name in require.split(",") if name.strip()], result)

@@ -5,7 +5,6 @@ Bit-exact where the form is: unit and Scalify with fp32 codes and power-of-two s
 
 import math
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +19,10 @@ from lpconv.convert.encode import block_ranges
 from lpconv.convert.files import copy_side_files, json_text, model_side_files, weight_index
 from lpconv.convert.reader import OutputReader, read_provenance
 from lpconv.progress import Progress
-from lpconv.results import FileRecord, TensorRecord
+from lpconv.results import FileRecord, RestoreResult, TensorRecord
 from lpconv.version import __version__
 
-__all__ = ["RestoreResult", "restore"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RestoreResult:
-    """A plain checkpoint made from a converted one. `exact` says that its bytes are the source's."""
-
-    schema_version: int = 1
-    kind: str = "restore"
-    path: str
-    output: str
-    method: str
-    exact: bool
-    num_tensors: int
-    files: tuple[FileRecord, ...]
+__all__ = ["restore"]
 
 
 def restore(directory: Path, output: Path, *, force: bool, progress: Progress) -> RestoreResult:

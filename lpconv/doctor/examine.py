@@ -9,9 +9,9 @@ from pathlib import Path
 import psutil
 
 from lpconv.doctor.packages import extras, packages
-from lpconv.doctor.records import CacheRecord, DeviceRecord, DoctorResult, MachineRecord, PackageRecord
 from lpconv.doctor.support import CPU_FEATURES, format_support
 from lpconv.machine import available_memory, memory_limit
+from lpconv.results.doctor import CacheRecord, DeviceRecord, DoctorResult, MachineRecord, PackageRecord
 from lpconv.version import __version__
 
 __all__ = ["cpu_device", "examine", "gpu_problem"]

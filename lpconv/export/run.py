@@ -20,7 +20,6 @@ from lpconv.convert.provenance import public_source, versions
 from lpconv.errors import VerificationError
 from lpconv.export.opened import Opened, open_model, other_inputs
 from lpconv.export.options import MAX_INLINE_BYTES, ExportOptions, choose_opset
-from lpconv.export.records import ExportResult, OnnxCheck
 from lpconv.export.rewrite import Rewritten, rewrite
 from lpconv.export.stored import check_exportable, has_fp8, num_elements, stored_weights
 from lpconv.export.trace import trace
@@ -28,6 +27,7 @@ from lpconv.export.validate import Case, check_file, compare
 from lpconv.progress import Progress, Silent
 from lpconv.report.sentences import listed
 from lpconv.results import FileRecord, SourceRecord, to_json
+from lpconv.results.export import ExportResult, OnnxCheck
 from lpconv.version import __version__
 
 __all__ = ["MODEL_FILE", "export_onnx"]

@@ -16,8 +16,8 @@ from lpconv.errors import UsageError
 from lpconv.hf.quiet import quiet_transformers
 from lpconv.kernels.histogram import prepare
 from lpconv.probe.batches import MASK_RATE, Batches, Tokens, random_tokens, read_tokenizer, tokenize
+from lpconv.probe.histograms import ProbeResult
 from lpconv.probe.options import ProbeOptions
-from lpconv.probe.records import ProbeResult
 from lpconv.probe.run import probe
 from lpconv.probe.task import HIDDEN, MASKED, OpenedModel, open_model
 from lpconv.progress import Progress, Silent

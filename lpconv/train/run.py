@@ -32,12 +32,12 @@ from lpconv.train.folder import REPORT, begin_folder, remove_checkpoints, run_fo
 from lpconv.train.gates import check_gates, parse_gates
 from lpconv.train.loggers import check_loggers
 from lpconv.train.memory import check_room, weight_bytes
+from lpconv.train.metrics import read_finished, write_finished
 from lpconv.train.one import CALIBRATION_BATCHES, Finished, Job, Telling, Work, train_one
 from lpconv.train.options import FinetuneOptions, check_options
 from lpconv.train.processes import is_main_process, num_processes, wait_for_all
 from lpconv.train.publish import form_of, publish_model, write_checksums
 from lpconv.train.recipes import RECIPES, Arithmetic
-from lpconv.train.records import read_finished, write_finished
 from lpconv.train.rows import read_rows
 from lpconv.train.task import find_task
 from lpconv.train.watch import Rate, rate_of, watches_run, watches_twin

@@ -11,12 +11,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from lpconv.batch.junit import junit_xml
 from lpconv.batch.kinds import BenchSettings
 from lpconv.batch.lock import Lock, read_lock
 from lpconv.batch.manifest import Job, Manifest, load_manifest
-from lpconv.batch.records import BatchResult, JobResult, Outcome
-from lpconv.batch.render import render
 from lpconv.batch.run import JobsFailedError, SilentEvents, run_batch
 from lpconv.batch.runners import Runner, converted, planned
 from lpconv.bench.gates import check_gates, parse_gates
@@ -31,7 +28,9 @@ from lpconv.errors import (
     VerificationError,
 )
 from lpconv.progress import Progress
+from lpconv.report.batch import render_batch
 from lpconv.report.document import json_text
+from lpconv.report.junit import junit_xml
 from lpconv.results import (
     BenchResult,
     BenchRow,
@@ -46,6 +45,7 @@ from lpconv.results import (
     from_json,
     to_json,
 )
+from lpconv.results.batch import BatchResult, JobResult, Outcome
 
 
 def file_record(path: Path) -> FileRecord:
@@ -598,5 +598,5 @@ class TestReports:
 
 def rendered(result: BatchResult) -> list[str]:
     buffer = io.StringIO()
-    Console(file=buffer, width=160).print(render(result))
+    Console(file=buffer, width=160).print(render_batch(result))
     return [line.rstrip() for line in buffer.getvalue().splitlines()]
