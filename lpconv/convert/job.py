@@ -26,13 +26,13 @@ from lpconv.convert.encode import (
     fit_points,
 )
 from lpconv.convert.files import check_convertible
-from lpconv.convert.gates import Gate, parse_gate
 from lpconv.convert.options import ConvertOptions, with_defaults
 from lpconv.convert.plan import Plan, make_plan
 from lpconv.convert.tied import find_ties
 from lpconv.convert.workers import SingleThreadedTorch, buffer_bytes
 from lpconv.errors import ResourceError
 from lpconv.formats.spec import FORMATS, Format
+from lpconv.gates import CONVERT_GATES, Gate
 from lpconv.machine import available_memory
 from lpconv.mcf.point_layout import PointLayout
 from lpconv.mcf.split import RESIDUALS
@@ -64,7 +64,7 @@ class Job:
 def prepare(model: str, output: Path, options: ConvertOptions) -> Job:
     """Resolve, open and plan; everything that can be refused without reading weights is refused here."""
     options, method = with_defaults(options)
-    gates = tuple(parse_gate(g) for g in options.gates)
+    gates = tuple(map(CONVERT_GATES.parse, options.gates))
     resolved = resolve(model, revision=options.revision)
     contents = read_contents(resolved.directory)
     check_convertible(contents)

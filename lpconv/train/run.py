@@ -17,6 +17,7 @@ from lpconv.checkpoint.resolve import resolve
 from lpconv.checkpoint.source import open_source
 from lpconv.convert.provenance import versions
 from lpconv.errors import InputError, UnsupportedError, UsageError
+from lpconv.gates import FINETUNE_GATES
 from lpconv.hf.quiet import quiet_transformers
 from lpconv.probe.batches import read_tokenizer
 from lpconv.probe.checkpoint import sequence_length, vocabulary_size
@@ -29,7 +30,7 @@ from lpconv.train.compare import gaps
 from lpconv.train.compiled import check_compile
 from lpconv.train.examples import classification, packed, sequence_pairs, special_tokens
 from lpconv.train.folder import REPORT, begin_folder, remove_checkpoints, run_folder
-from lpconv.train.gates import check_gates, parse_gates
+from lpconv.train.gates import parse_gates
 from lpconv.train.loggers import check_loggers
 from lpconv.train.memory import check_room, weight_bytes
 from lpconv.train.metrics import read_finished, write_finished
@@ -98,7 +99,7 @@ def finetune(
         command=command,
         warnings=_warnings(job, runs, missing),
     )
-    result = dataclasses.replace(result, gates=check_gates(gates, result))
+    result = dataclasses.replace(result, gates=FINETUNE_GATES.check(gates, result))
     if is_main:
         write_small(output / "README.md", finetune_card(result))
         remove_checkpoints(output)
