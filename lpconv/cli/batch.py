@@ -30,9 +30,9 @@ class _Events:
 
     def batch_finished(self, result: "BatchResult") -> None:
         from lpconv.report.batch import render_batch
-        from lpconv.report.document import json_text
         from lpconv.report.junit import junit_xml
         from lpconv.report.terminal import show
+        from lpconv.results import json_text
 
         if self._junit is not None:
             Path(self._junit).write_text(junit_xml(result), encoding="utf-8")

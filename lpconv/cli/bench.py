@@ -198,8 +198,8 @@ def _sizes(batch: int | None, seq: int | None, sweep: list[str]) -> tuple[tuple[
 def _print(result: "BenchResult", shown: str) -> None:
     from lpconv.report.bench.terminal import render_bench
     from lpconv.report.bench.text import bench_csv, bench_jsonl, bench_markdown
-    from lpconv.report.document import json_text
     from lpconv.report.terminal import show
+    from lpconv.results import json_text
 
     writers = {"json": json_text, "jsonl": bench_jsonl, "csv": bench_csv, "md": bench_markdown}
     if shown in writers:

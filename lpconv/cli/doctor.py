@@ -27,8 +27,8 @@ def doctor(
 
       lpconv doctor --require fp8,onnx
     """
-    from lpconv.report.document import json_text
     from lpconv.report.terminal import show
+    from lpconv.results import json_text
 
     if aliases:
         from lpconv.checkpoint.aliases import ALIASES

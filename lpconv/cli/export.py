@@ -52,9 +52,9 @@ def onnx(
     need("onnxscript", *(["onnxruntime"] if validate else []))
     from lpconv.export.options import ExportOptions
     from lpconv.export.run import export_onnx
-    from lpconv.report.document import json_text
     from lpconv.report.export import render_export
     from lpconv.report.terminal import show
+    from lpconv.results import json_text
 
     options = ExportOptions(
         opset=opset,

@@ -28,7 +28,6 @@ from lpconv.errors import VerificationError
 from lpconv.progress import Progress, Silent
 from lpconv.report.convert.card import model_card
 from lpconv.report.convert.html import html_report
-from lpconv.report.document import json_text
 from lpconv.results import (
     ByteCounts,
     ConvertResult,
@@ -36,6 +35,7 @@ from lpconv.results import (
     PlanResult,
     TensorRecord,
     from_json,
+    json_text,
     to_json,
 )
 

@@ -15,7 +15,7 @@ from lpconv.checkpoint.contents import Contents, read_contents
 from lpconv.checkpoint.partfile import sha256_of, write_error, write_small
 from lpconv.checkpoint.resolve import Resolved, resolve
 from lpconv.checkpoint.staging import MARKER, Staging, check_apart, read_marker
-from lpconv.convert.files import LOADER, copy_side_files, json_text, model_side_files
+from lpconv.convert.files import LOADER, copy_side_files, model_side_files
 from lpconv.convert.provenance import public_source, versions
 from lpconv.errors import VerificationError
 from lpconv.export.opened import Opened, open_model, other_inputs
@@ -26,7 +26,7 @@ from lpconv.export.trace import trace
 from lpconv.export.validate import Case, check_file, compare
 from lpconv.progress import Progress, Silent
 from lpconv.report.sentences import listed
-from lpconv.results import FileRecord, SourceRecord, to_json
+from lpconv.results import FileRecord, SourceRecord, ordered_json_text, to_json
 from lpconv.results.export import ExportResult, OnnxCheck
 from lpconv.version import __version__
 
@@ -183,10 +183,10 @@ def _check(path: Path, cases: Sequence[Case], options: ExportOptions) -> OnnxChe
 def _write_side_files(directory: Path, contents: Contents, result: ExportResult) -> None:
     """Tokenizer and other side files, the plain config, and the provenance, which holds no times."""
     copy_side_files(directory, contents, model_side_files(contents), renamed={})
-    write_small(directory / "config.json", json_text(_plain_config(contents.config)))
+    write_small(directory / "config.json", ordered_json_text(_plain_config(contents.config)))
     public = dataclasses.replace(result, source=public_source(result.source))
     document = {k: v for k, v in to_json(public).items() if k not in ("output", "seconds")}
-    write_small(directory / MARKER, json_text({"format_version": 1, **document}))
+    write_small(directory / MARKER, ordered_json_text({"format_version": 1, **document}))
 
 
 def _plain_config(config: dict[str, Any]) -> dict[str, Any]:

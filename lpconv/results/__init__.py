@@ -41,6 +41,9 @@ from lpconv.results.convert import (
 from lpconv.results.documents import (
     SCHEMA_VERSION,
     from_json,
+    json_line,
+    json_text,
+    ordered_json_text,
     to_json,
 )
 from lpconv.results.finetune import (
@@ -107,5 +110,8 @@ __all__ = [
     "VerifyResult",
     "WeightsCheck",
     "from_json",
+    "json_line",
+    "json_text",
+    "ordered_json_text",
     "to_json",
 ]

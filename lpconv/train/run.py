@@ -21,10 +21,9 @@ from lpconv.gates import FINETUNE_GATES
 from lpconv.hf.quiet import quiet_transformers
 from lpconv.probe.batches import read_tokenizer
 from lpconv.probe.checkpoint import sequence_length, vocabulary_size
-from lpconv.report.document import json_text
 from lpconv.report.finetune.card import finetune_card
 from lpconv.report.finetune.html import html_finetune
-from lpconv.results import FinetuneResult, RunRecord, to_json
+from lpconv.results import FinetuneResult, RunRecord, json_text, to_json
 from lpconv.train.allot import why_not_allotted
 from lpconv.train.compare import gaps
 from lpconv.train.compiled import check_compile

@@ -29,7 +29,6 @@ from lpconv.errors import (
 from lpconv.gates import BENCH_GATES, check_rows
 from lpconv.progress import Progress
 from lpconv.report.batch import render_batch
-from lpconv.report.document import json_text
 from lpconv.report.junit import junit_xml
 from lpconv.results import (
     BenchResult,
@@ -43,6 +42,7 @@ from lpconv.results import (
     VerifyResult,
     WeightsCheck,
     from_json,
+    json_text,
     to_json,
 )
 from lpconv.results.batch import BatchResult, JobResult, Outcome
