@@ -1,6 +1,5 @@
 """Two processes measured in turn, A B B A …, so that whatever slows the machine for a while slows both."""
 
-import dataclasses
 import math
 import statistics
 from collections.abc import Sequence
@@ -8,43 +7,11 @@ from dataclasses import dataclass, field
 
 from lpconv.bench.child import Subject
 from lpconv.bench.intervals import MIN_P99_SAMPLES, quantile, ratio_over_launches
-from lpconv.errors import UsageError, VerificationError
+from lpconv.bench.options import Effort
+from lpconv.errors import VerificationError
 from lpconv.results import RatioRecord, TimingRecord
 
-__all__ = ["Effort", "Samples", "interleave", "ratio_of", "timing_of"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Effort:
-    """How long to measure each case: at least so many iterations, and seconds, and rounds of taking turns.
-
-    They are spread over as many `launches`, each of new processes.
-    """
-
-    min_iterations: int = 30
-    min_seconds: float = 2.0
-    rounds: int = 12
-    launches: int = 3
-    warm_up_iterations: int = 3
-    warm_up_seconds: float = 0.3
-
-    def __post_init__(self) -> None:
-        if self.min_iterations < 1 or self.rounds < 1 or self.launches < 1:
-            raise UsageError(
-                f"{self.min_iterations} iterations in {self.rounds} rounds and {self.launches} launches leave nothing "
-                "to report",
-                hint="ask for at least one of each",
-            )
-
-    def of_a_launch(self) -> "Effort":
-        """Its share of the iterations, seconds and rounds."""
-        return dataclasses.replace(
-            self,
-            min_iterations=math.ceil(self.min_iterations / self.launches),
-            min_seconds=self.min_seconds / self.launches,
-            rounds=math.ceil(self.rounds / self.launches),
-            launches=1,
-        )
+__all__ = ["Samples", "interleave", "ratio_of", "timing_of"]
 
 
 @dataclass(kw_only=True)

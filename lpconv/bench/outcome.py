@@ -1,13 +1,18 @@
 """From rows to an exit code: changes against an older document, and what a script has to know in the end."""
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
+from lpconv.bench.options import BenchOptions
 from lpconv.bench.rows import FAILED, SKIPPED, TOO_LARGE
+from lpconv.bench.saved import read_bench
 from lpconv.errors import LpconvError, ResourceError, UnsupportedError, VerificationError
+from lpconv.gates import BENCH_GATES, check_rows
 from lpconv.report.numbers import plural
 from lpconv.results import BenchChange, BenchResult, BenchRow, RatioRecord, to_json
 
-__all__ = ["compare", "problem"]
+__all__ = ["compare", "judge_of", "problem"]
 
 REGRESSION, IMPROVEMENT, SAME, NEW = "regression", "improvement", "within the intervals", "not in the older document"
 
@@ -24,6 +29,21 @@ def compare(rows: Sequence[BenchRow], old: BenchResult) -> tuple[BenchChange, ..
         BenchChange(name=f"{r.name}, {r.place}", before=earlier, after=now, change=_change(earlier, now))
         for r, earlier, now in pairs
     )
+
+
+def judge_of(options: BenchOptions) -> Callable[[BenchResult], BenchResult]:
+    """What adds to a result the gates and the changes that `options` ask for.
+
+    Both are read now, so that what is wrong with them is raised before the work.
+    """
+    gates = tuple(map(BENCH_GATES.parse, options.gates))
+    old = read_bench(Path(options.compare)) if options.compare else None
+
+    def judged(result: BenchResult) -> BenchResult:
+        changes = compare(result.rows, old) if old else ()
+        return dataclasses.replace(result, gates=check_rows(gates, result.rows), changes=changes)
+
+    return judged
 
 
 def _change(before: RatioRecord | None, after: RatioRecord) -> str:

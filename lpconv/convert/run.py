@@ -9,7 +9,7 @@ from lpconv.checkpoint.staging import Staging
 from lpconv.convert.apply import Engine
 from lpconv.convert.files import copy_side_files, write_metadata, write_provenance, write_sums
 from lpconv.convert.job import Job, check_disk, disk_bytes, estimate_seconds, free_bytes, identity, prepare
-from lpconv.convert.options import ConvertOptions, command_line, settings_of
+from lpconv.convert.options import ConvertOptions, command_line
 from lpconv.convert.plan import PlannedShard
 from lpconv.convert.provenance import (
     peak_rss_bytes,
@@ -39,14 +39,7 @@ from lpconv.results import (
     to_json,
 )
 
-__all__ = ["convert", "default_output", "plan"]
-
-
-def default_output(model: str, options: ConvertOptions) -> Path:
-    """`NAME-METHOD-FORMAT` in the current directory."""
-    settings = settings_of(options)
-    base = Path(model).name if model not in (".", "..") else Path(model).resolve().name
-    return Path(f"{base}-{settings.method.name}-{settings.format.name}")
+__all__ = ["convert", "plan"]
 
 
 def plan(model: str, output: Path, options: ConvertOptions) -> PlanResult:

@@ -10,7 +10,6 @@ import pytest
 import lpconv
 from lpconv.batch.kinds import KINDS
 from lpconv.batch.manifest import load_manifest
-from lpconv.batch.settings import CONVERT_FIELDS
 
 PAGE = Path(lpconv.__file__).parent.parent / "docs" / "batch.md"
 
@@ -20,11 +19,6 @@ def page() -> str:
     if not PAGE.exists():
         pytest.skip("an installed lpconv has no docs")
     return PAGE.read_text(encoding="utf-8")
-
-
-def test_the_table_of_settings_is_the_table_of_fields(page: str) -> None:
-    rows = re.findall(r"^\| `(\w+)` \| (.+) \|$", page, re.MULTILINE)
-    assert rows == [(name, field.doc) for name, field in CONVERT_FIELDS.items()]
 
 
 def test_both_manifests_load_and_are_the_same(page: str, tmp_path: Path) -> None:
