@@ -81,7 +81,7 @@ def _finetune(job: Job, progress: Progress) -> Outcome:
 
     assert isinstance(job.options, FinetuneOptions)
     source = _source(job, revision=job.options.revision)
-    result = finetune(job.model, job.output, job.options, telling=_Telling(progress))
+    result = finetune(job.model, job.output, job.options, progress=progress)
     error = gate_problem(result)
     if error is not None:
         raise error
@@ -165,19 +165,3 @@ def _finetune_figures(result: FinetuneResult) -> dict[str, float]:
     """Those that gates can ask for, where they were measured."""
     figures = {name: figure(result) for name, figure in FINETUNE_GATES.metrics.items()}
     return {name: value for name, value in figures.items() if value is not None}
-
-
-class _Telling:
-    """Says on a `Progress` how far a training run is."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress, self._words, self._steps = progress, "", 0
-
-    def begin(self, words: str, steps: int, done: int) -> None:
-        self._words, self._steps = words, steps
-
-    def step(self, step: int, loss: float) -> None:
-        self._progress.start(f"{self._words}: step {step} of {self._steps}, loss {loss:.4f}", 0)
-
-    def message(self, text: str) -> None:
-        self._progress.message(text)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import TrainingArguments
@@ -15,6 +15,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from lpconv.hf.quiet import quiet_transformers
 from lpconv.kernels.half import HalfProducts
+from lpconv.progress import Progress
 from lpconv.results import PeakMemory, RunRecord, UpdateQuality, from_json
 from lpconv.scaled import apply_factors, calibrate, fallbacks, saved_bytes, scaled, scaling_of
 from lpconv.train.allot import NUM_COPIES, PROBE_BATCHES, LossWatch, loss_allocation
@@ -30,22 +31,9 @@ from lpconv.train.task import Task, open_for
 from lpconv.train.trainer import DivergedError, LowPrecisionTrainer
 from lpconv.train.watch import Rate, Watch, tracked_records
 
-__all__ = ["CALIBRATION_BATCHES", "Finished", "Job", "Telling", "Work", "train_one"]
+__all__ = ["CALIBRATION_BATCHES", "Finished", "Job", "Work", "train_one"]
 
 CALIBRATION_BATCHES = 4
-
-
-class Telling(Protocol):
-    """Receives how far a run is; calls come from one thread."""
-
-    def begin(self, words: str, steps: int, done: int) -> None:
-        """A run begins, or goes on after `done` steps."""
-
-    def step(self, step: int, loss: float) -> None:
-        """That many steps are done."""
-
-    def message(self, text: str) -> None:
-        """One line worth telling a person."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +102,7 @@ class Finished:
     rows: list[dict[str, Any]]
 
 
-def train_one(job: Job, work: Work, telling: Telling) -> Finished:
+def train_one(job: Job, work: Work, progress: Progress) -> Finished:
     """Train, from the last checkpoint in the work's folder if there is one.
 
     Raises DivergedError where a loss, or the gradients of many steps, are not finite.
@@ -149,8 +137,8 @@ def train_one(job: Job, work: Work, telling: Telling) -> Finished:
         )
         trainer.remove_callback(PrinterCallback)
         trainer.add_callback(Timetable(job.options, lambda: trainer))
-        trainer.add_callback(Recorder(metrics, watch, memory, loss_watch, lambda: trainer, telling.step))
-        telling.begin(work.words, job.options.steps, done)
+        trainer.add_callback(Recorder(metrics, watch, memory, loss_watch, lambda: trainer, progress))
+        progress.start(work.words, job.options.steps, unit="steps", done=done)
         is_half = work.arithmetic.precision == "fp16" and arguments.device.type == "cpu"
         half = HalfProducts() if is_half else nullcontext()  # type: ignore[no-untyped-call]  # untyped in torch
         try:
