@@ -18,10 +18,7 @@ from lpconv.batch.fields import (
     rules,
     some_of,
 )
-from lpconv.bench.cases import BASELINES, COMPILE_MODES, MODES, PARALLEL
-from lpconv.bench.cases import FORMATS as BENCH_FORMATS
-from lpconv.bench.cases import METHODS as BENCH_METHODS
-from lpconv.bench.cases import OPTIMIZERS as BENCH_OPTIMIZERS
+from lpconv.bench.cases import BASELINES, BENCH_FORMATS, BENCH_METHODS, BENCH_OPTIMIZERS, COMPILE_MODES, MODES, PARALLEL
 from lpconv.convert.options import LAYOUTS, VERIFY_LEVELS
 from lpconv.gates import BENCH_GATES, CONVERT_GATES, FINETUNE_GATES
 from lpconv.methods import METHODS

@@ -31,13 +31,13 @@ from lpconv.train.task import Task, open_for
 from lpconv.train.trainer import DivergedError, LowPrecisionTrainer
 from lpconv.train.watch import Rate, Watch, tracked_records
 
-__all__ = ["CALIBRATION_BATCHES", "Finished", "Job", "Work", "train_one"]
+__all__ = ["CALIBRATION_BATCHES", "Finished", "TrainingJob", "Work", "train_one"]
 
 CALIBRATION_BATCHES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class TrainingJob:
     """What all runs of a command share. `num_labels` is set for classification, `mask_id` for masked models.
 
     `keep` counts the special tokens before and after a window.
@@ -102,7 +102,7 @@ class Finished:
     rows: list[dict[str, Any]]
 
 
-def train_one(job: Job, work: Work, progress: Progress) -> Finished:
+def train_one(job: TrainingJob, work: Work, progress: Progress) -> Finished:
     """Train, from the last checkpoint in the work's folder if there is one.
 
     Raises DivergedError where a loss, or the gradients of many steps, are not finite.
@@ -193,7 +193,7 @@ def _keep_good(folder: Path, error: DivergedError) -> None:
     )
 
 
-def _check_memory(job: Job, work: Work, model: Any) -> dict[str, int]:
+def _check_memory(job: TrainingJob, work: Work, model: Any) -> dict[str, int]:
     """The estimate of a step; ResourceError where there is no room for it.
 
     Activations are those of one sequence in fp32, times the batch: low precision needs fewer.
@@ -210,18 +210,18 @@ def _check_memory(job: Job, work: Work, model: Any) -> dict[str, int]:
     return needed
 
 
-def _loss_watch(job: Job, work: Work, model: Any) -> LossWatch:
+def _loss_watch(job: TrainingJob, work: Work, model: Any) -> LossWatch:
     batches = _batches(job, job.stream(work.seed, held_out=True), PROBE_BATCHES, model.device)
     return LossWatch(model, _copy(job, work, model.device), batches)
 
 
-def _calibrate(job: Job, work: Work, model: Any) -> None:
+def _calibrate(job: TrainingJob, work: Work, model: Any) -> None:
     """Fix scales measured on the run's first batches: in fp32, where nothing overflows and nothing vanishes."""
     batches = _batches(job, job.stream(work.seed, held_out=False), CALIBRATION_BATCHES, model.device)
     apply_factors(model, calibrate(scaled(_copy(job, work, model.device), method="unit"), batches))
 
 
-def _copy(job: Job, work: Work, device: torch.device) -> Any:
+def _copy(job: TrainingJob, work: Work, device: torch.device) -> Any:
     """The model that the run starts from, in fp32."""
     model, _ = open_for(job.task, job.directory, seed=work.seed, num_labels=job.num_labels)
     if model.config.pad_token_id is None:
@@ -229,7 +229,7 @@ def _copy(job: Job, work: Work, device: torch.device) -> Any:
     return model.to(device)
 
 
-def _batches(job: Job, stream: Stream, count: int, device: torch.device) -> list[dict[str, Any]]:
+def _batches(job: TrainingJob, stream: Stream, count: int, device: torch.device) -> list[dict[str, Any]]:
     """The first batches of a stream, at most `count`."""
     size, collate = job.options.batch_size, Collator(pad_id=job.pad_id)
     starts = range(0, min(len(stream), count * size), size)

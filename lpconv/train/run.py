@@ -34,7 +34,7 @@ from lpconv.train.gates import parse_gates
 from lpconv.train.loggers import check_loggers
 from lpconv.train.memory import check_room, weight_bytes
 from lpconv.train.metrics import read_finished, write_finished
-from lpconv.train.one import CALIBRATION_BATCHES, Finished, Job, Work, train_one
+from lpconv.train.one import CALIBRATION_BATCHES, Finished, TrainingJob, Work, train_one
 from lpconv.train.options import FinetuneOptions, check_options
 from lpconv.train.processes import is_main_process, num_processes, wait_for_all
 from lpconv.train.publish import form_of, publish_model, write_checksums
@@ -104,7 +104,7 @@ def _twin_of(options: FinetuneOptions) -> Arithmetic:
     return RECIPES["fp32" if options.twin == "fp32" else "amp-bf16"].arithmetic
 
 
-def _job(directory: Path, options: FinetuneOptions) -> Job:
+def _job(directory: Path, options: FinetuneOptions) -> TrainingJob:
     import transformers
 
     tokenizer = read_tokenizer(directory)
@@ -135,7 +135,7 @@ def _job(directory: Path, options: FinetuneOptions) -> Job:
         )
     _check_processes(options)
     pads = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
-    return Job(
+    return TrainingJob(
         directory=directory,
         task=task,
         examples=examples,
@@ -179,7 +179,9 @@ def _check_processes(options: FinetuneOptions) -> None:
         )
 
 
-def _train_all(job: Job, output: Path, told: Progress, is_main: bool) -> tuple[tuple[RunRecord, ...], tuple[str, ...]]:
+def _train_all(
+    job: TrainingJob, output: Path, told: Progress, is_main: bool
+) -> tuple[tuple[RunRecord, ...], tuple[str, ...]]:
     """Every run of every seed, twins after their runs; those that an earlier command finished are read."""
     options = job.options
     records: list[RunRecord] = []
@@ -203,7 +205,7 @@ def _train_all(job: Job, output: Path, told: Progress, is_main: bool) -> tuple[t
     return tuple(records), missing
 
 
-def _works(job: Job, output: Path, seed: int, done: Sequence[RunRecord]) -> Sequence[Work]:
+def _works(job: TrainingJob, output: Path, seed: int, done: Sequence[RunRecord]) -> Sequence[Work]:
     """The run of a seed, and its twin; when that trains, `done` holds the run."""
     options, arithmetic = job.options, job.options.arithmetic
     every = options.every("track")
@@ -238,7 +240,7 @@ def _works(job: Job, output: Path, seed: int, done: Sequence[RunRecord]) -> Sequ
     return works
 
 
-def _publish(job: Job, output: Path, finished: Finished) -> None:
+def _publish(job: TrainingJob, output: Path, finished: Finished) -> None:
     if job.examples.labels:
         config = finished.prepared.model.config
         config.id2label = dict(enumerate(job.examples.labels))
@@ -246,7 +248,7 @@ def _publish(job: Job, output: Path, finished: Finished) -> None:
     publish_model(output, job.directory, finished, form_of(job.options.arithmetic, job.options.save))
 
 
-def _facts(job: Job, resolved: str) -> dict[str, str]:
+def _facts(job: TrainingJob, resolved: str) -> dict[str, str]:
     o = job.options
     processes = f" over {num_processes()} processes" if num_processes() > 1 else ""
     return {
@@ -262,7 +264,7 @@ def _facts(job: Job, resolved: str) -> dict[str, str]:
     }
 
 
-def _warnings(job: Job, runs: Sequence[RunRecord], missing: Sequence[str]) -> tuple[str, ...]:
+def _warnings(job: TrainingJob, runs: Sequence[RunRecord], missing: Sequence[str]) -> tuple[str, ...]:
     found = list(job.examples.notes)
     if missing:
         shown = ", ".join(missing[:3]) + (" and more" if len(missing) > 3 else "")
