@@ -11,11 +11,11 @@ from lpconv.lookup import find
 
 __all__ = [
     "BASELINES",
+    "BENCH_METHODS",
+    "BENCH_OPTIMIZERS",
     "COMPILE_MODES",
     "FORMATS",
-    "METHODS",
     "MODES",
-    "OPTIMIZERS",
     "PARALLEL",
     "PLAIN",
     "Case",
@@ -55,14 +55,14 @@ FORMATS: dict[str, tuple[str, ...]] = {
     "fp8": ("unit", "scalify", "tensorwise", "delayed", "rowwise", "mx", "torchao-tensorwise", "torchao-rowwise", "te"),
 }
 # Every method, with the peer it needs.
-METHODS: dict[str, Peer | None] = {
+BENCH_METHODS: dict[str, Peer | None] = {
     PLAIN: None,
     **dict.fromkeys(("unit", "scalify", "tensorwise", "delayed", "rowwise", "mx")),
     "torchao-tensorwise": _TORCHAO,
     "torchao-rowwise": _TORCHAO,
     "te": _TE,
 }
-OPTIMIZERS: dict[str, Peer | None] = {
+BENCH_OPTIMIZERS: dict[str, Peer | None] = {
     "adamw": None,
     "collage-light": None,
     "collage-plus": None,
@@ -103,7 +103,7 @@ class Case:
     @property
     def peers(self) -> tuple[Peer, ...]:
         """The other libraries that it needs."""
-        found = (METHODS[self.method], OPTIMIZERS[self.optimizer] if self.optimizer else None)
+        found = (BENCH_METHODS[self.method], BENCH_OPTIMIZERS[self.optimizer] if self.optimizer else None)
         return tuple(p for p in found if p is not None)
 
 
@@ -121,11 +121,11 @@ def expand(
     A format that no asked method applies to runs as its default. Raises UsageError for unknown names, with the nearest.
     """
     for method in methods:
-        find("method", method, METHODS)
+        find("method", method, BENCH_METHODS)
     for mode in modes:
         find("mode", mode, dict.fromkeys(MODES))
     for wanted in optimizers:
-        find("optimizer", wanted, OPTIMIZERS)
+        find("optimizer", wanted, BENCH_OPTIMIZERS)
     runs = [(name, m) for name in dict.fromkeys(formats) for m in _methods_of(name, methods)]
     for mode, (batch, seq) in itertools.product(modes, sizes):
         chosen: Sequence[str | None] = optimizers if mode == "train" else [None]

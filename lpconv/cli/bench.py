@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lpconv.bench.cases import BASELINES, COMPILE_MODES, FORMATS, METHODS, MODES, OPTIMIZERS, PARALLEL, parse_sweep
+from lpconv.bench.cases import (
+    BASELINES,
+    BENCH_METHODS,
+    BENCH_OPTIMIZERS,
+    COMPILE_MODES,
+    FORMATS,
+    MODES,
+    PARALLEL,
+    parse_sweep,
+)
 from lpconv.cli.options import Json, Quiet
 from lpconv.errors import UsageError
 from lpconv.lookup import find
@@ -38,7 +47,7 @@ def bench(
         str, typer.Option("--mode", help=" or ".join(MODES) + ", or both", rich_help_panel=_WHAT)
     ] = "infer",
     optimizer: Annotated[
-        str, typer.Option("--optimizer", help="Any of " + ", ".join(OPTIMIZERS), rich_help_panel=_WHAT)
+        str, typer.Option("--optimizer", help="Any of " + ", ".join(BENCH_OPTIMIZERS), rich_help_panel=_WHAT)
     ] = "adamw",
     rivals: Annotated[
         bool, typer.Option("--rivals", help="Add torchao and TransformerEngine.", rich_help_panel=_WHAT)
@@ -145,7 +154,7 @@ def bench(
     find("compile mode", compile, dict.fromkeys(COMPILE_MODES))
     gates, old = parse_gates(gate or ()), read_bench(Path(compare)) if compare else None
     batches, seqs = _sizes(batch, seq, sweep or [])
-    peers = [m for m in FORMATS["fp8"] if METHODS[m] is not None] if rivals else []
+    peers = [m for m in FORMATS["fp8"] if BENCH_METHODS[m] is not None] if rivals else []
     options = BenchOptions(
         model=model,
         formats=_names(format),

@@ -22,7 +22,7 @@ from lpconv.errors import UsageError
 from lpconv.formats.scale import pow2_floor
 from lpconv.formats.spec import get_format
 from lpconv.scaled.operands import product
-from lpconv.scaled.pair import Arithmetic, Role
+from lpconv.scaled.pair import Numerics, Role
 from lpconv.scaled.scales import Scale, times
 from lpconv.scaled.tensor import ScaledTensor
 
@@ -104,7 +104,7 @@ class LayerState:
         return self.factor
 
 
-_PLAIN = Arithmetic()  # names no formats: operands are multiplied as they are
+_PLAIN = Numerics()  # names no formats: operands are multiplied as they are
 
 
 class _AdaptiveMatmul(torch.autograd.Function):
@@ -127,7 +127,7 @@ class _AdaptiveMatmul(torch.autograd.Function):
             return product(_PLAIN, raw, weight), grad_weight, grad_bias, None
         factor = ctx.state.factor_for(grad, weight)
         handed_down = product(_PLAIN, times(raw, factor), weight)
-        return ScaledTensor(handed_down, scale / factor, Role.GRADIENT, grad.arithmetic), grad_weight, grad_bias, None
+        return ScaledTensor(handed_down, scale / factor, Role.GRADIENT, grad.numerics), grad_weight, grad_bias, None
 
 
 class _AdaptiveLinear(nn.Linear):

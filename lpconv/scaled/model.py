@@ -15,7 +15,7 @@ from lpconv.formats.scale import pow2_floor
 from lpconv.lookup import find
 from lpconv.scaled import ops
 from lpconv.scaled.adaptive import AdaptiveOptions, make_adaptive
-from lpconv.scaled.pair import Arithmetic, Role
+from lpconv.scaled.pair import Numerics, Role
 from lpconv.scaled.places import heads, install, place
 from lpconv.scaled.saved import SavedCodes
 from lpconv.scaled.scales import MAX_SCALE, MIN_SCALE
@@ -55,7 +55,7 @@ COMPUTE: dict[str, Compute] = {
     "fp8": Compute(carrier=torch.bfloat16, operand="e4m3fn", gradient="e5m2"),
 }
 
-METHODS = dict.fromkeys(("unit", "scalify", "adaptive"))
+SCALED_METHODS = dict.fromkeys(("unit", "scalify", "adaptive"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,12 +63,12 @@ class Scaling:
     """How a model was scaled: kept on the model, read with `scaling_of`.
 
     `scales` holds the static scale of every parameter by its name; tied names share one. `unit` is a scaled tensor
-    in whose arithmetic the backward pass begins, `saved` what keeps saved activations as codes.
+    in whose numerics the backward pass begins, `saved` what keeps saved activations as codes.
     """
 
     method: str
     compute: str
-    arithmetic: Arithmetic
+    numerics: Numerics
     scales: Mapping[str, float]
     saved: SavedCodes | None
     unit: ScaledTensor
@@ -119,7 +119,7 @@ def scaled(
         raise UsageError(
             "the model is scaled already", hint="load it again, or use `unscaled_state_dict` to get it back"
         )
-    find("method", method, METHODS)
+    find("method", method, SCALED_METHODS)
     chosen = find("compute", compute, COMPUTE)
     if rescale is not None and method != "scalify":
         raise UsageError(f"`rescale` belongs to the method scalify, not to {method}", hint="use method='scalify'")
@@ -130,17 +130,17 @@ def scaled(
         places = ("layernorm_grad",) if rescale is None else tuple(rescale)
         for name in places:
             place(name)
-        arithmetic = Arithmetic(
+        numerics = Numerics(
             operand=chosen.operand, gradient=chosen.gradient, softmax_grad="softmax_grad" in places, strict=strict
         )
         exact = exact_modules(model, tuple(critical)) if chosen.operand else []
         scaling = Scaling(
             method=method,
             compute=compute,
-            arithmetic=arithmetic,
-            scales=replace_parameters(model, dtype, arithmetic, exact),
+            numerics=numerics,
+            scales=replace_parameters(model, dtype, numerics, exact),
             saved=SavedCodes(chosen.operand, dtype) if chosen.operand and save_codes else None,
-            unit=scaled_tensor(torch.ones(()), 1.0, role=Role.GRADIENT, arithmetic=arithmetic),
+            unit=scaled_tensor(torch.ones(()), 1.0, role=Role.GRADIENT, numerics=numerics),
         )
         install(model, places if method == "scalify" else (), exact)
     model.lpconv_scaling = scaling  # type: ignore[assignment]  # nn.Module types every attribute as a tensor or module
@@ -153,9 +153,9 @@ def _prepare_adaptive(model: nn.Module, compute: str, options: AdaptiveOptions, 
     if compute == "fp8":
         raise UsageError("the adaptive method has no fp8 compute", hint="use compute='fp16' or 'bf16'")
     make_adaptive(model, COMPUTE[compute].carrier, compute, options)
-    arithmetic = Arithmetic(unit_factors=False, fit_joins=True, strict=strict)
-    unit = scaled_tensor(torch.ones(()), 1.0, role=Role.GRADIENT, arithmetic=arithmetic)
-    return Scaling(method="adaptive", compute=compute, arithmetic=arithmetic, scales={}, saved=None, unit=unit)
+    numerics = Numerics(unit_factors=False, fit_joins=True, strict=strict)
+    unit = scaled_tensor(torch.ones(()), 1.0, role=Role.GRADIENT, numerics=numerics)
+    return Scaling(method="adaptive", compute=compute, numerics=numerics, scales={}, saved=None, unit=unit)
 
 
 def scaling_of(model: nn.Module) -> Scaling | None:
@@ -169,7 +169,7 @@ def fallbacks(model: nn.Module) -> dict[str, int]:
     scaling = scaling_of(model)
     if scaling is None:
         raise UsageError("the model is not scaled", hint="call lpconv.scaled.scaled(model) first")
-    return dict(scaling.arithmetic.counts)
+    return dict(scaling.numerics.counts)
 
 
 def unscaled_state_dict(model: nn.Module) -> dict[str, Tensor]:
@@ -243,7 +243,7 @@ def exact_modules(model: nn.Module, patterns: tuple[str, ...]) -> list[nn.Module
 
 
 def replace_parameters(
-    model: nn.Module, dtype: torch.dtype, arithmetic: Arithmetic, exact: Iterable[nn.Module]
+    model: nn.Module, dtype: torch.dtype, numerics: Numerics, exact: Iterable[nn.Module]
 ) -> dict[str, float]:
     """Replace every floating-point parameter by its scaled form, keeping ties, and return the scales by name.
 
@@ -257,7 +257,7 @@ def replace_parameters(
         if id(parameter) not in hats:
             data = (parameter.detach() / scales[id(parameter)]).to(dtype)
             role = Role.EXACT if id(parameter) in exact_ids else Role.WEIGHT
-            hat = scaled_tensor(data, scales[id(parameter)], role=role, arithmetic=arithmetic)
+            hat = scaled_tensor(data, scales[id(parameter)], role=role, numerics=numerics)
             hats[id(parameter)] = nn.Parameter(hat, requires_grad=parameter.requires_grad)
         module._parameters[key] = hats[id(parameter)]
     return {name: scales[id(p)] for name, _, _, p in owned}
