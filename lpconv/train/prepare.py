@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from lpconv.kernels.linear import E5M2_LINEAR, linear
 from lpconv.loss_scale import LossScale, make_loss_scale
 from lpconv.optim import CollageAdamW, fp32_state_dict, start_from_fp32
-from lpconv.scaled import AdamW, ScaledTensor, scaled
+from lpconv.scaled import AdamW, ScaledTensor, adaptive_scaling, scaled
 from lpconv.scaled.places import heads
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.pairs import ScaledCollageAdamW
@@ -70,7 +70,7 @@ def prepare(model: Any, arithmetic: Arithmetic, options: FinetuneOptions, *, see
     if arithmetic.is_scaled:
         return _scaled(model, arithmetic, settings, options.critical)
     if arithmetic.loss_scale == "adaptive":
-        scaled(model, method="adaptive", compute=arithmetic.precision)
+        adaptive_scaling(model, compute=arithmetic.precision)
         return Prepared(model=model, make_optimizer=lambda: torch.optim.AdamW(model.parameters(), **settings))
     if arithmetic.precision == "fp8":
         _use_e5m2_products(model)

@@ -125,7 +125,6 @@ def test_double_backward_is_a_clear_error() -> None:
         {"method": "scalify", "rescale": ["every:0"]},
         {"method": "scalify", "rescale": ["every:many"]},
         {"method": "unit", "rescale": ["layernorm_grad"]},
-        {"method": "adaptive", "compute": "fp8"},
         {"compute": "fp8", "critical": ["no.such.module"]},
     ],
 )
