@@ -18,8 +18,8 @@ class StepOptions(TypedDict, total=False):
 
     `state_dtype=torch.float32` keeps the moments in fp32 (bf16). `nonfinite_gradients`: "ignore" (as torch, the
     default), "skip" or "raise", see `step`. `compiled=False` runs the fused step eagerly, which needs no compiler and
-    is several times slower. `diagnostics_every=k` fills `records` (see `optim.diagnostics`) at each k-th step (0: never).
-    `seed` (0) is for the "stochastic" variant.
+    is several times slower. `diagnostics_every=k` fills `records` (see `optim.diagnostics`) at each k-th step; 0, the
+    default, never does. `seed` (0) is for the "stochastic" variant.
     """
 
     state_dtype: torch.dtype
