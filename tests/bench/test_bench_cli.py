@@ -147,7 +147,7 @@ def test_a_baseline_that_fails_fails_its_rows_and_the_sweep_goes_on(monkeypatch:
             raise InductorError(RuntimeError("no compiler"), None)
 
     monkeypatch.setattr("torch.nn.Module.compile", lambda module, **settings: None)
-    monkeypatch.setattr("lpconv.bench.runner.Runner.run", broken)
+    monkeypatch.setattr("lpconv.bench.runner.CaseRunner.run", broken)
     compiled = ("--compile", "blocks", "--baseline", "bf16+compile")
     result = run("demo", "--sweep", "batch=1,2 seq=16", *QUICK, *compiled, "--json")
 
