@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated
 
-from lpconv.bench.cases import BASELINES, COMPILE_MODES, FORMATS, METHODS, MODES, OPTIMIZERS, PARALLEL
+from lpconv.bench.cases import BASELINES, BENCH_FORMATS, BENCH_METHODS, BENCH_OPTIMIZERS, COMPILE_MODES, MODES, PARALLEL
 from lpconv.errors import UsageError
 from lpconv.gates import BENCH_GATES
 from lpconv.options import Group, Option
@@ -63,23 +63,23 @@ class BenchOptions:
     model: str | None = None
     formats: Annotated[
         tuple[str, ...],
-        _what(help="Formats to measure", name="format", short=("-f",), choices=FORMATS, comma=True),
+        _what(help="Formats to measure", name="format", short=("-f",), choices=BENCH_FORMATS, comma=True),
     ] = ("fp8",)
     methods: Annotated[
         tuple[str, ...],
         _what(
             help="Methods to run fp8 and fp16 by",
-            default="of fp8 unit",
+            default=f"of fp8 {BENCH_FORMATS['fp8'][0]}",
             name="method",
             short=("-m",),
-            choices=METHODS,
+            choices=BENCH_METHODS,
             comma=True,
         ),
     ] = ()
     modes: Annotated[tuple[str, ...], _what(help="Kinds of steps", name="mode", choices=MODES, comma=True)] = ("infer",)
     optimizers: Annotated[
         tuple[str, ...],
-        _what(help="Optimizers of training steps", name="optimizer", choices=OPTIMIZERS, comma=True),
+        _what(help="Optimizers of training steps", name="optimizer", choices=BENCH_OPTIMIZERS, comma=True),
     ] = ("adamw",)
     layers: Annotated[int | None, _what(help="Number of the model's layers to keep", default="all", least=1)] = None
     batches: Annotated[

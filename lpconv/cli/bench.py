@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lpconv.bench.cases import FORMATS, METHODS, parse_sweep
+from lpconv.bench.cases import BENCH_FORMATS, BENCH_METHODS, parse_sweep
 from lpconv.bench.options import BenchOptions
 from lpconv.cli.command import with_options
 from lpconv.cli.options import Json, Quiet
@@ -61,7 +61,7 @@ def bench(
 
       lpconv bench --format fp8
 
-      lpconv bench llama-8b --layers 4 --format fp8 --method unit,tensorwise --rivals --mode infer,train
+      lpconv bench llama-8b --layers 4 --format fp8 --method static,tensorwise --rivals --mode infer,train
 
       lpconv bench bert-base --sweep 'batch=1,8 seq=128,512' --gate 'speedup>=1.2' --save bench.json
 
@@ -100,11 +100,11 @@ def _completed(
     for name, given in (("batch", options.batches), ("seq", options.seqs)):
         if given and name in swept:
             raise UsageError(f"--{name} and --sweep both set the {name}", hint="pass one of them")
-    peers = [m for m in FORMATS["fp8"] if METHODS[m] is not None] if rivals else []
+    peers = [m for m in BENCH_FORMATS["fp8"] if BENCH_METHODS[m] is not None] if rivals else []
     return dataclasses.replace(
         options,
         model=model,
-        methods=(*(options.methods or FORMATS["fp8"][:1]), *peers),
+        methods=(*(options.methods or BENCH_FORMATS["fp8"][:1]), *peers),
         batches=tuple(swept.get("batch", options.batches)),
         seqs=tuple(swept.get("seq", options.seqs)),
         processes=processes,

@@ -61,7 +61,7 @@ def finetune(
       torchrun --nproc-per-node 2 -m lpconv finetune gpt2 --recipe collage-bf16
     """
     from lpconv.cli.early import before_finetuning
-    from lpconv.cli.training_bars import training_progress
+    from lpconv.cli.progress import progress_for
     from lpconv.report.finetune.terminal import render_finetune
     from lpconv.report.terminal import show
     from lpconv.results import json_text, to_json
@@ -75,8 +75,8 @@ def finetune(
 
     command = shlex.join(["lpconv", *sys.argv[1:]])
     is_main = is_main_process()
-    with training_progress(quiet=quiet or not is_main) as telling:
-        result = run.finetune(model, target, options, telling=telling, command=command)
+    with progress_for(quiet=quiet or not is_main) as progress:
+        result = run.finetune(model, target, options, progress=progress, command=command)
     if not is_main:
         return
     error = gate_problem(result)

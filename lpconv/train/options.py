@@ -9,7 +9,15 @@ from typing import Annotated
 from lpconv.errors import UsageError
 from lpconv.gates import FINETUNE_GATES
 from lpconv.options import Force, Group, Option, Resume, Revision, check, size_option
-from lpconv.train.recipes import LOSS_SCALES, METHODS, OPTIMIZERS, PRECISIONS, RECIPES, Arithmetic, arithmetic
+from lpconv.train.recipes import (
+    LOSS_SCALES,
+    PRECISIONS,
+    RECIPES,
+    TRAINING_METHODS,
+    TRAINING_OPTIMIZERS,
+    Arithmetic,
+    arithmetic,
+)
 
 __all__ = ["LOGGERS", "SAVES", "SCHEDULES", "TASKS", "TWINS", "ArithmeticOptions", "FinetuneOptions", "check_options"]
 
@@ -49,10 +57,11 @@ class ArithmeticOptions:
     ] = None
     method: Annotated[
         str | None,
-        _how(help="Method that scales tensors", default="the recipe's", choices=METHODS, short=("-m",)),
+        _how(help="Method that scales tensors", default="the recipe's", choices=TRAINING_METHODS, short=("-m",)),
     ] = None
     optimizer: Annotated[
-        str | None, _how(help="AdamW by what it keeps between steps", default="the recipe's", choices=OPTIMIZERS)
+        str | None,
+        _how(help="AdamW by what it keeps between steps", default="the recipe's", choices=TRAINING_OPTIMIZERS),
     ] = None
     rounding: Annotated[
         str | None,
