@@ -62,7 +62,7 @@ def schema_of(declared: Declared) -> dict[str, Any]:
         schema = listed if declared.type is FormatRule else {"anyOf": [schema, listed]}
     if declared.nullable:
         schema = {"anyOf": [schema, {"type": "null"}]}
-    if declared.default not in (dataclasses.MISSING, None, ()):
+    if declared.default not in (dataclasses.MISSING, None, (), ""):
         schema["default"] = list(declared.default) if declared.is_many else declared.default
     return schema | {"description": declared.help}
 
@@ -87,7 +87,7 @@ def _adapter(declared: Declared) -> TypeAdapter[Any]:
     if declared.type is str:
         return TypeAdapter(Annotated[str, _FULL])
     bounds = Field(ge=o.least, gt=o.above, lt=o.below, allow_inf_nan=None if declared.type is int else False)
-    number: Any = Annotated[declared.type, BeforeValidator(_no_flag), bounds]
+    number: Any = Annotated[declared.type, bounds, BeforeValidator(_no_flag)]
     return TypeAdapter(number)
 
 

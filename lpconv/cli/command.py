@@ -64,7 +64,7 @@ def _parameter(declared: Declared) -> inspect.Parameter:
 def _typed(declared: Declared) -> tuple[Any, Any]:
     """The type that typer is told, and the default."""
     if declared.is_many and declared.option.comma:
-        return (str, ",".join(declared.default)) if declared.default else (str | None, None)
+        return (str, ",".join(map(str, declared.default))) if declared.default else (str | None, None)
     if declared.is_many:
         return list[str] | None, None
     if declared.option.parse is not None:

@@ -74,7 +74,7 @@ class ArithmeticOptions:
     loss_scale: Annotated[
         str | None,
         _how(
-            help=f"Loss scale, {', '.join(LOSS_SCALES)} or a number",
+            help=f"Loss scale: {', '.join(LOSS_SCALES)} or a number",
             default="what precision and method need",
             parse=str,
             given=str | float,
