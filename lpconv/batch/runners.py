@@ -13,13 +13,13 @@ from lpconv.batch.manifest import Job
 from lpconv.batch.records import Estimate, Outcome
 from lpconv.bench.gates import check_gates, compare, parse_gates
 from lpconv.bench.outcome import problem
-from lpconv.bench.presets import PRESETS
 from lpconv.bench.run import bench
 from lpconv.bench.saved import kept, read_bench
 from lpconv.checkpoint.contents import read_contents
 from lpconv.checkpoint.resolve import resolve
 from lpconv.convert.options import ConvertOptions
 from lpconv.errors import OutputExistsError
+from lpconv.models.presets import PRESETS
 from lpconv.progress import Progress
 from lpconv.results import BenchResult, ConvertResult, FileRecord, FinetuneResult, PlanResult, SourceRecord
 from lpconv.train.gates import METRICS, gate_problem

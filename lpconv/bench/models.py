@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lpconv.bench.cases import Case
-from lpconv.bench.presets import PRESETS, Preset
 from lpconv.checkpoint.contents import read_contents
 from lpconv.checkpoint.resolve import resolve
 from lpconv.errors import UnsupportedError, UsageError
-from lpconv.hf.load import architecture
-from lpconv.hf.quiet import quiet_transformers
+from lpconv.models.load import architecture
+from lpconv.models.presets import PRESETS, Preset
+from lpconv.models.quiet import quiet_transformers
 
 __all__ = ["Opened", "blocks_of", "is_head", "make_batch", "model_on_meta", "open_model", "step_loss"]
 

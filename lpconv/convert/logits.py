@@ -15,10 +15,10 @@ from torch import Tensor
 
 from lpconv.checkpoint.contents import Contents
 from lpconv.errors import ResourceError, UnsupportedError
-from lpconv.hf.empty import count_parameters
-from lpconv.hf.load import architecture, load
-from lpconv.hf.quiet import quiet_transformers
 from lpconv.machine import available_memory
+from lpconv.models.empty import count_parameters
+from lpconv.models.load import architecture, load
+from lpconv.models.quiet import quiet_transformers
 from lpconv.results import LogitsCheck
 
 __all__ = ["check_logits", "check_memory", "check_model", "example_inputs"]

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from lpconv.checkpoint.contents import Contents
 from lpconv.convert.logits import check_memory, example_inputs
 from lpconv.errors import LpconvError, UnsupportedError
-from lpconv.hf.empty import count_parameters
-from lpconv.hf.load import architecture, load_with_missing
-from lpconv.hf.quiet import quiet_transformers
+from lpconv.models.empty import count_parameters
+from lpconv.models.load import architecture, load_with_missing
+from lpconv.models.quiet import quiet_transformers
 
 __all__ = ["AXES", "Opened", "open_model", "other_inputs"]
 

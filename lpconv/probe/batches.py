@@ -14,7 +14,7 @@ import transformers
 from torch import Tensor
 
 from lpconv.errors import InputError, UsageError
-from lpconv.hf.quiet import quiet_transformers
+from lpconv.models.quiet import quiet_transformers
 from lpconv.probe.task import CAUSAL, MASKED
 
 __all__ = ["MASK_RATE", "Batches", "Tokens", "random_tokens", "read_tokenizer", "tokenize"]

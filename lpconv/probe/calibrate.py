@@ -2,7 +2,7 @@
 
 import itertools
 
-from lpconv.hf.quiet import quiet_transformers
+from lpconv.models.quiet import quiet_transformers
 from lpconv.probe.checkpoint import prepare_run
 from lpconv.probe.options import ProbeOptions
 from lpconv.progress import Progress, Silent

@@ -14,8 +14,8 @@ from lpconv.checkpoint.contents import Contents, read_contents
 from lpconv.checkpoint.resolve import Resolved, resolve
 from lpconv.data import demo_text
 from lpconv.errors import UsageError
-from lpconv.hf.quiet import quiet_transformers
 from lpconv.kernels.histogram import prepare
+from lpconv.models.quiet import quiet_transformers
 from lpconv.probe.batches import MASK_RATE, Batches, Tokens, random_tokens, read_tokenizer, tokenize
 from lpconv.probe.options import ProbeOptions
 from lpconv.probe.records import ProbeResult

@@ -14,8 +14,8 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from lpconv.errors import UnsupportedError
-from lpconv.hf.load import architecture, load_with_missing
-from lpconv.hf.quiet import quiet_transformers
+from lpconv.models.load import architecture, load_with_missing
+from lpconv.models.quiet import quiet_transformers
 from lpconv.probe.run import model_loss
 
 __all__ = ["CAUSAL", "HIDDEN", "MASKED", "OpenedModel", "open_model", "target_loss"]

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lpconv.errors import InputError, UsageError
-from lpconv.hf.quiet import quiet_transformers
+from lpconv.models.quiet import quiet_transformers
 from lpconv.probe.batches import MASK_RATE
 from lpconv.train.rows import Rows
 

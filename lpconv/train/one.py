@@ -13,8 +13,9 @@ from transformers import TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import get_last_checkpoint
 
-from lpconv.hf.quiet import quiet_transformers
 from lpconv.kernels.half import HalfProducts
+from lpconv.models.quiet import quiet_transformers
+from lpconv.models.tasks import Task, open_for
 from lpconv.results import PeakMemory, RunRecord, UpdateQuality, from_json
 from lpconv.scaled import apply_factors, calibrate, fallbacks, saved_bytes, scaled, scaling_of
 from lpconv.train.allot import NUM_COPIES, PROBE_BATCHES, LossWatch, loss_allocation
@@ -26,7 +27,6 @@ from lpconv.train.prepare import Prepared, prepare
 from lpconv.train.processes import backend, num_processes
 from lpconv.train.recipes import Arithmetic
 from lpconv.train.records import Metrics, median_step_time
-from lpconv.train.task import Task, open_for
 from lpconv.train.trainer import DivergedError, LowPrecisionTrainer
 from lpconv.train.watch import Rate, Watch, tracked_records
 

@@ -17,7 +17,8 @@ from lpconv.checkpoint.resolve import resolve
 from lpconv.checkpoint.source import open_source
 from lpconv.convert.provenance import versions
 from lpconv.errors import InputError, UnsupportedError, UsageError
-from lpconv.hf.quiet import quiet_transformers
+from lpconv.models.quiet import quiet_transformers
+from lpconv.models.tasks import find_task
 from lpconv.probe.batches import read_tokenizer
 from lpconv.probe.checkpoint import sequence_length, vocabulary_size
 from lpconv.report.document import json_text
@@ -39,7 +40,6 @@ from lpconv.train.publish import form_of, publish_model, write_checksums
 from lpconv.train.recipes import RECIPES, Arithmetic
 from lpconv.train.records import read_finished, write_finished
 from lpconv.train.rows import read_rows
-from lpconv.train.task import find_task
 from lpconv.train.watch import Rate, rate_of, watches_run, watches_twin
 
 __all__ = ["Untold", "finetune"]

@@ -4,8 +4,8 @@ import pytest
 
 from lpconv.bench.cases import FORMATS, METHODS, Case, baseline_of, expand, parse_sweep
 from lpconv.bench.defaults import choose_model
-from lpconv.bench.presets import PRESETS
 from lpconv.errors import UsageError
+from lpconv.models.presets import PRESETS
 
 CPU = {"device": "cpu", "name": "CPU"}
 GPU = {"device": "cuda:0", "name": "H100"}

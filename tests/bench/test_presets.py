@@ -7,8 +7,8 @@ import pytest
 from lpconv.bench.defaults import choose_model
 from lpconv.bench.estimate import estimate_bytes, gemms_of
 from lpconv.bench.models import blocks_of, open_model
-from lpconv.bench.presets import PRESETS
 from lpconv.errors import UsageError
+from lpconv.models.presets import PRESETS
 
 CASE, _ = choose_model("demo", None, {"device": "cpu", "name": "CPU"})
 

@@ -20,7 +20,7 @@ from lpconv.export.opened import other_inputs
 from lpconv.export.stored import stored_weights
 from lpconv.export.trace import trace
 from lpconv.export.validate import check_file, compare
-from lpconv.hf.load import load
+from lpconv.models.load import load
 
 AXES = {"x": {0: "batch", 1: "sequence"}}
 

@@ -11,9 +11,9 @@ from transformers.models.auto import modeling_auto
 
 from lpconv.checkpoint.contents import read_contents
 from lpconv.errors import UnsupportedError, UsageError
-from lpconv.hf.load import load_with_missing
-from lpconv.hf.plugin import LpconvQuantizer
-from lpconv.hf.quiet import quiet_transformers
+from lpconv.models.load import load_with_missing
+from lpconv.models.plugin import LpconvQuantizer
+from lpconv.models.quiet import quiet_transformers
 
 __all__ = ["Task", "find_task", "open_for"]
 

@@ -12,8 +12,8 @@ from lpconv.checkpoint.contents import Contents, read_contents
 from lpconv.checkpoint.residual import Residuals, read_residual
 from lpconv.checkpoint.source import SafetensorsSource, read_tensor
 from lpconv.errors import UnsupportedError
-from lpconv.hf.plugin import SCALE_SUFFIX, register
 from lpconv.mcf.split import RESIDUALS
+from lpconv.models.plugin import SCALE_SUFFIX, register
 
 __all__ = ["architecture", "load", "load_with_missing", "merged_state"]
 

@@ -9,8 +9,8 @@ from torch import nn
 from lpconv.checkpoint.compressed import LinearModules
 from lpconv.checkpoint.contents import Contents
 from lpconv.errors import InputError, UnsupportedError
-from lpconv.hf.load import architecture
-from lpconv.hf.quiet import quiet_transformers
+from lpconv.models.load import architecture
+from lpconv.models.quiet import quiet_transformers
 
 __all__ = ["count_parameters", "empty_model", "linear_modules"]
 
