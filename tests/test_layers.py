@@ -13,7 +13,7 @@ ROOT = Path(lpconv.__file__).parent
 # Row of each top-level module or package of lpconv; the same table as docs/design/README.md.
 ROWS = {
     "errors": 0, "results": 0, "lookup": 0, "progress": 0, "data": 0, "machine": 0, "student": 0,
-    "formats": 1, "report": 1,
+    "formats": 1, "layers": 1, "report": 1,
     "mcf": 2, "kernels": 2, "checkpoint": 2,
     "scaled": 3, "optim": 3, "loss_scale": 3,
     "methods": 4, "models": 4,

@@ -5,8 +5,9 @@ from torch import nn
 
 from lpconv.bench.cases import Case
 from lpconv.bench.gemm import Gemm
-from lpconv.bench.models import blocks_of, is_head
+from lpconv.bench.models import blocks_of
 from lpconv.errors import ResourceError
+from lpconv.layers import head, linears
 from lpconv.report.numbers import share_text, size_text
 
 __all__ = ["available_bytes", "check_fits", "estimate_bytes", "gemms_of"]
@@ -21,14 +22,13 @@ _OTHER_ACTIVATIONS = 2.0
 
 
 def gemms_of(model: nn.Module) -> tuple[Gemm, ...]:
-    """The Linears of a model (on any device, meta too) and GPT-2's Conv1D, by shape, in the order of the model."""
+    """The linear layers of a model (on any device, meta too) by shape, in the order of the model."""
     found: dict[tuple[int, int, bool], list[str]] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear):
-            found.setdefault((module.out_features, module.in_features, is_head(model, module)), []).append(name)
-        elif type(module).__name__ == "Conv1D":
-            rows, columns = module.weight.shape
-            found.setdefault((columns, rows, False), []).append(name)
+    kept = head(model)
+    for layer in linears(model):
+        if layer.kind != "experts":
+            key = (layer.out_features, layer.in_features, layer.module is kept)
+            found.setdefault(key, []).append(layer.name)
     return tuple(Gemm(names=tuple(names), n=n, k=k, is_head=head) for (n, k, head), names in found.items())
 
 

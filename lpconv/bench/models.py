@@ -17,7 +17,7 @@ from lpconv.models.load import architecture
 from lpconv.models.presets import PRESETS, Preset
 from lpconv.models.quiet import quiet_transformers
 
-__all__ = ["Opened", "blocks_of", "is_head", "make_batch", "model_on_meta", "open_model", "step_loss"]
+__all__ = ["Opened", "blocks_of", "make_batch", "model_on_meta", "open_model", "step_loss"]
 
 _LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers")
 
@@ -121,11 +121,6 @@ def step_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 def _has_head(model: Any) -> bool:
     own = model.module if isinstance(model, DistributedDataParallel) else model
     return own.get_output_embeddings() is not None
-
-
-def is_head(model: Any, module: nn.Module) -> bool:
-    """Whether `module` makes the logits: it stays in 16 bits under every recipe, as in other libraries."""
-    return module is model.get_output_embeddings()
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from lpconv.bench.cases import Case
-from lpconv.bench.models import is_head, step_loss
+from lpconv.bench.models import step_loss
 from lpconv.errors import UnsupportedError
 from lpconv.kernels.fp8_linear import FP8_RECIPES, Fp8Linear, calibrate, convert_linears
 from lpconv.kernels.linear import FP16_LINEAR, linear
+from lpconv.layers import head
 from lpconv.optim import CollageAdamW
 from lpconv.scaled import AdamW as ScaledAdamW
 from lpconv.scaled import scaled
@@ -63,7 +64,8 @@ def apply_recipe(model: nn.Module, case: Case, batch: dict[str, Tensor]) -> nn.M
 
 
 def _fp8(model: nn.Module, case: Case, batch: dict[str, Tensor]) -> nn.Module:
-    names = convert_linears(model, case.method, keep=lambda name, module: is_head(model, module))
+    kept = head(model)  # it stays in 16 bits under every recipe, as in other libraries
+    names = convert_linears(model, case.method, keep=lambda name, module: module is kept)
     if not names:
         raise UnsupportedError(f"`{case.model}` has no Linear to run in fp8", hint="bench another model")
 
@@ -132,7 +134,7 @@ def _torchao_inference(model: nn.Module, case: Case, recipe: str) -> nn.Module:
 
 def _fits_tensor_cores(model: nn.Module, module: Any) -> bool:
     """torchao swaps Linears only, and wants both sizes to be multiples of 16."""
-    if not isinstance(module, nn.Linear) or is_head(model, module):
+    if not isinstance(module, nn.Linear) or module is head(model):
         return False
     return module.in_features % 16 == 0 and module.out_features % 16 == 0
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from lpconv.kernels.linear import E5M2_LINEAR, linear
+from lpconv.layers import head, linears
 from lpconv.loss_scale import LossScale, make_loss_scale
 from lpconv.optim import CollageAdamW, fp32_state_dict, start_from_fp32
 from lpconv.scaled import AdamW, ScaledTensor, scaled
-from lpconv.scaled.places import heads
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.pairs import ScaledCollageAdamW
 from lpconv.train.recipes import Arithmetic
@@ -143,8 +143,7 @@ class _E5m2Conv1D(Conv1D):  # type: ignore[misc]  # transformers is untyped
 
 def _use_e5m2_products(model: nn.Module) -> None:
     """Every linear layer but the output head multiplies in e5m2 from now on."""
-    exact = heads(model)
-    classes = {nn.Linear: _E5m2Linear, Conv1D: _E5m2Conv1D}
-    for module in model.modules():
-        if type(module) in classes and module not in exact:
-            module.__class__ = classes[type(module)]
+    kept = head(model)
+    for layer in linears(model):
+        if layer.is_replaceable and layer.module is not kept:
+            layer.module.__class__ = _E5m2Linear if layer.kind == "Linear" else _E5m2Conv1D
