@@ -66,7 +66,7 @@ class Worker:
         runner = self._runner = Runner(Case(**case), memory_share=memory_share)
         return {
             "emulated": runner.emulated,
-            "weights": "checkpoint" if runner.has_real_weights else "random",
+            "weights": runner.weights,
             "num_layers": runner.num_layers,
             "num_parameters": runner.num_parameters,
             "estimate_bytes": runner.estimate_bytes,

@@ -1,52 +1,50 @@
-"""The model of a checkpoint without its weights: what the config alone says about modules and sizes."""
-
-from typing import Any
+"""The model of a checkpoint without its weights: what the config alone says about modules, sizes and memory."""
 
 import torch
-import transformers
 from torch import nn
 
 from lpconv.checkpoint.compressed import LinearModules
 from lpconv.checkpoint.contents import Contents
-from lpconv.errors import InputError, UnsupportedError
-from lpconv.models.load import architecture
+from lpconv.errors import InputError, ResourceError, UnsupportedError
+from lpconv.layers import linears
+from lpconv.machine import available_memory
+from lpconv.models.opening import first_line, read_config
 from lpconv.models.quiet import quiet_transformers
+from lpconv.models.tasks import architecture, concrete
 
-__all__ = ["count_parameters", "empty_model", "linear_modules"]
+__all__ = ["check_fits", "empty_model", "linear_modules"]
+
+_HINT = "lpconv builds the models of this release of transformers"
 
 
 def empty_model(contents: Contents) -> nn.Module:
     """The class that the config names, on the meta device. Raises UnsupportedError where it cannot be built."""
+    config = read_config(contents, hint=_HINT)
     try:
         with quiet_transformers(), torch.device("meta"):
-            config: Any = transformers.AutoConfig.from_pretrained(contents.directory, trust_remote_code=False)
-            cls = architecture(contents.config)
-            model: nn.Module = cls.from_config(config) if cls is transformers.AutoModel else cls._from_config(config)
+            model: nn.Module = concrete(architecture(contents.config), config)._from_config(config)
     except UnsupportedError:
         raise
     except Exception as e:  # transformers raises anything at all for configs it does not know
-        text = f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"
-        raise UnsupportedError(
-            f"config.json builds no model: {text}", hint="lpconv builds the models of this release of transformers"
-        ) from e
+        raise UnsupportedError(f"config.json builds no model: {first_line(e)}", hint=_HINT) from e
     return model
 
 
 def linear_modules(contents: Contents) -> LinearModules:
     """The `Linear` modules of a model. Raises UnsupportedError where it cannot be built."""
-    modules = empty_model(contents).named_modules()
-    found = [(name, type(module)) for name, module in modules if isinstance(module, nn.Linear)]
+    found = [x for x in linears(empty_model(contents)) if x.kind == "Linear"]
     return LinearModules(
-        plain=tuple(n for n, kind in found if kind is nn.Linear),
-        derived=tuple(n for n, kind in found if kind is not nn.Linear),
+        plain=tuple(x.name for x in found if x.is_plain),
+        derived=tuple(x.name for x in found if not x.is_plain),
     )
 
 
-def count_parameters(contents: Contents, stored_elements: int) -> int:
-    """The parameters of the model that the config describes, for a checkpoint that stores `stored_elements` numbers.
+def check_fits(contents: Contents, stored_elements: int, *, copies: int, what: str) -> None:
+    """Refuse a model before it is built: one that the weight files cannot be, or that memory does not hold.
 
-    Raises InputError where it stores less than half of them: building that model would fill memory with random numbers;
-    UnsupportedError where it cannot be built.
+    Memory is to hold so many copies in fp32; `stored_elements` are the numbers in the weight files. Raises InputError
+    where they are less than half of the parameters: building that model would fill memory with random numbers;
+    ResourceError, and UnsupportedError where transformers does not build it.
     """
     count = sum(p.numel() for p in empty_model(contents).parameters())
     if stored_elements < count // 2:
@@ -54,4 +52,10 @@ def count_parameters(contents: Contents, stored_elements: int) -> int:
             f"the weight files hold {stored_elements} numbers, the model of config.json has {count}",
             hint="the config belongs to another model, or weight files are missing",
         )
-    return count
+    needed, available = 4 * count * copies, available_memory()
+    if needed > available:
+        raise ResourceError(
+            f"{what} in fp32 needs {needed / 1e9:.1f} GB of memory, {available / 1e9:.1f} GB are free",
+            hint="free some memory, or use a larger machine",
+            details={"needed_bytes": needed, "available_bytes": available},
+        )

@@ -21,4 +21,4 @@ def calibrate_checkpoint(
     with quiet_transformers():
         model = scaled(prepared.opened.model, method="unit")
         batches = itertools.islice(prepared.batches, options.steps)
-        return calibrate(model, batches, loss=prepared.opened.loss)
+        return calibrate(model, batches, loss=prepared.loss)
