@@ -10,26 +10,26 @@ from lpconv.bench.cases import Case
 from lpconv.checkpoint.resolve import resolve
 from lpconv.errors import UsageError
 from lpconv.models.inputs import max_length, random_ids, vocabulary_size
-from lpconv.models.opening import Plan, planned
+from lpconv.models.opening import Blueprint, blueprint
 from lpconv.models.presets import PRESETS
 
-__all__ = ["blocks_of", "make_batch", "plan_model", "step_loss"]
+__all__ = ["blocks_of", "find_model", "make_batch", "step_loss"]
 
 _FIRST_ID = 5  # those before are special in many vocabularies
 _LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers")
 
 
-def plan_model(case: Case) -> Plan:
+def find_model(case: Case) -> Blueprint:
     """Find the model that the case names: ``demo``, a directory, a preset, an alias or a hub id, in this order."""
     is_preset = case.model in PRESETS and not os.path.isdir(case.model)
-    plan = planned(case.model if is_preset else resolve(case.model).directory)
-    _shorten(plan.config, case.layers)
-    most = max_length(plan.config)
+    found = blueprint(case.model if is_preset else resolve(case.model).directory)
+    _shorten(found.config, case.layers)
+    most = max_length(found.config)
     if most is not None and case.seq > most:
         raise UsageError(f"--seq {case.seq} is more than the model's {most} positions", hint=f"pass at most {most}")
-    plan.config.use_cache = False  # a forward pass over whole sequences; decoding token by token is not measured
-    plan.config._attn_implementation = "sdpa"
-    return plan
+    found.config.use_cache = False  # a forward pass over whole sequences; decoding token by token is not measured
+    found.config._attn_implementation = "sdpa"
+    return found
 
 
 def _shorten(config: Any, layers: int | None) -> None:

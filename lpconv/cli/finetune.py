@@ -250,11 +250,10 @@ def finetune(
         resume=resume,
         force=force,
     )
-    from lpconv.cli.training_bars import training_progress
-    from lpconv.report.document import json_text
+    from lpconv.cli.progress import progress_for
     from lpconv.report.finetune.terminal import render_finetune
     from lpconv.report.terminal import show
-    from lpconv.results import to_json
+    from lpconv.results import json_text, to_json
     from lpconv.train import run
     from lpconv.train.folder import default_output
     from lpconv.train.gates import gate_problem
@@ -263,8 +262,8 @@ def finetune(
     target = Path(output) if output else default_output(model, options.arithmetic.name)
     command = shlex.join(["lpconv", *sys.argv[1:]])
     is_main = is_main_process()
-    with training_progress(quiet=quiet or not is_main) as telling:
-        result = run.finetune(model, target, options, telling=telling, command=command)
+    with progress_for(quiet=quiet or not is_main) as progress:
+        result = run.finetune(model, target, options, progress=progress, command=command)
     if not is_main:
         return
     error = gate_problem(result)

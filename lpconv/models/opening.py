@@ -21,13 +21,13 @@ from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import Task, architecture, concrete, task_of
 
 __all__ = [
+    "Blueprint",
     "Opened",
-    "Plan",
+    "blueprint",
     "first_line",
     "open_to_run",
     "open_to_trace",
     "open_to_train",
-    "planned",
     "read_config",
     "reads_text",
 ]
@@ -107,7 +107,7 @@ def open_to_train(task: Task, directory: Path, *, seed: int, num_labels: int | N
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Blueprint:
     """A model that is known and not built: its class, its config, and where its weights lie (None: they are random)."""
 
     model_class: Any
@@ -134,16 +134,16 @@ class Plan:
         return Opened(model=model.to(device).eval(), missing=missing)
 
 
-def planned(preset_or_directory: str | Path) -> Plan:
+def blueprint(preset_or_directory: str | Path) -> Blueprint:
     """What a preset's name or a checkpoint directory describes; UnsupportedError for what does not read token ids."""
     if isinstance(preset_or_directory, str):
         preset = PRESETS[preset_or_directory]
         config = getattr(transformers, preset.config_class)(**preset.settings)
-        return Plan(model_class=getattr(transformers, preset.model_class), config=config, directory=None)
+        return Blueprint(model_class=getattr(transformers, preset.model_class), config=config, directory=None)
     contents = read_contents(preset_or_directory)
     config = reads_text(contents, hint="choose a preset of about its size: " + ", ".join(PRESETS))
     model_class = concrete(architecture(contents.config), config)
-    return Plan(model_class=model_class, config=config, directory=preset_or_directory)
+    return Blueprint(model_class=model_class, config=config, directory=preset_or_directory)
 
 
 def read_config(contents: Contents, *, hint: str) -> Any:

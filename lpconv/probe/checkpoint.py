@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor
 
-import lpconv
 from lpconv.checkpoint.contents import Contents, read_contents
 from lpconv.checkpoint.resolve import Resolved, resolve
 from lpconv.data import demo_text
@@ -21,10 +20,11 @@ from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import CLM, MLM, NONE, Task
 from lpconv.models.tokenizer import read_tokenizer
 from lpconv.probe.batches import MASK_RATE, Batches, Tokens, random_tokens, tokenize
+from lpconv.probe.histograms import ProbeResult
 from lpconv.probe.options import ProbeOptions
-from lpconv.probe.records import ProbeResult
 from lpconv.probe.run import model_loss, probe, target_loss
 from lpconv.progress import Progress, Silent
+from lpconv.version import __version__
 
 __all__ = ["Prepared", "prepare_run", "probe_checkpoint"]
 
@@ -154,4 +154,4 @@ def _warnings(prepared: Prepared) -> list[str]:
 
 
 def _versions() -> dict[str, str]:
-    return {"lpconv": lpconv.__version__, **{n: importlib.metadata.version(n) for n in ("torch", "transformers")}}
+    return {"lpconv": __version__, **{n: importlib.metadata.version(n) for n in ("torch", "transformers")}}

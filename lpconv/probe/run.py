@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lpconv.errors import UsageError
-from lpconv.probe.records import ProbeResult
+from lpconv.probe.histograms import ProbeResult
 from lpconv.probe.track import track
 
 __all__ = ["model_loss", "probe", "target_loss"]

@@ -26,7 +26,7 @@ from lpconv.formats.histogram import ExponentHistogram
 from lpconv.kernels.histogram import count, prepare
 from lpconv.layers import weighted
 from lpconv.probe.advice import table
-from lpconv.probe.records import ROLES, ProbedTensor, ProbeResult
+from lpconv.probe.histograms import ROLES, ProbedTensor, ProbeResult
 from lpconv.scaled.tensor import ScaledTensor
 
 __all__ = ["Tracker", "track", "tracked_layers"]

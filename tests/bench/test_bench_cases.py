@@ -2,7 +2,7 @@
 
 import pytest
 
-from lpconv.bench.cases import FORMATS, METHODS, Case, baseline_of, expand, parse_sweep
+from lpconv.bench.cases import BENCH_FORMATS, BENCH_METHODS, Case, baseline_of, expand, parse_sweep
 from lpconv.bench.defaults import choose_model
 from lpconv.errors import UsageError
 from lpconv.models.presets import PRESETS
@@ -80,5 +80,5 @@ def test_no_model_means_one_that_suits_the_device_and_a_word_about_it() -> None:
 
 
 def test_every_method_of_a_format_is_known() -> None:
-    assert {m for methods in FORMATS.values() for m in methods} == set(METHODS)
+    assert {m for methods in BENCH_FORMATS.values() for m in methods} == set(BENCH_METHODS)
     assert {"bert-base", "bert-large", "gpt2", "llama-1b", "llama-3b", "llama-8b", "mistral-7b"} <= set(PRESETS)

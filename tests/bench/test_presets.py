@@ -6,7 +6,7 @@ import pytest
 
 from lpconv.bench.defaults import choose_model
 from lpconv.bench.estimate import estimate_bytes, gemms_of
-from lpconv.bench.models import blocks_of, plan_model
+from lpconv.bench.models import blocks_of, find_model
 from lpconv.errors import UsageError
 from lpconv.models.presets import PRESETS
 
@@ -24,13 +24,13 @@ PARAMETERS = {
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_has_as_many_parameters_as_the_model(name: str) -> None:
-    model = plan_model(dataclasses.replace(CASE, model=name)).empty()
+    model = find_model(dataclasses.replace(CASE, model=name)).empty()
 
     assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(PARAMETERS[name], rel=1e-3)
 
 
 def test_fewer_layers_and_the_linears_of_those() -> None:
-    model = plan_model(dataclasses.replace(CASE, model="llama-8b", layers=2)).empty()
+    model = find_model(dataclasses.replace(CASE, model="llama-8b", layers=2)).empty()
 
     gemms = {(g.n, g.k): len(g.names) for g in gemms_of(model) if not g.is_head}
     assert len(blocks_of(model)) == 2
@@ -38,7 +38,7 @@ def test_fewer_layers_and_the_linears_of_those() -> None:
 
 
 def test_conv1d_counts_as_a_linear() -> None:
-    model = plan_model(dataclasses.replace(CASE, model="gpt2", layers=1)).empty()
+    model = find_model(dataclasses.replace(CASE, model="gpt2", layers=1)).empty()
 
     assert {(g.n, g.k) for g in gemms_of(model)} == {(2304, 768), (768, 768), (3072, 768), (768, 3072), (50257, 768)}
 
@@ -48,12 +48,12 @@ def test_conv1d_counts_as_a_linear() -> None:
 )
 def test_what_the_model_does_not_have_is_refused(changes: dict[str, object]) -> None:
     with pytest.raises(UsageError):
-        plan_model(dataclasses.replace(CASE, **({"model": "bert-base"} | changes)))  # type: ignore[arg-type]
+        find_model(dataclasses.replace(CASE, **({"model": "bert-base"} | changes)))  # type: ignore[arg-type]
 
 
 def test_the_estimate_grows_with_what_costs_memory() -> None:
     case = dataclasses.replace(CASE, model="bert-base", layers=2, seq=512)
-    opened = plan_model(case)
+    opened = find_model(case)
     model = opened.empty()
 
     def estimate(**changes: object) -> int:

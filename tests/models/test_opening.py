@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import lpconv.hf
 from lpconv.bench.defaults import choose_model
-from lpconv.bench.models import plan_model
+from lpconv.bench.models import find_model
 from lpconv.bench.runner import Runner
 from lpconv.cli.main import app
 from lpconv.convert.options import ConvertOptions
@@ -74,7 +74,7 @@ def test_a_model_without_a_head_opens_for_every_purpose(stored: Path) -> None:
         assert set(trained.missing) == {"classifier.weight", "classifier.bias"}
         assert torch.equal(trained.model.bert(**example_inputs(model))[0], wanted)
         case, _ = choose_model(str(stored), None, {"device": "cpu", "name": "CPU"})
-        timed = plan_model(case).build("cpu")
+        timed = find_model(case).build("cpu")
         assert not timed.missing
         assert torch.allclose(timed.model(**example_inputs(model))[0], wanted, atol=1e-5)
 
