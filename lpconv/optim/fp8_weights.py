@@ -89,7 +89,8 @@ def _replaceable(model: nn.Module, exclude: tuple[str, ...]) -> Iterator[tuple[s
     for _, p in model.named_parameters(remove_duplicate=False):
         owners[p] = owners.get(p, 0) + 1
     for layer in linears(model):
-        name, module = layer.name, layer.module
+        name = layer.name
+        module: Any = layer.module
         excluded = module is kept or any(fnmatchcase(name, pattern) for pattern in exclude)
         if layer.kind == "Linear" and layer.is_plain and name and not excluded and owners[module.weight] == 1:
             yield name, module
