@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import lpconv.hf
 from lpconv.bench.defaults import choose_model
 from lpconv.bench.models import find_model
-from lpconv.bench.runner import Runner
+from lpconv.bench.runner import CaseRunner
 from lpconv.cli.main import app
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.run import convert
@@ -117,9 +117,9 @@ def test_a_bench_says_how_much_of_its_weights_is_random(tmp_path: Path, monkeypa
     folder = bert(tmp_path / "model", "BertForMaskedLM")
     case, _ = choose_model(str(folder), None, {"device": "cpu", "name": "CPU"})
     case = dataclasses.replace(case, batch=1, seq=8, compiled="off")
-    assert Runner(case, memory_share=1.0).weights == "checkpoint"
+    assert CaseRunner(case, memory_share=1.0).weights == "checkpoint"
     change_config(folder, num_hidden_layers=3)
-    assert Runner(case, memory_share=1.0).weights == "16 of 58 parameters random, else checkpoint"
+    assert CaseRunner(case, memory_share=1.0).weights == "16 of 58 parameters random, else checkpoint"
 
 
 @pytest.mark.parametrize(
