@@ -12,12 +12,11 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.utils import counters
 
 from lpconv.bench.cases import Case
-from lpconv.bench.estimate import check_fits, estimate_bytes, gemms_of
-from lpconv.bench.gemm import Gemm
 from lpconv.bench.memory import StepPeak, profile_step, storage_bytes
-from lpconv.bench.models import blocks_of, find_model, make_batch, step_loss
+from lpconv.bench.models import blocks_of, check_fits, estimate_bytes, find_model, gemms_of, make_batch, step_loss
 from lpconv.bench.parallel import check_parallel, most, spread
 from lpconv.bench.recipes import apply_recipe, check_peers, is_emulated, make_optimizer
+from lpconv.bench.roofline import Gemm
 from lpconv.errors import LpconvError
 from lpconv.models.inputs import vocabulary_size
 from lpconv.models.opening import Blueprint, Opened

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.metadata
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,9 +25,10 @@ from lpconv.probe.histograms import ProbeResult
 from lpconv.probe.options import ProbeOptions
 from lpconv.probe.run import model_loss, probe, target_loss
 from lpconv.progress import Progress, Silent
+from lpconv.scaled import EdgeFactors, calibrate, scaled
 from lpconv.version import __version__
 
-__all__ = ["Prepared", "prepare_run", "probe_checkpoint"]
+__all__ = ["Prepared", "calibrate_checkpoint", "prepare_run", "probe_checkpoint"]
 
 _OWN_LOOP = "track a training step of your own: `with lpconv.track(model, every=1) as t:`, then `print(t.table())`"
 
@@ -155,3 +157,16 @@ def _warnings(prepared: Prepared) -> list[str]:
 
 def _versions() -> dict[str, str]:
     return {"lpconv": __version__, **{n: importlib.metadata.version(n) for n in ("torch", "transformers")}}
+
+
+def calibrate_checkpoint(
+    name: str, options: ProbeOptions, *, progress: Progress | None = None
+) -> dict[str, EdgeFactors]:
+    """The factors of the model called `name`, measured in fp32 on the batches that a probe with `options` runs."""
+    told = progress or Silent()
+    prepared = prepare_run(name, options, told)
+    told.start("calibrating", 0)
+    with quiet_transformers():
+        model = scaled(prepared.opened.model, method="unit")
+        batches = itertools.islice(prepared.batches, options.steps)
+        return calibrate(model, batches, loss=prepared.loss)

@@ -5,8 +5,7 @@ import dataclasses
 import pytest
 
 from lpconv.bench.defaults import choose_model
-from lpconv.bench.estimate import estimate_bytes, gemms_of
-from lpconv.bench.models import blocks_of, find_model
+from lpconv.bench.models import blocks_of, estimate_bytes, find_model, gemms_of
 from lpconv.errors import UsageError
 from lpconv.models.presets import PRESETS
 
