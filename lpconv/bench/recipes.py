@@ -13,7 +13,7 @@ from lpconv.bench.cases import SCALED, Case
 from lpconv.bench.models import step_loss
 from lpconv.errors import UnsupportedError
 from lpconv.kernels.fp8_linear import FP8_RECIPES, Fp8Linear, calibrate, convert_linears
-from lpconv.kernels.linear import FP16_LINEAR, linear
+from lpconv.kernels.linear import FP16_LINEAR, use_recipe
 from lpconv.layers import head
 from lpconv.optim import CollageAdamW
 from lpconv.scaled import AdamW as ScaledAdamW
@@ -55,7 +55,7 @@ def apply_recipe(model: nn.Module, case: Case, batch: dict[str, Tensor]) -> nn.M
     if case.format != "fp8":
         model.to(_DTYPES[case.format])
         if case.format == "fp16" and case.device == "cpu":
-            _multiply_fp16_through_fp32(model)
+            use_recipe(model, FP16_LINEAR)  # torch multiplies float16 on a CPU ten and more times slower than float32
         return model
     model.to(torch.bfloat16)
     if case.method in FP8_RECIPES:
@@ -85,19 +85,6 @@ def _fp8(model: nn.Module, case: Case, batch: dict[str, Tensor]) -> nn.Module:
             if isinstance(module, Fp8Linear):
                 module.freeze()
     return model
-
-
-class _Fp16Linear(nn.Linear):
-    """torch multiplies float16 on a CPU ten and more times slower than float32."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return linear(input, self.weight, self.bias, recipe=FP16_LINEAR)
-
-
-def _multiply_fp16_through_fp32(model: nn.Module) -> None:
-    for module in model.modules():
-        if type(module) is nn.Linear:
-            module.__class__ = _Fp16Linear
 
 
 def _torchao(recipe: str) -> Callable[[nn.Module, Case], nn.Module]:
