@@ -70,7 +70,8 @@ def use_recipe(model: nn.Module, recipe: LinearRecipe, *, keep: nn.Module | None
     """Let the linear layers of `model`, but for `keep`, multiply as `recipe` says from now on; parameters stay."""
     for layer in linears(model):
         if layer.is_replaceable and layer.module is not keep:
-            layer.module.__class__ = _multiplying(type(layer.module), layer.kind, recipe)
+            cls: Any = type(layer.module)  # mypy takes classes of modules for unhashable
+            layer.module.__class__ = _multiplying(cls, layer.kind, recipe)
 
 
 @functools.cache  # one class for all layers, or every block would be compiled by itself
