@@ -23,8 +23,7 @@ from lpconv.convert.options import LAYOUTS, VERIFY_LEVELS
 from lpconv.gates import BENCH_GATES, CONVERT_GATES, FINETUNE_GATES
 from lpconv.methods import METHODS
 from lpconv.train.options import SAVES, SCHEDULES, TASKS, TWINS
-from lpconv.train.recipes import METHODS as FINETUNE_METHODS
-from lpconv.train.recipes import OPTIMIZERS, PRECISIONS, RECIPES
+from lpconv.train.recipes import METHODS as FINETUNE_METHODS, OPTIMIZERS, PRECISIONS, RECIPES
 
 __all__ = ["BENCH_FIELDS", "CONVERT_FIELDS", "FINETUNE_FIELDS", "PROBE_FIELDS"]
 

@@ -15,8 +15,7 @@ from lpconv.errors import UnsupportedError
 from lpconv.kernels.fp8_linear import FP8_RECIPES, Fp8Linear, calibrate, convert_linears
 from lpconv.kernels.linear import FP16_LINEAR, linear
 from lpconv.optim import CollageAdamW
-from lpconv.scaled import AdamW as ScaledAdamW
-from lpconv.scaled import scaled
+from lpconv.scaled import AdamW as ScaledAdamW, scaled
 
 __all__ = ["apply_recipe", "check_peers", "is_emulated", "make_optimizer"]
 

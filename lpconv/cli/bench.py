@@ -140,8 +140,7 @@ def bench(
     """
     from lpconv.bench.interleave import Effort
     from lpconv.bench.options import BenchOptions
-    from lpconv.bench.outcome import compare as compare_with
-    from lpconv.bench.outcome import problem
+    from lpconv.bench.outcome import compare as compare_with, problem
     from lpconv.bench.run import bench as measure
     from lpconv.bench.saved import kept, read_bench
     from lpconv.bench.torchrun import processes_of
