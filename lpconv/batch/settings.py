@@ -23,7 +23,7 @@ from lpconv.convert.options import LAYOUTS, VERIFY_LEVELS
 from lpconv.gates import BENCH_GATES, CONVERT_GATES, FINETUNE_GATES
 from lpconv.methods import METHODS
 from lpconv.train.options import SAVES, SCHEDULES, TASKS, TWINS
-from lpconv.train.recipes import METHODS as FINETUNE_METHODS, OPTIMIZERS, PRECISIONS, RECIPES
+from lpconv.train.recipes import PRECISIONS, RECIPES, TRAINING_METHODS, TRAINING_OPTIMIZERS
 
 __all__ = ["BENCH_FIELDS", "CONVERT_FIELDS", "FINETUNE_FIELDS", "PROBE_FIELDS"]
 
@@ -54,8 +54,8 @@ CONVERT_FIELDS: dict[str, Field] = {
 FINETUNE_FIELDS: dict[str, Field] = {
     "recipe": field(one_of("recipe", RECIPES), "a named arithmetic; the next six replace its parts", nullable=True),
     "precision": field(one_of("precision", PRECISIONS), "what products are computed in", nullable=True),
-    "method": field(one_of("method", FINETUNE_METHODS), "how tensors are scaled", nullable=True),
-    "optimizer": field(one_of("optimizer", OPTIMIZERS), "what AdamW keeps between steps", nullable=True),
+    "method": field(one_of("method", TRAINING_METHODS), "how tensors are scaled", nullable=True),
+    "optimizer": field(one_of("optimizer", TRAINING_OPTIMIZERS), "what AdamW keeps between steps", nullable=True),
     "rounding": field(one_of("rounding", ("nearest", "stochastic")), "how bf16 weights are written", nullable=True),
     "loss_scale": field(SCALE, "none, dynamic, logmax, adaptive or a number", nullable=True),
     "loss_scale_floor": field(TEXT, "the smallest loss scale from each step on: 0:1,40000:8192", nullable=True),

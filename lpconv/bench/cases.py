@@ -18,6 +18,7 @@ __all__ = [
     "MODES",
     "PARALLEL",
     "PLAIN",
+    "SCALED",
     "Case",
     "Peer",
     "baseline_of",
@@ -47,17 +48,31 @@ class Peer:
 _TORCHAO = Peer(module="torchao", install="pip install torchao")
 _TE = Peer(module="transformer_engine", install="pip install transformer-engine[pytorch]")
 
+# Methods of `lpconv.scaled`: scaled tensors through the whole model.
+SCALED = ("unit", "scalify")
+
 # What a format can be run as; the first is its default.
 BENCH_FORMATS: dict[str, tuple[str, ...]] = {
     "fp32": (PLAIN,),
     "bf16": (PLAIN,),
-    "fp16": (PLAIN, "scalify"),
-    "fp8": ("unit", "scalify", "tensorwise", "delayed", "rowwise", "mx", "torchao-tensorwise", "torchao-rowwise", "te"),
+    "fp16": (PLAIN, "unit", "scalify"),
+    "fp8": (
+        "static",
+        "tensorwise",
+        "delayed",
+        "rowwise",
+        "mx",
+        "unit",
+        "scalify",
+        "torchao-tensorwise",
+        "torchao-rowwise",
+        "te",
+    ),
 }
 # Every method, with the peer it needs.
 BENCH_METHODS: dict[str, Peer | None] = {
     PLAIN: None,
-    **dict.fromkeys(("unit", "scalify", "tensorwise", "delayed", "rowwise", "mx")),
+    **dict.fromkeys(("static", "tensorwise", "delayed", "rowwise", "mx", *SCALED)),
     "torchao-tensorwise": _TORCHAO,
     "torchao-rowwise": _TORCHAO,
     "te": _TE,
@@ -139,7 +154,7 @@ def expand(
 def _compiled(template: Case, method: str) -> str:
     """Scaled tensors cross the border of a compiled block in neither direction, and compiling a whole model of them
     takes a CPU minutes."""
-    if method != "scalify" or template.compiled == "off":
+    if method not in SCALED or template.compiled == "off":
         return template.compiled
     return "off" if template.device == "cpu" else "model"
 

@@ -44,7 +44,7 @@ def bench(
         typer.Option(
             "--method", "-m", help="For fp8, any of " + ", ".join(BENCH_FORMATS["fp8"]), rich_help_panel=_WHAT
         ),
-    ] = "unit",
+    ] = "static",
     mode: Annotated[
         str, typer.Option("--mode", help=" or ".join(MODES) + ", or both", rich_help_panel=_WHAT)
     ] = "infer",
@@ -132,7 +132,7 @@ def bench(
 
       lpconv bench --format fp8
 
-      lpconv bench llama-8b --layers 4 --format fp8 --method unit,tensorwise --rivals --mode infer,train
+      lpconv bench llama-8b --layers 4 --format fp8 --method static,tensorwise --rivals --mode infer,train
 
       lpconv bench bert-base --sweep 'batch=1,8 seq=128,512' --gate 'speedup>=1.2' --save bench.json
 

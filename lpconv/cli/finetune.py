@@ -10,7 +10,7 @@ import typer
 from lpconv.cli.options import Force, Json, Model, Output, Quiet, Resume
 from lpconv.convert.options import parse_size
 from lpconv.train.options import SAVES, SCHEDULES, TASKS, TWINS, FinetuneOptions
-from lpconv.train.recipes import LOSS_SCALES, METHODS, OPTIMIZERS, PRECISIONS, RECIPES, arithmetic
+from lpconv.train.recipes import LOSS_SCALES, PRECISIONS, RECIPES, TRAINING_METHODS, TRAINING_OPTIMIZERS, arithmetic
 
 __all__ = ["finetune"]
 
@@ -46,9 +46,11 @@ def finetune(
     precision: Annotated[
         str | None, typer.Option("--precision", help=", ".join(PRECISIONS), rich_help_panel=_HOW)
     ] = None,
-    method: Annotated[str | None, typer.Option("--method", "-m", help=", ".join(METHODS), rich_help_panel=_HOW)] = None,
+    method: Annotated[
+        str | None, typer.Option("--method", "-m", help=", ".join(TRAINING_METHODS), rich_help_panel=_HOW)
+    ] = None,
     optimizer: Annotated[
-        str | None, typer.Option("--optimizer", help=", ".join(OPTIMIZERS), rich_help_panel=_HOW)
+        str | None, typer.Option("--optimizer", help=", ".join(TRAINING_OPTIMIZERS), rich_help_panel=_HOW)
     ] = None,
     rounding: Annotated[
         str | None,
