@@ -19,8 +19,16 @@ from lpconv.errors import OutputExistsError
 from lpconv.gates import BENCH_GATES, FINETUNE_GATES, check_rows
 from lpconv.models.presets import PRESETS
 from lpconv.progress import Progress
-from lpconv.results import BenchResult, ConvertResult, FileRecord, FinetuneResult, PlanResult, SourceRecord
-from lpconv.results.batch import JobEstimate, JobOutcome
+from lpconv.results import (
+    BenchResult,
+    ConvertResult,
+    FileRecord,
+    FinetuneResult,
+    JobEstimate,
+    JobOutcome,
+    PlanResult,
+    SourceRecord,
+)
 from lpconv.train.gates import gate_problem
 from lpconv.train.options import FinetuneOptions
 

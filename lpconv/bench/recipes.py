@@ -16,8 +16,7 @@ from lpconv.kernels.fp8_linear import FP8_RECIPES, Fp8Linear, calibrate, convert
 from lpconv.kernels.linear import FP16_LINEAR, use_recipe
 from lpconv.layers import head
 from lpconv.optim import CollageAdamW
-from lpconv.scaled import AdamW as ScaledAdamW
-from lpconv.scaled import scaled
+from lpconv.scaled import AdamW as ScaledAdamW, scaled
 
 __all__ = ["apply_recipe", "check_peers", "is_emulated", "make_optimizer"]
 

@@ -27,8 +27,7 @@ from lpconv.export.validate import Case, check_file, compare
 from lpconv.models.inputs import other_inputs
 from lpconv.progress import Progress, Silent
 from lpconv.report.sentences import listed
-from lpconv.results import FileRecord, SourceRecord, ordered_json_text, to_json
-from lpconv.results.export import ExportResult, OnnxCheck
+from lpconv.results import ExportResult, FileRecord, OnnxCheck, SourceRecord, ordered_json_text, to_json
 from lpconv.version import __version__
 
 __all__ = ["MODEL_FILE", "export_onnx"]

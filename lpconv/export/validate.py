@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lpconv.errors import VerificationError
-from lpconv.results.export import OnnxCheck
+from lpconv.results import OnnxCheck
 
 __all__ = ["check_file", "compare"]
 
