@@ -14,6 +14,7 @@ from lpconv.errors import LpconvError, UnsupportedError
 from lpconv.hf.empty import count_parameters
 from lpconv.hf.load import architecture, load_with_missing
 from lpconv.hf.quiet import quiet_transformers
+from lpconv.machine import out_of_memory
 
 __all__ = ["AXES", "Opened", "open_model", "other_inputs"]
 
@@ -102,7 +103,7 @@ def _load(contents: Contents, cls: Any) -> tuple[Any, tuple[str, ...]]:
         raise
     except Exception as e:  # transformers raises anything at all for checkpoints it does not know
         text = f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"
-        raise UnsupportedError(
+        raise out_of_memory(e) or UnsupportedError(
             f"the model does not open: {text}", hint="lpconv exports what this release of transformers opens"
         ) from e
     if hasattr(model.config, "use_cache"):
