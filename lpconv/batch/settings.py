@@ -18,16 +18,12 @@ from lpconv.batch.fields import (
     rules,
     some_of,
 )
-from lpconv.bench.cases import BASELINES, COMPILE_MODES, MODES, PARALLEL
-from lpconv.bench.cases import FORMATS as BENCH_FORMATS
-from lpconv.bench.cases import METHODS as BENCH_METHODS
-from lpconv.bench.cases import OPTIMIZERS as BENCH_OPTIMIZERS
+from lpconv.bench.cases import BASELINES, BENCH_FORMATS, BENCH_METHODS, BENCH_OPTIMIZERS, COMPILE_MODES, MODES, PARALLEL
 from lpconv.convert.options import LAYOUTS, VERIFY_LEVELS
 from lpconv.gates import BENCH_GATES, CONVERT_GATES, FINETUNE_GATES
 from lpconv.methods import METHODS
 from lpconv.train.options import SAVES, SCHEDULES, TASKS, TWINS
-from lpconv.train.recipes import METHODS as FINETUNE_METHODS
-from lpconv.train.recipes import OPTIMIZERS, PRECISIONS, RECIPES
+from lpconv.train.recipes import PRECISIONS, RECIPES, TRAINING_METHODS, TRAINING_OPTIMIZERS
 
 __all__ = ["BENCH_FIELDS", "CONVERT_FIELDS", "FINETUNE_FIELDS", "PROBE_FIELDS"]
 
@@ -58,8 +54,8 @@ CONVERT_FIELDS: dict[str, Field] = {
 FINETUNE_FIELDS: dict[str, Field] = {
     "recipe": field(one_of("recipe", RECIPES), "a named arithmetic; the next six replace its parts", nullable=True),
     "precision": field(one_of("precision", PRECISIONS), "what products are computed in", nullable=True),
-    "method": field(one_of("method", FINETUNE_METHODS), "how tensors are scaled", nullable=True),
-    "optimizer": field(one_of("optimizer", OPTIMIZERS), "what AdamW keeps between steps", nullable=True),
+    "method": field(one_of("method", TRAINING_METHODS), "how tensors are scaled", nullable=True),
+    "optimizer": field(one_of("optimizer", TRAINING_OPTIMIZERS), "what AdamW keeps between steps", nullable=True),
     "rounding": field(one_of("rounding", ("nearest", "stochastic")), "how bf16 weights are written", nullable=True),
     "loss_scale": field(SCALE, "none, dynamic, logmax, adaptive or a number", nullable=True),
     "loss_scale_floor": field(TEXT, "the smallest loss scale from each step on: 0:1,40000:8192", nullable=True),

@@ -9,7 +9,7 @@ from lpconv.cli.options import Json, Quiet
 from lpconv.cli.progress import progress_for
 
 if TYPE_CHECKING:
-    from lpconv.batch.manifest import Job
+    from lpconv.batch.manifest import BatchJob
     from lpconv.progress import Progress
     from lpconv.results.batch import BatchResult, JobResult
 
@@ -22,7 +22,7 @@ class _Events:
     def __init__(self, progress: "Progress", junit: str | None, as_json: bool) -> None:
         self._progress, self._junit, self._json = progress, junit, as_json
 
-    def job_started(self, job: "Job", index: int, total: int) -> None:
+    def job_started(self, job: "BatchJob", index: int, total: int) -> None:
         self._progress.message(f"[{index + 1}/{total}] {job.id}")
 
     def job_finished(self, result: "JobResult", index: int, total: int) -> None:

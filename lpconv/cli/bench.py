@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lpconv.bench.cases import BASELINES, COMPILE_MODES, FORMATS, METHODS, MODES, OPTIMIZERS, PARALLEL, parse_sweep
+from lpconv.bench.cases import (
+    BASELINES,
+    BENCH_FORMATS,
+    BENCH_METHODS,
+    BENCH_OPTIMIZERS,
+    COMPILE_MODES,
+    MODES,
+    PARALLEL,
+    parse_sweep,
+)
 from lpconv.cli.options import Json, Quiet
 from lpconv.errors import UsageError
 from lpconv.lookup import find
@@ -28,17 +37,19 @@ def bench(
         typer.Argument(help="A preset such as bert-large or llama-8b (random weights), a checkpoint, or demo."),
     ] = None,
     format: Annotated[
-        str, typer.Option("--format", "-f", help="Any of " + ", ".join(FORMATS), rich_help_panel=_WHAT)
+        str, typer.Option("--format", "-f", help="Any of " + ", ".join(BENCH_FORMATS), rich_help_panel=_WHAT)
     ] = "fp8",
     method: Annotated[
         str,
-        typer.Option("--method", "-m", help="For fp8, any of " + ", ".join(FORMATS["fp8"]), rich_help_panel=_WHAT),
-    ] = "unit",
+        typer.Option(
+            "--method", "-m", help="For fp8, any of " + ", ".join(BENCH_FORMATS["fp8"]), rich_help_panel=_WHAT
+        ),
+    ] = "static",
     mode: Annotated[
         str, typer.Option("--mode", help=" or ".join(MODES) + ", or both", rich_help_panel=_WHAT)
     ] = "infer",
     optimizer: Annotated[
-        str, typer.Option("--optimizer", help="Any of " + ", ".join(OPTIMIZERS), rich_help_panel=_WHAT)
+        str, typer.Option("--optimizer", help="Any of " + ", ".join(BENCH_OPTIMIZERS), rich_help_panel=_WHAT)
     ] = "adamw",
     rivals: Annotated[
         bool, typer.Option("--rivals", help="Add torchao and TransformerEngine.", rich_help_panel=_WHAT)
@@ -121,7 +132,7 @@ def bench(
 
       lpconv bench --format fp8
 
-      lpconv bench llama-8b --layers 4 --format fp8 --method unit,tensorwise --rivals --mode infer,train
+      lpconv bench llama-8b --layers 4 --format fp8 --method static,tensorwise --rivals --mode infer,train
 
       lpconv bench bert-base --sweep 'batch=1,8 seq=128,512' --gate 'speedup>=1.2' --save bench.json
 
@@ -146,7 +157,7 @@ def bench(
     gates = tuple(map(BENCH_GATES.parse, gate or ()))
     old = read_bench(Path(compare)) if compare else None
     batches, seqs = _sizes(batch, seq, sweep or [])
-    peers = [m for m in FORMATS["fp8"] if METHODS[m] is not None] if rivals else []
+    peers = [m for m in BENCH_FORMATS["fp8"] if BENCH_METHODS[m] is not None] if rivals else []
     options = BenchOptions(
         model=model,
         formats=_names(format),
