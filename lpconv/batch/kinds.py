@@ -13,8 +13,7 @@ from lpconv.batch.fields import Field
 from lpconv.batch.settings import BENCH_FIELDS, CONVERT_FIELDS, FINETUNE_FIELDS, PROBE_FIELDS
 from lpconv.bench.interleave import Effort
 from lpconv.bench.options import BenchOptions
-from lpconv.bench.outcome import problem
-from lpconv.bench.saved import read_bench
+from lpconv.bench.outcome import problem, read_bench
 from lpconv.checkpoint.contents import read_json
 from lpconv.convert.options import ConvertOptions, with_defaults
 from lpconv.probe.options import ProbeOptions

@@ -10,18 +10,25 @@ from pathlib import Path
 
 from lpconv.batch.kinds import BENCH_FILE, BenchSettings, ProbeSettings
 from lpconv.batch.manifest import BatchJob
-from lpconv.bench.outcome import compare, problem
-from lpconv.bench.presets import PRESETS
+from lpconv.bench.outcome import compare, kept, problem, read_bench
 from lpconv.bench.run import bench
-from lpconv.bench.saved import kept, read_bench
 from lpconv.checkpoint.contents import read_contents
 from lpconv.checkpoint.resolve import resolve
 from lpconv.convert.options import ConvertOptions
 from lpconv.errors import OutputExistsError
 from lpconv.gates import BENCH_GATES, FINETUNE_GATES, check_rows
+from lpconv.models.presets import PRESETS
 from lpconv.progress import Progress
-from lpconv.results import BenchResult, ConvertResult, FileRecord, FinetuneResult, PlanResult, SourceRecord
-from lpconv.results.batch import JobEstimate, JobOutcome
+from lpconv.results import (
+    BenchResult,
+    ConvertResult,
+    FileRecord,
+    FinetuneResult,
+    JobEstimate,
+    JobOutcome,
+    PlanResult,
+    SourceRecord,
+)
 from lpconv.train.gates import gate_problem
 from lpconv.train.options import FinetuneOptions
 
@@ -120,8 +127,7 @@ def _bench(job: BatchJob, progress: Progress) -> JobOutcome:
 def _probe(job: BatchJob, progress: Progress) -> JobOutcome:
     from lpconv.convert.ranges import format_ranges
     from lpconv.probe.answers import answer
-    from lpconv.probe.calibrate import calibrate_checkpoint
-    from lpconv.probe.checkpoint import probe_checkpoint
+    from lpconv.probe.checkpoint import calibrate_checkpoint, probe_checkpoint
     from lpconv.probe.output import check_free, write_output
     from lpconv.report.probe.html import html_probe
     from lpconv.scaled.disk import write_factors

@@ -1,1 +1,13 @@
 """What low precision buys on this machine: time, memory, energy and error beside a compiled baseline."""
+
+from typing import TYPE_CHECKING
+
+from lpconv.lazy import lazily
+
+if TYPE_CHECKING:
+    from lpconv.bench.interleave import Effort as Effort
+    from lpconv.bench.options import BenchOptions as BenchOptions
+    from lpconv.bench.run import bench as bench
+    from lpconv.bench.saved import read_bench as read_bench
+
+__all__ = lazily(__name__)

@@ -11,7 +11,7 @@ from lpconv.cli.progress import progress_for
 if TYPE_CHECKING:
     from lpconv.batch.manifest import BatchJob
     from lpconv.progress import Progress
-    from lpconv.results.batch import BatchResult, JobResult
+    from lpconv.results import BatchResult, JobResult
 
 __all__ = ["batch"]
 

@@ -140,11 +140,9 @@ def bench(
     """
     from lpconv.bench.interleave import Effort
     from lpconv.bench.options import BenchOptions
-    from lpconv.bench.outcome import compare as compare_with
-    from lpconv.bench.outcome import problem
+    from lpconv.bench.outcome import compare as compare_with, kept, problem, read_bench
     from lpconv.bench.run import bench as measure
-    from lpconv.bench.saved import kept, read_bench
-    from lpconv.bench.torchrun import processes_of
+    from lpconv.bench.team import processes_of
     from lpconv.cli.progress import progress_for
     from lpconv.gates import BENCH_GATES, check_rows
 

@@ -48,8 +48,7 @@ def probe(
     """
     from lpconv.convert.ranges import format_ranges
     from lpconv.probe.answers import answer
-    from lpconv.probe.calibrate import calibrate_checkpoint
-    from lpconv.probe.checkpoint import probe_checkpoint
+    from lpconv.probe.checkpoint import calibrate_checkpoint, probe_checkpoint
     from lpconv.probe.options import ProbeOptions
     from lpconv.probe.output import check_free, default_output, write_output
     from lpconv.report.probe.html import html_probe

@@ -101,7 +101,7 @@ def _linears(contents: Contents, options: ConvertOptions) -> LinearModules | Non
     """What the layout has to know of the model; our own needs nothing."""
     if options.layout != COMPRESSED_TENSORS:
         return None
-    from lpconv.hf.empty import linear_modules  # transformers takes seconds to import
+    from lpconv.models.empty import linear_modules  # transformers takes seconds to import
 
     return linear_modules(contents)
 

@@ -88,7 +88,6 @@ def _logits(job: Job, directory: Path, level: str) -> LogitsCheck:
         return check_logits(
             job.resolved.directory,
             directory,
-            job.contents.config,
             trust_remote_code=job.plan.options.trust_remote_code,
         )
     except UnsupportedError as e:

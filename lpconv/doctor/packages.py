@@ -8,7 +8,7 @@ from importlib import metadata
 
 from packaging.version import Version
 
-from lpconv.results.doctor import ExtraRecord, PackageRecord
+from lpconv.results import ExtraRecord, PackageRecord
 
 __all__ = ["EXTRAS", "PACKAGES", "extras", "packages"]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lpconv.errors import VerificationError
 from lpconv.machine import out_of_memory
-from lpconv.results.export import OnnxCheck
+from lpconv.results import OnnxCheck
 
 __all__ = ["check_file", "compare"]
 

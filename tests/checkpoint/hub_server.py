@@ -112,14 +112,14 @@ class _Handler(BaseHTTPRequestHandler):
             return
         api = f"/api/models/{hub.repo_id}"
         if path == api or path.startswith(f"{api}/revision/"):
-            self._refuse("api") or self._json(hub.listing())
+            self._json("api", hub.listing())
         elif path.startswith(f"{api}/tree/"):
-            self._refuse("api") or self._json(hub.tree())
+            self._json("api", hub.tree())
         elif path.startswith("/elsewhere/"):
             self._send_file(path.removeprefix("/elsewhere/"))
         elif path.startswith(f"/{hub.repo_id}/resolve/"):
             name = path.removeprefix(f"/{hub.repo_id}/resolve/").partition("/")[2]
-            self._refuse(name) or self._file(name)
+            self._file(name)
         else:
             self._status(404, {"X-Error-Code": "RepoNotFound"})
 
@@ -137,6 +137,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _file(self, name: str) -> None:
         hub, fault = self.server.hub, self.server.hub.faults.get(name)
+        if self._refuse(name):
+            return
         if name not in hub.files:
             self._status(404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT})
         elif fault == "redirect-loop":
@@ -183,7 +185,9 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self.wfile.write(data[start:])
 
-    def _json(self, document: object) -> None:
+    def _json(self, name: str, document: object) -> None:
+        if self._refuse(name):
+            return
         body = json.dumps(document).encode()
         self.send_response(200)
         self.send_header("Content-Type", "application/json")

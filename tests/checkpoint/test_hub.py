@@ -13,7 +13,6 @@ import pytest
 from checkpoints import files_of, published, run_cli, write_checkpoint
 from hub_server import COMMIT, Hub, serving
 from huggingface_hub import constants
-from huggingface_hub.utils import _http as http
 
 from lpconv.checkpoint import promised
 from lpconv.checkpoint.hub import why_unreachable
@@ -31,7 +30,8 @@ WEIGHTS = "model.safetensors"
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     folder = write_checkpoint(tmp_path_factory.mktemp("hub") / "files", config={"model_type": "x"})
     (folder / "tokenizer.json").write_text('{"a": 1}' * 100)
-    return files_of(folder)
+    files: dict[str, bytes] = files_of(folder)
+    return files
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 1)
     real = time.sleep
-    monkeypatch.setattr(http.time, "sleep", lambda seconds: real(min(seconds, 0.05)))
+    monkeypatch.setattr(time, "sleep", lambda seconds: real(min(seconds, 0.05)))
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     return tmp_path / "hub"
 
