@@ -12,8 +12,7 @@ from lpconv.batch.manifest import BatchJob, Manifest
 from lpconv.bench.options import BenchOptions
 from lpconv.checkpoint.partfile import sha256_of
 from lpconv.errors import InputError, VerificationError
-from lpconv.results import FileRecord
-from lpconv.results.batch import JobOutcome
+from lpconv.results import FileRecord, JobOutcome
 
 __all__ = ["check_lockable", "check_locked_result", "pinned_options", "stale_reasons"]
 

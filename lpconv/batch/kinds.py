@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lpconv.bench.options import BenchOptions
-from lpconv.bench.outcome import problem
-from lpconv.bench.saved import read_bench
+from lpconv.bench.outcome import problem, read_bench
 from lpconv.checkpoint.contents import read_json
 from lpconv.convert.options import ConvertOptions, settings_of
 from lpconv.options import Declared, make, options_of

@@ -15,8 +15,7 @@ from lpconv.batch.kinds import KINDS
 from lpconv.batch.manifest import DEFAULT_KIND, BatchJob
 from lpconv.checkpoint.partfile import sha256_of, write_small
 from lpconv.errors import InputError
-from lpconv.results import SCHEMA_VERSION, FileRecord, from_json, ordered_json_text, to_json
-from lpconv.results.batch import JobOutcome
+from lpconv.results import SCHEMA_VERSION, FileRecord, JobOutcome, from_json, ordered_json_text, to_json
 
 __all__ = [
     "Lock",

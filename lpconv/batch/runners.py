@@ -10,19 +10,25 @@ from dataclasses import dataclass
 from lpconv.batch.kinds import BENCH_FILE
 from lpconv.batch.manifest import BatchJob
 from lpconv.bench.options import BenchOptions
-from lpconv.bench.outcome import judge_of, problem
-from lpconv.bench.presets import PRESETS
+from lpconv.bench.outcome import judge_of, kept, problem
 from lpconv.bench.run import bench
-from lpconv.bench.saved import kept
 from lpconv.checkpoint.contents import read_contents
 from lpconv.checkpoint.resolve import resolve
 from lpconv.convert.options import ConvertOptions
 from lpconv.errors import OutputExistsError
 from lpconv.gates import FINETUNE_GATES
+from lpconv.models.presets import PRESETS
 from lpconv.probe.options import ProbeOptions
 from lpconv.progress import Progress
-from lpconv.results import ConvertResult, FileRecord, FinetuneResult, PlanResult, SourceRecord
-from lpconv.results.batch import JobEstimate, JobOutcome
+from lpconv.results import (
+    ConvertResult,
+    FileRecord,
+    FinetuneResult,
+    JobEstimate,
+    JobOutcome,
+    PlanResult,
+    SourceRecord,
+)
 from lpconv.train.gates import gate_problem
 from lpconv.train.options import FinetuneOptions
 
@@ -115,8 +121,7 @@ def _bench(job: BatchJob, progress: Progress) -> JobOutcome:
 def _probe(job: BatchJob, progress: Progress) -> JobOutcome:
     from lpconv.convert.ranges import format_ranges
     from lpconv.probe.answers import answer
-    from lpconv.probe.calibrate import calibrate_checkpoint
-    from lpconv.probe.checkpoint import probe_checkpoint
+    from lpconv.probe.checkpoint import calibrate_checkpoint, probe_checkpoint
     from lpconv.probe.options import check_free
     from lpconv.probe.output import write_output
     from lpconv.report.probe.html import html_probe
@@ -155,7 +160,7 @@ def _source(job: BatchJob, *, revision: str | None = None) -> SourceRecord:
     """What the job's model is, with the sizes of its weight files; a bench's preset has none."""
     if isinstance(job.options, BenchOptions) and job.model in PRESETS:
         return SourceRecord(name=job.model, resolved=job.model)
-    found = resolve(job.model, revision=revision)
+    found = resolve(job.model, revision=revision, headers_only=True)
     contents = read_contents(found.directory)
     files = (FileRecord(name=f, size_bytes=(found.directory / f).stat().st_size) for f in contents.weight_files)
     return SourceRecord(name=job.model, resolved=found.resolved, revision=found.revision, files=tuple(files))

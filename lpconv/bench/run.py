@@ -5,12 +5,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lpconv.bench.cases import Case, baseline_of, expand, parallel_of
-from lpconv.bench.child import Child
 from lpconv.bench.defaults import choose_model
 from lpconv.bench.interleave import interleave, ratio_of
 from lpconv.bench.nvml import GpuMonitor, find_monitor
 from lpconv.bench.options import BenchOptions, Effort
 from lpconv.bench.rows import MEMORY_SHARE, BenchRun, new_team
+from lpconv.bench.team import Child
 from lpconv.errors import UnsupportedError, UsageError
 from lpconv.progress import Progress, Silent
 from lpconv.results import BenchResult, PeakRecord, RatioRecord, from_json

@@ -67,10 +67,9 @@ def bench(
 
       torchrun --nproc-per-node 8 -m lpconv bench llama-8b --mode train --parallel fsdp2
     """
-    from lpconv.bench.outcome import problem
+    from lpconv.bench.outcome import kept, problem
     from lpconv.bench.run import bench as measure
-    from lpconv.bench.saved import kept
-    from lpconv.bench.torchrun import processes_of
+    from lpconv.bench.team import processes_of
     from lpconv.cli.early import before_bench
     from lpconv.cli.progress import progress_for
 

@@ -73,7 +73,7 @@ def before_export(model: str, output: Path, options: "ExportOptions") -> None:
 def before_bench(options: "BenchOptions") -> "Callable[[BenchResult], BenchResult]":
     """Of `lpconv bench`; gives back what its result is judged by. A name of the hub is left to the processes."""
     from lpconv.bench.outcome import judge_of
-    from lpconv.bench.presets import PRESETS
+    from lpconv.models.presets import PRESETS
 
     check(options)
     judge = judge_of(options)
@@ -91,4 +91,4 @@ def before_reading(output: Path) -> None:
 
 
 def _contents(model: str, revision: str | None) -> Contents:
-    return read_contents(resolve(model, revision=revision).directory)
+    return read_contents(resolve(model, revision=revision, headers_only=True).directory)

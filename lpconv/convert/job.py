@@ -61,12 +61,12 @@ class Job:
     memory_bytes: int
 
 
-def prepare(model: str, output: Path, options: ConvertOptions) -> Job:
+def prepare(model: str, output: Path, options: ConvertOptions, *, headers_only: bool = False) -> Job:
     """Resolve, open and plan; everything that can be refused without reading weights is refused here."""
     settings = settings_of(options)
     options, method = settings.options, settings.method
     gates = tuple(map(CONVERT_GATES.parse, options.gates))
-    resolved = resolve(model, revision=options.revision)
+    resolved = resolve(model, revision=options.revision, headers_only=headers_only)
     contents = read_contents(resolved.directory)
     check_convertible(contents)
     check_apart(resolved.directory, output)
@@ -102,7 +102,7 @@ def _linears(contents: Contents, options: ConvertOptions) -> LinearModules | Non
     """What the layout has to know of the model; our own needs nothing."""
     if options.layout != COMPRESSED_TENSORS:
         return None
-    from lpconv.hf.empty import linear_modules  # transformers takes seconds to import
+    from lpconv.models.empty import linear_modules  # transformers takes seconds to import
 
     return linear_modules(contents)
 

@@ -10,12 +10,11 @@ from contextlib import ExitStack
 from typing import Any
 
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
+from lpconv.layers import head, linears
 from lpconv.probe.histograms import GRADIENT_ROLES, ProbedTensor
 from lpconv.probe.track import Tracker, track
 from lpconv.results import TrackedRecord, from_json, to_json
-from lpconv.scaled.places import heads
 from lpconv.train.compiled import uncompiled
 from lpconv.train.recipes import Arithmetic
 
@@ -111,6 +110,5 @@ def _formats(arithmetic: Arithmetic) -> tuple[str, str]:
 
 def _cast_layers(model: nn.Module) -> frozenset[str]:
     """The layers whose operands are cast to fp8."""
-    exact = heads(model)
-    kinds = (nn.Linear, Conv1D)
-    return frozenset(n for n, m in model.named_modules() if isinstance(m, kinds) and m not in exact)
+    kept = head(model)
+    return frozenset(x.name for x in linears(model) if x.kind != "experts" and x.module is not kept)

@@ -1,5 +1,6 @@
-"""Open an output of any method as a model."""
+"""The model in a checkpoint directory, an output of any method included."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,11 @@ from lpconv.checkpoint.compressed import is_ours
 from lpconv.checkpoint.contents import Contents, read_contents
 from lpconv.checkpoint.residual import Residuals, read_residual
 from lpconv.checkpoint.source import SafetensorsSource, read_tensor
-from lpconv.errors import UnsupportedError
-from lpconv.hf.plugin import SCALE_SUFFIX, register
 from lpconv.mcf.split import RESIDUALS
+from lpconv.models.plugin import SCALE_SUFFIX, register
+from lpconv.models.tasks import architecture, concrete
 
-__all__ = ["architecture", "load", "load_with_missing", "merged_state"]
+__all__ = ["load", "load_with_missing", "merged_state"]
 
 
 def load(path: str | Path, *, dtype: torch.dtype | None = None, model_class: Any = None, **kwargs: Any) -> Any:
@@ -42,12 +43,16 @@ def load_with_missing(
     if residuals is None and not compressed:
         model, info = cls.from_pretrained(contents.directory, dtype=dtype or "auto", **kwargs)
         return model.eval(), tuple(sorted(info["missing_keys"]))
-    config = transformers.AutoConfig.from_pretrained(contents.directory)
+    config = copy.deepcopy(kwargs.pop("config", None))
+    if config is None:  # as from a directory, what the config knows goes to it
+        found = transformers.AutoConfig.from_pretrained(contents.directory, return_unused_kwargs=True, **kwargs)
+        config, kwargs = found
     if residuals is not None:
         state, default = merged_state(contents, residuals), torch.float32
     else:
         state, default = _decoded_state(contents), config.dtype
         del config.quantization_config
+    cls = concrete(cls, config)
     model, info = cls.from_pretrained(None, config=config, state_dict=state, dtype=dtype or default, **kwargs)
     if model.can_generate() and (contents.directory / "generation_config.json").exists():
         model.generation_config = transformers.GenerationConfig.from_pretrained(contents.directory)
@@ -70,17 +75,3 @@ def _decoded_state(contents: Contents) -> dict[str, Tensor]:
         stored = {name: read_tensor(source, name) for name in source.entries}
     scales = {n.removesuffix(SCALE_SUFFIX): stored.pop(n) for n in list(stored) if n.endswith(SCALE_SUFFIX)}
     return {name: x.float() * scales[name].float() if name in scales else x for name, x in stored.items()}
-
-
-def architecture(config: dict[str, Any]) -> Any:
-    """The transformers class that config.json's `architectures` names; AutoModel where it names none."""
-    names = config.get("architectures") or []
-    if not names:
-        return transformers.AutoModel
-    found = getattr(transformers, names[0], None)
-    if found is None:
-        raise UnsupportedError(
-            f"transformers {transformers.__version__} has no class `{names[0]}`",
-            hint="open it with the Auto class of your task and trust_remote_code=True",
-        )
-    return found
