@@ -12,7 +12,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Annotated, Any, TypeVar
 
 from lpconv.errors import UsageError
@@ -37,7 +37,7 @@ __all__ = [
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Option:
     """What a field of options means, beside its type and default.
 
@@ -53,6 +53,7 @@ class Option:
     """
 
     help: str
+    _: KW_ONLY
     default: str | None = None
     panel: str | None = None
     name: str | None = None
@@ -235,7 +236,7 @@ size_option = functools.partial(
 )
 
 # Options that several commands have.
-Revision = Annotated[str | None, Option(help="Branch, tag or commit hash of a model on the hub")]
-Force = Annotated[bool, Option(help="Replace an existing output of lpconv")]
-Resume = Annotated[bool, Option(help="Go on with an interrupted run of the same command", only="command")]
-TrustRemoteCode = Annotated[bool, Option(help="Let the checkpoint's own Python files run for verification")]
+Revision = Annotated[str | None, Option("Branch, tag or commit hash of a model on the hub")]
+Force = Annotated[bool, Option("Replace an existing output of lpconv")]
+Resume = Annotated[bool, Option("Go on with an interrupted run of the same command", only="command")]
+TrustRemoteCode = Annotated[bool, Option("Let the checkpoint's own Python files run for verification")]

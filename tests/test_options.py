@@ -19,22 +19,22 @@ from lpconv.options import Group, Option, check, make, options_of, size_option
 class Pace:
     """Options of a group."""
 
-    turns: Annotated[int, Option(help="Number of turns", least=1)] = 3
+    turns: Annotated[int, Option("Number of turns", least=1)] = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Toy:
     """An option of every shape."""
 
-    patience: Annotated[int | None, Option(help="Number of evaluations to wait", default="for ever", least=1)] = None
-    colour: Annotated[str, Option(help="Colour of the toy", choices=("red", "blue"), short=("-c",))] = "red"
-    rate: Annotated[float, Option(help="Share of the steps", least=0, below=1)] = 0.5
-    sizes: Annotated[tuple[int, ...], Option(help="Sizes", name="size", least=1, comma=True)] = (1, 2)
-    tags: Annotated[tuple[str, ...], Option(help="Word to add", flag="tag")] = ()
-    memory: Annotated[int | None, size_option(help="Bound of the memory")] = None
-    data: Annotated[Path | None, Option(help="File of data", parse=Path, is_path=True)] = None
-    loud: Annotated[bool, Option(help="Say more")] = False
-    careful: Annotated[bool, Option(help="Look twice")] = True
+    patience: Annotated[int | None, Option("Number of evaluations to wait", default="for ever", least=1)] = None
+    colour: Annotated[str, Option("Colour of the toy", choices=("red", "blue"), short=("-c",))] = "red"
+    rate: Annotated[float, Option("Share of the steps", least=0, below=1)] = 0.5
+    sizes: Annotated[tuple[int, ...], Option("Sizes", name="size", least=1, comma=True)] = (1, 2)
+    tags: Annotated[tuple[str, ...], Option("Word to add", flag="tag")] = ()
+    memory: Annotated[int | None, size_option("Bound of the memory")] = None
+    data: Annotated[Path | None, Option("File of data", parse=Path, is_path=True)] = None
+    loud: Annotated[bool, Option("Say more")] = False
+    careful: Annotated[bool, Option("Look twice")] = True
     pace: Annotated[Pace, Group(Pace, lambda asked: dataclasses.replace(asked, turns=2 * asked.turns))] = Pace()
     hidden: int = 7
 

@@ -48,15 +48,11 @@ def _read_id(text: str) -> str:
 class _Common:
     """What a job has beside the settings of its kind."""
 
-    id: Annotated[str, Option(help="Name of the job, unique in the manifest", parse=_read_id, given=_ID_TEXT)] = ""
-    kind: Annotated[str, Option(help="Kind of the job", what="kind of job", choices=KINDS)] = DEFAULT_KIND
-    model: Annotated[str, Option(help="Directory, hub id, alias, demo, or job:ID for the output of an earlier job")] = (
-        ""
-    )
-    output: Annotated[str, Option(help="Folder to write, relative to the manifest", default="out/ID")] = ""
-    needs: Annotated[
-        tuple[str, ...], Option(help="Earlier jobs without which this one does not run", default="none")
-    ] = ()
+    id: Annotated[str, Option("Name of the job, unique in the manifest", parse=_read_id, given=_ID_TEXT)] = ""
+    kind: Annotated[str, Option("Kind of the job", what="kind of job", choices=KINDS)] = DEFAULT_KIND
+    model: Annotated[str, Option("Directory, hub id, alias, demo, or job:ID for the output of an earlier job")] = ""
+    output: Annotated[str, Option("Folder to write, relative to the manifest", default="out/ID")] = ""
+    needs: Annotated[tuple[str, ...], Option("Earlier jobs without which this one does not run", default="none")] = ()
 
 
 COMMON_FIELDS = options_of(_Common)

@@ -26,13 +26,11 @@ class Effort:
     They are spread over as many `launches`, each of new processes.
     """
 
-    min_iterations: Annotated[int, _how(help="Least number of timed steps of each case", name="min_iters", least=1)] = (
-        30
-    )
-    min_seconds: Annotated[float, _how(help="Least number of seconds of each case", name="min_time", least=0)] = 2.0
-    rounds: Annotated[int, _how(help="Number of turns that baseline and variant take", least=1)] = 12
+    min_iterations: Annotated[int, _how("Least number of timed steps of each case", name="min_iters", least=1)] = 30
+    min_seconds: Annotated[float, _how("Least number of seconds of each case", name="min_time", least=0)] = 2.0
+    rounds: Annotated[int, _how("Number of turns that baseline and variant take", least=1)] = 12
     launches: Annotated[
-        int, _how(help="Number of times that both start in new processes, over which the turns are spread", least=1)
+        int, _how("Number of times that both start in new processes, over which the turns are spread", least=1)
     ] = 3
     warm_up_iterations: int = 3
     warm_up_seconds: float = 0.3
@@ -62,13 +60,12 @@ class BenchOptions:
 
     model: str | None = None
     formats: Annotated[
-        tuple[str, ...],
-        _what(help="Formats to measure", name="format", short=("-f",), choices=BENCH_FORMATS, comma=True),
+        tuple[str, ...], _what("Formats to measure", name="format", short=("-f",), choices=BENCH_FORMATS, comma=True)
     ] = ("fp8",)
     methods: Annotated[
         tuple[str, ...],
         _what(
-            help="Methods to run fp8 and fp16 by",
+            "Methods to run fp8 and fp16 by",
             default=f"of fp8 {BENCH_FORMATS['fp8'][0]}",
             name="method",
             short=("-m",),
@@ -76,16 +73,15 @@ class BenchOptions:
             comma=True,
         ),
     ] = ()
-    modes: Annotated[tuple[str, ...], _what(help="Kinds of steps", name="mode", choices=MODES, comma=True)] = ("infer",)
+    modes: Annotated[tuple[str, ...], _what("Kinds of steps", name="mode", choices=MODES, comma=True)] = ("infer",)
     optimizers: Annotated[
-        tuple[str, ...],
-        _what(help="Optimizers of training steps", name="optimizer", choices=BENCH_OPTIMIZERS, comma=True),
+        tuple[str, ...], _what("Optimizers of training steps", name="optimizer", choices=BENCH_OPTIMIZERS, comma=True)
     ] = ("adamw",)
-    layers: Annotated[int | None, _what(help="Number of the model's layers to keep", default="all", least=1)] = None
+    layers: Annotated[int | None, _what("Number of the model's layers to keep", default="all", least=1)] = None
     batches: Annotated[
         tuple[int, ...],
         _what(
-            help="Number of sequences in a step of a process",
+            "Number of sequences in a step of a process",
             default="what suits the device",
             name="batch",
             least=1,
@@ -94,36 +90,31 @@ class BenchOptions:
     ] = ()
     seqs: Annotated[
         tuple[int, ...],
-        _what(help="Number of tokens in a sequence", default="what suits the device", name="seq", least=1, comma=True),
+        _what("Number of tokens in a sequence", default="what suits the device", name="seq", least=1, comma=True),
     ] = ()
-    baseline: Annotated[str, _how(help="Form that the others are compared with", choices=BASELINES)] = "bf16+compile"
+    baseline: Annotated[str, _how("Form that the others are compared with", choices=BASELINES)] = "bf16+compile"
     compiled: Annotated[
         str,
-        _how(
-            help="Part of the model that torch.compile gets", name="compile", what="compile mode", choices=COMPILE_MODES
-        ),
+        _how("Part of the model that torch.compile gets", name="compile", what="compile mode", choices=COMPILE_MODES),
     ] = "blocks"
-    device: Annotated[str | None, _how(help="Device: cpu, cuda or cuda:N", default="a GPU if there is one")] = None
-    processes: Annotated[
-        int | None, _how(help="Number of cooperating processes", default="torchrun's, or 1", least=1)
-    ] = None
+    device: Annotated[str | None, _how("Device: cpu, cuda or cuda:N", default="a GPU if there is one")] = None
+    processes: Annotated[int | None, _how("Number of cooperating processes", default="torchrun's, or 1", least=1)] = (
+        None
+    )
     parallel: Annotated[
         str | None,
-        _how(help="Way in which processes share a model", default="ddp", what="kind of parallelism", choices=PARALLEL),
+        _how("Way in which processes share a model", default="ddp", what="kind of parallelism", choices=PARALLEL),
     ] = None
-    threads: Annotated[
-        int | None, _how(help="Number of CPU threads of each process", default="torch's own", least=1)
-    ] = None
+    threads: Annotated[int | None, _how("Number of CPU threads of each process", default="torch's own", least=1)] = None
     effort: Annotated[Effort, Group(Effort)] = Effort()
-    seed: Annotated[int, _how(help="Seed of weights and token ids", least=0)] = 0
+    seed: Annotated[int, _how("Seed of weights and token ids", least=0)] = 0
     compare: Annotated[
-        str | None,
-        _check(help="Older result, as JSON: fail on regressions against it", metavar="FILE", is_path=True),
+        str | None, _check("Older result, as JSON: fail on regressions against it", metavar="FILE", is_path=True)
     ] = None
     gates: Annotated[
         tuple[str, ...],
         _check(
-            help="Condition on every row, such as 'speedup>=1.2'",
+            "Condition on every row, such as 'speedup>=1.2'",
             flag="gate",
             metavar="CONDITION",
             parse=lambda text: BENCH_GATES.parse(text).expression,
@@ -131,7 +122,7 @@ class BenchOptions:
     ] = ()
     command: str | None = None
     resume: bool = False
-    force: Annotated[bool, Option(help="Replace a result that is there", only="manifest")] = False
+    force: Annotated[bool, Option("Replace a result that is there", only="manifest")] = False
 
     @property
     def num_processes(self) -> int:

@@ -76,63 +76,62 @@ class ConvertOptions:
     and `max_shard_size` shape the bytes.
     """
 
-    method: Annotated[str, _what(help="Method that rewrites the weights", choices=METHODS, short=("-m",))] = "unit"
+    method: Annotated[str, _what("Method that rewrites the weights", choices=METHODS, short=("-m",))] = "unit"
     format: Annotated[
         str | None,
         _what(
-            help="Number format on disk",
+            "Number format on disk",
             default="fp16, of collage bf16, of multipoint int4",
             choices=_METHOD_FORMATS,
             short=("-f", "--element"),
         ),
     ] = None
     residual: Annotated[
-        str | None, _what(help="Form in which collage keeps the lost bits", default="bf16", choices=_RESIDUALS)
+        str | None, _what("Form in which collage keeps the lost bits", default="bf16", choices=_RESIDUALS)
     ] = None
     layout: Annotated[
         str,
         _what(
-            help="Layout of the files; plain transformers with that package and vLLM open compressed-tensors (e4m3fn)",
+            "Layout of the files; plain transformers with that package and vLLM open compressed-tensors (e4m3fn)",
             choices=LAYOUTS,
         ),
     ] = "lpconv"
-    scale: Annotated[str, _what(help="Scales as powers of two, or as they come", choices=("pow2", "exact"))] = "pow2"
+    scale: Annotated[str, _what("Scales as powers of two, or as they come", choices=("pow2", "exact"))] = "pow2"
     budget_bits: Annotated[
         float | None,
         _what(
-            help="Stored bits per element of multipoint, scales and counts included",
+            "Stored bits per element of multipoint, scales and counts included",
             default="half a bit above the format's",
             above=0,
             example="4.5",
         ),
     ] = None
     points_max: Annotated[
-        int | None, _what(help="Largest number of points of a row of multipoint", default=str(_POINTS_MAX), least=1)
+        int | None, _what("Largest number of points of a row of multipoint", default=str(_POINTS_MAX), least=1)
     ] = None
     include: Annotated[
         tuple[str, ...],
-        _what(help="Pattern of the tensors to convert, a glob or re:EXPRESSION", default="all", metavar="PATTERN"),
+        _what("Pattern of the tensors to convert, a glob or re:EXPRESSION", default="all", metavar="PATTERN"),
     ] = ()
     exclude: Annotated[
-        tuple[str, ...], _what(help="Pattern of tensors that are kept as they are", default="none", metavar="PATTERN")
+        tuple[str, ...], _what("Pattern of tensors that are kept as they are", default="none", metavar="PATTERN")
     ] = ()
     rules: Annotated[
         tuple[FormatRule, ...],
         _what(
-            help="Format, or keep, for the tensors that match a pattern; the first match decides",
+            "Format, or keep, for the tensors that match a pattern; the first match decides",
             flag="rule",
             metavar="PATTERN=FORMAT",
             parse=parse_rule,
         ),
     ] = ()
     max_shard_size: Annotated[
-        int | None,
-        size_option(help="Largest size of an output file, such as 5GB", default="as the source's", panel=_WHAT),
+        int | None, size_option("Largest size of an output file, such as 5GB", default="as the source's", panel=_WHAT)
     ] = None
     verify: Annotated[
         str,
         _check(
-            help="Depth of the verification; auto runs both models where they are small",
+            "Depth of the verification; auto runs both models where they are small",
             what="verification level",
             choices=VERIFY_LEVELS,
         ),
@@ -140,7 +139,7 @@ class ConvertOptions:
     gates: Annotated[
         tuple[str, ...],
         _check(
-            help="Condition to publish, such as 'sqnr>=25'",
+            "Condition to publish, such as 'sqnr>=25'",
             flag="gate",
             metavar="CONDITION",
             parse=lambda text: CONVERT_GATES.parse(text).expression,
@@ -148,8 +147,7 @@ class ConvertOptions:
     ] = ()
     revision: Revision = None
     max_memory: Annotated[
-        int | None,
-        size_option(help="Bound of the buffers, such as 4GB", default="what is free", panel=_HOW),
+        int | None, size_option("Bound of the buffers, such as 4GB", default="what is free", panel=_HOW)
     ] = None
     workers: Annotated[
         int | None, Option(panel=_HOW, help="Number of encoder threads", default="cores, at most 8", least=1)
@@ -164,19 +162,19 @@ class VerifyOptions:
     """What is checked of an output that is there."""
 
     against: Annotated[
-        str | None, Option(help="Source that the output was made from", default="the one it names", metavar="MODEL")
+        str | None, Option("Source that the output was made from", default="the one it names", metavar="MODEL")
     ] = None
     level: Annotated[
         str,
         Option(
-            help="Depth of the check: hashes, every element of the weights, or what both models compute",
+            "Depth of the check: hashes, every element of the weights, or what both models compute",
             choices=("hash", "weights", "logits"),
         ),
     ] = "hash"
     gates: Annotated[
         tuple[str, ...],
         Option(
-            help="Condition to pass, such as 'top1>=0.99'",
+            "Condition to pass, such as 'top1>=0.99'",
             flag="gate",
             metavar="CONDITION",
             parse=lambda text: CONVERT_GATES.parse(text).expression,

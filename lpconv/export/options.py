@@ -23,13 +23,13 @@ class ExportOptions:
     `external_data` puts the weights beside the graph even where they would fit into it.
     """
 
-    opset: Annotated[int | None, Option(help="ONNX operator set", default="the oldest that holds the formats")] = None
-    validate: Annotated[bool, Option(help="Run the file in ONNX Runtime and compare it with the model")] = True
+    opset: Annotated[int | None, Option("ONNX operator set", default="the oldest that holds the formats")] = None
+    validate: Annotated[bool, Option("Run the file in ONNX Runtime and compare it with the model")] = True
     tolerance: Annotated[
-        float, Option(help="Largest difference to the model, as a share of its largest output", least=0)
+        float, Option("Largest difference to the model, as a share of its largest output", least=0)
     ] = 1e-5
     external_data: Annotated[
-        bool, Option(help="Write the weights to model.onnx.data even where they fit into the graph")
+        bool, Option("Write the weights to model.onnx.data even where they fit into the graph")
     ] = False
     revision: Revision = None
     force: Force = False

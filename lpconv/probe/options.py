@@ -20,18 +20,16 @@ class ProbeOptions:
 
     data: Annotated[
         Path | None,
-        Option(help="Text file", default="plays that ship with lpconv", metavar="FILE", parse=Path, is_path=True),
+        Option("Text file", default="plays that ship with lpconv", metavar="FILE", parse=Path, is_path=True),
     ] = None
-    steps: Annotated[int, Option(help="Number of forward and backward passes", least=1)] = 4
-    batch_size: Annotated[int, Option(help="Number of sequences in a batch", least=1)] = 8
+    steps: Annotated[int, Option("Number of forward and backward passes", least=1)] = 4
+    batch_size: Annotated[int, Option("Number of sequences in a batch", least=1)] = 8
     seq_len: Annotated[
-        int | None, Option(help="Number of tokens in a sequence", default="128, or the model's most", least=2)
+        int | None, Option("Number of tokens in a sequence", default="128, or the model's most", least=2)
     ] = None
-    every: Annotated[int, Option(help="Number of steps from one record to the next", least=1)] = 1
-    calibrate: Annotated[bool, Option(help="Also write the scales that unit scaling should use (calibration.json)")] = (
-        False
-    )
-    seed: Annotated[int, Option(help="Seed of masks and random ids", least=0)] = 0
+    every: Annotated[int, Option("Number of steps from one record to the next", least=1)] = 1
+    calibrate: Annotated[bool, Option("Also write the scales that unit scaling should use (calibration.json)")] = False
+    seed: Annotated[int, Option("Seed of masks and random ids", least=0)] = 0
     revision: Revision = None
     resume: bool = False
     force: Force = False

@@ -47,26 +47,24 @@ class ArithmeticOptions:
     recipe: Annotated[
         str | None,
         _how(
-            help="Named arithmetic (--list-recipes explains them); the next six options replace its parts",
+            "Named arithmetic (--list-recipes explains them); the next six options replace its parts",
             default="unit-fp8",
             choices=RECIPES,
         ),
     ] = None
     precision: Annotated[
-        str | None, _how(help="Format that products are computed in", default="the recipe's", choices=PRECISIONS)
+        str | None, _how("Format that products are computed in", default="the recipe's", choices=PRECISIONS)
     ] = None
     method: Annotated[
-        str | None,
-        _how(help="Method that scales tensors", default="the recipe's", choices=TRAINING_METHODS, short=("-m",)),
+        str | None, _how("Method that scales tensors", default="the recipe's", choices=TRAINING_METHODS, short=("-m",))
     ] = None
     optimizer: Annotated[
-        str | None,
-        _how(help="AdamW by what it keeps between steps", default="the recipe's", choices=TRAINING_OPTIMIZERS),
+        str | None, _how("AdamW by what it keeps between steps", default="the recipe's", choices=TRAINING_OPTIMIZERS)
     ] = None
     rounding: Annotated[
         str | None,
         _how(
-            help="Rounding of bf16 weights when they are written back",
+            "Rounding of bf16 weights when they are written back",
             default="the optimizer's",
             choices=("nearest", "stochastic"),
         ),
@@ -74,7 +72,7 @@ class ArithmeticOptions:
     loss_scale: Annotated[
         str | None,
         _how(
-            help=f"Loss scale: {', '.join(LOSS_SCALES)} or a number",
+            f"Loss scale: {', '.join(LOSS_SCALES)} or a number",
             default="what precision and method need",
             parse=str,
             given=str | float,
@@ -82,11 +80,7 @@ class ArithmeticOptions:
     ] = None
     loss_scale_floor: Annotated[
         str | None,
-        _how(
-            help="Smallest loss scale from each step on, such as 0:1,40000:8192",
-            default="none",
-            metavar="STEP:SCALE,…",
-        ),
+        _how("Smallest loss scale from each step on, such as 0:1,40000:8192", default="none", metavar="STEP:SCALE,…"),
     ] = None
 
 
@@ -102,77 +96,74 @@ class FinetuneOptions:
     critical: Annotated[
         tuple[str, ...],
         _how(
-            help="Pattern of modules that keep 16-bit products in scaled fp8, such as '*.down_proj'",
+            "Pattern of modules that keep 16-bit products in scaled fp8, such as '*.down_proj'",
             default="none",
             metavar="PATTERN",
         ),
     ] = ()
     calibrate: Annotated[
-        bool, _how(help="Measure the static scales of method unit on the first batches", default="from theory")
+        bool, _how("Measure the static scales of method unit on the first batches", default="from theory")
     ] = False
-    task: Annotated[str, _data(help="Task that the model is trained for", choices=TASKS)] = "auto"
+    task: Annotated[str, _data("Task that the model is trained for", choices=TASKS)] = "auto"
     data: Annotated[
         str | None,
         _data(
-            help="File (txt, jsonl, json, csv, tsv or parquet) or data set on the hub to train on",
+            "File (txt, jsonl, json, csv, tsv or parquet) or data set on the hub to train on",
             default="plays that ship with lpconv",
             metavar="FILE",
             is_path=True,
         ),
     ] = None
     eval_data: Annotated[
-        str | None, _data(help="Held-out data", default="a tenth, split off", metavar="FILE", is_path=True)
+        str | None, _data("Held-out data", default="a tenth, split off", metavar="FILE", is_path=True)
     ] = None
-    text_column: Annotated[str | None, _data(help="Column of texts", default="a usual name")] = None
-    label_column: Annotated[str | None, _data(help="Column of classes or targets", default="a usual name")] = None
+    text_column: Annotated[str | None, _data("Column of texts", default="a usual name")] = None
+    label_column: Annotated[str | None, _data("Column of classes or targets", default="a usual name")] = None
     seq_len: Annotated[
-        int | None, _data(help="Number of tokens in a sequence", default="128, or the model's most", least=2)
+        int | None, _data("Number of tokens in a sequence", default="128, or the model's most", least=2)
     ] = None
-    steps: Annotated[int, _train(help="Number of optimizer steps", least=1)] = 100
-    batch_size: Annotated[int, _train(help="Number of sequences in a step, over all processes", least=1)] = 8
-    lr: Annotated[float, _train(help="Highest learning rate", above=0, example="5e-5")] = 5e-5
-    schedule: Annotated[str, _train(help="Course of the learning rate after its rise", choices=SCHEDULES)] = "linear"
-    warmup: Annotated[float, _train(help="Share of the steps in which the learning rate rises", least=0, below=1)] = 0.1
-    weight_decay: Annotated[float, _train(help="Decoupled weight decay", least=0)] = 0.01
-    beta2: Annotated[float, _train(help="Decay of the second moment", least=0, below=1, example="0.999")] = 0.999
-    clip: Annotated[float, _train(help="Largest norm of a step's gradient; 0 for any", least=0)] = 1.0
-    seed: Annotated[int, _train(help="First seed", least=0)] = 0
+    steps: Annotated[int, _train("Number of optimizer steps", least=1)] = 100
+    batch_size: Annotated[int, _train("Number of sequences in a step, over all processes", least=1)] = 8
+    lr: Annotated[float, _train("Highest learning rate", above=0, example="5e-5")] = 5e-5
+    schedule: Annotated[str, _train("Course of the learning rate after its rise", choices=SCHEDULES)] = "linear"
+    warmup: Annotated[float, _train("Share of the steps in which the learning rate rises", least=0, below=1)] = 0.1
+    weight_decay: Annotated[float, _train("Decoupled weight decay", least=0)] = 0.01
+    beta2: Annotated[float, _train("Decay of the second moment", least=0, below=1, example="0.999")] = 0.999
+    clip: Annotated[float, _train("Largest norm of a step's gradient; 0 for any", least=0)] = 1.0
+    seed: Annotated[int, _train("First seed", least=0)] = 0
     save_every: Annotated[
-        int | None,
-        _train(help="Number of steps between checkpoints; 0 for none", default="a fifth of all", least=0),
+        int | None, _train("Number of steps between checkpoints; 0 for none", default="a fifth of all", least=0)
     ] = None
-    save: Annotated[str, _train(help="Form of the saved model", what="form to save", choices=SAVES)] = "converted"
-    compile: Annotated[bool, _train(help="Train through torch.compile")] = False
+    save: Annotated[str, _train("Form of the saved model", what="form to save", choices=SAVES)] = "converted"
+    compile: Annotated[bool, _train("Train through torch.compile")] = False
     max_memory: Annotated[
         int | None,
         size_option(
-            help="Memory above which a run is refused, by estimate, such as 8GB",
-            default="what is free",
-            panel=_TRAINING,
+            "Memory above which a run is refused, by estimate, such as 8GB", default="what is free", panel=_TRAINING
         ),
     ] = None
     log_to: Annotated[
         tuple[str, ...],
-        _train(help="Place that Trainer reports to", default="none", what="place to log to", choices=LOGGERS),
+        _train("Place that Trainer reports to", default="none", what="place to log to", choices=LOGGERS),
     ] = ()
-    twin: Annotated[str, _check(help="Precision of the twin that the run is compared with", choices=TWINS)] = "fp32"
-    seeds: Annotated[int, _check(help="Number of seeds, whose spread is the noise", least=1)] = 1
+    twin: Annotated[str, _check("Precision of the twin that the run is compared with", choices=TWINS)] = "fp32"
+    seeds: Annotated[int, _check("Number of seeds, whose spread is the noise", least=1)] = 1
     eval_every: Annotated[
         int | None,
-        _check(help="Number of steps between evaluations; 0 for the last only", default="a quarter of all", least=0),
+        _check("Number of steps between evaluations; 0 for the last only", default="a quarter of all", least=0),
     ] = None
-    eval_batches: Annotated[int, _check(help="Largest number of batches in an evaluation", least=1)] = 16
+    eval_batches: Annotated[int, _check("Largest number of batches in an evaluation", least=1)] = 16
     track_every: Annotated[
         int | None,
-        _check(help="Number of steps between records of underflow; 0 for none", default="a tenth of all", least=0),
+        _check("Number of steps between records of underflow; 0 for none", default="a tenth of all", least=0),
     ] = None
-    lca: Annotated[
-        bool, _check(help="Allot the loss change of every step to layers, and say what rounding took of it")
-    ] = False
+    lca: Annotated[bool, _check("Allot the loss change of every step to layers, and say what rounding took of it")] = (
+        False
+    )
     gates: Annotated[
         tuple[str, ...],
         _check(
-            help="Condition on the result, such as 'loss_gap<=0.05'; exit code 5 where one fails",
+            "Condition on the result, such as 'loss_gap<=0.05'; exit code 5 where one fails",
             flag="gate",
             metavar="CONDITION",
             parse=lambda text: FINETUNE_GATES.parse(text).expression,
@@ -189,10 +180,7 @@ class FinetuneOptions:
         return max(least, self.steps // part) if asked is None else asked
 
 
-_NOTHING_TO_CALIBRATE = {
-    "none": "it has no static scales",
-    "scalify": "its scales are reset by data while it trains",
-}
+_NOTHING_TO_CALIBRATE = {"none": "it has no static scales", "scalify": "its scales are reset by data while it trains"}
 _INTERVALS = {"eval": (4, 1), "save": (5, 1), "track": (10, 5)}  # a part of the steps, but at least so many
 
 
