@@ -7,7 +7,7 @@ from lpconv.lazy import lazily
 if TYPE_CHECKING:
     from lpconv.bench.interleave import Effort as Effort
     from lpconv.bench.options import BenchOptions as BenchOptions
+    from lpconv.bench.outcome import read_bench as read_bench
     from lpconv.bench.run import bench as bench
-    from lpconv.bench.saved import read_bench as read_bench
 
 __all__ = lazily(__name__)

@@ -140,8 +140,7 @@ def bench(
     """
     from lpconv.bench.interleave import Effort
     from lpconv.bench.options import BenchOptions
-    from lpconv.bench.outcome import compare as compare_with
-    from lpconv.bench.outcome import kept, problem, read_bench
+    from lpconv.bench.outcome import compare as compare_with, kept, problem, read_bench
     from lpconv.bench.run import bench as measure
     from lpconv.bench.team import processes_of
     from lpconv.cli.progress import progress_for

@@ -15,8 +15,10 @@ if TYPE_CHECKING:
         what_if as what_if,
     )
     from lpconv.probe.answers import answer as answer
-    from lpconv.probe.calibrate import calibrate_checkpoint as calibrate_checkpoint
-    from lpconv.probe.checkpoint import probe_checkpoint as probe_checkpoint
+    from lpconv.probe.checkpoint import (
+        calibrate_checkpoint as calibrate_checkpoint,
+        probe_checkpoint as probe_checkpoint,
+    )
     from lpconv.probe.histograms import ProbedTensor as ProbedTensor, ProbeResult as ProbeResult
     from lpconv.probe.lca import LossChange as LossChange, by_layer as by_layer, summarise as summarise
     from lpconv.probe.options import ProbeOptions as ProbeOptions
