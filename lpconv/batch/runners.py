@@ -165,7 +165,7 @@ def _source(job: BatchJob, *, revision: str | None = None) -> SourceRecord:
     """What the job's model is, with the sizes of its weight files; a bench's preset has none."""
     if isinstance(job.options, BenchSettings) and job.model in PRESETS:
         return SourceRecord(name=job.model, resolved=job.model)
-    found = resolve(job.model, revision=revision)
+    found = resolve(job.model, revision=revision, headers_only=True)
     contents = read_contents(found.directory)
     files = (FileRecord(name=f, size_bytes=(found.directory / f).stat().st_size) for f in contents.weight_files)
     return SourceRecord(name=job.model, resolved=found.resolved, revision=found.revision, files=tuple(files))

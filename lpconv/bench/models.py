@@ -12,6 +12,7 @@ from lpconv.bench.roofline import Gemm
 from lpconv.checkpoint.resolve import resolve
 from lpconv.errors import ResourceError, UsageError
 from lpconv.layers import head, linears
+from lpconv.machine import available_memory
 from lpconv.models.inputs import max_length, random_ids, vocabulary_size
 from lpconv.models.opening import Blueprint, blueprint
 from lpconv.models.presets import PRESETS
@@ -140,6 +141,4 @@ def available_bytes(device: str) -> int:
     """Free memory of the device; of a CPU the machine's, within the container's limit."""
     if device != "cpu":
         return int(torch.cuda.mem_get_info()[0])
-    from lpconv.machine import available_memory  # it wants psutil, which a machine with a GPU may do without
-
     return available_memory()

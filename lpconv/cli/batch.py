@@ -29,8 +29,7 @@ class _Events:
         self._progress.message(f"[{index + 1}/{total}] {result.id}: {result.status}")
 
     def batch_finished(self, result: "BatchResult") -> None:
-        from lpconv.report.batch import render_batch
-        from lpconv.report.junit import junit_xml
+        from lpconv.report.batch import junit_xml, render_batch
         from lpconv.report.terminal import show
         from lpconv.results import json_text
 

@@ -61,11 +61,11 @@ class Job:
     memory_bytes: int
 
 
-def prepare(model: str, output: Path, options: ConvertOptions) -> Job:
+def prepare(model: str, output: Path, options: ConvertOptions, *, headers_only: bool = False) -> Job:
     """Resolve, open and plan; everything that can be refused without reading weights is refused here."""
     options, method = with_defaults(options)
     gates = tuple(map(CONVERT_GATES.parse, options.gates))
-    resolved = resolve(model, revision=options.revision)
+    resolved = resolve(model, revision=options.revision, headers_only=headers_only)
     contents = read_contents(resolved.directory)
     check_convertible(contents)
     check_apart(resolved.directory, output)

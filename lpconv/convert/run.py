@@ -51,7 +51,7 @@ def default_output(model: str, options: ConvertOptions) -> Path:
 
 def plan(model: str, output: Path, options: ConvertOptions) -> PlanResult:
     """What `convert` would do with the same arguments, from headers alone; nothing is written."""
-    job = prepare(model, output, options)
+    job = prepare(model, output, options, headers_only=True)
     try:
         return PlanResult(
             method=job.plan.method.name,

@@ -26,7 +26,7 @@ from lpconv.export.trace import trace
 from lpconv.export.validate import Case, check_file, compare
 from lpconv.models.inputs import other_inputs
 from lpconv.progress import Progress, Silent
-from lpconv.report.sentences import listed
+from lpconv.report.numbers import listed
 from lpconv.results import ExportResult, FileRecord, OnnxCheck, SourceRecord, ordered_json_text, to_json
 from lpconv.version import __version__
 

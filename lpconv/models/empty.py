@@ -12,7 +12,7 @@ from lpconv.models.opening import first_line, read_config
 from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import architecture, concrete
 
-__all__ = ["check_fits", "empty_model", "linear_modules"]
+__all__ = ["check_fits", "check_memory", "empty_model", "linear_modules", "num_parameters"]
 
 _HINT = "lpconv builds the models of this release of transformers"
 
@@ -28,6 +28,11 @@ def empty_model(contents: Contents) -> nn.Module:
     except Exception as e:  # transformers raises anything at all for configs it does not know
         raise UnsupportedError(f"config.json builds no model: {first_line(e)}", hint=_HINT) from e
     return model
+
+
+def num_parameters(contents: Contents) -> int:
+    """Numbers in the model that config.json describes. Raises UnsupportedError where it cannot be built."""
+    return sum(p.numel() for p in empty_model(contents).parameters())
 
 
 def linear_modules(contents: Contents) -> LinearModules:
@@ -46,13 +51,19 @@ def check_fits(contents: Contents, stored_elements: int, *, copies: int, what: s
     where they are less than half of the parameters: building that model would fill memory with random numbers;
     ResourceError, and UnsupportedError where transformers does not build it.
     """
-    count = sum(p.numel() for p in empty_model(contents).parameters())
+    count = num_parameters(contents)
     if stored_elements < count // 2:
         raise InputError(
             f"the weight files hold {stored_elements} numbers, the model of config.json has {count}",
             hint="the config belongs to another model, or weight files are missing",
         )
-    needed, available = 4 * count * copies, available_memory()
+    check_memory(count, copies=copies, what=what)
+
+
+def check_memory(num_parameters: int, *, copies: int, what: str, limit: int | None = None) -> None:
+    """Raise ResourceError unless memory, or what `limit` leaves of it, holds so many copies of a model in fp32."""
+    needed = 4 * num_parameters * copies
+    available = available_memory() if limit is None else min(limit, available_memory())
     if needed > available:
         raise ResourceError(
             f"{what} in fp32 needs {needed / 1e9:.1f} GB of memory, {available / 1e9:.1f} GB are free",

@@ -14,6 +14,7 @@ from torch import nn
 from lpconv.checkpoint.compressed import is_ours, quantized_by
 from lpconv.checkpoint.contents import Contents, read_contents
 from lpconv.errors import LpconvError, UnsupportedError
+from lpconv.machine import out_of_memory
 from lpconv.models.load import load_with_missing
 from lpconv.models.plugin import METHOD, LpconvQuantizer
 from lpconv.models.presets import PRESETS
@@ -70,7 +71,7 @@ def open_to_trace(directory: Path) -> Opened:
     except LpconvError:
         raise
     except Exception as e:  # transformers raises anything at all for checkpoints it does not know
-        raise UnsupportedError(
+        raise out_of_memory(e) or UnsupportedError(
             f"the model does not open: {first_line(e)}", hint="lpconv exports what this release of transformers opens"
         ) from e
     return opened

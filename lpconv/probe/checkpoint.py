@@ -15,6 +15,7 @@ from lpconv.checkpoint.resolve import Resolved, resolve
 from lpconv.data import demo_text
 from lpconv.errors import UsageError
 from lpconv.kernels.histogram import prepare
+from lpconv.models.empty import check_memory, num_parameters
 from lpconv.models.inputs import sequence_length, vocabulary_size
 from lpconv.models.opening import Opened, open_to_run, reads_text
 from lpconv.models.quiet import quiet_transformers
@@ -31,6 +32,7 @@ from lpconv.version import __version__
 __all__ = ["Prepared", "calibrate_checkpoint", "prepare_run", "probe_checkpoint"]
 
 _OWN_LOOP = "track a training step of your own: `with lpconv.track(model, every=1) as t:`, then `print(t.table())`"
+_COPIES_IN_MEMORY = 2  # weights, and their gradients or, before those, the values that the model is given
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +58,7 @@ def prepare_run(name: str, options: ProbeOptions, told: Progress) -> Prepared:
     contents = read_contents(source.directory)
     told.start("opening the model", 0)
     reads_text(contents, hint=_OWN_LOOP)
+    check_memory(num_parameters(contents), copies=_COPIES_IN_MEMORY, what="probing")
     opened = open_to_run(source.directory)
     task = opened.task if opened.task in (CLM, MLM) else NONE
     seq_len = sequence_length(opened.model.config, options.seq_len)

@@ -28,8 +28,7 @@ from lpconv.errors import (
 )
 from lpconv.gates import BENCH_GATES, check_rows
 from lpconv.progress import Progress
-from lpconv.report.batch import render_batch
-from lpconv.report.junit import junit_xml
+from lpconv.report.batch import junit_xml, render_batch
 from lpconv.results import (
     BenchResult,
     BenchRow,
