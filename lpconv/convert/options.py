@@ -12,7 +12,7 @@ from lpconv.errors import UsageError
 from lpconv.formats.spec import Format, get_format
 from lpconv.lookup import find
 from lpconv.mcf.point_layout import MAX_POINTS
-from lpconv.methods import METHODS, Method
+from lpconv.methods import LPCONV, METHODS, Method
 
 __all__ = [
     "LAYOUTS",
@@ -26,7 +26,7 @@ __all__ = [
     "with_defaults",
 ]
 
-LAYOUTS = ("lpconv", COMPRESSED_TENSORS)
+LAYOUTS = (LPCONV, COMPRESSED_TENSORS)
 VERIFY_LEVELS = ("none", "weights", "logits", "auto")
 _POINTS_MAX = 3
 _SPARE_BITS = 0.5  # the default budget above the bits of an element: scales, and second points for some rows
@@ -55,7 +55,7 @@ class ConvertOptions:
     method: str = "unit"
     format: str | None = None
     residual: str | None = None
-    layout: str = "lpconv"
+    layout: str = LPCONV
     scale: str = "pow2"
     budget_bits: float | None = None
     points_max: int | None = None
@@ -88,7 +88,7 @@ def with_defaults(options: ConvertOptions) -> tuple[ConvertOptions, Method]:
     for rule in options.rules:
         if rule.format != "keep":
             method.format(rule.format)
-        if method.encoder != "scaled" and rule.format not in ("keep", fmt.name):
+        if method.form(LPCONV).holds_one_format and rule.format not in ("keep", fmt.name):
             raise UsageError(
                 f"rule `{rule.pattern}={rule.format}`: a {method.name} checkpoint has one format, {fmt.name}",
                 hint="use =keep, or another --format",
@@ -146,7 +146,7 @@ def _check_layout(options: ConvertOptions, method: Method, format_name: str) -> 
         raise UsageError(f"unknown layout `{options.layout}`", hint="use " + " or ".join(LAYOUTS))
     if options.layout != COMPRESSED_TENSORS:
         return
-    if method.encoder != "scaled" or format_name != "e4m3fn":
+    if options.layout not in method.forms or format_name != "e4m3fn":
         raise UsageError(
             f"layout `{options.layout}` holds e4m3fn codes with one scale, not {method.name} in {format_name}",
             hint="use --method unit --format e4m3fn",
@@ -162,7 +162,7 @@ def _check_layout(options: ConvertOptions, method: Method, format_name: str) -> 
 def _budget(
     method: Method, fmt: Format, budget_bits: float | None, points_max: int | None
 ) -> tuple[float | None, int | None]:
-    if method.encoder != "points":
+    if not method.has_budget:
         if budget_bits is not None or points_max is not None:
             raise UsageError(
                 f"method `{method.name}` has no bit budget", hint="--budget-bits and --points-max belong to multipoint"
