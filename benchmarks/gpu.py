@@ -74,20 +74,20 @@ JOBS = (
         mode="train",
         batch=2,
         seq=4096,
-        methods=("unit", "torchao-tensorwise", "tensorwise"),
+        methods=("static", "torchao-tensorwise", "tensorwise"),
     ),
-    Job(model="llama-8b", layers=2, mode="infer", batch=2, seq=4096, methods=("unit", "torchao-tensorwise")),
-    Job(model="bert-large", layers=None, mode="train", batch=32, seq=512, methods=("unit", "torchao-tensorwise")),
-    Job(model="bert-large", layers=None, mode="infer", batch=32, seq=512, methods=("unit",)),
-    Job(model="llama-1b", layers=4, mode="train", batch=4, seq=2048, methods=("unit", "torchao-tensorwise")),
+    Job(model="llama-8b", layers=2, mode="infer", batch=2, seq=4096, methods=("static", "torchao-tensorwise")),
+    Job(model="bert-large", layers=None, mode="train", batch=32, seq=512, methods=("static", "torchao-tensorwise")),
+    Job(model="bert-large", layers=None, mode="infer", batch=32, seq=512, methods=("static",)),
+    Job(model="llama-1b", layers=4, mode="train", batch=4, seq=2048, methods=("static", "torchao-tensorwise")),
     Job(model="llama-8b", layers=2, mode="train", batch=2, seq=4096, methods=("rowwise", "torchao-rowwise", "te")),
     # So small that launching its kernels is most of a step; CUDA graphs, and the same without.
-    Job(model="bert-large", layers=None, mode="infer", batch=1, seq=128, methods=("unit",), compiled="graphs"),
-    Job(model="bert-large", layers=None, mode="infer", batch=1, seq=128, methods=("unit",)),
-    Job(model="llama-1b", layers=4, mode="infer", batch=4, seq=2048, methods=("unit",)),
+    Job(model="bert-large", layers=None, mode="infer", batch=1, seq=128, methods=("static",), compiled="graphs"),
+    Job(model="bert-large", layers=None, mode="infer", batch=1, seq=128, methods=("static",)),
+    Job(model="llama-1b", layers=4, mode="infer", batch=4, seq=2048, methods=("static",)),
     Job(model="llama-8b", layers=2, mode="train", batch=2, seq=4096, methods=("delayed", "mx", "scalify")),
 )
-TOY_JOBS = (Job(model="demo", layers=1, mode="train", batch=1, seq=32, methods=("unit", "te")),)
+TOY_JOBS = (Job(model="demo", layers=1, mode="train", batch=1, seq=32, methods=("static", "te")),)
 
 
 def main() -> int:

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from lpconv.data import demo_checkpoint, demo_text
-from lpconv.optim import CollageAdamW
+from lpconv.optim import LowPrecisionAdamW
 from lpconv.optim.storage import VARIANTS
 from lpconv.probe.lca import LossChange, LossChangeStep, summarise
 
@@ -34,7 +34,7 @@ def run(variant: str, lr: float, steps: int) -> LossChangeStep:
     play = torch.frombuffer(bytearray(demo_text("heldout").read_bytes()), dtype=torch.uint8).long()
     cut = len(play) * 2 // 3
     model = LlamaForCausalLM.from_pretrained(demo_checkpoint(), dtype=torch.bfloat16)
-    optimizer = CollageAdamW(model.parameters(), lr=lr, betas=(0.9, 0.99), variant=variant, compiled=False)
+    optimizer = LowPrecisionAdamW(model.parameters(), lr=lr, betas=(0.9, 0.99), variant=variant, compiled=False)
     lca = LossChange(model, optimizer, [windows(play[cut:], 8, torch.Generator().manual_seed(1))])
     generator = torch.Generator().manual_seed(0)
     for _ in range(steps):

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lpconv.optim import CollageAdamW
+from lpconv.optim import LowPrecisionAdamW
 from lpconv.optim.storage import VARIANTS
 
 TENSOR_SIZES = {"few": 4_000_000, "many": 10_000}
@@ -56,7 +56,7 @@ class Timing:
 def collage(variant: str, arithmetic: str = "fused") -> Case:
     def make(weights: list[Tensor], gradients: list[Tensor]) -> Callable[[], object]:
         params = with_gradients(weights, gradients)
-        return CollageAdamW(params, betas=(0.9, 0.95), variant=variant, arithmetic=arithmetic).step
+        return LowPrecisionAdamW(params, betas=(0.9, 0.95), variant=variant, arithmetic=arithmetic).step
 
     stored = VARIANTS[variant].bytes_per_parameter(gradient=0)
     return Case(bytes_moved=2 * stored + 2, make=make)

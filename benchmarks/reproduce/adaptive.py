@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 from lpconv.kernels.half import HalfProducts
 from lpconv.loss_scale import largest_gradient, make_loss_scale, unscale_
-from lpconv.scaled import AdamW, AdaptiveOptions, StepGuard, loss_scales, scaled
+from lpconv.scaled import AdamW, AdaptiveOptions, StepGuard, adaptive_scaling, loss_scales
 
 POWERS = range(33)
 ADAPTIVE = {
@@ -50,7 +50,7 @@ TASK_WEIGHTS = (1.0, 2.0**-12, 2.0**-24, 2.0**-36)
 
 
 def adaptive(model: nn.Module) -> nn.Module:
-    return scaled(model, method="adaptive", compute="fp16")
+    return adaptive_scaling(model, compute="fp16")
 
 
 SCALES: dict[str, tuple[str, Mapping[str, Any]]] = {
@@ -156,7 +156,7 @@ def sweep(name: str, make: Callable[[], tuple[nn.Module, Callable[[nn.Module], T
             (loss(model) * 2.0**power).backward()
         found.append(compare(name, f"constant 2^{power}", power, gradients(model, 2.0**power), reference, 2.0**power))
     for scale, options in ADAPTIVE.items():
-        model = scaled(make()[0], method="adaptive", compute="fp16", adaptive=options)
+        model = adaptive_scaling(make()[0], compute="fp16", options=options)
         with HalfProducts():
             loss(model).backward()
         largest = max(s for s, _ in loss_scales(model).values())

@@ -29,7 +29,7 @@ import torch
 from collage_tasks import TASKS, Task
 from torch import nn
 
-from lpconv.optim import CollageAdamW
+from lpconv.optim import LowPrecisionAdamW
 from lpconv.optim.diagnostics import combine
 from lpconv.optim.storage import VARIANTS, total
 
@@ -114,7 +114,7 @@ def displacement(variant: str, arithmetic: str, beta2: float, num_weights: int, 
     start = (torch.randn(num_weights, generator=generator) * 0.02).bfloat16()
     mean = torch.randn(num_weights, generator=generator) * 1e-3
     p = nn.Parameter(start.clone())
-    optimizer = CollageAdamW([p], betas=(0.9, beta2), weight_decay=0.1, variant=variant, arithmetic=arithmetic)
+    optimizer = LowPrecisionAdamW([p], betas=(0.9, beta2), weight_decay=0.1, variant=variant, arithmetic=arithmetic)
     x, m, v = start.double(), torch.zeros_like(start.double()), torch.zeros_like(start.double())
     for t in range(1, num_steps + 1):
         noise = torch.randn(num_weights, generator=generator) * 1e-2 * torch.rand(1, generator=generator)
@@ -141,7 +141,7 @@ def train(task: Task, variant: str, arithmetic: str, seed: int) -> Curve:
     every = task.steps // NUM_EVALUATIONS
     model, optimizer = task.start(
         seed,
-        lambda model: CollageAdamW(
+        lambda model: LowPrecisionAdamW(
             model.parameters(), lr=task.lr, betas=(0.9, 0.999), weight_decay=0.1, variant=variant,
             arithmetic=arithmetic, seed=seed, diagnostics_every=every,
         ),

@@ -18,13 +18,13 @@ from transformers import AutoModel, AutoTokenizer, BertConfig, BertForMaskedLM, 
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.run import convert
 from lpconv.data import demo_text
-from lpconv.optim import CollageAdamW, start_from_checkpoint, start_from_fp32
+from lpconv.optim import LowPrecisionAdamW, start_from_checkpoint, start_from_fp32
 
 __all__ = ["TASKS", "Batch", "MakeOptimizer", "Task"]
 
 Batch: TypeAlias = tuple[Tensor, Tensor]  # input ids, labels; -100 where no label counts
-MakeOptimizer: TypeAlias = Callable[[nn.Module], CollageAdamW]
-Start: TypeAlias = Callable[[int, MakeOptimizer], tuple[nn.Module, CollageAdamW]]
+MakeOptimizer: TypeAlias = Callable[[nn.Module], LowPrecisionAdamW]
+Start: TypeAlias = Callable[[int, MakeOptimizer], tuple[nn.Module, LowPrecisionAdamW]]
 
 IGNORED = -100
 MASK = 256  # after the bytes
@@ -125,7 +125,7 @@ def supersenses(work: Path, quick: bool) -> Task:
     cut = len(tokens) - (64 if quick else 512)
     means = class_means(AutoModel.from_pretrained(source, dtype=torch.float32), tokens[: cut // 8], labels[: cut // 8])
 
-    def start(seed: int, make_optimizer: MakeOptimizer) -> tuple[nn.Module, CollageAdamW]:
+    def start(seed: int, make_optimizer: MakeOptimizer) -> tuple[nn.Module, LowPrecisionAdamW]:
         model = SupersenseClassifier(AutoModel.from_pretrained(folder, dtype=torch.bfloat16), means)
         model.eval()  # no dropout: runs of a seed differ in their arithmetic only
         optimizer = make_optimizer(model)
@@ -201,7 +201,7 @@ def windows(text: Tensor, count: int, length: int, generator: torch.Generator) -
 def from_scratch(make: Callable[[int], nn.Module]) -> Start:
     """A bf16 model and, in what the optimizer keeps, the fp32 values it was initialised with."""
 
-    def start(seed: int, make_optimizer: MakeOptimizer) -> tuple[nn.Module, CollageAdamW]:
+    def start(seed: int, make_optimizer: MakeOptimizer) -> tuple[nn.Module, LowPrecisionAdamW]:
         model = make(seed).bfloat16()
         optimizer = make_optimizer(model)
         start_from_fp32(optimizer, model, make(seed).state_dict())

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from lpconv.kernels.half import HalfProducts
 from lpconv.kernels.linear import linear
-from lpconv.scaled import AdamW, StepGuard, fallbacks, scaled, scaling_of
+from lpconv.scaled import AdamW, StepGuard, adaptive_scaling, fallbacks, scaled, scaling_of
 
 
 class PlainFp8Linear(nn.Linear):
@@ -80,7 +80,7 @@ RUNS: dict[str, Run] = {
         prepare=_prepare("scalify", "fp16", rescale=MORE_PLACES), state_dtype=torch.float16
     ),
     "scalify fp8, fp16 state": Run(prepare=_prepare("scalify", "fp8", rescale=PLACES), state_dtype=torch.float16),
-    "adaptive fp16": Run(prepare=_prepare("adaptive", "fp16")),
+    "adaptive fp16": Run(prepare=adaptive_scaling),
 }
 
 SETTINGS = {"one of 2048": 2048, "alone": 1}  # micro-batches that a step averages

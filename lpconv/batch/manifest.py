@@ -20,7 +20,7 @@ __all__ = [
     "DEFAULT_KIND",
     "MANIFEST_KEYS",
     "MANIFEST_VERSION",
-    "Job",
+    "BatchJob",
     "Manifest",
     "load_manifest",
 ]
@@ -43,7 +43,7 @@ COMMON_FIELDS: dict[str, Field] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class BatchJob:
     """One job. `model` is a hub id, an alias or an absolute path; `options` have their defaults filled in.
 
     `needs` are the ids of earlier jobs without whose outputs it cannot run.
@@ -62,7 +62,7 @@ class Manifest:
     """A batch, as its file says: `path` is absolute, and paths in the file are relative to its folder."""
 
     path: Path
-    jobs: tuple[Job, ...]
+    jobs: tuple[BatchJob, ...]
 
     @property
     def folder(self) -> Path:
@@ -86,7 +86,7 @@ def load_manifest(path: Path) -> Manifest:
         top = read_mapping(document, MANIFEST_KEYS, "")
         _check_version(top.get("version"))
         defaults = _defaults(top.get("defaults", {}), path.parent)
-        jobs: list[Job] = []
+        jobs: list[BatchJob] = []
         for number, raw in enumerate(_job_list(top)):
             jobs.append(_job(raw, defaults, jobs, path.parent, f"jobs[{number}]"))
         _check_unique(jobs)
@@ -132,7 +132,9 @@ def _read(raw: Any, fields: Mapping[str, Field], folder: Path, place: str) -> di
     return settings
 
 
-def _job(raw: Any, defaults: Mapping[str, Mapping[str, Any]], earlier: Sequence[Job], folder: Path, place: str) -> Job:
+def _job(
+    raw: Any, defaults: Mapping[str, Mapping[str, Any]], earlier: Sequence[BatchJob], folder: Path, place: str
+) -> BatchJob:
     kind = _kind(raw, place)
     settings = dict(defaults[kind]) | _read(raw, COMMON_FIELDS | dict(KINDS[kind].fields), folder, place)
     own = {key: settings.pop(key) for key in COMMON_FIELDS if key in settings}
@@ -146,7 +148,7 @@ def _job(raw: Any, defaults: Mapping[str, Mapping[str, Any]], earlier: Sequence[
     output = folder / Path(own.get("output", f"out/{job_id}")).expanduser()
     with _at(f"{place} ({job_id})"):
         options = KINDS[kind].options(settings)
-    return Job(
+    return BatchJob(
         id=job_id,
         kind=kind,
         model=_place(model, folder),
@@ -163,7 +165,7 @@ def _kind(raw: Any, place: str) -> str:
         return str(COMMON_FIELDS["kind"].value(raw["kind"]))
 
 
-def _model_and_needs(own: Mapping[str, Any], earlier: Sequence[Job], place: str) -> tuple[str, tuple[str, ...]]:
+def _model_and_needs(own: Mapping[str, Any], earlier: Sequence[BatchJob], place: str) -> tuple[str, tuple[str, ...]]:
     """The job's model, with ``job:ID`` replaced by that job's output, and the jobs that must be done before."""
     by_id = {job.id: job for job in earlier}
     with _at(f"{place}.needs"):
@@ -181,7 +183,7 @@ def _place(name: str, folder: Path) -> str:
     return os.path.normpath(path) if looks_like_path(name) or (name != DEMO and path.exists()) else name
 
 
-def _check_unique(jobs: Sequence[Job]) -> None:
+def _check_unique(jobs: Sequence[BatchJob]) -> None:
     for number, job in enumerate(jobs):
         if job.output == Path(job.model):
             raise UsageError(f"jobs[{number}].output: is the model itself", hint="name another folder")

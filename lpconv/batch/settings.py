@@ -18,18 +18,12 @@ from lpconv.batch.fields import (
     rules,
     some_of,
 )
-from lpconv.bench.cases import BASELINES, COMPILE_MODES, MODES, PARALLEL
-from lpconv.bench.cases import FORMATS as BENCH_FORMATS
-from lpconv.bench.cases import METHODS as BENCH_METHODS
-from lpconv.bench.cases import OPTIMIZERS as BENCH_OPTIMIZERS
-from lpconv.bench.gates import METRICS as BENCH_METRICS
-from lpconv.convert.gates import METRICS as CONVERT_METRICS
+from lpconv.bench.cases import BASELINES, BENCH_FORMATS, BENCH_METHODS, BENCH_OPTIMIZERS, COMPILE_MODES, MODES, PARALLEL
 from lpconv.convert.options import LAYOUTS, VERIFY_LEVELS
+from lpconv.gates import BENCH_GATES, CONVERT_GATES, FINETUNE_GATES
 from lpconv.methods import METHODS
-from lpconv.train.gates import METRICS as FINETUNE_METRICS
 from lpconv.train.options import SAVES, SCHEDULES, TASKS, TWINS
-from lpconv.train.recipes import METHODS as FINETUNE_METHODS
-from lpconv.train.recipes import OPTIMIZERS, PRECISIONS, RECIPES
+from lpconv.train.recipes import PRECISIONS, RECIPES, TRAINING_METHODS, TRAINING_OPTIMIZERS
 
 __all__ = ["BENCH_FIELDS", "CONVERT_FIELDS", "FINETUNE_FIELDS", "PROBE_FIELDS"]
 
@@ -52,9 +46,7 @@ CONVERT_FIELDS: dict[str, Field] = {
     "workers": field(COUNT, "threads", nullable=True),
     "max_shard_size": field(SIZE, "largest output file; null is as the source's", nullable=True),
     "verify": field(one_of("verification level", VERIFY_LEVELS), "how deep the output is verified"),
-    "gates": field(
-        gates(CONVERT_METRICS, "sqnr>=25"), "conditions on the verification that must hold, such as sqnr>=25"
-    ),
+    "gates": field(gates(CONVERT_GATES), "conditions on the verification that must hold, such as sqnr>=25"),
     "force": field(FLAG, "replace an output that is there"),
     "trust_remote_code": field(FLAG, "let the checkpoint's own code run when it is verified"),
 }
@@ -62,8 +54,8 @@ CONVERT_FIELDS: dict[str, Field] = {
 FINETUNE_FIELDS: dict[str, Field] = {
     "recipe": field(one_of("recipe", RECIPES), "a named arithmetic; the next six replace its parts", nullable=True),
     "precision": field(one_of("precision", PRECISIONS), "what products are computed in", nullable=True),
-    "method": field(one_of("method", FINETUNE_METHODS), "how tensors are scaled", nullable=True),
-    "optimizer": field(one_of("optimizer", OPTIMIZERS), "what AdamW keeps between steps", nullable=True),
+    "method": field(one_of("method", TRAINING_METHODS), "how tensors are scaled", nullable=True),
+    "optimizer": field(one_of("optimizer", TRAINING_OPTIMIZERS), "what AdamW keeps between steps", nullable=True),
     "rounding": field(one_of("rounding", ("nearest", "stochastic")), "how bf16 weights are written", nullable=True),
     "loss_scale": field(SCALE, "none, dynamic, logmax, adaptive or a number", nullable=True),
     "loss_scale_floor": field(TEXT, "the smallest loss scale from each step on: 0:1,40000:8192", nullable=True),
@@ -96,7 +88,7 @@ FINETUNE_FIELDS: dict[str, Field] = {
     "compile": field(FLAG, "train through torch.compile"),
     "max_memory": field(SIZE, "refuse what is estimated to need more", nullable=True),
     "revision": field(TEXT, "branch, tag or commit hash of a hub model", nullable=True),
-    "gates": field(gates(FINETUNE_METRICS, "loss_gap<=0.05"), "conditions that must hold, such as loss_gap<=0.05"),
+    "gates": field(gates(FINETUNE_GATES), "conditions that must hold, such as loss_gap<=0.05"),
     "force": field(FLAG, "replace an output that is there"),
 }
 
@@ -120,7 +112,7 @@ BENCH_FIELDS: dict[str, Field] = {
     "launches": field(COUNT, "new processes for each, over which these are spread"),
     "seed": field(WHOLE, "for weights and token ids"),
     "compare": field(TEXT, "an older result: fail on regressions", nullable=True, is_path=True),
-    "gates": field(gates(BENCH_METRICS, "speedup>=1.2"), "conditions on every row, such as speedup>=1.2"),
+    "gates": field(gates(BENCH_GATES), "conditions on every row, such as speedup>=1.2"),
     "force": field(FLAG, "replace a result that is there"),
 }
 

@@ -11,13 +11,14 @@ from lpconv.lookup import find
 
 __all__ = [
     "BASELINES",
+    "BENCH_FORMATS",
+    "BENCH_METHODS",
+    "BENCH_OPTIMIZERS",
     "COMPILE_MODES",
-    "FORMATS",
-    "METHODS",
     "MODES",
-    "OPTIMIZERS",
     "PARALLEL",
     "PLAIN",
+    "SCALED",
     "Case",
     "Peer",
     "baseline_of",
@@ -47,22 +48,36 @@ class Peer:
 _TORCHAO = Peer(module="torchao", install="pip install torchao")
 _TE = Peer(module="transformer_engine", install="pip install transformer-engine[pytorch]")
 
+# Methods of `lpconv.scaled`: scaled tensors through the whole model.
+SCALED = ("unit", "scalify")
+
 # What a format can be run as; the first is its default.
-FORMATS: dict[str, tuple[str, ...]] = {
+BENCH_FORMATS: dict[str, tuple[str, ...]] = {
     "fp32": (PLAIN,),
     "bf16": (PLAIN,),
-    "fp16": (PLAIN, "scalify"),
-    "fp8": ("unit", "scalify", "tensorwise", "delayed", "rowwise", "mx", "torchao-tensorwise", "torchao-rowwise", "te"),
+    "fp16": (PLAIN, "unit", "scalify"),
+    "fp8": (
+        "static",
+        "tensorwise",
+        "delayed",
+        "rowwise",
+        "mx",
+        "unit",
+        "scalify",
+        "torchao-tensorwise",
+        "torchao-rowwise",
+        "te",
+    ),
 }
 # Every method, with the peer it needs.
-METHODS: dict[str, Peer | None] = {
+BENCH_METHODS: dict[str, Peer | None] = {
     PLAIN: None,
-    **dict.fromkeys(("unit", "scalify", "tensorwise", "delayed", "rowwise", "mx")),
+    **dict.fromkeys(("static", "tensorwise", "delayed", "rowwise", "mx", *SCALED)),
     "torchao-tensorwise": _TORCHAO,
     "torchao-rowwise": _TORCHAO,
     "te": _TE,
 }
-OPTIMIZERS: dict[str, Peer | None] = {
+BENCH_OPTIMIZERS: dict[str, Peer | None] = {
     "adamw": None,
     "collage-light": None,
     "collage-plus": None,
@@ -103,7 +118,7 @@ class Case:
     @property
     def peers(self) -> tuple[Peer, ...]:
         """The other libraries that it needs."""
-        found = (METHODS[self.method], OPTIMIZERS[self.optimizer] if self.optimizer else None)
+        found = (BENCH_METHODS[self.method], BENCH_OPTIMIZERS[self.optimizer] if self.optimizer else None)
         return tuple(p for p in found if p is not None)
 
 
@@ -121,11 +136,11 @@ def expand(
     A format that no asked method applies to runs as its default. Raises UsageError for unknown names, with the nearest.
     """
     for method in methods:
-        find("method", method, METHODS)
+        find("method", method, BENCH_METHODS)
     for mode in modes:
         find("mode", mode, dict.fromkeys(MODES))
     for wanted in optimizers:
-        find("optimizer", wanted, OPTIMIZERS)
+        find("optimizer", wanted, BENCH_OPTIMIZERS)
     runs = [(name, m) for name in dict.fromkeys(formats) for m in _methods_of(name, methods)]
     for mode, (batch, seq) in itertools.product(modes, sizes):
         chosen: Sequence[str | None] = optimizers if mode == "train" else [None]
@@ -139,13 +154,13 @@ def expand(
 def _compiled(template: Case, method: str) -> str:
     """Scaled tensors cross the border of a compiled block in neither direction, and compiling a whole model of them
     takes a CPU minutes."""
-    if method != "scalify" or template.compiled == "off":
+    if method not in SCALED or template.compiled == "off":
         return template.compiled
     return "off" if template.device == "cpu" else "model"
 
 
 def _methods_of(name: str, asked: Sequence[str]) -> list[str]:
-    possible = find("format", name, FORMATS)
+    possible = find("format", name, BENCH_FORMATS)
     chosen = [m for m in dict.fromkeys(asked) if m in possible]
     if possible[0] == PLAIN:
         return [PLAIN, *(m for m in chosen if m != PLAIN)]

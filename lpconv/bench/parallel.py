@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lpconv.bench.cases import Case
+from lpconv.bench.cases import SCALED, Case
 from lpconv.bench.models import blocks_of, step_loss
 from lpconv.errors import UnsupportedError
 
@@ -14,10 +14,10 @@ __all__ = ["check_parallel", "join", "most", "spread"]
 
 def check_parallel(case: Case) -> None:
     """Raise UnsupportedError where the case's gradients cannot be averaged over processes."""
-    if case.processes > 1 and case.mode == "train" and case.method == "scalify":
+    if case.processes > 1 and case.mode == "train" and case.method in SCALED:
         raise UnsupportedError(
             "torch averages plain gradients over processes, and those of scaled tensors are none",
-            hint="measure scalify in one process",
+            hint=f"measure {case.method} in one process",
         )
 
 

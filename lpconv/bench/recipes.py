@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lpconv.bench.cases import Case
+from lpconv.bench.cases import SCALED, Case
 from lpconv.bench.models import is_head, step_loss
 from lpconv.errors import UnsupportedError
 from lpconv.kernels.fp8_linear import FP8_RECIPES, Fp8Linear, calibrate, convert_linears
@@ -45,12 +45,12 @@ def is_emulated(case: Case) -> bool:
 
 
 def apply_recipe(model: nn.Module, case: Case, batch: dict[str, Tensor]) -> nn.Module:
-    """`model` (fp32) in the case's format; parameters are bf16 under every fp8 recipe but scalify.
+    """`model` (fp32) in the case's format; parameters are bf16 under every fp8 recipe but those of `SCALED`.
 
     Raises UnsupportedError where a device or a peer cannot do it.
     """
-    if case.method == "scalify":
-        return scaled(model, method="scalify", compute=case.format)
+    if case.method in SCALED:
+        return scaled(model, method=case.method, compute=case.format)
     if case.format != "fp8":
         model.to(_DTYPES[case.format])
         if case.format == "fp16" and case.device == "cpu":
@@ -173,7 +173,7 @@ _PEERS: dict[str, Callable[[nn.Module, Case], nn.Module]] = {
 def make_optimizer(model: nn.Module, case: Case) -> torch.optim.Optimizer:
     """The optimizer of a training case, with state in the dtype of the parameters unless its name says otherwise."""
     parameters = [p for p in model.parameters() if p.requires_grad]
-    if case.method == "scalify":
+    if case.method in SCALED:
         if case.optimizer != "adamw":
             raise UnsupportedError(f"scaled tensors do not train with {case.optimizer}", hint="use adamw")
         state = torch.float32 if case.format == "fp32" else torch.bfloat16

@@ -25,7 +25,7 @@ class Casts:
 
 
 CASTS: dict[str, Casts] = {
-    "unit": Casts(num_casts=1, amax_passes=0),
+    "static": Casts(num_casts=1, amax_passes=0),
     "delayed": Casts(num_casts=1, amax_passes=0),
     "tensorwise": Casts(num_casts=1, amax_passes=1),
     "rowwise": Casts(num_casts=2, amax_passes=1),

@@ -28,7 +28,7 @@ from lpconv.results import (
     from_json,
 )
 
-__all__ = ["FAILED", "MEMORY_SHARE", "OK", "SKIPPED", "TOO_LARGE", "Run", "new_team"]
+__all__ = ["FAILED", "MEMORY_SHARE", "OK", "SKIPPED", "TOO_LARGE", "BenchRun", "new_team"]
 
 OK, SKIPPED, TOO_LARGE, FAILED = "ok", "skipped", "too large", "failed"
 MEMORY_SHARE = 0.9  # of what is free; two cases that are built at once get half of it each
@@ -39,7 +39,7 @@ _NO_NVML = "there is no GPU, or nvidia-ml-py is not installed (pip install nvidi
 
 
 @dataclass(kw_only=True)
-class Run:
+class BenchRun:
     """The rows so far, by baseline and case, and what is needed to measure more."""
 
     options: BenchOptions

@@ -10,7 +10,7 @@ from lpconv.bench.defaults import choose_model
 from lpconv.bench.interleave import Effort, interleave, ratio_of
 from lpconv.bench.nvml import GpuMonitor, find_monitor
 from lpconv.bench.options import BenchOptions
-from lpconv.bench.rows import MEMORY_SHARE, Run, new_team
+from lpconv.bench.rows import MEMORY_SHARE, BenchRun, new_team
 from lpconv.errors import UnsupportedError, UsageError
 from lpconv.progress import Progress, Silent
 from lpconv.results import BenchResult, PeakRecord, RatioRecord, from_json
@@ -43,7 +43,7 @@ def bench(
         cases, notes = _cases(options, device)
         for note in notes:
             told.message(note)
-        run = Run(
+        run = BenchRun(
             options=options,
             told=told,
             on_result=on_result,

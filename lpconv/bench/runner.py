@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from lpconv.bench.cases import Case
 from lpconv.bench.estimate import check_fits, estimate_bytes, gemms_of
 from lpconv.bench.gemm import Gemm
-from lpconv.bench.memory import StepMemory, profile_step, storage_bytes
+from lpconv.bench.memory import StepPeak, profile_step, storage_bytes
 from lpconv.bench.models import blocks_of, make_batch, open_model, step_loss
 from lpconv.bench.parallel import check_parallel, most, spread
 from lpconv.bench.recipes import apply_recipe, check_peers, is_emulated, make_optimizer
@@ -22,7 +22,7 @@ from lpconv.errors import LpconvError
 from lpconv.results import NumericsRecord
 from lpconv.scaled import ScaledTensor
 
-__all__ = ["Runner"]
+__all__ = ["CaseRunner"]
 
 _PROBE = (1, 64)  # batch and sequence of the comparison with fp32: small, since that model lives beside nothing else
 _WARM_UP_STEPS = 3
@@ -30,7 +30,7 @@ _WARM_UP_STEPS = 3
 _WHOLE: dict[str, dict[str, Any]] = {"model": {}, "graphs": {"mode": "reduce-overhead"}}
 
 
-class Runner:
+class CaseRunner:
     """A case's model, optimizer and batch. Building it checks peers and memory first, then compares with fp32."""
 
     def __init__(self, case: Case, *, memory_share: float) -> None:
@@ -126,7 +126,7 @@ class Runner:
             count += 1
         return count
 
-    def memory(self) -> StepMemory:
+    def memory(self) -> StepPeak:
         """One step under the profiler. On a GPU the peak is the allocator's own figure."""
         self.run(1)
         weights = storage_bytes([*self._model.parameters(), *self._model.buffers()])
@@ -148,7 +148,7 @@ class Runner:
         peak = torch.cuda.max_memory_allocated()
         if self.case.compiled == "graphs":
             return _of_graphs(result, peak)
-        return StepMemory(peak_bytes=peak, saved_bytes=result.saved_bytes, parts=result.parts)
+        return StepPeak(peak_bytes=peak, saved_bytes=result.saved_bytes, parts=result.parts)
 
     def _forward(self) -> Any:
         if self._optimizer is not None:
@@ -208,11 +208,11 @@ def _graphs() -> int:
     return int(counters["stats"]["unique_graphs"])
 
 
-def _of_graphs(seen: StepMemory, peak: int) -> StepMemory:
+def _of_graphs(seen: StepPeak, peak: int) -> StepPeak:
     """CUDA graphs keep their memory from step to step: no event tells what of it a step uses, or saves."""
     pool = max(0, peak - seen.parts.total)
     parts = dataclasses.replace(seen.parts, other=seen.parts.other + pool)
-    return StepMemory(peak_bytes=peak, saved_bytes=None, parts=parts)
+    return StepPeak(peak_bytes=peak, saved_bytes=None, parts=parts)
 
 
 def _tensors(states: Iterable[Any]) -> Iterable[Any]:

@@ -21,7 +21,7 @@ def verdict(rows: Sequence[BenchRow], gemms: tuple[Gemm, ...], peaks: PeakRecord
     if base is None:
         return None
     low = [r for r in done if r.format == "fp8"]
-    method = next((r.method for r in low if r.method in CASTS), "unit")
+    method = next((r.method for r in low if r.method in CASTS), "static")
     m, train = base.batch * base.seq, base.mode == "train"
     records = tuple(gemm_record(g, m, peaks, method=method, train=train) for g in gemms)
     sentences = [

@@ -18,13 +18,13 @@ from typing import Any, TextIO
 
 import torch
 
-import lpconv
 from lpconv.bench.cases import Case
 from lpconv.bench.parallel import join
 from lpconv.bench.peaks import measure_peaks
-from lpconv.bench.runner import Runner
+from lpconv.bench.runner import CaseRunner
 from lpconv.errors import LpconvError, ResourceError, UnsupportedError, UsageError
 from lpconv.report.numbers import plural
+from lpconv.version import __version__
 
 __all__ = ["Worker", "answer", "main"]
 
@@ -36,10 +36,10 @@ class Worker:
     """One method for each command; the device's peaks and one case at a time."""
 
     def __init__(self) -> None:
-        self._runner: Runner | None = None
+        self._runner: CaseRunner | None = None
 
     @property
-    def runner(self) -> Runner:
+    def runner(self) -> CaseRunner:
         """The case that was prepared."""
         assert self._runner is not None, "prepare comes first"
         return self._runner
@@ -63,7 +63,7 @@ class Worker:
             case["device"] = f"cuda:{rank}"
         _use(case["device"], case["threads"], case["processes"])
         join(Case(**case), rank, meeting)
-        runner = self._runner = Runner(Case(**case), memory_share=memory_share)
+        runner = self._runner = CaseRunner(Case(**case), memory_share=memory_share)
         return {
             "emulated": runner.emulated,
             "weights": "checkpoint" if runner.has_real_weights else "random",
@@ -145,7 +145,7 @@ def _cpu_name() -> str:
 
 
 def _versions() -> dict[str, str]:
-    found = {"lpconv": lpconv.__version__, "python": platform.python_version()}
+    found = {"lpconv": __version__, "python": platform.python_version()}
     for name in _VERSIONS:
         try:
             found[name] = metadata.version(name)

@@ -9,9 +9,9 @@ from lpconv.cli.options import Json, Quiet
 from lpconv.cli.progress import progress_for
 
 if TYPE_CHECKING:
-    from lpconv.batch.manifest import Job
-    from lpconv.batch.records import BatchResult, JobResult
+    from lpconv.batch.manifest import BatchJob
     from lpconv.progress import Progress
+    from lpconv.results.batch import BatchResult, JobResult
 
 __all__ = ["batch"]
 
@@ -22,22 +22,22 @@ class _Events:
     def __init__(self, progress: "Progress", junit: str | None, as_json: bool) -> None:
         self._progress, self._junit, self._json = progress, junit, as_json
 
-    def job_started(self, job: "Job", index: int, total: int) -> None:
+    def job_started(self, job: "BatchJob", index: int, total: int) -> None:
         self._progress.message(f"[{index + 1}/{total}] {job.id}")
 
     def job_finished(self, result: "JobResult", index: int, total: int) -> None:
         self._progress.message(f"[{index + 1}/{total}] {result.id}: {result.status}")
 
     def batch_finished(self, result: "BatchResult") -> None:
-        from lpconv.batch.junit import junit_xml
-        from lpconv.batch.render import render
-        from lpconv.report.document import json_text
+        from lpconv.report.batch import render_batch
+        from lpconv.report.junit import junit_xml
         from lpconv.report.terminal import show
+        from lpconv.results import json_text
 
         if self._junit is not None:
             Path(self._junit).write_text(junit_xml(result), encoding="utf-8")
         if not self._json:
-            show(render(result))
+            show(render_batch(result))
         elif not result.failed:  # a failed batch prints the same document inside its error
             print(json_text(result), end="")
 

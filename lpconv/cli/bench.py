@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lpconv.bench.cases import BASELINES, COMPILE_MODES, FORMATS, METHODS, MODES, OPTIMIZERS, PARALLEL, parse_sweep
+from lpconv.bench.cases import (
+    BASELINES,
+    BENCH_FORMATS,
+    BENCH_METHODS,
+    BENCH_OPTIMIZERS,
+    COMPILE_MODES,
+    MODES,
+    PARALLEL,
+    parse_sweep,
+)
 from lpconv.cli.options import Json, Quiet
 from lpconv.errors import UsageError
 from lpconv.lookup import find
@@ -28,17 +37,19 @@ def bench(
         typer.Argument(help="A preset such as bert-large or llama-8b (random weights), a checkpoint, or demo."),
     ] = None,
     format: Annotated[
-        str, typer.Option("--format", "-f", help="Any of " + ", ".join(FORMATS), rich_help_panel=_WHAT)
+        str, typer.Option("--format", "-f", help="Any of " + ", ".join(BENCH_FORMATS), rich_help_panel=_WHAT)
     ] = "fp8",
     method: Annotated[
         str,
-        typer.Option("--method", "-m", help="For fp8, any of " + ", ".join(FORMATS["fp8"]), rich_help_panel=_WHAT),
-    ] = "unit",
+        typer.Option(
+            "--method", "-m", help="For fp8, any of " + ", ".join(BENCH_FORMATS["fp8"]), rich_help_panel=_WHAT
+        ),
+    ] = "static",
     mode: Annotated[
         str, typer.Option("--mode", help=" or ".join(MODES) + ", or both", rich_help_panel=_WHAT)
     ] = "infer",
     optimizer: Annotated[
-        str, typer.Option("--optimizer", help="Any of " + ", ".join(OPTIMIZERS), rich_help_panel=_WHAT)
+        str, typer.Option("--optimizer", help="Any of " + ", ".join(BENCH_OPTIMIZERS), rich_help_panel=_WHAT)
     ] = "adamw",
     rivals: Annotated[
         bool, typer.Option("--rivals", help="Add torchao and TransformerEngine.", rich_help_panel=_WHAT)
@@ -121,21 +132,21 @@ def bench(
 
       lpconv bench --format fp8
 
-      lpconv bench llama-8b --layers 4 --format fp8 --method unit,tensorwise --rivals --mode infer,train
+      lpconv bench llama-8b --layers 4 --format fp8 --method static,tensorwise --rivals --mode infer,train
 
       lpconv bench bert-base --sweep 'batch=1,8 seq=128,512' --gate 'speedup>=1.2' --save bench.json
 
       torchrun --nproc-per-node 8 -m lpconv bench llama-8b --mode train --parallel fsdp2
     """
-    from lpconv.bench.gates import check_gates, parse_gates
-    from lpconv.bench.gates import compare as compare_with
     from lpconv.bench.interleave import Effort
     from lpconv.bench.options import BenchOptions
+    from lpconv.bench.outcome import compare as compare_with
     from lpconv.bench.outcome import problem
     from lpconv.bench.run import bench as measure
     from lpconv.bench.saved import kept, read_bench
     from lpconv.bench.torchrun import processes_of
     from lpconv.cli.progress import progress_for
+    from lpconv.gates import BENCH_GATES, check_rows
 
     together = processes_of(processes)
     if together is None:
@@ -143,9 +154,10 @@ def bench(
     shown = "json" if json else output_format
     find("output format", shown, dict.fromkeys(_OUTPUT_FORMATS))
     find("compile mode", compile, dict.fromkeys(COMPILE_MODES))
-    gates, old = parse_gates(gate or ()), read_bench(Path(compare)) if compare else None
+    gates = tuple(map(BENCH_GATES.parse, gate or ()))
+    old = read_bench(Path(compare)) if compare else None
     batches, seqs = _sizes(batch, seq, sweep or [])
-    peers = [m for m in FORMATS["fp8"] if METHODS[m] is not None] if rivals else []
+    peers = [m for m in BENCH_FORMATS["fp8"] if BENCH_METHODS[m] is not None] if rivals else []
     options = BenchOptions(
         model=model,
         formats=_names(format),
@@ -168,7 +180,7 @@ def bench(
 
     def judged(result: "BenchResult") -> "BenchResult":
         changes = compare_with(result.rows, old) if old else ()
-        return dataclasses.replace(result, gates=check_gates(gates, result.rows), changes=changes)
+        return dataclasses.replace(result, gates=check_rows(gates, result.rows), changes=changes)
 
     with kept(Path(save) if save else None, judged, lambda partial: None if json else _print(partial, shown)) as keep:
         with progress_for(quiet=quiet) as progress:
@@ -197,8 +209,8 @@ def _sizes(batch: int | None, seq: int | None, sweep: list[str]) -> tuple[tuple[
 def _print(result: "BenchResult", shown: str) -> None:
     from lpconv.report.bench.terminal import render_bench
     from lpconv.report.bench.text import bench_csv, bench_jsonl, bench_markdown
-    from lpconv.report.document import json_text
     from lpconv.report.terminal import show
+    from lpconv.results import json_text
 
     writers = {"json": json_text, "jsonl": bench_jsonl, "csv": bench_csv, "md": bench_markdown}
     if shown in writers:

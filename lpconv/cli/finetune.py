@@ -10,7 +10,7 @@ import typer
 from lpconv.cli.options import Force, Json, Model, Output, Quiet, Resume
 from lpconv.convert.options import parse_size
 from lpconv.train.options import SAVES, SCHEDULES, TASKS, TWINS, FinetuneOptions
-from lpconv.train.recipes import LOSS_SCALES, METHODS, OPTIMIZERS, PRECISIONS, RECIPES, arithmetic
+from lpconv.train.recipes import LOSS_SCALES, PRECISIONS, RECIPES, TRAINING_METHODS, TRAINING_OPTIMIZERS, arithmetic
 
 __all__ = ["finetune"]
 
@@ -46,9 +46,11 @@ def finetune(
     precision: Annotated[
         str | None, typer.Option("--precision", help=", ".join(PRECISIONS), rich_help_panel=_HOW)
     ] = None,
-    method: Annotated[str | None, typer.Option("--method", "-m", help=", ".join(METHODS), rich_help_panel=_HOW)] = None,
+    method: Annotated[
+        str | None, typer.Option("--method", "-m", help=", ".join(TRAINING_METHODS), rich_help_panel=_HOW)
+    ] = None,
     optimizer: Annotated[
-        str | None, typer.Option("--optimizer", help=", ".join(OPTIMIZERS), rich_help_panel=_HOW)
+        str | None, typer.Option("--optimizer", help=", ".join(TRAINING_OPTIMIZERS), rich_help_panel=_HOW)
     ] = None,
     rounding: Annotated[
         str | None,
@@ -250,11 +252,10 @@ def finetune(
         resume=resume,
         force=force,
     )
-    from lpconv.cli.training_bars import training_progress
-    from lpconv.report.document import json_text
+    from lpconv.cli.progress import progress_for
     from lpconv.report.finetune.terminal import render_finetune
     from lpconv.report.terminal import show
-    from lpconv.results import to_json
+    from lpconv.results import json_text, to_json
     from lpconv.train import run
     from lpconv.train.folder import default_output
     from lpconv.train.gates import gate_problem
@@ -263,8 +264,8 @@ def finetune(
     target = Path(output) if output else default_output(model, options.arithmetic.name)
     command = shlex.join(["lpconv", *sys.argv[1:]])
     is_main = is_main_process()
-    with training_progress(quiet=quiet or not is_main) as telling:
-        result = run.finetune(model, target, options, telling=telling, command=command)
+    with progress_for(quiet=quiet or not is_main) as progress:
+        result = run.finetune(model, target, options, progress=progress, command=command)
     if not is_main:
         return
     error = gate_problem(result)

@@ -23,7 +23,7 @@ from lpconv.checkpoint.header import DTYPE_BITS
 from lpconv.checkpoint.partfile import PartFile
 from lpconv.checkpoint.source import Source
 from lpconv.convert.plan import OutputFile, PlannedShard, PlannedTensor
-from lpconv.convert.records import tensor_record
+from lpconv.convert.tensor_records import tensor_record
 from lpconv.convert.workers import Block, Workers, blocks_of
 from lpconv.forms.blocks import Workspace
 from lpconv.forms.facts import BlockError, BlockStats, Encoded, Measured

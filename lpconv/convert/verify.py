@@ -18,7 +18,7 @@ from lpconv.checkpoint.partfile import sha256_of
 from lpconv.checkpoint.source import Source, read_range
 from lpconv.checkpoint.staging import MARKER
 from lpconv.convert.reader import OutputReader
-from lpconv.convert.records import sqnr_db
+from lpconv.convert.tensor_records import sqnr_db
 from lpconv.errors import InputError
 from lpconv.forms.blocks import block_ranges
 from lpconv.progress import Progress

@@ -4,7 +4,7 @@
 
 | recipe | one scale per | from | work beside the cast |
 |---|---|---|---|
-| unit | tensor | a calibration before the run; a constant from then on | none |
+| static | tensor | a calibration before the run; a constant from then on | none |
 | tensorwise | tensor | amax of the tensor | a pass over it before the cast |
 | delayed | tensor | the largest amax of the last calls | amax in the pass of the cast |
 | rowwise | row along the summed axis | amax of the row | amax, and a second cast for the other product |
@@ -58,7 +58,7 @@ class Fp8Recipe:
 FP8_RECIPES: dict[str, Fp8Recipe] = {
     r.name: r
     for r in (
-        Fp8Recipe(name="unit", granularity="tensor", source="static", gradient="e5m2"),
+        Fp8Recipe(name="static", granularity="tensor", source="static", gradient="e5m2"),
         Fp8Recipe(name="tensorwise", granularity="tensor", source="dynamic", gradient="e5m2"),
         Fp8Recipe(name="delayed", granularity="tensor", source="delayed", gradient="e5m2"),
         Fp8Recipe(name="rowwise", granularity="row", source="dynamic", gradient="e4m3fn"),
@@ -78,8 +78,8 @@ class _Operand(NamedTuple):
 class Fp8Linear(nn.Module):
     """`nn.Linear` whose products run in fp8; weight (N, K), bias (N,) or None, results in x's dtype.
 
-    The scales of "unit" and the histories of "delayed" are ordinary buffers. `freeze` keeps the weight as codes alone,
-    for inference.
+    The scales of "static" and the histories of "delayed" are ordinary buffers. `freeze` keeps the weight as codes
+    alone, for inference.
     """
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, recipe: str | Fp8Recipe) -> None:
@@ -249,7 +249,7 @@ def _weight_NK(module: Any) -> nn.Parameter:
 
 
 def calibrate(model: nn.Module, step: Callable[[], object]) -> None:
-    """Set the static scales of the "unit" layers in `model` from one run of `step`, which calls it (and may go back).
+    """Set the static scales of the "static" layers in `model` from one run of `step`, which calls it (and may go back).
 
     Each scale is the power of two nearest to the root mean square: elements then lie around 1, where every format is
     densest. Layers that read the same tensor share the scale of their inputs, so that a compiler casts it once.

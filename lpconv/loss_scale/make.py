@@ -21,7 +21,7 @@ def make_loss_scale(name: str, **options: Any) -> LossScale:
     """The loss scale of that name, none, constant, dynamic or logmax; the options are those of its class.
 
     Raises `UsageError` for unknown names, unknown or missing options, and values out of range. (Adaptive scaling works
-    layer by layer, inside the model: `lpconv.scaled.scaled(model, method="adaptive")`.)
+    layer by layer, inside the model: `lpconv.scaled.adaptive_scaling(model)`.)
     """
     kind = find("loss scale", name, LOSS_SCALES)
     parameters = inspect.signature(kind).parameters

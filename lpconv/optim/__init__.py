@@ -1,6 +1,6 @@
 """Optimizers for low-precision weights: Collage, and the rivals it is compared with, on one core."""
 
-from lpconv.optim.collage import CollageAdamW, CollageLion, CollageSGD
+from lpconv.optim.collage import CollageAdamW, CollageLion, CollageSGD, LowPrecisionAdamW
 from lpconv.optim.exchange import fp32_state_dict, start_from_checkpoint, start_from_fp32
 from lpconv.optim.fp8_weights import Fp8WeightLinear, use_fp8_weights
 
@@ -9,6 +9,7 @@ __all__ = [
     "CollageLion",
     "CollageSGD",
     "Fp8WeightLinear",
+    "LowPrecisionAdamW",
     "fp32_state_dict",
     "start_from_checkpoint",
     "start_from_fp32",

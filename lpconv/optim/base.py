@@ -40,7 +40,7 @@ class _Job:
 
 
 class LowPrecisionOptimizer(Optimizer):
-    """Any rule of `rules.RULES` with any variant of `storage.VARIANTS`; use it through CollageAdamW, SGD or Lion.
+    """Any rule of `rules.RULES` with any variant of `storage.VARIANTS`; use it through `optim.collage`.
 
     bf16 parameters are kept as the variant says, e4m3fn ones likewise with an e4m3fn high part; fp32 parameters among
     them stay fp32 with fp32 moments. Other dtypes raise UnsupportedError. State tensors have the shape, device and

@@ -1,30 +1,54 @@
-"""The optimizers one constructs: AdamW, SGD with momentum and Lion on weights kept as (hi, lo) pairs."""
+"""The optimizers one constructs: AdamW in any storage, and Collage's AdamW, SGD and Lion on weights kept as pairs."""
+
+from typing import TypedDict, Unpack
 
 import torch
 
+from lpconv.lookup import find
 from lpconv.optim.base import LowPrecisionOptimizer, ParamsLike
 from lpconv.optim.settings import make_settings
 
-__all__ = ["CollageAdamW", "CollageLion", "CollageSGD"]
+__all__ = ["AdamWOptions", "CollageAdamW", "CollageLion", "CollageSGD", "LowPrecisionAdamW", "StepOptions"]
+
+_COLLAGE = dict.fromkeys(("light", "plus", "full"))
 
 
-class CollageAdamW(LowPrecisionOptimizer):
-    """AdamW for bf16 weights without fp32 copies: what bf16 drops is kept in a second bf16 number.
+class StepOptions(TypedDict, total=False):
+    """What every optimizer here may be given beside its rule's numbers.
+
+    `state_dtype=torch.float32` keeps the moments in fp32 (bf16). `nonfinite_gradients`: "ignore" (as torch, the
+    default), "skip" or "raise", see `step`. `compiled=False` runs the fused step eagerly, which needs no compiler and
+    is several times slower. `diagnostics_every=k` fills `records` (see `optim.diagnostics`) at each k-th step; 0, the
+    default, never does. `seed` (0) is for the "stochastic" variant.
+    """
+
+    state_dtype: torch.dtype
+    nonfinite_gradients: str
+    compiled: bool
+    seed: int
+    diagnostics_every: int
+
+
+class AdamWOptions(StepOptions, total=False):
+    """`arithmetic`: "fused" (the default) computes in fp32 and rounds once per number and step; "paper" rounds at every
+    operation, as published (arXiv 2405.03637), for light and plus. The two are different optimizers: name the one you
+    used. e4m3fn parameters (`optim.fp8_weights`) are kept with a low part of `fp8_residual`, bf16 (the default) or
+    e4m3fn, where the variant has pairs.
+    """
+
+    arithmetic: str
+    fp8_residual: torch.dtype
+
+
+class LowPrecisionAdamW(LowPrecisionOptimizer):
+    """AdamW for bf16 weights, kept as `variant` says; what Collage is compared with, in bytes per parameter.
+
+    "bf16" (8 with a bf16 gradient), "stochastic" (8), "kahan" (10), "fp32-moments" (12), "fp32-master" (16); and
+    Collage's own three, see `CollageAdamW`.
 
     `lr`, `betas`, `eps`, `weight_decay` (decoupled) and `maximize` mean what they mean in torch.optim.AdamW, parameter
-    groups, schedulers, closures and a tensor `lr` included.
-
-    `variant`: "light" keeps weights as pairs (10 bytes per parameter with a bf16 gradient), "plus" the second moment
-    too (12; needed for beta2 above 0.998), "full" also the first (14). For comparison: "bf16" (8), "stochastic" (8),
-    "kahan" (10), "fp32-moments" (12), "fp32-master" (16). `state_dtype=torch.float32` keeps the moments in fp32.
-    `arithmetic`: "fused" computes in fp32 and rounds once per number and step; "paper" rounds at every operation, as
-    published (arXiv 2405.03637), for light and plus. The two are different optimizers: name the one you used.
-    `nonfinite_gradients`: "ignore" (as torch), "skip" or "raise", see `step`. `compiled=False` runs the fused step
-    eagerly, which needs no compiler and is several times slower. `diagnostics_every=k` fills `records` (see
-    `optim.diagnostics`) at each k-th step. `seed` is for the "stochastic" variant.
-
-    e4m3fn parameters (`optim.fp8_weights`) are kept with a low part of `fp8_residual`, bf16 or e4m3fn, where the
-    variant has pairs. In a group with `weight_scale` σ the options are meant for σ times what the parameters hold.
+    groups, schedulers, closures and a tensor `lr` included. The other options are `AdamWOptions`. In a group with
+    `weight_scale` σ the options are meant for σ times what the parameters hold.
 
     To start from fp32 weights or a converted checkpoint, and to export fp32, see `optim.exchange`.
     """
@@ -37,39 +61,43 @@ class CollageAdamW(LowPrecisionOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         *,
+        variant: str,
         maximize: bool = False,
-        variant: str = "plus",
-        arithmetic: str = "fused",
-        state_dtype: torch.dtype = torch.bfloat16,
-        nonfinite_gradients: str = "ignore",
-        compiled: bool = True,
-        seed: int = 0,
-        diagnostics_every: int = 0,
-        fp8_residual: torch.dtype = torch.bfloat16,
+        **options: Unpack[AdamWOptions],
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(
-            params,
-            defaults | {"weight_scale": 1.0},
-            make_settings(
-                rule="adamw",
-                variant=variant,
-                arithmetic=arithmetic,
-                state_dtype=state_dtype,
-                nonfinite_gradients=nonfinite_gradients,
-                compiled=compiled,
-                seed=seed,
-                diagnostics_every=diagnostics_every,
-                fp8_residual=fp8_residual,
-            ),
-        )
+        settings = make_settings(rule="adamw", variant=variant, **options)
+        super().__init__(params, defaults | {"weight_scale": 1.0}, settings)
+
+
+class CollageAdamW(LowPrecisionAdamW):
+    """AdamW for bf16 weights without fp32 copies: what bf16 drops is kept in a second bf16 number.
+
+    "light" keeps weights as pairs (10 bytes per parameter with a bf16 gradient), "plus" the second moment too (12;
+    needed for beta2 above 0.998), "full" also the first (14). Everything else is that of `LowPrecisionAdamW`.
+    """
+
+    def __init__(
+        self,
+        params: ParamsLike,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        variant: str = "plus",
+        maximize: bool = False,
+        **options: Unpack[AdamWOptions],
+    ) -> None:
+        find("variant", variant, _COLLAGE)
+        super().__init__(params, lr, betas, eps, weight_decay, variant=variant, maximize=maximize, **options)
 
 
 class CollageSGD(LowPrecisionOptimizer):
     """SGD with momentum, as torch.optim.SGD (coupled weight decay, dampening, Nesterov), on weights kept as pairs.
 
-    Options as in `CollageAdamW`; "light" keeps the momentum buffer in bf16 and "full" as a pair. There is no second
-    moment, so "plus" is "light".
+    "light" keeps the momentum buffer in bf16 and "full" as a pair. There is no second moment, so "plus" is "light".
+    Other options are `StepOptions`.
     """
 
     def __init__(
@@ -83,27 +111,12 @@ class CollageSGD(LowPrecisionOptimizer):
         nesterov: bool = False,
         maximize: bool = False,
         variant: str = "light",
-        state_dtype: torch.dtype = torch.bfloat16,
-        nonfinite_gradients: str = "ignore",
-        compiled: bool = True,
-        seed: int = 0,
-        diagnostics_every: int = 0,
+        **options: Unpack[StepOptions],
     ) -> None:
+        find("variant", variant, _COLLAGE)
         defaults = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
-        super().__init__(
-            params,
-            defaults | {"nesterov": nesterov, "maximize": maximize},
-            make_settings(
-                rule="sgd",
-                variant=variant,
-                arithmetic="fused",
-                state_dtype=state_dtype,
-                nonfinite_gradients=nonfinite_gradients,
-                compiled=compiled,
-                seed=seed,
-                diagnostics_every=diagnostics_every,
-            ),
-        )
+        settings = make_settings(rule="sgd", variant=variant, **options)
+        super().__init__(params, defaults | {"nesterov": nesterov, "maximize": maximize}, settings)
 
 
 class CollageLion(LowPrecisionOptimizer):
@@ -118,23 +131,8 @@ class CollageLion(LowPrecisionOptimizer):
         *,
         maximize: bool = False,
         variant: str = "light",
-        state_dtype: torch.dtype = torch.bfloat16,
-        nonfinite_gradients: str = "ignore",
-        compiled: bool = True,
-        seed: int = 0,
-        diagnostics_every: int = 0,
+        **options: Unpack[StepOptions],
     ) -> None:
-        super().__init__(
-            params,
-            {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize},
-            make_settings(
-                rule="lion",
-                variant=variant,
-                arithmetic="fused",
-                state_dtype=state_dtype,
-                nonfinite_gradients=nonfinite_gradients,
-                compiled=compiled,
-                seed=seed,
-                diagnostics_every=diagnostics_every,
-            ),
-        )
+        find("variant", variant, _COLLAGE)
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, defaults, make_settings(rule="lion", variant=variant, **options))

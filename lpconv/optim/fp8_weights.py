@@ -58,7 +58,7 @@ class Fp8WeightLinear(nn.Module):
 def use_fp8_weights(
     model: nn.Module, *, exclude: Iterable[str] = (), recipe: LinearRecipe = RECIPE
 ) -> list[dict[str, Any]]:
-    """Replace the Linear layers of `model` by `Fp8WeightLinear`; returns all its parameters as groups for CollageAdamW.
+    """Replace the Linear layers of `model` by `Fp8WeightLinear`; returns all its parameters as groups for AdamW.
 
     Left as they are: the output head, weights that several modules share, and modules whose name matches a pattern of
     `exclude`. The groups carry the `weight_scale` of their parameters; learning rate, eps and weight decay keep the

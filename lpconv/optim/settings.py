@@ -25,7 +25,7 @@ _LARGEST_BF16_BETA2 = 0.998
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What `CollageAdamW` and the others are asked for by name, looked up and checked by `make_settings`."""
+    """What an optimizer is asked for by name, looked up and checked by `make_settings`."""
 
     rule: Rule
     variant: Variant
@@ -60,12 +60,12 @@ def make_settings(
     *,
     rule: str,
     variant: str,
-    arithmetic: str,
-    state_dtype: torch.dtype,
-    nonfinite_gradients: str,
-    compiled: bool,
-    seed: int,
-    diagnostics_every: int,
+    arithmetic: str = "fused",
+    state_dtype: torch.dtype = torch.bfloat16,
+    nonfinite_gradients: str = "ignore",
+    compiled: bool = True,
+    seed: int = 0,
+    diagnostics_every: int = 0,
     fp8_residual: torch.dtype = torch.bfloat16,
 ) -> Settings:
     """Raises UsageError for unknown names and for what the paper's arithmetic does not cover, with a hint."""
@@ -98,7 +98,7 @@ def check_group(group: Mapping[str, Any], settings: Settings) -> None:
             raise UnsupportedError(
                 f"no form of {p.dtype} weights for {settings.rule.name}, {settings.variant.name}, "
                 f"{settings.arithmetic} arithmetic",
-                hint="CollageAdamW with fused arithmetic keeps them as light, plus, full, bf16 or fp32-master",
+                hint="fused AdamW keeps them as light, plus, full, bf16 or fp32-master",
             )
         if p.dtype not in (torch.bfloat16, torch.float32, torch.float8_e4m3fn):
             raise UnsupportedError(
@@ -107,7 +107,7 @@ def check_group(group: Mapping[str, Any], settings: Settings) -> None:
             )
     scale = group.get("weight_scale", 1.0)
     if scale != 1 and settings.rule.name != "adamw":
-        raise UnsupportedError(f"{settings.rule.name} has no weight_scale", hint="use CollageAdamW for scaled weights")
+        raise UnsupportedError(f"{settings.rule.name} has no weight_scale", hint="use AdamW for scaled weights")
     if not (scale > 0 and math.frexp(scale)[0] == 0.5):
         raise UsageError(
             f"weight_scale = {scale} is not a power of two", hint="take the one that `use_fp8_weights` gave"

@@ -1,6 +1,6 @@
 """Tensors that are `data · scale`: the rules that propagate scales, and the methods that are policies over them."""
 
-from lpconv.scaled.adaptive import AdaptiveOptions, adaptive_factor, loss_scales
+from lpconv.scaled.adaptive import AdaptiveOptions, adaptive_factor, adaptive_scaling, loss_scales
 from lpconv.scaled.calibrate import EdgeFactors, apply_factors, calibrate
 from lpconv.scaled.disk import from_disk, read_factors, to_disk, write_factors
 from lpconv.scaled.guard import StepGuard, gradients_are_finite
@@ -18,6 +18,7 @@ __all__ = [
     "ScaledTensor",
     "StepGuard",
     "adaptive_factor",
+    "adaptive_scaling",
     "apply_factors",
     "calibrate",
     "dynamic_rescale",

@@ -21,12 +21,14 @@ from transformers.pytorch_utils import Conv1D
 from lpconv.errors import UsageError
 from lpconv.formats.scale import pow2_floor
 from lpconv.formats.spec import get_format
+from lpconv.lookup import find
+from lpconv.scaled.model import COMPUTE, Scaling, leave_plain, refuse_scaled
 from lpconv.scaled.operands import product
-from lpconv.scaled.pair import Arithmetic, Role
+from lpconv.scaled.pair import Numerics, Role
 from lpconv.scaled.scales import Scale, times
-from lpconv.scaled.tensor import ScaledTensor
+from lpconv.scaled.tensor import ScaledTensor, scaled_tensor
 
-__all__ = ["AdaptiveOptions", "LayerState", "adaptive_factor", "loss_scales", "make_adaptive"]
+__all__ = ["AdaptiveOptions", "LayerState", "adaptive_factor", "adaptive_scaling", "loss_scales"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +106,7 @@ class LayerState:
         return self.factor
 
 
-_PLAIN = Arithmetic()  # names no formats: operands are multiplied as they are
+_PLAIN = Numerics()  # names no formats: operands are multiplied as they are
 
 
 class _AdaptiveMatmul(torch.autograd.Function):
@@ -127,7 +129,7 @@ class _AdaptiveMatmul(torch.autograd.Function):
             return product(_PLAIN, raw, weight), grad_weight, grad_bias, None
         factor = ctx.state.factor_for(grad, weight)
         handed_down = product(_PLAIN, times(raw, factor), weight)
-        return ScaledTensor(handed_down, scale / factor, Role.GRADIENT, grad.arithmetic), grad_weight, grad_bias, None
+        return ScaledTensor(handed_down, scale / factor, Role.GRADIENT, grad.numerics), grad_weight, grad_bias, None
 
 
 class _AdaptiveLinear(nn.Linear):
@@ -153,15 +155,32 @@ def _apply(x: Tensor, weight: Tensor, bias: Tensor | None, state: LayerState) ->
     return out.view(*x.shape[:-1], out.shape[-1])
 
 
-def make_adaptive(model: nn.Module, dtype: torch.dtype, format: str, options: AdaptiveOptions) -> None:
-    """Turn the linear layers of `model` into adaptive ones and let every parameter receive plain gradients."""
+def adaptive_scaling(
+    model: nn.Module, *, compute: str = "fp16", options: AdaptiveOptions | None = None, strict: bool = False
+) -> nn.Module:
+    """`model`, changed in place so that its backward pass chooses a loss scale for each linear layer, as `options` say.
+
+    The forward pass and the parameters stay plain; it runs under autocast to `compute` ("fp16", "bf16" or "fp32").
+    Parameters receive plain gradients, so any optimizer will do. `strict` is that of `lpconv.scaled.scaled`. Raises
+    `UsageError` for unknown names and a model scaled before.
+    """
+    if compute == "fp8":
+        raise UsageError("adaptive loss scaling has no fp8 compute", hint="use compute='fp16' or 'bf16'")
+    dtype = find("compute", compute, COMPUTE).carrier
+    refuse_scaled(model)
     for module in model.modules():
         if type(module) in _ADAPTIVE:
             module.__class__ = _ADAPTIVE[type(module)]
-            module.adaptive = LayerState(options=options, dtype=dtype, format=format)  # type: ignore[assignment]
+            module.adaptive = LayerState(options=options or AdaptiveOptions(), dtype=dtype, format=compute)  # type: ignore[assignment]
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.register_hook(_unscaled)  # type: ignore[no-untyped-call]
+    numerics = Numerics(unit_factors=False, fit_joins=True, strict=strict)
+    unit = scaled_tensor(torch.ones(()), 1.0, role=Role.GRADIENT, numerics=numerics)
+    scaling = Scaling(
+        method="adaptive", compute=compute, numerics=numerics, scales={}, saved=None, unit=unit, autocast=dtype
+    )
+    return leave_plain(model, scaling)
 
 
 def _unscaled(grad: Tensor) -> Tensor:

@@ -66,12 +66,12 @@ class StepGuard:
         self._halvings, self._num_finite = halvings, 0
         scaling = scaling_of(self.model)
         assert scaling is not None
-        arithmetic = replace(scaling.arithmetic, headroom=2.0**halvings)
-        unit = scaled_tensor(scaling.unit.data_part, 1.0, role=Role.GRADIENT, arithmetic=arithmetic)
+        numerics = replace(scaling.numerics, headroom=2.0**halvings)
+        unit = scaled_tensor(scaling.unit.data_part, 1.0, role=Role.GRADIENT, numerics=numerics)
         for parameter in self.model.parameters():
             if isinstance(parameter, ScaledTensor):
-                parameter.compute_in(arithmetic)
-        changed = replace(scaling, arithmetic=arithmetic, unit=unit)
+                parameter.compute_in(numerics)
+        changed = replace(scaling, numerics=numerics, unit=unit)
         self.model.lpconv_scaling = changed  # type: ignore[assignment]  # not a module or tensor
 
 

@@ -14,8 +14,7 @@ from lpconv.errors import UnsupportedError, UsageError
 from lpconv.formats.scale import pow2_floor
 from lpconv.lookup import find
 from lpconv.scaled import ops
-from lpconv.scaled.adaptive import AdaptiveOptions, make_adaptive
-from lpconv.scaled.pair import Arithmetic, Role
+from lpconv.scaled.pair import Numerics, Role
 from lpconv.scaled.places import heads, install, place
 from lpconv.scaled.saved import SavedCodes
 from lpconv.scaled.scales import MAX_SCALE, MIN_SCALE
@@ -28,6 +27,8 @@ __all__ = [
     "exact_modules",
     "fallbacks",
     "leave_outputs",
+    "leave_plain",
+    "refuse_scaled",
     "replace_parameters",
     "scaled",
     "scaled_class",
@@ -55,7 +56,7 @@ COMPUTE: dict[str, Compute] = {
     "fp8": Compute(carrier=torch.bfloat16, operand="e4m3fn", gradient="e5m2"),
 }
 
-METHODS = dict.fromkeys(("unit", "scalify", "adaptive"))
+SCALED_METHODS = dict.fromkeys(("unit", "scalify"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,20 +64,22 @@ class Scaling:
     """How a model was scaled: kept on the model, read with `scaling_of`.
 
     `scales` holds the static scale of every parameter by its name; tied names share one. `unit` is a scaled tensor
-    in whose arithmetic the backward pass begins, `saved` what keeps saved activations as codes.
+    in whose numerics the backward pass begins, `saved` what keeps saved activations as codes. `autocast` is the dtype
+    of a plain forward pass whose gradients alone are scaled (`adaptive_scaling`), None for scaled tensors throughout.
     """
 
     method: str
     compute: str
-    arithmetic: Arithmetic
+    numerics: Numerics
     scales: Mapping[str, float]
     saved: SavedCodes | None
     unit: ScaledTensor
+    autocast: torch.dtype | None = None
 
     def around_forward(self, device: str) -> AbstractContextManager[Any]:
         """What the forward pass runs in: autocast, the encoding of saved tensors, or nothing."""
-        if self.method == "adaptive":
-            return torch.autocast(device, COMPUTE[self.compute].carrier, enabled=self.compute != "fp32")
+        if self.autocast is not None:
+            return torch.autocast(device, self.autocast, enabled=self.autocast != torch.float32)
         if self.saved is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             return self.saved.during_forward()
         return nullcontext()
@@ -91,7 +94,6 @@ def scaled(
     rescale: Iterable[str] | None = None,
     critical: Iterable[str] = (),
     save_codes: bool = True,
-    adaptive: AdaptiveOptions | None = None,
     strict: bool = False,
 ) -> nn.Module:
     """`model`, changed in place so that it computes on (data, scale); the forward code and all names stay as they are.
@@ -104,9 +106,6 @@ def scaled(
     - "unit" keeps every scale static.
     - "scalify" adds dynamic rescaling at the named places `rescale`: any of "layernorm_grad" (the default),
       "logits_grad", "softmax_grad", "weight_grad" and "every:N" (the parameters, every N training passes).
-    - "adaptive" leaves the forward pass and the parameters plain, runs it under autocast to `compute` ("fp16" or
-      "bf16"), and scales gradients layer by layer as `adaptive` says; parameters receive plain gradients, so any
-      optimizer will do.
 
     Under "fp8", modules whose name matches a pattern of `critical` multiply in the carrier dtype, and so does the
     output head. With `save_codes`, "fp8" also keeps what autograd saves for the backward pass in 8 bits, except in
@@ -115,47 +114,44 @@ def scaled(
     `strict` makes an op without a rule an `UnsupportedError`; otherwise it is computed on values and counted, see
     `fallbacks`. Raises `UsageError` for unknown names, a model scaled before, and parameters that are not finite.
     """
+    find("method", method, SCALED_METHODS)
+    chosen = find("compute", compute, COMPUTE)
+    if rescale is not None and method != "scalify":
+        raise UsageError(f"`rescale` belongs to the method scalify, not to {method}", hint="use method='scalify'")
+    refuse_scaled(model)
+    dtype = carrier or chosen.carrier
+    places = ("layernorm_grad",) if rescale is None else tuple(rescale)
+    for name in places:
+        place(name)
+    numerics = Numerics(
+        operand=chosen.operand, gradient=chosen.gradient, softmax_grad="softmax_grad" in places, strict=strict
+    )
+    exact = exact_modules(model, tuple(critical)) if chosen.operand else []
+    scaling = Scaling(
+        method=method,
+        compute=compute,
+        numerics=numerics,
+        scales=replace_parameters(model, dtype, numerics, exact),
+        saved=SavedCodes(chosen.operand, dtype) if chosen.operand and save_codes else None,
+        unit=scaled_tensor(torch.ones(()), 1.0, role=Role.GRADIENT, numerics=numerics),
+    )
+    install(model, places if method == "scalify" else (), exact)
+    return leave_plain(model, scaling)
+
+
+def refuse_scaled(model: nn.Module) -> None:
+    """Raise `UsageError` for a model that was scaled before."""
     if scaling_of(model) is not None:
         raise UsageError(
             "the model is scaled already", hint="load it again, or use `unscaled_state_dict` to get it back"
         )
-    find("method", method, METHODS)
-    chosen = find("compute", compute, COMPUTE)
-    if rescale is not None and method != "scalify":
-        raise UsageError(f"`rescale` belongs to the method scalify, not to {method}", hint="use method='scalify'")
-    if method == "adaptive":
-        scaling = _prepare_adaptive(model, compute, adaptive or AdaptiveOptions(), strict)
-    else:
-        dtype = carrier or chosen.carrier
-        places = ("layernorm_grad",) if rescale is None else tuple(rescale)
-        for name in places:
-            place(name)
-        arithmetic = Arithmetic(
-            operand=chosen.operand, gradient=chosen.gradient, softmax_grad="softmax_grad" in places, strict=strict
-        )
-        exact = exact_modules(model, tuple(critical)) if chosen.operand else []
-        scaling = Scaling(
-            method=method,
-            compute=compute,
-            arithmetic=arithmetic,
-            scales=replace_parameters(model, dtype, arithmetic, exact),
-            saved=SavedCodes(chosen.operand, dtype) if chosen.operand and save_codes else None,
-            unit=scaled_tensor(torch.ones(()), 1.0, role=Role.GRADIENT, arithmetic=arithmetic),
-        )
-        install(model, places if method == "scalify" else (), exact)
+
+
+def leave_plain(model: nn.Module, scaling: Scaling) -> nn.Module:
+    """`model` with its record, and a class whose forward lets outputs leave as plain tensors."""
     model.lpconv_scaling = scaling  # type: ignore[assignment]  # nn.Module types every attribute as a tensor or module
     model.__class__ = scaled_class(type(model))
     return model
-
-
-def _prepare_adaptive(model: nn.Module, compute: str, options: AdaptiveOptions, strict: bool) -> Scaling:
-    """The adaptive method's part of `scaled`: plain parameters, scaled gradients."""
-    if compute == "fp8":
-        raise UsageError("the adaptive method has no fp8 compute", hint="use compute='fp16' or 'bf16'")
-    make_adaptive(model, COMPUTE[compute].carrier, compute, options)
-    arithmetic = Arithmetic(unit_factors=False, fit_joins=True, strict=strict)
-    unit = scaled_tensor(torch.ones(()), 1.0, role=Role.GRADIENT, arithmetic=arithmetic)
-    return Scaling(method="adaptive", compute=compute, arithmetic=arithmetic, scales={}, saved=None, unit=unit)
 
 
 def scaling_of(model: nn.Module) -> Scaling | None:
@@ -169,7 +165,7 @@ def fallbacks(model: nn.Module) -> dict[str, int]:
     scaling = scaling_of(model)
     if scaling is None:
         raise UsageError("the model is not scaled", hint="call lpconv.scaled.scaled(model) first")
-    return dict(scaling.arithmetic.counts)
+    return dict(scaling.numerics.counts)
 
 
 def unscaled_state_dict(model: nn.Module) -> dict[str, Tensor]:
@@ -190,7 +186,7 @@ def scaled_class(base: type[nn.Module]) -> type[nn.Module]:
         assert scaling is not None
         with _outside_inference_mode(), scaling.around_forward(next(self.parameters()).device.type):
             outputs = base.forward(self, *args, **kwargs)
-            return leave_outputs(outputs, scaling.unit, scaling.method)
+            return leave_outputs(outputs, scaling)
 
     return type(base.__name__, (base,), {"forward": forward, "__module__": base.__module__, "__doc__": base.__doc__})
 
@@ -205,20 +201,19 @@ def _outside_inference_mode() -> AbstractContextManager[Any]:
     return stack
 
 
-def leave_outputs(outputs: Any, unit: ScaledTensor, method: str) -> Any:
+def leave_outputs(outputs: Any, scaling: Scaling) -> Any:
     """`outputs` with the scaled tensors in its tuples, lists and mappings made plain; other objects stay.
 
-    A key-value cache therefore stays scaled and can be passed to the next call. The adaptive method has plain outputs,
-    and those that need a gradient leave too, for the sake of where their gradient enters.
+    A key-value cache therefore stays scaled and can be passed to the next call. Under autocast outputs are plain, and
+    those that need a gradient leave too, for the sake of where their gradient enters.
     """
-    if isinstance(outputs, ScaledTensor) or (
-        method == "adaptive" and isinstance(outputs, Tensor) and outputs.requires_grad
-    ):
-        return ops.leave(outputs, unit, method != "unit")
+    is_plain_start = scaling.autocast is not None and isinstance(outputs, Tensor) and outputs.requires_grad
+    if isinstance(outputs, ScaledTensor) or is_plain_start:
+        return ops.leave(outputs, scaling.unit, scaling.method != "unit")
     if isinstance(outputs, dict):
-        return type(outputs)(**{k: leave_outputs(v, unit, method) for k, v in outputs.items()})
+        return type(outputs)(**{k: leave_outputs(v, scaling) for k, v in outputs.items()})
     if isinstance(outputs, (tuple, list)):
-        return type(outputs)([leave_outputs(v, unit, method) for v in outputs])
+        return type(outputs)([leave_outputs(v, scaling) for v in outputs])
     return outputs
 
 
@@ -243,7 +238,7 @@ def exact_modules(model: nn.Module, patterns: tuple[str, ...]) -> list[nn.Module
 
 
 def replace_parameters(
-    model: nn.Module, dtype: torch.dtype, arithmetic: Arithmetic, exact: Iterable[nn.Module]
+    model: nn.Module, dtype: torch.dtype, numerics: Numerics, exact: Iterable[nn.Module]
 ) -> dict[str, float]:
     """Replace every floating-point parameter by its scaled form, keeping ties, and return the scales by name.
 
@@ -257,7 +252,7 @@ def replace_parameters(
         if id(parameter) not in hats:
             data = (parameter.detach() / scales[id(parameter)]).to(dtype)
             role = Role.EXACT if id(parameter) in exact_ids else Role.WEIGHT
-            hat = scaled_tensor(data, scales[id(parameter)], role=role, arithmetic=arithmetic)
+            hat = scaled_tensor(data, scales[id(parameter)], role=role, numerics=numerics)
             hats[id(parameter)] = nn.Parameter(hat, requires_grad=parameter.requires_grad)
         module._parameters[key] = hats[id(parameter)]
     return {name: scales[id(p)] for name, _, _, p in owned}

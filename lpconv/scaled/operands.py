@@ -6,24 +6,24 @@ from torch import Tensor
 from lpconv.formats.spec import get_format
 from lpconv.kernels.decode import decode
 from lpconv.kernels.matmul import matmul
-from lpconv.scaled.pair import Arithmetic, Role, Scaled, data_of
+from lpconv.scaled.pair import Numerics, Role, Scaled, data_of
 
 __all__ = ["decoded", "encoded", "product"]
 
 aten = torch.ops.aten
 
 
-def product(arithmetic: Arithmetic, a: object, b: object, *, alpha: float = 1.0, bias: Tensor | None = None) -> Tensor:
+def product(numerics: Numerics, a: object, b: object, *, alpha: float = 1.0, bias: Tensor | None = None) -> Tensor:
     """alpha · data_a @ data_b + bias, for 2-D or batched 3-D operands, in the wider dtype of the two.
 
-    Where the arithmetic names formats, operands are cast first: gradients to `gradient`, everything else to `operand`,
+    Where the numerics name formats, operands are cast first: gradients to `gradient`, everything else to `operand`,
     unless one of the two is exact. Codes meet on fp8 tensor cores where the device has them (2-D only), and are decoded
     elsewhere, which is as exact.
     """
     left, right = data_of(a), data_of(b)
     dtype = torch.promote_types(left.dtype, right.dtype)
-    if arithmetic.operand and Role.EXACT not in (_role(a), _role(b)):
-        codes_a, codes_b = (encoded(data_of(x), _format(x, arithmetic)) for x in (a, b))
+    if numerics.operand and Role.EXACT not in (_role(a), _role(b)):
+        codes_a, codes_b = (encoded(data_of(x), _format(x, numerics)) for x in (a, b))
         if codes_a.device.type == "cuda" and codes_a.dim() == 2 and not torch.compiler.is_compiling():
             gain = torch.full((), alpha, device=codes_a.device)
             out = matmul(codes_a, codes_b, scale_a=gain, out_dtype=dtype)
@@ -34,8 +34,8 @@ def product(arithmetic: Arithmetic, a: object, b: object, *, alpha: float = 1.0,
     return _gemm(left.to(dtype), right.to(dtype), alpha, None if bias is None else bias.to(dtype))
 
 
-def _format(x: object, arithmetic: Arithmetic) -> str:
-    format = arithmetic.gradient if _role(x) is Role.GRADIENT else arithmetic.operand
+def _format(x: object, numerics: Numerics) -> str:
+    format = numerics.gradient if _role(x) is Role.GRADIENT else numerics.operand
     assert format is not None
     return format
 

@@ -22,7 +22,7 @@ def leave(x: Tensor, unit: Tensor, dynamic: bool) -> Tensor:
 
 @torch.library.custom_op("lpconv::seed", mutates_args=())
 def seed(grad: Tensor, unit: Tensor, dynamic: bool) -> Tensor:
-    """The plain gradient of an output as a scaled one, in the arithmetic of the scaled tensor `unit`."""
+    """The plain gradient of an output as a scaled one, in the numerics of the scaled tensor `unit`."""
     return grad.clone()
 
 

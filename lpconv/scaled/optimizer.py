@@ -21,7 +21,7 @@ from lpconv.scaled.rules.own import rebalanced
 from lpconv.scaled.scales import MIN_SCALE, Scale, ratio, times
 from lpconv.scaled.tensor import ScaledTensor
 
-__all__ = ["OPTIMIZERS", "AdamW", "HyperParameters", "equivalent"]
+__all__ = ["SCALE_POWERS", "AdamW", "HyperParameters", "equivalent"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class HyperParameters:
 
 
 # (power of σ, power of c) of each factor, for W = σ·Ŵ and ĝ = c·∂L/∂W: lr, ε, weight decay.
-OPTIMIZERS: dict[str, tuple[tuple[int, int], tuple[int, int], tuple[int, int]]] = {
+SCALE_POWERS: dict[str, tuple[tuple[int, int], tuple[int, int], tuple[int, int]]] = {
     "adamw": ((-1, 0), (0, 1), (1, 0)),
     "adam": ((-1, 0), (0, 1), (1, 1)),
     "sgd": ((-1, -1), (0, 0), (1, 1)),
@@ -50,7 +50,7 @@ def equivalent(
     `weight_scale` is σ, and `gradient_factor` is c, where the optimizer is fed ĝ = c·∂L/∂W (c = σ if autograd runs on Ŵ
     alone). For AdamW: lr/σ, c·ε, σ·wd. β, momentum and schedules stay; clip gradients by the norm of ĝ/c.
     """
-    powers = find("optimizer", optimizer, OPTIMIZERS)
+    powers = find("optimizer", optimizer, SCALE_POWERS)
     lr, eps, decay = (weight_scale**a * gradient_factor**b for a, b in powers)
     return HyperParameters(lr=source.lr * lr, eps=source.eps * eps, weight_decay=source.weight_decay * decay)
 

@@ -1,4 +1,4 @@
-"""What the rules compute with: a (data, scale) pair, the role it plays, and the arithmetic it is computed in.
+"""What the rules compute with: a (data, scale) pair, the role it plays, and the numerics of the model.
 
 Rules are pure functions of pairs. They never see the tensor subclass, so each can be read, tested and differentiated on
 its own.
@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 
 from lpconv.scaled.scales import Scale, split_number, times
 
-__all__ = ["Arithmetic", "Call", "Role", "Rule", "Scaled", "data_of", "pair", "static", "value", "widened"]
+__all__ = ["Call", "Numerics", "Role", "Rule", "Scaled", "data_of", "pair", "static", "value", "widened"]
 
 
 class Role(enum.Enum):
@@ -29,7 +29,7 @@ class Role(enum.Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arithmetic:
+class Numerics:
     """How the rules compute. Tensors carry it, because a backward pass may run in a thread that knows no context.
 
     `operand` and `gradient` name the formats of matmul operands (None: the dtype of the data). `unit_factors` moves the
@@ -49,7 +49,7 @@ class Arithmetic:
     strict: bool = False
     counts: "Counter[str]" = field(default_factory=Counter, compare=False)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Arithmetic":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Numerics":
         """Itself: a deep copy of a model counts with the original, as its tensors do."""
         return self
 
@@ -67,10 +67,10 @@ class Scaled(NamedTuple):
 
 
 class Call(NamedTuple):
-    """The ATen op being computed and the arithmetic of its operands."""
+    """The ATen op being computed and the numerics of its operands."""
 
     op: OpOverload
-    arithmetic: Arithmetic
+    numerics: Numerics
 
 
 Rule = Callable[..., Any]

@@ -81,7 +81,7 @@ def _rescale_parameters(model: nn.Module, _: Any, *, num_steps: int) -> None:
 PLACES: dict[str, Callable[[nn.Module], None]] = {
     "layernorm_grad": layernorm_grad,
     "logits_grad": logits_grad,
-    "softmax_grad": lambda model: None,  # no module holds the scores: the rule does it, see `Arithmetic.softmax_grad`
+    "softmax_grad": lambda model: None,  # no module holds the scores: the rule does it, see `Numerics.softmax_grad`
     "weight_grad": weight_grad,
 }
 

@@ -36,4 +36,4 @@ def set_scale(x: ScaledTensor, scale: float) -> ScaledTensor:
     if scale < 0:
         raise UsageError(f"a scale is not negative: {scale}", hint="keep the sign in the data")
     data = times(x.data_part, ratio(x.scale, float(scale)))
-    return ScaledTensor(data, float(scale), x.role, x.arithmetic)
+    return ScaledTensor(data, float(scale), x.role, x.numerics)

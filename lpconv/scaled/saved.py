@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lpconv.scaled.operands import decoded, encoded
-from lpconv.scaled.pair import Arithmetic, Role
+from lpconv.scaled.pair import Numerics, Role
 from lpconv.scaled.scales import Scale
 from lpconv.scaled.tensor import ScaledTensor
 
@@ -32,7 +32,7 @@ class _Packed(NamedTuple):
     stride: tuple[int, ...]
     scale: Scale
     role: Role
-    arithmetic: Arithmetic
+    numerics: Numerics
 
 
 class SavedCodes:
@@ -63,7 +63,7 @@ class SavedCodes:
         if x.role is not Role.ACTIVATION and not is_wider:
             return x
         codes = self._encode(x.data_part, None if is_wider else self.format)
-        return _Packed(codes, x.dtype, x.shape, x.stride(), x.scale, x.role, x.arithmetic)
+        return _Packed(codes, x.dtype, x.shape, x.stride(), x.scale, x.role, x.numerics)
 
     def unpack(self, packed: Any) -> Tensor:
         """The tensor again, in its dtype, shape and strides."""
@@ -72,7 +72,7 @@ class SavedCodes:
         is_code = packed.codes.itemsize == 1
         data = decoded(packed.codes, packed.dtype) if is_code else packed.codes.to(packed.dtype)
         data = data.as_strided(packed.size, packed.stride)
-        return ScaledTensor(data, packed.scale, packed.role, packed.arithmetic)
+        return ScaledTensor(data, packed.scale, packed.role, packed.numerics)
 
     def _encode(self, data: Tensor, format: str | None) -> Tensor:
         """Codes of the storage that `data` fills, or its numbers in fp16, once per storage."""

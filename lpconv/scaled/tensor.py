@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 
 from lpconv.errors import UnsupportedError, UsageError
 from lpconv.formats.scale import pow2_floor
-from lpconv.scaled.pair import Arithmetic, Call, Role, Scaled, value
+from lpconv.scaled.pair import Call, Numerics, Role, Scaled, value
 from lpconv.scaled.rules.own import rebalanced
 from lpconv.scaled.rules.table import IN_PLACE, RULES
 from lpconv.scaled.scales import Scale, clamped, ratio, times
@@ -33,10 +33,10 @@ class ScaledTensor(torch.Tensor):
     _data: Tensor
     _scale: Scale
     _role: Role
-    _arithmetic: Arithmetic
+    _numerics: Numerics
 
     @staticmethod
-    def __new__(cls, data: Tensor, scale: Scale, role: Role, arithmetic: Arithmetic) -> "ScaledTensor":
+    def __new__(cls, data: Tensor, scale: Scale, role: Role, numerics: Numerics) -> "ScaledTensor":
         return torch.Tensor._make_wrapper_subclass(
             cls,
             data.size(),
@@ -48,8 +48,8 @@ class ScaledTensor(torch.Tensor):
             requires_grad=False,
         )
 
-    def __init__(self, data: Tensor, scale: Scale, role: Role, arithmetic: Arithmetic) -> None:
-        self._data, self._scale, self._role, self._arithmetic = data, scale, role, arithmetic
+    def __init__(self, data: Tensor, scale: Scale, role: Role, numerics: Numerics) -> None:
+        self._data, self._scale, self._role, self._numerics = data, scale, role, numerics
 
     @property
     def data_part(self) -> Tensor:
@@ -67,18 +67,18 @@ class ScaledTensor(torch.Tensor):
         return self._role
 
     @property
-    def arithmetic(self) -> Arithmetic:
+    def numerics(self) -> Numerics:
         """How ops on this tensor compute."""
-        return self._arithmetic
+        return self._numerics
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The value as a plain tensor, without gradient: in fp32 (fp64 for fp64 data), or cast to `dtype`."""
         out: Tensor = value(Scaled(self._data, self._scale))
         return out if dtype is None else out.to(dtype)
 
-    def compute_in(self, arithmetic: Arithmetic) -> None:
-        """Let ops on this tensor, and on what they return, compute in another arithmetic."""
-        self._arithmetic = arithmetic
+    def compute_in(self, numerics: Numerics) -> None:
+        """Let ops on this tensor, and on what they return, compute by other numerics."""
+        self._numerics = numerics
 
     def rebalance_(self) -> None:
         """Bring the data near 1 in place, by their root mean square; the value stays, and the scale becomes dynamic."""
@@ -88,22 +88,22 @@ class ScaledTensor(torch.Tensor):
     def __repr__(self) -> str:  # type: ignore[override]  # torch passes no contents for a subclass
         return f"ScaledTensor({self._data!r}, scale={self._scale!r}, role={self._role.value})"
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[float | None, Role, Arithmetic]]:
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[float | None, Role, Numerics]]:
         if isinstance(self._scale, Tensor):
-            return ["_data", "_scale"], (None, self._role, self._arithmetic)
-        return ["_data"], (self._scale, self._role, self._arithmetic)
+            return ["_data", "_scale"], (None, self._role, self._numerics)
+        return ["_data"], (self._scale, self._role, self._numerics)
 
     @staticmethod
     def __tensor_unflatten__(
-        inner: dict[str, Tensor], context: tuple[float | None, Role, Arithmetic], size: object, stride: object
+        inner: dict[str, Tensor], context: tuple[float | None, Role, Numerics], size: object, stride: object
     ) -> "ScaledTensor":
-        scale, role, arithmetic = context
-        return ScaledTensor(inner["_data"], inner["_scale"] if scale is None else scale, role, arithmetic)
+        scale, role, numerics = context
+        return ScaledTensor(inner["_data"], inner["_scale"] if scale is None else scale, role, numerics)
 
     def _stable_hash_for_caching(self) -> str:
         """Everything but the data that decides what is compiled, for the caches of `torch.compile`."""
         scale = "dynamic" if isinstance(self._scale, Tensor) else self._scale.hex()
-        a = self._arithmetic
+        a = self._numerics
         flags = (a.unit_factors, a.fit_joins, a.headroom, a.softmax_grad, a.strict)
         return repr((scale, self._role, a.operand, a.gradient, flags))
 
@@ -119,16 +119,16 @@ class ScaledTensor(torch.Tensor):
         found: list[ScaledTensor] = []
         pairs = [_to_pair(a, found) for a in args]
         named = {k: _to_pair(v, found) for k, v in kwargs.items()}
-        arithmetic = found[0]._arithmetic
+        numerics = found[0]._numerics
         if op in IN_PLACE or op._schema.is_mutable:
-            return _in_place(op, args, pairs, named, arithmetic)
-        result = _run(Call(op, arithmetic), pairs, named)
+            return _in_place(op, args, pairs, named, numerics)
+        result = _run(Call(op, numerics), pairs, named)
         is_gradient = any(t._role is Role.GRADIENT for t in found)
-        return _wrap(result, is_gradient, arithmetic)
+        return _wrap(result, is_gradient, numerics)
 
 
 def scaled_tensor(
-    data: Tensor, scale: Scale, *, role: Role = Role.ACTIVATION, arithmetic: Arithmetic | None = None
+    data: Tensor, scale: Scale, *, role: Role = Role.ACTIVATION, numerics: Numerics | None = None
 ) -> ScaledTensor:
     """The tensor of value `data · scale`.
 
@@ -147,14 +147,14 @@ def scaled_tensor(
                 f"not {scale.dtype} of shape {tuple(scale.shape)} on {scale.device}",
                 hint="use torch.tensor(s, dtype=torch.float32, device=data.device)",
             )
-        return ScaledTensor(data, scale, role, arithmetic or Arithmetic())
+        return ScaledTensor(data, scale, role, numerics or Numerics())
     scale = float(scale)
-    if scale != 0 and (clamped(scale, Arithmetic().counts)[0] != scale or pow2_floor(scale) != scale):
+    if scale != 0 and (clamped(scale, Numerics().counts)[0] != scale or pow2_floor(scale) != scale):
         raise UsageError(
             f"a static scale is 0 or a power of two in [2^-126, 2^127], not {scale}",
             hint="use lpconv.formats.scale.pow2_floor, and put the rest into the data",
         )
-    return ScaledTensor(data, scale, role, arithmetic or Arithmetic())
+    return ScaledTensor(data, scale, role, numerics or Numerics())
 
 
 def _to_pair(x: Any, found: list[ScaledTensor]) -> Any:
@@ -174,12 +174,12 @@ def _run(call: Call, args: list[Any], kwargs: dict[str, Any]) -> Any:
 
 def _on_values(call: Call, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """The op on dequantised operands: counted, or an error in strict mode."""
-    if call.arithmetic.strict:
+    if call.numerics.strict:
         raise UnsupportedError(
             f"no rule propagates scales through `{call.op}` (reached in {_where()})",
             hint="add a rule in lpconv/scaled/rules, or run without strict=True to dequantise there and count it",
         )
-    call.arithmetic.counts[f"fallback {call.op}"] += 1
+    call.numerics.counts[f"fallback {call.op}"] += 1
     return call.op(*(_plain(a) for a in args), **{k: _plain(v) for k, v in kwargs.items()})
 
 
@@ -190,18 +190,18 @@ def _plain(x: Any) -> Any:
     return [_plain(v) for v in x] if isinstance(x, list) else x
 
 
-def _wrap(result: Any, is_gradient: bool, arithmetic: Arithmetic) -> Any:
+def _wrap(result: Any, is_gradient: bool, numerics: Numerics) -> Any:
     if isinstance(result, Scaled):
-        scale, factor = clamped(result.scale, arithmetic.counts)
+        scale, factor = clamped(result.scale, numerics.counts)
         role = Role.GRADIENT if is_gradient else result.role
-        return ScaledTensor(times(result.data, factor), scale, role, arithmetic)
+        return ScaledTensor(times(result.data, factor), scale, role, numerics)
     if isinstance(result, (list, tuple)):
-        return type(result)(_wrap(r, is_gradient, arithmetic) for r in result)
+        return type(result)(_wrap(r, is_gradient, numerics) for r in result)
     return result
 
 
 def _in_place(
-    op: OpOverload, args: tuple[Any, ...], pairs: list[Any], kwargs: dict[str, Any], arithmetic: Arithmetic
+    op: OpOverload, args: tuple[Any, ...], pairs: list[Any], kwargs: dict[str, Any], numerics: Numerics
 ) -> Any:
     """Write the result of the functional twin into the first argument.
 
@@ -212,11 +212,11 @@ def _in_place(
     if isinstance(target, Tensor) and not isinstance(target, ScaledTensor):
         if op is torch.ops.aten.copy_.default:
             return target.copy_(value(pairs[1]))
-        return _on_values(Call(op, arithmetic), pairs, kwargs)
+        return _on_values(Call(op, numerics), pairs, kwargs)
     if op is torch.ops.aten.copy_.default:
         result = pairs[1]
     elif op in IN_PLACE:
-        result = _run(Call(IN_PLACE[op], arithmetic), pairs, kwargs)
+        result = _run(Call(IN_PLACE[op], numerics), pairs, kwargs)
     else:
         raise UnsupportedError(
             f"in-place `{op}` would drop the scale of a tensor (reached in {_where()})",

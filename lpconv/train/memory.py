@@ -21,7 +21,7 @@ from lpconv.machine import available_memory
 from lpconv.report.numbers import size_text
 from lpconv.results import PeakMemory
 from lpconv.scaled import ScaledTensor
-from lpconv.train.recipes import OPTIMIZERS, Arithmetic
+from lpconv.train.recipes import TRAINING_OPTIMIZERS, Arithmetic
 
 __all__ = ["StepMemory", "available_bytes", "check_room", "explained", "weight_bytes"]
 
@@ -44,7 +44,7 @@ def available_bytes(limit: int | None) -> int:
 
 def weight_bytes(num_parameters: int, arithmetic: Arithmetic) -> int:
     """Weights, gradients and optimizer state."""
-    return num_parameters * OPTIMIZERS[arithmetic.optimizer].bytes_per_parameter
+    return num_parameters * TRAINING_OPTIMIZERS[arithmetic.optimizer].bytes_per_parameter
 
 
 def check_room(needed: dict[str, int], limit: int | None) -> None:

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lpconv.optim import CollageAdamW, fp32_state_dict, start_from_fp32
+from lpconv.optim import LowPrecisionAdamW, fp32_state_dict, start_from_fp32
 from lpconv.scaled import HyperParameters, ScaledTensor, equivalent
 
-__all__ = ["ScaledCollageAdamW"]
+__all__ = ["ScaledLowPrecisionAdamW"]
 
 
-class ScaledCollageAdamW(CollageAdamW):
-    """`CollageAdamW` for a model of `lpconv.scaled` whose data are bf16; arguments and variants are its own.
+class ScaledLowPrecisionAdamW(LowPrecisionAdamW):
+    """`LowPrecisionAdamW` for a model of `lpconv.scaled` whose data are bf16; arguments and variants are its own.
 
     `start` holds the fp32 values of the source model: what bf16 drops of them goes to the low parts at once. One
     parameter group per scale, so that schedulers work; `group["scale"]` gives lr back as lr·scale.
@@ -47,7 +47,7 @@ class ScaledCollageAdamW(CollageAdamW):
         start_from_fp32(self, self.data, values)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """As `CollageAdamW.step`; gradients of any scale enter as bf16 values."""
+        """As `LowPrecisionAdamW.step`; gradients of any scale enter as bf16 values."""
         for name, p in self._scaled.items():
             grad = p.grad
             values = grad.dequantize(torch.bfloat16) if isinstance(grad, ScaledTensor) else grad

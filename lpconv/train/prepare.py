@@ -12,11 +12,11 @@ from transformers.pytorch_utils import Conv1D
 
 from lpconv.kernels.linear import E5M2_LINEAR, linear
 from lpconv.loss_scale import LossScale, make_loss_scale
-from lpconv.optim import CollageAdamW, fp32_state_dict, start_from_fp32
-from lpconv.scaled import AdamW, ScaledTensor, scaled
+from lpconv.optim import LowPrecisionAdamW, fp32_state_dict, start_from_fp32
+from lpconv.scaled import AdamW, ScaledTensor, adaptive_scaling, scaled
 from lpconv.scaled.places import heads
 from lpconv.train.options import FinetuneOptions
-from lpconv.train.pairs import ScaledCollageAdamW
+from lpconv.train.pairs import ScaledLowPrecisionAdamW
 from lpconv.train.recipes import Arithmetic
 
 __all__ = ["Prepared", "prepare"]
@@ -45,9 +45,9 @@ class Prepared:
         """The state of the model with its trained parameters as exactly as the optimizer keeps them, on the CPU."""
         state: dict[str, Tensor] = dict(self.model.state_dict(keep_vars=True))
         kept: Mapping[str, Tensor]
-        if isinstance(optimizer, ScaledCollageAdamW):
+        if isinstance(optimizer, ScaledLowPrecisionAdamW):
             kept = optimizer.values()
-        elif isinstance(optimizer, CollageAdamW):
+        elif isinstance(optimizer, LowPrecisionAdamW):
             kept = fp32_state_dict(optimizer, self.model)
         else:
             kept = {name: _kept(x, optimizer) for name, x in state.items()}
@@ -70,7 +70,7 @@ def prepare(model: Any, arithmetic: Arithmetic, options: FinetuneOptions, *, see
     if arithmetic.is_scaled:
         return _scaled(model, arithmetic, settings, options.critical)
     if arithmetic.loss_scale == "adaptive":
-        scaled(model, method="adaptive", compute=arithmetic.precision)
+        adaptive_scaling(model, compute=arithmetic.precision)
         return Prepared(model=model, make_optimizer=lambda: torch.optim.AdamW(model.parameters(), **settings))
     if arithmetic.precision == "fp8":
         _use_e5m2_products(model)
@@ -92,7 +92,7 @@ def _scaled(model: Any, arithmetic: Arithmetic, settings: dict[str, Any], critic
     places = ("layernorm_grad", "weight_grad") if arithmetic.method == "scalify" and has_fp16_state else None
     scaled(model, method=arithmetic.method, compute=arithmetic.precision, rescale=places, critical=critical)
     if arithmetic.variant is not None:
-        return Prepared(model=model, make_optimizer=lambda: ScaledCollageAdamW(model, start, **settings))
+        return Prepared(model=model, make_optimizer=lambda: ScaledLowPrecisionAdamW(model, start, **settings))
     state_dtype = torch.float16 if has_fp16_state else torch.float32
     return Prepared(model=model, make_optimizer=lambda: AdamW(model.parameters(), **settings, state_dtype=state_dtype))
 
@@ -103,7 +103,7 @@ def _kept_in_bf16(model: Any, settings: dict[str, Any]) -> Callable[[], torch.op
     model.to(torch.bfloat16)
 
     def make() -> torch.optim.Optimizer:
-        optimizer = CollageAdamW(model.named_parameters(), **settings)
+        optimizer = LowPrecisionAdamW(model.named_parameters(), **settings)
         start_from_fp32(optimizer, model, start)
         start.clear()
         return optimizer

@@ -12,10 +12,10 @@ from lpconv.lookup import find
 
 __all__ = [
     "LOSS_SCALES",
-    "METHODS",
-    "OPTIMIZERS",
     "PRECISIONS",
     "RECIPES",
+    "TRAINING_METHODS",
+    "TRAINING_OPTIMIZERS",
     "Arithmetic",
     "OptimizerChoice",
     "Recipe",
@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
-METHODS = {
+TRAINING_METHODS = {
     "none": "no scale but the loss scale",
     "unit": "static power-of-two scales (Blake et al. 2023)",
     "scalify": "scales that propagate op by op (Balanca et al. 2024)",
@@ -46,7 +46,7 @@ class OptimizerChoice:
     needs_scales: bool = False
 
 
-OPTIMIZERS: dict[str, OptimizerChoice] = {
+TRAINING_OPTIMIZERS: dict[str, OptimizerChoice] = {
     "adamw": OptimizerChoice(keeps="fp32 weights, or an fp32 copy; fp32 moments", bytes_per_parameter=16),
     "fp16-state": OptimizerChoice(
         keeps="an fp32 copy of the weights, moments in fp16 with a scale", bytes_per_parameter=12, needs_scales=True
@@ -87,7 +87,7 @@ class Arithmetic:
     @property
     def variant(self) -> str | None:
         """The variant of `lpconv.optim` that keeps the weights; None where they or a copy are fp32 in AdamW."""
-        return OPTIMIZERS[self.optimizer].variant
+        return TRAINING_OPTIMIZERS[self.optimizer].variant
 
     @property
     def is_scaled(self) -> bool:
@@ -185,8 +185,8 @@ def arithmetic(
     base = find("recipe", recipe, RECIPES).arithmetic if recipe is not None else Arithmetic()
     found = dataclasses.replace(base, **given)
     find("precision", found.precision, dict.fromkeys(PRECISIONS))
-    find("method", found.method, METHODS)
-    find("optimizer", found.optimizer, OPTIMIZERS)
+    find("method", found.method, TRAINING_METHODS)
+    find("optimizer", found.optimizer, TRAINING_OPTIMIZERS)
     if recipe is None and loss_scale is None and not found.is_scaled and found.precision in ("fp16", "fp8"):
         found = dataclasses.replace(found, loss_scale="dynamic")
     found = _rounded(found, rounding)
@@ -243,7 +243,7 @@ def _check_loss_scale(found: Arithmetic) -> None:
 
 
 def _check_optimizer(found: Arithmetic) -> None:
-    chosen = OPTIMIZERS[found.optimizer]
+    chosen = TRAINING_OPTIMIZERS[found.optimizer]
     if chosen.needs_scales and not found.is_scaled:
         raise UsageError(
             f"optimizer `{found.optimizer}` keeps moments at the scale of their parameter; method none has none",

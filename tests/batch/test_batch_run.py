@@ -11,15 +11,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from lpconv.batch.junit import junit_xml
 from lpconv.batch.kinds import BenchSettings
 from lpconv.batch.lock import Lock, read_lock
-from lpconv.batch.manifest import Job, Manifest, load_manifest
-from lpconv.batch.records import BatchResult, JobResult, Outcome
-from lpconv.batch.render import render
+from lpconv.batch.manifest import BatchJob, Manifest, load_manifest
 from lpconv.batch.run import JobsFailedError, SilentEvents, run_batch
-from lpconv.batch.runners import Runner, converted, planned
-from lpconv.bench.gates import check_gates, parse_gates
+from lpconv.batch.runners import JobRunner, converted, planned
 from lpconv.bench.outcome import problem
 from lpconv.convert.options import ConvertOptions
 from lpconv.errors import (
@@ -30,8 +26,10 @@ from lpconv.errors import (
     UsageError,
     VerificationError,
 )
+from lpconv.gates import BENCH_GATES, check_rows
 from lpconv.progress import Progress
-from lpconv.report.document import json_text
+from lpconv.report.batch import render_batch
+from lpconv.report.junit import junit_xml
 from lpconv.results import (
     BenchResult,
     BenchRow,
@@ -44,8 +42,10 @@ from lpconv.results import (
     VerifyResult,
     WeightsCheck,
     from_json,
+    json_text,
     to_json,
 )
+from lpconv.results.batch import BatchResult, JobOutcome, JobResult
 
 
 def file_record(path: Path) -> FileRecord:
@@ -101,21 +101,21 @@ class Engine:
         )  # fmt: skip
 
     @property
-    def runners(self) -> dict[str, Runner]:
-        def run(job: Job, progress: Progress) -> Outcome:
+    def runners(self) -> dict[str, JobRunner]:
+        def run(job: BatchJob, progress: Progress) -> JobOutcome:
             return converted(self.convert(job.model, job.output, options_of(job)))
 
-        def look(job: Job) -> Outcome:
+        def look(job: BatchJob) -> JobOutcome:
             return planned(self.plan(job.model, job.output, options_of(job)))
 
-        return {"convert": Runner(run=run, plan=look)}
+        return {"convert": JobRunner(run=run, plan=look)}
 
     @property
     def ran(self) -> list[str]:
         return [name for name, _ in self.calls]
 
 
-def options_of(job: Job) -> ConvertOptions:
+def options_of(job: BatchJob) -> ConvertOptions:
     assert isinstance(job.options, ConvertOptions)
     return job.options
 
@@ -125,7 +125,7 @@ class Recorder(SilentEvents):
     log: list[str] = field(default_factory=list)
     result: BatchResult | None = None
 
-    def job_started(self, job: Job, index: int, total: int) -> None:
+    def job_started(self, job: BatchJob, index: int, total: int) -> None:
         self.log.append(f"{index + 1}/{total} {job.id}")
 
     def job_finished(self, result: JobResult, index: int, total: int) -> None:
@@ -343,7 +343,7 @@ class Bench:
     speedup: float = 2.0
     resumed: list[bool] = field(default_factory=list)
 
-    def run(self, job: Job, progress: Progress) -> Outcome:
+    def run(self, job: BatchJob, progress: Progress) -> JobOutcome:
         assert isinstance(job.options, BenchSettings)
         self.resumed.append(job.options.resume)
         ratio = RatioRecord(value=self.speedup, low=1.0, high=3.0)
@@ -351,7 +351,7 @@ class Bench:
             model="m", weights="", layers=1, format="fp8", method="unit", optimizer=None, compiled="off", mode="infer",
             batch=1, seq=8, device="cpu", emulated=True, baseline="bf16", is_baseline=False, status="ok", ratio=ratio,
         )  # fmt: skip
-        gates = check_gates(parse_gates(job.options.gates), [row])
+        gates = check_rows([BENCH_GATES.parse(text) for text in job.options.gates], [row])
         result = BenchResult(rows=(row,), gates=gates)
         job.output.mkdir(parents=True, exist_ok=True)
         (job.output / "bench.json").write_text(json_text(result))
@@ -359,10 +359,10 @@ class Bench:
         if error is not None:
             raise error
         source = SourceRecord(name=job.model, resolved=job.model)
-        return Outcome(source=source, figures={"speedup": self.speedup})
+        return JobOutcome(source=source, figures={"speedup": self.speedup})
 
-    def runners(self, engine: Engine) -> dict[str, Runner]:
-        return engine.runners | {"bench": Runner(run=self.run, plan=lambda job: Outcome())}
+    def runners(self, engine: Engine) -> dict[str, JobRunner]:
+        return engine.runners | {"bench": JobRunner(run=self.run, plan=lambda job: JobOutcome())}
 
 
 def write_mixed(folder: Path, *, gate: str = "speedup>=1", **settings: object) -> Manifest:
@@ -598,5 +598,5 @@ class TestReports:
 
 def rendered(result: BatchResult) -> list[str]:
     buffer = io.StringIO()
-    Console(file=buffer, width=160).print(render(result))
+    Console(file=buffer, width=160).print(render_batch(result))
     return [line.rstrip() for line in buffer.getvalue().splitlines()]

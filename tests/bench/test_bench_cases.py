@@ -1,11 +1,14 @@
 """Formats, methods, modes and sizes, multiplied out."""
 
 import pytest
+from torch import nn
 
-from lpconv.bench.cases import FORMATS, METHODS, Case, baseline_of, expand, parse_sweep
+from lpconv.bench.cases import BENCH_FORMATS, BENCH_METHODS, Case, baseline_of, expand, parse_sweep
 from lpconv.bench.defaults import choose_model
 from lpconv.bench.presets import PRESETS
+from lpconv.bench.recipes import apply_recipe
 from lpconv.errors import UsageError
+from lpconv.scaled import scaling_of
 
 CPU = {"device": "cpu", "name": "CPU"}
 GPU = {"device": "cuda:0", "name": "H100"}
@@ -21,7 +24,7 @@ def test_every_format_runs_as_its_default_where_no_method_applies() -> None:
     found = cases(formats=("fp32", "bf16", "fp16", "fp8"))
 
     assert [(c.format, c.method) for c in found] == [
-        ("fp32", "plain"), ("bf16", "plain"), ("fp16", "plain"), ("fp8", "unit"),
+        ("fp32", "plain"), ("bf16", "plain"), ("fp16", "plain"), ("fp8", "static"),
     ]  # fmt: skip
 
 
@@ -29,8 +32,19 @@ def test_methods_apply_to_the_formats_that_have_them() -> None:
     found = cases(formats=("bf16", "fp16", "fp8"), methods=("unit", "scalify", "mx"))
 
     assert [(c.format, c.method) for c in found] == [
-        ("bf16", "plain"), ("fp16", "plain"), ("fp16", "scalify"), ("fp8", "unit"), ("fp8", "scalify"), ("fp8", "mx"),
+        ("bf16", "plain"), ("fp16", "plain"), ("fp16", "unit"), ("fp16", "scalify"),
+        ("fp8", "unit"), ("fp8", "scalify"), ("fp8", "mx"),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("method", ["unit", "scalify"])
+def test_scaled_methods_are_those_that_finetune_trains(method: str) -> None:
+    (case,) = cases(methods=(method,))
+
+    scaling = scaling_of(apply_recipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), case, {}))
+
+    assert scaling is not None
+    assert (scaling.method, scaling.compute) == (method, "fp8")
 
 
 def test_an_optimizer_belongs_to_training_only() -> None:
@@ -80,5 +94,5 @@ def test_no_model_means_one_that_suits_the_device_and_a_word_about_it() -> None:
 
 
 def test_every_method_of_a_format_is_known() -> None:
-    assert {m for methods in FORMATS.values() for m in methods} == set(METHODS)
+    assert {m for methods in BENCH_FORMATS.values() for m in methods} == set(BENCH_METHODS)
     assert {"bert-base", "bert-large", "gpt2", "llama-1b", "llama-3b", "llama-8b", "mistral-7b"} <= set(PRESETS)

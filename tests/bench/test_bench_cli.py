@@ -14,7 +14,7 @@ from bench_in_process import without_processes
 from torch._inductor.exc import InductorError
 from typer.testing import CliRunner, Result
 
-from lpconv.bench.runner import Runner
+from lpconv.bench.runner import CaseRunner
 from lpconv.cli.main import app
 
 SHORT = ("--min-iters", "6", "--min-time", "0", "--rounds", "3", "--launches", "1")
@@ -46,7 +46,7 @@ def refused(code: int, *args: object) -> str:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
     """A training bench of three rows in two launches, and where it was saved."""
     path = tmp_path_factory.mktemp("bench") / "bench.json"
-    what = ("--format", "bf16,fp8", "--method", "unit,rowwise", "--mode", "train", "--batch", "1")
+    what = ("--format", "bf16,fp8", "--method", "static,rowwise", "--mode", "train", "--batch", "1")
     result = run("demo", *what, *QUICK, "--launches", "2", "--json", "--save", path)
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout), path
@@ -56,7 +56,7 @@ def test_every_row_says_what_it_is_relative_to(trained: tuple[dict[str, Any], Pa
     document, _ = trained
 
     assert [(r["format"], r["method"]) for r in document["rows"]] == [
-        ("bf16", "plain"), ("fp8", "unit"), ("fp8", "rowwise"),
+        ("bf16", "plain"), ("fp8", "static"), ("fp8", "rowwise"),
     ]  # fmt: skip
     for row in document["rows"]:
         assert row["status"] == "ok"
@@ -76,10 +76,10 @@ def test_every_row_says_what_it_is_relative_to(trained: tuple[dict[str, Any], Pa
 
 
 def test_the_error_is_that_of_the_format(trained: tuple[dict[str, Any], Path]) -> None:
-    bf16, unit, rowwise = trained[0]["rows"]
+    bf16, static, rowwise = trained[0]["rows"]
 
     assert bf16["numerics"]["output_error"] < 0.02
-    for row in (unit, rowwise):
+    for row in (static, rowwise):
         assert 0.01 < row["numerics"]["output_error"] < 0.15
         assert 0.02 < row["numerics"]["gradient_error"] < 0.4
 
@@ -107,7 +107,7 @@ def test_what_was_saved_is_shown_again(trained: tuple[dict[str, Any], Path]) -> 
     saved = json.loads(path.read_text())
 
     assert shown.exit_code == 0, shown.output
-    assert "fp8 unit" in shown.stdout
+    assert "fp8 static" in shown.stdout
     assert saved["interrupted"] is False
 
 
@@ -121,33 +121,33 @@ def test_what_was_saved_is_compared_with(trained: tuple[dict[str, Any], Path], t
     compared = run("demo", "--mode", "train", "--batch", "1", *QUICK, "--compare", old)
 
     assert compared.exit_code == 5
-    assert "slower than before: fp8 unit, train, 1 x 128" in compared.stderr
+    assert "slower than before: fp8 static, train, 1 x 128" in compared.stderr
     assert "regression" in compared.stdout
 
 
 def test_a_sweep_goes_on_behind_what_does_not_fit_and_what_is_missing() -> None:
     result = run(
-        "demo", "--method", "te,unit", "--sweep", "batch=100000000,1 seq=32", *QUICK, "--json"
+        "demo", "--method", "te,static", "--sweep", "batch=100000000,1 seq=32", *QUICK, "--json"
     )  # fmt: skip
 
     assert result.exit_code == 7, result.output
     assert "needs about" in result.stderr
     rows = json.loads(result.stdout)["error"]["details"]["result"]["rows"]
     assert [(r["batch"], r["method"], r["status"]) for r in rows] == [
-        (100_000_000, "plain", "too large"), (100_000_000, "te", "too large"), (100_000_000, "unit", "too large"),
-        (1, "plain", "ok"), (1, "te", "skipped"), (1, "unit", "ok"),
+        (100_000_000, "plain", "too large"), (100_000_000, "te", "too large"), (100_000_000, "static", "too large"),
+        (1, "plain", "ok"), (1, "te", "skipped"), (1, "static", "ok"),
     ]  # fmt: skip
     assert rows[0]["estimate_bytes"] > 1e12
     assert "pip install transformer-engine" in rows[4]["reason"]
 
 
 def test_a_baseline_that_fails_fails_its_rows_and_the_sweep_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(runner: Runner, steps: int) -> None:
+    def broken(runner: CaseRunner, steps: int) -> None:
         if runner.case.batch == 1:
             raise InductorError(RuntimeError("no compiler"), None)
 
     monkeypatch.setattr("torch.nn.Module.compile", lambda module, **settings: None)
-    monkeypatch.setattr("lpconv.bench.runner.Runner.run", broken)
+    monkeypatch.setattr("lpconv.bench.runner.CaseRunner.run", broken)
     compiled = ("--compile", "blocks", "--baseline", "bf16+compile")
     result = run("demo", "--sweep", "batch=1,2 seq=16", *QUICK, *compiled, "--json")
 

@@ -16,7 +16,7 @@ from lpconv.report.bench.terminal import render_bench
 from lpconv.report.bench.text import bench_csv, bench_jsonl, bench_markdown
 from lpconv.results import BenchResult, BenchRow, from_json, to_json
 
-ROWS = (row("plain"), row("unit"), row("te", status="skipped", reason="<b>not</b> installed", ratio=(1, 1, 1)))
+ROWS = (row("plain"), row("static"), row("te", status="skipped", reason="<b>not</b> installed", ratio=(1, 1, 1)))
 
 
 def shown(*rows: BenchRow) -> BenchResult:
@@ -81,8 +81,8 @@ def test_csv_json_lines_and_markdown_hold_every_row() -> None:
     lines = [json.loads(line) for line in bench_jsonl(made).splitlines()]
     markdown = bench_markdown(made)
 
-    assert [r["method"] for r in table] == [r["method"] for r in lines] == ["plain", "unit", "te"]
+    assert [r["method"] for r in table] == [r["method"] for r in lines] == ["plain", "static", "te"]
     assert float(table[1]["ratio_low"]) == lines[1]["ratio"]["low"] == 1.2
     assert table[2]["reason"] == "<b>not</b> installed"
-    assert "| fp8 unit | train | 2 x 4096 |" in markdown
+    assert "| fp8 static | train | 2 x 4096 |" in markdown
     assert "**llama-8b, train, 2 x 4096**" in markdown

@@ -5,14 +5,14 @@ import dataclasses
 import pytest
 from bench_records import result, row
 
-from lpconv.bench.gates import check_gates, compare, parse_gates
-from lpconv.bench.outcome import problem
+from lpconv.bench.outcome import compare, problem
 from lpconv.errors import UsageError
+from lpconv.gates import BENCH_GATES, check_rows
 from lpconv.results import BenchResult, BenchRow
 
 
 def judged(*rows: BenchRow, gate: str) -> BenchResult:
-    return dataclasses.replace(result(*rows), gates=check_gates(parse_gates([gate]), rows))
+    return dataclasses.replace(result(*rows), gates=check_rows([BENCH_GATES.parse(gate)], rows))
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ def judged(*rows: BenchRow, gate: str) -> BenchResult:
     ],
 )  # fmt: skip
 def test_a_gate_judges_variants_only(gate: str, passes: bool) -> None:
-    found = judged(row("plain"), row("unit"), gate=gate)
+    found = judged(row("plain"), row("static"), gate=gate)
 
     assert [g.passed for g in found.gates] == [passes]
     error = problem(found)
@@ -44,7 +44,7 @@ def test_a_row_without_figures_fails_its_gate_and_a_skipped_one_has_none() -> No
 @pytest.mark.parametrize("text", ["speed>=1", "speedup>", "speedup>=fast"])
 def test_a_gate_that_cannot_be_read_is_refused(text: str) -> None:
     with pytest.raises(UsageError):
-        parse_gates([text])
+        BENCH_GATES.parse(text)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_a_gate_that_cannot_be_read_is_refused(text: str) -> None:
 def test_only_an_interval_that_lies_below_the_old_one_is_a_regression(
     now: tuple[float, float, float], change: str, code: int | None
 ) -> None:
-    old, rows = result(row("plain"), row("unit")), (row("plain"), row("unit", ratio=now), row("mx"))
+    old, rows = result(row("plain"), row("static")), (row("plain"), row("static", ratio=now), row("mx"))
 
     changes = compare(rows, old)
 
@@ -69,9 +69,9 @@ def test_only_an_interval_that_lies_below_the_old_one_is_a_regression(
 
 @pytest.mark.parametrize("changes", [{"batch": 4}, {"processes": 2, "parallel": "ddp"}])
 def test_rows_of_another_size_or_number_of_processes_are_not_compared(changes: dict[str, object]) -> None:
-    rows = [row("unit", **changes)]
+    rows = [row("static", **changes)]
 
-    found = compare(rows, result(row("unit")))
+    found = compare(rows, result(row("static")))
 
     assert [(c.before, c.change) for c in found] == [(None, "not in the older document")]
     error = problem(dataclasses.replace(result(*rows), changes=found))
@@ -81,7 +81,7 @@ def test_rows_of_another_size_or_number_of_processes_are_not_compared(changes: d
 
 @pytest.mark.parametrize(("status", "code"), [("failed", 5), ("too large", 7), ("skipped", 4)])
 def test_what_became_of_the_only_variant_decides_the_exit_code(status: str, code: int) -> None:
-    error = problem(result(row("plain"), row("unit", status=status, reason="because")))
+    error = problem(result(row("plain"), row("static", status=status, reason="because")))
 
     assert error is not None
     assert error.exit_code == code
@@ -90,4 +90,4 @@ def test_what_became_of_the_only_variant_decides_the_exit_code(status: str, code
 
 
 def test_a_skipped_row_beside_a_measured_one_is_no_error() -> None:
-    assert problem(result(row("plain"), row("unit"), row("te", status="skipped", reason="no"))) is None
+    assert problem(result(row("plain"), row("static"), row("te", status="skipped", reason="no"))) is None

@@ -19,45 +19,45 @@ def test_a_product_takes_as_long_as_the_slower_of_arithmetic_and_traffic() -> No
     seconds = gemm_seconds(LARGE, m, GPU_PEAKS, method=None, train=False)
 
     assert seconds == pytest.approx(max(flops / 7e14, traffic / 3e12))
-    assert gemm_record(LARGE, m, GPU_PEAKS, method="unit", train=False).bound == "compute"
-    assert gemm_record(LARGE, 16, GPU_PEAKS, method="unit", train=False).bound == "memory"
+    assert gemm_record(LARGE, m, GPU_PEAKS, method="static", train=False).bound == "compute"
+    assert gemm_record(LARGE, 16, GPU_PEAKS, method="static", train=False).bound == "memory"
 
 
 def test_fewer_passes_over_the_data_gain_more() -> None:
     gains = {
         m: gemm_record(LARGE, 8192, GPU_PEAKS, method=m, train=True).gain or 0
-        for m in ("unit", "tensorwise", "rowwise")
+        for m in ("static", "tensorwise", "rowwise")
     }
 
-    assert 1.0 < gains["rowwise"] < gains["tensorwise"] < gains["unit"] < 1.3e15 / 7e14
+    assert 1.0 < gains["rowwise"] < gains["tensorwise"] < gains["static"] < 1.3e15 / 7e14
 
 
 def test_small_products_lose_and_say_from_where_they_would_gain() -> None:
-    narrow = gemm_record(NARROW, 8192, GPU_PEAKS, method="unit", train=True)
-    large = gemm_record(LARGE, 8192, GPU_PEAKS, method="unit", train=True)
+    narrow = gemm_record(NARROW, 8192, GPU_PEAKS, method="static", train=True)
+    large = gemm_record(LARGE, 8192, GPU_PEAKS, method="static", train=True)
 
     assert narrow.gain is not None
     assert narrow.gain < 1
     assert narrow.break_even_tokens is None  # its 64 outputs do not pay for casting its input, at any batch
     assert large.break_even_tokens is not None
-    at_break_even = gemm_record(LARGE, large.break_even_tokens, GPU_PEAKS, method="unit", train=True).gain
-    below = gemm_record(LARGE, large.break_even_tokens // 2, GPU_PEAKS, method="unit", train=True).gain
+    at_break_even = gemm_record(LARGE, large.break_even_tokens, GPU_PEAKS, method="static", train=True).gain
+    below = gemm_record(LARGE, large.break_even_tokens // 2, GPU_PEAKS, method="static", train=True).gain
     assert (below or 0) <= 1 < (at_break_even or 0)
 
 
 def test_the_head_stays_in_16_bits() -> None:
-    assert gemm_record(HEAD, 8192, GPU_PEAKS, method="unit", train=True).gain is None
-    with_head = step_gemm_seconds(GEMMS, 8192, GPU_PEAKS, method="unit", train=True)
-    without = step_gemm_seconds(GEMMS[:2], 8192, GPU_PEAKS, method="unit", train=True)
+    assert gemm_record(HEAD, 8192, GPU_PEAKS, method="static", train=True).gain is None
+    with_head = step_gemm_seconds(GEMMS, 8192, GPU_PEAKS, method="static", train=True)
+    without = step_gemm_seconds(GEMMS[:2], 8192, GPU_PEAKS, method="static", train=True)
     assert with_head - without == pytest.approx(gemm_seconds(HEAD, 8192, GPU_PEAKS, method=None, train=True))
 
 
 def test_on_a_gpu_the_verdict_names_winners_losers_and_amdahl() -> None:
-    found = verdict([row("plain"), row("unit"), row("rowwise", ratio=(0.9, 0.8, 0.95))], GEMMS, GPU_PEAKS)
+    found = verdict([row("plain"), row("static"), row("rowwise", ratio=(0.9, 0.8, 0.95))], GEMMS, GPU_PEAKS)
 
     assert found is not None
     text = " ".join(found.sentences)
-    assert "fp8 unit is faster than bf16" in text
+    assert "fp8 static is faster than bf16" in text
     assert "fp8 rowwise is slower than bf16" in text
     assert "14336 x 4096" in text
     assert "will be slower for the 1 Linear of 64 x 4096" in text
@@ -66,7 +66,7 @@ def test_on_a_gpu_the_verdict_names_winners_losers_and_amdahl() -> None:
 
 
 def test_on_a_cpu_it_says_that_fp8_is_emulated_and_promises_nothing() -> None:
-    found = verdict([row("plain"), row("unit", emulated=True)], GEMMS, CPU_PEAKS)
+    found = verdict([row("plain"), row("static", emulated=True)], GEMMS, CPU_PEAKS)
 
     assert found is not None
     assert "emulated here" in found.sentences[0]
@@ -75,7 +75,7 @@ def test_on_a_cpu_it_says_that_fp8_is_emulated_and_promises_nothing() -> None:
 
 
 def test_intervals_that_contain_one_decide_nothing() -> None:
-    found = verdict([row("plain"), row("unit", ratio=(1.05, 0.98, 1.1))], GEMMS, GPU_PEAKS)
+    found = verdict([row("plain"), row("static", ratio=(1.05, 0.98, 1.1))], GEMMS, GPU_PEAKS)
 
     assert found is not None
     assert "cannot be told apart" in " ".join(found.sentences)
@@ -84,7 +84,7 @@ def test_intervals_that_contain_one_decide_nothing() -> None:
 def test_odd_sizes_are_named() -> None:
     odd = (dataclasses.replace(LARGE, n=1001), NARROW)
 
-    found = verdict([row("plain", batch=1, seq=100), row("unit", batch=1, seq=100)], odd, GPU_PEAKS)
+    found = verdict([row("plain", batch=1, seq=100), row("static", batch=1, seq=100)], odd, GPU_PEAKS)
 
     assert found is not None
     assert "Not a multiple of 16: 1001 x 4096, 100 tokens" in " ".join(found.sentences)
@@ -96,7 +96,7 @@ def test_a_gpu_that_others_used_or_that_was_throttled_is_told() -> None:
         foreign_processes=(8,),
     )  # fmt: skip
 
-    found = verdict([row("plain"), row("unit", gpu=state)], GEMMS, GPU_PEAKS)
+    found = verdict([row("plain"), row("static", gpu=state)], GEMMS, GPU_PEAKS)
 
     assert found is not None
     assert "Other processes used the GPU meanwhile (8)" in found.sentences[-2]
@@ -104,7 +104,7 @@ def test_a_gpu_that_others_used_or_that_was_throttled_is_told() -> None:
 
 
 def test_intervals_of_few_rounds_are_not_to_be_trusted() -> None:
-    once, often = row("unit"), row("unit")
+    once, often = row("static"), row("static")
     assert once.timing is not None
     once = dataclasses.replace(once, timing=dataclasses.replace(once.timing, num_rounds=1))
 
@@ -115,17 +115,17 @@ def test_intervals_of_few_rounds_are_not_to_be_trusted() -> None:
 
 @pytest.mark.parametrize(("seconds", "told"), [(0.104, False), (0.2, True), (0.05, True)])
 def test_a_baseline_that_did_not_keep_its_pace_is_told(seconds: float, told: bool) -> None:
-    found = verdict([row("plain"), row("unit", baseline_median_s=seconds)], GEMMS, GPU_PEAKS)
+    found = verdict([row("plain"), row("static", baseline_median_s=seconds)], GEMMS, GPU_PEAKS)
 
     assert found is not None
-    words = f"While fp8 unit was measured, bf16 took {seconds / 0.1:.2f} times as long"
+    words = f"While fp8 static was measured, bf16 took {seconds / 0.1:.2f} times as long"
     assert any(words in s for s in found.sentences) == told
 
 
 def test_a_peak_below_what_the_step_needed_splits_nothing() -> None:
     busy = dataclasses.replace(CPU_PEAKS, bf16_flops=1e9)
 
-    found = verdict([row("plain"), row("unit")], GEMMS, busy)
+    found = verdict([row("plain"), row("static")], GEMMS, busy)
 
     assert found is not None
     assert any("machine was busy" in s for s in found.sentences)
@@ -133,4 +133,4 @@ def test_a_peak_below_what_the_step_needed_splits_nothing() -> None:
 
 
 def test_without_a_baseline_there_is_no_verdict() -> None:
-    assert verdict([row("unit")], GEMMS, GPU_PEAKS) is None
+    assert verdict([row("static")], GEMMS, GPU_PEAKS) is None

@@ -95,7 +95,7 @@ def test_a_frozen_layer_gives_the_same_output_from_a_quarter_of_the_bytes(recipe
 
 def test_codes_are_saved_in_place_of_inputs() -> None:
     x = torch.randn(64, 96, dtype=torch.bfloat16)
-    layer = Fp8Linear(nn.Parameter(torch.randn(48, 96, dtype=torch.bfloat16)), None, "unit")
+    layer = Fp8Linear(nn.Parameter(torch.randn(48, 96, dtype=torch.bfloat16)), None, "static")
     saved: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:
@@ -129,7 +129,7 @@ def test_layers_that_read_one_tensor_share_its_scale() -> None:
             return self.a(x) + self.b(x)  # type: ignore[no-any-return]
 
     model = Fork()
-    convert_linears(model, "unit")
+    convert_linears(model, "static")
 
     calibrate(model, lambda: model(torch.randn(4, 32)))
 
@@ -138,7 +138,7 @@ def test_layers_that_read_one_tensor_share_its_scale() -> None:
 
 def test_what_is_not_finite_cannot_be_calibrated() -> None:
     model = nn.Sequential(nn.Linear(32, 16))
-    convert_linears(model, "unit")
+    convert_linears(model, "static")
 
     with pytest.raises(UsageError):
         calibrate(model, lambda: model(torch.full((4, 32), float("inf"))))

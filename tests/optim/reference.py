@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lpconv.optim import CollageAdamW
+from lpconv.optim import LowPrecisionAdamW
 from lpconv.optim.storage import total
 
 __all__ = ["Outcome", "adamw_fp64", "gradients", "run_beside_fp64"]
@@ -51,7 +51,7 @@ def run_beside_fp64(
     weights = (torch.randn(num_weights, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16()
     grads = gradients(num_weights, 1500)
     p = nn.Parameter(weights.clone())
-    optimizer = CollageAdamW(
+    optimizer = LowPrecisionAdamW(
         [p], betas=(0.9, beta2), weight_decay=0.1, variant=variant, arithmetic=arithmetic, compiled=compiled
     )
     for t, grad in enumerate(grads, start=1):

@@ -6,17 +6,17 @@ import pytest
 import torch
 from torch import nn
 
-from lpconv.optim import CollageAdamW
+from lpconv.optim import LowPrecisionAdamW
 from lpconv.optim.diagnostics import combine
 
 pytestmark = pytest.mark.filterwarnings("ignore:variant:UserWarning")
 
 
-def optimizer_after(steps: int, variant: str, every: int = 1, lr: float = 1e-5) -> CollageAdamW:
+def optimizer_after(steps: int, variant: str, every: int = 1, lr: float = 1e-5) -> LowPrecisionAdamW:
     generator = torch.Generator().manual_seed(0)
     params = [nn.Parameter((torch.randn(n, generator=generator) * 0.02).bfloat16()) for n in (5000, 100)]
     named = list(zip(("body", "head"), params, strict=True))
-    optimizer = CollageAdamW(named, lr=lr, variant=variant, compiled=False, diagnostics_every=every)
+    optimizer = LowPrecisionAdamW(named, lr=lr, variant=variant, compiled=False, diagnostics_every=every)
     for _ in range(steps):
         for p in params:
             p.grad = torch.randn(p.shape, generator=generator).bfloat16()

@@ -13,7 +13,7 @@ from lpconv.convert.run import convert
 from lpconv.data import demo_checkpoint
 from lpconv.errors import InputError
 from lpconv.mcf.split import RESIDUALS
-from lpconv.optim import CollageAdamW, fp32_state_dict, start_from_checkpoint, start_from_fp32
+from lpconv.optim import CollageAdamW, LowPrecisionAdamW, fp32_state_dict, start_from_checkpoint, start_from_fp32
 
 
 class Tied(nn.Module):
@@ -56,7 +56,7 @@ def test_fp32_goes_in_and_comes_out_within_the_bound() -> None:
 def test_fp32_master_is_exact() -> None:
     values = fp32_values()
     model = bf16_model(values)
-    optimizer = CollageAdamW(model.parameters(), variant="fp32-master", compiled=False)
+    optimizer = LowPrecisionAdamW(model.parameters(), variant="fp32-master", compiled=False)
     start_from_fp32(optimizer, model, values)
     assert all(torch.equal(t, values[n]) for n, t in fp32_state_dict(optimizer, model).items())
 

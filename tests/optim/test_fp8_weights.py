@@ -16,6 +16,7 @@ from lpconv.optim import (
     CollageAdamW,
     CollageSGD,
     Fp8WeightLinear,
+    LowPrecisionAdamW,
     fp32_state_dict,
     start_from_fp32,
     use_fp8_weights,
@@ -30,12 +31,12 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 1))
 
 
-def fp8_network(**options: object) -> tuple[nn.Sequential, CollageAdamW, dict[str, Tensor]]:
+def fp8_network(**options: object) -> tuple[nn.Sequential, LowPrecisionAdamW, dict[str, Tensor]]:
     """The network in bf16 with fp8 weights, its optimizer at the fp32 values, and these."""
     values = {n: t.clone() for n, t in network().state_dict().items()}
     model = network().bfloat16()
     options = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1, "compiled": False} | options
-    optimizer = CollageAdamW(use_fp8_weights(model), **options)  # type: ignore[arg-type]  # options of several types
+    optimizer = LowPrecisionAdamW(use_fp8_weights(model), **({"variant": "plus"} | options))  # type: ignore[arg-type]  # options of several types
     start_from_fp32(optimizer, model, values)
     return model, optimizer, values
 
@@ -45,7 +46,7 @@ def batch(seed: int) -> tuple[Tensor, Tensor]:
     return x.bfloat16(), torch.sin(x.sum(1, keepdim=True))
 
 
-def train(model: nn.Module, optimizer: CollageAdamW, steps: int = 150) -> float:
+def train(model: nn.Module, optimizer: LowPrecisionAdamW, steps: int = 150) -> float:
     """Mean loss over the last 20 steps."""
     losses = []
     for step in range(steps):
@@ -124,7 +125,7 @@ def displacement_error(variant: str, residual: torch.dtype, lr: float) -> float:
     p = nn.Parameter(start.clone(), requires_grad=True)
     p.grad_dtype = torch.bfloat16
     group = {"params": [p], "weight_scale": 2.0**-6}
-    optimizer = CollageAdamW(
+    optimizer = LowPrecisionAdamW(
         [group], lr=lr, betas=(0.9, 0.95), weight_decay=0.1, variant=variant, fp8_residual=residual, compiled=False
     )
     twin = nn.Parameter(start.double() * 2.0**-6)
@@ -207,7 +208,7 @@ def test_a_resumed_run_goes_on_bit_for_bit() -> None:
 @pytest.mark.filterwarnings("ignore:variant 'light'")
 def test_bytes_per_parameter(variant: str, residual: torch.dtype, expected: int) -> None:
     model = nn.Sequential(nn.Linear(64, 64, bias=False)).bfloat16()
-    optimizer = CollageAdamW(use_fp8_weights(model), variant=variant, fp8_residual=residual, compiled=False)
+    optimizer = LowPrecisionAdamW(use_fp8_weights(model), variant=variant, fp8_residual=residual, compiled=False)
     model(torch.randn(2, 64).bfloat16()).sum().backward()
     optimizer.step()
     assert optimizer.bytes_per_parameter() == expected
@@ -244,7 +245,7 @@ def test_what_cannot_be_is_refused() -> None:
         CollageSGD([{"params": [nn.Parameter(torch.ones(2))], "weight_scale": 0.5}])
     for options in ({"arithmetic": "paper"}, {"variant": "kahan"}, {"variant": "stochastic"}):
         with pytest.raises(UnsupportedError, match="e4m3fn"):
-            CollageAdamW([dict(g) for g in groups], **options)  # type: ignore[arg-type]  # strings all
+            LowPrecisionAdamW([dict(g) for g in groups], **({"variant": "plus"} | options))  # type: ignore[arg-type]  # strings all
     with pytest.raises(UnsupportedError, match="float16"):
         CollageAdamW(groups, fp8_residual=torch.float16)
     with pytest.raises(UsageError, match="power of two"):

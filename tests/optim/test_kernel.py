@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lpconv.mcf.compiling import compile_keeps_roundings
 from lpconv.mcf.pairs import nearest_by_bits, nearest_by_cast
-from lpconv.optim import CollageAdamW, kernel
+from lpconv.optim import CollageAdamW, LowPrecisionAdamW, kernel
 from lpconv.optim.kernel import STEPS, Kernel, build_step, get_kernel
 from lpconv.optim.rules import RULES
 from lpconv.optim.storage import VARIANTS, Storage, new_parts, store, total
@@ -24,8 +24,8 @@ def some_params(sizes: list[int]) -> list[nn.Parameter]:
     return [nn.Parameter((torch.randn(n, generator=generator) * 0.02).bfloat16()) for n in sizes]
 
 
-def run(params: list[nn.Parameter], steps: int = 10, **options: object) -> CollageAdamW:
-    optimizer = CollageAdamW(params, **options)  # type: ignore[arg-type]  # options of this file are right
+def run(params: list[nn.Parameter], steps: int = 10, **options: object) -> LowPrecisionAdamW:
+    optimizer = LowPrecisionAdamW(params, **({"variant": "plus"} | options))  # type: ignore[arg-type]  # options of this file are right
     for step in range(steps):
         for i, p in enumerate(params):
             p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * step + i)).bfloat16()

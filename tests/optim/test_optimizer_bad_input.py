@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lpconv.errors import InputError, LpconvError, UnsupportedError, UsageError
-from lpconv.optim import CollageAdamW, CollageLion, CollageSGD
+from lpconv.optim import CollageAdamW, CollageLion, CollageSGD, LowPrecisionAdamW
 
 
 def param() -> nn.Parameter:
@@ -34,7 +34,7 @@ def param() -> nn.Parameter:
 )
 def test_bad_options(options: dict[str, Any]) -> None:
     with pytest.raises((UsageError, UnsupportedError)) as caught:
-        CollageAdamW([param()], **options)
+        LowPrecisionAdamW([param()], **({"variant": "plus"} | options))
     assert caught.value.hint
 
 
@@ -115,7 +115,14 @@ def test_light_warns_where_its_second_moment_cannot_decay() -> None:
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(("variant", "beta2"), [("plus", 0.999), ("light", 0.99), ("fp32-master", 0.9999)])
 def test_no_warning_where_it_can(variant: str, beta2: float) -> None:
-    CollageAdamW([param()], variant=variant, betas=(0.9, beta2))
+    LowPrecisionAdamW([param()], variant=variant, betas=(0.9, beta2))
+
+
+@pytest.mark.parametrize("make", [CollageAdamW, CollageSGD, CollageLion])
+@pytest.mark.parametrize("rival", ["bf16", "stochastic", "kahan", "fp32-moments", "fp32-master"])
+def test_what_is_not_collage_does_not_bear_its_name(make: Any, rival: str) -> None:
+    with pytest.raises(UsageError, match="variant"):
+        make([param()], variant=rival)
 
 
 def test_errors_are_ours() -> None:

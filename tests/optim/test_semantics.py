@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lpconv.errors import InputError
-from lpconv.optim import CollageAdamW, CollageLion, CollageSGD
+from lpconv.optim import CollageAdamW, CollageLion, CollageSGD, LowPrecisionAdamW
 from lpconv.optim.base import LowPrecisionOptimizer
 from lpconv.optim.storage import VARIANTS
 
@@ -70,7 +70,7 @@ def test_lion_follows_its_formula() -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_bf16_parameters_follow_torch_at_bf16_accuracy(variant: str) -> None:
     start = weights().bfloat16()
-    found = train(lambda ps: CollageAdamW(ps, betas=(0.9, 0.95), variant=variant, compiled=False), start)
+    found = train(lambda ps: LowPrecisionAdamW(ps, betas=(0.9, 0.95), variant=variant, compiled=False), start)
     wanted = train(lambda ps: torch.optim.AdamW(ps, betas=(0.9, 0.95), foreach=False), start.float())
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(found.float(), wanted, rtol=2e-2, atol=2e-2)
@@ -145,7 +145,7 @@ def test_any_shape_and_stride(shape: tuple[int, ...]) -> None:
 def test_a_resumed_run_equals_an_unbroken_one(variant: str, tmp_path: Any) -> None:
     def fresh() -> tuple[nn.Parameter, LowPrecisionOptimizer]:
         p = nn.Parameter(weights().bfloat16())
-        return p, CollageAdamW([p], betas=(0.9, 0.95), variant=variant, compiled=False)
+        return p, LowPrecisionAdamW([p], betas=(0.9, 0.95), variant=variant, compiled=False)
 
     def run(p: nn.Parameter, optimizer: Optimizer, steps: range) -> None:
         for step in steps:
@@ -215,7 +215,7 @@ def test_fp32_state_for_bf16_weights() -> None:
 )  # fmt: skip
 def test_bytes_per_parameter_by_formula_and_measured(variant: str, expected: int) -> None:
     p = nn.Parameter(weights().bfloat16())
-    optimizer = CollageAdamW([p], betas=(0.9, 0.95), variant=variant, compiled=False)
+    optimizer = LowPrecisionAdamW([p], betas=(0.9, 0.95), variant=variant, compiled=False)
     p.grad = torch.ones_like(p)
     optimizer.step()
     assert VARIANTS[variant].bytes_per_parameter() == expected

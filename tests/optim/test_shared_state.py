@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lpconv.optim import CollageAdamW
+from lpconv.optim import LowPrecisionAdamW
 
 SHAPES = [(3,), (64, 5), (), (7, 2, 3), (128,)]
 VARIANTS = ["light", "plus", "kahan", "fp32-master"]
@@ -19,11 +19,11 @@ def some_params() -> list[nn.Parameter]:
     return [nn.Parameter((torch.randn(shape, generator=generator) * 0.02).bfloat16()) for shape in SHAPES]
 
 
-def make(params: list[nn.Parameter], variant: str = "plus") -> CollageAdamW:
-    return CollageAdamW(params, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, variant=variant, compiled=False)
+def make(params: list[nn.Parameter], variant: str = "plus") -> LowPrecisionAdamW:
+    return LowPrecisionAdamW(params, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, variant=variant, compiled=False)
 
 
-def step(optimizer: CollageAdamW, params: list[nn.Parameter], seed: int, absent: tuple[int, ...] = ()) -> None:
+def step(optimizer: LowPrecisionAdamW, params: list[nn.Parameter], seed: int, absent: tuple[int, ...] = ()) -> None:
     generator = torch.Generator().manual_seed(seed)
     for i, p in enumerate(params):
         gradient = torch.randn(p.shape, generator=generator).bfloat16()
@@ -31,11 +31,13 @@ def step(optimizer: CollageAdamW, params: list[nn.Parameter], seed: int, absent:
     optimizer.step()
 
 
-def tensors(optimizer: CollageAdamW, params: list[nn.Parameter]) -> list[Tensor]:
+def tensors(optimizer: LowPrecisionAdamW, params: list[nn.Parameter]) -> list[Tensor]:
     return [*params, *(t for p in params for t in optimizer.state[p].values())]
 
 
-def assert_same(first: CollageAdamW, a: list[nn.Parameter], second: CollageAdamW, b: list[nn.Parameter]) -> None:
+def assert_same(
+    first: LowPrecisionAdamW, a: list[nn.Parameter], second: LowPrecisionAdamW, b: list[nn.Parameter]
+) -> None:
     for x, y in zip(tensors(first, a), tensors(second, b), strict=True):
         assert torch.equal(x, y)
         assert x.shape == y.shape

@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 
 from lpconv.data import demo_checkpoint, demo_text
 from lpconv.errors import UsageError
-from lpconv.optim import CollageAdamW
+from lpconv.optim import CollageAdamW, LowPrecisionAdamW
 from lpconv.probe.intended import intended_updates, kept_value
 from lpconv.probe.lca import LossChange, LossChangeStep, by_layer, summarise
 from lpconv.scaled import AdamW, scaled
@@ -42,7 +42,9 @@ def follow(
 
 def collage(variant: str) -> LossChangeStep:
     model = demo()
-    return follow(model, CollageAdamW(model.parameters(), lr=5e-5, betas=(0.9, 0.95), variant=variant, compiled=False))
+    return follow(
+        model, LowPrecisionAdamW(model.parameters(), lr=5e-5, betas=(0.9, 0.95), variant=variant, compiled=False)
+    )
 
 
 def test_collage_plus_loses_nothing_to_rounding_and_the_allocation_closes() -> None:

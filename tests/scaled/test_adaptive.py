@@ -9,7 +9,15 @@ from scaled_models import build, loss_and_grads
 from torch import Tensor, nn
 
 from lpconv.errors import UsageError
-from lpconv.scaled import AdaptiveOptions, ScaledTensor, StepGuard, adaptive_factor, loss_scales, scaled
+from lpconv.scaled import (
+    AdaptiveOptions,
+    ScaledTensor,
+    StepGuard,
+    adaptive_factor,
+    adaptive_scaling,
+    loss_scales,
+    scaled,
+)
 
 DEPTH, WIDTH = 24, 128
 
@@ -41,7 +49,7 @@ def constant_loss_scale(power: int) -> list[Tensor]:
 
 def test_adaptive_scales_train_a_net_that_no_constant_can() -> None:
     net, x, y = sigmoid_net()
-    scaled(net, method="adaptive", compute="fp16")
+    adaptive_scaling(net, compute="fp16")
     (net(x).float() - y).square().mean().backward()
     grads = [p.grad for p in net.parameters()]
     reference_net, x64, y64 = sigmoid_net(torch.float64)
@@ -62,7 +70,7 @@ def test_every_parameter_of_a_transformer_gets_its_plain_gradient(name: str, att
     plain, batch = build(name, attention)
     loss, reference = loss_and_grads(plain, batch)
     plain.zero_grad()
-    ours = scaled(copy.deepcopy(plain), method="adaptive", compute="fp16", strict=True)
+    ours = adaptive_scaling(copy.deepcopy(plain), compute="fp16", strict=True)
 
     our_loss, grads = loss_and_grads(ours, batch)
 
@@ -81,7 +89,7 @@ def test_attention_without_a_mask_keeps_its_probabilities_in_fp16() -> None:
     del batch["attention_mask"]  # a mask in fp32 would widen them
     _, reference = loss_and_grads(plain, batch)
     plain.zero_grad()
-    ours = scaled(copy.deepcopy(plain), method="adaptive", compute="fp16", strict=True)
+    ours = adaptive_scaling(copy.deepcopy(plain), compute="fp16", strict=True)
 
     _, grads = loss_and_grads(ours, batch)
 
@@ -103,7 +111,7 @@ class Exploding(torch.autograd.Function):
 
 def test_a_step_that_overflowed_is_skipped_and_the_next_starts_lower() -> None:
     net, x, y = sigmoid_net()
-    scaled(net, method="adaptive", compute="fp16")
+    adaptive_scaling(net, compute="fp16")
     guard, optimizer = StepGuard(net, patience=2), torch.optim.SGD(net.parameters(), lr=0.1)
     before = net[0].weight.detach().clone()
 
@@ -124,7 +132,7 @@ def test_a_step_that_overflowed_is_skipped_and_the_next_starts_lower() -> None:
 def test_fp32_adaptive_gradients_are_bitwise_those_of_the_plain_model() -> None:
     plain, batch = build("llama", "sdpa")
     _, reference = loss_and_grads(plain, batch)
-    ours = scaled(copy.deepcopy(plain), method="adaptive", compute="fp32")
+    ours = adaptive_scaling(copy.deepcopy(plain), compute="fp32")
     ours.zero_grad()
 
     _, grads = loss_and_grads(ours, batch)
@@ -184,3 +192,12 @@ def test_bounds_hold() -> None:
 def test_wrong_options_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(UsageError):
         AdaptiveOptions(**wrong)
+
+
+@pytest.mark.parametrize("compute", ["fp8", "fp4"])
+def test_a_compute_it_has_not_is_refused_before_the_model_is_touched(compute: str) -> None:
+    net = nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises(UsageError) as error:
+        adaptive_scaling(net, compute=compute)
+    assert error.value.hint
+    assert (type(net), type(net[0])) == (nn.Sequential, nn.Linear)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lpconv.scaled import ScaledTensor, scaled_tensor
-from lpconv.scaled.pair import Arithmetic
+from lpconv.scaled.pair import Numerics
 
 aten = torch.ops.aten
 NONE = torch.zeros(0)
@@ -95,12 +95,12 @@ def test_results_and_gradients_are_those_of_the_plain_kernel(name: str, scales: 
     plain = [x.requires_grad_() for x in inputs()]
     expected = CALLS[name](*plain)
     expected.backward(gradient=torch.ones_like(expected))
-    arithmetic = Arithmetic(strict=True)
+    numerics = Numerics(strict=True)
     pairs = zip(inputs(), SCALES[scales], strict=True)
-    ours = [scaled_tensor(x / s, s, arithmetic=arithmetic).requires_grad_() for x, s in pairs]
+    ours = [scaled_tensor(x / s, s, numerics=numerics).requires_grad_() for x, s in pairs]
 
     out = CALLS[name](*ours)
-    out.backward(gradient=scaled_tensor(torch.full(out.shape, 16.0).double(), 2.0**-4, arithmetic=arithmetic))
+    out.backward(gradient=scaled_tensor(torch.full(out.shape, 16.0).double(), 2.0**-4, numerics=numerics))
 
     assert isinstance(out, ScaledTensor)
     torch.testing.assert_close(out.dequantize(), expected.detach())

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lpconv.errors import UnsupportedError, UsageError
 from lpconv.scaled import ScaledTensor, fallbacks, scaled, scaled_tensor, scaling_of, unscaled_state_dict
 from lpconv.scaled.model import weight_scale
-from lpconv.scaled.pair import Arithmetic
+from lpconv.scaled.pair import Numerics
 
 METHODS = {"unit": {}, "scalify": {"rescale": ("layernorm_grad", "logits_grad", "softmax_grad", "weight_grad")}}
 
@@ -78,7 +78,7 @@ def test_composite_ops_of_another_dispatch_mode_are_taken_apart() -> None:
                 return args[0].double().matmul(args[1].double()).float()
             return op(*args, **(kwargs or {}))
 
-    x, w = (scaled_tensor(torch.randn(4, 4), s, arithmetic=Arithmetic(strict=True)) for s in (4.0, 0.5))
+    x, w = (scaled_tensor(torch.randn(4, 4), s, numerics=Numerics(strict=True)) for s in (4.0, 0.5))
     with CallsComposites():
         out = x @ w
 
@@ -125,7 +125,6 @@ def test_double_backward_is_a_clear_error() -> None:
         {"method": "scalify", "rescale": ["every:0"]},
         {"method": "scalify", "rescale": ["every:many"]},
         {"method": "unit", "rescale": ["layernorm_grad"]},
-        {"method": "adaptive", "compute": "fp8"},
         {"compute": "fp8", "critical": ["no.such.module"]},
     ],
 )

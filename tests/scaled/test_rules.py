@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lpconv.errors import UnsupportedError, UsageError
 from lpconv.scaled import ScaledTensor, dynamic_rescale, fallbacks, scaled, scaled_tensor
-from lpconv.scaled.pair import Arithmetic, Role
+from lpconv.scaled.pair import Numerics, Role
 from lpconv.scaled.rules.table import CLASSES, RULES
 from lpconv.scaled.scales import MAX_SCALE, MIN_SCALE
 
@@ -125,13 +125,13 @@ def run(function: Callable[..., Tensor], operands: list[Tensor]) -> tuple[Tensor
     out = function(*leaves)
     weights = weights_for(out)
     is_scaled = isinstance(out, ScaledTensor)
-    out.backward(gradient=scaled_tensor(weights * 128, 2.0**-7, arithmetic=out.arithmetic) if is_scaled else weights)
+    out.backward(gradient=scaled_tensor(weights * 128, 2.0**-7, numerics=out.numerics) if is_scaled else weights)
     return out.detach(), [x.grad for x in leaves]
 
 
 def scaled_inputs(scales: str) -> list[Tensor]:
-    arithmetic = Arithmetic(strict=True)
-    return [scaled_tensor(x / s, s, arithmetic=arithmetic) for x, s in zip(inputs(), SCALES[scales], strict=True)]
+    numerics = Numerics(strict=True)
+    return [scaled_tensor(x / s, s, numerics=numerics) for x, s in zip(inputs(), SCALES[scales], strict=True)]
 
 
 @pytest.mark.parametrize("scales", SCALES)
@@ -218,13 +218,13 @@ def test_attention_with_a_fully_masked_row_is_finite() -> None:
 
 
 def test_scales_saturate_at_the_ends_of_their_range_and_are_counted() -> None:
-    arithmetic = Arithmetic()
-    small, large = (scaled_tensor(torch.tensor([1.5]), s, arithmetic=arithmetic) for s in (MIN_SCALE, MAX_SCALE))
+    numerics = Numerics()
+    small, large = (scaled_tensor(torch.tensor([1.5]), s, numerics=numerics) for s in (MIN_SCALE, MAX_SCALE))
 
     assert (small * small).scale == MIN_SCALE
     assert (large * large).scale == MAX_SCALE
-    assert arithmetic.counts["scale saturated"] == 2
-    back = small * scaled_tensor(torch.tensor([1.0]), 2.0**-10, arithmetic=arithmetic)
+    assert numerics.counts["scale saturated"] == 2
+    back = small * scaled_tensor(torch.tensor([1.0]), 2.0**-10, numerics=numerics)
     assert float(back) == 1.5 * 2.0**-136  # a subnormal number: the data took over what the scale could not hold
 
 
@@ -249,7 +249,7 @@ def test_only_floating_point_data_are_scaled(data: Tensor) -> None:
 
 
 def test_an_op_without_a_rule_is_an_error_or_is_counted() -> None:
-    strict, lenient = Arithmetic(strict=True), Arithmetic()
+    strict, lenient = Numerics(strict=True), Numerics()
     matrix = torch.eye(3) * 4
 
     class Inverse(torch.nn.Module):
@@ -258,8 +258,8 @@ def test_an_op_without_a_rule_is_an_error_or_is_counted() -> None:
 
     root = torch.nn.Sequential(torch.nn.Identity(), Inverse())
     with pytest.raises(UnsupportedError, match=r"linalg_inv_ex.*module `1` \(Inverse\)"):
-        root(scaled_tensor(matrix, 2.0, arithmetic=strict))
-    assert torch.equal(root(scaled_tensor(matrix, 2.0, arithmetic=lenient)), torch.eye(3) / 8)
+        root(scaled_tensor(matrix, 2.0, numerics=strict))
+    assert torch.equal(root(scaled_tensor(matrix, 2.0, numerics=lenient)), torch.eye(3) / 8)
     assert lenient.counts == {"fallback aten.linalg_inv_ex.default": 1}
 
 

@@ -48,7 +48,7 @@ def add(call: Call, a: Any, b: Any, *, alpha: float = 1) -> Scaled:
     if alpha != 1:
         mantissa, power = split_number(float(alpha))
         data_b, scale_b = data_b * mantissa, multiplied(scale_b, power)
-    fit = call.arithmetic.fit_joins and isinstance(data_a, Tensor) and isinstance(data_b, Tensor)
+    fit = call.numerics.fit_joins and isinstance(data_a, Tensor) and isinstance(data_b, Tensor)
     scale = fitting_scale(data_a, scale_a, data_b, scale_b) if fit else larger(scale_a, scale_b)
     return Scaled(_sum(data_a, ratio(scale_a, scale), data_b, ratio(scale_b, scale)), scale)
 

@@ -61,7 +61,7 @@ def to_copy(call: Call, x: Scaled, *, dtype: torch.dtype | None = None, **kwargs
     """(cast(d), s): a cast touches the data only [Scalify §1.1]; a cast to integers or bool leaves the scaled world."""
     if dtype is not None and not dtype.is_floating_point:
         return call.op(value(x), dtype=dtype, **kwargs)
-    if call.arithmetic.fit_joins and dtype is not None and dtype.itemsize < x.data.itemsize:
+    if call.numerics.fit_joins and dtype is not None and dtype.itemsize < x.data.itemsize:
         x = fitting(x, dtype)
     return x.with_data(call.op(x.data, dtype=dtype, **kwargs))
 

@@ -49,8 +49,8 @@ def softmax(call: Call, grad: Any, output: Any, dim: int, dtype: torch.dtype) ->
     """
     (data, scale), (_, scale_p) = pair(grad), pair(output)
     out = call.op(widened(data), widened(value(output)), dim, torch.promote_types(data.dtype, torch.float32))
-    if call.arithmetic.softmax_grad:
-        near_1 = rebalanced(Scaled(out, scale), "l2", smallest=MIN_SCALE, headroom=call.arithmetic.headroom)
+    if call.numerics.softmax_grad:
+        near_1 = rebalanced(Scaled(out, scale), "l2", smallest=MIN_SCALE, headroom=call.numerics.headroom)
         return near_1.with_data(near_1.data.to(dtype))
     gain = 1 / scale_p if isinstance(scale_p, float) and scale_p else 1.0
     return Scaled(times(out, gain).to(dtype), multiplied(scale, 1 / gain))
@@ -73,7 +73,7 @@ def nll_loss(call: Call, grad: Any, logp: Any, target: Tensor, weight: Any, redu
     data, scale = pair(grad)
     log_probabilities = value(logp)
     gain = 1.0
-    if call.arithmetic.unit_factors:
+    if call.numerics.unit_factors:
         num_classes = log_probabilities.shape[1 if log_probabilities.dim() > 1 else 0]
         gain = pow2_floor(num_classes**0.5)
         gain *= pow2_floor(float(max(1, target.numel()))) if reduction == 1 else 1.0
@@ -86,7 +86,7 @@ def mean_squared(call: Call, grad: Any, x: Any, target: Any, reduction: int) -> 
     """(f(n·d_g, …), s_g/n), n = 2^⌊log2 elements⌋ under mean reduction."""
     (data, scale), x_value = pair(grad), value(x)
     count = pow2_floor(float(max(1, x_value.numel())))
-    gain = count if reduction == 1 and call.arithmetic.unit_factors else 1.0
+    gain = count if reduction == 1 and call.numerics.unit_factors else 1.0
     out = call.op(times(widened(data), gain), x_value, value(target), reduction)
     return Scaled(out, multiplied(scale, 1 / gain))
 

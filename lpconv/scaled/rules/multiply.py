@@ -37,7 +37,7 @@ aten = torch.ops.aten
 
 def contraction_factor(call: Call, num_terms: int) -> float:
     """r = 2^⌊log2 √K⌋: the standard deviation of a sum of K independent unit terms, floored to a power of two."""
-    if not call.arithmetic.unit_factors or num_terms < 2:
+    if not call.numerics.unit_factors or num_terms < 2:
         return 1.0
     return float(pow2_floor(math.sqrt(num_terms)))
 
@@ -120,7 +120,7 @@ def matmul(call: Call, a: Any, b: Any) -> Scaled:
     """mm and bmm: (d_a·d_b / r, s_a·s_b·r)."""
     scale = multiplied(pair(a)[1], pair(b)[1])
     r = contraction_factor(call, pair(a)[0].shape[-1])
-    return Scaled(product(call.arithmetic, a, b, alpha=1 / r), multiplied(scale, r))
+    return Scaled(product(call.numerics, a, b, alpha=1 / r), multiplied(scale, r))
 
 
 def add_matmul(call: Call, bias: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Scaled:
@@ -134,10 +134,10 @@ def add_matmul(call: Call, bias: Any, a: Any, b: Any, *, beta: float = 1, alpha:
     if isinstance(scale, float):
         at_scale = times(data_bias, mantissa_bias * ratio(scale_bias, scale))
         gain = mantissa * float(ratio(scale_ab, scale))
-        return Scaled(product(call.arithmetic, a, b, alpha=gain, bias=at_scale), scale)
+        return Scaled(product(call.numerics, a, b, alpha=gain, bias=at_scale), scale)
     product_scale = multiplied(scale_ab, r)
     in_product = times(data_bias, mantissa_bias * ratio(scale_bias, product_scale))
-    data = product(call.arithmetic, a, b, alpha=mantissa / r, bias=in_product)
+    data = product(call.numerics, a, b, alpha=mantissa / r, bias=in_product)
     return Scaled(times(data, ratio(product_scale, scale)), scale)
 
 

@@ -52,7 +52,7 @@ def softmax(call: Call, x: Any, dim: int, *args: Any) -> Any:
     if not isinstance(x, Scaled):
         return NotImplemented
     out = call.op(value(x), dim, *args)
-    gain = min(float(pow2_floor(float(out.shape[dim]))), SOFTMAX_MAX_GAIN) if call.arithmetic.unit_factors else 1.0
+    gain = min(float(pow2_floor(float(out.shape[dim]))), SOFTMAX_MAX_GAIN) if call.numerics.unit_factors else 1.0
     return Scaled(times(out, gain).to(x.data.dtype), 1 / gain)
 
 

@@ -37,10 +37,10 @@ def rebalanced(x: Scaled, statistic: str, *, smallest: float = SMALLEST_NORM, he
 
 
 def rebalance(call: Call, x: Scaled, forward: str, backward: str) -> Scaled:
-    """`rebalanced` by the forward statistic, if there is one; gradients with the headroom of the arithmetic."""
+    """`rebalanced` by the forward statistic, if there is one; gradients with the headroom of the numerics."""
     if not forward:
         return x
-    return rebalanced(x, forward, headroom=call.arithmetic.headroom if x.role is Role.GRADIENT else 1.0)
+    return rebalanced(x, forward, headroom=call.numerics.headroom if x.role is Role.GRADIENT else 1.0)
 
 
 def leave(call: Call, x: Any, unit: Any, dynamic: bool) -> Any:
@@ -53,7 +53,7 @@ def seed(call: Call, grad: Any, unit: Any, dynamic: bool) -> Scaled:
 
     1/s is what others call the loss scale. Eager static methods read max|g| once per output and backward pass; with
     `dynamic` the scale stays on the device. A compiled static graph can do neither, and there s = 1. The headroom h of
-    the arithmetic starts lower: (g/(s·h), s·h).
+    the numerics starts lower: (g/(s·h), s·h).
     """
     data, scale = pair(grad)
     start = Scaled(data, scale, Role.GRADIENT)
@@ -63,7 +63,7 @@ def seed(call: Call, grad: Any, unit: Any, dynamic: bool) -> Scaled:
         amax = float(data.abs().amax())
         own = pow2_floor(amax) if MIN_SCALE <= amax <= MAX_SCALE else 1.0
         start = Scaled(times(data, 1 / own), own * scale, Role.GRADIENT)
-    headroom = call.arithmetic.headroom
+    headroom = call.numerics.headroom
     return Scaled(times(start.data, 1 / headroom), multiplied(start.scale, headroom), Role.GRADIENT)
 
 

@@ -3,21 +3,25 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from lpconv.results import SCHEMA_VERSION, ByteCounts, FileRecord, SourceRecord, VerifyResult
+from lpconv.results.checkpoint import FileRecord, SourceRecord
+from lpconv.results.convert import ByteCounts, VerifyResult
+from lpconv.results.documents import SCHEMA_VERSION
 
 __all__ = [
+    "DONE",
     "FAILED",
     "NOT_RUN",
     "PLANNED",
     "UP_TO_DATE",
     "BatchResult",
-    "Estimate",
     "JobError",
+    "JobEstimate",
+    "JobOutcome",
     "JobResult",
-    "Outcome",
 ]
 
-# What becomes of a job, beside what its kind calls being done: converted, trained, measured, probed.
+# What becomes of a job, beside what its kind calls being done.
+DONE = {"convert": "converted", "finetune": "trained", "bench": "measured", "probe": "probed"}
 UP_TO_DATE = "up to date"
 PLANNED = "planned"
 FAILED = "failed"
@@ -36,7 +40,7 @@ class JobError:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Estimate:
+class JobEstimate:
     """What a dry run expects a job to need."""
 
     memory_bytes: int
@@ -46,7 +50,7 @@ class Estimate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class JobOutcome:
     """What running or planning a job gave. A plan has an `estimate`, where the kind of job can be estimated.
 
     `files` are weight files with their hashes, of a conversion; `figures` are the figures of a measurement by name.
@@ -55,7 +59,7 @@ class Outcome:
     source: SourceRecord | None = None
     files: tuple[FileRecord, ...] = ()
     bytes: ByteCounts | None = None
-    estimate: Estimate | None = None
+    estimate: JobEstimate | None = None
     verify: VerifyResult | None = None
     figures: dict[str, float] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
@@ -79,7 +83,7 @@ class JobResult:
     seconds: float = 0.0
     source: SourceRecord | None = None
     bytes: ByteCounts | None = None
-    estimate: Estimate | None = None
+    estimate: JobEstimate | None = None
     verify: VerifyResult | None = None
     figures: dict[str, float] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
