@@ -140,4 +140,4 @@ class Engine:
 
 
 def _bytes(data: Tensor) -> memoryview:
-    return memoryview(data.view(torch.uint8).numpy())
+    return data.view(torch.uint8).numpy().data

@@ -17,6 +17,7 @@ from lpconv.errors import UnsupportedError
 from lpconv.results import ConvertResult, FileRecord, ordered_json_text, to_json
 
 __all__ = [
+    "CARD",
     "LOADER",
     "check_convertible",
     "copy_side_files",
@@ -29,6 +30,7 @@ __all__ = [
 ]
 
 LOADER = "lpconv_loader.py"
+CARD = "README.md"
 # These describe one run, with its times; all other files depend only on source and options.
 _NOT_SUMMED = {SUMS, "report.json", "report.html"}
 
@@ -109,9 +111,13 @@ class Config:
 
 
 def model_side_files(contents: Contents) -> tuple[str, ...]:
-    """The side files of an output that belong to the model, without those that the conversion wrote."""
-    ours = {"README.md", SUMS, LOADER}
-    return tuple(n for n in contents.side_files if n not in ours and not n.startswith(RESIDUAL_FOLDER + "/"))
+    """The side files of a checkpoint that belong to the model: its tokenizer and what else came with it.
+
+    What belongs to the form of its weights (the folder of residuals, the loader module, checksums) goes with that form
+    and is never copied on; nor is the card, which describes one checkpoint.
+    """
+    of_the_form = {CARD, SUMS, LOADER}
+    return tuple(n for n in contents.side_files if n not in of_the_form and not n.startswith(RESIDUAL_FOLDER + "/"))
 
 
 def copy_side_files(

@@ -163,6 +163,6 @@ def estimate_seconds(plan: Plan, workers: int) -> float:
         started = time.perf_counter()
         found = form.measure(lambda job: [job(x, work)])
         (data, *_) = form.encode(x, 0, found, work).data
-        hashlib.sha256(memoryview(data.view(torch.uint8).numpy())).digest()
+        hashlib.sha256(data.view(torch.uint8).numpy().data).digest()
         per_element = (time.perf_counter() - started) / x.numel()
     return per_element * sum(t.info.num_elements for t in plan.tensors) / workers

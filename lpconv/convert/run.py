@@ -7,7 +7,7 @@ from pathlib import Path
 from lpconv.checkpoint.partfile import write_small
 from lpconv.checkpoint.staging import Staging
 from lpconv.convert.apply import Engine
-from lpconv.convert.files import copy_side_files, write_metadata, write_provenance, write_sums
+from lpconv.convert.files import CARD, copy_side_files, model_side_files, write_metadata, write_provenance, write_sums
 from lpconv.convert.job import Job, check_disk, disk_bytes, estimate_seconds, free_bytes, identity, prepare
 from lpconv.convert.options import ConvertOptions, command_line, with_defaults
 from lpconv.convert.provenance import (
@@ -107,9 +107,8 @@ def _carry_out(job: Job, staging: Staging, progress: Progress, command: str | No
     files, tensors = _write_weights(job, staging, progress)
     weights_seconds = time.perf_counter() - before
     write_metadata(staging.directory, job.contents, job.plan, files)
-    side_files = copy_side_files(
-        staging.directory, job.contents, job.contents.side_files, renamed={"README.md": "README.source.md"}
-    )
+    names = sorted({*model_side_files(job.contents), *({CARD} & set(job.contents.side_files))})
+    side_files = copy_side_files(staging.directory, job.contents, names, renamed={CARD: "README.source.md"})
     verify = verify_written(job, staging.directory, tensors, progress)
     result = ConvertResult(
         method=job.plan.method.name,
