@@ -2,7 +2,7 @@
 
 - unit: Unit scaling (Blake et al. 2023, arXiv 2303.11257).
 - scalify: Scalify (Balanca et al. 2024, arXiv 2407.17353), unit scaling's container with scales that propagate as the
-  model runs. The paper rounds scales down (§3.2), which keeps the second moment of the codes in [1, 4).
+  model runs.
 - collage: Collage (Yu et al. 2024, arXiv 2405.03637).
 - multipoint: Multipoint quantisation (Liu et al. 2020, arXiv 2002.09049).
 """
@@ -24,9 +24,8 @@ LPCONV = "lpconv"
 class Method:
     """A way to write a weight as a short sum of scaled components, value = Σ_i scale_i · component_i.
 
-    `forms` names the form that each layout gives a converted tensor. `scale_rounding` is how a scale becomes a power of
-    two: ``nearest`` or ``floor``. `residuals` are the residuals of a pair, the first one its default; `has_budget` says
-    that a bit budget decides how much is stored.
+    `forms` names the form that each layout gives a converted tensor. `residuals` are the residuals of a pair, the first
+    one its default; `has_budget` says that a bit budget decides how much is stored.
     """
 
     name: str
@@ -35,7 +34,6 @@ class Method:
     forms: Mapping[str, str]
     formats: tuple[str, ...]
     default_format: str
-    scale_rounding: str = "nearest"
     residuals: tuple[str, ...] = ()
     has_budget: bool = False
 
@@ -64,7 +62,6 @@ METHODS: dict[str, Method] = {
             forms={LPCONV: "scaled", COMPRESSED_TENSORS: "compressed"},
             formats=("fp32", "fp16", "bf16", "e4m3fn", "e5m2"),
             default_format="fp16",
-            scale_rounding="nearest",
         ),
         Method(
             name="scalify",
@@ -73,7 +70,6 @@ METHODS: dict[str, Method] = {
             forms={LPCONV: "scaled", COMPRESSED_TENSORS: "compressed"},
             formats=("fp32", "fp16", "bf16", "e4m3fn", "e5m2"),
             default_format="fp16",
-            scale_rounding="floor",
         ),
         Method(
             name="collage",

@@ -62,7 +62,7 @@ def settings_for(options: ConvertOptions, method: Method) -> Settings:
     """What forms need to know of the options; None is what the method's form does not ask for."""
     named = {"residual": options.residual, "budget_bits": options.budget_bits, "points_max": options.points_max}
     given: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
-    return Settings(scale=options.scale, scale_rounding=method.scale_rounding, **given)
+    return Settings(scale=options.scale, **given)
 
 
 def _decide(info: TensorInfo, options: ConvertOptions, method: Method) -> _Decision:

@@ -19,12 +19,11 @@ __all__ = ["BlockError", "BlockStats", "Component", "Encoded", "Headers", "Measu
 class Settings:
     """What a conversion chooses once for all tensors.
 
-    `scale` is ``pow2`` or ``exact`` and `scale_rounding` how a scale becomes a power of two (``nearest`` or ``floor``);
-    `residual` is a key of `RESIDUALS`. `budget_bits` per element and at most `points_max` points a row are for points.
+    `scale` is ``pow2`` or ``exact``, `residual` a key of `RESIDUALS`. Points have a budget of `budget_bits` an element
+    and at most `points_max` a row.
     """
 
     scale: str = "pow2"
-    scale_rounding: str = "nearest"
     residual: str = "bf16"
     budget_bits: float = math.inf
     points_max: int = 1

@@ -29,19 +29,18 @@ _OF_DTYPE = {f.safetensors: f for f in FORMATS.values() if f.safetensors}
 
 @dataclass(frozen=True, kw_only=True)
 class Scaled(Form):
-    """`rounding` is how `measure` makes a scale of the RMS: see `scale_for`."""
+    """`has_pow2_scale` says whether `measure` makes the scale a power of two: see `scale_for`."""
 
     kind: ClassVar[str] = "scaled"
     suffixes: ClassVar[tuple[str, ...]] = (SCALE_SUFFIX,)
     axis: ClassVar[tuple[int, ...]] = (1,)  # what leads the shape of the codes
 
     format: Format
-    rounding: str = "nearest"
+    has_pow2_scale: bool = True
 
     @classmethod
     def of(cls, name: str, shape: tuple[int, ...], format: Format, settings: Settings) -> Form:
-        rounding = settings.scale_rounding if settings.scale == "pow2" else "exact"
-        return cls(name=name, shape=shape, format=format, rounding=rounding)
+        return cls(name=name, shape=shape, format=format, has_pow2_scale=settings.scale == "pow2")
 
     @classmethod
     def recognise(cls, name: str, headers: Headers) -> Self | None:
@@ -76,9 +75,9 @@ class Scaled(Form):
         from lpconv.forms.blocks import block_stats
 
         stats = sum(over(block_stats), BlockStats())
-        scale = scale_for(stats, self.format, self.rounding)
+        scale = scale_for(stats, self.format, pow2=self.has_pow2_scale)
         # fp32 codes promise the source's bits back; dividing tiny elements by a large scale could lose some.
-        exact = self.format.name == "fp32" and self.rounding != "exact"
+        exact = self.format.name == "fp32" and self.has_pow2_scale
         if exact and scale > 1 and not all(over(lambda x, work: _fits_exactly(x, scale, work))):
             scale = 1.0
         return Measured(stats=stats, side={self.name + SCALE_SUFFIX: torch.tensor([scale], dtype=torch.float32)})
@@ -125,12 +124,13 @@ def unpacked(name: str, tensors: Mapping[str, Tensor]) -> tuple[Tensor, float]:
     return (tensors[name], 1.0) if scale is None else (tensors[name][0], float(scale))
 
 
-def scale_for(stats: BlockStats, fmt: Format, rounding: str) -> float:
+def scale_for(stats: BlockStats, fmt: Format, *, pow2: bool) -> float:
     """The scale σ of a tensor, so that x / σ has unit RMS: arXiv 2303.11257 §5.3 step 1, 2407.17353 §2.
 
-    `rounding` makes it a power of two (``nearest`` in the logarithm, or ``floor``) or leaves it ``exact`` (an fp32
-    number). Departure from both papers: σ grows to the next power of two that keeps the largest element inside the
-    format, because a saturated outlier costs more than a binade of everything else. An all-zero tensor has scale 1.
+    With `pow2` it is rounded down to a power of two (2407.17353 §3.2), which keeps the second moment of the codes in
+    [1, 4) and makes them the very data that a scaled model trains on; otherwise it is an fp32 number. Departure from
+    both papers: σ grows to the next power of two that keeps the largest element inside the format, because a saturated
+    outlier costs more than a binade of everything else. An all-zero tensor has scale 1.
     """
     import torch
 
@@ -138,11 +138,10 @@ def scale_for(stats: BlockStats, fmt: Format, rounding: str) -> float:
     if rms == 0:
         return 1.0
     floor = max(stats.absmax / fmt.max, 2.0 ** _SCALE_EXPONENTS[0])
-    if rounding == "exact":
+    if not pow2:
         return float(torch.tensor(min(max(rms, floor), 2.0 ** _SCALE_EXPONENTS[1]), dtype=torch.float32))
-    exponent = math.frexp(rms * math.sqrt(2))[1] - 1 if rounding == "nearest" else math.frexp(rms)[1] - 1
     mantissa, needed = math.frexp(floor)
-    exponent = max(exponent, needed - 1 if mantissa == 0.5 else needed)
+    exponent = max(math.frexp(rms)[1] - 1, needed - 1 if mantissa == 0.5 else needed)
     return math.ldexp(1.0, min(max(exponent, _SCALE_EXPONENTS[0]), _SCALE_EXPONENTS[1]))
 
 
