@@ -14,7 +14,7 @@ from lpconv.errors import UsageError
 from lpconv.formats.spec import FORMATS, Format, get_format
 from lpconv.lookup import find
 from lpconv.mcf.point_layout import MAX_POINTS
-from lpconv.methods import METHODS, Method
+from lpconv.methods import LPCONV, METHODS, Method
 from lpconv.options import Force, Option, Resume, Revision, TrustRemoteCode, check, size_option
 
 __all__ = [
@@ -31,7 +31,7 @@ __all__ = [
     "settings_of",
 ]
 
-LAYOUTS = ("lpconv", COMPRESSED_TENSORS)
+LAYOUTS = (LPCONV, COMPRESSED_TENSORS)
 VERIFY_LEVELS = ("none", "weights", "logits", "auto")
 _POINTS_MAX = 3
 _RESIDUALS = (*dict.fromkeys(r for m in METHODS.values() for r in m.residuals), "fp16")
@@ -97,7 +97,7 @@ class ConvertOptions:
             "Layout of the files; plain transformers with that package and vLLM open compressed-tensors (e4m3fn)",
             choices=LAYOUTS,
         ),
-    ] = "lpconv"
+    ] = LPCONV
     scale: Annotated[str, _what("Scales as powers of two, or as they come", choices=("pow2", "exact"))] = "pow2"
     budget_bits: Annotated[
         float | None,
@@ -220,7 +220,7 @@ def settings_of(options: ConvertOptions) -> ConvertSettings:
     for rule in options.rules:
         if rule.format != "keep":
             method.format(rule.format)
-        if method.encoder != "scaled" and rule.format not in ("keep", fmt.name):
+        if method.form(LPCONV).holds_one_format and rule.format not in ("keep", fmt.name):
             raise UsageError(
                 f"rule `{rule.pattern}={rule.format}`: a {method.name} checkpoint has one format, {fmt.name}",
                 hint="use =keep, or another --format",
@@ -244,7 +244,7 @@ def command_line(model: str, options: ConvertOptions) -> str:
         ("method", options.method),
         ("format", options.format),
         ("residual", options.residual),
-        ("layout", options.layout if options.layout != "lpconv" else None),
+        ("layout", options.layout if options.layout != LPCONV else None),
         ("scale", options.scale if options.scale != "pow2" else None),
         ("budget-bits", options.budget_bits),
         ("points-max", options.points_max),
@@ -280,7 +280,7 @@ def _residual(method: Method, format_name: str, residual: str | None) -> str | N
 def _check_layout(options: ConvertOptions, method: Method, format_name: str) -> None:
     if options.layout != COMPRESSED_TENSORS:
         return
-    if method.encoder != "scaled" or format_name != "e4m3fn":
+    if options.layout not in method.forms or format_name != "e4m3fn":
         raise UsageError(
             f"layout `{options.layout}` holds e4m3fn codes with one scale, not {method.name} in {format_name}",
             hint="use --method unit --format e4m3fn",
@@ -294,7 +294,7 @@ def _check_layout(options: ConvertOptions, method: Method, format_name: str) -> 
 
 
 def _budget(method: Method, fmt: Format, budget_bits: float | None, points_max: int | None) -> PointBudget | None:
-    if method.encoder != "points":
+    if not method.has_budget:
         if budget_bits is not None or points_max is not None:
             raise UsageError(
                 f"method `{method.name}` has no bit budget", hint="--budget-bits and --points-max belong to multipoint"
