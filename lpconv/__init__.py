@@ -5,6 +5,8 @@ Importing this package loads neither torch nor transformers. The pieces live in 
 
 from typing import TYPE_CHECKING, Any
 
+from lpconv.version import __version__
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -13,8 +15,6 @@ if TYPE_CHECKING:
     from lpconv.probe.track import Tracker
 
 __all__ = ["__version__", "load", "track"]
-
-__version__ = "0.1.0"
 
 
 def load(path: "str | Path", **kwargs: Any) -> Any:

@@ -12,7 +12,8 @@ ROOT = Path(lpconv.__file__).parent
 
 # Row of each top-level module or package of lpconv; the same table as docs/design/README.md.
 ROWS = {
-    "errors": 0, "results": 0, "lookup": 0, "progress": 0, "data": 0, "machine": 0, "student": 0,
+    "version": 0, "errors": 0, "results": 0, "gates": 0,
+    "lookup": 0, "progress": 0, "data": 0, "machine": 0, "student": 0,
     "formats": 1, "report": 1,
     "mcf": 2, "kernels": 2, "checkpoint": 2,
     "scaled": 3, "optim": 3, "loss_scale": 3,
@@ -56,6 +57,12 @@ def test_no_relative_imports() -> None:
     for path in modules():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             assert not (isinstance(node, ast.ImportFrom) and node.level), f"{path} uses a relative import"
+
+
+def test_nothing_imports_the_package_that_stands_on_top() -> None:
+    for path in modules():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            assert not (isinstance(node, ast.Import) and any(a.name == "lpconv" for a in node.names)), path
 
 
 def test_reports_of_one_kind_do_not_import_those_of_another() -> None:

@@ -9,10 +9,10 @@ from typing import Any
 from lpconv.batch.kinds import KINDS, BenchSettings, JobOptions
 from lpconv.batch.lock import Lock, LockEntry, locked_settings, portable
 from lpconv.batch.manifest import Job, Manifest
-from lpconv.batch.records import Outcome
 from lpconv.checkpoint.partfile import sha256_of
 from lpconv.errors import InputError, VerificationError
 from lpconv.results import FileRecord
+from lpconv.results.batch import Outcome
 
 __all__ = ["check_lockable", "check_locked_result", "pinned_options", "stale_reasons"]
 

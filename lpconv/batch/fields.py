@@ -10,10 +10,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lpconv.convert.gates import parse_gate
 from lpconv.convert.options import FormatRule, parse_rule, parse_size
 from lpconv.errors import UsageError
 from lpconv.formats.spec import get_format
+from lpconv.gates import GateTable
 from lpconv.lookup import find, nearest
 
 __all__ = [
@@ -216,9 +216,9 @@ def some_of(what: str, names: Iterable[str]) -> Reading:
     )
 
 
-def gates(metrics: Mapping[str, object], example: str) -> Reading:
-    """Conditions on some of `metrics`."""
-    return lambda raw: tuple(parse_gate(x, metrics, example).expression for x in _read_texts(raw)), TEXTS[1]
+def gates(table: GateTable[Any]) -> Reading:
+    """Conditions on the figures of a table."""
+    return lambda raw: tuple(table.parse(x).expression for x in _read_texts(raw)), TEXTS[1]
 
 
 def rules(formats: Iterable[str]) -> Reading:

@@ -60,8 +60,8 @@ class Kind:
     """One kind of job.
 
     `options` makes its options of the settings in a manifest, or raises UsageError; `words` are the settings that
-    matter most. A finished output holds the file `proof`, and `accepts` says whether that met its gates. `done` is the
-    status of a finished job. `is_exact` says that another run writes the same bytes, so that the lock pins them.
+    matter most. A finished output holds the file `proof`, and `accepts` says whether that met its gates. `is_exact`
+    says that another run writes the same bytes, so that the lock pins them.
     """
 
     fields: Mapping[str, Field]
@@ -69,7 +69,6 @@ class Kind:
     words: Callable[[Any], str]
     proof: str
     accepts: Callable[[Path], bool]
-    done: str
     is_exact: bool = False
 
 
@@ -111,7 +110,6 @@ KINDS: dict[str, Kind] = {
         words=lambda options: f"{options.method} {options.format}",
         proof="SHA256SUMS",
         accepts=lambda proof: True,  # what failed its gates was never published
-        done="converted",
         is_exact=True,
     ),
     "finetune": Kind(
@@ -120,7 +118,6 @@ KINDS: dict[str, Kind] = {
         words=_finetune_words,
         proof="report.json",
         accepts=lambda proof: gate_problem(from_json(FinetuneResult, read_json(proof))) is None,
-        done="trained",
     ),
     "bench": Kind(
         fields=BENCH_FIELDS,
@@ -128,7 +125,6 @@ KINDS: dict[str, Kind] = {
         words=_bench_words,
         proof=BENCH_FILE,
         accepts=lambda proof: not (result := read_bench(proof)).interrupted and problem(result) is None,
-        done="measured",
     ),
     "probe": Kind(
         fields=PROBE_FIELDS,
@@ -136,6 +132,5 @@ KINDS: dict[str, Kind] = {
         words=lambda options: f"{options.steps} steps",
         proof="probe.json",
         accepts=lambda proof: True,
-        done="probed",
     ),
 }

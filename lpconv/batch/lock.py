@@ -13,10 +13,10 @@ from typing import Any
 
 from lpconv.batch.kinds import KINDS
 from lpconv.batch.manifest import DEFAULT_KIND, Job
-from lpconv.batch.records import Outcome
 from lpconv.checkpoint.partfile import sha256_of, write_small
 from lpconv.errors import InputError
-from lpconv.results import SCHEMA_VERSION, FileRecord, from_json, to_json
+from lpconv.results import SCHEMA_VERSION, FileRecord, from_json, ordered_json_text, to_json
+from lpconv.results.batch import Outcome
 
 __all__ = [
     "Lock",
@@ -82,7 +82,7 @@ def read_lock(path: Path) -> Lock | None:
 
 def write_lock(path: Path, lock: Lock) -> None:
     """Replace the lock file in one step: a reader sees the old lock or the new one. ResourceError where it cannot."""
-    write_small(path, json.dumps(to_json(lock), indent=2, ensure_ascii=False) + "\n")
+    write_small(path, ordered_json_text(to_json(lock)))
 
 
 def lock_entry(job: Job, outcome: Outcome, folder: Path) -> LockEntry:

@@ -11,12 +11,12 @@ from lpconv.batch.compare import check_lockable, check_locked_result, pinned_opt
 from lpconv.batch.kinds import KINDS
 from lpconv.batch.lock import Lock, lock_entry, read_lock, write_lock
 from lpconv.batch.manifest import Job, Manifest
-from lpconv.batch.records import FAILED, NOT_RUN, PLANNED, UP_TO_DATE, BatchResult, JobError, JobResult, Outcome
 from lpconv.batch.runners import Runner
 from lpconv.errors import BatchError, InputError, InterruptedRunError, LpconvError, OutputExistsError
 from lpconv.lookup import find
 from lpconv.progress import Progress, Silent
 from lpconv.results import to_json
+from lpconv.results.batch import DONE, FAILED, NOT_RUN, PLANNED, UP_TO_DATE, BatchResult, JobError, JobResult, Outcome
 
 __all__ = ["BatchEvents", "JobsFailedError", "SilentEvents", "run_batch"]
 
@@ -168,7 +168,7 @@ class _Run:
             check_locked_result(job, entry, outcome)
         else:
             self._record(job, outcome)
-        return _filled(_job_result(job, KINDS[job.kind].done), outcome)
+        return _filled(_job_result(job, DONE[job.kind]), outcome)
 
     def _pinned(self, job: Job) -> Job:
         """The job with the options of this batch."""

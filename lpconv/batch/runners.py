@@ -10,9 +10,7 @@ from pathlib import Path
 
 from lpconv.batch.kinds import BENCH_FILE, BenchSettings, ProbeSettings
 from lpconv.batch.manifest import Job
-from lpconv.batch.records import Estimate, Outcome
-from lpconv.bench.gates import check_gates, compare, parse_gates
-from lpconv.bench.outcome import problem
+from lpconv.bench.outcome import compare, problem
 from lpconv.bench.presets import PRESETS
 from lpconv.bench.run import bench
 from lpconv.bench.saved import kept, read_bench
@@ -20,9 +18,11 @@ from lpconv.checkpoint.contents import read_contents
 from lpconv.checkpoint.resolve import resolve
 from lpconv.convert.options import ConvertOptions
 from lpconv.errors import OutputExistsError
+from lpconv.gates import BENCH_GATES, FINETUNE_GATES, check_rows
 from lpconv.progress import Progress
 from lpconv.results import BenchResult, ConvertResult, FileRecord, FinetuneResult, PlanResult, SourceRecord
-from lpconv.train.gates import METRICS, gate_problem
+from lpconv.results.batch import Estimate, Outcome
+from lpconv.train.gates import gate_problem
 from lpconv.train.options import FinetuneOptions
 
 __all__ = ["RUNNERS", "Runner", "converted", "planned"]
@@ -94,13 +94,13 @@ def _bench(job: Job, progress: Progress) -> Outcome:
     path = job.output / BENCH_FILE
     if path.exists() and not (options.force or options.resume):
         raise OutputExistsError(f"`{path}` exists", hint="set `force: true` in the job, or name another output")
-    gates = parse_gates(options.gates)
+    gates = tuple(map(BENCH_GATES.parse, options.gates))
     old = read_bench(Path(options.compare)) if options.compare else None
     source = _source(job)
 
     def judged(result: BenchResult) -> BenchResult:
         changes = compare(result.rows, old) if old else ()
-        return dataclasses.replace(result, gates=check_gates(gates, result.rows), changes=changes)
+        return dataclasses.replace(result, gates=check_rows(gates, result.rows), changes=changes)
 
     with kept(path, judged, lambda partial: None) as keep:
         asked = dataclasses.replace(options, model=job.model)
@@ -163,7 +163,7 @@ def _source(job: Job, *, revision: str | None = None) -> SourceRecord:
 
 def _finetune_figures(result: FinetuneResult) -> dict[str, float]:
     """Those that gates can ask for, where they were measured."""
-    figures = {name: figure(result) for name, figure in METRICS.items()}
+    figures = {name: figure(result) for name, figure in FINETUNE_GATES.metrics.items()}
     return {name: value for name, value in figures.items() if value is not None}
 
 

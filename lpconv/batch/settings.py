@@ -20,11 +20,9 @@ from lpconv.batch.fields import (
 )
 from lpconv.bench.cases import BASELINES, BENCH_METHODS, BENCH_OPTIMIZERS, COMPILE_MODES, MODES, PARALLEL
 from lpconv.bench.cases import FORMATS as BENCH_FORMATS
-from lpconv.bench.gates import METRICS as BENCH_METRICS
-from lpconv.convert.gates import METRICS as CONVERT_METRICS
 from lpconv.convert.options import LAYOUTS, VERIFY_LEVELS
+from lpconv.gates import BENCH_GATES, CONVERT_GATES, FINETUNE_GATES
 from lpconv.methods import METHODS
-from lpconv.train.gates import METRICS as FINETUNE_METRICS
 from lpconv.train.options import SAVES, SCHEDULES, TASKS, TWINS
 from lpconv.train.recipes import PRECISIONS, RECIPES, TRAINING_METHODS, TRAINING_OPTIMIZERS
 
@@ -49,9 +47,7 @@ CONVERT_FIELDS: dict[str, Field] = {
     "workers": field(COUNT, "threads", nullable=True),
     "max_shard_size": field(SIZE, "largest output file; null is as the source's", nullable=True),
     "verify": field(one_of("verification level", VERIFY_LEVELS), "how deep the output is verified"),
-    "gates": field(
-        gates(CONVERT_METRICS, "sqnr>=25"), "conditions on the verification that must hold, such as sqnr>=25"
-    ),
+    "gates": field(gates(CONVERT_GATES), "conditions on the verification that must hold, such as sqnr>=25"),
     "force": field(FLAG, "replace an output that is there"),
     "trust_remote_code": field(FLAG, "let the checkpoint's own code run when it is verified"),
 }
@@ -93,7 +89,7 @@ FINETUNE_FIELDS: dict[str, Field] = {
     "compile": field(FLAG, "train through torch.compile"),
     "max_memory": field(SIZE, "refuse what is estimated to need more", nullable=True),
     "revision": field(TEXT, "branch, tag or commit hash of a hub model", nullable=True),
-    "gates": field(gates(FINETUNE_METRICS, "loss_gap<=0.05"), "conditions that must hold, such as loss_gap<=0.05"),
+    "gates": field(gates(FINETUNE_GATES), "conditions that must hold, such as loss_gap<=0.05"),
     "force": field(FLAG, "replace an output that is there"),
 }
 
@@ -117,7 +113,7 @@ BENCH_FIELDS: dict[str, Field] = {
     "launches": field(COUNT, "new processes for each, over which these are spread"),
     "seed": field(WHOLE, "for weights and token ids"),
     "compare": field(TEXT, "an older result: fail on regressions", nullable=True, is_path=True),
-    "gates": field(gates(BENCH_METRICS, "speedup>=1.2"), "conditions on every row, such as speedup>=1.2"),
+    "gates": field(gates(BENCH_GATES), "conditions on every row, such as speedup>=1.2"),
     "force": field(FLAG, "replace a result that is there"),
 }
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-import lpconv
 from lpconv.errors import InputError, LpconvError, ResourceError, UnsupportedError, UsageError
 
 __all__ = ["Child", "Subject", "result_of"]
@@ -35,7 +34,7 @@ class Child:
 
     def __init__(self) -> None:
         self._stderr = tempfile.TemporaryFile(mode="w+", encoding="utf-8", errors="replace")  # noqa: SIM115  # lives with the process
-        root = str(Path(lpconv.__file__).parent.parent)
+        root = str(Path(__file__).parents[2])
         paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
         inherited = {name: value for name, value in os.environ.items() if name not in _OF_TORCHRUN}
         self._process = subprocess.Popen(

@@ -1,12 +1,37 @@
-"""From rows to an exit code: what a script has to know after everything was measured and kept."""
+"""From rows to an exit code: changes against an older document, and what a script has to know in the end."""
 
-from lpconv.bench.gates import NEW, REGRESSION
+from collections.abc import Sequence
+
 from lpconv.bench.rows import FAILED, SKIPPED, TOO_LARGE
 from lpconv.errors import LpconvError, ResourceError, UnsupportedError, VerificationError
 from lpconv.report.numbers import plural
-from lpconv.results import BenchResult, to_json
+from lpconv.results import BenchChange, BenchResult, BenchRow, RatioRecord, to_json
 
-__all__ = ["problem"]
+__all__ = ["compare", "problem"]
+
+REGRESSION, IMPROVEMENT, SAME, NEW = "regression", "improvement", "within the intervals", "not in the older document"
+
+
+def compare(rows: Sequence[BenchRow], old: BenchResult) -> tuple[BenchChange, ...]:
+    """Rows against the same rows of an older document, by their ratios to the baseline.
+
+    Times of two runs on a machine that others use cannot be compared, ratios to a baseline measured in turn can. A
+    regression is an interval that lies entirely below the old one.
+    """
+    before = {r.key: r.ratio for r in old.rows if r.ratio and not r.is_baseline}
+    pairs = [(r, before.get(r.key), r.ratio) for r in rows if not r.is_baseline and r.ratio]
+    return tuple(
+        BenchChange(name=f"{r.name}, {r.place}", before=earlier, after=now, change=_change(earlier, now))
+        for r, earlier, now in pairs
+    )
+
+
+def _change(before: RatioRecord | None, after: RatioRecord) -> str:
+    if before is None:
+        return NEW
+    if after.high < before.low:
+        return REGRESSION
+    return IMPROVEMENT if after.low > before.high else SAME
 
 
 def problem(result: BenchResult) -> LpconvError | None:

@@ -7,8 +7,7 @@ from pathlib import Path
 from lpconv.checkpoint.contents import read_json
 from lpconv.checkpoint.partfile import write_small
 from lpconv.errors import InputError
-from lpconv.report.document import json_text
-from lpconv.results import BenchResult, from_json
+from lpconv.results import BenchResult, from_json, json_text
 
 __all__ = ["is_bench", "kept", "read_bench"]
 

@@ -18,13 +18,13 @@ from typing import Any, TextIO
 
 import torch
 
-import lpconv
 from lpconv.bench.cases import Case
 from lpconv.bench.parallel import join
 from lpconv.bench.peaks import measure_peaks
 from lpconv.bench.runner import Runner
 from lpconv.errors import LpconvError, ResourceError, UnsupportedError, UsageError
 from lpconv.report.numbers import plural
+from lpconv.version import __version__
 
 __all__ = ["Worker", "answer", "main"]
 
@@ -145,7 +145,7 @@ def _cpu_name() -> str:
 
 
 def _versions() -> dict[str, str]:
-    found = {"lpconv": lpconv.__version__, "python": platform.python_version()}
+    found = {"lpconv": __version__, "python": platform.python_version()}
     for name in _VERSIONS:
         try:
             found[name] = metadata.version(name)

@@ -10,8 +10,8 @@ from lpconv.cli.progress import progress_for
 
 if TYPE_CHECKING:
     from lpconv.batch.manifest import Job
-    from lpconv.batch.records import BatchResult, JobResult
     from lpconv.progress import Progress
+    from lpconv.results.batch import BatchResult, JobResult
 
 __all__ = ["batch"]
 
@@ -29,15 +29,15 @@ class _Events:
         self._progress.message(f"[{index + 1}/{total}] {result.id}: {result.status}")
 
     def batch_finished(self, result: "BatchResult") -> None:
-        from lpconv.batch.junit import junit_xml
-        from lpconv.batch.render import render
-        from lpconv.report.document import json_text
+        from lpconv.report.batch import render_batch
+        from lpconv.report.junit import junit_xml
         from lpconv.report.terminal import show
+        from lpconv.results import json_text
 
         if self._junit is not None:
             Path(self._junit).write_text(junit_xml(result), encoding="utf-8")
         if not self._json:
-            show(render(result))
+            show(render_batch(result))
         elif not result.failed:  # a failed batch prints the same document inside its error
             print(json_text(result), end="")
 

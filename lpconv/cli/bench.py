@@ -136,15 +136,15 @@ def bench(
 
       torchrun --nproc-per-node 8 -m lpconv bench llama-8b --mode train --parallel fsdp2
     """
-    from lpconv.bench.gates import check_gates, parse_gates
-    from lpconv.bench.gates import compare as compare_with
     from lpconv.bench.interleave import Effort
     from lpconv.bench.options import BenchOptions
+    from lpconv.bench.outcome import compare as compare_with
     from lpconv.bench.outcome import problem
     from lpconv.bench.run import bench as measure
     from lpconv.bench.saved import kept, read_bench
     from lpconv.bench.torchrun import processes_of
     from lpconv.cli.progress import progress_for
+    from lpconv.gates import BENCH_GATES, check_rows
 
     together = processes_of(processes)
     if together is None:
@@ -152,7 +152,8 @@ def bench(
     shown = "json" if json else output_format
     find("output format", shown, dict.fromkeys(_OUTPUT_FORMATS))
     find("compile mode", compile, dict.fromkeys(COMPILE_MODES))
-    gates, old = parse_gates(gate or ()), read_bench(Path(compare)) if compare else None
+    gates = tuple(map(BENCH_GATES.parse, gate or ()))
+    old = read_bench(Path(compare)) if compare else None
     batches, seqs = _sizes(batch, seq, sweep or [])
     peers = [m for m in FORMATS["fp8"] if BENCH_METHODS[m] is not None] if rivals else []
     options = BenchOptions(
@@ -177,7 +178,7 @@ def bench(
 
     def judged(result: "BenchResult") -> "BenchResult":
         changes = compare_with(result.rows, old) if old else ()
-        return dataclasses.replace(result, gates=check_gates(gates, result.rows), changes=changes)
+        return dataclasses.replace(result, gates=check_rows(gates, result.rows), changes=changes)
 
     with kept(Path(save) if save else None, judged, lambda partial: None if json else _print(partial, shown)) as keep:
         with progress_for(quiet=quiet) as progress:
@@ -206,8 +207,8 @@ def _sizes(batch: int | None, seq: int | None, sweep: list[str]) -> tuple[tuple[
 def _print(result: "BenchResult", shown: str) -> None:
     from lpconv.report.bench.terminal import render_bench
     from lpconv.report.bench.text import bench_csv, bench_jsonl, bench_markdown
-    from lpconv.report.document import json_text
     from lpconv.report.terminal import show
+    from lpconv.results import json_text
 
     writers = {"json": json_text, "jsonl": bench_jsonl, "csv": bench_csv, "md": bench_markdown}
     if shown in writers:

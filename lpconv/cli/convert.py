@@ -148,8 +148,8 @@ def convert(
     from lpconv.cli.progress import progress_for
     from lpconv.convert import run
     from lpconv.report.convert.terminal import render_convert, render_plan
-    from lpconv.report.document import json_text
     from lpconv.report.terminal import show
+    from lpconv.results import json_text
 
     target = Path(output) if output else run.default_output(model, options)
     if dry_run:

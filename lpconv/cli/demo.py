@@ -33,8 +33,8 @@ def demo(
     from lpconv.convert.run import convert
     from lpconv.report.convert.html import html_compare
     from lpconv.report.convert.terminal import render_compare
-    from lpconv.report.document import json_text
     from lpconv.report.terminal import show
+    from lpconv.results import json_text
 
     folder = Path(output)
     results = []

@@ -27,20 +27,21 @@ def doctor(
 
       lpconv doctor --require fp8,onnx
     """
-    from lpconv.report.document import json_text
     from lpconv.report.terminal import show
+    from lpconv.results import json_text
 
     if aliases:
         from lpconv.checkpoint.aliases import ALIASES
-        from lpconv.doctor.render import render_aliases
+        from lpconv.report.doctor import render_aliases
 
-        print(json_text(ALIASES), end="") if json else show(render_aliases())
+        rows = ((a.family, a.name, a.repo_id) for a in ALIASES.values())
+        print(json_text(ALIASES), end="") if json else show(render_aliases(rows))
         return
     from lpconv.doctor.examine import examine
-    from lpconv.doctor.render import render
     from lpconv.doctor.require import require as check
+    from lpconv.report.doctor import render_doctor
 
     result = examine()
-    print(json_text(result), end="") if json else show(render(result))
+    print(json_text(result), end="") if json else show(render_doctor(result))
     if require is not None:
         check([name.strip() for name in require.split(",") if name.strip()], result)

@@ -51,10 +51,10 @@ def onnx(
 
     need("onnxscript", *(["onnxruntime"] if validate else []))
     from lpconv.export.options import ExportOptions
-    from lpconv.export.render import render
     from lpconv.export.run import export_onnx
-    from lpconv.report.document import json_text
+    from lpconv.report.export import render_export
     from lpconv.report.terminal import show
+    from lpconv.results import json_text
 
     options = ExportOptions(
         opset=opset,
@@ -66,7 +66,7 @@ def onnx(
     )
     with progress_for(quiet=quiet) as progress:
         result = export_onnx(model, Path(output), options, progress=progress)
-    print(json_text(result), end="") if json else show(render(result))
+    print(json_text(result), end="") if json else show(render_export(result))
 
 
 export.command()(handled(onnx))

@@ -253,10 +253,9 @@ def finetune(
         force=force,
     )
     from lpconv.cli.training_bars import training_progress
-    from lpconv.report.document import json_text
     from lpconv.report.finetune.terminal import render_finetune
     from lpconv.report.terminal import show
-    from lpconv.results import to_json
+    from lpconv.results import json_text, to_json
     from lpconv.train import run
     from lpconv.train.folder import default_output
     from lpconv.train.gates import gate_problem

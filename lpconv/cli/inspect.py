@@ -27,8 +27,8 @@ def inspect(
     """
     from lpconv.checkpoint.resolve import resolve
     from lpconv.report.convert.terminal import render_inspect
-    from lpconv.report.document import json_text
     from lpconv.report.terminal import show
+    from lpconv.results import json_text
 
     directory = resolve(model, revision=revision).directory
     if stats:

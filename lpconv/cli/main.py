@@ -5,7 +5,6 @@ from typing import Annotated
 
 import typer
 
-import lpconv
 from lpconv.cli.batch import batch
 from lpconv.cli.bench import bench
 from lpconv.cli.convert import convert
@@ -20,6 +19,7 @@ from lpconv.cli.report import report
 from lpconv.cli.restore import restore
 from lpconv.cli.verbosity import VERBOSE
 from lpconv.cli.verify import verify
+from lpconv.version import __version__
 
 __all__ = ["app", "main", "run"]
 
@@ -44,7 +44,7 @@ app.add_typer(export)
 
 def _version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"lpconv {lpconv.__version__}")
+        typer.echo(f"lpconv {__version__}")
         raise typer.Exit
 
 

@@ -52,10 +52,10 @@ def probe(
     from lpconv.probe.checkpoint import probe_checkpoint
     from lpconv.probe.options import ProbeOptions
     from lpconv.probe.output import check_free, default_output, write_output
-    from lpconv.report.document import json_text
     from lpconv.report.probe.html import html_probe
     from lpconv.report.probe.terminal import render_probe
     from lpconv.report.terminal import show
+    from lpconv.results import json_text
     from lpconv.scaled.disk import CALIBRATION_FILE, write_factors
 
     target = Path(output) if output else default_output(model)

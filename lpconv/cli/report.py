@@ -69,10 +69,10 @@ def _report_probe(path: Path, what_if: str | None, html: str | None, *, json: bo
     from lpconv.convert.ranges import format_ranges
     from lpconv.probe.answers import DEFAULT_FORMATS, answer
     from lpconv.probe.output import read_probe
-    from lpconv.report.document import json_text
     from lpconv.report.probe.html import html_probe
     from lpconv.report.probe.terminal import render_probe, render_what_if
     from lpconv.report.terminal import show
+    from lpconv.results import json_text
 
     answers = answer(read_probe(path), [what_if] if what_if else DEFAULT_FORMATS)
     if html is not None:
@@ -87,8 +87,8 @@ def _report_bench(path: Path, html: str | None, *, json: bool) -> None:
     from lpconv.bench.saved import read_bench
     from lpconv.report.bench.html import html_bench
     from lpconv.report.bench.terminal import render_bench
-    from lpconv.report.document import json_text
     from lpconv.report.terminal import show
+    from lpconv.results import json_text
 
     result = read_bench(path)
     if html is not None:
@@ -101,11 +101,10 @@ def _report_bench(path: Path, html: str | None, *, json: bool) -> None:
 
 def _report_finetune(path: Path, html: str | None, *, json: bool) -> None:
     from lpconv.checkpoint.contents import read_json
-    from lpconv.report.document import json_text
     from lpconv.report.finetune.html import html_finetune
     from lpconv.report.finetune.terminal import render_finetune
     from lpconv.report.terminal import show
-    from lpconv.results import FinetuneResult, from_json
+    from lpconv.results import FinetuneResult, from_json, json_text
 
     result = from_json(FinetuneResult, read_json(path))
     if html is not None:
@@ -118,9 +117,8 @@ def _report_conversions(runs: list[str], html: str | None, *, json: bool) -> Non
     from lpconv.convert.ranges import format_ranges
     from lpconv.report.convert.html import html_compare, html_report
     from lpconv.report.convert.terminal import render_compare, render_convert
-    from lpconv.report.document import json_text
     from lpconv.report.terminal import show
-    from lpconv.results import ConvertResult, from_json
+    from lpconv.results import ConvertResult, from_json, json_text
 
     results = []
     for run in runs:

@@ -25,7 +25,7 @@ def restore(
       lpconv restore ./bert-large-unit-fp32 -o ./bert-large-again
     """
     from lpconv.convert.restore import restore as restore_checkpoint
-    from lpconv.report.document import json_text
+    from lpconv.results import json_text
 
     with progress_for(quiet=quiet) as progress:
         result = restore_checkpoint(Path(path), Path(output), force=force, progress=progress)

@@ -39,9 +39,8 @@ def verify(
     """
     from lpconv.convert.verify_output import verify_output
     from lpconv.report.convert.terminal import render_verify
-    from lpconv.report.document import json_text
     from lpconv.report.terminal import show
-    from lpconv.results import to_json
+    from lpconv.results import json_text, to_json
 
     with progress_for(quiet=quiet) as progress:
         result = verify_output(

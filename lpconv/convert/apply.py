@@ -25,7 +25,7 @@ from lpconv.checkpoint.source import TORCH_DTYPES, Source
 from lpconv.convert.encode import BlockError, BlockStats, block_stats, encode_pair, encode_points, encode_scaled
 from lpconv.convert.measure import Measured, measure
 from lpconv.convert.plan import OutputFile, Plan, PlannedShard, PlannedTensor
-from lpconv.convert.records import tensor_record
+from lpconv.convert.tensor_records import tensor_record
 from lpconv.convert.workers import Block, Slot, Workers, blocks_of
 from lpconv.mcf.split import RESIDUALS
 from lpconv.progress import Progress

@@ -1,7 +1,6 @@
 """The small files of an output: config, index, loader module, residual index, side files, provenance, checksums."""
 
 import importlib.resources
-import json
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -16,13 +15,12 @@ from lpconv.convert.plan import RESIDUAL_FOLDER, Plan
 from lpconv.convert.verify import SUMS
 from lpconv.errors import UnsupportedError
 from lpconv.formats.spec import FORMATS
-from lpconv.results import ConvertResult, FileRecord, to_json
+from lpconv.results import ConvertResult, FileRecord, ordered_json_text, to_json
 
 __all__ = [
     "LOADER",
     "check_convertible",
     "copy_side_files",
-    "json_text",
     "model_side_files",
     "output_config",
     "weight_index",
@@ -83,15 +81,15 @@ def output_config(contents: Contents, plan: Plan) -> dict[str, Any]:
 def write_metadata(directory: Path, contents: Contents, plan: Plan, files: Sequence[FileRecord]) -> None:
     """Index, config, loader module and residual index. `files` are the weight files with their hashes."""
     config = output_config(contents, plan)
-    write_small(directory / "config.json", json_text(config))
+    write_small(directory / "config.json", ordered_json_text(config))
     if LOADER.removesuffix(".py") in str(config.get("auto_map", "")):
         write_small(directory / LOADER, _loader_source(str(config["model_type"])))
     if len(plan.shards) > 1:
-        write_small(directory / "model.safetensors.index.json", json_text(_index(plan)))
+        write_small(directory / "model.safetensors.index.json", ordered_json_text(_index(plan)))
     hashes = {f.name: f.sha256 or "" for f in files}
     pairs = [(s.residual.name, s.root.name, hashes[s.root.name]) for s in plan.shards if s.residual is not None]
     if pairs:
-        write_small(directory / RESIDUAL_INDEX, json_text(residual_index(plan.options.residual or "", pairs)))
+        write_small(directory / RESIDUAL_INDEX, ordered_json_text(residual_index(plan.options.residual or "", pairs)))
 
 
 def _index(plan: Plan) -> dict[str, Any]:
@@ -159,7 +157,7 @@ def write_provenance(directory: Path, result: ConvertResult, contents: Contents,
     config = output_config(contents, plan)
     changed = {k: contents.config.get(k) for k in config if config[k] != contents.config.get(k)}
     kept = {k: v for k, v in document.items() if k not in left_out}
-    write_small(directory / MARKER, json_text({"format_version": 1, **kept, "source_config": changed}))
+    write_small(directory / MARKER, ordered_json_text({"format_version": 1, **kept, "source_config": changed}))
 
 
 def write_sums(directory: Path, known: Iterable[FileRecord]) -> None:
@@ -172,8 +170,3 @@ def write_sums(directory: Path, known: Iterable[FileRecord]) -> None:
             continue
         lines.append(f"{hashes.get(name) or sha256_of(directory / name)}  {name}\n")
     write_small(directory / SUMS, "".join(lines))
-
-
-def json_text(document: Mapping[str, Any]) -> str:
-    """A document for people to read: indented, in its own order."""
-    return json.dumps(document, indent=2, ensure_ascii=False) + "\n"

@@ -11,7 +11,6 @@ from typing import Any
 import psutil
 import torch
 
-import lpconv
 from lpconv.checkpoint.compressed import COMPRESSED_TENSORS, LinearModules
 from lpconv.checkpoint.contents import Contents, read_contents
 from lpconv.checkpoint.resolve import Resolved, resolve
@@ -27,16 +26,17 @@ from lpconv.convert.encode import (
     fit_points,
 )
 from lpconv.convert.files import check_convertible
-from lpconv.convert.gates import Gate, parse_gate
 from lpconv.convert.options import ConvertOptions, with_defaults
 from lpconv.convert.plan import Plan, make_plan
 from lpconv.convert.tied import find_ties
 from lpconv.convert.workers import SingleThreadedTorch, buffer_bytes
 from lpconv.errors import ResourceError
 from lpconv.formats.spec import FORMATS, Format
+from lpconv.gates import CONVERT_GATES, Gate
 from lpconv.machine import available_memory
 from lpconv.mcf.point_layout import PointLayout
 from lpconv.mcf.split import RESIDUALS
+from lpconv.version import __version__
 
 __all__ = ["Job", "check_disk", "disk_bytes", "estimate_seconds", "free_bytes", "identity", "prepare"]
 
@@ -64,7 +64,7 @@ class Job:
 def prepare(model: str, output: Path, options: ConvertOptions) -> Job:
     """Resolve, open and plan; everything that can be refused without reading weights is refused here."""
     options, method = with_defaults(options)
-    gates = tuple(parse_gate(g) for g in options.gates)
+    gates = tuple(map(CONVERT_GATES.parse, options.gates))
     resolved = resolve(model, revision=options.revision)
     contents = read_contents(resolved.directory)
     check_convertible(contents)
@@ -78,7 +78,7 @@ def prepare(model: str, output: Path, options: ConvertOptions) -> Job:
             method,
             options,
             ties=find_ties(source, contents.config),
-            metadata={"lpconv": lpconv.__version__, "method": method.name},
+            metadata={"lpconv": __version__, "method": method.name},
             linears=linears,
         )
     except BaseException:
@@ -155,7 +155,7 @@ def identity(job: Job) -> dict[str, Any]:
     """What must be unchanged for a resume."""
     stats = [(f, (job.contents.directory / f).stat()) for f in job.contents.weight_files]
     return {
-        "lpconv version": lpconv.__version__,
+        "lpconv version": __version__,
         "torch version": torch.__version__,
         "options": job.plan.fingerprint,
         "source files": [[f, s.st_size, s.st_mtime_ns] for f, s in stats],

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import lpconv
 from lpconv.checkpoint.hub import known_sha256
 from lpconv.convert.job import Job
 from lpconv.convert.options import ConvertOptions
@@ -22,6 +21,7 @@ from lpconv.results import (
     TensorRecord,
     to_json,
 )
+from lpconv.version import __version__
 
 __all__ = [
     "peak_rss_bytes",
@@ -62,7 +62,7 @@ def versions() -> dict[str, str]:
     """Of lpconv, Python and the libraries that touch the weights."""
     names = ("torch", "transformers", "safetensors", "numpy")
     return {
-        "lpconv": lpconv.__version__,
+        "lpconv": __version__,
         "python": platform.python_version(),
         **{n: importlib.metadata.version(n) for n in names},
     }

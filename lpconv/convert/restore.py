@@ -5,39 +5,24 @@ Bit-exact where the form is: unit and Scalify with fp32 codes and power-of-two s
 
 import math
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import lpconv
 from lpconv.checkpoint.contents import Contents, read_contents
 from lpconv.checkpoint.header import DTYPE_BITS, TensorInfo, encode_header
 from lpconv.checkpoint.partfile import PartFile, write_small
 from lpconv.checkpoint.source import TORCH_DTYPES
 from lpconv.checkpoint.staging import MARKER, Staging, check_apart
 from lpconv.convert.encode import block_ranges
-from lpconv.convert.files import copy_side_files, json_text, model_side_files, weight_index
+from lpconv.convert.files import copy_side_files, model_side_files, weight_index
 from lpconv.convert.reader import OutputReader, read_provenance
 from lpconv.progress import Progress
-from lpconv.results import FileRecord, TensorRecord
+from lpconv.results import FileRecord, RestoreResult, TensorRecord, ordered_json_text
+from lpconv.version import __version__
 
-__all__ = ["RestoreResult", "restore"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RestoreResult:
-    """A plain checkpoint made from a converted one. `exact` says that its bytes are the source's."""
-
-    schema_version: int = 1
-    kind: str = "restore"
-    path: str
-    output: str
-    method: str
-    exact: bool
-    num_tensors: int
-    files: tuple[FileRecord, ...]
+__all__ = ["restore"]
 
 
 def restore(directory: Path, output: Path, *, force: bool, progress: Progress) -> RestoreResult:
@@ -63,12 +48,14 @@ def restore(directory: Path, output: Path, *, force: bool, progress: Progress) -
             index.update(dict.fromkeys((r.name for r in members), name))
         if len(contents.weight_files) > 1:
             total = sum(r.bytes_in for r in records)
-            write_small(staging.directory / "model.safetensors.index.json", json_text(weight_index(index, total)))
-        write_small(staging.directory / "config.json", json_text(_plain_config(contents, provenance)))
+            write_small(
+                staging.directory / "model.safetensors.index.json", ordered_json_text(weight_index(index, total))
+            )
+        write_small(staging.directory / "config.json", ordered_json_text(_plain_config(contents, provenance)))
         copy_side_files(
             staging.directory, contents, model_side_files(contents), renamed={"README.source.md": "README.md"}
         )
-        write_small(staging.directory / MARKER, json_text(_origin(provenance, exact=exact)))
+        write_small(staging.directory / MARKER, ordered_json_text(_origin(provenance, exact=exact)))
         staging.publish()
     return RestoreResult(
         path=str(directory),
@@ -131,5 +118,5 @@ def _origin(provenance: dict[str, Any], *, exact: bool) -> dict[str, Any]:
         "exact": exact,
         "converted": converted,
         "source": provenance["source"],
-        "version": lpconv.__version__,
+        "version": __version__,
     }

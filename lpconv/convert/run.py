@@ -21,14 +21,13 @@ from lpconv.convert.provenance import (
     versions,
 )
 from lpconv.convert.ranges import format_ranges
-from lpconv.convert.records import planned_record
+from lpconv.convert.tensor_records import planned_record
 from lpconv.convert.verify_written import verify_written
 from lpconv.convert.workers import SingleThreadedTorch
 from lpconv.errors import VerificationError
 from lpconv.progress import Progress, Silent
 from lpconv.report.convert.card import model_card
 from lpconv.report.convert.html import html_report
-from lpconv.report.document import json_text
 from lpconv.results import (
     ByteCounts,
     ConvertResult,
@@ -36,6 +35,7 @@ from lpconv.results import (
     PlanResult,
     TensorRecord,
     from_json,
+    json_text,
     to_json,
 )
 

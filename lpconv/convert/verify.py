@@ -19,7 +19,7 @@ from lpconv.checkpoint.source import Source, read_range
 from lpconv.checkpoint.staging import MARKER
 from lpconv.convert.encode import block_ranges
 from lpconv.convert.reader import OutputReader
-from lpconv.convert.records import sqnr_db
+from lpconv.convert.tensor_records import sqnr_db
 from lpconv.errors import InputError
 from lpconv.formats.cast import cast
 from lpconv.formats.spec import FORMATS

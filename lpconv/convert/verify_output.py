@@ -7,10 +7,10 @@ from pathlib import Path
 from lpconv.checkpoint.contents import read_contents
 from lpconv.checkpoint.resolve import resolve
 from lpconv.checkpoint.source import open_source
-from lpconv.convert.gates import check_gates, needs_logits, parse_gate
 from lpconv.convert.reader import OutputReader, read_provenance
 from lpconv.convert.verify import check_hashes, check_weights
 from lpconv.errors import InputError, UnsupportedError, UsageError
+from lpconv.gates import CONVERT_GATES, needs_logits
 from lpconv.progress import Progress
 from lpconv.results import SourceRecord, VerifyResult, from_json
 
@@ -35,7 +35,7 @@ def verify_output(
     """
     if level not in LEVELS:
         raise UsageError(f"unknown level `{level}`", hint="use " + ", ".join(LEVELS))
-    parsed = [parse_gate(g) for g in gates]
+    parsed = [CONVERT_GATES.parse(g) for g in gates]
     if parsed:
         level = "logits" if needs_logits(parsed) or level == "logits" else "weights"
     provenance = read_provenance(directory)
@@ -67,7 +67,7 @@ def verify_output(
         check_model(contents, sum(e.info.num_elements for e in source.entries.values()))
         logits = check_logits(wanted.directory, directory, contents.config, trust_remote_code=trust_remote_code)
         result = dataclasses.replace(result, level="logits", logits=logits)
-    records = check_gates(parsed, result)
+    records = CONVERT_GATES.check(parsed, result)
     return dataclasses.replace(result, gates=records, passed=not problems and all(g.passed for g in records))
 
 

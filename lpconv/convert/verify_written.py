@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lpconv.checkpoint.residual import find_residual
-from lpconv.convert.gates import check_gates, needs_logits
 from lpconv.convert.job import Job
 from lpconv.convert.reader import OutputReader
 from lpconv.convert.verify import check_samples
 from lpconv.convert.workers import SingleThreadedTorch
 from lpconv.errors import LpconvError, UnsupportedError
+from lpconv.gates import CONVERT_GATES, needs_logits
 from lpconv.progress import Progress
 from lpconv.results import (
     LogitsCheck,
@@ -47,7 +47,7 @@ def verify_written(job: Job, directory: Path, tensors: Sequence[TensorRecord], p
         logits=logits,
         problems=tuple(problems),
     )
-    gates = check_gates(job.gates, result)
+    gates = CONVERT_GATES.check(job.gates, result)
     return dataclasses.replace(result, gates=gates, passed=result.passed and all(g.passed for g in gates))
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import psutil
 
-import lpconv
 from lpconv.doctor.packages import extras, packages
-from lpconv.doctor.records import CacheRecord, DeviceRecord, DoctorResult, MachineRecord, PackageRecord
 from lpconv.doctor.support import CPU_FEATURES, format_support
 from lpconv.machine import available_memory, memory_limit
+from lpconv.results.doctor import CacheRecord, DeviceRecord, DoctorResult, MachineRecord, PackageRecord
+from lpconv.version import __version__
 
 __all__ = ["cpu_device", "examine", "gpu_problem"]
 
@@ -26,7 +26,7 @@ def examine(folder: Path | None = None) -> DoctorResult:
     gpus, gpu_problems = _gpus()
     devices = (cpu_device(_read(_CPUINFO)), *gpus)
     return DoctorResult(
-        lpconv=lpconv.__version__,
+        lpconv=__version__,
         python=platform.python_version(),
         platform=platform.platform(),
         devices=devices,

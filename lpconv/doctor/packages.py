@@ -8,7 +8,7 @@ from importlib import metadata
 
 from packaging.version import Version
 
-from lpconv.doctor.records import ExtraRecord, PackageRecord
+from lpconv.results.doctor import ExtraRecord, PackageRecord
 
 __all__ = ["EXTRAS", "PACKAGES", "extras", "packages"]
 

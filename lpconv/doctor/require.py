@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 from lpconv.doctor.examine import examine
 from lpconv.doctor.packages import EXTRAS
-from lpconv.doctor.records import NATIVE, DoctorResult
 from lpconv.doctor.support import GROUPS, needs
 from lpconv.errors import UnsupportedError
 from lpconv.formats.spec import FORMATS
 from lpconv.lookup import find
+from lpconv.results.doctor import NATIVE, DoctorResult
 
 __all__ = ["REQUIREMENTS", "Missing", "missing", "require"]
 

@@ -5,8 +5,8 @@ that is. GPU limits are NVIDIA's compute capabilities: tensor cores for fp16 fro
 bf16 and tf32 from 8.0 (Ampere), fp8 from 8.9 (Ada) and 9.0 (Hopper), fp4 with e8m0 block scales from 10.0 (Blackwell).
 """
 
-from lpconv.doctor.records import EMULATED, NATIVE, UNAVAILABLE, DeviceRecord, FormatSupport
 from lpconv.formats.spec import FORMATS, Format
+from lpconv.results.doctor import EMULATED, NATIVE, UNAVAILABLE, DeviceRecord, FormatSupport
 
 __all__ = ["CPU_FEATURES", "GROUPS", "format_support", "needs"]
 

@@ -15,8 +15,8 @@ import torch
 from onnx_ir import tensor_adapters
 from torch import Tensor
 
-from lpconv.export.records import FormatCount
 from lpconv.export.stored import FLOAT8, Component, StoredWeight
+from lpconv.results.export import FormatCount
 
 __all__ = ["Rewritten", "rewrite"]
 

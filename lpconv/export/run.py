@@ -11,24 +11,24 @@ from typing import Any
 
 import onnx_ir as ir
 
-import lpconv
 from lpconv.checkpoint.contents import Contents, read_contents
 from lpconv.checkpoint.partfile import sha256_of, write_error, write_small
 from lpconv.checkpoint.resolve import Resolved, resolve
 from lpconv.checkpoint.staging import MARKER, Staging, check_apart, read_marker
-from lpconv.convert.files import LOADER, copy_side_files, json_text, model_side_files
+from lpconv.convert.files import LOADER, copy_side_files, model_side_files
 from lpconv.convert.provenance import public_source, versions
 from lpconv.errors import VerificationError
 from lpconv.export.opened import Opened, open_model, other_inputs
 from lpconv.export.options import MAX_INLINE_BYTES, ExportOptions, choose_opset
-from lpconv.export.records import ExportResult, OnnxCheck
 from lpconv.export.rewrite import Rewritten, rewrite
 from lpconv.export.stored import check_exportable, has_fp8, num_elements, stored_weights
 from lpconv.export.trace import trace
 from lpconv.export.validate import Case, check_file, compare
 from lpconv.progress import Progress, Silent
 from lpconv.report.sentences import listed
-from lpconv.results import FileRecord, SourceRecord, to_json
+from lpconv.results import FileRecord, SourceRecord, ordered_json_text, to_json
+from lpconv.results.export import ExportResult, OnnxCheck
+from lpconv.version import __version__
 
 __all__ = ["MODEL_FILE", "export_onnx"]
 
@@ -121,7 +121,7 @@ def _source_record(name: str, resolved: Resolved, contents: Contents) -> SourceR
 def _describe(graph: ir.Model, source: SourceRecord, contents: Contents) -> None:
     """The file says where it comes from, without a path of this machine."""
     public, provenance = public_source(source), read_marker(contents.directory)
-    graph.producer_name, graph.producer_version = "lpconv", lpconv.__version__
+    graph.producer_name, graph.producer_version = "lpconv", __version__
     origin = provenance.get("source") or {}
     facts = {
         "source": public.resolved,
@@ -130,7 +130,7 @@ def _describe(graph: ir.Model, source: SourceRecord, contents: Contents) -> None
         "method": provenance.get("method"),
         "format": provenance.get("format"),
         "converted_from": origin.get("resolved"),
-        "version": lpconv.__version__,
+        "version": __version__,
     }
     graph.metadata_props.update({f"lpconv.{k}": str(v) for k, v in facts.items() if v is not None})
 
@@ -183,10 +183,10 @@ def _check(path: Path, cases: Sequence[Case], options: ExportOptions) -> OnnxChe
 def _write_side_files(directory: Path, contents: Contents, result: ExportResult) -> None:
     """Tokenizer and other side files, the plain config, and the provenance, which holds no times."""
     copy_side_files(directory, contents, model_side_files(contents), renamed={})
-    write_small(directory / "config.json", json_text(_plain_config(contents.config)))
+    write_small(directory / "config.json", ordered_json_text(_plain_config(contents.config)))
     public = dataclasses.replace(result, source=public_source(result.source))
     document = {k: v for k, v in to_json(public).items() if k not in ("output", "seconds")}
-    write_small(directory / MARKER, json_text({"format_version": 1, **document}))
+    write_small(directory / MARKER, ordered_json_text({"format_version": 1, **document}))
 
 
 def _plain_config(config: dict[str, Any]) -> dict[str, Any]:

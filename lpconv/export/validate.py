@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lpconv.errors import VerificationError
-from lpconv.export.records import OnnxCheck
+from lpconv.results.export import OnnxCheck
 
 __all__ = ["check_file", "compare"]
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor
 
-import lpconv
 from lpconv.checkpoint.contents import Contents, read_contents
 from lpconv.checkpoint.resolve import Resolved, resolve
 from lpconv.data import demo_text
@@ -17,11 +16,12 @@ from lpconv.errors import UsageError
 from lpconv.hf.quiet import quiet_transformers
 from lpconv.kernels.histogram import prepare
 from lpconv.probe.batches import MASK_RATE, Batches, Tokens, random_tokens, read_tokenizer, tokenize
+from lpconv.probe.histograms import ProbeResult
 from lpconv.probe.options import ProbeOptions
-from lpconv.probe.records import ProbeResult
 from lpconv.probe.run import probe
 from lpconv.probe.task import HIDDEN, MASKED, OpenedModel, open_model
 from lpconv.progress import Progress, Silent
+from lpconv.version import __version__
 
 __all__ = ["Prepared", "prepare_run", "probe_checkpoint", "sequence_length", "vocabulary_size"]
 
@@ -153,4 +153,4 @@ def _warnings(opened: OpenedModel, config: dict[str, Any]) -> list[str]:
 
 
 def _versions() -> dict[str, str]:
-    return {"lpconv": lpconv.__version__, **{n: importlib.metadata.version(n) for n in ("torch", "transformers")}}
+    return {"lpconv": __version__, **{n: importlib.metadata.version(n) for n in ("torch", "transformers")}}

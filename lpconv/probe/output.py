@@ -7,7 +7,7 @@ from pathlib import Path
 from lpconv.checkpoint.contents import read_json
 from lpconv.checkpoint.partfile import write_small
 from lpconv.errors import InputError, OutputExistsError
-from lpconv.probe.records import ProbeResult
+from lpconv.probe.histograms import ProbeResult
 from lpconv.results import from_json, to_json
 
 __all__ = ["PROBE_FILE", "check_free", "default_output", "find_probe", "read_probe", "write_output"]

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lpconv.errors import UsageError
-from lpconv.probe.records import ProbeResult
+from lpconv.probe.histograms import ProbeResult
 from lpconv.probe.track import track
 
 __all__ = ["model_loss", "probe"]

@@ -25,7 +25,7 @@ from lpconv.errors import UsageError
 from lpconv.formats.histogram import ExponentHistogram
 from lpconv.kernels.histogram import count, prepare
 from lpconv.probe.advice import table
-from lpconv.probe.records import ROLES, ProbedTensor, ProbeResult
+from lpconv.probe.histograms import ROLES, ProbedTensor, ProbeResult
 from lpconv.scaled.tensor import ScaledTensor
 
 __all__ = ["Tracker", "track", "tracked_layers"]

@@ -33,6 +33,7 @@ from lpconv.results.convert import (
     HashCheck,
     LogitsCheck,
     PlanResult,
+    RestoreResult,
     TensorRecord,
     VerifyResult,
     WeightsCheck,
@@ -40,6 +41,9 @@ from lpconv.results.convert import (
 from lpconv.results.documents import (
     SCHEMA_VERSION,
     from_json,
+    json_line,
+    json_text,
+    ordered_json_text,
     to_json,
 )
 from lpconv.results.finetune import (
@@ -93,6 +97,7 @@ __all__ = [
     "ProbeReport",
     "ProbedRecord",
     "RatioRecord",
+    "RestoreResult",
     "RunRecord",
     "Series",
     "SourceRecord",
@@ -105,5 +110,8 @@ __all__ = [
     "VerifyResult",
     "WeightsCheck",
     "from_json",
+    "json_line",
+    "json_text",
+    "ordered_json_text",
     "to_json",
 ]

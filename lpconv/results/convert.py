@@ -13,6 +13,7 @@ __all__ = [
     "HashCheck",
     "LogitsCheck",
     "PlanResult",
+    "RestoreResult",
     "TensorRecord",
     "VerifyResult",
     "WeightsCheck",
@@ -179,3 +180,17 @@ class ConvertResult:
     versions: dict[str, str] = field(default_factory=dict)
     command: str | None = None
     warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestoreResult:
+    """A plain checkpoint made from a converted one. `exact` says that its bytes are the source's."""
+
+    schema_version: int = SCHEMA_VERSION
+    kind: str = "restore"
+    path: str
+    output: str
+    method: str
+    exact: bool
+    num_tensors: int
+    files: tuple[FileRecord, ...]

@@ -1,6 +1,7 @@
-"""Records as JSON and back: `to_json`, `from_json` and the version that documents carry."""
+"""Records as JSON and back: `to_json`, `from_json`, the texts of documents, and the version that they carry."""
 
 import dataclasses
+import json
 import math
 import types
 import typing
@@ -8,7 +9,7 @@ from typing import Any, TypeVar
 
 from lpconv.errors import InputError
 
-__all__ = ["SCHEMA_VERSION", "from_json", "to_json"]
+__all__ = ["SCHEMA_VERSION", "from_json", "json_line", "json_text", "ordered_json_text", "to_json"]
 
 SCHEMA_VERSION = 1
 
@@ -26,6 +27,25 @@ def to_json(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
+
+
+def json_text(record: Any) -> str:
+    """The document of any record, in plain ASCII: keys sorted, two spaces, one final newline.
+
+    Equal records give equal text; option values JSON has no form for become strings. Infinite and NaN figures are the
+    strings that `to_json` makes of them, never bare tokens that no parser accepts.
+    """
+    return json.dumps(to_json(record), indent=2, sort_keys=True, allow_nan=False, default=str) + "\n"
+
+
+def ordered_json_text(document: Any) -> str:
+    """JSON for people to read: indented, in its own order. Of records, pass what `to_json` makes of them."""
+    return json.dumps(document, indent=2, ensure_ascii=False) + "\n"
+
+
+def json_line(record: Any) -> str:
+    """A record on one line."""
+    return json.dumps(to_json(record), allow_nan=False) + "\n"
 
 
 def from_json(cls: type[T], data: Any) -> T:

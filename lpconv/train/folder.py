@@ -15,9 +15,8 @@ from typing import Any
 
 from lpconv.checkpoint.contents import read_json
 from lpconv.checkpoint.partfile import write_small
-from lpconv.convert.files import json_text
 from lpconv.errors import OutputExistsError
-from lpconv.results import to_json
+from lpconv.results import ordered_json_text, to_json
 from lpconv.train.options import FinetuneOptions
 
 __all__ = ["MARKER", "REPORT", "begin_folder", "default_output", "find_finetune", "remove_checkpoints", "run_folder"]
@@ -52,7 +51,7 @@ def begin_folder(output: Path, model: str, options: FinetuneOptions) -> None:
         output.mkdir(parents=True)
     else:
         raise OutputExistsError(f"`{output}` exists", hint="--resume goes on with it, --force starts anew")
-    write_small(output / MARKER, json_text(asked))
+    write_small(output / MARKER, ordered_json_text(asked))
 
 
 def _identity(model: str, options: FinetuneOptions) -> dict[str, Any]:

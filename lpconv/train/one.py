@@ -21,11 +21,11 @@ from lpconv.train.allot import NUM_COPIES, PROBE_BATCHES, LossWatch, loss_alloca
 from lpconv.train.callbacks import Recorder, Timetable
 from lpconv.train.examples import Collator, Examples, Stream
 from lpconv.train.memory import StepMemory, check_room, explained, weight_bytes
+from lpconv.train.metrics import Metrics, median_step_time
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.prepare import Prepared, prepare
 from lpconv.train.processes import backend, num_processes
 from lpconv.train.recipes import Arithmetic
-from lpconv.train.records import Metrics, median_step_time
 from lpconv.train.task import Task, open_for
 from lpconv.train.trainer import DivergedError, LowPrecisionTrainer
 from lpconv.train.watch import Rate, Watch, tracked_records

@@ -17,27 +17,27 @@ from lpconv.checkpoint.resolve import resolve
 from lpconv.checkpoint.source import open_source
 from lpconv.convert.provenance import versions
 from lpconv.errors import InputError, UnsupportedError, UsageError
+from lpconv.gates import FINETUNE_GATES
 from lpconv.hf.quiet import quiet_transformers
 from lpconv.probe.batches import read_tokenizer
 from lpconv.probe.checkpoint import sequence_length, vocabulary_size
-from lpconv.report.document import json_text
 from lpconv.report.finetune.card import finetune_card
 from lpconv.report.finetune.html import html_finetune
-from lpconv.results import FinetuneResult, RunRecord, to_json
+from lpconv.results import FinetuneResult, RunRecord, json_text, to_json
 from lpconv.train.allot import why_not_allotted
 from lpconv.train.compare import gaps
 from lpconv.train.compiled import check_compile
 from lpconv.train.examples import classification, packed, sequence_pairs, special_tokens
 from lpconv.train.folder import REPORT, begin_folder, remove_checkpoints, run_folder
-from lpconv.train.gates import check_gates, parse_gates
+from lpconv.train.gates import parse_gates
 from lpconv.train.loggers import check_loggers
 from lpconv.train.memory import check_room, weight_bytes
+from lpconv.train.metrics import read_finished, write_finished
 from lpconv.train.one import CALIBRATION_BATCHES, Finished, Job, Telling, Work, train_one
 from lpconv.train.options import FinetuneOptions, check_options
 from lpconv.train.processes import is_main_process, num_processes, wait_for_all
 from lpconv.train.publish import form_of, publish_model, write_checksums
 from lpconv.train.recipes import RECIPES, Arithmetic
-from lpconv.train.records import read_finished, write_finished
 from lpconv.train.rows import read_rows
 from lpconv.train.task import find_task
 from lpconv.train.watch import Rate, rate_of, watches_run, watches_twin
@@ -98,7 +98,7 @@ def finetune(
         command=command,
         warnings=_warnings(job, runs, missing),
     )
-    result = dataclasses.replace(result, gates=check_gates(gates, result))
+    result = dataclasses.replace(result, gates=FINETUNE_GATES.check(gates, result))
     if is_main:
         write_small(output / "README.md", finetune_card(result))
         remove_checkpoints(output)

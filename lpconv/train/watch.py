@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from lpconv.probe.records import GRADIENT_ROLES, ProbedTensor
+from lpconv.probe.histograms import GRADIENT_ROLES, ProbedTensor
 from lpconv.probe.track import Tracker, track
 from lpconv.results import TrackedRecord, from_json, to_json
 from lpconv.scaled.places import heads

@@ -56,7 +56,7 @@ def test_the_schema_command_runs(page: str) -> None:
 
 
 def test_importing_a_batch_loads_no_heavy_library() -> None:
-    modules = "lpconv.batch.run, lpconv.batch.runners, lpconv.batch.render, lpconv.batch.junit, lpconv.batch.schema"
+    modules = "lpconv.batch.run, lpconv.batch.runners, lpconv.report.batch, lpconv.report.junit, lpconv.batch.schema"
     code = f"import {modules}, sys; print({{'torch', 'transformers', 'huggingface_hub'}} & set(sys.modules))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "set()"

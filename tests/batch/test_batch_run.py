@@ -11,15 +11,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from lpconv.batch.junit import junit_xml
 from lpconv.batch.kinds import BenchSettings
 from lpconv.batch.lock import Lock, read_lock
 from lpconv.batch.manifest import Job, Manifest, load_manifest
-from lpconv.batch.records import BatchResult, JobResult, Outcome
-from lpconv.batch.render import render
 from lpconv.batch.run import JobsFailedError, SilentEvents, run_batch
 from lpconv.batch.runners import Runner, converted, planned
-from lpconv.bench.gates import check_gates, parse_gates
 from lpconv.bench.outcome import problem
 from lpconv.convert.options import ConvertOptions
 from lpconv.errors import (
@@ -30,8 +26,10 @@ from lpconv.errors import (
     UsageError,
     VerificationError,
 )
+from lpconv.gates import BENCH_GATES, check_rows
 from lpconv.progress import Progress
-from lpconv.report.document import json_text
+from lpconv.report.batch import render_batch
+from lpconv.report.junit import junit_xml
 from lpconv.results import (
     BenchResult,
     BenchRow,
@@ -44,8 +42,10 @@ from lpconv.results import (
     VerifyResult,
     WeightsCheck,
     from_json,
+    json_text,
     to_json,
 )
+from lpconv.results.batch import BatchResult, JobResult, Outcome
 
 
 def file_record(path: Path) -> FileRecord:
@@ -351,7 +351,7 @@ class Bench:
             model="m", weights="", layers=1, format="fp8", method="unit", optimizer=None, compiled="off", mode="infer",
             batch=1, seq=8, device="cpu", emulated=True, baseline="bf16", is_baseline=False, status="ok", ratio=ratio,
         )  # fmt: skip
-        gates = check_gates(parse_gates(job.options.gates), [row])
+        gates = check_rows([BENCH_GATES.parse(text) for text in job.options.gates], [row])
         result = BenchResult(rows=(row,), gates=gates)
         job.output.mkdir(parents=True, exist_ok=True)
         (job.output / "bench.json").write_text(json_text(result))
@@ -598,5 +598,5 @@ class TestReports:
 
 def rendered(result: BatchResult) -> list[str]:
     buffer = io.StringIO()
-    Console(file=buffer, width=160).print(render(result))
+    Console(file=buffer, width=160).print(render_batch(result))
     return [line.rstrip() for line in buffer.getvalue().splitlines()]

@@ -5,14 +5,14 @@ import dataclasses
 import pytest
 from bench_records import result, row
 
-from lpconv.bench.gates import check_gates, compare, parse_gates
-from lpconv.bench.outcome import problem
+from lpconv.bench.outcome import compare, problem
 from lpconv.errors import UsageError
+from lpconv.gates import BENCH_GATES, check_rows
 from lpconv.results import BenchResult, BenchRow
 
 
 def judged(*rows: BenchRow, gate: str) -> BenchResult:
-    return dataclasses.replace(result(*rows), gates=check_gates(parse_gates([gate]), rows))
+    return dataclasses.replace(result(*rows), gates=check_rows([BENCH_GATES.parse(gate)], rows))
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_a_row_without_figures_fails_its_gate_and_a_skipped_one_has_none() -> No
 @pytest.mark.parametrize("text", ["speed>=1", "speedup>", "speedup>=fast"])
 def test_a_gate_that_cannot_be_read_is_refused(text: str) -> None:
     with pytest.raises(UsageError):
-        parse_gates([text])
+        BENCH_GATES.parse(text)
 
 
 @pytest.mark.parametrize(

@@ -14,15 +14,16 @@ import pytest
 from rich.console import Console
 
 import lpconv
+from lpconv.checkpoint.aliases import ALIASES
 from lpconv.doctor.examine import cpu_device, examine, gpu_problem
 from lpconv.doctor.packages import EXTRAS, PACKAGES
-from lpconv.doctor.records import DeviceRecord, DoctorResult, ExtraRecord
-from lpconv.doctor.render import render, render_aliases
 from lpconv.doctor.require import REQUIREMENTS, missing, require
 from lpconv.doctor.support import format_support
 from lpconv.errors import UnsupportedError, UsageError
 from lpconv.formats.spec import FORMATS
+from lpconv.report.doctor import render_aliases, render_doctor
 from lpconv.results import from_json, to_json
+from lpconv.results.doctor import DeviceRecord, DoctorResult, ExtraRecord
 
 PYPROJECT = Path(lpconv.__file__).parent.parent / "pyproject.toml"
 PLAIN_CPU = cpu_device("model name : Old\nflags : fpu sse2 avx2\n")
@@ -145,7 +146,7 @@ class TestExamine:
         assert cpu_device("Features : fp asimd asimdhp bf16\n").features == ("asimdhp", "bf16")
 
     def test_importing_loads_no_heavy_library(self) -> None:
-        modules = "lpconv.doctor.require, lpconv.doctor.render"
+        modules = "lpconv.doctor.require, lpconv.report.doctor"
         code = f"import {modules}, sys; print({{'torch', 'transformers', 'huggingface_hub'}} & set(sys.modules))"
         out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         assert out.stdout.strip() == "set()"
@@ -172,7 +173,7 @@ def test_extras_are_those_of_the_project(project: dict[str, Any]) -> None:
 def test_render_shows_devices_formats_and_problems(here: DoctorResult) -> None:
     machine = replace(machine_with(here, BF16_CPU, gpu(8, 9)), problems=("torch is too old",))
     console = Console(file=io.StringIO(), width=200)
-    console.print(render(machine), render_aliases())
+    console.print(render_doctor(machine), render_aliases((a.family, a.name, a.repo_id) for a in ALIASES.values()))
     assert isinstance(console.file, io.StringIO)
     text = console.file.getvalue()
     for expected in (

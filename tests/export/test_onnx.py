@@ -18,8 +18,8 @@ from lpconv.convert.options import ConvertOptions
 from lpconv.convert.run import convert
 from lpconv.data import demo_checkpoint
 from lpconv.export.options import ExportOptions
-from lpconv.export.records import ExportResult
 from lpconv.export.run import export_onnx
+from lpconv.results.export import ExportResult
 
 # family, method, format → opset, ONNX types of the matrices, forms in the record
 CASES = {

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lpconv.errors import UsageError
 from lpconv.formats.histogram import exponent_histogram_reference
-from lpconv.probe.records import ROLES, ProbeResult
+from lpconv.probe.histograms import ROLES, ProbeResult
 from lpconv.probe.run import probe
 from lpconv.probe.track import track
 from lpconv.results import from_json, to_json

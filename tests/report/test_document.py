@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from report_examples import bert_result, plan_of
 
-from lpconv.report.document import json_text
-from lpconv.results import ConvertResult, InspectResult, PlanResult, StoredTensor, from_json
+from lpconv.results import ConvertResult, InspectResult, PlanResult, StoredTensor, from_json, json_text
 
 
 def refuse(token: str) -> Any:

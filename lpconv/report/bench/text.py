@@ -2,11 +2,10 @@
 
 import csv
 import io
-import json
 from collections.abc import Callable, Sequence
 
 from lpconv.report.numbers import MISSING, number_text, share_text, size_text
-from lpconv.results import BenchResult, BenchRow, PeakRecord, RatioRecord, VerdictRecord, to_json
+from lpconv.results import BenchResult, BenchRow, PeakRecord, RatioRecord, VerdictRecord, json_line
 
 __all__ = [
     "COLUMNS",
@@ -132,7 +131,7 @@ def bench_markdown(result: BenchResult) -> str:
 
 def bench_jsonl(result: BenchResult) -> str:
     """One row of JSON a line."""
-    return "".join(json.dumps(to_json(r), allow_nan=False) + "\n" for r in result.rows)
+    return "".join(json_line(r) for r in result.rows)
 
 
 def bench_csv(result: BenchResult) -> str:

@@ -235,7 +235,7 @@ def test_no_meaning_is_lost_without_colour() -> None:
 
 def test_rendering_loads_no_heavy_library() -> None:
     code = (
-        "import sys, lpconv.report.convert.terminal, lpconv.report.convert.card, lpconv.report.document;"
+        "import sys, lpconv.report.convert.terminal, lpconv.report.convert.card, lpconv.results;"
         "print([m for m in ('torch', 'transformers', 'matplotlib', 'numpy', 'jinja2') if m in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from lpconv.results import SCHEMA_VERSION
+from lpconv.results.documents import SCHEMA_VERSION
 
 __all__ = [
     "EMULATED",

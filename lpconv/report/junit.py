@@ -3,8 +3,8 @@
 import re
 import xml.etree.ElementTree as ET
 
-from lpconv.batch.records import FAILED, NOT_RUN, UP_TO_DATE, BatchResult, JobError, JobResult
 from lpconv.errors import VerificationError
+from lpconv.results.batch import FAILED, NOT_RUN, UP_TO_DATE, BatchResult, JobError, JobResult
 
 __all__ = ["junit_xml"]
 

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from lpconv.results import SCHEMA_VERSION, FileRecord, SourceRecord
+from lpconv.results.checkpoint import FileRecord, SourceRecord
+from lpconv.results.documents import SCHEMA_VERSION
 
 __all__ = ["ExportResult", "FormatCount", "OnnxCheck"]
 

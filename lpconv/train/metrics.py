@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lpconv.checkpoint.contents import read_json
-from lpconv.results import RunRecord, Series, from_json, to_json
+from lpconv.results import RunRecord, Series, from_json, json_line
 
 __all__ = ["Metrics", "median_step_time", "read_finished", "write_finished"]
 
@@ -32,7 +32,7 @@ class Metrics:
                 )
                 self.rows = [row for row in lines if row["step"] <= step]
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text("".join(map(_line, self.rows)), encoding="utf-8")
+            path.write_text("".join(map(json_line, self.rows)), encoding="utf-8")
 
     def begin(self, row: Mapping[str, Any]) -> None:
         """A step is done. Its row is written when the next begins, because an evaluation may still join it."""
@@ -51,17 +51,13 @@ class Metrics:
         self.rows.append(self._open_row)
         if self.path is not None:
             with self.path.open("a", encoding="utf-8") as f:
-                f.write(_line(self._open_row))
+                f.write(json_line(self._open_row))
         self._open_row = None
 
     def series(self, name: str) -> Series:
         """A figure over the rows that have it."""
         found = [(row["step"], float(row[name])) for row in self.rows if row.get(name) is not None]
         return Series(name=name, steps=tuple(s for s, _ in found), values=tuple(v for _, v in found))
-
-
-def _line(row: Mapping[str, Any]) -> str:
-    return json.dumps(to_json(dict(row)), allow_nan=False) + "\n"
 
 
 def median_step_time(rows: list[dict[str, Any]]) -> float | None:
@@ -73,7 +69,7 @@ def median_step_time(rows: list[dict[str, Any]]) -> float | None:
 def write_finished(folder: Path, record: RunRecord) -> None:
     """Note that the run in `folder` is done, and what it found."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / _FINISHED).write_text(json.dumps(to_json(record), allow_nan=False) + "\n", encoding="utf-8")
+    (folder / _FINISHED).write_text(json_line(record), encoding="utf-8")
 
 
 def read_finished(folder: Path) -> RunRecord | None:

@@ -1,29 +1,30 @@
 """A doctor's result and the alias table, as rich renderables for the terminal."""
 
+from collections.abc import Iterable
+
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lpconv.checkpoint.aliases import ALIASES
-from lpconv.doctor.records import EMULATED, NATIVE, UNAVAILABLE, DeviceRecord, DoctorResult
+from lpconv.results.doctor import EMULATED, NATIVE, UNAVAILABLE, DeviceRecord, DoctorResult
 
-__all__ = ["render", "render_aliases"]
+__all__ = ["render_aliases", "render_doctor"]
 
 _STYLES = {NATIVE: "green", EMULATED: "yellow", UNAVAILABLE: "red"}
 
 
-def render(result: DoctorResult) -> RenderableType:
+def render_doctor(result: DoctorResult) -> RenderableType:
     """The whole result: machine, devices, formats per device, packages, extras, and problems last."""
     parts: list[RenderableType] = [_machine(result), _formats(result), _packages(result), _extras(result)]
     parts += [Text(f"problem: {problem}", style="red") for problem in result.problems]
     return Group(*parts)
 
 
-def render_aliases() -> RenderableType:
-    """Every short name and the hub id it means."""
+def render_aliases(aliases: Iterable[tuple[str, str, str]]) -> RenderableType:
+    """Every short name and the hub id it means; `aliases` are (family, name, hub id)."""
     table = Table("family", "name", "hub id", box=None, pad_edge=False)
-    for alias in ALIASES.values():
-        table.add_row(alias.family, alias.name, alias.repo_id)
+    for alias in aliases:
+        table.add_row(*alias)
     return table
 
 

@@ -7,18 +7,16 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lpconv.batch.kinds import KINDS
-from lpconv.batch.records import FAILED, NOT_RUN, PLANNED, UP_TO_DATE, BatchResult, JobError, JobResult
 from lpconv.report.numbers import size_text
+from lpconv.results.batch import DONE, FAILED, NOT_RUN, PLANNED, UP_TO_DATE, BatchResult, JobError, JobResult
 
-__all__ = ["render"]
+__all__ = ["render_batch"]
 
-_DONE = dict.fromkeys((kind.done for kind in KINDS.values()), "green")
-_STYLES = _DONE | {UP_TO_DATE: "green", PLANNED: "cyan", FAILED: "red", NOT_RUN: "yellow"}
+_STYLES = dict.fromkeys((*DONE.values(), UP_TO_DATE), "green") | {PLANNED: "cyan", FAILED: "red", NOT_RUN: "yellow"}
 _MAX_FIGURES = 3
 
 
-def render(result: BatchResult) -> RenderableType:
+def render_batch(result: BatchResult) -> RenderableType:
     """The jobs as a table, the errors with their hints below it, and a line that counts."""
     table = Table("job", "kind", "status", "what", "found", "time", "note", box=None, pad_edge=False)
     for job in result.jobs:

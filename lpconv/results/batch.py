@@ -3,9 +3,12 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from lpconv.results import SCHEMA_VERSION, ByteCounts, FileRecord, SourceRecord, VerifyResult
+from lpconv.results.checkpoint import FileRecord, SourceRecord
+from lpconv.results.convert import ByteCounts, VerifyResult
+from lpconv.results.documents import SCHEMA_VERSION
 
 __all__ = [
+    "DONE",
     "FAILED",
     "NOT_RUN",
     "PLANNED",
@@ -17,7 +20,8 @@ __all__ = [
     "Outcome",
 ]
 
-# What becomes of a job, beside what its kind calls being done: converted, trained, measured, probed.
+# What becomes of a job, beside what its kind calls being done.
+DONE = {"convert": "converted", "finetune": "trained", "bench": "measured", "probe": "probed"}
 UP_TO_DATE = "up to date"
 PLANNED = "planned"
 FAILED = "failed"

@@ -3,15 +3,15 @@
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from lpconv.export.records import ExportResult, OnnxCheck
 from lpconv.report.layout import after_gap, facts_grid, heading, note_list, section, table_of
 from lpconv.report.numbers import duration_text, size_text
 from lpconv.report.printable import printable_record
+from lpconv.results.export import ExportResult, OnnxCheck
 
-__all__ = ["render"]
+__all__ = ["render_export"]
 
 
-def render(result: ExportResult) -> RenderableType:
+def render_export(result: ExportResult) -> RenderableType:
     """What was written, in which forms the weights are stored, and how the file compares with the model."""
     result = printable_record(result)
     facts = {

@@ -1,0 +1,155 @@
+"""Gates: conditions that a result must meet, such as ``sqnr>=25``, and the figures they can name."""
+
+import operator
+import re
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
+
+from lpconv.errors import UsageError
+from lpconv.lookup import find
+from lpconv.results import (
+    BenchRow,
+    FinetuneResult,
+    GapRecord,
+    GateRecord,
+    LogitsCheck,
+    VerifyResult,
+    WeightsCheck,
+)
+
+__all__ = ["BENCH_GATES", "CONVERT_GATES", "FINETUNE_GATES", "Gate", "GateTable", "check_rows", "needs_logits"]
+
+R = TypeVar("R")
+
+_OPERATORS: dict[str, Callable[[float, float], bool]] = {
+    ">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt, "==": operator.eq,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gate:
+    """`metric` compared with `bound`."""
+
+    expression: str
+    metric: str
+    operator: str
+    bound: float
+
+    def check(self, value: float | None) -> GateRecord:
+        """The gate with the value it met; one that was not measured fails."""
+        passed = value is not None and _OPERATORS[self.operator](value, self.bound)
+        return GateRecord(expression=self.expression, value=value, passed=passed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateTable(Generic[R]):
+    """The figures of one kind of result that a gate can name; None is one that was not measured."""
+
+    metrics: Mapping[str, Callable[[R], float | None]]
+    example: str
+
+    def parse(self, text: str) -> Gate:
+        """``METRIC>=NUMBER`` (or <=, >, <, ==) as a gate; UsageError with what is wrong."""
+        hint = f"for example --gate '{self.example}'"
+        match = re.fullmatch(r"\s*(\w+)\s*(>=|<=|==|>|<)\s*([-+.\w]+)\s*", text)
+        if not match:
+            raise UsageError(f"gate `{text}` is not METRIC>=NUMBER", hint=hint)
+        find("metric", match[1], self.metrics)
+        try:
+            bound = float(match[3])
+        except ValueError as e:
+            raise UsageError(f"gate `{text}`: `{match[3]}` is not a number", hint=hint) from e
+        return Gate(expression=text.strip(), metric=match[1], operator=match[2], bound=bound)
+
+    def check(self, gates: Sequence[Gate], result: R) -> tuple[GateRecord, ...]:
+        """Each gate with the value it met. A figure that was not measured fails its gate."""
+        return tuple(g.check(self.metrics[g.metric](result)) for g in gates)
+
+
+def _weights(figure: Callable[[WeightsCheck], float]) -> Callable[[VerifyResult], float | None]:
+    return lambda result: figure(result.weights) if result.weights else None
+
+
+def _logits(figure: Callable[[LogitsCheck], float | None]) -> Callable[[VerifyResult], float | None]:
+    return lambda result: figure(result.logits) if result.logits else None
+
+
+_OF_LOGITS = {
+    "logits_max_abs_diff": _logits(lambda g: g.max_abs_diff),
+    "logits_rel_error": _logits(lambda g: g.rel_error),
+    "top1": _logits(lambda g: g.top1_agreement),
+    "kl": _logits(lambda g: g.mean_kl),
+}
+
+CONVERT_GATES = GateTable[VerifyResult](
+    metrics={
+        "sqnr": _weights(lambda w: w.min_sqnr_db),
+        "max_rel_error": _weights(lambda w: w.max_rel_error),
+        **_OF_LOGITS,
+    },
+    example="sqnr>=25",
+)
+
+
+def needs_logits(gates: Sequence[Gate]) -> bool:
+    """Whether any gate of a conversion asks for a figure that only running the models gives."""
+    return any(g.metric in _OF_LOGITS for g in gates)
+
+
+def _end(name: str) -> Callable[[FinetuneResult], float | None]:
+    """A held-out figure of the run after its last step, mean over seeds."""
+
+    def value(result: FinetuneResult) -> float | None:
+        series = [s for r in result.runs if r.role == "run" for s in r.evaluations if s.name == name]
+        return statistics.fmean(s.values[-1] for s in series) if series else None
+
+    return value
+
+
+def _gap(name: str, figure: Callable[[GapRecord], float | None]) -> Callable[[FinetuneResult], float | None]:
+    """A figure of the gap between run and twin."""
+
+    def value(result: FinetuneResult) -> float | None:
+        found = next((g for g in result.gaps if g.metric == name), None)
+        return None if found is None else figure(found)
+
+    return value
+
+
+FINETUNE_GATES = GateTable[FinetuneResult](
+    metrics={
+        "loss": _end("eval_loss"),
+        "loss_gap": _gap("eval_loss", lambda g: g.gap),
+        # What the gap is at least, by its 95 % interval: above 0 where it is beyond noise.
+        "loss_gap_low": _gap("eval_loss", lambda g: None if g.half_width is None else g.gap - g.half_width),
+        "accuracy": _end("eval_accuracy"),
+        "accuracy_gap": _gap("eval_accuracy", lambda g: g.gap),
+        "skipped": lambda result: sum(r.num_skipped for r in result.runs if r.role == "run"),
+    },
+    example="loss_gap<=0.05",
+)
+
+BENCH_GATES = GateTable[BenchRow](
+    metrics={
+        "speedup": lambda r: r.ratio.value if r.ratio else None,
+        "speedup_low": lambda r: r.ratio.low if r.ratio else None,
+        "tokens_per_s": lambda r: r.tokens_per_s,
+        "peak_memory": lambda r: r.peak_memory,
+        "saved_memory": lambda r: r.memory.saved_bytes if r.memory else None,
+        "output_error": lambda r: r.numerics.output_error if r.numerics else None,
+        "gradient_error": lambda r: r.numerics.gradient_error if r.numerics else None,
+    },
+    example="speedup>=1.2",
+)
+
+
+def check_rows(gates: Sequence[Gate], rows: Sequence[BenchRow]) -> tuple[GateRecord, ...]:
+    """Every gate on every row but the baselines and those skipped; a row that failed fails its gates."""
+    judged = [r for r in rows if not r.is_baseline and r.status != "skipped"]
+    return tuple(_of_row(record, r) for g in gates for r in judged for record in BENCH_GATES.check([g], r))
+
+
+def _of_row(record: GateRecord, row: BenchRow) -> GateRecord:
+    return replace(record, expression=f"{record.expression} ({row.name}, {row.place})")
