@@ -8,11 +8,11 @@ __all__ = ["Progress", "Silent"]
 class Progress(Protocol):
     """Receives phases of a run. Calls come from one thread."""
 
-    def start(self, phase: str, total_bytes: int) -> None:
-        """A phase begins; `total_bytes` is 0 where its length is unknown."""
+    def start(self, phase: str, total: int, *, unit: str = "bytes", done: int = 0) -> None:
+        """A phase begins, or goes on after `done`; `total` is 0 where its length is unknown. `unit`: bytes or steps."""
 
-    def advance(self, num_bytes: int) -> None:
-        """That much more of the phase is done."""
+    def advance(self, amount: int, figures: str = "") -> None:
+        """That much more of the phase is done; `figures` is what was last measured, in words."""
 
     def message(self, text: str) -> None:
         """One line worth telling a person."""
@@ -21,8 +21,8 @@ class Progress(Protocol):
 class Silent:
     """Tells nobody."""
 
-    def start(self, phase: str, total_bytes: int) -> None: ...
+    def start(self, phase: str, total: int, *, unit: str = "bytes", done: int = 0) -> None: ...
 
-    def advance(self, num_bytes: int) -> None: ...
+    def advance(self, amount: int, figures: str = "") -> None: ...
 
     def message(self, text: str) -> None: ...

@@ -6,18 +6,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lpconv.batch.kinds import KINDS, BenchSettings, JobOptions
+from lpconv.batch.kinds import KINDS, JobOptions
 from lpconv.batch.lock import Lock, LockEntry, locked_settings, portable
-from lpconv.batch.manifest import Job, Manifest
+from lpconv.batch.manifest import BatchJob, Manifest
+from lpconv.bench.options import BenchOptions
 from lpconv.checkpoint.partfile import sha256_of
 from lpconv.errors import InputError, VerificationError
-from lpconv.results import FileRecord
-from lpconv.results.batch import Outcome
+from lpconv.results import FileRecord, JobOutcome
 
 __all__ = ["check_lockable", "check_locked_result", "pinned_options", "stale_reasons"]
 
 
-def stale_reasons(job: Job, entry: LockEntry | None, folder: Path) -> list[str]:
+def stale_reasons(job: BatchJob, entry: LockEntry | None, folder: Path) -> list[str]:
     """Why the finished output of `job` is not what a run would write; empty where it is up to date."""
     if entry is None:
         return ["the lock does not know it"]
@@ -29,7 +29,7 @@ def stale_reasons(job: Job, entry: LockEntry | None, folder: Path) -> list[str]:
     return [*changed, *_job_differences(job, entry, folder), *sources]
 
 
-def check_lockable(manifest: Manifest, jobs: tuple[Job, ...], lock: Lock | None) -> None:
+def check_lockable(manifest: Manifest, jobs: tuple[BatchJob, ...], lock: Lock | None) -> None:
     """Refuse a locked run of `jobs`, before any work, where the manifest or local sources differ from the lock.
 
     Raises VerificationError that names every difference, InputError where there is no lock.
@@ -55,12 +55,12 @@ def check_lockable(manifest: Manifest, jobs: tuple[Job, ...], lock: Lock | None)
 
 def pinned_options(options: JobOptions, entry: LockEntry) -> JobOptions:
     """The options with the revision of the lock, where the source has one."""
-    if isinstance(options, BenchSettings):  # which takes a model as it is cached
+    if isinstance(options, BenchOptions):  # which takes a model as it is cached
         return options
     return replace(options, revision=entry.revision or options.revision)
 
 
-def check_locked_result(job: Job, entry: LockEntry, outcome: Outcome) -> None:
+def check_locked_result(job: BatchJob, entry: LockEntry, outcome: JobOutcome) -> None:
     """Refuse an output that is not the one in the lock: it is moved aside and VerificationError raised.
 
     A measurement wrote no files that the lock knows, so that it passes.
@@ -78,7 +78,7 @@ def check_locked_result(job: Job, entry: LockEntry, outcome: Outcome) -> None:
     )
 
 
-def _job_differences(job: Job, entry: LockEntry, folder: Path) -> Iterator[str]:
+def _job_differences(job: BatchJob, entry: LockEntry, folder: Path) -> Iterator[str]:
     settings = locked_settings(job, folder) | {"kind": job.kind, "model": portable(job.model, folder)}
     locked = entry.settings | {"kind": entry.kind, "model": entry.model}
     for name in sorted(settings.keys() | locked.keys()):

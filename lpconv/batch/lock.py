@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from lpconv.batch.kinds import KINDS
-from lpconv.batch.manifest import DEFAULT_KIND, Job
+from lpconv.batch.manifest import DEFAULT_KIND, BatchJob
 from lpconv.checkpoint.partfile import sha256_of, write_small
 from lpconv.errors import InputError
-from lpconv.results import SCHEMA_VERSION, FileRecord, from_json, ordered_json_text, to_json
-from lpconv.results.batch import Outcome
+from lpconv.results import SCHEMA_VERSION, FileRecord, JobOutcome, from_json, ordered_json_text, to_json
 
 __all__ = [
     "Lock",
@@ -64,7 +63,7 @@ class Lock:
         """The entry of a job, or None."""
         return next((e for e in self.entries if e.id == job_id), None)
 
-    def with_entry(self, entry: LockEntry, jobs: tuple[Job, ...]) -> "Lock":
+    def with_entry(self, entry: LockEntry, jobs: tuple[BatchJob, ...]) -> "Lock":
         """This lock with one entry added or replaced, in the order of `jobs`, without entries of other jobs."""
         by_id = {e.id: e for e in self.entries} | {entry.id: entry}
         return replace(self, entries=tuple(by_id[job.id] for job in jobs if job.id in by_id))
@@ -85,7 +84,7 @@ def write_lock(path: Path, lock: Lock) -> None:
     write_small(path, ordered_json_text(to_json(lock)))
 
 
-def lock_entry(job: Job, outcome: Outcome, folder: Path) -> LockEntry:
+def lock_entry(job: BatchJob, outcome: JobOutcome, folder: Path) -> LockEntry:
     """The entry of a job that has just been done; `folder` is the manifest's."""
     kind = KINDS[job.kind]
     source = outcome.source
@@ -103,12 +102,12 @@ def lock_entry(job: Job, outcome: Outcome, folder: Path) -> LockEntry:
     )
 
 
-def locked_settings(job: Job, folder: Path) -> dict[str, Any]:
+def locked_settings(job: BatchJob, folder: Path) -> dict[str, Any]:
     """Those of a job's options that decide what is done and how it is judged, JSON-able."""
     settings = {k: v for k, v in to_json(job.options).items() if k not in _HOW_NOT_WHAT}
-    for name, field in KINDS[job.kind].fields.items():
-        if field.is_path and settings[name] is not None:
-            settings[name] = portable(str(settings[name]), folder)
+    for declared in KINDS[job.kind].fields.values():
+        if declared.option.is_path and settings[declared.field] is not None:
+            settings[declared.field] = portable(str(settings[declared.field]), folder)
     return settings
 
 

@@ -6,21 +6,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import WithJsonSchema
 
 from lpconv.batch.document import read_document
-from lpconv.batch.fields import TEXT, TEXTS, Field, field, one_of, read_mapping, read_text
 from lpconv.batch.kinds import KINDS, JobOptions
+from lpconv.batch.reading import read_mapping, read_setting
 from lpconv.checkpoint.resolve import DEMO, looks_like_path
 from lpconv.errors import UsageError
 from lpconv.lookup import find
+from lpconv.options import Declared, Option, options_of
 
 __all__ = [
     "COMMON_FIELDS",
     "DEFAULT_KIND",
     "MANIFEST_KEYS",
     "MANIFEST_VERSION",
-    "Job",
+    "BatchJob",
     "Manifest",
     "load_manifest",
 ]
@@ -32,18 +35,31 @@ DEFAULT_KIND = "convert"  # of a job that names none, as in manifests from befor
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _OF_JOB = "job:"
 
-# What a job has beside the settings of its kind.
-COMMON_FIELDS: dict[str, Field] = {
-    "id": field((read_text, TEXT[1] | {"pattern": f"^{_ID.pattern}$"}), "name of the job, unique in the manifest"),
-    "kind": field(one_of("kind of job", KINDS), f"what is done; {DEFAULT_KIND} if left out"),
-    "model": field(TEXT, "directory, hub id, alias, demo, or job:ID for the output of an earlier job"),
-    "output": field(TEXT, "folder to write, relative to the manifest; out/ID if left out"),
-    "needs": field(TEXTS, "earlier jobs without which this one does not run"),
-}
+_ID_TEXT = Annotated[str, WithJsonSchema({"type": "string", "pattern": f"^{_ID.pattern}$"})]
+
+
+def _read_id(text: str) -> str:
+    if not _ID.fullmatch(text):
+        raise UsageError(f"`{text}` is no id", hint="use letters, digits, dots, dashes and underscores")
+    return text
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class _Common:
+    """What a job has beside the settings of its kind."""
+
+    id: Annotated[str, Option("Name of the job, unique in the manifest", parse=_read_id, given=_ID_TEXT)] = ""
+    kind: Annotated[str, Option("Kind of the job", what="kind of job", choices=KINDS)] = DEFAULT_KIND
+    model: Annotated[str, Option("Directory, hub id, alias, demo, or job:ID for the output of an earlier job")] = ""
+    output: Annotated[str, Option("Folder to write, relative to the manifest", default="out/ID")] = ""
+    needs: Annotated[tuple[str, ...], Option("Earlier jobs without which this one does not run", default="none")] = ()
+
+
+COMMON_FIELDS = options_of(_Common)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchJob:
     """One job. `model` is a hub id, an alias or an absolute path; `options` have their defaults filled in.
 
     `needs` are the ids of earlier jobs without whose outputs it cannot run.
@@ -62,7 +78,7 @@ class Manifest:
     """A batch, as its file says: `path` is absolute, and paths in the file are relative to its folder."""
 
     path: Path
-    jobs: tuple[Job, ...]
+    jobs: tuple[BatchJob, ...]
 
     @property
     def folder(self) -> Path:
@@ -86,7 +102,7 @@ def load_manifest(path: Path) -> Manifest:
         top = read_mapping(document, MANIFEST_KEYS, "")
         _check_version(top.get("version"))
         defaults = _defaults(top.get("defaults", {}), path.parent)
-        jobs: list[Job] = []
+        jobs: list[BatchJob] = []
         for number, raw in enumerate(_job_list(top)):
             jobs.append(_job(raw, defaults, jobs, path.parent, f"jobs[{number}]"))
         _check_unique(jobs)
@@ -121,18 +137,20 @@ def _defaults(raw: Any, folder: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _read(raw: Any, fields: Mapping[str, Field], folder: Path, place: str) -> dict[str, Any]:
+def _read(raw: Any, fields: Mapping[str, Declared], folder: Path, place: str) -> dict[str, Any]:
     """The mapping at `place` with every value read by its field."""
     settings = read_mapping(raw, fields, place, elsewhere=_ELSEWHERE)
     for name, value in settings.items():
         with _at(f"{place}.{name}"):
-            settings[name] = fields[name].value(value)
-        if fields[name].is_path and settings[name] is not None:
-            settings[name] = _place(settings[name], folder)
+            settings[name] = read_setting(fields[name], value)
+        if fields[name].option.is_path and settings[name] is not None:
+            settings[name] = type(settings[name])(_place(str(settings[name]), folder))
     return settings
 
 
-def _job(raw: Any, defaults: Mapping[str, Mapping[str, Any]], earlier: Sequence[Job], folder: Path, place: str) -> Job:
+def _job(
+    raw: Any, defaults: Mapping[str, Mapping[str, Any]], earlier: Sequence[BatchJob], folder: Path, place: str
+) -> BatchJob:
     kind = _kind(raw, place)
     settings = dict(defaults[kind]) | _read(raw, COMMON_FIELDS | dict(KINDS[kind].fields), folder, place)
     own = {key: settings.pop(key) for key in COMMON_FIELDS if key in settings}
@@ -140,13 +158,11 @@ def _job(raw: Any, defaults: Mapping[str, Mapping[str, Any]], earlier: Sequence[
         if key not in own:
             raise UsageError(f"{place}: `{key}` is missing", hint=f"every job needs an id and a model; add `{key}: …`")
     job_id = own["id"]
-    if not _ID.fullmatch(job_id):
-        raise UsageError(f"{place}.id: `{job_id}` is no id", hint="use letters, digits, dots, dashes and underscores")
     model, needs = _model_and_needs(own, earlier, place)
     output = folder / Path(own.get("output", f"out/{job_id}")).expanduser()
     with _at(f"{place} ({job_id})"):
         options = KINDS[kind].options(settings)
-    return Job(
+    return BatchJob(
         id=job_id,
         kind=kind,
         model=_place(model, folder),
@@ -160,10 +176,10 @@ def _kind(raw: Any, place: str) -> str:
     if not isinstance(raw, Mapping) or "kind" not in raw:
         return DEFAULT_KIND
     with _at(f"{place}.kind"):
-        return str(COMMON_FIELDS["kind"].value(raw["kind"]))
+        return str(read_setting(COMMON_FIELDS["kind"], raw["kind"]))
 
 
-def _model_and_needs(own: Mapping[str, Any], earlier: Sequence[Job], place: str) -> tuple[str, tuple[str, ...]]:
+def _model_and_needs(own: Mapping[str, Any], earlier: Sequence[BatchJob], place: str) -> tuple[str, tuple[str, ...]]:
     """The job's model, with ``job:ID`` replaced by that job's output, and the jobs that must be done before."""
     by_id = {job.id: job for job in earlier}
     with _at(f"{place}.needs"):
@@ -181,7 +197,7 @@ def _place(name: str, folder: Path) -> str:
     return os.path.normpath(path) if looks_like_path(name) or (name != DEMO and path.exists()) else name
 
 
-def _check_unique(jobs: Sequence[Job]) -> None:
+def _check_unique(jobs: Sequence[BatchJob]) -> None:
     for number, job in enumerate(jobs):
         if job.output == Path(job.model):
             raise UsageError(f"jobs[{number}].output: is the model itself", hint="name another folder")

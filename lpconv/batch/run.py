@@ -10,13 +10,24 @@ from typing import Protocol
 from lpconv.batch.compare import check_lockable, check_locked_result, pinned_options, stale_reasons
 from lpconv.batch.kinds import KINDS
 from lpconv.batch.lock import Lock, lock_entry, read_lock, write_lock
-from lpconv.batch.manifest import Job, Manifest
-from lpconv.batch.runners import Runner
+from lpconv.batch.manifest import BatchJob, Manifest
+from lpconv.batch.runners import JobRunner
 from lpconv.errors import BatchError, InputError, InterruptedRunError, LpconvError, OutputExistsError
 from lpconv.lookup import find
+from lpconv.machine import out_of_memory
 from lpconv.progress import Progress, Silent
 from lpconv.results import to_json
-from lpconv.results.batch import DONE, FAILED, NOT_RUN, PLANNED, UP_TO_DATE, BatchResult, JobError, JobResult, Outcome
+from lpconv.results.batch import (
+    DONE,
+    FAILED,
+    NOT_RUN,
+    PLANNED,
+    UP_TO_DATE,
+    BatchResult,
+    JobError,
+    JobOutcome,
+    JobResult,
+)
 
 __all__ = ["BatchEvents", "JobsFailedError", "SilentEvents", "run_batch"]
 
@@ -24,7 +35,7 @@ __all__ = ["BatchEvents", "JobsFailedError", "SilentEvents", "run_batch"]
 class BatchEvents(Protocol):
     """Told how a batch goes on. `index` counts from 0."""
 
-    def job_started(self, job: Job, index: int, total: int) -> None: ...
+    def job_started(self, job: BatchJob, index: int, total: int) -> None: ...
 
     def job_finished(self, result: JobResult, index: int, total: int) -> None: ...
 
@@ -35,7 +46,7 @@ class BatchEvents(Protocol):
 class SilentEvents:
     """Events that nobody listens to."""
 
-    def job_started(self, job: Job, index: int, total: int) -> None: ...
+    def job_started(self, job: BatchJob, index: int, total: int) -> None: ...
 
     def job_finished(self, result: JobResult, index: int, total: int) -> None: ...
 
@@ -57,7 +68,7 @@ class JobsFailedError(BatchError):
 
 def run_batch(
     manifest: Manifest,
-    runners: Mapping[str, Runner],
+    runners: Mapping[str, JobRunner],
     *,
     only: Sequence[str] = (),
     keep_going: bool = False,
@@ -83,7 +94,7 @@ def run_batch(
         check_lockable(manifest, jobs, lock)
     elif not dry_run:
         write_lock(manifest.lock_path, lock or Lock())  # a folder that cannot be written is found out before the work
-    batch_run = _Run(
+    batch_run = _BatchRun(
         manifest, lock or Lock(), runners, progress or Silent(), dry_run=dry_run, resume=resume, locked=locked
     )
     started = time.monotonic()
@@ -97,7 +108,7 @@ def run_batch(
 
 
 def _run_all(
-    jobs: tuple[Job, ...], run_job: Callable[[Job], JobResult], keep_going: bool, events: BatchEvents
+    jobs: tuple[BatchJob, ...], run_job: Callable[[BatchJob], JobResult], keep_going: bool, events: BatchEvents
 ) -> tuple[tuple[JobResult, ...], BaseException | None]:
     """The results of all jobs, and what the last failed one raised."""
     results: list[JobResult] = []
@@ -119,18 +130,18 @@ def _run_all(
 
 
 @dataclass
-class _Run:
+class _BatchRun:
     """How jobs are done in this batch; `lock` grows with every job that is."""
 
     manifest: Manifest
     lock: Lock
-    runners: Mapping[str, Runner]
+    runners: Mapping[str, JobRunner]
     progress: Progress
     dry_run: bool
     resume: bool
     locked: bool
 
-    def do(self, job: Job) -> JobResult:
+    def do(self, job: BatchJob) -> JobResult:
         """The job's result; raises whatever it fails with."""
         lacking = [need for need in job.needs if not self._output_of(need).exists()]
         if lacking and self.dry_run:
@@ -144,7 +155,7 @@ class _Run:
             )
         return self._there_already(job) or (self._plan(job) if self.dry_run else self._carry_out(job))
 
-    def _there_already(self, job: Job) -> JobResult | None:
+    def _there_already(self, job: BatchJob) -> JobResult | None:
         """Up to date, when resuming. Raises OutputExistsError for a finished output that is not, unless forced."""
         if not self.resume or not _is_finished(job):
             return None
@@ -158,10 +169,10 @@ class _Run:
             hint="remove it, name another output, or set `force: true` in the job",
         )
 
-    def _plan(self, job: Job) -> JobResult:
+    def _plan(self, job: BatchJob) -> JobResult:
         return _filled(_job_result(job, PLANNED), self.runners[job.kind].plan(self._pinned(job)))
 
-    def _carry_out(self, job: Job) -> JobResult:
+    def _carry_out(self, job: BatchJob) -> JobResult:
         outcome = self.runners[job.kind].run(self._pinned(job), self.progress)
         entry = self.lock.get(job.id)
         if self.locked and entry is not None:
@@ -170,7 +181,7 @@ class _Run:
             self._record(job, outcome)
         return _filled(_job_result(job, DONE[job.kind]), outcome)
 
-    def _pinned(self, job: Job) -> Job:
+    def _pinned(self, job: BatchJob) -> BatchJob:
         """The job with the options of this batch."""
         entry = self.lock.get(job.id)
         options = pinned_options(job.options, entry) if self.locked and entry else job.options
@@ -178,7 +189,7 @@ class _Run:
         resume = self.resume and not _is_finished(job)
         return replace(job, options=replace(options, resume=resume, force=options.force and not resume))
 
-    def _record(self, job: Job, outcome: Outcome) -> None:
+    def _record(self, job: BatchJob, outcome: JobOutcome) -> None:
         entry = lock_entry(job, outcome, self.manifest.folder)
         self.lock = self.lock.with_entry(entry, self.manifest.jobs)
         write_lock(self.manifest.lock_path, self.lock)
@@ -187,19 +198,19 @@ class _Run:
         return next(job.output for job in self.manifest.jobs if job.id == job_id)
 
 
-def _is_finished(job: Job) -> bool:
+def _is_finished(job: BatchJob) -> bool:
     """Whether the output is a finished one that met its gates. A conversion's is there only if it is."""
     kind, proof = KINDS[job.kind], job.output / KINDS[job.kind].proof
     return job.output.exists() if kind.is_exact else proof.is_file() and kind.accepts(proof)
 
 
-def _selected(manifest: Manifest, only: Sequence[str]) -> tuple[Job, ...]:
+def _selected(manifest: Manifest, only: Sequence[str]) -> tuple[BatchJob, ...]:
     by_id = {job.id: job for job in manifest.jobs}
     wanted = {find("job", job_id, by_id).id for job_id in only}
     return tuple(job for job in manifest.jobs if job.id in wanted or not only)
 
 
-def _attempt(run_job: Callable[[Job], JobResult], job: Job) -> tuple[JobResult, BaseException | None]:
+def _attempt(run_job: Callable[[BatchJob], JobResult], job: BatchJob) -> tuple[JobResult, BaseException | None]:
     """The job's result; where it fails, also what it raised. One job's bug must not cost the others their night."""
     started = time.monotonic()
     error: BaseException | None = None
@@ -211,7 +222,7 @@ def _attempt(run_job: Callable[[Job], JobResult], job: Job) -> tuple[JobResult, 
     return replace(result, seconds=time.monotonic() - started), error
 
 
-def _job_result(job: Job, status: str) -> JobResult:
+def _job_result(job: BatchJob, status: str) -> JobResult:
     return JobResult(
         id=job.id,
         kind=job.kind,
@@ -222,7 +233,7 @@ def _job_result(job: Job, status: str) -> JobResult:
     )
 
 
-def _filled(result: JobResult, outcome: Outcome) -> JobResult:
+def _filled(result: JobResult, outcome: JobOutcome) -> JobResult:
     return replace(
         result,
         source=outcome.source,
@@ -235,6 +246,7 @@ def _filled(result: JobResult, outcome: Outcome) -> JobResult:
 
 
 def _job_error(error: BaseException) -> JobError:
+    error = out_of_memory(error) or error
     if isinstance(error, LpconvError):
         return JobError(code=error.exit_code, kind=error.kind, message=error.message, hint=error.hint,
                         details=to_json(error.details))  # fmt: skip

@@ -11,10 +11,10 @@ from lpconv.lookup import find
 
 __all__ = [
     "BASELINES",
+    "BENCH_FORMATS",
     "BENCH_METHODS",
     "BENCH_OPTIMIZERS",
     "COMPILE_MODES",
-    "FORMATS",
     "MODES",
     "PARALLEL",
     "PLAIN",
@@ -52,7 +52,7 @@ _TE = Peer(module="transformer_engine", install="pip install transformer-engine[
 SCALED = ("unit", "scalify")
 
 # What a format can be run as; the first is its default.
-FORMATS: dict[str, tuple[str, ...]] = {
+BENCH_FORMATS: dict[str, tuple[str, ...]] = {
     "fp32": (PLAIN,),
     "bf16": (PLAIN,),
     "fp16": (PLAIN, "unit", "scalify"),
@@ -160,7 +160,7 @@ def _compiled(template: Case, method: str) -> str:
 
 
 def _methods_of(name: str, asked: Sequence[str]) -> list[str]:
-    possible = find("format", name, FORMATS)
+    possible = find("format", name, BENCH_FORMATS)
     chosen = [m for m in dict.fromkeys(asked) if m in possible]
     if possible[0] == PLAIN:
         return [PLAIN, *(m for m in chosen if m != PLAIN)]

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from lpconv.results import MemoryParts
 
-__all__ = ["Allocation", "StepMemory", "parts_at_peak", "profile_step", "storage_bytes"]
+__all__ = ["Allocation", "StepPeak", "parts_at_peak", "profile_step", "storage_bytes"]
 
 _FORWARD = "lpconv:forward"
 
@@ -31,7 +31,7 @@ class Allocation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepMemory:
+class StepPeak:
     """The peak of one step, what it consists of, and what the forward pass had kept at its end (None: not known)."""
 
     peak_bytes: int
@@ -65,7 +65,7 @@ def profile_step(
     optimizer: int,
     gradients: Callable[[], Iterable[Any]],
     device: str,
-) -> StepMemory:
+) -> StepPeak:
     """One step under the profiler: `forward`, then `finish` on its result (backward pass and optimizer, or nothing).
 
     `weights` and `optimizer` are the bytes that are there before, and `gradients` gives the gradients that are there
@@ -103,7 +103,7 @@ def _walk(events: Iterable[Any]) -> Iterator[Any]:
 
 def parts_at_peak(
     allocations: Sequence[Allocation], forward_end_ns: int, gradients: dict[int, int], *, weights: int, optimizer: int
-) -> StepMemory:
+) -> StepPeak:
     """Replay the allocations of a step, in order. `gradients` are the addresses and sizes of gradients at its end.
 
     Those that the step did not allocate were there before it: DDP's buckets.
@@ -125,7 +125,7 @@ def parts_at_peak(
         other=peak - of_gradients - of_activations,
     )
     saved_bytes = sum(allocations[i].size for i in saved)
-    return StepMemory(peak_bytes=weights + optimizer + buckets + peak, saved_bytes=saved_bytes, parts=parts)
+    return StepPeak(peak_bytes=weights + optimizer + buckets + peak, saved_bytes=saved_bytes, parts=parts)
 
 
 def _peak_index(allocations: Sequence[Allocation]) -> int:

@@ -16,52 +16,67 @@ __all__ = ["Bars", "progress_for"]
 
 
 class Bars:
-    """One bar per phase with bytes, speed and time left. A context manager, so that the terminal is left in order."""
+    """One bar, for the phase at hand: its bytes and speed, or its steps, figures and memory; and the time left.
+
+    A context manager, so that the terminal is left in order.
+    """
 
     def __init__(self) -> None:
         from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            DownloadColumn,
-            Progress,
-            TextColumn,
-            TimeRemainingColumn,
-            TransferSpeedColumn,
-        )
 
-        self._bars: rich.progress.Progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            DownloadColumn(),
-            TransferSpeedColumn(),
-            TimeRemainingColumn(),
-            console=Console(stderr=True),
+        self._console = Console(stderr=True)
+        self._bar: rich.progress.Progress | None = None
+
+    def start(self, phase: str, total: int, *, unit: str = "bytes", done: int = 0) -> None:
+        from rich import progress as bars
+
+        self._stop()
+        in_bytes = (bars.DownloadColumn(), bars.TransferSpeedColumn())
+        in_steps = (bars.MofNCompleteColumn(), bars.TextColumn("{task.fields[figures]}"))
+        columns = in_bytes if unit == "bytes" else in_steps
+        self._bar = bars.Progress(
+            bars.TextColumn("{task.description}"),
+            bars.BarColumn(),
+            *columns,
+            bars.TimeRemainingColumn(),
+            console=self._console,
             transient=True,
         )
-        self._task: rich.progress.TaskID | None = None
+        self._bar.add_task(phase, total=total or None, completed=done, figures="")
+        self._bar.start()
 
-    def start(self, phase: str, total_bytes: int) -> None:
-        if self._task is not None:
-            self._bars.remove_task(self._task)
-        self._task = self._bars.add_task(phase, total=total_bytes or None)
-
-    def advance(self, num_bytes: int) -> None:
-        if self._task is not None:
-            self._bars.advance(self._task, num_bytes)
+    def advance(self, amount: int, figures: str = "") -> None:
+        if self._bar is not None:
+            shown = f"{figures}, {size_text(_memory_bytes())}" if figures else ""
+            self._bar.update(self._bar.task_ids[0], advance=amount, figures=shown)
 
     def message(self, text: str) -> None:
-        self._bars.console.print(text, highlight=False)
+        self._console.print(text, highlight=False)
+
+    def _stop(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
 
     def __enter__(self) -> Self:
-        self._bars.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
-        self._bars.stop()
+        self._stop()
+
+
+def _memory_bytes() -> int:
+    import psutil
+    import torch  # a run tells its figures, so it is imported already
+
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else psutil.Process().memory_info().rss
 
 
 class _Messages(Silent):
-    """No bars: lines on stderr. For logs and pipes."""
+    """No bars: lines on stderr, for logs and pipes. A phase of steps is long, so that its start is worth a line."""
+
+    def start(self, phase: str, total: int, *, unit: str = "bytes", done: int = 0) -> None:
+        if unit == "steps":
+            self.message(f"{phase}: {total} steps" + (f", going on after {done}" if done else ""))
 
     def message(self, text: str) -> None:
         print(text, file=sys.stderr)
@@ -78,8 +93,11 @@ class _Log(_Messages):
     def __init__(self) -> None:
         self._started = time.monotonic()
 
-    def start(self, phase: str, total_bytes: int) -> None:
-        self.message(phase + (f", {size_text(total_bytes)}" if total_bytes else ""))
+    def start(self, phase: str, total: int, *, unit: str = "bytes", done: int = 0) -> None:
+        if unit == "steps":
+            super().start(phase, total, unit=unit, done=done)
+        else:
+            self.message(phase + (f", {size_text(total)}" if total else ""))
 
     def message(self, text: str) -> None:
         super().message(f"{time.monotonic() - self._started:8.1f} s  {text}")

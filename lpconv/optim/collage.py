@@ -8,7 +8,7 @@ from lpconv.lookup import find
 from lpconv.optim.base import LowPrecisionOptimizer, ParamsLike
 from lpconv.optim.settings import make_settings
 
-__all__ = ["CollageAdamW", "CollageLion", "CollageSGD", "LowPrecisionAdamW"]
+__all__ = ["AdamWOptions", "CollageAdamW", "CollageLion", "CollageSGD", "LowPrecisionAdamW", "StepOptions"]
 
 _COLLAGE = dict.fromkeys(("light", "plus", "full"))
 

@@ -14,10 +14,10 @@ __all__ = [
     "PLANNED",
     "UP_TO_DATE",
     "BatchResult",
-    "Estimate",
     "JobError",
+    "JobEstimate",
+    "JobOutcome",
     "JobResult",
-    "Outcome",
 ]
 
 # What becomes of a job, beside what its kind calls being done.
@@ -40,7 +40,7 @@ class JobError:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Estimate:
+class JobEstimate:
     """What a dry run expects a job to need."""
 
     memory_bytes: int
@@ -50,7 +50,7 @@ class Estimate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class JobOutcome:
     """What running or planning a job gave. A plan has an `estimate`, where the kind of job can be estimated.
 
     `files` are weight files with their hashes, of a conversion; `figures` are the figures of a measurement by name.
@@ -59,7 +59,7 @@ class Outcome:
     source: SourceRecord | None = None
     files: tuple[FileRecord, ...] = ()
     bytes: ByteCounts | None = None
-    estimate: Estimate | None = None
+    estimate: JobEstimate | None = None
     verify: VerifyResult | None = None
     figures: dict[str, float] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
@@ -83,7 +83,7 @@ class JobResult:
     seconds: float = 0.0
     source: SourceRecord | None = None
     bytes: ByteCounts | None = None
-    estimate: Estimate | None = None
+    estimate: JobEstimate | None = None
     verify: VerifyResult | None = None
     figures: dict[str, float] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()

@@ -9,6 +9,7 @@ from transformers import TrainerCallback
 
 from lpconv.optim.base import LowPrecisionOptimizer
 from lpconv.optim.diagnostics import combine
+from lpconv.progress import Progress
 from lpconv.results import to_json
 from lpconv.train.allot import LossWatch
 from lpconv.train.memory import StepMemory
@@ -17,9 +18,7 @@ from lpconv.train.options import FinetuneOptions
 from lpconv.train.trainer import LowPrecisionTrainer
 from lpconv.train.watch import Watch
 
-__all__ = ["Recorder", "StepEvents", "Timetable"]
-
-StepEvents = Callable[[int, float], None]  # (steps done, loss): what a progress bar is told
+__all__ = ["Recorder", "Timetable"]
 
 
 class Timetable(TrainerCallback):  # type: ignore[misc]  # transformers is untyped
@@ -49,10 +48,10 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
         memory: StepMemory | None,
         loss_watch: LossWatch | None,
         trainer: Callable[[], LowPrecisionTrainer],
-        tell: StepEvents,
+        progress: Progress,
     ) -> None:
-        self.metrics, self.watch, self.memory, self.trainer, self.tell = metrics, watch, memory, trainer, tell
-        self.loss_watch = loss_watch
+        self.metrics, self.watch, self.memory, self.trainer = metrics, watch, memory, trainer
+        self.loss_watch, self.progress = loss_watch, progress
         self.allotted: dict[str, Any] = {}
         self.started_s = 0.0
         self.is_measured = False
@@ -93,7 +92,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
         if self.is_measured:
             row["memory"] = to_json(self.memory.record) if self.memory is not None else None
         self.metrics.begin(row | _updates(trainer.optimizer, state.global_step) | self.allotted)
-        self.tell(state.global_step, last["loss"])
+        self.progress.advance(1, f"loss {last['loss']:.4f}")
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
         names = {"eval_loss": "eval_loss", "eval_accuracy": "eval_accuracy"}

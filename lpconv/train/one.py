@@ -6,15 +6,18 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import get_last_checkpoint
 
-from lpconv.hf.quiet import quiet_transformers
 from lpconv.kernels.half import HalfProducts
+from lpconv.models.opening import Opened, open_to_train
+from lpconv.models.quiet import quiet_transformers
+from lpconv.models.tasks import Task
+from lpconv.progress import Progress
 from lpconv.results import PeakMemory, RunRecord, UpdateQuality, from_json
 from lpconv.scaled import apply_factors, calibrate, fallbacks, saved_bytes, scaled, scaling_of
 from lpconv.train.allot import NUM_COPIES, PROBE_BATCHES, LossWatch, loss_allocation
@@ -26,30 +29,16 @@ from lpconv.train.options import FinetuneOptions
 from lpconv.train.prepare import Prepared, prepare
 from lpconv.train.processes import backend, num_processes
 from lpconv.train.recipes import Arithmetic
-from lpconv.train.task import Task, open_for
 from lpconv.train.trainer import DivergedError, LowPrecisionTrainer
 from lpconv.train.watch import Rate, Watch, tracked_records
 
-__all__ = ["CALIBRATION_BATCHES", "Finished", "Job", "Telling", "Work", "train_one"]
+__all__ = ["CALIBRATION_BATCHES", "Finished", "TrainingJob", "Work", "train_one"]
 
 CALIBRATION_BATCHES = 4
 
 
-class Telling(Protocol):
-    """Receives how far a run is; calls come from one thread."""
-
-    def begin(self, words: str, steps: int, done: int) -> None:
-        """A run begins, or goes on after `done` steps."""
-
-    def step(self, step: int, loss: float) -> None:
-        """That many steps are done."""
-
-    def message(self, text: str) -> None:
-        """One line worth telling a person."""
-
-
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class TrainingJob:
     """What all runs of a command share. `num_labels` is set for classification, `mask_id` for masked models.
 
     `keep` counts the special tokens before and after a window.
@@ -114,16 +103,15 @@ class Finished:
     rows: list[dict[str, Any]]
 
 
-def train_one(job: Job, work: Work, telling: Telling) -> Finished:
+def train_one(job: TrainingJob, work: Work, progress: Progress) -> Finished:
     """Train, from the last checkpoint in the work's folder if there is one.
 
     Raises DivergedError where a loss, or the gradients of many steps, are not finite.
     """
     with quiet_transformers():
         arguments = _arguments(job.options, work)
-        model, missing = open_for(job.task, job.directory, seed=work.seed, num_labels=job.num_labels)
-        if model.config.pad_token_id is None:
-            model.config.pad_token_id = job.pad_id
+        opened = _open(job, work)
+        model = opened.model
         needed = _check_memory(job, work, model)
         prepared = prepare(model.to(arguments.device), work.arithmetic, job.options, seed=work.seed)
         if job.options.calibrate and work.arithmetic.method == "unit":
@@ -149,8 +137,8 @@ def train_one(job: Job, work: Work, telling: Telling) -> Finished:
         )
         trainer.remove_callback(PrinterCallback)
         trainer.add_callback(Timetable(job.options, lambda: trainer))
-        trainer.add_callback(Recorder(metrics, watch, memory, loss_watch, lambda: trainer, telling.step))
-        telling.begin(work.words, job.options.steps, done)
+        trainer.add_callback(Recorder(metrics, watch, memory, loss_watch, lambda: trainer, progress))
+        progress.start(work.words, job.options.steps, unit="steps", done=done)
         is_half = work.arithmetic.precision == "fp16" and arguments.device.type == "cpu"
         half = HalfProducts() if is_half else nullcontext()  # type: ignore[no-untyped-call]  # untyped in torch
         try:
@@ -164,7 +152,7 @@ def train_one(job: Job, work: Work, telling: Telling) -> Finished:
                 memory.stop()
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     record = _record(work, metrics, watch, trainer)
-    return Finished(record=record, prepared=prepared, optimizer=optimizer, missing=missing, rows=metrics.rows)
+    return Finished(record=record, prepared=prepared, optimizer=optimizer, missing=opened.missing, rows=metrics.rows)
 
 
 def _arguments(options: FinetuneOptions, work: Work) -> TrainingArguments:
@@ -205,7 +193,7 @@ def _keep_good(folder: Path, error: DivergedError) -> None:
     )
 
 
-def _check_memory(job: Job, work: Work, model: Any) -> dict[str, int]:
+def _check_memory(job: TrainingJob, work: Work, model: Any) -> dict[str, int]:
     """The estimate of a step; ResourceError where there is no room for it.
 
     Activations are those of one sequence in fp32, times the batch: low precision needs fewer.
@@ -222,26 +210,26 @@ def _check_memory(job: Job, work: Work, model: Any) -> dict[str, int]:
     return needed
 
 
-def _loss_watch(job: Job, work: Work, model: Any) -> LossWatch:
+def _loss_watch(job: TrainingJob, work: Work, model: Any) -> LossWatch:
     batches = _batches(job, job.stream(work.seed, held_out=True), PROBE_BATCHES, model.device)
-    return LossWatch(model, _copy(job, work, model.device), batches)
+    return LossWatch(model, _open(job, work).model.to(model.device), batches)
 
 
-def _calibrate(job: Job, work: Work, model: Any) -> None:
+def _calibrate(job: TrainingJob, work: Work, model: Any) -> None:
     """Fix scales measured on the run's first batches: in fp32, where nothing overflows and nothing vanishes."""
     batches = _batches(job, job.stream(work.seed, held_out=False), CALIBRATION_BATCHES, model.device)
-    apply_factors(model, calibrate(scaled(_copy(job, work, model.device), method="unit"), batches))
+    apply_factors(model, calibrate(scaled(_open(job, work).model.to(model.device), method="unit"), batches))
 
 
-def _copy(job: Job, work: Work, device: torch.device) -> Any:
+def _open(job: TrainingJob, work: Work) -> Opened:
     """The model that the run starts from, in fp32."""
-    model, _ = open_for(job.task, job.directory, seed=work.seed, num_labels=job.num_labels)
-    if model.config.pad_token_id is None:
-        model.config.pad_token_id = job.pad_id
-    return model.to(device)
+    opened = open_to_train(job.task, job.directory, seed=work.seed, num_labels=job.num_labels)
+    if opened.model.config.pad_token_id is None:
+        opened.model.config.pad_token_id = job.pad_id
+    return opened
 
 
-def _batches(job: Job, stream: Stream, count: int, device: torch.device) -> list[dict[str, Any]]:
+def _batches(job: TrainingJob, stream: Stream, count: int, device: torch.device) -> list[dict[str, Any]]:
     """The first batches of a stream, at most `count`."""
     size, collate = job.options.batch_size, Collator(pad_id=job.pad_id)
     starts = range(0, min(len(stream), count * size), size)

@@ -11,52 +11,43 @@ from typing import Any
 
 import datasets
 
-from lpconv.checkpoint.contents import read_contents
+from lpconv.checkpoint.contents import Contents, read_contents
 from lpconv.checkpoint.partfile import write_small
 from lpconv.checkpoint.resolve import resolve
 from lpconv.checkpoint.source import open_source
 from lpconv.convert.provenance import versions
 from lpconv.errors import InputError, UnsupportedError, UsageError
 from lpconv.gates import FINETUNE_GATES
-from lpconv.hf.quiet import quiet_transformers
-from lpconv.probe.batches import read_tokenizer
-from lpconv.probe.checkpoint import sequence_length, vocabulary_size
+from lpconv.models.inputs import sequence_length, vocabulary_size
+from lpconv.models.opening import read_config
+from lpconv.models.tasks import find_task
+from lpconv.models.tokenizer import read_tokenizer, special_tokens
+from lpconv.progress import Progress, Silent
 from lpconv.report.finetune.card import finetune_card
 from lpconv.report.finetune.html import html_finetune
 from lpconv.results import FinetuneResult, RunRecord, json_text, to_json
 from lpconv.train.allot import why_not_allotted
 from lpconv.train.compare import gaps
 from lpconv.train.compiled import check_compile
-from lpconv.train.examples import classification, packed, sequence_pairs, special_tokens
+from lpconv.train.examples import classification, packed, sequence_pairs
 from lpconv.train.folder import REPORT, begin_folder, remove_checkpoints, run_folder
 from lpconv.train.gates import parse_gates
 from lpconv.train.loggers import check_loggers
 from lpconv.train.memory import check_room, weight_bytes
 from lpconv.train.metrics import read_finished, write_finished
-from lpconv.train.one import CALIBRATION_BATCHES, Finished, Job, Telling, Work, train_one
+from lpconv.train.one import CALIBRATION_BATCHES, Finished, TrainingJob, Work, train_one
 from lpconv.train.options import FinetuneOptions, check_options
 from lpconv.train.processes import is_main_process, num_processes, wait_for_all
 from lpconv.train.publish import form_of, publish_model, write_checksums
 from lpconv.train.recipes import RECIPES, Arithmetic
 from lpconv.train.rows import read_rows
-from lpconv.train.task import find_task
 from lpconv.train.watch import Rate, rate_of, watches_run, watches_twin
 
-__all__ = ["Untold", "finetune"]
-
-
-class Untold:
-    """Tells nobody."""
-
-    def begin(self, words: str, steps: int, done: int) -> None: ...
-
-    def step(self, step: int, loss: float) -> None: ...
-
-    def message(self, text: str) -> None: ...
+__all__ = ["finetune"]
 
 
 def finetune(
-    model: str, output: Path, options: FinetuneOptions, *, telling: Telling | None = None, command: str | None = None
+    model: str, output: Path, options: FinetuneOptions, *, progress: Progress | None = None, command: str | None = None
 ) -> FinetuneResult:
     """Fine-tune the model called `model` and its twin, and fill the folder `output`.
 
@@ -64,7 +55,7 @@ def finetune(
     `LpconvError` for every failure that is not a bug; DivergedError where training does not stay finite.
     """
     started = time.perf_counter()
-    told: Telling = telling or Untold()
+    told = progress or Silent()
     check_options(options)
     _check_lca(options)
     if options.compile:
@@ -113,19 +104,17 @@ def _twin_of(options: FinetuneOptions) -> Arithmetic:
     return RECIPES["fp32" if options.twin == "fp32" else "amp-bf16"].arithmetic
 
 
-def _job(directory: Path, options: FinetuneOptions) -> Job:
-    import transformers
-
+def _job(directory: Path, options: FinetuneOptions) -> TrainingJob:
+    contents = read_contents(directory)
     tokenizer = read_tokenizer(directory)
     if tokenizer is None:
         raise InputError(f"`{directory.name}` has no tokenizer", hint="copy its files beside the weights")
-    _check_weights(directory, options)
+    _check_weights(contents, options)
     rows = read_rows(options)
-    task = find_task(directory, options.task, has_labels=rows.label is not None)
+    task = find_task(contents.config, options.task, has_labels=rows.label is not None)
     if task.name == "classification" and rows.label is None:
         raise UsageError("classification needs a column of labels", hint="--label-column")
-    with quiet_transformers():
-        config = transformers.AutoConfig.from_pretrained(directory)
+    config = read_config(contents, hint="lpconv trains what this release of transformers opens")
     seq_len = sequence_length(config, options.seq_len)
     mask_id = getattr(tokenizer, "mask_token_id", None)
     keep = (0, 0)
@@ -144,7 +133,7 @@ def _job(directory: Path, options: FinetuneOptions) -> Job:
         )
     _check_processes(options)
     pads = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
-    return Job(
+    return TrainingJob(
         directory=directory,
         task=task,
         examples=examples,
@@ -157,9 +146,9 @@ def _job(directory: Path, options: FinetuneOptions) -> Job:
     )
 
 
-def _check_weights(directory: Path, options: FinetuneOptions) -> None:
+def _check_weights(contents: Contents, options: FinetuneOptions) -> None:
     """Before anything is loaded, from headers: whether weights, gradients and state have room."""
-    with closing(open_source(read_contents(directory))) as source:
+    with closing(open_source(contents)) as source:
         count = sum(math.prod(entry.info.shape) for entry in source.entries.values())
     check_room({"weights, gradients and optimizer": weight_bytes(count, options.arithmetic)}, options.max_memory)
 
@@ -188,7 +177,9 @@ def _check_processes(options: FinetuneOptions) -> None:
         )
 
 
-def _train_all(job: Job, output: Path, told: Telling, is_main: bool) -> tuple[tuple[RunRecord, ...], tuple[str, ...]]:
+def _train_all(
+    job: TrainingJob, output: Path, told: Progress, is_main: bool
+) -> tuple[tuple[RunRecord, ...], tuple[str, ...]]:
     """Every run of every seed, twins after their runs; those that an earlier command finished are read."""
     options = job.options
     records: list[RunRecord] = []
@@ -212,7 +203,7 @@ def _train_all(job: Job, output: Path, told: Telling, is_main: bool) -> tuple[tu
     return tuple(records), missing
 
 
-def _works(job: Job, output: Path, seed: int, done: Sequence[RunRecord]) -> Sequence[Work]:
+def _works(job: TrainingJob, output: Path, seed: int, done: Sequence[RunRecord]) -> Sequence[Work]:
     """The run of a seed, and its twin; when that trains, `done` holds the run."""
     options, arithmetic = job.options, job.options.arithmetic
     every = options.every("track")
@@ -247,7 +238,7 @@ def _works(job: Job, output: Path, seed: int, done: Sequence[RunRecord]) -> Sequ
     return works
 
 
-def _publish(job: Job, output: Path, finished: Finished) -> None:
+def _publish(job: TrainingJob, output: Path, finished: Finished) -> None:
     if job.examples.labels:
         config = finished.prepared.model.config
         config.id2label = dict(enumerate(job.examples.labels))
@@ -255,7 +246,7 @@ def _publish(job: Job, output: Path, finished: Finished) -> None:
     publish_model(output, job.directory, finished, form_of(job.options.arithmetic, job.options.save))
 
 
-def _facts(job: Job, resolved: str) -> dict[str, str]:
+def _facts(job: TrainingJob, resolved: str) -> dict[str, str]:
     o = job.options
     processes = f" over {num_processes()} processes" if num_processes() > 1 else ""
     return {
@@ -271,7 +262,7 @@ def _facts(job: Job, resolved: str) -> dict[str, str]:
     }
 
 
-def _warnings(job: Job, runs: Sequence[RunRecord], missing: Sequence[str]) -> tuple[str, ...]:
+def _warnings(job: TrainingJob, runs: Sequence[RunRecord], missing: Sequence[str]) -> tuple[str, ...]:
     found = list(job.examples.notes)
     if missing:
         shown = ", ".join(missing[:3]) + (" and more" if len(missing) > 3 else "")

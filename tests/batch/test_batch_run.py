@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from lpconv.batch.kinds import BenchSettings
 from lpconv.batch.lock import Lock, read_lock
-from lpconv.batch.manifest import Job, Manifest, load_manifest
+from lpconv.batch.manifest import BatchJob, Manifest, load_manifest
 from lpconv.batch.run import JobsFailedError, SilentEvents, run_batch
-from lpconv.batch.runners import Runner, converted, planned
+from lpconv.batch.runners import JobRunner, converted, planned
+from lpconv.bench.options import BenchOptions
 from lpconv.bench.outcome import problem
 from lpconv.convert.options import ConvertOptions
 from lpconv.errors import (
@@ -28,8 +28,7 @@ from lpconv.errors import (
 )
 from lpconv.gates import BENCH_GATES, check_rows
 from lpconv.progress import Progress
-from lpconv.report.batch import render_batch
-from lpconv.report.junit import junit_xml
+from lpconv.report.batch import junit_xml, render_batch
 from lpconv.results import (
     BenchResult,
     BenchRow,
@@ -45,7 +44,7 @@ from lpconv.results import (
     json_text,
     to_json,
 )
-from lpconv.results.batch import BatchResult, JobResult, Outcome
+from lpconv.results.batch import BatchResult, JobOutcome, JobResult
 
 
 def file_record(path: Path) -> FileRecord:
@@ -101,21 +100,21 @@ class Engine:
         )  # fmt: skip
 
     @property
-    def runners(self) -> dict[str, Runner]:
-        def run(job: Job, progress: Progress) -> Outcome:
+    def runners(self) -> dict[str, JobRunner]:
+        def run(job: BatchJob, progress: Progress) -> JobOutcome:
             return converted(self.convert(job.model, job.output, options_of(job)))
 
-        def look(job: Job) -> Outcome:
+        def look(job: BatchJob) -> JobOutcome:
             return planned(self.plan(job.model, job.output, options_of(job)))
 
-        return {"convert": Runner(run=run, plan=look)}
+        return {"convert": JobRunner(run=run, plan=look)}
 
     @property
     def ran(self) -> list[str]:
         return [name for name, _ in self.calls]
 
 
-def options_of(job: Job) -> ConvertOptions:
+def options_of(job: BatchJob) -> ConvertOptions:
     assert isinstance(job.options, ConvertOptions)
     return job.options
 
@@ -125,7 +124,7 @@ class Recorder(SilentEvents):
     log: list[str] = field(default_factory=list)
     result: BatchResult | None = None
 
-    def job_started(self, job: Job, index: int, total: int) -> None:
+    def job_started(self, job: BatchJob, index: int, total: int) -> None:
         self.log.append(f"{index + 1}/{total} {job.id}")
 
     def job_finished(self, result: JobResult, index: int, total: int) -> None:
@@ -343,8 +342,8 @@ class Bench:
     speedup: float = 2.0
     resumed: list[bool] = field(default_factory=list)
 
-    def run(self, job: Job, progress: Progress) -> Outcome:
-        assert isinstance(job.options, BenchSettings)
+    def run(self, job: BatchJob, progress: Progress) -> JobOutcome:
+        assert isinstance(job.options, BenchOptions)
         self.resumed.append(job.options.resume)
         ratio = RatioRecord(value=self.speedup, low=1.0, high=3.0)
         row = BenchRow(
@@ -359,10 +358,10 @@ class Bench:
         if error is not None:
             raise error
         source = SourceRecord(name=job.model, resolved=job.model)
-        return Outcome(source=source, figures={"speedup": self.speedup})
+        return JobOutcome(source=source, figures={"speedup": self.speedup})
 
-    def runners(self, engine: Engine) -> dict[str, Runner]:
-        return engine.runners | {"bench": Runner(run=self.run, plan=lambda job: Outcome())}
+    def runners(self, engine: Engine) -> dict[str, JobRunner]:
+        return engine.runners | {"bench": JobRunner(run=self.run, plan=lambda job: JobOutcome())}
 
 
 def write_mixed(folder: Path, *, gate: str = "speedup>=1", **settings: object) -> Manifest:

@@ -3,11 +3,11 @@
 import pytest
 from torch import nn
 
-from lpconv.bench.cases import BENCH_METHODS, FORMATS, Case, baseline_of, expand, parse_sweep
+from lpconv.bench.cases import BENCH_FORMATS, BENCH_METHODS, Case, baseline_of, expand, parse_sweep
 from lpconv.bench.defaults import choose_model
-from lpconv.bench.presets import PRESETS
 from lpconv.bench.recipes import apply_recipe
 from lpconv.errors import UsageError
+from lpconv.models.presets import PRESETS
 from lpconv.scaled import scaling_of
 
 CPU = {"device": "cpu", "name": "CPU"}
@@ -94,5 +94,5 @@ def test_no_model_means_one_that_suits_the_device_and_a_word_about_it() -> None:
 
 
 def test_every_method_of_a_format_is_known() -> None:
-    assert {m for methods in FORMATS.values() for m in methods} == set(BENCH_METHODS)
+    assert {m for methods in BENCH_FORMATS.values() for m in methods} == set(BENCH_METHODS)
     assert {"bert-base", "bert-large", "gpt2", "llama-1b", "llama-3b", "llama-8b", "mistral-7b"} <= set(PRESETS)

@@ -14,7 +14,7 @@ from bench_in_process import without_processes
 from torch._inductor.exc import InductorError
 from typer.testing import CliRunner, Result
 
-from lpconv.bench.runner import Runner
+from lpconv.bench.runner import CaseRunner
 from lpconv.cli.main import app
 
 SHORT = ("--min-iters", "6", "--min-time", "0", "--rounds", "3", "--launches", "1")
@@ -142,12 +142,12 @@ def test_a_sweep_goes_on_behind_what_does_not_fit_and_what_is_missing() -> None:
 
 
 def test_a_baseline_that_fails_fails_its_rows_and_the_sweep_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(runner: Runner, steps: int) -> None:
+    def broken(runner: CaseRunner, steps: int) -> None:
         if runner.case.batch == 1:
             raise InductorError(RuntimeError("no compiler"), None)
 
     monkeypatch.setattr("torch.nn.Module.compile", lambda module, **settings: None)
-    monkeypatch.setattr("lpconv.bench.runner.Runner.run", broken)
+    monkeypatch.setattr("lpconv.bench.runner.CaseRunner.run", broken)
     compiled = ("--compile", "blocks", "--baseline", "bf16+compile")
     result = run("demo", "--sweep", "batch=1,2 seq=16", *QUICK, *compiled, "--json")
 

@@ -54,7 +54,7 @@ def test_sqnr_of_a_real_model(tmp_path: Path, fmt: str, least: float) -> None:
     converted = [t for t in result.tensors if t.action == "convert"]
     assert len(converted) == 40
     assert all(t.scale is not None and math.frexp(t.scale)[0] == 0.5 for t in converted)
-    assert all(t.rms is not None and 0.7 <= t.rms / t.scale <= 1.42 for t in converted if t.scale)
+    assert all(t.rms is not None and 1 <= t.rms / t.scale < 2 for t in converted if t.scale)
 
 
 def test_stored_codes_are_the_formats_own_rounding(tmp_path: Path) -> None:
@@ -239,7 +239,7 @@ def test_the_model_of_a_config_that_is_not_the_weights_is_never_built(tmp_path: 
 
 
 def test_models_that_memory_does_not_hold_are_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lpconv.convert.logits.available_memory", lambda: 1000)
+    monkeypatch.setattr("lpconv.models.empty.available_memory", lambda: 1000)
     source = tiny("gpt2", tmp_path / "source")
     result = run(source, tmp_path / "auto", verify="auto")
     assert result.verify.logits is not None

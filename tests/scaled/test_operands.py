@@ -52,7 +52,7 @@ def test_no_operand_clips_whatever_its_size_and_its_outlier(kind: str, dtype: to
     g = Scaled(with_an_outlier((64, 128), 30.0).to(dtype), 1.0, Role.GRADIENT)
 
     for a, b in ((x, w), (g, w.with_data(w.data.t())), (g.with_data(g.data.t()), x)):
-        # "max" may round the outliers themselves, by 1/17 in e4m3fn and 1/9 in e5m2; where the others put them they fit.
+        # "max" may round the outliers themselves, by 1/17 in e4m3fn and 1/9 in e5m2; the others do not.
         assert sqnr(product(numerics, a, b), a.data.double() @ b.data.double()) > (20 if kind == "max" else 25)
 
 

@@ -15,10 +15,11 @@ from lpconv.cli.main import app
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.run import convert
 from lpconv.errors import OutputExistsError, ResourceError, UnsupportedError, UsageError
+from lpconv.progress import Silent
 from lpconv.results import FinetuneResult, from_json
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.recipes import RECIPES, arithmetic
-from lpconv.train.run import Untold, finetune
+from lpconv.train.run import finetune
 from lpconv.train.trainer import DivergedError
 
 assert lpconv.hf  # registers the format
@@ -28,14 +29,15 @@ class Stopped(Exception):
     """A run was cut."""
 
 
-class StopAt(Untold):
+class StopAt(Silent):
     """Cuts a run after so many steps."""
 
-    def __init__(self, last: int) -> None:
-        self.last = last
+    def __init__(self, steps: int) -> None:
+        self.left = steps
 
-    def step(self, step: int, loss: float) -> None:
-        if step == self.last:
+    def advance(self, amount: int, figures: str = "") -> None:
+        self.left -= amount
+        if self.left == 0:
             raise Stopped
 
 
@@ -90,7 +92,7 @@ def test_an_fp32_run_and_its_twin_are_the_same_bit_for_bit(tmp_path: Path) -> No
 
 
 def test_critical_modules_keep_16_bit_products(tmp_path: Path) -> None:
-    losses = {}
+    losses: dict[tuple[str, ...], float] = {}
     for patterns in ((), ("*.down_proj",), ("*_proj",)):
         asked = options("unit-fp8", steps=1, twin="none", track_every=0, critical=patterns)
         losses[patterns] = finetune("demo", tmp_path / f"run{len(losses)}", asked).runs[0].losses.values[0]
@@ -131,7 +133,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(recipe: str, tmp_path: Path) -> None:
     asked = options(recipe, steps=4, save_every=2, calibrate="unit" in recipe)
     whole = finetune("demo", tmp_path / "whole", asked).runs[0]
     with pytest.raises(Stopped):
-        finetune("demo", tmp_path / "cut", asked, telling=StopAt(3))
+        finetune("demo", tmp_path / "cut", asked, progress=StopAt(3))
     assert not (tmp_path / "cut/report.json").exists()
     resumed = finetune("demo", tmp_path / "cut", dataclasses.replace(asked, resume=True)).runs[0]
     assert resumed.losses == whole.losses

@@ -10,22 +10,26 @@ from typer.testing import CliRunner
 
 from lpconv.cli.main import app
 from lpconv.errors import UnsupportedError
+from lpconv.progress import Silent
 from lpconv.results import LossAllocation
 from lpconv.train.allot import loss_allocation
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.recipes import arithmetic
-from lpconv.train.run import Untold, finetune
+from lpconv.train.run import finetune
 
 
 class Stopped(Exception):
     """A run was cut."""
 
 
-class StopAtFive(Untold):
+class StopAtFive(Silent):
     """Cuts a run after its fifth step."""
 
-    def step(self, step: int, loss: float) -> None:
-        if step == 5:
+    left = 5
+
+    def advance(self, amount: int, figures: str = "") -> None:
+        self.left -= amount
+        if self.left == 0:
             raise Stopped
 
 
@@ -65,7 +69,7 @@ def test_a_resumed_run_allots_the_same_and_looking_changes_nothing(tmp_path: Pat
     asked = options("collage-bf16", save_every=2)
     whole = finetune("demo", tmp_path / "whole", asked).runs[0]
     with pytest.raises(Stopped):
-        finetune("demo", tmp_path / "cut", asked, telling=StopAtFive())
+        finetune("demo", tmp_path / "cut", asked, progress=StopAtFive())
     assert allotted(tmp_path / "cut", dataclasses.replace(asked, resume=True)) == whole.loss_allocation
     unseen = finetune("demo", tmp_path / "unseen", dataclasses.replace(asked, lca=False)).runs[0]
     assert unseen.losses == whole.losses
