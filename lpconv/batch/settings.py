@@ -19,7 +19,7 @@ from lpconv.batch.fields import (
     some_of,
 )
 from lpconv.bench.cases import BASELINES, BENCH_FORMATS, BENCH_METHODS, BENCH_OPTIMIZERS, COMPILE_MODES, MODES, PARALLEL
-from lpconv.convert.options import LAYOUTS, VERIFY_LEVELS
+from lpconv.convert.options import GRANULARITIES, LAYOUTS, VERIFY_LEVELS
 from lpconv.gates import BENCH_GATES, CONVERT_GATES, FINETUNE_GATES
 from lpconv.methods import METHODS
 from lpconv.train.options import SAVES, SCHEDULES, TASKS, TWINS
@@ -36,6 +36,7 @@ CONVERT_FIELDS: dict[str, Field] = {
     "residual": field(one_of("residual", _RESIDUALS), "collage: the form of the residual", nullable=True),
     "layout": field(one_of("layout", LAYOUTS), "lpconv's own, or one that another package opens"),
     "scale": field(one_of("scale", ("pow2", "exact")), "scales as powers of two, or as they come"),
+    "granularity": field(one_of("granularity", GRANULARITIES), "what has a scale of its own"),
     "budget_bits": field(NUMBER, "multipoint: stored bits per element", nullable=True),
     "points_max": field(COUNT, "multipoint: most points of a row", nullable=True),
     "include": field(TEXTS, "only tensors whose name matches one of these patterns are converted"),

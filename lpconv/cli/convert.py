@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from lpconv.cli.options import Force, Json, Model, Output, Quiet, Resume, Revision, TrustRemoteCode
-from lpconv.convert.options import LAYOUTS, VERIFY_LEVELS, ConvertOptions, parse_rule, parse_size
+from lpconv.convert.options import GRANULARITIES, LAYOUTS, VERIFY_LEVELS, ConvertOptions, parse_rule, parse_size
 from lpconv.formats.spec import FORMATS
 from lpconv.methods import METHODS
 
@@ -56,6 +56,14 @@ def convert(
         ),
     ] = "lpconv",
     scale: Annotated[str, _what("--scale", help="Scales are powers of two (pow2) or exact.")] = "pow2",
+    granularity: Annotated[
+        str,
+        _what(
+            "--granularity",
+            help="What has a scale of its own, a tensor or a row.",
+            autocompletion=lambda: list(GRANULARITIES),
+        ),
+    ] = "tensor",
     budget_bits: Annotated[
         float | None,
         _what(
@@ -131,6 +139,7 @@ def convert(
         layout=layout,
         scale=scale,
         budget_bits=budget_bits,
+        granularity=granularity,
         points_max=points_max,
         include=tuple(include or ()),
         exclude=tuple(exclude or ()),

@@ -12,9 +12,10 @@ from lpconv.errors import UsageError
 from lpconv.formats.spec import Format, get_format
 from lpconv.lookup import find
 from lpconv.mcf.point_layout import MAX_POINTS
-from lpconv.methods import LPCONV, METHODS, Method
+from lpconv.methods import LPCONV, METHODS, ROWS, Method
 
 __all__ = [
+    "GRANULARITIES",
     "LAYOUTS",
     "VERIFY_LEVELS",
     "ConvertOptions",
@@ -27,6 +28,7 @@ __all__ = [
 ]
 
 LAYOUTS = (LPCONV, COMPRESSED_TENSORS)
+GRANULARITIES = ("tensor", "row")
 VERIFY_LEVELS = ("none", "weights", "logits", "auto")
 _POINTS_MAX = 3
 _SPARE_BITS = 0.5  # the default budget above the bits of an element: scales, and second points for some rows
@@ -48,8 +50,9 @@ class ConvertOptions:
     Patterns are globs on dotted tensor names, or regular expressions after ``re:`` (matched anywhere in the name).
     `max_memory` bounds the buffers in bytes, `max_shard_size` the payload of an output file (None: as the source's).
     `budget_bits` per element, scales and counts included, and at most `points_max` points a row belong to multipoint.
-    Only `method`, `format`, `residual`, `layout`, `scale`, `budget_bits`, `points_max`, `include`, `exclude`, `rules`
-    and `max_shard_size` shape the bytes.
+    `granularity` says what has a scale of its own, a ``tensor`` or a ``row``.
+    Only `method`, `format`, `residual`, `layout`, `scale`, `granularity`, `budget_bits`, `points_max`, `include`,
+    `exclude`, `rules` and `max_shard_size` shape the bytes.
     """
 
     method: str = "unit"
@@ -57,6 +60,7 @@ class ConvertOptions:
     residual: str | None = None
     layout: str = LPCONV
     scale: str = "pow2"
+    granularity: str = "tensor"
     budget_bits: float | None = None
     points_max: int | None = None
     include: tuple[str, ...] = ()
@@ -71,6 +75,11 @@ class ConvertOptions:
     resume: bool = False
     force: bool = False
     trust_remote_code: bool = False
+
+    @property
+    def layout_of_forms(self) -> str:
+        """The key of the method's `forms`."""
+        return ROWS if self.granularity == "row" else self.layout
 
 
 def with_defaults(options: ConvertOptions) -> tuple[ConvertOptions, Method]:
@@ -110,6 +119,7 @@ def command_line(model: str, options: ConvertOptions) -> str:
         ("residual", options.residual),
         ("layout", options.layout if options.layout != "lpconv" else None),
         ("scale", options.scale if options.scale != "pow2" else None),
+        ("granularity", options.granularity if options.granularity != "tensor" else None),
         ("budget-bits", options.budget_bits),
         ("points-max", options.points_max),
         ("revision", options.revision),
@@ -144,6 +154,13 @@ def _residual(method: Method, format_name: str, residual: str | None) -> str | N
 def _check_layout(options: ConvertOptions, method: Method, format_name: str) -> None:
     if options.layout not in LAYOUTS:
         raise UsageError(f"unknown layout `{options.layout}`", hint="use " + " or ".join(LAYOUTS))
+    if options.granularity not in GRANULARITIES:
+        raise UsageError(f"unknown granularity `{options.granularity}`", hint="use " + " or ".join(GRANULARITIES))
+    if options.granularity != "tensor" and (options.layout != LPCONV or ROWS not in method.forms):
+        raise UsageError(
+            f"method `{method.name}` in layout `{options.layout}` has no scale per {options.granularity}",
+            hint="use --method unit or scalify, in lpconv's own layout",
+        )
     if options.layout != COMPRESSED_TENSORS:
         return
     if options.layout not in method.forms or format_name != "e4m3fn":
