@@ -26,11 +26,12 @@ from lpconv.checkpoint.contents import read_contents
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.provenance import versions
 from lpconv.convert.run import convert
-from lpconv.export.opened import open_model, other_inputs
+from lpconv.export.opened import traceable
 from lpconv.export.options import ExportOptions
 from lpconv.export.run import MODEL_FILE, export_onnx
 from lpconv.export.stored import num_elements
 from lpconv.export.validate import compare
+from lpconv.models.inputs import other_inputs
 
 __all__ = ["FORMS", "MODELS", "measure"]
 
@@ -119,7 +120,7 @@ def measure(source: Path, work: Path, form: str) -> dict[str, Any]:
         convert(str(source), low, options)
     result = export_onnx(str(low), work / "onnx", ExportOptions(force=True, tolerance=1.0))
     contents = read_contents(source)
-    opened = open_model(contents, num_elements(contents))
+    opened = traceable(contents, num_elements(contents))
     cases = [(inputs, opened.run(inputs)) for inputs in (opened.inputs, other_inputs(opened.inputs))]
     against_source = compare(work / "onnx" / MODEL_FILE, cases, tolerance=math.inf)
     assert result.check is not None

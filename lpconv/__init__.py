@@ -19,7 +19,7 @@ __all__ = ["__version__", "load", "track"]
 
 def load(path: "str | Path", **kwargs: Any) -> Any:
     """The model in an output of any method; the short name of `lpconv.hf.load`, which has the arguments."""
-    from lpconv.hf.load import load as load_output
+    from lpconv.models.load import load as load_output
 
     return load_output(path, **kwargs)
 

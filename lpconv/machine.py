@@ -1,37 +1,132 @@
-"""How much memory this process may still take."""
+"""How much memory this process may still take, and what its lack looks like.
 
-from pathlib import Path
+Four things bound it, and the least counts: the machine's free memory, the container (a cgroup of version 1 or 2 and
+every one around it), and the limits of the process itself (``ulimit -v`` and ``ulimit -d``). All of them are files
+below ``/proc`` and ``/sys``, so a test may lay out others.
+"""
 
-import psutil
+import errno
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 
-__all__ = ["available_memory", "memory_limit"]
+from lpconv.errors import ResourceError
 
-_CGROUP = Path("/sys/fs/cgroup")
+__all__ = ["available_memory", "memory_limit", "out_of_memory"]
+
+_ROOT = Path("/")
+_ENDLESS = 2**60  # version 1 writes the largest multiple of a page for no limit
+_KIB = 2**10
+# What the allocators of Python, torch and the C library say, and a library that found no room for its code.
+_SAID = ("can't allocate memory", "cannot allocate memory", "bad alloc", "can't start new thread", "out of memory",
+         "failed to map segment", "unable to allocate", "std::bad_alloc", "not enough memory")  # fmt: skip
 
 
-def memory_limit(cgroup: Path = _CGROUP) -> int | None:
-    """The container's limit in bytes (cgroup v2), or None where there is none."""
-    text = _read(cgroup / "memory.max").strip()
-    return int(text) if text.isdigit() else None
+@dataclass(frozen=True, kw_only=True)
+class _Limit:
+    """Bytes that may be used, and that are."""
+
+    size: int
+    used: int
 
 
-def available_memory(cgroup: Path = _CGROUP) -> int:
-    """Bytes that can be taken without swapping or being killed: the machine's, within the container's limit.
+def memory_limit(root: Path = _ROOT) -> int | None:
+    """The tightest limit in bytes that container or process have, None where they have none."""
+    return min((limit.size for limit in _limits(root)), default=None)
 
-    What the container uses counts file pages that the kernel gives back when they are needed; they are left out.
-    """
+
+def available_memory(root: Path = _ROOT) -> int:
+    """Bytes that can be taken without swapping, being killed or being refused: the least that any limit leaves."""
+    left = [limit.size - limit.used for limit in _limits(root)]
+    return max(0, min([_free(root), *left]))
+
+
+def out_of_memory(error: BaseException) -> ResourceError | None:
+    """A failed allocation as an error of ours, whoever raised it; None for any other error."""
+    named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"  # torch's, not imported here
+    is_refused = named or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+    text = str(error).lower()
+    said = isinstance(error, (RuntimeError, ImportError, OSError)) and any(words in text for words in _SAID)
+    if not is_refused and not said:
+        return None
+    first = next(iter(str(error).splitlines()), "") or type(error).__name__
+    return ResourceError(
+        f"out of memory: {first:.120}",
+        hint="free some memory, raise the limit (`ulimit -v`, the container's), or allow less with --max-memory where "
+        "the command has it",
+    )
+
+
+def _free(root: Path) -> int:
+    for line in _read(root / "proc/meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * _KIB
+    import psutil  # only where there is no /proc; the command line starts without it
+
     available: int = psutil.virtual_memory().available
-    limit = memory_limit(cgroup)
-    if limit is None:
-        return available
-    used = _read(cgroup / "memory.current").strip()
-    counts = dict(line.split(maxsplit=1) for line in _read(cgroup / "memory.stat").splitlines())
-    taken = int(used or 0) - int(counts.get("inactive_file", 0))
-    return max(0, min(available, limit - taken))
+    return available
+
+
+def _limits(root: Path) -> list[_Limit]:
+    return [*_process_limits(root / "proc/self"), *_container_limits(root)]
+
+
+def _process_limits(proc: Path) -> Iterator[_Limit]:
+    used = dict(line.split(":", 1) for line in _read(proc / "status").splitlines() if ":" in line)
+    for line in _read(proc / "limits").splitlines():
+        for name, counted in (("Max address space", "VmSize"), ("Max data size", "VmData")):
+            soft = line.removeprefix(name).split()[:1] if line.startswith(name) else []
+            if soft and soft[0].isdigit():
+                yield _Limit(size=int(soft[0]), used=int(used.get(counted, "0").split()[0]) * _KIB)
+
+
+def _container_limits(root: Path) -> Iterator[_Limit]:
+    """Of the process's cgroup and of each around it, as far as they can be seen from here."""
+    own = [line.split(":", 2) for line in _read(root / "proc/self/cgroup").splitlines() if line.count(":") >= 2]
+    for mount in _read(root / "proc/self/mountinfo").splitlines():
+        fields, _, kind = mount.partition(" - ")
+        if not kind.startswith("cgroup"):
+            continue
+        shown, point = fields.split()[3:5]
+        is_v2 = kind.startswith("cgroup2")
+        if not is_v2 and "memory" not in kind.split()[-1].split(","):
+            continue
+        path = next((p for _, names, p in own if (not names if is_v2 else "memory" in names.split(","))), None)
+        if path is None:
+            continue
+        for folder in _nested(root / point.lstrip("/"), shown, path):
+            yield from _cgroup_limits(folder, is_v2=is_v2)
+
+
+def _nested(mount: Path, shown: str, path: str) -> list[Path]:
+    """The folders of a cgroup and of those around it, below the mount, which shows the tree from `shown` on."""
+    inside = PurePosixPath(path)
+    # In a container the mount may begin at the cgroup itself, under a name that only the machine outside knows.
+    parts = inside.relative_to(shown).parts if inside.is_relative_to(shown) else ()
+    return [mount.joinpath(*(p for p in parts[:n] if p not in ("/", ".."))) for n in range(len(parts) + 1)]
+
+
+def _cgroup_limits(folder: Path, *, is_v2: bool) -> Iterator[_Limit]:
+    # Above `memory.high` the kernel slows a process down until it all but stands.
+    limits = ("memory.max", "memory.high") if is_v2 else ("memory.limit_in_bytes",)
+    sizes = [int(text) for name in limits if (text := _read(folder / name).strip()).isdigit()]
+    if not sizes or min(sizes) >= _ENDLESS:
+        return
+    used = _read(folder / ("memory.current" if is_v2 else "memory.usage_in_bytes")).strip()
+    yield _Limit(size=min(sizes), used=int(used or 0) - _file_pages(_read(folder / "memory.stat"), is_v2=is_v2))
+
+
+def _file_pages(stat: str, *, is_v2: bool) -> int:
+    """Bytes of files in memory that the kernel gives back when they are needed: those that no process has mapped."""
+    counts = dict(line.split(maxsplit=1) for line in stat.splitlines())
+    names = ("active_file", "inactive_file", "file_mapped") if is_v2 else (
+        "total_active_file", "total_inactive_file", "total_mapped_file")  # fmt: skip
+    active, inactive, mapped = (int(counts.get(name, 0)) for name in names)
+    return max(0, active + inactive - mapped)
 
 
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
-    except OSError:
+    except (OSError, ValueError):
         return ""

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lpconv.bench.child import Child, result_of
+from lpconv.bench.team import Child, result_of
 from lpconv.bench.worker import Worker, answer
 
 __all__ = ["Direct", "without_processes"]

@@ -1,6 +1,8 @@
-"""Every public name of a module stands in its `__all__`, and everything in `__all__` exists."""
+"""Every public name of a module stands in its `__all__`, and everything in `__all__` exists; packages' too."""
 
 import importlib
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,3 +28,39 @@ def test_exports(name: str) -> None:
     declared = set(getattr(module, "__all__", ()))
     assert public <= declared, f"not in __all__: {sorted(public - declared)}"
     assert all(hasattr(module, n) for n in declared)
+
+
+PACKAGES = sorted(".".join(("lpconv", *p.parent.relative_to(ROOT).parts)) for p in ROOT.rglob("__init__.py"))
+WITHOUT_NAMES = {"lpconv.cli", "lpconv.report", "lpconv.scaled.rules"}  # asked by the names of their modules
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_a_package_gives_its_public_names(name: str) -> None:
+    package = importlib.import_module(name)
+    declared = getattr(package, "__all__", ())
+    assert bool(declared) != any(name == p or name.startswith(f"{p}.") for p in WITHOUT_NAMES)
+    assert set(declared) <= set(dir(package))
+    for public in declared:
+        value = getattr(package, public)
+        assert not isinstance(value, type(importlib)), f"{name}.{public} is a module"
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = package.nothing
+
+
+def test_a_public_name_wins_over_the_module_it_comes_from_in_any_order() -> None:
+    order = "import lpconv.formats.cast; from lpconv.formats import cast; from lpconv.formats.cast import check_cast; "
+    other = "from lpconv.checkpoint import resolve, read_contents; from lpconv.checkpoint.resolve import DEMO; "
+    code = order + other + "print(cast.__name__, resolve.__name__, check_cast.__name__, DEMO)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["cast", "resolve", "check_cast", "demo"]
+
+
+def test_packages_and_their_options_come_without_torch() -> None:
+    lazy = [
+        name for name in PACKAGES if name not in ("lpconv.hf", "lpconv.loss_scale", "lpconv.optim", "lpconv.scaled")
+    ]
+    imports = ", ".join(name for name in lazy if not name.startswith("lpconv.scaled."))
+    names = "from lpconv.convert import ConvertOptions; from lpconv.formats import FORMATS"
+    code = f"import {imports}, sys; {names}; print({{'torch', 'transformers', 'numpy'}} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"

@@ -1,33 +1,166 @@
-"""Memory that may still be taken, inside a container and outside of one."""
+"""Memory that may still be taken: of the machine, in containers inside containers, under the limits of a process."""
 
+import errno
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
 import pytest
+from checkpoints import cli_environment
 
-from lpconv.machine import available_memory, memory_limit
+from lpconv.errors import ResourceError
+from lpconv.machine import available_memory, memory_limit, out_of_memory
 
-
-def container(folder: Path, limit: str, used: int, file_pages: int) -> Path:
-    (folder / "memory.max").write_text(f"{limit}\n")
-    (folder / "memory.current").write_text(f"{used}\n")
-    (folder / "memory.stat").write_text(f"anon {used - file_pages}\ninactive_file {file_pages}\n")
-    return folder
-
-
-def test_a_container_allows_what_its_limit_leaves_and_file_pages_are_free(tmp_path: Path) -> None:
-    folder = container(tmp_path, "64000000", used=50_000_000, file_pages=20_000_000)
-    assert memory_limit(folder) == 64_000_000
-    assert available_memory(folder) == 34_000_000
+V1, V2 = "cgroup cgroup rw,memory", "cgroup2 cgroup2 rw"
+UNLIMITED = str(2**63 - 4096)  # as version 1 writes it
+PLENTY_KIB = 2**40 // 1024
 
 
-def test_a_full_container_leaves_nothing(tmp_path: Path) -> None:
-    assert available_memory(container(tmp_path, "1000", used=5000, file_pages=0)) == 0
+class Machine:
+    """A tree of /proc and /sys."""
+
+    def __init__(self, root: Path, *, free_kib: int = PLENTY_KIB) -> None:
+        self.root = root
+        self.write("proc/meminfo", f"MemTotal: {PLENTY_KIB} kB\nMemAvailable: {free_kib} kB\n")
+
+    def write(self, name: str, text: str) -> None:
+        (self.root / name).parent.mkdir(parents=True, exist_ok=True)
+        (self.root / name).write_text(text)
+
+    def mount(self, kind: str, *, group: str, shown: str = "/") -> None:
+        """A hierarchy at /sys/fs/cgroup that shows the tree from `shown` on, and this process's group in it."""
+        self.write("proc/self/mountinfo", f"31 23 0:28 {shown} /sys/fs/cgroup rw shared:9 - {kind}\n")
+        self.write("proc/self/cgroup", f"{'0:' if kind == V2 else '4:memory'}:{group}\n")
+
+    def v2(self, group: str, limit: str, *, used: int = 0, stat: str = "") -> None:
+        self.write(f"sys/fs/cgroup{group}/memory.max", f"{limit}\n")
+        self.write(f"sys/fs/cgroup{group}/memory.current", f"{used}\n")
+        self.write(f"sys/fs/cgroup{group}/memory.stat", stat)
+
+    def v1(self, group: str, limit: str, *, used: int = 0, stat: str = "") -> None:
+        self.write(f"sys/fs/cgroup{group}/memory.limit_in_bytes", f"{limit}\n")
+        self.write(f"sys/fs/cgroup{group}/memory.usage_in_bytes", f"{used}\n")
+        self.write(f"sys/fs/cgroup{group}/memory.stat", stat)
+
+    def limits(self, name: str, soft: str, *, size_kib: int, data_kib: int) -> None:
+        self.write(
+            "proc/self/limits", f"Limit   Soft Limit   Hard Limit   Units\n{name}   {soft}   unlimited   bytes\n"
+        )
+        self.write("proc/self/status", f"Name:\tpython\nVmSize:\t {size_kib} kB\nVmData:\t {data_kib} kB\n")
+
+    def found(self) -> tuple[int | None, int]:
+        return memory_limit(self.root), available_memory(self.root)
 
 
-@pytest.mark.parametrize("limit", ["max", None])
-def test_without_a_limit_the_machine_decides(tmp_path: Path, limit: str | None) -> None:
-    if limit:
-        container(tmp_path, limit, used=1, file_pages=0)
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+def test_without_a_limit_what_is_free_counts(tmp_path: Path) -> None:
+    assert Machine(tmp_path, free_kib=3000).found() == (None, 3000 * 1024)
+
+
+def test_a_system_without_proc_is_asked_otherwise(tmp_path: Path) -> None:
     assert memory_limit(tmp_path) is None
     assert 0 < available_memory(tmp_path) <= psutil.virtual_memory().total
+
+
+def test_a_container_leaves_its_limit_less_what_is_used_and_file_pages_that_nobody_maps_are_free(
+    machine: Machine,
+) -> None:
+    machine.mount(V2, group="/")
+    stat = "anon 30\nactive_file 15000000\ninactive_file 10000000\nfile_mapped 5000000\n"
+    machine.v2("", "64000000", used=50_000_000, stat=stat)
+    assert machine.found() == (64_000_000, 34_000_000)
+
+
+def test_version_1_counts_what_lies_in_inner_groups_too(machine: Machine) -> None:
+    machine.mount(V1, group="/")
+    stat = "active_file 7\ntotal_active_file 0\ntotal_inactive_file 20000000\ntotal_mapped_file 0\n"
+    machine.v1("", "64000000", used=50_000_000, stat=stat)
+    assert machine.found() == (64_000_000, 34_000_000)
+
+
+def test_the_tightest_of_nested_groups_counts(machine: Machine) -> None:
+    machine.mount(V2, group="/pod/box")
+    machine.v2("", "max")
+    machine.v2("/pod", "1000", used=900)
+    machine.v2("/pod/box", "500", used=100)
+    machine.v2("/elsewhere", "1")
+    assert machine.found() == (500, 100)  # the pod's limit is larger, and leaves less
+
+
+def test_the_tightest_of_nested_groups_counts_in_version_1(machine: Machine) -> None:
+    machine.mount(V1, group="/pod/box")
+    machine.v1("", UNLIMITED)
+    machine.v1("/pod", "1000", used=100)
+    machine.v1("/pod/box", UNLIMITED)
+    assert machine.found() == (1000, 900)
+
+
+def test_a_container_that_does_not_know_the_name_of_its_own_group(machine: Machine) -> None:
+    machine.mount(V1, group="/docker/3f2a", shown="/docker/3f2a")
+    machine.v1("", "4000", used=1000)
+    assert machine.found() == (4000, 3000)
+    machine.mount(V1, group="/docker/3f2a", shown="/docker/other")
+    assert machine.found() == (4000, 3000)
+
+
+def test_a_group_that_is_slowed_down_is_full(machine: Machine) -> None:
+    machine.mount(V2, group="/")
+    machine.v2("", "4000", used=1000)
+    machine.write("sys/fs/cgroup/memory.high", "3000\n")
+    assert machine.found() == (3000, 2000)
+
+
+def test_a_full_container_leaves_nothing(machine: Machine) -> None:
+    machine.mount(V2, group="/")
+    machine.v2("", "1000", used=5000)
+    assert machine.found() == (1000, 0)
+
+
+@pytest.mark.parametrize(("name", "left"), [("Max address space", 90 * 1024), ("Max data size", 98 * 1024)])
+def test_limits_of_the_process(machine: Machine, name: str, left: int) -> None:
+    machine.limits(name, str(100 * 1024), size_kib=10, data_kib=2)
+    assert machine.found() == (100 * 1024, left)
+
+
+def test_unlimited_is_no_limit(machine: Machine) -> None:
+    machine.limits("Max address space", "unlimited", size_kib=10, data_kib=2)
+    machine.mount(V2, group="/gone")
+    assert machine.found() == (None, PLENTY_KIB * 1024)
+
+
+def test_a_real_limit_of_the_address_space() -> None:
+    code = "from lpconv.machine import *; print(memory_limit(), available_memory())"
+    command = f"ulimit -v 3000000; exec {sys.executable} -c '{code}'"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True, env=cli_environment())
+    limit, available = map(int, done.stdout.split())
+    assert limit == 3_000_000 * 1024
+    assert 0 < available < limit
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate memory: you tried"),
+        RuntimeError("can't start new thread"),
+        ImportError("libtorch_cpu.so: failed to map segment from shared object"),
+    ],
+    ids=str,
+)
+def test_a_failed_allocation_is_known_whoever_reports_it(error: Exception) -> None:
+    found = out_of_memory(error)
+    assert isinstance(found, ResourceError)
+    assert "--max-memory" in str(found.hint)
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("shapes differ"), OSError(errno.EIO, "I/O"), KeyError("memory")], ids=str
+)
+def test_other_errors_are_not_taken_for_one(error: Exception) -> None:
+    assert out_of_memory(error) is None

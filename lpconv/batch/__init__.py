@@ -1,1 +1,13 @@
 """Many jobs from one manifest: read it, run it, resume it, lock what it resolved to, report it as JUnit."""
+
+from typing import TYPE_CHECKING
+
+from lpconv.lazy import lazily
+
+if TYPE_CHECKING:
+    from lpconv.batch.manifest import BatchJob as BatchJob, Manifest as Manifest, load_manifest as load_manifest
+    from lpconv.batch.run import BatchEvents as BatchEvents, JobsFailedError as JobsFailedError, run_batch as run_batch
+    from lpconv.batch.runners import RUNNERS as RUNNERS, JobRunner as JobRunner
+    from lpconv.batch.schema import manifest_schema as manifest_schema
+
+__all__ = lazily(__name__)

@@ -14,6 +14,7 @@ from lpconv.batch.manifest import BatchJob, Manifest
 from lpconv.batch.runners import JobRunner
 from lpconv.errors import BatchError, InputError, InterruptedRunError, LpconvError, OutputExistsError
 from lpconv.lookup import find
+from lpconv.machine import out_of_memory
 from lpconv.progress import Progress, Silent
 from lpconv.results import to_json
 from lpconv.results.batch import (
@@ -245,6 +246,7 @@ def _filled(result: JobResult, outcome: JobOutcome) -> JobResult:
 
 
 def _job_error(error: BaseException) -> JobError:
+    error = out_of_memory(error) or error
     if isinstance(error, LpconvError):
         return JobError(code=error.exit_code, kind=error.kind, message=error.message, hint=error.hint,
                         details=to_json(error.details))  # fmt: skip

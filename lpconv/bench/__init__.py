@@ -1,1 +1,12 @@
 """What low precision buys on this machine: time, memory, energy and error beside a compiled baseline."""
+
+from typing import TYPE_CHECKING
+
+from lpconv.lazy import lazily
+
+if TYPE_CHECKING:
+    from lpconv.bench.options import BenchOptions as BenchOptions, Effort as Effort
+    from lpconv.bench.outcome import read_bench as read_bench
+    from lpconv.bench.run import bench as bench
+
+__all__ = lazily(__name__)

@@ -1,86 +1,49 @@
-"""The model of a case, in fp32 with random or real weights, and a batch for it."""
+"""The model of a case, in fp32 with random or real weights, a batch for it, and how much memory it will take."""
 
 import os
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lpconv.bench.cases import Case
-from lpconv.bench.presets import PRESETS, Preset
-from lpconv.checkpoint.contents import read_contents
+from lpconv.bench.roofline import Gemm
 from lpconv.checkpoint.resolve import resolve
-from lpconv.errors import UnsupportedError, UsageError
-from lpconv.hf.load import architecture
-from lpconv.hf.quiet import quiet_transformers
+from lpconv.errors import ResourceError, UsageError
+from lpconv.layers import head, linears
+from lpconv.machine import available_memory
+from lpconv.models.inputs import max_length, random_ids, vocabulary_size
+from lpconv.models.opening import Blueprint, blueprint
+from lpconv.models.presets import PRESETS
+from lpconv.report.numbers import share_text, size_text
 
-__all__ = ["Opened", "blocks_of", "is_head", "make_batch", "model_on_meta", "open_model", "step_loss"]
+__all__ = [
+    "available_bytes",
+    "blocks_of",
+    "check_fits",
+    "estimate_bytes",
+    "find_model",
+    "gemms_of",
+    "make_batch",
+    "step_loss",
+]
 
+_FIRST_ID = 5  # those before are special in many vocabularies
 _LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Opened:
-    """What a case runs: its class, its config, and the directory its weights are read from (None: they are random)."""
-
-    model_class: Any
-    config: Any
-    directory: str | None
-
-    def build(self, device: str) -> nn.Module:
-        """The model in fp32 and evaluation mode (which switches dropout off) on `device`."""
-        with quiet_transformers():
-            if self.directory is not None and device != "meta":
-                made = self.model_class.from_pretrained(self.directory, config=self.config, dtype=torch.float32)
-            else:
-                with torch.device(device):
-                    made = self.model_class(self.config)
-        model: nn.Module = made.to(device).eval()
-        return model
-
-
-def open_model(case: Case) -> Opened:
+def find_model(case: Case) -> Blueprint:
     """Find the model that the case names: ``demo``, a directory, a preset, an alias or a hub id, in this order."""
-    if case.model in PRESETS and not os.path.isdir(case.model):
-        opened = _preset(PRESETS[case.model])
-    else:
-        opened = _checkpoint(case.model)
-    _shorten(opened.config, case.layers)
-    _check_seq(opened.config, case.seq)
-    opened.config.use_cache = False  # a forward pass over whole sequences; decoding token by token is not measured
-    opened.config._attn_implementation = "sdpa"
-    return opened
-
-
-def model_on_meta(opened: Opened) -> nn.Module:
-    """The model without memory, for counting."""
-    return opened.build("meta")
-
-
-def _preset(preset: Preset) -> Opened:
-    config = getattr(transformers, preset.config_class)(**preset.settings)
-    return Opened(model_class=getattr(transformers, preset.model_class), config=config, directory=None)
-
-
-def _checkpoint(name: str) -> Opened:
-    directory = resolve(name).directory
-    try:
-        config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    except ValueError as e:
-        raise UnsupportedError(
-            f"transformers does not open `{name}`: {str(e).splitlines()[0]}",
-            hint="choose a preset of about its size: " + ", ".join(PRESETS),
-        ) from e
-    cls = architecture(read_contents(directory).config)
-    cls = transformers.AutoModel if getattr(cls, "from_config", None) else cls
-    if getattr(config, "is_encoder_decoder", False) or getattr(cls, "main_input_name", "input_ids") != "input_ids":
-        raise UnsupportedError(f"`{name}` does not read token ids alone", hint="encoders and decoders of text work")
-    if cls is transformers.AutoModel:
-        cls = transformers.AutoModel._model_mapping[type(config)]
-    return Opened(model_class=cls, config=config, directory=str(directory))
+    is_preset = case.model in PRESETS and not os.path.isdir(case.model)
+    found = blueprint(case.model if is_preset else resolve(case.model).directory)
+    _shorten(found.config, case.layers)
+    most = max_length(found.config)
+    if most is not None and case.seq > most:
+        raise UsageError(f"--seq {case.seq} is more than the model's {most} positions", hint=f"pass at most {most}")
+    found.config.use_cache = False  # a forward pass over whole sequences; decoding token by token is not measured
+    found.config._attn_implementation = "sdpa"
+    return found
 
 
 def _shorten(config: Any, layers: int | None) -> None:
@@ -95,18 +58,10 @@ def _shorten(config: Any, layers: int | None) -> None:
         config.layer_types = config.layer_types[:layers]
 
 
-def _check_seq(config: Any, seq: int) -> None:
-    most = getattr(config, "max_position_embeddings", None)
-    most = most - 2 if most and config.model_type == "roberta" else most  # its positions begin behind the padding id
-    if most is not None and seq > most:
-        raise UsageError(f"--seq {seq} is more than the model's {most} positions", hint=f"pass at most {most}")
-
-
 def make_batch(case: Case, config: Any, *, batch: int | None = None, seq: int | None = None) -> dict[str, Tensor]:
     """Random token ids of (batch, seq), the same for the same seed on every device."""
-    generator = torch.Generator().manual_seed(case.seed)
     shape = (batch or case.batch, seq or case.seq)
-    ids = torch.randint(5, config.get_text_config().vocab_size, shape, generator=generator)
+    ids = random_ids(shape, vocabulary_size(config), seed=case.seed, first=_FIRST_ID)
     return {"input_ids": ids.to(case.device)}
 
 
@@ -123,12 +78,67 @@ def _has_head(model: Any) -> bool:
     return own.get_output_embeddings() is not None
 
 
-def is_head(model: Any, module: nn.Module) -> bool:
-    """Whether `module` makes the logits: it stays in 16 bits under every recipe, as in other libraries."""
-    return module is model.get_output_embeddings()
-
-
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     """The repeated blocks of the model: the longest list of modules in it; the model itself where there is none."""
     lists = [list(m) for m in model.modules() if isinstance(m, nn.ModuleList) and len(m)]
     return max(lists, key=len) if lists else [model]
+
+
+_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
+_STATE_BYTES = {
+    "adamw": 2, "collage-light": 3, "collage-plus": 4, "optimi-kahan": 3, "torchao-stochastic": 2, "torchao-8bit": 1.1,
+    "bitsandbytes-8bit": 1.1,
+}  # fmt: skip
+# Beside the Linears' inputs and outputs a block keeps about as much again: norms, residuals, the activation's input.
+_OTHER_ACTIVATIONS = 2.0
+
+
+def gemms_of(model: nn.Module) -> tuple[Gemm, ...]:
+    """The linear layers of a model (on any device, meta too) by shape, in the order of the model."""
+    found: dict[tuple[int, int, bool], list[str]] = {}
+    kept = head(model)
+    for layer in linears(model):
+        if layer.kind != "experts":
+            key = (layer.out_features, layer.in_features, layer.module is kept)
+            found.setdefault(key, []).append(layer.name)
+    return tuple(Gemm(names=tuple(names), n=n, k=k, is_head=head) for (n, k, head), names in found.items())
+
+
+def estimate_bytes(model: nn.Module, case: Case, vocab_size: int) -> int:
+    """Weights, gradients, optimizer state, activations and logits of one process of a case, from the model on the meta
+    device.
+
+    The build passes through fp32 weights, which may be the most there is. An estimate: within a factor of two.
+    """
+    parameters = sum(p.numel() for p in model.parameters())
+    width = _BYTES[case.format]
+    per_token = sum(len(g.names) * (g.n + g.k) for g in gemms_of(model) if not g.is_head)
+    logits = case.tokens * vocab_size * (width + (8 if case.mode == "train" else 0))  # the loss is in fp32
+    building = 4 * parameters
+    if case.mode == "infer":
+        live = case.tokens * per_token // max(len(blocks_of(model)), 1)
+        return max(building, parameters * width + int(live * width) + logits)
+    state = _STATE_BYTES[case.optimizer or "adamw"] * 2 if case.format != "fp32" else 8
+    resident = parameters * (2 * width + state) // (case.processes if case.parallel == "fsdp2" else 1)
+    return max(building, int(resident + case.tokens * per_token * width * _OTHER_ACTIVATIONS + logits))
+
+
+def check_fits(estimate: int, case: Case, share: float) -> None:
+    """Raise ResourceError where `estimate` exceeds that share of the memory that is free now."""
+    free = available_bytes(case.device)
+    if estimate <= free * share:
+        return
+    where = "GPU" if case.device != "cpu" else "machine"
+    raise ResourceError(
+        f"batch {case.batch} x {case.seq} of `{case.model}` needs about {size_text(estimate)}; this {where} has "
+        f"{size_text(free)} free, of which the case may take {share_text(share, 1)}",
+        hint="take a smaller --batch or --seq, or fewer --layers",
+        details={"estimate_bytes": estimate, "free_bytes": free},
+    )
+
+
+def available_bytes(device: str) -> int:
+    """Free memory of the device; of a CPU the machine's, within the container's limit."""
+    if device != "cpu":
+        return int(torch.cuda.mem_get_info()[0])
+    return available_memory()

@@ -1,13 +1,20 @@
-"""From rows to an exit code: changes against an older document, and what a script has to know in the end."""
+"""What becomes of a bench: kept after every row, compared with an older one, and at last turned into an exit code."""
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
+from lpconv.bench.options import BenchOptions
 from lpconv.bench.rows import FAILED, SKIPPED, TOO_LARGE
-from lpconv.errors import LpconvError, ResourceError, UnsupportedError, VerificationError
+from lpconv.checkpoint.contents import read_json
+from lpconv.checkpoint.partfile import write_small
+from lpconv.errors import InputError, LpconvError, ResourceError, UnsupportedError, VerificationError
+from lpconv.gates import BENCH_GATES, check_rows
 from lpconv.report.numbers import plural
-from lpconv.results import BenchChange, BenchResult, BenchRow, RatioRecord, to_json
+from lpconv.results import BenchChange, BenchResult, BenchRow, RatioRecord, from_json, json_text, to_json
 
-__all__ = ["compare", "problem"]
+__all__ = ["compare", "is_bench", "judge_of", "kept", "problem", "read_bench"]
 
 REGRESSION, IMPROVEMENT, SAME, NEW = "regression", "improvement", "within the intervals", "not in the older document"
 
@@ -24,6 +31,21 @@ def compare(rows: Sequence[BenchRow], old: BenchResult) -> tuple[BenchChange, ..
         BenchChange(name=f"{r.name}, {r.place}", before=earlier, after=now, change=_change(earlier, now))
         for r, earlier, now in pairs
     )
+
+
+def judge_of(options: BenchOptions) -> Callable[[BenchResult], BenchResult]:
+    """What adds to a result the gates and the changes that `options` ask for.
+
+    Both are read now, so that what is wrong with them is raised before the work.
+    """
+    gates = tuple(map(BENCH_GATES.parse, options.gates))
+    old = read_bench(Path(options.compare)) if options.compare else None
+
+    def judged(result: BenchResult) -> BenchResult:
+        changes = compare(result.rows, old) if old else ()
+        return dataclasses.replace(result, gates=check_rows(gates, result.rows), changes=changes)
+
+    return judged
 
 
 def _change(before: RatioRecord | None, after: RatioRecord) -> str:
@@ -79,3 +101,40 @@ def _nothing_left(result: BenchResult) -> LpconvError | None:
     if not variants or any(r.status != SKIPPED for r in variants):
         return None
     return UnsupportedError(f"{variants[0].name}: {variants[0].reason}", hint="nothing else was asked for")
+
+
+@contextmanager
+def kept(
+    path: Path | None, judged: Callable[[BenchResult], BenchResult], show_partial: Callable[[BenchResult], None]
+) -> Iterator[Callable[[BenchResult], BenchResult]]:
+    """Yields what takes each result so far and gives it back `judged`, written to `path` if there is one.
+
+    Where the body does not come to its end, the last result goes to `show_partial`.
+    """
+    latest: list[BenchResult] = []
+
+    def keep(result: BenchResult) -> BenchResult:
+        latest[:] = [judged(result)]
+        if path is not None:
+            write_small(path, json_text(latest[0]))
+        return latest[0]
+
+    try:
+        yield keep
+    except BaseException:  # an interrupt too
+        for partial in latest:
+            show_partial(partial)
+        raise
+
+
+def is_bench(path: Path) -> bool:
+    """Whether the file holds a bench."""
+    return path.is_file() and path.suffix == ".json" and read_json(path).get("kind") == "bench"
+
+
+def read_bench(path: Path) -> BenchResult:
+    """The bench in a file; InputError where there is none."""
+    document = read_json(path)
+    if document.get("kind") != "bench":
+        raise InputError(f"`{path}` is no result of a bench", hint="pass a file of `lpconv bench --save`")
+    return from_json(BenchResult, document)

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from lpconv.bench.cases import SCALED, Case
-from lpconv.bench.models import is_head, step_loss
+from lpconv.bench.models import step_loss
 from lpconv.errors import UnsupportedError
 from lpconv.kernels.fp8_linear import FP8_RECIPES, Fp8Linear, calibrate, convert_linears
-from lpconv.kernels.linear import FP16_LINEAR, linear
+from lpconv.kernels.linear import FP16_LINEAR, use_recipe
+from lpconv.layers import head
 from lpconv.optim import CollageAdamW
-from lpconv.scaled import AdamW as ScaledAdamW
-from lpconv.scaled import scaled
+from lpconv.scaled import AdamW as ScaledAdamW, scaled
 
 __all__ = ["apply_recipe", "check_peers", "is_emulated", "make_optimizer"]
 
@@ -54,7 +54,7 @@ def apply_recipe(model: nn.Module, case: Case, batch: dict[str, Tensor]) -> nn.M
     if case.format != "fp8":
         model.to(_DTYPES[case.format])
         if case.format == "fp16" and case.device == "cpu":
-            _multiply_fp16_through_fp32(model)
+            use_recipe(model, FP16_LINEAR)  # torch multiplies float16 on a CPU ten and more times slower than float32
         return model
     model.to(torch.bfloat16)
     if case.method in FP8_RECIPES:
@@ -63,7 +63,8 @@ def apply_recipe(model: nn.Module, case: Case, batch: dict[str, Tensor]) -> nn.M
 
 
 def _fp8(model: nn.Module, case: Case, batch: dict[str, Tensor]) -> nn.Module:
-    names = convert_linears(model, case.method, keep=lambda name, module: is_head(model, module))
+    kept = head(model)  # it stays in 16 bits under every recipe, as in other libraries
+    names = convert_linears(model, case.method, keep=lambda name, module: module is kept)
     if not names:
         raise UnsupportedError(f"`{case.model}` has no Linear to run in fp8", hint="bench another model")
 
@@ -83,19 +84,6 @@ def _fp8(model: nn.Module, case: Case, batch: dict[str, Tensor]) -> nn.Module:
             if isinstance(module, Fp8Linear):
                 module.freeze()
     return model
-
-
-class _Fp16Linear(nn.Linear):
-    """torch multiplies float16 on a CPU ten and more times slower than float32."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return linear(input, self.weight, self.bias, recipe=FP16_LINEAR)
-
-
-def _multiply_fp16_through_fp32(model: nn.Module) -> None:
-    for module in model.modules():
-        if type(module) is nn.Linear:
-            module.__class__ = _Fp16Linear
 
 
 def _torchao(recipe: str) -> Callable[[nn.Module, Case], nn.Module]:
@@ -132,7 +120,7 @@ def _torchao_inference(model: nn.Module, case: Case, recipe: str) -> nn.Module:
 
 def _fits_tensor_cores(model: nn.Module, module: Any) -> bool:
     """torchao swaps Linears only, and wants both sizes to be multiples of 16."""
-    if not isinstance(module, nn.Linear) or is_head(model, module):
+    if not isinstance(module, nn.Linear) or module is head(model):
         return False
     return module.in_features % 16 == 0 and module.out_features % 16 == 0
 

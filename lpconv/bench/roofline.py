@@ -7,10 +7,20 @@ element and writes one, and a scale found from amax reads the tensor once more b
 
 from dataclasses import dataclass
 
-from lpconv.bench.gemm import Gemm
 from lpconv.results import GemmRecord, PeakRecord
 
-__all__ = ["CASTS", "Casts", "gemm_record", "gemm_seconds", "step_gemm_seconds"]
+__all__ = ["CASTS", "Casts", "Gemm", "gemm_record", "gemm_seconds", "step_gemm_seconds"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemm:
+    """The Linears of one shape: their names, output size `n` and input size `k`. The head stays in 16 bits."""
+
+    names: tuple[str, ...]
+    n: int
+    k: int
+    is_head: bool
+
 
 _LARGEST_M = 1 << 20
 _SMALLEST_M = 16

@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lpconv.bench.cases import PLAIN, Case
-from lpconv.bench.child import Child
-from lpconv.bench.gemm import Gemm
 from lpconv.bench.interleave import Samples, interleave, ratio_of, timing_of
 from lpconv.bench.nvml import GpuMonitor, measure_energy
 from lpconv.bench.options import BenchOptions
-from lpconv.bench.team import Team
+from lpconv.bench.roofline import Gemm
+from lpconv.bench.team import Child, Team
 from lpconv.bench.verdict import verdict
 from lpconv.errors import InputError, LpconvError, ResourceError, UnsupportedError, UsageError
 from lpconv.progress import Progress
@@ -62,7 +61,7 @@ class BenchRun:
             peaks=self.peaks,
             verdicts=tuple(self.verdicts),
             notes=self.notes,
-            options={k: v for k, v in settings.items() if k != "command"},
+            options={k: v for k, v in settings.items() if k not in ("command", "resume", "force")},
             versions=self.versions,
             command=self.options.command,
             seconds=time.perf_counter() - self.start,
@@ -102,7 +101,7 @@ class BenchRun:
     def _team(self) -> Team:
         """Processes without a case: first the one that looked at the machine, and then new ones."""
         first, self.idle = self.idle, None
-        return new_team(self.options.processes, first)
+        return new_team(self.options.num_processes, first)
 
     def _measure_variant(self, group: "_Group", case: Case) -> None:
         """The case's row; before that of a launch's first case, the baseline's from the same rounds."""

@@ -12,13 +12,14 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.utils import counters
 
 from lpconv.bench.cases import Case
-from lpconv.bench.estimate import check_fits, estimate_bytes, gemms_of
-from lpconv.bench.gemm import Gemm
 from lpconv.bench.memory import StepPeak, profile_step, storage_bytes
-from lpconv.bench.models import blocks_of, make_batch, open_model, step_loss
+from lpconv.bench.models import blocks_of, check_fits, estimate_bytes, find_model, gemms_of, make_batch, step_loss
 from lpconv.bench.parallel import check_parallel, most, spread
 from lpconv.bench.recipes import apply_recipe, check_peers, is_emulated, make_optimizer
+from lpconv.bench.roofline import Gemm
 from lpconv.errors import LpconvError
+from lpconv.models.inputs import vocabulary_size
+from lpconv.models.opening import Blueprint, Opened
 from lpconv.results import NumericsRecord
 from lpconv.scaled import ScaledTensor
 
@@ -36,20 +37,21 @@ class CaseRunner:
     def __init__(self, case: Case, *, memory_share: float) -> None:
         check_peers(case)
         check_parallel(case)
-        opened = open_model(case)
-        shadow = opened.build("meta")
+        known = find_model(case)
+        shadow = known.empty()
         self.case = case
         self.gemms: tuple[Gemm, ...] = gemms_of(shadow)
-        self.estimate_bytes = estimate_bytes(shadow, case, opened.config.get_text_config().vocab_size)
+        self.estimate_bytes = estimate_bytes(shadow, case, vocabulary_size(known.config))
         check_fits(self.estimate_bytes, case, memory_share)
         torch.manual_seed(case.seed)
-        model = opened.build(case.device)
-        self.has_real_weights = opened.directory is not None
+        opened = known.build(case.device)
+        model: nn.Module = opened.model
+        self.weights = _weights(known, opened)
         self.num_layers = len(blocks_of(model))
         self.num_parameters = sum(p.numel() for p in model.parameters())
         self.emulated = is_emulated(case)
-        self._batch = make_batch(case, opened.config)
-        probe = make_batch(case, opened.config, batch=_PROBE[0], seq=min(_PROBE[1], case.seq))
+        self._batch = make_batch(case, known.config)
+        probe = make_batch(case, known.config, batch=_PROBE[0], seq=min(_PROBE[1], case.seq))
         watched = _watched(model) if case.mode == "train" else []
         reference = _observe(model, probe, watched)
         model = apply_recipe(model, case, self._batch)
@@ -202,6 +204,14 @@ def _steps_left(count: int, elapsed: float, iterations: int, seconds: float) -> 
     if count < iterations:
         return iterations - count
     return math.ceil((seconds - elapsed) * count / elapsed) if elapsed < seconds else 0
+
+
+def _weights(known: Blueprint, opened: Opened) -> str:
+    """Where the weights come from, in words, and how many parameters a checkpoint lacks."""
+    if known.directory is None:
+        return "random"
+    count = sum(1 for _ in opened.model.parameters())
+    return f"{len(opened.missing)} of {count} parameters random, else checkpoint" if opened.missing else "checkpoint"
 
 
 def _graphs() -> int:

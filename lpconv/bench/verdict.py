@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from lpconv.bench.gemm import Gemm
-from lpconv.bench.roofline import CASTS, gemm_record, step_gemm_seconds
+from lpconv.bench.roofline import CASTS, Gemm, gemm_record, step_gemm_seconds
 from lpconv.report.numbers import plural, share_text
 from lpconv.results import BenchRow, GemmRecord, PeakRecord, VerdictRecord
 

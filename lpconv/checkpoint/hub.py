@@ -7,21 +7,25 @@ import errno
 import glob
 import json
 import re
+import socket
 import sys
-from collections.abc import Iterable, Iterator
+import threading
+import urllib.request
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import quote, urlsplit
 
 from lpconv.checkpoint.aliases import ALIASES
 from lpconv.errors import InputError, LpconvError, ResourceError
 from lpconv.lookup import nearest
 
-__all__ = ["cached_snapshot", "download", "has_weights", "known_sha256", "wanted_files"]
+__all__ = ["cached_snapshot", "download", "has_weights", "wanted_files", "why_unreachable"]
 
 _SAFETENSORS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 _PICKLES = re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
-_TIMEOUT_S = 20.0
+_TIMEOUT_S = 20.0  # for an answer
+_CONNECT_S = 2.0  # for a connection; without a network, a name server may take half a minute to say so
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 # Weights that lpconv does not read, and training leftovers. `.bin` and `.safetensors` are chosen by name above.
 _OTHER_WEIGHTS = (
@@ -58,14 +62,6 @@ def cached_snapshot(repo_id: str, revision: str | None) -> Path | None:
     return snapshot if has_weights(snapshot) else None
 
 
-def known_sha256(path: Path) -> str | None:
-    """The SHA-256 of a file of a snapshot, after which the cache names the large files that it links to; else None."""
-    if not path.is_symlink():
-        return None
-    target = path.resolve()
-    return target.name if target.parent.name == "blobs" and _SHA256.fullmatch(target.name) else None
-
-
 def has_weights(directory: Path) -> bool:
     """Whether a directory has weights that lpconv reads: one file, or every shard that an index there names."""
     if any((directory / name).exists() for name in ("model.safetensors", "pytorch_model.bin")):
@@ -97,6 +93,8 @@ def download(repo_id: str, revision: str | None) -> Path:
 
     if constants.HF_HUB_OFFLINE:
         raise _not_here(repo_id, revision, "HF_HUB_OFFLINE is set")
+    if (why := why_unreachable(constants.ENDPOINT)) is not None:
+        raise _not_here(repo_id, revision, why)
     with _explained(repo_id, revision):
         # Not `list_repo_files`, which tries for half a minute where there is no network.
         info = HfApi().model_info(repo_id, revision=revision, timeout=_TIMEOUT_S)
@@ -106,8 +104,33 @@ def download(repo_id: str, revision: str | None) -> Path:
             f"`{repo_id}` has no weights that lpconv reads",
             hint="it reads model*.safetensors and pytorch_model*.bin; name a repository that has one of them",
         )
-    with _explained(repo_id, revision), _bars_on_terminals_only():
+    with _explained(repo_id, revision, wanted), _bars_on_terminals_only():
         return Path(snapshot_download(repo_id, revision=revision, allow_patterns=[glob.escape(n) for n in wanted]))
+
+
+def why_unreachable(endpoint: str) -> str | None:
+    """Why the server of a URL, or the proxy before it, takes no connection within two seconds; None where it does."""
+    url = urlsplit(endpoint)
+    host, port = url.hostname or "", url.port or (443 if url.scheme == "https" else 80)
+    proxies = {} if urllib.request.proxy_bypass(host) else urllib.request.getproxies()
+    proxy = proxies.get(url.scheme) or proxies.get("all")
+    if proxy:
+        url = urlsplit(proxy if "//" in proxy else f"//{proxy}")
+        host, port = url.hostname or "", url.port or (443 if url.scheme == "https" else 80)
+    found: list[str | None] = []
+
+    def connect() -> None:
+        try:
+            socket.create_connection((host, port), timeout=_CONNECT_S).close()
+            found.append(None)
+        except (OSError, UnicodeError) as e:
+            found.append(f"{host} cannot be reached ({e})")
+
+    # A thread, because looking up a name takes no time limit.
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(_CONNECT_S + 0.2)
+    return found[0] if found else f"{host} cannot be reached (no answer within {_CONNECT_S:g} s)"
 
 
 def _is_weights(name: str) -> bool:
@@ -137,29 +160,31 @@ def _bars_on_terminals_only() -> Iterator[None]:
 
 
 @contextmanager
-def _explained(repo_id: str, revision: str | None) -> Iterator[None]:
+def _explained(repo_id: str, revision: str | None, files: Sequence[str] = ()) -> Iterator[None]:
     try:
         yield
     except (
         Exception
     ) as e:  # the hub client lets errors of its HTTP and transfer libraries through, which vary by version
-        raise _explain(repo_id, revision, e) from e
+        raise _explain(repo_id, revision, e, files) from e
 
 
-def _explain(repo_id: str, revision: str | None, error: Exception) -> LpconvError:
-    from huggingface_hub import errors
+def _explain(repo_id: str, revision: str | None, error: Exception, files: Sequence[str]) -> LpconvError:
+    from huggingface_hub import constants, errors
 
-    page = f"https://huggingface.co/{repo_id}"
+    page = f"{constants.ENDPOINT}/{repo_id}"
+    name = _file_of(error, repo_id, revision, files)
+    file = f"`{name}` of `{repo_id}`" if name else f"`{repo_id}`"
     if isinstance(error, errors.GatedRepoError):
         return InputError(
-            f"`{repo_id}` is gated and your account has no access (401/403)",
+            f"{file} is gated and your account has no access (401/403)",
             hint=f"ask for access at {page}, then run `hf auth login` or set HF_TOKEN",
         )
     if isinstance(error, errors.RevisionNotFoundError):
         return InputError(
             f"`{repo_id}` has no revision `{revision}` (404)", hint=f"see {page}/commits for those it has"
         )
-    if isinstance(error, errors.RepositoryNotFoundError):
+    if isinstance(error, errors.RepositoryNotFoundError) and not files:
         near = nearest(repo_id, {a.repo_id for a in ALIASES.values()})
         meant = f"did you mean `{near}`? " if near else ""
         return InputError(
@@ -171,12 +196,29 @@ def _explain(repo_id: str, revision: str | None, error: Exception) -> LpconvErro
             f"`{repo_id}` is no hub id: {_first_line(error)}", hint="write it as OWNER/NAME, or pass a directory"
         )
     if isinstance(error, errors.HfHubHTTPError):
-        return InputError(
-            f"the hub refused `{repo_id}`: {_first_line(error)}", hint="try again later, or pass a directory"
-        )
+        return InputError(f"the hub refused {file}: {_first_line(error)}", hint="try again later, or pass a directory")
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        return ResourceError(f"disk full while downloading `{repo_id}`", hint="free space, or set HF_HOME elsewhere")
+        return ResourceError(f"disk full while downloading {file}", hint="free space, or set HF_HOME elsewhere")
+    if files:
+        return InputError(
+            f"downloading {file} failed: {type(error).__name__}: {_first_line(error)}",
+            hint="run again, which goes on with the files that are missing; or pass a local directory",
+        )
     return _not_here(repo_id, revision, f"the hub cannot be reached ({type(error).__name__}: {_first_line(error)})")
+
+
+def _file_of(error: BaseException, repo_id: str, revision: str | None, files: Sequence[str]) -> str | None:
+    """Which of `files` an error is about, by the address in what it says; else the first that did not arrive."""
+    from huggingface_hub import try_to_load_from_cache
+
+    said = []
+    cause: BaseException | None = error
+    while cause is not None:
+        said.append(f"{cause} {getattr(cause, '_request', None)} ")
+        cause = cause.__cause__ or cause.__context__
+    named = [n for n in files if any(re.search(rf"/{re.escape(quote(n))}[\s')\].>]", text) for text in said)]
+    late = (n for n in files if not isinstance(try_to_load_from_cache(repo_id, n, revision=revision), str))
+    return max(named, key=len) if named else next(late, None)
 
 
 def _first_line(error: Exception) -> str:

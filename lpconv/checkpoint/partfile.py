@@ -12,10 +12,10 @@ import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from lpconv.errors import LpconvError, ResourceError
+from lpconv.errors import InputError, LpconvError, ResourceError
 from lpconv.results import FileRecord
 
-__all__ = ["PartFile", "fsync_directory", "sha256_of", "write_error", "write_small"]
+__all__ = ["PartFile", "fsync_directory", "hash_of", "read_error", "sha256_of", "write_error", "write_small"]
 
 _FLUSH_BYTES = 64 * 2**20
 _READ_BYTES = 4 * 2**20
@@ -139,11 +139,24 @@ def write_small(path: Path, text: str) -> FileRecord:
 
 def sha256_of(path: Path) -> str:
     """SHA-256 of a file, in hexadecimal."""
-    digest = hashlib.sha256()
-    with path.open("rb") as f:
-        while block := f.read(_READ_BYTES):
-            digest.update(block)
+    return hash_of(path, hashlib.sha256())
+
+
+def hash_of(path: Path, digest: "hashlib._Hash") -> str:
+    """What `digest` becomes with the bytes of a file, in hexadecimal. Raises InputError where it cannot be read."""
+    try:
+        with path.open("rb") as f:
+            while block := f.read(_READ_BYTES):
+                digest.update(block)
+    except OSError as e:
+        raise read_error(e, path) from e
     return digest.hexdigest()
+
+
+def read_error(e: OSError, path: Path) -> InputError:
+    """A failed read as an error of ours: exit code 3, with what to do about it."""
+    hint = "check the disk, and fetch the file again" if e.errno == errno.EIO else "check the path and its permissions"
+    return InputError(f"cannot read `{path}`: {e.strerror or e}", hint=hint)
 
 
 def fsync_directory(path: Path) -> None:

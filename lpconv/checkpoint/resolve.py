@@ -7,16 +7,18 @@ another.
 
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from lpconv.checkpoint.aliases import ALIASES, find_alias
-from lpconv.checkpoint.hub import cached_snapshot, download
+from lpconv.checkpoint.hub import cached_snapshot, download, wanted_files
+from lpconv.checkpoint.promised import check_promises
 from lpconv.data import demo_checkpoint
 from lpconv.errors import InputError, UsageError
 from lpconv.lookup import nearest
 
-__all__ = ["DEMO", "Resolved", "looks_like_path", "resolve"]
+__all__ = ["DEMO", "Resolved", "base_name", "looks_like_path", "resolve"]
 
 DEMO = "demo"  # the checkpoint inside this package; a directory of that name is ./demo
 
@@ -29,20 +31,24 @@ class Resolved:
     """A model found: what was typed, what it meant, and where its files lie.
 
     `resolved` is a hub id, the absolute path of a local directory, or ``demo``. `revision` is the commit hash of a hub
-    snapshot, None for the others.
+    snapshot, None for the others. `sha256` has, by their names, the hashes of weight files that the hub promised
+    and that they were found to have.
     """
 
     name: str
     resolved: str
     revision: str | None = None
     directory: Path
+    sha256: Mapping[str, str] = field(default_factory=dict)
 
 
-def resolve(name: str, *, revision: str | None = None) -> Resolved:
+def resolve(name: str, *, revision: str | None = None, headers_only: bool = False) -> Resolved:
     """The checkpoint that `name` means; `revision` is a branch, tag or commit hash of the hub.
 
-    Looks at the disk first and downloads only what no cache has. Raises InputError where nothing is found, with what
-    to do next, and UsageError for a revision of a local directory.
+    Looks at the disk first and downloads only what no cache has. The files of a hub's snapshot are hashed once and
+    compared with what the hub promised, unless `headers_only` are going to be read. Raises InputError where nothing is
+    found, with what to do next, or where a file is not what was promised; UsageError for a revision of a local
+    directory.
     """
     if name == DEMO:
         return _demo(revision)
@@ -56,7 +62,12 @@ def resolve(name: str, *, revision: str | None = None) -> Resolved:
         )
     if looks_like_path(name):
         raise InputError(f"no directory `{name}`", hint="pass a directory that exists, a hub id or an alias")
-    return _from_hub(name, revision)
+    return _from_hub(name, revision, headers_only=headers_only)
+
+
+def base_name(name: str) -> str:
+    """The last part of a model's name: what an output is called after."""
+    return Path(name).name if name not in (".", "..") else Path(name).resolve().name
 
 
 def looks_like_path(name: str) -> bool:
@@ -80,18 +91,23 @@ def _local(name: str, path: Path, revision: str | None) -> Resolved:
     return Resolved(name=name, resolved=str(directory), directory=directory)
 
 
-def _from_hub(name: str, revision: str | None) -> Resolved:
+def _from_hub(name: str, revision: str | None, *, headers_only: bool) -> Resolved:
     alias = find_alias(name)
     repo_id = alias.repo_id if alias else name
     # A model that moved under an owner may lie in the cache under the bare name it was fetched by.
     for cached_id in dict.fromkeys((repo_id, name)):
         snapshot = cached_snapshot(cached_id, revision)
         if snapshot is not None:
-            return Resolved(name=name, resolved=cached_id, revision=snapshot.name, directory=snapshot)
+            return _snapshot(name, cached_id, snapshot, headers_only=headers_only)
     if "/" not in repo_id:
         raise _unknown_name(name)
-    snapshot = download(repo_id, revision)
-    return Resolved(name=name, resolved=repo_id, revision=snapshot.name, directory=snapshot)
+    return _snapshot(name, repo_id, download(repo_id, revision), headers_only=False)
+
+
+def _snapshot(name: str, repo_id: str, directory: Path, *, headers_only: bool) -> Resolved:
+    files = (p.relative_to(directory).as_posix() for p in directory.rglob("*") if p.is_file())
+    hashes = {} if headers_only else check_promises(directory, wanted_files(files))
+    return Resolved(name=name, resolved=repo_id, revision=directory.name, directory=directory, sha256=hashes)
 
 
 def _unknown_name(name: str) -> InputError:

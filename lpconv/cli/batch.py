@@ -11,7 +11,7 @@ from lpconv.cli.progress import progress_for
 if TYPE_CHECKING:
     from lpconv.batch.manifest import BatchJob
     from lpconv.progress import Progress
-    from lpconv.results.batch import BatchResult, JobResult
+    from lpconv.results import BatchResult, JobResult
 
 __all__ = ["batch"]
 
@@ -29,8 +29,7 @@ class _Events:
         self._progress.message(f"[{index + 1}/{total}] {result.id}: {result.status}")
 
     def batch_finished(self, result: "BatchResult") -> None:
-        from lpconv.report.batch import render_batch
-        from lpconv.report.junit import junit_xml
+        from lpconv.report.batch import junit_xml, render_batch
         from lpconv.report.terminal import show
         from lpconv.results import json_text
 
@@ -40,6 +39,17 @@ class _Events:
             show(render_batch(result))
         elif not result.failed:  # a failed batch prints the same document inside its error
             print(json_text(result), end="")
+
+
+def _print_schema(wanted: bool) -> None:
+    if not wanted:
+        return
+    from json import dumps
+
+    from lpconv.batch.schema import manifest_schema
+
+    print(dumps(manifest_schema(), indent=2, ensure_ascii=False))
+    raise typer.Exit
 
 
 def batch(
@@ -54,6 +64,15 @@ def batch(
     ] = False,
     locked: Annotated[bool, typer.Option("--locked", help="Fail where anything differs from the lock file.")] = False,
     junit: Annotated[str | None, typer.Option("--junit", help="Write JUnit XML.", metavar="FILE")] = None,
+    schema: Annotated[
+        bool,
+        typer.Option(
+            "--schema",
+            callback=_print_schema,
+            is_eager=True,
+            help="Print the JSON Schema of manifests, by which editors complete and check them, and exit.",
+        ),
+    ] = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:

@@ -11,6 +11,7 @@ from typing import ParamSpec
 
 from lpconv.cli.verbosity import VERBOSE
 from lpconv.errors import InterruptedRunError, LpconvError
+from lpconv.machine import out_of_memory
 from lpconv.report.printable import printable
 
 __all__ = ["handled"]
@@ -43,6 +44,8 @@ def handled(command: Callable[P, None]) -> Callable[P, None]:
             sys.stderr.close()  # the reader of our output left; Python would complain while closing stdout
             sys.exit(141)
         except Exception as e:
+            if (lack := out_of_memory(e)) is not None:
+                _fail(lack, as_json)
             traceback.print_exc()
             bug = LpconvError(
                 f"{type(e).__name__}: {e}", hint="this is a bug of lpconv; please report it with the above"

@@ -30,7 +30,7 @@ def inspect(
     from lpconv.report.terminal import show
     from lpconv.results import json_text
 
-    directory = resolve(model, revision=revision).directory
+    directory = resolve(model, revision=revision, headers_only=True).directory
     if stats:
         from lpconv.convert.statistics import inspect_with_statistics
 

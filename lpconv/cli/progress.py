@@ -5,8 +5,6 @@ import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-import psutil
-
 from lpconv.cli.verbosity import VERBOSE
 from lpconv.progress import Silent
 from lpconv.report.numbers import size_text
@@ -67,6 +65,7 @@ class Bars:
 
 
 def _memory_bytes() -> int:
+    import psutil
     import torch  # a run tells its figures, so it is imported already
 
     return torch.cuda.memory_allocated() if torch.cuda.is_available() else psutil.Process().memory_info().rss

@@ -38,7 +38,7 @@ def report(
 
       lpconv report ./bert-large-probe --what-if e5m2
     """
-    from lpconv.bench.saved import is_bench
+    from lpconv.bench.outcome import is_bench
     from lpconv.probe.output import find_probe
     from lpconv.train.folder import find_finetune
 
@@ -84,7 +84,7 @@ def _report_probe(path: Path, what_if: str | None, html: str | None, *, json: bo
 
 
 def _report_bench(path: Path, html: str | None, *, json: bool) -> None:
-    from lpconv.bench.saved import read_bench
+    from lpconv.bench.outcome import read_bench
     from lpconv.report.bench.html import html_bench
     from lpconv.report.bench.terminal import render_bench
     from lpconv.report.terminal import show

@@ -88,8 +88,8 @@ def weight_index(files: Mapping[str, str], total_bytes: int) -> dict[str, Any]:
 
 
 def _loader_source(model_type: str) -> str:
-    # Found from the top: naming `lpconv.hf` would import it, and transformers with it, for seconds.
-    plugin = importlib.resources.files("lpconv").joinpath("hf", "plugin.py").read_text(encoding="utf-8")
+    # Found from the top: importing the module itself would import transformers, for seconds.
+    plugin = importlib.resources.files("lpconv").joinpath("models", "plugin.py").read_text(encoding="utf-8")
     return f'''{plugin}
 
 register()

@@ -17,7 +17,7 @@ from lpconv.checkpoint.resolve import Resolved, resolve
 from lpconv.checkpoint.source import Source, open_source
 from lpconv.checkpoint.staging import beside, check_apart
 from lpconv.convert.files import check_convertible
-from lpconv.convert.options import ConvertOptions, with_defaults
+from lpconv.convert.options import ConvertOptions, settings_of
 from lpconv.convert.plan import Plan, make_plan
 from lpconv.convert.policy import settings_for
 from lpconv.convert.tied import find_ties
@@ -52,11 +52,12 @@ class Job:
     memory_bytes: int
 
 
-def prepare(model: str, output: Path, options: ConvertOptions) -> Job:
+def prepare(model: str, output: Path, options: ConvertOptions, *, headers_only: bool = False) -> Job:
     """Resolve, open and plan; everything that can be refused without reading weights is refused here."""
-    options, method = with_defaults(options)
+    settings = settings_of(options)
+    options, method = settings.options, settings.method
     gates = tuple(map(CONVERT_GATES.parse, options.gates))
-    resolved = resolve(model, revision=options.revision)
+    resolved = resolve(model, revision=options.revision, headers_only=headers_only)
     contents = read_contents(resolved.directory)
     check_convertible(contents)
     check_apart(resolved.directory, output)
@@ -92,7 +93,7 @@ def _linears(contents: Contents, options: ConvertOptions) -> LinearModules | Non
     """What the layout has to know of the model; our own needs nothing."""
     if options.layout != COMPRESSED_TENSORS:
         return None
-    from lpconv.hf.empty import linear_modules  # transformers takes seconds to import
+    from lpconv.models.empty import linear_modules  # transformers takes seconds to import
 
     return linear_modules(contents)
 

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lpconv.checkpoint.hub import known_sha256
 from lpconv.convert.job import Job
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.plan import Plan
@@ -35,9 +34,9 @@ __all__ = [
 
 
 def source_record(job: Job) -> SourceRecord:
-    """The source with the sizes of its weight files, and the hashes that a hub's cache knows them by."""
-    paths = {f: job.contents.directory / f for f in job.contents.weight_files}
-    files = tuple(FileRecord(name=f, size_bytes=p.stat().st_size, sha256=known_sha256(p)) for f, p in paths.items())
+    """The source with the sizes of its weight files, and the hashes that a hub promised and they were found to have."""
+    sizes = {f: (job.contents.directory / f).stat().st_size for f in job.contents.weight_files}
+    files = tuple(FileRecord(name=f, size_bytes=s, sha256=job.resolved.sha256.get(f)) for f, s in sizes.items())
     return SourceRecord(name=job.name, resolved=job.resolved.resolved, revision=job.resolved.revision, files=files)
 
 

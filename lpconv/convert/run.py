@@ -9,7 +9,7 @@ from lpconv.checkpoint.staging import Staging
 from lpconv.convert.apply import Engine
 from lpconv.convert.files import CARD, copy_side_files, model_side_files, write_metadata, write_provenance, write_sums
 from lpconv.convert.job import Job, check_disk, disk_bytes, estimate_seconds, free_bytes, identity, prepare
-from lpconv.convert.options import ConvertOptions, command_line, with_defaults
+from lpconv.convert.options import ConvertOptions, command_line
 from lpconv.convert.provenance import (
     peak_rss_bytes,
     plan_warnings,
@@ -38,19 +38,12 @@ from lpconv.results import (
     to_json,
 )
 
-__all__ = ["convert", "default_output", "plan"]
-
-
-def default_output(model: str, options: ConvertOptions) -> Path:
-    """`NAME-METHOD-FORMAT` in the current directory."""
-    filled, method = with_defaults(options)
-    base = Path(model).name if model not in (".", "..") else Path(model).resolve().name
-    return Path(f"{base}-{method.name}-{filled.format}")
+__all__ = ["convert", "plan"]
 
 
 def plan(model: str, output: Path, options: ConvertOptions) -> PlanResult:
     """What `convert` would do with the same arguments, from headers alone; nothing is written."""
-    job = prepare(model, output, options)
+    job = prepare(model, output, options, headers_only=True)
     try:
         return PlanResult(
             method=job.plan.method.name,

@@ -65,7 +65,7 @@ def verify_output(
 
         progress.start("running both models", 0)
         check_model(contents, sum(e.info.num_elements for e in source.entries.values()))
-        logits = check_logits(wanted.directory, directory, contents.config, trust_remote_code=trust_remote_code)
+        logits = check_logits(wanted.directory, directory, trust_remote_code=trust_remote_code)
         result = dataclasses.replace(result, level="logits", logits=logits)
     records = CONVERT_GATES.check(parsed, result)
     return dataclasses.replace(result, gates=records, passed=not problems and all(g.passed for g in records))

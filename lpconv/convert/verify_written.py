@@ -11,6 +11,7 @@ from lpconv.convert.verify import check_samples
 from lpconv.convert.workers import SingleThreadedTorch
 from lpconv.errors import LpconvError, UnsupportedError
 from lpconv.gates import CONVERT_GATES, needs_logits
+from lpconv.machine import out_of_memory
 from lpconv.progress import Progress
 from lpconv.results import (
     LogitsCheck,
@@ -87,7 +88,6 @@ def _logits(job: Job, directory: Path, level: str) -> LogitsCheck:
         return check_logits(
             job.resolved.directory,
             directory,
-            job.contents.config,
             trust_remote_code=job.plan.options.trust_remote_code,
         )
     except UnsupportedError as e:
@@ -99,7 +99,8 @@ def _logits(job: Job, directory: Path, level: str) -> LogitsCheck:
     except Exception as e:  # transformers raises anything at all for checkpoints it does not know
         text = f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"
         if not automatic:
-            raise UnsupportedError(f"the model could not be run: {text}", hint="use --verify weights") from e
+            unsupported = UnsupportedError(f"the model could not be run: {text}", hint="use --verify weights")
+            raise out_of_memory(e) or unsupported from e
         return LogitsCheck(skipped=f"the model could not be run: {text}")
 
 

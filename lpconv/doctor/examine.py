@@ -11,7 +11,7 @@ import psutil
 from lpconv.doctor.packages import extras, packages
 from lpconv.doctor.support import CPU_FEATURES, format_support
 from lpconv.machine import available_memory, memory_limit
-from lpconv.results.doctor import CacheRecord, DeviceRecord, DoctorResult, MachineRecord, PackageRecord
+from lpconv.results import CacheRecord, DeviceRecord, DoctorResult, MachineRecord, PackageRecord
 from lpconv.version import __version__
 
 __all__ = ["cpu_device", "examine", "gpu_problem"]

@@ -8,7 +8,7 @@ from importlib import metadata
 
 from packaging.version import Version
 
-from lpconv.results.doctor import ExtraRecord, PackageRecord
+from lpconv.results import ExtraRecord, PackageRecord
 
 __all__ = ["EXTRAS", "PACKAGES", "extras", "packages"]
 
@@ -37,6 +37,9 @@ EXTRAS: dict[str, tuple[str, tuple[str, ...]]] = {
             "hypothesis",
             "ml_dtypes",
             "gfloat",
+            "matplotlib",
+            "torchao",
+            "unit-scaling",
             "ruff",
             "mypy",
             "types-PyYAML",

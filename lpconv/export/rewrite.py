@@ -16,7 +16,7 @@ from onnx_ir import tensor_adapters
 from torch import Tensor
 
 from lpconv.export.stored import FLOAT8, Component, StoredWeight
-from lpconv.results.export import FormatCount
+from lpconv.results import FormatCount
 
 __all__ = ["Rewritten", "rewrite"]
 

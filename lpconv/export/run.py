@@ -18,16 +18,16 @@ from lpconv.checkpoint.staging import MARKER, Staging, check_apart, read_marker
 from lpconv.convert.files import LOADER, copy_side_files, model_side_files
 from lpconv.convert.provenance import public_source, versions
 from lpconv.errors import VerificationError
-from lpconv.export.opened import Opened, open_model, other_inputs
+from lpconv.export.opened import Traceable, traceable
 from lpconv.export.options import MAX_INLINE_BYTES, ExportOptions, choose_opset
 from lpconv.export.rewrite import Rewritten, rewrite
 from lpconv.export.stored import check_exportable, has_fp8, num_elements, stored_weights
 from lpconv.export.trace import trace
 from lpconv.export.validate import Case, check_file, compare
+from lpconv.models.inputs import other_inputs
 from lpconv.progress import Progress, Silent
-from lpconv.report.sentences import listed
-from lpconv.results import FileRecord, SourceRecord, ordered_json_text, to_json
-from lpconv.results.export import ExportResult, OnnxCheck
+from lpconv.report.numbers import listed
+from lpconv.results import ExportResult, FileRecord, OnnxCheck, SourceRecord, ordered_json_text, to_json
 from lpconv.version import __version__
 
 __all__ = ["MODEL_FILE", "export_onnx"]
@@ -65,7 +65,7 @@ def _write_model(
     """Write the graph and check it; the record lacks the output's name and the time."""
     provenance = read_marker(contents.directory)
     told.start("opening the model", 0)
-    opened = open_model(contents, num_elements(contents))
+    opened = traceable(contents, num_elements(contents))
     told.start("tracing the graph", 0)
     graph = trace(opened.model, opened.inputs, opened.axes, output=opened.output, opset=opset)
     told.start("storing the weights", 0)
@@ -153,7 +153,7 @@ def _axes(value: ir.Value) -> tuple[str, ...]:
     return tuple(str(d.value if isinstance(d, ir.SymbolicDim) else d) for d in value.shape)
 
 
-def _warnings(opened: Opened, rewritten: Rewritten) -> tuple[str, ...]:
+def _warnings(opened: Traceable, rewritten: Rewritten) -> tuple[str, ...]:
     found = []
     random = [n for n in rewritten.unmatched if n in opened.missing]
     if random:

@@ -13,6 +13,7 @@ import torch.onnx
 from torch import Tensor, nn
 
 from lpconv.errors import UnsupportedError
+from lpconv.machine import out_of_memory
 
 __all__ = ["trace"]
 
@@ -85,7 +86,7 @@ def _captured(
     except Exception as e:  # whatever a model's own code raises on tensors without values
         text = str(e).splitlines()[0] if str(e) else ""
         where = entered[-1].removeprefix(_PREFIX) if entered else "the model"
-        raise UnsupportedError(
+        raise out_of_memory(e) or UnsupportedError(
             f"PyTorch cannot capture `{where}`: {type(e).__name__}: {text}", hint=_HINT, details={"module": where}
         ) from e
     finally:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from lpconv.errors import VerificationError
-from lpconv.results.export import OnnxCheck
+from lpconv.machine import out_of_memory
+from lpconv.results import OnnxCheck
 
 __all__ = ["check_file", "compare"]
 
@@ -41,7 +42,7 @@ def compare(path: Path, cases: Sequence[Case], *, tolerance: float) -> OnnxCheck
         session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         outputs = [session.run(None, {k: v.numpy() for k, v in inputs.items()})[0] for inputs, _ in cases]
     except Exception as e:  # its exceptions share no class of their own
-        raise VerificationError(
+        raise out_of_memory(e) or VerificationError(
             f"ONNX Runtime {onnxruntime.__version__} does not run the file: {_first_line(e)}",
             hint="try another --opset, or --no-validate to write the file for another runtime",
         ) from e

@@ -1,1 +1,39 @@
 """Number formats as values, rounding, scales and exponent histograms."""
+
+from typing import TYPE_CHECKING
+
+from lpconv.lazy import lazily
+
+if TYPE_CHECKING:
+    from lpconv.formats.blocks import (
+        cast_blocks as cast_blocks,
+        decode_blocks as decode_blocks,
+        encode_blocks as encode_blocks,
+    )
+    from lpconv.formats.cast import (
+        Overflow as Overflow,
+        Rounding as Rounding,
+        cast as cast,
+        straight_through as straight_through,
+    )
+    from lpconv.formats.codes import decode as decode, encode as encode
+    from lpconv.formats.histogram import ExponentHistogram as ExponentHistogram
+    from lpconv.formats.scale import (
+        amax as amax,
+        mx_scale as mx_scale,
+        pow2_ceil as pow2_ceil,
+        pow2_floor as pow2_floor,
+        pow2_nearest as pow2_nearest,
+        rms as rms,
+        tensor_scale as tensor_scale,
+    )
+    from lpconv.formats.spec import (
+        BLOCK_FORMATS as BLOCK_FORMATS,
+        FORMATS as FORMATS,
+        BlockFormat as BlockFormat,
+        Format as Format,
+        get_block_format as get_block_format,
+        get_format as get_format,
+    )
+
+__all__ = lazily(__name__)

@@ -25,7 +25,7 @@ be made and refused without waiting seconds for torch; hence the imports inside 
 files of the forms.
 
 A new form is one file with a subclass and one line in `FORMS`; `tests/forms/test_contract.py` then tries it. A form
-that transformers shall open as it lies must also be learnt by the loader module, `hf/plugin.py`.
+that transformers shall open as it lies must also be learnt by the loader module, `models/plugin.py`.
 """
 
 from __future__ import annotations  # tensors are named below and not imported

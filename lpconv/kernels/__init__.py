@@ -1,1 +1,20 @@
 """The hot paths, each beside a slow reference that shares its tests."""
+
+from typing import TYPE_CHECKING
+
+from lpconv.lazy import lazily
+
+if TYPE_CHECKING:
+    from lpconv.kernels.decode import decode as decode
+    from lpconv.kernels.fp8_linear import (
+        FP8_RECIPES as FP8_RECIPES,
+        Fp8Linear as Fp8Linear,
+        convert_linears as convert_linears,
+    )
+    from lpconv.kernels.half import HalfProducts as HalfProducts
+    from lpconv.kernels.histogram import exponent_histogram as exponent_histogram
+    from lpconv.kernels.linear import linear as linear
+    from lpconv.kernels.matmul import matmul as matmul
+    from lpconv.kernels.quantise import encode as encode, fake_quantise as fake_quantise
+
+__all__ = lazily(__name__)

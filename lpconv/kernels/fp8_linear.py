@@ -36,6 +36,7 @@ from lpconv.formats.scale import amax, pow2_nearest
 from lpconv.formats.spec import Format, get_format
 from lpconv.kernels.decode import decode
 from lpconv.kernels.matmul import matmul
+from lpconv.layers import linears
 from lpconv.lookup import find
 
 __all__ = ["FP8_RECIPES", "Fp8Linear", "Fp8Recipe", "calibrate", "convert_linears"]
@@ -230,22 +231,13 @@ def convert_linears(
     `keep` says of a name and module that it stays as it is. Parameters stay the same objects, but for Conv1D, whose
     (K, N) weight is transposed into a new one.
     """
-    found = [(n, m) for n, m in model.named_modules() if _is_linear(m) and not keep(n, m)]
-    for name, module in found:
-        parent, _, child = name.rpartition(".")
-        bias = module.bias
-        setattr(model.get_submodule(parent), child, Fp8Linear(_weight_NK(module), bias, recipe))
-    return [name for name, _ in found]
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return type(module) is nn.Linear or type(module).__name__ == "Conv1D"
-
-
-def _weight_NK(module: Any) -> nn.Parameter:
-    if not hasattr(module, "nf"):  # Conv1D's number of features
-        return module.weight  # type: ignore[no-any-return]  # it is of an unknown class
-    return nn.Parameter(module.weight.detach().t().contiguous())
+    found = [x for x in linears(model) if x.is_replaceable and not keep(x.name, x.module)]
+    for layer in found:
+        old: Any = layer.module
+        weight_NK = old.weight if layer.kind == "Linear" else nn.Parameter(old.weight.detach().t().contiguous())
+        parent, _, child = layer.name.rpartition(".")
+        setattr(model.get_submodule(parent), child, Fp8Linear(weight_NK, old.bias, recipe))
+    return [layer.name for layer in found]
 
 
 def calibrate(model: nn.Module, step: Callable[[], object]) -> None:

@@ -5,11 +5,13 @@
 Each operand is rounded once and kept as codes for the backward pass, so fp8 halves what a bfloat16 Linear saves.
 """
 
+import functools
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lpconv.errors import UsageError
 from lpconv.formats.codes import code_dtype
@@ -17,8 +19,9 @@ from lpconv.formats.scale import tensor_scale
 from lpconv.formats.spec import get_format
 from lpconv.kernels.matmul import matmul
 from lpconv.kernels.quantise import encode
+from lpconv.layers import linears
 
-__all__ = ["E5M2_LINEAR", "FP8_LINEAR", "FP16_LINEAR", "LinearRecipe", "linear"]
+__all__ = ["E5M2_LINEAR", "FP8_LINEAR", "FP16_LINEAR", "LinearRecipe", "linear", "use_recipe"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +65,22 @@ def linear(
         raise UsageError(f"unknown scaling `{recipe.scaling}`", hint="known: unit, amax")
     result: Tensor = _Linear.apply(x, weight, bias, recipe, weight_scale)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
     return result
+
+
+def use_recipe(model: nn.Module, recipe: LinearRecipe, *, keep: Container[nn.Module] = ()) -> None:
+    """Let the linear layers of `model`, but for `keep`, multiply as `recipe` says from now on; parameters stay."""
+    for layer in linears(model):
+        if layer.is_replaceable and layer.module not in keep:
+            cls: Any = type(layer.module)  # mypy takes classes of modules for unhashable
+            layer.module.__class__ = _multiplying(cls, layer.kind, recipe)
+
+
+@functools.cache  # one class for all layers, or every block would be compiled by itself
+def _multiplying(cls: type[nn.Module], kind: str, recipe: LinearRecipe) -> type[nn.Module]:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return linear(x, self.weight if kind == "Linear" else self.weight.t(), self.bias, recipe=recipe)
+
+    return type(f"Multiplying{cls.__name__}", (cls,), {"forward": forward})
 
 
 class _Linear(torch.autograd.Function):

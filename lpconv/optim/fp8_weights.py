@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lpconv.errors import UsageError
 from lpconv.formats.scale import pow2_floor
 from lpconv.kernels.linear import LinearRecipe, linear
+from lpconv.layers import head, linears
 from lpconv.mcf.fp8 import nearest_e4m3fn
 
 __all__ = ["RECIPE", "Fp8WeightLinear", "use_fp8_weights"]
@@ -60,10 +61,11 @@ def use_fp8_weights(
 ) -> list[dict[str, Any]]:
     """Replace the Linear layers of `model` by `Fp8WeightLinear`; returns all its parameters as groups for AdamW.
 
-    Left as they are: the output head, weights that several modules share, and modules whose name matches a pattern of
-    `exclude`. The groups carry the `weight_scale` of their parameters; learning rate, eps and weight decay keep the
-    meaning they have for the original weights. Make the model bf16 first: `.bfloat16()` afterwards would widen the
-    weights again. Raises UsageError where a weight is not finite and where nothing is left to replace.
+    Left as they are: the output head, weights that several modules share, GPT-2's Conv1D, whose weight would have to
+    lie the other way round, and modules whose name matches a pattern of `exclude`. The groups carry the `weight_scale`
+    of their parameters; learning rate, eps and weight decay keep the meaning they have for the original weights. Make
+    the model bf16 first: `.bfloat16()` afterwards would widen the weights again. Raises UsageError where a weight is
+    not finite and where nothing is left to replace.
     """
     chosen = list(_replaceable(model, tuple(exclude)))
     if not chosen:
@@ -81,14 +83,16 @@ def use_fp8_weights(
     return [{"params": params, "weight_scale": scale} for scale, params in by_scale.items() if params]
 
 
-def _replaceable(model: nn.Module, exclude: tuple[str, ...]) -> Iterator[tuple[str, nn.Linear]]:
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]  # transformers
+def _replaceable(model: nn.Module, exclude: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    kept = head(model)
     owners: dict[Tensor, int] = {}
     for _, p in model.named_parameters(remove_duplicate=False):
         owners[p] = owners.get(p, 0) + 1
-    for name, module in model.named_modules():
-        excluded = module is head or any(fnmatchcase(name, pattern) for pattern in exclude)
-        if type(module) is nn.Linear and name and not excluded and owners[module.weight] == 1:
+    for layer in linears(model):
+        name = layer.name
+        module: Any = layer.module
+        excluded = module is kept or any(fnmatchcase(name, pattern) for pattern in exclude)
+        if layer.kind == "Linear" and layer.is_plain and name and not excluded and owners[module.weight] == 1:
             yield name, module
 
 

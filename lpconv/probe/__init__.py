@@ -1,1 +1,29 @@
 """What a number format would do to a model: exponent histograms of every layer's tensors, forward and backward."""
+
+from typing import TYPE_CHECKING
+
+from lpconv.lazy import lazily
+
+if TYPE_CHECKING:
+    from lpconv.probe.advice import (
+        assess as assess,
+        fits as fits,
+        own_scale as own_scale,
+        recommend_loss_scale as recommend_loss_scale,
+        sentence as sentence,
+        table as table,
+        what_if as what_if,
+    )
+    from lpconv.probe.answers import answer as answer
+    from lpconv.probe.checkpoint import (
+        calibrate_checkpoint as calibrate_checkpoint,
+        probe_checkpoint as probe_checkpoint,
+    )
+    from lpconv.probe.histograms import ProbedTensor as ProbedTensor, ProbeResult as ProbeResult
+    from lpconv.probe.lca import LossChange as LossChange, by_layer as by_layer, summarise as summarise
+    from lpconv.probe.options import ProbeOptions as ProbeOptions
+    from lpconv.probe.output import read_probe as read_probe
+    from lpconv.probe.run import probe as probe
+    from lpconv.probe.track import Tracker as Tracker, track as track
+
+__all__ = lazily(__name__)

@@ -12,7 +12,7 @@ from lpconv.errors import UsageError
 from lpconv.formats.histogram import Rates
 from lpconv.formats.spec import get_format
 from lpconv.probe.histograms import GRADIENT_ROLES, ProbedTensor, ProbeResult
-from lpconv.report.sentences import ROLE_WORDS
+from lpconv.report.numbers import ROLE_WORDS
 from lpconv.results import LossScaleRecord
 
 __all__ = [

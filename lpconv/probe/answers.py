@@ -6,7 +6,7 @@ from lpconv.errors import UnsupportedError
 from lpconv.formats.spec import BLOCK_FORMATS, get_format
 from lpconv.probe.advice import Fit, assess, fits, recommend_loss_scale, sentence, what_if
 from lpconv.probe.histograms import GRADIENT_ROLES, ROLES, ProbedTensor, ProbeResult
-from lpconv.report.sentences import ROLE_WORDS
+from lpconv.report.numbers import ROLE_WORDS
 from lpconv.results import FormatRates, LossScaleRecord, ProbedRecord, ProbeReport
 
 __all__ = ["DEFAULT_FORMATS", "answer", "check_format"]

@@ -10,19 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 
 from lpconv.errors import InputError, UsageError
-from lpconv.hf.quiet import quiet_transformers
-from lpconv.probe.task import CAUSAL, MASKED
+from lpconv.models.inputs import random_ids
+from lpconv.models.quiet import quiet_transformers
+from lpconv.models.tasks import CLM, MLM, Task
+from lpconv.models.tokenizer import special_tokens
 
-__all__ = ["MASK_RATE", "Batches", "Tokens", "random_tokens", "read_tokenizer", "tokenize"]
+__all__ = ["MASK_RATE", "Batches", "Tokens", "random_tokens", "tokenize"]
 
 MASK_RATE = 0.15  # of the tokens, as in BERT (arXiv 1810.04805 §3.1); each becomes the mask token
-_TOKENIZER_FILES = (
-    "tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
-)  # fmt: skip
 # More text than any probe needs, and little enough to tokenise at once.
 _MAX_CHARACTERS = 4_000_000
 
@@ -45,7 +43,7 @@ class Batches:
     """Keyword arguments of a model's forward pass, batch after batch, beginning again where the windows end."""
 
     tokens: Tokens
-    task: str
+    task: Task
     batch_size: int
     vocab_size: int
     seed: int
@@ -58,9 +56,9 @@ class Batches:
             yield self._batch(ids_BL, generator)
 
     def _batch(self, ids_BL: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
-        if self.task == CAUSAL:
+        if self.task is CLM:
             return {"input_ids": ids_BL, "labels": ids_BL}
-        if self.task == MASKED:
+        if self.task is MLM:
             return self._masked(ids_BL, generator)
         return {"input_ids": ids_BL}
 
@@ -79,20 +77,6 @@ class Batches:
         }
 
 
-def read_tokenizer(directory: Path) -> Any:
-    """The tokenizer beside a checkpoint, or None where there is none; InputError where transformers cannot open it."""
-    if not any((directory / name).exists() for name in _TOKENIZER_FILES):
-        return None
-    try:
-        with quiet_transformers():
-            return transformers.AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-    except (OSError, ValueError, ImportError, KeyError, AttributeError) as e:
-        raise InputError(
-            f"the tokenizer in `{directory}` does not open: {str(e).splitlines()[0]}",
-            hint="repair it, or take its files away to probe with random ids",
-        ) from e
-
-
 def tokenize(path: Path, tokenizer: Any, *, seq_len: int, vocab_size: int) -> Tokens:
     """Consecutive windows of a text file, each with the special tokens that the tokenizer puts around a text.
 
@@ -101,7 +85,7 @@ def tokenize(path: Path, tokenizer: Any, *, seq_len: int, vocab_size: int) -> To
     text = _read_text(path)
     with quiet_transformers():
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        prefix, suffix = _special_tokens(tokenizer, text[:64])
+    prefix, suffix = special_tokens(tokenizer)
     room = seq_len - len(prefix) - len(suffix)
     if room < 1:
         raise UsageError(f"--seq-len {seq_len} leaves no room beside the special tokens", hint="pass a larger one")
@@ -123,8 +107,7 @@ def tokenize(path: Path, tokenizer: Any, *, seq_len: int, vocab_size: int) -> To
 
 def random_tokens(*, windows: int, seq_len: int, vocab_size: int, seed: int) -> Tokens:
     """Uniformly random ids."""
-    generator = torch.Generator().manual_seed(seed)
-    return Tokens(windows=torch.randint(vocab_size, (windows, seq_len), generator=generator))
+    return Tokens(windows=random_ids((windows, seq_len), vocab_size, seed=seed))
 
 
 def _read_text(path: Path) -> str:
@@ -135,13 +118,3 @@ def _read_text(path: Path) -> str:
         raise InputError(f"cannot read `{path}`: {e.strerror or e}", hint="pass a text file to --data") from e
     except UnicodeDecodeError as e:
         raise InputError(f"`{path}` is no UTF-8 text", hint="pass a text file to --data") from e
-
-
-def _special_tokens(tokenizer: Any, sample: str) -> tuple[list[int], list[int]]:
-    """The ids that the tokenizer puts before and after a text."""
-    plain = tokenizer(sample, add_special_tokens=False)["input_ids"]
-    full = tokenizer(sample)["input_ids"]
-    for start in range(len(full) - len(plain) + 1):
-        if full[start : start + len(plain)] == plain:
-            return full[:start], full[start + len(plain) :]
-    return [], []

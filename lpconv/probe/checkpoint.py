@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.metadata
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,19 +14,25 @@ from lpconv.checkpoint.contents import Contents, read_contents
 from lpconv.checkpoint.resolve import Resolved, resolve
 from lpconv.data import demo_text
 from lpconv.errors import UsageError
-from lpconv.hf.quiet import quiet_transformers
 from lpconv.kernels.histogram import prepare
-from lpconv.probe.batches import MASK_RATE, Batches, Tokens, random_tokens, read_tokenizer, tokenize
+from lpconv.models.empty import check_memory, num_parameters
+from lpconv.models.inputs import sequence_length, vocabulary_size
+from lpconv.models.opening import Opened, open_to_run, reads_text
+from lpconv.models.quiet import quiet_transformers
+from lpconv.models.tasks import CLM, MLM, NONE, Task
+from lpconv.models.tokenizer import read_tokenizer
+from lpconv.probe.batches import MASK_RATE, Batches, Tokens, random_tokens, tokenize
 from lpconv.probe.histograms import ProbeResult
 from lpconv.probe.options import ProbeOptions
-from lpconv.probe.run import probe
-from lpconv.probe.task import HIDDEN, MASKED, OpenedModel, open_model
+from lpconv.probe.run import model_loss, probe, target_loss
 from lpconv.progress import Progress, Silent
+from lpconv.scaled import EdgeFactors, calibrate, scaled
 from lpconv.version import __version__
 
-__all__ = ["Prepared", "prepare_run", "probe_checkpoint", "sequence_length", "vocabulary_size"]
+__all__ = ["Prepared", "calibrate_checkpoint", "prepare_run", "probe_checkpoint"]
 
-_SEQ_LEN = 128
+_OWN_LOOP = "track a training step of your own: `with lpconv.track(model, every=1) as t:`, then `print(t.table())`"
+_COPIES_IN_MEMORY = 2  # weights, and their gradients or, before those, the values that the model is given
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,10 +41,15 @@ class Prepared:
 
     source: Resolved
     contents: Contents
-    opened: OpenedModel
+    opened: Opened
+    task: Task
     batches: Batches
     seq_len: int
     data_words: str
+
+    def loss(self, output: Any) -> Tensor:
+        """One scalar of what the model returns."""
+        return target_loss(output, seed=0) if self.task is NONE else model_loss(output)
 
 
 def prepare_run(name: str, options: ProbeOptions, told: Progress) -> Prepared:
@@ -45,18 +57,27 @@ def prepare_run(name: str, options: ProbeOptions, told: Progress) -> Prepared:
     source = resolve(name, revision=options.revision)
     contents = read_contents(source.directory)
     told.start("opening the model", 0)
-    opened = open_model(source.directory)
+    reads_text(contents, hint=_OWN_LOOP)
+    check_memory(num_parameters(contents), copies=_COPIES_IN_MEMORY, what="probing")
+    opened = open_to_run(source.directory)
+    task = opened.task if opened.task in (CLM, MLM) else NONE
     seq_len = sequence_length(opened.model.config, options.seq_len)
     tokens, data_words = _tokens(source.directory, opened, options, seq_len)
     batches = Batches(
         tokens=tokens,
-        task=opened.task,
+        task=task,
         batch_size=options.batch_size,
         vocab_size=vocabulary_size(opened.model.config),
         seed=options.seed,
     )
     return Prepared(
-        source=source, contents=contents, opened=opened, batches=batches, seq_len=seq_len, data_words=data_words
+        source=source,
+        contents=contents,
+        opened=opened,
+        task=task,
+        batches=batches,
+        seq_len=seq_len,
+        data_words=data_words,
     )
 
 
@@ -72,17 +93,19 @@ def probe_checkpoint(name: str, options: ProbeOptions, *, progress: Progress | N
     prepare(opened.model.parameters())
     with quiet_transformers():
         result = probe(
-            opened.model, _told(prepared.batches, told), steps=options.steps, every=options.every, loss=opened.loss
+            opened.model, _told(prepared.batches, told), steps=options.steps, every=options.every, loss=prepared.loss
         )
     shape = f"{options.steps} of {options.batch_size} x {seq_len} tokens"
-    masks = f", {MASK_RATE:.0%} masked".replace("%", " %") if opened.task == MASKED else ""
+    masks = f", {MASK_RATE:.0%} masked".replace("%", " %") if prepared.task is MLM else ""
     facts = {
-        "Model": f"{type(opened.model).__name__}, {opened.task}, in fp32",
+        "Model": f"{type(opened.model).__name__}, {prepared.task.words}, in fp32",
         "Text": prepared.data_words,
         "Steps": f"{shape}{masks}, seed {options.seed}",
-        "Loss": opened.loss_words,
+        "Loss": prepared.task.loss,
     }
     settings = dataclasses.asdict(options) | {"data": str(options.data) if options.data else None, "seq_len": seq_len}
+    for name in ("resume", "force"):
+        del settings[name]
     return dataclasses.replace(
         result,
         options={
@@ -91,28 +114,13 @@ def probe_checkpoint(name: str, options: ProbeOptions, *, progress: Progress | N
             "resolved": source.resolved,
             "revision": source.revision,
             "facts": facts,
-            "warnings": _warnings(opened, prepared.contents.config),
+            "warnings": _warnings(prepared),
             "versions": _versions(),
         },
     )
 
 
-def sequence_length(config: Any, wanted: int | None) -> int:
-    """`wanted` tokens, by default 128 or the model's most; UsageError for more than the model has positions."""
-    limit = getattr(config.get_text_config(), "max_position_embeddings", None) or _SEQ_LEN
-    # RoBERTa and its kin count positions from the padding id on, so two of them are no tokens.
-    limit -= 2 if config.model_type in ("roberta", "xlm-roberta", "camembert", "xlm-roberta-xl", "mpnet") else 0
-    if wanted is not None and wanted > limit:
-        raise UsageError(f"--seq-len {wanted} is more than the model's {limit} positions", hint=f"pass at most {limit}")
-    return wanted or min(_SEQ_LEN, limit)
-
-
-def vocabulary_size(config: Any) -> int:
-    """How many ids the model embeds."""
-    return int(config.get_text_config().vocab_size)
-
-
-def _tokens(directory: Path, opened: OpenedModel, options: ProbeOptions, seq_len: int) -> tuple[Tokens, str]:
+def _tokens(directory: Path, opened: Opened, options: ProbeOptions, seq_len: int) -> tuple[Tokens, str]:
     """The windows to run, and what they are in words."""
     tokenizer, vocab_size = read_tokenizer(directory), vocabulary_size(opened.model.config)
     if tokenizer is not None:
@@ -141,10 +149,10 @@ def _told(batches: Iterable[dict[str, Tensor]], progress: Progress) -> Iterator[
         yield batch
 
 
-def _warnings(opened: OpenedModel, config: dict[str, Any]) -> list[str]:
-    found = []
-    named = next(iter(config.get("architectures") or []), None)
-    if opened.task == HIDDEN and named and named != type(opened.model).__name__:
+def _warnings(prepared: Prepared) -> list[str]:
+    found, opened = [], prepared.opened
+    named = next(iter(prepared.contents.config.get("architectures") or []), None)
+    if prepared.task is NONE and named and named != type(opened.model).__name__:
         found.append(f"the checkpoint does not hold all of `{named}`; {type(opened.model).__name__} was probed instead")
     if opened.missing:
         shown = ", ".join(opened.missing[:3]) + (" and more" if len(opened.missing) > 3 else "")
@@ -154,3 +162,16 @@ def _warnings(opened: OpenedModel, config: dict[str, Any]) -> list[str]:
 
 def _versions() -> dict[str, str]:
     return {"lpconv": __version__, **{n: importlib.metadata.version(n) for n in ("torch", "transformers")}}
+
+
+def calibrate_checkpoint(
+    name: str, options: ProbeOptions, *, progress: Progress | None = None
+) -> dict[str, EdgeFactors]:
+    """The factors of the model called `name`, measured in fp32 on the batches that a probe with `options` runs."""
+    told = progress or Silent()
+    prepared = prepare_run(name, options, told)
+    told.start("calibrating", 0)
+    with quiet_transformers():
+        model = scaled(prepared.opened.model, method="unit")
+        batches = itertools.islice(prepared.batches, options.steps)
+        return calibrate(model, batches, loss=prepared.loss)

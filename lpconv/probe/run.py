@@ -5,13 +5,14 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lpconv.errors import UsageError
 from lpconv.probe.histograms import ProbeResult
 from lpconv.probe.track import track
 
-__all__ = ["model_loss", "probe"]
+__all__ = ["model_loss", "probe", "target_loss"]
 
 
 def model_loss(output: Any) -> Tensor:
@@ -20,6 +21,17 @@ def model_loss(output: Any) -> Tensor:
     if not isinstance(loss, Tensor):
         raise UsageError("the model returned no loss", hint="put `labels` into the batches")
     return loss
+
+
+def target_loss(output: Any, *, seed: int) -> Tensor:
+    """A loss for models without a language-model head: mean square distance of the first output to N(0, 1) targets.
+
+    The mean square of the output itself will not do: a final normalisation keeps it constant, so that its gradient is
+    nothing but rounding. The targets are the same in every step.
+    """
+    found: Tensor = output[0]
+    targets = torch.randn(found.shape, generator=torch.Generator().manual_seed(seed))
+    return (found - targets).square().mean()
 
 
 def probe(

@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from lpconv.errors import UsageError
 from lpconv.formats.histogram import ExponentHistogram
 from lpconv.kernels.histogram import count, prepare
+from lpconv.layers import weighted
 from lpconv.probe.advice import table
 from lpconv.probe.histograms import ROLES, ProbedTensor, ProbeResult
 from lpconv.scaled.tensor import ScaledTensor
@@ -208,8 +209,6 @@ def tracked_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The layers that `track` records, with their names, in the model's order."""
     return [
         (name, module)
-        for name, module in model.named_modules()
-        if isinstance(getattr(module, "weight", None), Tensor)
-        and module.weight.ndim >= 2
-        and module.weight.is_floating_point()
+        for name, module in weighted(model).items()
+        if module.weight.ndim >= 2 and module.weight.is_floating_point()
     ]

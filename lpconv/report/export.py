@@ -3,10 +3,10 @@
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from lpconv.report.layout import after_gap, facts_grid, heading, note_list, section, table_of
 from lpconv.report.numbers import duration_text, size_text
 from lpconv.report.printable import printable_record
-from lpconv.results.export import ExportResult, OnnxCheck
+from lpconv.report.terminal import after_gap, facts_grid, heading, note_list, section, table_of
+from lpconv.results import ExportResult, OnnxCheck
 
 __all__ = ["render_export"]
 

@@ -1,17 +1,20 @@
-"""Numbers as people read them.
+"""Numbers, lists and roles as people read them.
 
 A missing number is a dash, an infinite SQNR is "exact", sizes are decimal (1 MB = 10^6 B).
 """
 
 import math
+from collections.abc import Sequence
 from datetime import timedelta
 
 __all__ = [
     "MISSING",
+    "ROLE_WORDS",
     "change_text",
     "count_text",
     "duration_text",
     "error_text",
+    "listed",
     "number_text",
     "plural",
     "rate_text",
@@ -23,6 +26,19 @@ __all__ = [
 ]
 
 MISSING = "–"
+
+# What a tensor is to a layer, in the order of a training step.
+ROLE_WORDS = {
+    "weight": "weight",
+    "input": "input",
+    "output": "output",
+    "grad_output": "output gradient",
+    "grad_input": "input gradient",
+    "weight_grad": "weight gradient",
+}
+
+# The most names that a sentence lists before it says "and N more".
+_NAMES = 3
 
 
 def size_text(size_bytes: float | None) -> str:
@@ -123,3 +139,9 @@ def scale_text(scale: float | None) -> str:
 def shape_text(shape: tuple[int, ...]) -> str:
     """384 x 1536; a 0-d tensor is "scalar"."""
     return " x ".join(map(str, shape)) or "scalar"
+
+
+def listed(items: Sequence[str]) -> str:
+    """The first names of a list, and how many more there are: "a, b, c and 4 more"."""
+    shown = ", ".join(items[:_NAMES])
+    return f"{shown} and {len(items) - _NAMES} more" if len(items) > _NAMES else shown

@@ -2,15 +2,20 @@
 
 A tensor name may hold anything: terminal escapes, line breaks, right-to-left overrides, lone surrogates. Renderers
 pass their record through `printable_record` first, so no later step has to think about it. HTML and Markdown escape
-their own special characters on top of this.
+their own special characters on top of this; what Markdown needs is here.
 """
 
 import dataclasses
+import re
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
-__all__ = ["printable", "printable_record"]
+__all__ = ["code_span", "escaped", "fence_for", "printable", "printable_record", "table"]
 
 T = TypeVar("T")
+
+# An underscore inside a word is no markup.
+_SPECIAL = re.compile(r"([\\`*\[\]#|~$]|(?<!\w)_|_(?!\w))")
 
 
 def printable(text: str) -> str:
@@ -36,3 +41,27 @@ def _clean(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_clean(v) for v in value)
     return value
+
+
+def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    """A Markdown table of cells that are escaped already."""
+    lines = [head, ("---",) * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def escaped(text: str) -> str:
+    """Text that Markdown and HTML show as it is."""
+    return _SPECIAL.sub(r"\\\1", text).replace("&", "&amp;").replace("<", "&lt;")
+
+
+def code_span(text: str) -> str:
+    """A code span, also inside a table, where even a code span may not hold a bare pipe."""
+    ticks = fence_for(text, least=1)
+    pad = " " if "`" in text else ""
+    return f"{ticks}{pad}{text}{pad}{ticks}".replace("|", "\\|")
+
+
+def fence_for(text: str, least: int = 3) -> str:
+    """More backticks than any run of them in the text."""
+    longest = max((len(run) for run in re.findall("`+", text)), default=0)
+    return "`" * max(least, longest + 1)

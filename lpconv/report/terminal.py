@@ -1,19 +1,104 @@
-"""Printing to a terminal or a pipe.
+"""Printing to a terminal or a pipe, and the pieces that reports are laid out with there.
 
-Import this module lazily: it loads rich.
+Import this module lazily: it loads rich. Strings become `Text` here, never markup: a tensor may be called ``[red]``.
 """
 
 import os
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TextIO
 
-from rich.console import Console, RenderableType
+from rich import box
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.measure import Measurement
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
 
-__all__ = ["show"]
+__all__ = ["Name", "after_gap", "facts_grid", "heading", "least_width", "note_list", "section", "show", "table_of"]
 
 _PIPE_WIDTH = 120
 # Where the output's encoding has no room for them.
 _ASCII = str.maketrans({"→": "->", "…": "~", "–": "-", "─": "-", "━": "-"})
+
+# A name is abbreviated to about this width before other columns begin to wrap.
+_NAME_WIDTH = 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Name:
+    """A dotted name that shortens its outer modules to their first letters where the column is narrow.
+
+    ``encoder.layer.0.attention.self.key.weight`` becomes ``e.l.0.attention.self.key.weight``: numbers and the end,
+    which tell tensors apart, stay. A name that is still too long is folded, never cut.
+    """
+
+    name: str
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text(_abbreviated(self.name, options.max_width), overflow="fold")
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(least_width(self.name), len(self.name))
+
+
+def least_width(name: str) -> int:
+    """The columns that a name takes where room is short."""
+    return min(len(_abbreviated(name, _NAME_WIDTH)), _NAME_WIDTH)
+
+
+def _abbreviated(name: str, width: int) -> str:
+    parts = name.split(".")
+    for i, part in enumerate(parts[:-2]):
+        if len(".".join(parts)) <= width:
+            break
+        parts[i] = part if part.isdecimal() else part[:1]
+    return ".".join(parts)
+
+
+def heading(text: str) -> tuple[RenderableType, ...]:
+    """The first line of a report, and an empty one."""
+    return (Text(text, style="bold"), Text())
+
+
+def section(title: str, body: RenderableType) -> tuple[RenderableType, ...]:
+    """An empty line, a title and what belongs under it."""
+    return (Text(), Text(title, style="bold"), body)
+
+
+def after_gap(body: RenderableType) -> RenderableType:
+    """`body` with an empty line before it."""
+    return Padding(body, (1, 0, 0, 0))
+
+
+def facts_grid(facts: dict[str, str]) -> RenderableType:
+    """Labels and values in two columns."""
+    grid = Table.grid(padding=(0, 2))
+    for label, value in facts.items():
+        grid.add_row(Text(label), Text(value, overflow="fold"))
+    return grid
+
+
+def table_of(*columns: str) -> Table:
+    """Columns by heading: ``<`` before it aligns left and may wrap; numbers align right and never wrap."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="")
+    for i, column in enumerate(columns):
+        left = i == 0 or column.startswith("<")
+        table.add_column(
+            Text(column.removeprefix("<")), justify="left" if left else "right", no_wrap=not left, overflow="fold"
+        )
+    return table
+
+
+def note_list(title: str, notes: Sequence[str], *, empty: str = "") -> tuple[RenderableType, ...]:
+    """A section of notes, one a line; without any it holds the words of `empty`, or is left out."""
+    if not notes:
+        return section(title, Text(empty)) if empty else ()
+    grid = Table.grid(padding=(0, 1))
+    for note in notes:
+        grid.add_row(Text("-"), Text(note, overflow="fold"))
+    return section(title, grid)
 
 
 def show(renderable: RenderableType, *, file: TextIO | None = None) -> None:

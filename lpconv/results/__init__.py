@@ -4,114 +4,87 @@ Every record becomes JSON by `to_json` and comes back by `from_json`; the docume
 Sizes are bytes, times are seconds, errors are relative to the source's elements unless a name says otherwise.
 """
 
-from lpconv.results.bench import (
-    BenchChange,
-    BenchResult,
-    BenchRow,
-    EnergyRecord,
-    GemmRecord,
-    GpuRecord,
-    MemoryParts,
-    MemoryRecord,
-    NumericsRecord,
-    PeakRecord,
-    RatioRecord,
-    TimingRecord,
-    VerdictRecord,
-)
-from lpconv.results.checkpoint import (
-    DtypeRecord,
-    FileRecord,
-    InspectResult,
-    SourceRecord,
-    StoredTensor,
-)
-from lpconv.results.convert import (
-    ByteCounts,
-    ConvertResult,
-    GateRecord,
-    HashCheck,
-    LogitsCheck,
-    PlanResult,
-    RestoreResult,
-    TensorRecord,
-    VerifyResult,
-    WeightsCheck,
-)
-from lpconv.results.documents import (
-    SCHEMA_VERSION,
-    from_json,
-    json_line,
-    json_text,
-    ordered_json_text,
-    to_json,
-)
-from lpconv.results.finetune import (
-    FinetuneResult,
-    GapRecord,
-    LayerChange,
-    LossAllocation,
-    NonfiniteRecord,
-    PeakMemory,
-    RunRecord,
-    Series,
-    TrackedRecord,
-    UpdateQuality,
-)
-from lpconv.results.probe import (
-    FormatRates,
-    LossScaleRecord,
-    ProbedRecord,
-    ProbeReport,
-)
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "SCHEMA_VERSION",
-    "BenchChange",
-    "BenchResult",
-    "BenchRow",
-    "ByteCounts",
-    "ConvertResult",
-    "DtypeRecord",
-    "EnergyRecord",
-    "FileRecord",
-    "FinetuneResult",
-    "FormatRates",
-    "GapRecord",
-    "GateRecord",
-    "GemmRecord",
-    "GpuRecord",
-    "HashCheck",
-    "InspectResult",
-    "LayerChange",
-    "LogitsCheck",
-    "LossAllocation",
-    "LossScaleRecord",
-    "MemoryParts",
-    "MemoryRecord",
-    "NonfiniteRecord",
-    "NumericsRecord",
-    "PeakMemory",
-    "PeakRecord",
-    "PlanResult",
-    "ProbeReport",
-    "ProbedRecord",
-    "RatioRecord",
-    "RestoreResult",
-    "RunRecord",
-    "Series",
-    "SourceRecord",
-    "StoredTensor",
-    "TensorRecord",
-    "TimingRecord",
-    "TrackedRecord",
-    "UpdateQuality",
-    "VerdictRecord",
-    "VerifyResult",
-    "WeightsCheck",
-    "from_json",
-    "json_line",
-    "json_text",
-    "ordered_json_text",
-    "to_json",
-]
+from lpconv.lazy import lazily
+
+if TYPE_CHECKING:
+    from lpconv.results.batch import (
+        BatchResult as BatchResult,
+        JobError as JobError,
+        JobEstimate as JobEstimate,
+        JobOutcome as JobOutcome,
+        JobResult as JobResult,
+    )
+    from lpconv.results.bench import (
+        BenchChange as BenchChange,
+        BenchResult as BenchResult,
+        BenchRow as BenchRow,
+        EnergyRecord as EnergyRecord,
+        GemmRecord as GemmRecord,
+        GpuRecord as GpuRecord,
+        MemoryParts as MemoryParts,
+        MemoryRecord as MemoryRecord,
+        NumericsRecord as NumericsRecord,
+        PeakRecord as PeakRecord,
+        RatioRecord as RatioRecord,
+        TimingRecord as TimingRecord,
+        VerdictRecord as VerdictRecord,
+    )
+    from lpconv.results.checkpoint import (
+        DtypeRecord as DtypeRecord,
+        FileRecord as FileRecord,
+        InspectResult as InspectResult,
+        SourceRecord as SourceRecord,
+        StoredTensor as StoredTensor,
+    )
+    from lpconv.results.convert import (
+        ByteCounts as ByteCounts,
+        ConvertResult as ConvertResult,
+        GateRecord as GateRecord,
+        HashCheck as HashCheck,
+        LogitsCheck as LogitsCheck,
+        PlanResult as PlanResult,
+        RestoreResult as RestoreResult,
+        TensorRecord as TensorRecord,
+        VerifyResult as VerifyResult,
+        WeightsCheck as WeightsCheck,
+    )
+    from lpconv.results.doctor import (
+        CacheRecord as CacheRecord,
+        DeviceRecord as DeviceRecord,
+        DoctorResult as DoctorResult,
+        ExtraRecord as ExtraRecord,
+        FormatSupport as FormatSupport,
+        MachineRecord as MachineRecord,
+        PackageRecord as PackageRecord,
+    )
+    from lpconv.results.documents import (
+        SCHEMA_VERSION as SCHEMA_VERSION,
+        from_json as from_json,
+        json_line as json_line,
+        json_text as json_text,
+        ordered_json_text as ordered_json_text,
+        to_json as to_json,
+    )
+    from lpconv.results.export import ExportResult as ExportResult, FormatCount as FormatCount, OnnxCheck as OnnxCheck
+    from lpconv.results.finetune import (
+        FinetuneResult as FinetuneResult,
+        GapRecord as GapRecord,
+        LayerChange as LayerChange,
+        LossAllocation as LossAllocation,
+        NonfiniteRecord as NonfiniteRecord,
+        PeakMemory as PeakMemory,
+        RunRecord as RunRecord,
+        Series as Series,
+        TrackedRecord as TrackedRecord,
+        UpdateQuality as UpdateQuality,
+    )
+    from lpconv.results.probe import (
+        FormatRates as FormatRates,
+        LossScaleRecord as LossScaleRecord,
+        ProbedRecord as ProbedRecord,
+        ProbeReport as ProbeReport,
+    )
+
+__all__ = lazily(__name__)

@@ -21,6 +21,7 @@ from transformers.pytorch_utils import Conv1D
 from lpconv.errors import UsageError
 from lpconv.formats.scale import pow2_floor
 from lpconv.formats.spec import get_format
+from lpconv.layers import linears
 from lpconv.lookup import find
 from lpconv.scaled.model import COMPUTE, Scaling, leave_plain, refuse_scaled
 from lpconv.scaled.operands import product
@@ -146,9 +147,6 @@ class _AdaptiveConv1D(Conv1D):  # type: ignore[misc]  # transformers is untyped
         return _apply(x, self.weight.t(), self.bias, self.adaptive)
 
 
-_ADAPTIVE = {nn.Linear: _AdaptiveLinear, Conv1D: _AdaptiveConv1D}
-
-
 def _apply(x: Tensor, weight: Tensor, bias: Tensor | None, state: LayerState) -> Tensor:
     rows = x.to(state.dtype).reshape(-1, x.shape[-1])
     out: Tensor = _AdaptiveMatmul.apply(rows, weight, bias, state)  # type: ignore[no-untyped-call]
@@ -168,10 +166,10 @@ def adaptive_scaling(
         raise UsageError("adaptive loss scaling has no fp8 compute", hint="use compute='fp16' or 'bf16'")
     dtype = find("compute", compute, COMPUTE).carrier
     refuse_scaled(model)
-    for module in model.modules():
-        if type(module) in _ADAPTIVE:
-            module.__class__ = _ADAPTIVE[type(module)]
-            module.adaptive = LayerState(options=options or AdaptiveOptions(), dtype=dtype, format=compute)  # type: ignore[assignment]
+    for layer in linears(model):
+        if layer.is_replaceable:
+            layer.module.__class__ = _AdaptiveLinear if layer.kind == "Linear" else _AdaptiveConv1D
+            layer.module.adaptive = LayerState(options=options or AdaptiveOptions(), dtype=dtype, format=compute)  # type: ignore[assignment]
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.register_hook(_unscaled)  # type: ignore[no-untyped-call]

@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lpconv.errors import UsageError
 from lpconv.formats.scale import pow2_floor, rms
+from lpconv.layers import weighted
 from lpconv.scaled import ops
 from lpconv.scaled.model import scaling_of
 from lpconv.scaled.scales import MAX_SCALE, MIN_SCALE, Scale
@@ -33,7 +34,7 @@ class EdgeFactors:
 
 def edges(model: nn.Module) -> dict[str, nn.Module]:
     """The modules whose output is an edge: those with a weight of their own, embeddings included."""
-    return {n: m for n, m in model.named_modules() if isinstance(getattr(m, "weight", None), Tensor)}
+    return weighted(model)
 
 
 def own_loss(output: Any) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lpconv.errors import UnsupportedError, UsageError
 from lpconv.formats.scale import pow2_floor
+from lpconv.layers import weighted
 from lpconv.lookup import find
 from lpconv.scaled import ops
 from lpconv.scaled.pair import Numerics, Role
@@ -229,7 +230,7 @@ def weight_scale(name: str, weight: Tensor) -> float:
 
 def exact_modules(model: nn.Module, patterns: tuple[str, ...]) -> list[nn.Module]:
     """The output head and the modules whose name matches a pattern: they multiply in the carrier dtype."""
-    names = [n for n, m in model.named_modules() if isinstance(getattr(m, "weight", None), Tensor)]
+    names = list(weighted(model))
     for pattern in patterns:
         if not fnmatch.filter(names, pattern):
             raise UsageError(f"no module with a weight matches `{pattern}`", hint="patterns match whole dotted names")

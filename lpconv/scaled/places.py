@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lpconv.errors import UsageError
+from lpconv.layers import head, linears
 from lpconv.lookup import find
 from lpconv.scaled import ops
 from lpconv.scaled.rescale import dynamic_rescale_grad
@@ -97,13 +98,9 @@ def place(name: str) -> Callable[[nn.Module], None]:
 
 
 def heads(model: nn.Module) -> Sequence[nn.Module]:
-    """The modules that produce logits: the output embeddings, else the last linear layer."""
-    get = getattr(model, "get_output_embeddings", None)
-    head = get() if callable(get) else None
-    if head is not None:
-        return [head]
-    linear = [m for m in model.modules() if isinstance(m, nn.Linear)]
-    return linear[-1:]
+    """The modules that produce logits: the model's head, or where it has none the last linear layer."""
+    found = head(model)
+    return [found] if found is not None else [x.module for x in linears(model)[-1:]]
 
 
 def _mark_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -1,1 +1,12 @@
 """Short fine-tuning in low precision beside a high-precision twin, on `transformers.Trainer`."""
+
+from typing import TYPE_CHECKING
+
+from lpconv.lazy import lazily
+
+if TYPE_CHECKING:
+    from lpconv.train.options import FinetuneOptions as FinetuneOptions
+    from lpconv.train.recipes import RECIPES as RECIPES, Arithmetic as Arithmetic, arithmetic as arithmetic
+    from lpconv.train.run import finetune as finetune
+
+__all__ = lazily(__name__)

@@ -46,7 +46,7 @@ def average_gradients(parameters: Iterable[Any]) -> None:
         dist.all_reduce(mean)
         if is_scaled:
             parameter.grad = scaled_tensor(
-                mean.to(data.dtype), scale.clone(), role=gradient.role, arithmetic=gradient.arithmetic
+                mean.to(data.dtype), scale.clone(), role=gradient.role, numerics=gradient.numerics
             )
         else:
             gradient.copy_(mean)

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lpconv.errors import InputError, UsageError
-from lpconv.hf.quiet import quiet_transformers
+from lpconv.models.quiet import quiet_transformers
 from lpconv.probe.batches import MASK_RATE
 from lpconv.train.rows import Rows
 
-__all__ = ["Collator", "Examples", "Stream", "classification", "packed", "sequence_pairs", "special_tokens"]
+__all__ = ["Collator", "Examples", "Stream", "classification", "packed", "sequence_pairs"]
 
 Example = Mapping[str, Any]
 
@@ -45,7 +45,7 @@ def packed(
     """Texts one after another, an end-of-text token between two, cut into windows of `seq_len`.
 
     Nothing is padded; what does not fill the last window is left out. `prefix` and `suffix` are the special tokens of
-    every window (see `special_tokens`). Raises InputError where a part does not fill one window, or
+    every window (`lpconv.models.tokenizer.special_tokens`). Raises InputError where a part does not fill one window, or
     has ids that the model does not embed.
     """
     if rows.held_out is None:
@@ -227,15 +227,6 @@ def _windows(
         )
     around = (np.asarray(prefix, dtype=np.int64), np.asarray(suffix, dtype=np.int64))
     return [np.concatenate([around[0], ids[i : i + room], around[1]]) for i in range(0, len(ids) - room + 1, room)]
-
-
-def special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """The special tokens that the tokenizer puts before and after a text."""
-    with quiet_transformers():
-        plain = tokenizer("a", add_special_tokens=False)["input_ids"]
-        full = tokenizer("a")["input_ids"]
-    at = next((i for i in range(len(full) - len(plain) + 1) if full[i : i + len(plain)] == plain), 0)
-    return full[:at], full[at + len(plain) :]
 
 
 def _too_short(words: str, seq_len: int) -> InputError:

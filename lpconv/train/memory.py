@@ -17,7 +17,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.profiler import ProfilerActivity, profile
 
 from lpconv.errors import ResourceError
-from lpconv.machine import available_memory
+from lpconv.machine import available_memory, out_of_memory
 from lpconv.report.numbers import size_text
 from lpconv.results import PeakMemory
 from lpconv.scaled import ScaledTensor
@@ -63,10 +63,8 @@ def explained(needed: dict[str, int]) -> Iterator[None]:
     """Turn an allocator's failure inside into a ResourceError with the estimate."""
     try:
         yield
-    except (torch.OutOfMemoryError, MemoryError) as e:
-        raise _ran_out(e, needed) from e
-    except RuntimeError as e:  # a CPU's allocator has no error of its own
-        if "memory" not in str(e) or "alloc" not in str(e):
+    except Exception as e:
+        if out_of_memory(e) is None:
             raise
         raise _ran_out(e, needed) from e
 

@@ -13,8 +13,10 @@ from transformers import TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import get_last_checkpoint
 
-from lpconv.hf.quiet import quiet_transformers
 from lpconv.kernels.half import HalfProducts
+from lpconv.models.opening import Opened, open_to_train
+from lpconv.models.quiet import quiet_transformers
+from lpconv.models.tasks import Task
 from lpconv.progress import Progress
 from lpconv.results import PeakMemory, RunRecord, UpdateQuality, from_json
 from lpconv.scaled import apply_factors, calibrate, fallbacks, saved_bytes, scaled, scaling_of
@@ -27,7 +29,6 @@ from lpconv.train.options import FinetuneOptions
 from lpconv.train.prepare import Prepared, prepare
 from lpconv.train.processes import backend, num_processes
 from lpconv.train.recipes import Arithmetic
-from lpconv.train.task import Task, open_for
 from lpconv.train.trainer import DivergedError, LowPrecisionTrainer
 from lpconv.train.watch import Rate, Watch, tracked_records
 
@@ -109,9 +110,8 @@ def train_one(job: TrainingJob, work: Work, progress: Progress) -> Finished:
     """
     with quiet_transformers():
         arguments = _arguments(job.options, work)
-        model, missing = open_for(job.task, job.directory, seed=work.seed, num_labels=job.num_labels)
-        if model.config.pad_token_id is None:
-            model.config.pad_token_id = job.pad_id
+        opened = _open(job, work)
+        model = opened.model
         needed = _check_memory(job, work, model)
         prepared = prepare(model.to(arguments.device), work.arithmetic, job.options, seed=work.seed)
         if job.options.calibrate and work.arithmetic.method == "unit":
@@ -152,7 +152,7 @@ def train_one(job: TrainingJob, work: Work, progress: Progress) -> Finished:
                 memory.stop()
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     record = _record(work, metrics, watch, trainer)
-    return Finished(record=record, prepared=prepared, optimizer=optimizer, missing=missing, rows=metrics.rows)
+    return Finished(record=record, prepared=prepared, optimizer=optimizer, missing=opened.missing, rows=metrics.rows)
 
 
 def _arguments(options: FinetuneOptions, work: Work) -> TrainingArguments:
@@ -212,21 +212,21 @@ def _check_memory(job: TrainingJob, work: Work, model: Any) -> dict[str, int]:
 
 def _loss_watch(job: TrainingJob, work: Work, model: Any) -> LossWatch:
     batches = _batches(job, job.stream(work.seed, held_out=True), PROBE_BATCHES, model.device)
-    return LossWatch(model, _copy(job, work, model.device), batches)
+    return LossWatch(model, _open(job, work).model.to(model.device), batches)
 
 
 def _calibrate(job: TrainingJob, work: Work, model: Any) -> None:
     """Fix scales measured on the run's first batches: in fp32, where nothing overflows and nothing vanishes."""
     batches = _batches(job, job.stream(work.seed, held_out=False), CALIBRATION_BATCHES, model.device)
-    apply_factors(model, calibrate(scaled(_copy(job, work, model.device), method="unit"), batches))
+    apply_factors(model, calibrate(scaled(_open(job, work).model.to(model.device), method="unit"), batches))
 
 
-def _copy(job: TrainingJob, work: Work, device: torch.device) -> Any:
+def _open(job: TrainingJob, work: Work) -> Opened:
     """The model that the run starts from, in fp32."""
-    model, _ = open_for(job.task, job.directory, seed=work.seed, num_labels=job.num_labels)
-    if model.config.pad_token_id is None:
-        model.config.pad_token_id = job.pad_id
-    return model.to(device)
+    opened = open_to_train(job.task, job.directory, seed=work.seed, num_labels=job.num_labels)
+    if opened.model.config.pad_token_id is None:
+        opened.model.config.pad_token_id = job.pad_id
+    return opened
 
 
 def _batches(job: TrainingJob, stream: Stream, count: int, device: torch.device) -> list[dict[str, Any]]:

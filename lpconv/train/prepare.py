@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
+from torch import Tensor
 
-from lpconv.kernels.linear import E5M2_LINEAR, linear
+from lpconv.kernels.linear import E5M2_LINEAR, use_recipe
 from lpconv.loss_scale import LossScale, make_loss_scale
 from lpconv.optim import LowPrecisionAdamW, fp32_state_dict, start_from_fp32
 from lpconv.scaled import AdamW, ScaledTensor, adaptive_scaling, scaled
@@ -73,7 +72,7 @@ def prepare(model: Any, arithmetic: Arithmetic, options: FinetuneOptions, *, see
         adaptive_scaling(model, compute=arithmetic.precision)
         return Prepared(model=model, make_optimizer=lambda: torch.optim.AdamW(model.parameters(), **settings))
     if arithmetic.precision == "fp8":
-        _use_e5m2_products(model)
+        use_recipe(model, E5M2_LINEAR, keep=heads(model))
     loss_scale = _loss_scale(arithmetic)
     if arithmetic.variant is not None:
         return Prepared(model=model, make_optimizer=_kept_in_bf16(model, settings), loss_scale=loss_scale)
@@ -125,26 +124,3 @@ def _kept(x: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:
         return x
     copy = optimizer.state.get(x, {}).get("master")
     return x.dequantize() if copy is None else copy * x.scale
-
-
-class _E5m2Linear(nn.Linear):
-    """A linear layer whose three products have e5m2 operands, cast as they are."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return linear(input, self.weight, self.bias, recipe=E5M2_LINEAR)
-
-
-class _E5m2Conv1D(Conv1D):  # type: ignore[misc]  # transformers is untyped
-    """GPT-2's linear layer, whose weight is (N_in, N_out)."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight.t(), self.bias, recipe=E5M2_LINEAR)
-
-
-def _use_e5m2_products(model: nn.Module) -> None:
-    """Every linear layer but the output head multiplies in e5m2 from now on."""
-    exact = heads(model)
-    classes = {nn.Linear: _E5m2Linear, Conv1D: _E5m2Conv1D}
-    for module in model.modules():
-        if type(module) in classes and module not in exact:
-            module.__class__ = classes[type(module)]

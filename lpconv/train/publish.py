@@ -13,7 +13,7 @@ from lpconv.checkpoint.staging import MARKER
 from lpconv.convert.files import copy_side_files, model_side_files, write_sums
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.run import convert
-from lpconv.hf.quiet import quiet_transformers
+from lpconv.models.quiet import quiet_transformers
 from lpconv.train.one import Finished
 from lpconv.train.recipes import Arithmetic, saved_as
 

@@ -11,16 +11,17 @@ from typing import Any
 
 import datasets
 
-from lpconv.checkpoint.contents import read_contents
+from lpconv.checkpoint.contents import Contents, read_contents
 from lpconv.checkpoint.partfile import write_small
 from lpconv.checkpoint.resolve import resolve
 from lpconv.checkpoint.source import open_source
 from lpconv.convert.provenance import versions
 from lpconv.errors import InputError, UnsupportedError, UsageError
 from lpconv.gates import FINETUNE_GATES
-from lpconv.hf.quiet import quiet_transformers
-from lpconv.probe.batches import read_tokenizer
-from lpconv.probe.checkpoint import sequence_length, vocabulary_size
+from lpconv.models.inputs import sequence_length, vocabulary_size
+from lpconv.models.opening import read_config
+from lpconv.models.tasks import find_task
+from lpconv.models.tokenizer import read_tokenizer, special_tokens
 from lpconv.progress import Progress, Silent
 from lpconv.report.finetune.card import finetune_card
 from lpconv.report.finetune.html import html_finetune
@@ -28,7 +29,7 @@ from lpconv.results import FinetuneResult, RunRecord, json_text, to_json
 from lpconv.train.allot import why_not_allotted
 from lpconv.train.compare import gaps
 from lpconv.train.compiled import check_compile
-from lpconv.train.examples import classification, packed, sequence_pairs, special_tokens
+from lpconv.train.examples import classification, packed, sequence_pairs
 from lpconv.train.folder import REPORT, begin_folder, remove_checkpoints, run_folder
 from lpconv.train.gates import parse_gates
 from lpconv.train.loggers import check_loggers
@@ -40,7 +41,6 @@ from lpconv.train.processes import is_main_process, num_processes, wait_for_all
 from lpconv.train.publish import form_of, publish_model, write_checksums
 from lpconv.train.recipes import RECIPES, Arithmetic
 from lpconv.train.rows import read_rows
-from lpconv.train.task import find_task
 from lpconv.train.watch import Rate, rate_of, watches_run, watches_twin
 
 __all__ = ["finetune"]
@@ -105,18 +105,16 @@ def _twin_of(options: FinetuneOptions) -> Arithmetic:
 
 
 def _job(directory: Path, options: FinetuneOptions) -> TrainingJob:
-    import transformers
-
+    contents = read_contents(directory)
     tokenizer = read_tokenizer(directory)
     if tokenizer is None:
         raise InputError(f"`{directory.name}` has no tokenizer", hint="copy its files beside the weights")
-    _check_weights(directory, options)
+    _check_weights(contents, options)
     rows = read_rows(options)
-    task = find_task(directory, options.task, has_labels=rows.label is not None)
+    task = find_task(contents.config, options.task, has_labels=rows.label is not None)
     if task.name == "classification" and rows.label is None:
         raise UsageError("classification needs a column of labels", hint="--label-column")
-    with quiet_transformers():
-        config = transformers.AutoConfig.from_pretrained(directory)
+    config = read_config(contents, hint="lpconv trains what this release of transformers opens")
     seq_len = sequence_length(config, options.seq_len)
     mask_id = getattr(tokenizer, "mask_token_id", None)
     keep = (0, 0)
@@ -148,9 +146,9 @@ def _job(directory: Path, options: FinetuneOptions) -> TrainingJob:
     )
 
 
-def _check_weights(directory: Path, options: FinetuneOptions) -> None:
+def _check_weights(contents: Contents, options: FinetuneOptions) -> None:
     """Before anything is loaded, from headers: whether weights, gradients and state have room."""
-    with closing(open_source(read_contents(directory))) as source:
+    with closing(open_source(contents)) as source:
         count = sum(math.prod(entry.info.shape) for entry in source.entries.values())
     check_room({"weights, gradients and optimizer": weight_bytes(count, options.arithmetic)}, options.max_memory)
 

@@ -10,8 +10,8 @@ from contextlib import ExitStack
 from typing import Any
 
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
+from lpconv.layers import linears
 from lpconv.probe.histograms import GRADIENT_ROLES, ProbedTensor
 from lpconv.probe.track import Tracker, track
 from lpconv.results import TrackedRecord, from_json, to_json
@@ -112,5 +112,4 @@ def _formats(arithmetic: Arithmetic) -> tuple[str, str]:
 def _cast_layers(model: nn.Module) -> frozenset[str]:
     """The layers whose operands are cast to fp8."""
     exact = heads(model)
-    kinds = (nn.Linear, Conv1D)
-    return frozenset(n for n, m in model.named_modules() if isinstance(m, kinds) and m not in exact)
+    return frozenset(x.name for x in linears(model) if x.kind != "experts" and x.module not in exact)

@@ -12,7 +12,7 @@ from lpconv.batch.manifest import Manifest, load_manifest
 from lpconv.batch.run import run_batch
 from lpconv.batch.runners import RUNNERS
 from lpconv.bench.options import BenchOptions
-from lpconv.bench.saved import read_bench
+from lpconv.bench.outcome import read_bench
 from lpconv.errors import OutputExistsError, VerificationError
 from lpconv.results import BenchResult
 

@@ -1,6 +1,6 @@
 """Records of benches that never ran, for tests of what is made of them."""
 
-from lpconv.bench.gemm import Gemm
+from lpconv.bench.roofline import Gemm
 from lpconv.results import (
     BenchResult,
     BenchRow,

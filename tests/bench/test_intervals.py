@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from lpconv.bench.intervals import bootstrap_ratio, quantile, ratio_over_launches
+from lpconv.bench.interleave import bootstrap_ratio, quantile, ratio_over_launches
 from lpconv.errors import UsageError
 
 

@@ -17,7 +17,7 @@ from torch.multiprocessing.spawn import spawn
 
 from lpconv.bench.cases import PARALLEL, Case
 from lpconv.bench.defaults import choose_model
-from lpconv.bench.models import make_batch, open_model, step_loss
+from lpconv.bench.models import find_model, make_batch, step_loss
 from lpconv.bench.parallel import check_parallel, join, most, spread
 from lpconv.errors import UnsupportedError
 
@@ -46,8 +46,8 @@ def two_ranks(rank: int, folder: str) -> None:
     errors = {}
     for kind in PARALLEL:
         mine = case(parallel=kind, seed=rank)
-        opened = open_model(mine)
-        model, batch = opened.build("cpu"), make_batch(mine, opened.config)
+        plan = find_model(mine)
+        model, batch = plan.build("cpu").model, make_batch(mine, plan.config)
         average = gradients(model, batch)
         dist.all_reduce(average)
         average /= 2
@@ -86,7 +86,7 @@ def test_a_bench_under_torchrun(tmp_path: Path) -> None:
     (row,) = json.loads(done.stdout)["rows"]  # one document, though two processes ran
     assert (row["status"], row["processes"], row["parallel"]) == ("ok", 2, "fsdp2")
     assert row["tokens_per_s"] == pytest.approx(2 * 16 / row["timing"]["median_s"])
-    one = open_model(case()).build("meta")
+    one = find_model(case()).empty()
     whole = 2 * sum(p.numel() for p in one.parameters())
     assert row["memory"]["parts"]["weights"] == pytest.approx(whole / 2, rel=0.05)
     assert sum(row["memory"]["parts"].values()) == row["peak_memory"]

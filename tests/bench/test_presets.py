@@ -5,10 +5,9 @@ import dataclasses
 import pytest
 
 from lpconv.bench.defaults import choose_model
-from lpconv.bench.estimate import estimate_bytes, gemms_of
-from lpconv.bench.models import blocks_of, open_model
-from lpconv.bench.presets import PRESETS
+from lpconv.bench.models import blocks_of, estimate_bytes, find_model, gemms_of
 from lpconv.errors import UsageError
+from lpconv.models.presets import PRESETS
 
 CASE, _ = choose_model("demo", None, {"device": "cpu", "name": "CPU"})
 
@@ -24,13 +23,13 @@ PARAMETERS = {
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_has_as_many_parameters_as_the_model(name: str) -> None:
-    model = open_model(dataclasses.replace(CASE, model=name)).build("meta")
+    model = find_model(dataclasses.replace(CASE, model=name)).empty()
 
     assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(PARAMETERS[name], rel=1e-3)
 
 
 def test_fewer_layers_and_the_linears_of_those() -> None:
-    model = open_model(dataclasses.replace(CASE, model="llama-8b", layers=2)).build("meta")
+    model = find_model(dataclasses.replace(CASE, model="llama-8b", layers=2)).empty()
 
     gemms = {(g.n, g.k): len(g.names) for g in gemms_of(model) if not g.is_head}
     assert len(blocks_of(model)) == 2
@@ -38,7 +37,7 @@ def test_fewer_layers_and_the_linears_of_those() -> None:
 
 
 def test_conv1d_counts_as_a_linear() -> None:
-    model = open_model(dataclasses.replace(CASE, model="gpt2", layers=1)).build("meta")
+    model = find_model(dataclasses.replace(CASE, model="gpt2", layers=1)).empty()
 
     assert {(g.n, g.k) for g in gemms_of(model)} == {(2304, 768), (768, 768), (3072, 768), (768, 3072), (50257, 768)}
 
@@ -48,13 +47,13 @@ def test_conv1d_counts_as_a_linear() -> None:
 )
 def test_what_the_model_does_not_have_is_refused(changes: dict[str, object]) -> None:
     with pytest.raises(UsageError):
-        open_model(dataclasses.replace(CASE, **({"model": "bert-base"} | changes)))  # type: ignore[arg-type]
+        find_model(dataclasses.replace(CASE, **({"model": "bert-base"} | changes)))  # type: ignore[arg-type]
 
 
 def test_the_estimate_grows_with_what_costs_memory() -> None:
     case = dataclasses.replace(CASE, model="bert-base", layers=2, seq=512)
-    opened = open_model(case)
-    model = opened.build("meta")
+    opened = find_model(case)
+    model = opened.empty()
 
     def estimate(**changes: object) -> int:
         changed = dataclasses.replace(case, **changes)  # type: ignore[arg-type]

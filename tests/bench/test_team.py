@@ -7,9 +7,7 @@ import pytest
 from bench_records import CPU_PEAKS
 
 from lpconv.bench.cases import parallel_of
-from lpconv.bench.child import Child
-from lpconv.bench.team import Team
-from lpconv.bench.torchrun import processes_of
+from lpconv.bench.team import Child, Team, processes_of
 from lpconv.bench.worker import Worker
 from lpconv.errors import LpconvError, UnsupportedError, UsageError
 

@@ -239,7 +239,7 @@ def test_the_model_of_a_config_that_is_not_the_weights_is_never_built(tmp_path: 
 
 
 def test_models_that_memory_does_not_hold_are_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lpconv.convert.logits.available_memory", lambda: 1000)
+    monkeypatch.setattr("lpconv.models.empty.available_memory", lambda: 1000)
     source = tiny("gpt2", tmp_path / "source")
     result = run(source, tmp_path / "auto", verify="auto")
     assert result.verify.logits is not None

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import lpconv.hf
 from lpconv.checkpoint.contents import read_contents
 from lpconv.cli.main import app
-from lpconv.convert.options import ConvertOptions, with_defaults
+from lpconv.convert.options import ConvertOptions, settings_of
 from lpconv.convert.restore import restore
 from lpconv.convert.run import convert, plan
 from lpconv.convert.verify_output import verify_output
@@ -139,7 +139,7 @@ def test_bytes_do_not_depend_on_the_workers_or_the_blocks(tmp_path: Path) -> Non
 )
 def test_what_has_no_rows_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        with_defaults(ConvertOptions(**options))
+        settings_of(ConvertOptions(**options))
 
 
 def test_the_command_and_the_reports_say_it(tmp_path: Path) -> None:

@@ -16,11 +16,11 @@ from lpconv.cli.main import app
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.run import convert
 from lpconv.errors import UnsupportedError, VerificationError
-from lpconv.export.opened import other_inputs
 from lpconv.export.stored import stored_weights
 from lpconv.export.trace import trace
 from lpconv.export.validate import check_file, compare
-from lpconv.hf.load import load
+from lpconv.models.inputs import other_inputs
+from lpconv.models.load import load
 
 AXES = {"x": {0: "batch", 1: "sequence"}}
 

@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 from format_oracles import GFLOAT, ML_DTYPES, every_16_bit, every_value, gfloat_round, ml_dtypes_round, same
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from lpconv.errors import UsageError

@@ -203,7 +203,7 @@ def test_scales_that_are_none_are_refused(form: Form, tmp_path: Path, monkeypatc
 @pytest.fixture(scope="module")
 def loader() -> ModuleType:
     """The loader module that travels with outputs, from its source alone."""
-    source = importlib.util.find_spec("lpconv.hf.plugin")
+    source = importlib.util.find_spec("lpconv.models.plugin")
     assert source is not None
     spec = importlib.util.spec_from_file_location("lpconv_loader", str(source.origin))
     assert spec is not None

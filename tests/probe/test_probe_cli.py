@@ -9,19 +9,18 @@ import pytest
 import tokenizers
 import torch
 import transformers
-from click.testing import Result
 from safetensors.torch import load_file
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 import lpconv
 from lpconv.cli.main import app
 from lpconv.data import demo_checkpoint
 from lpconv.formats.cast import cast
+from lpconv.models.tasks import CLM, MLM
 from lpconv.probe.batches import MASK_RATE, Batches, Tokens
 from lpconv.probe.checkpoint import probe_checkpoint
 from lpconv.probe.histograms import ProbeResult
 from lpconv.probe.options import ProbeOptions
-from lpconv.probe.task import CAUSAL, MASKED
 
 SMALL = ("--steps", "2", "--batch-size", "2", "--seq-len", "32")
 BERT = {
@@ -180,7 +179,7 @@ def test_masks_spare_special_tokens_and_follow_the_seed(mask_id: int | None) -> 
     tokens = Tokens(windows=windows, num_prefix=1, num_suffix=1, mask_id=mask_id)
 
     def first(seed: int) -> dict[str, torch.Tensor]:
-        return next(iter(Batches(tokens=tokens, task=MASKED, batch_size=64, vocab_size=64, seed=seed)))
+        return next(iter(Batches(tokens=tokens, task=MLM, batch_size=64, vocab_size=64, seed=seed)))
 
     batch = first(0)
     masked = batch["labels"] != -100
@@ -197,7 +196,7 @@ def test_masks_spare_special_tokens_and_follow_the_seed(mask_id: int | None) -> 
 
 def test_a_short_text_is_repeated() -> None:
     tokens = Tokens(windows=torch.arange(6).view(3, 2))
-    batches = iter(Batches(tokens=tokens, task=CAUSAL, batch_size=2, vocab_size=6, seed=0))
+    batches = iter(Batches(tokens=tokens, task=CLM, batch_size=2, vocab_size=6, seed=0))
     assert [next(batches)["input_ids"].tolist() for _ in range(2)] == [[[0, 1], [2, 3]], [[4, 5], [0, 1]]]
 
 

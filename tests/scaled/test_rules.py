@@ -7,8 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as some
+from hypothesis import given, settings, strategies as some
 from torch import Tensor
 
 from lpconv.errors import UnsupportedError, UsageError

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from lpconv.train.task import find_task, open_for
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -20,7 +21,6 @@ from lpconv.train.options import FinetuneOptions
 from lpconv.train.prepare import prepare
 from lpconv.train.recipes import arithmetic
 from lpconv.train.run import finetune
-from lpconv.train.task import find_task, open_for
 
 SOURCES: dict[str, dict[str, Any]] = {
     "unit": {"method": "unit", "format": "e4m3fn"},

@@ -18,9 +18,9 @@ from lpconv.report.bench.text import (
     ratio_text,
     reasons,
 )
-from lpconv.report.layout import Name, facts_grid, heading, note_list, section, table_of
 from lpconv.report.numbers import MISSING, number_text, plural, size_text
 from lpconv.report.printable import printable_record
+from lpconv.report.terminal import Name, facts_grid, heading, note_list, section, table_of
 from lpconv.results import BenchResult, VerdictRecord
 
 __all__ = ["render_bench"]

@@ -11,7 +11,6 @@ import yaml
 from lpconv.report.convert.compare import RUN_FIGURES, figures
 from lpconv.report.convert.grouping import converted, done_groups, worst_tensors
 from lpconv.report.convert.words import besides_rounding, checks, method_name, summary, verdict
-from lpconv.report.markdown import code_span, escaped, fence_for, table
 from lpconv.report.numbers import (
     MISSING,
     count_text,
@@ -20,7 +19,7 @@ from lpconv.report.numbers import (
     size_text,
     sqnr_text,
 )
-from lpconv.report.printable import printable_record
+from lpconv.report.printable import code_span, escaped, fence_for, printable_record, table
 from lpconv.results import ConvertResult
 
 __all__ = ["model_card"]

@@ -13,7 +13,6 @@ from rich.text import Text
 from lpconv.report.convert.compare import Figure, figures, run_names
 from lpconv.report.convert.grouping import DoneGroup, done_groups, worst_tensors
 from lpconv.report.convert.words import besides_rounding, checks, done_words, method_name, verdict
-from lpconv.report.layout import Name, after_gap, facts_grid, heading, least_width, note_list, section, table_of
 from lpconv.report.numbers import (
     change_text,
     count_text,
@@ -29,6 +28,7 @@ from lpconv.report.numbers import (
     sqnr_text,
 )
 from lpconv.report.printable import printable_record
+from lpconv.report.terminal import Name, after_gap, facts_grid, heading, least_width, note_list, section, table_of
 from lpconv.results import (
     ConvertResult,
     FileRecord,

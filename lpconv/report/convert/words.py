@@ -9,13 +9,13 @@ from lpconv.report.numbers import (
     change_text,
     count_text,
     error_text,
+    listed,
     number_text,
     plural,
     share_text,
     size_text,
     sqnr_text,
 )
-from lpconv.report.sentences import listed
 from lpconv.results import ConvertResult, HashCheck, LogitsCheck, TensorRecord, VerifyResult, WeightsCheck
 
 __all__ = [

@@ -3,8 +3,7 @@
 import yaml
 
 from lpconv.report.finetune.words import diagnostics, gap_rows, title, verdict
-from lpconv.report.markdown import escaped, table
-from lpconv.report.printable import printable_record
+from lpconv.report.printable import escaped, printable_record, table
 from lpconv.results import FinetuneResult
 
 __all__ = ["finetune_card"]

@@ -18,10 +18,9 @@ from lpconv.report.finetune.words import (
     verdict,
     worst_tracked,
 )
-from lpconv.report.numbers import duration_text, plural, size_text
+from lpconv.report.numbers import ROLE_WORDS, duration_text, plural, size_text
 from lpconv.report.page import Tile, environment
 from lpconv.report.printable import printable_record
-from lpconv.report.sentences import ROLE_WORDS
 from lpconv.results import FinetuneResult
 
 __all__ = ["html_finetune"]

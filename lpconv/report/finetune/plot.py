@@ -5,9 +5,8 @@ import math
 from lpconv.report.finetune.words import METRIC_WORDS, main_run, twin_run
 from lpconv.report.heat import Heatmap, Loss, loss_map
 from lpconv.report.line_plot import Line, line_plot
-from lpconv.report.numbers import share_text
+from lpconv.report.numbers import ROLE_WORDS, share_text
 from lpconv.report.plot import Plot
-from lpconv.report.sentences import ROLE_WORDS
 from lpconv.results import FinetuneResult, RunRecord, Series, TrackedRecord
 
 __all__ = ["curve_plots", "loss_heatmap"]

@@ -18,9 +18,9 @@ from lpconv.report.finetune.words import (
     verdict,
     worst_tracked,
 )
-from lpconv.report.layout import facts_grid, heading, note_list, section, table_of
 from lpconv.report.numbers import share_text, size_text
 from lpconv.report.printable import printable_record
+from lpconv.report.terminal import facts_grid, heading, note_list, section, table_of
 from lpconv.results import FinetuneResult
 
 __all__ = ["render_finetune", "render_recipes"]

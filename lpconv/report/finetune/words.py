@@ -2,8 +2,7 @@
 
 import math
 
-from lpconv.report.numbers import MISSING, duration_text, number_text, plural, scale_text, share_text
-from lpconv.report.sentences import ROLE_WORDS
+from lpconv.report.numbers import MISSING, ROLE_WORDS, duration_text, number_text, plural, scale_text, share_text
 from lpconv.results import FinetuneResult, GapRecord, LossAllocation, RunRecord
 
 __all__ = [

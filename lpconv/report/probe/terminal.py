@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from lpconv.report.layout import Name, after_gap, facts_grid, heading, note_list, section, table_of
 from lpconv.report.numbers import number_text, plural, share_text, sqnr_text
 from lpconv.report.printable import printable_record
 from lpconv.report.probe.words import (
@@ -20,6 +19,7 @@ from lpconv.report.probe.words import (
     tracking_words,
     worst_first,
 )
+from lpconv.report.terminal import Name, after_gap, facts_grid, heading, note_list, section, table_of
 from lpconv.results import ProbedRecord, ProbeReport
 
 __all__ = ["render_probe", "render_what_if"]

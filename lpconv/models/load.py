@@ -1,5 +1,6 @@
-"""Open an output of any method as a model."""
+"""The model in a checkpoint directory, an output of any method included."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,11 @@ import transformers
 from lpconv.checkpoint.compressed import is_ours
 from lpconv.checkpoint.contents import read_contents
 from lpconv.checkpoint.residual import RESIDUAL_INDEX
-from lpconv.errors import UnsupportedError
 from lpconv.forms.reader import StoredTensors
-from lpconv.hf.plugin import register
+from lpconv.models.plugin import register
+from lpconv.models.tasks import architecture, concrete
 
-__all__ = ["architecture", "load", "load_with_missing"]
+__all__ = ["load", "load_with_missing"]
 
 
 def load(path: str | Path, *, dtype: torch.dtype | None = None, model_class: Any = None, **kwargs: Any) -> Any:
@@ -39,27 +40,17 @@ def load_with_missing(
     if not has_residual and not is_ours(contents):
         model, info = cls.from_pretrained(contents.directory, dtype=dtype or "auto", **kwargs)
         return model.eval(), tuple(sorted(info["missing_keys"]))
-    config = transformers.AutoConfig.from_pretrained(contents.directory)
+    config = copy.deepcopy(kwargs.pop("config", None))
+    if config is None:  # as from a directory, what the config knows goes to it
+        found = transformers.AutoConfig.from_pretrained(contents.directory, return_unused_kwargs=True, **kwargs)
+        config, kwargs = found
     with StoredTensors.open(contents.directory) as stored:
         state = {name: stored.tensor(name) for name in stored.forms}
     default = torch.float32 if has_residual else config.dtype
     if not has_residual:
         del config.quantization_config
+    cls = concrete(cls, config)
     model, info = cls.from_pretrained(None, config=config, state_dict=state, dtype=dtype or default, **kwargs)
     if model.can_generate() and (contents.directory / "generation_config.json").exists():
         model.generation_config = transformers.GenerationConfig.from_pretrained(contents.directory)
     return model.eval(), tuple(sorted(info["missing_keys"]))
-
-
-def architecture(config: dict[str, Any]) -> Any:
-    """The transformers class that config.json's `architectures` names; AutoModel where it names none."""
-    names = config.get("architectures") or []
-    if not names:
-        return transformers.AutoModel
-    found = getattr(transformers, names[0], None)
-    if found is None:
-        raise UnsupportedError(
-            f"transformers {transformers.__version__} has no class `{names[0]}`",
-            hint="open it with the Auto class of your task and trust_remote_code=True",
-        )
-    return found

@@ -1,0 +1,8 @@
+"""Importing this module lets transformers' `from_pretrained` open what `lpconv convert` wrote."""
+
+from lpconv.models.load import load
+from lpconv.models.plugin import LpconvConfig, LpconvQuantizer, register
+
+__all__ = ["LpconvConfig", "LpconvQuantizer", "load", "register"]
+
+register()

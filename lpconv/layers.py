@@ -1,0 +1,90 @@
+"""What a model is made of: which modules multiply by a weight, which one makes the output, which look ids up.
+
+What replaces, counts, times or watches layers asks here. No model class is named, and transformers is not imported:
+kernels and optimizers, which take any module, ask too.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+__all__ = ["LinearLayer", "embeddings", "head", "linears", "weighted"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LinearLayer:
+    """A weight W that inputs are multiplied by, y = x Wᵀ with W of (`out_features`, `in_features`).
+
+    `module`, called `name`, owns it under `parameter`. `kind` is "Linear", "Conv1D" (GPT-2's, which stores Wᵀ) or
+    "experts": `num_experts` such weights in one parameter of three axes, of which every token meets a few. `is_plain`
+    says that the module is of that very class; one of a derived class may use its weight without being called.
+    """
+
+    name: str
+    module: nn.Module
+    parameter: str
+    kind: str
+    in_features: int
+    out_features: int
+    num_experts: int = 1
+    is_plain: bool = True
+
+    @property
+    def is_replaceable(self) -> bool:
+        """Whether another module with the same weight can stand in its place."""
+        return self.is_plain and self.kind != "experts"
+
+
+def linears(model: nn.Module) -> list[LinearLayer]:
+    """The weights that a model multiplies by, in its order; a module that stands in two places counts once."""
+    return [layer for name, module in model.named_modules() for layer in _linears_of(name, module)]
+
+
+def _linears_of(name: str, module: Any) -> list[LinearLayer]:
+    kinds = [c.__name__ for c in type(module).__mro__]
+    if isinstance(module, nn.Linear) or "Conv1D" in kinds:
+        kind = "Linear" if isinstance(module, nn.Linear) else "Conv1D"
+        rows, columns = module.weight.shape
+        n, k = (rows, columns) if kind == "Linear" else (columns, rows)
+        return [
+            LinearLayer(
+                name=name, module=module, parameter="weight", kind=kind, in_features=k, out_features=n,
+                is_plain=kinds[0] == kind,
+            )
+        ]  # fmt: skip
+    if not isinstance(getattr(module, "num_experts", None), int):
+        return []
+    stacks = {key: tuple(p.shape) for key, p in module._parameters.items() if p is not None and p.ndim == 3}
+    swapped = getattr(module, "is_transposed", False)  # as transformers marks those that store Wᵀ
+    return [
+        LinearLayer(
+            name=name, module=module, parameter=key, kind="experts", num_experts=count,
+            in_features=n if swapped else k, out_features=k if swapped else n,
+        )
+        for key, (count, n, k) in stacks.items()
+    ]  # fmt: skip
+
+
+def head(model: nn.Module) -> nn.Module | None:
+    """The module that makes logits: the output embeddings, or else the last linear layer outside of the base model.
+
+    None for a bare model, and for one that is not of transformers.
+    """
+    get = getattr(model, "get_output_embeddings", None)
+    found: nn.Module | None = get() if callable(get) else None
+    base = getattr(model, "base_model", None)
+    if found is not None or base is None or base is model:
+        return found
+    inside = set(base.modules())
+    return next((x.module for x in reversed(linears(model)) if x.module not in inside), None)
+
+
+def embeddings(model: nn.Module) -> dict[str, nn.Embedding]:
+    """The tables that ids are looked up in, of tokens, positions and kinds, by name."""
+    return {name: m for name, m in model.named_modules() if isinstance(m, nn.Embedding)}
+
+
+def weighted(model: nn.Module) -> dict[str, Any]:
+    """The modules with a `weight` of their own, by name: linear layers, embeddings, norms, convolutions."""
+    return {name: m for name, m in model.named_modules() if isinstance(getattr(m, "weight", None), Tensor)}

@@ -1,0 +1,145 @@
+"""Inputs for a model by the kind of what it reads, made of its config alone with a fixed seed.
+
+A model reads token ids, pixels or a spectrogram; the table `_KINDS` has a line for each. Letters in shapes: B batch,
+L sequence length.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lpconv.errors import UnsupportedError, UsageError
+
+__all__ = [
+    "axes_of",
+    "describe",
+    "example_inputs",
+    "max_length",
+    "other_inputs",
+    "random_ids",
+    "sequence_length",
+    "tracing_inputs",
+    "vocabulary_size",
+]
+
+_BATCH, _LENGTH, _SEED = 2, 32, 0
+_SEQ_LEN = 128
+# Their positions count from the padding id on, so two of them are no tokens.
+_OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert", "xlm-roberta-xl", "mpnet")
+# No two axes of one length, nor of a length that a model's own axes are likely to have: torch.export would take strides
+# that happen to agree for the same, and the graph would work for this length only or not at all.
+_TRACED = {"sequence": 13, "decoder_sequence": 11}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Kind:
+    """How to make the inputs of a kind of model, and the names of their dynamic axes by position."""
+
+    make: Callable[[Any, torch.Generator], dict[str, Tensor]]
+    axes: Mapping[int, str]
+
+
+def vocabulary_size(config: Any) -> int:
+    """How many ids the model embeds."""
+    return int(config.get_text_config().vocab_size)
+
+
+def max_length(config: Any) -> int | None:
+    """How many tokens the model has positions for; None where its config names no limit."""
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return positions and positions - (2 if config.model_type in _OFFSET_POSITIONS else 0)
+
+
+def sequence_length(config: Any, wanted: int | None) -> int:
+    """`wanted` tokens, by default 128 or the model's most; UsageError for more than the model has positions."""
+    limit = max_length(config) or _SEQ_LEN
+    if wanted is not None and wanted > limit:
+        raise UsageError(f"--seq-len {wanted} is more than the model's {limit} positions", hint=f"pass at most {limit}")
+    return wanted or min(_SEQ_LEN, limit)
+
+
+def random_ids(shape_BL: tuple[int, int], vocab_size: int, *, seed: int, first: int = 0) -> Tensor:
+    """Uniformly random ids from `first` on, the same for the same seed on every machine."""
+    return torch.randint(first, vocab_size, shape_BL, generator=torch.Generator().manual_seed(seed))
+
+
+def example_inputs(model: Any) -> dict[str, Tensor]:
+    """Inputs for one forward pass, the same for every run of the same config.
+
+    Raises UnsupportedError where the model reads something else.
+    """
+    kind = _KINDS.get(model.main_input_name)
+    if kind is None:
+        raise UnsupportedError(
+            f"no example inputs for a model that reads `{model.main_input_name}`", hint="use --verify weights"
+        )
+    inputs = kind.make(model.config, torch.Generator().manual_seed(_SEED))
+    if getattr(model.config, "is_encoder_decoder", False):
+        generator = torch.Generator().manual_seed(_SEED + 1)
+        inputs["decoder_input_ids"] = _token_ids(model.config, generator)["input_ids"]
+    return inputs
+
+
+def describe(inputs: Mapping[str, Tensor]) -> str:
+    """What `example_inputs` made, in words."""
+    shapes = ", ".join(f"{k} {list(v.shape)}" for k, v in inputs.items() if k != "attention_mask")
+    return f"{shapes}, random with seed {_SEED}"
+
+
+def _token_ids(config: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    text = config.get_text_config()
+    length = min(_LENGTH, getattr(text, "max_position_embeddings", _LENGTH) or _LENGTH)
+    ids_BL = torch.randint(0, text.vocab_size, (_BATCH, length), generator=generator)
+    return {"input_ids": ids_BL, "attention_mask": torch.ones_like(ids_BL)}
+
+
+def _pixels(config: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    size = config.image_size
+    height, width = (size, size) if isinstance(size, int) else size
+    return {"pixel_values": torch.randn(_BATCH, getattr(config, "num_channels", 3), height, width, generator=generator)}
+
+
+def _spectrogram(config: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    frames = 2 * config.max_source_positions
+    return {"input_features": torch.randn(_BATCH, config.num_mel_bins, frames, generator=generator)}
+
+
+_KINDS = {
+    "input_ids": _Kind(make=_token_ids, axes={0: "batch", 1: "sequence"}),
+    "pixel_values": _Kind(make=_pixels, axes={0: "batch"}),
+    "input_features": _Kind(make=_spectrogram, axes={0: "batch"}),
+}
+_DECODER_AXES = {0: "batch", 1: "decoder_sequence"}
+
+
+def axes_of(name: str) -> dict[int, str]:
+    """The dynamic axes of an input; those beside the main one run along its tokens, or along the decoder's."""
+    kind = _KINDS.get(name, _KINDS["input_ids"])
+    return dict(_DECODER_AXES if name.startswith("decoder") else kind.axes)
+
+
+def tracing_inputs(model: Any) -> dict[str, Tensor]:
+    """`example_inputs` with kinds of tokens where the model has them, every dynamic axis of another length."""
+    inputs = example_inputs(model)
+    if getattr(model.config, "type_vocab_size", 0) > 1 and "input_ids" in inputs:
+        inputs["token_type_ids"] = torch.zeros_like(inputs["input_ids"])
+    for name, x in inputs.items():
+        if (along := axes_of(name).get(1)) is not None:
+            inputs[name] = x[:, : _TRACED[along]].contiguous()
+    return inputs
+
+
+def other_inputs(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Inputs of other sizes on every dynamic axis, the last tokens of the first row masked as padding is."""
+    changed = {name: torch.cat([x, x[:1].flip(-1)]) for name, x in inputs.items()}
+    for name, x in changed.items():
+        if 1 in axes_of(name):
+            changed[name] = x[:, : max(2, x.shape[1] // 2)].contiguous()
+    if "attention_mask" in changed:
+        changed["attention_mask"][0, -(changed["attention_mask"].shape[1] // 4) - 1 :] = 0
+    if "token_type_ids" in changed:
+        changed["token_type_ids"][:, changed["token_type_ids"].shape[1] // 2 :] = 1
+    return changed

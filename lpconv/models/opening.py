@@ -1,0 +1,179 @@
+"""A model opened for a purpose: to run, to trace, to train, to time. Each takes any of our outputs.
+
+What cannot be opened is refused before a weight is read, as far as the config tells.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from lpconv.checkpoint.compressed import is_ours, quantized_by
+from lpconv.checkpoint.contents import Contents, read_contents
+from lpconv.errors import LpconvError, UnsupportedError
+from lpconv.machine import out_of_memory
+from lpconv.models.load import load_with_missing
+from lpconv.models.plugin import METHOD, LpconvQuantizer
+from lpconv.models.presets import PRESETS
+from lpconv.models.quiet import quiet_transformers
+from lpconv.models.tasks import Task, architecture, concrete, task_of
+
+__all__ = [
+    "Blueprint",
+    "Opened",
+    "blueprint",
+    "first_line",
+    "open_to_run",
+    "open_to_trace",
+    "open_to_train",
+    "read_config",
+    "reads_text",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    """A model in evaluation mode, and its task. `missing` names parameters that the checkpoint lacks: random ones."""
+
+    model: Any
+    missing: tuple[str, ...] = ()
+
+    @property
+    def task(self) -> Task:
+        """What the model is for."""
+        return task_of(type(self.model).__name__)
+
+
+def open_to_run(directory: Path, **options: Any) -> Opened:
+    """The model in fp32 in the class that its config names; where the checkpoint lacks any of that, the bare model.
+
+    Random heads would compare nothing, and send random gradients through all below. `options` go to `from_pretrained`.
+    """
+    with quiet_transformers():
+        model, missing = load_with_missing(directory, dtype=torch.float32, **options)
+        if missing:
+            bare = transformers.AutoModel
+            model, missing = load_with_missing(directory, dtype=torch.float32, model_class=bare, **options)
+    return Opened(model=_without_cache(model), missing=missing)
+
+
+def open_to_trace(directory: Path) -> Opened:
+    """`open_to_run` with the plain attention (``eager``), which every opset can say.
+
+    Raises UnsupportedError for models that transformers does not open.
+    """
+    try:
+        opened = open_to_run(directory)
+        opened.model.set_attn_implementation("eager")
+    except LpconvError:
+        raise
+    except Exception as e:  # transformers raises anything at all for checkpoints it does not know
+        raise out_of_memory(e) or UnsupportedError(
+            f"the model does not open: {first_line(e)}", hint="lpconv exports what this release of transformers opens"
+        ) from e
+    return opened
+
+
+def open_to_train(task: Task, directory: Path, *, seed: int, num_labels: int | None = None) -> Opened:
+    """The model in fp32 with the task's head; what the checkpoint does not hold is drawn from `seed`.
+
+    So a run and its twin begin alike. Outputs of lpconv are opened as the weights that their codes stand for. Raises
+    UnsupportedError for models that the task has no class for, and for those that another library quantised.
+    """
+    contents = read_contents(directory)
+    method = quantized_by(contents.config)
+    if method not in (None, METHOD) and not is_ours(contents):
+        raise UnsupportedError(
+            f"the weights of `{directory.name}` are kept as codes of {method}",
+            hint="fine-tune the checkpoint that it was made from",
+        )
+    with quiet_transformers():
+        try:
+            config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
+            model_class = concrete(task.auto, config)
+        except (UnsupportedError, ValueError) as e:
+            raise UnsupportedError(
+                f"transformers has no {task.name} model for this checkpoint: {first_line(e)}",
+                hint="choose another --task",
+            ) from e
+        torch.manual_seed(seed)
+        options = {} if num_labels is None else {"num_labels": num_labels, "ignore_mismatched_sizes": True}
+        model, missing = load_with_missing(directory, dtype=torch.float32, model_class=model_class, **options)
+    if isinstance(getattr(model, "hf_quantizer", None), LpconvQuantizer):
+        model.dequantize()  # the weights are decoded already: this only lets go of the codes' scales
+    return Opened(model=_without_cache(model), missing=missing)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blueprint:
+    """A model that is known and not built: its class, its config, and where its weights lie (None: they are random)."""
+
+    model_class: Any
+    config: Any
+    directory: Path | None
+
+    def empty(self) -> nn.Module:
+        """The model without memory, for counting."""
+        with quiet_transformers(), torch.device("meta"):
+            model: nn.Module = self.model_class(self.config)
+        return model
+
+    def build(self, device: str) -> Opened:
+        """The model in fp32 on `device`."""
+        missing: tuple[str, ...] = ()
+        with quiet_transformers():
+            if self.directory is not None:
+                model, missing = load_with_missing(
+                    self.directory, dtype=torch.float32, model_class=self.model_class, config=self.config
+                )
+            else:
+                with torch.device(device):
+                    model = self.model_class(self.config)
+        return Opened(model=model.to(device).eval(), missing=missing)
+
+
+def blueprint(preset_or_directory: str | Path) -> Blueprint:
+    """What a preset's name or a checkpoint directory describes; UnsupportedError for what does not read token ids."""
+    if isinstance(preset_or_directory, str):
+        preset = PRESETS[preset_or_directory]
+        config = getattr(transformers, preset.config_class)(**preset.settings)
+        return Blueprint(model_class=getattr(transformers, preset.model_class), config=config, directory=None)
+    contents = read_contents(preset_or_directory)
+    config = reads_text(contents, hint="choose a preset of about its size: " + ", ".join(PRESETS))
+    model_class = concrete(architecture(contents.config), config)
+    return Blueprint(model_class=model_class, config=config, directory=preset_or_directory)
+
+
+def read_config(contents: Contents, *, hint: str) -> Any:
+    """The config as transformers has it; UnsupportedError for models of another release, or with code of their own."""
+    try:
+        with quiet_transformers():
+            return transformers.AutoConfig.from_pretrained(contents.directory, trust_remote_code=False)
+    except Exception as e:  # transformers raises anything at all for configs it does not know
+        raise UnsupportedError(f"transformers does not open this model: {first_line(e)}", hint=hint) from e
+
+
+def reads_text(contents: Contents, *, hint: str) -> Any:
+    """The config of a model that reads token ids and nothing else; UnsupportedError for any other."""
+    config = read_config(contents, hint=hint)
+    cls = concrete(architecture(contents.config), config)
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedError(f"`{cls.__name__}` is an encoder with a decoder, which does not run here", hint=hint)
+    reads = getattr(cls, "main_input_name", "input_ids")
+    if reads != "input_ids":
+        raise UnsupportedError(f"`{cls.__name__}` reads `{reads}`, not token ids", hint=hint)
+    return config
+
+
+def first_line(error: Exception) -> str:
+    """The first line of what a library said, with the kind of error where that is not plain."""
+    first = str(error).splitlines()[0] if str(error) else ""
+    return first if isinstance(error, (ValueError, LpconvError)) else f"{type(error).__name__}: {first}"
+
+
+def _without_cache(model: Any) -> Any:
+    model.config.use_cache = False  # keys and values of past tokens would be kept for nothing
+    return model

@@ -1,0 +1,137 @@
+"""A model opened to run, to trace, to train and to time, in every form it can be stored in, a head or none on it."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from typer.testing import CliRunner
+
+import lpconv.hf
+from lpconv.bench.defaults import choose_model
+from lpconv.bench.models import find_model
+from lpconv.bench.runner import CaseRunner
+from lpconv.cli.main import app
+from lpconv.convert.options import ConvertOptions
+from lpconv.convert.run import convert
+from lpconv.errors import UnsupportedError
+from lpconv.models.inputs import example_inputs
+from lpconv.models.opening import open_to_run, open_to_trace, open_to_train
+from lpconv.models.tasks import TASKS, find_task, task_of
+
+FORMS = {
+    "unit": {"method": "unit", "format": "fp16"},
+    "scalify": {"method": "scalify", "format": "fp16"},
+    "multipoint": {"method": "multipoint", "format": "int8"},
+    "collage": {"method": "collage", "format": "bf16"},
+    "exact16": {"method": "collage", "format": "bf16", "residual": "exact16"},
+    "compressed-tensors": {"method": "unit", "format": "e4m3fn", "layout": "compressed-tensors"},
+}
+SMALL = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+}  # fmt: skip
+
+
+def bert(folder: Path, kind: str = "BertModel", *, named: bool = True) -> Path:
+    """A small BERT; sentence encoders name no architecture, or the bare model."""
+    torch.manual_seed(0)
+    getattr(transformers, kind)(transformers.BertConfig(**SMALL)).save_pretrained(folder)
+    if not named:
+        change_config(folder, architectures=None)
+    return folder
+
+
+def change_config(folder: Path, **changes: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+@pytest.fixture(scope="module", params=[*FORMS, "source"])
+def stored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sentence encoder that names no architecture, in every form."""
+    folder = tmp_path_factory.mktemp("forms")
+    source = bert(folder / "source", named=False)
+    if request.param != "source":
+        options = {"verify": "none", **FORMS[request.param]}
+        convert(str(source), folder / "out", ConvertOptions(**options))  # type: ignore[arg-type]  # options by name
+        return folder / "out"
+    return source
+
+
+def test_a_model_without_a_head_opens_for_every_purpose(stored: Path) -> None:
+    model = open_to_run(stored).model
+    assert type(model).__name__ == "BertModel"
+    with torch.inference_mode():
+        wanted = model(**example_inputs(model))[0]
+        traced = open_to_trace(stored).model
+        assert torch.allclose(traced(**example_inputs(traced))[0], wanted, atol=1e-5)
+        trained = open_to_train(TASKS["classification"], stored, seed=0, num_labels=3)
+        assert trained.task is TASKS["classification"]
+        assert trained.model.config.num_labels == 3
+        assert set(trained.missing) == {"classifier.weight", "classifier.bias"}
+        assert torch.equal(trained.model.bert(**example_inputs(model))[0], wanted)
+        case, _ = choose_model(str(stored), None, {"device": "cpu", "name": "CPU"})
+        timed = find_model(case).build("cpu")
+        assert not timed.missing
+        assert torch.allclose(timed.model(**example_inputs(model))[0], wanted, atol=1e-5)
+
+
+def test_an_auto_class_opens_every_form(stored: Path) -> None:
+    model = lpconv.hf.load(stored, model_class=transformers.AutoModelForMaskedLM)
+    assert type(model).__name__ == "BertForMaskedLM"
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("form", ["collage", "compressed-tensors"])
+def test_a_model_without_a_head_is_verified_and_probed(form: str, named: bool, tmp_path: Path) -> None:
+    source, out = bert(tmp_path / "source", named=named), tmp_path / "out"
+    options = [x for k, v in FORMS[form].items() for x in (f"--{k}", v)]
+    for command in (
+        ["convert", source, *options, "--verify", "logits", "-q", "-o", out],
+        ["verify", out, "--against", source, "--level", "logits"],
+        ["probe", out, "--steps", 1, "--batch-size", 1, "--seq-len", 8, "-o", tmp_path / "probe"],
+        ["export", "onnx", out, "-o", tmp_path / "onnx"],
+    ):
+        done = CliRunner().invoke(app, [str(x) for x in command], env={"LPCONV_COMPILE": "never"})
+        assert done.exit_code == 0, f"{command}\n{done.output}"
+
+
+def test_what_another_library_quantised_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    folder = bert(tmp_path / "model", "BertForMaskedLM")
+    change_config(folder, quantization_config={"quant_method": "gptq", "bits": 4})
+    (folder / "model.safetensors").write_bytes(b"")
+    with pytest.raises(UnsupportedError, match="codes of gptq"):
+        open_to_train(TASKS["mlm"], folder, seed=0)
+
+
+def test_a_task_without_a_class_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="no seq2seq model"):
+        open_to_train(TASKS["seq2seq"], bert(tmp_path / "model"), seed=0)
+
+
+def test_a_bench_says_how_much_of_its_weights_is_random(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LPCONV_COMPILE", "never")
+    folder = bert(tmp_path / "model", "BertForMaskedLM")
+    case, _ = choose_model(str(folder), None, {"device": "cpu", "name": "CPU"})
+    case = dataclasses.replace(case, batch=1, seq=8, compiled="off")
+    assert CaseRunner(case, memory_share=1.0).weights == "checkpoint"
+    change_config(folder, num_hidden_layers=3)
+    assert CaseRunner(case, memory_share=1.0).weights == "16 of 58 parameters random, else checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "has_labels", "task"),
+    [
+        ("BertForMaskedLM", False, "mlm"),
+        ("BertForMaskedLM", True, "classification"),
+        ("LlamaForCausalLM", False, "clm"),
+        ("BartForConditionalGeneration", True, "seq2seq"),
+        ("BertForSequenceClassification", False, "classification"),
+    ],
+)
+def test_a_task_is_found_by_the_architecture(architecture: str, has_labels: bool, task: str) -> None:
+    assert find_task({"architectures": [architecture]}, "auto", has_labels=has_labels).name == task
+    assert task_of("BertModel").name == "none"
