@@ -7,14 +7,11 @@ import re
 import shlex
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Annotated
 
 from lpconv.checkpoint.compressed import COMPRESSED_TENSORS
-from lpconv.checkpoint.resolve import base_name
 from lpconv.errors import UsageError
 from lpconv.formats.spec import FORMATS, Format, get_format
-from lpconv.gates import CONVERT_GATES
 from lpconv.lookup import find
 from lpconv.mcf.point_layout import MAX_POINTS
 from lpconv.methods import LPCONV, METHODS, ROWS, Method
@@ -29,7 +26,6 @@ __all__ = [
     "PointBudget",
     "VerifyOptions",
     "command_line",
-    "default_output",
     "matches",
     "parse_rule",
     "settings_of",
@@ -66,6 +62,12 @@ def parse_rule(text: str) -> FormatRule:
     if name != "keep":
         get_format(name)
     return FormatRule(pattern=pattern, format=name)
+
+
+def _gate(text: str) -> str:
+    from lpconv.gates import CONVERT_GATES  # with the records of all results, which `--help` does without
+
+    return CONVERT_GATES.parse(text).expression
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +148,7 @@ class ConvertOptions:
             "Condition to publish, such as 'sqnr>=25'",
             flag="gate",
             metavar="CONDITION",
-            parse=lambda text: CONVERT_GATES.parse(text).expression,
+            parse=_gate,
         ),
     ] = ()
     revision: Revision = None
@@ -186,7 +188,7 @@ class VerifyOptions:
             "Condition to pass, such as 'top1>=0.99'",
             flag="gate",
             metavar="CONDITION",
-            parse=lambda text: CONVERT_GATES.parse(text).expression,
+            parse=_gate,
         ),
     ] = ()
     trust_remote_code: TrustRemoteCode = False
@@ -243,12 +245,6 @@ def settings_of(options: ConvertOptions) -> ConvertSettings:
         points_max=budget.most if budget else None,
     )
     return ConvertSettings(options=filled, method=method, format=fmt, residual=residual, budget=budget)
-
-
-def default_output(model: str, options: ConvertOptions) -> Path:
-    """`NAME-METHOD-FORMAT` in the current directory."""
-    settings = settings_of(options)
-    return Path(f"{base_name(model)}-{settings.method.name}-{settings.format.name}")
 
 
 def command_line(model: str, options: ConvertOptions) -> str:

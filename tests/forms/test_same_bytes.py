@@ -98,12 +98,13 @@ def _package(name: str) -> Path:
 
 
 def _cases() -> Iterator[tuple[str, Callable[[Path], Path], Options]]:
-    for model, opened, many in (
+    cases: tuple[tuple[str, Callable[[Path], Path], list[Options]], ...] = (
         ("demo", _demo, [*_SCALED, *_PAIRS, *_POINTS, *_COMPRESSED, *_ROWS, *_ODD]),
         ("gpt2", _gpt2, [*_SCALED, *_PAIRS, {"method": "multipoint", "format": "int8", "budget_bits": 12.0}]),
         ("minilm", _minilm, _FEW),
         ("albert", _albert, _FEW),
-    ):
+    )
+    for model, opened, many in cases:
         for options in many:
             words = [str(v) if isinstance(v, str | int | float) else k for k, v in options.items()]
             yield " ".join([model, *words]), opened, options
