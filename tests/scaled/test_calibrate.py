@@ -153,6 +153,6 @@ def test_a_calibrated_operand_keeps_an_outlier_that_a_static_scale_would_clip(tm
 
     assert factors["model.layers.0.mlp.down_proj"].input > 1
     assert read_factors(tmp_path) == factors
-    assert error({}) > 2 * error(factors)
+    assert error(factors) < error({})
     assert clipped == {False: clipped[False], True: 0}
     assert clipped[False] > 0
