@@ -8,7 +8,6 @@ from typing import Annotated
 
 from lpconv.bench.cases import BASELINES, BENCH_FORMATS, BENCH_METHODS, BENCH_OPTIMIZERS, COMPILE_MODES, MODES, PARALLEL
 from lpconv.errors import UsageError
-from lpconv.gates import BENCH_GATES
 from lpconv.options import Group, Option
 
 __all__ = ["BenchOptions", "Effort"]
@@ -17,6 +16,12 @@ __all__ = ["BenchOptions", "Effort"]
 _what = functools.partial(Option, panel="What to measure")
 _how = functools.partial(Option, panel="How to measure")
 _check = functools.partial(Option, panel="Results")
+
+
+def _gate(text: str) -> str:
+    from lpconv.gates import BENCH_GATES  # with the records of all results, which `--help` does without
+
+    return BENCH_GATES.parse(text).expression
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +122,7 @@ class BenchOptions:
             "Condition on every row, such as 'speedup>=1.2'",
             flag="gate",
             metavar="CONDITION",
-            parse=lambda text: BENCH_GATES.parse(text).expression,
+            parse=_gate,
         ),
     ] = ()
     command: str | None = None

@@ -2,14 +2,13 @@
 
 import shlex
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from lpconv.cli.command import with_options
 from lpconv.cli.options import Json, Model, Output, Quiet
-from lpconv.convert.options import ConvertOptions, default_output
+from lpconv.convert.options import ConvertOptions
 
 __all__ = ["convert"]
 
@@ -45,8 +44,7 @@ def convert(
     from lpconv.report.terminal import show
     from lpconv.results import json_text
 
-    target = Path(output) if output else default_output(model, options)
-    before_conversion(model, target, options, dry_run=dry_run)
+    target = before_conversion(model, output, options, dry_run=dry_run)
     from lpconv.convert import run  # torch takes seconds to import
 
     if dry_run:

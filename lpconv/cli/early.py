@@ -3,12 +3,13 @@
 The engines check the same again, for those who call them without the command line.
 """
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lpconv.checkpoint.contents import Contents, read_contents
-from lpconv.checkpoint.resolve import resolve
+from lpconv.checkpoint.resolve import base_name, resolve
 from lpconv.errors import InputError
 from lpconv.options import check
 
@@ -20,18 +21,33 @@ if TYPE_CHECKING:
     from lpconv.results import BenchResult
     from lpconv.train.options import FinetuneOptions
 
-__all__ = ["before_bench", "before_conversion", "before_export", "before_finetuning", "before_probe", "before_reading"]
+__all__ = [
+    "before_bench",
+    "before_conversion",
+    "before_export",
+    "before_finetuning",
+    "before_probe",
+    "before_reading",
+    "output_of",
+]
 
 
-def before_conversion(model: str, output: Path, options: "ConvertOptions", *, dry_run: bool) -> None:
-    """Of `lpconv convert`; a dry run takes no place."""
+def output_of(output: str | None, model: str, *words: str) -> Path:
+    """The directory to write: `output`, by default the model's name and `words` with dashes, in the current one."""
+    return Path(output or "-".join((base_name(model), *(word.replace(" ", "-") for word in words))))
+
+
+def before_conversion(model: str, output: str | None, options: "ConvertOptions", *, dry_run: bool) -> Path:
+    """Of `lpconv convert`; gives back the directory to write. A dry run takes no place."""
     from lpconv.checkpoint.staging import check_apart, check_free
     from lpconv.convert.options import settings_of
 
-    settings_of(options)
-    check_apart(_contents(model, options.revision).directory, output)
+    settings = settings_of(options)
+    target = output_of(output, model, settings.method.name, settings.format.name)
+    check_apart(_contents(model, options.revision).directory, target)
     if not dry_run:
-        check_free(output, resume=options.resume, force=options.force)
+        check_free(target, resume=options.resume, force=options.force)
+    return target
 
 
 def before_finetuning(model: str, output: Path, options: "FinetuneOptions") -> None:
@@ -44,7 +60,8 @@ def before_finetuning(model: str, output: Path, options: "FinetuneOptions") -> N
     check_options(options)
     parse_gates(options)
     check_data(options)
-    check_folder(output, model, options)
+    if os.environ.get("RANK", "0") == "0":  # of torchrun's processes, the first may have begun the folder already
+        check_folder(output, model, options)
     _contents(model, options.revision)
 
 

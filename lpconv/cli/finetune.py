@@ -2,7 +2,6 @@
 
 import shlex
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -60,15 +59,14 @@ def finetune(
 
       torchrun --nproc-per-node 2 -m lpconv finetune gpt2 --recipe collage-bf16
     """
-    from lpconv.cli.early import before_finetuning
+    from lpconv.cli.early import before_finetuning, output_of
     from lpconv.cli.progress import progress_for
     from lpconv.report.finetune.terminal import render_finetune
     from lpconv.report.terminal import show
     from lpconv.results import json_text, to_json
-    from lpconv.train.folder import default_output
     from lpconv.train.gates import gate_problem
 
-    target = Path(output) if output else default_output(model, options.arithmetic.name)
+    target = output_of(output, model, options.arithmetic.name, "finetuned")
     before_finetuning(model, target, options)
     from lpconv.train import run  # torch and transformers take seconds to import
     from lpconv.train.processes import is_main_process

@@ -1,7 +1,5 @@
 """`lpconv probe`."""
 
-from pathlib import Path
-
 from lpconv.cli.command import with_options
 from lpconv.cli.options import Json, Model, Output, Quiet
 from lpconv.cli.progress import progress_for
@@ -30,12 +28,13 @@ def probe(
 
       lpconv probe ./bert-large --data corpus.txt --batch-size 4 -o bert-probe
     """
-    from lpconv.cli.early import before_probe
-    from lpconv.probe.options import default_output
+    from lpconv.cli.early import before_probe, output_of
 
-    target = Path(output) if output else default_output(model)
+    target = output_of(output, model, "probe")
     before_probe(model, target, options)
-    from lpconv.convert.ranges import format_ranges  # torch and transformers, here and below, take seconds to import
+    from lpconv.convert.tensor_records import (
+        format_ranges,  # torch and transformers, here and below, take seconds to import
+    )
     from lpconv.probe.answers import answer
     from lpconv.probe.checkpoint import calibrate_checkpoint, probe_checkpoint
     from lpconv.probe.output import write_output

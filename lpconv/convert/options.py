@@ -7,17 +7,14 @@ import re
 import shlex
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Annotated
 
 from lpconv.checkpoint.compressed import COMPRESSED_TENSORS
-from lpconv.checkpoint.resolve import base_name
 from lpconv.errors import UsageError
 from lpconv.formats.spec import FORMATS, Format, get_format
-from lpconv.gates import CONVERT_GATES
 from lpconv.lookup import find
 from lpconv.mcf.point_layout import MAX_POINTS
-from lpconv.methods import LPCONV, METHODS, Method
+from lpconv.methods import LPCONV, METHODS, ROWS, Method
 from lpconv.options import Force, Option, Resume, Revision, TrustRemoteCode, check, size_option
 
 __all__ = [
@@ -29,13 +26,13 @@ __all__ = [
     "PointBudget",
     "VerifyOptions",
     "command_line",
-    "default_output",
     "matches",
     "parse_rule",
     "settings_of",
 ]
 
 LAYOUTS = (LPCONV, COMPRESSED_TENSORS)
+GRANULARITIES = ("tensor", "row")
 VERIFY_LEVELS = ("none", "weights", "logits", "auto")
 _POINTS_MAX = 3
 _RESIDUALS = (*dict.fromkeys(r for m in METHODS.values() for r in m.residuals), "fp16")
@@ -67,13 +64,19 @@ def parse_rule(text: str) -> FormatRule:
     return FormatRule(pattern=pattern, format=name)
 
 
+def _gate(text: str) -> str:
+    from lpconv.gates import CONVERT_GATES  # with the records of all results, which `--help` does without
+
+    return CONVERT_GATES.parse(text).expression
+
+
 @dataclass(frozen=True, kw_only=True)
 class ConvertOptions:
     """Settings of one conversion, as asked. `settings_of` decides what is None.
 
     Patterns are globs on dotted tensor names, or regular expressions after ``re:`` (matched anywhere in the name).
-    Only `method`, `format`, `residual`, `layout`, `scale`, `budget_bits`, `points_max`, `include`, `exclude`, `rules`
-    and `max_shard_size` shape the bytes.
+    Only `method`, `format`, `residual`, `layout`, `scale`, `granularity`, `budget_bits`, `points_max`, `include`,
+    `exclude`, `rules` and `max_shard_size` shape the bytes.
     """
 
     method: Annotated[str, _what("Method that rewrites the weights", choices=METHODS, short=("-m",))] = "unit"
@@ -97,6 +100,9 @@ class ConvertOptions:
         ),
     ] = LPCONV
     scale: Annotated[str, _what("Scales as powers of two, or as they come", choices=("pow2", "exact"))] = "pow2"
+    granularity: Annotated[str, _what("What has a scale of its own, of unit and scalify", choices=GRANULARITIES)] = (
+        "tensor"
+    )
     budget_bits: Annotated[
         float | None,
         _what(
@@ -142,7 +148,7 @@ class ConvertOptions:
             "Condition to publish, such as 'sqnr>=25'",
             flag="gate",
             metavar="CONDITION",
-            parse=lambda text: CONVERT_GATES.parse(text).expression,
+            parse=_gate,
         ),
     ] = ()
     revision: Revision = None
@@ -155,6 +161,11 @@ class ConvertOptions:
     resume: Resume = False
     force: Force = False
     trust_remote_code: TrustRemoteCode = False
+
+    @property
+    def layout_of_forms(self) -> str:
+        """The key of the method's `forms`."""
+        return ROWS if self.granularity == "row" else self.layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +188,7 @@ class VerifyOptions:
             "Condition to pass, such as 'top1>=0.99'",
             flag="gate",
             metavar="CONDITION",
-            parse=lambda text: CONVERT_GATES.parse(text).expression,
+            parse=_gate,
         ),
     ] = ()
     trust_remote_code: TrustRemoteCode = False
@@ -236,12 +247,6 @@ def settings_of(options: ConvertOptions) -> ConvertSettings:
     return ConvertSettings(options=filled, method=method, format=fmt, residual=residual, budget=budget)
 
 
-def default_output(model: str, options: ConvertOptions) -> Path:
-    """`NAME-METHOD-FORMAT` in the current directory."""
-    settings = settings_of(options)
-    return Path(f"{base_name(model)}-{settings.method.name}-{settings.format.name}")
-
-
 def command_line(model: str, options: ConvertOptions) -> str:
     """The command that makes the same output: no folder, and nothing of how a run goes, such as --resume."""
     single = (
@@ -250,6 +255,7 @@ def command_line(model: str, options: ConvertOptions) -> str:
         ("residual", options.residual),
         ("layout", options.layout if options.layout != LPCONV else None),
         ("scale", options.scale if options.scale != "pow2" else None),
+        ("granularity", options.granularity if options.granularity != "tensor" else None),
         ("budget-bits", options.budget_bits),
         ("points-max", options.points_max),
         ("revision", options.revision),
@@ -282,6 +288,11 @@ def _residual(method: Method, format_name: str, residual: str | None) -> str | N
 
 
 def _check_layout(options: ConvertOptions, method: Method, format_name: str) -> None:
+    if options.granularity != "tensor" and (options.layout != LPCONV or ROWS not in method.forms):
+        raise UsageError(
+            f"method `{method.name}` in layout `{options.layout}` has no scale per {options.granularity}",
+            hint="use --method unit or scalify, in lpconv's own layout",
+        )
     if options.layout != COMPRESSED_TENSORS:
         return
     if options.layout not in method.forms or format_name != "e4m3fn":

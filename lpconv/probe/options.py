@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from lpconv.checkpoint.resolve import base_name
 from lpconv.errors import OutputExistsError
 from lpconv.options import Force, Option, Revision
 
-__all__ = ["PROBE_FILE", "ProbeOptions", "check_free", "default_output"]
+__all__ = ["PROBE_FILE", "ProbeOptions", "check_free"]
 
 PROBE_FILE = "probe.json"  # in an output; says whose the folder is
 
@@ -33,11 +32,6 @@ class ProbeOptions:
     revision: Revision = None
     resume: bool = False
     force: Force = False
-
-
-def default_output(model: str) -> Path:
-    """`NAME-probe` in the current directory."""
-    return Path(f"{base_name(model)}-probe")
 
 
 def check_free(directory: Path, *, force: bool) -> None:

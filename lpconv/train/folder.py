@@ -15,7 +15,6 @@ from typing import Any
 
 from lpconv.checkpoint.contents import read_json
 from lpconv.checkpoint.partfile import write_small
-from lpconv.checkpoint.resolve import base_name
 from lpconv.errors import OutputExistsError
 from lpconv.results import ordered_json_text, to_json
 from lpconv.train.options import FinetuneOptions
@@ -25,7 +24,6 @@ __all__ = [
     "REPORT",
     "begin_folder",
     "check_folder",
-    "default_output",
     "find_finetune",
     "remove_checkpoints",
     "run_folder",
@@ -35,11 +33,6 @@ MARKER, REPORT = "finetune.json", "report.json"
 _RUNS = "runs"
 # These say how a run goes or is judged, not what it is.
 _FREE = {"resume", "force", "max_memory", "log_to", "gates"}
-
-
-def default_output(model: str, recipe: str) -> Path:
-    """`NAME-RECIPE-finetuned` in the current directory."""
-    return Path(f"{base_name(model)}-{recipe.replace(' ', '-')}-finetuned")
 
 
 def check_folder(output: Path, model: str, options: FinetuneOptions) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated
 
 from lpconv.errors import UsageError
-from lpconv.gates import FINETUNE_GATES
 from lpconv.options import Force, Group, Option, Resume, Revision, check, size_option
 from lpconv.train.recipes import (
     LOSS_SCALES,
@@ -38,6 +37,12 @@ _data = functools.partial(Option, panel="Data")
 _TRAINING = "Training"
 _train = functools.partial(Option, panel=_TRAINING)
 _check = functools.partial(Option, panel="Twin and diagnostics")
+
+
+def _gate(text: str) -> str:
+    from lpconv.gates import FINETUNE_GATES  # with the records of all results, which `--help` does without
+
+    return FINETUNE_GATES.parse(text).expression
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +171,7 @@ class FinetuneOptions:
             "Condition on the result, such as 'loss_gap<=0.05'; exit code 5 where one fails",
             flag="gate",
             metavar="CONDITION",
-            parse=lambda text: FINETUNE_GATES.parse(text).expression,
+            parse=_gate,
         ),
     ] = ()
     revision: Revision = None

@@ -5,16 +5,17 @@ from typing import Any
 
 import pytest
 import torch
-from lpconv.train.task import find_task, open_for
 from safetensors.torch import load_file
 from torch import Tensor
 
 import lpconv.hf
+from lpconv.checkpoint.contents import read_contents
 from lpconv.checkpoint.residual import RESIDUAL_INDEX
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.run import convert
 from lpconv.convert.verify_output import verify_output
 from lpconv.data import demo_checkpoint
+from lpconv.models import find_task, open_to_train
 from lpconv.optim import fp32_state_dict
 from lpconv.progress import Silent
 from lpconv.train.options import FinetuneOptions
@@ -26,6 +27,7 @@ SOURCES: dict[str, dict[str, Any]] = {
     "unit": {"method": "unit", "format": "e4m3fn"},
     "scalify": {"method": "scalify", "format": "fp16"},
     "compressed-tensors": {"method": "unit", "format": "e4m3fn", "layout": "compressed-tensors"},
+    "rows": {"method": "unit", "format": "e4m3fn", "granularity": "row"},
     "collage": {"method": "collage"},
     "collage exact16": {"method": "collage", "residual": "exact16"},
     "collage fp16": {"method": "collage", "format": "fp16"},
@@ -83,8 +85,10 @@ def test_a_pair_begins_where_it_stands_and_ends_as_a_pair(
     """The optimizer holds bf16 pairs: exactly what a bf16 residual gives, the nearest pair to what finer ones give."""
     options = _options("collage-bf16")
     whole = _state(sources[source])
-    model, missing = open_for(find_task(sources[source], "auto", has_labels=False), sources[source], seed=0)
-    assert not missing
+    task = find_task(read_contents(sources[source]).config, "auto", has_labels=False)
+    opened = open_to_train(task, sources[source], seed=0)
+    model = opened.model
+    assert not opened.missing
     assert all(torch.equal(x, whole[n]) for n, x in model.state_dict().items())
     prepared = prepare(model, options.arithmetic, options, seed=0)
     begun = fp32_state_dict(prepared.make_optimizer(), model)  # type: ignore[arg-type]
