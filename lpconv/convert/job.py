@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from lpconv.checkpoint.compressed import COMPRESSED_TENSORS, LinearModules
@@ -26,24 +25,23 @@ from lpconv.convert.encode import (
     fit_points,
 )
 from lpconv.convert.files import check_convertible
+from lpconv.convert.memory import Memory, plan_memory
 from lpconv.convert.options import ConvertOptions, with_defaults
 from lpconv.convert.plan import Plan, make_plan
 from lpconv.convert.tied import find_ties
-from lpconv.convert.workers import SingleThreadedTorch, buffer_bytes
+from lpconv.convert.workers import SingleThreadedTorch
 from lpconv.errors import ResourceError
 from lpconv.formats.spec import FORMATS, Format
 from lpconv.gates import CONVERT_GATES, Gate
-from lpconv.machine import available_memory
 from lpconv.mcf.point_layout import PointLayout
 from lpconv.mcf.split import RESIDUALS
 from lpconv.version import __version__
 
 __all__ = ["Job", "check_disk", "disk_bytes", "estimate_seconds", "free_bytes", "identity", "prepare"]
 
-_MAX_WORKERS = 8
 _ROW = 1024  # elements, for an estimate
-# Headers, tensor records and Python's own growth beside the block buffers.
-_OVERHEAD_BYTES = 64 * 2**20
+# Seconds that no size changes, of two cores: pages and records; transformers and two small models.
+_REPORTING_S, _RUNNING_S = 0.3, 4.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,8 +55,7 @@ class Job:
     source: Source
     plan: Plan
     gates: tuple[Gate, ...]
-    workers: int
-    memory_bytes: int
+    memory: Memory
 
 
 def prepare(model: str, output: Path, options: ConvertOptions, *, headers_only: bool = False) -> Job:
@@ -69,7 +66,6 @@ def prepare(model: str, output: Path, options: ConvertOptions, *, headers_only: 
     contents = read_contents(resolved.directory)
     check_convertible(contents)
     check_apart(resolved.directory, output)
-    workers, memory = _workers_and_memory(options)
     linears = _linears(contents, options)
     source = open_source(contents)
     try:
@@ -81,6 +77,7 @@ def prepare(model: str, output: Path, options: ConvertOptions, *, headers_only: 
             metadata={"lpconv": __version__, "method": method.name},
             linears=linears,
         )
+        memory = plan_memory(made, contents, gates)
     except BaseException:
         source.close()
         raise
@@ -92,8 +89,7 @@ def prepare(model: str, output: Path, options: ConvertOptions, *, headers_only: 
         source=source,
         plan=made,
         gates=gates,
-        workers=workers,
-        memory_bytes=memory,
+        memory=memory,
     )
 
 
@@ -104,24 +100,6 @@ def _linears(contents: Contents, options: ConvertOptions) -> LinearModules | Non
     from lpconv.models.empty import linear_modules  # transformers takes seconds to import
 
     return linear_modules(contents)
-
-
-def _workers_and_memory(options: ConvertOptions) -> tuple[int, int]:
-    """Worker threads, and the bytes of memory that the run will take with them."""
-    base = psutil.Process().memory_info().rss + _OVERHEAD_BYTES
-    available = base + available_memory()
-    budget = min(options.max_memory or available, available)
-    workers = options.workers or min(len(os.sched_getaffinity(0)), _MAX_WORKERS)
-    while workers > 1 and base + buffer_bytes(workers) > budget:
-        workers -= 1
-    needed = base + buffer_bytes(workers)
-    if needed > budget:
-        raise ResourceError(
-            f"the conversion needs {needed / 1e6:.0f} MB of memory, {budget / 1e6:.0f} MB are allowed",
-            hint="raise --max-memory" if options.max_memory else "free some memory",
-            details={"needed_bytes": needed, "budget_bytes": budget},
-        )
-    return workers, needed
 
 
 def disk_bytes(job: Job) -> int:
@@ -169,8 +147,16 @@ def _encode_one_point(x: torch.Tensor, fmt: Format, points_max: int, work: Works
     return encode_points(x, points, layout, work)[0]
 
 
-def estimate_seconds(plan: Plan, workers: int) -> float:
-    """Processor time of the plan at the speed measured on one block now, divided by the workers; no disk in it."""
+def estimate_seconds(job: Job) -> float:
+    """What the run will take after lpconv's own start, where nothing waits for a disk.
+
+    Processor time of the plan at the speed measured on one block now, divided by the workers, and what is fixed.
+    """
+    running = _RUNNING_S if job.memory.no_logits is None else 0.0
+    return _REPORTING_S + running + _encoding_seconds(job.plan, job.memory.workers)
+
+
+def _encoding_seconds(plan: Plan, workers: int) -> float:
     work, fmt = Workspace(), FORMATS[plan.options.format or ""]
     x = torch.randn(BLOCK_ELEMENTS)
     with SingleThreadedTorch():

@@ -46,7 +46,7 @@ class ConvertOptions:
     """Settings of one conversion. `with_defaults` fills in what is None.
 
     Patterns are globs on dotted tensor names, or regular expressions after ``re:`` (matched anywhere in the name).
-    `max_memory` bounds the buffers in bytes, `max_shard_size` the payload of an output file (None: as the source's).
+    `max_memory` bounds the run in bytes, `max_shard_size` the payload of an output file (None: as the source's).
     `budget_bits` per element, scales and counts included, and at most `points_max` points a row belong to multipoint.
     Only `method`, `format`, `residual`, `layout`, `scale`, `budget_bits`, `points_max`, `include`, `exclude`, `rules`
     and `max_shard_size` shape the bytes.

@@ -62,11 +62,11 @@ def plan(model: str, output: Path, options: ConvertOptions) -> PlanResult:
             bytes=ByteCounts(read=job.plan.bytes_in, written=job.plan.bytes_out),
             shards=tuple(FileRecord(name=f.name, size_bytes=f.size_bytes) for f in job.plan.files),
             side_files=job.contents.side_files,
-            memory_bytes=job.memory_bytes,
+            memory_bytes=job.memory.needed_bytes,
             disk_bytes=disk_bytes(job),
             disk_free_bytes=free_bytes(output),
-            seconds=estimate_seconds(job.plan, job.workers),
-            workers=job.workers,
+            seconds=estimate_seconds(job),
+            workers=job.memory.workers,
             warnings=plan_warnings(job.plan),
         )
     finally:
@@ -151,7 +151,7 @@ def _write_weights(
     passes = 2 if job.plan.method.encoder == "scaled" else 1
     progress.start("converting", sum(_shard_bytes(s, passes) for s in job.plan.shards))
     with SingleThreadedTorch():
-        engine = Engine(job.source, workers=job.workers, progress=progress)
+        engine = Engine(job.source, workers=job.memory.workers, progress=progress)
         try:
             for shard in job.plan.shards:
                 name = shard.root.name
