@@ -119,7 +119,7 @@ class Staging:
                 os.rename(self.output, old)
             os.rename(self.directory, self.output)
             fsync_directory(self.output.parent)
-            (self.output / JOURNAL).unlink()
+            (self.output / JOURNAL).unlink(missing_ok=True)  # a run that resumes this one tidies up too
             _remove(old)
         except OSError as e:
             raise write_error(e, self.output) from e

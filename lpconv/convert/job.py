@@ -15,6 +15,7 @@ from lpconv.checkpoint.contents import Contents, read_contents
 from lpconv.checkpoint.resolve import Resolved, resolve
 from lpconv.checkpoint.source import Source, open_source
 from lpconv.checkpoint.staging import beside, check_apart
+from lpconv.checkpoint.unchanged import Watch, watch, watched_files
 from lpconv.convert.encode import (
     BLOCK_ELEMENTS,
     Workspace,
@@ -52,6 +53,7 @@ class Job:
     output: Path
     resolved: Resolved
     contents: Contents
+    watch: Watch
     source: Source
     plan: Plan
     gates: tuple[Gate, ...]
@@ -64,6 +66,7 @@ def prepare(model: str, output: Path, options: ConvertOptions, *, headers_only: 
     gates = tuple(map(CONVERT_GATES.parse, options.gates))
     resolved = resolve(model, revision=options.revision, headers_only=headers_only)
     contents = read_contents(resolved.directory)
+    watched = watch(contents.directory, watched_files(contents))
     check_convertible(contents)
     check_apart(resolved.directory, output)
     linears = _linears(contents, options)
@@ -86,6 +89,7 @@ def prepare(model: str, output: Path, options: ConvertOptions, *, headers_only: 
         output=output,
         resolved=resolved,
         contents=contents,
+        watch=watched,
         source=source,
         plan=made,
         gates=gates,

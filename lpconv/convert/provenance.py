@@ -35,8 +35,10 @@ __all__ = [
 
 def source_record(job: Job) -> SourceRecord:
     """The source with the sizes of its weight files, and the hashes that a hub promised and they were found to have."""
-    sizes = {f: (job.contents.directory / f).stat().st_size for f in job.contents.weight_files}
-    files = tuple(FileRecord(name=f, size_bytes=s, sha256=job.resolved.sha256.get(f)) for f, s in sizes.items())
+    files = tuple(
+        FileRecord(name=f, size_bytes=job.watch.size_bytes(f), sha256=job.resolved.sha256.get(f))
+        for f in job.contents.weight_files
+    )
     return SourceRecord(name=job.name, resolved=job.resolved.resolved, revision=job.resolved.revision, files=files)
 
 

@@ -8,6 +8,7 @@ from lpconv.checkpoint.partfile import write_small
 from lpconv.checkpoint.staging import Staging
 from lpconv.convert.apply import Engine
 from lpconv.convert.files import copy_side_files, write_metadata, write_provenance, write_sums
+from lpconv.convert.finished import finished
 from lpconv.convert.job import Job, check_disk, disk_bytes, estimate_seconds, free_bytes, identity, prepare
 from lpconv.convert.options import ConvertOptions, command_line, with_defaults
 from lpconv.convert.plan import PlannedShard
@@ -87,9 +88,14 @@ def convert(
     if job.resolved.revision is not None:
         progress.message(f"{model} is {job.resolved.resolved} at {job.resolved.revision}")
     try:
+        done = finished(job, progress) if options.resume else None
+        if done is not None:
+            progress.message(f"`{output}` is complete: there is nothing to resume")
+            return done
         check_disk(job)
         with Staging(output, identity(job), resume=options.resume, force=options.force) as staging:
             result = _carry_out(job, staging, progress, command, started)
+            job.watch.check()
             if not result.verify.passed:
                 kept = staging.set_aside()
                 raise VerificationError(
