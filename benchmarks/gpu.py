@@ -26,8 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lpconv.bench.interleave import Effort
-from lpconv.bench.options import BenchOptions
+from lpconv.bench.options import BenchOptions, Effort
 from lpconv.bench.run import bench
 from lpconv.errors import LpconvError
 from lpconv.formats.codes import decode, encode

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from lpconv.bench.cases import Case
-from lpconv.bench.interleave import Effort
+from lpconv.bench.options import Effort
 from lpconv.bench.run import compare_with_itself
 
 _SHARE = 0.9  # of the intervals; 95 % ones miss by themselves now and then

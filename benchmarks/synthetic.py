@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lpconv.convert.options import parse_size
+from lpconv.options import parse_size
 
 __all__ = ["LlamaShape", "make_checkpoint", "shape_for"]
 

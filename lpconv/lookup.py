@@ -1,6 +1,5 @@
 """Names people type: find them, or say which known name is nearest."""
 
-import difflib
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
@@ -13,6 +12,8 @@ T = TypeVar("T")
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name most like `name`, or None when none is like it (similarity below 0.6)."""
+    import difflib  # only who mistypes waits for it
+
     by_folded = {k.casefold(): k for k in known}
     matches = difflib.get_close_matches(name.casefold(), by_folded, n=1)
     return by_folded[matches[0]] if matches else None

@@ -12,12 +12,12 @@ ROOT = Path(lpconv.__file__).parent
 
 # Row of each top-level module or package of lpconv; the same table as docs/design/README.md.
 ROWS = {
-    "version": 0, "errors": 0, "results": 0, "gates": 0, "lazy": 0,
+    "version": 0, "errors": 0, "options": 0, "results": 0, "gates": 0, "lazy": 0,
     "lookup": 0, "progress": 0, "data": 0, "machine": 0, "student": 0,
     "formats": 1, "layers": 1, "report": 1,
     "mcf": 2, "kernels": 2, "checkpoint": 2,
-    "scaled": 3, "optim": 3, "loss_scale": 3,
-    "methods": 4, "models": 4,
+    "forms": 3,
+    "scaled": 4, "optim": 4, "loss_scale": 4, "methods": 4, "models": 4,
     "hf": 5, "convert": 5, "probe": 5,
     "train": 6, "export": 6,
     "bench": 7, "doctor": 7,

@@ -6,9 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lpconv.batch.kinds import KINDS, BenchSettings, JobOptions
+from lpconv.batch.kinds import KINDS, JobOptions
 from lpconv.batch.lock import Lock, LockEntry, locked_settings, portable
 from lpconv.batch.manifest import BatchJob, Manifest
+from lpconv.bench.options import BenchOptions
 from lpconv.checkpoint.partfile import sha256_of
 from lpconv.errors import InputError, VerificationError
 from lpconv.results import FileRecord, JobOutcome
@@ -54,7 +55,7 @@ def check_lockable(manifest: Manifest, jobs: tuple[BatchJob, ...], lock: Lock | 
 
 def pinned_options(options: JobOptions, entry: LockEntry) -> JobOptions:
     """The options with the revision of the lock, where the source has one."""
-    if isinstance(options, BenchSettings):  # which takes a model as it is cached
+    if isinstance(options, BenchOptions):  # which takes a model as it is cached
         return options
     return replace(options, revision=entry.revision or options.revision)
 

@@ -105,9 +105,9 @@ def lock_entry(job: BatchJob, outcome: JobOutcome, folder: Path) -> LockEntry:
 def locked_settings(job: BatchJob, folder: Path) -> dict[str, Any]:
     """Those of a job's options that decide what is done and how it is judged, JSON-able."""
     settings = {k: v for k, v in to_json(job.options).items() if k not in _HOW_NOT_WHAT}
-    for name, field in KINDS[job.kind].fields.items():
-        if field.is_path and settings[name] is not None:
-            settings[name] = portable(str(settings[name]), folder)
+    for declared in KINDS[job.kind].fields.values():
+        if declared.option.is_path and settings[declared.field] is not None:
+            settings[declared.field] = portable(str(settings[declared.field]), folder)
     return settings
 
 

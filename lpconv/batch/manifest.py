@@ -6,14 +6,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import WithJsonSchema
 
 from lpconv.batch.document import read_document
-from lpconv.batch.fields import TEXT, TEXTS, Field, field, one_of, read_mapping, read_text
 from lpconv.batch.kinds import KINDS, JobOptions
+from lpconv.batch.reading import read_mapping, read_setting
 from lpconv.checkpoint.resolve import DEMO, looks_like_path
 from lpconv.errors import UsageError
 from lpconv.lookup import find
+from lpconv.options import Declared, Option, options_of
 
 __all__ = [
     "COMMON_FIELDS",
@@ -32,14 +35,27 @@ DEFAULT_KIND = "convert"  # of a job that names none, as in manifests from befor
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _OF_JOB = "job:"
 
-# What a job has beside the settings of its kind.
-COMMON_FIELDS: dict[str, Field] = {
-    "id": field((read_text, TEXT[1] | {"pattern": f"^{_ID.pattern}$"}), "name of the job, unique in the manifest"),
-    "kind": field(one_of("kind of job", KINDS), f"what is done; {DEFAULT_KIND} if left out"),
-    "model": field(TEXT, "directory, hub id, alias, demo, or job:ID for the output of an earlier job"),
-    "output": field(TEXT, "folder to write, relative to the manifest; out/ID if left out"),
-    "needs": field(TEXTS, "earlier jobs without which this one does not run"),
-}
+_ID_TEXT = Annotated[str, WithJsonSchema({"type": "string", "pattern": f"^{_ID.pattern}$"})]
+
+
+def _read_id(text: str) -> str:
+    if not _ID.fullmatch(text):
+        raise UsageError(f"`{text}` is no id", hint="use letters, digits, dots, dashes and underscores")
+    return text
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Common:
+    """What a job has beside the settings of its kind."""
+
+    id: Annotated[str, Option("Name of the job, unique in the manifest", parse=_read_id, given=_ID_TEXT)] = ""
+    kind: Annotated[str, Option("Kind of the job", what="kind of job", choices=KINDS)] = DEFAULT_KIND
+    model: Annotated[str, Option("Directory, hub id, alias, demo, or job:ID for the output of an earlier job")] = ""
+    output: Annotated[str, Option("Folder to write, relative to the manifest", default="out/ID")] = ""
+    needs: Annotated[tuple[str, ...], Option("Earlier jobs without which this one does not run", default="none")] = ()
+
+
+COMMON_FIELDS = options_of(_Common)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,14 +137,14 @@ def _defaults(raw: Any, folder: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _read(raw: Any, fields: Mapping[str, Field], folder: Path, place: str) -> dict[str, Any]:
+def _read(raw: Any, fields: Mapping[str, Declared], folder: Path, place: str) -> dict[str, Any]:
     """The mapping at `place` with every value read by its field."""
     settings = read_mapping(raw, fields, place, elsewhere=_ELSEWHERE)
     for name, value in settings.items():
         with _at(f"{place}.{name}"):
-            settings[name] = fields[name].value(value)
-        if fields[name].is_path and settings[name] is not None:
-            settings[name] = _place(settings[name], folder)
+            settings[name] = read_setting(fields[name], value)
+        if fields[name].option.is_path and settings[name] is not None:
+            settings[name] = type(settings[name])(_place(str(settings[name]), folder))
     return settings
 
 
@@ -142,8 +158,6 @@ def _job(
         if key not in own:
             raise UsageError(f"{place}: `{key}` is missing", hint=f"every job needs an id and a model; add `{key}: …`")
     job_id = own["id"]
-    if not _ID.fullmatch(job_id):
-        raise UsageError(f"{place}.id: `{job_id}` is no id", hint="use letters, digits, dots, dashes and underscores")
     model, needs = _model_and_needs(own, earlier, place)
     output = folder / Path(own.get("output", f"out/{job_id}")).expanduser()
     with _at(f"{place} ({job_id})"):
@@ -162,7 +176,7 @@ def _kind(raw: Any, place: str) -> str:
     if not isinstance(raw, Mapping) or "kind" not in raw:
         return DEFAULT_KIND
     with _at(f"{place}.kind"):
-        return str(COMMON_FIELDS["kind"].value(raw["kind"]))
+        return str(read_setting(COMMON_FIELDS["kind"], raw["kind"]))
 
 
 def _model_and_needs(own: Mapping[str, Any], earlier: Sequence[BatchJob], place: str) -> tuple[str, tuple[str, ...]]:

@@ -6,21 +6,21 @@ Here models are loaded; what takes seconds to import is imported where a job nee
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
-from lpconv.batch.kinds import BENCH_FILE, BenchSettings, ProbeSettings
+from lpconv.batch.kinds import BENCH_FILE
 from lpconv.batch.manifest import BatchJob
-from lpconv.bench.outcome import compare, kept, problem, read_bench
+from lpconv.bench.options import BenchOptions
+from lpconv.bench.outcome import judge_of, kept, problem
 from lpconv.bench.run import bench
 from lpconv.checkpoint.contents import read_contents
 from lpconv.checkpoint.resolve import resolve
 from lpconv.convert.options import ConvertOptions
 from lpconv.errors import OutputExistsError
-from lpconv.gates import BENCH_GATES, FINETUNE_GATES, check_rows
+from lpconv.gates import FINETUNE_GATES
 from lpconv.models.presets import PRESETS
+from lpconv.probe.options import ProbeOptions
 from lpconv.progress import Progress
 from lpconv.results import (
-    BenchResult,
     ConvertResult,
     FileRecord,
     FinetuneResult,
@@ -99,18 +99,12 @@ def _finetune(job: BatchJob, progress: Progress) -> JobOutcome:
 
 def _bench(job: BatchJob, progress: Progress) -> JobOutcome:
     options = job.options
-    assert isinstance(options, BenchSettings)
+    assert isinstance(options, BenchOptions)
     path = job.output / BENCH_FILE
     if path.exists() and not (options.force or options.resume):
         raise OutputExistsError(f"`{path}` exists", hint="set `force: true` in the job, or name another output")
-    gates = tuple(map(BENCH_GATES.parse, options.gates))
-    old = read_bench(Path(options.compare)) if options.compare else None
+    judged = judge_of(options)
     source = _source(job)
-
-    def judged(result: BenchResult) -> BenchResult:
-        changes = compare(result.rows, old) if old else ()
-        return dataclasses.replace(result, gates=check_rows(gates, result.rows), changes=changes)
-
     with kept(path, judged, lambda partial: None) as keep:
         asked = dataclasses.replace(options, model=job.model)
         result = keep(bench(asked, progress=progress, on_result=keep))
@@ -128,12 +122,13 @@ def _probe(job: BatchJob, progress: Progress) -> JobOutcome:
     from lpconv.convert.ranges import format_ranges
     from lpconv.probe.answers import answer
     from lpconv.probe.checkpoint import calibrate_checkpoint, probe_checkpoint
-    from lpconv.probe.output import check_free, write_output
+    from lpconv.probe.options import check_free
+    from lpconv.probe.output import write_output
     from lpconv.report.probe.html import html_probe
     from lpconv.scaled.disk import write_factors
 
     options = job.options
-    assert isinstance(options, ProbeSettings)
+    assert isinstance(options, ProbeOptions)
     check_free(job.output, force=options.force)
     source = _source(job, revision=options.revision)
     result = probe_checkpoint(job.model, options, progress=progress)
@@ -149,7 +144,7 @@ def _probe(job: BatchJob, progress: Progress) -> JobOutcome:
 
 def _look(job: BatchJob) -> JobOutcome:
     """A measurement is not estimated; that its model is there is said beforehand."""
-    revision = None if isinstance(job.options, BenchSettings) else job.options.revision
+    revision = None if isinstance(job.options, BenchOptions) else job.options.revision
     return JobOutcome(source=_source(job, revision=revision))
 
 
@@ -163,7 +158,7 @@ RUNNERS: dict[str, JobRunner] = {
 
 def _source(job: BatchJob, *, revision: str | None = None) -> SourceRecord:
     """What the job's model is, with the sizes of its weight files; a bench's preset has none."""
-    if isinstance(job.options, BenchSettings) and job.model in PRESETS:
+    if isinstance(job.options, BenchOptions) and job.model in PRESETS:
         return SourceRecord(name=job.model, resolved=job.model)
     found = resolve(job.model, revision=revision, headers_only=True)
     contents = read_contents(found.directory)

@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from lpconv.batch.fields import Field
 from lpconv.batch.kinds import KINDS
 from lpconv.batch.manifest import COMMON_FIELDS, DEFAULT_KIND, MANIFEST_KEYS, MANIFEST_VERSION
+from lpconv.batch.reading import schema_of
+from lpconv.options import Declared
 
 __all__ = ["manifest_schema"]
 
@@ -30,7 +31,7 @@ def manifest_schema() -> dict[str, Any]:
 def _job(kind: str) -> dict[str, Any]:
     """A job of one kind: its keys, and the name of the kind, which may be left out for the default one."""
     schema = _mapping(COMMON_FIELDS | dict(KINDS[kind].fields))
-    schema["properties"]["kind"] = {"const": kind, "description": COMMON_FIELDS["kind"].doc}
+    schema["properties"]["kind"] = {"const": kind, "description": COMMON_FIELDS["kind"].help}
     return schema | {"required": ["id"] if kind == DEFAULT_KIND else ["id", "kind"]}
 
 
@@ -44,9 +45,9 @@ def _defaults() -> dict[str, Any]:
     return schema | {"description": "settings of every job that does not say otherwise"}
 
 
-def _mapping(fields: Mapping[str, Field]) -> dict[str, Any]:
+def _mapping(fields: Mapping[str, Declared]) -> dict[str, Any]:
     properties: dict[str, Any] = {}
-    for key, field in fields.items():
-        schema = field.schema | {"description": field.doc}
+    for key, declared in fields.items():
+        schema = schema_of(declared)
         properties |= {key: schema, key.replace("_", "-"): schema}
     return {"type": "object", "properties": properties, "additionalProperties": False}

@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING
 from lpconv.lazy import lazily
 
 if TYPE_CHECKING:
-    from lpconv.bench.interleave import Effort as Effort
-    from lpconv.bench.options import BenchOptions as BenchOptions
+    from lpconv.bench.options import BenchOptions as BenchOptions, Effort as Effort
     from lpconv.bench.outcome import read_bench as read_bench
     from lpconv.bench.run import bench as bench
 

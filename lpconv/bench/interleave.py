@@ -3,13 +3,13 @@
 Their times become medians, quantiles, and intervals of a ratio that neither drift nor a lucky process can narrow.
 """
 
-import dataclasses
 import math
 import random
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from lpconv.bench.options import Effort
 from lpconv.bench.team import Subject
 from lpconv.errors import UsageError, VerificationError
 from lpconv.results import RatioRecord, TimingRecord
@@ -17,7 +17,6 @@ from lpconv.student import t_quantile
 
 __all__ = [
     "MIN_P99_SAMPLES",
-    "Effort",
     "Samples",
     "bootstrap_ratio",
     "interleave",
@@ -90,39 +89,6 @@ def _trimmed_mean(values: Sequence[float]) -> float:
     cut = len(values) // 5
     kept = sorted(values)[cut : len(values) - cut]
     return statistics.fmean(kept)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Effort:
-    """How long to measure each case: at least so many iterations, and seconds, and rounds of taking turns.
-
-    They are spread over as many `launches`, each of new processes.
-    """
-
-    min_iterations: int = 30
-    min_seconds: float = 2.0
-    rounds: int = 12
-    launches: int = 3
-    warm_up_iterations: int = 3
-    warm_up_seconds: float = 0.3
-
-    def __post_init__(self) -> None:
-        if self.min_iterations < 1 or self.rounds < 1 or self.launches < 1:
-            raise UsageError(
-                f"{self.min_iterations} iterations in {self.rounds} rounds and {self.launches} launches leave nothing "
-                "to report",
-                hint="ask for at least one of each",
-            )
-
-    def of_a_launch(self) -> "Effort":
-        """Its share of the iterations, seconds and rounds."""
-        return dataclasses.replace(
-            self,
-            min_iterations=math.ceil(self.min_iterations / self.launches),
-            min_seconds=self.min_seconds / self.launches,
-            rounds=math.ceil(self.rounds / self.launches),
-            launches=1,
-        )
 
 
 @dataclass(kw_only=True)

@@ -1,33 +1,135 @@
 """What a bench is asked for. Plain Python; nothing here starts a process."""
 
+import dataclasses
+import functools
+import math
 from dataclasses import dataclass
+from typing import Annotated
 
-from lpconv.bench.interleave import Effort
+from lpconv.bench.cases import BASELINES, BENCH_FORMATS, BENCH_METHODS, BENCH_OPTIMIZERS, COMPILE_MODES, MODES, PARALLEL
+from lpconv.errors import UsageError
+from lpconv.options import Group, Option
 
-__all__ = ["BenchOptions"]
+__all__ = ["BenchOptions", "Effort"]
+
+# Options by the panel of the help that they stand in.
+_what = functools.partial(Option, panel="What to measure")
+_how = functools.partial(Option, panel="How to measure")
+_check = functools.partial(Option, panel="Results")
+
+
+def _gate(text: str) -> str:
+    from lpconv.gates import BENCH_GATES  # with the records of all results, which `--help` does without
+
+    return BENCH_GATES.parse(text).expression
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    """How long to measure each case: at least so many iterations, and seconds, and rounds of taking turns.
+
+    They are spread over as many `launches`, each of new processes.
+    """
+
+    min_iterations: Annotated[int, _how("Least number of timed steps of each case", name="min_iters", least=1)] = 30
+    min_seconds: Annotated[float, _how("Least number of seconds of each case", name="min_time", least=0)] = 2.0
+    rounds: Annotated[int, _how("Number of turns that baseline and variant take", least=1)] = 12
+    launches: Annotated[
+        int, _how("Number of times that both start in new processes, over which the turns are spread", least=1)
+    ] = 3
+    warm_up_iterations: int = 3
+    warm_up_seconds: float = 0.3
+
+    def __post_init__(self) -> None:
+        if self.min_iterations < 1 or self.rounds < 1 or self.launches < 1:
+            raise UsageError(
+                f"{self.min_iterations} iterations in {self.rounds} rounds and {self.launches} launches leave nothing "
+                "to report",
+                hint="ask for at least one of each",
+            )
+
+    def of_a_launch(self) -> "Effort":
+        """Its share of the iterations, seconds and rounds."""
+        return dataclasses.replace(
+            self,
+            min_iterations=math.ceil(self.min_iterations / self.launches),
+            min_seconds=self.min_seconds / self.launches,
+            rounds=math.ceil(self.rounds / self.launches),
+            launches=1,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
-    """What to measure. `model` None lets the device choose; `device` None takes the GPU where there is one.
-
-    No `batches` or `seqs` means what suits the model and device. Several `processes` work together as `parallel` says.
-    """
+    """What to measure, and what the result is held against. `model` None lets the device choose."""
 
     model: str | None = None
-    formats: tuple[str, ...] = ("fp8",)
-    methods: tuple[str, ...] = ()
-    modes: tuple[str, ...] = ("infer",)
-    optimizers: tuple[str, ...] = ("adamw",)
-    batches: tuple[int, ...] = ()
-    seqs: tuple[int, ...] = ()
-    layers: int | None = None
-    compiled: str = "blocks"
-    baseline: str = "bf16+compile"
-    device: str | None = None
-    threads: int | None = None
-    processes: int = 1
-    parallel: str | None = None
-    seed: int = 0
-    effort: Effort
+    formats: Annotated[
+        tuple[str, ...], _what("Formats to measure", name="format", short=("-f",), choices=BENCH_FORMATS, comma=True)
+    ] = ("fp8",)
+    methods: Annotated[
+        tuple[str, ...],
+        _what(
+            "Methods to run fp8 and fp16 by",
+            default=f"of fp8 {BENCH_FORMATS['fp8'][0]}",
+            name="method",
+            short=("-m",),
+            choices=BENCH_METHODS,
+            comma=True,
+        ),
+    ] = ()
+    modes: Annotated[tuple[str, ...], _what("Kinds of steps", name="mode", choices=MODES, comma=True)] = ("infer",)
+    optimizers: Annotated[
+        tuple[str, ...], _what("Optimizers of training steps", name="optimizer", choices=BENCH_OPTIMIZERS, comma=True)
+    ] = ("adamw",)
+    layers: Annotated[int | None, _what("Number of the model's layers to keep", default="all", least=1)] = None
+    batches: Annotated[
+        tuple[int, ...],
+        _what(
+            "Number of sequences in a step of a process",
+            default="what suits the device",
+            name="batch",
+            least=1,
+            comma=True,
+        ),
+    ] = ()
+    seqs: Annotated[
+        tuple[int, ...],
+        _what("Number of tokens in a sequence", default="what suits the device", name="seq", least=1, comma=True),
+    ] = ()
+    baseline: Annotated[str, _how("Form that the others are compared with", choices=BASELINES)] = "bf16+compile"
+    compiled: Annotated[
+        str,
+        _how("Part of the model that torch.compile gets", name="compile", what="compile mode", choices=COMPILE_MODES),
+    ] = "blocks"
+    device: Annotated[str | None, _how("Device: cpu, cuda or cuda:N", default="a GPU if there is one")] = None
+    processes: Annotated[int | None, _how("Number of cooperating processes", default="torchrun's, or 1", least=1)] = (
+        None
+    )
+    parallel: Annotated[
+        str | None,
+        _how("Way in which processes share a model", default="ddp", what="kind of parallelism", choices=PARALLEL),
+    ] = None
+    threads: Annotated[int | None, _how("Number of CPU threads of each process", default="torch's own", least=1)] = None
+    effort: Annotated[Effort, Group(Effort)] = Effort()
+    seed: Annotated[int, _how("Seed of weights and token ids", least=0)] = 0
+    compare: Annotated[
+        str | None, _check("Older result, as JSON: fail on regressions against it", metavar="FILE", is_path=True)
+    ] = None
+    gates: Annotated[
+        tuple[str, ...],
+        _check(
+            "Condition on every row, such as 'speedup>=1.2'",
+            flag="gate",
+            metavar="CONDITION",
+            parse=_gate,
+        ),
+    ] = ()
     command: str | None = None
+    resume: bool = False
+    force: Annotated[bool, Option("Replace a result that is there", only="manifest")] = False
+
+    @property
+    def num_processes(self) -> int:
+        """How many processes work together."""
+        return self.processes or 1

@@ -1,17 +1,20 @@
 """What becomes of a bench: kept after every row, compared with an older one, and at last turned into an exit code."""
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from lpconv.bench.options import BenchOptions
 from lpconv.bench.rows import FAILED, SKIPPED, TOO_LARGE
 from lpconv.checkpoint.contents import read_json
 from lpconv.checkpoint.partfile import write_small
 from lpconv.errors import InputError, LpconvError, ResourceError, UnsupportedError, VerificationError
+from lpconv.gates import BENCH_GATES, check_rows
 from lpconv.report.numbers import plural
 from lpconv.results import BenchChange, BenchResult, BenchRow, RatioRecord, from_json, json_text, to_json
 
-__all__ = ["compare", "is_bench", "kept", "problem", "read_bench"]
+__all__ = ["compare", "is_bench", "judge_of", "kept", "problem", "read_bench"]
 
 REGRESSION, IMPROVEMENT, SAME, NEW = "regression", "improvement", "within the intervals", "not in the older document"
 
@@ -28,6 +31,21 @@ def compare(rows: Sequence[BenchRow], old: BenchResult) -> tuple[BenchChange, ..
         BenchChange(name=f"{r.name}, {r.place}", before=earlier, after=now, change=_change(earlier, now))
         for r, earlier, now in pairs
     )
+
+
+def judge_of(options: BenchOptions) -> Callable[[BenchResult], BenchResult]:
+    """What adds to a result the gates and the changes that `options` ask for.
+
+    Both are read now, so that what is wrong with them is raised before the work.
+    """
+    gates = tuple(map(BENCH_GATES.parse, options.gates))
+    old = read_bench(Path(options.compare)) if options.compare else None
+
+    def judged(result: BenchResult) -> BenchResult:
+        changes = compare(result.rows, old) if old else ()
+        return dataclasses.replace(result, gates=check_rows(gates, result.rows), changes=changes)
+
+    return judged
 
 
 def _change(before: RatioRecord | None, after: RatioRecord) -> str:

@@ -61,7 +61,7 @@ class BenchRun:
             peaks=self.peaks,
             verdicts=tuple(self.verdicts),
             notes=self.notes,
-            options={k: v for k, v in settings.items() if k != "command"},
+            options={k: v for k, v in settings.items() if k not in ("command", "resume", "force")},
             versions=self.versions,
             command=self.options.command,
             seconds=time.perf_counter() - self.start,
@@ -101,7 +101,7 @@ class BenchRun:
     def _team(self) -> Team:
         """Processes without a case: first the one that looked at the machine, and then new ones."""
         first, self.idle = self.idle, None
-        return new_team(self.options.processes, first)
+        return new_team(self.options.num_processes, first)
 
     def _measure_variant(self, group: "_Group", case: Case) -> None:
         """The case's row; before that of a launch's first case, the baseline's from the same rounds."""

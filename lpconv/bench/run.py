@@ -6,9 +6,9 @@ from typing import Any
 
 from lpconv.bench.cases import Case, baseline_of, expand, parallel_of
 from lpconv.bench.defaults import choose_model
-from lpconv.bench.interleave import Effort, interleave, ratio_of
+from lpconv.bench.interleave import interleave, ratio_of
 from lpconv.bench.nvml import GpuMonitor, find_monitor
-from lpconv.bench.options import BenchOptions
+from lpconv.bench.options import BenchOptions, Effort
 from lpconv.bench.rows import MEMORY_SHARE, BenchRun, new_team
 from lpconv.bench.team import Child
 from lpconv.errors import UnsupportedError, UsageError
@@ -35,7 +35,7 @@ def bench(
         _cases(options, {"device": "cpu", "name": ""})[0], options
     )  # wrong names are found before any process starts
     with Child() as child:
-        device = child.ask("look", device=options.device, processes=options.processes)
+        device = child.ask("look", device=options.device, processes=options.num_processes)
         if options.compiled == "graphs" and device["device"] == "cpu":
             raise UnsupportedError(
                 "--compile graphs records CUDA graphs, and a CPU has none", hint="pass blocks or model"
@@ -60,10 +60,10 @@ def bench(
 def _cases(options: BenchOptions, device: dict[str, Any]) -> tuple[list[Case], tuple[str, ...]]:
     """Everything to measure on a device, and what to tell the user about it."""
     template, notes = choose_model(options.model, options.layers, device)
-    parallel = parallel_of(options.processes, options.parallel, modes=options.modes, compiled=options.compiled)
+    parallel = parallel_of(options.num_processes, options.parallel, modes=options.modes, compiled=options.compiled)
     template = dataclasses.replace(
         template, compiled=options.compiled, threads=options.threads, seed=options.seed, device=device["device"],
-        processes=options.processes, parallel=parallel,
+        processes=options.num_processes, parallel=parallel,
     )  # fmt: skip
     sizes = [(batch, seq) for batch in options.batches or (template.batch,) for seq in options.seqs or (template.seq,)]
     cases = list(

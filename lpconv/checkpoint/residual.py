@@ -4,21 +4,18 @@
 file's SHA-256. People fine-tune the root and keep a stale residual; adding the two would be silent noise.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
-from torch import Tensor
-
-from lpconv.checkpoint.contents import check_inside, read_json
+from lpconv.checkpoint.contents import Contents, check_inside, read_json
 from lpconv.checkpoint.partfile import sha256_of
 from lpconv.errors import InputError
 
-__all__ = ["RESIDUAL_INDEX", "Residuals", "find_residual", "read_residual", "residual_index"]
+__all__ = ["RESIDUAL_FOLDER", "RESIDUAL_INDEX", "Residuals", "find_residual", "read_residual", "residual_index"]
 
-RESIDUAL_INDEX = "collage/residual.json"
+RESIDUAL_FOLDER = "collage"
+RESIDUAL_INDEX = f"{RESIDUAL_FOLDER}/residual.json"
 _VERSION = 1
 
 
@@ -31,12 +28,17 @@ class Residuals:
     files: tuple[str, ...]
     roots: tuple[tuple[str, str], ...]
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and residual of every tensor that has one."""
-        for name in self.files:
-            with safe_open(self.directory / name, framework="pt") as f:
-                for key in f.keys():  # noqa: SIM118  # a safe_open handle is no mapping
-                    yield key, f.get_tensor(key)
+    @property
+    def contents(self) -> Contents:
+        """The residual files as a checkpoint of their own."""
+        return Contents(
+            directory=self.directory,
+            kind="safetensors",
+            weight_files=self.files,
+            weight_map=None,
+            config={},
+            side_files=(),
+        )
 
 
 def residual_index(form: str, pairs: list[tuple[str, str, str]]) -> dict[str, Any]:

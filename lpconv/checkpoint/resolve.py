@@ -18,7 +18,7 @@ from lpconv.data import demo_checkpoint
 from lpconv.errors import InputError, UsageError
 from lpconv.lookup import nearest
 
-__all__ = ["DEMO", "Resolved", "looks_like_path", "resolve"]
+__all__ = ["DEMO", "Resolved", "base_name", "looks_like_path", "resolve"]
 
 DEMO = "demo"  # the checkpoint inside this package; a directory of that name is ./demo
 
@@ -63,6 +63,11 @@ def resolve(name: str, *, revision: str | None = None, headers_only: bool = Fals
     if looks_like_path(name):
         raise InputError(f"no directory `{name}`", hint="pass a directory that exists, a hub id or an alias")
     return _from_hub(name, revision, headers_only=headers_only)
+
+
+def base_name(name: str) -> str:
+    """The last part of a model's name: what an output is called after."""
+    return Path(name).name if name not in (".", "..") else Path(name).resolve().name
 
 
 def looks_like_path(name: str) -> bool:

@@ -21,7 +21,7 @@ from lpconv.checkpoint.contents import read_json
 from lpconv.checkpoint.partfile import fsync_directory, sha256_of, write_error
 from lpconv.errors import OutputExistsError, UsageError
 
-__all__ = ["JOURNAL", "MARKER", "Staging", "beside", "check_apart", "read_marker"]
+__all__ = ["JOURNAL", "MARKER", "Staging", "beside", "check_apart", "check_free", "read_marker"]
 
 JOURNAL = "journal.jsonl"
 MARKER = "lpconv.json"  # what says that a directory is an output of ours
@@ -40,13 +40,7 @@ class Staging:
         self.directory = beside(output, ".partial")
         self.done: list[dict[str, Any]] = []
         self._force = force
-        _check_output(output, force=force)
-        _check_working_folders(output)
-        if os.path.lexists(self.directory) and not resume and not force:
-            raise OutputExistsError(
-                f"`{self.directory}` is left from an interrupted run",
-                hint="--resume continues it, --force starts anew",
-            )
+        check_free(output, resume=resume, force=force)
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._journal = (self.directory / JOURNAL).open("a+b")
@@ -140,6 +134,17 @@ class Staging:
 
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
         self._journal.close()
+
+
+def check_free(output: Path, *, resume: bool, force: bool) -> None:
+    """Refuse a place that is taken, or where an interrupted run left something. Raises OutputExistsError."""
+    _check_output(output, force=force)
+    _check_working_folders(output)
+    partial = beside(output, ".partial")
+    if os.path.lexists(partial) and not resume and not force:
+        raise OutputExistsError(
+            f"`{partial}` is left from an interrupted run", hint="--resume continues it, --force starts anew"
+        )
 
 
 def beside(output: Path, suffix: str) -> Path:

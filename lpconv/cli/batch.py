@@ -41,6 +41,17 @@ class _Events:
             print(json_text(result), end="")
 
 
+def _print_schema(wanted: bool) -> None:
+    if not wanted:
+        return
+    from json import dumps
+
+    from lpconv.batch.schema import manifest_schema
+
+    print(dumps(manifest_schema(), indent=2, ensure_ascii=False))
+    raise typer.Exit
+
+
 def batch(
     manifest: Annotated[str, typer.Argument(help="A YAML, TOML or JSON manifest.", metavar="FILE")],
     only: Annotated[
@@ -53,6 +64,15 @@ def batch(
     ] = False,
     locked: Annotated[bool, typer.Option("--locked", help="Fail where anything differs from the lock file.")] = False,
     junit: Annotated[str | None, typer.Option("--junit", help="Write JUnit XML.", metavar="FILE")] = None,
+    schema: Annotated[
+        bool,
+        typer.Option(
+            "--schema",
+            callback=_print_schema,
+            is_eager=True,
+            help="Print the JSON Schema of manifests, by which editors complete and check them, and exit.",
+        ),
+    ] = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:

@@ -8,16 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lpconv.bench.cases import (
-    BASELINES,
-    BENCH_FORMATS,
-    BENCH_METHODS,
-    BENCH_OPTIMIZERS,
-    COMPILE_MODES,
-    MODES,
-    PARALLEL,
-    parse_sweep,
-)
+from lpconv.bench.cases import BENCH_FORMATS, BENCH_METHODS, parse_sweep
+from lpconv.bench.options import BenchOptions
+from lpconv.cli.command import with_options
 from lpconv.cli.options import Json, Quiet
 from lpconv.errors import UsageError
 from lpconv.lookup import find
@@ -28,100 +21,36 @@ if TYPE_CHECKING:
 __all__ = ["bench"]
 
 _OUTPUT_FORMATS = ("table", "json", "jsonl", "csv", "md")
-_WHAT, _HOW, _CHECK = "What to measure", "How to measure", "Results"
+_WHAT, _RESULTS = "What to measure", "Results"
 
 
+@with_options
 def bench(
+    options: BenchOptions,
     model: Annotated[
         str | None,
         typer.Argument(help="A preset such as bert-large or llama-8b (random weights), a checkpoint, or demo."),
     ] = None,
-    format: Annotated[
-        str, typer.Option("--format", "-f", help="Any of " + ", ".join(BENCH_FORMATS), rich_help_panel=_WHAT)
-    ] = "fp8",
-    method: Annotated[
-        str,
-        typer.Option(
-            "--method", "-m", help="For fp8, any of " + ", ".join(BENCH_FORMATS["fp8"]), rich_help_panel=_WHAT
-        ),
-    ] = "static",
-    mode: Annotated[
-        str, typer.Option("--mode", help=" or ".join(MODES) + ", or both", rich_help_panel=_WHAT)
-    ] = "infer",
-    optimizer: Annotated[
-        str, typer.Option("--optimizer", help="Any of " + ", ".join(BENCH_OPTIMIZERS), rich_help_panel=_WHAT)
-    ] = "adamw",
     rivals: Annotated[
         bool, typer.Option("--rivals", help="Add torchao and TransformerEngine.", rich_help_panel=_WHAT)
     ] = False,
-    layers: Annotated[
-        int | None, typer.Option("--layers", help="Only so many of the model's layers.", min=1, rich_help_panel=_WHAT)
-    ] = None,
-    batch: Annotated[
-        int | None, typer.Option("--batch", help="Sequences in a step of a process.", min=1, rich_help_panel=_WHAT)
-    ] = None,
-    seq: Annotated[
-        int | None, typer.Option("--seq", help="Tokens in a sequence.", min=1, rich_help_panel=_WHAT)
-    ] = None,
     sweep: Annotated[
         list[str] | None,
-        typer.Option("--sweep", help="Such as 'batch=1,8,32 seq=128,512'.", metavar="SIZES", rich_help_panel=_WHAT),
+        typer.Option(
+            "--sweep", help="Sizes, such as 'batch=1,8,32 seq=128,512'.", metavar="SIZES", rich_help_panel=_WHAT
+        ),
     ] = None,
-    baseline: Annotated[
-        str, typer.Option("--baseline", help="One of " + ", ".join(BASELINES), rich_help_panel=_HOW)
-    ] = "bf16+compile",
-    compile: Annotated[
-        str,
-        typer.Option("--compile", help="What torch.compile gets: " + ", ".join(COMPILE_MODES), rich_help_panel=_HOW),
-    ] = "blocks",
-    device: Annotated[
-        str | None,
-        typer.Option("--device", help="cpu, cuda or cuda:N (default: a GPU if there is one)", rich_help_panel=_HOW),
-    ] = None,
-    processes: Annotated[
-        int | None,
-        typer.Option("--processes", help="That work together (torchrun's, or 1).", min=1, rich_help_panel=_HOW),
-    ] = None,
-    parallel: Annotated[
-        str | None,
-        typer.Option("--parallel", help="How they do: " + " or ".join(PARALLEL) + " (ddp).", rich_help_panel=_HOW),
-    ] = None,
-    threads: Annotated[
-        int | None, typer.Option("--threads", help="CPU threads of each process.", min=1, rich_help_panel=_HOW)
-    ] = None,
-    min_iters: Annotated[
-        int, typer.Option("--min-iters", help="At least so many timed steps of each.", rich_help_panel=_HOW)
-    ] = 30,
-    min_time: Annotated[
-        float, typer.Option("--min-time", help="At least so many seconds of each.", min=0, rich_help_panel=_HOW)
-    ] = 2.0,
-    rounds: Annotated[
-        int, typer.Option("--rounds", help="Turns that baseline and variant take.", rich_help_panel=_HOW)
-    ] = 12,
-    launches: Annotated[
-        int,
-        typer.Option("--launches", help="New processes for each, over which these are spread.", rich_help_panel=_HOW),
-    ] = 3,
-    seed: Annotated[int, typer.Option("--seed", help="For weights and token ids.", rich_help_panel=_HOW)] = 0,
     output_format: Annotated[
-        str, typer.Option("--output-format", help=", ".join(_OUTPUT_FORMATS), rich_help_panel=_CHECK)
+        str,
+        typer.Option(
+            "--output-format",
+            help="Form of the result. One of " + ", ".join(_OUTPUT_FORMATS) + ".",
+            rich_help_panel=_RESULTS,
+        ),
     ] = "table",
     save: Annotated[
         str | None,
-        typer.Option("--save", help="Write the JSON here, after every row.", metavar="FILE", rich_help_panel=_CHECK),
-    ] = None,
-    gate: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--gate",
-            help="A condition such as 'speedup>=1.2'. Repeatable.",
-            metavar="CONDITION",
-            rich_help_panel=_CHECK,
-        ),
-    ] = None,
-    compare: Annotated[
-        str | None,
-        typer.Option("--compare", help="An older JSON: fail on regressions.", metavar="FILE", rich_help_panel=_CHECK),
+        typer.Option("--save", help="Write the JSON here, after every row.", metavar="FILE", rich_help_panel=_RESULTS),
     ] = None,
     json: Json = False,
     quiet: Quiet = False,
@@ -138,48 +67,19 @@ def bench(
 
       torchrun --nproc-per-node 8 -m lpconv bench llama-8b --mode train --parallel fsdp2
     """
-    from lpconv.bench.interleave import Effort
-    from lpconv.bench.options import BenchOptions
-    from lpconv.bench.outcome import compare as compare_with, kept, problem, read_bench
+    from lpconv.bench.outcome import kept, problem
     from lpconv.bench.run import bench as measure
     from lpconv.bench.team import processes_of
+    from lpconv.cli.early import before_bench
     from lpconv.cli.progress import progress_for
-    from lpconv.gates import BENCH_GATES, check_rows
 
-    together = processes_of(processes)
+    together = processes_of(options.processes)
     if together is None:
         return
     shown = "json" if json else output_format
     find("output format", shown, dict.fromkeys(_OUTPUT_FORMATS))
-    find("compile mode", compile, dict.fromkeys(COMPILE_MODES))
-    gates = tuple(map(BENCH_GATES.parse, gate or ()))
-    old = read_bench(Path(compare)) if compare else None
-    batches, seqs = _sizes(batch, seq, sweep or [])
-    peers = [m for m in BENCH_FORMATS["fp8"] if BENCH_METHODS[m] is not None] if rivals else []
-    options = BenchOptions(
-        model=model,
-        formats=_names(format),
-        methods=(*_names(method), *peers),
-        modes=_names(mode),
-        optimizers=_names(optimizer),
-        batches=batches,
-        seqs=seqs,
-        layers=layers,
-        compiled=compile,
-        baseline=baseline,
-        device=device,
-        threads=threads,
-        processes=together,
-        parallel=parallel,
-        seed=seed,
-        effort=Effort(min_iterations=min_iters, min_seconds=min_time, rounds=rounds, launches=launches),
-        command=shlex.join(["lpconv", *sys.argv[1:]]),
-    )
-
-    def judged(result: "BenchResult") -> "BenchResult":
-        changes = compare_with(result.rows, old) if old else ()
-        return dataclasses.replace(result, gates=check_rows(gates, result.rows), changes=changes)
-
+    options = _completed(options, model, sweep or [], rivals=rivals, processes=together)
+    judged = before_bench(options)
     with kept(Path(save) if save else None, judged, lambda partial: None if json else _print(partial, shown)) as keep:
         with progress_for(quiet=quiet) as progress:
             result = measure(options, progress=progress, on_result=keep)
@@ -191,17 +91,24 @@ def bench(
         raise error
 
 
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())
-
-
-def _sizes(batch: int | None, seq: int | None, sweep: list[str]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Batches and sequence lengths, none where the bench is to choose."""
+def _completed(
+    options: BenchOptions, model: str | None, sweep: list[str], *, rivals: bool, processes: int
+) -> BenchOptions:
+    """The options with what the command line says in ways of its own."""
     swept = parse_sweep(sweep)
-    for name, one in (("batch", batch), ("seq", seq)):
-        if one is not None and name in swept:
+    for name, given in (("batch", options.batches), ("seq", options.seqs)):
+        if given and name in swept:
             raise UsageError(f"--{name} and --sweep both set the {name}", hint="pass one of them")
-    return tuple(swept.get("batch", [batch] if batch else [])), tuple(swept.get("seq", [seq] if seq else []))
+    peers = [m for m in BENCH_FORMATS["fp8"] if BENCH_METHODS[m] is not None] if rivals else []
+    return dataclasses.replace(
+        options,
+        model=model,
+        methods=(*(options.methods or BENCH_FORMATS["fp8"][:1]), *peers),
+        batches=tuple(swept.get("batch", options.batches)),
+        seqs=tuple(swept.get("seq", options.seqs)),
+        processes=processes,
+        command=shlex.join(["lpconv", *sys.argv[1:]]),
+    )
 
 
 def _print(result: "BenchResult", shown: str) -> None:

@@ -5,9 +5,11 @@ from typing import Annotated
 
 import typer
 
+from lpconv.cli.command import with_options
 from lpconv.cli.handling import handled
-from lpconv.cli.options import Force, Json, Model, Quiet, Revision
+from lpconv.cli.options import Json, Model, Quiet
 from lpconv.cli.progress import progress_for
+from lpconv.export.options import ExportOptions
 
 __all__ = ["export", "onnx"]
 
@@ -21,21 +23,11 @@ def _export() -> None:
     """Write a checkpoint for another runtime."""
 
 
+@with_options
 def onnx(
     model: Model,
     output: Annotated[str, typer.Option("--output", "-o", help="The directory to write.", metavar="DIR")],
-    opset: Annotated[
-        int | None, typer.Option("--opset", help="ONNX operator set (default: the oldest that holds the formats)")
-    ] = None,
-    validate: Annotated[bool, typer.Option(help="Run the file in ONNX Runtime and compare it with the model.")] = True,
-    tolerance: Annotated[
-        float, typer.Option("--tolerance", help="The largest difference, as a share of the largest output.", min=0)
-    ] = 1e-5,
-    external_data: Annotated[
-        bool, typer.Option("--external-data", help="Weights in model.onnx.data even where they fit into the graph.")
-    ] = False,
-    revision: Revision = None,
-    force: Force = False,
+    options: ExportOptions,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -47,25 +39,17 @@ def onnx(
 
       lpconv export onnx gpt2 -o gpt2-onnx --external-data
     """
-    from lpconv.export.extra import need
+    from lpconv.cli.early import before_export
 
-    need("onnxscript", *(["onnxruntime"] if validate else []))
-    from lpconv.export.options import ExportOptions
-    from lpconv.export.run import export_onnx
+    target = Path(output)
+    before_export(model, target, options)
+    from lpconv.export.run import export_onnx  # torch and transformers take seconds to import
     from lpconv.report.export import render_export
     from lpconv.report.terminal import show
     from lpconv.results import json_text
 
-    options = ExportOptions(
-        opset=opset,
-        validate=validate,
-        tolerance=tolerance,
-        external_data=external_data,
-        revision=revision,
-        force=force,
-    )
     with progress_for(quiet=quiet) as progress:
-        result = export_onnx(model, Path(output), options, progress=progress)
+        result = export_onnx(model, target, options, progress=progress)
     print(json_text(result), end="") if json else show(render_export(result))
 
 

@@ -1,36 +1,18 @@
 """`lpconv probe`."""
 
-from pathlib import Path
-from typing import Annotated
-
-import typer
-
-from lpconv.cli.options import Force, Json, Model, Output, Quiet, Revision
+from lpconv.cli.command import with_options
+from lpconv.cli.options import Json, Model, Output, Quiet
 from lpconv.cli.progress import progress_for
+from lpconv.probe.options import ProbeOptions
 
 __all__ = ["probe"]
 
 
+@with_options
 def probe(
     model: Model,
-    data: Annotated[
-        str | None,
-        typer.Option("--data", help="A text file; by default plays that ship with lpconv.", metavar="FILE"),
-    ] = None,
-    steps: Annotated[int, typer.Option("--steps", help="Forward and backward passes.", min=1)] = 4,
-    batch_size: Annotated[int, typer.Option("--batch-size", help="Sequences in a batch.", min=1)] = 8,
-    seq_len: Annotated[
-        int | None,
-        typer.Option("--seq-len", help="Tokens in a sequence; by default 128, or the model's most.", min=2),
-    ] = None,
-    every: Annotated[int, typer.Option("--every", help="Record every so many steps.", min=1)] = 1,
-    calibrate: Annotated[
-        bool, typer.Option("--calibrate", help="Also write the scales that unit scaling should use (calibration.json).")
-    ] = False,
-    seed: Annotated[int, typer.Option("--seed", help="For masks and random ids.")] = 0,
-    revision: Revision = None,
+    options: ProbeOptions,
     output: Output = None,
-    force: Force = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -46,31 +28,23 @@ def probe(
 
       lpconv probe ./bert-large --data corpus.txt --batch-size 4 -o bert-probe
     """
-    from lpconv.convert.ranges import format_ranges
+    from lpconv.cli.early import before_probe, output_of
+
+    target = output_of(output, model, "probe")
+    before_probe(model, target, options)
+    from lpconv.convert.ranges import format_ranges  # torch and transformers, here and below, take seconds to import
     from lpconv.probe.answers import answer
     from lpconv.probe.checkpoint import calibrate_checkpoint, probe_checkpoint
-    from lpconv.probe.options import ProbeOptions
-    from lpconv.probe.output import check_free, default_output, write_output
+    from lpconv.probe.output import write_output
     from lpconv.report.probe.html import html_probe
     from lpconv.report.probe.terminal import render_probe
     from lpconv.report.terminal import show
     from lpconv.results import json_text
     from lpconv.scaled.disk import CALIBRATION_FILE, write_factors
 
-    target = Path(output) if output else default_output(model)
-    check_free(target, force=force)
-    options = ProbeOptions(
-        data=Path(data) if data else None,
-        steps=steps,
-        batch_size=batch_size,
-        seq_len=seq_len,
-        every=every,
-        seed=seed,
-        revision=revision,
-    )
     with progress_for(quiet=quiet) as progress:
         result = probe_checkpoint(model, options, progress=progress)
-        factors = calibrate_checkpoint(model, options, progress=progress) if calibrate else None
+        factors = calibrate_checkpoint(model, options, progress=progress) if options.calibrate else None
     answers = answer(result)
     write_output(target, result, html_probe(answers, format_ranges()))
     if factors is not None:

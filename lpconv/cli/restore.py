@@ -24,6 +24,12 @@ def restore(
 
       lpconv restore ./bert-large-unit-fp32 -o ./bert-large-again
     """
+    from lpconv.checkpoint.staging import check_apart, check_free
+    from lpconv.cli.early import before_reading
+
+    before_reading(Path(path))
+    check_apart(Path(path), Path(output))
+    check_free(Path(output), resume=False, force=force)
     from lpconv.convert.restore import restore as restore_checkpoint
     from lpconv.results import json_text
 

@@ -5,27 +5,20 @@ from typing import Annotated
 
 import typer
 
-from lpconv.cli.options import Json, Quiet, TrustRemoteCode
+from lpconv.cli.command import with_options
+from lpconv.cli.options import Json, Quiet
 from lpconv.cli.progress import progress_for
+from lpconv.convert.options import VerifyOptions
 from lpconv.errors import VerificationError
+from lpconv.options import check
 
 __all__ = ["verify"]
 
 
+@with_options
 def verify(
     path: Annotated[str, typer.Argument(help="An output of `lpconv convert`.", metavar="PATH")],
-    against: Annotated[
-        str | None,
-        typer.Option("--against", help="The source it was made from (default: the one it names)", metavar="MODEL"),
-    ] = None,
-    level: Annotated[
-        str, typer.Option("--level", help="hash, weights (every element), or logits (both models run).")
-    ] = "hash",
-    gate: Annotated[
-        list[str] | None,
-        typer.Option("--gate", help="A condition to pass, such as 'top1>=0.99'. Repeatable.", metavar="CONDITION"),
-    ] = None,
-    trust_remote_code: TrustRemoteCode = False,
+    options: VerifyOptions,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -37,7 +30,11 @@ def verify(
 
       lpconv verify ./bert-large-unit-fp16 --against bert-large --level logits
     """
-    from lpconv.convert.verify_output import verify_output
+    from lpconv.cli.early import before_reading
+
+    check(options)
+    before_reading(Path(path))
+    from lpconv.convert.verify_output import verify_output  # torch takes seconds to import
     from lpconv.report.convert.terminal import render_verify
     from lpconv.report.terminal import show
     from lpconv.results import json_text, to_json
@@ -45,10 +42,10 @@ def verify(
     with progress_for(quiet=quiet) as progress:
         result = verify_output(
             Path(path),
-            against=against,
-            level=level,
-            gates=tuple(gate or ()),
-            trust_remote_code=trust_remote_code,
+            against=options.against,
+            level=options.level,
+            gates=options.gates,
+            trust_remote_code=options.trust_remote_code,
             progress=progress,
         )
     if not result.passed:

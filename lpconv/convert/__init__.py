@@ -7,9 +7,10 @@ from lpconv.lazy import lazily
 if TYPE_CHECKING:
     from lpconv.convert.options import (
         ConvertOptions as ConvertOptions,
+        ConvertSettings as ConvertSettings,
         FormatRule as FormatRule,
         parse_rule as parse_rule,
-        with_defaults as with_defaults,
+        settings_of as settings_of,
     )
     from lpconv.convert.reader import OutputReader as OutputReader
     from lpconv.convert.restore import restore as restore

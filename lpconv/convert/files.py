@@ -6,18 +6,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lpconv.checkpoint.compressed import is_ours, quantization_config, quantized_by
+from lpconv.checkpoint.compressed import is_ours, quantized_by
 from lpconv.checkpoint.contents import Contents
 from lpconv.checkpoint.partfile import sha256_of, write_error, write_small
-from lpconv.checkpoint.residual import RESIDUAL_INDEX, residual_index
+from lpconv.checkpoint.residual import RESIDUAL_FOLDER, RESIDUAL_INDEX, residual_index
 from lpconv.checkpoint.staging import MARKER
-from lpconv.convert.plan import RESIDUAL_FOLDER, Plan
+from lpconv.convert.plan import Plan
 from lpconv.convert.verify import SUMS
 from lpconv.errors import UnsupportedError
-from lpconv.formats.spec import FORMATS
 from lpconv.results import ConvertResult, FileRecord, ordered_json_text, to_json
 
 __all__ = [
+    "CARD",
     "LOADER",
     "check_convertible",
     "copy_side_files",
@@ -30,6 +30,7 @@ __all__ = [
 ]
 
 LOADER = "lpconv_loader.py"
+CARD = "README.md"
 # These describe one run, with its times; all other files depend only on source and options.
 _NOT_SUMMED = {SUMS, "report.json", "report.html"}
 
@@ -49,31 +50,15 @@ def check_convertible(contents: Contents) -> None:
 
 
 def output_config(contents: Contents, plan: Plan) -> dict[str, Any]:
-    """config.json of the output: the source's, and what the method needs in order to be opened.
+    """config.json of the output: the source's, and what the form needs in order to be opened.
 
-    The layout of compressed-tensors brings a `quantization_config` of its own. A pair is an ordinary checkpoint of its
-    16-bit dtype. Scaled codes get a `quantization_config`, and an `auto_map` to the loader module unless the source has
-    code of its own.
+    Codes that only lpconv opens get an `auto_map` to the loader module, unless the source has code of its own.
     """
-    config = dict(contents.config)
-    if plan.method.encoder == "pair":
-        key = "dtype" if "dtype" in config else "torch_dtype"  # every release of transformers reads the old name
-        config[key] = FORMATS[plan.options.format or ""].torch
-        return config
-    converted = [t for t in plan.tensors if t.format is not None]
-    if plan.linears is not None:
-        config["quantization_config"] = quantization_config(plan.linears.without(t.name for t in converted))
-        return config
-    config["quantization_config"] = {
-        "quant_method": "lpconv",
-        "format_version": 1,
-        "method": plan.method.name,
-        "format": plan.options.format,
-        "scale": plan.options.scale,
-        "leaves": sorted({t.name.rpartition(".")[2] for t in converted}) or ["weight"],
-        "exceptions": {t.name: t.format.name for t in converted if t.format and t.format.name != plan.options.format},
-    }
-    if "auto_map" not in config and "model_type" in config:
+    settings = {"method": plan.method.name, "format": plan.options.format, "scale": plan.options.scale}
+    formats = {t.name: t.format.name for t in plan.tensors if t.format is not None}
+    ignored = None if plan.linears is None else plan.linears.without(formats)
+    config = contents.config | plan.form.configured(contents.config, settings, formats, ignored)
+    if plan.form.quantised_by == "lpconv" and "auto_map" not in config and "model_type" in config:
         config["auto_map"] = {"AutoConfig": f"{LOADER.removesuffix('.py')}.Config"}
     return config
 
@@ -89,7 +74,7 @@ def write_metadata(directory: Path, contents: Contents, plan: Plan, files: Seque
     hashes = {f.name: f.sha256 or "" for f in files}
     pairs = [(s.residual.name, s.root.name, hashes[s.root.name]) for s in plan.shards if s.residual is not None]
     if pairs:
-        write_small(directory / RESIDUAL_INDEX, ordered_json_text(residual_index(plan.options.residual or "", pairs)))
+        write_small(directory / RESIDUAL_INDEX, ordered_json_text(residual_index(str(plan.options.residual), pairs)))
 
 
 def _index(plan: Plan) -> dict[str, Any]:
@@ -126,9 +111,13 @@ class Config:
 
 
 def model_side_files(contents: Contents) -> tuple[str, ...]:
-    """The side files of an output that belong to the model, without those that the conversion wrote."""
-    ours = {"README.md", SUMS, LOADER}
-    return tuple(n for n in contents.side_files if n not in ours and not n.startswith(RESIDUAL_FOLDER + "/"))
+    """The side files of a checkpoint that belong to the model: its tokenizer and what else came with it.
+
+    What belongs to the form of its weights (the folder of residuals, the loader module, checksums) goes with that form
+    and is never copied on; nor is the card, which describes one checkpoint.
+    """
+    of_the_form = {CARD, SUMS, LOADER}
+    return tuple(n for n in contents.side_files if n not in of_the_form and not n.startswith(RESIDUAL_FOLDER + "/"))
 
 
 def copy_side_files(

@@ -16,26 +16,17 @@ from lpconv.checkpoint.resolve import Resolved, resolve
 from lpconv.checkpoint.source import Source, open_source
 from lpconv.checkpoint.staging import beside, check_apart
 from lpconv.checkpoint.unchanged import Watch, watch, watched_files
-from lpconv.convert.encode import (
-    BLOCK_ELEMENTS,
-    Workspace,
-    block_stats,
-    encode_pair,
-    encode_points,
-    encode_scaled,
-    fit_points,
-)
 from lpconv.convert.files import check_convertible
 from lpconv.convert.memory import Memory, plan_memory
-from lpconv.convert.options import ConvertOptions, with_defaults
+from lpconv.convert.options import ConvertOptions, settings_of
 from lpconv.convert.plan import Plan, make_plan
+from lpconv.convert.policy import settings_for
 from lpconv.convert.tied import find_ties
 from lpconv.convert.workers import SingleThreadedTorch
 from lpconv.errors import ResourceError
-from lpconv.formats.spec import FORMATS, Format
+from lpconv.formats.spec import FORMATS
+from lpconv.forms.blocks import BLOCK_ELEMENTS, Workspace
 from lpconv.gates import CONVERT_GATES, Gate
-from lpconv.mcf.point_layout import PointLayout
-from lpconv.mcf.split import RESIDUALS
 from lpconv.version import __version__
 
 __all__ = ["Job", "check_disk", "disk_bytes", "estimate_seconds", "free_bytes", "identity", "prepare"]
@@ -62,7 +53,8 @@ class Job:
 
 def prepare(model: str, output: Path, options: ConvertOptions, *, headers_only: bool = False) -> Job:
     """Resolve, open and plan; everything that can be refused without reading weights is refused here."""
-    options, method = with_defaults(options)
+    settings = settings_of(options)
+    options, method = settings.options, settings.method
     gates = tuple(map(CONVERT_GATES.parse, options.gates))
     resolved = resolve(model, revision=options.revision, headers_only=headers_only)
     contents = read_contents(resolved.directory)
@@ -145,12 +137,6 @@ def identity(job: Job) -> dict[str, Any]:
     }
 
 
-def _encode_one_point(x: torch.Tensor, fmt: Format, points_max: int, work: Workspace) -> torch.Tensor:
-    layout = PointLayout(element=fmt, rows=x.numel() // _ROW, cols=_ROW, num_points=x.numel() // _ROW)
-    points = fit_points(x, layout, points_max, work).allot(layout.num_points)
-    return encode_points(x, points, layout, work)[0]
-
-
 def estimate_seconds(job: Job) -> float:
     """What the run will take after lpconv's own start, where nothing waits for a disk.
 
@@ -161,20 +147,13 @@ def estimate_seconds(job: Job) -> float:
 
 
 def _encoding_seconds(plan: Plan, workers: int) -> float:
-    work, fmt = Workspace(), FORMATS[plan.options.format or ""]
-    x = torch.randn(BLOCK_ELEMENTS)
+    work, x = Workspace(), torch.randn(BLOCK_ELEMENTS)
+    shape, fmt = (BLOCK_ELEMENTS // _ROW, _ROW), FORMATS[plan.options.format or ""]
+    form = plan.form.of("block", shape, fmt, settings_for(plan.options, plan.method))
     with SingleThreadedTorch():
         started = time.perf_counter()
-        block_stats(x, work)
-        if plan.method.encoder == "pair":
-            form = RESIDUALS[plan.options.residual or ""]
-            high, low = torch.empty(x.numel(), dtype=form.hi_dtype), torch.empty(x.numel(), dtype=form.dtype)
-            encode_pair(x, form, high, low, work)
-        elif plan.method.encoder == "points":
-            high = _encode_one_point(x, fmt, plan.options.points_max or 1, work)
-        else:
-            high = torch.empty(x.numel(), dtype=getattr(torch, fmt.torch or ""))
-            encode_scaled(x, 1.0, fmt, high, work, finite=True)
-        hashlib.sha256(high.view(torch.uint8).numpy().data).digest()
+        found = form.measure(lambda job: [job(x, work)])
+        (data, *_) = form.encode(x, 0, found, work).data
+        hashlib.sha256(data.view(torch.uint8).numpy().data).digest()
         per_element = (time.perf_counter() - started) / x.numel()
     return per_element * sum(t.info.num_elements for t in plan.tensors) / workers

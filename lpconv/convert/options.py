@@ -1,36 +1,48 @@
 """What the user asked for, checked. Plain Python; nothing here reads a file."""
 
 import dataclasses
+import functools
 import math
 import re
 import shlex
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Annotated
 
 from lpconv.checkpoint.compressed import COMPRESSED_TENSORS
 from lpconv.errors import UsageError
-from lpconv.formats.spec import Format, get_format
+from lpconv.formats.spec import FORMATS, Format, get_format
 from lpconv.lookup import find
 from lpconv.mcf.point_layout import MAX_POINTS
-from lpconv.methods import METHODS, Method
+from lpconv.methods import LPCONV, METHODS, Method
+from lpconv.options import Force, Option, Resume, Revision, TrustRemoteCode, check, size_option
 
 __all__ = [
     "LAYOUTS",
     "VERIFY_LEVELS",
     "ConvertOptions",
+    "ConvertSettings",
     "FormatRule",
+    "PointBudget",
+    "VerifyOptions",
     "command_line",
     "matches",
     "parse_rule",
-    "parse_size",
-    "with_defaults",
+    "settings_of",
 ]
 
-LAYOUTS = ("lpconv", COMPRESSED_TENSORS)
+LAYOUTS = (LPCONV, COMPRESSED_TENSORS)
 VERIFY_LEVELS = ("none", "weights", "logits", "auto")
 _POINTS_MAX = 3
+_RESIDUALS = (*dict.fromkeys(r for m in METHODS.values() for r in m.residuals), "fp16")
+_METHOD_FORMATS = [f for f in FORMATS if any(f in m.formats for m in METHODS.values())]
 _SPARE_BITS = 0.5  # the default budget above the bits of an element: scales, and second points for some rows
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+
+
+# Options by the panel of the help that they stand in.
+_WHAT, _HOW = "What to write", "How to run"
+_what = functools.partial(Option, panel=_WHAT)
+_check = functools.partial(Option, panel="Checks")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,54 +53,174 @@ class FormatRule:
     format: str
 
 
+def parse_rule(text: str) -> FormatRule:
+    """``PATTERN=FORMAT`` as a rule; FORMAT may be ``keep``. The last ``=`` separates."""
+    pattern, separator, name = text.rpartition("=")
+    if not separator or not pattern:
+        raise UsageError(f"rule `{text}` is not PATTERN=FORMAT", hint="for example --rule 'lm_head*=keep'")
+    if name != "keep":
+        get_format(name)
+    return FormatRule(pattern=pattern, format=name)
+
+
+def _gate(text: str) -> str:
+    from lpconv.gates import CONVERT_GATES  # with the records of all results, which `--help` does without
+
+    return CONVERT_GATES.parse(text).expression
+
+
 @dataclass(frozen=True, kw_only=True)
 class ConvertOptions:
-    """Settings of one conversion. `with_defaults` fills in what is None.
+    """Settings of one conversion, as asked. `settings_of` decides what is None.
 
     Patterns are globs on dotted tensor names, or regular expressions after ``re:`` (matched anywhere in the name).
-    `max_memory` bounds the run in bytes, `max_shard_size` the payload of an output file (None: as the source's).
-    `budget_bits` per element, scales and counts included, and at most `points_max` points a row belong to multipoint.
     Only `method`, `format`, `residual`, `layout`, `scale`, `budget_bits`, `points_max`, `include`, `exclude`, `rules`
     and `max_shard_size` shape the bytes.
     """
 
-    method: str = "unit"
-    format: str | None = None
-    residual: str | None = None
-    layout: str = "lpconv"
-    scale: str = "pow2"
-    budget_bits: float | None = None
-    points_max: int | None = None
-    include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
-    rules: tuple[FormatRule, ...] = ()
-    revision: str | None = None
-    max_memory: int | None = None
-    workers: int | None = None
-    max_shard_size: int | None = None
-    verify: str = "auto"
-    gates: tuple[str, ...] = ()
-    resume: bool = False
-    force: bool = False
-    trust_remote_code: bool = False
+    method: Annotated[str, _what("Method that rewrites the weights", choices=METHODS, short=("-m",))] = "unit"
+    format: Annotated[
+        str | None,
+        _what(
+            "Number format on disk",
+            default="fp16, of collage bf16, of multipoint int4",
+            choices=_METHOD_FORMATS,
+            short=("-f", "--element"),
+        ),
+    ] = None
+    residual: Annotated[
+        str | None, _what("Form in which collage keeps the lost bits", default="bf16", choices=_RESIDUALS)
+    ] = None
+    layout: Annotated[
+        str,
+        _what(
+            "Layout of the files; plain transformers with that package and vLLM open compressed-tensors (e4m3fn)",
+            choices=LAYOUTS,
+        ),
+    ] = LPCONV
+    scale: Annotated[str, _what("Scales as powers of two, or as they come", choices=("pow2", "exact"))] = "pow2"
+    budget_bits: Annotated[
+        float | None,
+        _what(
+            "Stored bits per element of multipoint, scales and counts included",
+            default="half a bit above the format's",
+            above=0,
+            example="4.5",
+        ),
+    ] = None
+    points_max: Annotated[
+        int | None, _what("Largest number of points of a row of multipoint", default=str(_POINTS_MAX), least=1)
+    ] = None
+    include: Annotated[
+        tuple[str, ...],
+        _what("Pattern of the tensors to convert, a glob or re:EXPRESSION", default="all", metavar="PATTERN"),
+    ] = ()
+    exclude: Annotated[
+        tuple[str, ...], _what("Pattern of tensors that are kept as they are", default="none", metavar="PATTERN")
+    ] = ()
+    rules: Annotated[
+        tuple[FormatRule, ...],
+        _what(
+            "Format, or keep, for the tensors that match a pattern; the first match decides",
+            flag="rule",
+            metavar="PATTERN=FORMAT",
+            parse=parse_rule,
+        ),
+    ] = ()
+    max_shard_size: Annotated[
+        int | None, size_option("Largest size of an output file, such as 5GB", default="as the source's", panel=_WHAT)
+    ] = None
+    verify: Annotated[
+        str,
+        _check(
+            "Depth of the verification; auto runs both models where they are small",
+            what="verification level",
+            choices=VERIFY_LEVELS,
+        ),
+    ] = "auto"
+    gates: Annotated[
+        tuple[str, ...],
+        _check(
+            "Condition to publish, such as 'sqnr>=25'",
+            flag="gate",
+            metavar="CONDITION",
+            parse=_gate,
+        ),
+    ] = ()
+    revision: Revision = None
+    max_memory: Annotated[
+        int | None, size_option("Bound of the whole run, such as 4GB", default="what is free", panel=_HOW)
+    ] = None
+    workers: Annotated[
+        int | None, Option(panel=_HOW, help="Number of encoder threads", default="cores, at most 8", least=1)
+    ] = None
+    resume: Resume = False
+    force: Force = False
+    trust_remote_code: TrustRemoteCode = False
 
 
-def with_defaults(options: ConvertOptions) -> tuple[ConvertOptions, Method]:
-    """The options with the method's defaults filled in, and the method. Raises UsageError for what does not fit."""
+@dataclass(frozen=True, kw_only=True)
+class VerifyOptions:
+    """What is checked of an output that is there."""
+
+    against: Annotated[
+        str | None, Option("Source that the output was made from", default="the one it names", metavar="MODEL")
+    ] = None
+    level: Annotated[
+        str,
+        Option(
+            "Depth of the check: hashes, every element of the weights, or what both models compute",
+            choices=("hash", "weights", "logits"),
+        ),
+    ] = "hash"
+    gates: Annotated[
+        tuple[str, ...],
+        Option(
+            "Condition to pass, such as 'top1>=0.99'",
+            flag="gate",
+            metavar="CONDITION",
+            parse=_gate,
+        ),
+    ] = ()
+    trust_remote_code: TrustRemoteCode = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class PointBudget:
+    """What the points of a matrix may take: `bits` stored per element, scales and counts included; `most` a row."""
+
+    bits: float
+    most: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertSettings:
+    """What a conversion does: `options` with everything decided that they may leave open.
+
+    `options` have the names of what was decided filled in, so that records and locks can be made of them. `residual` is
+    there for pairs only, `budget` for points only.
+    """
+
+    options: ConvertOptions
+    method: Method
+    format: Format
+    residual: str | None
+    budget: PointBudget | None
+
+
+def settings_of(options: ConvertOptions) -> ConvertSettings:
+    """What `options` come to with the method's defaults. Raises UsageError for what does not fit together."""
     method = find("method", options.method, METHODS)
     fmt = method.format(options.format)
     residual = _residual(method, fmt.name, options.residual)
-    budget_bits, points_max = _budget(method, fmt, options.budget_bits, options.points_max)
-    if options.scale not in ("pow2", "exact"):
-        raise UsageError(f"unknown scale `{options.scale}`", hint="use pow2 or exact")
-    if options.verify not in VERIFY_LEVELS:
-        raise UsageError(f"unknown verification level `{options.verify}`", hint="use " + ", ".join(VERIFY_LEVELS))
+    budget = _budget(method, fmt, options.budget_bits, options.points_max)
+    check(options)
     if options.resume and options.force:
         raise UsageError("--resume and --force exclude each other", hint="resume continues a run, force starts anew")
     for rule in options.rules:
         if rule.format != "keep":
             method.format(rule.format)
-        if method.encoder != "scaled" and rule.format not in ("keep", fmt.name):
+        if method.form(LPCONV).holds_one_format and rule.format not in ("keep", fmt.name):
             raise UsageError(
                 f"rule `{rule.pattern}={rule.format}`: a {method.name} checkpoint has one format, {fmt.name}",
                 hint="use =keep, or another --format",
@@ -97,9 +229,13 @@ def with_defaults(options: ConvertOptions) -> tuple[ConvertOptions, Method]:
     for pattern in (*options.include, *options.exclude, *(r.pattern for r in options.rules)):
         _check_pattern(pattern)
     filled = dataclasses.replace(
-        options, format=fmt.name, residual=residual, budget_bits=budget_bits, points_max=points_max
+        options,
+        format=fmt.name,
+        residual=residual,
+        budget_bits=budget.bits if budget else None,
+        points_max=budget.most if budget else None,
     )
-    return filled, method
+    return ConvertSettings(options=filled, method=method, format=fmt, residual=residual, budget=budget)
 
 
 def command_line(model: str, options: ConvertOptions) -> str:
@@ -108,7 +244,7 @@ def command_line(model: str, options: ConvertOptions) -> str:
         ("method", options.method),
         ("format", options.format),
         ("residual", options.residual),
-        ("layout", options.layout if options.layout != "lpconv" else None),
+        ("layout", options.layout if options.layout != LPCONV else None),
         ("scale", options.scale if options.scale != "pow2" else None),
         ("budget-bits", options.budget_bits),
         ("points-max", options.points_max),
@@ -142,11 +278,9 @@ def _residual(method: Method, format_name: str, residual: str | None) -> str | N
 
 
 def _check_layout(options: ConvertOptions, method: Method, format_name: str) -> None:
-    if options.layout not in LAYOUTS:
-        raise UsageError(f"unknown layout `{options.layout}`", hint="use " + " or ".join(LAYOUTS))
     if options.layout != COMPRESSED_TENSORS:
         return
-    if method.encoder != "scaled" or format_name != "e4m3fn":
+    if options.layout not in method.forms or format_name != "e4m3fn":
         raise UsageError(
             f"layout `{options.layout}` holds e4m3fn codes with one scale, not {method.name} in {format_name}",
             hint="use --method unit --format e4m3fn",
@@ -159,15 +293,13 @@ def _check_layout(options: ConvertOptions, method: Method, format_name: str) -> 
             )
 
 
-def _budget(
-    method: Method, fmt: Format, budget_bits: float | None, points_max: int | None
-) -> tuple[float | None, int | None]:
-    if method.encoder != "points":
+def _budget(method: Method, fmt: Format, budget_bits: float | None, points_max: int | None) -> PointBudget | None:
+    if not method.has_budget:
         if budget_bits is not None or points_max is not None:
             raise UsageError(
                 f"method `{method.name}` has no bit budget", hint="--budget-bits and --points-max belong to multipoint"
             )
-        return None, None
+        return None
     budget_bits = fmt.storage_bits + _SPARE_BITS if budget_bits is None else budget_bits
     points_max = _POINTS_MAX if points_max is None else points_max
     if not fmt.storage_bits < budget_bits < math.inf:
@@ -177,7 +309,7 @@ def _budget(
         )
     if not 1 <= points_max <= MAX_POINTS:
         raise UsageError(f"{points_max} points a row at most is not possible", hint=f"use 1 to {MAX_POINTS}")
-    return budget_bits, points_max
+    return PointBudget(bits=budget_bits, most=points_max)
 
 
 def _check_pattern(pattern: str) -> None:
@@ -194,24 +326,3 @@ def matches(pattern: str, name: str) -> bool:
     if pattern.startswith("re:"):
         return re.search(pattern[3:], name) is not None
     return fnmatchcase(name, pattern)
-
-
-def parse_rule(text: str) -> FormatRule:
-    """``PATTERN=FORMAT`` as a rule; FORMAT may be ``keep``. The last ``=`` separates."""
-    pattern, separator, name = text.rpartition("=")
-    if not separator or not pattern:
-        raise UsageError(f"rule `{text}` is not PATTERN=FORMAT", hint="for example --rule 'lm_head*=keep'")
-    if name != "keep":
-        get_format(name)
-    return FormatRule(pattern=pattern, format=name)
-
-
-def parse_size(text: str) -> int:
-    """``4GB``, ``512MiB`` or plain bytes as a number of bytes."""
-    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([KMGT]?I?)B?\s*", text.upper())
-    if not match or match[2] not in _UNITS:
-        raise UsageError(f"size `{text}` is not a number of bytes", hint="for example 4GB, 512MiB or 1000000")
-    size = float(match[1]) * _UNITS[match[2]]
-    if not 1 <= size < math.inf:
-        raise UsageError(f"size `{text}` is not a positive number of bytes", hint="for example 4GB")
-    return int(size)

@@ -9,54 +9,55 @@ import json
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from lpconv.checkpoint.compressed import COMPRESSED_TENSORS, LinearModules
+from lpconv.checkpoint.compressed import LinearModules
 from lpconv.checkpoint.header import DTYPE_BITS, TensorInfo, encode_header
+from lpconv.checkpoint.residual import RESIDUAL_FOLDER
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.policy import decide
 from lpconv.errors import UnsupportedError
 from lpconv.formats.spec import Format
-from lpconv.mcf.point_layout import PointLayout
+from lpconv.forms import Component, Form, Kept
 from lpconv.methods import Method
 
-__all__ = [
-    "POINTS_SUFFIX",
-    "RESIDUAL_FOLDER",
-    "SCALE_SUFFIX",
-    "OutputFile",
-    "Plan",
-    "PlannedShard",
-    "PlannedTensor",
-    "make_plan",
-]
-
-SCALE_SUFFIX = "_scale"
-POINTS_SUFFIX = "_points"
-RESIDUAL_FOLDER = "collage"
-# dtype and bits of a residual component by its name; the forms themselves are in `lpconv.mcf`.
-_RESIDUAL_DTYPES = {"bf16": "BF16", "fp16": "F16", "exact16": "I16", "int8": "I8"}
+__all__ = ["OutputFile", "Plan", "PlannedShard", "PlannedTensor", "make_plan"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedTensor:
-    """One source tensor and what becomes of it.
-
-    `format` is None where it is kept; `tied_to` is the weight that it shares, where it is not stored. `points` is the
-    layout of its rows where they become points, and then `format` that of the components.
-    """
+    """One source tensor and the form that it gets. `tied_to` is the weight that it shares, where it is not stored."""
 
     info: TensorInfo
-    format: Format | None
+    form: Form
     reason: str
     tied_to: str | None = None
-    points: PointLayout | None = None
 
     @property
     def name(self) -> str:
         return self.info.name
 
     @property
+    def format(self) -> Format | None:
+        """The number format that it is converted to, None where it is kept."""
+        return self.form.format
+
+    @property
     def action(self) -> str:
         return "tie" if self.tied_to else "keep" if self.format is None else "convert"
+
+    @property
+    def bytes_out(self) -> int:
+        """Bytes that it takes in the output: codes, scale and residual."""
+        return 0 if self.tied_to else self.form.num_bytes
+
+    @property
+    def root(self) -> tuple[Component, ...]:
+        """What it stores in the root file."""
+        return tuple(c for c in self.form.components if not c.in_residual)
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes that encoding reads of the source: twice the tensor where its scales come first."""
+        return self.info.num_bytes * (2 if self.form.needs_first_pass else 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +77,7 @@ class OutputFile:
 class PlannedShard:
     """Tensors that are written together: one root file, and a residual file for pairs that have one.
 
-    `tensors` stand in the order of their data in the files. The scales come first in the root file.
+    `tensors` stand in the order of their data in the files. Side tensors come first in the root file.
     """
 
     root: OutputFile
@@ -84,15 +85,9 @@ class PlannedShard:
     tensors: tuple[PlannedTensor, ...]
 
     @property
-    def scaled(self) -> tuple[PlannedTensor, ...]:
-        """Tensors with a scale, in the order of the scales in the root file."""
-        has_scale = {t.name for t in self.root.tensors}
-        return tuple(
-            sorted(
-                (t for t in self.tensors if t.format and t.name + SCALE_SUFFIX in has_scale),
-                key=lambda t: t.name + SCALE_SUFFIX,
-            )
-        )
+    def bytes_read(self) -> int:
+        """Bytes that encoding reads of the source."""
+        return sum(t.bytes_read for t in self.tensors)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,14 +115,10 @@ class Plan:
     def bytes_out(self) -> int:
         return sum(f.size_bytes for f in self.files)
 
-    def bytes_of(self, t: PlannedTensor) -> int:
-        """Bytes that a source tensor takes in the output: codes, scale and residual."""
-        if t.tied_to:
-            return 0
-        size = sum(i.num_bytes for i in _root_infos(t, self.options, self.method))
-        if self.method.encoder == "pair" and t.format is not None:
-            size += t.info.num_elements * DTYPE_BITS[_RESIDUAL_DTYPES[self.options.residual or ""]] // 8
-        return size
+    @property
+    def form(self) -> type[Form]:
+        """The form that converted tensors have, or that decides which other one they get."""
+        return self.method.form(self.options.layout)
 
     @property
     def fingerprint(self) -> str:
@@ -155,7 +146,7 @@ def make_plan(
 
     Raises UnsupportedError where a scale would take the name of a tensor that the source has.
     """
-    suffixes = {"scaled": (SCALE_SUFFIX,), "points": (SCALE_SUFFIX, POINTS_SUFFIX)}.get(method.encoder, ())
+    suffixes = method.form(options.layout).suffixes
     taken = [n for n in entries for s in suffixes if n.endswith(s) and n.removesuffix(s) in entries]
     if taken:
         raise UnsupportedError(
@@ -164,9 +155,9 @@ def make_plan(
     convertible = None if linears is None else linears.weights
     planned = {n: _planned(info, method, options, ties.get(n), convertible) for n, (info, _) in entries.items()}
     stored = [t for t in planned.values() if t.action != "tie"]
-    groups = _groups(stored, {n: f for n, (_, f) in entries.items()}, options.max_shard_size, method, options)
+    groups = _groups(stored, {n: f for n, (_, f) in entries.items()}, options.max_shard_size)
     names = _shard_names(len(groups))
-    shards = tuple(_shard(n, g, method, options, metadata) for n, g in zip(names, groups, strict=True))
+    shards = tuple(_shard(n, g, options, metadata) for n, g in zip(names, groups, strict=True))
     return Plan(method=method, options=options, tensors=tuple(planned.values()), shards=shards, linears=linears)
 
 
@@ -178,17 +169,14 @@ def _planned(
     convertible: Container[str] | None,
 ) -> PlannedTensor:
     if tied_to is not None:
-        return PlannedTensor(info=info, format=None, reason=f"tied to `{tied_to}`", tied_to=tied_to)
-    decision = decide(info, options, method, convertible=convertible)
-    return PlannedTensor(info=info, format=decision.format, reason=decision.reason, points=decision.points)
+        kept = Kept(name=info.name, shape=info.shape, dtype=info.dtype)
+        return PlannedTensor(info=info, form=kept, reason=f"tied to `{tied_to}`", tied_to=tied_to)
+    form, reason = decide(info, options, method, convertible=convertible)
+    return PlannedTensor(info=info, form=form, reason=reason)
 
 
 def _groups(
-    tensors: Sequence[PlannedTensor],
-    files: Mapping[str, str],
-    max_bytes: int | None,
-    method: Method,
-    options: ConvertOptions,
+    tensors: Sequence[PlannedTensor], files: Mapping[str, str], max_bytes: int | None
 ) -> list[list[PlannedTensor]]:
     """Tensors by output shard: as the source's files, or filled in source order up to `max_bytes`."""
     if max_bytes is None:
@@ -199,7 +187,7 @@ def _groups(
     groups: list[list[PlannedTensor]] = [[]]
     filled = 0
     for t in tensors:
-        size = sum(i.num_bytes for i in _root_infos(t, options, method))
+        size = sum(c.num_bytes for c in t.root)
         if groups[-1] and filled + size > max_bytes:
             groups.append([])
             filled = 0
@@ -214,57 +202,30 @@ def _shard_names(count: int) -> list[str]:
     return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
 
 
-def _info(name: str, dtype: str, shape: tuple[int, ...]) -> TensorInfo:
-    count = 1
-    for n in shape:
-        count *= n
-    return TensorInfo(name=name, dtype=dtype, shape=shape, begin=0, end=count * DTYPE_BITS[dtype] // 8)
-
-
-def _root_infos(t: PlannedTensor, options: ConvertOptions, method: Method) -> list[TensorInfo]:
-    """Entries of one tensor in the root file. Our codes have a leading axis: stock transformers must refuse them."""
-    if t.format is None:
-        return [_info(t.name, t.info.dtype, t.info.shape)]
-    if t.points is not None:
-        return [
-            _info(t.name + SCALE_SUFFIX, "F32", (t.points.num_points,)),
-            _info(t.name + POINTS_SUFFIX, "U8", t.info.shape[:-1]),
-            _info(t.name, t.format.safetensors or "U8", (1, t.points.num_points, t.points.row_bytes)),
-        ]
-    dtype = t.format.safetensors
-    assert dtype is not None, t.format.name
-    if method.encoder == "pair":
-        return [_info(t.name, dtype, t.info.shape)]
-    axis = () if options.layout == COMPRESSED_TENSORS else (1,)
-    return [_info(t.name + SCALE_SUFFIX, "F32", (1,)), _info(t.name, dtype, (*axis, *t.info.shape))]
-
-
 def _shard(
-    name: str, tensors: Sequence[PlannedTensor], method: Method, options: ConvertOptions, metadata: Mapping[str, str]
+    name: str, tensors: Sequence[PlannedTensor], options: ConvertOptions, metadata: Mapping[str, str]
 ) -> PlannedShard:
-    infos = [(i, t) for t in tensors for i in _root_infos(t, options, method)]
+    stored = [(c, t) for t in tensors for c in t.root]
     # Widest dtype first, scales and counts before the other tensors of their width, then by name: everything is aligned
     # and a sequential hash can be taken while the codes are written.
-    infos.sort(key=lambda it: (-DTYPE_BITS[it[0].dtype], it[0].name == it[1].name, it[0].name))
-    ordered = tuple(t for i, t in infos if i.name == t.name)
-    root = _output_file(name, [i for i, _ in infos], {"format": "pt", **metadata})
-    converted = [t for t in ordered if t.format is not None]
+    stored.sort(key=lambda it: (-DTYPE_BITS[it[0].dtype], it[0].name == it[1].name, it[0].name))
+    ordered = tuple(t for c, t in stored if c.name == t.name)
+    root = _output_file(name, [c for c, _ in stored], {"format": "pt", **metadata})
     residual = None
-    if method.encoder == "pair" and converted:
-        dtype = _RESIDUAL_DTYPES[options.residual or ""]
-        lows = [_info(t.name, dtype, t.info.shape) for t in converted]
+    lows = [c for t in ordered for c in t.form.components if c.in_residual]
+    if lows:
         residual = _output_file(
             f"{RESIDUAL_FOLDER}/{name.replace('model', 'residual', 1)}",
             lows,
-            {"format": "lpconv-residual", "residual": options.residual or "", **metadata},
+            {"format": "lpconv-residual", "residual": str(options.residual), **metadata},
         )
     return PlannedShard(root=root, residual=residual, tensors=ordered)
 
 
-def _output_file(name: str, infos: Iterable[TensorInfo], metadata: Mapping[str, str]) -> OutputFile:
+def _output_file(name: str, stored: Iterable[Component], metadata: Mapping[str, str]) -> OutputFile:
     position, placed = 0, []
-    for i in infos:
-        end = position + i.num_bytes
-        placed.append(TensorInfo(name=i.name, dtype=i.dtype, shape=i.shape, begin=position, end=end))
+    for c in stored:
+        end = position + c.num_bytes
+        placed.append(TensorInfo(name=c.name, dtype=c.dtype, shape=c.shape, begin=position, end=end))
         position = end
     return OutputFile(name=name, header=encode_header(placed, metadata), tensors=tuple(placed))

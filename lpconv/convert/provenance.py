@@ -77,7 +77,7 @@ def plan_warnings(plan: Plan) -> tuple[str, ...]:
     wide = sum(t.format is not None and t.info.dtype == "F64" for t in plan.tensors)
     if wide:
         warnings.append(f"{wide} tensors are F64 and are rounded to fp32 first; errors are measured from there")
-    if plan.method.encoder == "pair" and not any(s.residual for s in plan.shards):
+    if plan.options.residual is not None and not any(s.residual for s in plan.shards):
         warnings.append(f"the source is {plan.options.format} already: nothing is lost, and there is no residual")
     return tuple(warnings)
 

@@ -17,9 +17,9 @@ from lpconv.checkpoint.residual import find_residual
 from lpconv.checkpoint.source import TORCH_DTYPES
 from lpconv.checkpoint.staging import MARKER, Staging, check_apart
 from lpconv.checkpoint.unchanged import watch, watched_files
-from lpconv.convert.encode import block_ranges
 from lpconv.convert.files import copy_side_files, model_side_files, weight_index
 from lpconv.convert.reader import OutputReader, read_provenance
+from lpconv.forms.blocks import block_ranges
 from lpconv.progress import Progress
 from lpconv.results import FileRecord, RestoreResult, TensorRecord, ordered_json_text
 from lpconv.version import __version__
@@ -102,9 +102,8 @@ def _write(
 
 
 def _plain(reader: OutputReader, record: TensorRecord, start: int, stop: int) -> torch.Tensor:
-    if record.action == "keep":
-        return reader.stored(record.name, start, stop)
-    return reader.values(record.name, start, stop).to(TORCH_DTYPES[record.source_dtype])
+    value = reader.values(record.name, start, stop)
+    return value if record.action == "keep" else value.to(TORCH_DTYPES[record.source_dtype])
 
 
 def _plain_config(contents: Contents, provenance: dict[str, Any]) -> dict[str, Any]:

@@ -7,11 +7,10 @@ from pathlib import Path
 from lpconv.checkpoint.partfile import write_small
 from lpconv.checkpoint.staging import Staging
 from lpconv.convert.apply import Engine
-from lpconv.convert.files import copy_side_files, write_metadata, write_provenance, write_sums
+from lpconv.convert.files import CARD, copy_side_files, model_side_files, write_metadata, write_provenance, write_sums
 from lpconv.convert.finished import finished
 from lpconv.convert.job import Job, check_disk, disk_bytes, estimate_seconds, free_bytes, identity, prepare
-from lpconv.convert.options import ConvertOptions, command_line, with_defaults
-from lpconv.convert.plan import PlannedShard
+from lpconv.convert.options import ConvertOptions, command_line
 from lpconv.convert.provenance import (
     peak_rss_bytes,
     plan_warnings,
@@ -40,14 +39,7 @@ from lpconv.results import (
     to_json,
 )
 
-__all__ = ["convert", "default_output", "plan"]
-
-
-def default_output(model: str, options: ConvertOptions) -> Path:
-    """`NAME-METHOD-FORMAT` in the current directory."""
-    filled, method = with_defaults(options)
-    base = Path(model).name if model not in (".", "..") else Path(model).resolve().name
-    return Path(f"{base}-{method.name}-{filled.format}")
+__all__ = ["convert", "plan"]
 
 
 def plan(model: str, output: Path, options: ConvertOptions) -> PlanResult:
@@ -59,7 +51,7 @@ def plan(model: str, output: Path, options: ConvertOptions) -> PlanResult:
             format=job.plan.options.format or "",
             output=str(output),
             source=source_record(job),
-            tensors=tuple(planned_record(job.plan, t) for t in job.plan.tensors),
+            tensors=tuple(planned_record(t) for t in job.plan.tensors),
             bytes=ByteCounts(read=job.plan.bytes_in, written=job.plan.bytes_out),
             shards=tuple(FileRecord(name=f.name, size_bytes=f.size_bytes) for f in job.plan.files),
             side_files=job.contents.side_files,
@@ -114,9 +106,8 @@ def _carry_out(job: Job, staging: Staging, progress: Progress, command: str | No
     files, tensors = _write_weights(job, staging, progress)
     weights_seconds = time.perf_counter() - before
     write_metadata(staging.directory, job.contents, job.plan, files)
-    side_files = copy_side_files(
-        staging.directory, job.contents, job.contents.side_files, renamed={"README.md": "README.source.md"}
-    )
+    names = sorted({*model_side_files(job.contents), *({CARD} & set(job.contents.side_files))})
+    side_files = copy_side_files(staging.directory, job.contents, names, renamed={CARD: "README.source.md"})
     verify = verify_written(job, staging.directory, tensors, progress)
     result = ConvertResult(
         method=job.plan.method.name,
@@ -154,27 +145,21 @@ def _write_weights(
     job: Job, staging: Staging, progress: Progress
 ) -> tuple[tuple[FileRecord, ...], tuple[TensorRecord, ...]]:
     done = {line["shard"]: line for line in staging.done}
-    passes = 2 if job.plan.method.encoder == "scaled" else 1
-    progress.start("converting", sum(_shard_bytes(s, passes) for s in job.plan.shards))
+    progress.start("converting", sum(s.bytes_read for s in job.plan.shards))
     with SingleThreadedTorch():
         engine = Engine(job.source, workers=job.memory.workers, progress=progress)
         try:
             for shard in job.plan.shards:
                 name = shard.root.name
                 if name in done:
-                    progress.advance(_shard_bytes(shard, passes))
+                    progress.advance(shard.bytes_read)
                     continue
-                files, tensors = engine.write_shard(job.plan, shard, staging.directory)
+                files, tensors = engine.write_shard(shard, staging.directory)
                 done[name] = {"shard": name, "files": to_json(files), "tensors": to_json(tensors)}
                 staging.append(done[name])
         finally:
             engine.close()
     lines = [done[s.root.name] for s in job.plan.shards]
     records = {t["name"]: from_json(TensorRecord, t) for line in lines for t in line["tensors"]}
-    ordered = (records.get(t.name) or planned_record(job.plan, t) for t in job.plan.tensors)
+    ordered = (records.get(t.name) or planned_record(t) for t in job.plan.tensors)
     return tuple(from_json(FileRecord, f) for line in lines for f in line["files"]), tuple(ordered)
-
-
-def _shard_bytes(shard: PlannedShard, passes: int) -> int:
-    once = sum(t.info.num_bytes for t in shard.tensors)
-    return once + (passes - 1) * sum(t.info.num_bytes for t in shard.scaled)

@@ -9,7 +9,8 @@ from lpconv.checkpoint.contents import read_contents
 from lpconv.checkpoint.header import DTYPE_BITS
 from lpconv.checkpoint.inspect import describe, inspect
 from lpconv.checkpoint.source import TORCH_DTYPES, Source, open_source
-from lpconv.convert.encode import BLOCK_ELEMENTS, BlockStats, Workspace, block_stats
+from lpconv.forms.blocks import BLOCK_ELEMENTS, Workspace, block_stats
+from lpconv.forms.facts import BlockStats
 from lpconv.progress import Progress
 from lpconv.results import InspectResult, StoredTensor
 

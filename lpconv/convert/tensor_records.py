@@ -3,9 +3,9 @@
 import math
 from dataclasses import replace
 
-from lpconv.convert.encode import BlockError, BlockStats
-from lpconv.convert.plan import Plan, PlannedTensor
+from lpconv.convert.plan import PlannedTensor
 from lpconv.formats.spec import FORMATS
+from lpconv.forms.facts import BlockError, BlockStats
 from lpconv.results import TensorRecord
 
 __all__ = ["format_name", "planned_record", "sqnr_db", "tensor_record"]
@@ -25,7 +25,7 @@ def sqnr_db(signal: float, noise: float) -> float:
     return 10 * math.log10(signal / noise) if signal > 0 and noise < math.inf else -math.inf
 
 
-def planned_record(plan: Plan, t: PlannedTensor) -> TensorRecord:
+def planned_record(t: PlannedTensor) -> TensorRecord:
     """What will happen to a tensor, as far as headers tell."""
     return TensorRecord(
         name=t.name,
@@ -36,16 +36,16 @@ def planned_record(plan: Plan, t: PlannedTensor) -> TensorRecord:
         reason=t.reason,
         tied_to=t.tied_to,
         bytes_in=t.info.num_bytes,
-        bytes_out=plan.bytes_of(t),
-        points=t.points.num_points if t.points else None,
+        bytes_out=t.bytes_out,
+        points=t.form.num_points,
     )
 
 
 def tensor_record(
-    plan: Plan, t: PlannedTensor, scale: float | None, stats: BlockStats | None, error: BlockError | None
+    t: PlannedTensor, scale: float | None, stats: BlockStats | None, error: BlockError | None
 ) -> TensorRecord:
     """What happened to a tensor. `stats` and `error` are None for tensors that were only copied."""
-    record = planned_record(plan, t)
+    record = planned_record(t)
     if stats is None or error is None:
         return record
     return replace(

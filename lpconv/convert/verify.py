@@ -1,7 +1,7 @@
 """Is the output what it should be? Files against their hashes, weights against the source, outputs against outputs.
 
-Weights are decoded from the files as they lie on the disk and compared with what the reference rounding of
-`lpconv.formats.cast` gives for the source's values: an implementation that the encoder does not share.
+Weights are decoded from the files as they lie on the disk and compared with what the slow reference of their form gives
+for the source's values: an implementation that the encoder does not share.
 """
 
 import math
@@ -17,13 +17,10 @@ from lpconv.checkpoint.header import DTYPE_BITS
 from lpconv.checkpoint.partfile import sha256_of
 from lpconv.checkpoint.source import Source, read_range
 from lpconv.checkpoint.staging import MARKER
-from lpconv.convert.encode import block_ranges
 from lpconv.convert.reader import OutputReader
 from lpconv.convert.tensor_records import sqnr_db
 from lpconv.errors import InputError
-from lpconv.formats.cast import cast
-from lpconv.formats.spec import FORMATS
-from lpconv.mcf.split import RESIDUALS
+from lpconv.forms.blocks import block_ranges
 from lpconv.progress import Progress
 from lpconv.results import HashCheck, TensorRecord, WeightsCheck
 
@@ -89,9 +86,9 @@ def check_samples(source: Source, output: OutputReader) -> tuple[int, tuple[str,
     for record in output.records.values():
         for start, stop in _sample_ranges(math.prod(record.shape)):
             count += stop - start
-            place = output.whole_rows(record.name, start, stop)
+            place = output.widened(record.name, start, stop)
             value, got = _both(source, output, record, *place)
-            if not _is_right(value, got, output, record, *place):
+            if not _is_right(value, got, output, record, place[0]):
                 mismatched.append(record.name)
                 break
     return count, tuple(mismatched)
@@ -116,11 +113,10 @@ def check_weights(source: Source, output: OutputReader, progress: Progress) -> W
 
 def _compare(source: Source, output: OutputReader, record: TensorRecord, progress: Progress) -> _Compared:
     total = _Compared()
-    cols = record.shape[-1] if record.points is not None else 1
-    for start, stop in block_ranges(math.prod(record.shape), cols):
+    for start, stop in block_ranges(math.prod(record.shape), output.forms[record.name].cols):
         value, got = _both(source, output, record, start, stop)
         errors = _errors(value, got) if record.action == "convert" else _Compared()
-        total = total + errors + _Compared(right=_is_right(value, got, output, record, start, stop))
+        total = total + errors + _Compared(right=_is_right(value, got, output, record, start))
         progress.advance((stop - start) * DTYPE_BITS[record.source_dtype] // 8)
     return total
 
@@ -140,55 +136,14 @@ def _both(source: Source, output: OutputReader, record: TensorRecord, start: int
     """Elements of the source and of the output: as they lie there where they were kept, else in fp32."""
     original = read_range(source, record.name, start, stop)
     if record.action == "keep":
-        return original, output.stored(record.name, start, stop)
+        return original, output.stored(record.name, start, stop)[0]
     return original.float(), output.values(record.name, start, stop)
 
 
-def _is_right(value: Tensor, got: Tensor, output: OutputReader, record: TensorRecord, start: int, stop: int) -> bool:
-    """Whether `got` is what the source's `value` should have become; whole rows where rows are points."""
-    if record.action == "keep":
-        return torch.equal(got.view(torch.uint8), value.view(torch.uint8))
-    if record.points is not None:
-        return _same(got, _sums_of_points(value, output, record, start, stop))
-    if record.scale is not None:
-        return _same(got, _reference(value, record.scale, record.format))
-    form = RESIDUALS[output.form]
-    bound = (value.abs().double() * form.relative_bound).clamp_min(form.absolute_bound)
-    ordinary = torch.isfinite(value) & torch.isfinite(output.stored(record.name, start, stop).float())
-    close = (value.double() - got.double()).abs() <= bound
-    return bool((close | ~ordinary).all()) and _same(got[~torch.isfinite(value)], value[~torch.isfinite(value)])
-
-
-def _reference(value: Tensor, scale: float, name: str) -> Tensor:
-    """The values that codes of `value` should stand for, by the reference rounding."""
-    fmt = FORMATS[name]
-    unit = value / scale
-    if fmt.has_inf:
-        return cast(unit, fmt, overflow="inf") * scale
-    return cast(unit.masked_fill(torch.isinf(unit), math.nan), fmt) * scale
-
-
-def _sums_of_points(value: Tensor, output: OutputReader, record: TensorRecord, start: int, stop: int) -> Tensor:
-    """The values of whole rows that points with the stored scales should stand for, by the reference rounding."""
-    cols = record.shape[-1]
-    points = output.points(record.name, start // cols, stop // cols)
-    rest = value.view(-1, cols)
-    total = torch.full_like(rest, -0.0)  # -0 + x is x, with its sign
-    for k in range(int(points.counts_R.max())):
-        has_point = (points.counts_R > k)[:, None]
-        at = (points.first_R + k).clamp_max(points.scales_P.numel() - 1)
-        scale = points.scales_P[at][:, None]
-        part = cast(rest / scale, record.format) * scale
-        total, rest = torch.where(has_point, total + part, total), rest - part
-    return total.view(-1)
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    """Equal bit for bit, but for the payload of NaNs."""
-    return torch.equal(torch.isnan(a), torch.isnan(b)) and torch.equal(
-        a.nan_to_num(0.0, math.inf, -math.inf).view(torch.int32),
-        b.nan_to_num(0.0, math.inf, -math.inf).view(torch.int32),
-    )
+def _is_right(value: Tensor, got: Tensor, output: OutputReader, record: TensorRecord, start: int) -> bool:
+    """Whether `got` is what the source's `value` should have become, with the scale that the record names."""
+    form, side = output.forms[record.name], output.side(record.name)
+    return form.scale(side) == record.scale and form.is_right(value, got, start, side)
 
 
 def _errors(value: Tensor, got: Tensor) -> _Compared:

@@ -1,7 +1,7 @@
 """Threads that work on the blocks of a source's tensors, each with buffers of its own.
 
 Blocks are the unit of parallelism, not elements: a worker's torch operators run on one thread. As many blocks are under
-way as there are slots, so memory is bounded whatever the tensors' sizes are.
+way as there are workspaces, so memory is bounded whatever the tensors' sizes are.
 """
 
 import contextlib
@@ -18,30 +18,18 @@ from torch import Tensor
 
 from lpconv.checkpoint.header import DTYPE_BITS
 from lpconv.checkpoint.source import Source, read_range
-from lpconv.convert.encode import BLOCK_ELEMENTS, Workspace, block_ranges
 from lpconv.convert.plan import PlannedTensor
+from lpconv.forms.blocks import Workspace, block_ranges
 
-__all__ = ["Block", "SingleThreadedTorch", "Slot", "Workers", "blocks_of", "buffer_bytes"]
+__all__ = ["Block", "SingleThreadedTorch", "Workers", "blocks_of", "buffer_bytes"]
 
 T = TypeVar("T")
-_SPARE_SLOTS = 2  # blocks that wait for the writer while every worker is busy
-
-
-class Slot:
-    """One block in flight: a workspace, and room for the bytes that go to the root and the residual file."""
-
-    def __init__(self) -> None:
-        self.work = Workspace()
-        self.root, self.residual = (torch.empty(BLOCK_ELEMENTS * 8, dtype=torch.uint8) for _ in range(2))
-
-    @property
-    def num_bytes(self) -> int:
-        return self.work.num_bytes + self.root.numel() + self.residual.numel()
+_SPARE = 2  # blocks that wait for the writer while every worker is busy
 
 
 def buffer_bytes(workers: int) -> int:
     """Memory that the buffers of so many workers take."""
-    return (workers + _SPARE_SLOTS) * Slot().num_bytes
+    return (workers + _SPARE) * Workspace().num_bytes
 
 
 class SingleThreadedTorch:
@@ -69,14 +57,14 @@ class Block:
 
 
 def blocks_of(tensors: Iterable[PlannedTensor]) -> Iterator[Block]:
-    """The blocks of some tensors in order: whole rows where rows become points."""
+    """The blocks of some tensors in order, as large as their forms want them."""
     for t in tensors:
-        for start, stop in block_ranges(t.info.num_elements, t.points.cols if t.points else 1):
+        for start, stop in block_ranges(t.info.num_elements, t.form.cols):
             yield Block(tensor=t, start=start, stop=stop)
 
 
 class Workers:
-    """`count` threads that read one source, and the slots that they share with whoever takes their results."""
+    """`count` threads that read one source, and the workspaces that they share with whoever takes their results."""
 
     def __init__(self, source: Source, count: int) -> None:
         self._source = source
@@ -84,31 +72,31 @@ class Workers:
         self._pool = ThreadPoolExecutor(
             count, thread_name_prefix="lpconv-encode", initializer=torch.set_num_threads, initargs=(1,)
         )
-        self._slots: SimpleQueue[Slot] = SimpleQueue()
-        self._window = count + _SPARE_SLOTS
+        self._free: SimpleQueue[Workspace] = SimpleQueue()
+        self._window = count + _SPARE
         for _ in range(self._window):
-            self._slots.put(Slot())
+            self._free.put(Workspace())
 
     def close(self) -> None:
         """Stop the threads; blocks in flight are finished and dropped."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def take(self) -> Slot:
-        """A free slot, to be given back; waits until there is one."""
-        return self._slots.get()
+    def take(self) -> Workspace:
+        """A free workspace, to be given back; waits until there is one."""
+        return self._free.get()
 
-    def give(self, slot: Slot) -> None:
-        """Let others use a slot again."""
-        self._slots.put(slot)
+    def give(self, work: Workspace) -> None:
+        """Let others use a workspace again."""
+        self._free.put(work)
 
     @contextlib.contextmanager
-    def borrowed(self) -> Iterator[Slot]:
-        """A slot for the length of a `with` block."""
-        slot = self.take()
+    def borrowed(self) -> Iterator[Workspace]:
+        """A workspace for the length of a `with` block."""
+        work = self.take()
         try:
-            yield slot
+            yield work
         finally:
-            self.give(slot)
+            self.give(work)
 
     def read(self, block: Block, work: Workspace) -> Tensor:
         """The elements of a block in the source's dtype, 1-D, in the workspace."""
@@ -118,13 +106,13 @@ class Workers:
         """What `job` makes of the elements of each block of a tensor, in order; the elements lie in the workspace."""
 
         def read_and_do(block: Block) -> T:
-            with self.borrowed() as slot:
-                return job(self.read(block, slot.work), slot.work)
+            with self.borrowed() as work:
+                return job(self.read(block, work), work)
 
         return self.in_order(blocks_of([tensor]), read_and_do)
 
     def in_order(self, blocks: Iterable[Block], job: Callable[[Block], T]) -> Generator[tuple[Block, T]]:
-        """Results of `job` in the order of `blocks`, with at most as many under way as there are slots."""
+        """Results of `job` in the order of `blocks`, with at most as many under way as there are workspaces."""
         pending: deque[tuple[Block, Future[T]]] = deque()
         iterator = iter(blocks)
         try:

@@ -1,8 +1,10 @@
 """What the user asked of an export, checked. Plain Python."""
 
 import dataclasses
+from typing import Annotated
 
 from lpconv.errors import UsageError
+from lpconv.options import Force, Option, Revision
 
 __all__ = ["MAX_INLINE_BYTES", "ExportOptions", "choose_opset"]
 
@@ -21,12 +23,16 @@ class ExportOptions:
     `external_data` puts the weights beside the graph even where they would fit into it.
     """
 
-    opset: int | None = None
-    validate: bool = True
-    tolerance: float = 1e-5
-    external_data: bool = False
-    revision: str | None = None
-    force: bool = False
+    opset: Annotated[int | None, Option("ONNX operator set", default="the oldest that holds the formats")] = None
+    validate: Annotated[bool, Option("Run the file in ONNX Runtime and compare it with the model")] = True
+    tolerance: Annotated[
+        float, Option("Largest difference to the model, as a share of its largest output", least=0)
+    ] = 1e-5
+    external_data: Annotated[
+        bool, Option("Write the weights to model.onnx.data even where they fit into the graph")
+    ] = False
+    revision: Revision = None
+    force: Force = False
 
 
 def choose_opset(wanted: int | None, *, has_fp8: bool) -> int:

@@ -13,19 +13,15 @@ from torch import Tensor
 
 from lpconv.checkpoint.compressed import is_ours, quantized_by
 from lpconv.checkpoint.contents import Contents
-from lpconv.checkpoint.residual import read_residual
-from lpconv.checkpoint.source import Source, open_source, read_tensor
-from lpconv.convert.plan import SCALE_SUFFIX
-from lpconv.errors import InputError, UnsupportedError
-from lpconv.mcf.split import FP16_RESIDUAL_SCALE, RESIDUALS
+from lpconv.checkpoint.source import open_source
+from lpconv.errors import UnsupportedError
+from lpconv.forms.reader import StoredTensors
 
 __all__ = ["FLOAT8", "Component", "StoredWeight", "check_exportable", "has_fp8", "num_elements", "stored_weights"]
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, *FLOAT8)
 _FLOAT8_DTYPES = {"F8_E4M3", "F8_E5M2"}
-# What the low component of each residual form is multiplied by; the integer forms are bit patterns, no summands.
-_RESIDUAL_SCALES = {"bf16": 1.0, "fp16": 1 / FP16_RESIDUAL_SCALE}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,39 +94,10 @@ def num_elements(contents: Contents) -> int:
 def stored_weights(contents: Contents) -> Iterator[StoredWeight]:
     """Every floating-point tensor of a checkpoint, one at a time, as the sum of components that it is stored as.
 
-    Collage's integer residuals are no numbers that a graph could add, so those weights come merged, in fp32.
+    Collage's integer residuals and multipoint's rows are nothing that a graph could add: those weights come in fp32.
     """
-    lows, form = _residuals(contents)
-    method = quantized_by(contents.config)
-    with closing(open_source(contents)) as source:
-        for name in source.entries:
-            if method is not None and name.endswith(SCALE_SUFFIX) and name.removesuffix(SCALE_SUFFIX) in source.entries:
-                continue
-            codes = read_tensor(source, name)
-            if codes.dtype not in _FLOATS:
-                continue
-            high = _component(source, name, codes, method)
-            yield StoredWeight(name=name, components=_components(high, lows.get(name), form))
-
-
-def _residuals(contents: Contents) -> tuple[dict[str, Tensor], str]:
-    residuals = read_residual(contents.directory)
-    return (dict(residuals.tensors()), residuals.form) if residuals else ({}, "")
-
-
-def _component(source: Source, name: str, codes: Tensor, method: str | None) -> Component:
-    """A tensor with its scale where it has one; the codes of our own layout have a leading component axis."""
-    if method is None or name + SCALE_SUFFIX not in source.entries:
-        return Component(codes=codes)
-    scale = read_tensor(source, name + SCALE_SUFFIX)
-    if scale.numel() != 1:
-        raise InputError(f"`{name}` has {scale.numel()} scales, not one", hint="fetch the checkpoint again")
-    return Component(codes=codes[0] if method == "lpconv" else codes, scale=float(scale))
-
-
-def _components(high: Component, low: Tensor | None, form: str) -> tuple[Component, ...]:
-    if low is None:
-        return (high,)
-    if form not in _RESIDUAL_SCALES:
-        return (Component(codes=RESIDUALS[form].merge(high.codes, low)),)
-    return (high, Component(codes=low, scale=_RESIDUAL_SCALES[form]))
+    with StoredTensors.open(contents.directory) as stored:
+        for name in stored.forms:
+            components = tuple(Component(codes=codes, scale=factor) for codes, factor in stored.summands(name))
+            if components[0].codes.dtype in _FLOATS:
+                yield StoredWeight(name=name, components=components)

@@ -6,6 +6,7 @@ Each operand is rounded once and kept as codes for the backward pass, so fp8 hal
 """
 
 import functools
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -66,10 +67,10 @@ def linear(
     return result
 
 
-def use_recipe(model: nn.Module, recipe: LinearRecipe, *, keep: nn.Module | None = None) -> None:
+def use_recipe(model: nn.Module, recipe: LinearRecipe, *, keep: Container[nn.Module] = ()) -> None:
     """Let the linear layers of `model`, but for `keep`, multiply as `recipe` says from now on; parameters stay."""
     for layer in linears(model):
-        if layer.is_replaceable and layer.module is not keep:
+        if layer.is_replaceable and layer.module not in keep:
             cls: Any = type(layer.module)  # mypy takes classes of modules for unhashable
             layer.module.__class__ = _multiplying(cls, layer.kind, recipe)
 

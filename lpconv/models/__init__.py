@@ -1,4 +1,4 @@
-"""A model opened for a purpose, what it is made of, and inputs for it."""
+"""A model opened for a purpose, its task, its tokenizer, and inputs for it."""
 
 from typing import TYPE_CHECKING
 
@@ -6,11 +6,18 @@ from lpconv.lazy import lazily
 
 if TYPE_CHECKING:
     from lpconv.models.empty import empty_model as empty_model
-    from lpconv.models.inputs import example_inputs as example_inputs
+    from lpconv.models.inputs import example_inputs as example_inputs, random_ids as random_ids
     from lpconv.models.load import load as load
-    from lpconv.models.opening import Opened as Opened, open_to_trace as open_to_trace
+    from lpconv.models.opening import (
+        Blueprint as Blueprint,
+        Opened as Opened,
+        blueprint as blueprint,
+        open_to_run as open_to_run,
+        open_to_trace as open_to_trace,
+        open_to_train as open_to_train,
+    )
     from lpconv.models.presets import PRESETS as PRESETS
-    from lpconv.models.tasks import TASKS as TASKS, find_task as find_task
+    from lpconv.models.tasks import TASKS as TASKS, Task as Task, find_task as find_task, task_of as task_of
     from lpconv.models.tokenizer import read_tokenizer as read_tokenizer
 
 __all__ = lazily(__name__)

@@ -7,13 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from lpconv.checkpoint.contents import read_contents
-from lpconv.checkpoint.residual import read_residual
-from lpconv.checkpoint.source import SafetensorsSource, read_tensor
 from lpconv.errors import InputError
-from lpconv.lookup import find, nearest
+from lpconv.forms.reader import StoredTensors
+from lpconv.lookup import nearest
 from lpconv.mcf.pairs import nearest_by_cast
-from lpconv.mcf.split import RESIDUALS, split_bf16
+from lpconv.mcf.split import split_bf16
 from lpconv.optim.base import LowPrecisionOptimizer
 from lpconv.optim.shards import local
 from lpconv.optim.storage import Storage, store, total
@@ -43,21 +41,18 @@ def start_from_checkpoint(optimizer: LowPrecisionOptimizer, model: nn.Module, di
     those without a residual, are left alone. Raises InputError where the directory has no residual, where its
     weights have changed since (the SHA-256 differs), where a shape differs and where no name is found.
     """
-    residuals = read_residual(Path(directory))
-    if residuals is None:
-        raise InputError(
-            f"`{directory}` has no Collage residual", hint="make one with `lpconv convert MODEL --method collage`"
-        )
-    merge = find("residual", residuals.form, RESIDUALS, error=InputError).merge
     by_name = {name: p for p, names in _named(optimizer, model) for name in names}
     num_set = 0
-    with SafetensorsSource(read_contents(Path(directory))) as source:
-        for name, residual in residuals.tensors():
-            if name in by_name:
-                value = merge(read_tensor(source, name), residual)
-                _check_shape(name, by_name[name], value)
-                _set_fp32(optimizer, by_name[name], value)
-                num_set += 1
+    with StoredTensors.open(directory) as stored:
+        if not stored.with_residual:
+            raise InputError(
+                f"`{directory}` has no Collage residual", hint="make one with `lpconv convert MODEL --method collage`"
+            )
+        for name in stored.with_residual & by_name.keys():
+            value = stored.tensor(name)
+            _check_shape(name, by_name[name], value)
+            _set_fp32(optimizer, by_name[name], value)
+            num_set += 1
     if num_set == 0:
         raise InputError(
             f"no tensor of `{directory}` has the name of a trained parameter",

@@ -104,6 +104,8 @@ def probe_checkpoint(name: str, options: ProbeOptions, *, progress: Progress | N
         "Loss": prepared.task.loss,
     }
     settings = dataclasses.asdict(options) | {"data": str(options.data) if options.data else None, "seq_len": seq_len}
+    for name in ("resume", "force"):
+        del settings[name]
     return dataclasses.replace(
         result,
         options={

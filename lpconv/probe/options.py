@@ -1,22 +1,44 @@
-"""What a probe is asked for. Plain Python; nothing here reads a file."""
+"""What a probe is asked for, and where it goes. Plain Python."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-__all__ = ["ProbeOptions"]
+from lpconv.errors import OutputExistsError
+from lpconv.options import Force, Option, Revision
+
+__all__ = ["PROBE_FILE", "ProbeOptions", "check_free"]
+
+PROBE_FILE = "probe.json"  # in an output; says whose the folder is
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeOptions:
-    """How to probe. `data` is a text file, by default the text that ships with lpconv.
+    """How to probe."""
 
-    `seq_len` is in tokens, by default 128 or the model's longest where that is less. Every `every`-th step is recorded.
-    """
+    data: Annotated[
+        Path | None,
+        Option("Text file", default="plays that ship with lpconv", metavar="FILE", parse=Path, is_path=True),
+    ] = None
+    steps: Annotated[int, Option("Number of forward and backward passes", least=1)] = 4
+    batch_size: Annotated[int, Option("Number of sequences in a batch", least=1)] = 8
+    seq_len: Annotated[
+        int | None, Option("Number of tokens in a sequence", default="128, or the model's most", least=2)
+    ] = None
+    every: Annotated[int, Option("Number of steps from one record to the next", least=1)] = 1
+    calibrate: Annotated[bool, Option("Also write the scales that unit scaling should use (calibration.json)")] = False
+    seed: Annotated[int, Option("Seed of masks and random ids", least=0)] = 0
+    revision: Revision = None
+    resume: bool = False
+    force: Force = False
 
-    data: Path | None = None
-    steps: int = 4
-    batch_size: int = 8
-    seq_len: int | None = None
-    every: int = 1
-    seed: int = 0
-    revision: str | None = None
+
+def check_free(directory: Path, *, force: bool) -> None:
+    """Refuse a place that is taken, unless `force` is set and it holds an earlier probe. Raises OutputExistsError."""
+    if not os.path.lexists(directory) or (directory.is_dir() and not any(directory.iterdir())):
+        return
+    if not (directory / PROBE_FILE).is_file():
+        raise OutputExistsError(f"`{directory}` exists and is no probe of ours", hint="choose another --output")
+    if not force:
+        raise OutputExistsError(f"`{directory}` exists", hint="--force replaces it, --output chooses another place")

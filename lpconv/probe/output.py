@@ -1,34 +1,16 @@
 """The folder that `lpconv probe` writes: the histograms, and a page about them."""
 
 import json
-import os
 from pathlib import Path
 
 from lpconv.checkpoint.contents import read_json
 from lpconv.checkpoint.partfile import write_small
-from lpconv.errors import InputError, OutputExistsError
+from lpconv.errors import InputError
 from lpconv.probe.histograms import ProbeResult
+from lpconv.probe.options import PROBE_FILE
 from lpconv.results import from_json, to_json
 
-__all__ = ["PROBE_FILE", "check_free", "default_output", "find_probe", "read_probe", "write_output"]
-
-PROBE_FILE = "probe.json"
-
-
-def default_output(model: str) -> Path:
-    """`NAME-probe` in the current directory."""
-    base = Path(model).name if model not in (".", "..") else Path(model).resolve().name
-    return Path(f"{base}-probe")
-
-
-def check_free(directory: Path, *, force: bool) -> None:
-    """Refuse a place that is taken, unless `force` is set and it holds an earlier probe. Raises OutputExistsError."""
-    if not os.path.lexists(directory) or (directory.is_dir() and not any(directory.iterdir())):
-        return
-    if not (directory / PROBE_FILE).is_file():
-        raise OutputExistsError(f"`{directory}` exists and is no probe of ours", hint="choose another --output")
-    if not force:
-        raise OutputExistsError(f"`{directory}` exists", hint="--force replaces it, --output chooses another place")
+__all__ = ["find_probe", "read_probe", "write_output"]
 
 
 def write_output(directory: Path, result: ProbeResult, page: str) -> None:

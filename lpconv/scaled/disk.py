@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lpconv.checkpoint.contents import read_json
 from lpconv.checkpoint.partfile import write_small
 from lpconv.errors import InputError
+from lpconv.forms.scaled import packed, unpacked
 from lpconv.scaled.calibrate import EdgeFactors
 from lpconv.scaled.scales import ratio, times
 from lpconv.scaled.tensor import ScaledTensor
@@ -36,8 +37,7 @@ def to_disk(model: nn.Module) -> dict[str, Tensor]:
             continue
         seen.add(id(x))
         if isinstance(x, ScaledTensor):
-            tensors[name] = x.data_part.detach().unsqueeze(0).contiguous()
-            tensors[f"{name}_scale"] = torch.as_tensor(x.scale, dtype=torch.float32).reshape(1).clone()
+            tensors |= packed(name, x.data_part.detach(), x.scale)
         else:
             tensors[name] = x.detach()
     return tensors
@@ -56,14 +56,12 @@ def from_disk(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         seen.add(id(x))
         if name not in tensors:
             raise InputError(f"the checkpoint has no tensor `{name}`", hint="is it of the same architecture?")
-        codes, scale = tensors[name], tensors.get(f"{name}_scale")
-        stored = codes if scale is None else codes[0]
+        stored, stored_scale = unpacked(name, tensors)
         if stored.shape != x.shape:
             raise InputError(
                 f"tensor `{name}` has shape {tuple(stored.shape)}, not {tuple(x.shape)}",
                 hint="is it of the same architecture?",
             )
-        stored_scale = 1.0 if scale is None else float(scale.reshape(-1)[0])
         with torch.no_grad():
             if isinstance(x, ScaledTensor):
                 x.data_part.copy_(times(stored.to(torch.float32), ratio(stored_scale, x.scale)))

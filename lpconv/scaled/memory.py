@@ -46,7 +46,7 @@ class _Counting(SavedCodes):
 
     def pack(self, x: Tensor) -> Any:
         packed = super().pack(x)
-        self.keep(packed if isinstance(packed, Tensor) else packed.codes)
+        self.keep(packed if isinstance(packed, Tensor) else packed.coded.codes)
         return packed
 
 

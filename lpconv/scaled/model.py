@@ -15,6 +15,7 @@ from lpconv.formats.scale import pow2_floor
 from lpconv.layers import weighted
 from lpconv.lookup import find
 from lpconv.scaled import ops
+from lpconv.scaled.operands import OPERAND_SCALES
 from lpconv.scaled.pair import Numerics, Role
 from lpconv.scaled.places import heads, install, place
 from lpconv.scaled.saved import SavedCodes
@@ -94,13 +95,15 @@ def scaled(
     carrier: torch.dtype | None = None,
     rescale: Iterable[str] | None = None,
     critical: Iterable[str] = (),
+    operand_scale: str = "tensor",
     save_codes: bool = True,
     strict: bool = False,
 ) -> nn.Module:
     """`model`, changed in place so that it computes on (data, scale); the forward code and all names stay as they are.
 
     Every floating-point parameter W becomes a `ScaledTensor` σ·Ŵ with σ = 2^⌊log2 RMS(W)⌋, in the dtype of `compute`
-    ("fp8": `carrier`, bfloat16 unless given, with matmul operands in e4m3fn and their gradients in e5m2). Outputs are
+    ("fp8": `carrier`, bfloat16 unless given, with matmul operands in e4m3fn and their gradients in e5m2, or e4m3fn too
+    where a row has a scale). Outputs are
     plain tensors; `loss.backward()` leaves scaled gradients, read with `p.grad.dequantize()`. Train with
     `lpconv.scaled.AdamW` or SGD.
 
@@ -108,14 +111,16 @@ def scaled(
     - "scalify" adds dynamic rescaling at the named places `rescale`: any of "layernorm_grad" (the default),
       "logits_grad", "softmax_grad", "weight_grad" and "every:N" (the parameters, every N training passes).
 
-    Under "fp8", modules whose name matches a pattern of `critical` multiply in the carrier dtype, and so does the
-    output head. With `save_codes`, "fp8" also keeps what autograd saves for the backward pass in 8 bits, except in
-    those modules and the loss head.
+    Under "fp8" operands are cast at scales of their own, chosen by `operand_scale`, one of `operands.OPERAND_SCALES`.
+    Modules whose name matches a pattern of `critical` multiply in the carrier dtype, and so does the output head. With
+    `save_codes`, "fp8" also keeps what autograd saves for the backward pass in 8 bits, except in those modules and the
+    loss head.
 
     `strict` makes an op without a rule an `UnsupportedError`; otherwise it is computed on values and counted, see
     `fallbacks`. Raises `UsageError` for unknown names, a model scaled before, and parameters that are not finite.
     """
     find("method", method, SCALED_METHODS)
+    find("operand scale", operand_scale, OPERAND_SCALES)
     chosen = find("compute", compute, COMPUTE)
     if rescale is not None and method != "scalify":
         raise UsageError(f"`rescale` belongs to the method scalify, not to {method}", hint="use method='scalify'")
@@ -125,7 +130,11 @@ def scaled(
     for name in places:
         place(name)
     numerics = Numerics(
-        operand=chosen.operand, gradient=chosen.gradient, softmax_grad="softmax_grad" in places, strict=strict
+        operand=chosen.operand,
+        gradient=chosen.operand if operand_scale == "row" else chosen.gradient,
+        operand_scale=operand_scale,
+        softmax_grad="softmax_grad" in places,
+        strict=strict,
     )
     exact = exact_modules(model, tuple(critical)) if chosen.operand else []
     scaling = Scaling(

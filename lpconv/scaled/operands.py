@@ -1,37 +1,80 @@
-"""Matmul operands: the format each is cast to, and the one place where two of them are multiplied."""
+"""Matmul operands: what each is cast to and at which scale, and the one place where two of them are multiplied.
+
+The scale of a tensor propagates, so its data are near 1 by theory; an operand's largest element may be thousands of
+times that, and a code holds 448. An operand therefore has a scale of its own from the cast to the product, where it
+folds out of the result; `ScaledTensor`'s scale stays as it is.
+"""
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lpconv.formats.spec import get_format
+from lpconv.formats.codes import code_dtype
+from lpconv.formats.scale import pow2_ceil, pow2_floor
+from lpconv.formats.spec import Format, get_format
 from lpconv.kernels.decode import decode
 from lpconv.kernels.matmul import matmul
 from lpconv.scaled.pair import Numerics, Role, Scaled, data_of
+from lpconv.scaled.scales import Scale, times
 
-__all__ = ["decoded", "encoded", "product"]
+__all__ = ["OPERAND_SCALES", "Coded", "decoded", "encoded", "product"]
 
 aten = torch.ops.aten
+
+OPERAND_SCALES = {
+    "static": "none: data are cast as they are, at calibrated scales if there are any, and what is too large saturates",
+    "l2": "a power of two per tensor, from its root mean square: outliers saturate",
+    "max": "a power of two per tensor, from its largest magnitude",
+    "tensor": "one per tensor, from its largest magnitude",
+    "row": "one per row of the left operand and column of the right one, from their largest magnitudes",
+}
+_SMALLEST = 2.0**-100  # of an amax: 1 / scale stays finite
+
+
+class Coded(NamedTuple):
+    """value = codes · scale. The scale is 1.0, a 0-dim fp32 tensor, or one number for each slice along a dimension."""
+
+    codes: Tensor
+    scale: Scale
+
+    def decoded(self, dtype: torch.dtype) -> Tensor:
+        """The values, rounded to `dtype` once more where the scale is no power of two."""
+        return times(decoded(self.codes, dtype), self.scale)
 
 
 def product(numerics: Numerics, a: object, b: object, *, alpha: float = 1.0, bias: Tensor | None = None) -> Tensor:
     """alpha · data_a @ data_b + bias, for 2-D or batched 3-D operands, in the wider dtype of the two.
 
-    Where the numerics name formats, operands are cast first: gradients to `gradient`, everything else to `operand`,
-    unless one of the two is exact. Codes meet on fp8 tensor cores where the device has them (2-D only), and are decoded
-    elsewhere, which is as exact.
+    Where the numerics name formats, operands are cast first, at their own `operand_scale`: gradients to `gradient`,
+    everything else to `operand`, unless one of the two is exact. Codes meet on fp8 tensor cores where the device has
+    them (2-D only), and are decoded elsewhere, which is as exact.
     """
     left, right = data_of(a), data_of(b)
     dtype = torch.promote_types(left.dtype, right.dtype)
     if numerics.operand and Role.EXACT not in (_role(a), _role(b)):
-        codes_a, codes_b = (encoded(data_of(x), _format(x, numerics)) for x in (a, b))
-        if codes_a.device.type == "cuda" and codes_a.dim() == 2 and not torch.compiler.is_compiling():
-            gain = torch.full((), alpha, device=codes_a.device)
-            out = matmul(codes_a, codes_b, scale_a=gain, out_dtype=dtype)
-            return out if bias is None else out + bias.to(dtype)
-        left, right = decoded(codes_a, left.dtype), decoded(codes_b, right.dtype)
+        x = encoded(left, _format(a, numerics), numerics.operand_scale, axis=-1)
+        y = encoded(right, _format(b, numerics), numerics.operand_scale, axis=-2)
+        return _coded_product(x, y, alpha, bias, dtype)
     if dtype == torch.float16 and left.device.type == "cpu":  # a CPU multiplies fp16 50 times slower than fp32
         return _gemm(left.float(), right.float(), alpha, None if bias is None else bias.float()).to(dtype)
     return _gemm(left.to(dtype), right.to(dtype), alpha, None if bias is None else bias.to(dtype))
+
+
+def _coded_product(x: Coded, y: Coded, alpha: float, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    wide = torch.float32 if dtype == torch.float16 else dtype  # sums of codes leave the range of fp16
+    if x.codes.device.type == "cuda" and x.codes.dim() == 2 and not torch.compiler.is_compiling():
+        gain = torch.full((), alpha, device=x.codes.device) * x.scale
+        scale_b = y.scale if isinstance(y.scale, Tensor) else None
+        out = matmul(x.codes, y.codes, scale_a=gain, scale_b=scale_b, out_dtype=wide)
+    else:
+        left, right = decoded(x.codes, wide), decoded(y.codes, wide)
+        if isinstance(x.scale, float) and isinstance(y.scale, float):
+            return _gemm(left, right, alpha, None if bias is None else bias.to(wide)).to(dtype)
+        out = _gemm(left, right, 1.0, None)
+        is_row = isinstance(y.scale, Tensor) and y.scale.dim() > 0
+        out = out.mul_(x.scale * alpha).mul_(y.scale) if is_row else out.mul_(x.scale * y.scale * alpha)
+    return (out if bias is None else out.add_(bias)).to(dtype)
 
 
 def _format(x: object, numerics: Numerics) -> str:
@@ -40,11 +83,49 @@ def _format(x: object, numerics: Numerics) -> str:
     return format
 
 
-def encoded(data: Tensor, format: str) -> Tensor:
-    """8-bit codes of `data`, one byte each, nearest-even; magnitudes above the largest number saturate."""
+def encoded(data: Tensor, format: str, kind: str, *, axis: int | None = None) -> Coded:
+    """8-bit codes of `data`, one byte each, nearest-even, at a scale of their own; `kind` is one of `OPERAND_SCALES`.
+
+    With "row" slices along `axis`, the summed one, have a scale each; None is one scale for the tensor. Data with Inf
+    give NaN, so that an overflow is seen behind the cast too: e4m3fn has no Inf, and a clamp would make it finite.
+    """
     spec = get_format(format)
-    assert spec.torch is not None
-    return data.clamp(-spec.max, spec.max).to(getattr(torch, spec.torch))
+    if kind == "static" or not data.numel():
+        return Coded(_saturated(data, spec).to(code_dtype(spec)), 1.0)
+    inverse = _inverse_scale(data, spec, kind, axis)
+    codes = data * inverse
+    if kind == "l2":
+        codes = _saturated(codes, spec)
+    return Coded(codes.to(code_dtype(spec)), 1 / inverse.float())
+
+
+def _saturated(data: Tensor, spec: Format) -> Tensor:
+    """`data` within the format's largest numbers; 0 · Inf is NaN."""
+    return data.clamp(-spec.max, spec.max).add_(data, alpha=0)
+
+
+def _inverse_scale(data: Tensor, spec: Format, kind: str, axis: int | None) -> Tensor:
+    """What brings `data` to the top of the format; NaN where they are not finite. No larger than fits their dtype.
+
+    In bf16 it is rounded to 8 bits, so that the product with the data takes no wider pass: the largest element may come
+    out above the largest number by less than half a step, and is rounded down to it.
+    """
+    if kind == "l2":
+        inverse = 1 / pow2_floor(_bounded(data.float().square().mean().sqrt()))
+    elif kind == "max":
+        inverse = 1 / pow2_ceil(_bounded(_amax(data, None) / spec.max))
+    else:
+        inverse = spec.max / _bounded(_amax(data, axis if kind == "row" else None))
+    return inverse.to(data.dtype) if data.dtype == torch.bfloat16 else inverse
+
+
+def _bounded(size: Tensor) -> Tensor:
+    return torch.where(size.isfinite(), size.clamp(min=_SMALLEST), torch.nan)
+
+
+def _amax(data: Tensor, axis: int | None) -> Tensor:
+    low, high = torch.aminmax(data) if axis is None else torch.aminmax(data, dim=axis, keepdim=True)
+    return torch.maximum(high, -low).float()
 
 
 def decoded(codes: Tensor, dtype: torch.dtype) -> Tensor:

@@ -2,7 +2,8 @@
 
 For W = σ·Ŵ the step of AdamW on W is a step on Ŵ with lr/σ; with power-of-two σ and fp32 state the two are the same bit
 for bit. State of 16 bits is kept as (data, scale) with the scale reset by its root mean square at every step. The
-second moment is then kept as its square root, which spans half as many binades.
+second moment is then kept as its square root, which spans half as many binades, rounded stochastically: at
+beta2 = 0.999 one step's decay of it is half an fp16 ulp, so that rounding to nearest would keep it from falling.
 """
 
 import math
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from lpconv.errors import UsageError
 from lpconv.formats.cast import cast
+from lpconv.kernels.quantise import fake_quantise
 from lpconv.lookup import find
 from lpconv.scaled.pair import Scaled
 from lpconv.scaled.rules.own import rebalanced
@@ -93,10 +95,10 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, group)
+        owned = [(p, group) for group in self.param_groups for p in group["params"]]
+        for index, (parameter, group) in enumerate(owned):
+            if parameter.grad is not None:
+                self._update(parameter, parameter.grad, group, index)
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -109,7 +111,7 @@ class AdamW(torch.optim.Optimizer):
                 if isinstance(kept, Tensor):
                     self.state[parameter][name] = kept.detach().clone().to(parameter.device)
 
-    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], index: int) -> None:
         state = self.state[parameter]
         data, scale = (
             (parameter.data_part, parameter.scale) if isinstance(parameter, ScaledTensor) else (parameter.detach(), 1.0)
@@ -123,7 +125,7 @@ class AdamW(torch.optim.Optimizer):
         for x, g, m, v in _blocks(target, grad, first, second):
             _update_block(x, times(g.float(), grad_scale), m, v, scale, group, state["step"])
         self._store(state, "exp_avg", first)
-        self._store(state, "exp_avg_sq", second)
+        self._store(state, "exp_avg_sq", second, noise=index)
         if target is not data:
             stochastic = self.rounding == "stochastic" and not self.master
             data.copy_(cast(target, _FORMATS[data.dtype], rounding="stochastic") if stochastic else target)
@@ -152,12 +154,16 @@ class AdamW(torch.optim.Optimizer):
         moment = state[name].float() * state[f"{name}_scale"]
         return moment.square_() if name == "exp_avg_sq" else moment  # type: ignore[no-any-return]
 
-    def _store(self, state: dict[str, Any], name: str, moment: Tensor) -> None:
+    def _store(self, state: dict[str, Any], name: str, moment: Tensor, *, noise: int = 0) -> None:
+        """Keep a moment. The second's noise depends on the step and on `noise` alone, so that a run can be resumed."""
         if self.state_dtype == torch.float32:
             state[name] = moment
             return
         values = moment.sqrt() if name == "exp_avg_sq" else moment
         data, state[f"{name}_scale"], _ = rebalanced(Scaled(values, 1.0), "l2", smallest=MIN_SCALE)
+        if name == "exp_avg_sq":
+            generator = torch.Generator(data.device).manual_seed(state["step"] * _PRIME + noise)
+            data = fake_quantise(data, _FORMATS[self.state_dtype], rounding="stochastic", generator=generator)
         state[name] = data.to(self.state_dtype)
 
 
@@ -181,4 +187,5 @@ def _blocks(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
 
 
 _BLOCK = 2**16  # elements
+_PRIME = 1_000_003  # more parameters than a model has: every step of each has a seed of its own (32 bits of it count)
 _FORMATS = {torch.float16: "fp16", torch.bfloat16: "bf16"}

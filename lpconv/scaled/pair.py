@@ -32,16 +32,18 @@ class Role(enum.Enum):
 class Numerics:
     """How the rules compute. Tensors carry it, because a backward pass may run in a thread that knows no context.
 
-    `operand` and `gradient` name the formats of matmul operands (None: the dtype of the data). `unit_factors` moves the
-    √K of each contraction from the data to the scale; without it data keep the raw magnitudes. `fit_joins` makes an
-    addition choose the smallest scale whose data fit `join_limit` (adaptive loss scaling). Gradients start, and are
-    rescaled, at data of 1/`headroom`: a power of two that `StepGuard` raises after an overflow. `softmax_grad` rescales
-    what softmax hands down. `counts` collects fall-backs and saturations; it is shared by all tensors of a model and
-    takes no part in equality.
+    `operand` and `gradient` name the formats of matmul operands (None: the dtype of the data), `operand_scale` the
+    scale that they are cast at, one of `operands.OPERAND_SCALES`. `unit_factors` moves the √K of each contraction from
+    the data to the scale; without it data keep the raw magnitudes. `fit_joins` makes an addition choose the smallest
+    scale whose data fit `join_limit` (adaptive loss scaling). Gradients start, and are rescaled, at data of
+    1/`headroom`: a power of two that `StepGuard` raises after an overflow. `softmax_grad` rescales what softmax hands
+    down. `counts` collects fall-backs and saturations; it is shared by all tensors of a model and takes no part in
+    equality.
     """
 
     operand: str | None = None
     gradient: str | None = None
+    operand_scale: str = "static"
     unit_factors: bool = True
     fit_joins: bool = False
     headroom: float = 1.0

@@ -1,10 +1,10 @@
 """What autograd saves for the backward pass, kept as 8-bit codes.
 
-Saved-tensor hooks see every tensor that an op saves during the forward pass. Scaled activations have data near 1, so
-their data go to e4m3fn as they are; an operand that a matmul casts to e4m3fn anyway loses nothing by it. Weights are
-saved by reference, per-row statistics and what critical modules save as they are. Log-probabilities of 16-bit logits
-are kept in fp16 where a model computed them in fp32: fp16 holds them 8 times finer than bf16 held the logits. Under
-torch.compile the partitioner decides what is saved, and these hooks stay out of its way.
+Saved-tensor hooks see every tensor that an op saves during the forward pass. Scaled activations are cast to e4m3fn as
+matmul operands are, at one scale for the tensor; one that a matmul casts to e4m3fn anyway loses nothing by it. Weights
+are saved by reference, per-row statistics and what critical modules save as they are. Log-probabilities of 16-bit
+logits are kept in fp16 where a model computed them in fp32: fp16 holds them 8 times finer than bf16 held the logits.
+Under torch.compile the partitioner decides what is saved, and these hooks stay out of its way.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lpconv.scaled.operands import decoded, encoded
+from lpconv.scaled.operands import Coded, encoded
 from lpconv.scaled.pair import Numerics, Role
 from lpconv.scaled.scales import Scale
 from lpconv.scaled.tensor import ScaledTensor
@@ -26,7 +26,7 @@ __all__ = ["SavedCodes"]
 class _Packed(NamedTuple):
     """Codes of a dense tensor in memory order, and how to lay them out again."""
 
-    codes: Tensor
+    coded: Coded
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
@@ -44,7 +44,7 @@ class SavedCodes:
 
     def __init__(self, format: str, carrier: torch.dtype) -> None:
         self.format, self.carrier = format, carrier
-        self._codes: dict[tuple[int, int, int], tuple[StorageWeakRef, Tensor]] = {}
+        self._codes: dict[tuple[int, int, int], tuple[StorageWeakRef, Coded]] = {}
 
     @contextmanager
     def during_forward(self) -> Iterator[None]:
@@ -62,19 +62,19 @@ class SavedCodes:
         is_wider = x.role is Role.EXACT and x.dtype == torch.float32 and self.carrier != torch.float32
         if x.role is not Role.ACTIVATION and not is_wider:
             return x
-        codes = self._encode(x.data_part, None if is_wider else self.format)
-        return _Packed(codes, x.dtype, x.shape, x.stride(), x.scale, x.role, x.numerics)
+        coded = self._encode(x.data_part, None if is_wider else self.format, x.numerics.operand_scale)
+        return _Packed(coded, x.dtype, x.shape, x.stride(), x.scale, x.role, x.numerics)
 
     def unpack(self, packed: Any) -> Tensor:
         """The tensor again, in its dtype, shape and strides."""
         if not isinstance(packed, _Packed):
             return packed  # type: ignore[no-any-return]
-        is_code = packed.codes.itemsize == 1
-        data = decoded(packed.codes, packed.dtype) if is_code else packed.codes.to(packed.dtype)
+        coded = packed.coded
+        data = coded.decoded(packed.dtype) if coded.codes.itemsize == 1 else coded.codes.to(packed.dtype)
         data = data.as_strided(packed.size, packed.stride)
         return ScaledTensor(data, packed.scale, packed.role, packed.numerics)
 
-    def _encode(self, data: Tensor, format: str | None) -> Tensor:
+    def _encode(self, data: Tensor, format: str | None, kind: str) -> Coded:
         """Codes of the storage that `data` fills, or its numbers in fp16, once per storage."""
         storage = data.untyped_storage()
         key = (storage._cdata, int(data.storage_offset()), data.numel())
@@ -82,9 +82,9 @@ class SavedCodes:
         if known is not None and not known[0].expired():  # type: ignore[no-untyped-call]
             return known[1]
         flat = data.as_strided((data.numel(),), (1,), data.storage_offset())
-        codes = flat.half() if format is None else encoded(flat, format)
-        self._codes[key] = (StorageWeakRef(storage), codes)  # type: ignore[no-untyped-call]
-        return codes
+        coded = Coded(flat.half(), 1.0) if format is None else encoded(flat, format, kind)
+        self._codes[key] = (StorageWeakRef(storage), coded)  # type: ignore[no-untyped-call]
+        return coded
 
 
 def _worth_encoding(data: Tensor) -> bool:

@@ -19,7 +19,15 @@ from lpconv.errors import OutputExistsError
 from lpconv.results import ordered_json_text, to_json
 from lpconv.train.options import FinetuneOptions
 
-__all__ = ["MARKER", "REPORT", "begin_folder", "default_output", "find_finetune", "remove_checkpoints", "run_folder"]
+__all__ = [
+    "MARKER",
+    "REPORT",
+    "begin_folder",
+    "check_folder",
+    "find_finetune",
+    "remove_checkpoints",
+    "run_folder",
+]
 
 MARKER, REPORT = "finetune.json", "report.json"
 _RUNS = "runs"
@@ -27,31 +35,30 @@ _RUNS = "runs"
 _FREE = {"resume", "force", "max_memory", "log_to", "gates"}
 
 
-def default_output(model: str, recipe: str) -> Path:
-    """`NAME-RECIPE-finetuned` in the current directory."""
-    base = Path(model).name if model not in (".", "..") else Path(model).resolve().name
-    return Path(f"{base}-{recipe.replace(' ', '-')}-finetuned")
+def check_folder(output: Path, model: str, options: FinetuneOptions) -> None:
+    """Raises OutputExistsError for a folder that is there, unless `force` replaces one of ours or `resume` goes on
+    with the same options."""
+    if _is_free(output):
+        return
+    if not (output / MARKER).is_file():
+        raise OutputExistsError(f"`{output}` exists and is no run of ours", hint="choose another --output")
+    if options.resume:
+        _check_same(output, _identity(model, options))
+    elif not options.force:
+        raise OutputExistsError(f"`{output}` exists", hint="--resume goes on with it, --force starts anew")
+
+
+def _is_free(output: Path) -> bool:
+    return not os.path.lexists(output) or (output.is_dir() and not any(output.iterdir()))
 
 
 def begin_folder(output: Path, model: str, options: FinetuneOptions) -> None:
-    """Make the folder, or go on in it.
-
-    Raises OutputExistsError for a folder that is there, unless `force` replaces one of ours or `resume` goes on with
-    the same options.
-    """
-    asked = _identity(model, options)
-    if not os.path.lexists(output) or (output.is_dir() and not any(output.iterdir())):
-        output.mkdir(parents=True, exist_ok=True)
-    elif not (output / MARKER).is_file():
-        raise OutputExistsError(f"`{output}` exists and is no run of ours", hint="choose another --output")
-    elif options.resume:
-        _check_same(output, asked)
-    elif options.force:
+    """Make the folder, or go on in it. Raises as `check_folder` does."""
+    check_folder(output, model, options)
+    if options.force and not options.resume and not _is_free(output):
         shutil.rmtree(output)
-        output.mkdir(parents=True)
-    else:
-        raise OutputExistsError(f"`{output}` exists", hint="--resume goes on with it, --force starts anew")
-    write_small(output / MARKER, ordered_json_text(asked))
+    output.mkdir(parents=True, exist_ok=True)
+    write_small(output / MARKER, ordered_json_text(_identity(model, options)))
 
 
 def _identity(model: str, options: FinetuneOptions) -> dict[str, Any]:

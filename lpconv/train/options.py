@@ -1,13 +1,24 @@
 """What a fine-tuning run is asked for. Plain Python; nothing here reads a file."""
 
+import dataclasses
+import functools
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from lpconv.errors import UsageError
-from lpconv.lookup import find
-from lpconv.train.recipes import Arithmetic
+from lpconv.options import Force, Group, Option, Resume, Revision, check, size_option
+from lpconv.train.recipes import (
+    LOSS_SCALES,
+    PRECISIONS,
+    RECIPES,
+    TRAINING_METHODS,
+    TRAINING_OPTIMIZERS,
+    Arithmetic,
+    arithmetic,
+)
 
-__all__ = ["SAVES", "SCHEDULES", "TASKS", "TWINS", "FinetuneOptions", "check_options"]
+__all__ = ["LOGGERS", "SAVES", "SCHEDULES", "TASKS", "TWINS", "ArithmeticOptions", "FinetuneOptions", "check_options"]
 
 TASKS = ("auto", "mlm", "clm", "classification", "seq2seq")
 SCHEDULES = ("linear", "cosine", "constant")
@@ -15,53 +26,157 @@ TWINS = ("fp32", "bf16", "none")
 SAVES = ("converted", "plain")
 
 
+# Where Trainer can report a run to: the names that transformers knows, which it takes seconds to ask.
+LOGGERS = (
+    "azure_ml", "clearml", "codecarbon", "comet_ml", "dagshub", "dvclive", "flyte", "kubeflow", "mlflow", "neptune",
+    "swanlab", "tensorboard", "trackio", "wandb",
+)  # fmt: skip
+# Options by the panel of the help that they stand in.
+_how = functools.partial(Option, panel="Arithmetic")
+_data = functools.partial(Option, panel="Data")
+_TRAINING = "Training"
+_train = functools.partial(Option, panel=_TRAINING)
+_check = functools.partial(Option, panel="Twin and diagnostics")
+
+
+def _gate(text: str) -> str:
+    from lpconv.gates import FINETUNE_GATES  # with the records of all results, which `--help` does without
+
+    return FINETUNE_GATES.parse(text).expression
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArithmeticOptions:
+    """A recipe, and what replaces its parts; `lpconv.train.recipes.arithmetic` says what they come to."""
+
+    recipe: Annotated[
+        str | None,
+        _how(
+            "Named arithmetic (--list-recipes explains them); the next six options replace its parts",
+            default="unit-fp8",
+            choices=RECIPES,
+        ),
+    ] = None
+    precision: Annotated[
+        str | None, _how("Format that products are computed in", default="the recipe's", choices=PRECISIONS)
+    ] = None
+    method: Annotated[
+        str | None, _how("Method that scales tensors", default="the recipe's", choices=TRAINING_METHODS, short=("-m",))
+    ] = None
+    optimizer: Annotated[
+        str | None, _how("AdamW by what it keeps between steps", default="the recipe's", choices=TRAINING_OPTIMIZERS)
+    ] = None
+    rounding: Annotated[
+        str | None,
+        _how(
+            "Rounding of bf16 weights when they are written back",
+            default="the optimizer's",
+            choices=("nearest", "stochastic"),
+        ),
+    ] = None
+    loss_scale: Annotated[
+        str | None,
+        _how(
+            f"Loss scale: {', '.join(LOSS_SCALES)} or a number",
+            default="what precision and method need",
+            parse=str,
+            given=str | float,
+        ),
+    ] = None
+    loss_scale_floor: Annotated[
+        str | None,
+        _how("Smallest loss scale from each step on, such as 0:1,40000:8192", default="none", metavar="STEP:SCALE,…"),
+    ] = None
+
+
+def _arithmetic(asked: ArithmeticOptions) -> Arithmetic:
+    return arithmetic(**dataclasses.asdict(asked))
+
+
 @dataclass(frozen=True, kw_only=True)
 class FinetuneOptions:
-    """Settings of one run and its twin.
+    """Settings of one run and its twin. `every` decides the intervals that are None."""
 
-    `data` is a file (txt, jsonl, json, csv, tsv, parquet), a hub id, or None for the text that ships with lpconv;
-    `eval_data` the held-out part, by default split off. `batch_size` counts sequences of a step over all processes,
-    `seq_len` tokens. `seeds` runs begin at `seed`. `warmup` is a share of the steps. Every `eval_every`-th step is
-    evaluated on `eval_batches` batches at most, every `save_every`-th saved, every `track_every`-th recorded, by
-    default a quarter, a fifth and a tenth of the steps (at least 5); 0 is never (the last step is always evaluated).
-    `lca` allots the loss change of every step of the first run to its layers. `calibrate` measures the static scales of
-    the method unit on a run's first batches. Modules whose name matches a pattern of `critical` keep 16-bit products
-    in scaled fp8. `gates` are conditions on the result.
-    """
-
-    arithmetic: Arithmetic
-    task: str = "auto"
-    data: str | None = None
-    eval_data: str | None = None
-    text_column: str | None = None
-    label_column: str | None = None
-    steps: int = 100
-    batch_size: int = 8
-    seq_len: int | None = None
-    lr: float = 5e-5
-    schedule: str = "linear"
-    warmup: float = 0.1
-    weight_decay: float = 0.01
-    beta2: float = 0.999
-    clip: float = 1.0
-    seed: int = 0
-    seeds: int = 1
-    twin: str = "fp32"
-    eval_every: int | None = None
-    eval_batches: int = 16
-    save_every: int | None = None
-    track_every: int | None = None
-    lca: bool = False
-    calibrate: bool = False
-    critical: tuple[str, ...] = ()
-    save: str = "converted"
-    log_to: tuple[str, ...] = ()
-    compile: bool = False
-    max_memory: int | None = None
-    gates: tuple[str, ...] = ()
-    revision: str | None = None
-    resume: bool = False
-    force: bool = False
+    arithmetic: Annotated[Arithmetic, Group(ArithmeticOptions, _arithmetic)]
+    critical: Annotated[
+        tuple[str, ...],
+        _how(
+            "Pattern of modules that keep 16-bit products in scaled fp8, such as '*.down_proj'",
+            default="none",
+            metavar="PATTERN",
+        ),
+    ] = ()
+    calibrate: Annotated[
+        bool, _how("Measure the static scales of method unit on the first batches", default="from theory")
+    ] = False
+    task: Annotated[str, _data("Task that the model is trained for", choices=TASKS)] = "auto"
+    data: Annotated[
+        str | None,
+        _data(
+            "File (txt, jsonl, json, csv, tsv or parquet) or data set on the hub to train on",
+            default="plays that ship with lpconv",
+            metavar="FILE",
+            is_path=True,
+        ),
+    ] = None
+    eval_data: Annotated[
+        str | None, _data("Held-out data", default="a tenth, split off", metavar="FILE", is_path=True)
+    ] = None
+    text_column: Annotated[str | None, _data("Column of texts", default="a usual name")] = None
+    label_column: Annotated[str | None, _data("Column of classes or targets", default="a usual name")] = None
+    seq_len: Annotated[
+        int | None, _data("Number of tokens in a sequence", default="128, or the model's most", least=2)
+    ] = None
+    steps: Annotated[int, _train("Number of optimizer steps", least=1)] = 100
+    batch_size: Annotated[int, _train("Number of sequences in a step, over all processes", least=1)] = 8
+    lr: Annotated[float, _train("Highest learning rate", above=0, example="5e-5")] = 5e-5
+    schedule: Annotated[str, _train("Course of the learning rate after its rise", choices=SCHEDULES)] = "linear"
+    warmup: Annotated[float, _train("Share of the steps in which the learning rate rises", least=0, below=1)] = 0.1
+    weight_decay: Annotated[float, _train("Decoupled weight decay", least=0)] = 0.01
+    beta2: Annotated[float, _train("Decay of the second moment", least=0, below=1, example="0.999")] = 0.999
+    clip: Annotated[float, _train("Largest norm of a step's gradient; 0 for any", least=0)] = 1.0
+    seed: Annotated[int, _train("First seed", least=0)] = 0
+    save_every: Annotated[
+        int | None, _train("Number of steps between checkpoints; 0 for none", default="a fifth of all", least=0)
+    ] = None
+    save: Annotated[str, _train("Form of the saved model", what="form to save", choices=SAVES)] = "converted"
+    compile: Annotated[bool, _train("Train through torch.compile")] = False
+    max_memory: Annotated[
+        int | None,
+        size_option(
+            "Memory above which a run is refused, by estimate, such as 8GB", default="what is free", panel=_TRAINING
+        ),
+    ] = None
+    log_to: Annotated[
+        tuple[str, ...],
+        _train("Place that Trainer reports to", default="none", what="place to log to", choices=LOGGERS),
+    ] = ()
+    twin: Annotated[str, _check("Precision of the twin that the run is compared with", choices=TWINS)] = "fp32"
+    seeds: Annotated[int, _check("Number of seeds, whose spread is the noise", least=1)] = 1
+    eval_every: Annotated[
+        int | None,
+        _check("Number of steps between evaluations; 0 for the last only", default="a quarter of all", least=0),
+    ] = None
+    eval_batches: Annotated[int, _check("Largest number of batches in an evaluation", least=1)] = 16
+    track_every: Annotated[
+        int | None,
+        _check("Number of steps between records of underflow; 0 for none", default="a tenth of all", least=0),
+    ] = None
+    lca: Annotated[bool, _check("Allot the loss change of every step to layers, and say what rounding took of it")] = (
+        False
+    )
+    gates: Annotated[
+        tuple[str, ...],
+        _check(
+            "Condition on the result, such as 'loss_gap<=0.05'; exit code 5 where one fails",
+            flag="gate",
+            metavar="CONDITION",
+            parse=_gate,
+        ),
+    ] = ()
+    revision: Revision = None
+    resume: Resume = False
+    force: Force = False
 
     def every(self, what: str) -> int:
         """The interval of "eval", "save" or "track" in steps; 0 is never."""
@@ -70,28 +185,13 @@ class FinetuneOptions:
         return max(least, self.steps // part) if asked is None else asked
 
 
-_NOTHING_TO_CALIBRATE = {
-    "none": "it has no static scales",
-    "scalify": "its scales are reset by data while it trains",
-}
+_NOTHING_TO_CALIBRATE = {"none": "it has no static scales", "scalify": "its scales are reset by data while it trains"}
 _INTERVALS = {"eval": (4, 1), "save": (5, 1), "track": (10, 5)}  # a part of the steps, but at least so many
 
 
 def check_options(options: FinetuneOptions) -> None:
     """Raises UsageError for names that are unknown and numbers out of range."""
-    for what, name, known in (
-        ("task", options.task, TASKS),
-        ("schedule", options.schedule, SCHEDULES),
-        ("twin", options.twin, TWINS),
-        ("form to save", options.save, SAVES),
-    ):
-        find(what, name, dict.fromkeys(known))
-    if not 0 < options.lr < float("inf"):
-        raise UsageError(f"--lr {options.lr} is no learning rate", hint="such as 5e-5")
-    if not 0 <= options.beta2 < 1:
-        raise UsageError(f"--beta2 {options.beta2} is out of range", hint="0 or more and below 1")
-    if not 0 <= options.warmup < 1:
-        raise UsageError(f"--warmup {options.warmup} is no share of the steps", hint="such as 0.1")
+    check(options)
     if options.calibrate and options.arithmetic.method != "unit":
         raise UsageError(
             f"--calibrate with recipe `{options.arithmetic.name}`: {_NOTHING_TO_CALIBRATE[options.arithmetic.method]}",

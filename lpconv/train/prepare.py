@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from lpconv.kernels.linear import E5M2_LINEAR, use_recipe
-from lpconv.layers import head
 from lpconv.loss_scale import LossScale, make_loss_scale
 from lpconv.optim import LowPrecisionAdamW, fp32_state_dict, start_from_fp32
 from lpconv.scaled import AdamW, ScaledTensor, adaptive_scaling, scaled
+from lpconv.scaled.places import heads
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.pairs import ScaledLowPrecisionAdamW
 from lpconv.train.recipes import Arithmetic
@@ -72,7 +72,7 @@ def prepare(model: Any, arithmetic: Arithmetic, options: FinetuneOptions, *, see
         adaptive_scaling(model, compute=arithmetic.precision)
         return Prepared(model=model, make_optimizer=lambda: torch.optim.AdamW(model.parameters(), **settings))
     if arithmetic.precision == "fp8":
-        use_recipe(model, E5M2_LINEAR, keep=head(model))
+        use_recipe(model, E5M2_LINEAR, keep=heads(model))
     loss_scale = _loss_scale(arithmetic)
     if arithmetic.variant is not None:
         return Prepared(model=model, make_optimizer=_kept_in_bf16(model, settings), loss_scale=loss_scale)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lpconv.checkpoint.contents import read_contents
 from lpconv.checkpoint.staging import MARKER
-from lpconv.convert.files import copy_side_files, write_sums
+from lpconv.convert.files import copy_side_files, model_side_files, write_sums
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.run import convert
 from lpconv.models.quiet import quiet_transformers
@@ -19,16 +19,8 @@ from lpconv.train.recipes import Arithmetic, saved_as
 
 __all__ = ["form_of", "publish_model", "write_checksums"]
 
-# Of the source's side files, those that are about the source.
-_NOT_COPIED = {
-    "README.md",
-    "SHA256SUMS",
-    "lpconv.json",
-    "lpconv_loader.py",
-    "report.json",
-    "report.html",
-    "metrics.json",
-}
+# Of the source's side files, those that are about its own training.
+_NOT_COPIED = {"metrics.json"}
 
 
 def form_of(arithmetic: Arithmetic, save: str) -> tuple[str, str]:
@@ -50,7 +42,7 @@ def publish_model(output: Path, source: Path, finished: Finished, form: tuple[st
     with quiet_transformers():
         model.save_pretrained(trained, state_dict=values)
     contents = read_contents(source)
-    copy_side_files(trained, contents, (n for n in contents.side_files if n not in _NOT_COPIED), renamed={})
+    copy_side_files(trained, contents, (n for n in model_side_files(contents) if n not in _NOT_COPIED), renamed={})
     if method == "plain":
         _move(trained, output)
         return

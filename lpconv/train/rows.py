@@ -1,26 +1,19 @@
 """Rows of text from files, the hub or the package, through `datasets`."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import datasets
 
-from lpconv.checkpoint.resolve import looks_like_path
 from lpconv.data import demo_text
 from lpconv.errors import InputError, UsageError
-from lpconv.lookup import nearest
+from lpconv.train.files import BUILDERS, check_data, choose_columns, is_file_name
 from lpconv.train.options import FinetuneOptions
 
 __all__ = ["Rows", "read_rows"]
 
-_BUILDERS = {
-    ".txt": "text", ".md": "text", ".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv",
-    ".parquet": "parquet",
-}  # fmt: skip
 _HELD_OUT = 10  # one row in so many is held out where nobody says which
-_TEXTS, _LABELS = ("text", "sentence", "content", "source", "input"), ("label", "labels", "target", "output", "summary")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,16 +49,11 @@ def read_rows(options: FinetuneOptions) -> Rows:
             label=None,
             words="plays that ship with lpconv",
         )
+    check_data(options)
     train, held_out = _splits(options.data)
     if options.eval_data is not None:
         held_out = _splits(options.eval_data)[0]
-    text = _column(train, options.text_column, _TEXTS, options.data)
-    if text is None:
-        raise UsageError(
-            f"`{options.data}` has no column of texts that is called {' or '.join(_TEXTS)}",
-            hint=f"--text-column, one of: {', '.join(train.column_names)}",
-        )
-    label = _column(train, options.label_column, _LABELS, options.data)
+    text, label = choose_columns(train.column_names, options)
     for part, name in ((train, options.data), (held_out, options.eval_data or options.data)):
         if part is not None:
             _check(part, text, label, name)
@@ -77,7 +65,7 @@ def read_rows(options: FinetuneOptions) -> Rows:
 
 def _splits(name: str) -> tuple[Any, Any | None]:
     """The training part of a file or hub data set, and its held-out part if it has one."""
-    if Path(name).exists() or looks_like_path(name) or Path(name).suffix in _BUILDERS:
+    if is_file_name(name):
         return _read(name), None
     try:
         found = datasets.load_dataset(name)
@@ -92,11 +80,7 @@ def _splits(name: str) -> tuple[Any, Any | None]:
 
 def _read(name: str) -> Any:
     path = Path(name)
-    if not path.is_file():
-        raise InputError(f"there is no file `{name}`", hint="pass a file, or the id of a data set on the hub")
-    if path.stat().st_size == 0:
-        raise InputError(f"`{name}` is empty", hint="pass a file with text in it")
-    builder = _BUILDERS.get(path.suffix.lower(), "text")
+    builder = BUILDERS.get(path.suffix.lower(), "text")
     if builder == "text":  # one text: lines are not documents
         return datasets.Dataset.from_dict({"text": [_read_text(path)]})
     options = {"sep": "\t"} if path.suffix.lower() == ".tsv" else {}
@@ -118,16 +102,6 @@ def _read_text(path: Path) -> str:
         raise InputError(f"cannot read `{path}`: {e.strerror or e}", hint="pass a readable file to --data") from e
     except UnicodeDecodeError as e:
         raise InputError(f"`{path}` is no UTF-8 text", hint="pass a text file, or one that ends in .parquet") from e
-
-
-def _column(rows: Any, wanted: str | None, usual: Sequence[str], name: str) -> str | None:
-    if wanted is None:
-        return next((c for c in usual if c in rows.column_names), None)
-    if wanted in rows.column_names:
-        return wanted
-    near = nearest(wanted, rows.column_names)
-    hint = f"did you mean `{near}`?" if near else "columns: " + ", ".join(rows.column_names)
-    raise UsageError(f"`{name}` has no column `{wanted}`", hint=hint)
 
 
 def _check(rows: Any, text: str, label: str | None, name: str) -> None:

@@ -11,10 +11,11 @@ from typing import Any
 
 from torch import nn
 
-from lpconv.layers import head, linears
+from lpconv.layers import linears
 from lpconv.probe.histograms import GRADIENT_ROLES, ProbedTensor
 from lpconv.probe.track import Tracker, track
 from lpconv.results import TrackedRecord, from_json, to_json
+from lpconv.scaled.places import heads
 from lpconv.train.compiled import uncompiled
 from lpconv.train.recipes import Arithmetic
 
@@ -110,5 +111,5 @@ def _formats(arithmetic: Arithmetic) -> tuple[str, str]:
 
 def _cast_layers(model: nn.Module) -> frozenset[str]:
     """The layers whose operands are cast to fp8."""
-    kept = head(model)
-    return frozenset(x.name for x in linears(model) if x.kind != "experts" and x.module is not kept)
+    exact = heads(model)
+    return frozenset(x.name for x in linears(model) if x.kind != "experts" and x.module not in exact)

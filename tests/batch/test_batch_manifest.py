@@ -10,7 +10,7 @@ import typer
 from lpconv.batch.kinds import KINDS
 from lpconv.batch.manifest import COMMON_FIELDS, load_manifest
 from lpconv.batch.schema import manifest_schema
-from lpconv.bench.interleave import Effort
+from lpconv.bench.options import Effort
 from lpconv.cli.main import app
 from lpconv.convert.options import ConvertOptions, FormatRule
 from lpconv.errors import InputError, UsageError
@@ -170,8 +170,8 @@ class TestMistakes:
             ({"workers": True}, r"jobs\[0\].workers: expected a whole number", "2"),
             ({"max_memory": "lots"}, r"jobs\[0\].max_memory: size `lots`", "4GB"),
             ({"max_memory": 1.5}, r"jobs\[0\].max_memory: expected a size", "4GB"),
-            ({"include": [1]}, r"jobs\[0\].include: expected text", "quotes"),
-            ({"gates": ["sqnr>>25"]}, r"jobs\[0\].gates: gate `sqnr>>25`", "sqnr>=25"),
+            ({"include": [1]}, r"jobs\[0\].include\[0\]: expected text", "quotes"),
+            ({"gates": ["sqnr>>25"]}, r"jobs\[0\].gates\[0\]: gate `sqnr>>25`", "sqnr>=25"),
             ({"rules": [{"match": "a"}]}, r"jobs\[0\].rules\[0\]: a rule has", "keep: true"),
             ({"rules": [{"match": "a", "format": "fp16", "keep": True}]}, r"rules\[0\]: a rule has", "keep: true"),
             ({"rules": [{"match": "a", "frmat": "fp16"}]}, r"jobs\[0\].rules\[0\].frmat: unknown key", "`format`"),
@@ -289,10 +289,10 @@ class TestKinds:
             ({"kind": "finetune", "recipe": "unit-fp9"}, r"recipe: unknown recipe `unit-fp9`", "`unit-fp8`"),
             ({"kind": "finetune", "gates": "sqnr>=3"}, r"gates: unknown metric `sqnr`", "loss_gap"),
             ({"kind": "finetune", "lr": 0}, r"jobs\[0\].lr: expected a number above zero", ""),
-            ({"kind": "finetune", "warmup": 2}, r"jobs\[0\] \(a\): --warmup 2.0 is no share", ""),
+            ({"kind": "finetune", "warmup": 2}, r"jobs\[0\].warmup: expected a number from zero on below 1", "0.1"),
             ({"kind": "finetune", "recipe": "fp32", "optimizer": "collage-plus"}, r"jobs\[0\] \(a\): opti", "--prec"),
-            ({"kind": "bench", "mode": ["infer", "trian"]}, r"jobs\[0\].mode: unknown mode `trian`", "`train`"),
-            ({"kind": "bench", "batch": [1, 0]}, r"jobs\[0\].batch: expected a whole number", ""),
+            ({"kind": "bench", "mode": ["infer", "trian"]}, r"jobs\[0\].mode\[1\]: unknown mode `trian`", "`train`"),
+            ({"kind": "bench", "batch": [1, 0]}, r"jobs\[0\].batch\[1\]: expected a whole number", ""),
             ({"kind": "probe", "gates": "x"}, r"jobs\[0\].gates: unknown key", "setting of"),
             ({"model": "job:b"}, r"jobs\[0\].model: unknown earlier job `b`", ""),
             ({"needs": ["a"]}, r"jobs\[0\].needs: unknown earlier job `a`", ""),

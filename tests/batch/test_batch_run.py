@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from lpconv.batch.kinds import BenchSettings
 from lpconv.batch.lock import Lock, read_lock
 from lpconv.batch.manifest import BatchJob, Manifest, load_manifest
 from lpconv.batch.run import JobsFailedError, SilentEvents, run_batch
 from lpconv.batch.runners import JobRunner, converted, planned
+from lpconv.bench.options import BenchOptions
 from lpconv.bench.outcome import problem
 from lpconv.convert.options import ConvertOptions
 from lpconv.errors import (
@@ -343,7 +343,7 @@ class Bench:
     resumed: list[bool] = field(default_factory=list)
 
     def run(self, job: BatchJob, progress: Progress) -> JobOutcome:
-        assert isinstance(job.options, BenchSettings)
+        assert isinstance(job.options, BenchOptions)
         self.resumed.append(job.options.resume)
         ratio = RatioRecord(value=self.speedup, low=1.0, high=3.0)
         row = BenchRow(

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from lpconv.bench.interleave import Effort, interleave, ratio_of, timing_of
+from lpconv.bench.interleave import interleave, ratio_of, timing_of
+from lpconv.bench.options import Effort
 from lpconv.errors import UsageError, VerificationError
 
 

@@ -10,12 +10,13 @@ from checkpoints import Run, files_of, published, refusal, write_checkpoint
 from typer.testing import CliRunner
 
 from lpconv.cli.main import app
-from lpconv.convert.options import ConvertOptions, FormatRule, parse_rule, parse_size
+from lpconv.convert.options import ConvertOptions, FormatRule, parse_rule
 from lpconv.convert.run import convert
 from lpconv.errors import (
     UsageError,
     VerificationError,
 )
+from lpconv.options import parse_size
 
 
 class TestRequest:
@@ -29,7 +30,7 @@ class TestRequest:
             ({"method": "collage", "format": "e5m2"}, "it writes bf16, fp16"),
             ({"method": "collage", "residual": "exact61"}, "did you mean `exact16`"),
             ({"residual": "bf16"}, "collage"),
-            ({"scale": "pow3"}, "pow2 or exact"),
+            ({"scale": "pow3"}, "did you mean `pow2`"),
             ({"verify": "everything"}, "logits"),
             ({"gates": ("sqrn>=3",)}, "did you mean `sqnr`"),
             ({"gates": ("sqnr",)}, "--gate"),

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import lpconv.hf
 from lpconv.checkpoint.inspect import inspect
-from lpconv.convert.options import ConvertOptions, FormatRule, with_defaults
+from lpconv.convert.options import ConvertOptions, FormatRule, settings_of
 from lpconv.convert.restore import restore
 from lpconv.convert.run import convert, plan
 from lpconv.convert.verify_output import verify_output
@@ -268,4 +268,4 @@ def test_names_that_points_would_take_are_refused(run: Run, source: Path) -> Non
 )
 def test_options_that_do_not_fit_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        with_defaults(ConvertOptions(**{"method": "multipoint", **options}))  # type: ignore[arg-type]
+        settings_of(ConvertOptions(**{"method": "multipoint", **options}))  # type: ignore[arg-type]

@@ -191,7 +191,12 @@ def test_a_float16_linear_overflows_to_inf() -> None:
 
 def test_fp8_keeps_one_byte_per_element_for_backward() -> None:
     saved: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+
+    def keep(t: Tensor) -> Tensor:
+        saved.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         linear(torch.randn(8, 16, requires_grad=True), torch.randn(4, 16, requires_grad=True))
     assert sum(t.nbytes for t in saved) == 8 * 16 + 4 * 16
 

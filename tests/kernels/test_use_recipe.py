@@ -18,7 +18,7 @@ def test_a_layer_multiplies_as_the_recipe_says(layer: nn.Module, recipe: object)
     before, kept = dict(model.named_parameters()), model[1]
     x = torch.randn(5, 16, generator=torch.Generator().manual_seed(0))
 
-    use_recipe(model, recipe, keep=kept)  # type: ignore[arg-type]  # of parametrize
+    use_recipe(model, recipe, keep=[kept])  # type: ignore[arg-type]  # of parametrize
 
     weight = before["0.weight"] if isinstance(layer, nn.Linear) else before["0.weight"].t()
     assert torch.equal(model[0](x), linear(x, weight, before.get("0.bias"), recipe=recipe))  # type: ignore[arg-type]

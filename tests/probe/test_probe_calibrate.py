@@ -32,7 +32,7 @@ def test_calibrated_scales_of_a_checkpoint_give_unit_data_at_every_edge(tmp_path
     expected = model(input_ids=ids).logits
     ours = scaled(model)
     apply_factors(ours, read_factors(tmp_path / "out"))
-    sizes = {}
+    sizes: dict[str, float] = {}
     for name, module in ours.named_modules():
         if isinstance(module, torch.nn.Linear):
             module.register_forward_hook(lambda _, __, out, n=name: sizes.__setitem__(n, float(rms(out.data_part))))

@@ -9,9 +9,8 @@ import pytest
 import tokenizers
 import torch
 import transformers
-from click.testing import Result
 from safetensors.torch import load_file
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 import lpconv
 from lpconv.cli.main import app

@@ -274,7 +274,8 @@ def test_the_trainer_of_transformers_trains_and_an_ordinary_checkpoint_comes_out
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert float(losses[-1]) < 0.9 * float(losses[0])
     reopened = type(plain).__mro__[1].from_pretrained(tmp_path / "out", dtype=torch.float16)
-    assert torch.equal(reopened.lm_head.weight, ours.lm_head.weight.dequantize(torch.float16))
+    head: Any = ours.lm_head.weight
+    assert torch.equal(reopened.lm_head.weight, head.dequantize(torch.float16))
 
 
 def test_tied_weights_collect_both_gradients() -> None:
@@ -305,6 +306,7 @@ def test_equivalent_settings_give_the_same_trajectory(optimizer: str, sigma: flo
         for _ in range(30):
             stepper.zero_grad()
             (torch.tanh(x @ (weight * scale).T) - y).square().mean().backward()
+            assert weight.grad is not None
             weight.grad *= factor / scale  # autograd gives σ·∂L/∂W
             stepper.step()
         return weight.detach() * scale

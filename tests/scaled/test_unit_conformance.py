@@ -6,7 +6,7 @@ the exact factor and drops it. At sizes whose roots are powers of two the data o
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -30,7 +30,7 @@ def oracle(name: str) -> Callable[..., Tensor]:
 
 
 # Ours, theirs, and the shapes of the operands. All operands and gradients are N(0, 1).
-SAME_RULE: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], list[tuple[int, ...]]]] = {
+SAME_RULE: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], Sequence[tuple[int, ...]]]] = {
     "linear": (F.linear, lambda x, w: oracle("linear")(x, w, None, constraint=None), LINEAR),
     "matmul": (torch.matmul, lambda a, b: oracle("matmul")(a, b, constraint=None), [(64, 256), (256, 16)]),
     "batched matmul": (torch.matmul, lambda a, b: oracle("matmul")(a, b, constraint=None), [(3, 64, 16), (3, 16, 4)]),

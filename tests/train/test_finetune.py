@@ -92,7 +92,7 @@ def test_an_fp32_run_and_its_twin_are_the_same_bit_for_bit(tmp_path: Path) -> No
 
 
 def test_critical_modules_keep_16_bit_products(tmp_path: Path) -> None:
-    losses = {}
+    losses: dict[tuple[str, ...], float] = {}
     for patterns in ((), ("*.down_proj",), ("*_proj",)):
         asked = options("unit-fp8", steps=1, twin="none", track_every=0, critical=patterns)
         losses[patterns] = finetune("demo", tmp_path / f"run{len(losses)}", asked).runs[0].losses.values[0]

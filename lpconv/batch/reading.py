@@ -1,0 +1,168 @@
+"""The settings of a manifest as values of options, by pydantic; its mistakes in our words.
+
+Text stands for numbers and booleans too, because YAML arrives as text (see `document`).
+"""
+
+import dataclasses
+import functools
+import reprlib
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    PlainValidator,
+    TypeAdapter,
+    ValidationError,
+    WithJsonSchema,
+)
+
+from lpconv.convert.options import ConvertOptions, FormatRule, parse_rule
+from lpconv.errors import UsageError
+from lpconv.lookup import nearest
+from lpconv.options import Declared, check_value, options_of
+
+__all__ = ["read_mapping", "read_setting", "schema_of"]
+
+_FULL = Field(pattern=r"\S")  # not empty, not blank
+_NULL = (None, "", "null", "~")
+
+
+def read_setting(declared: Declared, raw: Any) -> Any:
+    """The option's value in a document. Raises UsageError, with the place inside of it, for what does not fit."""
+    if declared.nullable and raw in _NULL:
+        return None
+    if not declared.is_many:
+        return _read_one(declared, raw, "")
+    if isinstance(raw, list):
+        return tuple(_read_one(declared, one, f"[{i}]") for i, one in enumerate(raw))
+    if declared.type is FormatRule:
+        raise UsageError(f"expected a list of rules, not {_show(raw)}", hint=_RULE_HINT)
+    return (_read_one(declared, raw, ""),)
+
+
+def _read_one(declared: Declared, raw: Any, place: str) -> Any:
+    try:
+        return _adapter(declared).validate_python(raw)
+    except ValidationError as e:
+        message, hint = f"expected {declared.expected}, not {_show(raw)}", declared.hint
+        raise UsageError(f"{place}: {message}" if place else message, hint=hint) from e
+    except UsageError as e:
+        separator = ": " if place and not e.message.startswith(".") else ""
+        raise UsageError(f"{place}{separator}{e.message}", hint=e.hint) from e
+
+
+def schema_of(declared: Declared) -> dict[str, Any]:
+    """What JSON Schema says of an option."""
+    schema = _adapter(declared).json_schema()
+    if declared.is_many:
+        listed = {"type": "array", "items": schema}
+        schema = listed if declared.type is FormatRule else {"anyOf": [schema, listed]}
+    if declared.nullable:
+        schema = {"anyOf": [schema, {"type": "null"}]}
+    if declared.default not in (dataclasses.MISSING, None, (), ""):
+        schema["default"] = list(declared.default) if declared.is_many else declared.default
+    return schema | {"description": declared.help}
+
+
+@functools.cache
+def _adapter(declared: Declared) -> TypeAdapter[Any]:
+    """What reads one value."""
+    o = declared.option
+    if declared.type is FormatRule:
+        return TypeAdapter(Annotated[Any, PlainValidator(_read_rule), WithJsonSchema(_RULE_SCHEMA)])
+    if o.parse is not None:
+        accepted: TypeAdapter[Any] = TypeAdapter(o.given)
+        read = PlainValidator(
+            lambda raw: declared.read(str(accepted.validate_python(raw, strict=True))), json_schema_input_type=o.given
+        )
+        return TypeAdapter(Annotated[Any, read])
+    if o.choices is not None:
+        known = AfterValidator(lambda name: check_value(declared, name))
+        return TypeAdapter(Annotated[str, _FULL, known, WithJsonSchema({"enum": list(o.choices)})])
+    if declared.type is bool:
+        return TypeAdapter(bool)
+    if declared.type is str:
+        return TypeAdapter(Annotated[str, _FULL])
+    bounds = Field(ge=o.least, gt=o.above, lt=o.below, allow_inf_nan=None if declared.type is int else False)
+    number: Any = Annotated[declared.type, bounds, BeforeValidator(_no_flag)]
+    return TypeAdapter(number)
+
+
+def _no_flag(raw: Any) -> Any:
+    """pydantic takes True for 1."""
+    if isinstance(raw, bool):
+        raise ValueError("a flag")
+    return raw
+
+
+def read_mapping(
+    raw: Any, known: Collection[str], place: str, *, elsewhere: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """A mapping with its keys in underscored spelling. UsageError, with `place`, for a key not in `known`.
+
+    `elsewhere` has hints for keys that would be known in another place.
+    """
+    hints = _NOT_A_KEY | dict(elsewhere or {})
+    if not isinstance(raw, Mapping):
+        raise UsageError(f"{place or 'manifest'}: expected a mapping, not {_show(raw)}", hint=_keys_hint(known))
+    fields: dict[str, Any] = {}
+    for key, value in raw.items():
+        name = str(key).replace("-", "_")
+        where = f"{place.rstrip('.')}.{key}" if place else str(key)
+        if name not in known:
+            near = nearest(name, known)
+            hint = f"did you mean `{near}`?" if near else _keys_hint(known)
+            raise UsageError(f"{where}: unknown key", hint=hints.get(name, hint))
+        if name in fields:
+            raise UsageError(f"{where}: given twice, with - and with _", hint="keep one of them")
+        fields[name] = value
+    return fields
+
+
+_NOT_A_KEY = {"resume": "resuming belongs to a run, not to a manifest: pass --resume"}
+
+
+def _keys_hint(known: Collection[str]) -> str:
+    return "known keys: " + ", ".join(known)
+
+
+def _show(raw: Any) -> str:
+    if raw in (None, ""):
+        return "nothing"
+    # Cut short: aliases make a YAML document of a few lines as large as memory when it is written out.
+    return f"`{raw[:80] if isinstance(raw, str) else reprlib.repr(raw)}`"
+
+
+def _read_rule(raw: Any) -> FormatRule:
+    """PATTERN=FORMAT, or the two in a mapping."""
+    if isinstance(raw, str):
+        return parse_rule(raw)
+    if not isinstance(raw, Mapping):
+        raise UsageError(f"expected a rule, not {_show(raw)}", hint=_RULE_HINT)
+    rule = read_mapping(raw, ("match", "format", "keep"), ".")
+    is_kept = str(rule.pop("keep", False)).casefold() in ("true", "yes", "on")
+    if "match" not in rule or is_kept == ("format" in rule):
+        raise UsageError("a rule has `match` and either `format` or `keep: true`", hint=_RULE_HINT)
+    return parse_rule(f"{rule['match']}={'keep' if is_kept else rule['format']}")
+
+
+_RULE_HINT = "for example {match: lm_head, keep: true} or {match: 're:down_proj$', format: bf16}"
+_RULE_SCHEMA = {
+    "anyOf": [
+        {"type": "string", "pattern": ".=."},
+        {
+            "type": "object",
+            "properties": {
+                "match": {"type": "string", "minLength": 1},
+                "format": {"enum": list(options_of(ConvertOptions)["format"].option.choices or ())},
+                "keep": {"const": True},
+            },
+            "required": ["match"],
+            "oneOf": [{"required": ["format"]}, {"required": ["keep"]}],
+            "additionalProperties": False,
+        },
+    ]
+}

@@ -1,0 +1,80 @@
+"""A command whose options are a record: the parameters that typer reads are made of the record's fields."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+from lpconv.options import Declared, make, options_of
+
+__all__ = ["parameter_of", "with_options"]
+
+
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with its parameter `options`, a record, spread: one parameter for each of the record's options.
+
+    Texts become values, and the record is made, as the command is called. Raises UsageError for what does not parse.
+    """
+    signature = inspect.signature(command)
+    record = signature.parameters["options"].annotation
+    declared = {n: d for n, d in options_of(record).items() if d.option.only != "manifest"}
+
+    @functools.wraps(command)
+    def spread(**given: Any) -> None:
+        asked = {name: given.pop(name) for name in declared}
+        values = {name: _value(declared[name], value) for name, value in asked.items() if value is not None}
+        command(options=make(record, values), **given)
+
+    parameters: list[inspect.Parameter] = []
+    for p in signature.parameters.values():
+        spread_out = [p.replace(kind=p.KEYWORD_ONLY)] if p.name != "options" else map(_parameter, declared.values())
+        parameters += spread_out
+    spread.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]  # `inspect` reads it
+    spread.__annotations__ = {p.name: p.annotation for p in parameters}
+    return spread
+
+
+def parameter_of(record: type[Any], name: str) -> Any:
+    """One option of a record as an annotation, for a command that shares it with those that take the whole record."""
+    return _parameter(options_of(record)[name]).annotation
+
+
+def _parameter(declared: Declared) -> inspect.Parameter:
+    o = declared.option
+    flags = [declared.flag, *o.short]
+    if declared.default is True:
+        flags = [f"{declared.flag}/--no-{declared.flag[2:]}"]
+    is_number = declared.type in (int, float) and o.parse is None and not declared.is_many
+    info = typer.Option(
+        *flags,
+        help=declared.help + (" Repeatable." if declared.is_many and not o.comma else ""),
+        rich_help_panel=o.panel,
+        metavar=o.metavar or ("A,B,…" if o.comma else None),
+        min=o.least if is_number else None,
+        autocompletion=(lambda: list(o.choices or ())) if o.choices else None,
+    )
+    typed, default = _typed(declared)
+    return inspect.Parameter(
+        declared.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[typed, info]
+    )
+
+
+def _typed(declared: Declared) -> tuple[Any, Any]:
+    """The type that typer is told, and the default."""
+    if declared.is_many and declared.option.comma:
+        return (str, ",".join(map(str, declared.default))) if declared.default else (str | None, None)
+    if declared.is_many:
+        return list[str] | None, None
+    if declared.option.parse is not None:
+        return str | None, None
+    return (declared.type | None if declared.nullable else declared.type), declared.default
+
+
+def _value(declared: Declared, given: Any) -> Any:
+    """What the record takes, of what typer gives."""
+    if declared.is_many:
+        texts = given.split(",") if declared.option.comma else given
+        return tuple(declared.read(text.strip()) for text in texts if text.strip())
+    return declared.read(given) if isinstance(given, str) else given

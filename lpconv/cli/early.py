@@ -1,0 +1,111 @@
+"""What a command can refuse before torch is imported, which takes seconds: names, files, and a place that is taken.
+
+The engines check the same again, for those who call them without the command line.
+"""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lpconv.checkpoint.contents import Contents, read_contents
+from lpconv.checkpoint.resolve import base_name, resolve
+from lpconv.errors import InputError
+from lpconv.options import check
+
+if TYPE_CHECKING:
+    from lpconv.bench.options import BenchOptions
+    from lpconv.convert.options import ConvertOptions
+    from lpconv.export.options import ExportOptions
+    from lpconv.probe.options import ProbeOptions
+    from lpconv.results import BenchResult
+    from lpconv.train.options import FinetuneOptions
+
+__all__ = [
+    "before_bench",
+    "before_conversion",
+    "before_export",
+    "before_finetuning",
+    "before_probe",
+    "before_reading",
+    "output_of",
+]
+
+
+def output_of(output: str | None, model: str, *words: str) -> Path:
+    """The directory to write: `output`, by default the model's name and `words` with dashes, in the current one."""
+    return Path(output or "-".join((base_name(model), *(word.replace(" ", "-") for word in words))))
+
+
+def before_conversion(model: str, output: str | None, options: "ConvertOptions", *, dry_run: bool) -> Path:
+    """Of `lpconv convert`; gives back the directory to write. A dry run takes no place."""
+    from lpconv.checkpoint.staging import check_apart, check_free
+    from lpconv.convert.options import settings_of
+
+    settings = settings_of(options)
+    target = output_of(output, model, settings.method.name, settings.format.name)
+    check_apart(_contents(model, options.revision).directory, target)
+    if not dry_run:
+        check_free(target, resume=options.resume, force=options.force)
+    return target
+
+
+def before_finetuning(model: str, output: Path, options: "FinetuneOptions") -> None:
+    """Of `lpconv finetune`."""
+    from lpconv.train.files import check_data
+    from lpconv.train.folder import check_folder
+    from lpconv.train.gates import parse_gates
+    from lpconv.train.options import check_options
+
+    check_options(options)
+    parse_gates(options)
+    check_data(options)
+    if os.environ.get("RANK", "0") == "0":  # of torchrun's processes, the first may have begun the folder already
+        check_folder(output, model, options)
+    _contents(model, options.revision)
+
+
+def before_probe(model: str, output: Path, options: "ProbeOptions") -> None:
+    """Of `lpconv probe`."""
+    from lpconv.probe.options import check_free
+
+    check(options)
+    if options.data is not None and not options.data.is_file():
+        raise InputError(f"there is no file `{options.data}`", hint="pass a text file to --data")
+    check_free(output, force=options.force)
+    _contents(model, options.revision)
+
+
+def before_export(model: str, output: Path, options: "ExportOptions") -> None:
+    """Of `lpconv export onnx`."""
+    from lpconv.checkpoint.staging import check_apart, check_free
+    from lpconv.export.extra import need
+
+    check(options)
+    check_apart(_contents(model, options.revision).directory, output)
+    check_free(output, resume=False, force=options.force)
+    need("onnxscript", *(["onnxruntime"] if options.validate else []))
+
+
+def before_bench(options: "BenchOptions") -> "Callable[[BenchResult], BenchResult]":
+    """Of `lpconv bench`; gives back what its result is judged by. A name of the hub is left to the processes."""
+    from lpconv.bench.outcome import judge_of
+    from lpconv.models.presets import PRESETS
+
+    check(options)
+    judge = judge_of(options)
+    if options.model is not None and options.model not in PRESETS:
+        _contents(options.model, None)
+    return judge
+
+
+def before_reading(output: Path) -> None:
+    """Of what reads an output of `lpconv convert`."""
+    from lpconv.checkpoint.staging import MARKER
+
+    if not (output / MARKER).exists():
+        raise InputError(f"`{output}` has no {MARKER}", hint="pass an output of `lpconv convert`")
+
+
+def _contents(model: str, revision: str | None) -> Contents:
+    return read_contents(resolve(model, revision=revision, headers_only=True).directory)

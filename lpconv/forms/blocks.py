@@ -1,0 +1,117 @@
+"""What all forms do with a block of numbers: the buffers of a thread, statistics, and what rounding cost.
+
+The work is done in blocks of `BLOCK_ELEMENTS`, small enough that the dozen passes of eager PyTorch over one block run
+in the cache; a `Workspace` holds the buffers of one thread, so that nothing is allocated per block.
+
+Errors are of the decoded value against the source's fp32 value, over its finite elements. Where rounding makes a
+non-zero element zero its relative error is exactly 1, which is how flushed elements are found without another pass.
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from lpconv.forms.facts import BlockError, BlockStats
+from lpconv.mcf.split import SCRATCH_ELEMENTS
+
+__all__ = [
+    "BLOCK_ELEMENTS",
+    "Workspace",
+    "as_float32",
+    "block_error",
+    "block_ranges",
+    "block_stats",
+    "room",
+    "same_numbers",
+]
+
+BLOCK_ELEMENTS = 2**18
+# fp32 squares overflow from 2^64 on and lose everything below 2^-75: sums below this and infinite ones are taken again
+# in fp64.
+_SQUARES_LOW = 1e-30
+
+
+class Workspace:
+    """Buffers for one block in flight: raw source bytes, fp32 scratch, and room for the data of both files."""
+
+    def __init__(self) -> None:
+        self.raw, self.root, self.residual = (torch.empty(BLOCK_ELEMENTS * 8, dtype=torch.uint8) for _ in range(3))
+        self.value, self.coded, self.error = (torch.empty(BLOCK_ELEMENTS) for _ in range(3))
+        self.split = torch.empty(SCRATCH_ELEMENTS)
+
+    @property
+    def num_bytes(self) -> int:
+        buffers = (self.raw, self.root, self.residual, self.value, self.coded, self.error, self.split)
+        return sum(b.numel() * b.element_size() for b in buffers)
+
+
+def room(buffer: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+    """The first `count` elements of a byte buffer as `dtype`."""
+    return buffer[: count * dtype.itemsize].view(dtype)
+
+
+def block_ranges(num_elements: int, cols: int = 1) -> Iterator[tuple[int, int]]:
+    """(start, stop) of the blocks of a tensor, in order: whole rows of `cols` elements, at least one."""
+    size = max(BLOCK_ELEMENTS // cols, 1) * cols if num_elements else 1
+    for start in range(0, num_elements, size):
+        yield start, min(start + size, num_elements)
+
+
+def as_float32(x: Tensor, work: Workspace) -> Tensor:
+    """`x` (1-D, any floating dtype) in fp32: itself, or converted into the workspace. fp64 is rounded to fp32 first."""
+    return x if x.dtype == torch.float32 else work.value[: x.numel()].copy_(x)
+
+
+def block_stats(x: Tensor, work: Workspace) -> BlockStats:
+    """Statistics of one block of a source tensor (1-D, any floating dtype)."""
+    value = as_float32(x, work)
+    sum_squares = float(torch.dot(value, value))
+    low, high = _range(value)
+    if _SQUARES_LOW < sum_squares < math.inf:
+        return BlockStats(num_elements=x.numel(), sum_squares=sum_squares, absmax=max(-low, high))
+    exact = value.double()
+    finite = exact[torch.isfinite(exact)]
+    num_nan = int(torch.isnan(value).sum())
+    return BlockStats(
+        num_elements=x.numel(),
+        sum_squares=float(torch.dot(finite, finite)),
+        absmax=float(finite.abs().max()) if finite.numel() else 0.0,
+        num_nan=num_nan,
+        num_inf=x.numel() - finite.numel() - num_nan,
+    )
+
+
+def block_error(wanted: Tensor, got: Tensor) -> BlockError:
+    """The error of `got` (overwritten) against `wanted`, both fp32; where `wanted` is not finite it counts as 0."""
+    sum_squares = float(torch.dot(got.sub_(wanted), got))
+    if not _SQUARES_LOW < sum_squares < math.inf:  # too small or large for fp32, or NaN where wanted is not finite
+        got.nan_to_num_(0.0, math.inf, -math.inf)
+        if _range(got) == (0, 0):
+            return BlockError()
+        exact = got.double()
+        sum_squares = float(torch.dot(exact, exact))
+    low, high = _range(got.div_(wanted))
+    if math.isnan(low):  # 0 / 0
+        low, high = _range(got.nan_to_num_(0.0, math.inf, -math.inf))
+    worst = max(-low, high)
+    return BlockError(
+        sum_squares=sum_squares,
+        max_relative=worst,
+        num_saturated=int(torch.isinf(got).sum()) if math.isinf(worst) else 0,
+        num_flushed=int(got.eq_(-1).sum()) if worst >= 1 else 0,
+    )
+
+
+def same_numbers(a: Tensor, b: Tensor) -> bool:
+    """Equal fp32 numbers bit for bit, but for the payload of NaNs."""
+    return torch.equal(torch.isnan(a), torch.isnan(b)) and torch.equal(
+        a.nan_to_num(0.0, math.inf, -math.inf).view(torch.int32),
+        b.nan_to_num(0.0, math.inf, -math.inf).view(torch.int32),
+    )
+
+
+def _range(x: Tensor) -> tuple[float, float]:
+    """Least and largest element, NaN if any is. Two reductions are vectorised on the CPU, `aminmax` is not."""
+    return float(torch.amin(x)), float(torch.amax(x))

@@ -1,0 +1,134 @@
+"""What goes into a form and comes out: settings, headers, stored tensors, what was found in a block. No torch here."""
+
+from __future__ import annotations  # tensors are named below and not imported
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from lpconv.checkpoint.header import DTYPE_BITS, TensorInfo
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["BlockError", "BlockStats", "Component", "Encoded", "Headers", "Measured", "Settings"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a conversion chooses once for all tensors.
+
+    `scale` is ``pow2`` or ``exact``, `residual` a key of `RESIDUALS`. Points have a budget of `budget_bits` an element
+    and at most `points_max` a row.
+    """
+
+    scale: str = "pow2"
+    residual: str = "bf16"
+    budget_bits: float = math.inf
+    points_max: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Component:
+    """One stored tensor, in the root checkpoint or beside it in the residual files."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    in_residual: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * DTYPE_BITS[self.dtype] // 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Headers:
+    """What the headers and the config of a checkpoint say.
+
+    `residual` is the form of the residuals in `low`; `quantised_by` the config's `quant_method`, None where there is
+    none. `format` is that of all codes but those that `exceptions` name; only bytes need it, other dtypes are formats.
+    """
+
+    root: Mapping[str, TensorInfo]
+    low: Mapping[str, TensorInfo] = field(default_factory=dict)
+    residual: str = ""
+    quantised_by: str | None = None
+    format: str = ""
+    exceptions: Mapping[str, str] = field(default_factory=dict)
+
+    def holds(self, component: Component) -> bool:
+        """Whether a component is there, with its dtype and shape."""
+        info = (self.low if component.in_residual else self.root).get(component.name)
+        return info is not None and (info.dtype, info.shape) == (component.dtype, component.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockStats:
+    """Σx² and max |x| over the finite elements of a block, and the counts of what is not finite."""
+
+    num_elements: int = 0
+    sum_squares: float = 0.0
+    absmax: float = 0.0
+    num_nan: int = 0
+    num_inf: int = 0
+
+    def __add__(self, other: BlockStats) -> BlockStats:
+        return BlockStats(
+            num_elements=self.num_elements + other.num_elements,
+            sum_squares=self.sum_squares + other.sum_squares,
+            absmax=max(self.absmax, other.absmax),
+            num_nan=self.num_nan + other.num_nan,
+            num_inf=self.num_inf + other.num_inf,
+        )
+
+    @property
+    def rms(self) -> float:
+        """sqrt(E[x²]) over the finite elements, 0 where there are none."""
+        count = self.num_elements - self.num_nan - self.num_inf
+        return math.sqrt(self.sum_squares / count) if count else 0.0
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether there is neither NaN nor Inf."""
+        return not (self.num_nan or self.num_inf)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockError:
+    """Σ(x - x̂)², max |x - x̂| / |x|, and how many finite elements became infinite or non-zero ones zero."""
+
+    sum_squares: float = 0.0
+    max_relative: float = 0.0
+    num_saturated: int = 0
+    num_flushed: int = 0
+
+    def __add__(self, other: BlockError) -> BlockError:
+        return BlockError(
+            sum_squares=self.sum_squares + other.sum_squares,
+            max_relative=max(self.max_relative, other.max_relative),
+            num_saturated=self.num_saturated + other.num_saturated,
+            num_flushed=self.num_flushed + other.num_flushed,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What the first pass over a tensor found: statistics, and the side tensors that are stored, by name."""
+
+    stats: BlockStats = field(default_factory=BlockStats)
+    side: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoded:
+    """What became of a block: the data of each file in the order of `Form.data`, statistics and error.
+
+    The tensors may be views of the workspace. Statistics are None where the first pass took them, both where the block
+    was only copied.
+    """
+
+    data: tuple[Tensor, ...]
+    stats: BlockStats | None = None
+    error: BlockError | None = None

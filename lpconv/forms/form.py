@@ -1,0 +1,198 @@
+"""What a form is: how one tensor is stored, value = Σ_i scale_i · component_i.
+
+Everything that a conversion, a reader, a check or an export wants to know of a stored tensor is asked here, and nowhere
+else does a line test which form it has before it. A `Form` is one tensor's: its name, its shape, its number format, and
+what the form adds (the kind of residual, the number of points). It is made in one of two ways: `of`, when a
+conversion is planned, or `recognise`, from the headers of a checkpoint.
+
+*Data and sides.* A form stores data, as many elements as there are numbers or nearly so, which is written and read
+block by block: in the root checkpoint, and for pairs also in the residual files. Beside it may lie side tensors,
+small enough to be held whole: scales, and counts of points. They stand before the data in the file. So a form that has
+them needs a first pass over the tensor (`measure`), after which they are known and every block can be encoded alone.
+
+*Blocks.* A block is a range of elements in the tensor's own order, whole rows of `cols` of them. `place` says which
+elements of the stored data a range of numbers is: the same ones, unless rows are stored at several times their length.
+
+*Value semantics.* Tensors in, tensors out: no path, no file, no device, nothing remembered. Work runs in a
+`Workspace`, which a thread keeps, so that nothing is allocated for each block. `reader.py` is the one file of this
+package that reads.
+
+*Two answers.* `encode` is fast; `is_right` is the slow, obvious reference that a check compares with: it rounds by
+`formats.cast` or demands the bound that the form promises, and shares nothing with the encoder.
+
+*No torch before tensors.* Names, dtypes and sizes of everything that will be stored are known from headers. A plan can
+be made and refused without waiting seconds for torch; hence the imports inside the methods that handle tensors, in all
+files of the forms.
+
+A new form is one file with a subclass and one line in `FORMS`; `tests/forms/test_contract.py` then tries it. A form
+that transformers shall open as it lies must also be learnt by the loader module, `models/plugin.py`.
+"""
+
+from __future__ import annotations  # tensors are named below and not imported
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar
+
+from lpconv.formats.spec import Format
+from lpconv.forms.facts import Component, Encoded, Headers, Measured, Settings
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lpconv.forms.blocks import Workspace
+
+__all__ = ["Form", "Over", "Side", "Summand"]
+
+T = TypeVar("T")
+Side = Mapping[str, "Tensor"]
+Summand = tuple["Tensor", float]
+
+
+class Over(Protocol):
+    """Runs a function on every block of one tensor; gives its results in order. Each call reads the tensor anew."""
+
+    def __call__(self, job: Callable[[Tensor, Workspace], T], /) -> Iterable[T]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form(ABC):
+    """How the tensor `name` of `shape` is stored. `format` is that of its numbers, None where it keeps its own bits.
+
+    `kind` is the key in `FORMS`, `suffixes` what follows the names of side tensors. `quantised_by` is the
+    `quant_method` of the config of such checkpoints, None for ordinary ones. `holds_anything` says that a tensor of any
+    shape loses too little by the form to be left out; `holds_one_format`, that all converted tensors of a checkpoint
+    have one format.
+    """
+
+    kind: ClassVar[str]
+    suffixes: ClassVar[tuple[str, ...]] = ()
+    quantised_by: ClassVar[str | None] = "lpconv"
+    holds_anything: ClassVar[bool] = False
+    holds_one_format: ClassVar[bool] = False
+
+    name: str
+    shape: tuple[int, ...]
+    format: Format | None
+
+    @classmethod
+    @abstractmethod
+    def of(cls, name: str, shape: tuple[int, ...], format: Format, settings: Settings) -> Form:
+        """The form that a tensor gets in `format`. May be another one, where this form leaves some formats to it."""
+
+    @classmethod
+    def refusal(cls, shape: tuple[int, ...], format: Format, settings: Settings) -> str | None:
+        """Why a tensor cannot have this form, in words for a report; None where it can."""
+        return None
+
+    @classmethod
+    @abstractmethod
+    def recognise(cls, name: str, headers: Headers) -> Self | None:
+        """The form of what is stored under a name, None where it is not this one."""
+
+    @property
+    @abstractmethod
+    def words(self) -> str:
+        """What is stored, for people: "e4m3fn codes with one scale"."""
+
+    @property
+    @abstractmethod
+    def components(self) -> tuple[Component, ...]:
+        """Every tensor that is stored."""
+
+    @property
+    def data(self) -> tuple[Component, ...]:
+        """The components that are stored block by block, the root's first."""
+        return tuple(c for c in self.components if c.name == self.name)
+
+    @property
+    def side(self) -> tuple[Component, ...]:
+        """The components that are held whole."""
+        return tuple(c for c in self.components if c.name != self.name)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of everything that is stored."""
+        return sum(c.num_bytes for c in self.components)
+
+    @property
+    def num_elements(self) -> int:
+        """Numbers that the tensor has."""
+        return math.prod(self.shape)
+
+    @property
+    def needs_first_pass(self) -> bool:
+        """Whether `measure` must read the tensor before a block can be encoded."""
+        return bool(self.side)
+
+    @property
+    def cols(self) -> int:
+        """Blocks are whole multiples of so many elements."""
+        return 1
+
+    @property
+    def num_points(self) -> int | None:
+        """The rows of codes that stand for all the tensor's own, None where each row is its own."""
+        return None
+
+    def measure(self, over: Over) -> Measured:
+        """The first pass. Raises InputError where the values cannot have this form."""
+        return Measured()
+
+    @abstractmethod
+    def encode(self, x: Tensor, start: int, found: Measured, work: Workspace) -> Encoded:
+        """One block of the source, 1-D in its own dtype, from element `start` on."""
+
+    def place(self, start: int, stop: int, side: Side) -> tuple[int, int]:
+        """Where the numbers `start` to `stop` lie in the stored data, in its elements."""
+        return start, stop
+
+    @abstractmethod
+    def decode(self, data: Sequence[Tensor], start: int, stop: int, side: Side) -> Tensor:
+        """The numbers `start` to `stop` in fp32 from the data of their `place`, 1-D; what is kept in its own dtype."""
+
+    @abstractmethod
+    def is_right(self, value: Tensor, got: Tensor, start: int, side: Side) -> bool:
+        """Whether `got`, decoded from element `start` on, is what the source's `value` should have become.
+
+        Both are 1-D, `value` in fp32; of what is kept both are in its own dtype.
+        """
+
+    def has_sound(self, side: Side) -> bool:
+        """Whether side tensors that were read make sense: scales are numbers, counts add up."""
+        return True
+
+    def scale(self, side: Side) -> float | None:
+        """The one factor of all codes, None where there is none or more than one."""
+        return None
+
+    def summands(self, data: Sequence[Tensor], side: Side) -> tuple[Summand, ...]:
+        """The whole tensor as a sum of floating-point numbers (1-D) times factors, for who adds them up himself.
+
+        Forms whose components are no such numbers give the decoded ones.
+        """
+        return ((self.decode(data, 0, self.num_elements, side), 1.0),)
+
+    @classmethod
+    def configured(
+        cls,
+        config: Mapping[str, Any],
+        settings: Mapping[str, Any],
+        formats: Mapping[str, str],
+        ignored: Iterable[str] | None,
+    ) -> dict[str, Any]:
+        """What to add to config.json, so that such a checkpoint is opened as what it is.
+
+        `settings` are method, format and scale of the conversion, `formats` those of the converted tensors by name,
+        `ignored` the `Linear` modules that are not converted, where a layout must know them.
+        """
+        written = {
+            "quant_method": cls.quantised_by,
+            "format_version": 1,
+            **settings,
+            "leaves": sorted({n.rpartition(".")[2] for n in formats}) or ["weight"],
+            "exceptions": {n: f for n, f in formats.items() if f != settings["format"]},
+        }
+        return {"quantization_config": written}

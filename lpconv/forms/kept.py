@@ -1,0 +1,57 @@
+"""A tensor that keeps its own bits."""
+
+from __future__ import annotations  # tensors are named below and not imported
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from lpconv.formats.spec import Format
+from lpconv.forms.facts import Component, Encoded, Headers, Measured, Settings
+from lpconv.forms.form import Form, Side
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lpconv.forms.blocks import Workspace
+
+__all__ = ["Kept"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept(Form):
+    """`dtype` is the source's, as safetensors names it; it may be one that is no number format of ours."""
+
+    kind: ClassVar[str] = "kept"
+    quantised_by: ClassVar[str | None] = None
+
+    dtype: str
+    format: Format | None = None
+
+    @classmethod
+    def of(cls, name: str, shape: tuple[int, ...], format: Format, settings: Settings) -> Kept:
+        return cls(name=name, shape=shape, dtype=format.safetensors or "U8")
+
+    @classmethod
+    def recognise(cls, name: str, headers: Headers) -> Self | None:
+        info = headers.root[name]
+        return cls(name=name, shape=info.shape, dtype=info.dtype)
+
+    @property
+    def words(self) -> str:
+        return f"{self.dtype} as it was"
+
+    @property
+    def components(self) -> tuple[Component, ...]:
+        return (Component(name=self.name, dtype=self.dtype, shape=self.shape),)
+
+    def encode(self, x: Tensor, start: int, found: Measured, work: Workspace) -> Encoded:
+        return Encoded(data=(x,))
+
+    def decode(self, data: Sequence[Tensor], start: int, stop: int, side: Side) -> Tensor:
+        return data[0]
+
+    def is_right(self, value: Tensor, got: Tensor, start: int, side: Side) -> bool:
+        import torch
+
+        return torch.equal(got.view(torch.uint8), value.view(torch.uint8))

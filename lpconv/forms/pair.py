@@ -1,0 +1,121 @@
+"""Two components (Collage): an ordinary 16-bit checkpoint, and beside it what its rounding lost.
+
+The root is a plain checkpoint that any tool opens. The residual has the same name and shape in the files of a folder of
+its own; how it is made and added back is a record in `lpconv.mcf.split.RESIDUALS`.
+"""
+
+from __future__ import annotations  # tensors are named below and not imported
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from lpconv.errors import InputError
+from lpconv.formats.spec import FORMATS, Format
+from lpconv.forms.facts import Component, Encoded, Headers, Measured, Settings
+from lpconv.forms.form import Form, Side, Summand
+from lpconv.lookup import find
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lpconv.forms.blocks import Workspace
+    from lpconv.mcf.split import Residual
+
+__all__ = ["RESIDUAL_DTYPES", "Pair"]
+
+# The dtypes of the residuals in `RESIDUALS`, which imports torch.
+RESIDUAL_DTYPES = {"bf16": "BF16", "exact16": "I16", "int8": "I8", "fp16": "F16"}
+_OF_DTYPE = {f.safetensors: f for f in (FORMATS["bf16"], FORMATS["fp16"])}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair(Form):
+    """`residual` is a key of `RESIDUALS`."""
+
+    kind: ClassVar[str] = "pair"
+    quantised_by: ClassVar[str | None] = None
+    holds_anything: ClassVar[bool] = True
+    holds_one_format: ClassVar[bool] = True
+
+    format: Format
+    residual: str
+
+    @classmethod
+    def of(cls, name: str, shape: tuple[int, ...], format: Format, settings: Settings) -> Form:
+        return cls(name=name, shape=shape, format=format, residual=settings.residual)
+
+    @classmethod
+    def recognise(cls, name: str, headers: Headers) -> Self | None:
+        root = headers.root[name]
+        if name not in headers.low or root.dtype not in _OF_DTYPE:
+            return None
+        find("residual", headers.residual, RESIDUAL_DTYPES, error=InputError)
+        form = cls(name=name, shape=root.shape, format=_OF_DTYPE[root.dtype], residual=headers.residual)
+        return form if all(map(headers.holds, form.components)) else None
+
+    @property
+    def words(self) -> str:
+        return f"{self.format.name} and {self.residual} residual"
+
+    @property
+    def components(self) -> tuple[Component, ...]:
+        low = RESIDUAL_DTYPES[self.residual]
+        return (
+            Component(name=self.name, dtype=self.format.safetensors or "", shape=self.shape),
+            Component(name=self.name, dtype=low, shape=self.shape, in_residual=True),
+        )
+
+    def encode(self, x: Tensor, start: int, found: Measured, work: Workspace) -> Encoded:
+        from lpconv.forms.blocks import as_float32, block_error, block_stats, room
+
+        rule = self._rule()
+        high, low = room(work.root, x.numel(), rule.hi_dtype), room(work.residual, x.numel(), rule.dtype)
+        stats = block_stats(x, work)
+        value = as_float32(x, work)
+        rule.split(value, out=(high, low), scratch=work.split)
+        merged = rule.merge(high, low, out=work.error[: x.numel()], scratch=work.split)
+        return Encoded(data=(high, low), stats=stats, error=block_error(value, merged))
+
+    def decode(self, data: Sequence[Tensor], start: int, stop: int, side: Side) -> Tensor:
+        return self._rule().merge(*data)
+
+    def is_right(self, value: Tensor, got: Tensor, start: int, side: Side) -> bool:
+        """Within the bound that the residual promises. Numbers beyond the largest of the format may be Inf."""
+        import torch
+
+        from lpconv.forms.blocks import same_numbers
+
+        rule = self._rule()
+        bound = (value.abs().double() * rule.relative_bound).clamp_min(rule.absolute_bound)
+        close = (value.double() - got.double()).abs() <= bound
+        overflowed = (value.abs() > self.format.max) & (got == torch.copysign(torch.full_like(value, math.inf), value))
+        finite = torch.isfinite(value)
+        return bool((close | overflowed | ~finite).all()) and same_numbers(got[~finite], value[~finite])
+
+    def summands(self, data: Sequence[Tensor], side: Side) -> tuple[Summand, ...]:
+        """Integer residuals are bit patterns and no summands; those come merged."""
+        from lpconv.mcf.split import FP16_RESIDUAL_SCALE
+
+        factor = {"bf16": 1.0, "fp16": 1 / FP16_RESIDUAL_SCALE}.get(self.residual)
+        if factor is None:
+            return super().summands(data, side)
+        high, low = data
+        return (high, 1.0), (low, factor)
+
+    def _rule(self) -> Residual:
+        from lpconv.mcf.split import RESIDUALS
+
+        return RESIDUALS[self.residual]
+
+    @classmethod
+    def configured(
+        cls,
+        config: Mapping[str, Any],
+        settings: Mapping[str, Any],
+        formats: Mapping[str, str],
+        ignored: Iterable[str] | None,
+    ) -> dict[str, Any]:
+        key = "dtype" if "dtype" in config else "torch_dtype"  # every release of transformers reads the old name
+        return {key: FORMATS[settings["format"]].torch}

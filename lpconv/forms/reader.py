@@ -1,0 +1,145 @@
+"""Read the tensors of a checkpoint as what they stand for, whatever forms they are stored in, whole or in blocks.
+
+Everybody reads through this file: checks and restoring block by block, models and exports whole tensors. It is the one
+file of the forms that opens others.
+"""
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from torch import Tensor
+
+from lpconv.checkpoint.compressed import quantized_by
+from lpconv.checkpoint.contents import Contents, read_contents
+from lpconv.checkpoint.residual import Residuals, read_residual
+from lpconv.checkpoint.source import SafetensorsSource, Source, TensorEntry, open_source, read_range, read_tensor
+from lpconv.errors import InputError
+from lpconv.forms import Form, Headers, recognise
+from lpconv.forms.form import Side, Summand
+from lpconv.forms.scaled import SCALE_SUFFIX
+
+__all__ = ["FETCH_AGAIN", "StoredTensors"]
+
+FETCH_AGAIN = "fetch the checkpoint again"
+
+
+class StoredTensors:
+    """The tensors of a checkpoint under their own names. `forms` says how each is stored.
+
+    `residuals` are what `read_residual` found, or `find_residual` for who has just written them.
+    """
+
+    def __init__(self, contents: Contents, residuals: Residuals | None) -> None:
+        with ExitStack() as opened:
+            self._root = open_source(contents)
+            opened.callback(self._root.close)
+            self._low: Source | None = None
+            if residuals is not None:
+                self._low = SafetensorsSource(residuals.contents)
+                opened.callback(self._low.close)
+            self._headers = _headers(contents, self._root, self._low, residuals)
+            self.forms = recognise(self._headers)
+            self._sides: dict[str, Side] = {n: self._read_side(form) for n, form in self.forms.items() if form.side}
+            self._opened = opened.pop_all()
+
+    @classmethod
+    def open(cls, directory: str | Path) -> Self:
+        """All of a checkpoint, its residual proven to belong to it.
+
+        Raises InputError where it does not, and where a scale or a residual fits no form of its tensor.
+        """
+        contents = read_contents(Path(directory))
+        made = cls(contents, read_residual(contents.directory))
+        stray = made._stray()
+        if stray is not None:
+            made.close()
+            raise InputError(f"`{stray}` is not stored in a form that lpconv knows", hint=FETCH_AGAIN)
+        return made
+
+    def _stray(self) -> str | None:
+        """A tensor beside which something lies that its form does not have."""
+        headers = self._headers
+        lone = [n for n in headers.low if n not in self.forms or not self.forms[n].data[1:]]
+        if headers.quantised_by is not None:
+            lone += [n for n in self.forms if n.endswith(SCALE_SUFFIX) and n.removesuffix(SCALE_SUFFIX) in self.forms]
+        return next(iter(lone), None)
+
+    @property
+    def entries(self) -> Mapping[str, TensorEntry]:
+        """What the root files hold."""
+        return self._root.entries
+
+    @property
+    def with_residual(self) -> frozenset[str]:
+        """The tensors that a residual completes."""
+        return frozenset(self._headers.low)
+
+    def side(self, name: str) -> Side:
+        """The side tensors of a tensor, empty where its form has none."""
+        return self._sides.get(name, {})
+
+    def _read_side(self, form: Form) -> Side:
+        side = {c.name: read_tensor(self._root, c.name) for c in form.side}
+        if not form.has_sound(side):
+            raise InputError(f"the scales of `{form.name}` make no sense for its {form.words}", hint=FETCH_AGAIN)
+        return side
+
+    def widened(self, name: str, start: int, stop: int) -> tuple[int, int]:
+        """The range of elements, widened to the rows it touches where the form stores whole rows."""
+        cols = self.forms[name].cols
+        return start // cols * cols, -(-stop // cols) * cols
+
+    def stored(self, name: str, start: int, stop: int) -> tuple[Tensor, ...]:
+        """The data of elements `start` to `stop` as they lie in the files, 1-D."""
+        form = self.forms[name]
+        first, last = form.place(start, stop, self.side(name))
+        return tuple(read_range(self._file(c.in_residual), name, first, last) for c in form.data)
+
+    def _file(self, in_residual: bool) -> Source:
+        if not in_residual:
+            return self._root
+        assert self._low is not None
+        return self._low
+
+    def values(self, name: str, start: int, stop: int) -> Tensor:
+        """Elements `start` to `stop` of a tensor, 1-D: decoded to fp32, or kept as they are."""
+        first, last = self.widened(name, start, stop)
+        decoded = self.forms[name].decode(self.stored(name, first, last), first, last, self.side(name))
+        return decoded if (first, last) == (start, stop) else decoded[start - first : stop - first]
+
+    def tensor(self, name: str) -> Tensor:
+        """One whole tensor in its shape: decoded to fp32, or kept as it is."""
+        form = self.forms[name]
+        return self.values(name, 0, form.num_elements).view(form.shape)
+
+    def summands(self, name: str) -> tuple[Summand, ...]:
+        """One whole tensor as a sum of floating-point tensors in its shape, each times a factor."""
+        form = self.forms[name]
+        found = form.summands(self.stored(name, 0, form.num_elements), self.side(name))
+        return tuple((codes.view(form.shape), factor) for codes, factor in found)
+
+    def close(self) -> None:
+        self._opened.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def _headers(contents: Contents, root: Source, low: Source | None, residuals: Residuals | None) -> Headers:
+    found: Any = contents.config.get("quantization_config")
+    settings = found if isinstance(found, dict) else {}
+    exceptions = settings.get("exceptions")
+    return Headers(
+        root={n: e.info for n, e in root.entries.items()},
+        low={n: e.info for n, e in low.entries.items()} if low is not None else {},
+        residual=residuals.form if residuals is not None else "",
+        quantised_by=quantized_by(contents.config),
+        format=str(settings.get("format", "")),
+        exceptions=exceptions if isinstance(exceptions, dict) else {},
+    )

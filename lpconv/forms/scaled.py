@@ -1,0 +1,197 @@
+"""Codes with one scale: value = scale · code.
+
+The codes have a leading component axis, [1, *shape], so that plain transformers refuses them instead of taking them for
+weights. `NAME_scale` [1] is fp32.
+"""
+
+from __future__ import annotations  # tensors are named below and not imported
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from lpconv.formats.spec import FORMATS, Format
+from lpconv.forms.facts import BlockError, BlockStats, Component, Encoded, Headers, Measured, Settings
+from lpconv.forms.form import Form, Over, Side, Summand
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lpconv.forms.blocks import Workspace
+
+__all__ = ["SCALE_SUFFIX", "Scaled", "packed", "scale_for", "unpacked"]
+
+SCALE_SUFFIX = "_scale"
+_SCALE_EXPONENTS = (-126, 127)
+_OF_DTYPE = {f.safetensors: f for f in FORMATS.values() if f.safetensors}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaled(Form):
+    """`has_pow2_scale` says whether `measure` makes the scale a power of two: see `scale_for`."""
+
+    kind: ClassVar[str] = "scaled"
+    suffixes: ClassVar[tuple[str, ...]] = (SCALE_SUFFIX,)
+    axis: ClassVar[tuple[int, ...]] = (1,)  # what leads the shape of the codes
+
+    format: Format
+    has_pow2_scale: bool = True
+
+    @classmethod
+    def of(cls, name: str, shape: tuple[int, ...], format: Format, settings: Settings) -> Form:
+        return cls(name=name, shape=shape, format=format, has_pow2_scale=settings.scale == "pow2")
+
+    @classmethod
+    def recognise(cls, name: str, headers: Headers) -> Self | None:
+        codes = headers.root[name]
+        if headers.quantised_by != cls.quantised_by or codes.dtype not in _OF_DTYPE:
+            return None
+        form = cls(name=name, shape=codes.shape[len(cls.axis) :], format=_OF_DTYPE[codes.dtype])
+        return form if all(map(headers.holds, form.components)) else None
+
+    @property
+    def words(self) -> str:
+        return f"{self.format.name} codes with one scale"
+
+    @property
+    def components(self) -> tuple[Component, ...]:
+        dtype = self.format.safetensors
+        assert dtype is not None, self.format.name
+        return (
+            Component(name=self.name + SCALE_SUFFIX, dtype="F32", shape=(1,)),
+            Component(name=self.name, dtype=dtype, shape=(*self.axis, *self.shape)),
+        )
+
+    def scale(self, side: Side) -> float:
+        return float(side[self.name + SCALE_SUFFIX])
+
+    def has_sound(self, side: Side) -> bool:
+        return 0 < self.scale(side) < math.inf
+
+    def measure(self, over: Over) -> Measured:
+        import torch
+
+        from lpconv.forms.blocks import block_stats
+
+        stats = sum(over(block_stats), BlockStats())
+        scale = scale_for(stats, self.format, pow2=self.has_pow2_scale)
+        # fp32 codes promise the source's bits back; dividing tiny elements by a large scale could lose some.
+        exact = self.format.name == "fp32" and self.has_pow2_scale
+        if exact and scale > 1 and not all(over(lambda x, work: _fits_exactly(x, scale, work))):
+            scale = 1.0
+        return Measured(stats=stats, side={self.name + SCALE_SUFFIX: torch.tensor([scale], dtype=torch.float32)})
+
+    def encode(self, x: Tensor, start: int, found: Measured, work: Workspace) -> Encoded:
+        import torch
+
+        from lpconv.forms.blocks import room
+
+        codes = room(work.root, x.numel(), getattr(torch, self.format.torch or ""))
+        error = _encode(x, self.scale(found.side), self.format, codes, work, finite=found.stats.is_finite)
+        return Encoded(data=(codes,), error=error)
+
+    def decode(self, data: Sequence[Tensor], start: int, stop: int, side: Side) -> Tensor:
+        return _decode(data[0], self.scale(side))
+
+    def is_right(self, value: Tensor, got: Tensor, start: int, side: Side) -> bool:
+        import torch
+
+        from lpconv.formats.cast import cast
+        from lpconv.forms.blocks import same_numbers
+
+        scale = self.scale(side)
+        unit = value / scale
+        if self.format.has_inf:
+            return same_numbers(got, cast(unit, self.format, overflow="inf") * scale)
+        return same_numbers(got, cast(unit.masked_fill(torch.isinf(unit), math.nan), self.format) * scale)
+
+    def summands(self, data: Sequence[Tensor], side: Side) -> tuple[Summand, ...]:
+        return ((data[0], self.scale(side)),)
+
+
+def packed(name: str, codes: Tensor, scale: float | Tensor) -> dict[str, Tensor]:
+    """What is stored of codes in the tensor's own shape and their scale, by name."""
+    import torch
+
+    stored = torch.as_tensor(scale, dtype=torch.float32).reshape(1).clone()
+    return {name: codes.unsqueeze(0).contiguous(), name + SCALE_SUFFIX: stored}
+
+
+def unpacked(name: str, tensors: Mapping[str, Tensor]) -> tuple[Tensor, float]:
+    """The codes and the scale of a tensor that `packed` made; a tensor without a scale, and 1."""
+    scale = tensors.get(name + SCALE_SUFFIX)
+    return (tensors[name], 1.0) if scale is None else (tensors[name][0], float(scale))
+
+
+def scale_for(stats: BlockStats, fmt: Format, *, pow2: bool) -> float:
+    """The scale σ of a tensor, so that x / σ has unit RMS: arXiv 2303.11257 §5.3 step 1, 2407.17353 §2.
+
+    With `pow2` it is rounded down to a power of two (2407.17353 §3.2), which keeps the second moment of the codes in
+    [1, 4) and makes them the very data that a scaled model trains on; otherwise it is an fp32 number. Departure from
+    both papers: σ grows to the next power of two that keeps the largest element inside the format, because a saturated
+    outlier costs more than a binade of everything else. An all-zero tensor has scale 1.
+    """
+    import torch
+
+    rms = stats.rms
+    if rms == 0:
+        return 1.0
+    floor = max(stats.absmax / fmt.max, 2.0 ** _SCALE_EXPONENTS[0])
+    if not pow2:
+        return float(torch.tensor(min(max(rms, floor), 2.0 ** _SCALE_EXPONENTS[1]), dtype=torch.float32))
+    mantissa, needed = math.frexp(floor)
+    exponent = max(math.frexp(rms)[1] - 1, needed - 1 if mantissa == 0.5 else needed)
+    return math.ldexp(1.0, min(max(exponent, _SCALE_EXPONENTS[0]), _SCALE_EXPONENTS[1]))
+
+
+def _fits_exactly(x: Tensor, scale: float, work: Workspace) -> bool:
+    """Whether every element of a block survives x / scale · scale in fp32: false only where x / scale is subnormal."""
+    import torch
+
+    from lpconv.forms.blocks import as_float32
+
+    value = as_float32(x, work)
+    coded = torch.mul(value, 1 / scale, out=work.coded[: x.numel()])
+    back = torch.mul(coded, scale, out=work.error[: x.numel()])
+    return torch.equal(back.view(torch.int32), value.view(torch.int32)) or torch.equal(
+        torch.nan_to_num(back), torch.nan_to_num(value)
+    )
+
+
+def _encode(x: Tensor, scale: float, fmt: Format, codes: Tensor, work: Workspace, *, finite: bool) -> BlockError:
+    """Write the codes of one block of x / scale into `codes` and return the error against x.
+
+    `x` is 1-D of any floating dtype, `codes` 1-D of the format's dtype. `finite` says that the tensor has no NaN or
+    Inf; with them NaN stays NaN, and Inf stays Inf or becomes NaN in formats without Inf: never a usable number.
+    """
+    import torch
+
+    from lpconv.forms.blocks import as_float32, block_error
+
+    value = as_float32(x, work)
+    coded = codes if codes.dtype == torch.float32 else work.coded[: x.numel()]
+    # Powers of two have an exact reciprocal; dividing is right for every scale but slower.
+    if math.frexp(scale)[0] == 0.5:
+        torch.mul(value, 1 / scale, out=coded)
+    else:
+        torch.div(value, scale, out=coded)
+    if not finite and not fmt.has_inf:
+        coded.masked_fill_(torch.isinf(coded), math.nan)
+    if coded is not codes:
+        codes.copy_(coded)
+    return block_error(value, _decode(codes, scale, out=work.error[: x.numel()]))
+
+
+def _decode(codes: Tensor, scale: float, *, out: Tensor | None = None) -> Tensor:
+    """codes · scale in fp32, same shape; `codes` has the dtype of a format that scaled checkpoints use."""
+    import torch
+
+    from lpconv.kernels.decode import decode
+
+    if out is None:
+        out = torch.empty(codes.shape)
+    if codes.dtype == torch.float32:
+        return torch.mul(codes, scale, out=out)
+    value = decode(codes, torch.float32, out=out) if codes.dtype.itemsize == 1 else out.copy_(codes)
+    return value.mul_(scale)

@@ -1,0 +1,95 @@
+"""The conversion methods: four records, listed in `METHODS`. Plain Python, so that planning needs no torch.
+
+- unit: Unit scaling (Blake et al. 2023, arXiv 2303.11257).
+- scalify: Scalify (Balanca et al. 2024, arXiv 2407.17353), unit scaling's container with scales that propagate as the
+  model runs.
+- collage: Collage (Yu et al. 2024, arXiv 2405.03637).
+- multipoint: Multipoint quantisation (Liu et al. 2020, arXiv 2002.09049).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lpconv.checkpoint.compressed import COMPRESSED_TENSORS
+from lpconv.errors import UsageError
+from lpconv.formats.spec import Format, get_format
+from lpconv.forms import FORMS, Form
+
+__all__ = ["LPCONV", "METHODS", "Method"]
+
+LPCONV = "lpconv"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """A way to write a weight as a short sum of scaled components, value = Σ_i scale_i · component_i.
+
+    `forms` names the form that each layout gives a converted tensor. `residuals` are the residuals of a pair, the first
+    one its default; `has_budget` says that a bit budget decides how much is stored.
+    """
+
+    name: str
+    title: str
+    summary: str
+    forms: Mapping[str, str]
+    formats: tuple[str, ...]
+    default_format: str
+    residuals: tuple[str, ...] = ()
+    has_budget: bool = False
+
+    def format(self, name: str | None) -> Format:
+        """The format called `name` (the method's default for None); UsageError where the method has no such format."""
+        fmt = get_format(name or self.default_format)
+        if fmt.name not in self.formats:
+            raise UsageError(
+                f"method `{self.name}` does not write format `{fmt.name}`",
+                hint="it writes " + ", ".join(self.formats),
+            )
+        return fmt
+
+    def form(self, layout: str) -> type[Form]:
+        """The form of converted tensors in a layout that the method has."""
+        return FORMS[self.forms[layout]]
+
+
+METHODS: dict[str, Method] = {
+    m.name: m
+    for m in (
+        Method(
+            name="unit",
+            title="unit scaling",
+            summary="Weights as unit-RMS codes with one power-of-two scale per tensor, fixed before the run.",
+            forms={LPCONV: "scaled", COMPRESSED_TENSORS: "compressed"},
+            formats=("fp32", "fp16", "bf16", "e4m3fn", "e5m2"),
+            default_format="fp16",
+        ),
+        Method(
+            name="scalify",
+            title="Scalify",
+            summary="Weights as unit-RMS codes with one power-of-two scale per tensor, propagated when the model runs.",
+            forms={LPCONV: "scaled", COMPRESSED_TENSORS: "compressed"},
+            formats=("fp32", "fp16", "bf16", "e4m3fn", "e5m2"),
+            default_format="fp16",
+        ),
+        Method(
+            name="collage",
+            title="Collage",
+            summary="An ordinary 16-bit checkpoint that any tool opens, "
+            "with the rounding error kept in a residual file.",
+            forms={LPCONV: "pair"},
+            formats=("bf16", "fp16"),
+            default_format="bf16",
+            residuals=("bf16", "exact16", "int8"),
+        ),
+        Method(
+            name="multipoint",
+            title="Multipoint",
+            summary="Each row of a matrix as one or more low-bit rows with a scale each, "
+            "as many as a bit budget pays for.",
+            forms={LPCONV: "points"},
+            formats=("int4", "int8", "e4m3fn", "e2m1"),
+            default_format="int4",
+            has_budget=True,
+        ),
+    )
+}

@@ -1,0 +1,242 @@
+"""An option, declared once: the command line, manifests, their JSON Schema and the docs derive from it.
+
+A record of options is a frozen dataclass whose fields are ``Annotated[T, Option(...)]``. T is a bool, an int, a
+float, a str, what `Option.parse` makes of text, one of these or None, or a tuple of these. The field's default is the
+option's. A field without `Option` is not asked for anywhere; one with `Group` stands for all options of another record.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+import types
+import typing
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass
+from typing import Annotated, Any, TypeVar
+
+from lpconv.errors import UsageError
+from lpconv.lookup import find
+
+__all__ = [
+    "Declared",
+    "Force",
+    "Group",
+    "Option",
+    "Resume",
+    "Revision",
+    "TrustRemoteCode",
+    "check",
+    "check_value",
+    "make",
+    "options_of",
+    "parse_size",
+    "size_option",
+]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class Option:
+    """What a field of options means, beside its type and default.
+
+    `help` is a phrase without a full stop: a noun for a value, an imperative for a flag. `default` says in words what
+    None, or an empty tuple, comes to. `panel` is its place in ``--help``. `name` is the key in a manifest, by default
+    the field's, and with dashes `flag` on the command line, by default the name; `short` are other spellings of it.
+
+    `choices` are the names allowed, and `what` an unknown one is called. `least`, `above` and `below` bound a number.
+    `parse` makes a value of text, of which a manifest may give `given` and `expects` says what it is; `example` is one.
+    Of several values, the command line takes one text with commas where `comma`, else the option again and again.
+    `is_path` says that a manifest's value is relative to its folder. `only` is "command" or "manifest" for an option
+    that the other one lacks.
+    """
+
+    help: str
+    _: KW_ONLY
+    default: str | None = None
+    panel: str | None = None
+    name: str | None = None
+    flag: str | None = None
+    short: tuple[str, ...] = ()
+    metavar: str | None = None
+    what: str | None = None
+    choices: Collection[str] | None = None
+    least: float | None = None
+    above: float | None = None
+    below: float | None = None
+    parse: Callable[[str], Any] | None = None
+    given: Any = str
+    expects: str | None = None
+    example: str | None = None
+    comma: bool = False
+    is_path: bool = False
+    only: str | None = None
+
+
+@dataclass(frozen=True)
+class Group:
+    """A field that is made of options of its own: `make` turns `record`, as asked, into the field's value."""
+
+    record: type[Any]
+    make: Callable[[Any], Any] = lambda asked: asked
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Declared:
+    """An option as it stands in a record. `type` is that of one value, without None; `is_many` says it is a tuple."""
+
+    field: str
+    option: Option
+    type: Any
+    nullable: bool
+    is_many: bool
+    default: Any
+
+    @property
+    def name(self) -> str:
+        """Its key in manifests."""
+        return self.option.name or self.field
+
+    @property
+    def flag(self) -> str:
+        """Its long spelling on the command line."""
+        return "--" + (self.option.flag or self.name).replace("_", "-")
+
+    @property
+    def help(self) -> str:
+        """A sentence, with what it comes to where nothing is given; another one with its choices."""
+        o = self.option
+        default = f" (default: {o.default})" if o.default else ""
+        choices = f" {'Any' if self.is_many else 'One'} of {', '.join(o.choices)}." if o.choices else ""
+        return f"{o.help}{default}.{choices}"
+
+    @property
+    def expected(self) -> str:
+        """What a value has to be, in words."""
+        o = self.option
+        if o.expects:
+            return o.expects
+        bounds = [(" from", o.least, " on"), (" above", o.above, ""), (" below", o.below, "")]
+        words = "".join(f"{a} {_zero(n)}{b}" for a, n, b in bounds if n is not None)
+        return {bool: "true or false", int: "a whole number", float: "a number"}.get(self.type, "text") + words
+
+    def read(self, text: str) -> Any:
+        """One value, of text. Raises UsageError for text that is none."""
+        try:
+            return (self.option.parse or self.type)(text)
+        except ValueError as e:
+            raise UsageError(f"{self.flag} {text}: expected {self.expected}", hint=self.hint) from e
+
+    @property
+    def hint(self) -> str:
+        """What to write, for somebody who wrote something else."""
+        if self.type is bool:
+            return "write true or false"
+        example = self.option.example or {int: "2", float: "0.1"}.get(self.type)
+        return f"for example {example}" if example else "put quotes around it"
+
+
+def _zero(number: float) -> str:
+    return f"{number:g}" if number else "zero"
+
+
+def options_of(record: type[Any]) -> dict[str, Declared]:
+    """The options of a record and of the groups in it, by name, in their order."""
+    return {d.name: d for d in _declared(record)}
+
+
+def _declared(record: type[Any]) -> Iterator[Declared]:
+    for field, group, option in _fields(record):
+        if group is not None:
+            yield from _declared(group.record)
+        elif option is not None:
+            kind = typing.get_args(field.type)[0]
+            parts = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+            one = next(p for p in parts if p is not types.NoneType)
+            many = typing.get_origin(one) is tuple
+            yield Declared(
+                field=field.name,
+                option=option,
+                type=typing.get_args(one)[0] if many else one,
+                nullable=len(parts) > 1,
+                is_many=many,
+                default=field.default,
+            )
+
+
+def _fields(record: type[Any]) -> Iterator[tuple[dataclasses.Field[Any], Group | None, Option | None]]:
+    for field in dataclasses.fields(record):
+        notes = getattr(field.type, "__metadata__", ())
+        yield (
+            field,
+            next((n for n in notes if isinstance(n, Group)), None),
+            next((n for n in notes if isinstance(n, Option)), None),
+        )
+
+
+def make(record: type[T], values: Mapping[str, Any]) -> T:
+    """The record with `values` by the options' names; the rest is as the record has it."""
+    found: dict[str, Any] = {}
+    for field, group, option in _fields(record):
+        if group is not None:
+            found[field.name] = group.make(make(group.record, values))
+        elif option is not None and (option.name or field.name) in values:
+            found[field.name] = values[option.name or field.name]
+    return record(**found)
+
+
+def check(options: Any) -> None:
+    """Raises UsageError for a name that is no choice and a number that is out of bounds, whoever made the record."""
+    for field, _, option in _fields(type(options)):
+        value = getattr(options, field.name)
+        if option is None or value is None:
+            continue
+        declared = options_of(type(options))[option.name or field.name]
+        for one in value if declared.is_many else (value,):
+            check_value(declared, one)
+
+
+def check_value(declared: Declared, value: Any) -> Any:
+    """One value of an option, as `check` does it for all of them."""
+    o = declared.option
+    if o.choices is not None:
+        find(o.what or declared.name.replace("_", " "), value, dict.fromkeys(o.choices))
+    if not _within(o, value):
+        raise UsageError(f"{declared.flag} {value} is out of range: {declared.expected}", hint=declared.hint)
+    return value
+
+
+def _within(o: Option, value: Any) -> bool:
+    # A comparison with NaN is False, so that it is within no bounds.
+    return (
+        (o.least is None or value >= o.least)
+        and (o.above is None or o.above < value < float("inf"))
+        and (o.below is None or value < o.below)
+    )
+
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+
+
+def parse_size(text: str) -> int:
+    """``4GB``, ``512MiB`` or plain bytes as a number of bytes."""
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([KMGT]?I?)B?\s*", text.upper())
+    if not match or match[2] not in _UNITS:
+        raise UsageError(f"size `{text}` is not a number of bytes", hint="for example 4GB, 512MiB or 1000000")
+    size = float(match[1]) * _UNITS[match[2]]
+    if not 1 <= size < math.inf:
+        raise UsageError(f"size `{text}` is not a positive number of bytes", hint="for example 4GB")
+    return int(size)
+
+
+# A number of bytes, written as such or with a unit.
+size_option = functools.partial(
+    Option, metavar="SIZE", parse=parse_size, given=int | str, expects="a size", example="4GB, 512MiB or 1000000"
+)
+
+# Options that several commands have.
+Revision = Annotated[str | None, Option("Branch, tag or commit hash of a model on the hub")]
+Force = Annotated[bool, Option("Replace an existing output of lpconv")]
+Resume = Annotated[bool, Option("Go on with an interrupted run of the same command", only="command")]
+TrustRemoteCode = Annotated[bool, Option("Let the checkpoint's own Python files run for verification")]

@@ -1,0 +1,102 @@
+"""What a command refuses before torch, transformers or datasets are imported, which takes seconds."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REFUSED: dict[str, tuple[int, str]] = {
+    "convert demo --method units": (2, "unknown method `units`"),
+    "convert demo --format fp61": (2, "unknown format `fp61`"),
+    "convert demo --residual int8": (2, "method `unit` has no residual"),
+    "convert demo --verify hash": (2, "unknown verification level `hash`"),
+    "convert demo --gate snr>1": (2, "unknown metric `snr`"),
+    "convert demo -o taken": (8, "`taken` exists"),
+    "convert /no/such": (3, "no directory `/no/such`"),
+    "convert empty": (3, "config.json"),
+    "finetune demo --data none.txt": (3, "there is no file `none.txt`"),
+    "finetune demo --data empty.txt": (3, "`empty.txt` is empty"),
+    "finetune demo --data a.csv --text-column txet": (2, "has no column `txet`"),
+    "finetune demo --data a.tsv --label-column lable": (2, "has no column `lable`"),
+    "finetune demo --data a.jsonl --text-column txet": (2, "has no column `txet`"),
+    "finetune demo --data no-text.csv": (2, "has no column of texts"),
+    "finetune demo --recipe unit-fp9": (2, "unknown recipe `unit-fp9`"),
+    "finetune demo --task nothing": (2, "unknown task `nothing`"),
+    "finetune demo --warmup 2": (2, "--warmup 2.0 is out of range"),
+    "finetune demo --lr 0": (2, "--lr 0.0 is out of range"),
+    "finetune demo --gate los<=1": (2, "unknown metric `los`"),
+    "finetune demo --log-to foo": (2, "unknown place to log to `foo`"),
+    "finetune demo -o taken": (8, "`taken` exists"),
+    "finetune empty": (3, "config.json"),
+    "bench nosuch": (3, "no model called `nosuch`"),
+    "bench --format fp9": (2, "unknown format `fp9`"),
+    "bench --mode trian": (2, "unknown mode `trian`"),
+    "bench --batch x": (2, "--batch x: expected a whole number"),
+    "bench --compare none.json": (3, "none.json"),
+    "probe demo --data none.txt": (3, "there is no file `none.txt`"),
+    "probe demo -o taken": (8, "`taken` exists"),
+    "export onnx /no/such -o out": (3, "no directory `/no/such`"),
+    "export onnx demo -o taken": (8, "`taken` exists"),
+    "restore /no/such -o out": (3, "has no lpconv.json"),
+    "verify /no/such": (3, "has no lpconv.json"),
+    "verify taken --level hsah": (2, "unknown level `hsah`"),
+    "batch none.yaml": (3, "cannot read"),
+}
+# One process for all of them: it names the heavy libraries that are loaded after each.
+PROGRAM = """
+import json, sys
+from typer.testing import CliRunner
+from lpconv.cli.main import app
+for line in json.loads(sys.argv[1]):
+    done = CliRunner().invoke(app, line.split(" "))
+    heavy = sorted({"torch", "transformers", "datasets"} & set(sys.modules))
+    print(json.dumps([line, done.exit_code, done.stderr, heavy]))
+"""
+
+
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, list[str]]]:
+    folder = tmp_path_factory.mktemp("early")
+    for name in ("taken", "empty"):
+        (folder / name).mkdir()
+    (folder / "taken" / "mine").touch()
+    for name, text in {
+        "empty.txt": "",
+        "a.csv": "text,label\nx,1\n",
+        "a.tsv": "text\tlabel\nx\t1\n",
+        "a.jsonl": '{"text": "x"}\n{"text": "y", "label": 1}\n',
+        "no-text.csv": "a,b\n1,2\n",
+    }.items():
+        (folder / name).write_text(text)
+    command = [sys.executable, "-c", PROGRAM, json.dumps(list(REFUSED))]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+    assert sorted(p.name for p in folder.iterdir() if p.is_dir()) == ["empty", "taken"]
+    return {line: (code, said, heavy) for line, code, said, heavy in map(json.loads, done.stdout.splitlines())}
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_it_is_refused_before_torch(line: str, refusals: dict[str, tuple[int, str, list[str]]]) -> None:
+    code, words = REFUSED[line]
+    found, said, heavy = refusals[line]
+    assert (found, heavy) == (code, []), said
+    assert words in said
+    assert "hint:" in said
+
+
+def test_a_column_that_only_later_rows_have_is_found(tmp_path: Path) -> None:
+    from lpconv.train.files import check_data
+    from lpconv.train.options import FinetuneOptions
+    from lpconv.train.recipes import arithmetic
+
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n{"text": "y", "kind": 1}\n')
+    check_data(FinetuneOptions(arithmetic=arithmetic(), data=str(tmp_path / "a.jsonl"), label_column="kind"))
+
+
+def test_the_places_to_log_to_are_those_of_transformers() -> None:
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+    from lpconv.train.options import LOGGERS
+
+    assert set(LOGGERS) == set(INTEGRATION_TO_CALLBACK)

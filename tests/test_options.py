@@ -1,0 +1,137 @@
+"""One field is one option: on the command line, in a manifest, in its schema, and checked in Python."""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from lpconv.batch.reading import read_setting, schema_of
+from lpconv.cli.command import with_options
+from lpconv.errors import UsageError
+from lpconv.options import Group, Option, check, make, options_of, size_option
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """Options of a group."""
+
+    turns: Annotated[int, Option("Number of turns", least=1)] = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Toy:
+    """An option of every shape."""
+
+    patience: Annotated[int | None, Option("Number of evaluations to wait", default="for ever", least=1)] = None
+    colour: Annotated[str, Option("Colour of the toy", choices=("red", "blue"), short=("-c",))] = "red"
+    rate: Annotated[float, Option("Share of the steps", least=0, below=1)] = 0.5
+    sizes: Annotated[tuple[int, ...], Option("Sizes", name="size", least=1, comma=True)] = (1, 2)
+    tags: Annotated[tuple[str, ...], Option("Word to add", flag="tag")] = ()
+    memory: Annotated[int | None, size_option("Bound of the memory")] = None
+    data: Annotated[Path | None, Option("File of data", parse=Path, is_path=True)] = None
+    loud: Annotated[bool, Option("Say more")] = False
+    careful: Annotated[bool, Option("Look twice")] = True
+    pace: Annotated[Pace, Group(Pace, lambda asked: dataclasses.replace(asked, turns=2 * asked.turns))] = Pace()
+    hidden: int = 7
+
+
+# What a command line gives, the same in a manifest (texts stand for numbers, as in YAML), and the record both make.
+GIVEN: list[tuple[list[str], dict[str, Any], Toy]] = [
+    ([], {}, Toy(pace=Pace(turns=6))),
+    (["--patience", "2"], {"patience": "2"}, Toy(patience=2, pace=Pace(turns=6))),
+    (["-c", "blue", "--rate", "0"], {"colour": "blue", "rate": "0"}, Toy(colour="blue", rate=0, pace=Pace(turns=6))),
+    (["--size", "3,4"], {"size": [3, "4"]}, Toy(sizes=(3, 4), pace=Pace(turns=6))),
+    (["--size", "3"], {"size": 3}, Toy(sizes=(3,), pace=Pace(turns=6))),
+    (["--tag", "a", "--tag", "b"], {"tags": ["a", "b"]}, Toy(tags=("a", "b"), pace=Pace(turns=6))),
+    (["--memory", "4KB"], {"memory": "4KB"}, Toy(memory=4000, pace=Pace(turns=6))),
+    (["--data", "x/y"], {"data": "x/y"}, Toy(data=Path("x/y"), pace=Pace(turns=6))),
+    (["--loud", "--no-careful"], {"loud": "yes", "careful": False}, Toy(loud=True, careful=False, pace=Pace(turns=6))),
+    (["--turns", "4"], {"turns": 4}, Toy(pace=Pace(turns=8))),
+]
+OPTIONS = options_of(Toy)
+
+
+def app(seen: list[Toy]) -> typer.Typer:
+    made = typer.Typer()
+
+    @made.command()
+    @with_options
+    def toy(name: str, options: Toy, quiet: bool = False) -> None:
+        check(options)
+        seen.append(options)
+
+    return made
+
+
+@pytest.mark.parametrize(("words", "settings", "record"), GIVEN)
+def test_a_command_and_a_manifest_make_the_same_record(words: list[str], settings: dict[str, Any], record: Toy) -> None:
+    seen: list[Toy] = []
+    done = CliRunner().invoke(app(seen), ["a-name", *words])
+    assert done.exit_code == 0, done.output
+    read = make(Toy, {name: read_setting(OPTIONS[name], value) for name, value in settings.items()})
+    assert seen == [read] == [record]
+
+
+def test_help_says_what_the_record_says() -> None:
+    text = " ".join(CliRunner().invoke(app([]), ["--help"], env={"COLUMNS": "200"}).output.split())
+    assert "Number of evaluations to wait (default: for ever)." in text
+    assert "Colour of the toy. One of red, blue." in text
+    assert "Word to add. Repeatable." in text
+    assert "--no-careful" in text
+    assert "hidden" not in text
+
+
+def test_the_schema_says_what_the_record_says() -> None:
+    assert schema_of(OPTIONS["colour"]) == {
+        "enum": ["red", "blue"], "default": "red", "description": "Colour of the toy. One of red, blue.",
+    }  # fmt: skip
+    assert schema_of(OPTIONS["patience"])["anyOf"] == [{"type": "integer", "minimum": 1}, {"type": "null"}]
+    rate = schema_of(OPTIONS["rate"])
+    assert (rate["minimum"], rate["exclusiveMaximum"], rate["default"]) == (0, 1, 0.5)
+    one = {"type": "integer", "minimum": 1}
+    assert schema_of(OPTIONS["size"])["anyOf"] == [one, {"type": "array", "items": one}]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("patience", 0, "expected a whole number from 1 on, not `0`"),
+        ("patience", "1.5", "expected a whole number from 1 on"),
+        ("patience", True, "expected a whole number"),
+        ("colour", "bleu", "unknown colour `bleu`"),
+        ("rate", "nan", "expected a number from zero on below 1, not `nan`"),
+        ("rate", 1, "expected a number from zero on below 1"),
+        ("size", [1, 0], r"\[1\]: expected a whole number"),
+        ("tags", ["", "a"], r"\[0\]: expected text, not nothing"),
+        ("memory", "much", "size `much`"),
+        ("loud", "perhaps", "expected true or false, not `perhaps`"),
+    ],
+)
+def test_a_wrong_setting_says_what_is_allowed(name: str, value: Any, says: str) -> None:
+    with pytest.raises(UsageError, match=says) as caught:
+        read_setting(OPTIONS[name], value)
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    "wrong", [Toy(patience=0), Toy(colour="green"), Toy(rate=1), Toy(rate=float("nan")), Toy(sizes=(1, 0))], ids=str
+)
+def test_a_record_made_in_python_is_held_to_the_same(wrong: Toy) -> None:
+    with pytest.raises(UsageError):
+        check(wrong)
+
+
+def test_null_takes_an_option_back_where_it_may_be_none() -> None:
+    assert read_setting(OPTIONS["patience"], "null") is None
+    with pytest.raises(UsageError):
+        read_setting(OPTIONS["rate"], None)
+
+
+def test_a_text_that_is_no_number_is_refused_with_a_hint() -> None:
+    done = CliRunner().invoke(app([]), ["a-name", "--size", "3,x"])
+    assert isinstance(done.exception, UsageError)
+    assert "expected a whole number" in done.exception.message

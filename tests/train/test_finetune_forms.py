@@ -1,0 +1,104 @@
+"""Fine-tuning what `lpconv convert` wrote: every form trains and is published, and a pair begins where it stands."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+import lpconv.hf
+from lpconv.checkpoint.contents import read_contents
+from lpconv.checkpoint.residual import RESIDUAL_INDEX
+from lpconv.convert.options import ConvertOptions
+from lpconv.convert.run import convert
+from lpconv.convert.verify_output import verify_output
+from lpconv.data import demo_checkpoint
+from lpconv.models import find_task, open_to_train
+from lpconv.optim import fp32_state_dict
+from lpconv.progress import Silent
+from lpconv.train.options import FinetuneOptions
+from lpconv.train.prepare import prepare
+from lpconv.train.recipes import arithmetic
+from lpconv.train.run import finetune
+
+SOURCES: dict[str, dict[str, Any]] = {
+    "unit": {"method": "unit", "format": "e4m3fn"},
+    "scalify": {"method": "scalify", "format": "fp16"},
+    "compressed-tensors": {"method": "unit", "format": "e4m3fn", "layout": "compressed-tensors"},
+    "collage": {"method": "collage"},
+    "collage exact16": {"method": "collage", "residual": "exact16"},
+    "collage fp16": {"method": "collage", "format": "fp16"},
+    "multipoint": {"method": "multipoint", "format": "int8"},
+}
+RECIPES = ("fp32", "collage-bf16", "unit-fp8")
+
+
+@pytest.fixture(autouse=True)
+def _uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LPCONV_COMPILE", "never")
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("forms")
+    for name, options in SOURCES.items():
+        convert("demo", folder / name, ConvertOptions(verify="none", **options))
+    return {name: folder / name for name in SOURCES}
+
+
+def _options(recipe: str, **more: Any) -> FinetuneOptions:
+    small: dict[str, Any] = {
+        "steps": 2, "batch_size": 2, "seq_len": 16, "eval_batches": 1, "twin": "none", "track_every": 0,
+    }  # fmt: skip
+    return FinetuneOptions(arithmetic=arithmetic(recipe=recipe), **(small | more))
+
+
+def _state(folder: Path) -> dict[str, Tensor]:
+    return dict(lpconv.hf.load(folder, dtype=torch.float32).state_dict())
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("source", SOURCES)
+def test_every_form_trains_and_what_is_published_opens(
+    sources: dict[str, Path], source: str, recipe: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    finetune(str(sources[source]), out, _options(recipe))
+    assert (out / RESIDUAL_INDEX).exists() == (recipe == "collage-bf16")
+    tuned, before = _state(out), _state(sources[source])
+    assert tuned.keys() == before.keys()
+    assert any(not torch.equal(x, before[n]) for n, x in tuned.items())
+    assert (out / "tokenizer_config.json").exists() == (demo_checkpoint() / "tokenizer_config.json").exists()
+    if (out / "lpconv.json").exists():
+        found = verify_output(out, against=None, level="hash", gates=(), trust_remote_code=False, progress=Silent())
+        assert found.passed
+
+
+@pytest.mark.parametrize("source", ["collage", "collage exact16", "collage fp16"])
+def test_a_pair_begins_where_it_stands_and_ends_as_a_pair(
+    sources: dict[str, Path], source: str, tmp_path: Path
+) -> None:
+    """The optimizer holds bf16 pairs: exactly what a bf16 residual gives, the nearest pair to what finer ones give."""
+    options = _options("collage-bf16")
+    whole = _state(sources[source])
+    task = find_task(read_contents(sources[source]).config, "auto", has_labels=False)
+    opened = open_to_train(task, sources[source], seed=0)
+    model = opened.model
+    assert not opened.missing
+    assert all(torch.equal(x, whole[n]) for n, x in model.state_dict().items())
+    prepared = prepare(model, options.arithmetic, options, seed=0)
+    begun = fp32_state_dict(prepared.make_optimizer(), model)  # type: ignore[arg-type]
+    for name, x in begun.items():
+        if source == "collage":
+            assert torch.equal(x, whole[name]), name
+        assert ((x - whole[name]).abs() <= 2**-17 * whole[name].abs() + 2**-134).all(), name
+
+    out = tmp_path / "out"
+    finetune(str(sources[source]), out, _options("collage-bf16", lr=1e-30))
+    for name, x in _state(out).items():  # nothing was learnt, and nothing was lost
+        assert ((x - begun[name]).abs() <= 1e-28).all(), name
+    root = load_file(out / "model.safetensors")
+    assert {x.dtype for x in root.values()} == {torch.bfloat16}
