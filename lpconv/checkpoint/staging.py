@@ -13,6 +13,7 @@ import fcntl
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -117,6 +118,15 @@ class Staging:
             _remove(old)
         except OSError as e:
             raise write_error(e, self.output) from e
+
+    @contextlib.contextmanager
+    def discarded_on_failure(self) -> Iterator[None]:
+        """Delete the folder where the block fails: for work that nothing resumes."""
+        try:
+            yield
+        except BaseException:
+            shutil.rmtree(self.directory, ignore_errors=True)
+            raise
 
     def set_aside(self) -> Path:
         """Keep a failed output for inspection as `OUT.failed`, never as OUT."""

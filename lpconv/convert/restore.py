@@ -40,6 +40,7 @@ def restore(directory: Path, output: Path, *, force: bool, progress: Progress) -
     with (
         OutputReader.from_directory(directory) as reader,
         Staging(output, {"restore": str(directory)}, resume=False, force=force) as staging,
+        staging.discarded_on_failure(),
     ):
         records = list(reader.records.values())
         exact = all(_is_exact(r) for r in records if r.action == "convert")
