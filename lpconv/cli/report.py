@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from lpconv.checkpoint.partfile import write_small
 from lpconv.cli.options import Json
 from lpconv.errors import InputError, OutputExistsError, UsageError
 
@@ -139,4 +140,4 @@ def _report_conversions(runs: list[str], html: str | None, *, json: bool) -> Non
 def _write_page(html: str, text: str) -> None:
     if Path(html).is_dir():
         raise OutputExistsError(f"`{html}` is a directory", hint="name a file, such as report.html")
-    Path(html).write_text(text, encoding="utf-8")
+    write_small(Path(html), text)

@@ -67,7 +67,7 @@ def prepare(model: Any, arithmetic: Arithmetic, options: FinetuneOptions, *, see
         settings |= {"variant": arithmetic.variant, "seed": seed, "diagnostics_every": options.every("track"),
                      "compiled": compiled}  # fmt: skip
     if arithmetic.is_scaled:
-        return _scaled(model, arithmetic, settings, options.critical)
+        return _scaled(model, arithmetic, settings, options)
     if arithmetic.loss_scale == "adaptive":
         adaptive_scaling(model, compute=arithmetic.precision)
         return Prepared(model=model, make_optimizer=lambda: torch.optim.AdamW(model.parameters(), **settings))
@@ -84,12 +84,15 @@ def prepare(model: Any, arithmetic: Arithmetic, options: FinetuneOptions, *, see
     )
 
 
-def _scaled(model: Any, arithmetic: Arithmetic, settings: dict[str, Any], critical: tuple[str, ...]) -> Prepared:
-    """Scaled parameters, kept in fp32 by `scaled.AdamW` or as the variant says."""
+def _scaled(model: Any, arithmetic: Arithmetic, settings: dict[str, Any], options: FinetuneOptions) -> Prepared:
+    """Scaled parameters, kept in fp32 by `scaled.AdamW` or as the variant says; calibrated scales are static."""
     start: dict[str, Tensor] = {name: p.detach() for name, p in model.named_parameters()}
     has_fp16_state = arithmetic.optimizer == "fp16-state"
     places = ("layernorm_grad", "weight_grad") if arithmetic.method == "scalify" and has_fp16_state else None
-    scaled(model, method=arithmetic.method, compute=arithmetic.precision, rescale=places, critical=critical)
+    scaled(
+        model, method=arithmetic.method, compute=arithmetic.precision, rescale=places, critical=options.critical,
+        operand_scale="static" if options.calibrate else "tensor",
+    )  # fmt: skip
     if arithmetic.variant is not None:
         return Prepared(model=model, make_optimizer=lambda: ScaledLowPrecisionAdamW(model, start, **settings))
     state_dtype = torch.float16 if has_fp16_state else torch.float32
