@@ -46,7 +46,7 @@ def _print_schema(wanted: bool) -> None:
         return
     from json import dumps
 
-    from lpconv.batch.schema import manifest_schema
+    from lpconv.batch.reading import manifest_schema
 
     print(dumps(manifest_schema(), indent=2, ensure_ascii=False))
     raise typer.Exit
