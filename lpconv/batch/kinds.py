@@ -20,8 +20,8 @@ from lpconv.errors import UsageError
 from lpconv.options import Declared, Option, make, options_of
 from lpconv.probe.options import ProbeOptions
 from lpconv.results import FinetuneResult, from_json
-from lpconv.train.gates import gate_problem
 from lpconv.train.options import FinetuneOptions, check_options
+from lpconv.train.outcome import gate_problem
 
 __all__ = [
     "BENCH_FILE",

@@ -29,8 +29,8 @@ from lpconv.results import (
     PlanResult,
     SourceRecord,
 )
-from lpconv.train.gates import gate_problem
 from lpconv.train.options import FinetuneOptions
+from lpconv.train.outcome import gate_problem
 
 __all__ = ["RUNNERS", "JobRunner", "converted", "planned"]
 

@@ -64,7 +64,7 @@ def finetune(
     from lpconv.report.finetune.terminal import render_finetune
     from lpconv.report.terminal import show
     from lpconv.results import json_text, to_json
-    from lpconv.train.gates import gate_problem
+    from lpconv.train.outcome import gate_problem
 
     target = output_of(output, model, options.arithmetic.name, "finetuned")
     before_finetuning(model, target, options)
