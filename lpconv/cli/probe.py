@@ -35,7 +35,7 @@ def probe(
     from lpconv.convert.ranges import format_ranges  # torch and transformers, here and below, take seconds to import
     from lpconv.probe.answers import answer
     from lpconv.probe.checkpoint import calibrate_checkpoint, probe_checkpoint
-    from lpconv.probe.output import write_output
+    from lpconv.probe.record import write_output
     from lpconv.report.probe.html import html_probe
     from lpconv.report.probe.terminal import render_probe
     from lpconv.report.terminal import show

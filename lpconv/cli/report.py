@@ -39,7 +39,7 @@ def report(
       lpconv report ./bert-large-probe --what-if e5m2
     """
     from lpconv.bench.outcome import is_bench
-    from lpconv.probe.output import find_probe
+    from lpconv.probe.record import find_probe
     from lpconv.train.folder import find_finetune
 
     benches = [Path(run) for run in runs if is_bench(Path(run))]
@@ -68,7 +68,7 @@ def report(
 def _report_probe(path: Path, what_if: str | None, html: str | None, *, json: bool) -> None:
     from lpconv.convert.ranges import format_ranges
     from lpconv.probe.answers import DEFAULT_FORMATS, answer
-    from lpconv.probe.output import read_probe
+    from lpconv.probe.record import read_probe
     from lpconv.report.probe.html import html_probe
     from lpconv.report.probe.terminal import render_probe, render_what_if
     from lpconv.report.terminal import show

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lpconv.layers import linears
-from lpconv.probe.histograms import GRADIENT_ROLES, ProbedTensor
+from lpconv.probe.record import GRADIENT_ROLES, ProbedTensor
 from lpconv.probe.track import Tracker, track
 from lpconv.results import TrackedRecord, from_json, to_json
 from lpconv.scaled import ScaledTensor

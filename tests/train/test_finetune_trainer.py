@@ -10,7 +10,7 @@ from torch import nn
 
 from lpconv.errors import ResourceError
 from lpconv.kernels.histogram import exponent_histogram
-from lpconv.probe.histograms import ProbedTensor
+from lpconv.probe.record import ProbedTensor
 from lpconv.results import RunRecord, Series
 from lpconv.train.folder import Metrics, median_step_time
 from lpconv.train.memory import check_room, explained
