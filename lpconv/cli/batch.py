@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lpconv.cli.options import Json, Quiet
+from lpconv.cli.command import Json, Quiet
 from lpconv.cli.progress import progress_for
 
 if TYPE_CHECKING:

@@ -10,8 +10,7 @@ import typer
 
 from lpconv.bench.cases import BENCH_FORMATS, BENCH_METHODS, parse_sweep
 from lpconv.bench.options import BenchOptions
-from lpconv.cli.command import with_options
-from lpconv.cli.options import Json, Quiet
+from lpconv.cli.command import Json, Quiet, with_options
 from lpconv.errors import UsageError
 from lpconv.lookup import find
 

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from lpconv.cli.options import Json
+from lpconv.cli.command import Json
 
 __all__ = ["doctor"]
 

@@ -5,9 +5,8 @@ from typing import Annotated
 
 import typer
 
-from lpconv.cli.command import with_options
+from lpconv.cli.command import Json, Model, Quiet, with_options
 from lpconv.cli.handling import handled
-from lpconv.cli.options import Json, Model, Quiet
 from lpconv.cli.progress import progress_for
 from lpconv.export.options import ExportOptions
 

@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from lpconv.cli.command import with_options
-from lpconv.cli.options import Json, Model, Output, Quiet
+from lpconv.cli.command import Json, Model, Output, Quiet, with_options
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.recipes import RECIPES
 

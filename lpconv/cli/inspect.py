@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from lpconv.cli.options import Json, Model, Quiet, Revision
+from lpconv.cli.command import Json, Model, Quiet, Revision
 from lpconv.cli.progress import progress_for
 
 __all__ = ["inspect"]

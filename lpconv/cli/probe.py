@@ -1,7 +1,6 @@
 """`lpconv probe`."""
 
-from lpconv.cli.command import with_options
-from lpconv.cli.options import Json, Model, Output, Quiet
+from lpconv.cli.command import Json, Model, Output, Quiet, with_options
 from lpconv.cli.progress import progress_for
 from lpconv.probe.options import ProbeOptions
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from lpconv.cli.options import Json
+from lpconv.cli.command import Json
 from lpconv.errors import InputError, OutputExistsError, UsageError
 
 __all__ = ["report"]

@@ -5,8 +5,7 @@ from typing import Annotated
 
 import typer
 
-from lpconv.cli.command import with_options
-from lpconv.cli.options import Json, Quiet
+from lpconv.cli.command import Json, Quiet, with_options
 from lpconv.cli.progress import progress_for
 from lpconv.convert.options import VerifyOptions
 from lpconv.errors import VerificationError
