@@ -1,4 +1,4 @@
-"""Commands and their parameters: those that are made of a record of options, and those that several commands have."""
+"""What commands share: parameters that are made of a record of options, other parameters, and printing a result."""
 
 import functools
 import inspect
@@ -10,7 +10,7 @@ import typer
 from lpconv.convert.options import ConvertOptions
 from lpconv.options import Declared, make, options_of
 
-__all__ = ["Force", "Json", "Model", "Output", "Quiet", "Revision", "parameter_of", "with_options"]
+__all__ = ["Force", "Json", "Model", "Output", "Quiet", "Revision", "parameter_of", "print_result", "with_options"]
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -77,6 +77,18 @@ def _value(declared: Declared, given: Any) -> Any:
         texts = given.split(",") if declared.option.comma else given
         return tuple(declared.read(text.strip()) for text in texts if text.strip())
     return declared.read(given) if isinstance(given, str) else given
+
+
+def print_result(result: Any, render: Callable[[Any], Any], *, json: bool) -> None:
+    """The result on stdout: one JSON document, or what `render` makes of it for a terminal."""
+    if json:
+        from lpconv.results import json_text
+
+        print(json_text(result), end="")
+    else:
+        from lpconv.report.terminal import show  # with rich, which takes a moment
+
+        show(render(result))
 
 
 Model = Annotated[
