@@ -4,8 +4,8 @@ import pytest
 from torch import nn
 
 from lpconv.bench.cases import BENCH_METHODS, BENCH_OPTIMIZERS, PLAIN, SCALED, Case, baseline_of, expand, parse_sweep
-from lpconv.bench.defaults import choose_model
 from lpconv.bench.recipes import _OPTIMIZERS, _PEERS, apply_recipe
+from lpconv.bench.run import choose_model
 from lpconv.errors import UsageError
 from lpconv.kernels.fp8_linear import FP8_RECIPES
 from lpconv.models.presets import PRESETS
