@@ -18,10 +18,9 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from lpconv.bench.cases import BENCH_FORMATS, BENCH_METHODS
-from lpconv.cli.command import with_options
+from lpconv.cli.command import Json, with_options
 from lpconv.cli.handling import handled
 from lpconv.cli.main import app
-from lpconv.cli.options import Json
 from lpconv.doctor.support import format_support
 from lpconv.errors import InputError, UnsupportedError
 from lpconv.formats.cast import cast
