@@ -7,9 +7,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from lpconv.batch.compare import check_lockable, check_locked_result, pinned_options, stale_reasons
 from lpconv.batch.kinds import KINDS
-from lpconv.batch.lock import Lock, lock_entry, read_lock, write_lock
+from lpconv.batch.lock import (
+    Lock,
+    check_lockable,
+    check_locked_result,
+    lock_entry,
+    pinned_options,
+    read_lock,
+    stale_reasons,
+    write_lock,
+)
 from lpconv.batch.manifest import BatchJob, Manifest
 from lpconv.batch.runners import JobRunner
 from lpconv.errors import BatchError, InputError, InterruptedRunError, LpconvError, OutputExistsError, from_system

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import ParamSpec
 
-from lpconv.cli.verbosity import VERBOSE
+from lpconv.cli.progress import VERBOSE
 from lpconv.errors import InterruptedRunError, LpconvError, ResourceError, from_system
 from lpconv.machine import available_memory, out_of_memory
 from lpconv.report.printable import printable
