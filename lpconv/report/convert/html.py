@@ -16,8 +16,7 @@ from lpconv.report.convert.grouping import (
     num_elements,
     worst_tensors,
 )
-from lpconv.report.convert.rms_plot import rms_plot
-from lpconv.report.convert.sqnr_plot import sqnr_plot
+from lpconv.report.convert.plot import rms_plot, sqnr_plot
 from lpconv.report.convert.words import checks, method_name, summary, verdict
 from lpconv.report.numbers import (
     MISSING,
