@@ -15,17 +15,19 @@ from lpconv.errors import UsageError
 from lpconv.formats.spec import Format, get_format
 from lpconv.forms import FORMS, Form
 
-__all__ = ["LPCONV", "METHODS", "Method"]
+__all__ = ["LPCONV", "METHODS", "ROWS", "Method"]
 
 LPCONV = "lpconv"
+ROWS = "rows"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
     """A way to write a weight as a short sum of scaled components, value = Σ_i scale_i · component_i.
 
-    `forms` names the form that each layout gives a converted tensor. `residuals` are the residuals of a pair, the first
-    one its default; `has_budget` says that a bit budget decides how much is stored.
+    `forms` names the form that each layout gives a converted tensor, and under `ROWS` the one with a scale per row.
+    `residuals` are the residuals of a pair, the first one its default; `has_budget` says that a bit budget decides how
+    much is stored.
     """
 
     name: str
@@ -59,7 +61,7 @@ METHODS: dict[str, Method] = {
             name="unit",
             title="unit scaling",
             summary="Weights as unit-RMS codes with one power-of-two scale per tensor, fixed before the run.",
-            forms={LPCONV: "scaled", COMPRESSED_TENSORS: "compressed"},
+            forms={LPCONV: "scaled", ROWS: "rows", COMPRESSED_TENSORS: "compressed"},
             formats=("fp32", "fp16", "bf16", "e4m3fn", "e5m2"),
             default_format="fp16",
         ),
@@ -67,7 +69,7 @@ METHODS: dict[str, Method] = {
             name="scalify",
             title="Scalify",
             summary="Weights as unit-RMS codes with one power-of-two scale per tensor, propagated when the model runs.",
-            forms={LPCONV: "scaled", COMPRESSED_TENSORS: "compressed"},
+            forms={LPCONV: "scaled", ROWS: "rows", COMPRESSED_TENSORS: "compressed"},
             formats=("fp32", "fp16", "bf16", "e4m3fn", "e5m2"),
             default_format="fp16",
         ),

@@ -188,8 +188,10 @@ def make(record: type[T], values: Mapping[str, Any]) -> T:
 
 def check(options: Any) -> None:
     """Raises UsageError for a name that is no choice and a number that is out of bounds, whoever made the record."""
-    for field, _, option in _fields(type(options)):
+    for field, group, option in _fields(type(options)):
         value = getattr(options, field.name)
+        if group is not None and isinstance(value, group.record):
+            check(value)
         if option is None or value is None:
             continue
         declared = options_of(type(options))[option.name or field.name]

@@ -119,7 +119,7 @@ def _bench(job: BatchJob, progress: Progress) -> JobOutcome:
 
 
 def _probe(job: BatchJob, progress: Progress) -> JobOutcome:
-    from lpconv.convert.ranges import format_ranges
+    from lpconv.convert.tensor_records import format_ranges
     from lpconv.probe.answers import answer
     from lpconv.probe.checkpoint import calibrate_checkpoint, probe_checkpoint
     from lpconv.probe.options import check_free

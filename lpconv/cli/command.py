@@ -46,13 +46,11 @@ def _parameter(declared: Declared) -> inspect.Parameter:
     flags = [declared.flag, *o.short]
     if declared.default is True:
         flags = [f"{declared.flag}/--no-{declared.flag[2:]}"]
-    is_number = declared.type in (int, float) and o.parse is None and not declared.is_many
     info = typer.Option(
         *flags,
         help=declared.help + (" Repeatable." if declared.is_many and not o.comma else ""),
         rich_help_panel=o.panel,
         metavar=o.metavar or ("A,B,…" if o.comma else None),
-        min=o.least if is_number else None,
         autocompletion=(lambda: list(o.choices or ())) if o.choices else None,
     )
     typed, default = _typed(declared)

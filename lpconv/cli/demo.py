@@ -29,8 +29,8 @@ def demo(
       lpconv demo -o my-demo
     """
     from lpconv.convert.options import ConvertOptions
-    from lpconv.convert.ranges import format_ranges
     from lpconv.convert.run import convert
+    from lpconv.convert.tensor_records import format_ranges
     from lpconv.report.convert.html import html_compare
     from lpconv.report.convert.terminal import render_compare
     from lpconv.report.terminal import show

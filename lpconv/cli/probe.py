@@ -32,7 +32,9 @@ def probe(
 
     target = output_of(output, model, "probe")
     before_probe(model, target, options)
-    from lpconv.convert.ranges import format_ranges  # torch and transformers, here and below, take seconds to import
+    from lpconv.convert.tensor_records import (
+        format_ranges,  # torch and transformers, here and below, take seconds to import
+    )
     from lpconv.probe.answers import answer
     from lpconv.probe.checkpoint import calibrate_checkpoint, probe_checkpoint
     from lpconv.probe.output import write_output

@@ -66,7 +66,7 @@ def report(
 
 
 def _report_probe(path: Path, what_if: str | None, html: str | None, *, json: bool) -> None:
-    from lpconv.convert.ranges import format_ranges
+    from lpconv.convert.tensor_records import format_ranges
     from lpconv.probe.answers import DEFAULT_FORMATS, answer
     from lpconv.probe.output import read_probe
     from lpconv.report.probe.html import html_probe
@@ -114,7 +114,7 @@ def _report_finetune(path: Path, html: str | None, *, json: bool) -> None:
 
 def _report_conversions(runs: list[str], html: str | None, *, json: bool) -> None:
     from lpconv.checkpoint.contents import read_json
-    from lpconv.convert.ranges import format_ranges
+    from lpconv.convert.tensor_records import format_ranges
     from lpconv.report.convert.html import html_compare, html_report
     from lpconv.report.convert.terminal import render_compare, render_convert
     from lpconv.report.terminal import show

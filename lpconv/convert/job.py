@@ -5,6 +5,7 @@ import hashlib
 import os
 import shutil
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,13 @@ from lpconv.checkpoint.contents import Contents, read_contents
 from lpconv.checkpoint.resolve import Resolved, resolve
 from lpconv.checkpoint.source import Source, open_source
 from lpconv.checkpoint.staging import beside, check_apart
+from lpconv.checkpoint.ties import tie_candidates
 from lpconv.convert.files import check_convertible
 from lpconv.convert.options import ConvertOptions, settings_of
 from lpconv.convert.plan import Plan, make_plan
 from lpconv.convert.policy import settings_for
-from lpconv.convert.tied import find_ties
 from lpconv.convert.workers import SingleThreadedTorch, buffer_bytes
-from lpconv.errors import ResourceError
+from lpconv.errors import InputError, ResourceError
 from lpconv.formats.spec import FORMATS
 from lpconv.forms.blocks import BLOCK_ELEMENTS, Workspace
 from lpconv.gates import CONVERT_GATES, Gate
@@ -35,6 +36,7 @@ _MAX_WORKERS = 8
 _ROW = 1024  # elements, for an estimate
 # Headers, tensor records and Python's own growth beside the block buffers.
 _OVERHEAD_BYTES = 64 * 2**20
+_PIECE = 2**22  # bytes of two tensors that are compared at a time
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,7 +71,7 @@ def prepare(model: str, output: Path, options: ConvertOptions, *, headers_only: 
             {n: (e.info, e.file) for n, e in source.entries.items()},
             method,
             options,
-            ties=find_ties(source, contents.config),
+            ties=_find_ties(source, contents.config),
             metadata={"lpconv": __version__, "method": method.name},
             linears=linears,
         )
@@ -87,6 +89,37 @@ def prepare(model: str, output: Path, options: ConvertOptions, *, headers_only: 
         workers=workers,
         memory_bytes=memory,
     )
+
+
+def _find_ties(source: Source, config: Mapping[str, Any]) -> dict[str, str]:
+    """Names that need no storage of their own, each with the name that keeps the weight.
+
+    Tensors that share storage in a `.bin` file are tied; embedding and head are where their bytes are equal and the
+    config does not say otherwise. Raises InputError where the config declares a tie and the bytes differ.
+    """
+    ties = {n: e.alias_of for n, e in source.entries.items() if e.alias_of is not None}
+    shapes = {n: (e.info.shape, e.info.dtype) for n, e in source.entries.items() if n not in ties}
+    for candidate in tie_candidates(shapes, config):
+        if _equal_bytes(source, candidate.name, candidate.keep):
+            ties[candidate.name] = candidate.keep
+        elif candidate.declared:
+            raise InputError(
+                f"the config ties `{candidate.name}` to `{candidate.keep}`, but their values differ",
+                hint="set tie_word_embeddings to false in config.json if both are meant to be used",
+            )
+    return ties
+
+
+def _equal_bytes(source: Source, a: str, b: str) -> bool:
+    size = source.entries[a].info.num_bytes
+    left, right = torch.empty(_PIECE, dtype=torch.uint8), torch.empty(_PIECE, dtype=torch.uint8)
+    for start in range(0, size, _PIECE):
+        count = min(_PIECE, size - start)
+        source.read_bytes(a, start, left[:count])
+        source.read_bytes(b, start, right[:count])
+        if not torch.equal(left[:count], right[:count]):
+            return False
+    return True
 
 
 def _linears(contents: Contents, options: ConvertOptions) -> LinearModules | None:

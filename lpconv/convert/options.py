@@ -14,7 +14,7 @@ from lpconv.errors import UsageError
 from lpconv.formats.spec import FORMATS, Format, get_format
 from lpconv.lookup import find
 from lpconv.mcf.point_layout import MAX_POINTS
-from lpconv.methods import LPCONV, METHODS, Method
+from lpconv.methods import LPCONV, METHODS, ROWS, Method
 from lpconv.options import Force, Option, Resume, Revision, TrustRemoteCode, check, size_option
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
 ]
 
 LAYOUTS = (LPCONV, COMPRESSED_TENSORS)
+GRANULARITIES = ("tensor", "row")
 VERIFY_LEVELS = ("none", "weights", "logits", "auto")
 _POINTS_MAX = 3
 _RESIDUALS = (*dict.fromkeys(r for m in METHODS.values() for r in m.residuals), "fp16")
@@ -74,8 +75,8 @@ class ConvertOptions:
     """Settings of one conversion, as asked. `settings_of` decides what is None.
 
     Patterns are globs on dotted tensor names, or regular expressions after ``re:`` (matched anywhere in the name).
-    Only `method`, `format`, `residual`, `layout`, `scale`, `budget_bits`, `points_max`, `include`, `exclude`, `rules`
-    and `max_shard_size` shape the bytes.
+    Only `method`, `format`, `residual`, `layout`, `scale`, `granularity`, `budget_bits`, `points_max`, `include`,
+    `exclude`, `rules` and `max_shard_size` shape the bytes.
     """
 
     method: Annotated[str, _what("Method that rewrites the weights", choices=METHODS, short=("-m",))] = "unit"
@@ -99,6 +100,9 @@ class ConvertOptions:
         ),
     ] = LPCONV
     scale: Annotated[str, _what("Scales as powers of two, or as they come", choices=("pow2", "exact"))] = "pow2"
+    granularity: Annotated[str, _what("What has a scale of its own, of unit and scalify", choices=GRANULARITIES)] = (
+        "tensor"
+    )
     budget_bits: Annotated[
         float | None,
         _what(
@@ -157,6 +161,11 @@ class ConvertOptions:
     resume: Resume = False
     force: Force = False
     trust_remote_code: TrustRemoteCode = False
+
+    @property
+    def layout_of_forms(self) -> str:
+        """The key of the method's `forms`."""
+        return ROWS if self.granularity == "row" else self.layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,6 +255,7 @@ def command_line(model: str, options: ConvertOptions) -> str:
         ("residual", options.residual),
         ("layout", options.layout if options.layout != LPCONV else None),
         ("scale", options.scale if options.scale != "pow2" else None),
+        ("granularity", options.granularity if options.granularity != "tensor" else None),
         ("budget-bits", options.budget_bits),
         ("points-max", options.points_max),
         ("revision", options.revision),
@@ -278,6 +288,11 @@ def _residual(method: Method, format_name: str, residual: str | None) -> str | N
 
 
 def _check_layout(options: ConvertOptions, method: Method, format_name: str) -> None:
+    if options.granularity != "tensor" and (options.layout != LPCONV or ROWS not in method.forms):
+        raise UsageError(
+            f"method `{method.name}` in layout `{options.layout}` has no scale per {options.granularity}",
+            hint="use --method unit or scalify, in lpconv's own layout",
+        )
     if options.layout != COMPRESSED_TENSORS:
         return
     if options.layout not in method.forms or format_name != "e4m3fn":

@@ -118,7 +118,7 @@ class Plan:
     @property
     def form(self) -> type[Form]:
         """The form that converted tensors have, or that decides which other one they get."""
-        return self.method.form(self.options.layout)
+        return self.method.form(self.options.layout_of_forms)
 
     @property
     def fingerprint(self) -> str:
@@ -126,7 +126,7 @@ class Plan:
         digest = hashlib.sha256()
         for f in self.files:
             digest.update(json.dumps([f.name, len(f.header)]).encode() + f.header)
-        shaping = ("method", "format", "residual", "layout", "scale", "budget_bits", "points_max")
+        shaping = ("method", "format", "residual", "layout", "scale", "granularity", "budget_bits", "points_max")
         shape = [getattr(self.options, n) for n in shaping]
         digest.update(json.dumps([shape, [(t.name, t.action, t.reason) for t in self.tensors]]).encode())
         return digest.hexdigest()
@@ -146,7 +146,7 @@ def make_plan(
 
     Raises UnsupportedError where a scale would take the name of a tensor that the source has.
     """
-    suffixes = method.form(options.layout).suffixes
+    suffixes = method.form(options.layout_of_forms).suffixes
     taken = [n for n in entries for s in suffixes if n.endswith(s) and n.removesuffix(s) in entries]
     if taken:
         raise UnsupportedError(

@@ -51,7 +51,7 @@ def decide(
         fmt, reason = None, f"no Linear weight: {options.layout} leaves it"
     elif convertible is not None and fmt is not None and fmt.name != options.format:
         fmt = None  # codes of a second format
-    kind, settings = method.form(options.layout), settings_for(options, method)
+    kind, settings = method.form(options.layout_of_forms), settings_for(options, method)
     refused = None if fmt is None else kind.refusal(info.shape, fmt, settings)
     if fmt is None or refused is not None:
         return Kept(name=info.name, shape=info.shape, dtype=info.dtype), refused or reason
@@ -79,7 +79,7 @@ def _decide(info: TensorInfo, options: ConvertOptions, method: Method) -> _Decis
             return _by_rule(rule.pattern, rule.format)
     if options.include and not any(matches(p, info.name) for p in options.include):
         return _Decision(format=None, reason="not included")
-    holds_anything = method.form(options.layout).holds_anything
+    holds_anything = method.form(options.layout_of_forms).holds_anything
     return _any_default(info, wanted) if holds_anything else _codes_default(info, wanted)
 
 

@@ -52,8 +52,8 @@ def public_source(source: SourceRecord) -> SourceRecord:
 
 def shaping_options(options: ConvertOptions) -> dict[str, Any]:
     """The options that decide which bytes are written."""
-    names = ("method", "format", "residual", "layout", "scale", "budget_bits", "points_max", "include", "exclude",
-             "rules", "max_shard_size")  # fmt: skip
+    names = ("method", "format", "residual", "layout", "scale", "granularity", "budget_bits", "points_max", "include",
+             "exclude", "rules", "max_shard_size")  # fmt: skip
     return {n: to_json(getattr(options, n)) for n in names}
 
 

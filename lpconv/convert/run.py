@@ -19,8 +19,7 @@ from lpconv.convert.provenance import (
     tensor_warnings,
     versions,
 )
-from lpconv.convert.ranges import format_ranges
-from lpconv.convert.tensor_records import planned_record
+from lpconv.convert.tensor_records import format_ranges, planned_record
 from lpconv.convert.verify_written import verify_written
 from lpconv.convert.workers import SingleThreadedTorch
 from lpconv.errors import VerificationError

@@ -1,14 +1,16 @@
-"""From plan and measurements to the records that reports show."""
+"""What reports show: the records of tensors, from plan and measurements, and the ranges of the number formats."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 from lpconv.convert.plan import PlannedTensor
 from lpconv.formats.spec import FORMATS
 from lpconv.forms.facts import BlockError, BlockStats
+from lpconv.report.plot import FormatRange
 from lpconv.results import TensorRecord
 
-__all__ = ["format_name", "planned_record", "sqnr_db", "tensor_record"]
+__all__ = ["format_name", "format_ranges", "planned_record", "sqnr_db", "tensor_record"]
 
 _NAMES = {f.safetensors: f.name for f in FORMATS.values() if f.safetensors}
 
@@ -60,3 +62,10 @@ def tensor_record(
         num_saturated=error.num_saturated,
         num_flushed=error.num_flushed,
     )
+
+
+def format_ranges() -> Mapping[str, FormatRange]:
+    """Largest, smallest normal and smallest number of every format."""
+    return {
+        f.name: FormatRange(max=f.max, min_normal=f.min_normal, min_subnormal=f.min_subnormal) for f in FORMATS.values()
+    }

@@ -8,12 +8,13 @@ from lpconv.forms.form import Form
 from lpconv.forms.kept import Kept
 from lpconv.forms.pair import Pair
 from lpconv.forms.points import PointRows
+from lpconv.forms.rows import Rows
 from lpconv.forms.scaled import Scaled
 
 __all__ = ["FORMS", "Component", "Form", "Headers", "Kept", "Settings", "recognise"]
 
 # In the order in which they are asked whether a stored tensor is theirs; what is nobody's keeps its bits.
-FORMS: dict[str, type[Form]] = {f.kind: f for f in (PointRows, Scaled, Compressed, Pair, Kept)}
+FORMS: dict[str, type[Form]] = {f.kind: f for f in (PointRows, Rows, Scaled, Compressed, Pair, Kept)}
 
 
 def recognise(headers: Headers) -> Mapping[str, Form]:

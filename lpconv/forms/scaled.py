@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
+from lpconv.errors import InputError
 from lpconv.formats.spec import FORMATS, Format
 from lpconv.forms.facts import BlockError, BlockStats, Component, Encoded, Headers, Measured, Settings
 from lpconv.forms.form import Form, Over, Side, Summand
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from lpconv.forms.blocks import Workspace
 
-__all__ = ["SCALE_SUFFIX", "Scaled", "packed", "scale_for", "unpacked"]
+__all__ = ["SCALE_SUFFIX", "Scaled", "packed", "rows_of", "scale_for", "unpacked"]
 
 SCALE_SUFFIX = "_scale"
 _SCALE_EXPONENTS = (-126, 127)
@@ -63,11 +64,15 @@ class Scaled(Form):
             Component(name=self.name, dtype=dtype, shape=(*self.axis, *self.shape)),
         )
 
-    def scale(self, side: Side) -> float:
+    def scale(self, side: Side) -> float | None:
+        return float(side[self.name + SCALE_SUFFIX])
+
+    def factor(self, side: Side, start: int, stop: int) -> float | Tensor:
+        """What the codes of a block, seen as rows of `cols`, are multiplied by."""
         return float(side[self.name + SCALE_SUFFIX])
 
     def has_sound(self, side: Side) -> bool:
-        return 0 < self.scale(side) < math.inf
+        return 0 < float(side[self.name + SCALE_SUFFIX]) < math.inf
 
     def measure(self, over: Over) -> Measured:
         import torch
@@ -88,11 +93,12 @@ class Scaled(Form):
         from lpconv.forms.blocks import room
 
         codes = room(work.root, x.numel(), getattr(torch, self.format.torch or ""))
-        error = _encode(x, self.scale(found.side), self.format, codes, work, finite=found.stats.is_finite)
+        scale = self.factor(found.side, start, start + x.numel())
+        error = _encode(x, scale, self.format, codes, work, finite=found.stats.is_finite)
         return Encoded(data=(codes,), error=error)
 
     def decode(self, data: Sequence[Tensor], start: int, stop: int, side: Side) -> Tensor:
-        return _decode(data[0], self.scale(side))
+        return _decode(data[0], self.factor(side, start, stop))
 
     def is_right(self, value: Tensor, got: Tensor, start: int, side: Side) -> bool:
         import torch
@@ -100,14 +106,17 @@ class Scaled(Form):
         from lpconv.formats.cast import cast
         from lpconv.forms.blocks import same_numbers
 
-        scale = self.scale(side)
-        unit = value / scale
+        scale = self.factor(side, start, start + value.numel())
+        unit = rows_of(value, scale) / scale
         if self.format.has_inf:
-            return same_numbers(got, cast(unit, self.format, overflow="inf") * scale)
-        return same_numbers(got, cast(unit.masked_fill(torch.isinf(unit), math.nan), self.format) * scale)
+            wanted = cast(unit, self.format, overflow="inf") * scale
+        else:
+            wanted = cast(unit.masked_fill(torch.isinf(unit), math.nan), self.format) * scale
+        return same_numbers(got, wanted.view(-1))
 
     def summands(self, data: Sequence[Tensor], side: Side) -> tuple[Summand, ...]:
-        return ((data[0], self.scale(side)),)
+        factor = self.factor(side, 0, self.num_elements)
+        return ((data[0], factor),) if isinstance(factor, float) else super().summands(data, side)
 
 
 def packed(name: str, codes: Tensor, scale: float | Tensor) -> dict[str, Tensor]:
@@ -119,9 +128,18 @@ def packed(name: str, codes: Tensor, scale: float | Tensor) -> dict[str, Tensor]
 
 
 def unpacked(name: str, tensors: Mapping[str, Tensor]) -> tuple[Tensor, float]:
-    """The codes and the scale of a tensor that `packed` made; a tensor without a scale, and 1."""
+    """The codes and the scale of a tensor that `packed` made; a tensor without a scale, and 1.
+
+    Raises InputError where it has more scales than one.
+    """
     scale = tensors.get(name + SCALE_SUFFIX)
-    return (tensors[name], 1.0) if scale is None else (tensors[name][0], float(scale))
+    if scale is None:
+        return tensors[name], 1.0
+    if scale.numel() != 1:
+        raise InputError(
+            f"`{name}` has {scale.numel()} scales, a scaled tensor has one", hint="convert without --granularity row"
+        )
+    return tensors[name][0], float(scale)
 
 
 def scale_for(stats: BlockStats, fmt: Format, *, pow2: bool) -> float:
@@ -159,7 +177,14 @@ def _fits_exactly(x: Tensor, scale: float, work: Workspace) -> bool:
     )
 
 
-def _encode(x: Tensor, scale: float, fmt: Format, codes: Tensor, work: Workspace, *, finite: bool) -> BlockError:
+def rows_of(x: Tensor, scale: float | Tensor) -> Tensor:
+    """A 1-D block as it is for one scale, as rows for a scale [rows, 1]."""
+    return x if isinstance(scale, float) else x.view(len(scale), -1)
+
+
+def _encode(
+    x: Tensor, scale: float | Tensor, fmt: Format, codes: Tensor, work: Workspace, *, finite: bool
+) -> BlockError:
     """Write the codes of one block of x / scale into `codes` and return the error against x.
 
     `x` is 1-D of any floating dtype, `codes` 1-D of the format's dtype. `finite` says that the tensor has no NaN or
@@ -172,10 +197,10 @@ def _encode(x: Tensor, scale: float, fmt: Format, codes: Tensor, work: Workspace
     value = as_float32(x, work)
     coded = codes if codes.dtype == torch.float32 else work.coded[: x.numel()]
     # Powers of two have an exact reciprocal; dividing is right for every scale but slower.
-    if math.frexp(scale)[0] == 0.5:
+    if isinstance(scale, float) and math.frexp(scale)[0] == 0.5:
         torch.mul(value, 1 / scale, out=coded)
     else:
-        torch.div(value, scale, out=coded)
+        torch.div(rows_of(value, scale), scale, out=rows_of(coded, scale))
     if not finite and not fmt.has_inf:
         coded.masked_fill_(torch.isinf(coded), math.nan)
     if coded is not codes:
@@ -183,15 +208,16 @@ def _encode(x: Tensor, scale: float, fmt: Format, codes: Tensor, work: Workspace
     return block_error(value, _decode(codes, scale, out=work.error[: x.numel()]))
 
 
-def _decode(codes: Tensor, scale: float, *, out: Tensor | None = None) -> Tensor:
-    """codes · scale in fp32, same shape; `codes` has the dtype of a format that scaled checkpoints use."""
+def _decode(codes: Tensor, scale: float | Tensor, *, out: Tensor | None = None) -> Tensor:
+    """codes · scale in fp32, 1-D; `codes` has the dtype of a format that scaled checkpoints use."""
     import torch
 
     from lpconv.kernels.decode import decode
 
     if out is None:
         out = torch.empty(codes.shape)
-    if codes.dtype == torch.float32:
+    if codes.dtype == torch.float32 and isinstance(scale, float):
         return torch.mul(codes, scale, out=out)
     value = decode(codes, torch.float32, out=out) if codes.dtype.itemsize == 1 else out.copy_(codes)
-    return value.mul_(scale)
+    rows_of(value, scale).mul_(scale)
+    return value

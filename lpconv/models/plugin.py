@@ -1,8 +1,9 @@
 """The transformers plug-in that opens lpconv's scaled checkpoints. It needs torch and transformers, and nothing else.
 
 A converted weight is stored as codes of shape [1, *shape] under the weight's own name, with one fp32 scale of shape
-[1] under `NAME_scale`; its value is codes · scale. Loading decodes into the dtype the model is opened with, so the
-result is the stock model, and saving encodes again with the same scales: an untouched weight gives the same bytes.
+[1], or one for each row, [rows, 1], under `NAME_scale`; its value is codes · scale. Loading decodes into the dtype the
+model is opened with, so the result is the stock model, and saving encodes again with the same scales: an untouched
+weight gives the same bytes.
 
 Multipoint checkpoints also have weights whose rows are sums of points: `NAME_points` says how many each row has,
 `NAME_scale` has one scale a point, and the codes are [1, points, bytes of a row]. Fitting scales is the work of a
@@ -32,6 +33,7 @@ __all__ = [
     "LpconvQuantizer",
     "ScaledConverter",
     "decode_points",
+    "decode_scaled",
     "encode_scaled",
     "register",
 ]
@@ -143,11 +145,11 @@ class DecodeScaled(ConversionOps):  # type: ignore[misc]
                 tensors[name] = decode_points(tensors[name][0], scales.pop(name), counts[name], fmt)
             for name, scale in scales.items():
                 if self.merging:
-                    self.hf_quantizer.merged_scales[name] = float(scale)
+                    self.hf_quantizer.merged_scales[name] = scale.cpu()
                 else:
-                    self.hf_quantizer.scales[full_layer_name] = float(scale)
+                    self.hf_quantizer.scales[full_layer_name] = scale.cpu()
             decoded[pattern] = [
-                (tensors[name][0].float() * scales[name] if name in scales else tensors[name]).to(dtype)
+                (decode_scaled(tensors[name], scales[name]) if name in scales else tensors[name]).to(dtype)
                 for name, _ in pairs
                 if not self.hf_quantizer.is_scale(name) and not self.hf_quantizer.is_count(name)
             ]
@@ -167,8 +169,8 @@ class LpconvQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def __init__(self, quantization_config: LpconvConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
-        self.scales: dict[str, float] = {}  # by the model's name
-        self.merged_scales: dict[str, float] = {}  # by the stored name, of tensors that the model merges or splits
+        self.scales: dict[str, Tensor] = {}  # by the model's name
+        self.merged_scales: dict[str, Tensor] = {}  # by the stored name, of tensors that the model merges or splits
         self._added: set[int] = set()
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
@@ -233,7 +235,7 @@ class LpconvQuantizer(HfQuantizer):  # type: ignore[misc]
         state, encoded = {}, {}
         for name, scale in self.scales.items():
             encoded[tensors[name].data_ptr()] = encode_scaled(tensors[name].detach(), scale, self._dtype(name))
-            state[name + SCALE_SUFFIX] = torch.tensor([scale], dtype=torch.float32)
+            state[name + SCALE_SUFFIX] = scale
         for name, tensor in tensors.items():
             if name not in merged:
                 state[name] = encoded.get(tensor.data_ptr(), tensor)
@@ -247,7 +249,7 @@ class LpconvQuantizer(HfQuantizer):  # type: ignore[misc]
                 continue
             scale = self.merged_scales[stored]
             state[name] = encode_scaled(tensor.detach(), scale, self._dtype(stored))
-            state[name + SCALE_SUFFIX] = torch.tensor([scale], dtype=torch.float32)
+            state[name + SCALE_SUFFIX] = scale
         return state, {}
 
     def _merged(self, model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -310,10 +312,16 @@ def _point_values(codes: Tensor, rows: Tensor, fmt: str) -> Tensor:
     return table[raw.long()]
 
 
-def encode_scaled(weight: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+def decode_scaled(codes: Tensor, scale: Tensor) -> Tensor:
+    """The fp32 weight of codes [1, *shape] and their scale, [1] or [rows, 1]."""
+    return (codes.float().reshape(len(scale), -1) * scale.reshape(-1, 1)).reshape(codes.shape[1:])
+
+
+def encode_scaled(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Codes [1, *shape] of a weight; numbers beyond the format's largest are clamped to it, NaN stays NaN."""
-    limit = torch.finfo(dtype).max
-    return (weight.float() / scale).clamp(-limit, limit).to(dtype).unsqueeze(0)
+    limit, scale = torch.finfo(dtype).max, scale.to(weight.device)
+    unit = weight.float().reshape(len(scale), -1) / scale.reshape(-1, 1)
+    return unit.clamp(-limit, limit).to(dtype).reshape(1, *weight.shape)
 
 
 def register() -> None:

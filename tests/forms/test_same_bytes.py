@@ -34,6 +34,9 @@ _POINTS = [{"method": "multipoint", "format": f} for f in ("int4", "int8", "e4m3
 _COMPRESSED: list[Options] = [
     {"method": m, "format": "e4m3fn", "layout": "compressed-tensors"} for m in ("unit", "scalify")
 ]
+_ROWS: list[Options] = [
+    {"method": "unit", "format": f, "granularity": "row"} for f in ("fp32", "fp16", "bf16", "e4m3fn", "e5m2")
+]
 _FEW: list[Options] = [
     {"method": "unit", "format": "fp16"},
     {"method": "scalify", "format": "e4m3fn"},
@@ -96,7 +99,7 @@ def _package(name: str) -> Path:
 
 def _cases() -> Iterator[tuple[str, Callable[[Path], Path], Options]]:
     cases: tuple[tuple[str, Callable[[Path], Path], list[Options]], ...] = (
-        ("demo", _demo, [*_SCALED, *_PAIRS, *_POINTS, *_COMPRESSED, *_ODD]),
+        ("demo", _demo, [*_SCALED, *_PAIRS, *_POINTS, *_COMPRESSED, *_ROWS, *_ODD]),
         ("gpt2", _gpt2, [*_SCALED, *_PAIRS, {"method": "multipoint", "format": "int8", "budget_bits": 12.0}]),
         ("minilm", _minilm, _FEW),
         ("albert", _albert, _FEW),

@@ -27,6 +27,7 @@ SOURCES: dict[str, dict[str, Any]] = {
     "unit": {"method": "unit", "format": "e4m3fn"},
     "scalify": {"method": "scalify", "format": "fp16"},
     "compressed-tensors": {"method": "unit", "format": "e4m3fn", "layout": "compressed-tensors"},
+    "rows": {"method": "unit", "format": "e4m3fn", "granularity": "row"},
     "collage": {"method": "collage"},
     "collage exact16": {"method": "collage", "residual": "exact16"},
     "collage fp16": {"method": "collage", "format": "fp16"},

@@ -86,6 +86,8 @@ def _stored_form(result: ConvertResult) -> str:
         return f"{' or '.join(formats)} plus {'an' if result.residual[0] in 'aei' else 'a'} {result.residual} residual"
     if any(t.points for t in changed):
         return f"{' or '.join(formats)} codes, rows with a scale for each of their points"
+    if result.options.get("granularity") == "row":
+        return f"{' or '.join(formats)} codes with a scale per row"
     scaled = any(t.scale is not None for t in changed)
     return f"{' or '.join(formats)}{' codes with one scale each' if scaled else ''}"
 
