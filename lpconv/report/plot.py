@@ -90,13 +90,13 @@ class Plot:
     name: str
     title: str
     description: str
-    y_label: str
+    y_label: str = ""
     x_ticks: tuple[Tick, ...]
     y_ticks: tuple[Tick, ...]
-    bands: tuple[Band, ...]
     marks: tuple[Mark, ...]
-    legend: tuple[LegendEntry, ...]
-    dividers: tuple[float, ...]
+    bands: tuple[Band, ...] = ()
+    legend: tuple[LegendEntry, ...] = ()
+    dividers: tuple[float, ...] = ()
     width: float = _WIDTH
     height: float = _HEIGHT
     left: float = _LEFT
@@ -170,10 +170,8 @@ def line_plot(name: str, title: str, description: str, lines: Sequence[Line]) ->
         name=name,
         title=title,
         description=description,
-        y_label="",
         x_ticks=tuple(Tick(position=column_x(s, last + 1), label=str(s)) for s in _step_ticks(last)),
         y_ticks=tuple(Tick(position=axis.y(v), label=label) for v, label in _value_ticks(axis)),
-        bands=(),
         marks=tuple(
             Mark(kind=f"line series-{line.colour}", path=_path(line.series, axis, last), title=line.label)
             for line in lines
@@ -183,7 +181,6 @@ def line_plot(name: str, title: str, description: str, lines: Sequence[Line]) ->
             for line in lines
             if line.label
         ),
-        dividers=(),
     )
 
 

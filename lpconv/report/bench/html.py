@@ -4,7 +4,9 @@ import math
 from collections.abc import Callable, Sequence
 
 from lpconv.report.bench.text import (
+    CHANGE_COLUMNS,
     COLUMNS,
+    change_rows,
     energy_text,
     gemm_text,
     peaks_text,
@@ -14,7 +16,7 @@ from lpconv.report.bench.text import (
     reasons,
 )
 from lpconv.report.numbers import MISSING, duration_text, size_text
-from lpconv.report.page import Tile, environment
+from lpconv.report.page import Tile, page
 from lpconv.report.plot import CHARACTER, Axis, LegendEntry, Mark, Plot, Tick, column_x, dash_path, mark_path
 from lpconv.report.printable import printable_record
 from lpconv.results import BenchResult, BenchRow
@@ -29,24 +31,22 @@ _PARTS = ("weights", "optimizer", "gradients", "activations", "other")
 def html_bench(result: BenchResult) -> str:
     """The page of one bench."""
     result = printable_record(result)
-    return (
-        environment()
-        .get_template("bench.html.j2")
-        .render(
-            result=result,
-            name=", ".join(dict.fromkeys(r.model for r in result.rows)) or "nothing",
-            version=result.versions.get("lpconv"),
-            tiles=_tiles(result),
-            speed=speed_plot(result.rows),
-            memory=memory_plot(result.rows),
-            columns=list(COLUMNS),
-            cells=[[cell(r) for cell in COLUMNS.values()] for r in result.rows],
-            reasons=reasons(result.rows),
-            facts=_facts(result),
-            ratio=ratio_text,
-            gain=gemm_text,
-            predicted=predicted,
-        )
+    return page(
+        "bench",
+        result=result,
+        name=", ".join(dict.fromkeys(r.model for r in result.rows)) or "nothing",
+        version=result.versions.get("lpconv"),
+        tiles=_tiles(result),
+        speed=speed_plot(result.rows),
+        memory=memory_plot(result.rows),
+        columns=list(COLUMNS),
+        cells=[[cell(r) for cell in COLUMNS.values()] for r in result.rows],
+        reasons=reasons(result.rows),
+        facts=_facts(result),
+        change_columns=CHANGE_COLUMNS,
+        changes=change_rows(result),
+        gain=gemm_text,
+        predicted=predicted,
     )
 
 
@@ -100,10 +100,7 @@ def speed_plot(rows: Sequence[BenchRow]) -> Plot | None:
         y_label="speed-up",
         x_ticks=_ticks(shown),
         y_ticks=_y_ticks(axis, top, "{:g}".format),
-        bands=(),
         marks=tuple(marks),
-        legend=(),
-        dividers=(),
     )
 
 
@@ -123,10 +120,8 @@ def memory_plot(rows: Sequence[BenchRow]) -> Plot | None:
         y_label=unit,
         x_ticks=_ticks(shown),
         y_ticks=_y_ticks(axis, top, lambda size: f"{size / _UNITS[unit]:g}"),
-        bands=(),
         marks=tuple(marks),
         legend=tuple(LegendEntry(kind=f"series-{i}", path=mark_path(1, 7, 7, 5), label=_PARTS[i]) for i in present),
-        dividers=(),
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from lpconv.report.convert.grouping import converted, in_layer_order, modules_of
-from lpconv.report.numbers import number_text, sqnr_text
+from lpconv.report.numbers import number_text, raised, sqnr_text
 from lpconv.report.plot import (
     CHARACTER,
     NUM_SHAPES,
@@ -108,11 +108,7 @@ def _exponent_ticks(axis: Axis) -> tuple[Tick, ...]:
     step = next(s for s in (1, 2, 4, 5, 10, 20, 50, 100) if (axis.high - axis.low) / s <= 10)
     first = math.ceil(axis.low / step) * step
     exponents = range(first, math.floor(axis.high) + 1, step)
-    return tuple(Tick(position=axis.y(e), label=f"2{_superscript(e)}") for e in exponents)
-
-
-def _superscript(exponent: int) -> str:
-    return str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+    return tuple(Tick(position=axis.y(e), label=raised(f"2^{e}")) for e in exponents)
 
 
 def _range_bands(tensors: Sequence[TensorRecord], ranges: Mapping[str, FormatRange], axis: Axis) -> tuple[Band, ...]:
@@ -185,7 +181,6 @@ def sqnr_plot(results: Sequence[tuple[str, ConvertResult]]) -> Plot | None:
         y_label="SQNR, dB",
         x_ticks=module_ticks(tensors),
         y_ticks=axis.ticks,
-        bands=(),
         marks=tuple(marks),
         legend=_sqnr_legend(list(measured)),
         dividers=module_dividers(tensors),

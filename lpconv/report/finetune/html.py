@@ -8,9 +8,9 @@ from lpconv.report.finetune.words import (
     diagnostics,
     figure_text,
     gap_rows,
-    gate_lines,
     layer_rows,
     main_run,
+    memory_rows,
     noise_text,
     title,
     twin_run,
@@ -18,8 +18,8 @@ from lpconv.report.finetune.words import (
     worst_tracked,
 )
 from lpconv.report.heat import Heatmap, Loss, loss_map
-from lpconv.report.numbers import ROLE_WORDS, duration_text, plural, share_text, size_text
-from lpconv.report.page import Tile, environment
+from lpconv.report.numbers import ROLE_WORDS, duration_text, gate_lines, plural, share_text, size_text
+from lpconv.report.page import Tile, page
 from lpconv.report.plot import Line, Plot, line_plot
 from lpconv.report.printable import printable_record
 from lpconv.results import FinetuneResult, RunRecord, Series, TrackedRecord
@@ -33,26 +33,23 @@ _MAX_COLUMNS = 24
 def html_finetune(result: FinetuneResult) -> str:
     """The page of one fine-tuning."""
     result = printable_record(result)
-    return (
-        environment()
-        .get_template("finetune.html.j2")
-        .render(
-            result=result,
-            name=PurePath(result.output).name,
-            title=title(result),
-            version=result.versions.get("lpconv"),
-            verdict=verdict(result),
-            tiles=_tiles(result),
-            gaps=gap_rows(result),
-            gates=gate_lines(result),
-            plots=curve_plots(result),
-            heat=loss_heatmap(result),
-            worst=worst_tracked(result),
-            diagnostics=diagnostics(result),
-            layers=layer_rows(result),
-            memory=main_run(result).memory,
-            role_words=ROLE_WORDS,
-        )
+    return page(
+        "finetune",
+        result=result,
+        name=PurePath(result.output).name,
+        title=title(result),
+        version=result.versions.get("lpconv"),
+        verdict=verdict(result),
+        tiles=_tiles(result),
+        gaps=gap_rows(result),
+        gates=gate_lines(result.gates),
+        plots=curve_plots(result),
+        heat=loss_heatmap(result),
+        worst=worst_tracked(result),
+        diagnostics=diagnostics(result),
+        layers=layer_rows(result),
+        memory=[row[:2] for row in memory_rows(result)],
+        facts=result.facts | {"Saved as": result.saved_as} | result.versions,
     )
 
 

@@ -4,7 +4,7 @@ import math
 
 import yaml
 
-from lpconv.report.numbers import MISSING, ROLE_WORDS, duration_text, number_text, plural, scale_text, share_text
+from lpconv.report.numbers import MISSING, ROLE_WORDS, duration_text, plural, scale_text, share_text, size_text
 from lpconv.report.printable import escaped, printable_record, table
 from lpconv.results import FinetuneResult, GapRecord, LossAllocation, RunRecord
 
@@ -14,9 +14,9 @@ __all__ = [
     "figure_text",
     "finetune_card",
     "gap_rows",
-    "gate_lines",
     "layer_rows",
     "main_run",
+    "memory_rows",
     "noise_text",
     "title",
     "twin_run",
@@ -81,13 +81,6 @@ def gap_rows(result: FinetuneResult) -> tuple[tuple[str, str, str, str, str], ..
             rows.append(("held-out perplexity", f"{math.exp(g.run):#.5g}", f"{math.exp(g.twin):#.5g}",
                          f"{100 * math.expm1(g.gap):+.2g} %", says))  # fmt: skip
     return tuple(rows)
-
-
-def gate_lines(result: FinetuneResult) -> tuple[str, ...]:
-    """Each gate, whether it held, and the value it met."""
-    return tuple(
-        f"{g.expression}: {'passed' if g.passed else 'failed'} with {number_text(g.value)}" for g in result.gates
-    )
 
 
 def verdict(result: FinetuneResult) -> str:
@@ -157,6 +150,15 @@ def layer_rows(result: FinetuneResult) -> tuple[tuple[str, str, str, str], ...]:
         (a.layer, f"{a.change:+.2e}", f"{a.rounding:+.2e}", MISSING if a.helped is None else share_text(a.helped, 1))
         for a in (allocation.layers if allocation is not None else ())
     )
+
+
+def memory_rows(result: FinetuneResult) -> tuple[tuple[str, str, str], ...]:
+    """Part, size and share of the memory of a step at its peak, the whole last; none where it was not measured."""
+    memory = main_run(result).memory
+    if memory is None:
+        return ()
+    parts = memory.parts | {f"peak, {memory.instrument}": memory.measured_bytes}
+    return tuple((p, size_text(size), share_text(size, memory.measured_bytes)) for p, size in parts.items())
 
 
 def _twin_time(result: FinetuneResult) -> str:

@@ -8,10 +8,19 @@ from pathlib import PurePath
 
 from lpconv.report.heat import Heatmap, Loss, loss_map
 from lpconv.report.numbers import number_text, share_text, sqnr_text
-from lpconv.report.page import Tile, environment
+from lpconv.report.page import Tile, page
 from lpconv.report.plot import Band, FormatRange, Tick
 from lpconv.report.printable import printable_record
-from lpconv.report.probe.words import ALONE_WORDS, FIT_WORDS, capped_words, fit_counts, held_by, loss_scale_text
+from lpconv.report.probe.words import (
+    ALONE_WORDS,
+    FIT_WORDS,
+    LOSS_SCALE_COLUMNS,
+    capped_words,
+    fit_rows,
+    held_by,
+    loss_scale_rows,
+    loss_scale_text,
+)
 from lpconv.results import FormatRates, ProbedRecord, ProbeReport
 
 __all__ = ["Bar", "ExponentPlot", "Strip", "exponent_plots", "heatmap", "html_probe"]
@@ -28,23 +37,21 @@ _HEAT_HEAD = 118.0  # room for the names of the classes, in page units of the he
 def html_probe(report: ProbeReport, ranges: Mapping[str, FormatRange]) -> str:
     """The page of one probe. `ranges` holds what each format can hold, by the names that the report uses."""
     report = printable_record(report)
-    return (
-        environment()
-        .get_template("probe.html.j2")
-        .render(
-            report=report,
-            name=PurePath(report.name).name or report.name,
-            version=None,
-            tiles=_tiles(report),
-            plots=exponent_plots(report, ranges),
-            heat=heatmap(report),
-            fits=fit_counts(report),
-            fit_words=FIT_WORDS,
-            held_by=held_by,
-            alone_words=ALONE_WORDS,
-            capped=capped_words(report),
-            loss_scale=loss_scale_text,
-        )
+    return page(
+        "probe",
+        report=report,
+        name=PurePath(report.name).name or report.name,
+        version=None,
+        tiles=_tiles(report),
+        plots=exponent_plots(report, ranges),
+        heat=heatmap(report),
+        fits=fit_rows(report),
+        fit_words=FIT_WORDS,
+        held_by=held_by,
+        alone_words=ALONE_WORDS,
+        capped=capped_words(report),
+        scale_columns=LOSS_SCALE_COLUMNS,
+        scales=loss_scale_rows(report),
     )
 
 
