@@ -32,8 +32,8 @@ import torch
 
 from lpconv.report.finetune.words import figure_text, noise_text
 from lpconv.results import RunRecord, from_json, to_json
-from lpconv.train.compare import gaps
 from lpconv.train.options import FinetuneOptions
+from lpconv.train.outcome import gaps
 from lpconv.train.recipes import arithmetic
 from lpconv.train.run import finetune
 

@@ -13,6 +13,7 @@
 Anything else that reaches the command line is a bug of ours and ends with exit code 1.
 """
 
+import errno
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -26,7 +27,12 @@ __all__ = [
     "UnsupportedError",
     "UsageError",
     "VerificationError",
+    "from_system",
 ]
+
+
+# What a disk has no room for, or does not let anybody write.
+_NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 
 
 class LpconvError(Exception):
@@ -112,3 +118,15 @@ class InterruptedRunError(LpconvError):
     def __init__(self, signal_number: int, *, hint: str | None = None) -> None:
         super().__init__(f"interrupted by signal {signal_number}", hint=hint, details={"signal": signal_number})
         self.exit_code = 128 + signal_number  # type: ignore[misc]  # the one error whose code depends on its cause
+
+
+def from_system(error: OSError) -> LpconvError | None:
+    """What the operating system refused, as an error of ours; None where it names neither a reason nor a file."""
+    where = f"`{error.filename}`" if error.filename else "a file"
+    if error.errno in _NOT_WRITTEN:
+        return ResourceError(f"cannot write {where}: {error.strerror}", hint="free some space, or write elsewhere")
+    if error.errno == errno.EIO:
+        return InputError(f"cannot read or write {where}: {error.strerror}", hint="check the disk")
+    if error.errno is None or not error.filename:
+        return None
+    return InputError(f"cannot use {where}: {error.strerror}", hint="check the path and its permissions")

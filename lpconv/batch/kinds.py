@@ -4,22 +4,39 @@ The options are the records that the commands themselves use. How the jobs are r
 models; nothing here does.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import WithJsonSchema
 
 from lpconv.bench.options import BenchOptions
 from lpconv.bench.outcome import problem, read_bench
 from lpconv.checkpoint.contents import read_json
 from lpconv.convert.options import ConvertOptions, settings_of
-from lpconv.options import Declared, make, options_of
+from lpconv.errors import UsageError
+from lpconv.options import Declared, Option, make, options_of
 from lpconv.probe.options import ProbeOptions
 from lpconv.results import FinetuneResult, from_json
-from lpconv.train.gates import gate_problem
 from lpconv.train.options import FinetuneOptions, check_options
+from lpconv.train.outcome import gate_problem
 
-__all__ = ["BENCH_FILE", "KINDS", "JobOptions", "Kind"]
+__all__ = [
+    "BENCH_FILE",
+    "COMMON_FIELDS",
+    "DEFAULT_KIND",
+    "KINDS",
+    "MANIFEST_KEYS",
+    "MANIFEST_VERSION",
+    "JobOptions",
+    "Kind",
+]
+
+MANIFEST_VERSION = 1
+MANIFEST_KEYS = ("version", "defaults", "jobs")
+DEFAULT_KIND = "convert"  # of a job that names none, as in manifests from before there were others
 
 BENCH_FILE = "bench.json"
 JobOptions = ConvertOptions | FinetuneOptions | BenchOptions | ProbeOptions
@@ -103,3 +120,27 @@ KINDS: dict[str, Kind] = {
         accepts=lambda proof: True,
     ),
 }
+
+
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_ID_TEXT = Annotated[str, WithJsonSchema({"type": "string", "pattern": f"^{_ID.pattern}$"})]
+
+
+def _read_id(text: str) -> str:
+    if not _ID.fullmatch(text):
+        raise UsageError(f"`{text}` is no id", hint="use letters, digits, dots, dashes and underscores")
+    return text
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Common:
+    """What a job has beside the settings of its kind."""
+
+    id: Annotated[str, Option("Name of the job, unique in the manifest", parse=_read_id, given=_ID_TEXT)] = ""
+    kind: Annotated[str, Option("Kind of the job", what="kind of job", choices=KINDS)] = DEFAULT_KIND
+    model: Annotated[str, Option("Directory, hub id, alias, demo, or job:ID for the output of an earlier job")] = ""
+    output: Annotated[str, Option("Folder to write, relative to the manifest", default="out/ID")] = ""
+    needs: Annotated[tuple[str, ...], Option("Earlier jobs without which this one does not run", default="none")] = ()
+
+
+COMMON_FIELDS = options_of(_Common)

@@ -1,61 +1,27 @@
 """The manifest of a batch: what it may say, checked before any work."""
 
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
-
-from pydantic import WithJsonSchema
+from typing import Any
 
 from lpconv.batch.document import read_document
-from lpconv.batch.kinds import KINDS, JobOptions
+from lpconv.batch.kinds import COMMON_FIELDS, DEFAULT_KIND, KINDS, MANIFEST_KEYS, MANIFEST_VERSION, JobOptions
 from lpconv.batch.reading import read_mapping, read_setting
 from lpconv.checkpoint.resolve import DEMO, looks_like_path
 from lpconv.errors import UsageError
 from lpconv.lookup import find
-from lpconv.options import Declared, Option, options_of
+from lpconv.options import Declared
 
 __all__ = [
-    "COMMON_FIELDS",
-    "DEFAULT_KIND",
-    "MANIFEST_KEYS",
-    "MANIFEST_VERSION",
     "BatchJob",
     "Manifest",
     "load_manifest",
 ]
 
-MANIFEST_VERSION = 1
-MANIFEST_KEYS = ("version", "defaults", "jobs")
-DEFAULT_KIND = "convert"  # of a job that names none, as in manifests from before there were others
-
-_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _OF_JOB = "job:"
-
-_ID_TEXT = Annotated[str, WithJsonSchema({"type": "string", "pattern": f"^{_ID.pattern}$"})]
-
-
-def _read_id(text: str) -> str:
-    if not _ID.fullmatch(text):
-        raise UsageError(f"`{text}` is no id", hint="use letters, digits, dots, dashes and underscores")
-    return text
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Common:
-    """What a job has beside the settings of its kind."""
-
-    id: Annotated[str, Option("Name of the job, unique in the manifest", parse=_read_id, given=_ID_TEXT)] = ""
-    kind: Annotated[str, Option("Kind of the job", what="kind of job", choices=KINDS)] = DEFAULT_KIND
-    model: Annotated[str, Option("Directory, hub id, alias, demo, or job:ID for the output of an earlier job")] = ""
-    output: Annotated[str, Option("Folder to write, relative to the manifest", default="out/ID")] = ""
-    needs: Annotated[tuple[str, ...], Option("Earlier jobs without which this one does not run", default="none")] = ()
-
-
-COMMON_FIELDS = options_of(_Common)
 
 
 @dataclass(frozen=True, kw_only=True)

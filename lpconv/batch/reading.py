@@ -1,4 +1,4 @@
-"""The settings of a manifest as values of options, by pydantic; its mistakes in our words.
+"""The settings of a manifest as values of options, by pydantic; its mistakes in our words; its JSON Schema.
 
 Text stands for numbers and booleans too, because YAML arrives as text (see `document`).
 """
@@ -19,12 +19,13 @@ from pydantic import (
     WithJsonSchema,
 )
 
+from lpconv.batch.kinds import COMMON_FIELDS, DEFAULT_KIND, KINDS, MANIFEST_KEYS, MANIFEST_VERSION
 from lpconv.convert.options import ConvertOptions, FormatRule, parse_rule
 from lpconv.errors import UsageError
 from lpconv.lookup import nearest
 from lpconv.options import Declared, check_value, options_of
 
-__all__ = ["read_mapping", "read_setting", "schema_of"]
+__all__ = ["manifest_schema", "read_mapping", "read_setting"]
 
 _FULL = Field(pattern=r"\S")  # not empty, not blank
 _NULL = (None, "", "null", "~")
@@ -54,7 +55,49 @@ def _read_one(declared: Declared, raw: Any, place: str) -> Any:
         raise UsageError(f"{place}{separator}{e.message}", hint=e.hint) from e
 
 
-def schema_of(declared: Declared) -> dict[str, Any]:
+def manifest_schema() -> dict[str, Any]:
+    """The schema of manifests (JSON Schema 2020-12). Keys of several words are listed with dashes as well."""
+    top: dict[str, Any] = {
+        "version": {"const": MANIFEST_VERSION},
+        "defaults": _defaults(),
+        "jobs": {"type": "array", "minItems": 1, "items": {"oneOf": [_job(kind) for kind in KINDS]}},
+    }
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "lpconv batch manifest",
+        "type": "object",
+        "properties": {key: top[key] for key in MANIFEST_KEYS},
+        "required": ["version", "jobs"],
+        "additionalProperties": False,
+    }
+
+
+def _job(kind: str) -> dict[str, Any]:
+    """A job of one kind: its keys, and the name of the kind, which may be left out for the default one."""
+    schema = _mapping(COMMON_FIELDS | dict(KINDS[kind].fields))
+    schema["properties"]["kind"] = {"const": kind, "description": COMMON_FIELDS["kind"].help}
+    return schema | {"required": ["id"] if kind == DEFAULT_KIND else ["id", "kind"]}
+
+
+def _defaults() -> dict[str, Any]:
+    """Settings of conversions, and of each other kind under its name."""
+    schema = _mapping({"model": COMMON_FIELDS["model"], **KINDS[DEFAULT_KIND].fields})
+    for name, kind in KINDS.items():
+        if name != DEFAULT_KIND:
+            described = {"description": f"settings of every job of kind {name} that does not say otherwise"}
+            schema["properties"][name] = _mapping({"model": COMMON_FIELDS["model"], **kind.fields}) | described
+    return schema | {"description": "settings of every job that does not say otherwise"}
+
+
+def _mapping(fields: Mapping[str, Declared]) -> dict[str, Any]:
+    properties: dict[str, Any] = {}
+    for key, declared in fields.items():
+        schema = _schema_of(declared)
+        properties |= {key: schema, key.replace("_", "-"): schema}
+    return {"type": "object", "properties": properties, "additionalProperties": False}
+
+
+def _schema_of(declared: Declared) -> dict[str, Any]:
     """What JSON Schema says of an option."""
     schema = _adapter(declared).json_schema()
     if declared.is_many:

@@ -7,12 +7,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from lpconv.batch.compare import check_lockable, check_locked_result, pinned_options, stale_reasons
 from lpconv.batch.kinds import KINDS
-from lpconv.batch.lock import Lock, lock_entry, read_lock, write_lock
+from lpconv.batch.lock import (
+    Lock,
+    check_lockable,
+    check_locked_result,
+    lock_entry,
+    pinned_options,
+    read_lock,
+    stale_reasons,
+    write_lock,
+)
 from lpconv.batch.manifest import BatchJob, Manifest
 from lpconv.batch.runners import JobRunner
-from lpconv.errors import BatchError, InputError, InterruptedRunError, LpconvError, OutputExistsError
+from lpconv.errors import BatchError, InputError, InterruptedRunError, LpconvError, OutputExistsError, from_system
 from lpconv.lookup import find
 from lpconv.machine import out_of_memory
 from lpconv.progress import Progress, Silent
@@ -246,7 +254,7 @@ def _filled(result: JobResult, outcome: JobOutcome) -> JobResult:
 
 
 def _job_error(error: BaseException) -> JobError:
-    error = out_of_memory(error) or error
+    error = out_of_memory(error) or (from_system(error) if isinstance(error, OSError) else None) or error
     if isinstance(error, LpconvError):
         return JobError(code=error.exit_code, kind=error.kind, message=error.message, hint=error.hint,
                         details=to_json(error.details))  # fmt: skip

@@ -29,8 +29,8 @@ from lpconv.results import (
     PlanResult,
     SourceRecord,
 )
-from lpconv.train.gates import gate_problem
 from lpconv.train.options import FinetuneOptions
+from lpconv.train.outcome import gate_problem
 
 __all__ = ["RUNNERS", "JobRunner", "converted", "planned"]
 
@@ -123,7 +123,7 @@ def _probe(job: BatchJob, progress: Progress) -> JobOutcome:
     from lpconv.probe.answers import answer
     from lpconv.probe.checkpoint import calibrate_checkpoint, probe_checkpoint
     from lpconv.probe.options import check_free
-    from lpconv.probe.output import write_output
+    from lpconv.probe.record import write_output
     from lpconv.report.probe.html import html_probe
     from lpconv.scaled.disk import write_factors
 

@@ -14,7 +14,7 @@ from lpconv.gates import BENCH_GATES, check_rows
 from lpconv.report.numbers import plural
 from lpconv.results import BenchChange, BenchResult, BenchRow, RatioRecord, from_json, json_text, to_json
 
-__all__ = ["compare", "is_bench", "judge_of", "kept", "problem", "read_bench"]
+__all__ = ["compare", "find_bench", "judge_of", "kept", "problem", "read_bench"]
 
 REGRESSION, IMPROVEMENT, SAME, NEW = "regression", "improvement", "within the intervals", "not in the older document"
 
@@ -127,9 +127,10 @@ def kept(
         raise
 
 
-def is_bench(path: Path) -> bool:
-    """Whether the file holds a bench."""
-    return path.is_file() and path.suffix == ".json" and read_json(path).get("kind") == "bench"
+def find_bench(run: str) -> Path | None:
+    """The file that `run` means; None where it holds no bench."""
+    path = Path(run)
+    return path if path.is_file() and path.suffix == ".json" and read_json(path).get("kind") == "bench" else None
 
 
 def read_bench(path: Path) -> BenchResult:

@@ -6,6 +6,7 @@ would push its own source out of it, and pages just dropped are cheaper to fill 
 in virtual machines that get their memory from the host on first touch.
 """
 
+import contextlib
 import errno
 import hashlib
 import os
@@ -116,7 +117,8 @@ def write_error(e: OSError, path: Path) -> LpconvError:
     """A failed write as an error of ours: exit code 7, with what to do about it."""
     if e.errno in (errno.ENOSPC, errno.EDQUOT):
         return ResourceError(
-            f"no space left while writing `{path}`", hint="free some space and run again with --resume"
+            f"no space left while writing `{path}`",
+            hint="free some space and run again, with --resume where the command has it",
         )
     return ResourceError(f"cannot write `{path}`: {e.strerror or e}", hint="check the folder and its permissions")
 
@@ -133,6 +135,8 @@ def write_small(path: Path, text: str) -> FileRecord:
             os.fsync(f.fileno())
         os.rename(part, path)
     except OSError as e:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
         raise write_error(e, path) from e
     return FileRecord(name=path.name, size_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lpconv.checkpoint.contents import Contents
 from lpconv.checkpoint.header import DTYPE_BITS, Header, TensorInfo, check_name, read_header
+from lpconv.checkpoint.partfile import read_error
 from lpconv.errors import InputError, UnsupportedError
 
 __all__ = [
@@ -120,12 +121,14 @@ class TorchSource:
     def __init__(self, contents: Contents) -> None:
         self._entries: dict[str, TensorEntry] = {}
         self._tensors: dict[str, Tensor] = {}
+        self._sizes: dict[str, tuple[Path, int]] = {}
         for name in contents.weight_files:
             self._open(contents.directory / name, name)
         _check_index(contents, self._entries)
 
     def _open(self, path: Path, file: str) -> None:
         position, file_size = 0, path.stat().st_size
+        self._sizes[file] = path, file_size
         seen: dict[tuple[int, tuple[int, ...], torch.dtype], str] = {}
         for name, tensor in _load_bin(path).items():
             check_name(name, path)
@@ -155,6 +158,13 @@ class TorchSource:
         return self._entries
 
     def read_bytes(self, name: str, start: int, out: Tensor) -> None:
+        path, size = self._sizes[self._entries[name].file]
+        try:
+            left = path.stat().st_size
+        except OSError as e:
+            raise read_error(e, path) from e
+        if left < size:  # reading beyond the end of a mapped file ends the process
+            raise InputError(f"`{path.name}` became shorter while it was read", hint="is it still downloading?")
         out.copy_(self._tensors[name].view(torch.uint8)[start : start + out.numel()])
 
     def close(self) -> None:

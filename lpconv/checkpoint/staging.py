@@ -13,6 +13,7 @@ import fcntl
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -113,10 +114,19 @@ class Staging:
                 os.rename(self.output, old)
             os.rename(self.directory, self.output)
             fsync_directory(self.output.parent)
-            (self.output / JOURNAL).unlink()
+            (self.output / JOURNAL).unlink(missing_ok=True)  # a run that resumes this one tidies up too
             _remove(old)
         except OSError as e:
             raise write_error(e, self.output) from e
+
+    @contextlib.contextmanager
+    def discarded_on_failure(self) -> Iterator[None]:
+        """Delete the folder where the block fails: for work that nothing resumes."""
+        try:
+            yield
+        except BaseException:
+            shutil.rmtree(self.directory, ignore_errors=True)
+            raise
 
     def set_aside(self) -> Path:
         """Keep a failed output for inspection as `OUT.failed`, never as OUT."""

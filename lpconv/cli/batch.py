@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lpconv.cli.options import Json, Quiet
+from lpconv.cli.command import Json, Quiet, print_result
 from lpconv.cli.progress import progress_for
 
 if TYPE_CHECKING:
@@ -30,15 +30,11 @@ class _Events:
 
     def batch_finished(self, result: "BatchResult") -> None:
         from lpconv.report.batch import junit_xml, render_batch
-        from lpconv.report.terminal import show
-        from lpconv.results import json_text
 
         if self._junit is not None:
             Path(self._junit).write_text(junit_xml(result), encoding="utf-8")
-        if not self._json:
-            show(render_batch(result))
-        elif not result.failed:  # a failed batch prints the same document inside its error
-            print(json_text(result), end="")
+        if not (self._json and result.failed):  # whose document stands inside the error
+            print_result(result, render_batch, json=self._json)
 
 
 def _print_schema(wanted: bool) -> None:
@@ -46,7 +42,7 @@ def _print_schema(wanted: bool) -> None:
         return
     from json import dumps
 
-    from lpconv.batch.schema import manifest_schema
+    from lpconv.batch.reading import manifest_schema
 
     print(dumps(manifest_schema(), indent=2, ensure_ascii=False))
     raise typer.Exit

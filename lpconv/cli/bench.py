@@ -10,8 +10,7 @@ import typer
 
 from lpconv.bench.cases import BENCH_FORMATS, BENCH_METHODS, parse_sweep
 from lpconv.bench.options import BenchOptions
-from lpconv.cli.command import with_options
-from lpconv.cli.options import Json, Quiet
+from lpconv.cli.command import Json, Quiet, print_result, with_options
 from lpconv.errors import UsageError
 from lpconv.lookup import find
 
@@ -114,11 +113,9 @@ def _completed(
 def _print(result: "BenchResult", shown: str) -> None:
     from lpconv.report.bench.terminal import render_bench
     from lpconv.report.bench.text import bench_csv, bench_jsonl, bench_markdown
-    from lpconv.report.terminal import show
-    from lpconv.results import json_text
 
-    writers = {"json": json_text, "jsonl": bench_jsonl, "csv": bench_csv, "md": bench_markdown}
+    writers = {"jsonl": bench_jsonl, "csv": bench_csv, "md": bench_markdown}
     if shown in writers:
         print(writers[shown](result), end="")
-        return
-    show(render_bench(result))
+    else:
+        print_result(result, render_bench, json=shown == "json")

@@ -1,4 +1,4 @@
-"""A command whose options are a record: the parameters that typer reads are made of the record's fields."""
+"""What commands share: parameters that are made of a record of options, other parameters, and printing a result."""
 
 import functools
 import inspect
@@ -7,9 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
+from lpconv.convert.options import ConvertOptions
 from lpconv.options import Declared, make, options_of
 
-__all__ = ["parameter_of", "with_options"]
+__all__ = ["Force", "Json", "Model", "Output", "Quiet", "Revision", "parameter_of", "print_result", "with_options"]
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -76,3 +77,25 @@ def _value(declared: Declared, given: Any) -> Any:
         texts = given.split(",") if declared.option.comma else given
         return tuple(declared.read(text.strip()) for text in texts if text.strip())
     return declared.read(given) if isinstance(given, str) else given
+
+
+def print_result(result: Any, render: Callable[[Any], Any], *, json: bool) -> None:
+    """The result on stdout: one JSON document, or what `render` makes of it for a terminal."""
+    if json:
+        from lpconv.results import json_text
+
+        print(json_text(result), end="")
+    else:
+        from lpconv.report.terminal import show  # with rich, which takes a moment
+
+        show(render(result))
+
+
+Model = Annotated[
+    str, typer.Argument(help="A checkpoint directory, a hub id, an alias such as bert-large, or demo.", metavar="MODEL")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout instead of a table.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no messages on stderr, errors excepted.")]
+Output = Annotated[str | None, typer.Option("--output", "-o", help="The directory to write.", metavar="DIR")]
+Revision: Any = parameter_of(ConvertOptions, "revision")
+Force: Any = parameter_of(ConvertOptions, "force")

@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from lpconv.cli.command import with_options
-from lpconv.cli.options import Json, Model, Output, Quiet
+from lpconv.cli.command import Json, Model, Output, Quiet, print_result, with_options
 from lpconv.convert.options import ConvertOptions
 
 __all__ = ["convert"]
@@ -41,17 +40,14 @@ def convert(
     from lpconv.cli.early import before_conversion
     from lpconv.cli.progress import progress_for
     from lpconv.report.convert.terminal import render_convert, render_plan
-    from lpconv.report.terminal import show
-    from lpconv.results import json_text
 
     target = before_conversion(model, output, options, dry_run=dry_run)
     from lpconv.convert import run  # torch takes seconds to import
 
     if dry_run:
-        planned = run.plan(model, target, options)
-        print(json_text(planned), end="") if json else show(render_plan(planned))
+        print_result(run.plan(model, target, options), render_plan, json=json)
         return
     command = shlex.join(["lpconv", *sys.argv[1:]])
     with progress_for(quiet=quiet) as progress:
         result = run.convert(model, target, options, progress=progress, command=command)
-    print(json_text(result), end="") if json else show(render_convert(result))
+    print_result(result, render_convert, json=json)

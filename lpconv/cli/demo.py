@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from lpconv.cli.options import Force, Json, Quiet
+from lpconv.cli.command import Force, Json, Quiet, print_result
 from lpconv.cli.progress import progress_for
 
 __all__ = ["demo"]
@@ -33,8 +33,6 @@ def demo(
     from lpconv.convert.tensor_records import format_ranges
     from lpconv.report.convert.html import html_compare
     from lpconv.report.convert.terminal import render_compare
-    from lpconv.report.terminal import show
-    from lpconv.results import json_text
 
     folder = Path(output)
     results = []
@@ -46,8 +44,6 @@ def demo(
             results.append(convert("demo", folder / f"{method}-{fmt}", options, progress=progress, command=command))
     page = folder / "report.html"
     page.write_text(html_compare(results, format_ranges()), encoding="utf-8")
-    if json:
-        print(json_text(results), end="")
-        return
-    show(render_compare(results))
-    print(f"\nThe comparison with plots is {page}; each run has its own report.html beside its model.")
+    print_result(results, render_compare, json=json)
+    if not json:
+        print(f"\nThe comparison with plots is {page}; each run has its own report.html beside its model.")

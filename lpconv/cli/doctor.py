@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from lpconv.cli.options import Json
+from lpconv.cli.command import Json, print_result
 
 __all__ = ["doctor"]
 
@@ -27,21 +27,20 @@ def doctor(
 
       lpconv doctor --require fp8,onnx
     """
-    from lpconv.report.terminal import show
-    from lpconv.results import json_text
 
     if aliases:
         from lpconv.checkpoint.aliases import ALIASES
         from lpconv.report.doctor import render_aliases
 
-        rows = ((a.family, a.name, a.repo_id) for a in ALIASES.values())
-        print(json_text(ALIASES), end="") if json else show(render_aliases(rows))
+        print_result(
+            ALIASES, lambda known: render_aliases((a.family, a.name, a.repo_id) for a in known.values()), json=json
+        )
         return
     from lpconv.doctor.examine import examine
     from lpconv.doctor.require import require as check
     from lpconv.report.doctor import render_doctor
 
     result = examine()
-    print(json_text(result), end="") if json else show(render_doctor(result))
+    print_result(result, render_doctor, json=json)
     if require is not None:
         check([name.strip() for name in require.split(",") if name.strip()], result)

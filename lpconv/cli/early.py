@@ -54,8 +54,8 @@ def before_finetuning(model: str, output: Path, options: "FinetuneOptions") -> N
     """Of `lpconv finetune`."""
     from lpconv.train.files import check_data
     from lpconv.train.folder import check_folder
-    from lpconv.train.gates import parse_gates
     from lpconv.train.options import check_options
+    from lpconv.train.outcome import parse_gates
 
     check_options(options)
     parse_gates(options)

@@ -5,9 +5,8 @@ from typing import Annotated
 
 import typer
 
-from lpconv.cli.command import with_options
+from lpconv.cli.command import Json, Model, Quiet, print_result, with_options
 from lpconv.cli.handling import handled
-from lpconv.cli.options import Json, Model, Quiet
 from lpconv.cli.progress import progress_for
 from lpconv.export.options import ExportOptions
 
@@ -45,12 +44,10 @@ def onnx(
     before_export(model, target, options)
     from lpconv.export.run import export_onnx  # torch and transformers take seconds to import
     from lpconv.report.export import render_export
-    from lpconv.report.terminal import show
-    from lpconv.results import json_text
 
     with progress_for(quiet=quiet) as progress:
         result = export_onnx(model, target, options, progress=progress)
-    print(json_text(result), end="") if json else show(render_export(result))
+    print_result(result, render_export, json=json)
 
 
 export.command()(handled(onnx))

@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from lpconv.cli.command import with_options
-from lpconv.cli.options import Json, Model, Output, Quiet
+from lpconv.cli.command import Json, Model, Output, Quiet, print_result, with_options
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.recipes import RECIPES
 
@@ -62,9 +61,8 @@ def finetune(
     from lpconv.cli.early import before_finetuning, output_of
     from lpconv.cli.progress import progress_for
     from lpconv.report.finetune.terminal import render_finetune
-    from lpconv.report.terminal import show
-    from lpconv.results import json_text, to_json
-    from lpconv.train.gates import gate_problem
+    from lpconv.results import to_json
+    from lpconv.train.outcome import gate_problem
 
     target = output_of(output, model, options.arithmetic.name, "finetuned")
     before_finetuning(model, target, options)
@@ -78,13 +76,12 @@ def finetune(
     if not is_main:
         return
     error = gate_problem(result)
+    if error is None or not json:  # else the error's details hold the result
+        print_result(result, render_finetune, json=json)
     if not json:
-        show(render_finetune(result))
         print(
             f"\nThe page with plots is {target / 'report.html'}; the model opens with from_pretrained({str(target)!r})."
         )
-    elif error is None:
-        print(json_text(result), end="")
-    if error is not None:  # under --json its details hold the result
+    if error is not None:
         error.details["result"] = to_json(result)
         raise error

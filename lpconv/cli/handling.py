@@ -9,14 +9,16 @@ from collections.abc import Callable
 from types import FrameType
 from typing import ParamSpec
 
-from lpconv.cli.verbosity import VERBOSE
-from lpconv.errors import InterruptedRunError, LpconvError
-from lpconv.machine import out_of_memory
+from lpconv.cli.progress import VERBOSE
+from lpconv.errors import InterruptedRunError, LpconvError, ResourceError, from_system
+from lpconv.machine import available_memory, out_of_memory
 from lpconv.report.printable import printable
 
 __all__ = ["handled"]
 
 P = ParamSpec("P")
+# What the libraries of a command take before it sees a model, in MB; less, and a container kills it without a word.
+_LIBRARIES_MB = {"probe": 400, "bench": 400, "onnx": 500, "export": 500, "finetune": 500}
 
 
 class _Terminated(BaseException):
@@ -31,6 +33,7 @@ def handled(command: Callable[P, None]) -> Callable[P, None]:
         signal.signal(signal.SIGTERM, _terminate)
         as_json = bool(kwargs.get("json"))
         try:
+            _check_memory(command.__name__)
             command(*args, **kwargs)
         except LpconvError as e:
             if VERBOSE.get():
@@ -44,8 +47,9 @@ def handled(command: Callable[P, None]) -> Callable[P, None]:
             sys.stderr.close()  # the reader of our output left; Python would complain while closing stdout
             sys.exit(141)
         except Exception as e:
-            if (lack := out_of_memory(e)) is not None:
-                _fail(lack, as_json)
+            known = out_of_memory(e) or (from_system(e) if isinstance(e, OSError) else None)
+            if known is not None:
+                _fail(known, as_json)
             traceback.print_exc()
             bug = LpconvError(
                 f"{type(e).__name__}: {e}", hint="this is a bug of lpconv; please report it with the above"
@@ -53,6 +57,17 @@ def handled(command: Callable[P, None]) -> Callable[P, None]:
             _fail(bug, as_json)
 
     return run
+
+
+def _check_memory(command: str) -> None:
+    needed, available = _LIBRARIES_MB.get(command, 0) * 10**6, available_memory()
+    if needed > available:
+        raise ResourceError(
+            f"`{command}` needs {needed / 1e6:.0f} MB of memory before it opens a model; "
+            f"{available / 1e6:.0f} MB are free",
+            hint="free some memory, or raise the limit of the container or process",
+            details={"needed_bytes": needed, "available_bytes": available},
+        )
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from lpconv.cli.options import Json, Model, Quiet, Revision
+from lpconv.cli.command import Json, Model, Quiet, Revision, print_result
 from lpconv.cli.progress import progress_for
 
 __all__ = ["inspect"]
@@ -27,8 +27,6 @@ def inspect(
     """
     from lpconv.checkpoint.resolve import resolve
     from lpconv.report.convert.terminal import render_inspect
-    from lpconv.report.terminal import show
-    from lpconv.results import json_text
 
     directory = resolve(model, revision=revision, headers_only=True).directory
     if stats:
@@ -40,4 +38,4 @@ def inspect(
         from lpconv.checkpoint.inspect import inspect as inspect_headers
 
         found = inspect_headers(directory, name=model)
-    print(json_text(found), end="") if json else show(render_inspect(found))
+    print_result(found, render_inspect, json=json)

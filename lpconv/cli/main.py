@@ -15,9 +15,9 @@ from lpconv.cli.finetune import finetune
 from lpconv.cli.handling import handled
 from lpconv.cli.inspect import inspect
 from lpconv.cli.probe import probe
+from lpconv.cli.progress import VERBOSE
 from lpconv.cli.report import report
 from lpconv.cli.restore import restore
-from lpconv.cli.verbosity import VERBOSE
 from lpconv.cli.verify import verify
 from lpconv.version import __version__
 

@@ -1,7 +1,6 @@
 """`lpconv probe`."""
 
-from lpconv.cli.command import with_options
-from lpconv.cli.options import Json, Model, Output, Quiet
+from lpconv.cli.command import Json, Model, Output, Quiet, print_result, with_options
 from lpconv.cli.progress import progress_for
 from lpconv.probe.options import ProbeOptions
 
@@ -32,16 +31,13 @@ def probe(
 
     target = output_of(output, model, "probe")
     before_probe(model, target, options)
-    from lpconv.convert.tensor_records import (
-        format_ranges,  # torch and transformers, here and below, take seconds to import
-    )
+    # torch and transformers, from here on, take seconds to import
+    from lpconv.convert.tensor_records import format_ranges
     from lpconv.probe.answers import answer
     from lpconv.probe.checkpoint import calibrate_checkpoint, probe_checkpoint
-    from lpconv.probe.output import write_output
+    from lpconv.probe.record import write_output
     from lpconv.report.probe.html import html_probe
     from lpconv.report.probe.terminal import render_probe
-    from lpconv.report.terminal import show
-    from lpconv.results import json_text
     from lpconv.scaled.disk import CALIBRATION_FILE, write_factors
 
     with progress_for(quiet=quiet) as progress:
@@ -51,10 +47,9 @@ def probe(
     write_output(target, result, html_probe(answers, format_ranges()))
     if factors is not None:
         write_factors(target, factors)
+    print_result(answers, render_probe, json=json)
     if json:
-        print(json_text(answers), end="")
         return
-    show(render_probe(answers))
     print(f"\nThe page with plots is {target / 'report.html'}.")
     if factors is not None:
         print(f"The scales of {len(factors)} edges are in {target / CALIBRATION_FILE}.")

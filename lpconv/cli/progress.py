@@ -1,18 +1,21 @@
-"""Progress bars on stderr, only where a person watches."""
+"""What a command says on stderr while it runs: progress bars only where a person watches, and lines with `-v`."""
 
 import sys
 import time
+from contextvars import ContextVar
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from lpconv.cli.verbosity import VERBOSE
 from lpconv.progress import Silent
 from lpconv.report.numbers import size_text
+
+__all__ = ["VERBOSE", "Bars", "progress_for"]
 
 if TYPE_CHECKING:
     import rich.progress
 
-__all__ = ["Bars", "progress_for"]
+# Whether `lpconv -v` was given: a line for each phase of a run, and with errors where they came from.
+VERBOSE: ContextVar[bool] = ContextVar("verbose", default=False)
 
 
 class Bars:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from lpconv.cli.options import Force, Json, Quiet
+from lpconv.cli.command import Force, Json, Quiet
 from lpconv.cli.progress import progress_for
 
 __all__ = ["restore"]

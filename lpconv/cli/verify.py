@@ -5,8 +5,7 @@ from typing import Annotated
 
 import typer
 
-from lpconv.cli.command import with_options
-from lpconv.cli.options import Json, Quiet
+from lpconv.cli.command import Json, Quiet, print_result, with_options
 from lpconv.cli.progress import progress_for
 from lpconv.convert.options import VerifyOptions
 from lpconv.errors import VerificationError
@@ -36,8 +35,7 @@ def verify(
     before_reading(Path(path))
     from lpconv.convert.verify_output import verify_output  # torch takes seconds to import
     from lpconv.report.convert.terminal import render_verify
-    from lpconv.report.terminal import show
-    from lpconv.results import json_text, to_json
+    from lpconv.results import to_json
 
     with progress_for(quiet=quiet) as progress:
         result = verify_output(
@@ -48,8 +46,7 @@ def verify(
             trust_remote_code=options.trust_remote_code,
             progress=progress,
         )
+    if result.passed or not json:  # else the error's details hold the result
+        print_result(result, render_verify, json=json)
     if not result.passed:
-        if not json:
-            show(render_verify(result))
         raise VerificationError("; ".join(result.failures), hint="do not use this output", details=to_json(result))
-    print(json_text(result), end="") if json else show(render_verify(result))

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from lpconv.checkpoint.compressed import COMPRESSED_TENSORS, LinearModules
@@ -18,24 +17,24 @@ from lpconv.checkpoint.resolve import Resolved, resolve
 from lpconv.checkpoint.source import Source, open_source
 from lpconv.checkpoint.staging import beside, check_apart
 from lpconv.checkpoint.ties import tie_candidates
+from lpconv.checkpoint.unchanged import Watch, watch, watched_files
 from lpconv.convert.files import check_convertible
+from lpconv.convert.memory import Memory, plan_memory
 from lpconv.convert.options import ConvertOptions, settings_of
 from lpconv.convert.plan import Plan, make_plan
 from lpconv.convert.policy import settings_for
-from lpconv.convert.workers import SingleThreadedTorch, buffer_bytes
+from lpconv.convert.workers import SingleThreadedTorch
 from lpconv.errors import InputError, ResourceError
 from lpconv.formats.spec import FORMATS
 from lpconv.forms.blocks import BLOCK_ELEMENTS, Workspace
 from lpconv.gates import CONVERT_GATES, Gate
-from lpconv.machine import available_memory
 from lpconv.version import __version__
 
 __all__ = ["Job", "check_disk", "disk_bytes", "estimate_seconds", "free_bytes", "identity", "prepare"]
 
-_MAX_WORKERS = 8
 _ROW = 1024  # elements, for an estimate
-# Headers, tensor records and Python's own growth beside the block buffers.
-_OVERHEAD_BYTES = 64 * 2**20
+# Seconds that no size changes, of two cores: pages and records; transformers and two small models.
+_REPORTING_S, _RUNNING_S = 0.3, 4.0
 _PIECE = 2**22  # bytes of two tensors that are compared at a time
 
 
@@ -47,11 +46,11 @@ class Job:
     output: Path
     resolved: Resolved
     contents: Contents
+    watch: Watch
     source: Source
     plan: Plan
     gates: tuple[Gate, ...]
-    workers: int
-    memory_bytes: int
+    memory: Memory
 
 
 def prepare(model: str, output: Path, options: ConvertOptions, *, headers_only: bool = False) -> Job:
@@ -61,9 +60,9 @@ def prepare(model: str, output: Path, options: ConvertOptions, *, headers_only: 
     gates = tuple(map(CONVERT_GATES.parse, options.gates))
     resolved = resolve(model, revision=options.revision, headers_only=headers_only)
     contents = read_contents(resolved.directory)
+    watched = watch(contents.directory, watched_files(contents))
     check_convertible(contents)
     check_apart(resolved.directory, output)
-    workers, memory = _workers_and_memory(options)
     linears = _linears(contents, options)
     source = open_source(contents)
     try:
@@ -75,6 +74,7 @@ def prepare(model: str, output: Path, options: ConvertOptions, *, headers_only: 
             metadata={"lpconv": __version__, "method": method.name},
             linears=linears,
         )
+        memory = plan_memory(made, contents, gates)
     except BaseException:
         source.close()
         raise
@@ -83,11 +83,11 @@ def prepare(model: str, output: Path, options: ConvertOptions, *, headers_only: 
         output=output,
         resolved=resolved,
         contents=contents,
+        watch=watched,
         source=source,
         plan=made,
         gates=gates,
-        workers=workers,
-        memory_bytes=memory,
+        memory=memory,
     )
 
 
@@ -131,24 +131,6 @@ def _linears(contents: Contents, options: ConvertOptions) -> LinearModules | Non
     return linear_modules(contents)
 
 
-def _workers_and_memory(options: ConvertOptions) -> tuple[int, int]:
-    """Worker threads, and the bytes of memory that the run will take with them."""
-    base = psutil.Process().memory_info().rss + _OVERHEAD_BYTES
-    available = base + available_memory()
-    budget = min(options.max_memory or available, available)
-    workers = options.workers or min(len(os.sched_getaffinity(0)), _MAX_WORKERS)
-    while workers > 1 and base + buffer_bytes(workers) > budget:
-        workers -= 1
-    needed = base + buffer_bytes(workers)
-    if needed > budget:
-        raise ResourceError(
-            f"the conversion needs {needed / 1e6:.0f} MB of memory, {budget / 1e6:.0f} MB are allowed",
-            hint="raise --max-memory" if options.max_memory else "free some memory",
-            details={"needed_bytes": needed, "budget_bytes": budget},
-        )
-    return workers, needed
-
-
 def disk_bytes(job: Job) -> int:
     """Bytes that the output will take."""
     side = sum((job.contents.directory / n).stat().st_size for n in job.contents.side_files)
@@ -188,8 +170,16 @@ def identity(job: Job) -> dict[str, Any]:
     }
 
 
-def estimate_seconds(plan: Plan, workers: int) -> float:
-    """Processor time of the plan at the speed measured on one block now, divided by the workers; no disk in it."""
+def estimate_seconds(job: Job) -> float:
+    """What the run will take after lpconv's own start, where nothing waits for a disk.
+
+    Processor time of the plan at the speed measured on one block now, divided by the workers, and what is fixed.
+    """
+    running = _RUNNING_S if job.memory.no_logits is None else 0.0
+    return _REPORTING_S + running + _encoding_seconds(job.plan, job.memory.workers)
+
+
+def _encoding_seconds(plan: Plan, workers: int) -> float:
     work, x = Workspace(), torch.randn(BLOCK_ELEMENTS)
     shape, fmt = (BLOCK_ELEMENTS // _ROW, _ROW), FORMATS[plan.options.format or ""]
     form = plan.form.of("block", shape, fmt, settings_for(plan.options, plan.method))

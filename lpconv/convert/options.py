@@ -153,7 +153,7 @@ class ConvertOptions:
     ] = ()
     revision: Revision = None
     max_memory: Annotated[
-        int | None, size_option("Bound of the buffers, such as 4GB", default="what is free", panel=_HOW)
+        int | None, size_option("Bound of the whole run, such as 4GB", default="what is free", panel=_HOW)
     ] = None
     workers: Annotated[
         int | None, Option(panel=_HOW, help="Number of encoder threads", default="cores, at most 8", least=1)

@@ -35,8 +35,10 @@ __all__ = [
 
 def source_record(job: Job) -> SourceRecord:
     """The source with the sizes of its weight files, and the hashes that a hub promised and they were found to have."""
-    sizes = {f: (job.contents.directory / f).stat().st_size for f in job.contents.weight_files}
-    files = tuple(FileRecord(name=f, size_bytes=s, sha256=job.resolved.sha256.get(f)) for f, s in sizes.items())
+    files = tuple(
+        FileRecord(name=f, size_bytes=job.watch.size_bytes(f), sha256=job.resolved.sha256.get(f))
+        for f in job.contents.weight_files
+    )
     return SourceRecord(name=job.name, resolved=job.resolved.resolved, revision=job.resolved.revision, files=files)
 
 
@@ -93,6 +95,10 @@ def tensor_warnings(tensors: Sequence[TensorRecord]) -> tuple[str, ...]:
 
 
 def peak_rss_bytes() -> int:
-    """Peak resident memory of this process: kibibytes on Linux, bytes on macOS."""
+    """Peak resident memory of this process."""
+    status = Path("/proc/self/status")
+    if status.exists():  # what getrusage says includes the process that started this one
+        lines = dict(line.split(":", 1) for line in status.read_text(encoding="utf-8").splitlines())
+        return int(lines["VmHWM"].split()[0]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return peak if sys.platform == "darwin" else peak * 1024  # bytes there, kibibytes elsewhere

@@ -13,8 +13,10 @@ import torch
 from lpconv.checkpoint.contents import Contents, read_contents
 from lpconv.checkpoint.header import DTYPE_BITS, TensorInfo, encode_header
 from lpconv.checkpoint.partfile import PartFile, write_small
+from lpconv.checkpoint.residual import find_residual
 from lpconv.checkpoint.source import TORCH_DTYPES
 from lpconv.checkpoint.staging import MARKER, Staging, check_apart
+from lpconv.checkpoint.unchanged import watch, watched_files
 from lpconv.convert.files import copy_side_files, model_side_files, weight_index
 from lpconv.convert.reader import OutputReader, read_provenance
 from lpconv.forms.blocks import block_ranges
@@ -34,9 +36,11 @@ def restore(directory: Path, output: Path, *, force: bool, progress: Progress) -
     check_apart(directory, output)
     provenance = read_provenance(directory)
     contents = read_contents(directory)
+    watched = watch(directory, [MARKER, *watched_files(contents), *_residual_files(directory)])
     with (
         OutputReader.from_directory(directory) as reader,
         Staging(output, {"restore": str(directory)}, resume=False, force=force) as staging,
+        staging.discarded_on_failure(),
     ):
         records = list(reader.records.values())
         exact = all(_is_exact(r) for r in records if r.action == "convert")
@@ -56,6 +60,7 @@ def restore(directory: Path, output: Path, *, force: bool, progress: Progress) -
             staging.directory, contents, model_side_files(contents), renamed={"README.source.md": "README.md"}
         )
         write_small(staging.directory / MARKER, ordered_json_text(_origin(provenance, exact=exact)))
+        watched.check()
         staging.publish()
     return RestoreResult(
         path=str(directory),
@@ -65,6 +70,11 @@ def restore(directory: Path, output: Path, *, force: bool, progress: Progress) -
         num_tensors=len(records),
         files=tuple(files),
     )
+
+
+def _residual_files(directory: Path) -> tuple[str, ...]:
+    found = find_residual(directory)
+    return found.files if found else ()
 
 
 def _is_exact(record: TensorRecord) -> bool:

@@ -8,6 +8,7 @@ from lpconv.checkpoint.partfile import write_small
 from lpconv.checkpoint.staging import Staging
 from lpconv.convert.apply import Engine
 from lpconv.convert.files import CARD, copy_side_files, model_side_files, write_metadata, write_provenance, write_sums
+from lpconv.convert.finished import finished
 from lpconv.convert.job import Job, check_disk, disk_bytes, estimate_seconds, free_bytes, identity, prepare
 from lpconv.convert.options import ConvertOptions, command_line
 from lpconv.convert.provenance import (
@@ -53,11 +54,11 @@ def plan(model: str, output: Path, options: ConvertOptions) -> PlanResult:
             bytes=ByteCounts(read=job.plan.bytes_in, written=job.plan.bytes_out),
             shards=tuple(FileRecord(name=f.name, size_bytes=f.size_bytes) for f in job.plan.files),
             side_files=job.contents.side_files,
-            memory_bytes=job.memory_bytes,
+            memory_bytes=job.memory.needed_bytes,
             disk_bytes=disk_bytes(job),
             disk_free_bytes=free_bytes(output),
-            seconds=estimate_seconds(job.plan, job.workers),
-            workers=job.workers,
+            seconds=estimate_seconds(job),
+            workers=job.memory.workers,
             warnings=plan_warnings(job.plan),
         )
     finally:
@@ -78,9 +79,14 @@ def convert(
     if job.resolved.revision is not None:
         progress.message(f"{model} is {job.resolved.resolved} at {job.resolved.revision}")
     try:
+        done = finished(job, progress) if options.resume else None
+        if done is not None:
+            progress.message(f"`{output}` is complete: there is nothing to resume")
+            return done
         check_disk(job)
         with Staging(output, identity(job), resume=options.resume, force=options.force) as staging:
             result = _carry_out(job, staging, progress, command, started)
+            job.watch.check()
             if not result.verify.passed:
                 kept = staging.set_aside()
                 raise VerificationError(
@@ -140,7 +146,7 @@ def _write_weights(
     done = {line["shard"]: line for line in staging.done}
     progress.start("converting", sum(s.bytes_read for s in job.plan.shards))
     with SingleThreadedTorch():
-        engine = Engine(job.source, workers=job.workers, progress=progress)
+        engine = Engine(job.source, workers=job.memory.workers, progress=progress)
         try:
             for shard in job.plan.shards:
                 name = shard.root.name

@@ -22,9 +22,6 @@ from lpconv.results import (
 
 __all__ = ["verify_written"]
 
-# Up to this many weight bytes `--verify auto` also runs both models.
-_AUTO_LOGITS_BYTES = 2 * 10**9
-
 
 def verify_written(job: Job, directory: Path, tensors: Sequence[TensorRecord], progress: Progress) -> VerifyResult:
     """Check the files in `directory` as the job's options ask, and its gates."""
@@ -73,7 +70,7 @@ def _weights_check(tensors: Sequence[TensorRecord], count: int, mismatched: tupl
 def _logits(job: Job, directory: Path, level: str) -> LogitsCheck:
     """Run both models, or say why not. What was asked for explicitly must run; `auto` may skip."""
     automatic = level == "auto" and not needs_logits(job.gates)
-    skip = _reason_to_skip(job) if automatic else None
+    skip = job.memory.no_logits if automatic else None
     if skip is not None:
         return LogitsCheck(skipped=skip)
     from lpconv.convert.logits import check_logits, check_model  # transformers takes seconds to import
@@ -102,13 +99,3 @@ def _logits(job: Job, directory: Path, level: str) -> LogitsCheck:
             unsupported = UnsupportedError(f"the model could not be run: {text}", hint="use --verify weights")
             raise out_of_memory(e) or unsupported from e
         return LogitsCheck(skipped=f"the model could not be run: {text}")
-
-
-def _reason_to_skip(job: Job) -> str | None:
-    if job.plan.bytes_in > _AUTO_LOGITS_BYTES:
-        return f"{job.plan.bytes_in / 1e9:.1f} GB of weights are more than `--verify auto` runs; use --verify logits"
-    if "auto_map" in job.contents.config and not job.plan.options.trust_remote_code:
-        return "the checkpoint brings its own code, which needs --trust-remote-code"
-    if "model_type" not in job.contents.config:
-        return "config.json names no model_type"
-    return None

@@ -15,6 +15,7 @@ from lpconv.checkpoint.contents import Contents, read_contents
 from lpconv.checkpoint.partfile import sha256_of, write_error, write_small
 from lpconv.checkpoint.resolve import Resolved, resolve
 from lpconv.checkpoint.staging import MARKER, Staging, check_apart, read_marker
+from lpconv.checkpoint.unchanged import watch, watched_files
 from lpconv.convert.files import LOADER, copy_side_files, model_side_files
 from lpconv.convert.provenance import public_source, versions
 from lpconv.errors import VerificationError
@@ -46,6 +47,7 @@ def export_onnx(model: str, output: Path, options: ExportOptions, *, progress: P
     started = time.perf_counter()
     resolved = resolve(model, revision=options.revision)
     contents = read_contents(resolved.directory)
+    watched = watch(contents.directory, watched_files(contents))
     check_exportable(contents)
     check_apart(resolved.directory, output)
     opset = choose_opset(options.opset, has_fp8=has_fp8(contents))
@@ -55,6 +57,7 @@ def export_onnx(model: str, output: Path, options: ExportOptions, *, progress: P
         result = _write_model(staging.directory, source, contents, options, opset, progress or Silent())
         result = dataclasses.replace(result, output=str(output), seconds=time.perf_counter() - started)
         _write_side_files(staging.directory, contents, result)
+        watched.check()
         staging.publish()
     return result
 

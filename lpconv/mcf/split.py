@@ -78,7 +78,6 @@ class Residual:
     merge: Merge
     hi_dtype: torch.dtype
     dtype: torch.dtype
-    safetensors: str
     relative_bound: float
     absolute_bound: float
 
@@ -169,12 +168,12 @@ RESIDUALS: dict[str, Residual] = {
     r.name: r
     for r in (
         Residual(name="bf16", split=split_bf16, merge=merge_bf16, hi_dtype=torch.bfloat16, dtype=torch.bfloat16,
-                 safetensors="BF16", relative_bound=2.0**-17, absolute_bound=2.0**-134),
+                 relative_bound=2.0**-17, absolute_bound=2.0**-134),
         Residual(name="exact16", split=split_exact16, merge=merge_exact16, hi_dtype=torch.bfloat16, dtype=torch.int16,
-                 safetensors="I16", relative_bound=0.0, absolute_bound=0.0),
+                 relative_bound=0.0, absolute_bound=0.0),
         Residual(name="int8", split=split_int8, merge=merge_int8, hi_dtype=torch.bfloat16, dtype=torch.int8,
-                 safetensors="I8", relative_bound=2.0**-16, absolute_bound=2.0**-142),
+                 relative_bound=2.0**-16, absolute_bound=2.0**-142),
         Residual(name="fp16", split=split_fp16, merge=merge_fp16, hi_dtype=torch.float16, dtype=torch.float16,
-                 safetensors="F16", relative_bound=2.0**-23, absolute_bound=2.0**-36),
+                 relative_bound=2.0**-23, absolute_bound=2.0**-36),
     )
 }  # fmt: skip

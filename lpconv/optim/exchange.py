@@ -48,7 +48,7 @@ def start_from_checkpoint(optimizer: LowPrecisionOptimizer, model: nn.Module, di
             raise InputError(
                 f"`{directory}` has no Collage residual", hint="make one with `lpconv convert MODEL --method collage`"
             )
-        for name in stored.with_residual & by_name.keys():
+        for name in sorted(stored.with_residual & by_name.keys()):
             value = stored.tensor(name)
             _check_shape(name, by_name[name], value)
             _set_fp32(optimizer, by_name[name], value)

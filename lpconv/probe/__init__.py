@@ -19,11 +19,9 @@ if TYPE_CHECKING:
         calibrate_checkpoint as calibrate_checkpoint,
         probe_checkpoint as probe_checkpoint,
     )
-    from lpconv.probe.histograms import ProbedTensor as ProbedTensor, ProbeResult as ProbeResult
     from lpconv.probe.lca import LossChange as LossChange, by_layer as by_layer, summarise as summarise
     from lpconv.probe.options import ProbeOptions as ProbeOptions
-    from lpconv.probe.output import read_probe as read_probe
-    from lpconv.probe.run import probe as probe
-    from lpconv.probe.track import Tracker as Tracker, track as track
+    from lpconv.probe.record import ProbedTensor as ProbedTensor, ProbeResult as ProbeResult, read_probe as read_probe
+    from lpconv.probe.track import Tracker as Tracker, probe as probe, track as track
 
 __all__ = lazily(__name__)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from lpconv.errors import UsageError
 from lpconv.formats.histogram import Rates
 from lpconv.formats.spec import get_format
-from lpconv.probe.histograms import GRADIENT_ROLES, ProbedTensor, ProbeResult
+from lpconv.probe.record import GRADIENT_ROLES, ProbedTensor, ProbeResult
 from lpconv.report.numbers import ROLE_WORDS
 from lpconv.results import LossScaleRecord
 

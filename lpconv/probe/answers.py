@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from lpconv.errors import UnsupportedError
 from lpconv.formats.spec import BLOCK_FORMATS, get_format
 from lpconv.probe.advice import Fit, assess, fits, recommend_loss_scale, sentence, what_if
-from lpconv.probe.histograms import GRADIENT_ROLES, ROLES, ProbedTensor, ProbeResult
+from lpconv.probe.record import GRADIENT_ROLES, ROLES, ProbedTensor, ProbeResult
 from lpconv.report.numbers import ROLE_WORDS
 from lpconv.results import FormatRates, LossScaleRecord, ProbedRecord, ProbeReport
 

@@ -22,9 +22,9 @@ from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import CLM, MLM, NONE, Task
 from lpconv.models.tokenizer import read_tokenizer
 from lpconv.probe.batches import MASK_RATE, Batches, Tokens, random_tokens, tokenize
-from lpconv.probe.histograms import ProbeResult
 from lpconv.probe.options import ProbeOptions
-from lpconv.probe.run import model_loss, probe, target_loss
+from lpconv.probe.record import ProbeResult
+from lpconv.probe.track import model_loss, probe, target_loss
 from lpconv.progress import Progress, Silent
 from lpconv.scaled import EdgeFactors, calibrate, scaled
 from lpconv.version import __version__

@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 
 from lpconv.errors import UsageError
 from lpconv.probe.intended import intended_updates, kept_value
-from lpconv.probe.run import model_loss
+from lpconv.probe.track import model_loss
 from lpconv.scaled.tensor import ScaledTensor
 
 __all__ = ["Allocation", "LossChange", "LossChangeStep", "by_layer", "summarise"]

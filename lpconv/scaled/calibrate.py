@@ -2,19 +2,24 @@
 
 Theory assumes independent unit inputs; trained weights and real data are neither. Here an edge is the output of a
 module with a weight. Its RMS and that of its gradient are measured, and a power of two per direction is written down
-that brings the data of both near 1. Scales are bookkeeping, so any choice keeps values and gradients exact: the rule
-that all paths between two nodes carry the same product of factors (unit scaling §5.1) holds by construction.
+that brings the data of both near 1. Where the input of a linear layer holds outliers that e4m3fn would clip at that
+scale, it has a power of two of its own, which leaves them twice the room. Scales are bookkeeping, so any choice keeps
+values and gradients exact: the rule that all paths between two nodes carry the same product of factors (unit scaling
+§5.1) holds by construction.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from transformers.pytorch_utils import Conv1D
 
 from lpconv.errors import UsageError
-from lpconv.formats.scale import pow2_floor, rms
+from lpconv.formats.scale import amax, pow2_ceil, pow2_floor, rms
+from lpconv.formats.spec import get_format
 from lpconv.layers import weighted
 from lpconv.scaled import ops
 from lpconv.scaled.model import scaling_of
@@ -24,12 +29,17 @@ from lpconv.scaled.tensor import ScaledTensor
 __all__ = ["EdgeFactors", "apply_factors", "calibrate", "edges", "own_loss"]
 
 
+_LARGEST = get_format("e4m3fn").max
+_HEADROOM = 2.0  # over the largest magnitude measured
+
+
 @dataclass(frozen=True, kw_only=True)
 class EdgeFactors:
-    """What multiplies the scale of an edge's output, and of its gradient: powers of two."""
+    """What multiplies the scale of an edge's output, of its gradient, and of a linear layer's input: powers of two."""
 
     forward: float = 1.0
     backward: float = 1.0
+    input: float = 1.0
 
 
 def edges(model: nn.Module) -> dict[str, nn.Module]:
@@ -60,17 +70,25 @@ def calibrate(
     if not kept:
         raise UsageError("calibration needs at least one batch", hint="pass a few labelled batches")
     measured: dict[tuple[str, str], list[float]] = {}
-    _run(model, kept, loss, lambda name, side, x: measured.setdefault((name, side), []).append(_rms(x)))
-    targets = {edge: _scale_of(sizes) for edge, sizes in measured.items()}
+    _run(model, kept, loss, lambda name, side, x: measured.setdefault((name, side), []).append(_size(side, x)))
+    targets = {edge: _scale_of(sizes) for edge, sizes in measured.items() if edge[1] != "input"}
     factors: dict[tuple[str, str], float] = {}
 
     def settle(name: str, side: str, x: ScaledTensor) -> float:
-        factors[name, side] = targets[name, side] / _static(x.scale)
+        if side == "input":
+            over = _HEADROOM * max(measured[name, side]) / (_LARGEST * _static(x.scale))
+            factors[name, side] = pow2_ceil(over) if over > 1 else 1.0
+        else:
+            factors[name, side] = targets[name, side] / _static(x.scale)
         return factors[name, side]
 
     _run(model, kept[:1], loss, settle)
     found = {
-        name: EdgeFactors(forward=factors[name, "forward"], backward=factors.get((name, "backward"), 1.0))
+        name: EdgeFactors(
+            forward=factors[name, "forward"],
+            backward=factors.get((name, "backward"), 1.0),
+            input=factors.get((name, "input"), 1.0),
+        )
         for name in edges(model)
         if (name, "forward") in factors
     }
@@ -85,10 +103,17 @@ def apply_factors(model: nn.Module, factors: Mapping[str, EdgeFactors]) -> None:
         if name not in known:
             raise UsageError(f"the model has no edge `{name}`", hint="use factors of the same architecture")
         known[name].register_forward_hook(_recentred(edge))
+        if edge.input != 1.0:
+            known[name].register_forward_pre_hook(functools.partial(_recentred_input, factor=edge.input))
 
 
 def _recentred(edge: EdgeFactors) -> Callable[[nn.Module, Any, Any], Any]:
     return lambda _, __, out: ops.recentre(out, edge.forward, edge.backward) if isinstance(out, ScaledTensor) else out
+
+
+def _recentred_input(module: nn.Module, args: tuple[Any, ...], *, factor: float) -> tuple[Any, ...]:
+    x = args[0]
+    return (ops.recentre(x, factor, 1.0) if isinstance(x, ScaledTensor) else x, *args[1:])
 
 
 def _run(
@@ -107,7 +132,17 @@ def _run(
             out.register_hook(lambda grad: ops.recentre(grad, visit(name, "backward", grad) or 1.0, 1.0))
         return out
 
+    def on_input(module: nn.Module, args: tuple[Any, ...], name: str) -> tuple[Any, ...]:
+        if isinstance(args[0], ScaledTensor):
+            return _recentred_input(module, args, factor=visit(name, "input", args[0]) or 1.0)
+        return args
+
     handles: list[RemovableHandle] = [
+        module.register_forward_pre_hook(lambda m, args, name=name: on_input(m, args, name))
+        for name, module in edges(model).items()
+        if isinstance(module, (nn.Linear, Conv1D))
+    ]
+    handles += [
         module.register_forward_hook(lambda _, __, out, name=name: on_output(name, out))
         for name, module in edges(model).items()
     ]
@@ -120,8 +155,9 @@ def _run(
         model.zero_grad()
 
 
-def _rms(x: ScaledTensor) -> float:
-    return float(rms(x.data_part)) * _static(x.scale)
+def _size(side: str, x: ScaledTensor) -> float:
+    """The RMS of an output or gradient, the largest magnitude of an input."""
+    return float((amax if side == "input" else rms)(x.data_part)) * _static(x.scale)
 
 
 def _scale_of(sizes: list[float]) -> float:

@@ -71,9 +71,15 @@ def from_disk(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 def write_factors(directory: Path, factors: Mapping[str, EdgeFactors]) -> None:
     """Keep what `calibrate` returned beside a checkpoint, as exponents of two."""
-    exponents = {name: [_exponent(edge.forward), _exponent(edge.backward)] for name, edge in factors.items()}
+    exponents = {name: _exponents(edge) for name, edge in factors.items()}
     document = {"schema_version": 1, "kind": "calibration", "exponents": exponents}
     write_small(directory / CALIBRATION_FILE, json.dumps(document, indent=1) + "\n")
+
+
+def _exponents(edge: EdgeFactors) -> list[int]:
+    """Of output and gradient, and of the input where it has a factor."""
+    powers = (edge.forward, edge.backward, *([edge.input] if edge.input != 1 else []))
+    return [_exponent(power) for power in powers]
 
 
 def _exponent(power: float) -> int:
@@ -89,10 +95,11 @@ def read_factors(directory: Path) -> dict[str, EdgeFactors]:
         raise InputError(f"`{path}` is no calibration", hint="write it again with `lpconv probe MODEL --calibrate`")
     factors = {}
     for name, pair in exponents.items():
-        if not (isinstance(pair, list) and len(pair) == 2 and all(type(e) is int and abs(e) <= 126 for e in pair)):
+        if not (isinstance(pair, list) and len(pair) in (2, 3) and all(type(e) is int and abs(e) <= 126 for e in pair)):
             raise InputError(
                 f"`{path}`: the exponents of `{name}` are {pair}",
-                hint="two whole numbers from -126 to 126 are expected; write the file again",
+                hint="two or three whole numbers from -126 to 126 are expected; write the file again",
             )
-        factors[name] = EdgeFactors(forward=math.ldexp(1.0, pair[0]), backward=math.ldexp(1.0, pair[1]))
+        powers = [math.ldexp(1.0, e) for e in pair]
+        factors[name] = EdgeFactors(**dict(zip(("forward", "backward", "input"), powers, strict=False)))
     return factors

@@ -171,11 +171,13 @@ def scaling_of(model: nn.Module) -> Scaling | None:
 
 
 def fallbacks(model: nn.Module) -> dict[str, int]:
-    """How often each op without a rule was computed on values, and how often a static scale was clamped."""
+    """What was not exact, the most frequent first: ops without a rule that were computed on values, static scales that
+    were clamped, and operand elements that saturated (counted on a CPU) where a scale does not follow the largest.
+    """
     scaling = scaling_of(model)
     if scaling is None:
         raise UsageError("the model is not scaled", hint="call lpconv.scaled.scaled(model) first")
-    return dict(scaling.numerics.counts)
+    return dict(scaling.numerics.counts.most_common())
 
 
 def unscaled_state_dict(model: nn.Module) -> dict[str, Tensor]:

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from lpconv.probe.lca import LossChange, LossChangeStep, by_layer, summarise
 from lpconv.results import LayerChange, LossAllocation, from_json, to_json
-from lpconv.train.recipes import Arithmetic
 
-__all__ = ["NUM_COPIES", "PROBE_BATCHES", "LossWatch", "loss_allocation", "why_not_allotted"]
+__all__ = ["NUM_COPIES", "PROBE_BATCHES", "LossWatch", "loss_allocation"]
 
 PROBE_BATCHES = 2
 NUM_COPIES = 14  # of the parameters in fp32, the twin and its gradients among them, while a step is measured
@@ -46,13 +45,6 @@ class LossWatch:
         self.seconds += time.perf_counter() - started
         row: dict[str, Any] = to_json(dataclasses.replace(found, step=step))
         return row
-
-
-def why_not_allotted(arithmetic: Arithmetic) -> str | None:
-    """Why the steps of a run cannot be followed; None where they can."""
-    if arithmetic.is_scaled and arithmetic.variant is not None:
-        return f"optimizer `{arithmetic.optimizer}` steps on the data of scaled weights, not on the model's parameters"
-    return None
 
 
 def loss_allocation(rows: Iterable[Mapping[str, Any]]) -> LossAllocation | None:

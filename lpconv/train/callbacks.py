@@ -12,8 +12,8 @@ from lpconv.optim.diagnostics import combine
 from lpconv.progress import Progress
 from lpconv.results import to_json
 from lpconv.train.allot import LossWatch
+from lpconv.train.folder import Metrics
 from lpconv.train.memory import StepMemory
-from lpconv.train.metrics import Metrics
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.trainer import LowPrecisionTrainer
 from lpconv.train.watch import Watch

@@ -104,7 +104,7 @@ class StepMemory:
             else:
                 self._kept_bytes = _kept_bytes(self.model, optimizer)
                 self._profile = self._stack.enter_context(
-                    profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
+                    profile(activities=[ProfilerActivity.CPU], profile_memory=True)
                 )
         elif step == _FIRST + 1 and self._peak_bytes:
             self._tracker = MemTracker()

@@ -23,8 +23,8 @@ from lpconv.scaled import apply_factors, calibrate, fallbacks, saved_bytes, scal
 from lpconv.train.allot import NUM_COPIES, PROBE_BATCHES, LossWatch, loss_allocation
 from lpconv.train.callbacks import Recorder, Timetable
 from lpconv.train.examples import Collator, Examples, Stream
+from lpconv.train.folder import Metrics, median_step_time
 from lpconv.train.memory import StepMemory, check_room, explained, weight_bytes
-from lpconv.train.metrics import Metrics, median_step_time
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.prepare import Prepared, prepare
 from lpconv.train.processes import backend, num_processes
@@ -117,6 +117,8 @@ def train_one(job: TrainingJob, work: Work, progress: Progress) -> Finished:
         if job.options.calibrate and work.arithmetic.method == "unit":
             _calibrate(job, work, prepared.model)
         if job.options.compile:
+            # In place, so that its class, names and checkpoints stay; Trainer's `torch_compile` wraps it, and sets an
+            # environment variable that later runs of a process would obey.
             prepared.model.compile()
         checkpoint = get_last_checkpoint(str(work.folder)) if work.folder.is_dir() else None
         done = int(checkpoint.rpartition("-")[2]) if checkpoint else 0

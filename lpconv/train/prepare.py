@@ -7,18 +7,66 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lpconv.kernels.linear import E5M2_LINEAR, use_recipe
 from lpconv.loss_scale import LossScale, make_loss_scale
 from lpconv.optim import LowPrecisionAdamW, fp32_state_dict, start_from_fp32
-from lpconv.scaled import AdamW, ScaledTensor, adaptive_scaling, scaled
+from lpconv.scaled import AdamW, HyperParameters, ScaledTensor, adaptive_scaling, equivalent, scaled
 from lpconv.scaled.places import heads
 from lpconv.train.options import FinetuneOptions
-from lpconv.train.pairs import ScaledLowPrecisionAdamW
 from lpconv.train.recipes import Arithmetic
 
-__all__ = ["Prepared", "prepare"]
+__all__ = ["Prepared", "ScaledLowPrecisionAdamW", "prepare"]
+
+
+class ScaledLowPrecisionAdamW(LowPrecisionAdamW):
+    """`LowPrecisionAdamW` for a model of `lpconv.scaled` whose data are bf16; arguments and variants are its own.
+
+    `start` holds the fp32 values of the source model: what bf16 drops of them goes to the low parts at once. One
+    parameter group per scale, so that schedulers work; `group["scale"]` gives lr back as lr·scale.
+    """
+
+    def __init__(
+        self, model: nn.Module, start: Mapping[str, Tensor], *, lr: float, weight_decay: float, **options: Any
+    ) -> None:
+        self.model = model
+        self._scaled: dict[str, ScaledTensor] = {}
+        data = {}
+        for name, p in model.named_parameters():
+            if p.requires_grad:
+                assert isinstance(p, ScaledTensor)
+                self._scaled[name] = p
+                data[name] = nn.Parameter(p.data_part)  # shares the memory
+        self.data = nn.ParameterDict({name.replace(".", "/"): x for name, x in data.items()})
+        source = HyperParameters(lr=lr, weight_decay=weight_decay)
+        groups = []
+        for scale in sorted({float(p.scale) for p in self._scaled.values()}):
+            mapped = equivalent("adamw", source, weight_scale=scale)
+            params = [(name, data[name]) for name, p in self._scaled.items() if p.scale == scale]
+            groups.append({"params": params, "lr": mapped.lr, "weight_decay": mapped.weight_decay, "scale": scale})
+        super().__init__(groups, lr=lr, weight_decay=weight_decay, **options)
+        values = {name.replace(".", "/"): start[name] / p.scale for name, p in self._scaled.items()}
+        start_from_fp32(self, self.data, values)
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """As `LowPrecisionAdamW.step`; gradients of any scale enter as bf16 values."""
+        for name, p in self._scaled.items():
+            grad = p.grad
+            values = grad.dequantize(torch.bfloat16) if isinstance(grad, ScaledTensor) else grad
+            self.data[name.replace(".", "/")].grad = None if values is None else values.to(torch.bfloat16)
+        return super().step() if closure is None else super().step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Of the model's parameters and of the data they share."""
+        super().zero_grad(set_to_none)
+        self.model.zero_grad(set_to_none)
+
+    def values(self) -> dict[str, Tensor]:
+        """The trained parameters in fp32 by their names in the model, exactly as kept."""
+        kept = fp32_state_dict(self, self.data)
+        return {name: kept[name.replace(".", "/")] * p.scale for name, p in self._scaled.items()}
+
 
 _AUTOCAST = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 
@@ -67,7 +115,7 @@ def prepare(model: Any, arithmetic: Arithmetic, options: FinetuneOptions, *, see
         settings |= {"variant": arithmetic.variant, "seed": seed, "diagnostics_every": options.every("track"),
                      "compiled": compiled}  # fmt: skip
     if arithmetic.is_scaled:
-        return _scaled(model, arithmetic, settings, options.critical)
+        return _scaled(model, arithmetic, settings, options)
     if arithmetic.loss_scale == "adaptive":
         adaptive_scaling(model, compute=arithmetic.precision)
         return Prepared(model=model, make_optimizer=lambda: torch.optim.AdamW(model.parameters(), **settings))
@@ -84,12 +132,15 @@ def prepare(model: Any, arithmetic: Arithmetic, options: FinetuneOptions, *, see
     )
 
 
-def _scaled(model: Any, arithmetic: Arithmetic, settings: dict[str, Any], critical: tuple[str, ...]) -> Prepared:
-    """Scaled parameters, kept in fp32 by `scaled.AdamW` or as the variant says."""
+def _scaled(model: Any, arithmetic: Arithmetic, settings: dict[str, Any], options: FinetuneOptions) -> Prepared:
+    """Scaled parameters, kept in fp32 by `scaled.AdamW` or as the variant says; calibrated scales are static."""
     start: dict[str, Tensor] = {name: p.detach() for name, p in model.named_parameters()}
     has_fp16_state = arithmetic.optimizer == "fp16-state"
     places = ("layernorm_grad", "weight_grad") if arithmetic.method == "scalify" and has_fp16_state else None
-    scaled(model, method=arithmetic.method, compute=arithmetic.precision, rescale=places, critical=critical)
+    scaled(
+        model, method=arithmetic.method, compute=arithmetic.precision, rescale=places, critical=options.critical,
+        operand_scale="static" if options.calibrate else "tensor",
+    )  # fmt: skip
     if arithmetic.variant is not None:
         return Prepared(model=model, make_optimizer=lambda: ScaledLowPrecisionAdamW(model, start, **settings))
     state_dtype = torch.float16 if has_fp16_state else torch.float32

@@ -35,12 +35,13 @@ def publish_model(output: Path, source: Path, finished: Finished, form: tuple[st
     trained = output / "runs" / "trained"
     shutil.rmtree(trained, ignore_errors=True)
     values = finished.prepared.values(finished.optimizer)
-    if (method, format) == ("plain", "bf16"):
-        values = _rounded(values)
+    is_bf16 = form == ("plain", "bf16")
     model = finished.prepared.model
-    model.config.dtype = torch.bfloat16 if format == "bf16" and method == "plain" else torch.float32
     with quiet_transformers():
-        model.save_pretrained(trained, state_dict=values)
+        model.save_pretrained(trained, state_dict=_rounded(values) if is_bf16 else values)
+        # Which has named the dtype that the model was trained in, and not that of `values`.
+        model.config.dtype = torch.bfloat16 if is_bf16 else torch.float32
+        model.config.save_pretrained(trained)
     contents = read_contents(source)
     copy_side_files(trained, contents, (n for n in model_side_files(contents) if n not in _NOT_COPIED), renamed={})
     if method == "plain":

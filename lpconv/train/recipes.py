@@ -144,7 +144,7 @@ RECIPES: dict[str, Recipe] = {
     ),
     "unit-fp8": Recipe(
         arithmetic=Arithmetic(precision="fp8", method="unit"),
-        purpose="unit scaling: e4m3 products, e5m2 gradients, no loss scale, no amax pass",
+        purpose="unit scaling: e4m3 products, e5m2 gradients, no loss scale",
     ),
     "scalify-fp8": Recipe(
         arithmetic=Arithmetic(precision="fp8", method="scalify", optimizer="fp16-state"),

@@ -16,7 +16,7 @@ from lpconv.checkpoint.partfile import write_small
 from lpconv.checkpoint.resolve import resolve
 from lpconv.checkpoint.source import open_source
 from lpconv.convert.provenance import versions
-from lpconv.errors import InputError, UnsupportedError, UsageError
+from lpconv.errors import InputError, UsageError
 from lpconv.gates import FINETUNE_GATES
 from lpconv.models.inputs import sequence_length, vocabulary_size
 from lpconv.models.opening import read_config
@@ -26,17 +26,13 @@ from lpconv.progress import Progress, Silent
 from lpconv.report.finetune.html import html_finetune
 from lpconv.report.finetune.words import finetune_card
 from lpconv.results import FinetuneResult, RunRecord, json_text, to_json
-from lpconv.train.allot import why_not_allotted
-from lpconv.train.compare import gaps
-from lpconv.train.compiled import check_compile
+from lpconv.train.checks import check_compile, check_lca, check_loggers, check_processes
 from lpconv.train.examples import classification, packed, sequence_pairs
-from lpconv.train.folder import REPORT, begin_folder, remove_checkpoints, run_folder
-from lpconv.train.gates import parse_gates
-from lpconv.train.loggers import check_loggers
+from lpconv.train.folder import REPORT, begin_folder, read_finished, remove_checkpoints, run_folder, write_finished
 from lpconv.train.memory import check_room, weight_bytes
-from lpconv.train.metrics import read_finished, write_finished
 from lpconv.train.one import CALIBRATION_BATCHES, Finished, TrainingJob, Work, train_one
 from lpconv.train.options import FinetuneOptions, check_options
+from lpconv.train.outcome import gaps, parse_gates
 from lpconv.train.processes import is_main_process, num_processes, wait_for_all
 from lpconv.train.publish import form_of, publish_model, write_checksums
 from lpconv.train.recipes import RECIPES, Arithmetic
@@ -51,13 +47,13 @@ def finetune(
 ) -> FinetuneResult:
     """Fine-tune the model called `model` and its twin, and fill the folder `output`.
 
-    The result says which gates it met; that they fail raises nothing (`lpconv.train.gates.gate_problem`). Raises an
+    The result says which gates it met; that they fail raises nothing (`lpconv.train.outcome.gate_problem`). Raises an
     `LpconvError` for every failure that is not a bug; DivergedError where training does not stay finite.
     """
     started = time.perf_counter()
     told = progress or Silent()
     check_options(options)
-    _check_lca(options)
+    check_lca(options)
     if options.compile:
         check_compile(options.arithmetic)
     check_loggers(options.log_to)
@@ -131,7 +127,7 @@ def _job(directory: Path, options: FinetuneOptions) -> TrainingJob:
         examples = packed(
             rows, tokenizer, seq_len=seq_len, vocab_size=vocabulary_size(config), prefix=before, suffix=after
         )
-    _check_processes(options)
+    check_processes(options)
     pads = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     return TrainingJob(
         directory=directory,
@@ -151,30 +147,6 @@ def _check_weights(contents: Contents, options: FinetuneOptions) -> None:
     with closing(open_source(contents)) as source:
         count = sum(math.prod(entry.info.shape) for entry in source.entries.values())
     check_room({"weights, gradients and optimizer": weight_bytes(count, options.arithmetic)}, options.max_memory)
-
-
-def _check_lca(options: FinetuneOptions) -> None:
-    reason = why_not_allotted(options.arithmetic)
-    if options.lca and reason is not None:
-        raise UnsupportedError(
-            f"--lca with recipe `{options.arithmetic.name}`: {reason}",
-            hint="leave --lca out, or choose --optimizer adamw",
-        )
-
-
-def _check_processes(options: FinetuneOptions) -> None:
-    if num_processes() == 1:
-        return
-    if options.lca:
-        raise UnsupportedError(
-            f"--lca on {num_processes()} processes: each would measure the same steps on a copy of its own",
-            hint="measure on one process",
-        )
-    if options.batch_size % num_processes():
-        raise UsageError(
-            f"--batch-size {options.batch_size} does not divide among {num_processes()} processes",
-            hint="it counts the sequences of a step over all of them",
-        )
 
 
 def _train_all(

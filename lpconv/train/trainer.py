@@ -1,5 +1,6 @@
 """`transformers.Trainer`, told how an arithmetic casts, steps, saves and fails. The loop is Trainer's."""
 
+import hashlib
 import json
 import math
 from contextlib import AbstractContextManager
@@ -15,13 +16,13 @@ from lpconv.errors import UnsupportedError, VerificationError
 from lpconv.loss_scale import largest_gradient, unscale_
 from lpconv.results import NonfiniteRecord, from_json, to_json
 from lpconv.scaled import StepGuard, from_disk, gradients_are_finite, scaling_of, to_disk
-from lpconv.train.averaging import average_gradients, needs_averaging
 from lpconv.train.memory import StepMemory
-from lpconv.train.nonfinite import first_nonfinite
 from lpconv.train.prepare import Prepared
-from lpconv.train.seeding import seed_step
+from lpconv.train.processes import average_gradients, needs_averaging
+from lpconv.train.watch import first_nonfinite
 
-__all__ = ["MAX_SKIPPED", "DivergedError", "LowPrecisionTrainer"]
+__all__ = ["MAX_SKIPPED", "DivergedError", "LowPrecisionTrainer", "seed_step"]
+
 
 _WEIGHTS, _SCALER = "model.safetensors", "loss_scale.json"
 MAX_SKIPPED = 40  # in a row: what brings the largest initial scale of 2^16 to 2^-24
@@ -202,3 +203,9 @@ class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is unt
         self.num_skipped = state["num_skipped"]
         if state["first_nonfinite"] is not None:
             self.first_nonfinite = from_json(NonfiniteRecord, state["first_nonfinite"])
+
+
+def seed_step(seed: int, step: int, rank: int = 0) -> None:
+    """Seed torch's generators from all three."""
+    digest = hashlib.blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=8).digest()
+    torch.manual_seed(int.from_bytes(digest, "little") >> 1)

@@ -1,4 +1,4 @@
-"""Underflow and overflow while a model trains: of the steps that are due, what a format does to every tensor.
+"""A look into the steps of a run: underflow and overflow of those that are due, and where Inf or NaN came from.
 
 Values are counted before they are cast to fp8, so an fp8 run is watched itself. In a 16-bit run they have been rounded
 when they can be seen; there the twin is watched, whose values are those that the 16-bit format was given.
@@ -6,20 +6,30 @@ when they can be seen; there the twin is watched, whose values are those that th
 
 import time
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from lpconv.layers import linears
-from lpconv.probe.histograms import GRADIENT_ROLES, ProbedTensor
+from lpconv.probe.record import GRADIENT_ROLES, ProbedTensor
 from lpconv.probe.track import Tracker, track
 from lpconv.results import TrackedRecord, from_json, to_json
+from lpconv.scaled import ScaledTensor
 from lpconv.scaled.places import heads
-from lpconv.train.compiled import uncompiled
 from lpconv.train.recipes import Arithmetic
 
-__all__ = ["Rate", "Watch", "rate_of", "tracked_records", "watches_run", "watches_twin"]
+__all__ = [
+    "Rate",
+    "Watch",
+    "first_nonfinite",
+    "rate_of",
+    "tracked_records",
+    "watches_run",
+    "watches_twin",
+]
+
 
 Rate = Callable[[int, Iterable[ProbedTensor]], list[dict[str, Any]]]
 
@@ -43,7 +53,7 @@ class Watch:
         """Before the step with this number, from 1."""
         self._step, self._started_s = step, time.perf_counter()
         if self.every and (step - 1) % self.every == 0:
-            self._recording.enter_context(uncompiled(self.model))
+            self._recording.enter_context(_uncompiled(self.model))
             self._tracker = self._recording.enter_context(track(self.model, every=1))
 
     def end(self) -> list[dict[str, Any]] | None:
@@ -113,3 +123,67 @@ def _cast_layers(model: nn.Module) -> frozenset[str]:
     """The layers whose operands are cast to fp8."""
     exact = heads(model)
     return frozenset(x.name for x in linears(model) if x.kind != "experts" and x.module not in exact)
+
+
+def first_nonfinite(model: nn.Module, step: Callable[[], Tensor]) -> tuple[str, str] | None:
+    """The first layer, and "forward" or "backward", whose output or output gradient is not finite in `step`.
+
+    `step` computes the loss of the batch in question, with the random numbers it had; the gradients are cleared
+    afterwards. None where everything is finite, parameters' own gradients aside. A parameter that is not finite itself
+    counts as the forward pass of its module.
+    """
+    found: list[tuple[str, str]] = []
+    broken = next((n for n, p in model.named_parameters() if not _is_finite(p.detach())), None)
+    if broken is not None:
+        return broken, "weights"
+    handles = [
+        module.register_forward_hook(_checked(name or type(model).__name__, found))
+        for name, module in model.named_modules()
+    ]
+    try:
+        with _uncompiled(model):
+            loss = step()
+            if not found and loss.requires_grad:
+                loss.backward()  # type: ignore[no-untyped-call]
+    finally:
+        for handle in handles:
+            handle.remove()
+        model.zero_grad()
+    return found[0] if found else None
+
+
+def _checked(name: str, found: list[tuple[str, str]]) -> Callable[[nn.Module, Any, Any], None]:
+    """A hook that notes the first output that is not finite, and watches for its gradient."""
+
+    def see_gradient(grad: Tensor) -> None:
+        if not found and not _is_finite(grad):
+            found.append((name, "backward"))
+
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        for x in _tensors(output):
+            if not found and not _is_finite(x.detach()):
+                found.append((name, "forward"))
+            if x.requires_grad:
+                x.register_hook(see_gradient)  # type: ignore[no-untyped-call]
+
+    return hook
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    """The floating tensors of a layer's output: the first of a tuple or mapping is what the next layer reads."""
+    if isinstance(output, dict):
+        output = tuple(output.values())
+    if isinstance(output, (tuple, list)):
+        output = next((x for x in output if isinstance(x, Tensor)), None)
+    return [output] if isinstance(output, Tensor) and output.is_floating_point() else []
+
+
+def _is_finite(x: Tensor) -> bool:
+    data = x.data_part if isinstance(x, ScaledTensor) else x
+    return bool(data.isfinite().all())
+
+
+def _uncompiled(model: Any) -> AbstractContextManager[Any]:
+    """What a step runs in that hooks look into: compiled code does not call hooks that came after it was compiled."""
+    is_compiled = model._compiled_call_impl is not None
+    return torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()

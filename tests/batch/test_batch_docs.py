@@ -11,7 +11,7 @@ import pytest
 import lpconv
 from lpconv.batch.kinds import KINDS
 from lpconv.batch.manifest import load_manifest
-from lpconv.batch.schema import manifest_schema
+from lpconv.batch.reading import manifest_schema
 
 PAGE = Path(lpconv.__file__).parent.parent / "docs" / "batch.md"
 
@@ -52,7 +52,7 @@ def test_the_schema_command_runs(page: str) -> None:
 
 
 def test_importing_a_batch_loads_no_heavy_library() -> None:
-    modules = "lpconv.batch.run, lpconv.batch.runners, lpconv.report.batch, lpconv.batch.schema"
+    modules = "lpconv.batch.run, lpconv.batch.runners, lpconv.report.batch, lpconv.batch.reading"
     code = f"import {modules}, sys; print({{'torch', 'transformers', 'huggingface_hub'}} & set(sys.modules))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "set()"

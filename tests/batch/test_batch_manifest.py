@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import typer
 
-from lpconv.batch.kinds import KINDS
-from lpconv.batch.manifest import COMMON_FIELDS, load_manifest
-from lpconv.batch.schema import manifest_schema
+from lpconv.batch.kinds import COMMON_FIELDS, KINDS
+from lpconv.batch.manifest import load_manifest
+from lpconv.batch.reading import manifest_schema
 from lpconv.bench.options import Effort
 from lpconv.cli.main import app
 from lpconv.convert.options import ConvertOptions, FormatRule

@@ -4,8 +4,8 @@ import pytest
 from torch import nn
 
 from lpconv.bench.cases import BENCH_FORMATS, BENCH_METHODS, Case, baseline_of, expand, parse_sweep
-from lpconv.bench.defaults import choose_model
 from lpconv.bench.recipes import apply_recipe
+from lpconv.bench.run import choose_model
 from lpconv.errors import UsageError
 from lpconv.models.presets import PRESETS
 from lpconv.scaled import scaling_of

@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import spawn
 
 from lpconv.bench.cases import PARALLEL, Case
-from lpconv.bench.defaults import choose_model
 from lpconv.bench.models import find_model, make_batch, step_loss
 from lpconv.bench.parallel import check_parallel, join, most, spread
+from lpconv.bench.run import choose_model
 from lpconv.errors import UnsupportedError
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")

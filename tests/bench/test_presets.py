@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from lpconv.bench.defaults import choose_model
 from lpconv.bench.models import blocks_of, estimate_bytes, find_model, gemms_of
+from lpconv.bench.run import choose_model
 from lpconv.errors import UsageError
 from lpconv.models.presets import PRESETS
 

@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from lpconv.cli.progress import progress_for
-from lpconv.cli.verbosity import VERBOSE
+from lpconv.cli.progress import VERBOSE, progress_for
 
 
 class Terminal(io.StringIO):

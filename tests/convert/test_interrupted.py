@@ -200,7 +200,6 @@ def test_killed_at_every_call_that_writes(tmp_path: Path, convert_until: Callabl
         assert code == -signal.SIGKILL
         if output.exists():  # killed after the rename that publishes: only our journal is left to delete
             assert files_of(output, without={*REPORTS, "journal.jsonl"}) == expected
-            continue
         assert convert_until(source, output, method="collage", resume=True) == 0
         assert files_of(output) == expected, f"killed at call {number}"
     assert number > 40, "the calls are counted"
@@ -264,10 +263,14 @@ def test_two_runs_on_one_output(tmp_path: Path, source: Path, expected: dict[str
     assert files_of(output) == expected
 
 
-def test_a_finished_output_is_not_resumed(tmp_path: Path, start: Start) -> None:
+def test_a_finished_output_is_complete(tmp_path: Path, start: Start) -> None:
     source, output = write_checkpoint(tmp_path / "source"), tmp_path / "output"
     assert exit_code(start(*arguments(source, output))) == 0
-    assert exit_code(start(*arguments(source, output, "--resume"))) == 8
+    before = files_of(output, without=set())
+    (output / "journal.jsonl").write_text("{}\n")  # killed just after the rename
+    assert exit_code(start(*arguments(source, output, "--resume"))) == 0
+    assert files_of(output, without=set()) == before
+    assert exit_code(start(*arguments(source, output))) == 8
 
 
 @pytest.mark.parametrize("change", ["weights", "config", "options"])

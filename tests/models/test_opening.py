@@ -10,8 +10,8 @@ import transformers
 from typer.testing import CliRunner
 
 import lpconv.hf
-from lpconv.bench.defaults import choose_model
 from lpconv.bench.models import find_model
+from lpconv.bench.run import choose_model
 from lpconv.bench.runner import CaseRunner
 from lpconv.cli.main import app
 from lpconv.convert.options import ConvertOptions

@@ -13,14 +13,18 @@ from lpconv.scaled import AdamW
 LR, SIZE, STEPS = 1e-4, 512, 800
 Make = Callable[[nn.Parameter, float], torch.optim.Optimizer]
 
+
+def scaled_adamw(dtype: torch.dtype) -> Make:
+    return lambda p, beta2: AdamW([p], lr=LR, betas=(0.9, beta2), state_dtype=dtype)
+
+
+def in_variant(variant: str) -> Make:
+    return lambda p, beta2: LowPrecisionAdamW([p], lr=LR, betas=(0.9, beta2), variant=variant, compiled=False)
+
+
 KEPT: dict[str, Make] = {
-    f"scaled {dtype}": lambda p, beta2, dtype=dtype: AdamW([p], lr=LR, betas=(0.9, beta2), state_dtype=dtype)
-    for dtype in (torch.float32, torch.float16, torch.bfloat16)
-} | {
-    variant: lambda p, beta2, variant=variant: LowPrecisionAdamW(
-        [p], lr=LR, betas=(0.9, beta2), variant=variant, compiled=False
-    )
-    for variant in ("plus", "full")
+    **{f"scaled {dtype}": scaled_adamw(dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)},
+    **{variant: in_variant(variant) for variant in ("plus", "full")},
 }
 
 

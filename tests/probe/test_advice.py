@@ -10,7 +10,7 @@ from lpconv.formats.cast import cast
 from lpconv.formats.histogram import exponent_histogram_reference
 from lpconv.formats.spec import BLOCK_FORMATS
 from lpconv.probe.advice import MAX_UNDERFLOW, assess, fits, own_scale, recommend_loss_scale, sentence, table, what_if
-from lpconv.probe.histograms import ProbedTensor, ProbeResult
+from lpconv.probe.record import ProbedTensor, ProbeResult
 
 
 def normal(std: float, seed: int = 0) -> Tensor:

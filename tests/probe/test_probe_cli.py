@@ -19,8 +19,8 @@ from lpconv.formats.cast import cast
 from lpconv.models.tasks import CLM, MLM
 from lpconv.probe.batches import MASK_RATE, Batches, Tokens
 from lpconv.probe.checkpoint import probe_checkpoint
-from lpconv.probe.histograms import ProbeResult
 from lpconv.probe.options import ProbeOptions
+from lpconv.probe.record import ProbeResult
 
 SMALL = ("--steps", "2", "--batch-size", "2", "--seq-len", "32")
 BERT = {

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from lpconv.errors import UsageError
 from lpconv.formats.histogram import exponent_histogram_reference
-from lpconv.probe.histograms import ROLES, ProbeResult
-from lpconv.probe.run import probe
-from lpconv.probe.track import track
+from lpconv.probe.record import ROLES, ProbeResult
+from lpconv.probe.track import probe, track
 from lpconv.results import from_json, to_json
 
 

@@ -56,9 +56,9 @@ def test_adaptive_scales_train_a_net_that_no_constant_can() -> None:
     (reference_net(x64) - y64).square().mean().backward()
     reference = [p.grad for p in reference_net.parameters()]
 
-    best_constant = min(zeroed_share(constant_loss_scale(p)) for p in range(0, 24, 3))
+    best_constant = min(zeroed_share(constant_loss_scale(p)) for p in range(12, 33))
 
-    assert best_constant > 0.2
+    assert best_constant > 0.15  # 2^26; one binade more overflows
     assert zeroed_share(grads) < 0.005
     assert max(float((g - r).norm() / r.norm()) for g, r in zip(grads, reference, strict=True)) < 0.05
     assert max(s for s, _ in loss_scales(net).values()) > 2.0**20

@@ -16,6 +16,7 @@ from lpconv.scaled import (
     EdgeFactors,
     apply_factors,
     calibrate,
+    fallbacks,
     from_disk,
     read_factors,
     scaled,
@@ -128,3 +129,30 @@ def test_calibration_refuses_what_it_cannot_measure() -> None:
         calibrate(plain, [batch])
     with pytest.raises(UsageError, match="at least one batch"):
         calibrate(scaled(plain), [])
+
+
+def test_a_calibrated_operand_keeps_an_outlier_that_a_static_scale_would_clip(tmp_path: Path) -> None:
+    plain, batch = build("llama", "sdpa")
+    mlp = plain.model.layers[0].mlp
+    with torch.no_grad():
+        mlp.gate_proj.weight[3] *= 200
+        mlp.up_proj.weight[3] = mlp.gate_proj.weight[3]
+    _, exact = loss_and_grads(plain, batch)
+    name = "model.layers.0.mlp.down_proj.weight"
+
+    def error(factors: dict[str, EdgeFactors]) -> float:
+        ours = scaled(copy.deepcopy(plain), compute="fp8", carrier=torch.float32, operand_scale="static")
+        apply_factors(ours, factors)
+        _, found = loss_and_grads(ours, batch)
+        clipped[bool(factors)] = fallbacks(ours).get("activation saturated in e4m3fn", 0)
+        return float((found[name].dequantize() - exact[name]).norm() / exact[name].norm())
+
+    clipped: dict[bool, int] = {}
+    factors = calibrate(scaled(copy.deepcopy(plain)), [batch])
+    write_factors(tmp_path, factors)
+
+    assert factors["model.layers.0.mlp.down_proj"].input > 1
+    assert read_factors(tmp_path) == factors
+    assert error(factors) < error({})
+    assert clipped == {False: clipped[False], True: 0}
+    assert clipped[False] > 0

@@ -130,7 +130,8 @@ def test_contractions_of_unit_data_have_unit_data(name: str, size: int) -> None:
         assert 0.9 <= float(tensor.data_part.square().mean().sqrt()) <= 2.2
 
 
-powers = some.integers(-20, 20).map(lambda e: 2.0**e)
+# 15 edges in a row at 2^±8 stay within fp32's range; at 2^±12 the data of gradients leave it.
+powers = some.integers(-8, 8).map(lambda e: 2.0**e)
 
 
 @settings(max_examples=12, deadline=None)

@@ -1,5 +1,7 @@
 """Fine-tuning what `lpconv convert` wrote: every form trains and is published, and a pair begins where it stands."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +78,23 @@ def test_every_form_trains_and_what_is_published_opens(
     if (out / "lpconv.json").exists():
         found = verify_output(out, against=None, level="hash", gates=(), trust_remote_code=False, progress=Silent())
         assert found.passed
+
+
+@pytest.mark.parametrize(
+    ("more", "dtype"),
+    [
+        ({"recipe": "unit-fp8"}, "float32"),  # whose kept tensors are fp32 and whose codes stand for fp32 values
+        ({"recipe": "unit-fp8", "save": "plain"}, "float32"),
+        ({"precision": "bf16", "optimizer": "fp32-master"}, "float32"),
+        ({"recipe": "bf16"}, "bfloat16"),
+        ({"recipe": "collage-bf16"}, "bfloat16"),
+    ],
+)
+def test_the_config_names_the_dtype_of_what_is_published(more: dict[str, str], dtype: str, tmp_path: Path) -> None:
+    parts = {k: v for k, v in more.items() if k != "save"}
+    options = replace(_options("fp32", save=more.get("save", "converted"), steps=1), arithmetic=arithmetic(**parts))
+    finetune("demo", tmp_path / "out", options)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == dtype
 
 
 @pytest.mark.parametrize("source", ["collage", "collage exact16", "collage fp16"])

@@ -10,15 +10,14 @@ from torch import nn
 
 from lpconv.errors import ResourceError
 from lpconv.kernels.histogram import exponent_histogram
-from lpconv.probe.histograms import ProbedTensor
+from lpconv.probe.record import ProbedTensor
 from lpconv.results import RunRecord, Series
-from lpconv.train.compare import gaps
+from lpconv.train.folder import Metrics, median_step_time
 from lpconv.train.memory import check_room, explained
-from lpconv.train.metrics import Metrics, median_step_time
-from lpconv.train.nonfinite import first_nonfinite
+from lpconv.train.outcome import gaps
 from lpconv.train.recipes import arithmetic
-from lpconv.train.seeding import seed_step
-from lpconv.train.watch import rate_of
+from lpconv.train.trainer import seed_step
+from lpconv.train.watch import first_nonfinite, rate_of
 
 
 class Log(nn.Module):

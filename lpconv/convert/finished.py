@@ -1,0 +1,68 @@
+"""What `--resume` finds where the run that it was to resume has published: nothing is left to do."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from lpconv.checkpoint.contents import read_json
+from lpconv.checkpoint.staging import JOURNAL, MARKER, read_marker
+from lpconv.convert.job import Job
+from lpconv.convert.provenance import public_source, shaping_options, source_record, versions
+from lpconv.convert.verify import check_hashes
+from lpconv.errors import OutputExistsError
+from lpconv.progress import Progress
+from lpconv.results import ConvertResult, from_json, to_json
+
+__all__ = ["finished"]
+
+_DEPTH = ("none", "auto", "weights", "logits")
+
+
+def finished(job: Job, progress: Progress) -> ConvertResult | None:
+    """The record of an output that the same command has made, None where there is nothing of ours.
+
+    Raises OutputExistsError for an output of another command, source or version, and for one that was damaged since.
+    """
+    if not (job.output / MARKER).is_file():
+        return None
+    changed = _changed(job, read_marker(job.output))
+    if changed:
+        raise OutputExistsError(
+            f"`{job.output}` was made with other {', '.join(changed)}",
+            hint="choose another --output, or replace it with --force",
+            details={"changed": changed},
+        )
+    damaged = check_hashes(job.output, progress).mismatched
+    if damaged:
+        raise OutputExistsError(
+            f"`{job.output}` was complete, and `{damaged[0]}` does not match its SHA-256 any more",
+            hint="--force makes it anew",
+            details={"mismatched": list(damaged)},
+        )
+    (job.output / JOURNAL).unlink(missing_ok=True)  # of a run that was killed between publishing and tidying up
+    return from_json(ConvertResult, read_json(job.output / "report.json"))
+
+
+def _changed(job: Job, record: dict[str, Any]) -> list[str]:
+    """What the record of an output says otherwise than the job; as `identity` of a run that is not finished."""
+    wanted = {
+        "options": shaping_options(job.plan.options),
+        "source": to_json(public_source(source_record(job))),
+        "versions": versions(),
+    }
+    found = [name for name, value in wanted.items() if record.get(name) != json.loads(json.dumps(value))]
+    verify: dict[str, Any] = record.get("verify") or {}
+    gates = [g.get("expression") for g in verify.get("gates") or ()]
+    if gates != [g.expression for g in job.gates]:
+        found.append("gates")
+    asked, ran = job.plan.options.verify, verify.get("level")
+    if ran not in _DEPTH or (asked != "auto" and _DEPTH.index(ran) < _DEPTH.index(asked)):
+        found.append("verification")
+    published = (job.output / MARKER).stat().st_mtime_ns
+    if any(_time_ns(job.watch.directory / name) > published for name in job.watch.seen):
+        found.append("source files")
+    return found
+
+
+def _time_ns(path: Path) -> int:
+    return path.stat().st_mtime_ns

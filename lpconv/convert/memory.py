@@ -1,0 +1,108 @@
+"""What a conversion takes of memory, known before it begins: blocks in work, then two models that run one by one.
+
+The bytes were measured on Linux with torch 2.13 and transformers 5.23 and are upper bounds: the peak of a run lies 5 to
+20 % below the sum. torch is loaded by the time that anybody asks; what it takes is in what the process has.
+"""
+
+import os
+from dataclasses import dataclass
+
+import psutil
+
+from lpconv.checkpoint.contents import Contents
+from lpconv.convert.options import ConvertOptions
+from lpconv.convert.plan import Plan
+from lpconv.convert.workers import buffer_bytes
+from lpconv.errors import ResourceError
+from lpconv.gates import Gate, needs_logits
+from lpconv.machine import available_memory
+
+__all__ = ["AUTO_LOGITS_BYTES", "Memory", "plan_memory", "why_no_logits"]
+
+# Up to this many weight bytes `--verify auto` also runs both models.
+AUTO_LOGITS_BYTES = 2 * 10**9
+_MAX_WORKERS = 8
+_MIB = 2**20
+_OVERHEAD_BYTES, _TENSOR_BYTES = (
+    8 * _MIB,
+    8 * 2**10,
+)  # Python's own growth; a header's entry, a record, a row of a report
+_FITTING_BYTES = 48 * _MIB  # a worker's temporary tensors where rows are fitted to a budget of points
+_TRANSFORMERS_BYTES = 140 * _MIB  # its code and that of one architecture
+_COPIES_IN_MEMORY = 2  # the model, and the values that it is given
+# 2 x 32 tokens: both models' logits in fp32, their difference and four tables of probabilities in fp64.
+_LOGITS_BYTES_PER_WORD = 2 * 32 * (2 * 4 + 6 * 8)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """`needed_bytes` of the whole run with so many `workers`; `no_logits` says why both models would not fit."""
+
+    workers: int
+    needed_bytes: int
+    no_logits: str | None = None
+
+
+def plan_memory(plan: Plan, contents: Contents, gates: tuple[Gate, ...]) -> Memory:
+    """As many workers as the options and memory allow, and what the run takes with them.
+
+    Raises ResourceError where one worker is too much, or where the options demand outputs and two models are.
+    """
+    options = plan.options
+    now = psutil.Process().memory_info().rss
+    available = now + available_memory()
+    budget = min(options.max_memory or available, available)
+    workers = options.workers or min(len(os.sched_getaffinity(0)), _MAX_WORKERS)
+    while workers > 1 and now + _converting(plan, workers) > budget:
+        workers -= 1
+    needed = now + _converting(plan, workers)
+    if needed > budget:
+        raise _too_much("the conversion", needed, budget, options)
+    running = now + _running(plan, contents)
+    if options.verify == "logits" or needs_logits(gates):
+        if running > budget:
+            raise _too_much("running both models for their outputs", running, budget, options)
+        return Memory(workers=workers, needed_bytes=max(needed, running))
+    why = why_no_logits(plan, contents)
+    if why is None and running > budget:
+        why = _too_much("running both models", running, budget, options).message
+    return Memory(workers=workers, needed_bytes=needed if why else max(needed, running), no_logits=why)
+
+
+def why_no_logits(plan: Plan, contents: Contents) -> str | None:
+    """Why `--verify auto` does not run the models, however much memory there is; None where it does."""
+    options = plan.options
+    if options.verify != "auto":
+        return f"--verify {options.verify} does not run the models"
+    if plan.bytes_in > AUTO_LOGITS_BYTES:
+        return f"{plan.bytes_in / 1e9:.1f} GB of weights are more than `--verify auto` runs; use --verify logits"
+    if "auto_map" in contents.config and not options.trust_remote_code:
+        return "the checkpoint brings its own code, which needs --trust-remote-code"
+    if "model_type" not in contents.config:
+        return "config.json names no model_type"
+    return None
+
+
+def _converting(plan: Plan, workers: int) -> int:
+    fitting = workers * _FITTING_BYTES if plan.options.budget_bits is not None else 0
+    return _OVERHEAD_BYTES + len(plan.tensors) * _TENSOR_BYTES + buffer_bytes(workers) + fitting
+
+
+def _running(plan: Plan, contents: Contents) -> int:
+    """Both models, one at a time; then their outputs, which a head makes as wide as the vocabulary."""
+    parameters = sum(t.info.num_elements for t in plan.tensors)
+    has_head = any("LM" in name or "For" in name for name in contents.config.get("architectures") or ())
+    inner = contents.config.get("text_config")
+    words = (inner if isinstance(inner, dict) else contents.config).get("vocab_size")
+    outputs = words * _LOGITS_BYTES_PER_WORD if has_head and isinstance(words, int) else 0
+    return _OVERHEAD_BYTES + _TRANSFORMERS_BYTES + max(4 * parameters * _COPIES_IN_MEMORY, outputs)
+
+
+def _too_much(what: str, needed: int, budget: int, options: ConvertOptions) -> ResourceError:
+    is_asked = options.max_memory is not None and budget == options.max_memory
+    return ResourceError(
+        f"{what} needs {needed / 1e6:.0f} MB of memory, {budget / 1e6:.0f} MB are allowed",
+        hint=("raise --max-memory" if is_asked else "free some memory")
+        + (", or use --verify weights" if "models" in what else ""),
+        details={"needed_bytes": needed, "budget_bytes": budget},
+    )

@@ -1,0 +1,75 @@
+"""What a probe saw, as a record that knows no format: any question about a format is asked of it afterwards.
+
+The record is the file `probe.json` of the folder that `lpconv probe` writes, beside a page about it.
+"""
+
+import json
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from lpconv.checkpoint.contents import read_json
+from lpconv.checkpoint.partfile import write_small
+from lpconv.errors import InputError
+from lpconv.formats.histogram import ExponentHistogram
+from lpconv.probe.options import PROBE_FILE
+from lpconv.results import SCHEMA_VERSION, from_json, to_json
+
+__all__ = ["GRADIENT_ROLES", "ROLES", "ProbeResult", "ProbedTensor", "find_probe", "read_probe", "write_output"]
+
+
+# In the order of a training step. Gradients are the roles that a loss scale multiplies.
+ROLES = ("weight", "input", "output", "grad_output", "grad_input", "weight_grad")
+GRADIENT_ROLES = ("grad_output", "grad_input", "weight_grad")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbedTensor:
+    """One role of one layer over all probed steps. `histogram` is `ExponentHistogram.to_dict`."""
+
+    layer: str
+    role: str
+    histogram: dict[str, Any]
+
+    @cached_property
+    def exponents(self) -> ExponentHistogram:
+        """The histogram as an object."""
+        return ExponentHistogram.from_dict(self.histogram)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeResult:
+    """A probe or a tracked run. `overhead` is the time that recording took, as a share of the time without it."""
+
+    kind: str = "probe"
+    tensors: tuple[ProbedTensor, ...]
+    steps_seen: int
+    steps_recorded: int
+    overhead: float
+    losses: tuple[float, ...] = ()
+    options: dict[str, Any] = field(default_factory=dict)
+    schema_version: int = SCHEMA_VERSION
+
+
+def write_output(directory: Path, result: ProbeResult, page: str) -> None:
+    """The record last, so that a folder with one is complete."""
+    write_small(directory / "report.html", page)
+    text = json.dumps(to_json(result), separators=(",", ":"), allow_nan=False)  # indented, it would be all white space
+    write_small(directory / PROBE_FILE, text + "\n")
+
+
+def find_probe(run: str) -> Path | None:
+    """The record that `run` means, a folder of `lpconv probe` or the file itself; None where it is something else."""
+    path = Path(run) / PROBE_FILE if Path(run).is_dir() else Path(run)
+    if path.is_file() and (path.name == PROBE_FILE or read_json(path).get("kind") == "probe"):
+        return path
+    return None
+
+
+def read_probe(path: Path) -> ProbeResult:
+    """The record in a file; InputError where it is none."""
+    document = read_json(path)
+    if document.get("kind") != "probe":
+        raise InputError(f"`{path}` is no record of a probe", hint="pass an output of `lpconv probe`")
+    return from_json(ProbeResult, document)

@@ -1,0 +1,70 @@
+"""What a run is refused for before its work begins, beyond what its options say by themselves."""
+
+from collections.abc import Sequence
+
+import torch
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
+
+from lpconv.errors import UnsupportedError, UsageError
+from lpconv.lookup import find
+from lpconv.train.options import FinetuneOptions
+from lpconv.train.processes import num_processes
+from lpconv.train.recipes import Arithmetic
+
+__all__ = ["check_compile", "check_lca", "check_loggers", "check_processes"]
+
+
+def check_loggers(names: Sequence[str]) -> None:
+    """Raises UsageError for a name that transformers does not know, UnsupportedError where its package is missing."""
+    for name in names:
+        find("place to log to", name, INTEGRATION_TO_CALLBACK)
+        if name not in get_available_reporting_integrations():
+            raise UnsupportedError(f"--log-to {name}: its package is not installed", hint=f"pip install {name}")
+
+
+def check_compile(arithmetic: Arithmetic) -> None:
+    """Raises UnsupportedError for what torch.compile would pass over in silence, or cannot follow."""
+    reason = _why_not(arithmetic)
+    if reason is not None:
+        raise UnsupportedError(
+            f"--compile with recipe `{arithmetic.name}`: {reason}", hint="leave --compile out, or choose another recipe"
+        )
+
+
+def _why_not(arithmetic: Arithmetic) -> str | None:
+    if arithmetic.loss_scale == "adaptive":
+        return "its scales are chosen from values that compiled code does not see"
+    if arithmetic.precision == "fp16" and not torch.cuda.is_available():
+        return "a CPU's fp16 products run in a dispatch mode (`lpconv.kernels.half`), in which nothing is compiled"
+    return None
+
+
+def check_lca(options: FinetuneOptions) -> None:
+    reason = _why_not_allotted(options.arithmetic)
+    if options.lca and reason is not None:
+        raise UnsupportedError(
+            f"--lca with recipe `{options.arithmetic.name}`: {reason}",
+            hint="leave --lca out, or choose --optimizer adamw",
+        )
+
+
+def _why_not_allotted(arithmetic: Arithmetic) -> str | None:
+    """Why the steps of a run cannot be followed; None where they can."""
+    if arithmetic.is_scaled and arithmetic.variant is not None:
+        return f"optimizer `{arithmetic.optimizer}` steps on the data of scaled weights, not on the model's parameters"
+    return None
+
+
+def check_processes(options: FinetuneOptions) -> None:
+    if num_processes() == 1:
+        return
+    if options.lca:
+        raise UnsupportedError(
+            f"--lca on {num_processes()} processes: each would measure the same steps on a copy of its own",
+            hint="measure on one process",
+        )
+    if options.batch_size % num_processes():
+        raise UsageError(
+            f"--batch-size {options.batch_size} does not divide among {num_processes()} processes",
+            hint="it counts the sequences of a step over all of them",
+        )

@@ -1,0 +1,80 @@
+"""Disks that are full, names that are too long, disks that fail: words and a hint, nothing half-written."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+from checkpoints import Run
+from test_bad_place import mounted
+from typer.testing import CliRunner
+
+from lpconv.checkpoint.partfile import sha256_of
+from lpconv.cli.main import app
+from lpconv.convert.restore import restore
+from lpconv.errors import InputError, ResourceError, from_system
+from lpconv.progress import Silent
+
+LONG = "x" * 300
+
+
+def test_restore_into_a_full_disk_leaves_nothing(run: Run, output: Path, tmp_path: Path) -> None:
+    run()
+    with mounted(tmp_path / "small", "size=4k") as folder:
+        with pytest.raises(ResourceError, match="no space left") as caught:
+            restore(output, folder / "back", force=False, progress=Silent())
+        assert caught.value.hint
+        assert not list(folder.iterdir())
+
+
+def test_a_page_on_a_full_disk(run: Run, output: Path, tmp_path: Path) -> None:
+    run()
+    with mounted(tmp_path / "small", "size=8k") as folder:
+        done = CliRunner().invoke(app, ["report", str(output), "--html", str(folder / "page.html")])
+        assert done.exit_code == 7, done.output
+        assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize("arguments", [("report", LONG), ("verify", LONG), ("restore", LONG, "-o", "y")], ids=str)
+def test_names_that_are_too_long(arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert CliRunner().invoke(app, list(arguments)).exit_code == 3
+
+
+def test_a_page_where_none_can_be(run: Run, output: Path, tmp_path: Path) -> None:
+    run()
+    for place, code in ((f"{LONG}.html", 3), ("source/config.json/page.html", 7)):
+        done = CliRunner().invoke(app, ["report", str(output), "--html", str(tmp_path / place)])
+        assert done.exit_code == code, done.output
+
+
+def test_a_command_that_libraries_alone_would_kill_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lpconv.cli.handling.available_memory", lambda: 300 * 10**6)
+    for command in (("finetune", "demo"), ("probe", "demo"), ("export", "onnx", "demo", "-o", "x"), ("bench", "demo")):
+        done = CliRunner().invoke(app, list(command))
+        assert done.exit_code == 7, (command, done.output)
+        assert "MB" in done.output
+
+
+def test_a_disk_that_fails_while_a_file_is_hashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: object, **__: object) -> object:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), "x")
+
+    monkeypatch.setattr(Path, "open", failing)
+    with pytest.raises(InputError, match="Input/output error") as caught:
+        sha256_of(tmp_path / "x")
+    assert "disk" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(errno.ENOSPC, 7), (errno.EROFS, 7), (errno.EIO, 3), (errno.ENAMETOOLONG, 3)]
+)
+def test_what_the_system_refuses_has_its_code(number: int, code: int) -> None:
+    found = from_system(OSError(number, os.strerror(number), "file"))
+    assert found is not None
+    assert found.exit_code == code
+    assert found.hint
+
+
+def test_an_error_without_reason_stays_a_bug() -> None:
+    assert from_system(OSError("odd")) is None
