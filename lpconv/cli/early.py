@@ -80,7 +80,7 @@ def before_probe(model: str, output: Path, options: "ProbeOptions") -> None:
 def before_export(model: str, output: Path, options: "ExportOptions") -> None:
     """Of `lpconv export onnx`."""
     from lpconv.checkpoint.staging import check_apart, check_free
-    from lpconv.export.extra import need
+    from lpconv.export.options import need
 
     check(options)
     check_apart(_contents(model, options.revision).directory, output)
