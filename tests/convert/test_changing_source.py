@@ -33,7 +33,7 @@ def _renamed_over(source: Path) -> None:
     assert (source / "model.safetensors").stat().st_mtime_ns == before.st_mtime_ns
 
 
-CHANGES: dict[str, Callable[[Path], None]] = {
+CHANGES: dict[str, Callable[[Path], object]] = {
     "one byte": lambda s: (s / "model.safetensors").write_bytes((s / "model.safetensors").read_bytes()[:-1] + b"x"),
     "config": lambda s: (s / "config.json").write_text('{"x": 1}'),
     "tokenizer": lambda s: (s / "tokenizer.json").write_text("[1]"),
