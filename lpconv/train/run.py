@@ -1,14 +1,11 @@
 """`lpconv finetune` as a library call: data, runs and twins over seeds, the model, the report."""
 
 import dataclasses
-import logging
 import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
-
-import datasets
 
 from lpconv.checkpoint.contents import Contents, read_contents
 from lpconv.checkpoint.partfile import write_small
@@ -26,6 +23,7 @@ from lpconv.report.finetune.card import finetune_card
 from lpconv.report.finetune.html import html_finetune
 from lpconv.results import FinetuneResult, RunRecord, json_text, to_json
 from lpconv.train.checks import check_run
+from lpconv.train.data import read_rows
 from lpconv.train.examples import classification, packed, sequence_pairs
 from lpconv.train.folder import REPORT, begin_folder, read_finished, remove_checkpoints, run_folder, write_finished
 from lpconv.train.memory import check_room, weight_bytes
@@ -35,7 +33,6 @@ from lpconv.train.outcome import gaps, parse_gates
 from lpconv.train.processes import is_main_process, num_processes, wait_for_all
 from lpconv.train.publish import form_of, publish_model, write_checksums
 from lpconv.train.recipes import RECIPES, Arithmetic
-from lpconv.train.rows import read_rows
 from lpconv.train.watch import watches_run, watches_twin
 
 __all__ = ["finetune"]
@@ -54,8 +51,6 @@ def finetune(
     check_options(options)
     check_run(options)
     gates = parse_gates(options)
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(logging.CRITICAL)  # what it would log, the error says that we raise
     source = resolve(model, revision=options.revision)
     job = _job(source.directory, options)
     is_main = is_main_process()
