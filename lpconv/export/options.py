@@ -1,12 +1,13 @@
-"""What the user asked of an export, checked. Plain Python."""
+"""What the user asked of an export, and the libraries it needs, checked before any work. Plain Python."""
 
 import dataclasses
+import importlib
 from typing import Annotated
 
-from lpconv.errors import UsageError
+from lpconv.errors import UnsupportedError, UsageError
 from lpconv.options import Force, Option, Revision
 
-__all__ = ["MAX_INLINE_BYTES", "ExportOptions", "choose_opset"]
+__all__ = ["MAX_INLINE_BYTES", "ExportOptions", "choose_opset", "need"]
 
 # Protobuf ends at 2 GiB; the graph needs a little of it too.
 MAX_INLINE_BYTES = 2 * 10**9
@@ -44,3 +45,15 @@ def choose_opset(wanted: int | None, *, has_fp8: bool) -> int:
         why = "has no fp8" if wanted >= _OLDEST_OPSET else "is older than what torch writes"
         raise UsageError(f"opset {wanted} {why}", hint=f"pass --opset {least} or more, or leave it out")
     return wanted
+
+
+def need(*modules: str) -> None:
+    """Raise UnsupportedError, with the line that installs them, unless all `modules` import."""
+    missing = []
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            missing.append(name)
+    if missing:
+        raise UnsupportedError(f"exporting to ONNX needs {' and '.join(missing)}", hint="pip install 'lpconv[onnx]'")

@@ -5,7 +5,7 @@ in fp32, and there a compiler that keeps 16-bit intermediates in fp32 makes `lo`
 the same result:
 
 - `nearest_by_bits` rounds by integer arithmetic on the bit pattern, which no compiler can simplify;
-- `nearest_by_cast` is a plain conversion, for compilation with `compiling.EXACT_OPTIONS` only. On the CPU it is three
+- `nearest_by_cast` is a plain conversion, for compilation with `transforms.EXACT_OPTIONS` only. On the CPU it is three
   times as fast in a kernel, because inductor moves every bit pattern between float and integer through memory.
 
 Plain functions of tensors; in eager mode both are right.

@@ -4,8 +4,13 @@ A missing number is a dash, an infinite SQNR is "exact", sizes are decimal (1 MB
 """
 
 import math
+import re
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # the command line reads sizes before it has any record
+    from lpconv.results import GateRecord
 
 __all__ = [
     "MISSING",
@@ -14,9 +19,11 @@ __all__ = [
     "count_text",
     "duration_text",
     "error_text",
+    "gate_lines",
     "listed",
     "number_text",
     "plural",
+    "raised",
     "rate_text",
     "scale_text",
     "shape_text",
@@ -26,6 +33,7 @@ __all__ = [
 ]
 
 MISSING = "–"
+_RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 # What a tensor is to a layer, in the order of a training step.
 ROLE_WORDS = {
@@ -136,9 +144,19 @@ def scale_text(scale: float | None) -> str:
     return f"{scale:.5g}"
 
 
+def raised(text: str) -> str:
+    """Text with the exponents of its powers of two (2^-7) raised."""
+    return re.sub(r"(?<=2)\^(-?\d+)", lambda found: found[1].translate(_RAISED), text)
+
+
 def shape_text(shape: tuple[int, ...]) -> str:
     """384 x 1536; a 0-d tensor is "scalar"."""
     return " x ".join(map(str, shape)) or "scalar"
+
+
+def gate_lines(gates: "Sequence[GateRecord]") -> tuple[str, ...]:
+    """Each gate, whether it held, and the value it met."""
+    return tuple(f"{g.expression}: {'passed' if g.passed else 'failed'} with {number_text(g.value)}" for g in gates)
 
 
 def listed(items: Sequence[str]) -> str:

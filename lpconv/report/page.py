@@ -2,8 +2,8 @@
 
 import functools
 import math
-import re
 from dataclasses import dataclass
+from typing import Any
 
 import jinja2
 from markupsafe import Markup
@@ -12,6 +12,7 @@ from lpconv.report.numbers import (
     count_text,
     error_text,
     number_text,
+    raised,
     scale_text,
     shape_text,
     share_text,
@@ -19,9 +20,7 @@ from lpconv.report.numbers import (
     sqnr_text,
 )
 
-__all__ = ["Tile", "breakable", "environment"]
-
-_RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+__all__ = ["Tile", "breakable", "page"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +32,13 @@ class Tile:
     detail: str
 
 
+def page(template: str, **values: Any) -> str:
+    """The page that a template of this package makes of the values."""
+    return _environment().get_template(f"{template}.html.j2").render(values)
+
+
 @functools.cache
-def environment() -> jinja2.Environment:
+def _environment() -> jinja2.Environment:
     """The templates of this package with the filters they use; all text is escaped."""
     made = jinja2.Environment(
         loader=jinja2.PackageLoader("lpconv.report"),
@@ -51,8 +55,7 @@ def environment() -> jinja2.Environment:
         "lower_first": lambda text: text[:1].lower() + text[1:],
         "number": number_text,
         "percent": lambda share: share_text(share, 1),
-        "power": _power,
-        "outcome": lambda passed: {True: "passed", False: "failed", None: "not run"}[passed],
+        "power": raised,
         "scale": scale_text,
         "shape": shape_text,
         "size": size_text,
@@ -67,11 +70,6 @@ def _sortable(value: float | None) -> str:
     if value is None or math.isnan(value):
         return ""
     return repr(value) if math.isfinite(value) else "Infinity" if value > 0 else "-Infinity"
-
-
-def _power(text: str) -> str:
-    """Text with the exponents of its powers of two (2^-7) raised."""
-    return re.sub(r"(?<=2)\^(-?\d+)", lambda found: found[1].translate(_RAISED), text)
 
 
 def breakable(name: str) -> Markup:

@@ -1,10 +1,14 @@
-"""What a plot of the HTML page is made of, and the geometry that all plots share. A template draws it as inline SVG.
+"""What a plot of the HTML page is made of, the geometry that all plots share, and lines over the steps of a run.
 
-The template draws the plots, not matplotlib, for three reasons: their colours follow the page's light and dark themes,
-every mark carries its tensor's name and figures, and equal results give equal bytes.
+The template draws the plots as inline SVG, not matplotlib, for three reasons: their colours follow the page's light and
+dark themes, every mark carries its tensor's name and figures, and equal results give equal bytes.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from lpconv.results import Series
 
 __all__ = [
     "CHARACTER",
@@ -13,11 +17,13 @@ __all__ = [
     "Band",
     "FormatRange",
     "LegendEntry",
+    "Line",
     "Mark",
     "Plot",
     "Tick",
     "column_x",
     "dash_path",
+    "line_plot",
     "mark_path",
     "mark_radius",
 ]
@@ -26,6 +32,8 @@ _WIDTH, _HEIGHT = 1000.0, 380.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58.0, 986.0, 14.0, 330.0
 CHARACTER = 7.0  # the width of one in a label, in page units
 NUM_SHAPES = 6
+_TICKS = 5
+_MAX_DIGITS = 4  # after the point
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,13 +90,13 @@ class Plot:
     name: str
     title: str
     description: str
-    y_label: str
+    y_label: str = ""
     x_ticks: tuple[Tick, ...]
     y_ticks: tuple[Tick, ...]
-    bands: tuple[Band, ...]
     marks: tuple[Mark, ...]
-    legend: tuple[LegendEntry, ...]
-    dividers: tuple[float, ...]
+    bands: tuple[Band, ...] = ()
+    legend: tuple[LegendEntry, ...] = ()
+    dividers: tuple[float, ...] = ()
     width: float = _WIDTH
     height: float = _HEIGHT
     left: float = _LEFT
@@ -137,3 +145,67 @@ def mark_path(series: int, x: float, y: float, r: float) -> str:
 def dash_path(x: float, y: float, r: float) -> str:
     """The path of a short horizontal line."""
     return f"M{x - r:.1f} {y:.1f}h{2 * r:.1f}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """A series, its colour, and its words in the legend; without words it shares those of another."""
+
+    series: Series
+    colour: int
+    label: str = ""
+
+
+def line_plot(name: str, title: str, description: str, lines: Sequence[Line]) -> Plot | None:
+    """The finite points of the lines over a common axis, which the title names; None where there are none."""
+    points = [(s, v) for line in lines for s, v in zip(line.series.steps, line.series.values, strict=True)]
+    points = [(s, v) for s, v in points if math.isfinite(v)]
+    if not points:
+        return None
+    low, high = min(v for _, v in points), max(v for _, v in points)
+    room = (high - low) * 0.05 or abs(high) * 0.05 or 1.0
+    axis = Axis(low=low - room, high=high + room)
+    last = max(s for s, _ in points)
+    return Plot(
+        name=name,
+        title=title,
+        description=description,
+        x_ticks=tuple(Tick(position=column_x(s, last + 1), label=str(s)) for s in _step_ticks(last)),
+        y_ticks=tuple(Tick(position=axis.y(v), label=label) for v, label in _value_ticks(axis)),
+        marks=tuple(
+            Mark(kind=f"line series-{line.colour}", path=_path(line.series, axis, last), title=line.label)
+            for line in lines
+        ),
+        legend=tuple(
+            LegendEntry(kind=f"line series-{line.colour}", path="M1 7H13", label=line.label)
+            for line in lines
+            if line.label
+        ),
+    )
+
+
+def _path(series: Series, axis: Axis, last: int) -> str:
+    """Segments between finite points; a gap where a value is not finite."""
+    path, pen = "", "M"
+    for step, value in zip(series.steps, series.values, strict=True):
+        if not math.isfinite(value):
+            pen = "M"
+            continue
+        path += f"{pen}{column_x(step, last + 1)} {axis.y(value)}"
+        pen = "L"
+    return path
+
+
+def _step_ticks(last: int) -> list[int]:
+    step = max(1, round(last / _TICKS))
+    return list(range(0, last + 1, step))
+
+
+def _value_ticks(axis: Axis) -> list[tuple[float, str]]:
+    """Round numbers, multiples of 1, 2 or 5 times a power of ten, with as many digits as tell them apart."""
+    rough = (axis.high - axis.low) / _TICKS
+    exponent = math.floor(math.log10(rough))
+    step = next(m * 10.0**exponent for m in (1, 2, 5, 10) if m * 10.0**exponent >= rough)
+    numbers = range(math.ceil(axis.low / step), math.floor(axis.high / step) + 1)
+    digits = max(0, -exponent)
+    return [(n * step, f"{n * step:.{digits}f}" if digits <= _MAX_DIGITS else f"{n * step:.1e}") for n in numbers]

@@ -5,7 +5,7 @@ Import this module lazily: it loads rich. Strings become `Text` here, never mark
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
@@ -80,7 +80,7 @@ def facts_grid(facts: dict[str, str]) -> RenderableType:
     return grid
 
 
-def table_of(*columns: str) -> Table:
+def table_of(*columns: str, rows: Iterable[Iterable[str | Name]] = ()) -> Table:
     """Columns by heading: ``<`` before it aligns left and may wrap; numbers align right and never wrap."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="")
     for i, column in enumerate(columns):
@@ -88,6 +88,8 @@ def table_of(*columns: str) -> Table:
         table.add_column(
             Text(column.removeprefix("<")), justify="left" if left else "right", no_wrap=not left, overflow="fold"
         )
+    for row in rows:
+        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
     return table
 
 

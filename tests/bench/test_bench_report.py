@@ -10,8 +10,7 @@ from bench_records import CPU_PEAKS, GEMMS, result, row
 from rich.console import Console
 
 from lpconv.bench.verdict import verdict
-from lpconv.report.bench.html import html_bench
-from lpconv.report.bench.plot import memory_plot, speed_plot
+from lpconv.report.bench.html import html_bench, memory_plot, speed_plot
 from lpconv.report.bench.terminal import render_bench
 from lpconv.report.bench.text import bench_csv, bench_jsonl, bench_markdown
 from lpconv.results import BenchResult, BenchRow, from_json, to_json

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from lpconv.errors import UnsupportedError
-from lpconv.mcf.compiling import EXACT_OPTIONS, compile_keeps_roundings
 from lpconv.mcf.expansion import add, components, expand_scalar, grow, mul, mul_scalar, renormalise
 from lpconv.mcf.fp8 import merge_fp8, split_fp8
 from lpconv.mcf.pairs import join, nearest_by_bits, nearest_by_cast, split, stochastic_by_bits
 from lpconv.mcf.split import split_bf16
+from lpconv.mcf.transforms import EXACT_OPTIONS, compile_keeps_roundings
 
 U = 2.0**-8
 

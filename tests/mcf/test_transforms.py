@@ -10,8 +10,14 @@ from hypothesis import assume, given, strategies as st
 from torch import Tensor
 
 from lpconv.errors import UnsupportedError
-from lpconv.mcf.compiling import compile_exact, compile_keeps_roundings
-from lpconv.mcf.transforms import fast_two_sum, two_prod, two_prod_scalar, two_sum
+from lpconv.mcf.transforms import (
+    compile_exact,
+    compile_keeps_roundings,
+    fast_two_sum,
+    two_prod,
+    two_prod_scalar,
+    two_sum,
+)
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 CODES = st.integers(0, 2**16 - 1)

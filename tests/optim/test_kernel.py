@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lpconv.mcf.compiling import compile_keeps_roundings
 from lpconv.mcf.pairs import nearest_by_bits, nearest_by_cast
+from lpconv.mcf.transforms import compile_keeps_roundings
 from lpconv.optim import CollageAdamW, LowPrecisionAdamW, kernel
 from lpconv.optim.kernel import STEPS, Kernel, build_step, get_kernel
 from lpconv.optim.rules import RULES

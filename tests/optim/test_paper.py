@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lpconv.mcf.compiling import compile_keeps_roundings
 from lpconv.mcf.expansion import expand_scalar, grow, mul_scalar
+from lpconv.mcf.transforms import compile_keeps_roundings
 from lpconv.optim import CollageAdamW
 
 LR, BETA1, BETA2, EPS, DECAY = 1e-3, 0.9, 0.95, 1e-8, 0.1

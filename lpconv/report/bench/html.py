@@ -1,8 +1,12 @@
 """The page of a bench: the verdict first, then speed-ups and memory as plots, every row, and the Linears by shape."""
 
-from lpconv.report.bench.plot import memory_plot, speed_plot
+import math
+from collections.abc import Callable, Sequence
+
 from lpconv.report.bench.text import (
+    CHANGE_COLUMNS,
     COLUMNS,
+    change_rows,
     energy_text,
     gemm_text,
     peaks_text,
@@ -11,35 +15,38 @@ from lpconv.report.bench.text import (
     ratio_text,
     reasons,
 )
-from lpconv.report.numbers import MISSING, duration_text
-from lpconv.report.page import Tile, environment
+from lpconv.report.numbers import MISSING, duration_text, size_text
+from lpconv.report.page import Tile, page
+from lpconv.report.plot import CHARACTER, Axis, LegendEntry, Mark, Plot, Tick, column_x, dash_path, mark_path
 from lpconv.report.printable import printable_record
-from lpconv.results import BenchResult
+from lpconv.results import BenchResult, BenchRow
 
-__all__ = ["html_bench"]
+__all__ = ["html_bench", "memory_plot", "speed_plot"]
+
+_RADIUS = 4.5
+_UNITS = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
+_PARTS = ("weights", "optimizer", "gradients", "activations", "other")
 
 
 def html_bench(result: BenchResult) -> str:
     """The page of one bench."""
     result = printable_record(result)
-    return (
-        environment()
-        .get_template("bench.html.j2")
-        .render(
-            result=result,
-            name=", ".join(dict.fromkeys(r.model for r in result.rows)) or "nothing",
-            version=result.versions.get("lpconv"),
-            tiles=_tiles(result),
-            speed=speed_plot(result.rows),
-            memory=memory_plot(result.rows),
-            columns=list(COLUMNS),
-            cells=[[cell(r) for cell in COLUMNS.values()] for r in result.rows],
-            reasons=reasons(result.rows),
-            facts=_facts(result),
-            ratio=ratio_text,
-            gain=gemm_text,
-            predicted=predicted,
-        )
+    return page(
+        "bench",
+        result=result,
+        name=", ".join(dict.fromkeys(r.model for r in result.rows)) or "nothing",
+        version=result.versions.get("lpconv"),
+        tiles=_tiles(result),
+        speed=speed_plot(result.rows),
+        memory=memory_plot(result.rows),
+        columns=list(COLUMNS),
+        cells=[[cell(r) for cell in COLUMNS.values()] for r in result.rows],
+        reasons=reasons(result.rows),
+        facts=_facts(result),
+        change_columns=CHANGE_COLUMNS,
+        changes=change_rows(result),
+        gain=gemm_text,
+        predicted=predicted,
     )
 
 
@@ -74,3 +81,88 @@ def _facts(result: BenchResult) -> dict[str, str]:
         if r.energy and r.energy.joules_per_step is not None
     }
     return facts | {f"Version of {name}": version for name, version in sorted(result.versions.items())}
+
+
+def speed_plot(rows: Sequence[BenchRow]) -> Plot | None:
+    """Every variant's speed-up over its baseline, with the 95 % interval; None without one."""
+    shown = [r for r in rows if r.ratio is not None and not r.is_baseline]
+    if not shown:
+        return None
+    top = 1.1 * max(1.0, *(r.ratio.high for r in shown if r.ratio))
+    axis = Axis(low=0, high=top)
+    marks = [mark for i, r in enumerate(shown) for mark in _interval(r, column_x(i + 0.5, len(shown)), axis)]
+    parity = column_x(0, 1), column_x(1, 1)
+    marks.append(Mark(kind="move", path=f"M{parity[0]} {axis.y(1)}H{parity[1]}", title="the baseline"))
+    return Plot(
+        name="speed",
+        title="Speed-up over the baseline",
+        description="Baseline time over time, with 95 % intervals; above 1 is faster.",
+        y_label="speed-up",
+        x_ticks=_ticks(shown),
+        y_ticks=_y_ticks(axis, top, "{:g}".format),
+        marks=tuple(marks),
+    )
+
+
+def memory_plot(rows: Sequence[BenchRow]) -> Plot | None:
+    """The peak of every row as a column, weights at the bottom; None where no memory was measured."""
+    shown = [r for r in rows if r.memory is not None]
+    if not shown:
+        return None
+    top = 1.05 * max(r.memory.parts.total for r in shown if r.memory)
+    axis, unit = Axis(low=0, high=top), size_text(top).split()[1]
+    present = [i for i, part in enumerate(_PARTS) if any(getattr(r.memory.parts, part) for r in shown if r.memory)]
+    marks = [mark for i, r in enumerate(shown) for mark in _column(r, i, len(shown), axis)]
+    return Plot(
+        name="memory",
+        title="Memory of tensors at the peak",
+        description="What takes up memory when a step needs most.",
+        y_label=unit,
+        x_ticks=_ticks(shown),
+        y_ticks=_y_ticks(axis, top, lambda size: f"{size / _UNITS[unit]:g}"),
+        marks=tuple(marks),
+        legend=tuple(LegendEntry(kind=f"series-{i}", path=mark_path(1, 7, 7, 5), label=_PARTS[i]) for i in present),
+    )
+
+
+def _interval(row: BenchRow, x: float, axis: Axis) -> list[Mark]:
+    assert row.ratio is not None
+    low, value, high = axis.y(row.ratio.low), axis.y(row.ratio.value), axis.y(row.ratio.high)
+    title = f"{_label(row)}: {ratio_text(row.ratio)}"
+    whisker = f"M{x} {low}V{high}{dash_path(x, low, _RADIUS)}{dash_path(x, high, _RADIUS)}"
+    return [
+        Mark(kind="peak", path=whisker, title=title),
+        Mark(kind="after", path=mark_path(0, x, value, _RADIUS), title=title),
+    ]
+
+
+def _column(row: BenchRow, index: int, count: int, axis: Axis) -> list[Mark]:
+    assert row.memory is not None
+    left, right = column_x(index + 0.2, count), column_x(index + 0.8, count)
+    marks, below = [], 0
+    for series, part in enumerate(_PARTS):
+        size = getattr(row.memory.parts, part)
+        y, y_top = axis.y(below), axis.y(below + size)
+        path = f"M{left} {y}H{right}V{y_top}H{left}z"
+        marks.append(Mark(kind=f"series-{series}", path=path, title=f"{_label(row)}: {part} {size_text(size)}"))
+        below += size
+    return marks
+
+
+def _label(row: BenchRow) -> str:
+    return f"{row.name}, {row.place}"
+
+
+def _ticks(rows: Sequence[BenchRow]) -> tuple[Tick, ...]:
+    """Names under the columns, numbers where there is no room for them."""
+    room = (column_x(1, len(rows)) - column_x(0, len(rows))) / CHARACTER
+    fits = all(len(r.name) <= room for r in rows)
+    return tuple(
+        Tick(position=column_x(i + 0.5, len(rows)), label=r.name if fits else str(i + 1)) for i, r in enumerate(rows)
+    )
+
+
+def _y_ticks(axis: Axis, top: float, text: Callable[[float], str]) -> tuple[Tick, ...]:
+    step = 10.0 ** math.floor(math.log10(top))
+    step = next(s for s in (step / 5, step / 2, step, 2 * step) if top / s <= 8)
+    return tuple(Tick(position=axis.y(i * step), label=text(i * step)) for i in range(int(top / step) + 1))

@@ -7,7 +7,9 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from lpconv.report.bench.text import (
+    CHANGE_COLUMNS,
     COLUMNS,
+    change_rows,
     energy_text,
     gemm_text,
     labels,
@@ -15,10 +17,9 @@ from lpconv.report.bench.text import (
     peaks_text,
     predicted,
     processes_text,
-    ratio_text,
     reasons,
 )
-from lpconv.report.numbers import MISSING, number_text, plural, size_text
+from lpconv.report.numbers import MISSING, gate_lines, number_text, plural, size_text
 from lpconv.report.printable import printable_record
 from lpconv.report.terminal import Name, facts_grid, heading, note_list, section, table_of
 from lpconv.results import BenchResult, VerdictRecord
@@ -33,10 +34,17 @@ _OPTIONAL = ("Mode", "Batch", "Compiled", "Grad. err.", "Saved")
 def render_bench(result: BenchResult) -> RenderableType:
     """Everything that was measured, and what it means."""
     result = printable_record(result)
-    parts: list[RenderableType] = [*_head(result), _rows(result), *_reasons(result), *_memory(result), *_gpu(result)]
-    for verdict in result.verdicts:
-        parts += _verdict(verdict)
-    return Group(*parts, *_changes(result), *_gates(result), *note_list("Notes", result.notes))
+    return Group(
+        *_head(result),
+        _rows(result),
+        *note_list("Not measured", reasons(result.rows)),
+        *_memory(result),
+        *_gpu(result),
+        *(part for verdict in result.verdicts for part in _verdict(verdict)),
+        *_changes(result),
+        *note_list("Gates", gate_lines(result.gates)),
+        *note_list("Notes", result.notes),
+    )
 
 
 def _head(result: BenchResult) -> tuple[RenderableType, ...]:
@@ -59,46 +67,38 @@ def _head(result: BenchResult) -> tuple[RenderableType, ...]:
 def _rows(result: BenchResult) -> RenderableType:
     cells = {name: [cell(r) for r in result.rows] for name, cell in COLUMNS.items()}
     shown = [name for name in COLUMNS if name not in _OPTIONAL or len(set(cells[name])) > 1]
-    table = table_of(*shown)
-    for i in range(len(result.rows)):
-        table.add_row(*(Text(cells[name][i]) for name in shown))
-    return table
-
-
-def _reasons(result: BenchResult) -> tuple[RenderableType, ...]:
-    return note_list("Not measured", reasons(result.rows))
+    return table_of(*shown, rows=zip(*(cells[name] for name in shown), strict=True))
 
 
 def _memory(result: BenchResult) -> tuple[RenderableType, ...]:
-    table = table_of("Configuration", "Peak", "<By part")
-    for label, r in zip(labels(result.rows), result.rows, strict=True):
-        if r.memory is not None:
-            table.add_row(Text(label), Text(size_text(r.memory.peak_bytes)), Text(memory_text(r)))
-    return section("Memory of tensors at the peak of a step", table)
+    named = zip(labels(result.rows), result.rows, strict=True)
+    rows = [(label, size_text(r.memory.peak_bytes), memory_text(r)) for label, r in named if r.memory is not None]
+    return section("Memory of tensors at the peak of a step", table_of("Configuration", "Peak", "<By part", rows=rows))
 
 
 def _gpu(result: BenchResult) -> tuple[RenderableType, ...]:
     watched = [r for r in result.rows if r.gpu is not None]
     if not watched:
         return section("Energy", Text("not available: there is no GPU, or nvidia-ml-py is not installed"))
-    table = table_of("Configuration", "Energy/step", "SM MHz", "W", "Limit W", "<Throttled by", "<Other processes")
+    rows = []
     for label, r in zip(labels(watched), watched, strict=True):
         assert r.gpu is not None
         numbers = (r.gpu.sm_clock_mhz, r.gpu.power_w, r.gpu.power_limit_w)
         others = ", ".join(map(str, r.gpu.foreign_processes))
-        cells = [label, energy_text(r), *map(number_text, numbers), ", ".join(r.gpu.throttle_reasons), others]
-        table.add_row(*map(Text, cells))
-    return section("Energy and clocks", table)
+        rows.append((label, energy_text(r), *map(number_text, numbers), ", ".join(r.gpu.throttle_reasons), others))
+    columns = ("Configuration", "Energy/step", "SM MHz", "W", "Limit W", "<Throttled by", "<Other processes")
+    return section("Energy and clocks", table_of(*columns, rows=rows))
 
 
 def _verdict(verdict: VerdictRecord) -> tuple[RenderableType, ...]:
     more = _PREDICTED if predicted(verdict) else ()
-    table = table_of("Linear", "Count", "N", "K", "Tokens", "GFLOP", "<Bound by", *more)
+    rows: list[tuple[str | Name, ...]] = []
     for g in verdict.gemms:
         even = MISSING if g.break_even_tokens is None else f"{g.break_even_tokens:,}"
         cells = [str(g.count), str(g.n), str(g.k), str(g.m), f"{g.flops / 1e9:.3g}", g.bound]
         cells += [gemm_text(g.gain), even] if more else []
-        table.add_row(Name(name=g.names[0]), *map(Text, cells))
+        rows.append((Name(name=g.names[0]), *cells))
+    table = table_of("Linear", "Count", "N", "K", "Tokens", "GFLOP", "<Bound by", *more, rows=rows)
     return (
         *section(f"Linears by shape: {verdict.title}", table),
         *note_list("Verdict", verdict.sentences),
@@ -108,12 +108,4 @@ def _verdict(verdict: VerdictRecord) -> tuple[RenderableType, ...]:
 def _changes(result: BenchResult) -> tuple[RenderableType, ...]:
     if not result.changes:
         return ()
-    table = table_of("Configuration", "Before", "Now", "<Change")
-    for c in result.changes:
-        table.add_row(Text(c.name), Text(ratio_text(c.before)), Text(ratio_text(c.after)), Text(c.change))
-    return section("Speed-up against the older document", table)
-
-
-def _gates(result: BenchResult) -> tuple[RenderableType, ...]:
-    notes = [f"{g.expression}: {'passed' if g.passed else 'failed'} with {number_text(g.value)}" for g in result.gates]
-    return note_list("Gates", notes)
+    return section("Speed-up against the older document", table_of(*CHANGE_COLUMNS, rows=change_rows(result)))

@@ -8,10 +8,12 @@ from lpconv.report.numbers import MISSING, number_text, share_text, size_text
 from lpconv.results import BenchResult, BenchRow, PeakRecord, RatioRecord, VerdictRecord, json_line
 
 __all__ = [
+    "CHANGE_COLUMNS",
     "COLUMNS",
     "bench_csv",
     "bench_jsonl",
     "bench_markdown",
+    "change_rows",
     "energy_text",
     "gemm_text",
     "labels",
@@ -113,6 +115,14 @@ COLUMNS: dict[str, Callable[[BenchRow], str]] = {
     "Grad. err.": lambda r: _error_text(r.numerics.gradient_error if r.numerics else None),
     "Emulated": lambda r: ("yes" if r.emulated else "no") if r.status == "ok" else MISSING,
 }
+
+
+CHANGE_COLUMNS = ("Configuration", "Before", "Now", "<Change")
+
+
+def change_rows(result: BenchResult) -> list[tuple[str, ...]]:
+    """What an older document had for the same rows, under `CHANGE_COLUMNS`."""
+    return [(c.name, ratio_text(c.before), ratio_text(c.after), c.change) for c in result.changes]
 
 
 def bench_markdown(result: BenchResult) -> str:

@@ -10,14 +10,9 @@ import yaml
 
 from lpconv.report.convert.compare import RUN_FIGURES, figures
 from lpconv.report.convert.grouping import converted, done_groups, worst_tensors
-from lpconv.report.convert.words import besides_rounding, checks, method_name, summary, verdict
+from lpconv.report.convert.words import OUTCOME, checks, done_row, method_name, summary, verdict, worst_row
 from lpconv.report.numbers import (
     MISSING,
-    count_text,
-    error_text,
-    scale_text,
-    size_text,
-    sqnr_text,
 )
 from lpconv.report.printable import code_span, escaped, fence_for, printable_record, table
 from lpconv.results import ConvertResult
@@ -143,29 +138,9 @@ def _measured(result: ConvertResult) -> str:
 
 
 def _tensors(result: ConvertResult) -> str:
-    groups = [
-        (
-            g.action,
-            count_text(g.num_tensors),
-            escaped(f"{g.source_dtype} → {g.format}" if g.action == "convert" else g.source_dtype),
-            size_text(g.bytes_in),
-            size_text(g.bytes_out),
-            escaped(g.reason),
-        )
-        for g in done_groups(result.tensors)
-    ]
+    groups = [tuple(map(escaped, done_row(g))) for g in done_groups(result.tensors)]
     text = f"## Tensors\n\n{table(('action', 'tensors', 'format', 'before', 'after', 'why'), groups)}"
-    worst = [
-        (
-            code_span(t.name),
-            escaped(t.format),
-            sqnr_text(t.sqnr_db),
-            error_text(t.max_rel_error),
-            scale_text(t.scale),
-            besides_rounding(t),
-        )
-        for t in worst_tensors(result.tensors, _WORST)
-    ]
+    worst = [(code_span(t.name), *map(escaped, worst_row(t)[1:])) for t in worst_tensors(result.tensors, _WORST)]
     if not worst:
         return text
     head = ("tensor", "format", "SQNR, dB", "max rel. error", "scale", "besides rounding")
@@ -174,8 +149,7 @@ def _tensors(result: ConvertResult) -> str:
 
 def _verification(result: ConvertResult) -> str:
     v = result.verify
-    outcome = {True: "passed", False: "failed", None: "not run"}
-    lines = [f"- {escaped(c.name)}: {outcome[c.passed]}; {escaped(c.text)}" for c in checks(v)]
+    lines = [f"- {escaped(c.name)}: {OUTCOME[c.passed]}; {escaped(c.text)}" for c in checks(v)]
     lines += [f"- problem: {escaped(p)}" for p in v.problems]
     level = "" if verdict(v) == "not run" else f", level {escaped(v.level)}"
     return "\n".join([f"## Verification: {verdict(v)}{level}", *([""] if lines else []), *lines])

@@ -16,9 +16,8 @@ from lpconv.report.convert.grouping import (
     num_elements,
     worst_tensors,
 )
-from lpconv.report.convert.rms_plot import rms_plot
-from lpconv.report.convert.sqnr_plot import sqnr_plot
-from lpconv.report.convert.words import checks, method_name, summary, verdict
+from lpconv.report.convert.plot import rms_plot, sqnr_plot
+from lpconv.report.convert.words import OUTCOME, checks, method_name, summary, verdict
 from lpconv.report.numbers import (
     MISSING,
     change_text,
@@ -30,7 +29,7 @@ from lpconv.report.numbers import (
     size_text,
     sqnr_text,
 )
-from lpconv.report.page import Tile, breakable, environment
+from lpconv.report.page import Tile, breakable, page
 from lpconv.report.plot import FormatRange
 from lpconv.report.printable import printable, printable_record
 from lpconv.results import ConvertResult, TensorRecord
@@ -49,27 +48,25 @@ class _CompareRow:
 def html_report(result: ConvertResult, ranges: Mapping[str, FormatRange]) -> str:
     """The report of one conversion. `ranges` holds what each format can hold, by the names that the tensors use."""
     result = printable_record(result)
-    return (
-        environment()
-        .get_template("convert.html.j2")
-        .render(
-            result=result,
-            name=_last_part(result.output),
-            version=result.versions.get("lpconv"),
-            method_name=method_name,
-            num_elements=num_elements,
-            summary=summary(result),
-            tiles=_tiles(result),
-            verdict=verdict(result.verify),
-            checks=checks(result.verify),
-            rms=rms_plot(result, ranges),
-            sqnr=sqnr_plot([(result.output, result)]),
-            done=done_groups(result.tensors),
-            layers=layer_groups(result.tensors),
-            tensors=in_layer_order(result.tensors),
-            provenance=_provenance(result),
-            files=[("source", f) for f in result.source.files] + [("output", f) for f in result.files],
-        )
+    return page(
+        "convert",
+        result=result,
+        name=_last_part(result.output),
+        version=result.versions.get("lpconv"),
+        method_name=method_name,
+        num_elements=num_elements,
+        summary=summary(result),
+        tiles=_tiles(result),
+        verdict=verdict(result.verify),
+        checks=checks(result.verify),
+        outcome=OUTCOME,
+        rms=rms_plot(result, ranges),
+        sqnr=sqnr_plot([(result.output, result)]),
+        done=done_groups(result.tensors),
+        layers=layer_groups(result.tensors),
+        tensors=in_layer_order(result.tensors),
+        provenance=_provenance(result),
+        files=[("source", f) for f in result.source.files] + [("output", f) for f in result.files],
     )
 
 
@@ -78,18 +75,15 @@ def html_compare(results: Sequence[ConvertResult], ranges: Mapping[str, FormatRa
     runs = [printable_record(r) for r in results]
     names = run_names(runs)
     named = list(zip(names, runs, strict=True))
-    return (
-        environment()
-        .get_template("compare.html.j2")
-        .render(
-            names=names,
-            version=None,
-            figures=figures(runs),
-            sqnr=sqnr_plot(named),
-            rms=[(name, rms_plot(r, ranges)) for name, r in named],
-            rows=_compare_rows(runs),
-            summaries=[(name, summary(r)) for name, r in named],
-        )
+    return page(
+        "compare",
+        names=names,
+        version=None,
+        figures=figures(runs),
+        sqnr=sqnr_plot(named),
+        rms=[(name, rms_plot(r, ranges)) for name, r in named],
+        rows=_compare_rows(runs),
+        summaries=[(name, summary(r)) for name, r in named],
     )
 
 

@@ -11,13 +11,23 @@ from rich.table import Table
 from rich.text import Text
 
 from lpconv.report.convert.compare import Figure, figures, run_names
-from lpconv.report.convert.grouping import DoneGroup, done_groups, worst_tensors
-from lpconv.report.convert.words import besides_rounding, checks, done_words, method_name, verdict
+from lpconv.report.convert.grouping import done_groups, worst_tensors
+from lpconv.report.convert.words import (
+    DONE_COLUMNS,
+    OUTCOME,
+    WORST_COLUMNS,
+    besides_rounding,
+    checks,
+    done_row,
+    done_words,
+    method_name,
+    verdict,
+    worst_row,
+)
 from lpconv.report.numbers import (
     change_text,
     count_text,
     duration_text,
-    error_text,
     number_text,
     plural,
     rate_text,
@@ -25,7 +35,6 @@ from lpconv.report.numbers import (
     shape_text,
     share_text,
     size_text,
-    sqnr_text,
 )
 from lpconv.report.printable import printable_record
 from lpconv.report.terminal import Name, after_gap, facts_grid, heading, least_width, note_list, section, table_of
@@ -136,11 +145,10 @@ class _Compare:
         per_table = max(1, (options.max_width - label_width) // (width + 2))
         for start in range(0, len(self.names), per_table):
             columns = slice(start, start + per_table)
-            table = table_of("", *(f"<{name}" for name in self.names[columns]))
+            rows = ((figure.label, *figure.values[columns]) for figure in self.figures)
+            table = table_of("", *(f"<{name}" for name in self.names[columns]), rows=rows)
             for column in table.columns[1:]:
                 column.max_width = _RUN_WIDTH
-            for figure in self.figures:
-                table.add_row(Text(figure.label), *(Text(v) for v in figure.values[columns]))
             yield from (Text(), table) if start else (table,)
 
 
@@ -153,44 +161,21 @@ def _done(tensors: Sequence[TensorRecord]) -> tuple[RenderableType, ...]:
     groups = done_groups(tensors)
     if not groups:
         return section("Tensors", Text("The checkpoint holds no tensors."))
-    table = table_of("Action", "Tensors", "<Format", "Before", "After", "<Why")
-    for g in groups[:_GROUPS]:
-        table.add_row(
-            Text(g.action),
-            Text(count_text(g.num_tensors)),
-            Text(_formats(g)),
-            Text(size_text(g.bytes_in)),
-            Text(size_text(g.bytes_out)),
-            Text(g.reason),
-        )
+    table = table_of(*DONE_COLUMNS, rows=map(done_row, groups[:_GROUPS]))
     rest = sum(g.num_tensors for g in groups[_GROUPS:])
     more = [Text(f"and {plural(rest, 'tensor')} for other reasons")] if rest else []
     return section("Tensors", Group(table, *more))
-
-
-def _formats(g: DoneGroup) -> str:
-    return f"{g.source_dtype} → {g.format}" if g.action == "convert" else g.source_dtype
 
 
 def _worst(tensors: Sequence[TensorRecord]) -> tuple[RenderableType, ...]:
     worst = worst_tensors(tensors, _WORST)
     if not worst:
         return ()
-    causes = [besides_rounding(t) for t in worst]
-    rounding_alone = set(causes) == {"nothing"}
-    table = table_of(
-        "Tensor", "<Format", "SQNR dB", "Max rel", "Scale", *([] if rounding_alone else ["<Besides rounding"])
-    )
+    rounding_alone = all(besides_rounding(t) == "nothing" for t in worst)
+    last = -1 if rounding_alone else None
+    rows = ((Name(name=t.name), *worst_row(t)[1:last]) for t in worst)
+    table = table_of(*WORST_COLUMNS[:last], rows=rows)
     table.columns[0].min_width = max(least_width(t.name) for t in worst)
-    for t, cause in zip(worst, causes, strict=True):
-        table.add_row(
-            Name(name=t.name),
-            Text(t.format),
-            Text(sqnr_text(t.sqnr_db)),
-            Text(error_text(t.max_rel_error)),
-            Text(scale_text(t.scale)),
-            *([] if rounding_alone else [Text(cause)]),
-        )
     return section("Lowest signal-to-noise" + (" (from rounding alone)" if rounding_alone else ""), table)
 
 
@@ -201,7 +186,7 @@ def _verification(v: VerifyResult) -> tuple[RenderableType, ...]:
         title.append(f" (level {v.level})")
     steps = Table.grid(padding=(0, 2))
     for check in checks(v):
-        outcome = {True: "passed", False: "failed", None: "not run"}[check.passed]
+        outcome = OUTCOME[check.passed]
         steps.add_row(Text(outcome, style=_STYLES[outcome]), Text(check.name), Text(check.text))
     problems = note_list("Problems", v.problems)
     return (Text(), title, *([steps] if steps.row_count else []), *problems)
@@ -210,9 +195,7 @@ def _verification(v: VerifyResult) -> tuple[RenderableType, ...]:
 def _files(files: Sequence[FileRecord]) -> tuple[RenderableType, ...]:
     if not files:
         return ()
-    table = table_of("File", "Size")
-    for f in files[:_SHARDS]:
-        table.add_row(Name(name=f.name), Text(size_text(f.size_bytes)))
+    table = table_of("File", "Size", rows=((Name(name=f.name), size_text(f.size_bytes)) for f in files[:_SHARDS]))
     rest = files[_SHARDS:]
     more = [Text(f"and {plural(len(rest), 'file')}, {size_text(sum(f.size_bytes for f in rest))}")] if rest else []
     return section("Files", Group(table, *more))
@@ -221,39 +204,26 @@ def _files(files: Sequence[FileRecord]) -> tuple[RenderableType, ...]:
 def _dtypes(found: InspectResult) -> tuple[RenderableType, ...]:
     if not found.dtypes:
         return ()
-    table = table_of("Dtype", "Tensors", "Elements", "Size")
-    for d in found.dtypes:
-        table.add_row(Text(d.dtype), count_text(d.num_tensors), count_text(d.num_elements), size_text(d.size_bytes))
-    return section("Dtypes", table)
+    rows = ((d.dtype, *map(count_text, (d.num_tensors, d.num_elements)), size_text(d.size_bytes)) for d in found.dtypes)
+    return section("Dtypes", table_of("Dtype", "Tensors", "Elements", "Size", rows=rows))
 
 
 def _stored(tensors: Sequence[StoredTensor]) -> tuple[RenderableType, ...]:
     if not tensors:
         return ()
-    shown = [c for c in _STORED_COLUMNS if c.always or any(c.cell(t) for t in tensors)]
-    table = table_of(*(c.heading for c in shown))
-    for t in tensors:
-        table.add_row(Name(name=t.name), *(Text(c.cell(t)) for c in shown[1:]))
-    return section("Tensors", table)
+    shown = {heading: cell for heading, cell in _STORED_COLUMNS.items() if any(map(cell, tensors))}
+    rows = ((Name(name=t.name), *(c(t) for c in shown.values())) for t in tensors)
+    return section("Tensors", table_of("Tensor", *shown, rows=rows))
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Column:
-    """One column of the table of stored tensors; the ones that are not `always` there vanish where all are empty."""
-
-    heading: str
-    cell: Callable[[StoredTensor], str]
-    always: bool = False
-
-
-_STORED_COLUMNS = (
-    _Column(heading="Tensor", cell=lambda t: t.name, always=True),
-    _Column(heading="<Dtype", cell=lambda t: t.dtype, always=True),
-    _Column(heading="Shape", cell=lambda t: shape_text(t.shape), always=True),
-    _Column(heading="Size", cell=lambda t: size_text(t.size_bytes), always=True),
-    _Column(heading="Scale", cell=lambda t: scale_text(t.scale) if t.scale is not None else ""),
-    _Column(heading="RMS", cell=lambda t: number_text(t.rms) if t.rms is not None else ""),
-    _Column(heading="Largest", cell=lambda t: number_text(t.absmax) if t.absmax is not None else ""),
-    _Column(heading="NaN", cell=lambda t: count_text(t.num_nan) if t.num_nan else ""),
-    _Column(heading="Inf", cell=lambda t: count_text(t.num_inf) if t.num_inf else ""),
-)
+# Columns beside the name; those whose cells are all empty are left out.
+_STORED_COLUMNS: dict[str, Callable[[StoredTensor], str]] = {
+    "<Dtype": lambda t: t.dtype,
+    "Shape": lambda t: shape_text(t.shape),
+    "Size": lambda t: size_text(t.size_bytes),
+    "Scale": lambda t: scale_text(t.scale) if t.scale is not None else "",
+    "RMS": lambda t: number_text(t.rms) if t.rms is not None else "",
+    "Largest": lambda t: number_text(t.absmax) if t.absmax is not None else "",
+    "NaN": lambda t: count_text(t.num_nan) if t.num_nan else "",
+    "Inf": lambda t: count_text(t.num_inf) if t.num_inf else "",
+}

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from lpconv.report.convert.grouping import converted, num_elements, worst_tensors
+from lpconv.report.convert.grouping import DoneGroup, converted, num_elements, worst_tensors
 from lpconv.report.numbers import (
     change_text,
     count_text,
@@ -12,6 +12,7 @@ from lpconv.report.numbers import (
     listed,
     number_text,
     plural,
+    scale_text,
     share_text,
     size_text,
     sqnr_text,
@@ -19,19 +20,21 @@ from lpconv.report.numbers import (
 from lpconv.results import ConvertResult, HashCheck, LogitsCheck, TensorRecord, VerifyResult, WeightsCheck
 
 __all__ = [
+    "DONE_COLUMNS",
+    "OUTCOME",
+    "WORST_COLUMNS",
     "Check",
     "besides_rounding",
     "checks",
-    "done_sentence",
+    "done_row",
     "done_words",
-    "error_sentence",
     "method_name",
-    "size_sentence",
     "summary",
     "verdict",
-    "verify_sentence",
+    "worst_row",
 ]
 
+OUTCOME = {True: "passed", False: "failed", None: "not run"}
 _METHODS = {"unit": "unit scaling", "scalify": "Scalify", "collage": "Collage", "multipoint": "Multipoint"}
 
 
@@ -52,15 +55,15 @@ def method_name(method: str) -> str:
 def summary(result: ConvertResult) -> str:
     """The whole result as one paragraph that a person can quote."""
     sentences = (
-        done_sentence(result),
-        size_sentence(result),
-        error_sentence(result.tensors),
-        verify_sentence(result.verify),
+        _done_sentence(result),
+        _size_sentence(result),
+        _error_sentence(result.tensors),
+        _verify_sentence(result.verify),
     )
     return " ".join(s for s in sentences if s)
 
 
-def done_sentence(result: ConvertResult) -> str:
+def _done_sentence(result: ConvertResult) -> str:
     """Which model, by which method, and what became of its tensors."""
     model = result.source.name + (f" ({result.architecture})" if result.architecture else "")
     return f"{model} was rewritten with {done_words(result)}."
@@ -92,13 +95,13 @@ def _stored_form(result: ConvertResult) -> str:
     return f"{' or '.join(formats)}{' codes with one scale each' if scaled else ''}"
 
 
-def size_sentence(result: ConvertResult) -> str:
+def _size_sentence(result: ConvertResult) -> str:
     """Weight bytes before and after."""
     read, written = result.bytes.read, result.bytes.written
     return f"The weights went from {size_text(read)} to {size_text(written)} ({change_text(read, written)})."
 
 
-def error_sentence(tensors: Iterable[TensorRecord]) -> str:
+def _error_sentence(tensors: Iterable[TensorRecord]) -> str:
     """The worst error, and how many elements left the format's range; empty where nothing was converted or measured."""
     changed = converted(tensors)
     measured = [t for t in changed if t.sqnr_db is not None]
@@ -129,7 +132,7 @@ def verdict(v: VerifyResult) -> str:
     return "not run" if v.level == "none" else "passed"
 
 
-def verify_sentence(v: VerifyResult) -> str:
+def _verify_sentence(v: VerifyResult) -> str:
     """The outcome with the deepest evidence there is for it."""
     word = verdict(v)
     if word == "not run":
@@ -211,6 +214,22 @@ def _logits_details(check: LogitsCheck) -> list[str]:
     if check.mean_kl is not None:
         parts.append(f"KL {error_text(check.mean_kl)} nats per position")
     return parts
+
+
+DONE_COLUMNS = ("Action", "Tensors", "<Format", "Before", "After", "<Why")
+WORST_COLUMNS = ("Tensor", "<Format", "SQNR dB", "Max rel", "Scale", "<Besides rounding")
+
+
+def done_row(g: DoneGroup) -> tuple[str, ...]:
+    """What was done to a group of tensors, and why, under `DONE_COLUMNS`."""
+    formats = f"{g.source_dtype} → {g.format}" if g.action == "convert" else g.source_dtype
+    return g.action, count_text(g.num_tensors), formats, size_text(g.bytes_in), size_text(g.bytes_out), g.reason
+
+
+def worst_row(t: TensorRecord) -> tuple[str, ...]:
+    """The figures of a converted tensor, under `WORST_COLUMNS`."""
+    errors = sqnr_text(t.sqnr_db), error_text(t.max_rel_error)
+    return t.name, t.format, *errors, scale_text(t.scale), besides_rounding(t)
 
 
 def _percent(share: float) -> str:

@@ -3,52 +3,53 @@
 import math
 from pathlib import PurePath
 
-from lpconv.report.finetune.plot import curve_plots, loss_heatmap
 from lpconv.report.finetune.words import (
     METRIC_WORDS,
     diagnostics,
     figure_text,
     gap_rows,
-    gate_lines,
     layer_rows,
     main_run,
+    memory_rows,
     noise_text,
     title,
     twin_run,
     verdict,
     worst_tracked,
 )
-from lpconv.report.numbers import ROLE_WORDS, duration_text, plural, size_text
-from lpconv.report.page import Tile, environment
+from lpconv.report.heat import Heatmap, Loss, loss_map
+from lpconv.report.numbers import ROLE_WORDS, duration_text, gate_lines, plural, share_text, size_text
+from lpconv.report.page import Tile, page
+from lpconv.report.plot import Line, Plot, line_plot
 from lpconv.report.printable import printable_record
-from lpconv.results import FinetuneResult
+from lpconv.results import FinetuneResult, RunRecord, Series, TrackedRecord
 
-__all__ = ["html_finetune"]
+__all__ = ["curve_plots", "html_finetune", "loss_heatmap"]
+
+_HEAT_HEAD = 60.0  # room for the numbers of the steps, in page units of the heatmap
+_MAX_COLUMNS = 24
 
 
 def html_finetune(result: FinetuneResult) -> str:
     """The page of one fine-tuning."""
     result = printable_record(result)
-    return (
-        environment()
-        .get_template("finetune.html.j2")
-        .render(
-            result=result,
-            name=PurePath(result.output).name,
-            title=title(result),
-            version=result.versions.get("lpconv"),
-            verdict=verdict(result),
-            tiles=_tiles(result),
-            gaps=gap_rows(result),
-            gates=gate_lines(result),
-            plots=curve_plots(result),
-            heat=loss_heatmap(result),
-            worst=worst_tracked(result),
-            diagnostics=diagnostics(result),
-            layers=layer_rows(result),
-            memory=main_run(result).memory,
-            role_words=ROLE_WORDS,
-        )
+    return page(
+        "finetune",
+        result=result,
+        name=PurePath(result.output).name,
+        title=title(result),
+        version=result.versions.get("lpconv"),
+        verdict=verdict(result),
+        tiles=_tiles(result),
+        gaps=gap_rows(result),
+        gates=gate_lines(result.gates),
+        plots=curve_plots(result),
+        heat=loss_heatmap(result),
+        worst=worst_tracked(result),
+        diagnostics=diagnostics(result),
+        layers=layer_rows(result),
+        memory=[row[:2] for row in memory_rows(result)],
+        facts=result.facts | {"Saved as": result.saved_as} | result.versions,
     )
 
 
@@ -75,3 +76,108 @@ def _tiles(result: FinetuneResult) -> tuple[Tile, ...]:
     ends = [v for v in (run.losses.values[0], run.losses.values[-1]) if math.isfinite(v)]
     tiles.append(Tile(label="Training loss", figure=" → ".join(f"{v:.4g}" for v in ends), detail=skipped))
     return tuple(tiles)
+
+
+def curve_plots(result: FinetuneResult) -> tuple[Plot, ...]:
+    """Losses of run and twin, their gap, held-out metrics, loss scale and update quality: those there are."""
+    run, twin = main_run(result), twin_run(result)
+    losses = [Line(series=run.losses, colour=0, label=result.recipe)]
+    if twin is not None:
+        losses.append(Line(series=twin.losses, colour=1, label=result.twin or ""))
+    plots = [line_plot("loss", "Training loss", "The loss of every step, before it.", losses)]
+    if twin is not None:
+        words = "At every step; above zero the twin is ahead. One line per seed."
+        plots.append(
+            line_plot("gap", "The gap: training loss of the run less that of its twin", words, _gap_lines(result))
+        )
+    plots += [_evaluation_plot(result, s.name) for s in run.evaluations if len(s.steps) > 1]
+    if len(set(run.loss_scales.values)) > 1:
+        logs = tuple(math.log2(v) for v in run.loss_scales.values)
+        series = Series(name="loss scale", steps=run.loss_scales.steps, values=logs)
+        words = "It falls where gradients overflowed and a step was left out."
+        plots.append(line_plot("scale", "Loss scale, log2", words, [Line(series=series, colour=2)]))
+    if run.updates:
+        plots.append(_update_plot(run))
+    return tuple(p for p in plots if p is not None)
+
+
+def _gap_lines(result: FinetuneResult) -> list[Line]:
+    twins = {r.seed: r for r in result.runs if r.role == "twin"}
+    lines: list[Line] = []
+    for run in result.runs:
+        if run.role != "run" or run.seed not in twins:
+            continue
+        values = tuple(a - b for a, b in zip(run.losses.values, twins[run.seed].losses.values, strict=False))
+        series = Series(name="gap", steps=run.losses.steps[: len(values)], values=values)
+        lines.append(Line(series=series, colour=len(lines) % 6, label=f"seed {run.seed}"))
+    return lines
+
+
+def _evaluation_plot(result: FinetuneResult, metric: str) -> Plot | None:
+    lines: list[Line] = []
+    seen: set[str] = set()
+    for run in result.runs:
+        series = next((s for s in run.evaluations if s.name == metric), None)
+        if series is not None:
+            label = (result.recipe if run.role == "run" else result.twin or "") if run.role not in seen else ""
+            seen.add(run.role)
+            lines.append(Line(series=series, colour=0 if run.role == "run" else 1, label=label))
+    name = METRIC_WORDS.get(metric, metric)
+    return line_plot(metric, name.capitalize(), "On the same held-out examples. One line per seed.", lines)
+
+
+def _update_plot(run: RunRecord) -> Plot | None:
+    steps = tuple(u.step for u in run.updates)
+    series = (
+        ("reached what is kept", tuple(u.edq for u in run.updates)),
+        ("reached the 16-bit weights", tuple(u.edq_weights for u in run.updates)),
+        ("of the changes lost for good", tuple(u.lost for u in run.updates)),
+    )
+    lines = [
+        Line(series=Series(name=label, steps=steps, values=values), colour=i, label=label)
+        for i, (label, values) in enumerate(series)
+    ]
+    words = "Effective descent quality: the part of the intended update that reached memory; 1 is all of it."
+    return line_plot("updates", "What reached memory of the updates", words, lines)
+
+
+def loss_heatmap(result: FinetuneResult) -> Heatmap | None:
+    """What was lost in each layer at each recorded step, one block of columns per class of tensor."""
+    tracked = [t for run in result.runs for t in run.tracked]
+    if not any(t.underflow + t.overflow > 0 for t in tracked):
+        return None
+    roles = [r for r in ROLE_WORDS if any(t.role == r for t in tracked)]
+    steps = _thinned(sorted({t.step for t in tracked}), _MAX_COLUMNS // len(roles) or 1)
+    worst = max(tracked, key=lambda t: t.underflow + t.overflow)
+    return loss_map(
+        [_loss(t) for t in tracked if t.step in steps],
+        blocks=[ROLE_WORDS[role] for role in roles],
+        columns=[str(step) for step in steps],
+        description=f"At worst {share_text(worst.underflow + worst.overflow, 1)}: {_words(worst)}.",
+        head=_HEAT_HEAD,
+    )
+
+
+def _thinned(steps: list[int], most: int) -> list[int]:
+    """At most so many of the steps, evenly, the first and last among them."""
+    if len(steps) <= most:
+        return steps
+    return [steps[round(i * (len(steps) - 1) / max(most - 1, 1))] for i in range(most)]
+
+
+def _loss(t: TrackedRecord) -> Loss:
+    return Loss(
+        layer=t.layer,
+        block=ROLE_WORDS[t.role],
+        column=str(t.step),
+        underflow=t.underflow,
+        overflow=t.overflow,
+        title=_words(t),
+    )
+
+
+def _words(t: TrackedRecord) -> str:
+    return (
+        f"{ROLE_WORDS.get(t.role, t.role)} of {t.layer} at step {t.step} in {t.format}: "
+        f"{share_text(t.underflow, 1)} underflow, {share_text(t.overflow, 1)} overflow"
+    )

@@ -11,14 +11,13 @@ from rich.text import Text
 from lpconv.report.finetune.words import (
     diagnostics,
     gap_rows,
-    gate_lines,
     layer_rows,
-    main_run,
+    memory_rows,
     title,
     verdict,
     worst_tracked,
 )
-from lpconv.report.numbers import share_text, size_text
+from lpconv.report.numbers import gate_lines
 from lpconv.report.printable import printable_record
 from lpconv.report.terminal import facts_grid, heading, note_list, section, table_of
 from lpconv.results import FinetuneResult
@@ -35,7 +34,7 @@ def render_finetune(result: FinetuneResult) -> RenderableType:
         Text(),
         facts_grid(result.facts),
         *_gaps(result),
-        *note_list("Gates", gate_lines(result)),
+        *note_list("Gates", gate_lines(result.gates)),
         *note_list("On the way", diagnostics(result)),
         *note_list("Where most was lost", worst_tracked(result)),
         *_layers(result),
@@ -47,9 +46,7 @@ def render_finetune(result: FinetuneResult) -> RenderableType:
 def _gaps(result: FinetuneResult) -> tuple[RenderableType, ...]:
     if not result.gaps:
         return ()
-    table = table_of("Metric", result.recipe, result.twin or "", "Gap", "<Beyond noise?")
-    for row in gap_rows(result):
-        table.add_row(*map(Text, row))
+    table = table_of("Metric", result.recipe, result.twin or "", "Gap", "<Beyond noise?", rows=gap_rows(result))
     return section("After the last step, mean over seeds", table)
 
 
@@ -57,26 +54,16 @@ def _layers(result: FinetuneResult) -> tuple[RenderableType, ...]:
     rows = layer_rows(result)
     if not rows:
         return ()
-    table = table_of("Layer", "Loss change", "By rounding", "Weights that helped")
-    for row in rows:
-        table.add_row(*map(Text, row))
+    table = table_of("Layer", "Loss change", "By rounding", "Weights that helped", rows=rows)
     return section("Loss change by layer; negative helped", table)
 
 
 def _memory(result: FinetuneResult) -> tuple[RenderableType, ...]:
-    memory = main_run(result).memory
-    if memory is None:
-        return ()
-    table = table_of("Part", "Size", "Of the peak")
-    for part, size in memory.parts.items():
-        table.add_row(Text(part), Text(size_text(size)), Text(share_text(size, memory.measured_bytes)))
-    table.add_row(Text(f"peak, {memory.instrument}"), Text(size_text(memory.measured_bytes)), Text("100 %"))
-    return section("Memory of a step at its peak", table)
+    rows = memory_rows(result)
+    return section("Memory of a step at its peak", table_of("Part", "Size", "Of the peak", rows=rows)) if rows else ()
 
 
 def render_recipes(recipes: Mapping[str, tuple[str, str, str, str, str]]) -> RenderableType:
     """The table of recipes: precision, method, optimizer, loss scale and purpose by name."""
-    table = table_of("Recipe", "<Precision", "<Method", "<Optimizer", "<Loss scale", "<What it is for")
-    for name, cells in recipes.items():
-        table.add_row(Text(name), *map(Text, cells))
-    return table
+    rows = [(name, *cells) for name, cells in recipes.items()]
+    return table_of("Recipe", "<Precision", "<Method", "<Optimizer", "<Loss scale", "<What it is for", rows=rows)

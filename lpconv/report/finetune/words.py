@@ -1,18 +1,22 @@
-"""A fine-tuning in words: what the run did beside its twin, and what a reader should make of it."""
+"""A fine-tuning in words: what the run did beside its twin, what a reader should make of it, and its model card."""
 
 import math
 
-from lpconv.report.numbers import MISSING, ROLE_WORDS, duration_text, number_text, plural, scale_text, share_text
+import yaml
+
+from lpconv.report.numbers import MISSING, ROLE_WORDS, duration_text, plural, scale_text, share_text, size_text
+from lpconv.report.printable import escaped, printable_record, table
 from lpconv.results import FinetuneResult, GapRecord, LossAllocation, RunRecord
 
 __all__ = [
     "METRIC_WORDS",
     "diagnostics",
     "figure_text",
+    "finetune_card",
     "gap_rows",
-    "gate_lines",
     "layer_rows",
     "main_run",
+    "memory_rows",
     "noise_text",
     "title",
     "twin_run",
@@ -20,6 +24,12 @@ __all__ = [
     "worst_tracked",
 ]
 
+_AUTO = {
+    "mlm": "AutoModelForMaskedLM",
+    "clm": "AutoModelForCausalLM",
+    "classification": "AutoModelForSequenceClassification",
+    "seq2seq": "AutoModelForSeq2SeqLM",
+}
 METRIC_WORDS = {"eval_loss": "held-out loss", "eval_accuracy": "held-out accuracy"}
 _WORST = 5
 
@@ -71,13 +81,6 @@ def gap_rows(result: FinetuneResult) -> tuple[tuple[str, str, str, str, str], ..
             rows.append(("held-out perplexity", f"{math.exp(g.run):#.5g}", f"{math.exp(g.twin):#.5g}",
                          f"{100 * math.expm1(g.gap):+.2g} %", says))  # fmt: skip
     return tuple(rows)
-
-
-def gate_lines(result: FinetuneResult) -> tuple[str, ...]:
-    """Each gate, whether it held, and the value it met."""
-    return tuple(
-        f"{g.expression}: {'passed' if g.passed else 'failed'} with {number_text(g.value)}" for g in result.gates
-    )
 
 
 def verdict(result: FinetuneResult) -> str:
@@ -149,6 +152,15 @@ def layer_rows(result: FinetuneResult) -> tuple[tuple[str, str, str, str], ...]:
     )
 
 
+def memory_rows(result: FinetuneResult) -> tuple[tuple[str, str, str], ...]:
+    """Part, size and share of the memory of a step at its peak, the whole last; none where it was not measured."""
+    memory = main_run(result).memory
+    if memory is None:
+        return ()
+    parts = memory.parts | {f"peak, {memory.instrument}": memory.measured_bytes}
+    return tuple((p, size_text(size), share_text(size, memory.measured_bytes)) for p, size in parts.items())
+
+
 def _twin_time(result: FinetuneResult) -> str:
     twin = twin_run(result)
     return f" (twin {duration_text(twin.step_time_s)})" if twin is not None else ""
@@ -167,3 +179,48 @@ def worst_tracked(result: FinetuneResult) -> tuple[str, ...]:
             if lost > worst.get((t.layer, t.role), (0.0, ""))[0]:
                 worst[t.layer, t.role] = lost, text
     return tuple(text for _, text in sorted(worst.values(), reverse=True)[:_WORST])
+
+
+def finetune_card(result: FinetuneResult) -> str:
+    """The card as Markdown with a YAML front matter, ending in one newline."""
+    result = printable_record(result)
+    sections = (
+        _front_matter(result),
+        f"# {escaped(title(result))}\n\n{escaped(verdict(result))}",
+        _how_to_open(result),
+        _gaps(result),
+        "## On the way\n\n" + "\n".join(f"- {escaped(line)}" for line in diagnostics(result)),
+        "## How it was run\n\n" + table(("what", "how"), [(escaped(k), escaped(v)) for k, v in result.facts.items()]),
+        _warnings(result),
+    )
+    return "\n\n".join(s for s in sections if s) + "\n"
+
+
+def _front_matter(result: FinetuneResult) -> str:
+    facts = {"library_name": "transformers", "tags": ["lpconv", "fine-tuned", *result.recipe.split(), "low-precision"]}
+    return f"---\n{yaml.safe_dump(facts, sort_keys=False, width=10_000).strip()}\n---"
+
+
+def _how_to_open(result: FinetuneResult) -> str:
+    auto = _AUTO[result.task]
+    needs = not result.saved_as.startswith(("plain", "collage"))
+    before = "import lpconv.hf  # registers the format with transformers\n" if needs else ""
+    text = (
+        f"## How to open it\n\n```python\n{before}from transformers import {auto}\n\n"
+        f'model = {auto}.from_pretrained("PATH")\n```'
+    )
+    if result.saved_as.startswith("collage"):
+        text += '\n\n`lpconv.load("PATH")` adds what bf16 rounded away, which lies under `collage/`.'
+    return text
+
+
+def _gaps(result: FinetuneResult) -> str:
+    if not result.gaps:
+        return ""
+    rows = [tuple(map(escaped, row)) for row in gap_rows(result)]
+    head = ("metric", escaped(result.recipe), escaped(result.twin or ""), "gap, 95 % interval", "beyond noise?")
+    return f"## What precision cost\n\n{table(head, rows)}"
+
+
+def _warnings(result: FinetuneResult) -> str:
+    return "## Warnings\n\n" + "\n".join(f"- {escaped(w)}" for w in result.warnings) if result.warnings else ""

@@ -3,8 +3,6 @@
 Import this module lazily: it loads rich.
 """
 
-from collections.abc import Sequence
-
 from rich.console import Group, RenderableType
 from rich.text import Text
 
@@ -13,9 +11,10 @@ from lpconv.report.printable import printable_record
 from lpconv.report.probe.words import (
     ALONE_WORDS,
     FIT_WORDS,
+    LOSS_SCALE_COLUMNS,
     capped_words,
-    fit_counts,
-    loss_scale_text,
+    fit_rows,
+    loss_scale_rows,
     tracking_words,
     worst_first,
 )
@@ -28,13 +27,17 @@ __all__ = ["render_probe", "render_what_if"]
 def render_probe(report: ProbeReport) -> RenderableType:
     """What was run, what each format would lose, the loss scales, and which formats fit which class of tensor."""
     report = printable_record(report)
-    return Group(*_head(report), *_findings(report), *_loss_scales(report), *_fits(report), *_notes(report))
+    return Group(*_head(report), *_findings(report), *_ending(report))
 
 
 def render_what_if(report: ProbeReport) -> RenderableType:
     """The first of the report's formats in detail: every tensor, worst first."""
     report = printable_record(report)
-    return Group(*_head(report), *_every_tensor(report), *_loss_scales(report), *_fits(report), *_notes(report))
+    return Group(*_head(report), *_every_tensor(report), *_ending(report))
+
+
+def _ending(report: ProbeReport) -> tuple[RenderableType, ...]:
+    return (*_loss_scales(report), *_fits(report), *note_list("Warnings", report.warnings))
 
 
 def _head(report: ProbeReport) -> tuple[RenderableType, ...]:
@@ -59,24 +62,14 @@ def _findings(report: ProbeReport) -> tuple[RenderableType, ...]:
 def _loss_scales(report: ProbeReport) -> tuple[RenderableType, ...]:
     if not report.loss_scales:
         return section("Loss scale", Text("No gradient was recorded."))
-    table = table_of("Format", "Loss scale", "At most", "Worst underflow at 1", "With the scale")
-    for s in report.loss_scales:
-        table.add_row(
-            Text(s.format),
-            Text(loss_scale_text(s.log2_scale)),
-            Text(loss_scale_text(s.max_log2_scale)),
-            Text(share_text(s.worst_underflow_before, 1)),
-            Text(share_text(s.worst_underflow_after, 1)),
-        )
+    table = table_of(*LOSS_SCALE_COLUMNS, rows=loss_scale_rows(report))
     capped = capped_words(report)
     body = Group(table, after_gap(Text(capped))) if capped else table
     return section("Recommended loss scale, for the worst gradient of the model", body)
 
 
 def _fits(report: ProbeReport) -> tuple[RenderableType, ...]:
-    table = table_of("Class", *report.formats)
-    for words, counts in fit_counts(report):
-        table.add_row(Text(words), *(Text(count) for count in counts))
+    table = table_of("Class", *report.formats, rows=fit_rows(report))
     return section("Tensors that each format holds", Group(table, after_gap(Text(FIT_WORDS))))
 
 
@@ -86,19 +79,14 @@ def _every_tensor(report: ProbeReport) -> tuple[RenderableType, ...]:
     parts: list[RenderableType] = []
     for words in dict.fromkeys(t.words for t in tensors):
         members = [t for t in tensors if t.words == words]
-        table = table_of("Layer", "To zero", "Subnormal", "Beyond range", "SQNR dB")
-        for t in members:
-            table.add_row(Name(name=t.layer), *_cells(t))
+        rows = ((Name(name=t.layer), *_cells(t)) for t in members)
+        table = table_of("Layer", "To zero", "Subnormal", "Beyond range", "SQNR dB", rows=rows)
         scaled = " at loss scale 1" if members[0].is_gradient else ""
         parts += section(f"{words[:1].upper()}{words[1:]} in {report.formats[0]}{scaled}", table)
     return tuple(parts)
 
 
-def _cells(tensor: ProbedRecord) -> Sequence[Text]:
+def _cells(tensor: ProbedRecord) -> tuple[str, ...]:
     rates = tensor.plain[0]
-    shares = [share_text(share, 1) for share in (rates.underflow, rates.subnormal, rates.overflow)]
-    return [Text(cell) for cell in (*shares, sqnr_text(rates.sqnr_db))]
-
-
-def _notes(report: ProbeReport) -> tuple[RenderableType, ...]:
-    return note_list("Warnings", report.warnings)
+    shares = (share_text(share, 1) for share in (rates.underflow, rates.subnormal, rates.overflow))
+    return (*shares, sqnr_text(rates.sqnr_db))

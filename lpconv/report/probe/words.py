@@ -9,9 +9,11 @@ from lpconv.results import ProbedRecord, ProbeReport
 __all__ = [
     "ALONE_WORDS",
     "FIT_WORDS",
+    "LOSS_SCALE_COLUMNS",
     "capped_words",
-    "fit_counts",
+    "fit_rows",
     "held_by",
+    "loss_scale_rows",
     "loss_scale_text",
     "tracking_words",
     "worst_first",
@@ -22,6 +24,7 @@ FIT_WORDS = (
     "Held: nothing beyond the range, at most 0.1 % to zero, at least 20 dB of SQNR; gradients at the recommended loss "
     "scale. In brackets, where they differ: with a power-of-two scale of each tensor's own."
 )
+LOSS_SCALE_COLUMNS = ("Format", "Loss scale", "At most", "Worst underflow at 1", "With the scale")
 ALONE_WORDS = "Loss scales in these lines would suit that tensor alone; those below serve the whole model."
 
 
@@ -35,12 +38,12 @@ def worst_first(tensors: Iterable[ProbedRecord]) -> tuple[ProbedRecord, ...]:
     return tuple(sorted(tensors, key=badness))
 
 
-def fit_counts(report: ProbeReport) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """For each class of tensor, how many of how many each format holds: "3 of 26", or "0 (26) of 26" if scales help."""
+def fit_rows(report: ProbeReport) -> tuple[tuple[str, ...], ...]:
+    """Each class of tensor, and how many of how many each format holds: "3 of 26", or "0 (26) of 26" if scales help."""
     rows = []
     for words in report.classes:
         members = [t for t in report.tensors if t.words == words]
-        rows.append((words, tuple(_fit_count(members, i) for i in range(len(report.formats)))))
+        rows.append((words, *(_fit_count(members, i) for i in range(len(report.formats)))))
     return tuple(rows)
 
 
@@ -59,6 +62,20 @@ def held_by(tensor: ProbedRecord) -> str:
 def loss_scale_text(log2_scale: int) -> str:
     """1, 2^7, 2^-3."""
     return "1" if log2_scale == 0 else f"2^{log2_scale}"
+
+
+def loss_scale_rows(report: ProbeReport) -> tuple[tuple[str, ...], ...]:
+    """The recommended loss scales, under `LOSS_SCALE_COLUMNS`."""
+    return tuple(
+        (
+            s.format,
+            loss_scale_text(s.log2_scale),
+            loss_scale_text(s.max_log2_scale),
+            share_text(s.worst_underflow_before, 1),
+            share_text(s.worst_underflow_after, 1),
+        )
+        for s in report.loss_scales
+    )
 
 
 def capped_words(report: ProbeReport) -> str:

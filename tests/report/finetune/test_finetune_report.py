@@ -5,10 +5,9 @@ import math
 
 import pytest
 
-from lpconv.report.finetune.card import finetune_card
 from lpconv.report.finetune.html import html_finetune
-from lpconv.report.finetune.words import gap_rows, verdict
-from lpconv.report.line_plot import Line, line_plot
+from lpconv.report.finetune.words import finetune_card, gap_rows, verdict
+from lpconv.report.plot import Line, line_plot
 from lpconv.results import (
     FinetuneResult,
     GapRecord,

@@ -8,8 +8,7 @@ from io import StringIO
 import pytest
 from test_html import RANGES, Page
 
-from lpconv.report.probe.html import html_probe
-from lpconv.report.probe.plot import exponent_plots, heatmap
+from lpconv.report.probe.html import exponent_plots, heatmap, html_probe
 from lpconv.report.probe.terminal import render_probe, render_what_if
 from lpconv.report.terminal import show
 from lpconv.results import FormatRates, LossScaleRecord, ProbedRecord, ProbeReport

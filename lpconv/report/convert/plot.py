@@ -1,15 +1,16 @@
-"""The plot of weight RMS before and after a conversion, over what the stored format can hold."""
+"""The plots of conversions over their tensors: weight RMS against what the format holds, and signal-to-noise ratios."""
 
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 
-from lpconv.report.convert.grouping import converted, in_layer_order
-from lpconv.report.convert.module_axis import module_dividers, module_ticks
-from lpconv.report.numbers import number_text
+from lpconv.report.convert.grouping import converted, in_layer_order, modules_of
+from lpconv.report.numbers import number_text, raised, sqnr_text
 from lpconv.report.plot import (
     CHARACTER,
+    NUM_SHAPES,
     Axis,
     Band,
     FormatRange,
@@ -24,8 +25,9 @@ from lpconv.report.plot import (
 )
 from lpconv.results import ConvertResult, TensorRecord
 
-__all__ = ["rms_plot"]
+__all__ = ["module_dividers", "module_ticks", "rms_plot", "sqnr_plot"]
 
+_LABEL_GAP = 10.0  # keeps labels apart, in page units
 # The part of a format's range that is shown; fp32 and bf16 reach to 2^±127, where no weight lies.
 _LOWEST_EXPONENT, _HIGHEST_EXPONENT = -32, 20
 _LABEL_HEIGHT = 18
@@ -106,11 +108,7 @@ def _exponent_ticks(axis: Axis) -> tuple[Tick, ...]:
     step = next(s for s in (1, 2, 4, 5, 10, 20, 50, 100) if (axis.high - axis.low) / s <= 10)
     first = math.ceil(axis.low / step) * step
     exponents = range(first, math.floor(axis.high) + 1, step)
-    return tuple(Tick(position=axis.y(e), label=f"2{_superscript(e)}") for e in exponents)
-
-
-def _superscript(exponent: int) -> str:
-    return str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+    return tuple(Tick(position=axis.y(e), label=raised(f"2^{e}")) for e in exponents)
 
 
 def _range_bands(tensors: Sequence[TensorRecord], ranges: Mapping[str, FormatRange], axis: Axis) -> tuple[Band, ...]:
@@ -157,3 +155,133 @@ def _rms_words(tensors: Sequence[TensorRecord], ranges: Mapping[str, FormatRange
 
 def _power(value: float) -> str:
     return f"2^{math.log2(value):.1f}".removesuffix(".0")
+
+
+def sqnr_plot(results: Sequence[tuple[str, ConvertResult]]) -> Plot | None:
+    """The signal-to-noise ratio of every converted tensor, one series for each named run; None if none was measured.
+
+    Tensors stand in layer order of all runs together. Those without any noise lie on the top line, "exact".
+    """
+    measured = {name: {t.name: t for t in converted(r.tensors) if _is_number(t.sqnr_db)} for name, r in results}
+    tensors = in_layer_order({n: t for run in measured.values() for n, t in run.items()}.values())
+    if not tensors:
+        return None
+    xs = {t.name: column_x(i + 0.5, len(tensors)) for i, t in enumerate(tensors)}
+    axis = _decibel_axis([d for run in measured.values() for d in _decibels(run)])
+    radius = mark_radius(len(tensors))
+    marks = [
+        _sqnr_mark(t, i, xs[t.name], axis, radius, run if len(results) > 1 else "")
+        for i, (run, members) in enumerate(measured.items())
+        for t in members.values()
+    ]
+    return Plot(
+        name="sqnr",
+        title="Signal-to-noise ratio of every converted tensor",
+        description=_sqnr_words(measured),
+        y_label="SQNR, dB",
+        x_ticks=module_ticks(tensors),
+        y_ticks=axis.ticks,
+        marks=tuple(marks),
+        legend=_sqnr_legend(list(measured)),
+        dividers=module_dividers(tensors),
+    )
+
+
+def _is_number(value: float | None) -> bool:
+    return value is not None and not math.isnan(value)
+
+
+def _decibels(run: Mapping[str, TensorRecord]) -> list[float]:
+    return [t.sqnr_db for t in run.values() if t.sqnr_db is not None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _DecibelAxis:
+    """An axis of decibels with a line of its own, at the value `exact`, for tensors without noise."""
+
+    axis: Axis
+    ticks: tuple[Tick, ...]
+    exact: float
+
+    def y(self, decibels: float) -> float:
+        return self.axis.y(self.exact if decibels == math.inf else decibels)
+
+
+def _decibel_axis(decibels: Sequence[float]) -> _DecibelAxis:
+    """Round steps around the finite values, never less than 10 dB in all, and the line of exact tensors above them."""
+    exact = math.inf in decibels
+    finite = [d for d in decibels if math.isfinite(d)]
+    if not finite:
+        axis = Axis(low=0, high=2)
+        return _DecibelAxis(axis=axis, ticks=(Tick(position=axis.y(1), label="exact"),), exact=1)
+    span = max(finite) - min(finite)
+    margin = max((10 - span) / 2, span / 20)
+    step = next((s for s in (2, 5, 10, 20, 50) if (span + 2 * margin) / s <= 8), 100)
+    low, high = math.floor((min(finite) - margin) / step) * step, math.ceil((max(finite) + margin) / step) * step
+    axis = Axis(low=low, high=high + 1.4 * step if exact else high)
+    ticks = [Tick(position=axis.y(d), label=str(d)) for d in range(low, high + 1, step)]
+    if exact:
+        ticks.append(Tick(position=axis.y(high + step), label="exact"))
+    return _DecibelAxis(axis=axis, ticks=tuple(ticks), exact=high + step)
+
+
+def _sqnr_mark(t: TensorRecord, series: int, x: float, axis: _DecibelAxis, r: float, run: str) -> Mark:
+    place = f"{run}: {t.name}" if run else t.name
+    y = axis.y(t.sqnr_db or 0.0)
+    title = f"{place}: {sqnr_text(t.sqnr_db, ' dB')}, {t.format}"
+    return Mark(kind=f"series-{series % NUM_SHAPES}", path=mark_path(series, x, y, r), title=title)
+
+
+def _sqnr_legend(runs: Sequence[str]) -> tuple[LegendEntry, ...]:
+    if len(runs) < 2:
+        return ()
+    return tuple(
+        LegendEntry(kind=f"series-{i % NUM_SHAPES}", path=mark_path(i, 7, 7, 4), label=run)
+        for i, run in enumerate(runs)
+    )
+
+
+def _sqnr_words(measured: Mapping[str, Mapping[str, TensorRecord]]) -> str:
+    return " ".join(
+        _run_words(run if len(measured) > 1 else "", _decibels(members)) for run, members in measured.items()
+    )
+
+
+def _run_words(run: str, decibels: Sequence[float]) -> str:
+    if not decibels:
+        return f"{run}: not measured."
+    lowest, median = sqnr_text(min(decibels), " dB"), sqnr_text(statistics.median(decibels), " dB")
+    return f"{run + ': ' if run else 'Over the converted tensors: '}lowest {lowest}, median {median}."
+
+
+def module_ticks(tensors: Sequence[TensorRecord]) -> tuple[Tick, ...]:
+    """A label in the middle of each module's columns: layer numbers first, then the names that still find room."""
+    ticks: list[Tick] = []
+    left, right = column_x(0, 1), column_x(1, 1)
+    taken: list[tuple[float, float]] = []
+    for module, first, last in sorted(_module_columns(tensors), key=lambda m: not _is_layer_number(m[0])):
+        label = module.rpartition(".")[2]
+        half = len(label) * CHARACTER / 2
+        centre = column_x((first + last) / 2, len(tensors))
+        centre = min(max(centre, left + half), right - half)
+        if all(centre + half + _LABEL_GAP <= start or centre - half - _LABEL_GAP >= end for start, end in taken):
+            ticks.append(Tick(position=round(centre, 1), label=label))
+            taken.append((centre - half, centre + half))
+    return tuple(ticks)
+
+
+def _is_layer_number(module: str) -> bool:
+    return module.rpartition(".")[2].isdecimal()
+
+
+def module_dividers(tensors: Sequence[TensorRecord]) -> tuple[float, ...]:
+    """The places between neighbouring modules."""
+    return tuple(column_x(first, len(tensors)) for _, first, _ in _module_columns(tensors) if first > 0)
+
+
+def _module_columns(tensors: Sequence[TensorRecord]) -> list[tuple[str, int, int]]:
+    """Each run of tensors of one module: its name, its first column and the one after its last."""
+    modules = modules_of([t.name for t in tensors])
+    runs = groupby(range(len(tensors)), key=lambda i: modules[tensors[i].name])
+    places = [(module, list(columns)) for module, columns in runs]
+    return [(module, columns[0], columns[-1] + 1) for module, columns in places]
