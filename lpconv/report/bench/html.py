@@ -17,7 +17,7 @@ from lpconv.report.bench.text import (
 )
 from lpconv.report.numbers import MISSING, duration_text, size_text
 from lpconv.report.page import Tile, page
-from lpconv.report.plot import CHARACTER, Axis, LegendEntry, Mark, Plot, Tick, column_x, dash_path, mark_path
+from lpconv.report.plot import CHARACTER, Axis, Mark, Plot, Tick, column_x, dash_path, mark_path
 from lpconv.report.printable import printable_record
 from lpconv.results import BenchResult, BenchRow
 
@@ -88,8 +88,7 @@ def speed_plot(rows: Sequence[BenchRow]) -> Plot | None:
     shown = [r for r in rows if r.ratio is not None and not r.is_baseline]
     if not shown:
         return None
-    top = 1.1 * max(1.0, *(r.ratio.high for r in shown if r.ratio))
-    axis = Axis(low=0, high=top)
+    axis = Axis(low=0, high=1.1 * max(1.0, *(r.ratio.high for r in shown if r.ratio)))
     marks = [mark for i, r in enumerate(shown) for mark in _interval(r, column_x(i + 0.5, len(shown)), axis)]
     parity = column_x(0, 1), column_x(1, 1)
     marks.append(Mark(kind="move", path=f"M{parity[0]} {axis.y(1)}H{parity[1]}", title="the baseline"))
@@ -99,7 +98,7 @@ def speed_plot(rows: Sequence[BenchRow]) -> Plot | None:
         description="Baseline time over time, with 95 % intervals; above 1 is faster.",
         y_label="speed-up",
         x_ticks=_ticks(shown),
-        y_ticks=_y_ticks(axis, top, "{:g}".format),
+        y_ticks=_y_ticks(axis, "{:g}".format),
         marks=tuple(marks),
     )
 
@@ -119,9 +118,9 @@ def memory_plot(rows: Sequence[BenchRow]) -> Plot | None:
         description="What takes up memory when a step needs most.",
         y_label=unit,
         x_ticks=_ticks(shown),
-        y_ticks=_y_ticks(axis, top, lambda size: f"{size / _UNITS[unit]:g}"),
+        y_ticks=_y_ticks(axis, lambda size: f"{size / _UNITS[unit]:g}"),
         marks=tuple(marks),
-        legend=tuple(LegendEntry(kind=f"series-{i}", path=mark_path(1, 7, 7, 5), label=_PARTS[i]) for i in present),
+        legend=tuple(Mark(kind=f"series-{i}", path=mark_path(1, 7, 7, 5), title=_PARTS[i]) for i in present),
     )
 
 
@@ -162,7 +161,7 @@ def _ticks(rows: Sequence[BenchRow]) -> tuple[Tick, ...]:
     )
 
 
-def _y_ticks(axis: Axis, top: float, text: Callable[[float], str]) -> tuple[Tick, ...]:
-    step = 10.0 ** math.floor(math.log10(top))
-    step = next(s for s in (step / 5, step / 2, step, 2 * step) if top / s <= 8)
-    return tuple(Tick(position=axis.y(i * step), label=text(i * step)) for i in range(int(top / step) + 1))
+def _y_ticks(axis: Axis, text: Callable[[float], str]) -> tuple[Tick, ...]:
+    step = 10.0 ** math.floor(math.log10(axis.high))
+    step = next(s for s in (step / 5, step / 2, step, 2 * step) if axis.high / s <= 8)
+    return axis.ticks(step, text)

@@ -3,7 +3,6 @@
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 
 from lpconv.report.convert.grouping import converted, in_layer_order, modules_of
@@ -14,7 +13,6 @@ from lpconv.report.plot import (
     Axis,
     Band,
     FormatRange,
-    LegendEntry,
     Mark,
     Plot,
     Tick,
@@ -85,12 +83,12 @@ def _rms_marks(t: TensorRecord, x: float, axis: Axis, r: float) -> Iterable[Mark
         yield Mark(kind="peak", path=dash_path(x, axis.y(math.log2(peak)), r), title=title)
 
 
-def _rms_legend(tensors: Sequence[TensorRecord]) -> tuple[LegendEntry, ...]:
-    entries = [LegendEntry(kind="after", path=mark_path(0, 7, 7, 4), label="RMS as stored")]
+def _rms_legend(tensors: Sequence[TensorRecord]) -> tuple[Mark, ...]:
+    entries = [Mark(kind="after", path=mark_path(0, 7, 7, 4), title="RMS as stored")]
     if any(t.scale for t in tensors):
-        entries.insert(0, LegendEntry(kind="before", path=mark_path(0, 7, 7, 4), label="RMS in the source"))
+        entries.insert(0, Mark(kind="before", path=mark_path(0, 7, 7, 4), title="RMS in the source"))
     if any(t.absmax for t in tensors):
-        entries.append(LegendEntry(kind="peak", path=dash_path(7, 7, 5), label="largest element as stored"))
+        entries.append(Mark(kind="peak", path=dash_path(7, 7, 5), title="largest element as stored"))
     return tuple(entries)
 
 
@@ -106,9 +104,7 @@ def _exponent_axis(tensors: Sequence[TensorRecord], ranges: Mapping[str, FormatR
 
 def _exponent_ticks(axis: Axis) -> tuple[Tick, ...]:
     step = next(s for s in (1, 2, 4, 5, 10, 20, 50, 100) if (axis.high - axis.low) / s <= 10)
-    first = math.ceil(axis.low / step) * step
-    exponents = range(first, math.floor(axis.high) + 1, step)
-    return tuple(Tick(position=axis.y(e), label=raised(f"2^{e}")) for e in exponents)
+    return axis.ticks(step, lambda e: raised(f"2^{e}"))
 
 
 def _range_bands(tensors: Sequence[TensorRecord], ranges: Mapping[str, FormatRange], axis: Axis) -> tuple[Band, ...]:
@@ -167,10 +163,10 @@ def sqnr_plot(results: Sequence[tuple[str, ConvertResult]]) -> Plot | None:
     if not tensors:
         return None
     xs = {t.name: column_x(i + 0.5, len(tensors)) for i, t in enumerate(tensors)}
-    axis = _decibel_axis([d for run in measured.values() for d in _decibels(run)])
+    axis, step, exact = _decibel_axis([d for run in measured.values() for d in _decibels(run)])
     radius = mark_radius(len(tensors))
     marks = [
-        _sqnr_mark(t, i, xs[t.name], axis, radius, run if len(results) > 1 else "")
+        _sqnr_mark(t, i, xs[t.name], axis.y(min(t.sqnr_db or 0.0, exact)), radius, run if len(results) > 1 else "")
         for i, (run, members) in enumerate(measured.items())
         for t in members.values()
     ]
@@ -180,7 +176,7 @@ def sqnr_plot(results: Sequence[tuple[str, ConvertResult]]) -> Plot | None:
         description=_sqnr_words(measured),
         y_label="SQNR, dB",
         x_ticks=module_ticks(tensors),
-        y_ticks=axis.ticks,
+        y_ticks=axis.ticks(step, lambda decibels: "exact" if decibels == exact else str(decibels)),
         marks=tuple(marks),
         legend=_sqnr_legend(list(measured)),
         dividers=module_dividers(tensors),
@@ -195,49 +191,33 @@ def _decibels(run: Mapping[str, TensorRecord]) -> list[float]:
     return [t.sqnr_db for t in run.values() if t.sqnr_db is not None]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _DecibelAxis:
-    """An axis of decibels with a line of its own, at the value `exact`, for tensors without noise."""
+def _decibel_axis(decibels: Sequence[float]) -> tuple[Axis, int, int]:
+    """An axis around the finite values, never less than 10 dB in all; its round step; the line of exact tensors.
 
-    axis: Axis
-    ticks: tuple[Tick, ...]
-    exact: float
-
-    def y(self, decibels: float) -> float:
-        return self.axis.y(self.exact if decibels == math.inf else decibels)
-
-
-def _decibel_axis(decibels: Sequence[float]) -> _DecibelAxis:
-    """Round steps around the finite values, never less than 10 dB in all, and the line of exact tensors above them."""
+    That line lies above the finite values, and on the axis only where there is such a tensor.
+    """
     exact = math.inf in decibels
     finite = [d for d in decibels if math.isfinite(d)]
     if not finite:
-        axis = Axis(low=0, high=2)
-        return _DecibelAxis(axis=axis, ticks=(Tick(position=axis.y(1), label="exact"),), exact=1)
+        return Axis(low=0.5, high=1.5), 1, 1
     span = max(finite) - min(finite)
     margin = max((10 - span) / 2, span / 20)
     step = next((s for s in (2, 5, 10, 20, 50) if (span + 2 * margin) / s <= 8), 100)
     low, high = math.floor((min(finite) - margin) / step) * step, math.ceil((max(finite) + margin) / step) * step
-    axis = Axis(low=low, high=high + 1.4 * step if exact else high)
-    ticks = [Tick(position=axis.y(d), label=str(d)) for d in range(low, high + 1, step)]
-    if exact:
-        ticks.append(Tick(position=axis.y(high + step), label="exact"))
-    return _DecibelAxis(axis=axis, ticks=tuple(ticks), exact=high + step)
+    return Axis(low=low, high=high + 1.4 * step if exact else high), step, high + step
 
 
-def _sqnr_mark(t: TensorRecord, series: int, x: float, axis: _DecibelAxis, r: float, run: str) -> Mark:
+def _sqnr_mark(t: TensorRecord, series: int, x: float, y: float, r: float, run: str) -> Mark:
     place = f"{run}: {t.name}" if run else t.name
-    y = axis.y(t.sqnr_db or 0.0)
     title = f"{place}: {sqnr_text(t.sqnr_db, ' dB')}, {t.format}"
     return Mark(kind=f"series-{series % NUM_SHAPES}", path=mark_path(series, x, y, r), title=title)
 
 
-def _sqnr_legend(runs: Sequence[str]) -> tuple[LegendEntry, ...]:
+def _sqnr_legend(runs: Sequence[str]) -> tuple[Mark, ...]:
     if len(runs) < 2:
         return ()
     return tuple(
-        LegendEntry(kind=f"series-{i % NUM_SHAPES}", path=mark_path(i, 7, 7, 4), label=run)
-        for i, run in enumerate(runs)
+        Mark(kind=f"series-{i % NUM_SHAPES}", path=mark_path(i, 7, 7, 4), title=run) for i, run in enumerate(runs)
     )
 
 

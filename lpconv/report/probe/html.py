@@ -23,7 +23,7 @@ from lpconv.report.probe.words import (
 )
 from lpconv.results import FormatRates, ProbedRecord, ProbeReport
 
-__all__ = ["Bar", "ExponentPlot", "Strip", "exponent_plots", "heatmap", "html_probe"]
+__all__ = ["ExponentPlot", "Strip", "exponent_plots", "heatmap", "html_probe"]
 
 # Page units of a histogram: two stand side by side.
 _WIDTH, _LEFT, _RIGHT, _TOP, _BASE = 490.0, 66.0, 482.0, 12.0, 150.0
@@ -82,17 +82,6 @@ def _tiles(report: ProbeReport) -> tuple[Tile, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bar:
-    """The elements of one exponent."""
-
-    x: float
-    y: float
-    width: float
-    height: float
-    title: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class Strip:
     """One format's window below the histogram: `bands` are its normal and subnormal numbers."""
 
@@ -108,7 +97,7 @@ class ExponentPlot:
     name: str
     title: str
     description: str
-    bars: tuple[Bar, ...]
+    bars: tuple[Band, ...]
     outline: str
     outline_label: str
     strips: tuple[Strip, ...]
@@ -182,12 +171,13 @@ def _exponent_plot(
         return round(_BASE - count / most * (_BASE - _TOP), 1)
 
     bars = tuple(
-        Bar(
+        Band(
+            kind="bar",
             x=x(e),
             y=y(n),
             width=round(unit, 1),
             height=round(_BASE - y(n), 1),
-            title=f"{share_text(n, total)} of the elements from 2^{e} up to 2^{e + 1}",
+            label=f"{share_text(n, total)} of the elements from 2^{e} up to 2^{e + 1}",
         )
         for e, n in shown.items()
     )
