@@ -39,13 +39,14 @@ def output_of(output: str | None, model: str, *words: str) -> Path:
 
 def before_conversion(model: str, output: str | None, options: "ConvertOptions", *, dry_run: bool) -> Path:
     """Of `lpconv convert`; gives back the directory to write. A dry run takes no place."""
-    from lpconv.checkpoint.staging import check_apart, check_free
+    from lpconv.checkpoint.staging import MARKER, check_apart, check_free
     from lpconv.convert.options import settings_of
 
     settings = settings_of(options)
     target = output_of(output, model, settings.method.name, settings.format.name)
     check_apart(_contents(model, options.revision).directory, target)
-    if not dry_run:
+    is_finished = options.resume and os.path.isfile(target / MARKER)  # whether of the same command, the engine finds
+    if not dry_run and not is_finished:
         check_free(target, resume=options.resume, force=options.force)
     return target
 

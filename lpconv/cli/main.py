@@ -1,5 +1,6 @@
 """The `lpconv` command. Starting it, and every `--help`, imports neither torch nor transformers."""
 
+import logging
 import os
 from typing import Annotated
 
@@ -26,6 +27,8 @@ __all__ = ["app", "main", "run"]
 # torch reads them when it is imported; its profiler, which measures memory, would write stages and warnings to stderr.
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+# Loggers of libraries that transformers imports where they are installed; no user of ours can mend what they warn of.
+_TALKATIVE = ("torchao", "torch.utils._pytree")
 
 app = typer.Typer(
     name="lpconv",
@@ -59,6 +62,9 @@ def main(
 ) -> None:
     """Rewrite Hugging Face checkpoints into low-precision forms that still are the model."""
     VERBOSE.set(verbose)
+    if not verbose:
+        for name in _TALKATIVE:
+            logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def run() -> None:
