@@ -103,20 +103,25 @@ class Plot:
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """A linear map from values (exponents, decibels) to the page's y. Values beyond its ends lie on them."""
+    """A linear map from values (exponents, decibels) to the page's y, or from `start` to `end` of its x.
+
+    Values beyond its ends lie on them. The larger the value, the smaller y.
+    """
 
     low: float
     high: float
+    start: float = _BOTTOM
+    end: float = _TOP
 
-    def y(self, value: float) -> float:
-        """The page's y of a value; the larger the value, the smaller y."""
+    def at(self, value: float) -> float:
+        """The place of a value on the page."""
         share = (min(max(value, self.low), self.high) - self.low) / (self.high - self.low)
-        return round(_BOTTOM - share * (_BOTTOM - _TOP), 1)
+        return round(self.start + share * (self.end - self.start), 1)
 
     def ticks(self, step: T, text: Callable[[T], str]) -> tuple[Tick, ...]:
         """A tick at every multiple of `step`."""
         multiples = (n * step for n in range(math.ceil(self.low / step), math.floor(self.high / step) + 1))
-        return tuple(Tick(position=self.y(value), label=text(value)) for value in multiples)
+        return tuple(Tick(position=self.at(value), label=text(value)) for value in multiples)
 
 
 def column_x(position: float, count: int) -> float:
@@ -190,7 +195,7 @@ def _path(series: Series, axis: Axis, last: int) -> str:
         if not math.isfinite(value):
             pen = "M"
             continue
-        path += f"{pen}{column_x(step, last + 1)} {axis.y(value)}"
+        path += f"{pen}{column_x(step, last + 1)} {axis.at(value)}"
         pen = "L"
     return path
 

@@ -91,7 +91,7 @@ def speed_plot(rows: Sequence[BenchRow]) -> Plot | None:
     axis = Axis(low=0, high=1.1 * max(1.0, *(r.ratio.high for r in shown if r.ratio)))
     marks = [mark for i, r in enumerate(shown) for mark in _interval(r, column_x(i + 0.5, len(shown)), axis)]
     parity = column_x(0, 1), column_x(1, 1)
-    marks.append(Mark(kind="move", path=f"M{parity[0]} {axis.y(1)}H{parity[1]}", title="the baseline"))
+    marks.append(Mark(kind="move", path=f"M{parity[0]} {axis.at(1)}H{parity[1]}", title="the baseline"))
     return Plot(
         name="speed",
         title="Speed-up over the baseline",
@@ -126,7 +126,7 @@ def memory_plot(rows: Sequence[BenchRow]) -> Plot | None:
 
 def _interval(row: BenchRow, x: float, axis: Axis) -> list[Mark]:
     assert row.ratio is not None
-    low, value, high = axis.y(row.ratio.low), axis.y(row.ratio.value), axis.y(row.ratio.high)
+    low, value, high = axis.at(row.ratio.low), axis.at(row.ratio.value), axis.at(row.ratio.high)
     title = f"{_label(row)}: {ratio_text(row.ratio)}"
     whisker = f"M{x} {low}V{high}{dash_path(x, low, _RADIUS)}{dash_path(x, high, _RADIUS)}"
     return [
@@ -141,7 +141,7 @@ def _column(row: BenchRow, index: int, count: int, axis: Axis) -> list[Mark]:
     marks, below = [], 0
     for series, part in enumerate(_PARTS):
         size = getattr(row.memory.parts, part)
-        y, y_top = axis.y(below), axis.y(below + size)
+        y, y_top = axis.at(below), axis.at(below + size)
         path = f"M{left} {y}H{right}V{y_top}H{left}z"
         marks.append(Mark(kind=f"series-{series}", path=path, title=f"{_label(row)}: {part} {size_text(size)}"))
         below += size

@@ -70,17 +70,17 @@ def _as_stored(t: TensorRecord, magnitude: float | None) -> float | None:
 def _rms_marks(t: TensorRecord, x: float, axis: Axis, r: float) -> Iterable[Mark]:
     before, after, peak = t.rms, _as_stored(t, t.rms), _as_stored(t, t.absmax)
     if t.scale and before and after:
-        y0, y1 = axis.y(math.log2(before)), axis.y(math.log2(after))
+        y0, y1 = axis.at(math.log2(before)), axis.at(math.log2(after))
         yield Mark(kind="move", path=f"M{x} {y0}V{y1}", title="")
         yield Mark(
             kind="before", path=mark_path(0, x, y0, r), title=f"{t.name}: RMS {number_text(before)} in the source"
         )
     if after:
         title = f"{t.name}: RMS {number_text(after)} as stored, {t.format}"
-        yield Mark(kind="after", path=mark_path(0, x, axis.y(math.log2(after)), r), title=title)
+        yield Mark(kind="after", path=mark_path(0, x, axis.at(math.log2(after)), r), title=title)
     if peak:
         title = f"{t.name}: largest element {number_text(peak)} as stored, {t.format}"
-        yield Mark(kind="peak", path=dash_path(x, axis.y(math.log2(peak)), r), title=title)
+        yield Mark(kind="peak", path=dash_path(x, axis.at(math.log2(peak)), r), title=title)
 
 
 def _rms_legend(tensors: Sequence[TensorRecord]) -> tuple[Mark, ...]:
@@ -121,7 +121,7 @@ def _range_bands(tensors: Sequence[TensorRecord], ranges: Mapping[str, FormatRan
 
 
 def _bands_of(name: str, held: FormatRange, axis: Axis, left: float, right: float) -> list[Band]:
-    top, middle, bottom = (axis.y(math.log2(v)) for v in (held.max, held.min_normal, held.min_subnormal))
+    top, middle, bottom = (axis.at(math.log2(v)) for v in (held.max, held.min_normal, held.min_subnormal))
     spans = (("normal", f"{name}: normal numbers", top, middle), ("subnormal", f"{name}: subnormal", middle, bottom))
     return [
         Band(
@@ -166,7 +166,7 @@ def sqnr_plot(results: Sequence[tuple[str, ConvertResult]]) -> Plot | None:
     axis, step, exact = _decibel_axis([d for run in measured.values() for d in _decibels(run)])
     radius = mark_radius(len(tensors))
     marks = [
-        _sqnr_mark(t, i, xs[t.name], axis.y(min(t.sqnr_db or 0.0, exact)), radius, run if len(results) > 1 else "")
+        _sqnr_mark(t, i, xs[t.name], axis.at(min(t.sqnr_db or 0.0, exact)), radius, run if len(results) > 1 else "")
         for i, (run, members) in enumerate(measured.items())
         for t in members.values()
     ]

@@ -9,7 +9,7 @@ from pathlib import PurePath
 from lpconv.report.heat import Heatmap, Loss, loss_map
 from lpconv.report.numbers import number_text, share_text, sqnr_text
 from lpconv.report.page import Tile, page
-from lpconv.report.plot import Band, FormatRange, Tick
+from lpconv.report.plot import Axis, Band, FormatRange, Tick
 from lpconv.report.printable import printable_record
 from lpconv.report.probe.words import (
     ALONE_WORDS,
@@ -162,20 +162,14 @@ def _exponent_plot(
 ) -> ExponentPlot:
     total, most = counts.total(), max(counts.values())
     shown = {e: n for e, n in sorted(counts.items()) if e >= span[0]}
-    unit = (_RIGHT - _LEFT) / (span[1] - span[0])
-
-    def x(exponent: float) -> float:
-        return round(_LEFT + (min(max(exponent, span[0]), span[1]) - span[0]) * unit, 1)
-
-    def y(count: int) -> float:
-        return round(_BASE - count / most * (_BASE - _TOP), 1)
-
+    across, up = Axis(low=span[0], high=span[1], start=_LEFT, end=_RIGHT), Axis(low=0, high=most, start=_BASE, end=_TOP)
+    x, y = across.at, up.at
     bars = tuple(
         Band(
             kind="bar",
             x=x(e),
             y=y(n),
-            width=round(unit, 1),
+            width=round((_RIGHT - _LEFT) / (span[1] - span[0]), 1),
             height=round(_BASE - y(n), 1),
             label=f"{share_text(n, total)} of the elements from 2^{e} up to 2^{e + 1}",
         )
@@ -186,7 +180,6 @@ def _exponent_plot(
     strips = _strips(formats, ranges, x)
     axis = _BASE + _STRIP_OFFSET + len(strips) * (_STRIP_HEIGHT + _STRIP_GAP)
     step = next(s for s in (4, 8, 16, 32, 64) if (span[1] - span[0]) / s <= 8)
-    ticks = range(math.ceil(span[0] / step) * step, span[1] + 1, step)
     return ExponentPlot(
         name=words.replace(" ", "-"),
         title=words[:1].upper() + words[1:],
@@ -195,7 +188,7 @@ def _exponent_plot(
         outline=outline,
         outline_label=label if shift else "",
         strips=strips,
-        x_ticks=tuple(Tick(position=x(e), label=f"2^{e}") for e in ticks),
+        x_ticks=across.ticks(step, lambda e: f"2^{e}"),
         y_ticks=(Tick(position=_TOP, label=share_text(most, total)), Tick(position=_BASE, label="0 %")),
         height=axis + 22,
         axis=axis,
