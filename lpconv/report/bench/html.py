@@ -55,13 +55,13 @@ def _tiles(result: BenchResult) -> tuple[Tile, ...]:
     variants = [r for r in result.rows if not r.is_baseline and r.status == "ok"]
     tiles = []
     if fastest := max((r for r in variants if r.ratio), key=lambda r: r.ratio.value if r.ratio else 0, default=None):
-        tiles.append(Tile(label="Fastest, against the baseline", figure=ratio_text(fastest.ratio), detail=fastest.name))
+        tiles.append(("Fastest, against the baseline", ratio_text(fastest.ratio), fastest.name))
     if smallest := min((r for r in variants if r.peak_memory), key=lambda r: r.peak_memory or 0, default=None):
-        tiles.append(Tile(label="Least peak memory", figure=COLUMNS["Peak"](smallest), detail=smallest.name))
+        tiles.append(("Least peak memory", COLUMNS["Peak"](smallest), smallest.name))
     if best := min(
         (r for r in variants if r.numerics), key=lambda r: r.numerics.output_error if r.numerics else 0, default=None
     ):
-        tiles.append(Tile(label="Smallest output error", figure=COLUMNS["Output err."](best), detail=best.name))
+        tiles.append(("Smallest output error", COLUMNS["Output err."](best), best.name))
     return tuple(tiles)
 
 

@@ -59,26 +59,19 @@ def _tiles(report: ProbeReport) -> tuple[Tile, ...]:
     held = {name: sum(t.scaled[i].fits for t in report.tensors) for i, name in enumerate(report.formats)}
     total = len(report.tensors)
     tiles = [
-        Tile(
-            label=f"Loss scale for {s.format}",
-            figure=loss_scale_text(s.log2_scale),
-            detail=f"worst gradient underflow {share_text(s.worst_underflow_before, 1)} at 1, "
+        (
+            f"Loss scale for {s.format}",
+            loss_scale_text(s.log2_scale),
+            f"worst gradient underflow {share_text(s.worst_underflow_before, 1)} at 1, "
             f"{share_text(s.worst_underflow_after, 1)} there",
         )
         for s in report.loss_scales[:1]
     ]
-    tiles += [
-        Tile(label=f"Held by {name}", figure=f"{n} of {total}", detail="layers and classes of tensor")
-        for name, n in held.items()
-    ]
-    ends = dict.fromkeys(number_text(loss) for loss in (report.losses[0], report.losses[-1])) if report.losses else ()
-    recorded = f"of the time of the steps, {report.steps_recorded} of {report.steps_seen} recorded"
-    cost = Tile(
-        label="Cost of recording",
-        figure=share_text(report.overhead, 1),
-        detail=f"{recorded}; loss {' to '.join(ends)}" if ends else recorded,
-    )
-    return (*tiles, cost)
+    tiles += [(f"Held by {name}", f"{n} of {total}", "layers and classes of tensor") for name, n in held.items()]
+    cost = f"of the time of the steps, {report.steps_recorded} of {report.steps_seen} recorded"
+    if report.losses:
+        cost += f"; loss {' to '.join(dict.fromkeys(map(number_text, (report.losses[0], report.losses[-1]))))}"
+    return (*tiles, ("Cost of recording", share_text(report.overhead, 1), cost))
 
 
 @dataclass(frozen=True, kw_only=True)
