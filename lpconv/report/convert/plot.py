@@ -23,7 +23,7 @@ from lpconv.report.plot import (
 )
 from lpconv.results import ConvertResult, TensorRecord
 
-__all__ = ["module_dividers", "module_ticks", "rms_plot", "sqnr_plot"]
+__all__ = ["rms_plot", "sqnr_plot"]
 
 _LABEL_GAP = 10.0  # keeps labels apart, in page units
 # The part of a format's range that is shown; fp32 and bf16 reach to 2^±127, where no weight lies.
@@ -47,12 +47,12 @@ def rms_plot(result: ConvertResult, ranges: Mapping[str, FormatRange]) -> Plot |
         title="Weight RMS before and after, against the format's range" if scaled else "Weight RMS in the format",
         description=_rms_words(tensors, ranges),
         y_label="magnitude",
-        x_ticks=module_ticks(tensors),
+        x_ticks=_module_ticks(tensors),
         y_ticks=_exponent_ticks(axis),
         bands=_range_bands(tensors, ranges, axis),
         marks=tuple(marks),
         legend=_rms_legend(tensors),
-        dividers=module_dividers(tensors),
+        dividers=_module_dividers(tensors),
     )
 
 
@@ -175,11 +175,11 @@ def sqnr_plot(results: Sequence[tuple[str, ConvertResult]]) -> Plot | None:
         title="Signal-to-noise ratio of every converted tensor",
         description=_sqnr_words(measured),
         y_label="SQNR, dB",
-        x_ticks=module_ticks(tensors),
+        x_ticks=_module_ticks(tensors),
         y_ticks=axis.ticks(step, lambda decibels: "exact" if decibels == exact else str(decibels)),
         marks=tuple(marks),
         legend=_sqnr_legend(list(measured)),
-        dividers=module_dividers(tensors),
+        dividers=_module_dividers(tensors),
     )
 
 
@@ -234,7 +234,7 @@ def _run_words(run: str, decibels: Sequence[float]) -> str:
     return f"{run + ': ' if run else 'Over the converted tensors: '}lowest {lowest}, median {median}."
 
 
-def module_ticks(tensors: Sequence[TensorRecord]) -> tuple[Tick, ...]:
+def _module_ticks(tensors: Sequence[TensorRecord]) -> tuple[Tick, ...]:
     """A label in the middle of each module's columns: layer numbers first, then the names that still find room."""
     ticks: list[Tick] = []
     left, right = column_x(0, 1), column_x(1, 1)
@@ -254,7 +254,7 @@ def _is_layer_number(module: str) -> bool:
     return module.rpartition(".")[2].isdecimal()
 
 
-def module_dividers(tensors: Sequence[TensorRecord]) -> tuple[float, ...]:
+def _module_dividers(tensors: Sequence[TensorRecord]) -> tuple[float, ...]:
     """The places between neighbouring modules."""
     return tuple(column_x(first, len(tensors)) for _, first, _ in _module_columns(tensors) if first > 0)
 

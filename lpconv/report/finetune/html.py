@@ -24,7 +24,7 @@ from lpconv.report.plot import Line, Plot, line_plot
 from lpconv.report.printable import printable_record
 from lpconv.results import FinetuneResult, GapRecord, RunRecord, Series, TrackedRecord
 
-__all__ = ["curve_plots", "html_finetune", "loss_heatmap"]
+__all__ = ["html_finetune"]
 
 _HEAT_HEAD = 60.0  # room for the numbers of the steps, in page units of the heatmap
 _MAX_COLUMNS = 24
@@ -43,8 +43,8 @@ def html_finetune(result: FinetuneResult) -> str:
         tiles=_tiles(result),
         gaps=gap_rows(result),
         gates=gate_lines(result.gates),
-        plots=curve_plots(result),
-        heat=loss_heatmap(result),
+        plots=_curve_plots(result),
+        heat=_loss_heatmap(result),
         worst=worst_tracked(result),
         diagnostics=diagnostics(result),
         layers=layer_rows(result),
@@ -70,7 +70,7 @@ def _both(g: GapRecord) -> str:
     return f"{figure_text(g.metric, g.run)} and {figure_text(g.metric, g.twin)}"
 
 
-def curve_plots(result: FinetuneResult) -> tuple[Plot, ...]:
+def _curve_plots(result: FinetuneResult) -> tuple[Plot, ...]:
     """Losses of run and twin, their gap, held-out metrics, loss scale and update quality: those there are."""
     run, twin = main_run(result), twin_run(result)
     losses = [Line(series=run.losses, colour=0, label=result.recipe)]
@@ -134,7 +134,7 @@ def _update_plot(run: RunRecord) -> Plot | None:
     return line_plot("updates", "What reached memory of the updates", words, lines)
 
 
-def loss_heatmap(result: FinetuneResult) -> Heatmap | None:
+def _loss_heatmap(result: FinetuneResult) -> Heatmap | None:
     """What was lost in each layer at each recorded step, one block of columns per class of tensor."""
     tracked = [t for run in result.runs for t in run.tracked]
     if not any(t.underflow + t.overflow > 0 for t in tracked):
