@@ -26,10 +26,10 @@ from lpconv.checkpoint.contents import read_contents
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.provenance import versions
 from lpconv.convert.run import convert
-from lpconv.export.opened import traceable
 from lpconv.export.options import ExportOptions
 from lpconv.export.run import MODEL_FILE, export_onnx
 from lpconv.export.stored import num_elements
+from lpconv.export.trace import traceable
 from lpconv.export.validate import compare
 from lpconv.models.inputs import other_inputs
 

@@ -5,11 +5,13 @@ costs a byte instead of two and the arithmetic runs at the fp8 peak, but the cas
 element and writes one, and a scale found from amax reads the tensor once more before.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lpconv.results import GemmRecord, PeakRecord
+from lpconv.report.bench.verdict import StepRoofline, verdict_sentences
+from lpconv.results import BenchRow, GemmRecord, PeakRecord, VerdictRecord
 
-__all__ = ["CASTS", "Casts", "Gemm", "gemm_record", "gemm_seconds", "step_gemm_seconds"]
+__all__ = ["CASTS", "Casts", "Gemm", "gemm_record", "gemm_seconds", "step_gemm_seconds", "verdict"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,3 +104,25 @@ def _break_even(gemm: Gemm, peaks: PeakRecord, method: str, train: bool) -> int 
             return m
         m *= 2
     return None
+
+
+def verdict(rows: Sequence[BenchRow], gemms: tuple[Gemm, ...], peaks: PeakRecord) -> VerdictRecord | None:
+    """The verdict on rows that share model, mode, batch and sequence length; None where none of them was measured."""
+    done = [r for r in rows if r.status == "ok" and r.timing is not None]
+    base = next((r for r in done if r.is_baseline), None)
+    if base is None:
+        return None
+    method = next((r.method for r in done if r.format == "fp8" and r.method in CASTS), "static")
+    m, train = base.batch * base.seq, base.mode == "train"
+    records = tuple(gemm_record(g, m, peaks, method=method, train=train) for g in gemms)
+    native = peaks.fp8_flops is not None
+    roofline = StepRoofline(
+        method=method,
+        plain_s=step_gemm_seconds(gemms, m, peaks, method=None, train=train),
+        fp8_s=step_gemm_seconds(gemms, m, peaks, method=method, train=train) if native else None,
+        gemms=records,
+        inner=tuple(r for r, g in zip(records, gemms, strict=True) if not g.is_head),
+    )
+    return VerdictRecord(
+        title=f"{base.model}, {base.place}", sentences=verdict_sentences(base, done, roofline), gemms=records
+    )

@@ -11,9 +11,8 @@ from lpconv.bench.cases import PLAIN, Case
 from lpconv.bench.interleave import Samples, interleave, ratio_of, timing_of
 from lpconv.bench.nvml import GpuMonitor, measure_energy
 from lpconv.bench.options import BenchOptions
-from lpconv.bench.roofline import Gemm
+from lpconv.bench.roofline import Gemm, verdict
 from lpconv.bench.team import Child, Team
-from lpconv.bench.verdict import verdict
 from lpconv.errors import InputError, LpconvError, ResourceError, UnsupportedError, UsageError
 from lpconv.progress import Progress
 from lpconv.results import (

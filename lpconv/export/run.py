@@ -19,11 +19,10 @@ from lpconv.checkpoint.unchanged import watch, watched_files
 from lpconv.convert.files import LOADER, copy_side_files, model_side_files
 from lpconv.convert.provenance import public_source, versions
 from lpconv.errors import VerificationError
-from lpconv.export.opened import Traceable, traceable
 from lpconv.export.options import MAX_INLINE_BYTES, ExportOptions, choose_opset
 from lpconv.export.rewrite import Rewritten, rewrite
 from lpconv.export.stored import check_exportable, has_fp8, num_elements, stored_weights
-from lpconv.export.trace import trace
+from lpconv.export.trace import Traceable, trace, traceable
 from lpconv.export.validate import Case, check_file, compare
 from lpconv.models.inputs import other_inputs
 from lpconv.progress import Progress, Silent

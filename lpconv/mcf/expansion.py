@@ -4,7 +4,7 @@ u = 2^-8 is the unit roundoff of bf16. `grow` is Algorithm 1 of Collage (arXiv 2
 usual double-word operations (Dekker 1971; Joldes, Muller & Popescu 2017). All results are new tensors: the released
 code of the paper multiplies in place, reads the overwritten operand, and ends with a third of the true second moment.
 
-Everything holds in eager mode and under `compiling.compile_exact`. fp16 and fp8 pairs have no such arithmetic here:
+Everything holds in eager mode and under `transforms.compile_exact`. fp16 and fp8 pairs have no such arithmetic here:
 their low part carries a scale, and taking it off underflows. Merge them, compute in fp32, split again.
 """
 

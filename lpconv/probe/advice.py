@@ -5,7 +5,7 @@ gradients and nothing else.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from lpconv.errors import UsageError
@@ -13,6 +13,7 @@ from lpconv.formats.histogram import Rates
 from lpconv.formats.spec import get_format
 from lpconv.probe.record import GRADIENT_ROLES, ProbedTensor, ProbeResult
 from lpconv.report.numbers import ROLE_WORDS
+from lpconv.report.probe.words import loss_scale_text
 from lpconv.results import LossScaleRecord
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "Assessment",
     "Fit",
     "assess",
+    "fit",
     "fits",
     "own_scale",
     "recommend_loss_scale",
@@ -120,18 +122,19 @@ def fits(result: ProbeResult, formats: Iterable[str], *, log2_loss_scale: int = 
     A scale of the tensor's own takes the place of the loss scale.
     """
     names = tuple(formats)
+    return tuple(fit(t, names, log2_loss_scale=log2_loss_scale) for t in result.tensors)
 
-    def fit(tensor: ProbedTensor) -> Fit:
-        plain = {n: what_if(tensor, n, log2_loss_scale=log2_loss_scale).rates for n in names}
-        scaled = {n: tensor.exponents.rates(n, log2_scale=own_scale(tensor, n)) for n in names}
-        return Fit(
-            layer=tensor.layer,
-            role=tensor.role,
-            formats=tuple(n for n, rates in plain.items() if _next_to_nothing_lost(rates)),
-            formats_scaled=tuple(n for n, rates in scaled.items() if _next_to_nothing_lost(rates)),
-        )
 
-    return tuple(fit(t) for t in result.tensors)
+def fit(tensor: ProbedTensor, formats: Sequence[str], *, log2_loss_scale: int = 0) -> Fit:
+    """The same of one tensor."""
+    plain = {n: what_if(tensor, n, log2_loss_scale=log2_loss_scale).rates for n in formats}
+    scaled = {n: tensor.exponents.rates(n, log2_scale=own_scale(tensor, n)) for n in formats}
+    return Fit(
+        layer=tensor.layer,
+        role=tensor.role,
+        formats=tuple(n for n, rates in plain.items() if _next_to_nothing_lost(rates)),
+        formats_scaled=tuple(n for n, rates in scaled.items() if _next_to_nothing_lost(rates)),
+    )
 
 
 def _next_to_nothing_lost(rates: Rates) -> bool:
@@ -146,7 +149,7 @@ def sentence(tensor: ProbedTensor, format: str, *, log2_loss_scale: int = 0) -> 
     text = f"{ROLE_WORDS[tensor.role]} of {tensor.layer}: {', '.join(losses)} in {format}"
     if tensor.role not in GRADIENT_ROLES:
         return text
-    text += f" at loss scale {_scale(found.log2_loss_scale)}"
+    text += f" at loss scale {loss_scale_text(found.log2_loss_scale)}"
     repair = _repair(tensor, format, found)
     return text if repair is None else f"{text}; {repair}"
 
@@ -165,9 +168,9 @@ def table(result: ProbeResult, format: str, *, log2_loss_scale: int = 0, limit: 
     if any(t.role in GRADIENT_ROLES and t.exponents.num_nonzero for t in result.tensors):
         scale = recommend_loss_scale(result, format)
         lines.append(
-            f"loss scale for {format}: {_scale(scale.log2_scale)} "
+            f"loss scale for {format}: {loss_scale_text(scale.log2_scale)} "
             f"(worst gradient underflow {_percent(scale.worst_underflow_before)} at 1, "
-            f"{_percent(scale.worst_underflow_after)} there; at most {_scale(scale.max_log2_scale)})"
+            f"{_percent(scale.worst_underflow_after)} there; at most {loss_scale_text(scale.max_log2_scale)})"
         )
     lines.append(f"{result.steps_recorded} of {result.steps_seen} steps, {_percent(result.overhead)} overhead")
     return "\n".join(lines)
@@ -188,14 +191,10 @@ def _repair(tensor: ProbedTensor, format: str, found: Assessment) -> str | None:
         k: (h.num_underflow(format, log2_scale=k) + h.num_overflow(format, log2_scale=k)) / total for k in candidates
     }
     best = next((k for k, share in lost.items() if share <= MAX_UNDERFLOW), min(lost, key=lost.__getitem__))
-    return f"{_scale(best)} brings it to {_percent(lost[best])}" if lost[best] < found.lost else None
+    return f"{loss_scale_text(best)} brings it to {_percent(lost[best])}" if lost[best] < found.lost else None
 
 
 def _percent(share: float) -> str:
     if share == 0:
         return "0 %"
     return f"{100 * share:.2g} %" if share < 0.1 else f"{100 * share:.0f} %"
-
-
-def _scale(log2_scale: int) -> str:
-    return "1" if log2_scale == 0 else f"2^{log2_scale}"

@@ -2,8 +2,7 @@
 
 import functools
 import math
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import jinja2
 from markupsafe import Markup
@@ -22,14 +21,8 @@ from lpconv.report.numbers import (
 
 __all__ = ["Tile", "breakable", "page"]
 
-
-@dataclass(frozen=True, kw_only=True)
-class Tile:
-    """One headline figure."""
-
-    label: str
-    figure: str
-    detail: str
+# A headline figure: its label, the figure, and a detail below it.
+Tile: TypeAlias = tuple[str, str, str]
 
 
 def page(template: str, **values: Any) -> str:

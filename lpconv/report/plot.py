@@ -5,8 +5,9 @@ dark themes, every mark carries its tensor's name and figures, and equal results
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from lpconv.results import Series
 
@@ -16,7 +17,6 @@ __all__ = [
     "Axis",
     "Band",
     "FormatRange",
-    "LegendEntry",
     "Line",
     "Mark",
     "Plot",
@@ -27,6 +27,8 @@ __all__ = [
     "mark_path",
     "mark_radius",
 ]
+
+T = TypeVar("T", int, float)
 
 _WIDTH, _HEIGHT = 1000.0, 380.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58.0, 986.0, 14.0, 330.0
@@ -75,17 +77,11 @@ class Mark:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LegendEntry:
-    """A mark of the plot and what it stands for. The path is drawn around (7, 7) in a 14 by 14 box."""
-
-    kind: str
-    path: str
-    label: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class Plot:
-    """A finished plot. `description` tells in words what it shows."""
+    """A finished plot. `description` tells in words what it shows.
+
+    A mark of the legend is drawn around (7, 7) in a 14 by 14 box; its title is what it stands for.
+    """
 
     name: str
     title: str
@@ -95,7 +91,7 @@ class Plot:
     y_ticks: tuple[Tick, ...]
     marks: tuple[Mark, ...]
     bands: tuple[Band, ...] = ()
-    legend: tuple[LegendEntry, ...] = ()
+    legend: tuple[Mark, ...] = ()
     dividers: tuple[float, ...] = ()
     width: float = _WIDTH
     height: float = _HEIGHT
@@ -107,15 +103,25 @@ class Plot:
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """A linear map from values (exponents, decibels) to the page's y. Values beyond its ends lie on them."""
+    """A linear map from values (exponents, decibels) to the page's y, or from `start` to `end` of its x.
+
+    Values beyond its ends lie on them. The larger the value, the smaller y.
+    """
 
     low: float
     high: float
+    start: float = _BOTTOM
+    end: float = _TOP
 
-    def y(self, value: float) -> float:
-        """The page's y of a value; the larger the value, the smaller y."""
+    def at(self, value: float) -> float:
+        """The place of a value on the page."""
         share = (min(max(value, self.low), self.high) - self.low) / (self.high - self.low)
-        return round(_BOTTOM - share * (_BOTTOM - _TOP), 1)
+        return round(self.start + share * (self.end - self.start), 1)
+
+    def ticks(self, step: T, text: Callable[[T], str]) -> tuple[Tick, ...]:
+        """A tick at every multiple of `step`."""
+        multiples = (n * step for n in range(math.ceil(self.low / step), math.floor(self.high / step) + 1))
+        return tuple(Tick(position=self.at(value), label=text(value)) for value in multiples)
 
 
 def column_x(position: float, count: int) -> float:
@@ -171,15 +177,13 @@ def line_plot(name: str, title: str, description: str, lines: Sequence[Line]) ->
         title=title,
         description=description,
         x_ticks=tuple(Tick(position=column_x(s, last + 1), label=str(s)) for s in _step_ticks(last)),
-        y_ticks=tuple(Tick(position=axis.y(v), label=label) for v, label in _value_ticks(axis)),
+        y_ticks=_value_ticks(axis),
         marks=tuple(
             Mark(kind=f"line series-{line.colour}", path=_path(line.series, axis, last), title=line.label)
             for line in lines
         ),
         legend=tuple(
-            LegendEntry(kind=f"line series-{line.colour}", path="M1 7H13", label=line.label)
-            for line in lines
-            if line.label
+            Mark(kind=f"line series-{line.colour}", path="M1 7H13", title=line.label) for line in lines if line.label
         ),
     )
 
@@ -191,21 +195,19 @@ def _path(series: Series, axis: Axis, last: int) -> str:
         if not math.isfinite(value):
             pen = "M"
             continue
-        path += f"{pen}{column_x(step, last + 1)} {axis.y(value)}"
+        path += f"{pen}{column_x(step, last + 1)} {axis.at(value)}"
         pen = "L"
     return path
 
 
 def _step_ticks(last: int) -> list[int]:
-    step = max(1, round(last / _TICKS))
-    return list(range(0, last + 1, step))
+    return list(range(0, last + 1, max(1, round(last / _TICKS))))
 
 
-def _value_ticks(axis: Axis) -> list[tuple[float, str]]:
+def _value_ticks(axis: Axis) -> tuple[Tick, ...]:
     """Round numbers, multiples of 1, 2 or 5 times a power of ten, with as many digits as tell them apart."""
     rough = (axis.high - axis.low) / _TICKS
     exponent = math.floor(math.log10(rough))
     step = next(m * 10.0**exponent for m in (1, 2, 5, 10) if m * 10.0**exponent >= rough)
-    numbers = range(math.ceil(axis.low / step), math.floor(axis.high / step) + 1)
-    digits = max(0, -exponent)
-    return [(n * step, f"{n * step:.{digits}f}" if digits <= _MAX_DIGITS else f"{n * step:.1e}") for n in numbers]
+    form = f".{max(0, -exponent)}f" if -exponent <= _MAX_DIGITS else ".1e"
+    return axis.ticks(step, lambda value: format(value, form))

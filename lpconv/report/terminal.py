@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -80,8 +80,11 @@ def facts_grid(facts: dict[str, str]) -> RenderableType:
     return grid
 
 
-def table_of(*columns: str, rows: Iterable[Iterable[str | Name]] = ()) -> Table:
-    """Columns by heading: ``<`` before it aligns left and may wrap; numbers align right and never wrap."""
+def table_of(*columns: str, rows: Iterable[Iterable[Any]] = ()) -> Table:
+    """Columns by heading: ``<`` before it aligns left and may wrap; numbers align right and never wrap.
+
+    The cells of a row are text, or what rich prints.
+    """
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="")
     for i, column in enumerate(columns):
         left = i == 0 or column.startswith("<")

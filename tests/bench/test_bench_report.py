@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 from bench_records import CPU_PEAKS, GEMMS, result, row
 from rich.console import Console
 
-from lpconv.bench.verdict import verdict
+from lpconv.bench.roofline import verdict
 from lpconv.report.bench.html import html_bench, memory_plot, speed_plot
 from lpconv.report.bench.terminal import render_bench
 from lpconv.report.bench.text import bench_csv, bench_jsonl, bench_markdown

@@ -5,8 +5,7 @@ import dataclasses
 import pytest
 from bench_records import CPU_PEAKS, GEMMS, GPU_PEAKS, row
 
-from lpconv.bench.roofline import gemm_record, gemm_seconds, step_gemm_seconds
-from lpconv.bench.verdict import verdict
+from lpconv.bench.roofline import gemm_record, gemm_seconds, step_gemm_seconds, verdict
 from lpconv.results import GpuRecord
 
 LARGE, NARROW, HEAD = GEMMS

@@ -17,7 +17,7 @@ from lpconv.report.bench.text import (
 )
 from lpconv.report.numbers import MISSING, duration_text, size_text
 from lpconv.report.page import Tile, page
-from lpconv.report.plot import CHARACTER, Axis, LegendEntry, Mark, Plot, Tick, column_x, dash_path, mark_path
+from lpconv.report.plot import CHARACTER, Axis, Mark, Plot, Tick, column_x, dash_path, mark_path
 from lpconv.report.printable import printable_record
 from lpconv.results import BenchResult, BenchRow
 
@@ -55,13 +55,13 @@ def _tiles(result: BenchResult) -> tuple[Tile, ...]:
     variants = [r for r in result.rows if not r.is_baseline and r.status == "ok"]
     tiles = []
     if fastest := max((r for r in variants if r.ratio), key=lambda r: r.ratio.value if r.ratio else 0, default=None):
-        tiles.append(Tile(label="Fastest, against the baseline", figure=ratio_text(fastest.ratio), detail=fastest.name))
+        tiles.append(("Fastest, against the baseline", ratio_text(fastest.ratio), fastest.name))
     if smallest := min((r for r in variants if r.peak_memory), key=lambda r: r.peak_memory or 0, default=None):
-        tiles.append(Tile(label="Least peak memory", figure=COLUMNS["Peak"](smallest), detail=smallest.name))
+        tiles.append(("Least peak memory", COLUMNS["Peak"](smallest), smallest.name))
     if best := min(
         (r for r in variants if r.numerics), key=lambda r: r.numerics.output_error if r.numerics else 0, default=None
     ):
-        tiles.append(Tile(label="Smallest output error", figure=COLUMNS["Output err."](best), detail=best.name))
+        tiles.append(("Smallest output error", COLUMNS["Output err."](best), best.name))
     return tuple(tiles)
 
 
@@ -88,18 +88,17 @@ def speed_plot(rows: Sequence[BenchRow]) -> Plot | None:
     shown = [r for r in rows if r.ratio is not None and not r.is_baseline]
     if not shown:
         return None
-    top = 1.1 * max(1.0, *(r.ratio.high for r in shown if r.ratio))
-    axis = Axis(low=0, high=top)
+    axis = Axis(low=0, high=1.1 * max(1.0, *(r.ratio.high for r in shown if r.ratio)))
     marks = [mark for i, r in enumerate(shown) for mark in _interval(r, column_x(i + 0.5, len(shown)), axis)]
     parity = column_x(0, 1), column_x(1, 1)
-    marks.append(Mark(kind="move", path=f"M{parity[0]} {axis.y(1)}H{parity[1]}", title="the baseline"))
+    marks.append(Mark(kind="move", path=f"M{parity[0]} {axis.at(1)}H{parity[1]}", title="the baseline"))
     return Plot(
         name="speed",
         title="Speed-up over the baseline",
         description="Baseline time over time, with 95 % intervals; above 1 is faster.",
         y_label="speed-up",
         x_ticks=_ticks(shown),
-        y_ticks=_y_ticks(axis, top, "{:g}".format),
+        y_ticks=_y_ticks(axis, "{:g}".format),
         marks=tuple(marks),
     )
 
@@ -119,15 +118,15 @@ def memory_plot(rows: Sequence[BenchRow]) -> Plot | None:
         description="What takes up memory when a step needs most.",
         y_label=unit,
         x_ticks=_ticks(shown),
-        y_ticks=_y_ticks(axis, top, lambda size: f"{size / _UNITS[unit]:g}"),
+        y_ticks=_y_ticks(axis, lambda size: f"{size / _UNITS[unit]:g}"),
         marks=tuple(marks),
-        legend=tuple(LegendEntry(kind=f"series-{i}", path=mark_path(1, 7, 7, 5), label=_PARTS[i]) for i in present),
+        legend=tuple(Mark(kind=f"series-{i}", path=mark_path(1, 7, 7, 5), title=_PARTS[i]) for i in present),
     )
 
 
 def _interval(row: BenchRow, x: float, axis: Axis) -> list[Mark]:
     assert row.ratio is not None
-    low, value, high = axis.y(row.ratio.low), axis.y(row.ratio.value), axis.y(row.ratio.high)
+    low, value, high = axis.at(row.ratio.low), axis.at(row.ratio.value), axis.at(row.ratio.high)
     title = f"{_label(row)}: {ratio_text(row.ratio)}"
     whisker = f"M{x} {low}V{high}{dash_path(x, low, _RADIUS)}{dash_path(x, high, _RADIUS)}"
     return [
@@ -142,7 +141,7 @@ def _column(row: BenchRow, index: int, count: int, axis: Axis) -> list[Mark]:
     marks, below = [], 0
     for series, part in enumerate(_PARTS):
         size = getattr(row.memory.parts, part)
-        y, y_top = axis.y(below), axis.y(below + size)
+        y, y_top = axis.at(below), axis.at(below + size)
         path = f"M{left} {y}H{right}V{y_top}H{left}z"
         marks.append(Mark(kind=f"series-{series}", path=path, title=f"{_label(row)}: {part} {size_text(size)}"))
         below += size
@@ -162,7 +161,7 @@ def _ticks(rows: Sequence[BenchRow]) -> tuple[Tick, ...]:
     )
 
 
-def _y_ticks(axis: Axis, top: float, text: Callable[[float], str]) -> tuple[Tick, ...]:
-    step = 10.0 ** math.floor(math.log10(top))
-    step = next(s for s in (step / 5, step / 2, step, 2 * step) if top / s <= 8)
-    return tuple(Tick(position=axis.y(i * step), label=text(i * step)) for i in range(int(top / step) + 1))
+def _y_ticks(axis: Axis, text: Callable[[float], str]) -> tuple[Tick, ...]:
+    step = 10.0 ** math.floor(math.log10(axis.high))
+    step = next(s for s in (step / 5, step / 2, step, 2 * step) if axis.high / s <= 8)
+    return axis.ticks(step, text)

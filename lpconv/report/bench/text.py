@@ -1,6 +1,7 @@
 """A bench's rows as CSV, JSON lines and Markdown, and the words that all its reports share."""
 
 import csv
+import dataclasses
 import io
 from collections.abc import Callable, Sequence
 
@@ -89,15 +90,8 @@ def memory_text(row: BenchRow) -> str:
     """The parts of the peak in per cent."""
     if row.memory is None:
         return MISSING
-    parts, whole = row.memory.parts, row.memory.parts.total
-    named = {
-        "weights": parts.weights,
-        "gradients": parts.gradients,
-        "optimizer": parts.optimizer,
-        "activations": parts.activations,
-        "other": parts.other,
-    }
-    return ", ".join(f"{name} {share_text(size, whole)}" for name, size in named.items() if size)
+    parts, whole = dataclasses.asdict(row.memory.parts), row.memory.parts.total
+    return ", ".join(f"{name} {share_text(size, whole)}" for name, size in parts.items() if size)
 
 
 # Heading and cell of each column of a table.

@@ -4,7 +4,6 @@ All text is escaped by jinja2; the templates hold the only markup, style and scr
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import PurePath
 
 from lpconv.report.convert.compare import figures, run_names
@@ -37,21 +36,13 @@ from lpconv.results import ConvertResult, TensorRecord
 __all__ = ["html_compare", "html_report"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _CompareRow:
-    """One tensor name and its record in each run, None where a run did not convert it."""
-
-    name: str
-    tensors: tuple[TensorRecord | None, ...]
-
-
 def html_report(result: ConvertResult, ranges: Mapping[str, FormatRange]) -> str:
     """The report of one conversion. `ranges` holds what each format can hold, by the names that the tensors use."""
     result = printable_record(result)
     return page(
         "convert",
         result=result,
-        name=_last_part(result.output),
+        name=PurePath(result.output).name or result.output,
         version=result.versions.get("lpconv"),
         method_name=method_name,
         num_elements=num_elements,
@@ -87,30 +78,16 @@ def html_compare(results: Sequence[ConvertResult], ranges: Mapping[str, FormatRa
     )
 
 
-def _last_part(path: str) -> str:
-    return PurePath(path).name or path
-
-
 def _tiles(result: ConvertResult) -> tuple[Tile, ...]:
     read, written = result.bytes.read, result.bytes.written
-    changed = converted(result.tensors)
+    changed, rate = converted(result.tensors), rate_text(read + written, result.weights_seconds)
     return (
-        Tile(
-            label="Weights", figure=size_text(written), detail=f"from {size_text(read)}: {change_text(read, written)}"
-        ),
-        Tile(
-            label="Tensors converted",
-            figure=count_text(len(changed)),
-            detail=f"of {plural(len(result.tensors), 'tensor')}",
-        ),
+        ("Weights", size_text(written), f"from {size_text(read)}: {change_text(read, written)}"),
+        ("Tensors converted", count_text(len(changed)), f"of {plural(len(result.tensors), 'tensor')}"),
         _sqnr_tile(changed),
         _outputs_tile(result),
-        Tile(
-            label="Time",
-            figure=duration_text(result.seconds),
-            detail=f"{rate_text(read + written, result.weights_seconds)} read and written",
-        ),
-        Tile(label="Peak memory", figure=size_text(result.peak_rss_bytes), detail="resident, the whole process"),
+        ("Time", duration_text(result.seconds), f"{rate} read and written"),
+        ("Peak memory", size_text(result.peak_rss_bytes), "resident, the whole process"),
     )
 
 
@@ -118,19 +95,19 @@ def _sqnr_tile(changed: Sequence[TensorRecord]) -> Tile:
     label = "Lowest SQNR of a tensor"
     worst = worst_tensors(changed, 1)
     if worst:
-        return Tile(label=label, figure=sqnr_text(worst[0].sqnr_db, " dB"), detail=breakable(worst[0].name))
+        return label, sqnr_text(worst[0].sqnr_db, " dB"), breakable(worst[0].name)
     if any(t.sqnr_db is not None for t in changed):
-        return Tile(label=label, figure="exact", detail="every converted tensor")
-    return Tile(label=label, figure=MISSING, detail="not measured")
+        return label, "exact", "every converted tensor"
+    return label, MISSING, "not measured"
 
 
 def _outputs_tile(result: ConvertResult) -> Tile:
     label, logits = "Model outputs", result.verify.logits
     if logits is None or logits.skipped:
-        return Tile(label=label, figure=MISSING, detail=logits.skipped if logits and logits.skipped else "not compared")
+        return label, MISSING, logits.skipped if logits and logits.skipped else "not compared"
     if logits.bit_equal:
-        return Tile(label=label, figure="bit-equal", detail="to the source's")
-    return Tile(label=label, figure=error_text(logits.rel_error), detail="relative error to the source's")
+        return label, "bit-equal", "to the source's"
+    return label, error_text(logits.rel_error), "relative error to the source's"
 
 
 def _provenance(result: ConvertResult) -> dict[str, str]:
@@ -146,7 +123,8 @@ def _provenance(result: ConvertResult) -> dict[str, str]:
     return facts | {f"Version of {name}": version for name, version in sorted(result.versions.items())}
 
 
-def _compare_rows(runs: Sequence[ConvertResult]) -> tuple[_CompareRow, ...]:
+def _compare_rows(runs: Sequence[ConvertResult]) -> list[tuple[str, list[TensorRecord | None]]]:
+    """Each tensor name and its record in each run, None where a run did not convert it."""
     by_name = [{t.name: t for t in converted(r.tensors)} for r in runs]
     tensors = in_layer_order({name: t for run in by_name for name, t in run.items()}.values())
-    return tuple(_CompareRow(name=t.name, tensors=tuple(run.get(t.name) for run in by_name)) for t in tensors)
+    return [(t.name, [run.get(t.name) for run in by_name]) for t in tensors]

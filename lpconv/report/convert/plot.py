@@ -3,7 +3,6 @@
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 
 from lpconv.report.convert.grouping import converted, in_layer_order, modules_of
@@ -14,7 +13,6 @@ from lpconv.report.plot import (
     Axis,
     Band,
     FormatRange,
-    LegendEntry,
     Mark,
     Plot,
     Tick,
@@ -25,7 +23,7 @@ from lpconv.report.plot import (
 )
 from lpconv.results import ConvertResult, TensorRecord
 
-__all__ = ["module_dividers", "module_ticks", "rms_plot", "sqnr_plot"]
+__all__ = ["rms_plot", "sqnr_plot"]
 
 _LABEL_GAP = 10.0  # keeps labels apart, in page units
 # The part of a format's range that is shown; fp32 and bf16 reach to 2^±127, where no weight lies.
@@ -49,12 +47,12 @@ def rms_plot(result: ConvertResult, ranges: Mapping[str, FormatRange]) -> Plot |
         title="Weight RMS before and after, against the format's range" if scaled else "Weight RMS in the format",
         description=_rms_words(tensors, ranges),
         y_label="magnitude",
-        x_ticks=module_ticks(tensors),
+        x_ticks=_module_ticks(tensors),
         y_ticks=_exponent_ticks(axis),
         bands=_range_bands(tensors, ranges, axis),
         marks=tuple(marks),
         legend=_rms_legend(tensors),
-        dividers=module_dividers(tensors),
+        dividers=_module_dividers(tensors),
     )
 
 
@@ -72,25 +70,25 @@ def _as_stored(t: TensorRecord, magnitude: float | None) -> float | None:
 def _rms_marks(t: TensorRecord, x: float, axis: Axis, r: float) -> Iterable[Mark]:
     before, after, peak = t.rms, _as_stored(t, t.rms), _as_stored(t, t.absmax)
     if t.scale and before and after:
-        y0, y1 = axis.y(math.log2(before)), axis.y(math.log2(after))
+        y0, y1 = axis.at(math.log2(before)), axis.at(math.log2(after))
         yield Mark(kind="move", path=f"M{x} {y0}V{y1}", title="")
         yield Mark(
             kind="before", path=mark_path(0, x, y0, r), title=f"{t.name}: RMS {number_text(before)} in the source"
         )
     if after:
         title = f"{t.name}: RMS {number_text(after)} as stored, {t.format}"
-        yield Mark(kind="after", path=mark_path(0, x, axis.y(math.log2(after)), r), title=title)
+        yield Mark(kind="after", path=mark_path(0, x, axis.at(math.log2(after)), r), title=title)
     if peak:
         title = f"{t.name}: largest element {number_text(peak)} as stored, {t.format}"
-        yield Mark(kind="peak", path=dash_path(x, axis.y(math.log2(peak)), r), title=title)
+        yield Mark(kind="peak", path=dash_path(x, axis.at(math.log2(peak)), r), title=title)
 
 
-def _rms_legend(tensors: Sequence[TensorRecord]) -> tuple[LegendEntry, ...]:
-    entries = [LegendEntry(kind="after", path=mark_path(0, 7, 7, 4), label="RMS as stored")]
+def _rms_legend(tensors: Sequence[TensorRecord]) -> tuple[Mark, ...]:
+    entries = [Mark(kind="after", path=mark_path(0, 7, 7, 4), title="RMS as stored")]
     if any(t.scale for t in tensors):
-        entries.insert(0, LegendEntry(kind="before", path=mark_path(0, 7, 7, 4), label="RMS in the source"))
+        entries.insert(0, Mark(kind="before", path=mark_path(0, 7, 7, 4), title="RMS in the source"))
     if any(t.absmax for t in tensors):
-        entries.append(LegendEntry(kind="peak", path=dash_path(7, 7, 5), label="largest element as stored"))
+        entries.append(Mark(kind="peak", path=dash_path(7, 7, 5), title="largest element as stored"))
     return tuple(entries)
 
 
@@ -106,9 +104,7 @@ def _exponent_axis(tensors: Sequence[TensorRecord], ranges: Mapping[str, FormatR
 
 def _exponent_ticks(axis: Axis) -> tuple[Tick, ...]:
     step = next(s for s in (1, 2, 4, 5, 10, 20, 50, 100) if (axis.high - axis.low) / s <= 10)
-    first = math.ceil(axis.low / step) * step
-    exponents = range(first, math.floor(axis.high) + 1, step)
-    return tuple(Tick(position=axis.y(e), label=raised(f"2^{e}")) for e in exponents)
+    return axis.ticks(step, lambda e: raised(f"2^{e}"))
 
 
 def _range_bands(tensors: Sequence[TensorRecord], ranges: Mapping[str, FormatRange], axis: Axis) -> tuple[Band, ...]:
@@ -125,7 +121,7 @@ def _range_bands(tensors: Sequence[TensorRecord], ranges: Mapping[str, FormatRan
 
 
 def _bands_of(name: str, held: FormatRange, axis: Axis, left: float, right: float) -> list[Band]:
-    top, middle, bottom = (axis.y(math.log2(v)) for v in (held.max, held.min_normal, held.min_subnormal))
+    top, middle, bottom = (axis.at(math.log2(v)) for v in (held.max, held.min_normal, held.min_subnormal))
     spans = (("normal", f"{name}: normal numbers", top, middle), ("subnormal", f"{name}: subnormal", middle, bottom))
     return [
         Band(
@@ -167,10 +163,10 @@ def sqnr_plot(results: Sequence[tuple[str, ConvertResult]]) -> Plot | None:
     if not tensors:
         return None
     xs = {t.name: column_x(i + 0.5, len(tensors)) for i, t in enumerate(tensors)}
-    axis = _decibel_axis([d for run in measured.values() for d in _decibels(run)])
+    axis, step, exact = _decibel_axis([d for run in measured.values() for d in _decibels(run)])
     radius = mark_radius(len(tensors))
     marks = [
-        _sqnr_mark(t, i, xs[t.name], axis, radius, run if len(results) > 1 else "")
+        _sqnr_mark(t, i, xs[t.name], axis.at(min(t.sqnr_db or 0.0, exact)), radius, run if len(results) > 1 else "")
         for i, (run, members) in enumerate(measured.items())
         for t in members.values()
     ]
@@ -179,11 +175,11 @@ def sqnr_plot(results: Sequence[tuple[str, ConvertResult]]) -> Plot | None:
         title="Signal-to-noise ratio of every converted tensor",
         description=_sqnr_words(measured),
         y_label="SQNR, dB",
-        x_ticks=module_ticks(tensors),
-        y_ticks=axis.ticks,
+        x_ticks=_module_ticks(tensors),
+        y_ticks=axis.ticks(step, lambda decibels: "exact" if decibels == exact else str(decibels)),
         marks=tuple(marks),
         legend=_sqnr_legend(list(measured)),
-        dividers=module_dividers(tensors),
+        dividers=_module_dividers(tensors),
     )
 
 
@@ -195,49 +191,33 @@ def _decibels(run: Mapping[str, TensorRecord]) -> list[float]:
     return [t.sqnr_db for t in run.values() if t.sqnr_db is not None]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _DecibelAxis:
-    """An axis of decibels with a line of its own, at the value `exact`, for tensors without noise."""
+def _decibel_axis(decibels: Sequence[float]) -> tuple[Axis, int, int]:
+    """An axis around the finite values, never less than 10 dB in all; its round step; the line of exact tensors.
 
-    axis: Axis
-    ticks: tuple[Tick, ...]
-    exact: float
-
-    def y(self, decibels: float) -> float:
-        return self.axis.y(self.exact if decibels == math.inf else decibels)
-
-
-def _decibel_axis(decibels: Sequence[float]) -> _DecibelAxis:
-    """Round steps around the finite values, never less than 10 dB in all, and the line of exact tensors above them."""
+    That line lies above the finite values, and on the axis only where there is such a tensor.
+    """
     exact = math.inf in decibels
     finite = [d for d in decibels if math.isfinite(d)]
     if not finite:
-        axis = Axis(low=0, high=2)
-        return _DecibelAxis(axis=axis, ticks=(Tick(position=axis.y(1), label="exact"),), exact=1)
+        return Axis(low=0.5, high=1.5), 1, 1
     span = max(finite) - min(finite)
     margin = max((10 - span) / 2, span / 20)
     step = next((s for s in (2, 5, 10, 20, 50) if (span + 2 * margin) / s <= 8), 100)
     low, high = math.floor((min(finite) - margin) / step) * step, math.ceil((max(finite) + margin) / step) * step
-    axis = Axis(low=low, high=high + 1.4 * step if exact else high)
-    ticks = [Tick(position=axis.y(d), label=str(d)) for d in range(low, high + 1, step)]
-    if exact:
-        ticks.append(Tick(position=axis.y(high + step), label="exact"))
-    return _DecibelAxis(axis=axis, ticks=tuple(ticks), exact=high + step)
+    return Axis(low=low, high=high + 1.4 * step if exact else high), step, high + step
 
 
-def _sqnr_mark(t: TensorRecord, series: int, x: float, axis: _DecibelAxis, r: float, run: str) -> Mark:
+def _sqnr_mark(t: TensorRecord, series: int, x: float, y: float, r: float, run: str) -> Mark:
     place = f"{run}: {t.name}" if run else t.name
-    y = axis.y(t.sqnr_db or 0.0)
     title = f"{place}: {sqnr_text(t.sqnr_db, ' dB')}, {t.format}"
     return Mark(kind=f"series-{series % NUM_SHAPES}", path=mark_path(series, x, y, r), title=title)
 
 
-def _sqnr_legend(runs: Sequence[str]) -> tuple[LegendEntry, ...]:
+def _sqnr_legend(runs: Sequence[str]) -> tuple[Mark, ...]:
     if len(runs) < 2:
         return ()
     return tuple(
-        LegendEntry(kind=f"series-{i % NUM_SHAPES}", path=mark_path(i, 7, 7, 4), label=run)
-        for i, run in enumerate(runs)
+        Mark(kind=f"series-{i % NUM_SHAPES}", path=mark_path(i, 7, 7, 4), title=run) for i, run in enumerate(runs)
     )
 
 
@@ -254,7 +234,7 @@ def _run_words(run: str, decibels: Sequence[float]) -> str:
     return f"{run + ': ' if run else 'Over the converted tensors: '}lowest {lowest}, median {median}."
 
 
-def module_ticks(tensors: Sequence[TensorRecord]) -> tuple[Tick, ...]:
+def _module_ticks(tensors: Sequence[TensorRecord]) -> tuple[Tick, ...]:
     """A label in the middle of each module's columns: layer numbers first, then the names that still find room."""
     ticks: list[Tick] = []
     left, right = column_x(0, 1), column_x(1, 1)
@@ -274,7 +254,7 @@ def _is_layer_number(module: str) -> bool:
     return module.rpartition(".")[2].isdecimal()
 
 
-def module_dividers(tensors: Sequence[TensorRecord]) -> tuple[float, ...]:
+def _module_dividers(tensors: Sequence[TensorRecord]) -> tuple[float, ...]:
     """The places between neighbouring modules."""
     return tuple(column_x(first, len(tensors)) for _, first, _ in _module_columns(tensors) if first > 0)
 

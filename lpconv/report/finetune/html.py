@@ -4,13 +4,13 @@ import math
 from pathlib import PurePath
 
 from lpconv.report.finetune.words import (
-    METRIC_WORDS,
     diagnostics,
     figure_text,
     gap_rows,
     layer_rows,
     main_run,
     memory_rows,
+    metric_name,
     noise_text,
     title,
     twin_run,
@@ -22,9 +22,9 @@ from lpconv.report.numbers import ROLE_WORDS, duration_text, gate_lines, plural,
 from lpconv.report.page import Tile, page
 from lpconv.report.plot import Line, Plot, line_plot
 from lpconv.report.printable import printable_record
-from lpconv.results import FinetuneResult, RunRecord, Series, TrackedRecord
+from lpconv.results import FinetuneResult, GapRecord, RunRecord, Series, TrackedRecord
 
-__all__ = ["curve_plots", "html_finetune", "loss_heatmap"]
+__all__ = ["html_finetune"]
 
 _HEAT_HEAD = 60.0  # room for the numbers of the steps, in page units of the heatmap
 _MAX_COLUMNS = 24
@@ -43,8 +43,8 @@ def html_finetune(result: FinetuneResult) -> str:
         tiles=_tiles(result),
         gaps=gap_rows(result),
         gates=gate_lines(result.gates),
-        plots=curve_plots(result),
-        heat=loss_heatmap(result),
+        plots=_curve_plots(result),
+        heat=_loss_heatmap(result),
         worst=worst_tracked(result),
         diagnostics=diagnostics(result),
         layers=layer_rows(result),
@@ -55,30 +55,22 @@ def html_finetune(result: FinetuneResult) -> str:
 
 def _tiles(result: FinetuneResult) -> tuple[Tile, ...]:
     run, twin = main_run(result), twin_run(result)
-    tiles = [
-        Tile(
-            label=f"{METRIC_WORDS.get(g.metric, g.metric)}: gap to {result.twin}",
-            figure=noise_text(g),
-            detail=f"{figure_text(g.metric, g.run)} and {figure_text(g.metric, g.twin)}",
-        )
-        for g in result.gaps
-    ]
-    tiles.append(
-        Tile(
-            label="Time per step",
-            figure=duration_text(run.step_time_s),
-            detail=f"twin {duration_text(twin.step_time_s)}" if twin is not None else "median",
-        )
-    )
+    beside = f"twin {duration_text(twin.step_time_s)}" if twin is not None else "median"
+    tiles = [(f"{metric_name(g.metric)}: gap to {result.twin}", noise_text(g), _both(g)) for g in result.gaps]
+    tiles.append(("Time per step", duration_text(run.step_time_s), beside))
     if run.memory is not None:
-        tiles.append(Tile(label="Memory of a step", figure=size_text(run.memory.measured_bytes), detail="at its peak"))
+        tiles.append(("Memory of a step", size_text(run.memory.measured_bytes), "at its peak"))
     skipped = f"{plural(run.num_skipped, 'step')} left out"
     ends = [v for v in (run.losses.values[0], run.losses.values[-1]) if math.isfinite(v)]
-    tiles.append(Tile(label="Training loss", figure=" → ".join(f"{v:.4g}" for v in ends), detail=skipped))
+    tiles.append(("Training loss", " → ".join(f"{v:.4g}" for v in ends), skipped))
     return tuple(tiles)
 
 
-def curve_plots(result: FinetuneResult) -> tuple[Plot, ...]:
+def _both(g: GapRecord) -> str:
+    return f"{figure_text(g.metric, g.run)} and {figure_text(g.metric, g.twin)}"
+
+
+def _curve_plots(result: FinetuneResult) -> tuple[Plot, ...]:
     """Losses of run and twin, their gap, held-out metrics, loss scale and update quality: those there are."""
     run, twin = main_run(result), twin_run(result)
     losses = [Line(series=run.losses, colour=0, label=result.recipe)]
@@ -122,8 +114,9 @@ def _evaluation_plot(result: FinetuneResult, metric: str) -> Plot | None:
             label = (result.recipe if run.role == "run" else result.twin or "") if run.role not in seen else ""
             seen.add(run.role)
             lines.append(Line(series=series, colour=0 if run.role == "run" else 1, label=label))
-    name = METRIC_WORDS.get(metric, metric)
-    return line_plot(metric, name.capitalize(), "On the same held-out examples. One line per seed.", lines)
+    return line_plot(
+        metric, metric_name(metric).capitalize(), "On the same held-out examples. One line per seed.", lines
+    )
 
 
 def _update_plot(run: RunRecord) -> Plot | None:
@@ -141,7 +134,7 @@ def _update_plot(run: RunRecord) -> Plot | None:
     return line_plot("updates", "What reached memory of the updates", words, lines)
 
 
-def loss_heatmap(result: FinetuneResult) -> Heatmap | None:
+def _loss_heatmap(result: FinetuneResult) -> Heatmap | None:
     """What was lost in each layer at each recorded step, one block of columns per class of tensor."""
     tracked = [t for run in result.runs for t in run.tracked]
     if not any(t.underflow + t.overflow > 0 for t in tracked):

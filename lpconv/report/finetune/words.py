@@ -9,7 +9,6 @@ from lpconv.report.printable import escaped, printable_record, table
 from lpconv.results import FinetuneResult, GapRecord, LossAllocation, RunRecord
 
 __all__ = [
-    "METRIC_WORDS",
     "diagnostics",
     "figure_text",
     "finetune_card",
@@ -17,6 +16,7 @@ __all__ = [
     "layer_rows",
     "main_run",
     "memory_rows",
+    "metric_name",
     "noise_text",
     "title",
     "twin_run",
@@ -30,7 +30,7 @@ _AUTO = {
     "classification": "AutoModelForSequenceClassification",
     "seq2seq": "AutoModelForSeq2SeqLM",
 }
-METRIC_WORDS = {"eval_loss": "held-out loss", "eval_accuracy": "held-out accuracy"}
+_METRICS = {"eval_loss": "held-out loss", "eval_accuracy": "held-out accuracy"}
 _WORST = 5
 
 
@@ -48,6 +48,11 @@ def twin_run(result: FinetuneResult) -> RunRecord | None:
     """Its twin."""
     seed = main_run(result).seed
     return next((r for r in result.runs if r.role == "twin" and r.seed == seed), None)
+
+
+def metric_name(metric: str) -> str:
+    """A held-out metric in words."""
+    return _METRICS.get(metric, metric)
 
 
 def figure_text(metric: str, value: float | None) -> str:
@@ -75,7 +80,7 @@ def gap_rows(result: FinetuneResult) -> tuple[tuple[str, str, str, str, str], ..
     rows = []
     for g in result.gaps:
         says = {None: "one seed cannot say", True: "yes", False: "no"}[g.exceeds_noise]
-        name = METRIC_WORDS.get(g.metric, g.metric)
+        name = metric_name(g.metric)
         rows.append((name, figure_text(g.metric, g.run), figure_text(g.metric, g.twin), noise_text(g), says))
         if g.metric == "eval_loss" and result.task != "classification" and max(g.run, g.twin) < 50:
             rows.append(("held-out perplexity", f"{math.exp(g.run):#.5g}", f"{math.exp(g.twin):#.5g}",
@@ -87,10 +92,10 @@ def verdict(result: FinetuneResult) -> str:
     """One or two sentences: what precision cost."""
     if not result.gaps:
         run = main_run(result)
-        ends = [f"{METRIC_WORDS.get(s.name, s.name)} {figure_text(s.name, s.values[-1])}" for s in run.evaluations]
+        ends = [f"{metric_name(s.name)} {figure_text(s.name, s.values[-1])}" for s in run.evaluations]
         return f"No twin was trained, so nothing says what precision cost. The run ended at {', '.join(ends)}."
     g = result.gaps[-1] if result.task == "classification" else result.gaps[0]
-    name = METRIC_WORDS.get(g.metric, g.metric)
+    name = metric_name(g.metric)
     text = (
         f"After {plural(len(main_run(result).losses.steps), 'step')} the {name} is {figure_text(g.metric, g.run)} with "
         f"{result.recipe} and {figure_text(g.metric, g.twin)} with {result.twin}: a gap of {noise_text(g)}."

@@ -9,7 +9,7 @@ from pathlib import PurePath
 from lpconv.report.heat import Heatmap, Loss, loss_map
 from lpconv.report.numbers import number_text, share_text, sqnr_text
 from lpconv.report.page import Tile, page
-from lpconv.report.plot import Band, FormatRange, Tick
+from lpconv.report.plot import Axis, Band, FormatRange, Tick
 from lpconv.report.printable import printable_record
 from lpconv.report.probe.words import (
     ALONE_WORDS,
@@ -23,7 +23,7 @@ from lpconv.report.probe.words import (
 )
 from lpconv.results import FormatRates, ProbedRecord, ProbeReport
 
-__all__ = ["Bar", "ExponentPlot", "Strip", "exponent_plots", "heatmap", "html_probe"]
+__all__ = ["ExponentPlot", "Strip", "exponent_plots", "heatmap", "html_probe"]
 
 # Page units of a histogram: two stand side by side.
 _WIDTH, _LEFT, _RIGHT, _TOP, _BASE = 490.0, 66.0, 482.0, 12.0, 150.0
@@ -59,37 +59,19 @@ def _tiles(report: ProbeReport) -> tuple[Tile, ...]:
     held = {name: sum(t.scaled[i].fits for t in report.tensors) for i, name in enumerate(report.formats)}
     total = len(report.tensors)
     tiles = [
-        Tile(
-            label=f"Loss scale for {s.format}",
-            figure=loss_scale_text(s.log2_scale),
-            detail=f"worst gradient underflow {share_text(s.worst_underflow_before, 1)} at 1, "
+        (
+            f"Loss scale for {s.format}",
+            loss_scale_text(s.log2_scale),
+            f"worst gradient underflow {share_text(s.worst_underflow_before, 1)} at 1, "
             f"{share_text(s.worst_underflow_after, 1)} there",
         )
         for s in report.loss_scales[:1]
     ]
-    tiles += [
-        Tile(label=f"Held by {name}", figure=f"{n} of {total}", detail="layers and classes of tensor")
-        for name, n in held.items()
-    ]
-    ends = dict.fromkeys(number_text(loss) for loss in (report.losses[0], report.losses[-1])) if report.losses else ()
-    recorded = f"of the time of the steps, {report.steps_recorded} of {report.steps_seen} recorded"
-    cost = Tile(
-        label="Cost of recording",
-        figure=share_text(report.overhead, 1),
-        detail=f"{recorded}; loss {' to '.join(ends)}" if ends else recorded,
-    )
-    return (*tiles, cost)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bar:
-    """The elements of one exponent."""
-
-    x: float
-    y: float
-    width: float
-    height: float
-    title: str
+    tiles += [(f"Held by {name}", f"{n} of {total}", "layers and classes of tensor") for name, n in held.items()]
+    cost = f"of the time of the steps, {report.steps_recorded} of {report.steps_seen} recorded"
+    if report.losses:
+        cost += f"; loss {' to '.join(dict.fromkeys(map(number_text, (report.losses[0], report.losses[-1]))))}"
+    return (*tiles, ("Cost of recording", share_text(report.overhead, 1), cost))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +90,7 @@ class ExponentPlot:
     name: str
     title: str
     description: str
-    bars: tuple[Bar, ...]
+    bars: tuple[Band, ...]
     outline: str
     outline_label: str
     strips: tuple[Strip, ...]
@@ -173,21 +155,16 @@ def _exponent_plot(
 ) -> ExponentPlot:
     total, most = counts.total(), max(counts.values())
     shown = {e: n for e, n in sorted(counts.items()) if e >= span[0]}
-    unit = (_RIGHT - _LEFT) / (span[1] - span[0])
-
-    def x(exponent: float) -> float:
-        return round(_LEFT + (min(max(exponent, span[0]), span[1]) - span[0]) * unit, 1)
-
-    def y(count: int) -> float:
-        return round(_BASE - count / most * (_BASE - _TOP), 1)
-
+    across, up = Axis(low=span[0], high=span[1], start=_LEFT, end=_RIGHT), Axis(low=0, high=most, start=_BASE, end=_TOP)
+    x, y = across.at, up.at
     bars = tuple(
-        Bar(
+        Band(
+            kind="bar",
             x=x(e),
             y=y(n),
-            width=round(unit, 1),
+            width=round((_RIGHT - _LEFT) / (span[1] - span[0]), 1),
             height=round(_BASE - y(n), 1),
-            title=f"{share_text(n, total)} of the elements from 2^{e} up to 2^{e + 1}",
+            label=f"{share_text(n, total)} of the elements from 2^{e} up to 2^{e + 1}",
         )
         for e, n in shown.items()
     )
@@ -196,7 +173,6 @@ def _exponent_plot(
     strips = _strips(formats, ranges, x)
     axis = _BASE + _STRIP_OFFSET + len(strips) * (_STRIP_HEIGHT + _STRIP_GAP)
     step = next(s for s in (4, 8, 16, 32, 64) if (span[1] - span[0]) / s <= 8)
-    ticks = range(math.ceil(span[0] / step) * step, span[1] + 1, step)
     return ExponentPlot(
         name=words.replace(" ", "-"),
         title=words[:1].upper() + words[1:],
@@ -205,7 +181,7 @@ def _exponent_plot(
         outline=outline,
         outline_label=label if shift else "",
         strips=strips,
-        x_ticks=tuple(Tick(position=x(e), label=f"2^{e}") for e in ticks),
+        x_ticks=across.ticks(step, lambda e: f"2^{e}"),
         y_ticks=(Tick(position=_TOP, label=share_text(most, total)), Tick(position=_BASE, label="0 %")),
         height=axis + 22,
         axis=axis,

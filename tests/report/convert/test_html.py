@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from report_examples import bert_result, llama_result
 
+import lpconv.report.page
 from lpconv.report.convert.html import html_compare, html_report
 from lpconv.report.plot import FormatRange
 from lpconv.results import ByteCounts, ConvertResult, GateRecord, LogitsCheck, SourceRecord, VerifyResult
@@ -274,3 +275,11 @@ def test_text_and_marks_stand_out_in_both_themes(theme: str) -> None:
     marks = [(mark, ground) for mark in ("after", "before") for ground in ("page", "normal", "subnormal")]
     marks += [(f"series-{i}", "page") for i in range(6)]
     assert {pair: contrast(*pair) for pair in marks if contrast(*pair) < 3} == {}
+
+
+def test_nothing_outside_a_scrolled_box_asks_for_more_width_than_a_phone_has() -> None:
+    style = (Path(lpconv.report.page.__file__).parent / "templates/style.css").read_text(encoding="utf-8")
+    grids = re.findall(r"grid-template-columns: (.*?);", style.partition("@media (max-width")[0])
+    widths = [float(w) for tracks in grids for w in re.findall(r"minmax\((\d+)rem", tracks)]
+    assert grids
+    assert not [w for w in widths if 16 * w > 360], grids

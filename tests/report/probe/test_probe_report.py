@@ -143,7 +143,7 @@ def test_windows_stand_below_the_elements_they_hold() -> None:
     assert e4m3fn.bands[1].x == pytest.approx(ticks["2^0"] - 6 * unit, abs=0.2)
     by_height = sorted(plot.bars, key=lambda b: b.height)
     assert by_height[-1].x == pytest.approx(ticks["2^-16"] - 3 * unit, abs=0.2)  # the 70 % at 2^-19
-    assert "70.7 %" in by_height[-1].title
+    assert "70.7 %" in by_height[-1].label
     assert by_height[-1].height / by_height[0].height == pytest.approx(7, rel=0.02)
 
 

@@ -1,43 +1,49 @@
-"""What the numbers mean, in sentences: per shape of Linear and for the whole model."""
+"""What the rows of a bench mean, in sentences: per shape of Linear and for the whole model."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-from lpconv.bench.roofline import CASTS, Gemm, gemm_record, step_gemm_seconds
 from lpconv.report.numbers import plural, share_text
-from lpconv.results import BenchRow, GemmRecord, PeakRecord, VerdictRecord
+from lpconv.results import BenchRow, GemmRecord
 
-__all__ = ["verdict"]
+__all__ = ["StepRoofline", "verdict_sentences"]
 
 _ALIGNMENT = 16
 _ENOUGH_ROUNDS = 8
 _STEADY = 1.1  # how far the baseline's step may move from row to row before we say so
 
 
-def verdict(rows: Sequence[BenchRow], gemms: tuple[Gemm, ...], peaks: PeakRecord) -> VerdictRecord | None:
-    """The verdict on rows that share model, mode, batch and sequence length; None where none of them was measured."""
-    done = [r for r in rows if r.status == "ok" and r.timing is not None]
-    base = next((r for r in done if r.is_baseline), None)
-    if base is None:
-        return None
+@dataclass(frozen=True, kw_only=True)
+class StepRoofline:
+    """How long the Linears of a step take at the measured peaks, in seconds: in 16 bits, and in fp8 by `method`.
+
+    `fp8_s` is None where fp8 is emulated. `gemms` are all Linears by shape, `inner` those that fp8 would compute.
+    """
+
+    method: str
+    plain_s: float
+    fp8_s: float | None
+    gemms: tuple[GemmRecord, ...]
+    inner: tuple[GemmRecord, ...]
+
+
+def verdict_sentences(base: BenchRow, done: Sequence[BenchRow], roofline: StepRoofline) -> tuple[str, ...]:
+    """The verdict on rows that were measured, `base` among them, and that share model, mode and sizes."""
     low = [r for r in done if r.format == "fp8"]
-    method = next((r.method for r in low if r.method in CASTS), "static")
-    m, train = base.batch * base.seq, base.mode == "train"
-    records = tuple(gemm_record(g, m, peaks, method=method, train=train) for g in gemms)
-    sentences = [
-        *_emulation(low, peaks),
+    return (
+        *_emulation(low, roofline),
         *(_measured(r) for r in done if not r.is_baseline),
-        *_shapes(records, method, peaks),
-        _amdahl(base, low, gemms, peaks, method),
-        *_padding(low, gemms, m),
+        *_shapes(roofline),
+        _amdahl(base, low, roofline),
+        *_padding(low, roofline.inner, base.batch * base.seq),
         *_few_rounds(done),
         *_unsteady(base, done),
         *_disturbed(done),
-    ]
-    return VerdictRecord(title=f"{base.model}, {base.place}", sentences=tuple(sentences), gemms=records)
+    )
 
 
-def _emulation(low: Sequence[BenchRow], peaks: PeakRecord) -> Iterator[str]:
-    if low and peaks.fp8_flops is None:
+def _emulation(low: Sequence[BenchRow], roofline: StepRoofline) -> Iterator[str]:
+    if low and roofline.fp8_s is None:
         yield (
             "fp8 is emulated here: this device has no fp8 arithmetic, so codes are decoded to bf16 and multiplied "
             "there. The rows show numerics, memory and what the casts cost; they say nothing about speed on a GPU "
@@ -62,11 +68,9 @@ def _measured(row: BenchRow) -> str:
     return f"{outcome}; {errors}."
 
 
-def _shapes(records: Sequence[GemmRecord], method: str, peaks: PeakRecord) -> Iterator[str]:
+def _shapes(roofline: StepRoofline) -> Iterator[str]:
     """Which Linears gain and which lose in fp8, and from how many tokens on; nothing where fp8 is emulated."""
-    if peaks.fp8_flops is None:
-        return
-    known = [r for r in records if r.gain is not None]
+    method, known = roofline.method, [r for r in roofline.gemms if r.gain is not None]
     gaining = [r for r in known if (r.gain or 0) > 1]
     losing = [r for r in known if (r.gain or 0) <= 1]
     if gaining:
@@ -83,11 +87,10 @@ def _shapes(records: Sequence[GemmRecord], method: str, peaks: PeakRecord) -> It
         )
 
 
-def _amdahl(base: BenchRow, low: Sequence[BenchRow], gemms: tuple[Gemm, ...], peaks: PeakRecord, method: str) -> str:
+def _amdahl(base: BenchRow, low: Sequence[BenchRow], roofline: StepRoofline) -> str:
     """From the speed-up of the products to that of the step."""
     assert base.timing is not None
-    m, train, step = base.batch * base.seq, base.mode == "train", base.timing.median_s
-    plain = step_gemm_seconds(gemms, m, peaks, method=None, train=train)
+    step, plain, fast = base.timing.median_s, roofline.plain_s, roofline.fp8_s
     share = plain / step
     if share >= 1:
         return (
@@ -95,17 +98,16 @@ def _amdahl(base: BenchRow, low: Sequence[BenchRow], gemms: tuple[Gemm, ...], pe
             "machine was busy when the peak was measured, so the step cannot be split into products and the rest."
         )
     text = f"At the measured peak the Linears take {share_text(share, 1)} of a step of {base.name}"
-    if peaks.fp8_flops is None:
+    if fast is None:
         return f"{text}; were they free, the step would be {1 / (1 - share):.2f} times as fast at most (Amdahl)."
-    fast = step_gemm_seconds(gemms, m, peaks, method=method, train=train)
     gain, expected = plain / fast, step / (step - plain + fast)
-    measured = next((r.ratio.value for r in low if r.method == method and r.ratio), None)
+    measured = next((r.ratio.value for r in low if r.method == roofline.method and r.ratio), None)
     found = f"; measured {measured:.2f}" if measured is not None else ""
     return f"{text}; {gain:.2f} times faster Linears make the step {expected:.2f} times as fast (Amdahl){found}."
 
 
-def _padding(low: Sequence[BenchRow], gemms: tuple[Gemm, ...], m: int) -> Iterator[str]:
-    odd = [g for g in gemms if not g.is_head and (g.n % _ALIGNMENT or g.k % _ALIGNMENT)]
+def _padding(low: Sequence[BenchRow], gemms: Sequence[GemmRecord], m: int) -> Iterator[str]:
+    odd = [g for g in gemms if g.n % _ALIGNMENT or g.k % _ALIGNMENT]
     if low and (odd or m % _ALIGNMENT):
         what = [f"{g.n} x {g.k}" for g in odd] + ([f"{m} tokens"] if m % _ALIGNMENT else [])
         yield (
