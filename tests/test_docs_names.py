@@ -44,7 +44,8 @@ def test_files_exist(page: Path) -> None:
 
 
 def _exists(name: str) -> bool:
-    module, rest = name, []
+    module = name
+    rest: list[str] = []
     while module not in ("", "lpconv"):
         try:
             found: Any = importlib.import_module(module)

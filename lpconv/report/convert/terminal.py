@@ -3,7 +3,7 @@
 Import this module lazily: it loads rich.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -173,7 +173,7 @@ def _worst(tensors: Sequence[TensorRecord]) -> tuple[RenderableType, ...]:
         return ()
     rounding_alone = all(besides_rounding(t) == "nothing" for t in worst)
     last = -1 if rounding_alone else None
-    rows = ((Name(name=t.name), *worst_row(t)[1:last]) for t in worst)
+    rows: Iterable[tuple[str | Name, ...]] = ((Name(name=t.name), *worst_row(t)[1:last]) for t in worst)
     table = table_of(*WORST_COLUMNS[:last], rows=rows)
     table.columns[0].min_width = max(least_width(t.name) for t in worst)
     return section("Lowest signal-to-noise" + (" (from rounding alone)" if rounding_alone else ""), table)
@@ -212,7 +212,7 @@ def _stored(tensors: Sequence[StoredTensor]) -> tuple[RenderableType, ...]:
     if not tensors:
         return ()
     shown = {heading: cell for heading, cell in _STORED_COLUMNS.items() if any(map(cell, tensors))}
-    rows = ((Name(name=t.name), *(c(t) for c in shown.values())) for t in tensors)
+    rows: Iterable[tuple[str | Name, ...]] = ((Name(name=t.name), *(c(t) for c in shown.values())) for t in tensors)
     return section("Tensors", table_of("Tensor", *shown, rows=rows))
 
 

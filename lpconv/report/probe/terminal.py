@@ -3,6 +3,8 @@
 Import this module lazily: it loads rich.
 """
 
+from collections.abc import Iterable
+
 from rich.console import Group, RenderableType
 from rich.text import Text
 
@@ -79,7 +81,7 @@ def _every_tensor(report: ProbeReport) -> tuple[RenderableType, ...]:
     parts: list[RenderableType] = []
     for words in dict.fromkeys(t.words for t in tensors):
         members = [t for t in tensors if t.words == words]
-        rows = ((Name(name=t.layer), *_cells(t)) for t in members)
+        rows: Iterable[tuple[str | Name, ...]] = ((Name(name=t.layer), *_cells(t)) for t in members)
         table = table_of("Layer", "To zero", "Subnormal", "Beyond range", "SQNR dB", rows=rows)
         scaled = " at loss scale 1" if members[0].is_gradient else ""
         parts += section(f"{words[:1].upper()}{words[1:]} in {report.formats[0]}{scaled}", table)
