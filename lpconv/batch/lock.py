@@ -25,9 +25,7 @@ __all__ = [
     "check_lockable",
     "check_locked_result",
     "lock_entry",
-    "locked_settings",
     "pinned_options",
-    "portable",
     "read_lock",
     "stale_reasons",
     "write_lock",
@@ -98,10 +96,10 @@ def lock_entry(job: BatchJob, outcome: JobOutcome, folder: Path) -> LockEntry:
     return LockEntry(
         id=job.id,
         kind=job.kind,
-        model=portable(job.model, folder),
-        resolved=portable(source.resolved if source else job.model, folder),
+        model=_portable(job.model, folder),
+        resolved=_portable(source.resolved if source else job.model, folder),
         revision=source.revision if source else None,
-        settings=locked_settings(job, folder),
+        settings=_locked_settings(job, folder),
         source_files=source.files if source else (),
         files=outcome.files,
         checksums_sha256=sha256_of(job.output / kind.proof) if kind.is_exact else None,
@@ -109,16 +107,16 @@ def lock_entry(job: BatchJob, outcome: JobOutcome, folder: Path) -> LockEntry:
     )
 
 
-def locked_settings(job: BatchJob, folder: Path) -> dict[str, Any]:
+def _locked_settings(job: BatchJob, folder: Path) -> dict[str, Any]:
     """Those of a job's options that decide what is done and how it is judged, JSON-able."""
     settings = {k: v for k, v in to_json(job.options).items() if k not in _HOW_NOT_WHAT}
     for declared in KINDS[job.kind].fields.values():
         if declared.option.is_path and settings[declared.field] is not None:
-            settings[declared.field] = portable(str(settings[declared.field]), folder)
+            settings[declared.field] = _portable(str(settings[declared.field]), folder)
     return settings
 
 
-def portable(name: str, folder: Path) -> str:
+def _portable(name: str, folder: Path) -> str:
     """A model's name, or for an absolute path the path from `folder`, which then starts with a dot."""
     if not Path(name).is_absolute():
         return name
@@ -188,7 +186,7 @@ def check_locked_result(job: BatchJob, entry: LockEntry, outcome: JobOutcome) ->
 
 
 def _job_differences(job: BatchJob, entry: LockEntry, folder: Path) -> Iterator[str]:
-    settings = locked_settings(job, folder) | {"kind": job.kind, "model": portable(job.model, folder)}
+    settings = _locked_settings(job, folder) | {"kind": job.kind, "model": _portable(job.model, folder)}
     locked = entry.settings | {"kind": entry.kind, "model": entry.model}
     for name in sorted(settings.keys() | locked.keys()):
         if settings.get(name) != locked.get(name):

@@ -25,7 +25,7 @@ from lpconv.errors import UsageError
 from lpconv.lookup import nearest
 from lpconv.options import Declared, check_value, options_of
 
-__all__ = ["manifest_schema", "read_mapping", "read_setting"]
+__all__ = ["manifest_schema", "read_mapping", "read_setting", "schema_of"]
 
 _FULL = Field(pattern=r"\S")  # not empty, not blank
 _NULL = (None, "", "null", "~")
@@ -92,12 +92,12 @@ def _defaults() -> dict[str, Any]:
 def _mapping(fields: Mapping[str, Declared]) -> dict[str, Any]:
     properties: dict[str, Any] = {}
     for key, declared in fields.items():
-        schema = _schema_of(declared)
+        schema = schema_of(declared)
         properties |= {key: schema, key.replace("_", "-"): schema}
     return {"type": "object", "properties": properties, "additionalProperties": False}
 
 
-def _schema_of(declared: Declared) -> dict[str, Any]:
+def schema_of(declared: Declared) -> dict[str, Any]:
     """What JSON Schema says of an option."""
     schema = _adapter(declared).json_schema()
     if declared.is_many:

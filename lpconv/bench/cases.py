@@ -51,32 +51,19 @@ _TE = Peer(module="transformer_engine", install="pip install transformer-engine[
 # Methods of `lpconv.scaled`: scaled tensors through the whole model.
 SCALED = ("unit", "scalify")
 
-# What a format can be run as; the first is its default.
-BENCH_FORMATS: dict[str, tuple[str, ...]] = {
-    "fp32": (PLAIN,),
-    "bf16": (PLAIN,),
-    "fp16": (PLAIN, "unit", "scalify"),
-    "fp8": (
-        "static",
-        "tensorwise",
-        "delayed",
-        "rowwise",
-        "mx",
-        "unit",
-        "scalify",
-        "torchao-tensorwise",
-        "torchao-rowwise",
-        "te",
-    ),
+# What a format can be run as, with the peer that it needs; the first is its default.
+BENCH_FORMATS: dict[str, dict[str, Peer | None]] = {
+    "fp32": {PLAIN: None},
+    "bf16": {PLAIN: None},
+    "fp16": dict.fromkeys((PLAIN, *SCALED)),
+    "fp8": {
+        **dict.fromkeys(("static", "tensorwise", "delayed", "rowwise", "mx", *SCALED)),
+        "torchao-tensorwise": _TORCHAO,
+        "torchao-rowwise": _TORCHAO,
+        "te": _TE,
+    },
 }
-# Every method, with the peer it needs.
-BENCH_METHODS: dict[str, Peer | None] = {
-    PLAIN: None,
-    **dict.fromkeys(("static", "tensorwise", "delayed", "rowwise", "mx", *SCALED)),
-    "torchao-tensorwise": _TORCHAO,
-    "torchao-rowwise": _TORCHAO,
-    "te": _TE,
-}
+BENCH_METHODS = {name: peer for methods in BENCH_FORMATS.values() for name, peer in methods.items()}
 BENCH_OPTIMIZERS: dict[str, Peer | None] = {
     "adamw": None,
     "collage-light": None,
@@ -161,10 +148,11 @@ def _compiled(template: Case, method: str) -> str:
 
 def _methods_of(name: str, asked: Sequence[str]) -> list[str]:
     possible = find("format", name, BENCH_FORMATS)
+    default = next(iter(possible))
     chosen = [m for m in dict.fromkeys(asked) if m in possible]
-    if possible[0] == PLAIN:
+    if default == PLAIN:
         return [PLAIN, *(m for m in chosen if m != PLAIN)]
-    return chosen or [possible[0]]
+    return chosen or [default]
 
 
 def baseline_of(case: Case, name: str, *, compiled: str) -> Case:

@@ -71,7 +71,7 @@ class BenchOptions:
         tuple[str, ...],
         _what(
             "Methods to run fp8 and fp16 by",
-            default=f"of fp8 {BENCH_FORMATS['fp8'][0]}",
+            default=f"of fp8 {next(iter(BENCH_FORMATS['fp8']))}",
             name="method",
             short=("-m",),
             choices=BENCH_METHODS,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lpconv.bench.cases import BENCH_FORMATS, BENCH_METHODS, parse_sweep
+from lpconv.bench.cases import BENCH_FORMATS, parse_sweep
 from lpconv.bench.options import BenchOptions
 from lpconv.cli.command import Json, Quiet, print_result, with_options
 from lpconv.errors import UsageError
@@ -98,11 +98,11 @@ def _completed(
     for name, given in (("batch", options.batches), ("seq", options.seqs)):
         if given and name in swept:
             raise UsageError(f"--{name} and --sweep both set the {name}", hint="pass one of them")
-    peers = [m for m in BENCH_FORMATS["fp8"] if BENCH_METHODS[m] is not None] if rivals else []
+    peers = [m for m, peer in BENCH_FORMATS["fp8"].items() if peer is not None] if rivals else []
     return dataclasses.replace(
         options,
         model=model,
-        methods=(*(options.methods or BENCH_FORMATS["fp8"][:1]), *peers),
+        methods=(*(options.methods or list(BENCH_FORMATS["fp8"])[:1]), *peers),
         batches=tuple(swept.get("batch", options.batches)),
         seqs=tuple(swept.get("seq", options.seqs)),
         processes=processes,

@@ -53,7 +53,7 @@ def before_conversion(model: str, output: str | None, options: "ConvertOptions",
 
 def before_finetuning(model: str, output: Path, options: "FinetuneOptions") -> None:
     """Of `lpconv finetune`."""
-    from lpconv.train.files import check_data
+    from lpconv.train.data import check_data
     from lpconv.train.folder import check_folder
     from lpconv.train.options import check_options
     from lpconv.train.outcome import parse_gates

@@ -188,6 +188,8 @@ class Form(ABC):
         `settings` are method, format and scale of the conversion, `formats` those of the converted tensors by name,
         `ignored` the `Linear` modules that are not converted, where a layout must know them.
         """
+        if cls.quantised_by is None:
+            return {}
         written = {
             "quant_method": cls.quantised_by,
             "format_version": 1,

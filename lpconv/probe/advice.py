@@ -5,7 +5,7 @@ gradients and nothing else.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from lpconv.errors import UsageError
@@ -22,6 +22,7 @@ __all__ = [
     "Assessment",
     "Fit",
     "assess",
+    "fit",
     "fits",
     "own_scale",
     "recommend_loss_scale",
@@ -121,18 +122,19 @@ def fits(result: ProbeResult, formats: Iterable[str], *, log2_loss_scale: int = 
     A scale of the tensor's own takes the place of the loss scale.
     """
     names = tuple(formats)
+    return tuple(fit(t, names, log2_loss_scale=log2_loss_scale) for t in result.tensors)
 
-    def fit(tensor: ProbedTensor) -> Fit:
-        plain = {n: what_if(tensor, n, log2_loss_scale=log2_loss_scale).rates for n in names}
-        scaled = {n: tensor.exponents.rates(n, log2_scale=own_scale(tensor, n)) for n in names}
-        return Fit(
-            layer=tensor.layer,
-            role=tensor.role,
-            formats=tuple(n for n, rates in plain.items() if _next_to_nothing_lost(rates)),
-            formats_scaled=tuple(n for n, rates in scaled.items() if _next_to_nothing_lost(rates)),
-        )
 
-    return tuple(fit(t) for t in result.tensors)
+def fit(tensor: ProbedTensor, formats: Sequence[str], *, log2_loss_scale: int = 0) -> Fit:
+    """The same of one tensor."""
+    plain = {n: what_if(tensor, n, log2_loss_scale=log2_loss_scale).rates for n in formats}
+    scaled = {n: tensor.exponents.rates(n, log2_scale=own_scale(tensor, n)) for n in formats}
+    return Fit(
+        layer=tensor.layer,
+        role=tensor.role,
+        formats=tuple(n for n, rates in plain.items() if _next_to_nothing_lost(rates)),
+        formats_scaled=tuple(n for n, rates in scaled.items() if _next_to_nothing_lost(rates)),
+    )
 
 
 def _next_to_nothing_lost(rates: Rates) -> bool:

@@ -1,10 +1,10 @@
 """A probe's record, answered for a few formats: what a report shows, now or long after the run."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from lpconv.errors import UnsupportedError
 from lpconv.formats.spec import BLOCK_FORMATS, get_format
-from lpconv.probe.advice import Fit, assess, fits, recommend_loss_scale, sentence, what_if
+from lpconv.probe.advice import assess, fit, recommend_loss_scale, sentence, what_if
 from lpconv.probe.record import GRADIENT_ROLES, ROLES, ProbedTensor, ProbeResult
 from lpconv.report.numbers import ROLE_WORDS
 from lpconv.results import FormatRates, LossScaleRecord, ProbedRecord, ProbeReport
@@ -13,7 +13,6 @@ __all__ = ["DEFAULT_FORMATS", "answer", "check_format"]
 
 DEFAULT_FORMATS = ("fp16", "e5m2", "e4m3fn", "bf16")
 _FINDINGS = 3  # sentences per format
-_Place = tuple[str, str]  # a tensor's layer and role
 
 
 def answer(result: ProbeResult, formats: Sequence[str] = DEFAULT_FORMATS) -> ProbeReport:
@@ -24,45 +23,7 @@ def answer(result: ProbeResult, formats: Sequence[str] = DEFAULT_FORMATS) -> Pro
     for name in formats:
         check_format(name)
     scales = _loss_scales(result, formats)
-    holding = _holding(result, dict.fromkeys(formats, 0))
-    holding_scaled = _holding(result, {name: scales[name].log2_scale for name in formats if name in scales})
-
-    def rates(tensor: ProbedTensor, name: str, log2_scale: int, held: dict[str, dict[_Place, Fit]]) -> FormatRates:
-        found, fit = what_if(tensor, name, log2_loss_scale=log2_scale), held[name][tensor.layer, tensor.role]
-        return FormatRates(
-            format=name,
-            log2_loss_scale=found.log2_loss_scale,
-            underflow=found.rates.underflow,
-            subnormal=found.rates.subnormal,
-            overflow=found.rates.overflow,
-            sqnr_db=found.rates.sqnr_db,
-            fits=name in fit.formats,
-            fits_own_scale=name in fit.formats_scaled,
-        )
-
-    def record(tensor: ProbedTensor) -> ProbedRecord:
-        h, gradient = tensor.exponents, tensor.role in GRADIENT_ROLES
-        plain = tuple(rates(tensor, n, 0, holding) for n in formats)
-        scaled = tuple(
-            rates(tensor, p.format, scales[p.format].log2_scale, holding_scaled)
-            if gradient and p.format in scales and scales[p.format].log2_scale
-            else p
-            for p in plain
-        )
-        return ProbedRecord(
-            layer=tensor.layer,
-            role=tensor.role,
-            words=ROLE_WORDS[tensor.role],
-            is_gradient=gradient,
-            num_elements=h.num_elements,
-            num_zero=h.num_zero,
-            num_nonfinite=h.num_inf + h.num_nan,
-            exponents=tuple(h.exponents.items()),
-            plain=plain,
-            scaled=scaled,
-        )
-
-    tensors = tuple(record(t) for t in result.tensors)
+    tensors = tuple(_record(t, formats, scales) for t in result.tensors)
     return ProbeReport(
         name=str(result.options.get("model", "tracked model")),
         facts={str(k): str(v) for k, v in result.options.get("facts", {}).items()},
@@ -76,6 +37,39 @@ def answer(result: ProbeResult, formats: Sequence[str] = DEFAULT_FORMATS) -> Pro
         loss_scales=tuple(scales.values()),
         findings={name: _findings(result, name) for name in formats},
         warnings=(*result.options.get("warnings", ()), *_nonfinite(tensors)),
+    )
+
+
+def _record(tensor: ProbedTensor, formats: Sequence[str], scales: Mapping[str, LossScaleRecord]) -> ProbedRecord:
+    h, is_gradient = tensor.exponents, tensor.role in GRADIENT_ROLES
+    plain = {name: _rates(tensor, name, 0) for name in formats}
+    scaled = {n: _rates(tensor, n, s.log2_scale) for n, s in scales.items() if is_gradient and s.log2_scale}
+    return ProbedRecord(
+        layer=tensor.layer,
+        role=tensor.role,
+        words=ROLE_WORDS[tensor.role],
+        is_gradient=is_gradient,
+        num_elements=h.num_elements,
+        num_zero=h.num_zero,
+        num_nonfinite=h.num_inf + h.num_nan,
+        exponents=tuple(h.exponents.items()),
+        plain=tuple(plain.values()),
+        scaled=tuple((plain | scaled).values()),
+    )
+
+
+def _rates(tensor: ProbedTensor, name: str, log2_scale: int) -> FormatRates:
+    found = what_if(tensor, name, log2_loss_scale=log2_scale)
+    holds = fit(tensor, [name], log2_loss_scale=log2_scale)
+    return FormatRates(
+        format=name,
+        log2_loss_scale=found.log2_loss_scale,
+        underflow=found.rates.underflow,
+        subnormal=found.rates.subnormal,
+        overflow=found.rates.overflow,
+        sqnr_db=found.rates.sqnr_db,
+        fits=name in holds.formats,
+        fits_own_scale=name in holds.formats_scaled,
     )
 
 
@@ -95,14 +89,6 @@ def _loss_scales(result: ProbeResult, formats: Sequence[str]) -> dict[str, LossS
     if not any(t.role in GRADIENT_ROLES and t.exponents.num_nonzero for t in result.tensors):
         return {}
     return {name: recommend_loss_scale(result, name) for name in formats}
-
-
-def _holding(result: ProbeResult, log2_scales: dict[str, int]) -> dict[str, dict[_Place, Fit]]:
-    """For each format, at its loss scale, whether it holds the tensor of a layer and role."""
-    return {
-        name: {(f.layer, f.role): f for f in fits(result, [name], log2_loss_scale=scale)}
-        for name, scale in log2_scales.items()
-    }
 
 
 def _findings(result: ProbeResult, name: str) -> tuple[str, ...]:

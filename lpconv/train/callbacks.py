@@ -2,7 +2,6 @@
 
 import math
 import time
-from collections.abc import Callable
 from typing import Any
 
 from transformers import TrainerCallback
@@ -13,7 +12,6 @@ from lpconv.progress import Progress
 from lpconv.results import to_json
 from lpconv.train.allot import LossWatch
 from lpconv.train.folder import Metrics
-from lpconv.train.memory import StepMemory
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.trainer import LowPrecisionTrainer
 from lpconv.train.watch import Watch
@@ -24,14 +22,14 @@ __all__ = ["Recorder", "Timetable"]
 class Timetable(TrainerCallback):  # type: ignore[misc]  # transformers is untyped
     """Evaluates and saves every so many steps, and evaluates after the last. Never saves a step that was left out."""
 
-    def __init__(self, options: FinetuneOptions, trainer: Callable[[], LowPrecisionTrainer]) -> None:
+    def __init__(self, options: FinetuneOptions, trainer: LowPrecisionTrainer) -> None:
         self.eval_every, self.save_every, self.trainer = options.every("eval"), options.every("save"), trainer
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         step, is_last = state.global_step, state.global_step == state.max_steps
         control.should_evaluate = is_last or (self.eval_every > 0 and step % self.eval_every == 0)
         is_due = self.save_every > 0 and step % self.save_every == 0
-        control.should_save = is_due and self.trainer().num_skipped_in_a_row == 0
+        control.should_save = is_due and self.trainer.num_skipped_in_a_row == 0
         control.should_log = True
 
 
@@ -43,15 +41,14 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
 
     def __init__(
         self,
+        trainer: LowPrecisionTrainer,
         metrics: Metrics,
         watch: Watch,
-        memory: StepMemory | None,
         loss_watch: LossWatch | None,
-        trainer: Callable[[], LowPrecisionTrainer],
         progress: Progress,
     ) -> None:
-        self.metrics, self.watch, self.memory, self.trainer = metrics, watch, memory, trainer
-        self.loss_watch, self.progress = loss_watch, progress
+        self.trainer, self.memory, self.metrics = trainer, trainer.memory, metrics
+        self.watch, self.loss_watch, self.progress = watch, loss_watch, progress
         self.allotted: dict[str, Any] = {}
         self.started_s = 0.0
         self.is_measured = False
@@ -60,21 +57,21 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
         self.metrics.flush()
         self.started_s = time.perf_counter()
         step = state.global_step + 1
-        self.is_measured = self.memory is not None and self.memory.begin(step, _unwrapped(self.trainer().optimizer))
+        self.is_measured = self.memory is not None and self.memory.begin(step, _unwrapped(self.trainer.optimizer))
         self.watch.begin(step)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.memory is not None:
             self.memory.end()
         if self.loss_watch is not None:
-            self.loss_watch.before_step(_unwrapped(self.trainer().optimizer))
+            self.loss_watch.before_step(_unwrapped(self.trainer.optimizer))
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.loss_watch is not None:
             self.allotted = {"lca": self.loss_watch.after_step(state.global_step + 1)}
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        trainer = self.trainer()
+        trainer = self.trainer
         time_s = time.perf_counter() - self.started_s - (self.loss_watch.seconds if self.loss_watch else 0.0)
         tracked = self.watch.end()
         last = trainer.last

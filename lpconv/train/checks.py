@@ -11,10 +11,19 @@ from lpconv.train.options import FinetuneOptions
 from lpconv.train.processes import num_processes
 from lpconv.train.recipes import Arithmetic
 
-__all__ = ["check_compile", "check_lca", "check_loggers", "check_processes"]
+__all__ = ["check_run"]
 
 
-def check_loggers(names: Sequence[str]) -> None:
+def check_run(options: FinetuneOptions) -> None:
+    """Raises UsageError for options that do not go together here, UnsupportedError for what cannot be done here."""
+    _check_lca(options)
+    if options.compile:
+        _check_compile(options.arithmetic)
+    _check_loggers(options.log_to)
+    _check_processes(options)
+
+
+def _check_loggers(names: Sequence[str]) -> None:
     """Raises UsageError for a name that transformers does not know, UnsupportedError where its package is missing."""
     for name in names:
         find("place to log to", name, INTEGRATION_TO_CALLBACK)
@@ -22,7 +31,7 @@ def check_loggers(names: Sequence[str]) -> None:
             raise UnsupportedError(f"--log-to {name}: its package is not installed", hint=f"pip install {name}")
 
 
-def check_compile(arithmetic: Arithmetic) -> None:
+def _check_compile(arithmetic: Arithmetic) -> None:
     """Raises UnsupportedError for what torch.compile would pass over in silence, or cannot follow."""
     reason = _why_not(arithmetic)
     if reason is not None:
@@ -39,7 +48,7 @@ def _why_not(arithmetic: Arithmetic) -> str | None:
     return None
 
 
-def check_lca(options: FinetuneOptions) -> None:
+def _check_lca(options: FinetuneOptions) -> None:
     reason = _why_not_allotted(options.arithmetic)
     if options.lca and reason is not None:
         raise UnsupportedError(
@@ -55,7 +64,7 @@ def _why_not_allotted(arithmetic: Arithmetic) -> str | None:
     return None
 
 
-def check_processes(options: FinetuneOptions) -> None:
+def _check_processes(options: FinetuneOptions) -> None:
     if num_processes() == 1:
         return
     if options.lca:

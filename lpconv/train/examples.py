@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from lpconv.errors import InputError, UsageError
 from lpconv.models.quiet import quiet_transformers
 from lpconv.probe.batches import MASK_RATE
-from lpconv.train.rows import Rows
+from lpconv.train.data import Rows
 
 __all__ = ["Collator", "Examples", "Stream", "classification", "packed", "sequence_pairs"]
 

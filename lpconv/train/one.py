@@ -30,7 +30,7 @@ from lpconv.train.prepare import Prepared, prepare
 from lpconv.train.processes import backend, num_processes
 from lpconv.train.recipes import Arithmetic
 from lpconv.train.trainer import DivergedError, LowPrecisionTrainer
-from lpconv.train.watch import Rate, Watch, tracked_records
+from lpconv.train.watch import Watch, rate_of, tracked_records
 
 __all__ = ["CALIBRATION_BATCHES", "Finished", "TrainingJob", "Work", "train_one"]
 
@@ -74,7 +74,8 @@ class TrainingJob:
 class Work:
     """Which run of a job: its role, seed and arithmetic, where its files go, and what is recorded of its values.
 
-    `lca` says that the loss change of its steps is allotted to layers.
+    Values are held against the formats of the job's arithmetic, gradients at 2^log2_scale(step). `lca` says that the
+    loss change of its steps is allotted to layers.
     """
 
     role: str
@@ -83,7 +84,7 @@ class Work:
     folder: Path
     metrics: Path
     track_every: int
-    rate: Callable[[Any], Rate]
+    log2_scale: Callable[[int], int]
     lca: bool = False
 
     @property
@@ -123,7 +124,8 @@ def train_one(job: TrainingJob, work: Work, progress: Progress) -> Finished:
         checkpoint = get_last_checkpoint(str(work.folder)) if work.folder.is_dir() else None
         done = int(checkpoint.rpartition("-")[2]) if checkpoint else 0
         metrics = Metrics(work.metrics if arguments.process_index == 0 else None, step=done)
-        watch = Watch(model, work.track_every, work.rate(model))
+        rate = rate_of(model, job.options.arithmetic, work.log2_scale)
+        watch = Watch(model, work.track_every, rate)
         memory = None if job.options.compile else StepMemory(model)
         loss_watch = _loss_watch(job, work, prepared.model) if work.lca else None
         trainer = LowPrecisionTrainer(
@@ -138,8 +140,8 @@ def train_one(job: TrainingJob, work: Work, progress: Progress) -> Finished:
             preprocess_logits_for_metrics=_predicted if job.num_labels else None,
         )
         trainer.remove_callback(PrinterCallback)
-        trainer.add_callback(Timetable(job.options, lambda: trainer))
-        trainer.add_callback(Recorder(metrics, watch, memory, loss_watch, lambda: trainer, progress))
+        trainer.add_callback(Timetable(job.options, trainer))
+        trainer.add_callback(Recorder(trainer, metrics, watch, loss_watch, progress))
         progress.start(work.words, job.options.steps, unit="steps", done=done)
         is_half = work.arithmetic.precision == "fp16" and arguments.device.type == "cpu"
         half = HalfProducts() if is_half else nullcontext()  # type: ignore[no-untyped-call]  # untyped in torch

@@ -14,8 +14,9 @@ from lpconv.convert.files import copy_side_files, model_side_files, write_sums
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.run import convert
 from lpconv.models.quiet import quiet_transformers
-from lpconv.train.one import Finished
-from lpconv.train.recipes import Arithmetic, saved_as
+from lpconv.train.one import Finished, TrainingJob
+from lpconv.train.options import FinetuneOptions
+from lpconv.train.recipes import saved_as
 
 __all__ = ["form_of", "publish_model", "write_checksums"]
 
@@ -23,26 +24,29 @@ __all__ = ["form_of", "publish_model", "write_checksums"]
 _NOT_COPIED = {"metrics.json"}
 
 
-def form_of(arithmetic: Arithmetic, save: str) -> tuple[str, str]:
+def form_of(options: FinetuneOptions) -> tuple[str, str]:
     """The method and format that the model is published in; "plain" keeps everything that training kept."""
-    method, format = saved_as(arithmetic)
-    return (method, format) if save == "converted" or method == "plain" else ("plain", "fp32")
+    method, format = saved_as(options.arithmetic)
+    return (method, format) if options.save == "converted" or method == "plain" else ("plain", "fp32")
 
 
-def publish_model(output: Path, source: Path, finished: Finished, form: tuple[str, str]) -> None:
+def publish_model(output: Path, job: TrainingJob, finished: Finished) -> None:
     """Write the model and the source's tokenizer into `output`; a converted form is checked against the trained one."""
-    method, format = form
+    method, format = form_of(job.options)
     trained = output / "runs" / "trained"
     shutil.rmtree(trained, ignore_errors=True)
     values = finished.prepared.values(finished.optimizer)
-    is_bf16 = form == ("plain", "bf16")
+    is_bf16 = (method, format) == ("plain", "bf16")
     model = finished.prepared.model
+    if job.examples.labels:
+        model.config.id2label = dict(enumerate(job.examples.labels))
+        model.config.label2id = {name: i for i, name in model.config.id2label.items()}
     with quiet_transformers():
         model.save_pretrained(trained, state_dict=_rounded(values) if is_bf16 else values)
         # Which has named the dtype that the model was trained in, and not that of `values`.
         model.config.dtype = torch.bfloat16 if is_bf16 else torch.float32
         model.config.save_pretrained(trained)
-    contents = read_contents(source)
+    contents = read_contents(job.directory)
     copy_side_files(trained, contents, (n for n in model_side_files(contents) if n not in _NOT_COPIED), renamed={})
     if method == "plain":
         _move(trained, output)

@@ -1,15 +1,11 @@
 """`lpconv finetune` as a library call: data, runs and twins over seeds, the model, the report."""
 
 import dataclasses
-import logging
 import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
-
-import datasets
 
 from lpconv.checkpoint.contents import Contents, read_contents
 from lpconv.checkpoint.partfile import write_small
@@ -26,18 +22,18 @@ from lpconv.progress import Progress, Silent
 from lpconv.report.finetune.html import html_finetune
 from lpconv.report.finetune.words import finetune_card
 from lpconv.results import FinetuneResult, RunRecord, json_text, to_json
-from lpconv.train.checks import check_compile, check_lca, check_loggers, check_processes
+from lpconv.train.checks import check_run
+from lpconv.train.data import read_rows
 from lpconv.train.examples import classification, packed, sequence_pairs
 from lpconv.train.folder import REPORT, begin_folder, read_finished, remove_checkpoints, run_folder, write_finished
 from lpconv.train.memory import check_room, weight_bytes
-from lpconv.train.one import CALIBRATION_BATCHES, Finished, TrainingJob, Work, train_one
+from lpconv.train.one import CALIBRATION_BATCHES, TrainingJob, Work, train_one
 from lpconv.train.options import FinetuneOptions, check_options
 from lpconv.train.outcome import gaps, parse_gates
 from lpconv.train.processes import is_main_process, num_processes, wait_for_all
 from lpconv.train.publish import form_of, publish_model, write_checksums
 from lpconv.train.recipes import RECIPES, Arithmetic
-from lpconv.train.rows import read_rows
-from lpconv.train.watch import Rate, rate_of, watches_run, watches_twin
+from lpconv.train.watch import watches_run, watches_twin
 
 __all__ = ["finetune"]
 
@@ -53,13 +49,8 @@ def finetune(
     started = time.perf_counter()
     told = progress or Silent()
     check_options(options)
-    check_lca(options)
-    if options.compile:
-        check_compile(options.arithmetic)
-    check_loggers(options.log_to)
+    check_run(options)
     gates = parse_gates(options)
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(logging.CRITICAL)  # what it would log, the error says that we raise
     source = resolve(model, revision=options.revision)
     job = _job(source.directory, options)
     is_main = is_main_process()
@@ -68,7 +59,6 @@ def finetune(
     wait_for_all()
     runs, missing = _train_all(job, output, told, is_main)
     wait_for_all()
-    form = form_of(options.arithmetic, options.save)
     result = FinetuneResult(
         name=model,
         output=str(output),
@@ -79,7 +69,7 @@ def finetune(
         runs=runs,
         gaps=gaps(runs),
         seconds=time.perf_counter() - started,
-        saved_as=" ".join(form),
+        saved_as=" ".join(form_of(options)),
         options={k: to_json(v) for k, v in dataclasses.asdict(options).items()},
         versions=versions(),
         command=command,
@@ -127,7 +117,6 @@ def _job(directory: Path, options: FinetuneOptions) -> TrainingJob:
         examples = packed(
             rows, tokenizer, seq_len=seq_len, vocab_size=vocabulary_size(config), prefix=before, suffix=after
         )
-    check_processes(options)
     pads = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     return TrainingJob(
         directory=directory,
@@ -166,7 +155,7 @@ def _train_all(
                 if is_main:
                     if work.role == "run" and seed == options.seed:
                         told.message("saving the model")
-                        _publish(job, output, finished)
+                        publish_model(output, job, finished)
                     write_finished(work.folder, record)
                 del finished
                 wait_for_all()
@@ -181,7 +170,7 @@ def _works(job: TrainingJob, output: Path, seed: int, done: Sequence[RunRecord])
     every = options.every("track")
     is_first = seed == options.seed
 
-    def work(role: str, trained: Arithmetic, tracked: bool, rate: Callable[[Any], Rate]) -> Work:
+    def work(role: str, trained: Arithmetic, tracked: bool, log2_scale: Callable[[int], int]) -> Work:
         folder = run_folder(output, role, seed)
         return Work(
             role=role,
@@ -190,7 +179,7 @@ def _works(job: TrainingJob, output: Path, seed: int, done: Sequence[RunRecord])
             folder=folder,
             metrics=output / "metrics.jsonl" if role == "run" and is_first else folder / "metrics.jsonl",
             track_every=every if tracked and is_first else 0,
-            rate=rate,
+            log2_scale=log2_scale,
             lca=options.lca and role == "run" and is_first,
         )
 
@@ -198,24 +187,11 @@ def _works(job: TrainingJob, output: Path, seed: int, done: Sequence[RunRecord])
         """log2 of the loss scale that the run had at a step."""
         return math.frexp(done[0].loss_scales.values[step - 1])[1] - 1
 
-    def own(model: Any) -> Rate:
-        return rate_of(model, arithmetic, lambda step: 0)  # the values carry the loss scale already
-
-    def of_twin(model: Any) -> Rate:
-        return rate_of(model, arithmetic, scale_at)
-
-    works = [work("run", arithmetic, watches_run(arithmetic), own)]
+    # The run's own values carry the loss scale already.
+    works = [work("run", arithmetic, watches_run(arithmetic), lambda step: 0)]
     if options.twin != "none":
-        works.append(work("twin", _twin_of(options), watches_twin(arithmetic), of_twin))
+        works.append(work("twin", _twin_of(options), watches_twin(arithmetic), scale_at))
     return works
-
-
-def _publish(job: TrainingJob, output: Path, finished: Finished) -> None:
-    if job.examples.labels:
-        config = finished.prepared.model.config
-        config.id2label = dict(enumerate(job.examples.labels))
-        config.label2id = {name: i for i, name in config.id2label.items()}
-    publish_model(output, job.directory, finished, form_of(job.options.arithmetic, job.options.save))
 
 
 def _facts(job: TrainingJob, resolved: str) -> dict[str, str]:

@@ -3,10 +3,11 @@
 import pytest
 from torch import nn
 
-from lpconv.bench.cases import BENCH_FORMATS, BENCH_METHODS, Case, baseline_of, expand, parse_sweep
-from lpconv.bench.recipes import apply_recipe
+from lpconv.bench.cases import BENCH_METHODS, BENCH_OPTIMIZERS, PLAIN, SCALED, Case, baseline_of, expand, parse_sweep
+from lpconv.bench.recipes import _OPTIMIZERS, _PEERS, apply_recipe
 from lpconv.bench.run import choose_model
 from lpconv.errors import UsageError
+from lpconv.kernels.fp8_linear import FP8_RECIPES
 from lpconv.models.presets import PRESETS
 from lpconv.scaled import scaling_of
 
@@ -93,6 +94,9 @@ def test_no_model_means_one_that_suits_the_device_and_a_word_about_it() -> None:
     assert "H100" in gpu_notes[0]
 
 
-def test_every_method_of_a_format_is_known() -> None:
-    assert {m for methods in BENCH_FORMATS.values() for m in methods} == set(BENCH_METHODS)
+def test_every_peer_is_run_by_somebody_and_every_preset_is_there() -> None:
+    ours = {PLAIN, *SCALED, *FP8_RECIPES}
+    assert {m for m, peer in BENCH_METHODS.items() if peer is None} == ours
+    assert {m for m, peer in BENCH_METHODS.items() if peer is not None} == set(_PEERS)
+    assert set(BENCH_OPTIMIZERS) == set(_OPTIMIZERS)
     assert {"bert-base", "bert-large", "gpt2", "llama-1b", "llama-3b", "llama-8b", "mistral-7b"} <= set(PRESETS)

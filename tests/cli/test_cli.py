@@ -8,13 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from lpconv.cli.main import app
 from lpconv.data import demo_checkpoint
 
 runner = CliRunner()
-COMMANDS = ("convert", "inspect", "verify", "restore", "probe", "report", "batch", "doctor", "demo", "export")
+COMMANDS = tuple(typer.main.get_command(app).commands)
 
 
 def lpconv(*args: str):  # type: ignore[no-untyped-def]

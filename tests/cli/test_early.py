@@ -86,7 +86,7 @@ def test_it_is_refused_before_torch(line: str, refusals: dict[str, tuple[int, st
 
 
 def test_a_column_that_only_later_rows_have_is_found(tmp_path: Path) -> None:
-    from lpconv.train.files import check_data
+    from lpconv.train.data import check_data
     from lpconv.train.options import FinetuneOptions
     from lpconv.train.recipes import arithmetic
 

@@ -11,10 +11,10 @@ from transformers import AutoTokenizer
 
 from lpconv.data import demo_checkpoint
 from lpconv.errors import InputError, LpconvError, UsageError
+from lpconv.train.data import read_rows
 from lpconv.train.examples import Collator, Stream, classification, packed
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.recipes import arithmetic
-from lpconv.train.rows import read_rows
 
 TEXTS = [{"text": f"row {i} of a small table", "label": "even" if i % 2 == 0 else "odd"} for i in range(40)]
 

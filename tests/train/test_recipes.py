@@ -3,7 +3,9 @@
 import pytest
 
 from lpconv.errors import UsageError
-from lpconv.train.recipes import RECIPES, arithmetic, saved_as
+from lpconv.loss_scale import LOSS_SCALES as RULES
+from lpconv.optim.storage import VARIANTS
+from lpconv.train.recipes import LOSS_SCALES, RECIPES, TRAINING_OPTIMIZERS, arithmetic, saved_as
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -11,6 +13,19 @@ def test_every_recipe_is_possible_and_keeps_its_name(name: str) -> None:
     found = arithmetic(recipe=name)
     assert found == RECIPES[name].arithmetic
     assert found.name == name
+
+
+@pytest.mark.parametrize("name", TRAINING_OPTIMIZERS)
+def test_every_optimizer_trains_in_some_precision_and_counts_its_bytes(name: str) -> None:
+    chosen = TRAINING_OPTIMIZERS[name]
+    method = "unit" if chosen.needs_scales else "none"
+    assert arithmetic(precision="bf16", method=method, optimizer=name).optimizer == name
+    if chosen.variant is not None:
+        assert chosen.bytes_per_parameter == VARIANTS[chosen.variant].bytes_per_parameter()
+
+
+def test_every_loss_scale_is_a_rule_or_works_inside_the_model() -> None:
+    assert set(LOSS_SCALES) - {"adaptive"} == set(RULES) - {"constant"}  # a constant is given as a number
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,210 @@
+"""The data of a fine-tuning: files, their columns, and rows of text from them, the hub or the package.
+
+`datasets`, which takes seconds to import, is imported where rows are read: whether files are there and what their
+columns are called is said without it.
+"""
+
+import csv
+import functools
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lpconv.checkpoint.resolve import looks_like_path
+from lpconv.data import demo_text
+from lpconv.errors import InputError, UsageError
+from lpconv.lookup import nearest
+from lpconv.train.options import FinetuneOptions
+
+__all__ = ["Rows", "check_data", "read_rows"]
+
+
+# The builder of `datasets` for a file, by how its name ends; others are text.
+_BUILDERS = {
+    ".txt": "text", ".md": "text", ".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv",
+    ".parquet": "parquet",
+}  # fmt: skip
+_TEXTS, _LABELS = ("text", "sentence", "content", "source", "input"), ("label", "labels", "target", "output", "summary")
+_QUICK_BYTES = 64 * 2**20  # read in about a second
+
+
+def _is_file_name(name: str) -> bool:
+    """Whether `--data` means a file, not a data set on the hub."""
+    return Path(name).exists() or looks_like_path(name) or Path(name).suffix in _BUILDERS
+
+
+def check_data(options: FinetuneOptions) -> None:
+    """Raises InputError for a file that is missing or empty, and UsageError for a column that its head lacks."""
+    for name in filter(None, (options.data, options.eval_data)):
+        if not _is_file_name(name):
+            continue
+        path = Path(name)
+        if not path.is_file():
+            raise InputError(f"there is no file `{name}`", hint="pass a file, or the id of a data set on the hub")
+        if path.stat().st_size == 0:
+            raise InputError(f"`{name}` is empty", hint="pass a file with text in it")
+        columns = _columns(path) if name == options.data else None
+        if columns is not None:
+            _choose_columns(columns, options)
+
+
+def _choose_columns(columns: Sequence[str], options: FinetuneOptions) -> tuple[str, str | None]:
+    """The columns of texts and of labels, by their usual names where nobody says. UsageError for one not there."""
+    name = str(options.data)
+    text = _column(columns, options.text_column, _TEXTS, name)
+    if text is None:
+        raise UsageError(
+            f"`{name}` has no column of texts that is called {' or '.join(_TEXTS)}",
+            hint=f"--text-column, one of: {', '.join(columns)}",
+        )
+    return text, _column(columns, options.label_column, _LABELS, name)
+
+
+def _column(columns: Sequence[str], wanted: str | None, usual: Sequence[str], name: str) -> str | None:
+    if wanted is None:
+        return next((c for c in usual if c in columns), None)
+    if wanted in columns:
+        return wanted
+    near = nearest(wanted, columns)
+    hint = f"did you mean `{near}`?" if near else "columns: " + ", ".join(columns)
+    raise UsageError(f"`{name}` has no column `{wanted}`", hint=hint)
+
+
+def _columns(path: Path) -> Sequence[str] | None:
+    """What the head of a file calls its columns; None where only `datasets` can tell, or say what is wrong."""
+    suffix = path.suffix.lower()
+    try:
+        if _BUILDERS.get(suffix, "text") == "text":
+            return ("text",)
+        if suffix in (".csv", ".tsv"):
+            with path.open(encoding="utf-8-sig", newline="") as file:
+                rows = csv.reader(file, delimiter="\t" if suffix == ".tsv" else ",")
+                return next((row for row in rows if row), None)
+        if suffix == ".jsonl" and path.stat().st_size < _QUICK_BYTES:
+            return _keys(path)
+    except (OSError, ValueError, TypeError, csv.Error):
+        pass
+    return None
+
+
+def _keys(path: Path) -> Sequence[str]:
+    """The keys of all rows, as `datasets` unites them: a row may lack some."""
+    with path.open(encoding="utf-8") as file:
+        return tuple({key: None for line in file if line.strip() for key in dict(json.loads(line))})
+
+
+_HELD_OUT = 10  # one row in so many is held out where nobody says which
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Texts, their labels where a column of them was found or asked for, and what they are in words.
+
+    `held_out` is None where the rows are one text, to be cut later.
+    """
+
+    train: Any
+    held_out: Any | None
+    text: str
+    label: str | None
+    words: str
+
+    def texts(self, part: Any) -> list[str]:
+        """The texts of a part, "" for missing ones."""
+        return [x if x is not None else "" for x in part[self.text]]
+
+
+def read_rows(options: FinetuneOptions) -> Rows:
+    """The data that `options` name.
+
+    Raises InputError for what is missing, unreadable or empty, with the rows or columns at fault, and UsageError for
+    columns that are not there.
+    """
+    if options.data is None:
+        parts = {split: _read(str(demo_text(split))) for split in ("train", "heldout")}
+        return Rows(
+            train=parts["train"],
+            held_out=parts["heldout"],
+            text="text",
+            label=None,
+            words="plays that ship with lpconv",
+        )
+    check_data(options)
+    train, held_out = _splits(options.data)
+    if options.eval_data is not None:
+        held_out = _splits(options.eval_data)[0]
+    text, label = _choose_columns(train.column_names, options)
+    for part, name in ((train, options.data), (held_out, options.eval_data or options.data)):
+        if part is not None:
+            _check(part, text, label, name)
+    if held_out is None and len(train) >= 2:
+        parts = train.train_test_split(test_size=max(1, len(train) // _HELD_OUT), seed=0)
+        train, held_out = parts["train"], parts["test"]
+    return Rows(train=train, held_out=held_out, text=text, label=label, words=Path(options.data).name)
+
+
+@functools.cache
+def _datasets() -> Any:
+    """The library, without bars and log: what it would log, the error says that we raise."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(logging.CRITICAL)
+    return datasets
+
+
+def _splits(name: str) -> tuple[Any, Any | None]:
+    """The training part of a file or hub data set, and its held-out part if it has one."""
+    if _is_file_name(name):
+        return _read(name), None
+    try:
+        found = _datasets().load_dataset(name)
+    except Exception as e:  # datasets raises a dozen kinds, connection errors among them
+        raise InputError(
+            f"cannot get the data set `{name}`: {str(e).splitlines()[0] if str(e) else type(e).__name__}",
+            hint="offline it must be in the cache; a local file is known by its ending, such as .jsonl",
+        ) from e
+    train = found.get("train") or next(iter(found.values()))
+    return train, next((found[s] for s in ("validation", "test") if s in found), None)
+
+
+def _read(name: str) -> Any:
+    path = Path(name)
+    builder = _BUILDERS.get(path.suffix.lower(), "text")
+    if builder == "text":  # one text: lines are not documents
+        return _datasets().Dataset.from_dict({"text": [_read_text(path)]})
+    options = {"sep": "\t"} if path.suffix.lower() == ".tsv" else {}
+    try:
+        found = _datasets().load_dataset(builder, data_files=str(path), split="train", **options)
+    except Exception as e:  # each builder has its own
+        cause = e.__cause__ or e
+        why = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
+        raise InputError(f"`{name}` does not read as {builder}: {why}", hint="is the ending of its name right?") from e
+    if len(found) == 0:
+        raise InputError(f"`{name}` has no rows", hint="pass a file with rows in it")
+    return found
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as e:
+        raise InputError(f"cannot read `{path}`: {e.strerror or e}", hint="pass a readable file to --data") from e
+    except UnicodeDecodeError as e:
+        raise InputError(f"`{path}` is no UTF-8 text", hint="pass a text file, or one that ends in .parquet") from e
+
+
+def _check(rows: Any, text: str, label: str | None, name: str) -> None:
+    for column in filter(None, (text, label)):
+        if column not in rows.column_names:
+            raise UsageError(f"`{name}` has no column `{column}`", hint="columns: " + ", ".join(rows.column_names))
+    odd = next((i for i, x in enumerate(rows[text]) if x is not None and not isinstance(x, str)), None)
+    if odd is not None:
+        raise InputError(
+            f"column `{text}` of `{name}` is no text: row {odd} is {rows[text][odd]!r:.60}", hint="--text-column"
+        )
+    if not any(x and x.strip() for x in rows[text]):
+        raise InputError(f"column `{text}` of `{name}` has no text", hint="--text-column names another")

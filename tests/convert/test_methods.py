@@ -1,0 +1,77 @@
+"""What every method must prove in every format, layout and residual that it has: `METHODS` is gone through."""
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import files_of, write_checkpoint
+from safetensors.torch import load_file
+
+from lpconv.convert.options import ConvertOptions
+from lpconv.convert.restore import restore
+from lpconv.convert.run import convert, plan
+from lpconv.convert.verify_output import verify_output
+from lpconv.forms.reader import StoredTensors
+from lpconv.methods import LPCONV, METHODS, ROWS
+from lpconv.progress import Silent
+
+GRANULARITY = {LPCONV: "tensor", ROWS: "row"}
+
+
+def _asked() -> Iterator[dict[str, Any]]:
+    """Options that no model is needed for; the layout of compressed-tensors has tests with models."""
+    for method in METHODS.values():
+        layouts = [layout for layout in method.forms if layout in GRANULARITY]
+        for fmt, layout, residual in itertools.product(method.formats, layouts, method.residuals or (None,)):
+            if residual is None or fmt != "fp16":
+                yield {"method": method.name, "format": fmt, "granularity": GRANULARITY[layout], "residual": residual}
+            elif residual == method.residuals[0]:
+                yield {"method": method.name, "format": fmt}
+
+
+CASES = {" ".join(str(v) for v in asked.values() if v): asked for asked in _asked()}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A matrix that every method converts, with rows of many sizes, one of which is zero; a vector; integers."""
+    x = torch.randn(48, 160, generator=torch.Generator().manual_seed(0)) * torch.logspace(-4, 1, 48)[:, None]
+    x[7] = 0
+    tensors = {"layer.weight": x, "layer.bias": x[:, 0].clone(), "position_ids": torch.arange(6)}
+    return write_checkpoint(tmp_path_factory.mktemp("methods") / "source", tensors)
+
+
+@pytest.mark.parametrize("asked", CASES.values(), ids=CASES)
+def test_a_method_keeps_what_it_promises(asked: dict[str, Any], source: Path, tmp_path: Path) -> None:
+    options = ConvertOptions(verify="weights", **asked)
+    result = convert(str(source), tmp_path / "out", options)
+
+    assert result.verify.passed
+    (converted,) = (t for t in result.tensors if t.name == "layer.weight")
+    assert converted.action == "convert"
+    assert plan(str(source), Path("unused"), options).bytes.written == result.bytes.written
+    with StoredTensors.open(tmp_path / "out") as stored:
+        read = {name: stored.tensor(name) for name in stored.forms}
+    restored = restore(tmp_path / "out", tmp_path / "back", force=False, progress=Silent())
+    back, wanted = (load_file(folder / "model.safetensors") for folder in (tmp_path / "back", source))
+    assert read.keys() == back.keys() == wanted.keys()
+    assert all(torch.equal(read[name].to(x.dtype), x) for name, x in back.items())
+    assert restored.exact == all(torch.equal(back[name], x) for name, x in wanted.items())
+    error = (back["layer.weight"].double() - wanted["layer.weight"].double()).square().sum().sqrt()
+    assert float(error) <= 0.2 * float(wanted["layer.weight"].double().square().sum().sqrt())
+    verified = verify_output(
+        tmp_path / "out", against=str(source), level="weights", gates=(), trust_remote_code=False, progress=Silent()
+    )
+    assert verified.passed
+
+
+@pytest.mark.parametrize("asked", CASES.values(), ids=CASES)
+def test_two_runs_write_the_same_bytes_whatever_the_workers(
+    asked: dict[str, Any], source: Path, tmp_path: Path
+) -> None:
+    for workers in (1, 3):
+        convert(str(source), tmp_path / str(workers), ConvertOptions(verify="none", workers=workers, **asked))
+    assert files_of(tmp_path / "1") == files_of(tmp_path / "3")

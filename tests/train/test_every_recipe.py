@@ -1,0 +1,39 @@
+"""What every recipe must prove: `RECIPES` is gone through, each trained for one step of the embedded model."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+import lpconv.hf
+from lpconv.data import demo_checkpoint
+from lpconv.train.options import FinetuneOptions
+from lpconv.train.recipes import RECIPES, arithmetic
+from lpconv.train.run import finetune
+
+
+@pytest.fixture(autouse=True)
+def _uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LPCONV_COMPILE", "never")
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_trains_and_what_it_publishes_opens(recipe: str, tmp_path: Path) -> None:
+    options = FinetuneOptions(
+        arithmetic=arithmetic(recipe=recipe), steps=1, batch_size=1, seq_len=16, eval_batches=1, twin="none",
+        track_every=0, lr=1e-3, warmup=0.0,
+    )  # fmt: skip
+    result = finetune("demo", tmp_path / "out", options)
+
+    (run,) = result.runs
+    assert result.recipe == recipe
+    assert all(math.isfinite(loss) for loss in run.losses.values)
+    tuned = lpconv.hf.load(tmp_path / "out", dtype=torch.float32).state_dict()
+    before = lpconv.hf.load(demo_checkpoint(), dtype=torch.float32).state_dict()
+    assert tuned.keys() == before.keys()
+    assert all(bool(x.isfinite().all()) for x in tuned.values())
+    moved = [name for name, x in tuned.items() if not torch.equal(x, before[name])]
+    assert moved or run.num_skipped  # a loss scale that began too high
+    assert all(bool(((tuned[name] - x).abs() <= 0.01 + x.abs() / 8).all()) for name, x in before.items())
