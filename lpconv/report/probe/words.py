@@ -73,7 +73,8 @@ def loss_sentence(
 ) -> str:
     """What a tensor loses: "input gradient of q: 19 % underflow in fp16 at loss scale 1; 2^7 brings it to 0.1 %".
 
-    `lost` are shares of its elements by cause. `log2_scale` is None for what no loss scale multiplies; `repair` is a better one, and the share still lost there.
+    `lost` are shares of its elements by cause. `log2_scale` is None for what no loss scale multiplies; `repair` is a
+    better one, and the share that is still lost there.
     """
     losses = [f"{brief_share(share)} {cause}" for cause, share in lost.items() if share > 0]
     text = f"{tensor}: {', '.join(losses) or 'nothing lost'} in {format}"
