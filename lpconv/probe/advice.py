@@ -13,7 +13,7 @@ from lpconv.formats.histogram import Rates
 from lpconv.formats.spec import get_format
 from lpconv.probe.record import GRADIENT_ROLES, ProbedTensor, ProbeResult
 from lpconv.report.numbers import ROLE_WORDS
-from lpconv.report.probe.words import loss_scale_text
+from lpconv.report.probe.words import brief_share, loss_scale_text, loss_sentence
 from lpconv.results import LossScaleRecord
 
 __all__ = [
@@ -143,15 +143,14 @@ def _next_to_nothing_lost(rates: Rates) -> bool:
 
 def sentence(tensor: ProbedTensor, format: str, *, log2_loss_scale: int = 0) -> str:
     """One tensor in words: "input gradient of q: 19 % underflow in fp16 at loss scale 1; 2^7 brings it to 0.1 %"."""
-    found = what_if(tensor, format, log2_loss_scale=log2_loss_scale)
-    rates = found.rates
-    losses = [f"{_percent(share)} {word}" for share, word in _losses(rates) if share > 0] or ["nothing lost"]
-    text = f"{ROLE_WORDS[tensor.role]} of {tensor.layer}: {', '.join(losses)} in {format}"
-    if tensor.role not in GRADIENT_ROLES:
-        return text
-    text += f" at loss scale {loss_scale_text(found.log2_loss_scale)}"
-    repair = _repair(tensor, format, found)
-    return text if repair is None else f"{text}; {repair}"
+    found, gradient = what_if(tensor, format, log2_loss_scale=log2_loss_scale), tensor.role in GRADIENT_ROLES
+    return loss_sentence(
+        f"{ROLE_WORDS[tensor.role]} of {tensor.layer}",
+        format,
+        {"underflow": found.rates.underflow, "overflow": found.rates.overflow},
+        log2_scale=found.log2_loss_scale if gradient else None,
+        repair=_repair(tensor, format, found) if gradient else None,
+    )
 
 
 def table(result: ProbeResult, format: str, *, log2_loss_scale: int = 0, limit: int = 10) -> str:
@@ -161,7 +160,7 @@ def table(result: ProbeResult, format: str, *, log2_loss_scale: int = 0, limit: 
     lines = [f"{'layer':{width}}  {'tensor':15}  underflow  subnormal   overflow      SQNR"]
     for a in found[:limit]:
         r = a.rates
-        shares = "".join(f"{_percent(v):>11}" for v in (r.underflow, r.subnormal, r.overflow))
+        shares = "".join(f"{brief_share(v):>11}" for v in (r.underflow, r.subnormal, r.overflow))
         lines.append(f"{a.layer:{width}}  {ROLE_WORDS[a.role]:15}{shares}{r.sqnr_db:>7.1f} dB")
     if len(found) > limit:
         lines.append(f"and {len(found) - limit} more, none of them worse")
@@ -169,19 +168,18 @@ def table(result: ProbeResult, format: str, *, log2_loss_scale: int = 0, limit: 
         scale = recommend_loss_scale(result, format)
         lines.append(
             f"loss scale for {format}: {loss_scale_text(scale.log2_scale)} "
-            f"(worst gradient underflow {_percent(scale.worst_underflow_before)} at 1, "
-            f"{_percent(scale.worst_underflow_after)} there; at most {loss_scale_text(scale.max_log2_scale)})"
+            f"(worst gradient underflow {brief_share(scale.worst_underflow_before)} at 1, "
+            f"{brief_share(scale.worst_underflow_after)} there; at most {loss_scale_text(scale.max_log2_scale)})"
         )
-    lines.append(f"{result.steps_recorded} of {result.steps_seen} steps, {_percent(result.overhead)} overhead")
+    lines.append(f"{result.steps_recorded} of {result.steps_seen} steps, {brief_share(result.overhead)} overhead")
     return "\n".join(lines)
 
 
-def _losses(rates: Rates) -> tuple[tuple[float, str], ...]:
-    return (rates.underflow, "underflow"), (rates.overflow, "overflow")
+def _repair(tensor: ProbedTensor, format: str, found: Assessment) -> tuple[int, float] | None:
+    """log2 of the first power of two that brings the loss to 0.1 %, or else of the best one, where it helps at all.
 
-
-def _repair(tensor: ProbedTensor, format: str, found: Assessment) -> str | None:
-    """The first power of two that brings the loss to 0.1 %, or else the best one, where it helps at all."""
+    With it comes the share that is still lost there.
+    """
     if found.lost <= MAX_UNDERFLOW:
         return None
     up = range(found.log2_loss_scale + 1, _MAX_LOG2_SCALE + 1)
@@ -191,10 +189,4 @@ def _repair(tensor: ProbedTensor, format: str, found: Assessment) -> str | None:
         k: (h.num_underflow(format, log2_scale=k) + h.num_overflow(format, log2_scale=k)) / total for k in candidates
     }
     best = next((k for k, share in lost.items() if share <= MAX_UNDERFLOW), min(lost, key=lost.__getitem__))
-    return f"{loss_scale_text(best)} brings it to {_percent(lost[best])}" if lost[best] < found.lost else None
-
-
-def _percent(share: float) -> str:
-    if share == 0:
-        return "0 %"
-    return f"{100 * share:.2g} %" if share < 0.1 else f"{100 * share:.0f} %"
+    return (best, lost[best]) if lost[best] < found.lost else None

@@ -1,7 +1,7 @@
 """What the terminal and the page say about a probe in the same words and the same order."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from lpconv.report.numbers import share_text
 from lpconv.results import ProbedRecord, ProbeReport
@@ -10,11 +10,13 @@ __all__ = [
     "ALONE_WORDS",
     "FIT_WORDS",
     "LOSS_SCALE_COLUMNS",
+    "brief_share",
     "capped_words",
     "fit_rows",
     "held_by",
     "loss_scale_rows",
     "loss_scale_text",
+    "loss_sentence",
     "tracking_words",
     "worst_first",
 ]
@@ -57,6 +59,28 @@ def held_by(tensor: ProbedRecord) -> str:
     """The formats that hold a tensor, those in brackets with a scale of its own only."""
     names = [r.format if r.fits else f"({r.format})" for r in tensor.scaled if r.fits or r.fits_own_scale]
     return ", ".join(names) or "–"
+
+
+def brief_share(share: float) -> str:
+    """A share in per cent with two significant digits."""
+    if share == 0:
+        return "0 %"
+    return f"{100 * share:.2g} %" if share < 0.1 else f"{100 * share:.0f} %"
+
+
+def loss_sentence(
+    tensor: str, format: str, lost: Mapping[str, float], *, log2_scale: int | None, repair: tuple[int, float] | None
+) -> str:
+    """What a tensor loses: "input gradient of q: 19 % underflow in fp16 at loss scale 1; 2^7 brings it to 0.1 %".
+
+    `lost` are shares of its elements by cause. `log2_scale` is None for what no loss scale multiplies; `repair` is a
+    better one, and the share that is still lost there.
+    """
+    losses = [f"{brief_share(share)} {cause}" for cause, share in lost.items() if share > 0]
+    text = f"{tensor}: {', '.join(losses) or 'nothing lost'} in {format}"
+    if log2_scale is not None:
+        text += f" at loss scale {loss_scale_text(log2_scale)}"
+    return text if repair is None else f"{text}; {loss_scale_text(repair[0])} brings it to {brief_share(repair[1])}"
 
 
 def loss_scale_text(log2_scale: int) -> str:
