@@ -54,8 +54,14 @@ class BatchEvents(Protocol):
         return None
 
 
-class SilentEvents(BatchEvents):
+class SilentEvents:
     """Events that nobody listens to."""
+
+    def job_started(self, job: BatchJob, index: int, total: int) -> None: ...
+
+    def job_finished(self, result: JobResult, index: int, total: int) -> None: ...
+
+    def batch_finished(self, result: BatchResult) -> None: ...
 
 
 class JobsFailedError(BatchError):
