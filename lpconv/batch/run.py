@@ -41,17 +41,14 @@ __all__ = ["BatchEvents", "JobsFailedError", "SilentEvents", "run_batch"]
 
 
 class BatchEvents(Protocol):
-    """Told how a batch goes on. `index` counts from 0. Who inherits a method need not listen."""
+    """Told how a batch goes on. `index` counts from 0."""
 
-    def job_started(self, job: BatchJob, index: int, total: int) -> None:
-        return None
+    def job_started(self, job: BatchJob, index: int, total: int) -> None: ...
 
-    def job_finished(self, result: JobResult, index: int, total: int) -> None:
-        return None
+    def job_finished(self, result: JobResult, index: int, total: int) -> None: ...
 
     def batch_finished(self, result: BatchResult) -> None:
         """Called once, whether jobs failed or not, before `run_batch` returns or raises."""
-        return None
 
 
 class SilentEvents:
