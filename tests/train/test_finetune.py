@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -92,15 +93,17 @@ def test_an_fp32_run_and_its_twin_are_the_same_bit_for_bit(tmp_path: Path) -> No
 
 
 def test_critical_modules_keep_16_bit_products(tmp_path: Path) -> None:
-    losses: dict[tuple[str, ...], float] = {}
-    for patterns in ((), ("*.down_proj",), ("*_proj",)):
-        asked = options("unit-fp8", steps=1, twin="none", track_every=0, critical=patterns)
-        losses[patterns] = finetune("demo", tmp_path / f"run{len(losses)}", asked).runs[0].losses.values[0]
-    exact = options("fp32", steps=1, twin="none", track_every=0)
-    whole = finetune("demo", tmp_path / "fp32", exact).runs[0].losses.values[0]
+    def losses(name: str, recipe: str, **critical: tuple[str, ...]) -> tuple[float, ...]:
+        asked = options(recipe, steps=6, lr=1e-9, twin="none", track_every=0, save_every=0, **critical)
+        return finetune("demo", tmp_path / name, asked).runs[0].losses.values
 
-    assert len(set(losses.values())) == 3
-    assert abs(losses["*_proj",] - whole) < abs(losses[()] - whole)
+    whole = losses("fp32", "fp32")
+    found = [losses(f"fp8-{n}", "unit-fp8", critical=p) for n, p in enumerate(((), ("*.down_proj",), ("*_proj",)))]
+
+    # A mean over many tokens may land close by chance: six batches of a model that hardly moves do not.
+    distances = [math.dist(x, whole) for x in found]
+    assert len(set(found)) == 3
+    assert distances[2] < distances[0]
 
 
 def test_only_scaled_fp8_has_critical_modules(tmp_path: Path) -> None:
