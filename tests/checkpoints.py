@@ -15,6 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import lpconv
+from lpconv.checkpoint.partfile import sha256_of
+from lpconv.convert.files import write_sums
 from lpconv.errors import LpconvError
 from lpconv.results import ConvertResult
 
@@ -28,6 +30,7 @@ __all__ = [
     "published",
     "raw_safetensors",
     "refusal",
+    "rehash",
     "run_cli",
     "write_checkpoint",
 ]
@@ -80,6 +83,18 @@ def files_of(directory: Path, *, without: set[str] = REPORTS) -> dict[str, bytes
 def bits_of(x: Tensor) -> bytes:
     """The bytes of a tensor."""
     return x.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def rehash(output: Path, *, with_residual: bool = False) -> None:
+    """Write SHA256SUMS of what lies there now; `with_residual` also the hashes that a residual has of its root."""
+    index = output / "collage" / "residual.json"
+    if with_residual and index.exists():
+        document = json.loads(index.read_text())
+        for entry in document["files"].values():
+            if (output / entry["root"]).is_file():
+                entry["root_sha256"] = sha256_of(output / entry["root"])
+        index.write_text(json.dumps(document))
+    write_sums(output, ())
 
 
 def published(output: Path) -> bool:

@@ -5,7 +5,7 @@ Plain transformers with that package, and vLLM, open it without lpconv. The conf
 a reader takes every other `Linear` for codes. (vllm-project/compressed-tensors, `quantization/quant_config.py`.)
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +50,7 @@ def quantization_config(ignored: Iterable[str]) -> dict[str, Any]:
     }
 
 
-def quantized_by(config: dict[str, Any]) -> str | None:
+def quantized_by(config: Mapping[str, Any]) -> str | None:
     """The `quant_method` that config.json names, None for an unquantised checkpoint."""
     found = config.get("quantization_config")
     return str(found.get("quant_method", "another method")) if isinstance(found, dict) else None

@@ -20,12 +20,13 @@ from typing import Any, Self
 
 from lpconv.checkpoint.contents import read_json
 from lpconv.checkpoint.partfile import fsync_directory, sha256_of, write_error
-from lpconv.errors import OutputExistsError, UsageError
+from lpconv.errors import InputError, OutputExistsError, UnsupportedError, UsageError
 
-__all__ = ["JOURNAL", "MARKER", "Staging", "beside", "check_apart", "check_free", "read_marker"]
+__all__ = ["JOURNAL", "MARKER", "SUMS", "Staging", "beside", "check_apart", "check_free", "check_marked", "read_marker"]
 
 JOURNAL = "journal.jsonl"
 MARKER = "lpconv.json"  # what says that a directory is an output of ours
+SUMS = "SHA256SUMS"
 # Working folders beside an output, and the file in each that says whose it is.
 _SUFFIXES = {".partial": JOURNAL, ".failed": MARKER, ".replaced": MARKER}
 
@@ -167,6 +168,18 @@ def read_marker(directory: Path) -> dict[str, Any]:
     """What an output of ours says of itself; empty for any other directory."""
     path = directory / MARKER
     return read_json(path) if path.exists() else {}
+
+
+def check_marked(directory: Path) -> None:
+    """Raise UnsupportedError for a plain checkpoint, InputError for what is none, or lost the marker of an output."""
+    if (directory / MARKER).exists():
+        return
+    if (directory / SUMS).exists() or not (directory / "config.json").exists():
+        raise InputError(f"`{directory}` has no {MARKER}", hint="pass an output of `lpconv convert`")
+    raise UnsupportedError(
+        f"`{directory}` is a plain checkpoint without {MARKER}: there is nothing to verify or restore",
+        hint="pass an output of `lpconv convert`",
+    )
 
 
 def check_apart(source: Path, output: Path) -> None:

@@ -102,10 +102,9 @@ def before_bench(options: "BenchOptions") -> "Callable[[BenchResult], BenchResul
 
 def before_reading(output: Path) -> None:
     """Of what reads an output of `lpconv convert`."""
-    from lpconv.checkpoint.staging import MARKER
+    from lpconv.checkpoint.staging import check_marked
 
-    if not (output / MARKER).exists():
-        raise InputError(f"`{output}` has no {MARKER}", hint="pass an output of `lpconv convert`")
+    check_marked(output)
 
 
 def _contents(model: str, revision: str | None) -> Contents:

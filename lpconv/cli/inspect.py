@@ -6,6 +6,7 @@ import typer
 
 from lpconv.cli.command import Json, Model, Quiet, Revision, print_result
 from lpconv.cli.progress import progress_for
+from lpconv.errors import VerificationError
 
 __all__ = ["inspect"]
 
@@ -27,6 +28,7 @@ def inspect(
     """
     from lpconv.checkpoint.resolve import resolve
     from lpconv.report.convert.terminal import render_inspect
+    from lpconv.results import to_json
 
     directory = resolve(model, revision=revision, headers_only=True).directory
     if stats:
@@ -35,7 +37,10 @@ def inspect(
         with progress_for(quiet=quiet) as progress:
             found = inspect_with_statistics(directory, progress, name=model)
     else:
-        from lpconv.checkpoint.inspect import inspect as inspect_headers
+        from lpconv.convert.inspect import inspect as inspect_headers
 
         found = inspect_headers(directory, name=model)
-    print_result(found, render_inspect, json=json)
+    if not (found.problems and json):  # else the error's details hold the result
+        print_result(found, render_inspect, json=json)
+    if found.problems:
+        raise VerificationError("; ".join(found.problems), hint="fetch the checkpoint again", details=to_json(found))

@@ -38,5 +38,9 @@ def restore(
     if json:
         print(json_text(result), end="")
         return
-    exactness = "bit for bit the source's" if result.exact else "the decoded values, not the source's bits"
+    exactness = (
+        "bit for bit the source's, by the hashes and the record of the conversion"
+        if result.exact
+        else "the decoded values, not the source's bits"
+    )
     print(f"{result.num_tensors} tensors restored to {result.output}: {exactness}")

@@ -10,19 +10,20 @@ from lpconv.checkpoint.compressed import is_ours, quantized_by
 from lpconv.checkpoint.contents import Contents
 from lpconv.checkpoint.partfile import sha256_of, write_error, write_small
 from lpconv.checkpoint.residual import RESIDUAL_FOLDER, RESIDUAL_INDEX, residual_index
-from lpconv.checkpoint.staging import MARKER
+from lpconv.checkpoint.staging import MARKER, SUMS
 from lpconv.convert.plan import Plan
-from lpconv.convert.verify import SUMS
 from lpconv.errors import UnsupportedError
 from lpconv.results import ConvertResult, FileRecord, ordered_json_text, to_json
 
 __all__ = [
     "CARD",
+    "INDEX",
     "LOADER",
     "check_convertible",
     "copy_side_files",
     "model_side_files",
     "output_config",
+    "replaced_config",
     "weight_index",
     "write_metadata",
     "write_provenance",
@@ -31,6 +32,7 @@ __all__ = [
 
 LOADER = "lpconv_loader.py"
 CARD = "README.md"
+INDEX = "model.safetensors.index.json"
 # These describe one run, with its times; all other files depend only on source and options.
 _NOT_SUMMED = {SUMS, "report.json", "report.html"}
 
@@ -63,6 +65,12 @@ def output_config(contents: Contents, plan: Plan) -> dict[str, Any]:
     return config
 
 
+def replaced_config(contents: Contents, plan: Plan) -> dict[str, Any]:
+    """The values of the source's config.json that `output_config` replaces, None for those it adds."""
+    config = output_config(contents, plan)
+    return {k: contents.config.get(k) for k in config if config[k] != contents.config.get(k)}
+
+
 def write_metadata(directory: Path, contents: Contents, plan: Plan, files: Sequence[FileRecord]) -> None:
     """Index, config, loader module and residual index. `files` are the weight files with their hashes."""
     config = output_config(contents, plan)
@@ -70,7 +78,7 @@ def write_metadata(directory: Path, contents: Contents, plan: Plan, files: Seque
     if LOADER.removesuffix(".py") in str(config.get("auto_map", "")):
         write_small(directory / LOADER, _loader_source(str(config["model_type"])))
     if len(plan.shards) > 1:
-        write_small(directory / "model.safetensors.index.json", ordered_json_text(_index(plan)))
+        write_small(directory / INDEX, ordered_json_text(_index(plan)))
     hashes = {f.name: f.sha256 or "" for f in files}
     pairs = [(s.residual.name, s.root.name, hashes[s.root.name]) for s in plan.shards if s.residual is not None]
     if pairs:
@@ -137,14 +145,10 @@ def copy_side_files(
 
 
 def write_provenance(directory: Path, result: ConvertResult, contents: Contents, plan: Plan) -> None:
-    """lpconv.json: everything about the output that does not change from run to run or place to place.
-
-    `source_config` holds the values of config.json that the conversion replaced, None for those it added.
-    """
+    """lpconv.json: everything about the output that does not change from run to run or place to place."""
     document: Mapping[str, Any] = to_json(result)
     left_out = {"schema_version", "kind", "output", "seconds", "weights_seconds", "peak_rss_bytes", "command"}
-    config = output_config(contents, plan)
-    changed = {k: contents.config.get(k) for k in config if config[k] != contents.config.get(k)}
+    changed = replaced_config(contents, plan)
     kept = {k: v for k, v in document.items() if k not in left_out}
     write_small(directory / MARKER, ordered_json_text({"format_version": 1, **kept, "source_config": changed}))
 

@@ -14,6 +14,7 @@ from lpconv.convert.options import ConvertOptions
 from lpconv.convert.plan import Plan
 from lpconv.convert.workers import buffer_bytes
 from lpconv.errors import ResourceError
+from lpconv.forms.blocks import BLOCK_ELEMENTS
 from lpconv.gates import Gate, needs_logits
 from lpconv.machine import available_memory
 
@@ -28,6 +29,7 @@ _OVERHEAD_BYTES, _TENSOR_BYTES = (
     8 * 2**10,
 )  # Python's own growth; a header's entry, a record, a row of a report
 _FITTING_BYTES = 48 * _MIB  # a worker's temporary tensors where rows are fitted to a budget of points
+_CHECKING_BYTES = 96  # an element of the largest block, where it is compared with its reference in fp64
 _TRANSFORMERS_BYTES = 140 * _MIB  # its code and that of one architecture
 _COPIES_IN_MEMORY = 2  # the model, and the values that it is given
 # 2 x 32 tokens: both models' logits in fp32, their difference and four tables of probabilities in fp64.
@@ -75,7 +77,7 @@ def why_no_logits(plan: Plan, contents: Contents) -> str | None:
     if options.verify != "auto":
         return f"--verify {options.verify} does not run the models"
     if plan.bytes_in > AUTO_LOGITS_BYTES:
-        return f"{plan.bytes_in / 1e9:.1f} GB of weights are more than `--verify auto` runs; use --verify logits"
+        return f"{plan.bytes_in / 1e9:.1f} GB of weights are more than are run unasked; ask for the level logits"
     if "auto_map" in contents.config and not options.trust_remote_code:
         return "the checkpoint brings its own code, which needs --trust-remote-code"
     if "model_type" not in contents.config:
@@ -84,8 +86,10 @@ def why_no_logits(plan: Plan, contents: Contents) -> str | None:
 
 
 def _converting(plan: Plan, workers: int) -> int:
-    fitting = workers * _FITTING_BYTES if plan.options.budget_bits is not None else 0
-    return _OVERHEAD_BYTES + len(plan.tensors) * _TENSOR_BYTES + buffer_bytes(workers) + fitting
+    fitting = _FITTING_BYTES if plan.options.budget_bits is not None else 0
+    largest = min(max((t.info.num_elements for t in plan.tensors), default=0), BLOCK_ELEMENTS)
+    temporary = workers * max(fitting, _CHECKING_BYTES * largest)
+    return _OVERHEAD_BYTES + len(plan.tensors) * _TENSOR_BYTES + buffer_bytes(workers) + temporary
 
 
 def _running(plan: Plan, contents: Contents) -> int:

@@ -5,6 +5,7 @@ import functools
 import math
 import re
 import shlex
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Annotated
@@ -12,7 +13,7 @@ from typing import Annotated
 from lpconv.checkpoint.compressed import COMPRESSED_TENSORS
 from lpconv.errors import UsageError
 from lpconv.formats.spec import FORMATS, Format, get_format
-from lpconv.lookup import find
+from lpconv.lookup import find, nearest
 from lpconv.mcf.point_layout import MAX_POINTS
 from lpconv.methods import LPCONV, METHODS, ROWS, Method
 from lpconv.options import Force, Option, Resume, Revision, TrustRemoteCode, check, size_option
@@ -25,6 +26,7 @@ __all__ = [
     "FormatRule",
     "PointBudget",
     "VerifyOptions",
+    "check_matches",
     "command_line",
     "matches",
     "parse_rule",
@@ -176,12 +178,13 @@ class VerifyOptions:
         str | None, Option("Source that the output was made from", default="the one it names", metavar="MODEL")
     ] = None
     level: Annotated[
-        str,
+        str | None,
         Option(
             "Depth of the check: hashes, every element of the weights, or what both models compute",
+            default="hash; with --against weights, and logits where the models are small",
             choices=("hash", "weights", "logits"),
         ),
-    ] = "hash"
+    ] = None
     gates: Annotated[
         tuple[str, ...],
         Option(
@@ -334,6 +337,16 @@ def _check_pattern(pattern: str) -> None:
         re.compile(pattern[3:])
     except (re.error, OverflowError, RecursionError) as e:
         raise UsageError(f"pattern `{pattern}` is no regular expression: {e}", hint="escape dots as \\.") from e
+
+
+def check_matches(pattern: str, names: Iterable[str], *, what: str = "tensor") -> None:
+    """Raise UsageError, with the nearest name, unless a pattern matches one of `names`: a typo must not pass."""
+    names = list(names)
+    if any(matches(pattern, n) for n in names):
+        return
+    near = nearest(pattern.removeprefix("re:").strip("*.^$"), names)
+    hint = f"did you mean `{near}`?" if near else "`lpconv inspect MODEL` lists the names"
+    raise UsageError(f"pattern `{pattern}` matches no {what}", hint=hint)
 
 
 def matches(pattern: str, name: str) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from lpconv.checkpoint.compressed import LinearModules
 from lpconv.checkpoint.header import DTYPE_BITS, TensorInfo, encode_header
 from lpconv.checkpoint.residual import RESIDUAL_FOLDER
-from lpconv.convert.options import ConvertOptions
+from lpconv.convert.options import ConvertOptions, check_matches
 from lpconv.convert.policy import decide
 from lpconv.errors import UnsupportedError
 from lpconv.formats.spec import Format
@@ -144,7 +144,8 @@ def make_plan(
     """The plan for source tensors `entries` (name → header entry, file); `ties` maps dropped names to kept ones.
     `linears` are the model's `Linear` modules, for a layout that converts nothing else.
 
-    Raises UnsupportedError where a scale would take the name of a tensor that the source has.
+    Raises UnsupportedError where a scale would take the name of a tensor that the source has, UsageError for a pattern
+    that matches no tensor.
     """
     suffixes = method.form(options.layout_of_forms).suffixes
     taken = [n for n in entries for s in suffixes if n.endswith(s) and n.removesuffix(s) in entries]
@@ -152,6 +153,8 @@ def make_plan(
         raise UnsupportedError(
             f"the source already has scales, first `{taken[0]}`", hint="convert from the unquantised checkpoint"
         )
+    for pattern in (*options.include, *options.exclude, *(r.pattern for r in options.rules)):
+        check_matches(pattern, entries)
     convertible = None if linears is None else linears.weights
     planned = {n: _planned(info, method, options, ties.get(n), convertible) for n, (info, _) in entries.items()}
     stored = [t for t in planned.values() if t.action != "tie"]

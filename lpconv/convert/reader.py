@@ -7,7 +7,7 @@ from typing import Any, Self
 from lpconv.checkpoint.contents import read_contents, read_json
 from lpconv.checkpoint.residual import Residuals, read_residual
 from lpconv.checkpoint.source import TORCH_DTYPES
-from lpconv.checkpoint.staging import MARKER
+from lpconv.checkpoint.staging import MARKER, check_marked
 from lpconv.errors import InputError, UnsupportedError
 from lpconv.forms.reader import FETCH_AGAIN, StoredTensors
 from lpconv.forms.scaled import SCALE_SUFFIX
@@ -19,13 +19,12 @@ _FORMAT_VERSION = 1
 # What else may have a lpconv.json.
 _OTHER_KINDS = {"onnx": "a checkpoint exported to ONNX", "restore": "a restored checkpoint"}
 # What is read from lpconv.json, and the JSON type it has.
-_PROVENANCE = {"method": str, "source": dict, "source_config": dict, "tensors": list}
+_PROVENANCE = {"method": str, "source": dict, "source_config": dict, "options": dict, "tensors": list}
 
 
 def read_provenance(directory: Path) -> dict[str, Any]:
     """The document `lpconv.json` of an output. Raises InputError where there is none, a broken one or a newer one."""
-    if not (directory / MARKER).exists():
-        raise InputError(f"`{directory}` has no {MARKER}", hint="pass an output of `lpconv convert`")
+    check_marked(directory)
     document = read_json(directory / MARKER)
     kind = _OTHER_KINDS.get(str(document.get("kind")))
     if kind is not None:
@@ -69,5 +68,6 @@ class OutputReader(StoredTensors):
             return False
         if form.format is None:
             return record.action == "keep" and form.data[0].dtype == record.source_dtype
-        named = (form.format.name, form.num_points) == (record.format, record.points)
-        return record.action == "convert" and named and record.source_dtype in TORCH_DTYPES
+        named = (form.format.name, form.num_points, form.scale(self.side(record.name)))
+        wanted = (record.format, record.points, record.scale)
+        return record.action == "convert" and named == wanted and record.source_dtype in TORCH_DTYPES

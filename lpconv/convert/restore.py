@@ -1,6 +1,8 @@
 """From a converted checkpoint back to a plain one, under the source's names, shapes and dtypes.
 
-Bit-exact where the form is: unit and Scalify with fp32 codes and power-of-two scales, Collage with exact16.
+Bit-exact where the form is: unit and Scalify with fp32 codes and power-of-two scales, Collage with exact16. That is
+claimed of files that have the hashes of the conversion, whose record says that decoding lost nothing, and of numbers
+that have the RMS and the largest magnitude of that record. The source itself is not looked at: `lpconv verify` does.
 """
 
 import math
@@ -15,11 +17,14 @@ from lpconv.checkpoint.header import DTYPE_BITS, TensorInfo, encode_header
 from lpconv.checkpoint.partfile import PartFile, write_small
 from lpconv.checkpoint.residual import find_residual
 from lpconv.checkpoint.source import TORCH_DTYPES
-from lpconv.checkpoint.staging import MARKER, Staging, check_apart
+from lpconv.checkpoint.staging import MARKER, SUMS, Staging, check_apart
 from lpconv.checkpoint.unchanged import watch, watched_files
 from lpconv.convert.files import copy_side_files, model_side_files, weight_index
 from lpconv.convert.reader import OutputReader, read_provenance
-from lpconv.forms.blocks import block_ranges
+from lpconv.convert.verify import check_hashes
+from lpconv.errors import InputError
+from lpconv.forms.blocks import Workspace, block_ranges, block_stats
+from lpconv.forms.facts import BlockStats
 from lpconv.progress import Progress
 from lpconv.results import FileRecord, RestoreResult, TensorRecord, ordered_json_text
 from lpconv.version import __version__
@@ -31,10 +36,13 @@ def restore(directory: Path, output: Path, *, force: bool, progress: Progress) -
     """Write the plain checkpoint of a converted one into `output`; shards, side files and config as the source had.
 
     A small `lpconv.json` beside them says what was restored, and that `force` may replace it.
-    Raises InputError for a directory that is no output of ours, or whose residual belongs to other weights.
+    Raises InputError for a directory that is no output of ours, or whose files are not what SHA256SUMS says.
     """
     check_apart(directory, output)
     provenance = read_provenance(directory)
+    changed = check_hashes(directory, progress).mismatched
+    if changed:
+        raise InputError(f"`{changed[0]}` does not match its SHA-256 in {SUMS}", hint="fetch the output again")
     contents = read_contents(directory)
     watched = watch(directory, [MARKER, *watched_files(contents), *_residual_files(directory)])
     with (
@@ -79,7 +87,7 @@ def _residual_files(directory: Path) -> tuple[str, ...]:
 
 def _is_exact(record: TensorRecord) -> bool:
     """Whether decoding gives the source's bits. Errors are measured from fp32, to which F64 was rounded first."""
-    return record.max_rel_error == 0 and record.source_dtype != "F64"
+    return record.action == "convert" and record.max_rel_error == 0 and record.source_dtype != "F64"
 
 
 def _write(
@@ -92,19 +100,30 @@ def _write(
         infos.append(TensorInfo(name=r.name, dtype=r.source_dtype, shape=r.shape, begin=position, end=end))
         position = end
     header = encode_header(infos, {"format": "pt"})
+    work = Workspace()
     with ThreadPoolExecutor(1) as flusher:
         part = PartFile(directory, name, len(header) + position, flusher)
         part.append(header)
         for record, info in zip(ordered, infos, strict=True):
-            for start, stop in block_ranges(info.num_elements):
-                part.append(_plain(reader, record, start, stop).view(torch.uint8).numpy().data)
+            found = BlockStats()
+            for start, stop in block_ranges(info.num_elements, reader.forms[record.name].cols):
+                value = reader.values(record.name, start, stop)
+                if record.action == "convert":
+                    found = found + block_stats(value, work)
+                    value = value.to(TORCH_DTYPES[record.source_dtype])
+                part.append(value.view(torch.uint8).numpy().data)
                 progress.advance((stop - start) * DTYPE_BITS[info.dtype] // 8)
+            if _is_exact(record) and not _has_figures(found, record):
+                raise InputError(
+                    f"tensor `{record.name}` does not decode to the numbers that {MARKER} describes",
+                    hint="`lpconv verify --level weights` says more",
+                )
         return part.finish()
 
 
-def _plain(reader: OutputReader, record: TensorRecord, start: int, stop: int) -> torch.Tensor:
-    value = reader.values(record.name, start, stop)
-    return value if record.action == "keep" else value.to(TORCH_DTYPES[record.source_dtype])
+def _has_figures(found: BlockStats, record: TensorRecord) -> bool:
+    rms = record.rms or 0.0
+    return found.absmax == record.absmax and math.isclose(found.rms, rms, rel_tol=1e-4)
 
 
 def _plain_config(contents: Contents, provenance: dict[str, Any]) -> dict[str, Any]:

@@ -7,8 +7,8 @@ import torch
 
 from lpconv.checkpoint.contents import read_contents
 from lpconv.checkpoint.header import DTYPE_BITS
-from lpconv.checkpoint.inspect import describe, inspect
 from lpconv.checkpoint.source import TORCH_DTYPES, Source, open_source
+from lpconv.convert.inspect import describe, inspect
 from lpconv.forms.blocks import BLOCK_ELEMENTS, Workspace, block_stats
 from lpconv.forms.facts import BlockStats
 from lpconv.progress import Progress
@@ -29,7 +29,7 @@ def inspect_with_statistics(directory: Path, progress: Progress, *, name: str | 
             found = inspect(directory, name=name)
         else:
             found = describe(contents, infos, name=name or str(directory))
-        progress.start("reading", sum(i.num_bytes for i, _ in infos))
+        progress.start("reading", sum(source.entries[t.name].info.num_bytes for t in found.tensors))
         work = Workspace()
         return dataclasses.replace(found, tensors=tuple(_measured(source, t, work, progress) for t in found.tensors))
     finally:
@@ -37,12 +37,13 @@ def inspect_with_statistics(directory: Path, progress: Progress, *, name: str | 
 
 
 def _measured(source: Source, t: StoredTensor, work: Workspace, progress: Progress) -> StoredTensor:
-    if t.dtype not in _READABLE or not t.size_bytes:
-        progress.advance(t.size_bytes)
+    num_bytes = source.entries[t.name].info.num_bytes
+    if t.dtype not in _READABLE or not num_bytes:
+        progress.advance(num_bytes)
         return t
     total, size = BlockStats(), DTYPE_BITS[t.dtype] // 8
-    for start in range(0, t.size_bytes, BLOCK_ELEMENTS * size):
-        raw = work.raw[: min(BLOCK_ELEMENTS * size, t.size_bytes - start)]
+    for start in range(0, num_bytes, BLOCK_ELEMENTS * size):
+        raw = work.raw[: min(BLOCK_ELEMENTS * size, num_bytes - start)]
         source.read_bytes(t.name, start, raw)
         x = raw.view(TORCH_DTYPES[t.dtype])
         total = total + block_stats(x.to(torch.float32) if size == 1 else x, work)

@@ -1,55 +1,62 @@
-"""Is the output what it should be? Files against their hashes, weights against the source, outputs against outputs.
+"""Is what lies in the files what the source implies? Hashes, and the weights: converted again and compared.
 
-Weights are decoded from the files as they lie on the disk and compared with what the slow reference of their form gives
-for the source's values: an implementation that the encoder does not share.
+Three things have to agree for every tensor. Its side tensors (scales, counts) are those that the first pass over the
+source finds now. Every stored block is, byte for byte, what encoding the source's block gives. And decoded, it is what
+the slow reference of the form says, an implementation that the encoder does not share. The figures measured on the way
+(scale, RMS, SQNR, largest error) must be those that the record of the conversion names.
+
+*Another machine.* Sums are taken in another order where vectors have another width, so RMS, exact scales and fitted
+points may differ in their last bits. Then the recorded figures do too, which tells such a machine from this one: only
+where they are not equal to the last bit, though close, may side tensors differ, as long as no block is worse for it.
 """
 
 import math
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from lpconv.checkpoint.header import DTYPE_BITS
 from lpconv.checkpoint.partfile import sha256_of
-from lpconv.checkpoint.source import Source, read_range
-from lpconv.checkpoint.staging import MARKER
+from lpconv.checkpoint.staging import MARKER, SUMS
+from lpconv.convert.plan import PlannedTensor
 from lpconv.convert.reader import OutputReader
-from lpconv.convert.tensor_records import sqnr_db
+from lpconv.convert.tensor_records import planned_record, tensor_record
+from lpconv.convert.workers import Block, Workers, blocks_of
 from lpconv.errors import InputError
-from lpconv.forms.blocks import block_ranges
+from lpconv.forms.blocks import Workspace, as_float32, block_error, block_stats
+from lpconv.forms.facts import BlockError, BlockStats, Measured
 from lpconv.progress import Progress
 from lpconv.results import HashCheck, TensorRecord, WeightsCheck
 
-__all__ = ["SUMS", "check_hashes", "check_samples", "check_weights"]
+__all__ = ["check_hashes", "check_weights", "whole_tensors"]
 
-SUMS = "SHA256SUMS"
-_SAMPLE_ELEMENTS = 2**14
+T = TypeVar("T")
+_PIECE = 2**14  # elements of a sample
+# What another order of summing may change: of the figures in dB and as a share, and of a block's squared error.
+_DB, _SHARE = 0.01, 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Compared:
-    """A tensor beside the source's: whether it is right, Σx², Σ(x - x̂)² and max |x - x̂| / |x|."""
+    """Blocks beside the source's: whether they are right for the stored side tensors, and no worse than for the implied
+    ones; the error of what is stored, and that which encoding the source now has."""
 
     right: bool = True
-    signal: float = 0.0
-    noise: float = 0.0
-    max_relative: float = 0.0
+    stats: BlockStats = field(default_factory=BlockStats)
+    error: BlockError = field(default_factory=BlockError)
+    implied: BlockError = field(default_factory=BlockError)
 
     def __add__(self, other: "_Compared") -> "_Compared":
         return _Compared(
             right=self.right and other.right,
-            signal=self.signal + other.signal,
-            noise=self.noise + other.noise,
-            max_relative=max(self.max_relative, other.max_relative),
+            stats=self.stats + other.stats,
+            error=self.error + other.error,
+            implied=self.implied + other.implied,
         )
-
-    @property
-    def sqnr_db(self) -> float:
-        return sqnr_db(self.signal, self.noise)
 
 
 def check_hashes(directory: Path, progress: Progress) -> HashCheck:
@@ -80,80 +87,155 @@ def _read_sums(path: Path) -> dict[str, str]:
     return files
 
 
-def check_samples(source: Source, output: OutputReader) -> tuple[int, tuple[str, ...]]:
-    """Compare the first, a middle and the last piece of every tensor; (elements compared, names that differ)."""
-    count, mismatched = 0, []
-    for record in output.records.values():
-        for start, stop in _sample_ranges(math.prod(record.shape)):
-            count += stop - start
-            place = output.widened(record.name, start, stop)
-            value, got = _both(source, output, record, *place)
-            if not _is_right(value, got, output, record, place[0]):
-                mismatched.append(record.name)
-                break
-    return count, tuple(mismatched)
+def whole_tensors(tensors: Iterable[PlannedTensor], seconds: float) -> frozenset[str]:
+    """The tensors that can be compared whole in about so many seconds of one core, the smallest first.
+
+    The times are those of `Form.checked_per_second`, not measured now: a conversion says the same wherever it runs.
+    """
+    chosen, left = set(), seconds
+    for t in sorted(tensors, key=lambda t: (t.info.num_elements, t.name)):
+        left -= t.info.num_elements / t.form.checked_per_second
+        if left < 0:
+            break
+        chosen.add(t.name)
+    return frozenset(chosen)
 
 
-def check_weights(source: Source, output: OutputReader, progress: Progress) -> WeightsCheck:
-    """Compare every element of every tensor, and measure the errors again from the files."""
-    progress.start("comparing weights", sum(source.entries[n].info.num_bytes for n in output.records))
-    found = {name: _compare(source, output, record, progress) for name, record in output.records.items()}
-    converted = {name: found[name] for name, record in output.records.items() if record.action == "convert"}
-    worst = min(converted, key=lambda n: converted[n].sqnr_db, default=None)
-    sqnr = math.inf if worst is None else converted[worst].sqnr_db
+def check_weights(
+    tensors: Mapping[str, PlannedTensor],
+    output: OutputReader,
+    workers: Workers,
+    progress: Progress,
+    *,
+    whole: frozenset[str] | None = None,
+) -> WeightsCheck:
+    """Compare what is stored of `tensors`, by name, with the source that `workers` read, and measure errors again.
+
+    Of tensors that are not in `whole` (None: all are) three pieces are compared, their side tensors only with the
+    records.
+    """
+    names = [n for n in output.records if n in tensors]
+    progress.start("comparing weights", sum(tensors[n].info.num_bytes for n in names))
+    records, wrong, checked = [], [n for n in output.records if n not in tensors], 0
+    for name in names:
+        t, record = tensors[name], output.records[name]
+        if output.forms[name].components != t.form.components:
+            wrong.append(name)
+            continue
+        if whole is None or name in whole:
+            found, right = _compare_whole(t, output, workers, progress)
+            checked += t.info.num_elements
+        else:
+            found, count = record, 0
+            count, right = _compare_pieces(t, output, workers)
+            checked += count
+            progress.advance(t.info.num_bytes)
+        records.append(found)
+        wrong += [] if right else [name]
+    return _summary(records, sum(t.info.num_elements for t in tensors.values()), checked, wrong)
+
+
+def _summary(records: list[TensorRecord], total: int, checked: int, wrong: list[str]) -> WeightsCheck:
+    converted = {r.name: math.inf if r.sqnr_db is None else r.sqnr_db for r in records if r.action == "convert"}
+    worst = min(converted, key=lambda n: converted[n], default=None)
+    sqnr = math.inf if worst is None else converted[worst]
     return WeightsCheck(
-        max_rel_error=max((c.max_relative for c in converted.values()), default=0.0),
+        max_rel_error=max((r.max_rel_error or 0.0 for r in records), default=0.0),
         min_sqnr_db=sqnr,
         worst=worst if sqnr < math.inf else None,
         num_tensors=len(converted),
-        num_elements_checked=sum(math.prod(r.shape) for r in output.records.values()),
-        mismatched=tuple(name for name, c in found.items() if not c.right),
+        num_elements_checked=checked,
+        num_elements=total,
+        miss_probability=1 - checked / total if total else 0.0,
+        mismatched=tuple(wrong),
     )
 
 
-def _compare(source: Source, output: OutputReader, record: TensorRecord, progress: Progress) -> _Compared:
+def _compare_whole(
+    t: PlannedTensor, output: OutputReader, workers: Workers, progress: Progress
+) -> tuple[TensorRecord, bool]:
+    """The record of a tensor as the files have it, and whether all of it is right."""
+
+    def over(job: Callable[[Tensor, Workspace], T], /) -> Iterator[T]:
+        return (found for _, found in workers.over(t, job))
+
+    implied, side = t.form.measure(over), output.side(t.name)
+    same_side = _same_bytes(side.values(), (implied.side[n] for n in side))
+
+    def compare(block: Block) -> _Compared:
+        with workers.borrowed() as work:
+            x = workers.read(block, work)
+            return _compare(block, x, output, replace(implied, side=side), None if same_side else implied, work)
+
     total = _Compared()
-    for start, stop in block_ranges(math.prod(record.shape), output.forms[record.name].cols):
-        value, got = _both(source, output, record, start, stop)
-        errors = _errors(value, got) if record.action == "convert" else _Compared()
-        total = total + errors + _Compared(right=_is_right(value, got, output, record, start))
-        progress.advance((stop - start) * DTYPE_BITS[record.source_dtype] // 8)
-    return total
+    for block, found in workers.in_order(blocks_of([t]), compare):
+        total = total + found
+        progress.advance(block.source_bytes)
+    record = output.records[t.name]
+    if t.format is None:
+        return record, total.right and planned_record(t) == record
+    stats = implied.stats if t.form.needs_first_pass else total.stats
+    measured = tensor_record(t, t.form.scale(side), stats, total.error)
+    sums_as_recorded = tensor_record(t, t.form.scale(implied.side), stats, total.implied) == record
+    return measured, total.right and (same_side or not sums_as_recorded) and _is_close(measured, record)
+
+
+def _compare_pieces(t: PlannedTensor, output: OutputReader, workers: Workers) -> tuple[int, bool]:
+    """The first, a middle and the last piece of a tensor: how many elements, and whether they are right."""
+    count, right = 0, t.format is None or t.form.scale(output.side(t.name)) == output.records[t.name].scale
+    for start, stop in _sample_ranges(t.info.num_elements):
+        first, last = output.widened(t.name, start, stop)
+        with workers.borrowed() as work:
+            block = Block(tensor=t, start=first, stop=last)
+            x = workers.read(block, work)
+            found = Measured(stats=block_stats(x, work) if t.format else BlockStats(), side=output.side(t.name))
+            right = _compare(block, x, output, found, None, work).right and right
+        count += last - first
+    return count, right
 
 
 def _sample_ranges(num_elements: int) -> Iterator[tuple[int, int]]:
     """At most three pieces, the first, a middle and the last, on even offsets so that packed formats divide."""
-    if num_elements <= 3 * _SAMPLE_ELEMENTS:
+    if num_elements <= 3 * _PIECE:
         if num_elements:
             yield 0, num_elements
         return
-    last = (num_elements - _SAMPLE_ELEMENTS) // 8 * 8
+    last = (num_elements - _PIECE) // 8 * 8
     middle = last // 16 * 8
-    yield from ((0, _SAMPLE_ELEMENTS), (middle, middle + _SAMPLE_ELEMENTS), (last, num_elements))
+    yield from ((0, _PIECE), (middle, middle + _PIECE), (last, num_elements))
 
 
-def _both(source: Source, output: OutputReader, record: TensorRecord, start: int, stop: int) -> tuple[Tensor, Tensor]:
-    """Elements of the source and of the output: as they lie there where they were kept, else in fp32."""
-    original = read_range(source, record.name, start, stop)
-    if record.action == "keep":
-        return original, output.stored(record.name, start, stop)[0]
-    return original.float(), output.values(record.name, start, stop)
+def _compare(
+    block: Block, x: Tensor, output: OutputReader, found: Measured, implied: Measured | None, work: Workspace
+) -> _Compared:
+    """One block of the files beside `x`, the source's. `found` has the stored side tensors, `implied` others if the
+    source implies others."""
+    form, start, stop = block.tensor.form, block.start, block.stop
+    stored = output.stored(form.name, start, stop)
+    again = form.encode(x, start, found, work)
+    right = _same_bytes(stored, again.data)
+    if form.format is None:
+        return _Compared(right=right)
+    value, got = as_float32(x, work), form.decode(stored, start, stop, found.side)
+    right = right and form.is_right(value, got, start, found.side)
+    got = torch.where(torch.isnan(got) & torch.isfinite(value), math.inf, got)  # a lost number is no small error
+    stats, error = again.stats or BlockStats(), block_error(value, got)
+    wanted = (again if implied is None else form.encode(x, start, implied, work)).error or BlockError()
+    right = right and error.sum_squares <= wanted.sum_squares * (1 + _SHARE)
+    return _Compared(right=right, stats=stats, error=error, implied=wanted)
 
 
-def _is_right(value: Tensor, got: Tensor, output: OutputReader, record: TensorRecord, start: int) -> bool:
-    """Whether `got` is what the source's `value` should have become, with the scale that the record names."""
-    form, side = output.forms[record.name], output.side(record.name)
-    return form.scale(side) == record.scale and form.is_right(value, got, start, side)
+def _is_close(measured: TensorRecord, record: TensorRecord) -> bool:
+    """Whether a record differs from what was measured by no more than the order of sums may change."""
+    figures = ("scale", "rms", "absmax", "max_rel_error")
+    pairs = [(getattr(measured, n), getattr(record, n)) for n in figures]
+    alike = all(a == b or (a and b and math.isclose(a, b, rel_tol=_SHARE)) for a, b in pairs)
+    a, b = measured.sqnr_db, record.sqnr_db
+    alike = alike and (a == b or (a is not None and b is not None and abs(a - b) <= _DB))
+    loose = {n: getattr(record, n) for n in (*figures, "sqnr_db", "num_flushed")}
+    return alike and replace(measured, **loose) == record
 
 
-def _errors(value: Tensor, got: Tensor) -> _Compared:
-    """Sums and the largest relative error over finite elements, in fp64."""
-    finite = torch.isfinite(value)
-    x, y = value[finite].double(), got[finite].double()
-    error = x - y
-    relative = (error / x).nan_to_num_(0.0, math.inf, -math.inf).abs()
-    return _Compared(
-        signal=float(x @ x),
-        noise=float(error @ error),
-        max_relative=float(relative.max()) if relative.numel() else 0.0,
-    )
+def _same_bytes(a: Iterable[Tensor], b: Iterable[Tensor]) -> bool:
+    pairs = zip(a, b, strict=True)
+    return all(torch.equal(x.reshape(-1).view(torch.uint8), y.reshape(-1).view(torch.uint8)) for x, y in pairs)

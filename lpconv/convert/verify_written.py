@@ -1,26 +1,25 @@
-"""Verify weights that have just been written, before anything is published."""
+"""Judge the files of a conversion: before anything is published, and again by `lpconv verify`."""
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lpconv.checkpoint.residual import find_residual
 from lpconv.convert.job import Job
+from lpconv.convert.plan import PlannedTensor
 from lpconv.convert.reader import OutputReader
-from lpconv.convert.verify import check_samples
-from lpconv.convert.workers import SingleThreadedTorch
-from lpconv.errors import LpconvError, UnsupportedError
+from lpconv.convert.verify import check_weights, whole_tensors
+from lpconv.convert.workers import SingleThreadedTorch, Workers
+from lpconv.errors import InputError, LpconvError, UnsupportedError
 from lpconv.gates import CONVERT_GATES, needs_logits
 from lpconv.machine import out_of_memory
 from lpconv.progress import Progress
-from lpconv.results import (
-    LogitsCheck,
-    TensorRecord,
-    VerifyResult,
-    WeightsCheck,
-)
+from lpconv.results import LogitsCheck, TensorRecord, VerifyResult, WeightsCheck
 
-__all__ = ["verify_written"]
+__all__ = ["check_outputs", "check_stored", "output_problems", "verify_written", "weights_problems"]
+
+_SECONDS = 10  # of one core, for comparing weights before publishing: whole tensors within it, pieces of the others
 
 
 def verify_written(job: Job, directory: Path, tensors: Sequence[TensorRecord], progress: Progress) -> VerifyResult:
@@ -28,48 +27,65 @@ def verify_written(job: Job, directory: Path, tensors: Sequence[TensorRecord], p
     level = job.plan.options.verify
     if level == "none" and not job.gates:
         return VerifyResult(level="none", passed=True)
-    progress.start("verifying", 0)
-    residuals = find_residual(directory)
-    with OutputReader(directory, tensors, residuals) as output, SingleThreadedTorch():  # pieces too small to share
-        count, mismatched = check_samples(job.source, output)
-    weights = _weights_check(tensors, count, mismatched)
-    problems = [f"tensor `{n}` does not decode to what it should" for n in mismatched]
-    logits = _logits(job, directory, level) if level in ("logits", "auto") or needs_logits(job.gates) else None
-    if logits is not None and logits.bit_equal is False and _is_exact(tensors):
-        problems.append(f"the weights are exact, yet outputs differ by {logits.max_abs_diff:g}")
+    planned = {t.name: t for t in job.plan.tensors if t.action != "tie"}
+    try:
+        with OutputReader(directory, tensors, find_residual(directory)) as output:
+            weights = check_stored(job, output, planned, progress, whole=whole_tensors(planned.values(), _SECONDS))
+    except InputError as e:  # of the source too: it cannot be compared with
+        return VerifyResult(level="weights", passed=False, problems=(e.message,))
+    problems = weights_problems(weights)
+    logits = None
+    if level in ("logits", "auto") or needs_logits(job.gates):
+        progress.start("running both models", 0)
+        logits = check_outputs(job, directory, automatic=level == "auto" and not needs_logits(job.gates))
+        problems += output_problems(logits, tensors)
     ran = logits is not None and logits.skipped is None
     result = VerifyResult(
         level="logits" if ran else "weights",
         passed=not problems,
         weights=weights,
         logits=logits,
-        problems=tuple(problems),
+        problems=problems,
     )
     gates = CONVERT_GATES.check(job.gates, result)
     return dataclasses.replace(result, gates=gates, passed=result.passed and all(g.passed for g in gates))
 
 
-def _is_exact(tensors: Sequence[TensorRecord]) -> bool:
-    return all(t.max_rel_error == 0 for t in tensors if t.action == "convert")
+def check_stored(
+    job: Job,
+    output: OutputReader,
+    planned: Mapping[str, PlannedTensor],
+    progress: Progress,
+    *,
+    whole: frozenset[str] | None = None,
+) -> WeightsCheck:
+    """`check_weights` of the job's source on the job's workers."""
+    with SingleThreadedTorch():
+        workers = Workers(job.source, job.memory.workers)
+        try:
+            return check_weights(planned, output, workers, progress, whole=whole)
+        finally:
+            workers.close()
 
 
-def _weights_check(tensors: Sequence[TensorRecord], count: int, mismatched: tuple[str, ...]) -> WeightsCheck:
-    converted = [t for t in tensors if t.action == "convert"]
-    worst = min(converted, key=lambda t: t.sqnr_db if t.sqnr_db is not None else float("inf"), default=None)
-    sqnr = worst.sqnr_db if worst is not None and worst.sqnr_db is not None else float("inf")
-    return WeightsCheck(
-        max_rel_error=max((t.max_rel_error or 0.0 for t in converted), default=0.0),
-        min_sqnr_db=sqnr,
-        worst=worst.name if worst is not None and sqnr != float("inf") else None,
-        num_tensors=len(converted),
-        num_elements_checked=count,
-        mismatched=mismatched,
-    )
+def weights_problems(weights: WeightsCheck) -> tuple[str, ...]:
+    """What is wrong with the weights, in words."""
+    return tuple(f"tensor `{n}` is not what the source says" for n in weights.mismatched)
 
 
-def _logits(job: Job, directory: Path, level: str) -> LogitsCheck:
-    """Run both models, or say why not. What was asked for explicitly must run; `auto` may skip."""
-    automatic = level == "auto" and not needs_logits(job.gates)
+def output_problems(logits: LogitsCheck, tensors: Sequence[TensorRecord]) -> tuple[str, ...]:
+    """What is wrong with what the models compute, in words."""
+    if logits.skipped or logits.max_abs_diff is None:
+        return ()
+    if not math.isfinite(logits.max_abs_diff):
+        return ("outputs are NaN or infinite where the source's are finite",)
+    if logits.bit_equal is False and all(t.max_rel_error == 0 for t in tensors if t.action == "convert"):
+        return (f"the weights are exact, yet outputs differ by {logits.max_abs_diff:g}",)
+    return ()
+
+
+def check_outputs(job: Job, directory: Path, *, automatic: bool) -> LogitsCheck:
+    """Run both models, or say why not. What was asked for explicitly must run; what is `automatic` may be skipped."""
     skip = job.memory.no_logits if automatic else None
     if skip is not None:
         return LogitsCheck(skipped=skip)

@@ -5,8 +5,9 @@ from __future__ import annotations  # tensors are named below and not imported
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Self
 
+from lpconv.checkpoint.compressed import quantized_by
 from lpconv.checkpoint.header import DTYPE_BITS, TensorInfo
 
 if TYPE_CHECKING:
@@ -57,6 +58,28 @@ class Headers:
     quantised_by: str | None = None
     format: str = ""
     exceptions: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        config: Mapping[str, Any],
+        root: Mapping[str, TensorInfo],
+        *,
+        low: Mapping[str, TensorInfo] | None = None,
+        residual: str = "",
+    ) -> Self:
+        """The headers of the files, and the settings that a config has beside them."""
+        found = config.get("quantization_config")
+        settings = found if isinstance(found, dict) else {}
+        exceptions = settings.get("exceptions")
+        return cls(
+            root=root,
+            low=low or {},
+            residual=residual,
+            quantised_by=quantized_by(config),
+            format=str(settings.get("format", "")),
+            exceptions={n: str(f) for n, f in exceptions.items()} if isinstance(exceptions, dict) else {},
+        )
 
     def holds(self, component: Component) -> bool:
         """Whether a component is there, with its dtype and shape."""

@@ -82,17 +82,17 @@ class Pair(Form):
         return self._rule().merge(*data)
 
     def is_right(self, value: Tensor, got: Tensor, start: int, side: Side) -> bool:
-        """Within the bound that the residual promises. Numbers beyond the largest of the format may be Inf."""
+        """Within the bound that the residual promises; infinite exactly where the source is, or rounds to it."""
         import torch
 
         from lpconv.forms.blocks import same_numbers
 
         rule = self._rule()
+        wanted = torch.where(value.abs() < rule.overflow, value, value * math.inf)  # NaN stays NaN
+        finite = torch.isfinite(wanted)
         bound = (value.abs().double() * rule.relative_bound).clamp_min(rule.absolute_bound)
         close = (value.double() - got.double()).abs() <= bound
-        overflowed = (value.abs() > self.format.max) & (got == torch.copysign(torch.full_like(value, math.inf), value))
-        finite = torch.isfinite(value)
-        return bool((close | overflowed | ~finite).all()) and same_numbers(got[~finite], value[~finite])
+        return bool((close | ~finite).all()) and same_numbers(got[~finite], wanted[~finite])
 
     def summands(self, data: Sequence[Tensor], side: Side) -> tuple[Summand, ...]:
         """Integer residuals are bit patterns and no summands; those come merged."""

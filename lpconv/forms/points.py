@@ -38,6 +38,7 @@ class PointRows(Form):
     kind: ClassVar[str] = "points"
     suffixes: ClassVar[tuple[str, ...]] = (SCALE_SUFFIX, POINTS_SUFFIX)
     holds_one_format: ClassVar[bool] = True
+    checked_per_second: ClassVar[float] = 5e5  # rows are fitted again
 
     format: Format
     points_total: int

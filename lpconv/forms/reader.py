@@ -8,11 +8,10 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from torch import Tensor
 
-from lpconv.checkpoint.compressed import quantized_by
 from lpconv.checkpoint.contents import Contents, read_contents
 from lpconv.checkpoint.residual import Residuals, read_residual
 from lpconv.checkpoint.source import SafetensorsSource, Source, TensorEntry, open_source, read_range, read_tensor
@@ -40,7 +39,13 @@ class StoredTensors:
             if residuals is not None:
                 self._low = SafetensorsSource(residuals.contents)
                 opened.callback(self._low.close)
-            self._headers = _headers(contents, self._root, self._low, residuals)
+            low = self._low.entries if self._low is not None else {}
+            self._headers = Headers.of(
+                contents.config,
+                {n: e.info for n, e in self._root.entries.items()},
+                low={n: e.info for n, e in low.items()},
+                residual=residuals.form if residuals is not None else "",
+            )
             self.forms = recognise(self._headers)
             self._sides: dict[str, Side] = {n: self._read_side(form) for n, form in self.forms.items() if form.side}
             self._opened = opened.pop_all()
@@ -129,17 +134,3 @@ class StoredTensors:
 
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
-
-
-def _headers(contents: Contents, root: Source, low: Source | None, residuals: Residuals | None) -> Headers:
-    found: Any = contents.config.get("quantization_config")
-    settings = found if isinstance(found, dict) else {}
-    exceptions = settings.get("exceptions")
-    return Headers(
-        root={n: e.info for n, e in root.entries.items()},
-        low={n: e.info for n, e in low.entries.items()} if low is not None else {},
-        residual=residuals.form if residuals is not None else "",
-        quantised_by=quantized_by(contents.config),
-        format=str(settings.get("format", "")),
-        exceptions=exceptions if isinstance(exceptions, dict) else {},
-    )

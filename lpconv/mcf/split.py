@@ -11,6 +11,7 @@ Inputs are fp32; bf16, fp16 and fp8 convert to fp32 exactly first (so the residu
 rounded to fp32 first. The bounds below are against that fp32 value.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -70,7 +71,8 @@ class Merge(Protocol):
 class Residual:
     """A way to keep what rounding fp32 to `hi_dtype` dropped.
 
-    For every finite x whose hi is finite, |x - merge(split(x))| <= max(relative_bound · |x|, absolute_bound).
+    For every |x| < overflow, |x - merge(split(x))| <= max(relative_bound · |x|, absolute_bound); from there on the
+    merged number is infinite.
     """
 
     name: str
@@ -80,6 +82,7 @@ class Residual:
     dtype: torch.dtype
     relative_bound: float
     absolute_bound: float
+    overflow: float
 
 
 def split_bf16(
@@ -168,12 +171,16 @@ RESIDUALS: dict[str, Residual] = {
     r.name: r
     for r in (
         Residual(name="bf16", split=split_bf16, merge=merge_bf16, hi_dtype=torch.bfloat16, dtype=torch.bfloat16,
-                 relative_bound=2.0**-17, absolute_bound=2.0**-134),
+                 relative_bound=2.0**-17, absolute_bound=2.0**-134,
+                 overflow=float.fromhex("0x1.feff8p127")),
         Residual(name="exact16", split=split_exact16, merge=merge_exact16, hi_dtype=torch.bfloat16, dtype=torch.int16,
-                 relative_bound=0.0, absolute_bound=0.0),
+                 relative_bound=0.0, absolute_bound=0.0,
+                 overflow=math.inf),
         Residual(name="int8", split=split_int8, merge=merge_int8, hi_dtype=torch.bfloat16, dtype=torch.int8,
-                 relative_bound=2.0**-16, absolute_bound=2.0**-142),
+                 relative_bound=2.0**-16, absolute_bound=2.0**-142,
+                 overflow=float.fromhex("0x1.ffffp127")),
         Residual(name="fp16", split=split_fp16, merge=merge_fp16, hi_dtype=torch.float16, dtype=torch.float16,
-                 relative_bound=2.0**-23, absolute_bound=2.0**-36),
+                 relative_bound=2.0**-23, absolute_bound=2.0**-36,
+                 overflow=float.fromhex("0x1.ffdffep15")),
     )
 }  # fmt: skip

@@ -73,7 +73,8 @@ class HashCheck:
 class WeightsCheck:
     """Stored weights compared with the source's. `min_sqnr_db` belongs to tensor `worst`; infinite means exact.
 
-    `num_elements_checked` elements were decoded from the file again and compared with the reference cast.
+    `num_elements_checked` of `num_elements` were converted again, and decoded from the file and compared with the
+    reference cast. `miss_probability` is the chance that one bad block somewhere in the weights was not among them.
     """
 
     max_rel_error: float
@@ -81,6 +82,8 @@ class WeightsCheck:
     worst: str | None
     num_tensors: int
     num_elements_checked: int
+    num_elements: int | None = None
+    miss_probability: float | None = None
     mismatched: tuple[str, ...] = ()
 
 
@@ -88,7 +91,8 @@ class WeightsCheck:
 class LogitsCheck:
     """Outputs of source and result on the same inputs. All None, with a `skipped` reason, where it was not run.
 
-    `max_abs_diff` and `rel_error` (‖y - ŷ‖/‖y‖) are over all outputs; `top1_agreement` is the share of positions whose
+    `max_abs_diff` and `rel_error` (‖y - ŷ‖/‖y‖) are over all outputs that are finite of the source, and are infinite or
+    NaN where the result's are; `top1_agreement` is the share of positions whose
     largest output has the same index; `mean_kl` is KL(source ‖ result) in nats per position.
     """
 
@@ -184,7 +188,10 @@ class ConvertResult:
 
 @dataclass(frozen=True, kw_only=True)
 class RestoreResult:
-    """A plain checkpoint made from a converted one. `exact` says that its bytes are the source's."""
+    """A plain checkpoint made from a converted one.
+
+    `exact` says that its bytes are the source's, as far as hashes and figures of the conversion tell.
+    """
 
     schema_version: int = SCHEMA_VERSION
     kind: str = "restore"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import Run, published, write_checkpoint
+from checkpoints import Run, published, rehash, write_checkpoint
 from safetensors.torch import load_file, save_file
 
 from lpconv.convert.restore import restore
@@ -91,6 +91,7 @@ class TestReadingAnOutput:
         self.restored(output, tmp_path)
 
     def restored(self, output: Path, tmp_path: Path) -> InputError:
+        rehash(output)
         with pytest.raises(InputError) as caught:
             restore(output, tmp_path / "back", force=False, progress=Silent())
         assert caught.value.hint

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import rehash
 from convert_models import albert, minilm, tiny
 from safetensors.torch import load_file
 
@@ -104,6 +105,7 @@ def test_a_residual_of_other_weights_is_refused(tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
+    rehash(tmp_path / "out")
     with pytest.raises(InputError, match="has changed"):
         restore(tmp_path / "out", tmp_path / "back", force=False, progress=Silent())
     assert not (tmp_path / "back").exists()

@@ -18,7 +18,7 @@ from checkpoints import DEMO_TENSORS, bits_of, published, run_cli, write_checkpo
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from lpconv.checkpoint.inspect import inspect
+from lpconv.convert.inspect import inspect
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.restore import restore
 from lpconv.convert.run import convert

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import lpconv.hf
-from lpconv.checkpoint.inspect import inspect
+from lpconv.convert.inspect import inspect
 from lpconv.convert.options import ConvertOptions, FormatRule, settings_of
 from lpconv.convert.restore import restore
 from lpconv.convert.run import convert, plan
@@ -99,15 +99,14 @@ def test_embeddings_stay_in_sixteen_bits_and_vectors_as_they_are(outputs: dict[s
     assert "model.norm.weight_points" not in tensors
 
 
-def test_inspect_shows_the_parts(outputs: dict[str, Path]) -> None:
+def test_inspect_shows_codes_scales_and_counts_as_one_tensor(outputs: dict[str, Path]) -> None:
     found = inspect(outputs["e2m1"])
     assert (found.method, found.format, found.problems) == ("multipoint", "e2m1", ())
-    shapes = {t.name: (t.dtype, t.shape) for t in found.tensors}
     name = "model.layers.0.mlp.down_proj.weight"
-    (points,) = shapes[name + "_scale"][1]
-    rows, cols = stored(demo_checkpoint())[name].shape
-    assert shapes[name] == ("U8", (1, points, cols // 2))
-    assert shapes[name + "_points"] == ("U8", (rows,))
+    parts = stored(outputs["e2m1"])
+    [shown] = [t for t in found.tensors if t.name.startswith(name)]
+    assert (shown.name, shown.dtype, shown.shape) == (name, "U8", tuple(stored(demo_checkpoint())[name].shape))
+    assert shown.size_bytes == sum(parts[name + s].nbytes for s in ("", "_scale", "_points"))
 
 
 def test_one_point_a_row_is_plain_rounding(tmp_path: Path) -> None:

@@ -186,7 +186,12 @@ def _weights_words(check: WeightsCheck) -> str:
         )
     if not check.num_elements_checked:
         return found
-    return f"{found}; {count_text(check.num_elements_checked)} stored elements equal the reference cast"
+    checked, total = check.num_elements_checked, check.num_elements
+    share = "all " if checked == total else "" if total is None else f"{count_text(checked)} of "
+    words = f"{found}; {share}{count_text(total or checked)} stored elements equal the reference cast"
+    if not check.miss_probability:
+        return words
+    return f"{words} (one bad block elsewhere would be missed with a probability of {check.miss_probability:.2g})"
 
 
 def _logits_words(check: LogitsCheck) -> str:

@@ -7,6 +7,7 @@ from lpconv.checkpoint.contents import Contents, read_contents
 from lpconv.checkpoint.header import TensorInfo, read_header
 from lpconv.checkpoint.staging import read_marker
 from lpconv.errors import InputError, LpconvError
+from lpconv.forms import Headers, recognise
 from lpconv.results import DtypeRecord, FileRecord, InspectResult, StoredTensor, TensorRecord, from_json
 
 __all__ = ["describe", "inspect"]
@@ -32,9 +33,11 @@ def inspect(directory: Path, *, name: str | None = None) -> InspectResult:
 
 
 def describe(contents: Contents, stored: Stored, *, name: str, problems: Sequence[str] = ()) -> InspectResult:
-    """The record of a checkpoint whose tensors, with their files, are known."""
+    """The record of a checkpoint whose tensors, with their files, are known; codes and scales are one tensor."""
     provenance = read_marker(contents.directory)
     records = from_json(tuple[TensorRecord, ...], provenance.get("tensors", []))
+    there = {info.name: (info, file) for info, file in stored}
+    forms = recognise(Headers.of(contents.config, {name: info for name, (info, _) in there.items()}))
     scales = {t.name: t.scale for t in records if t.scale is not None}
     return InspectResult(
         path=name,
@@ -48,9 +51,14 @@ def describe(contents: Contents, stored: Stored, *, name: str, problems: Sequenc
         ties={t.name: t.tied_to for t in records if t.tied_to},
         tensors=tuple(
             StoredTensor(
-                name=i.name, dtype=i.dtype, shape=i.shape, file=f, size_bytes=i.num_bytes, scale=scales.get(i.name)
+                name=name,
+                dtype=there[name][0].dtype,
+                shape=form.shape,
+                file=there[name][1],
+                size_bytes=form.num_bytes,
+                scale=scales.get(name),
             )
-            for i, f in stored
+            for name, form in forms.items()
         ),
         problems=tuple(problems),
     )

@@ -1,0 +1,224 @@
+"""Attacks on the verdict: what was damaged before a check, or between writing and checking, does not pass."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import Run, published, rehash, write_checkpoint
+from convert_models import tiny
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from typer.testing import CliRunner
+
+from lpconv.checkpoint.header import TensorInfo
+from lpconv.cli.main import app
+from lpconv.convert.inspect import inspect
+from lpconv.convert.logits import _compare
+from lpconv.convert.options import ConvertOptions
+from lpconv.convert.plan import PlannedTensor
+from lpconv.convert.restore import restore
+from lpconv.convert.run import convert
+from lpconv.convert.verify import whole_tensors
+from lpconv.convert.verify_output import verify_output
+from lpconv.convert.verify_written import output_problems
+from lpconv.errors import InputError, UnsupportedError, UsageError, VerificationError
+from lpconv.forms import Kept
+from lpconv.progress import Silent
+from lpconv.results import VerifyResult
+
+FILE = "model.safetensors"
+
+
+def rewritten(output: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
+    tensors = load_file(output / FILE)
+    change(tensors)
+    save_file(tensors, output / FILE, metadata={"format": "pt"})
+    rehash(output, with_residual=True)
+
+
+def verified(output: Path, source: Path, level: str | None = "weights") -> VerifyResult:
+    return verify_output(output, against=str(source), level=level, gates=(), trust_remote_code=False, progress=Silent())
+
+
+def lpconv(*arguments: Any) -> Any:
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+@pytest.mark.parametrize("residual", ["bf16", "exact16", "int8"])
+def test_a_root_of_nan_beside_a_sound_source(run: Run, source: Path, output: Path, residual: str) -> None:
+    run(method="collage", residual=residual)
+
+    def fill(tensors: dict[str, Tensor]) -> None:
+        tensors["layer.weight"].view(torch.uint8).fill_(0xFF)
+
+    rewritten(output, fill)
+    found = verified(output, source)
+    assert not found.passed
+    assert found.weights is not None
+    assert found.weights.mismatched == ("layer.weight",)
+    assert found.weights.min_sqnr_db == -math.inf
+
+
+def test_infinite_only_where_the_source_rounds_to_it(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source", {"layer.weight": torch.tensor([[1.0, 7e4, 65504.0, 65519.0]])})
+    output = tmp_path / "output"
+    options = ConvertOptions(method="collage", format="fp16", verify="weights", workers=1)
+    assert convert(str(source), output, options).verify.passed
+    assert verified(output, source).passed
+
+    def overflow(tensors: dict[str, Tensor]) -> None:
+        tensors["layer.weight"][0, 3] = math.inf
+
+    rewritten(output, overflow)
+    assert not verified(output, source).passed
+
+
+def test_damage_between_writing_and_checking(run: Run, output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lpconv.convert import run as module
+
+    check = module.verify_written
+
+    def damaged(job: Any, directory: Path, *rest: Any) -> VerifyResult:
+        tensors = load_file(directory / FILE)
+        tensors["layer.weight"].fill_(math.nan)
+        save_file(tensors, directory / FILE, metadata={"format": "pt"})
+        return check(job, directory, *rest)
+
+    monkeypatch.setattr(module, "verify_written", damaged)
+    for method in ("collage", "unit"):
+        with pytest.raises(VerificationError):
+            run(method=method, force=True)
+        assert not published(output)
+
+
+def test_the_check_says_how_much_it_compared(run: Run) -> None:
+    weights = run().verify.weights
+    assert weights is not None
+    assert (weights.num_elements_checked, weights.num_elements, weights.miss_probability) == (60, 60, 0.0)
+
+
+def test_a_sample_says_what_it_may_miss(source: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lpconv.convert.verify_written._SECONDS", 0)
+    size = 2**18
+    write_checkpoint(source, {"layer.weight": torch.randn(64, size // 64)})
+    weights = run().verify.weights
+    assert weights is not None
+    assert weights.num_elements_checked == 3 * 2**14
+    assert weights.miss_probability == pytest.approx(1 - 3 * 2**14 / size)
+
+
+def test_the_smallest_tensors_are_compared_whole() -> None:
+    def planned(name: str, rows: int) -> PlannedTensor:
+        info = TensorInfo(name=name, dtype="F32", shape=(rows,), begin=0, end=4 * rows)
+        return PlannedTensor(info=info, form=Kept(name=name, shape=(rows,), dtype="F32"), reason="")
+
+    sizes = {"a": 10**9, "b": 10**6, "c": 10**3}
+    assert whole_tensors([planned(*it) for it in sizes.items()], 10) == {"b", "c"}
+
+
+def test_sums_in_another_order_are_another_machine(run: Run, source: Path, output: Path) -> None:
+    """Recorded figures and an exact scale that differ in their last bits, as those of other vector widths do."""
+    run(method="scalify", scale="exact", format="e4m3fn", granularity="row")
+    document = json.loads((output / "lpconv.json").read_text())
+    record = next(t for t in document["tensors"] if t["name"] == "layer.weight")
+    x = load_file(source / FILE)["layer.weight"]
+
+    def other(tensors: dict[str, Tensor]) -> None:
+        scale = tensors["layer.weight_scale"]
+        scale[0] = torch.nextafter(scale[0], torch.tensor(math.inf))
+        tensors["layer.weight"][0, 0] = (x[0] / scale[0]).to(torch.float8_e4m3fn)
+
+    rewritten(output, other)
+    assert not verified(output, source).passed, "the figures are this machine's to the last bit"
+    record["rms"] = math.nextafter(record["rms"], 9)
+    (output / "lpconv.json").write_text(json.dumps(document))
+    rehash(output)
+    assert verified(output, source).passed
+    record["rms"] *= 1.01
+    (output / "lpconv.json").write_text(json.dumps(document))
+    rehash(output)
+    assert not verified(output, source).passed
+
+
+def test_outputs_that_are_no_numbers() -> None:
+    wanted = torch.tensor([[1.0, 2.0, math.nan]])
+    for bad in (math.nan, math.inf):
+        check = _compare(wanted, torch.tensor([[1.0, bad, math.nan]]), "M", "")
+        assert output_problems(check, ()) == ("outputs are NaN or infinite where the source's are finite",)
+    same = _compare(wanted, wanted, "M", "")
+    assert (same.max_abs_diff, same.rel_error, output_problems(same, ())) == (0.0, 0.0, ())
+
+
+class TestTheCommand:
+    def test_against_implies_weights_and_outputs(self, tmp_path: Path) -> None:
+        source, output = tiny("llama", tmp_path / "llama"), tmp_path / "output"
+        convert(str(source), output, ConvertOptions(verify="none", workers=1))
+        assert verified(output, source, None).level == "logits"
+        assert json.loads(lpconv("verify", output, "--json").stdout)["level"] == "hash"
+        assert lpconv("verify", output, "--against", tmp_path / "nope").exit_code == 3
+        assert lpconv("verify", output, "--against", "nope").exit_code == 3
+
+    @pytest.mark.parametrize("command", ["verify", "restore"])
+    def test_a_plain_checkpoint(self, source: Path, tmp_path: Path, command: str) -> None:
+        more = ["-o", tmp_path / "back"] if command == "restore" else []
+        done = lpconv(command, source, *more)
+        assert done.exit_code == 4
+        assert "plain checkpoint" in done.stderr
+        assert "hint" in done.stderr
+        assert lpconv(command, tmp_path / "nowhere", *more).exit_code == 3
+        with pytest.raises(UnsupportedError):
+            restore(source, tmp_path / "back", force=False, progress=Silent())
+
+    def test_inspect_of_unsound_files(self, source: Path) -> None:
+        assert lpconv("inspect", source).exit_code == 0
+        (source / FILE).write_bytes((source / FILE).read_bytes()[:-3])
+        assert inspect(source).problems
+        assert lpconv("inspect", source).exit_code == 5
+        done = lpconv("inspect", source, "--json")
+        assert json.loads(done.stdout)["error"]["details"]["problems"]
+
+
+class TestRestoring:
+    def test_what_does_not_match_its_hash(self, run: Run, output: Path, tmp_path: Path) -> None:
+        run(format="fp32")
+        data = bytearray((output / FILE).read_bytes())
+        data[-1] ^= 1
+        (output / FILE).write_bytes(data)
+        with pytest.raises(InputError, match=FILE):
+            restore(output, tmp_path / "back", force=False, progress=Silent())
+        assert not published(tmp_path / "back")
+
+    @pytest.mark.parametrize("granularity", ["tensor", "row"])
+    def test_a_scale_of_a_million_is_not_the_source(
+        self, run: Run, output: Path, tmp_path: Path, granularity: str
+    ) -> None:
+        run(format="fp32", granularity=granularity)
+
+        def grow(tensors: dict[str, Tensor]) -> None:
+            tensors["layer.weight_scale"][0] = 1e6
+
+        rewritten(output, grow)
+        with pytest.raises(InputError, match=r"layer\.weight"):
+            restore(output, tmp_path / "back", force=False, progress=Silent())
+        assert not published(tmp_path / "back")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"include": ("layer.wieght",)}, {"exclude": ("layer.wieght",)}, {"include": ("re:wieght$",)}, "rule"],
+    ids=str,
+)
+def test_a_pattern_that_matches_nothing(run: Run, output: Path, options: Any) -> None:
+    from lpconv.convert.options import FormatRule
+
+    asked = {"rules": (FormatRule(pattern="layer.wieght", format="keep"),)} if options == "rule" else options
+    with pytest.raises(UsageError, match="matches no tensor") as caught:
+        run(**asked)
+    assert caught.value.hint
+    assert not output.with_name(output.name + ".partial").exists()
+    if "re:" not in str(options):
+        assert "layer.weight" in caught.value.hint
