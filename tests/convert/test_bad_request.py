@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import Run, files_of, published, refusal, write_checkpoint
+from checkpoints import DEMO_TENSORS, Run, files_of, published, refusal, write_checkpoint
 from typer.testing import CliRunner
 
 from lpconv.cli.main import app
@@ -88,6 +88,7 @@ class TestRequest:
     def test_the_published_command_holds_no_folder_and_makes_the_same_output(
         self, source: Path, tmp_path: Path
     ) -> None:
+        write_checkpoint(source, {**DEMO_TENSORS, "x y": torch.ones(2), "a'b": torch.ones(2)})
         given = ConvertOptions(
             format="e5m2",
             include=("layer.*", "re:x y"),
@@ -137,8 +138,8 @@ class TestGates:
         (("convert", "nobody/no-such-model", "-o", "{output}"), 3, "hf download nobody/no-such-model"),
         (("convert", "bert-lagre", "-o", "{output}"), 3, "did you mean `bert-large`"),
         (("convert", "{source}", "-o", "{output}", "--workers", "0"), 2, "workers"),
-        (("verify", "{source}"), 3, "lpconv convert"),
-        (("restore", "{source}", "-o", "{output}"), 3, "lpconv convert"),
+        (("verify", "{source}"), 4, "lpconv convert"),
+        (("restore", "{source}", "-o", "{output}"), 4, "lpconv convert"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
 )

@@ -1,0 +1,267 @@
+"""Every kind of checkpoint through every command: what each pair does, by doing it on one layer of the demo model.
+
+A cell works, or is refused before the work with exit code 4 and nothing written. Anything else is an error of ours, and
+raises here. `docs/chains.md` is the table of the verdicts.
+"""
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from typer.testing import CliRunner, Result
+
+import lpconv.hf
+from lpconv.cli.main import app
+from lpconv.data import demo_checkpoint
+
+__all__ = ["COMMANDS", "SOURCES", "WORKS", "make", "read_page", "verdict", "write_page"]
+
+WORKS = "works"
+
+
+def _invoke(*words: object) -> Result:
+    return CliRunner().invoke(app, [str(w) for w in words])
+
+
+def _must(*words: object) -> Result:
+    """A command that has to succeed."""
+    done = _invoke(*words)
+    assert done.exit_code == 0, f"{words}: exit {done.exit_code}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+def _words(settings: Mapping[str, object]) -> list[object]:
+    """Settings of a manifest as options of the command line."""
+    return [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", value)]
+
+
+def _shallow_demo(target: Path) -> None:
+    """The embedded model with one of its layers: exporting and training take a fraction of the time."""
+    shutil.copytree(demo_checkpoint(), target)
+    weights = load_file(target / "model.safetensors")
+    kept = {name: x for name, x in weights.items() if not re.search(r"layers\.[1-9]", name)}
+    save_file(kept, target / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
+
+
+def original(folder: Path) -> Path:
+    """The plain checkpoint below `folder` from which all others there are made."""
+    target = folder / "plain"
+    if not target.exists():
+        _shallow_demo(target)
+    return target
+
+
+def _restore(target: Path) -> None:
+    codes = make("unit e4m3fn", target.parent)
+    _must("restore", codes, "-o", target, "-q")
+
+
+def _save(target: Path) -> None:
+    lpconv.hf.load(make("unit e4m3fn", target.parent)).save_pretrained(target)
+    for name in ("tokenizer.json", "tokenizer_config.json"):  # a model does not save its tokenizer
+        shutil.copyfile(original(target.parent) / name, target / name)
+
+
+_TUNED = {"steps": 1, "seq_len": 16, "batch_size": 2, "eval_batches": 1, "track_every": 0, "twin": "none"}
+# What a command makes of the plain checkpoint: the kind of job, and its settings.
+_JOBS: Mapping[str, tuple[str, Mapping[str, object]]] = {
+    "unit fp32": ("convert", {"method": "unit", "format": "fp32"}),
+    "unit fp16": ("convert", {"method": "unit", "format": "fp16"}),
+    "unit e4m3fn": ("convert", {"method": "unit", "format": "e4m3fn"}),
+    "scalify e5m2": ("convert", {"method": "scalify", "format": "e5m2"}),
+    "unit rows e4m3fn": ("convert", {"method": "unit", "format": "e4m3fn", "granularity": "row"}),
+    "collage bf16": ("convert", {"method": "collage"}),
+    "collage exact16": ("convert", {"method": "collage", "residual": "exact16"}),
+    "collage int8": ("convert", {"method": "collage", "residual": "int8"}),
+    "collage fp16": ("convert", {"method": "collage", "format": "fp16"}),
+    "multipoint int4": ("convert", {"method": "multipoint"}),
+    "compressed-tensors": ("convert", {"format": "e4m3fn", "layout": "compressed-tensors"}),
+    "tuned unit-fp8": ("finetune", {"recipe": "unit-fp8", **_TUNED}),
+    "tuned collage-bf16": ("finetune", {"recipe": "collage-bf16", **_TUNED}),
+    "tuned plain": ("finetune", {"recipe": "unit-fp8", "save": "plain", **_TUNED}),
+}
+# Checkpoints that no single command makes of it.
+_OTHERS: Mapping[str, Callable[[Path], None]] = {
+    "plain": lambda target: None,
+    "restored": _restore,
+    "saved again": _save,
+}
+SOURCES = (*_OTHERS, *_JOBS)
+
+
+def make(source: str, folder: Path) -> Path:
+    """The checkpoint of that kind, below `folder`."""
+    target, plain = folder / source.replace(" ", "-"), original(folder)
+    if target.exists():
+        return target
+    if source in _JOBS:
+        kind, settings = _JOBS[source]
+        _must(kind, plain, *_words(settings), "-q", "-o", target)
+    else:
+        _OTHERS[source](target)
+    return target
+
+
+def _values(path: Path, dtype: torch.dtype | None = torch.float32) -> dict[str, Tensor]:
+    """The parameters that a checkpoint stands for, in fp32; opened with `dtype`, None for what its config says."""
+    return {name: x.float() for name, x in lpconv.hf.load(path, dtype=dtype).state_dict().items()}
+
+
+def _same(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+
+
+def _outcome(done: Result, written: Path | None) -> str:
+    """What a command's exit says; AssertionError where it neither worked nor was refused in time."""
+    if done.exit_code == 0:
+        return WORKS
+    said = f"exit {done.exit_code}\n{done.stdout}\n{done.stderr}\n{done.exception!r}"
+    assert done.exit_code == 4, said
+    assert written is None or not written.exists(), f"refused after it had begun to write\n{said}"
+    error = next(line for line in done.stderr.splitlines() if line.startswith("error: "))
+    return "refused: " + error.removeprefix("error: ")
+
+
+def _inspect(path: Path, out: Path) -> str:
+    done = _invoke("inspect", path, "--json")
+    assert json.loads(done.stdout)["tensors"]
+    return _outcome(done, None)
+
+
+def _verify(path: Path, out: Path) -> str:
+    against = () if "tuned" in path.name else ("--against", path.with_name("plain"), "--level", "logits")
+    return _outcome(_invoke("verify", path, *against), None)
+
+
+def _restored(path: Path, out: Path) -> str:
+    done = _invoke("restore", path, "-o", out, "-q")
+    if done.exit_code == 0:
+        assert _same(_values(path), _values(out))
+    return _outcome(done, out)
+
+
+def _load(path: Path, out: Path) -> str:
+    model = lpconv.hf.load(path)
+    ids = torch.arange(8).unsqueeze(0)
+    assert torch.isfinite(model(input_ids=ids).logits).all()
+    return WORKS
+
+
+def _load_and_save(path: Path, out: Path) -> str:
+    model = lpconv.hf.load(path)
+    try:
+        model.save_pretrained(out)
+    except ValueError as e:
+        return f"refused: {e}"
+    assert _same(_values(path), _values(out))
+    return WORKS
+
+
+def _probe(path: Path, out: Path) -> str:
+    return _outcome(_invoke("probe", path, "--steps", 1, "--seq-len", 16, "-q", "-o", out), out)
+
+
+def _tune(recipe: str) -> Callable[[Path, Path], str]:
+    def tune(path: Path, out: Path) -> str:
+        done = _invoke("finetune", path, "--recipe", recipe, *_words(_TUNED), "-q", "-o", out)
+        if done.exit_code == 0:
+            assert all(torch.isfinite(x).all() for x in _values(out).values())
+            assert _same(_values(out), _values(out, dtype=None)), "opened as its config says, it loses digits"
+        return _outcome(done, out)
+
+    return tune
+
+
+def _bench(path: Path, out: Path) -> str:
+    effort = ("--min-iters", 1, "--min-time", 0, "--rounds", 1, "--launches", 1, "--seq", 16)
+    return _outcome(_invoke("bench", path, "--format", "bf16", "--compile", "off", *effort, "-q", "--json"), None)
+
+
+def _export(path: Path, out: Path) -> str:
+    return _outcome(_invoke("export", "onnx", path, "-o", out, "-q"), out)
+
+
+def _convert_again(path: Path, out: Path) -> str:
+    return _outcome(_invoke("convert", path, "--method", "collage", "--verify", "weights", "-q", "-o", out), out)
+
+
+def _batch(path: Path, out: Path) -> str:
+    """A job writes the checkpoint, another one reads it by ``job:ID``."""
+    out.mkdir()
+    kind, settings = next((job for name, job in _JOBS.items() if name.replace(" ", "-") == path.name), ("", {}))
+    plain = str(path.with_name("plain"))
+    jobs: list[dict[str, Any]] = [{"id": "one", "kind": kind, "model": plain, **settings}] if kind else []
+    model = "job:one" if kind else str(path)
+    jobs.append({"id": "two", "kind": "probe", "model": model, "steps": 1, "seq_len": 16})
+    manifest = out / "jobs.json"
+    manifest.write_text(json.dumps({"version": 1, "jobs": jobs}))
+    return _outcome(_invoke("batch", manifest, "-q"), None)
+
+
+# What is done with a checkpoint (first argument), writing below the second, by its name in the table.
+COMMANDS: Mapping[str, Callable[[Path, Path], str]] = {
+    "inspect": _inspect,
+    "verify": _verify,
+    "restore": _restored,
+    "load": _load,
+    "load, save_pretrained": _load_and_save,
+    "probe": _probe,
+    "finetune unit-fp8": _tune("unit-fp8"),
+    "finetune collage-bf16": _tune("collage-bf16"),
+    "finetune fp32": _tune("fp32"),
+    "bench": _bench,
+    "export onnx": _export,
+    "convert again": _convert_again,
+    "batch": _batch,
+}
+
+
+def verdict(command: str, path: Path, out: Path) -> str:
+    """``works``, or ``refused:`` and the reason, with the checkpoint's own name and place as PATH."""
+    found = COMMANDS[command](path, out)
+    return found.replace(str(path), "PATH")
+
+
+def write_page(verdicts: Mapping[tuple[str, str], str]) -> str:
+    """docs/chains.md: a row for every command, a column for every kind of checkpoint; the reasons below."""
+    reasons: list[str] = []
+
+    def cell(source: str, command: str) -> str:
+        found = verdicts[source, command]
+        if found == WORKS:
+            return "✓"
+        if found not in reasons:
+            reasons.append(found)
+        return f"[{reasons.index(found) + 1}]"
+
+    rows = [f"| {s} | " + " | ".join(cell(s, c) for c in COMMANDS) + " |" for s in SOURCES]
+    head = f"| | {' | '.join(COMMANDS)} |\n|---|{'---|' * len(COMMANDS)}"
+    return "\n".join([_HEAD, head, *rows, "", *(f"{i}. {r}" for i, r in enumerate(reasons, 1))]) + "\n"
+
+
+def read_page(text: str) -> dict[tuple[str, str], str]:
+    """The verdicts that a page of `write_page` holds."""
+    reasons = dict(re.findall(r"^(\d+)\. (.*)$", text, flags=re.MULTILINE))
+    rows = [[c.strip() for c in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| ")]
+    return {
+        (source, command): WORKS if cell == "✓" else reasons[cell.strip("[]")]
+        for source, *cells in rows[1:]
+        for command, cell in zip(COMMANDS, cells, strict=True)
+    }
+
+
+_HEAD = """# Every checkpoint through every command
+
+Generated by `python tests/chains/chains_page.py > docs/chains.md`; a test repeats every cell. Rows are kinds of
+checkpoint, made from one layer of the demo model; columns are what is done with one. ✓ works: the command succeeds, and
+what it wrote opens and holds the values that it should. A number is a refusal: exit code 4 (an exception, from Python)
+before anything is written, with the reason below.
+"""
