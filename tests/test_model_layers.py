@@ -85,5 +85,5 @@ def test_a_conversion_knows_heads_and_embeddings_by_the_names_of_their_weights(n
     for stored, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.ndim == 2:
             info = TensorInfo(name=stored, dtype="F32", shape=tuple(parameter.shape), begin=0, end=0)
-            by_name = "16 bits by default" in decide(info, options, METHODS["unit"]).reason
+            by_name = "16 bits by default" in decide(info, options, METHODS["unit"])[1]
             assert by_name == (id(parameter) in special or id(parameter) not in inside), stored

@@ -15,7 +15,7 @@ __all__ = ["EXTRAS", "PACKAGES", "extras", "packages"]
 PACKAGES: dict[str, str] = {
     "torch": "2.11", "transformers": "5.17", "safetensors": "0.5", "huggingface-hub": "1.0", "typer": "0.15",
     "rich": "13.9", "numpy": "2.0", "onnx": "1.18", "packaging": "23.0", "jinja2": "3.1", "pyyaml": "6.0",
-    "psutil": "6.0", "accelerate": "1.10", "datasets": "4.0",
+    "psutil": "6.0", "pydantic": "2.10", "accelerate": "1.10", "datasets": "4.0",
 }  # fmt: skip
 
 EXTRAS: dict[str, tuple[str, tuple[str, ...]]] = {

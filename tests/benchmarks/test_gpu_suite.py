@@ -42,8 +42,8 @@ def test_a_dry_run_writes_both_files(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     document = json.loads(output.with_suffix(".json").read_text())
     (run,) = document["runs"]
-    assert {(r["method"], r["status"]) for r in run["rows"]} == {("plain", "ok"), ("unit", "ok"), ("te", "skipped")}
-    assert "| fp8 unit | train | 1 x 32 |" in output.with_suffix(".md").read_text()
+    assert {(r["method"], r["status"]) for r in run["rows"]} == {("plain", "ok"), ("static", "ok"), ("te", "skipped")}
+    assert "| fp8 static | train | 1 x 32 |" in output.with_suffix(".md").read_text()
 
 
 def test_it_imports_without_what_a_bare_machine_lacks() -> None:

@@ -97,6 +97,7 @@ def test_two_ranks_equal_one_process_bit_for_bit(trained: Path) -> None:
         assert torch.equal(value, optimizer.state[bias][name]), name
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # what is meant here
 def test_a_checkpoint_of_two_ranks_goes_on_in_one_process(trained: Path) -> None:
     net = model()
     optimizer = CollageAdamW(net.parameters(), lr=1e-3, compiled=False)
