@@ -9,11 +9,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from lpconv.checkpoint.compressed import COMPRESSED_TENSORS
 from lpconv.errors import UsageError
 from lpconv.formats.spec import Format, get_format
-from lpconv.forms import FORMS, Form
+
+if TYPE_CHECKING:
+    from lpconv.forms import Form
 
 __all__ = ["LPCONV", "METHODS", "ROWS", "Method"]
 
@@ -49,8 +52,10 @@ class Method:
             )
         return fmt
 
-    def form(self, layout: str) -> type[Form]:
+    def form(self, layout: str) -> "type[Form]":
         """The form of converted tensors in a layout that the method has."""
+        from lpconv.forms import FORMS  # the command line starts with the names of methods, and needs no form
+
         return FORMS[self.forms[layout]]
 
 

@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 import typer
 
-from lpconv.checkpoint.partfile import write_small
 from lpconv.cli.command import Json, print_result
 from lpconv.errors import InputError, OutputExistsError, UsageError
 
@@ -75,6 +74,8 @@ class _Asked:
         if self.html is not None and Path(self.html).is_dir():
             raise OutputExistsError(f"`{self.html}` is a directory", hint="name a file, such as report.html")
         if self.html is not None:
+            from lpconv.checkpoint.partfile import write_small  # not for `--help`
+
             write_small(Path(self.html), page())
         print_result(result, render, json=self.json)
 
