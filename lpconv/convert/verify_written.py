@@ -19,7 +19,7 @@ from lpconv.results import LogitsCheck, TensorRecord, VerifyResult, WeightsCheck
 
 __all__ = ["check_outputs", "check_stored", "output_problems", "verify_written", "weights_problems"]
 
-_SECONDS = 10  # of one core, for comparing weights before publishing: whole tensors within it, pieces of the others
+_SECONDS = 5  # of one core, for comparing weights before publishing: whole tensors within it, pieces of the others
 
 
 def verify_written(job: Job, directory: Path, tensors: Sequence[TensorRecord], progress: Progress) -> VerifyResult:

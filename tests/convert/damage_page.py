@@ -33,7 +33,7 @@ element may be infinite only where the source's is, or rounds to it. A wrong out
 documents cannot be read in 3.
 
 Before publishing, `lpconv convert` compares the weights by the same rules: whole tensors, the smallest first, as far as
-about ten seconds of one core go, and three pieces of each of the others. `lpconv.json` says how many of how many
+about five seconds of one core go, and three pieces of each of the others. `lpconv.json` says how many of how many
 elements were compared, and the probability that one bad block somewhere would have been missed; it is 0 where all were.
 `lpconv verify --level weights` compares all of them, whatever it takes.
 
