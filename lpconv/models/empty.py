@@ -60,10 +60,10 @@ def check_fits(contents: Contents, stored_elements: int, *, copies: int, what: s
     check_memory(count, copies=copies, what=what)
 
 
-def check_memory(num_parameters: int, *, copies: int, what: str, limit: int | None = None) -> None:
-    """Raise ResourceError unless memory, or what `limit` leaves of it, holds so many copies of a model in fp32."""
+def check_memory(num_parameters: int, *, copies: int, what: str) -> None:
+    """Raise ResourceError unless memory holds so many copies of a model in fp32."""
     needed = 4 * num_parameters * copies
-    available = available_memory() if limit is None else min(limit, available_memory())
+    available = available_memory()
     if needed > available:
         raise ResourceError(
             f"{what} in fp32 needs {needed / 1e9:.1f} GB of memory, {available / 1e9:.1f} GB are free",
