@@ -43,7 +43,8 @@ def gaps(runs: Sequence[RunRecord]) -> tuple[GapRecord, ...]:
     pairs = [(_last(r), twins[r.seed]) for r in runs if r.role == "run" and r.seed in twins]
     if not pairs:
         return ()
-    return tuple(_gap(metric, [(run[metric], twin[metric]) for run, twin in pairs]) for metric in pairs[0][0])
+    metrics = [m for m in pairs[0][0] if all(m in run and m in twin for run, twin in pairs)]
+    return tuple(_gap(metric, [(run[metric], twin[metric]) for run, twin in pairs]) for metric in metrics)
 
 
 def _last(run: RunRecord) -> dict[str, float]:
