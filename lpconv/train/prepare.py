@@ -144,7 +144,13 @@ def _scaled(model: Any, arithmetic: Arithmetic, settings: dict[str, Any], option
     if arithmetic.variant is not None:
         return Prepared(model=model, make_optimizer=lambda: ScaledLowPrecisionAdamW(model, start, **settings))
     state_dtype = torch.float16 if has_fp16_state else torch.float32
-    return Prepared(model=model, make_optimizer=lambda: AdamW(model.parameters(), **settings, state_dtype=state_dtype))
+
+    def make() -> AdamW:
+        values = {} if arithmetic.precision == "fp32" else {p: start[n] for n, p in model.named_parameters()}
+        start.clear()
+        return AdamW(model.parameters(), **settings, state_dtype=state_dtype, start=values)
+
+    return Prepared(model=model, make_optimizer=make)
 
 
 def operand_scale_of(arithmetic: Arithmetic, options: FinetuneOptions) -> str:
