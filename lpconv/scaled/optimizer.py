@@ -61,8 +61,8 @@ class AdamW(torch.optim.Optimizer):
 
     All hyper-parameters are those of the source model; the step on the data divides lr by the parameter's scale.
     Gradients may have any scale, static or dynamic. 16-bit parameters keep an fp32 copy of their data in the state
-    unless `master` is False. The copy begins with what `start` holds for a parameter, its value in fp32: data that were
-    rounded lie on the grid of 16 bits, where an update below half a step would be rounded away until many have added up.
+    unless `master` is False. The copy begins with what `start` holds for a parameter, its value in fp32: rounded data
+    lie on the grid of 16 bits, where updates below half a step are rounded away until many have added up.
     If `rounding` is "stochastic" data are rounded so at each step, which brings such updates to the forward pass on
     average, whatever they begin with. With `state_dtype` of 16 bits the moments are stored as data and scale.
     """

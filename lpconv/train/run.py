@@ -36,7 +36,7 @@ from lpconv.train.publish import form_of, publish_model, write_checksums
 from lpconv.train.recipes import RECIPES, Arithmetic
 from lpconv.train.watch import watches_run, watches_twin
 
-__all__ = ["finetune"]
+__all__ = ["finetune", "job_of"]
 
 
 def finetune(
@@ -53,7 +53,7 @@ def finetune(
     check_run(options)
     gates = parse_gates(options)
     source = resolve(model, revision=options.revision)
-    job = _job(source.directory, options)
+    job = job_of(source.directory, options)
     is_main = is_main_process()
     if is_main:
         begin_folder(output, model, options)
@@ -92,7 +92,8 @@ def _twin_of(options: FinetuneOptions) -> Arithmetic:
     return RECIPES["fp32" if options.twin == "fp32" else "amp-bf16"].arithmetic
 
 
-def _job(directory: Path, options: FinetuneOptions) -> TrainingJob:
+def job_of(directory: Path, options: FinetuneOptions) -> TrainingJob:
+    """The model's task, and the examples of all runs. Raises for a model or data that cannot be trained on."""
     contents = read_contents(directory)
     tokenizer = read_tokenizer(directory)
     if tokenizer is None:
