@@ -124,7 +124,7 @@ def smollm2(folder: Path) -> dict[str, Any]:
 
 
 def qwen3(folder: Path) -> dict[str, Any]:
-    """Bytes of the plays, 400 steps of AdamW from scratch in fp32, then the outliers."""
+    """Bytes of the plays, 200 steps of AdamW from scratch in fp32, then the outliers."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     demo = demo_checkpoint()
@@ -137,7 +137,7 @@ def qwen3(folder: Path) -> dict[str, Any]:
     model = Qwen3ForCausalLM(config)
     ids = torch.tensor(list(demo_text("train").read_bytes()))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
-    steps = 400
+    steps = 200
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps, pct_start=0.1)
     for _ in range(steps):
         starts = torch.randint(len(ids) - 128, (16,))
@@ -262,6 +262,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--task", nargs="+", choices=list(TASKS), default=list(TASKS))
+    parser.add_argument("--recipe", nargs="+", help="these rows only")
     parser.add_argument("--seeds", type=int, help="at most so many of each task's")
     parser.add_argument("--steps", type=int, help="instead of each task's, for trying the script")
     parser.add_argument("--table", action="store_true", help="only write the table of what is there")
@@ -284,7 +285,7 @@ def run_all(task: Task, out: Path, folder: Path, options: argparse.Namespace) ->
     for seed in range(min(task.seeds, options.seeds or task.seeds)):
         for recipe in (*RECIPES, *task.variants):
             path = out / f"{recipe}-seed{seed}.json"
-            if path.exists():
+            if path.exists() or (options.recipe and recipe not in options.recipe):
                 continue
             found = run(task, recipe, seed, prepared, folder)
             path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

@@ -125,7 +125,7 @@ class RunRecord:
     Then come the last figures of the trained weights in fp32, under the same names with ``_fp32``.
 
     `role` is ``run`` or ``twin``. `step_time_s` is the median over steps that recorded nothing, `overhead` the time of
-    recording as a share of the rest.
+    recording as a share of the rest. `seconds` says what wall time went into, since the last resumption.
     """
 
     role: str
@@ -135,6 +135,7 @@ class RunRecord:
     loss_scales: Series
     num_skipped: int = 0
     step_time_s: float | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
     overhead: float = 0.0
     tracked: tuple[TrackedRecord, ...] = ()
     updates: tuple[UpdateQuality, ...] = ()
@@ -169,7 +170,8 @@ class GapRecord:
 class FinetuneResult:
     """A finished fine-tuning: the run, its twin, both over all seeds, and what was learnt from the comparison.
 
-    `facts` says how it was run, label by label. `recipe` names the arithmetic and `twin` that of the twin.
+    `facts` says how it was run, label by label. `recipe` names the arithmetic and `twin` that of the twin. `spent` says
+    what the `seconds` of the command went into; the rest is its start and small things.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -183,6 +185,7 @@ class FinetuneResult:
     runs: tuple[RunRecord, ...]
     gaps: tuple[GapRecord, ...]
     seconds: float
+    spent: dict[str, float] = field(default_factory=dict)
     saved_as: str
     gates: tuple[GateRecord, ...] = ()
     options: dict[str, Any] = field(default_factory=dict)

@@ -107,7 +107,8 @@ class AdamW(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, keeping its dtypes: torch would cast fp32 state to the dtype of a 16-bit parameter."""
         super().load_state_dict(state_dict)
-        self._start.clear()
+        # Not all of them: accelerate loads an optimizer's own, empty state when it wraps it.
+        self._start = {p: value for p, value in self._start.items() if "master" not in self.state.get(p, {})}
         parameters = [p for group in self.param_groups for p in group["params"]]
         saved = [i for group in state_dict["param_groups"] for i in group["params"]]
         for parameter, index in zip(parameters, saved, strict=True):
