@@ -17,7 +17,8 @@ def test_a_layer_whose_input_has_an_outlier_is_found_and_costs_its_share() -> No
     assert found(x) == ()
     x[5, 3] = 1e4
     (first,) = found(x)
-    assert (first.layer, first.share) == ("0", pytest.approx(0.5))
+    assert first.layer == "0"
+    assert first.share == pytest.approx(0.5)
     assert first.crest == pytest.approx(1e4 / float(x.square().mean().sqrt()))
 
 
