@@ -17,7 +17,7 @@ from lpconv.checkpoint.residual import Residuals, read_residual
 from lpconv.checkpoint.source import SafetensorsSource, Source, TensorEntry, open_source, read_range, read_tensor
 from lpconv.errors import InputError
 from lpconv.forms import Form, Headers, recognise
-from lpconv.forms.form import Side, Summand
+from lpconv.forms.stored import Side, Summand
 from lpconv.forms.scaled import SCALE_SUFFIX
 
 __all__ = ["FETCH_AGAIN", "StoredTensors"]
