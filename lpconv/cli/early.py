@@ -28,6 +28,7 @@ __all__ = [
     "before_finetuning",
     "before_probe",
     "before_reading",
+    "before_restoring",
     "output_of",
 ]
 
@@ -105,6 +106,22 @@ def before_reading(output: Path) -> None:
     from lpconv.checkpoint.staging import check_marked
 
     check_marked(output)
+
+
+def before_restoring(path: Path, output: Path, *, force: bool) -> bool:
+    """Of `lpconv restore`; gives back whether `path` is quantised by others, or by us without a record of it."""
+    from lpconv.checkpoint.compressed import quantized_by
+    from lpconv.checkpoint.staging import MARKER, check_apart, check_free, check_marked
+    from lpconv.forms.foreign import check_readable
+
+    is_others = not (path / MARKER).exists() and path.is_dir() and quantized_by(read_contents(path).config) is not None
+    if is_others:
+        check_readable(read_contents(path).config)
+    else:
+        check_marked(path)
+    check_apart(path, output)
+    check_free(output, resume=False, force=force)
+    return is_others
 
 
 def _contents(model: str, revision: str | None) -> Contents:

@@ -8,33 +8,22 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from torch import Tensor
 
-from lpconv.checkpoint.compressed import quantized_by
 from lpconv.checkpoint.contents import Contents, read_contents
 from lpconv.checkpoint.residual import Residuals, read_residual
 from lpconv.checkpoint.source import SafetensorsSource, Source, TensorEntry, open_source, read_range, read_tensor
-from lpconv.errors import InputError, UnsupportedError
+from lpconv.errors import InputError
 from lpconv.forms import Component, Headers, Kept, Stored, recognise
-from lpconv.forms.foreign import ACTIVATIONS, READ, is_part
+from lpconv.forms.foreign import ACTIVATIONS, READ, check_readable, is_part
 from lpconv.forms.scaled import SCALE_SUFFIX
 from lpconv.forms.stored import Side, Summand
 
-__all__ = ["FETCH_AGAIN", "StoredTensors", "check_readable"]
+__all__ = ["FETCH_AGAIN", "StoredTensors"]
 
 FETCH_AGAIN = "fetch the checkpoint again"
-
-
-def check_readable(config: Mapping[str, Any]) -> None:
-    """Raise UnsupportedError for a checkpoint that somebody quantised in a way that is not read."""
-    method = quantized_by(config)
-    if method not in (None, "lpconv", *READ):
-        raise UnsupportedError(
-            f"the checkpoint is quantised by `{method}`, which lpconv does not read",
-            hint="it reads " + ", ".join(sorted(READ)) + "; else start from the unquantised checkpoint",
-        )
 
 
 class StoredTensors:
@@ -119,6 +108,10 @@ class StoredTensors:
     def stored(self, name: str, start: int, stop: int) -> tuple[Tensor, ...]:
         """The data of elements `start` to `stop` as they lie in the files."""
         return self.forms[name].read(self._fetch, start, stop, self.side(name))
+
+    def read_bytes(self, name: str, start: int, out: Tensor) -> None:
+        """Fill `out` with the bytes of a stored tensor of the root, as `Source.read_bytes`."""
+        self._root.read_bytes(name, start, out)
 
     def _fetch(self, component: Component, start: int, stop: int) -> Tensor:
         return read_range(self._file(component.in_residual), component.name, start, stop)

@@ -188,9 +188,10 @@ class ConvertResult:
 
 @dataclass(frozen=True, kw_only=True)
 class RestoreResult:
-    """A plain checkpoint made from a converted one.
+    """A plain checkpoint made from a converted one, or from one that others quantised.
 
-    `exact` says that its bytes are the source's, as far as hashes and figures of the conversion tell.
+    `exact` says that its bytes are the source's, as far as hashes and figures of the conversion tell. Of a checkpoint
+    of others it says that `dtype`, which is None for ours, holds every decoded value; `method` is its quant_method.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -199,5 +200,6 @@ class RestoreResult:
     output: str
     method: str
     exact: bool
+    dtype: str | None = None
     num_tensors: int
     files: tuple[FileRecord, ...]

@@ -4,13 +4,16 @@ A layout is a file with the `quant_method`s that configs name it by, and `find`,
 one weight; its line in `_LAYOUTS` is all else. `docs/layouts.md` says what is read, and what was tried.
 """
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
+from typing import Any
 
+from lpconv.checkpoint.compressed import quantized_by
+from lpconv.errors import UnsupportedError
 from lpconv.forms.facts import Headers
 from lpconv.forms.foreign import awq, compressed_tensors, fp8, gptq, modelopt, mxfp4
 from lpconv.forms.foreign.grid import Grid
 
-__all__ = ["ACTIVATIONS", "READ", "find", "is_part"]
+__all__ = ["ACTIVATIONS", "READ", "check_readable", "find", "is_part"]
 
 _LAYOUTS = (compressed_tensors, fp8, mxfp4, modelopt, gptq, awq)
 _BY_METHOD = {method: layout for layout in _LAYOUTS for method in layout.METHODS}
@@ -42,3 +45,13 @@ def is_part(name: str, dtype: str, weights: Container[str]) -> bool:
         if base != name and (part not in _ALSO_MODELS or base in weights or base.endswith(".weight")):
             return True
     return dtype.startswith(("F8", "F6", "F4"))
+
+
+def check_readable(config: Mapping[str, Any]) -> None:
+    """Raise UnsupportedError for a checkpoint that somebody quantised in a way that is not read."""
+    method = quantized_by(config)
+    if method not in (None, "lpconv", *READ):
+        raise UnsupportedError(
+            f"the checkpoint is quantised by `{method}`, which lpconv does not read",
+            hint="it reads " + ", ".join(sorted(READ)) + "; else start from the unquantised checkpoint",
+        )
