@@ -15,6 +15,7 @@ from torch import Tensor
 from lpconv.checkpoint.contents import Contents, read_contents
 from lpconv.checkpoint.residual import Residuals, read_residual
 from lpconv.checkpoint.source import SafetensorsSource, Source, TensorEntry, open_source, read_range, read_tensor
+from lpconv.checkpoint.staging import MARKER
 from lpconv.errors import InputError
 from lpconv.forms import Component, Headers, Kept, Stored, recognise
 from lpconv.forms.foreign import ACTIVATIONS, READ, check_readable, is_part
@@ -61,11 +62,20 @@ class StoredTensors:
         contents = read_contents(Path(directory))
         check_readable(contents.config)
         made = cls(contents, read_residual(contents.directory))
-        stray = made._stray()
-        if stray is not None:
+        wrong = made._disagreement(is_ours=(contents.directory / MARKER).exists())
+        if wrong is not None:
             made.close()
-            raise InputError(f"`{stray}` is not stored in a form that lpconv knows", hint=FETCH_AGAIN)
+            raise InputError(wrong, hint=FETCH_AGAIN)
         return made
+
+    def _disagreement(self, *, is_ours: bool) -> str | None:
+        """What files and config say against each other, in words. An output of ours may be a mere copy."""
+        stray, method = self._stray(), self._headers.quantised_by
+        if stray is not None:
+            return f"`{stray}` is not stored in a form that lpconv knows"
+        if method in READ and not is_ours and all(isinstance(form, Kept) for form in self.forms.values()):
+            return f"config.json says that the weights are quantised by `{method}`, and none is"
+        return None
 
     def _stray(self) -> str | None:
         """A tensor that no form has, or one beside which something lies that its form does not have."""

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     )
     from lpconv.results.convert import (
         ByteCounts as ByteCounts,
+        ComparedTensor as ComparedTensor,
         ConvertResult as ConvertResult,
         GateRecord as GateRecord,
         HashCheck as HashCheck,

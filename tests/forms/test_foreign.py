@@ -43,7 +43,7 @@ def decoded(folder: Path, name: str = NAME) -> Tensor:
 
 def written(layout: str, folder: Path, w: Tensor) -> Tensors:
     make, config = MAKERS[layout]
-    tensors = make(NAME, w)
+    tensors = make(NAME, w, float(w.abs().max()))
     store(folder, tensors, config())
     return tensors
 

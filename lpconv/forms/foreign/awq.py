@@ -31,7 +31,6 @@ def find(name: str, headers: Headers) -> Grid | None:
         name=f"{module}.weight",
         shape=(cols, rows),
         format=FORMATS["int4"],
-        layout="awq",
         codes=Plane(component=codes, kind="awq"),
         scales=one_by_one(scales, block),
         zeros=Plane(component=zeros, kind="awq", block=block),

@@ -30,7 +30,6 @@ def find(name: str, headers: Headers) -> Grid | None:
         name=name,
         shape=codes.shape,
         format=FORMATS[fmt],
-        layout=headers.quantised_by or "",
         codes=one_by_one(codes),
         scales=one_by_one(scale, block),
     )

@@ -34,7 +34,6 @@ def find(name: str, headers: Headers) -> Grid | None:
         name=f"{module}.weight",
         shape=(cols, rows),
         format=FORMATS["int4" if kind == "uint4" else "int8"],
-        layout="gptq",
         codes=Plane(component=codes, kind=kind, axis=0),
         scales=one_by_one(scales, block),
         zeros=Plane(component=zeros, kind=kind, block=block, plus=int(is_first_version), wraps=True),

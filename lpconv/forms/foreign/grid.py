@@ -32,14 +32,13 @@ _BAND_BYTES = 512  # of a stored row, that are read at once where a weight lies 
 
 @dataclass(frozen=True, kw_only=True)
 class Grid(Stored):
-    """`layout` names it for people. `factor` is one more scale for all, by which `divides` says to divide.
+    """`factor` is one more scale for all, by which `divides` says to divide.
 
     `order` has the group of each column, where groups are not neighbours. `size` is a tensor that repeats the shape of
     the weight. `on_its_side` says that the file has the transpose.
     """
 
     format: Format
-    layout: str
     codes: Plane
     scales: Plane
     zeros: Plane | None = None
@@ -54,7 +53,7 @@ class Grid(Stored):
         rows, cols = self.block
         shape = "the tensor" if (rows, cols) == self.matrix else "a row" if (rows, cols) == (1, self.matrix[1]) else ""
         shape = shape or (f"{cols} of a row" if rows == 1 else f"{rows} x {cols}")
-        return f"{self.layout}: {self.format.name} codes, a scale for {shape}"
+        return f"{self.format.name} codes, a scale for {shape}"
 
     @property
     def matrix(self) -> tuple[int, int]:

@@ -30,7 +30,6 @@ def find(name: str, headers: Headers) -> Grid | None:
         name=name,
         shape=shape,
         format=FORMATS["e2m1" if is_fp4 else "e4m3fn"],
-        layout="modelopt",
         codes=Plane(component=codes, kind="e2m1" if is_fp4 else "fp8"),
         scales=one_by_one(scale, block),
         factor=factor,

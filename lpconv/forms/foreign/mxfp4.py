@@ -29,7 +29,6 @@ def find(name: str, headers: Headers) -> Grid | None:
         name=weight,
         shape=(experts, groups * _GROUP, rows),
         format=FORMATS["e2m1"],
-        layout="mxfp4",
         codes=Plane(component=bytes_of_rows, kind="e2m1"),
         scales=Plane(component=scales, kind="e8m0", block=(1, _GROUP)),
         on_its_side=True,

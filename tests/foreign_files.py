@@ -13,10 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from lpconv.convert.defects import fused_groups
+
 __all__ = ["AWQ_ORDER", "MAKERS", "Maker", "make_foreign", "pack_words", "quantised"]
 
 Tensors = dict[str, Tensor]
-Maker = Callable[[str, Tensor], Tensors]  # the stored tensors of one weight, by its name
+# The stored tensors of one weight, by its name; weights that readers fuse share the largest magnitude of all.
+Maker = Callable[[str, Tensor, float], Tensors]
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # AutoAWQ, utils/packing_utils.py: which number of eight lies in each nibble
 _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
@@ -69,13 +72,15 @@ def pack_words(x: Tensor, bits: int, axis: int, order: Iterable[int] | None = No
 def _ct(preset: str, block: Callable[[Tensor], tuple[int, int]], limit: float, **changed: Any) -> Maker:
     """A layout of compressed-tensors: its own compressor, with scales of ours."""
 
-    def make(name: str, w: Tensor) -> Tensors:
+    def make(name: str, w: Tensor, amax: float) -> Tensors:
         from compressed_tensors.compressors.base import BaseCompressor
 
         scheme, size = scheme_of(preset, **changed), block(w)
         state = {"weight": w, "weight_scale": _scales(w, size, limit)}
+        if preset == "FP8":
+            state["weight_scale"] = torch.tensor([amax / limit])
         if preset.startswith("NVFP4"):
-            state["weight_global_scale"] = torch.tensor([448.0 * 6.0]) / w.abs().max().clamp_min(1e-6)
+            state["weight_global_scale"] = torch.tensor([448.0 * 6.0 / amax])
             state["weight_scale"] = (
                 (state["weight_scale"] * state["weight_global_scale"]).to(torch.float8_e4m3fn).float()
             )
@@ -109,7 +114,7 @@ _FORMATS = {
 def _fp8(block: tuple[int, int], kind: str) -> Maker:
     """transformers' own: e4m3fn and a scale that multiplies, as fp32, bf16, or powers of two."""
 
-    def make(name: str, w: Tensor) -> Tensors:
+    def make(name: str, w: Tensor, amax: float) -> Tensors:
         scales = _scales(w, block, 448.0)
         if kind in ("ue8m0", "bytes"):
             scales = torch.exp2(torch.ceil(torch.log2(scales)))
@@ -123,8 +128,8 @@ def _fp8(block: tuple[int, int], kind: str) -> Maker:
     return make
 
 
-def _modelopt_nvfp4(name: str, w: Tensor) -> Tensors:
-    second = w.abs().max().clamp_min(1e-6) / (448.0 * 6.0)
+def _modelopt_nvfp4(name: str, w: Tensor, amax: float) -> Tensors:
+    second = torch.tensor(amax / (448.0 * 6.0))
     scales = (_scales(w, (1, 16), 6.0) / second).clamp(2.0**-9, 448.0).to(torch.float8_e4m3fn)
     codes = _fp4(w / (_spread(scales.float(), (1, 16), w.shape) * second))
     stem = name.removesuffix("weight")
@@ -132,12 +137,12 @@ def _modelopt_nvfp4(name: str, w: Tensor) -> Tensors:
     return {name: _pairs(codes), name + "_scale": scales, name + "_scale_2": second} | extra
 
 
-def _modelopt_fp8(name: str, w: Tensor) -> Tensors:
-    scale = w.abs().max().clamp_min(1e-6) / 448.0
+def _modelopt_fp8(name: str, w: Tensor, amax: float) -> Tensors:
+    scale = torch.tensor(amax / 448.0)
     return {name: (w / scale).to(torch.float8_e4m3fn), name + "_scale": scale}
 
 
-def _gptq(name: str, w: Tensor, *, group: int = 32, version: int = 1, shuffled: bool = False) -> Tensors:
+def _gptq(name: str, w: Tensor, amax: float, *, group: int = 32, version: int = 1, shuffled: bool = False) -> Tensors:
     """AutoGPTQ: [in, out] words of eight inputs, zero points less one. Shuffled: as desc_act leaves the groups."""
     w_KN, stem = w.t(), name.removesuffix("weight")
     order = torch.arange(len(w_KN)) // group
@@ -158,7 +163,7 @@ def _gptq(name: str, w: Tensor, *, group: int = 32, version: int = 1, shuffled: 
     }
 
 
-def _awq(name: str, w: Tensor, *, group: int = 32) -> Tensors:
+def _awq(name: str, w: Tensor, amax: float, *, group: int = 32) -> Tensors:
     w_KN, stem = w.t(), name.removesuffix("weight")
     grouped = w_KN.reshape(-1, group, w_KN.shape[1])
     low, high = grouped.amin(1).clamp_max(0), grouped.amax(1).clamp_min(0)
@@ -224,7 +229,7 @@ MAKERS: Mapping[str, tuple[Maker, Callable[[], dict[str, Any]]]] = {
     "modelopt NVFP4": (_modelopt_nvfp4, lambda: {"quant_method": "modelopt", "quant_algo": "NVFP4"}),
     "gptq": (_gptq, lambda: {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}),
     "gptq desc_act": (
-        lambda name, w: _gptq(name, w, shuffled=True, version=2),
+        lambda name, w, amax: _gptq(name, w, amax, shuffled=True, version=2),
         lambda: {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True, "checkpoint_format": "gptq_v2"},
     ),
     "awq": (_awq, lambda: {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}),
@@ -243,9 +248,12 @@ def make_foreign(layout: str, plain: Path, target: Path) -> Path:
     for file in plain.iterdir():
         if file.suffix != ".safetensors":
             shutil.copyfile(file, target / file.name)
-    stored: Tensors = {}
-    for name, x in load_file(plain / "model.safetensors").items():
-        stored |= make(name, x.float()) if quantised(name) else {name: x}
+    weights, stored = load_file(plain / "model.safetensors"), {}
+    amax = {n: float(x.abs().max()) for n, x in weights.items()}
+    for _, names in fused_groups(weights):
+        amax |= dict.fromkeys(names, max(amax[n] for n in names))
+    for name, x in weights.items():
+        stored |= make(name, x.float(), amax[name]) if quantised(name) else {name: x}
     save_file({n: x.contiguous() for n, x in stored.items()}, target / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((plain / "config.json").read_text())
     (target / "config.json").write_text(json.dumps({**config, "quantization_config": config_of()}))
