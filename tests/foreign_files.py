@@ -248,7 +248,8 @@ def make_foreign(layout: str, plain: Path, target: Path) -> Path:
     for file in plain.iterdir():
         if file.suffix != ".safetensors":
             shutil.copyfile(file, target / file.name)
-    weights, stored = load_file(plain / "model.safetensors"), {}
+    stored: Tensors = {}
+    weights = load_file(plain / "model.safetensors")
     amax = {n: float(x.abs().max()) for n, x in weights.items()}
     for _, names in fused_groups(weights):
         amax |= dict.fromkeys(names, max(amax[n] for n in names))

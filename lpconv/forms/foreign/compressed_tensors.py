@@ -35,7 +35,7 @@ def _one_by_one(name: str, headers: Headers) -> Grid | None:
     if codes is None or scale is None or fmt is None or len(codes.shape) < 2:
         return None
     hints = [tuple(w["block_structure"]) for w in _weights(headers) if _is_block(w.get("block_structure"))]
-    block = block_of(codes.shape[-2:], one_by_one(scale).size, hints[0] if hints else (128, 128))
+    block = block_of(codes.shape, one_by_one(scale).size, hints[0] if hints else (128, 128))
     zeros = headers.component(name + "_zero_point")
     if block is None:
         return None
@@ -59,7 +59,7 @@ def _packed(name: str, headers: Headers) -> Grid | None:
 
 def _fp4(name: str, codes: Component, scale: Component, headers: Headers) -> Grid | None:
     shape = (*codes.shape[:-1], codes.shape[-1] * 2)
-    block = block_of(shape[-2:], one_by_one(scale).size)
+    block = block_of(shape, one_by_one(scale).size)
     factor = headers.component(name + "_global_scale")
     if block is None or (scale.dtype == "F8_E4M3") != (factor is not None):
         return None

@@ -23,7 +23,7 @@ def find(name: str, headers: Headers) -> Grid | None:
         return None
     found = headers.quantization.get("weight_block_size")
     hint = tuple(found) if isinstance(found, list) and len(found) == 2 and all(type(n) is int for n in found) else ()
-    block = block_of(codes.shape[-2:], one_by_one(scale).size, hint)
+    block = block_of(codes.shape, one_by_one(scale).size, hint)
     if block is None:
         return None
     return Grid(

@@ -165,13 +165,13 @@ class Grid(Stored):
             first += count
 
 
-def block_of(shape: tuple[int, int], size: tuple[int, int], hint: tuple[int, ...] = ()) -> tuple[int, int] | None:
-    """The block of a matrix for which each of so many scales is; None where that is no block.
+def block_of(shape: tuple[int, ...], size: tuple[int, int], hint: tuple[int, ...] = ()) -> tuple[int, int] | None:
+    """The block of a matrix, the last two axes, for which each of so many scales is; None where that is no block.
 
     `hint` is the size of whole blocks as a config has it: the last ones may be smaller, which sizes alone do not tell.
     """
     found = []
-    for n, scales, wanted in zip(shape, size, hint or (0, 0), strict=True):
+    for n, scales, wanted in zip(shape[-2:], size, hint or (0, 0), strict=True):
         if wanted and -(-n // wanted) == scales:
             found.append(wanted)
         elif scales and n % scales == 0:

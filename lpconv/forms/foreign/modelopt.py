@@ -23,7 +23,7 @@ def find(name: str, headers: Headers) -> Grid | None:
     is_fp4 = codes.dtype == "U8"
     shape = (*codes.shape[:-1], codes.shape[-1] * 2) if is_fp4 else codes.shape
     factor = headers.component(name + "_scale_2")
-    block = block_of(shape[-2:], one_by_one(scale).size)
+    block = block_of(shape, one_by_one(scale).size)
     if block is None or is_fp4 != (factor is not None):
         return None
     return Grid(
