@@ -8,6 +8,7 @@ from lpconv.gates import FINETUNE_GATES, Gate
 from lpconv.report.numbers import number_text, plural
 from lpconv.results import FinetuneResult, GapRecord, RunRecord, to_json
 from lpconv.student import t_quantile
+from lpconv.train.held_out import gap_error
 from lpconv.train.options import FinetuneOptions
 
 __all__ = ["gaps", "gate_problem", "parse_gates"]
@@ -39,27 +40,27 @@ def gate_problem(result: FinetuneResult) -> VerificationError | None:
 
 def gaps(runs: Sequence[RunRecord]) -> tuple[GapRecord, ...]:
     """One record per held-out metric, from the last evaluation of every run that has a twin of its seed."""
-    twins = {r.seed: _last(r) for r in runs if r.role == "twin"}
-    pairs = [(_last(r), twins[r.seed]) for r in runs if r.role == "run" and r.seed in twins]
-    if not pairs:
-        return ()
-    return tuple(_gap(metric, [(run[metric], twin[metric]) for run, twin in pairs]) for metric in pairs[0][0])
+    twins = {r.seed: r for r in runs if r.role == "twin"}
+    pairs = [(r, twins[r.seed]) for r in runs if r.role == "run" and r.seed in twins]
+    return tuple(_gap(s.name, pairs) for s in (pairs[0][0].evaluations if pairs else ()) if s.values)
 
 
-def _last(run: RunRecord) -> dict[str, float]:
-    return {s.name: s.values[-1] for s in run.evaluations if s.values}
-
-
-def _gap(metric: str, pairs: Sequence[tuple[float, float]]) -> GapRecord:
+def _gap(metric: str, pairs: Sequence[tuple[RunRecord, RunRecord]]) -> GapRecord:
     """Paired: run and twin of a seed saw the same batches, so their difference varies less than either."""
-    differences = [run - twin for run, twin in pairs]
+    ends = [(_last(run, metric), _last(twin, metric)) for run, twin in pairs]
+    differences = [run - twin for run, twin in ends]
     count = len(pairs)
     spread = statistics.stdev(differences) if count > 1 else None
     return GapRecord(
         metric=metric,
-        run=statistics.fmean(run for run, _ in pairs),
-        twin=statistics.fmean(twin for _, twin in pairs),
+        run=statistics.fmean(run for run, _ in ends),
+        twin=statistics.fmean(twin for _, twin in ends),
         gap=statistics.fmean(differences),
         half_width=None if spread is None else t_quantile(count - 1) * spread / count**0.5,
-        noise=statistics.stdev(twin for _, twin in pairs) if count > 1 else None,
+        noise=statistics.stdev(twin for _, twin in ends) if count > 1 else None,
+        standard_error=gap_error(pairs, metric),
     )
+
+
+def _last(run: RunRecord, metric: str) -> float:
+    return next(s.values[-1] for s in run.evaluations if s.name == metric)
