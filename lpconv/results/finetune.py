@@ -153,7 +153,7 @@ class HeldOutRecord:
     """A held-out metric of all runs of a role before the first step and after the last: means over seeds.
 
     It rests on `num_examples` of the `num_available` held out. `baseline` is what a guess gets that knows the training
-    part's share of each class or token only (`lpconv.train.held_out`). `standard_error` is that of `after`,
+    part's share of each class or token only (`lpconv.train.baseline`). `standard_error` is that of `after`,
     `change_error` of `after` less `before`, both from batch to batch; None with one batch.
     """
 
@@ -210,7 +210,8 @@ class FinetuneResult:
     """A finished fine-tuning: the run, its twin, both over all seeds, and what was learnt from the comparison.
 
     `facts` says how it was run, label by label. `recipe` names the arithmetic and `twin` that of the twin.
-    `held_out` has a record for each role and metric; it is empty in documents of older releases.
+    `held_out` has a record for each role and metric; it is empty in documents of older releases. `card` is what the
+    model card repeats of the source's: base model and licence.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -230,6 +231,7 @@ class FinetuneResult:
     options: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     command: str | None = None
+    card: dict[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
 
     def learned(self, role: str) -> bool | None:

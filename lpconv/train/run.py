@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 
+from lpconv.checkpoint.card import inherited_facts
 from lpconv.checkpoint.contents import Contents, read_contents
 from lpconv.checkpoint.partfile import write_small
 from lpconv.checkpoint.resolve import resolve
@@ -23,15 +24,15 @@ from lpconv.report.finetune.html import html_finetune
 from lpconv.report.finetune.words import finetune_card, nothing_learned
 from lpconv.report.numbers import plural
 from lpconv.results import FinetuneResult, RunRecord, json_text, to_json
+from lpconv.train.baseline import baselines
 from lpconv.train.checks import check_run
 from lpconv.train.data import read_rows
 from lpconv.train.examples import classification, packed, sequence_pairs
 from lpconv.train.folder import REPORT, begin_folder, read_finished, remove_checkpoints, run_folder, write_finished
-from lpconv.train.held_out import baselines, held_out_records
 from lpconv.train.memory import check_room, weight_bytes
 from lpconv.train.one import CALIBRATION_BATCHES, TrainingJob, Work, train_one
 from lpconv.train.options import FinetuneOptions, check_options
-from lpconv.train.outcome import gaps, parse_gates
+from lpconv.train.outcome import gaps, held_out_records, parse_gates
 from lpconv.train.processes import is_main_process, num_processes, wait_for_all
 from lpconv.train.publish import form_of, publish_model, write_checksums
 from lpconv.train.recipes import RECIPES, Arithmetic
@@ -77,6 +78,7 @@ def finetune(
         options={k: to_json(v) for k, v in dataclasses.asdict(options).items()},
         versions=versions(),
         command=command,
+        card=inherited_facts(source.directory, source.resolved if source.revision else None),
         warnings=_warnings(job, runs, missing),
     )
     found = (*result.warnings, *nothing_learned(result))

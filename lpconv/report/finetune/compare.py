@@ -1,6 +1,7 @@
 """Several fine-tunings side by side: what precision cost each, their curves in one plot, and their figures."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from lpconv.report.charts import Bar, Line, bar_plot, line_plot
 from lpconv.report.compare import Figure, figures_of
@@ -31,7 +32,7 @@ def html_finetunes(results: Sequence[FinetuneResult], names: Sequence[str]) -> s
     metrics = [m for m in reversed(_METRICS) if any(g.metric == m for r in runs for g in r.gaps)]
     plots = [
         *(_gap_plot(named, m) for m in metrics),
-        *(_curves(named, m, metric_name(m).capitalize(), lambda run, m=m: _evaluations(run, m)) for m in _METRICS),
+        *(_curves(named, m, metric_name(m).capitalize(), partial(_evaluations, metric=m)) for m in _METRICS),
         _curves(named, "loss", "Training loss", lambda run: run.losses),
     ]
     return html_runs(names, finetune_figures(runs), plots, [verdict(r) for r in runs])

@@ -122,12 +122,12 @@ def _evaluation_plot(result: FinetuneResult, metric: str) -> Plot | None:
             label = (result.recipe if run.role == "run" else result.twin or "") if run.role not in seen else ""
             seen.add(run.role)
             lines.append(Line(series=series, colour=0 if run.role == "run" else 1, label=label))
-    lines += guess_line(result, metric)
+    lines += _guess_line(result, metric)
     words = "On the same held-out examples; one line per seed."
     return line_plot(metric, metric_name(metric).capitalize(), words, lines)
 
 
-def guess_line(result: FinetuneResult, metric: str) -> list[Line]:
+def _guess_line(result: FinetuneResult, metric: str) -> list[Line]:
     """A level line at the baseline of a held-out metric, where the record has one."""
     level = next((h.baseline for h in result.held_out if h.metric == metric), None)
     if level is None:

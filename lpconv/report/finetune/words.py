@@ -1,6 +1,8 @@
 """A fine-tuning in words: what the run did beside its twin, what a reader should make of it, and its model card."""
 
+import dataclasses
 import math
+from pathlib import PurePath
 
 import yaml
 
@@ -175,23 +177,21 @@ def _progress(result: FinetuneResult, role: str) -> str:
 
 
 def verdict(result: FinetuneResult) -> str:
-    """One to three sentences: what precision cost."""
+    """Two or three sentences: what precision cost, and whether that can be told."""
     run = main_run(result)
-    steps = plural(len(run.losses.steps), "step")
     if not result.gaps:
         ends = [f"{metric_name(s.name)} {figure_text(s.name, s.values[-1])}" for s in run.evaluations]
         return f"No twin was trained, so nothing says what precision cost. The run ended at {', '.join(ends)}."
     g = result.gaps[-1] if result.task == "classification" else result.gaps[0]
-    figures = (
-        f"the {metric_name(g.metric)} is {figure_text(g.metric, g.run)} with {result.recipe} and "
-        f"{figure_text(g.metric, g.twin)} with {result.twin}"
+    text = (
+        f"After {plural(len(run.losses.steps), 'step')} the {metric_name(g.metric)} is {figure_text(g.metric, g.run)} "
+        f"with {result.recipe} and {figure_text(g.metric, g.twin)} with {result.twin}: a gap of {noise_text(g)}."
     )
     if result.learned("twin") is False:
         return (
-            f"Nobody can say what precision cost: in {steps} {result.twin}, the twin, learned nothing that the "
-            f"held-out examples show ({_progress(result, 'twin')}). After them {figures}."
+            f"{text} But {result.twin}, the twin, learned nothing that the held-out examples show "
+            f"({_progress(result, 'twin')}), so the gap does not say what precision costs a training that works."
         )
-    text = f"After {steps} {figures}: a gap of {noise_text(g)}."
     if result.learned("run") is False:
         text += f" {result.recipe} learned nothing where {result.twin} did ({_progress(result, 'run')})."
     if g.exceeds_noise is None:
@@ -282,7 +282,7 @@ def worst_tracked(result: FinetuneResult) -> tuple[str, ...]:
 
 def finetune_card(result: FinetuneResult) -> str:
     """The card as Markdown with a YAML front matter, ending in one newline."""
-    result = printable_record(result)
+    result = _public(printable_record(result))
     sections = (
         _front_matter(result),
         f"# {escaped(title(result))}\n\n{escaped(verdict(result))}",
@@ -296,8 +296,18 @@ def finetune_card(result: FinetuneResult) -> str:
     return "\n\n".join(s for s in sections if s) + "\n"
 
 
+def _public(result: FinetuneResult) -> FinetuneResult:
+    """Without the folders of this machine: a local model goes by its name."""
+    facts = {k: PurePath(v).name if PurePath(v).is_absolute() else v for k, v in result.facts.items()}
+    name = result.name if result.card.get("base_model") == result.name else PurePath(result.name).name
+    return dataclasses.replace(result, name=name, facts=facts)
+
+
 def _front_matter(result: FinetuneResult) -> str:
-    facts = {"library_name": "transformers", "tags": ["lpconv", "fine-tuned", *result.recipe.split(), "low-precision"]}
+    facts: dict[str, object] = {"library_name": "transformers", **result.card}
+    if "base_model" in result.card:
+        facts["base_model_relation"] = "finetune"
+    facts["tags"] = ["lpconv", "fine-tuned", *result.recipe.split(), "low-precision"]
     return f"---\n{yaml.safe_dump(facts, sort_keys=False, width=10_000).strip()}\n---"
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import math
 
 import pytest
+import yaml
 
 from lpconv.report.charts import Line, line_plot
 from lpconv.report.finetune.html import html_finetune
@@ -93,9 +94,9 @@ def held_out(role: str, metric: str, before: float, after: float, error: float =
     ("run_after", "twin_after", "words"),
     [
         (0.8, 0.8, "After 3 steps the held-out accuracy"),
-        (0.6, 0.6, "Nobody can say what precision cost"),
+        (0.6, 0.6, "the gap does not say what precision costs"),
         (0.6, 0.8, "unit-fp8 learned nothing where fp32 did"),
-        (0.8, 0.61, "Nobody can say what precision cost"),
+        (0.8, 0.61, "the gap does not say what precision costs"),
     ],
 )
 def test_a_gap_is_no_verdict_where_nothing_was_learned(run_after: float, twin_after: float, words: str) -> None:
@@ -124,6 +125,19 @@ def test_the_card_says_how_to_open_what_was_saved() -> None:
     assert "import lpconv.hf" not in card
     assert "collage/" in card
     assert "a \\| table" in card
+
+
+def test_the_card_names_base_model_and_licence_and_no_folder_of_this_machine() -> None:
+    found = result(
+        name="/home/me/models/bert",
+        facts={"Model": "/home/me/models/bert"},
+        card={"license": "mit", "base_model": "a/b"},
+    )
+    card = finetune_card(found)
+    facts = yaml.safe_load(card.split("---\n")[1])
+    assert (facts["license"], facts["base_model"], facts["base_model_relation"]) == ("mit", "a/b", "finetune")
+    assert "/home/me" not in card
+    assert "some/model fine-tuned" in finetune_card(result(card={"base_model": "some/model"}))
 
 
 def test_a_line_breaks_where_a_value_is_not_finite() -> None:
