@@ -128,7 +128,7 @@ class RunRecord:
     """One training run; `evaluations` has one series per held-out metric, `held_out` the first and the last of them.
 
     `role` is ``run`` or ``twin``. `step_time_s` is the median over steps that recorded nothing, `overhead` the time of
-    recording as a share of the rest.
+    recording as a share of the rest. `seconds` says what wall time went into, since the last resumption.
     """
 
     role: str
@@ -138,6 +138,7 @@ class RunRecord:
     loss_scales: Series
     num_skipped: int = 0
     step_time_s: float | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
     overhead: float = 0.0
     tracked: tuple[TrackedRecord, ...] = ()
     updates: tuple[UpdateQuality, ...] = ()
@@ -209,9 +210,10 @@ class GapRecord:
 class FinetuneResult:
     """A finished fine-tuning: the run, its twin, both over all seeds, and what was learnt from the comparison.
 
-    `facts` says how it was run, label by label. `recipe` names the arithmetic and `twin` that of the twin.
-    `held_out` has a record for each role and metric; it is empty in documents of older releases. `card` is what the
-    model card repeats of the source's: base model and licence.
+    `facts` says how it was run, label by label. `recipe` names the arithmetic and `twin` that of the twin. `spent` says
+    what the `seconds` of the command went into; the rest is its start and small things. `held_out` has a record for
+    each role and metric; it is empty in documents of older releases. `card` is what the model card repeats of the
+    source's: base model and licence.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -225,6 +227,7 @@ class FinetuneResult:
     runs: tuple[RunRecord, ...]
     gaps: tuple[GapRecord, ...]
     seconds: float
+    spent: dict[str, float] = field(default_factory=dict)
     saved_as: str
     held_out: tuple[HeldOutRecord, ...] = ()
     gates: tuple[GateRecord, ...] = ()
