@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from lpconv.cli.advise import advise
 from lpconv.cli.batch import batch
 from lpconv.cli.bench import bench
 from lpconv.cli.convert import convert
@@ -40,7 +41,7 @@ app = typer.Typer(
     epilog="Start with [bold]lpconv demo[/bold]. Exit codes are listed in docs/cli.md.",
 )
 
-for command in (convert, inspect, verify, restore, probe, finetune, bench, report, batch, doctor, demo):
+for command in (advise, convert, inspect, verify, restore, probe, finetune, bench, report, batch, doctor, demo):
     app.command()(handled(command))
 app.add_typer(export)
 

@@ -17,7 +17,7 @@ def report(
     runs: Annotated[
         list[str],
         typer.Argument(
-            help="Outputs of `lpconv convert` (or report.json), or one of `lpconv probe`, `finetune` or `bench`.",
+            help="Outputs of `lpconv convert` (or report.json); or one of `advise`, `probe`, `finetune`, `bench`.",
             metavar="RUN…",
         ),
     ],
@@ -40,12 +40,14 @@ def report(
 
       lpconv report ./bert-large-probe --what-if e5m2
     """
+    from lpconv.advise.record import find_advice
     from lpconv.bench.outcome import find_bench
     from lpconv.probe.record import find_probe
     from lpconv.train.folder import find_finetune
 
     asked = _Asked(what_if=what_if, html=html, json=json)
     for what, find, show, hint in (
+        ("advice", find_advice, _show_advice, "pass one output of `lpconv advise`"),
         ("bench", find_bench, _show_bench, "compare two with `lpconv bench --compare OLD.json`"),
         ("probe", find_probe, _show_probe, "pass one output of `lpconv probe`, or only conversions"),
         ("fine-tuning", find_finetune, _show_finetune, "pass one output of `lpconv finetune`"),
@@ -108,6 +110,15 @@ def _show_finetune(path: Path, asked: _Asked) -> None:
 
     result = from_json(FinetuneResult, read_json(path))
     asked.show(result, lambda: html_finetune(result), render_finetune)
+
+
+def _show_advice(path: Path, asked: _Asked) -> None:
+    from lpconv.advise.record import read_advice
+    from lpconv.report.advise.html import html_advice
+    from lpconv.report.advise.terminal import render_advice
+
+    result = read_advice(path)
+    asked.show(result, lambda: html_advice(result), render_advice)
 
 
 def _show_conversions(runs: list[str], asked: _Asked) -> None:
