@@ -18,6 +18,7 @@ from lpconv.cli.handling import handled
 from lpconv.cli.inspect import inspect
 from lpconv.cli.probe import probe
 from lpconv.cli.progress import VERBOSE
+from lpconv.cli.questions import first_screen
 from lpconv.cli.report import report
 from lpconv.cli.restore import restore
 from lpconv.cli.verify import verify
@@ -33,7 +34,7 @@ _TALKATIVE = ("torchao", "torch.utils._pytree")
 
 app = typer.Typer(
     name="lpconv",
-    no_args_is_help=True,
+    invoke_without_command=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -54,6 +55,7 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def main(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
@@ -63,6 +65,9 @@ def main(
 ) -> None:
     """Rewrite Hugging Face checkpoints into low-precision forms that still are the model."""
     VERBOSE.set(verbose)
+    if context.invoked_subcommand is None:
+        typer.echo(first_screen())
+        raise typer.Exit
     if not verbose:
         for name in _TALKATIVE:
             logging.getLogger(name).setLevel(logging.ERROR)
