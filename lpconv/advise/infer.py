@@ -76,13 +76,13 @@ class Conversions:
         self._own: list[Any] = []  # figures of the model itself, window by window
 
     def run(self, deadline: Deadline) -> None:
-        """Look at all, and measure those that no other one beats until there is no time."""
+        """Look at all, and measure those that no other one beats: one in any case, more until there is no time."""
         left = [c for c in self._screened() if c.row.status == "unmeasured"]
         last: AdviceRow | None = None
         while left:
             chosen = self._next(left, last)
             left.remove(chosen)
-            if chosen.seconds > deadline.left_s:
+            if last is not None and chosen.seconds > deadline.left_s:
                 continue
             last = self._measured(chosen, deadline.part(1 / (1 + len(left))))
             self._told(last)

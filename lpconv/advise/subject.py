@@ -26,6 +26,7 @@ __all__ = ["Subject", "open_subject"]
 
 Window = dict[str, Tensor]
 _MAX_WINDOWS = 64
+_PROBED = 2  # windows in the step that is looked into
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +52,8 @@ class Subject:
 
     @property
     def batches(self) -> Batches:
-        """Batches for a probe."""
-        return self.prepared.batches
+        """Small batches for a probe."""
+        return replace(self.prepared.batches, batch_size=_PROBED)
 
     def with_tensors(self, state: dict[str, Tensor]) -> Any:
         """Another model of the same class, with tensors by their names in a checkpoint."""

@@ -5,6 +5,7 @@ train from the first seed; the best of them also from two more, whose spread say
 What the steps of the whole training will change is not measured but allowed for (`lpconv.advise.outlook`).
 """
 
+import statistics
 import tempfile
 import time
 import warnings
@@ -71,13 +72,14 @@ class Trials:
         waiting = self._within_memory()
         num_recipes, num_finalists = _affordable(pilot, len(waiting), deadline)
         self.steps = self._longest(pilot, num_recipes + num_finalists * _MORE_SEEDS, deadline)
-        cost_s = self._twin(self._options.seed, self.steps).seconds
+        costs_s = [self._twin(self._options.seed, self.steps).seconds]
         for name in waiting[:num_recipes]:
-            if cost_s < deadline.left_s:
-                cost_s = max(cost_s, self._try(name, self._options.seed))
+            further = _MORE_SEEDS * (num_finalists + 1)
+            if (1 + further) * statistics.fmean(costs_s) < deadline.left_s:
+                costs_s.append(self._try(name, self._options.seed))
         for seed in range(self._options.seed + 1, self._options.seed + 1 + _MORE_SEEDS):
             for name in self._finalists(num_finalists):
-                if cost_s < deadline.left_s:
+                if statistics.fmean(costs_s) < deadline.left_s:
                     self._try(name, seed)
 
     def _begun(self, name: str) -> AdviceRow:
