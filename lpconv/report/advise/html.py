@@ -83,7 +83,7 @@ def front_plot(result: AdviceResult, purpose: str) -> Plot | None:
         description=f"Lower and further left is better. The line is the budget of {quality:g}; bars: 95 %.",
         y_label=what,
         x_ticks=_size_ticks(across),
-        y_ticks=up.ticks(1, lambda e: number_text(10.0**e)),
+        y_ticks=up.ticks(1, lambda e: f"1e{e}"),
         marks=tuple(marks),
         legend=(
             Mark(kind="series-1", path=mark_path(3, 7, 7, 5), title="recommended"),
