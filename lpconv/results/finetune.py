@@ -116,7 +116,7 @@ class RunRecord:
     """One training run; `evaluations` has one series per held-out metric.
 
     `role` is ``run`` or ``twin``. `step_time_s` is the median over steps that recorded nothing, `overhead` the time of
-    recording as a share of the rest.
+    recording as a share of the rest. `seconds` says what wall time went into, since the last resumption.
     """
 
     role: str
@@ -126,6 +126,7 @@ class RunRecord:
     loss_scales: Series
     num_skipped: int = 0
     step_time_s: float | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
     overhead: float = 0.0
     tracked: tuple[TrackedRecord, ...] = ()
     updates: tuple[UpdateQuality, ...] = ()
@@ -160,7 +161,8 @@ class GapRecord:
 class FinetuneResult:
     """A finished fine-tuning: the run, its twin, both over all seeds, and what was learnt from the comparison.
 
-    `facts` says how it was run, label by label. `recipe` names the arithmetic and `twin` that of the twin.
+    `facts` says how it was run, label by label. `recipe` names the arithmetic and `twin` that of the twin. `spent` says
+    what the `seconds` of the command went into; the rest is its start and small things.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -174,6 +176,7 @@ class FinetuneResult:
     runs: tuple[RunRecord, ...]
     gaps: tuple[GapRecord, ...]
     seconds: float
+    spent: dict[str, float] = field(default_factory=dict)
     saved_as: str
     gates: tuple[GateRecord, ...] = ()
     options: dict[str, Any] = field(default_factory=dict)

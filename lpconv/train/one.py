@@ -22,6 +22,7 @@ from lpconv.results import PeakMemory, RunRecord, UpdateQuality, from_json
 from lpconv.scaled import apply_factors, calibrate, fallbacks, saved_bytes, scaled, scaling_of
 from lpconv.train.allot import NUM_COPIES, PROBE_BATCHES, LossWatch, loss_allocation
 from lpconv.train.callbacks import Recorder, Timetable
+from lpconv.train.clock import Clock
 from lpconv.train.examples import Collator, Examples, Stream
 from lpconv.train.folder import Metrics, median_step_time
 from lpconv.train.memory import StepMemory, check_room, explained, weight_bytes
@@ -109,14 +110,18 @@ def train_one(job: TrainingJob, work: Work, progress: Progress) -> Finished:
 
     Raises DivergedError where a loss, or the gradients of many steps, are not finite.
     """
+    clock = Clock()
     with quiet_transformers():
         arguments = _arguments(job.options, work)
-        opened = _open(job, work)
+        with clock.spending("opening the model"):
+            opened = _open(job, work)
         model = opened.model
-        needed = _check_memory(job, work, model)
-        prepared = prepare(model.to(arguments.device), work.arithmetic, job.options, seed=work.seed)
-        if job.options.calibrate and work.arithmetic.method == "unit":
-            _calibrate(job, work, prepared.model)
+        with clock.spending("estimating memory"):
+            needed = _check_memory(job, work, model)
+        with clock.spending("preparing"):
+            prepared = prepare(model.to(arguments.device), work.arithmetic, job.options, seed=work.seed)
+            if job.options.calibrate and work.arithmetic.method == "unit":
+                _calibrate(job, work, prepared.model)
         if job.options.compile:
             # In place, so that its class, names and checkpoints stay; Trainer's `torch_compile` wraps it, and sets an
             # environment variable that later runs of a process would obey.
@@ -132,6 +137,7 @@ def train_one(job: TrainingJob, work: Work, progress: Progress) -> Finished:
             prepared,
             seed=work.seed,
             memory=memory,
+            clock=clock,
             args=arguments,
             train_dataset=job.stream(work.seed, held_out=False),
             eval_dataset=job.stream(work.seed, held_out=True),
@@ -265,6 +271,7 @@ def _record(work: Work, metrics: Metrics, watch: Watch, trainer: LowPrecisionTra
         loss_scales=metrics.series("loss_scale"),
         num_skipped=trainer.num_skipped,
         step_time_s=median_step_time(metrics.rows),
+        seconds=trainer.clock.seconds,
         overhead=watch.overhead,
         tracked=tracked_records(metrics.rows),
         updates=updates,

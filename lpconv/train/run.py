@@ -23,6 +23,7 @@ from lpconv.report.finetune.html import html_finetune
 from lpconv.report.finetune.words import finetune_card
 from lpconv.results import FinetuneResult, RunRecord, json_text, to_json
 from lpconv.train.checks import check_run
+from lpconv.train.clock import Clock
 from lpconv.train.data import read_rows
 from lpconv.train.examples import classification, packed, sequence_pairs
 from lpconv.train.folder import REPORT, begin_folder, read_finished, remove_checkpoints, run_folder, write_finished
@@ -51,13 +52,15 @@ def finetune(
     check_options(options)
     check_run(options)
     gates = parse_gates(options)
+    clock = Clock()
     source = resolve(model, revision=options.revision)
-    job = training_job(source.directory, options)
+    with clock.spending("reading data"):
+        job = training_job(source.directory, options)
     is_main = is_main_process()
     if is_main:
         begin_folder(output, model, options)
     wait_for_all()
-    runs, missing = _train_all(job, output, told, is_main)
+    runs, missing = _train_all(job, output, told, is_main, clock)
     wait_for_all()
     result = FinetuneResult(
         name=model,
@@ -69,6 +72,7 @@ def finetune(
         runs=runs,
         gaps=gaps(runs),
         seconds=time.perf_counter() - started,
+        spent=clock.seconds,
         saved_as=" ".join(form_of(options)),
         options={k: to_json(v) for k, v in dataclasses.asdict(options).items()},
         versions=versions(),
@@ -143,7 +147,7 @@ def _check_weights(contents: Contents, options: FinetuneOptions) -> None:
 
 
 def _train_all(
-    job: TrainingJob, output: Path, told: Progress, is_main: bool
+    job: TrainingJob, output: Path, told: Progress, is_main: bool, clock: Clock
 ) -> tuple[tuple[RunRecord, ...], tuple[str, ...]]:
     """Every run of every seed, twins after their runs; those that an earlier command finished are read."""
     options = job.options
@@ -156,10 +160,13 @@ def _train_all(
             if record is None:
                 finished = train_one(job, work, told)
                 record, missing = finished.record, finished.missing
+                for what, seconds in record.seconds.items():
+                    clock.add(what, seconds)
                 if is_main:
                     if work.role == "run" and seed == options.seed:
                         told.message("saving the model")
-                        publish_model(output, job, finished)
+                        with clock.spending("publishing"):
+                            publish_model(output, job, finished)
                     write_finished(work.folder, record)
                 del finished
                 wait_for_all()

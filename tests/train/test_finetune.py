@@ -69,6 +69,10 @@ def test_the_command_leaves_a_report_rows_and_a_model(tmp_path: Path) -> None:
     assert tuple(row["loss"] for row in rows) == result.runs[0].losses.values
     assert {r.role for r in result.runs} == {"run", "twin"}
     assert {t.format for t in result.runs[0].tracked} == {"e4m3fn", "e5m2"}
+    assert result.spent["steps"] == pytest.approx(sum(r.seconds["steps"] for r in result.runs))
+    assert {"evaluations", "publishing", "reading data"} < result.spent.keys()
+    assert "checkpoints" not in result.spent
+    assert sum(result.spent.values()) < result.seconds
     page = (out / "report.html").read_text()
     assert "Training loss" in page
     assert "unit-fp8" in page

@@ -110,7 +110,7 @@ def verdict(result: FinetuneResult) -> str:
 def diagnostics(result: FinetuneResult) -> tuple[str, ...]:
     """What happened on the way, one sentence each."""
     run = main_run(result)
-    found = [f"time per step: {duration_text(run.step_time_s)}" + _twin_time(result)]
+    found = [f"time per step: {duration_text(run.step_time_s)}" + _twin_time(result), *_time_spent(result)]
     for watched in (r for r in result.runs if r.tracked):
         steps, whose = len({t.step for t in watched.tracked}), "" if watched is run else " of the twin"
         cost = share_text(watched.overhead, 1)
@@ -169,6 +169,15 @@ def memory_rows(result: FinetuneResult) -> tuple[tuple[str, str, str], ...]:
 def _twin_time(result: FinetuneResult) -> str:
     twin = twin_run(result)
     return f" (twin {duration_text(twin.step_time_s)})" if twin is not None else ""
+
+
+def _time_spent(result: FinetuneResult) -> tuple[str, ...]:
+    """What the command's time went into, most first; nothing below a per cent."""
+    spent = {what: s for what, s in result.spent.items() if s >= 0.01 * result.seconds}
+    if not spent:
+        return ()
+    parts = (f"{duration_text(s)} {what}" for what, s in sorted(spent.items(), key=lambda part: -part[1]))
+    return (f"of {duration_text(result.seconds)} in all: {', '.join(parts)}",)
 
 
 def worst_tracked(result: FinetuneResult) -> tuple[str, ...]:
