@@ -26,7 +26,7 @@ from lpconv.train.exact import in_fp32
 from lpconv.train.examples import Collator
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.recipes import arithmetic
-from lpconv.train.run import job_of
+from lpconv.train.run import training_job
 
 _FORWARD_ONLY = "grad_input=carrier,grad_weight=carrier"
 
@@ -139,7 +139,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(smollm2(Path(temporary))["model"])
         options = FinetuneOptions(arithmetic=arithmetic(recipe="unit-fp8"), twin="none", **TASKS["smollm2"].settings)
-        job = job_of(folder, options)
+        job = training_job(folder, options)
         for name in ["fp32", *(n for n in arguments.only if n != "fp32")]:
             if name not in found["rows"]:
                 found["rows"][name] = trained(ROWS[name], folder, job)
