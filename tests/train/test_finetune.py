@@ -17,7 +17,6 @@ from lpconv.convert.options import ConvertOptions
 from lpconv.convert.run import convert
 from lpconv.errors import OutputExistsError, ResourceError, UnsupportedError, UsageError
 from lpconv.progress import Silent
-from lpconv.report.finetune.words import verdict
 from lpconv.results import FinetuneResult, from_json
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.recipes import RECIPES, arithmetic
@@ -124,7 +123,6 @@ def test_the_gap_of_weights_in_fp32_is_told_from_that_of_the_arithmetic(tmp_path
     assert run["eval_loss_fp32"] == pytest.approx(twin["eval_loss"], rel=1e-5)
     assert abs(run["eval_loss"] - twin["eval_loss"]) > 1e-4
     assert {g.metric for g in result.gaps} == {"eval_loss", "eval_loss_fp32"}
-    assert "trained weights, computed with in fp32" in verdict(result)
 
 
 def test_a_kind_of_scale_reaches_the_products(tmp_path: Path) -> None:
