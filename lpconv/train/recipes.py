@@ -208,8 +208,9 @@ def arithmetic(
     _check_loss_scale(found)
     _check_optimizer(found)
     if operand_scale is not None and not found.is_scaled_fp8:
+        usual = dataclasses.replace(found, operand_scale=Arithmetic.operand_scale)
         raise UsageError(
-            f"`{found.name}` casts no operands at scales of their own",
+            f"`{usual.name}` casts no operands at scales of their own",
             hint="--operand-scale goes with recipes such as unit-fp8",
         )
     return found
