@@ -145,12 +145,14 @@ def _dead(found: Mapping[str, _Scales], grids: Mapping[str, Grid], source: Sourc
 
 
 def _inverted(found: Mapping[str, _Scales], grids: Mapping[str, Grid]) -> Iterator[str]:
-    wrong = [n for n, g in grids.items() if g.factor is not None and found[n].bound > _LARGEST]
+    wrong = [n for n in grids if found[n].bound > _LARGEST]
     if wrong:
-        how = "divides" if grids[wrong[0]].divides else "multiplies"
+        first = grids[wrong[0]]
+        which = "the scale" if first.factor is None else "the second scale"
+        how = "divides" if first.divides else "multiplies"
         yield (
-            f"{shown(wrong)}: weights of up to {found[wrong[0]].bound:.2g}; the second scale, which {how} in this "
-            "layout, is inverted"
+            f"{shown(wrong)}: weights of up to {found[wrong[0]].bound:.2g}; {which}, which {how} in this layout, is "
+            "inverted or lost"
         )
 
 
