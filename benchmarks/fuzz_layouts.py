@@ -62,6 +62,8 @@ def change_config(rng: random.Random, tensors: Tensors, config: dict[str, Any]) 
     """One value of the settings, at any depth, replaced or left out."""
     found: Any = config["quantization_config"]
     while True:
+        if not found:
+            return
         key = rng.choice(list(found) if isinstance(found, dict) else range(len(found)))
         if isinstance(found[key], (dict, list)) and found[key] and rng.random() < 0.8:
             found = found[key]
@@ -75,7 +77,7 @@ def change_config(rng: random.Random, tensors: Tensors, config: dict[str, Any]) 
 
 def change_tensor(rng: random.Random, tensors: Tensors, config: dict[str, Any]) -> None:
     """One tensor left out, renamed, cut, turned, read as another dtype, or filled with other bytes."""
-    name = rng.choice([n for n in tensors if "proj" in n])
+    name = rng.choice([n for n in sorted(tensors) if "proj" in n] or sorted(tensors))
     x = tensors.pop(name)
     what = rng.randrange(9)
     if what == 0:
@@ -106,8 +108,10 @@ def change_tensor(rng: random.Random, tensors: Tensors, config: dict[str, Any]) 
 
 def swap_tensors(rng: random.Random, tensors: Tensors, config: dict[str, Any]) -> None:
     """Two tensors under each other's names."""
-    a, b = rng.sample([n for n in tensors if "proj" in n], 2)
-    tensors[a], tensors[b] = tensors[b], tensors[a].clone()
+    names = sorted(tensors)
+    if len(names) > 1:
+        a, b = rng.sample(names, 2)
+        tensors[a], tensors[b] = tensors[b], tensors[a].clone()
 
 
 DAMAGE = (change_config, change_tensor, change_tensor, change_tensor, swap_tensors)
@@ -117,7 +121,8 @@ def damaged(source: Path, target: Path, rng: random.Random) -> None:
     """A copy with one to three kinds of damage, or flipped bits of the file itself."""
     tensors, config = load_file(source / "model.safetensors"), json.loads((source / "config.json").read_text())
     for damage in rng.sample(DAMAGE, rng.randrange(1, 4)):
-        damage(rng, tensors, config)
+        if tensors:
+            damage(rng, tensors, config)
     (target / "config.json").write_text(json.dumps(config))
     save_file(tensors, target / "model.safetensors")
     if rng.random() < 0.1:
