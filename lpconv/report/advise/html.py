@@ -14,7 +14,7 @@ from lpconv.report.advise.words import (
 )
 from lpconv.report.numbers import duration_text, number_text, plural, size_text
 from lpconv.report.page import Tile, page
-from lpconv.report.plot import Axis, Mark, Plot, Tick, mark_path
+from lpconv.report.plot import Axis, Band, Mark, Plot, Tick, mark_path
 from lpconv.report.printable import printable_record
 from lpconv.results import AdviceResult, AdviceRow
 
@@ -85,6 +85,7 @@ def front_plot(result: AdviceResult, purpose: str) -> Plot | None:
         x_ticks=_size_ticks(across),
         y_ticks=up.ticks(1, lambda e: f"1e{e}"),
         marks=tuple(marks),
+        bands=tuple(_label(r, across, up) for r in rows if (purpose, r.name) in advised),
         legend=(
             Mark(kind="series-1", path=mark_path(3, 7, 7, 5), title="recommended"),
             Mark(kind="series-0", path=mark_path(0, 7, 7, 4), title="measured"),
@@ -109,6 +110,13 @@ def _marks(row: AdviceRow, across: Axis, up: Axis, *, is_advised: bool) -> list[
     bar = Mark(kind=f"line series-{colour}", path=f"M{x} {top}V{bottom}", title=title)
     shape = mark_path(3 if is_advised else 0, x, y, _RADIUS + 2 * is_advised)
     return [bar, Mark(kind=f"series-{colour}", path=shape, title=title)]
+
+
+def _label(row: AdviceRow, across: Axis, up: Axis) -> Band:
+    """The name beside a mark."""
+    assert row.gap is not None
+    y = up.at(math.log10(max(row.gap.value, _LEAST)))
+    return Band(kind="none", x=across.at(_x(row)), y=y - 20, width=0, height=0, label=row.name)
 
 
 def _size_ticks(axis: Axis) -> tuple[Tick, ...]:

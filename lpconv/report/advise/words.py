@@ -96,8 +96,18 @@ def _train_words(result: AdviceResult, row: AdviceRow) -> str:
     return (
         f"Train with the recipe {row.name}. From {tried}, a run of {whole} is foretold "
         f"to end {gap_text(row.gap, 'loss')} from its fp32 twin, within the {_budget_text(result, 'loss')} allowed. "
-        f"A step takes {size_text(row.memory_bytes)} of memory ({row.memory_from})."
+        f"A step takes {size_text(row.memory_bytes)} of memory ({row.memory_from}).{_fastest(result, row)}"
     )
+
+
+def _fastest(result: AdviceResult, row: AdviceRow) -> str:
+    """The one with the shortest steps, where that is another one."""
+    timed = [r for r in of_purpose(result, row.purpose) if r.meets and r.step_time_s]
+    fastest = min(timed, key=lambda r: r.step_time_s or math.inf, default=row)
+    if not row.step_time_s or not fastest.step_time_s or fastest.step_time_s > 0.9 * row.step_time_s:
+        return ""
+    times = f"{duration_text(fastest.step_time_s)} instead of {duration_text(row.step_time_s)}"
+    return f" Within the same budget {fastest.name} has the shortest steps: {times} ({fastest.time_from})."
 
 
 def _budget_text(result: AdviceResult, unit: str) -> str:
