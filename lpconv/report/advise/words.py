@@ -16,6 +16,7 @@ __all__ = [
     "of_purpose",
     "part_rows",
     "recommendation",
+    "unit_of",
     "unknowns",
 ]
 
@@ -35,7 +36,7 @@ def of_purpose(result: AdviceResult, purpose: str) -> tuple[AdviceRow, ...]:
 
 def cells(result: AdviceResult, row: AdviceRow) -> tuple[str, ...]:
     """A row of the table of its purpose."""
-    gap, interval = _gap_cells(row.gap, _unit_of(result, row))
+    gap, interval = _gap_cells(row.gap, unit_of(result, row))
     size = (size_text(row.size_bytes),) if row.purpose == "infer" else ()
     return (row.name, *size, size_text(row.memory_bytes), duration_text(row.step_time_s), gap, interval, _why(row))
 
@@ -48,7 +49,8 @@ def _why(row: AdviceRow) -> str:
     return counted if row.meets or not is_known else f"{counted}; beyond the budget"
 
 
-def _unit_of(result: AdviceResult, row: AdviceRow) -> str:
+def unit_of(result: AdviceResult, row: AdviceRow) -> str:
+    """What the gap of a row is: of a loss, or of outputs."""
     return "loss" if row.purpose == "train" else result.metric
 
 
