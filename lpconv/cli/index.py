@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lpconv.advise.options import ADVICE_FILE
 from lpconv.checkpoint.partfile import write_small
 from lpconv.cli.command import print_result
 from lpconv.cli.runs import Kind, name_of, runs_in
@@ -44,7 +43,7 @@ def show_folder(folder: Path, html: str | None, *, json: bool) -> None:
 
 
 def _entry(kind: Kind, path: Path, line: tuple[str, str], folder: Path, home: Path) -> RunEntry:
-    page = path.parent / ("advice.html" if path.name == ADVICE_FILE else "report.html")
+    page = path.parent / kind.page_file
     has_page = page.is_file() and name_of(path) != path.stem
     return RunEntry(
         name=os.path.relpath(path.parent if has_page else path, folder),

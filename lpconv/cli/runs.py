@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lpconv.advise.options import ADVICE_FILE, find_advice
-from lpconv.advise.record import read_advice
+from lpconv.advise.record import PAGE, read_advice
 from lpconv.bench.outcome import find_bench, read_bench
 from lpconv.checkpoint.contents import read_json
 from lpconv.convert.tensor_records import format_ranges
@@ -32,7 +32,7 @@ from lpconv.report.numbers import listed, plural
 from lpconv.report.probe.html import html_probe
 from lpconv.report.probe.terminal import render_probe
 from lpconv.report.terminal import SideBySide
-from lpconv.results import AdviceResult, BenchResult, ConvertResult, FinetuneResult, ProbeReport, from_json
+from lpconv.results import BenchResult, ConvertResult, FinetuneResult, ProbeReport, from_json
 from lpconv.train.folder import find_finetune
 
 __all__ = ["CONVERSIONS", "PROBES", "Kind", "ask_probe", "kind_of", "name_of", "one_kind", "runs_in"]
@@ -46,8 +46,8 @@ _DEPTH = 3  # of folders in folders that are searched for runs
 class Kind:
     """One kind of run. `find` gives the file that a folder or file means, None where it is something else.
 
-    `page` and `table` show one result, `pages` and `tables` several under their names, where that is done. `line` says
-    what a run was and what it found.
+    `page` and `table` show one result, `pages` and `tables` several under their names, where that is done; `page_file`
+    is the page that its command wrote. `line` says what a run was and what it found.
     """
 
     name: str
@@ -58,6 +58,7 @@ class Kind:
     line: Callable[[Any], tuple[str, str]]
     pages: Callable[[Sequence[Any], Sequence[str]], str] | None = None
     tables: Callable[[Sequence[Any], Sequence[str]], Any] | None = None
+    page_file: str = "report.html"
 
 
 def kind_of(run: str) -> Kind | None:
@@ -112,10 +113,6 @@ def ask_probe(path: Path, format: str | None = None) -> ProbeReport:
     return answer(read_probe(path), [format] if format else DEFAULT_FORMATS)
 
 
-def _line_of_advice(result: AdviceResult) -> tuple[str, str]:
-    return result.name, " ".join(r.words for r in result.recommendations)
-
-
 def _line_of_bench(result: BenchResult) -> tuple[str, str]:
     compared = [
         (r.ratio.value, f"{r.name}, {ratio_text(r.ratio)}") for r in result.rows if r.ratio and not r.is_baseline
@@ -142,12 +139,13 @@ def _find_conversion(run: str) -> Path | None:
 # Conversions last: any other report.json is taken for one, and said to be none when it is read.
 _KINDS = (
     Kind(
-        name="Advices",
+        name="Advice",
         find=find_advice,
         read=read_advice,
         page=html_advice,
         table=render_advice,
-        line=_line_of_advice,
+        line=lambda result: (result.name, " ".join(r.words for r in result.recommendations)),
+        page_file=PAGE,
     ),
     Kind(
         name="Benches",

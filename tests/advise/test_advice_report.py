@@ -51,7 +51,7 @@ def test_terminal_and_page_hold_every_candidate_and_the_command() -> None:
     result = an_advice(a_row(), a_row("unit fp16", size_bytes=2_000_000, gap=gap(1e-6, 1e-6)), pruned)
     for text in (printed(result), html_advice(result)):
         for words in ("unit e4m3fn, rows", "unit fp16", "unit e5m2", "lpconv x", "a.weight"):
-            assert words in text
+            assert words in text.replace("<wbr>", "")
 
 
 def test_the_front_marks_what_is_recommended_and_leaves_out_what_was_not_measured() -> None:
