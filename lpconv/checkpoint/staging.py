@@ -163,6 +163,8 @@ def check_free(output: Path, *, resume: bool, force: bool) -> None:
     _check_output(output, force=force)
     _check_working_folders(output)
     partial = beside(output, ".partial")
+    if _is_locked(partial / JOURNAL):
+        raise OutputExistsError(f"another run is writing `{partial}`", hint="wait for it, or choose another --output")
     if os.path.lexists(partial) and not resume and not force:
         raise OutputExistsError(
             f"`{partial}` is left from an interrupted run", hint="--resume continues it, --force starts anew"
@@ -238,6 +240,18 @@ def _is_ours(directory: Path, proof: str) -> bool:
     if directory.is_symlink() or not directory.is_dir():
         return False
     return (directory / proof).is_file() or not any(directory.iterdir())
+
+
+def _is_locked(journal: Path) -> bool:
+    """Whether a run that is alive holds the journal."""
+    try:
+        with journal.open("rb") as f:
+            fcntl.flock(f, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # there is none
+        pass
+    return False
 
 
 def _is_at(fd: int, path: Path) -> bool:

@@ -9,6 +9,13 @@ from typing import TYPE_CHECKING
 from lpconv.lazy import lazily
 
 if TYPE_CHECKING:
+    from lpconv.results.advise import (
+        AdviceResult as AdviceResult,
+        AdviceRow as AdviceRow,
+        GapEstimate as GapEstimate,
+        LayerPart as LayerPart,
+        Recommendation as Recommendation,
+    )
     from lpconv.results.batch import (
         BatchResult as BatchResult,
         JobError as JobError,
@@ -70,8 +77,10 @@ if TYPE_CHECKING:
     )
     from lpconv.results.export import ExportResult as ExportResult, FormatCount as FormatCount, OnnxCheck as OnnxCheck
     from lpconv.results.finetune import (
+        EvaluationRecord as EvaluationRecord,
         FinetuneResult as FinetuneResult,
         GapRecord as GapRecord,
+        HeldOutRecord as HeldOutRecord,
         LayerChange as LayerChange,
         LossAllocation as LossAllocation,
         NonfiniteRecord as NonfiniteRecord,

@@ -180,7 +180,7 @@ class ConvertResult:
 
     `seconds` is the whole run, `weights_seconds` the part that read, encoded and wrote weights (None where it was not
     measured). `options` are the settings that shaped the bytes, `architecture` is config.json's first, `versions` the
-    libraries'.
+    libraries'. `card` is what the model card repeats of the source's: base model and licence.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -202,6 +202,7 @@ class ConvertResult:
     options: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     command: str | None = None
+    card: dict[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
 
 

@@ -47,9 +47,10 @@ class Timetable(TrainerCallback):  # type: ignore[misc]  # transformers is untyp
 
 
 class Recorder(TrainerCallback):  # type: ignore[misc]
-    """Writes a row per step, watches and measures the steps that are due, and tells how far the run is.
+    """Writes a row per step, and one of step 0 with the evaluation before training.
 
-    The time of a step is without that of its loss change allocation.
+    It watches and measures the steps that are due, and tells how far the run is. The time of a step is without that of
+    its loss change allocation.
     """
 
     def __init__(
@@ -108,8 +109,11 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
         self.progress.advance(1, f"loss {last['loss']:.4f}")
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
-        names = {"eval_loss": "eval_loss", "eval_accuracy": "eval_accuracy"}
-        self.metrics.add({n: metrics[k] for k, n in names.items() if k in (metrics or {})})
+        if state.global_step == 0:
+            self.metrics.begin({"step": 0})
+        self.metrics.add({name: metrics[name] for name in ("eval_loss", "eval_accuracy") if name in (metrics or {})})
+        if state.global_step in (0, state.max_steps):
+            self.metrics.add({"eval_batches": self.trainer.evaluated})
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.metrics.flush()

@@ -22,7 +22,7 @@ from lpconv.train.prepare import Prepared
 from lpconv.train.processes import average_gradients, needs_averaging
 from lpconv.train.watch import first_nonfinite
 
-__all__ = ["MAX_SKIPPED", "DivergedError", "LowPrecisionTrainer", "seed_step"]
+__all__ = ["MAX_SKIPPED", "DivergedError", "LowPrecisionTrainer", "predicted", "seed_step"]
 
 
 _WEIGHTS, _SCALER = "model.safetensors", "loss_scale.json"
@@ -60,6 +60,7 @@ class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is unt
         self.num_skipped = self.num_skipped_in_a_row = 0
         self.last: dict[str, float] = {}
         self.first_nonfinite: NonfiniteRecord | None = None
+        self.evaluated: list[list[float]] = []  # of each batch of the last evaluation: examples, loss, accuracy or NaN
         self._inputs: dict[str, Any] = {}
 
     def _keep_unwrapped(self) -> None:
@@ -79,6 +80,7 @@ class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is unt
         return optimizer
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        self.evaluated = []
         with self.clock.spending("evaluations"):
             found: dict[str, float] = super().evaluate(*args, **kwargs)
         return found
@@ -109,6 +111,13 @@ class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is unt
             return found
         scale = self.prepared.loss_scale.scale
         return (found[0] * scale, *found[1:]) if isinstance(found, tuple) else found * scale
+
+    def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        loss, logits, labels = found = super().prediction_step(model, inputs, *args, **kwargs)
+        is_right = math.nan if logits is None else float((predicted(logits) == labels).float().mean())
+        row = torch.tensor([[float(len(inputs["labels"])), float(loss.mean()), is_right]], device=self.args.device)
+        self.evaluated += self.accelerator.gather(row).tolist()
+        return found
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         """Where Trainer clips: divide by the loss scale first, and leave out a step that is not finite.
@@ -216,6 +225,12 @@ class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is unt
         self.num_skipped = state["num_skipped"]
         if state["first_nonfinite"] is not None:
             self.first_nonfinite = from_json(NonfiniteRecord, state["first_nonfinite"])
+
+
+def predicted(logits: Any) -> Tensor:
+    """The class that each example is given."""
+    of_classes: Tensor = logits[0] if isinstance(logits, tuple) else logits
+    return of_classes.argmax(-1)
 
 
 def seed_step(seed: int, step: int, rank: int = 0) -> None:

@@ -5,13 +5,13 @@ Import this module lazily: it loads rich.
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lpconv.report.convert.compare import Figure, figures, run_names
+from lpconv.report.compare import run_names
+from lpconv.report.convert.compare import figures
 from lpconv.report.convert.grouping import done_groups, worst_tensors
 from lpconv.report.convert.words import (
     DONE_COLUMNS,
@@ -39,7 +39,17 @@ from lpconv.report.numbers import (
     sqnr_text,
 )
 from lpconv.report.printable import printable_record
-from lpconv.report.terminal import Name, after_gap, facts_grid, heading, least_width, note_list, section, table_of
+from lpconv.report.terminal import (
+    Name,
+    SideBySide,
+    after_gap,
+    facts_grid,
+    heading,
+    least_width,
+    note_list,
+    section,
+    table_of,
+)
 from lpconv.results import (
     ConvertResult,
     FileRecord,
@@ -57,7 +67,6 @@ _GROUPS = 12
 _SHARDS = 8
 _WORST = 10  # tensors
 # The widest column of a run in a comparison.
-_RUN_WIDTH = 24
 _STYLES = {"passed": "bold green", "failed": "bold red", "not run": "yellow"}
 
 
@@ -142,27 +151,7 @@ def render_inspect(found: InspectResult) -> RenderableType:
 def render_compare(results: Sequence[ConvertResult]) -> RenderableType:
     """Runs side by side, one column each; as many tables as the width asks for."""
     runs = [printable_record(r) for r in results]
-    return _Compare(names=run_names(runs), figures=figures(runs))
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Compare:
-    """A table of figures, cut into several where the runs do not fit side by side."""
-
-    names: tuple[str, ...]
-    figures: tuple[Figure, ...]
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        label_width = max((len(f.label) for f in self.figures), default=0)
-        width = min(max(map(len, self.names), default=0), _RUN_WIDTH)
-        per_table = max(1, (options.max_width - label_width) // (width + 2))
-        for start in range(0, len(self.names), per_table):
-            columns = slice(start, start + per_table)
-            rows = ((figure.label, *figure.values[columns]) for figure in self.figures)
-            table = table_of("", *(f"<{name}" for name in self.names[columns]), rows=rows)
-            for column in table.columns[1:]:
-                column.max_width = _RUN_WIDTH
-            yield from (Text(), table) if start else (table,)
+    return SideBySide(names=run_names([r.output for r in runs]), figures=figures(runs))
 
 
 def _size_change(before: int, after: int) -> str:

@@ -29,6 +29,7 @@ __all__ = [
     "done_row",
     "done_words",
     "method_name",
+    "size_sentence",
     "summary",
     "verdict",
     "worst_row",
@@ -56,7 +57,7 @@ def summary(result: ConvertResult) -> str:
     """The whole result as one paragraph that a person can quote."""
     sentences = (
         _done_sentence(result),
-        _size_sentence(result),
+        size_sentence(result),
         _error_sentence(result.tensors),
         _verify_sentence(result.verify),
     )
@@ -95,7 +96,7 @@ def _stored_form(result: ConvertResult) -> str:
     return f"{' or '.join(formats)}{' codes with one scale each' if scaled else ''}"
 
 
-def _size_sentence(result: ConvertResult) -> str:
+def size_sentence(result: ConvertResult) -> str:
     """Weight bytes before and after."""
     read, written = result.bytes.read, result.bytes.written
     return f"The weights went from {size_text(read)} to {size_text(written)} ({change_text(read, written)})."
@@ -138,7 +139,7 @@ def _verify_sentence(v: VerifyResult) -> str:
     if word == "not run":
         return "It was not verified."
     if word == "failed":
-        return f"Verification failed: {listed(v.problems) or 'no reason was recorded'}."
+        return f"Verification failed: {listed(_reasons(v))}."
     if v.logits and not v.logits.skipped:
         return f"Verification passed: {_logits_words(v.logits)}."
     if v.weights:
@@ -146,6 +147,12 @@ def _verify_sentence(v: VerifyResult) -> str:
     if v.hash:
         return f"Verification passed: {_hash_words(v.hash)}."
     return f"Verification passed at level {v.level}."
+
+
+def _reasons(v: VerifyResult) -> list[str]:
+    """What failed: problems as they were met, else the checks and gates that did not hold."""
+    failed = [f"{c.name}, {c.text}" for c in checks(v) if c.passed is False]
+    return [*v.problems, *(text for text in failed if not v.problems or text.startswith("gate "))]
 
 
 def checks(v: VerifyResult) -> tuple[Check, ...]:
