@@ -14,6 +14,7 @@ from lpconv.checkpoint.contents import read_contents
 from lpconv.checkpoint.header import DTYPE_BITS
 from lpconv.checkpoint.source import TORCH_DTYPES, Source, open_source
 from lpconv.convert.inspect import describe, inspect
+from lpconv.forms import Stored
 from lpconv.forms.blocks import BLOCK_ELEMENTS, Workspace, block_ranges, block_stats
 from lpconv.forms.decoded import DecodedSource
 from lpconv.forms.facts import BlockStats
@@ -49,12 +50,14 @@ def inspect_with_statistics(directory: Path, progress: Progress, *, name: str | 
     with StoredTensors.open(directory) as stored:
         measured = _with_statistics(found, DecodedSource(stored), progress)
         tensors = tuple(_with_share(t, stored) for t in measured.tensors)
-    many = tuple(
-        f"`{t.name}`: {t.saturated_share:.0%} of the codes are the largest that there are: are its scales too small?"
-        for t in tensors
-        if t.saturated_share is not None and t.saturated_share > _MANY[stored.forms[t.name].format.storage_bits]
-    )
+        many = tuple(w for t in tensors if (w := _warning(t, stored.forms[t.name])))
     return dataclasses.replace(measured, tensors=tensors, warnings=(*found.warnings, *many))
+
+
+def _warning(t: StoredTensor, form: Stored) -> str | None:
+    if t.saturated_share is None or form.format is None or t.saturated_share <= _MANY[form.format.storage_bits]:
+        return None
+    return f"`{t.name}`: {t.saturated_share:.0%} of the codes are the largest that there are: are its scales too small?"
 
 
 def _with_statistics(found: InspectResult, source: Source, progress: Progress) -> InspectResult:

@@ -17,6 +17,7 @@ from torch import Tensor
 from lpconv.convert.compare import compare
 from lpconv.convert.inspect import inspect
 from lpconv.convert.scales import judged
+from lpconv.convert.statistics import inspect_with_statistics
 from lpconv.data import demo_checkpoint
 from lpconv.progress import Silent
 
@@ -303,3 +304,24 @@ def test_a_planted_defect_is_named(folder: Path, tmp_path: Path, planted: Plante
     (tmp_path / "config.json").write_text(json.dumps(found))
     said = said_of(tmp_path, folder / "plain")
     assert planted.word in said
+
+
+@pytest.mark.parametrize("layout", ["ct FP8_DYNAMIC", "ct W4A16"])
+def test_scales_that_are_too_small_show_in_the_codes(folder: Path, tmp_path: Path, layout: str) -> None:
+    """Scales of a quarter of the size cut the larger half of the weights to the last code."""
+    plain, target = folder / "plain", tmp_path / "cut"
+    make_foreign(layout, plain, target)
+    healthy = inspect_with_statistics(target, Silent())
+    assert not healthy.warnings
+    weights = load_file(plain / "model.safetensors")
+    limit, bits = (448.0, 8) if "FP8" in layout else (7.0, 4)
+    tensors = load_file(target / "model.safetensors")
+    scale = tensors[Q + "weight_scale"] / 4
+    codes = weights[Q + "weight"] / scale.repeat_interleave(weights[Q + "weight"].shape[1] // scale.shape[1], 1)
+    codes = codes.clamp(-limit, limit)
+    stored = codes.to(torch.float8_e4m3fn) if bits == 8 else pack_words(codes.round() + 8, 4, 1)
+    tensors |= {Q + "weight_scale": scale, Q + ("weight" if bits == 8 else "weight_packed"): stored}
+    save_file(tensors, target / "model.safetensors")
+    (warning,) = inspect_with_statistics(target, Silent()).warnings
+    assert Q + "weight" in warning
+    assert "the largest that there are" in warning
