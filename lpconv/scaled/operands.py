@@ -66,7 +66,7 @@ def product(numerics: Numerics, a: object, b: object, *, alpha: float = 1.0, bia
 
 def _coded_product(x: Coded, y: Coded, alpha: float, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     wide = torch.float32 if dtype == torch.float16 else dtype  # sums of codes leave the range of fp16
-    if x.codes.device.type == "cuda" and x.codes.dim() == 2 and not torch.compiler.is_compiling():
+    if x.codes.device.type == "cuda" and x.codes.dim() == 2:
         gain = torch.full((), alpha, device=x.codes.device) * x.scale
         scale_b = y.scale if isinstance(y.scale, Tensor) else None
         out = matmul(x.codes, y.codes, scale_a=gain, scale_b=scale_b, out_dtype=wide)
