@@ -319,12 +319,20 @@ def drivers_answers() -> None:
             assert is_emulated(Case(**fields | {"format": "fp8", "method": "static"}))
 
 
+def doctors_layouts() -> None:
+    """The products that `lpconv doctor` tries, block and MX scales among them, laid out as CUDA wants them."""
+    from lpconv.doctor.products import LAYOUTS, multiply
+
+    for left, right in LAYOUTS.values():
+        assert multiply(left, right, "cuda")[0].device.type == "cuda"
+
+
 REHEARSALS: dict[str, Callable[[], None]] = {
     f.__name__: f
     for f in (
         product_of_codes, product_without_tensor_cores, functional_linear, fp8_linear, frozen_fp8_linear,
         fp8_linear_compiled, codecs, scaled_training, scaled_training_compiled, optimizer_steps, attention,
-        drivers_answers,
+        doctors_layouts, drivers_answers,
     )
 }  # fmt: skip
 OWN_MODELS = (
