@@ -94,7 +94,7 @@ def test_a_scaled_product_is_torchs_scaled_mm(
         return matmul(a, b, scale_a=scales[0], scale_b=scales[1], out_dtype=torch.float32)
 
     def theirs(scales: list[Tensor]) -> Tensor:
-        return on_tensor_cores(a, b, *scales, torch.float32)
+        return on_tensor_cores(a, b, scales[0], scales[1], torch.float32)
 
     assert torch.equal(ours(powers), theirs(powers))
     assert relative_error(ours(others), theirs(others).double()) < 2**-21
