@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from lpconv.errors import UsageError
 from lpconv.formats.spec import FORMATS
 from lpconv.kernels.decode import decode
+from lpconv.kernels.scaled_cast import scale_product_
 
 __all__ = ["matmul", "scaled_mm_operands", "why_not_scaled_mm"]
 
@@ -52,9 +53,7 @@ def matmul(
             out, scale_a, scale_b = _scaled_mm(a, b, scale_a, scale_b, out_dtype), None, None
     else:
         out = _wide_matmul(a, b, out_dtype)
-    for scale in (scale_a, scale_b):
-        if scale is not None:
-            out.mul_(scale)
+    out = scale_product_(out, scale_a, scale_b)
     out = out if bias is None else out.add_(bias)
     return out.to(out_dtype)
 
