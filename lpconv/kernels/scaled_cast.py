@@ -38,7 +38,12 @@ def largest_magnitude(x: Tensor, axis: int | None = None) -> Tensor:
         return largest_magnitude(x.mT, -3 - axis).mT
     bits = x.contiguous().view(_BITS[x.dtype])
     if axis is None:
-        return torch.stack([_magnitudes(b).amax() for b in bits.view(-1).split(_PIECE)]).amax().view(x.dtype).float()
+        return (
+            torch.stack([_magnitudes(b).amax() for b in torch.split(bits.view(-1), _PIECE)])
+            .amax()
+            .view(x.dtype)
+            .float()
+        )
     bits = bits.view(-1, *bits.shape[-2:])
     shape = (*bits.shape[:2], 1) if axis == -1 else (bits.shape[0], 1, bits.shape[2])
     found = bits.new_zeros(shape)
@@ -75,9 +80,9 @@ def scaled_codes(x: Tensor, inverse: Tensor | None, spec: Format, *, saturate: b
     return codes
 
 
-def scale_product_(out: Tensor, *scales: Tensor | None) -> Tensor:
+def scale_product_(out: Tensor, *scales: Tensor | float | None) -> Tensor:
     """`out` (…, M, N) times each scale (a number, (…, M, 1) or (…, 1, N), float32), in place; rounded once at most."""
-    found = [s for s in scales if s is not None]
+    found = [torch.as_tensor(s, dtype=torch.float32, device=out.device) for s in scales if s is not None]
     if not found or not _goes_by_pieces(out) or out.dtype == torch.float32 or not out.is_contiguous():
         for scale in found:
             out.mul_(scale)
@@ -138,7 +143,7 @@ def _with_factors(x: Tensor, inverse: Tensor | None, codes: Tensor) -> Iterator[
     """Pieces of contiguous `x`, what each is multiplied by, and where its codes go."""
     if inverse is None or not inverse.dim():
         factor = None if inverse is None else inverse.view(1)  # with a dimension its dtype counts
-        flat = zip(x.view(-1).split(_PIECE), codes.view(-1).split(_PIECE), strict=True)
+        flat = zip(torch.split(x.view(-1), _PIECE), torch.split(codes.view(-1), _PIECE), strict=True)
         yield from ((piece, factor, out) for piece, out in flat)
         return
     x, codes = (t.view(-1, *t.shape[-2:]) for t in (x, codes))
