@@ -39,7 +39,7 @@ def show_folder(folder: Path, html: str | None, *, json: bool) -> None:
         compared = _write_comparisons(found, home / Path(html).stem)
         write_page(html, html_index(folder.resolve().name, entries, compared))
     rows = [(e.name, e.kind, e.what, e.found) for e in entries]
-    print_result(entries, lambda _: table_of("Run", "<Kind", "<What", "<Found", rows=rows), json=json)
+    print_result(entries, lambda _: table_of("Run", "<Kind", "<What", "<Result", rows=rows), json=json)
 
 
 def _entry(kind: Kind, path: Path, line: tuple[str, str], folder: Path, home: Path) -> RunEntry:
