@@ -13,7 +13,7 @@ from lpconv.cli.command import print_result
 from lpconv.cli.runs import Kind, name_of, runs_in
 from lpconv.errors import InputError, OutputExistsError
 from lpconv.report.compare import run_names
-from lpconv.report.index import RunEntry, html_index
+from lpconv.report.page import RunEntry, html_index
 from lpconv.report.terminal import table_of
 
 __all__ = ["show_folder", "write_page"]
