@@ -22,7 +22,18 @@ from lpconv.checkpoint.contents import read_json
 from lpconv.checkpoint.partfile import fsync_directory, sha256_of, write_error
 from lpconv.errors import InputError, OutputExistsError, UnsupportedError, UsageError
 
-__all__ = ["JOURNAL", "MARKER", "SUMS", "Staging", "beside", "check_apart", "check_free", "check_marked", "read_marker"]
+__all__ = [
+    "JOURNAL",
+    "MARKER",
+    "SUMS",
+    "Staging",
+    "beside",
+    "check_apart",
+    "check_free",
+    "check_marked",
+    "is_output",
+    "read_marker",
+]
 
 JOURNAL = "journal.jsonl"
 MARKER = "lpconv.json"  # what says that a directory is an output of ours
@@ -173,6 +184,13 @@ def read_marker(directory: Path) -> dict[str, Any]:
     return read_json(path) if path.exists() else {}
 
 
+def is_output(directory: Path) -> bool:
+    """Whether a conversion or a fine-tuning wrote a directory, by the files that these leave; damaged ones count."""
+    if not (directory / MARKER).exists():
+        return (directory / SUMS).exists()
+    return read_marker(directory).get("kind") != "restore"
+
+
 def check_marked(directory: Path) -> None:
     """Raise UnsupportedError for a plain checkpoint, InputError for what is none, or lost the marker of an output."""
     if (directory / MARKER).exists():
@@ -181,7 +199,7 @@ def check_marked(directory: Path) -> None:
         raise InputError(f"`{directory}` has no {MARKER}", hint="pass an output of `lpconv convert`")
     raise UnsupportedError(
         f"`{directory}` is a plain checkpoint without {MARKER}: there is nothing to verify or restore",
-        hint="pass an output of `lpconv convert`",
+        hint="pass an output of `lpconv convert`, or compare its weights with those of a MODEL by `verify --against`",
     )
 
 

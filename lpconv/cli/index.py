@@ -12,11 +12,9 @@ from lpconv.checkpoint.partfile import write_small
 from lpconv.cli.command import print_result
 from lpconv.cli.runs import Kind, name_of, runs_in
 from lpconv.errors import InputError, OutputExistsError
-from lpconv.probe.options import PROBE_FILE
 from lpconv.report.compare import run_names
 from lpconv.report.page import RunEntry, html_index
 from lpconv.report.terminal import table_of
-from lpconv.train.folder import REPORT
 
 __all__ = ["show_folder", "write_page"]
 
@@ -49,8 +47,8 @@ def _line(kind: Kind, result: Any) -> tuple[str, str]:
 
 
 def _entry(kind: Kind, path: Path, line: tuple[str, str], folder: Path, home: Path) -> RunEntry:
-    page = path.parent / "report.html"
-    has_folder = path.name in (REPORT, PROBE_FILE)
+    page = path.parent / kind.page_file
+    has_folder = name_of(path) != path.stem
     return RunEntry(
         name=os.path.relpath(path.parent if has_folder else path, folder),
         kind=kind.name,

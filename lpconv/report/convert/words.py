@@ -161,7 +161,8 @@ def checks(v: VerifyResult) -> tuple[Check, ...]:
     if v.hash:
         steps.append(Check(name="hashes", passed=not v.hash.mismatched, text=_hash_words(v.hash)))
     if v.weights:
-        steps.append(Check(name="weights", passed=not v.weights.mismatched, text=_weights_words(v.weights)))
+        words = _values_words if v.level == "values" else _weights_words
+        steps.append(Check(name="weights", passed=not v.weights.mismatched, text=words(v.weights)))
     if v.logits:
         ran = None if v.logits.skipped else True
         steps.append(Check(name="outputs", passed=ran, text=_logits_words(v.logits)))
@@ -177,6 +178,16 @@ def _hash_words(check: HashCheck) -> str:
         bad = len(check.mismatched)
         return f"{count_text(bad)} of {plural(check.num_files, 'file')} differ: {listed(check.mismatched)}"
     return f"{plural(check.num_files, 'file')} match{'es' if check.num_files == 1 else ''} SHA256SUMS"
+
+
+def _values_words(check: WeightsCheck) -> str:
+    """Of two checkpoints whose weights were compared, not converted again."""
+    if check.min_sqnr_db == math.inf:
+        return f"{plural(check.num_tensors, 'tensor')}, all equal"
+    return (
+        f"{plural(check.num_tensors, 'tensor')}, smallest SQNR {sqnr_text(check.min_sqnr_db, ' dB')} ({check.worst}), "
+        f"largest relative error {error_text(check.max_rel_error)}"
+    )
 
 
 def _weights_words(check: WeightsCheck) -> str:
