@@ -166,7 +166,9 @@ class FinetuneOptions:
     seeds: Annotated[int, _check("Number of seeds, whose spread is the noise", least=1)] = 1
     eval_every: Annotated[
         int | None,
-        _check("Number of steps between evaluations; 0 for the last only", default="a quarter of all", least=0),
+        _check(
+            "Number of steps between evaluations; 0 for the last only", default="a quarter of all, at least 10", least=0
+        ),
     ] = None
     eval_batches: Annotated[int, _check("Largest number of batches in an evaluation", least=1)] = 16
     track_every: Annotated[
@@ -202,7 +204,7 @@ class FinetuneOptions:
 
 
 _NOTHING_TO_CALIBRATE = {"none": "it has no static scales", "scalify": "its scales are reset by data while it trains"}
-_INTERVALS = {"eval": (4, 1), "track": (10, 5)}  # a part of the steps, but at least so many
+_INTERVALS = {"eval": (4, 10), "track": (10, 5)}  # a part of the steps, but at least so many
 
 
 def check_options(options: FinetuneOptions) -> None:
