@@ -6,6 +6,7 @@ from lpconv.scaled.disk import from_disk, read_factors, to_disk, write_factors
 from lpconv.scaled.guard import StepGuard, gradients_are_finite
 from lpconv.scaled.memory import saved_bytes
 from lpconv.scaled.model import fallbacks, scaled, scaling_of, unscaled_state_dict
+from lpconv.scaled.native import native, native_groups
 from lpconv.scaled.optimizer import AdamW, HyperParameters, equivalent
 from lpconv.scaled.rescale import dynamic_rescale, dynamic_rescale_grad
 from lpconv.scaled.tensor import ScaledTensor, scaled_tensor
@@ -28,6 +29,8 @@ __all__ = [
     "from_disk",
     "gradients_are_finite",
     "loss_scales",
+    "native",
+    "native_groups",
     "read_factors",
     "saved_bytes",
     "scaled",
