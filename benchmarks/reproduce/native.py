@@ -15,8 +15,10 @@ sizes and one for training, and figure.png. `--quick` is for trying the script.
 """
 
 import argparse
+import json
 import math
 import statistics
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -27,7 +29,6 @@ import transformers as hf
 import unit_scaling as uu
 from figures import panels, plot_training
 from miniature import (
-    FULL,
     QUICK,
     Arm,
     Curve,
@@ -37,7 +38,6 @@ from miniature import (
     save,
     start_model,
     train,
-    train_all,
     training_table,
 )
 from scaled_training import plain_fp8
@@ -48,8 +48,9 @@ from lpconv.scaled import AdamW, ScaledTensor, native, native_groups, scaled
 
 WIDTH, LAYERS, VOCABULARY, HEADS, LENGTH = 128, 12, 512, 4, 64
 WITHIN = (0.5, 2.0)
-PLAIN_RATES = [2.0**e for e in range(-10, -4)]
-NATIVE_RATES = {"unit": [2.0**e for e in range(-8, -2)], "u-mup": [2.0**e for e in range(-4, 2)]}
+PLAIN_RATES = [2.0**e for e in (-9, -8, -7)]
+NATIVE_RATES = {"unit": [2.0**e for e in (-7, -6, -5)], "u-mup": [2.0**e for e in (-3, -2, -1)]}
+SMALL = Size(hidden=64, layers=2)
 LOSS_SCALES = (2.0**4, 2.0**8, 2.0**12)
 
 
@@ -163,75 +164,92 @@ def native_arm(name: str, compute: str, rule: str, rate: float) -> Arm:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rated:
-    """A run of the sweep: whose rule, at which rate, and where it ended."""
+class Run:
+    """A training run at a rate, with the sizes of data and gradients along the model that it ended at."""
 
-    rule: str
     lr: float
-    held_out_loss: float
+    curve: Curve
+    sizes: dict[str, list[float]]
+
+    @property
+    def loss(self) -> float:
+        return self.curve.held_out_loss[-1]
 
 
-def sweep(size: Size) -> list[Rated]:
-    """One seed at each learning rate."""
-    plain = Arm(name="fp32", prepare=lambda m: m)
-    runs = [("plain", lr, plain, replace(size, lr=lr)) for lr in PLAIN_RATES]
-    runs += [
-        (f"native, {rule}", lr, native_arm("native", "fp32", rule, lr), size)
-        for rule, rates in NATIVE_RATES.items()
-        for lr in rates
-    ]
-    found = []
-    for rule, lr, arm, at in runs:
-        curve, _ = train(arm, "llama", 0, at)
-        found.append(Rated(rule=rule, lr=lr, held_out_loss=curve.held_out_loss[-1]))
-        print(found[-1], flush=True)
+class Runs:
+    """Runs by rule or arm, rate and seed, kept in a file as they end: the same command goes on where it stopped."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.done: dict[str, Run] = {}
+        if path.exists():
+            for key, run in json.loads(path.read_text(encoding="utf-8")).items():
+                self.done[key] = Run(lr=run["lr"], curve=Curve(**run["curve"]), sizes=run["sizes"])
+
+    def get(self, arm: Arm, lr: float, seed: int, size: Size) -> Run:
+        key = f"{arm.name}, rate {lr}, seed {seed}"
+        if key not in self.done:
+            curve, model = train(arm, "llama", seed, replace(size, lr=lr))
+            self.done[key] = Run(lr=lr, curve=curve, sizes=along(model, size))
+            self.path.write_text(json.dumps({k: asdict(r) for k, r in self.done.items()}), encoding="utf-8")
+        print(f"{key}: {self.done[key].loss:.4f}", file=sys.stderr, flush=True)
+        return self.done[key]
+
+
+def along(model: nn.Module, size: Size) -> dict[str, list[float]]:
+    """Sizes of the data of activations, first to last, and of the gradients that reach them."""
+    seen = observe(model, draw("llama", size))
+    return {d: [v for (_, which), v in seen.items() if which == d] for d in ("activation", "gradient")}
+
+
+PLAIN = Arm(name="fp32", prepare=lambda m: m)
+
+
+def sweep(runs: Runs, size: Size) -> dict[str, list[Run]]:
+    """One seed at each learning rate, by rule."""
+    found = {"plain": [runs.get(PLAIN, lr, 0, size) for lr in PLAIN_RATES]}
+    for rule, rates in NATIVE_RATES.items():
+        found[rule] = [runs.get(native_arm(f"native fp32 ({rule})", "fp32", rule, lr), lr, 0, size) for lr in rates]
     return found
 
 
-def best(found: list[Rated], start: str) -> Rated:
-    return min((r for r in found if r.rule.startswith(start)), key=lambda r: r.held_out_loss)
+def best(runs: list[Run]) -> Run:
+    return min(runs, key=lambda r: r.loss)
 
 
-def rates_table(found: list[Rated]) -> str:
-    lines = ["| rule |" + 6 * " learning rate: loss |", "|---" * 7 + "|"]
-    for rule in dict.fromkeys(r.rule for r in found):
-        cells = (f"2^{math.log2(r.lr):.0f}: {r.held_out_loss:.3f}" for r in found if r.rule == rule)
-        lines.append(f"| {rule} | " + " | ".join(cells) + " |")
+def rates_table(found: dict[str, list[Run]]) -> str:
+    lines = ["| rule |" + 3 * " learning rate: loss |", "|---" * 4 + "|"]
+    for rule, runs in found.items():
+        lines.append(f"| {rule} | " + " | ".join(f"2^{math.log2(r.lr):.0f}: {r.loss:.3f}" for r in runs) + " |")
     return "\n".join(["Held-out loss in fp32 over learning rates, Llama, seed 0", "", *lines, ""])
 
 
-def training(size: Size, rates: list[Rated]) -> tuple[list[Curve], nn.Module]:
-    """Every arm at the best rate of its rule; the model that native fp32 of the last seed ends at."""
-    at, own = replace(size, lr=best(rates, "plain").lr), best(rates, "native")
-    rule = own.rule.removeprefix("native, ")
+def training(runs: Runs, size: Size, rates: dict[str, list[Run]]) -> list[Curve]:
+    """Every arm at the best rate of its rule, seed by seed."""
+    plain = best(rates["plain"]).lr
+    rule = min(NATIVE_RATES, key=lambda r: best(rates[r]).loss)
+    own = best(rates[rule]).lr
     fixed = [
         Arm(
             name=f"plain fp8, loss scale 2^{math.log2(s):.0f}", prepare=plain_fp8, loss_scale=("constant", {"scale": s})
         )
         for s in LOSS_SCALES
     ]
-    tried = [(train(arm, "llama", 0, at)[0].held_out_loss[-1], arm) for arm in fixed]
-    print([(arm.name, loss) for loss, arm in tried], flush=True)
     arms = [
-        Arm(name="fp32", prepare=lambda m: m),
-        *(native_arm(f"native {c}", c, rule, own.lr) for c in ("fp32", "fp16", "fp8")),
-        Arm(name="plain fp8, no loss scale", prepare=plain_fp8),
-        min(tried, key=lambda t: t[0])[1],
+        (PLAIN, plain),
+        *((native_arm(f"native {c} ({rule})", c, rule, own), own) for c in ("fp32", "fp16", "fp8")),
+        (Arm(name="plain fp8, no loss scale", prepare=plain_fp8), plain),
+        (min(fixed, key=lambda arm: runs.get(arm, plain, 0, size).loss), plain),
     ]
-    curves, trained = [], start_model("llama", size, 0)
-    for curve, model in train_all(arms, "llama", at):
-        curves.append(curve)
-        trained = model if curve.arm == "native fp32" else trained
-    return curves, trained
+    return [runs.get(arm, lr, seed, size).curve for seed in range(size.seeds) for arm, lr in arms]
 
 
-def figure(before: nn.Module, after: nn.Module, curves: list[Curve], size: Size, path: Path) -> None:
+def figure(fresh: dict[str, list[float]], trained: dict[str, list[float]], curves: list[Curve], path: Path) -> None:
     """Sizes along the graph, fresh and trained, and the curves."""
     with panels(path, 2) as (left, right):
-        for name, model, style in (("fresh", before, "-"), ("trained", after, "--")):
-            seen = observe(model, draw("llama", size))
+        for name, sizes, style in (("fresh", fresh, "-"), ("trained", trained, "--")):
             for direction, colour in (("activation", "C0"), ("gradient", "C1")):
-                line = [math.log2(max(v, 2.0**-40)) for (_, d), v in seen.items() if d == direction]
+                line = [math.log2(max(v, 2.0**-40)) for v in sizes[direction]]
                 left.plot(line if direction == "activation" else line[::-1], style, color=colour,
                           label=f"{name}: {direction}s")  # fmt: skip
         left.axhspan(-1, 1, color="0.85")
@@ -246,18 +264,21 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--only", choices=("sizes", "training"))
     options = parser.parse_args()
-    size = replace(QUICK if options.quick else FULL, seeds=options.seeds)
+    size = replace(QUICK if options.quick else SMALL, seeds=options.seeds)
     if options.only != "training":
         found = measure_sizes(options.seeds)
         write(options.out / "sizes", {"width": WIDTH, "layers": LAYERS}, {"sizes": [asdict(s) for s in found]},
               [sizes_table(found)])  # fmt: skip
     if options.only != "sizes":
-        rates = sweep(size)
-        curves, trained = training(size, rates)
-        raw = {"rates": [asdict(r) for r in rates], "runs": [asdict(c) for c in curves]}
+        options.out.mkdir(parents=True, exist_ok=True)
+        runs = Runs(options.out / "runs.json")
+        rates = sweep(runs, size)
+        curves = training(runs, size, rates)
         tables = [rates_table(rates), training_table("Training from scratch, llama, at the best rates", curves)]
-        write(options.out / "training", asdict(size), raw, tables)
-        figure(drawn("fp32")(start_model("llama", size, 0)), trained, curves, size, options.out / "figure.png")
+        write(options.out / "training", asdict(size), {"runs": {k: asdict(r) for k, r in runs.done.items()}}, tables)
+        trained = best([r for rule in NATIVE_RATES for r in rates[rule]])
+        fresh = drawn("fp32")(start_model("llama", size, 0))
+        figure(along(fresh, size), trained.sizes, curves, options.out / "figure.png")
 
 
 def write(folder: Path, settings: dict[str, Any], raw: dict[str, Any], tables: list[str]) -> None:
