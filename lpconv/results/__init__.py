@@ -9,6 +9,13 @@ from typing import TYPE_CHECKING
 from lpconv.lazy import lazily
 
 if TYPE_CHECKING:
+    from lpconv.results.advise import (
+        AdviceResult as AdviceResult,
+        AdviceRow as AdviceRow,
+        GapEstimate as GapEstimate,
+        LayerPart as LayerPart,
+        Recommendation as Recommendation,
+    )
     from lpconv.results.batch import (
         BatchResult as BatchResult,
         JobError as JobError,
@@ -40,6 +47,7 @@ if TYPE_CHECKING:
     )
     from lpconv.results.convert import (
         ByteCounts as ByteCounts,
+        ComparedTensor as ComparedTensor,
         ConvertResult as ConvertResult,
         GateRecord as GateRecord,
         HashCheck as HashCheck,
@@ -69,8 +77,10 @@ if TYPE_CHECKING:
     )
     from lpconv.results.export import ExportResult as ExportResult, FormatCount as FormatCount, OnnxCheck as OnnxCheck
     from lpconv.results.finetune import (
+        EvaluationRecord as EvaluationRecord,
         FinetuneResult as FinetuneResult,
         GapRecord as GapRecord,
+        HeldOutRecord as HeldOutRecord,
         LayerChange as LayerChange,
         LossAllocation as LossAllocation,
         NonfiniteRecord as NonfiniteRecord,

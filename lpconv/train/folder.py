@@ -1,7 +1,8 @@
 """The folder of a fine-tuning: what lies where, whose it is, and whether a run may begin or go on in it.
 
 OUT/finetune.json          what was asked for; says that the folder is ours
-OUT/metrics.jsonl          a row per step of the run (of the first seed), which a resumed run continues
+OUT/metrics.jsonl          a row per step of the run (of the first seed), which a resumed run continues; step 0 is the
+                           evaluation before training
 OUT/runs/NAME/             the other runs' metrics, checkpoints to resume from, and run.json once a run is done
 OUT/config.json …          the trained model
 OUT/report.{json,html}     written last, so that a folder with them is complete
@@ -153,7 +154,8 @@ class Metrics:
 
 def median_step_time(rows: list[dict[str, Any]]) -> float | None:
     """Of the steps that recorded and measured nothing; the first of a run warms up and is left out."""
-    times = [row["time_s"] for row in rows[1:] if not {"tracked", "memory"} & row.keys()]
+    steps = [row for row in rows if "time_s" in row]
+    times = [row["time_s"] for row in steps[1:] if not {"tracked", "memory"} & row.keys()]
     return statistics.median(times) if times else None
 
 
