@@ -23,7 +23,7 @@ MARK = "lpconv_native"  # in the config of a model that `initialise` drew; holds
 
 
 @torch.no_grad()
-def initialise(model: nn.Module, *, seed: int = 0) -> None:
+def initialise(model: Any, *, seed: int = 0) -> None:
     """Draw the parameters of `model`, in place: Ŵ/√K, tables of unit size, biases 0; norms stay as they were made.
 
     Where the head shares its weight with an embedding, 1/√K goes to the norm before it, or the logits would be √K.
@@ -34,7 +34,7 @@ def initialise(model: nn.Module, *, seed: int = 0) -> None:
         raise UsageError(
             f"native unit scaling draws all weights anew: `{path}` would lose what it learnt",
             hint="train a checkpoint with method unit, which keeps its function; for a fresh model build one from a "
-            "config without a name, or use `lpconv init`",
+            "config without a name",
         )
     generator = torch.Generator().manual_seed(seed)
     for parameter, size, is_zero in list(_drawn(model)):
@@ -59,7 +59,7 @@ def native_scales(model: nn.Module) -> dict[int, float]:
     if not isinstance(mark, Mapping):
         raise UsageError(
             "method native scales by theory, which holds for weights that it drew itself",
-            hint="use method unit for a trained checkpoint; `lpconv.scaled.native` or `lpconv init` make a fresh model",
+            hint="use method unit for a trained checkpoint; `lpconv.scaled.native` makes a fresh model",
         )
     scales = {id(drawn.parameter): drawn.size for drawn in _drawn(model)}
     for module in norm_modules(model):
@@ -69,7 +69,7 @@ def native_scales(model: nn.Module) -> dict[int, float]:
     return scales
 
 
-def averages_causally(model: nn.Module) -> bool:
+def averages_causally(model: Any) -> bool:
     """Whether a mask in attention hides the future: in models that generate, but for those with an encoder."""
     generates = getattr(model, "can_generate", bool)()
     return bool(generates) and not getattr(model.config, "is_encoder_decoder", False)
@@ -142,7 +142,7 @@ def _other(name: str, module: nn.Module, key: str, parameter: Tensor) -> _Drawn:
 
 
 def _head_factor(model: nn.Module) -> float:
-    return float(_tied_head(model).weight.shape[1]) ** -0.5
+    return math.sqrt(1 / _tied_head(model).weight.shape[1])
 
 
 def _tied_head(model: nn.Module) -> Any:
@@ -152,7 +152,7 @@ def _tied_head(model: nn.Module) -> Any:
     return found if any(getattr(found, "weight", None) is weight for weight in weights) else None
 
 
-def _norm_of_tied_head(model: nn.Module) -> str | None:
+def _norm_of_tied_head(model: Any) -> str | None:
     """The norm whose output a tied head multiplies; None where no head is tied or what it multiplies is small enough.
 
     Found by one forward pass, for code says nothing about it: the norm's output is the very memory that the head reads.
@@ -169,7 +169,7 @@ def _norm_of_tied_head(model: nn.Module) -> str | None:
     ]
     hooks.append(tied.register_forward_pre_hook(lambda _, args: fed.append(args[0])))
     try:
-        model(**model.dummy_inputs)  # type: ignore[operator]  # a property of transformers models
+        model(**model.dummy_inputs)
     except Exception as e:  # models that read pixels or sound fail in ways of their own
         raise _no_norm(model) from e
     finally:

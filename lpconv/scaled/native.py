@@ -31,7 +31,8 @@ def native(model: nn.Module, *, seed: int = 0, **options: Any) -> nn.Module:
     `UnsupportedError` for a parameter or, when it is reached, an op that has no native rule.
     """
     initialise(model, seed=seed)
-    return scaled(model, method="native", **{"operand_scale": "static", "strict": True} | options)
+    settings: dict[str, Any] = {"operand_scale": "static", "strict": True, **options}
+    return scaled(model, method="native", **settings)
 
 
 def native_groups(
