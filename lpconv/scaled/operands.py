@@ -10,25 +10,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lpconv.formats.codes import code_dtype
 from lpconv.formats.scale import pow2_ceil, pow2_floor
 from lpconv.formats.spec import Format, get_format
 from lpconv.kernels.decode import decode
 from lpconv.kernels.matmul import matmul
+from lpconv.kernels.scaled_cast import largest_magnitude, scale_product_, scaled_codes
 from lpconv.scaled.pair import Numerics, Role, Scaled, data_of
 from lpconv.scaled.scales import Scale, times
 
-__all__ = ["OPERAND_SCALES", "Coded", "decoded", "encoded", "product"]
+__all__ = ["Coded", "decoded", "encoded", "product", "scale_kind"]
 
 aten = torch.ops.aten
 
-OPERAND_SCALES = {
-    "static": "none: data are cast as they are, at calibrated scales if there are any, and what is too large saturates",
-    "l2": "a power of two per tensor, from its root mean square: outliers saturate",
-    "max": "a power of two per tensor, from its largest magnitude",
-    "tensor": "one per tensor, from its largest magnitude",
-    "row": "one per row of the left operand and column of the right one, from their largest magnitudes",
-}
 _SMALLEST = 2.0**-100  # of an amax: 1 / scale stays finite
 
 
@@ -46,27 +39,38 @@ class Coded(NamedTuple):
 def product(numerics: Numerics, a: object, b: object, *, alpha: float = 1.0, bias: Tensor | None = None) -> Tensor:
     """alpha · data_a @ data_b + bias, for 2-D or batched 3-D operands, in the wider dtype of the two.
 
-    Where the numerics name formats, operands are cast first, at their own `operand_scale`: gradients to `gradient`,
-    everything else to `operand`, unless one of the two is exact. Codes meet on fp8 tensor cores where the device has
-    them (2-D only), and are decoded elsewhere, which is as exact.
+    Where the numerics name formats, operands are cast first, at scales of the kind that `scale_kind` says: gradients to
+    `gradient`, everything else to `operand`, unless one of the two is exact. Codes meet on fp8 tensor cores where the
+    device has them (2-D only), and are decoded elsewhere, which is as exact.
     """
     left, right = data_of(a), data_of(b)
     dtype = torch.promote_types(left.dtype, right.dtype)
-    if numerics.operand and Role.EXACT not in (_role(a), _role(b)):
-        x = encoded(left, _format(a, numerics), numerics.operand_scale, axis=-1)
-        y = encoded(right, _format(b, numerics), numerics.operand_scale, axis=-2)
-        if numerics.operand_scale in ("static", "l2"):
-            _count_saturated(numerics, a, x.codes)
-            _count_saturated(numerics, b, y.codes)
+    kind = scale_kind(numerics, a, b)
+    if kind != "carrier":
+        x, y = _cast(a, numerics, kind, axis=-1), _cast(b, numerics, kind, axis=-2)
         return _coded_product(x, y, alpha, bias, dtype)
     if dtype == torch.float16 and left.device.type == "cpu":  # a CPU multiplies fp16 50 times slower than fp32
         return _gemm(left.float(), right.float(), alpha, None if bias is None else bias.float()).to(dtype)
     return _gemm(left.to(dtype), right.to(dtype), alpha, None if bias is None else bias.to(dtype))
 
 
+def scale_kind(numerics: Numerics, a: object, b: object) -> str:
+    """Which of `OPERAND_SCALES` the operands of this product are cast at; "carrier" where one of them is exact.
+
+    A gradient meets a weight in the product for an input's gradient, and an activation in that for a weight's: of
+    batched ones, which attention makes, all count as gradients of inputs.
+    """
+    roles, scales = (_role(a), _role(b)), numerics.operand_scales
+    if numerics.operand is None or Role.EXACT in roles:
+        return "carrier"
+    if Role.GRADIENT not in roles:
+        return scales.output
+    return scales.grad_input if Role.WEIGHT in roles or data_of(a).dim() == 3 else scales.grad_weight
+
+
 def _coded_product(x: Coded, y: Coded, alpha: float, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     wide = torch.float32 if dtype == torch.float16 else dtype  # sums of codes leave the range of fp16
-    if x.codes.device.type == "cuda" and x.codes.dim() == 2 and not torch.compiler.is_compiling():
+    if x.codes.device.type == "cuda" and x.codes.dim() == 2:
         gain = torch.full((), alpha, device=x.codes.device) * x.scale
         scale_b = y.scale if isinstance(y.scale, Tensor) else None
         out = matmul(x.codes, y.codes, scale_a=gain, scale_b=scale_b, out_dtype=wide)
@@ -76,25 +80,30 @@ def _coded_product(x: Coded, y: Coded, alpha: float, bias: Tensor | None, dtype:
             return _gemm(left, right, alpha, None if bias is None else bias.to(wide)).to(dtype)
         out = _gemm(left, right, 1.0, None)
         is_row = isinstance(y.scale, Tensor) and y.scale.dim() > 0
-        out = out.mul_(x.scale * alpha).mul_(y.scale) if is_row else out.mul_(x.scale * y.scale * alpha)
+        out = scale_product_(out, x.scale * alpha, y.scale) if is_row else out.mul_(x.scale * y.scale * alpha)
     return (out if bias is None else out.add_(bias)).to(dtype)
 
 
-def _count_saturated(numerics: Numerics, operand: object, codes: Tensor) -> None:
+def _cast(operand: object, numerics: Numerics, kind: str, *, axis: int) -> Coded:
+    """An operand in codes; those of a kind that may saturate are counted where they do."""
+    is_gradient = _role(operand) is Role.GRADIENT
+    # Elements of a row are alike, so that gradients with a scale for each row need no wider range than activations.
+    format = numerics.gradient if is_gradient and kind != "row" else numerics.operand
+    assert format is not None
+    coded = encoded(data_of(operand), format, kind, axis=axis)
+    if kind in ("static", "l2"):
+        _count_saturated(numerics, _role(operand), coded.codes, get_format(format))
+    return coded
+
+
+def _count_saturated(numerics: Numerics, role: Role, codes: Tensor, spec: Format) -> None:
     """Count the codes at the largest number, on a CPU, where nothing waits for it; a GPU would."""
     if codes.device.type != "cpu" or torch.compiler.is_compiling():
         return
-    spec = get_format(_format(operand, numerics))
     top = (spec.max_exponent_field << spec.mantissa_bits) | spec.max_mantissa
     count = int((codes.view(torch.uint8) & 0x7F).eq(top).sum())
     if count:
-        numerics.counts[f"{_role(operand).value} saturated in {spec.name}"] += count
-
-
-def _format(x: object, numerics: Numerics) -> str:
-    format = numerics.gradient if _role(x) is Role.GRADIENT else numerics.operand
-    assert format is not None
-    return format
+        numerics.counts[f"{role.value} saturated in {spec.name}"] += count
 
 
 def encoded(data: Tensor, format: str, kind: str, *, axis: int | None = None) -> Coded:
@@ -105,17 +114,9 @@ def encoded(data: Tensor, format: str, kind: str, *, axis: int | None = None) ->
     """
     spec = get_format(format)
     if kind == "static" or not data.numel():
-        return Coded(_saturated(data, spec).to(code_dtype(spec)), 1.0)
+        return Coded(scaled_codes(data, None, spec, saturate=True), 1.0)
     inverse = _inverse_scale(data, spec, kind, axis)
-    codes = data * inverse
-    if kind == "l2":
-        codes = _saturated(codes, spec)
-    return Coded(codes.to(code_dtype(spec)), 1 / inverse.float())
-
-
-def _saturated(data: Tensor, spec: Format) -> Tensor:
-    """`data` within the format's largest numbers; 0 · Inf is NaN."""
-    return data.clamp(-spec.max, spec.max).add_(data, alpha=0)
+    return Coded(scaled_codes(data, inverse, spec, saturate=kind == "l2"), 1 / inverse.float())
 
 
 def _inverse_scale(data: Tensor, spec: Format, kind: str, axis: int | None) -> Tensor:
@@ -127,19 +128,14 @@ def _inverse_scale(data: Tensor, spec: Format, kind: str, axis: int | None) -> T
     if kind == "l2":
         inverse = 1 / pow2_floor(_bounded(data.float().square().mean().sqrt()))
     elif kind == "max":
-        inverse = 1 / pow2_ceil(_bounded(_amax(data, None) / spec.max))
+        inverse = 1 / pow2_ceil(_bounded(largest_magnitude(data) / spec.max))
     else:
-        inverse = spec.max / _bounded(_amax(data, axis if kind == "row" else None))
+        inverse = spec.max / _bounded(largest_magnitude(data, axis if kind == "row" else None))
     return inverse.to(data.dtype) if data.dtype == torch.bfloat16 else inverse
 
 
 def _bounded(size: Tensor) -> Tensor:
     return torch.where(size.isfinite(), size.clamp(min=_SMALLEST), torch.nan)
-
-
-def _amax(data: Tensor, axis: int | None) -> Tensor:
-    low, high = torch.aminmax(data) if axis is None else torch.aminmax(data, dim=axis, keepdim=True)
-    return torch.maximum(high, -low).float()
 
 
 def decoded(codes: Tensor, dtype: torch.dtype) -> Tensor:
