@@ -19,11 +19,6 @@ class Conversion:
     name: str
     settings: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def options(self) -> ConvertOptions:
-        """The same as options, without verification."""
-        return convert_options(self.settings, verify="none")
-
 
 def convert_options(settings: dict[str, Any], **further: Any) -> ConvertOptions:
     """The options that settings of a manifest's job come to."""

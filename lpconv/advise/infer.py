@@ -2,7 +2,7 @@
 
 A sample of each tensor's rows gives noise over signal and the plan gives the size: what is larger and noisier than
 another is pruned. The others are encoded in memory, and the model is run with what they decode to, beside itself on
-the same windows of text; so the gap is a mean of paired differences. The one next to 8 bits goes first, then smaller
+the same windows of text; so the gap is a mean of paired differences. One of the smaller third goes first, then smaller
 ones as long as the budget of quality is met, else larger ones.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from lpconv.advise.candidates import Conversion, conversions
+from lpconv.advise.candidates import Conversion, conversions, convert_options
 from lpconv.advise.interval import estimated
 from lpconv.advise.subject import Subject
 from lpconv.advise.time import Deadline
@@ -33,13 +33,13 @@ __all__ = ["Conversions", "converted", "job_of"]
 _SAMPLE = 2**13  # elements of a tensor
 _FEW = 4  # windows of the first look
 _SAME_SIZE, _SAME_NOISE = 1.01, 10**0.1  # 1 % of the size, 1 dB
-_FIRST_BITS = 8.5  # per weight: where the search for the smallest begins
 
 
 @contextmanager
 def job_of(subject: Subject, conversion: Conversion) -> Iterator[Job]:
     """A conversion understood and not begun, its source open."""
-    job = prepare(subject.name, Path(conversion.name), conversion.options, headers_only=True)
+    options = convert_options(conversion.settings, revision=subject.revision, verify="none")
+    job = prepare(subject.name, Path(conversion.name), options, headers_only=True)
     try:
         yield job
     finally:
@@ -126,13 +126,12 @@ class Conversions:
         return _Candidate(conversion=conversion, row=row, seconds=seconds)
 
     def _next(self, left: Sequence[_Candidate], last: AdviceRow | None) -> _Candidate:
-        """Begin next to 8 bits a weight; then the next smaller one where the last met the quality, else a larger one.
+        """Begin a third up the sizes; then the next smaller one where the last met the quality, else a larger one.
 
         `left` is sorted by size.
         """
         if last is None or last.gap is None or last.size_bytes is None:
-            first = sum(p.numel() for p in self._subject.model.parameters()) * _FIRST_BITS / 8
-            return min(left, key=lambda c: abs(c.size_bytes - first))
+            return left[len(left) // 3]
         smaller = [c for c in left if c.size_bytes < (last.size_bytes or 0)]
         larger = [c for c in left if c not in smaller]
         return smaller[-1] if not larger or (smaller and last.gap.high <= self._quality) else larger[0]

@@ -8,13 +8,23 @@ from pathlib import Path
 from typing import Annotated
 
 from lpconv.advise.devices import DEVICES, HERE
+from lpconv.checkpoint.contents import read_json
 from lpconv.errors import OutputExistsError, UsageError
 from lpconv.lookup import find
 from lpconv.options import Force, Option, Revision, check, parse_size
 from lpconv.train.options import TASKS, FinetuneOptions, check_options
 from lpconv.train.recipes import RECIPES
 
-__all__ = ["ADVICE_FILE", "PURPOSES", "AdviseOptions", "Budget", "check_advise", "check_free", "parse_budget"]
+__all__ = [
+    "ADVICE_FILE",
+    "PURPOSES",
+    "AdviseOptions",
+    "Budget",
+    "check_advise",
+    "check_free",
+    "find_advice",
+    "parse_budget",
+]
 
 ADVICE_FILE = "advice.json"  # in an output; says whose the folder is
 PURPOSES = ("infer", "train", "both")
@@ -138,3 +148,9 @@ def check_free(directory: Path, *, force: bool) -> None:
         raise OutputExistsError(f"`{directory}` exists and is no advice of ours", hint="choose another --output")
     if not force:
         raise OutputExistsError(f"`{directory}` exists", hint="--force replaces it, --output chooses another place")
+
+
+def find_advice(run: str) -> Path | None:
+    """The record that `run` means, a folder of `lpconv advise` or the file itself; None where it is something else."""
+    path = Path(run) / ADVICE_FILE if Path(run).is_dir() else Path(run)
+    return path if path.is_file() and path.suffix == ".json" and read_json(path).get("kind") == "advice" else None

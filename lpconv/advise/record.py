@@ -12,7 +12,7 @@ from lpconv.errors import InputError
 from lpconv.report.advise.html import html_advice
 from lpconv.results import AdviceResult, from_json, json_text
 
-__all__ = ["PAGE", "find_advice", "kept", "read_advice", "write_advice"]
+__all__ = ["PAGE", "kept", "read_advice", "write_advice"]
 
 PAGE = "advice.html"
 
@@ -46,12 +46,6 @@ def kept(
         for partial in latest:
             show_partial(partial)
         raise
-
-
-def find_advice(run: str) -> Path | None:
-    """The record that `run` means, a folder of `lpconv advise` or the file itself; None where it is something else."""
-    path = Path(run) / ADVICE_FILE if Path(run).is_dir() else Path(run)
-    return path if path.is_file() and path.suffix == ".json" and read_json(path).get("kind") == "advice" else None
 
 
 def read_advice(path: Path) -> AdviceResult:

@@ -3,7 +3,8 @@
 import dataclasses
 import shlex
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from lpconv.advise.candidates import Conversion, convert_options
 from lpconv.advise.choice import best, judged, ranked
 from lpconv.advise.devices import DEVICES
 from lpconv.advise.forecast import Forecast
-from lpconv.advise.infer import Conversions, converted
+from lpconv.advise.infer import Conversions, converted, job_of
 from lpconv.advise.manifest import gates_of
 from lpconv.advise.options import AdviseOptions, check_advise
 from lpconv.advise.parts import parts_of
@@ -82,15 +83,30 @@ class _Study:
         self._findings: tuple[str, ...] = ()
         self._warnings: list[str] = []
         self._trials: Trials | None = None
+        bits = options.bits if "infer" in options.purposes else None
+        self._base = None if bits is None else base_for(self._subject, bits)
 
     def run(self) -> None:
         """Everything that was asked for, until the time is over."""
         self._probe()
         purposes = self._options.purposes
         if "infer" in purposes:
-            self._infer(self._deadline.part(_INFER_SHARE if "train" in purposes else 1.0))
+            with self._optional("infer", "conversions were not tried"):
+                self._infer(self._deadline.part(_INFER_SHARE if "train" in purposes else 1.0))
         if "train" in purposes:
-            self._train()
+            with self._optional("train", "training was not tried"):
+                self._trials = Trials(self._subject, self._options, self._hear, self._told)
+                self._trials.run(self._deadline)
+
+    @contextmanager
+    def _optional(self, purpose: str, words: str) -> Iterator[None]:
+        """A failure inside is a warning where something else was asked for too."""
+        try:
+            yield
+        except LpconvError as e:
+            if self._options.purpose == purpose:
+                raise
+            self._warnings.append(f"{words}: {e.message}" + (f" ({e.hint})" if e.hint else ""))
 
     def _probe(self) -> None:
         """One step forward and backward; its gradients say what training needs, its weights what formats hold."""
@@ -101,12 +117,13 @@ class _Study:
         self._findings = findings_of(answer(found))
 
     def _infer(self, deadline: Deadline) -> None:
+        with job_of(self._subject, Conversion(name="any")):
+            pass  # what no conversion takes is refused at once
         quality = self._options.budget.quality
         tried = Conversions(self._subject, quality=quality, told=self._hear, progress=self._told)
-        base = None if self._options.bits is None else base_for(self._subject, self._options.bits)
         tried.run(deadline.part(1 - _PARTS_SHARE))
-        if base is not None:
-            choice = mixed(self._subject, base, deadline.part(_PARTS_SHARE), self._told)
+        if self._base is not None:
+            choice = mixed(self._subject, self._base, deadline.part(_PARTS_SHARE), self._told)
             tried.measure(choice, deadline)
         chosen = best(self._ranked(), "infer")
         if chosen is not None and deadline.left_s > 0:
@@ -114,16 +131,6 @@ class _Study:
             model, records = converted(self._subject, conversion, self._told)
             self._parts = parts_of(self._subject, model, records, deadline, self._told)
             self._parts_of = chosen.name
-
-    def _train(self) -> None:
-        try:
-            self._trials = Trials(self._subject, self._options, self._hear, self._told)
-        except LpconvError as e:
-            if self._options.purpose == "train":
-                raise
-            self._warnings.append(f"training was not tried: {e.message}" + (f" ({e.hint})" if e.hint else ""))
-            return
-        self._trials.run(self._deadline)
 
     def _hear(self, row: AdviceRow) -> None:
         """A row that is new, or known better."""

@@ -16,7 +16,7 @@ from lpconv.convert.logits import compare, outputs_of
 from lpconv.models.load import from_state
 from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import NONE
-from lpconv.probe.batches import Batches
+from lpconv.probe.batches import Batches, Tokens
 from lpconv.probe.checkpoint import Prepared, prepare_run
 from lpconv.probe.options import ProbeOptions
 from lpconv.progress import Progress
@@ -31,13 +31,15 @@ _PROBED = 2  # windows in the step that is looked into
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """`prepared` is the model and how the probe runs it; `windows` are batches of one sequence, none twice.
+    """`name` and `revision` are what was asked for, `prepared` is the model and how the probe runs it; `windows` are
+    batches of one sequence, none twice.
 
     `metric` says what a gap is: "loss" where the model predicts tokens, else "output", the relative error of what it
     returns.
     """
 
     name: str
+    revision: str | None
     prepared: Prepared
     windows: tuple[Window, ...]
 
@@ -89,9 +91,15 @@ def open_subject(name: str, options: AdviseOptions, progress: Progress) -> Subje
         prepared = prepare_run(name, asked, progress)
     if options.data is not None:
         prepared = replace(prepared, data_words=Path(options.data).name)
-    one = replace(prepared.batches, batch_size=1)
+    one = replace(prepared.batches, batch_size=1, tokens=_shuffled(prepared.batches.tokens, options.seed))
     count = min(_MAX_WINDOWS, len(one.tokens.windows))
-    return Subject(name=name, prepared=prepared, windows=tuple(itertools.islice(one, count)))
+    return Subject(name=name, revision=options.revision, prepared=prepared, windows=tuple(itertools.islice(one, count)))
+
+
+def _shuffled(tokens: Tokens, seed: int) -> Tokens:
+    """The windows in an order in which the first few are of the whole text, not of its beginning."""
+    order = torch.randperm(len(tokens.windows), generator=torch.Generator().manual_seed(seed))
+    return replace(tokens, windows=tokens.windows[order])
 
 
 def _text_file(options: AdviseOptions, folder: Path) -> Path | None:

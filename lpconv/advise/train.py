@@ -1,7 +1,10 @@
 """Recipes tried on a model: a few steps of the training beside the fp32 twin, on the same batches.
 
-A pilot of the twin says what a step costs, and so how many steps every recipe can have within the time. All recipes
-train from the first seed; the best of them also from two more, whose spread says what a single run may differ by.
+A pilot of the twin says what a step costs, and so how many steps every recipe can have within the time. The recipes
+that keep least memory come first. Each trains from one seed; the first that look as if they stay within the quality
+also from two more, whose spread says what a single run of any recipe may differ by. So the answer is there early, and
+what time is left tells more about the alternatives.
+
 What the steps of the whole training will change is not measured but allowed for (`lpconv.advise.outlook`).
 """
 
@@ -30,7 +33,7 @@ __all__ = ["Trials"]
 _TWIN = "fp32"
 _PILOT_STEPS = 6  # the least that times and measures memory
 _MORE_SEEDS = 2
-_FINALISTS = {0: 1, 8: 2, 14: 3}  # how many get more seeds, by the runs that there is time for
+_WITH_MORE = 3  # recipes that run from them
 _SLOWER = 2.0  # a step in low precision beside the twin's, where it is emulated
 _TRAIN = "train"
 
@@ -56,6 +59,7 @@ class Trials:
         self._twins: dict[tuple[int, int], _Run] = {}
         self._rows = {n: self._begun(n) for n in RECIPES if n != _TWIN}
         self._ends: dict[str, list[Ends]] = {}
+        self._costs_s: list[float] = []  # of runs and their twins
         self.steps = 0
 
     @property
@@ -65,22 +69,20 @@ class Trials:
         return f"{self._job.task.name}, {o.steps} steps of {o.batch_size} x {self._job.seq_len} tokens, lr {o.lr:g}"
 
     def run(self, deadline: Deadline) -> None:
-        """Try recipes until the time is over; `told` hears of each row, and of all again as more is known."""
+        """Try recipes, the first in any case, until the time is over; `told` hears of rows as more is known."""
         for row in self._rows.values():
             self._told(row)
-        pilot = self._twin(self._options.seed, min(_PILOT_STEPS, self._options.steps))
+        o = self._options
+        pilot = self._twin(o.seed, min(_PILOT_STEPS, o.steps))
         waiting = self._within_memory()
-        num_recipes, num_finalists = _affordable(pilot, len(waiting), deadline)
-        self.steps = self._longest(pilot, num_recipes + num_finalists * _MORE_SEEDS, deadline)
-        costs_s = [self._twin(self._options.seed, self.steps).seconds]
-        for name in waiting[:num_recipes]:
-            further = _MORE_SEEDS * (num_finalists + 1)
-            if (1 + further) * statistics.fmean(costs_s) < deadline.left_s:
-                costs_s.append(self._try(name, self._options.seed))
-        for seed in range(self._options.seed + 1, self._options.seed + 1 + _MORE_SEEDS):
-            for name in self._finalists(num_finalists):
-                if statistics.fmean(costs_s) < deadline.left_s:
-                    self._try(name, seed)
+        self.steps = self._longest(pilot, len(waiting) + _WITH_MORE * _MORE_SEEDS, deadline)
+        known = 0  # recipes that ran from more seeds
+        for name in waiting:
+            self._try(name, o.seed, deadline)
+            if known < _WITH_MORE and self._is_promising(name):
+                known += 1
+                for seed in range(o.seed + 1, o.seed + 1 + _MORE_SEEDS):
+                    self._try(name, seed, deadline)
 
     def _begun(self, name: str) -> AdviceRow:
         arithmetic = RECIPES[name].arithmetic
@@ -112,27 +114,25 @@ class Trials:
         most = int(left_s / (step_s * (_SLOWER * runs + twins)))
         return max(min(_PILOT_STEPS, self._options.steps), min(most, self._options.steps))
 
-    def _finalists(self, count: int) -> list[str]:
-        """The best of those that ran to their end: least memory first, of those that are not far from the best gap."""
-        gaps = {n: self._ends[n][0].last for n, row in self._rows.items() if row.gap is not None}
-        allowed = max(min(gaps.values(), default=0.0), 0.0) + self._options.budget.quality
-        near = sorted((n for n in gaps if gaps[n] <= allowed), key=lambda n: self._rows[n].memory_bytes or 0)
-        rest = sorted((n for n in gaps if gaps[n] > allowed), key=lambda n: gaps[n])
-        return (near + rest)[:count]
+    def _is_promising(self, name: str) -> bool:
+        """Whether one run leaves hope that the recipe stays within the quality."""
+        return name in self._ends and self._ends[name][0].last <= 2 * self._options.budget.quality
 
-    def _try(self, name: str, seed: int) -> float:
-        """One more run of a recipe; the seconds it took."""
+    def _try(self, name: str, seed: int, deadline: Deadline) -> None:
+        """One more run of a recipe, if there is time for one."""
+        if self._costs_s and statistics.fmean(self._costs_s) > deadline.left_s:
+            return
         started = time.perf_counter()
         try:
             twin = self._twin(seed, self.steps).record
             run = self._run(name, seed, self.steps, role="run").record
         except LpconvError as e:
             self._note(name, status="failed", why=e.message, gap=None)
-            return time.perf_counter() - started
+            return
+        self._costs_s.append(time.perf_counter() - started)
         self._ends.setdefault(name, []).append(Ends.of(run, twin))
         self._note(name, **self._measured(run))
         self._foretell()
-        return time.perf_counter() - started
 
     def _measured(self, run: RunRecord) -> Mapping[str, object]:
         memory = run.memory
@@ -175,11 +175,3 @@ class Trials:
                 warnings.simplefilter("ignore")  # what is known of a recipe stands in its row
                 record = train_one(job, work, Silent()).record
         return _Run(record=record, seconds=time.perf_counter() - started)
-
-
-def _affordable(pilot: _Run, num_recipes: int, deadline: Deadline) -> tuple[int, int]:
-    """How many recipes there is time for, and how many of them for more seeds: one recipe whose gap is known is worth
-    more than many that ran once."""
-    runs = int(deadline.left_s / (_SLOWER * pilot.seconds))
-    finalists = max(count for least, count in _FINALISTS.items() if runs >= least)
-    return min(num_recipes, max(1, runs - _MORE_SEEDS * (finalists + 1))), finalists

@@ -42,7 +42,9 @@ def advise(
     from lpconv.report.advise.terminal import render_advice
 
     command = shlex.join(["lpconv", *sys.argv[1:]])
-    with kept(target, options, lambda partial: print_result(partial, render_advice, json=json)) as keep:
+    with kept(
+        target, options, lambda partial: None if json else print_result(partial, render_advice, json=False)
+    ) as keep:
         with progress_for(quiet=quiet) as progress:
             result = measure(model, target, options, progress=progress, keep=keep, command=command)
         keep(result)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lpconv.advise.options import ADVICE_FILE
-from lpconv.advise.record import PAGE, find_advice, read_advice
+from lpconv.advise.options import ADVICE_FILE, find_advice
+from lpconv.advise.record import PAGE, read_advice
 from lpconv.bench.outcome import find_bench, read_bench
 from lpconv.checkpoint.contents import read_json
 from lpconv.convert.tensor_records import format_ranges

@@ -29,6 +29,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     few = tuple(c for c in candidates.conversions() if c.name in FEW)
     monkeypatch.setattr(infer, "conversions", lambda: few)
     monkeypatch.setattr(train, "RECIPES", {n: RECIPES[n] for n in ("fp32", "amp-bf16")})
+    monkeypatch.setattr(train, "_MORE_SEEDS", 1)
 
 
 def test_every_method_and_format_is_a_candidate_once() -> None:
@@ -40,7 +41,7 @@ def test_every_method_and_format_is_a_candidate_once() -> None:
 
 def test_the_command_advises_and_its_gates_hold(tmp_path: Path) -> None:
     out = tmp_path / "advice"
-    command = ["advise", "demo", "--for", "infer", "--seq-len", "32", "-o", str(out), "--json", "-q"]
+    command = ["advise", "demo", "--for", "infer", "--bits", "12", "--seq-len", "32", "-o", str(out), "--json", "-q"]
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, done.stderr
     assert json.loads(done.stdout) == json.loads((out / "advice.json").read_text())
@@ -51,7 +52,11 @@ def test_the_command_advises_and_its_gates_hold(tmp_path: Path) -> None:
     assert rows["unit fp16"].gap is not None
     assert rows["unit fp16"].gap.high < rows["unit e4m3fn"].gap.high
     assert rows["unit fp16"].gap.high < 1e-3
-    assert result.recommendations[0].row in FEW
+    mixed = next(r for r in result.rows if "rules" in r.settings)
+    assert mixed.status == "measured"
+    assert len(mixed.settings["rules"]) > 0
+    assert rows["unit e4m3fn"].size_bytes < mixed.size_bytes < 12 / 16 * rows["unit fp16"].size_bytes * 1.01
+    assert result.recommendations[0].row in rows
     assert sum(p.divergence for p in result.parts) > 0
     assert "<svg" in (out / "advice.html").read_text()
     job = load_manifest(out / "jobs.yaml").jobs[0]
@@ -63,16 +68,16 @@ def test_the_command_advises_and_its_gates_hold(tmp_path: Path) -> None:
     assert CliRunner().invoke(app, command).exit_code == 8
 
 
-def test_a_recipe_is_tried_from_three_seeds_beside_its_twin(tmp_path: Path) -> None:
-    options = AdviseOptions(purpose="train", steps=6, batch_size=2, seq_len=16, budget=Budget(quality=0.5))
+def test_a_recipe_is_tried_from_several_seeds_beside_its_twin(tmp_path: Path) -> None:
+    options = AdviseOptions(purpose="train", steps=4, batch_size=2, seq_len=16, budget=Budget(quality=2))
     result = advise("demo", tmp_path, options)
     (row,) = result.rows
     assert (row.name, row.status) == ("amp-bf16", "measured")
     assert row.gap is not None
-    assert row.gap.count == 3
-    assert row.gap.low < row.gap.value < row.gap.high < 0.5
+    assert row.gap.count == 2
+    assert row.gap.low < row.gap.value < row.gap.high < 2
     assert row.memory_from == "measured by torch.profiler"
-    assert result.steps_tried == 6
+    assert result.steps_tried == 4
     assert result.recommendations[0].row == "amp-bf16"
     assert "--gate 'loss_gap<=" in str(result.recommendations[0].command)
 
@@ -99,13 +104,3 @@ def test_what_was_measured_before_an_interrupt_is_kept(tmp_path: Path, monkeypat
     assert sorted(r.status for r in result.rows) == ["measured", "pruned", "unmeasured"]
     assert yaml.safe_load((tmp_path / "a/jobs.yaml").read_text())["jobs"]
     assert "Inference" in done.stdout
-
-
-def test_a_choice_of_formats_stays_within_its_bits(tmp_path: Path) -> None:
-    options = AdviseOptions(purpose="infer", bits=12, seq_len=16, budget=Budget(quality=0.5))
-    result = advise("demo", tmp_path, options)
-    row = next(r for r in result.rows if "rules" in r.settings)
-    assert row.status == "measured"
-    assert len(row.settings["rules"]) > 0
-    assert row.size_bytes is not None
-    assert row.size_bytes < 12 / 8 * 824_000

@@ -16,6 +16,7 @@ __all__ = [
     "of_purpose",
     "part_rows",
     "recommendation",
+    "unit_of",
     "unknowns",
 ]
 
@@ -35,7 +36,7 @@ def of_purpose(result: AdviceResult, purpose: str) -> tuple[AdviceRow, ...]:
 
 def cells(result: AdviceResult, row: AdviceRow) -> tuple[str, ...]:
     """A row of the table of its purpose."""
-    gap, interval = _gap_cells(row.gap, _unit_of(result, row))
+    gap, interval = _gap_cells(row.gap, unit_of(result, row))
     size = (size_text(row.size_bytes),) if row.purpose == "infer" else ()
     return (row.name, *size, size_text(row.memory_bytes), duration_text(row.step_time_s), gap, interval, _why(row))
 
@@ -48,7 +49,8 @@ def _why(row: AdviceRow) -> str:
     return counted if row.meets or not is_known else f"{counted}; beyond the budget"
 
 
-def _unit_of(result: AdviceResult, row: AdviceRow) -> str:
+def unit_of(result: AdviceResult, row: AdviceRow) -> str:
+    """What the gap of a row is: of a loss, or of outputs."""
     return "loss" if row.purpose == "train" else result.metric
 
 
@@ -96,8 +98,18 @@ def _train_words(result: AdviceResult, row: AdviceRow) -> str:
     return (
         f"Train with the recipe {row.name}. From {tried}, a run of {whole} is foretold "
         f"to end {gap_text(row.gap, 'loss')} from its fp32 twin, within the {_budget_text(result, 'loss')} allowed. "
-        f"A step takes {size_text(row.memory_bytes)} of memory ({row.memory_from})."
+        f"A step takes {size_text(row.memory_bytes)} of memory ({row.memory_from}).{_fastest(result, row)}"
     )
+
+
+def _fastest(result: AdviceResult, row: AdviceRow) -> str:
+    """The one with the shortest steps, where that is another one."""
+    timed = [r for r in of_purpose(result, row.purpose) if r.meets and r.step_time_s]
+    fastest = min(timed, key=lambda r: r.step_time_s or math.inf, default=row)
+    if not row.step_time_s or not fastest.step_time_s or fastest.step_time_s > 0.9 * row.step_time_s:
+        return ""
+    times = f"{duration_text(fastest.step_time_s)} instead of {duration_text(row.step_time_s)}"
+    return f" Within the same budget {fastest.name} has the shortest steps: {times} ({fastest.time_from})."
 
 
 def _budget_text(result: AdviceResult, unit: str) -> str:
