@@ -104,8 +104,8 @@ def probe_checkpoint(name: str, options: ProbeOptions, *, progress: Progress | N
         "Loss": prepared.task.loss,
     }
     settings = dataclasses.asdict(options) | {"data": str(options.data) if options.data else None, "seq_len": seq_len}
-    for name in ("resume", "force"):
-        del settings[name]
+    for how in ("resume", "force"):
+        del settings[how]
     return dataclasses.replace(
         result,
         options={
