@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -148,7 +148,10 @@ def _scaled(model: Any, arithmetic: Arithmetic, settings: dict[str, Any], option
     def make() -> AdamW:
         values = {} if arithmetic.precision == "fp32" else {p: start[n] for n, p in model.named_parameters()}
         start.clear()
-        return AdamW(model.parameters(), **settings, state_dtype=state_dtype, start=values)
+        # Weights that were 16 bits from the first: updates below half a step reach the forward pass on average only so.
+        is_on_grid = all(torch.equal(x, x.to(p.dtype).to(x.dtype)) for p, x in values.items())
+        rounding: Literal["nearest", "stochastic"] = "stochastic" if values and is_on_grid else "nearest"
+        return AdamW(model.parameters(), **settings, state_dtype=state_dtype, start=values, rounding=rounding)
 
     return Prepared(model=model, make_optimizer=make)
 
