@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from lpconv.cli.command import Json, print_result
-from lpconv.errors import InputError, OutputExistsError, UsageError
+from lpconv.errors import InputError, UsageError
 
 __all__ = ["report"]
 
@@ -71,11 +71,10 @@ class _Asked:
 
     def show(self, result: Any, page: Callable[[], str], render: Callable[[Any], Any]) -> None:
         """The result; `page` is made where it is asked for."""
-        if self.html is not None and Path(self.html).is_dir():
-            raise OutputExistsError(f"`{self.html}` is a directory", hint="name a file, such as report.html")
         if self.html is not None:
-            from lpconv.checkpoint.partfile import write_small  # not for `--help`
+            from lpconv.checkpoint.partfile import check_file, write_small  # not for `--help`
 
+            check_file(Path(self.html))
             write_small(Path(self.html), page())
         print_result(result, render, json=self.json)
 

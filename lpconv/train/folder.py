@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lpconv.checkpoint.contents import read_json
-from lpconv.checkpoint.partfile import write_small
+from lpconv.checkpoint.partfile import check_writable, write_error, write_small
 from lpconv.errors import OutputExistsError
 from lpconv.results import RunRecord, Series, from_json, json_line, ordered_json_text, to_json
 from lpconv.train.options import FinetuneOptions
@@ -45,7 +45,8 @@ _FREE = {"resume", "force", "max_memory", "log_to", "gates"}
 
 def check_folder(output: Path, model: str, options: FinetuneOptions) -> None:
     """Raises OutputExistsError for a folder that is there, unless `force` replaces one of ours or `resume` goes on
-    with the same options."""
+    with the same options. Raises ResourceError for one that cannot be written."""
+    check_writable(output)
     if _is_free(output):
         return
     if not (output / MARKER).is_file():
@@ -63,9 +64,12 @@ def _is_free(output: Path) -> bool:
 def begin_folder(output: Path, model: str, options: FinetuneOptions) -> None:
     """Make the folder, or go on in it. Raises as `check_folder` does."""
     check_folder(output, model, options)
-    if options.force and not options.resume and not _is_free(output):
-        shutil.rmtree(output)
-    output.mkdir(parents=True, exist_ok=True)
+    try:
+        if options.force and not options.resume and not _is_free(output):
+            shutil.rmtree(output)
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise write_error(e, output) from e
     write_small(output / MARKER, ordered_json_text(_identity(model, options)))
 
 
