@@ -7,6 +7,7 @@ OUT/config.json …          the trained model
 OUT/report.{json,html}     written last, so that a folder with them is complete
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -17,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from lpconv.checkpoint.contents import read_json
-from lpconv.checkpoint.partfile import check_writable, write_error, write_small
-from lpconv.errors import OutputExistsError
+from lpconv.checkpoint.partfile import check_writable, read_error, write_error, write_small
+from lpconv.errors import InputError, OutputExistsError
 from lpconv.results import RunRecord, Series, from_json, json_line, ordered_json_text, to_json
 from lpconv.train.options import FinetuneOptions
 
@@ -121,13 +122,11 @@ class Metrics:
         self.rows: list[dict[str, Any]] = []
         self._open_row: dict[str, Any] | None = None
         if path is not None:
-            if step and path.exists():
-                lines = (
-                    json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")
-                )
-                self.rows = [row for row in lines if row["step"] <= step]
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text("".join(map(json_line, self.rows)), encoding="utf-8")
+            if step:
+                self.rows = [row for row in _read_rows(path) if row["step"] <= step]
+                if [row["step"] for row in self.rows] != list(range(1, step + 1)):
+                    raise InputError(f"`{path}` lacks steps before {step}", hint="--force starts anew")
+            write_small(path, "".join(map(json_line, self.rows)))  # at once: rows of earlier steps must not get lost
 
     def begin(self, row: Mapping[str, Any]) -> None:
         """A step is done. Its row is written when the next begins, because an evaluation may still join it."""
@@ -155,6 +154,21 @@ class Metrics:
         return Series(name=name, steps=tuple(s for s, _ in found), values=tuple(v for _, v in found))
 
 
+def _read_rows(path: Path) -> list[dict[str, Any]]:
+    """Rows that are whole: a line that was cut short when the run was stopped is of a step that will be taken again."""
+    try:
+        lines = path.read_bytes().decode("utf-8", "replace").splitlines() if path.exists() else []
+    except OSError as e:
+        raise read_error(e, path) from e
+    rows = []
+    for line in lines:
+        with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
+            row = json.loads(line)
+            float(row["loss"]), float(row["time_s"])  # as figures are made of it later
+            rows += [row] if isinstance(row["step"], int) else []
+    return rows
+
+
 def median_step_time(rows: list[dict[str, Any]]) -> float | None:
     """Of the steps that recorded and measured nothing; the first of a run warms up and is left out."""
     times = [row["time_s"] for row in rows[1:] if not {"tracked", "memory"} & row.keys()]
@@ -163,8 +177,7 @@ def median_step_time(rows: list[dict[str, Any]]) -> float | None:
 
 def write_finished(folder: Path, record: RunRecord) -> None:
     """Note that the run in `folder` is done, and what it found."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / _FINISHED).write_text(json_line(record), encoding="utf-8")
+    write_small(folder / _FINISHED, json_line(record))
 
 
 def read_finished(folder: Path) -> RunRecord | None:
