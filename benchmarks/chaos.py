@@ -55,7 +55,7 @@ def chaos(numbers: Sequence[int], seed: int, work: Path) -> list[Upset]:
     if not material.exists():
         made = forked(lambda: make_material(material), patience_s=600)
         assert made.code == 0, made.err
-    import_everything()
+    import_everything(material)
     expected = {name: undisturbed(name, material, work / "trial")[0] for name in COMMANDS}
     found = []
     for number in numbers:

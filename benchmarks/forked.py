@@ -1,11 +1,14 @@
 """Command lines of lpconv in processes forked from one that has imported everything, which takes seconds."""
 
 import fcntl
+import functools
 import importlib
 import os
 import resource
+import shutil
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -13,12 +16,26 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.fuzz_material import PROBE, TUNE
+
 __all__ = ["Begun", "Ended", "begin", "command_line", "forked", "import_everything", "killed"]
 
-_IMPORTED = ("datasets", "onnxruntime", "onnxscript", "lpconv.batch.run", "lpconv.batch.runners", "lpconv.bench.run",
-             "lpconv.convert.restore", "lpconv.convert.verify_output", "lpconv.doctor.examine", "lpconv.export.run",
-             "lpconv.probe.checkpoint", "lpconv.report.convert.html", "lpconv.report.convert.terminal",
-             "lpconv.train.run")  # fmt: skip
+# Between them they import all that any command does.
+_TYPICAL = (
+    ("convert", "llama", "--verify", "logits", "-q", "-o", "OUT"),
+    ("probe", "bert", *PROBE, "--calibrate", "-o", "OUT"),
+    ("finetune", "llama", "--recipe", "unit-fp8", *TUNE, "--data", "data/x.jsonl", "-o", "OUT"),
+    ("finetune", "llama", "--recipe", "collage-bf16", *TUNE, "--data", "data/x.parquet", "-o", "OUT"),
+    ("export", "onnx", "unit", "-q", "-o", "OUT"),
+    ("batch", "batch/jobs.yaml", "-q"),
+    ("verify", "collage", "--against", "llama", "--level", "weights", "-q"),
+    ("restore", "points", "-q", "-o", "OUT"),
+    ("report", "probe", "--html", "p.html"),
+    ("report", "unit", "collage", "--html", "p.html"),
+    ("report", "tuned", "--html", "p.html"),
+    ("report", "bench.json", "--html", "p.html"),
+    ("doctor",),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,10 +47,22 @@ class Ended:
     err: str
 
 
-def import_everything() -> None:
-    """What every command would import, imported before the first fork."""
-    for name in _IMPORTED:
-        importlib.import_module(name)
+def import_everything(material: Path) -> None:
+    """Import here what typical commands import, so that those that are forked need not: it takes them seconds."""
+    for arguments in _TYPICAL:
+        with tempfile.TemporaryDirectory() as folder:
+            shutil.copytree(material, folder, dirs_exist_ok=True)
+            said = forked(functools.partial(_imports_of, arguments, Path(folder))).err
+        for name in said.rpartition("IMPORTED ")[2].split():
+            with suppress(Exception):  # some can only be imported in their place
+                importlib.import_module(name)
+
+
+def _imports_of(arguments: Sequence[str], folder: Path) -> None:
+    """Do a command and say what is imported after it."""
+    with suppress(SystemExit):
+        command_line(arguments, folder)
+    print("\nIMPORTED", *sys.modules, file=sys.stderr)
 
 
 def command_line(arguments: Sequence[str], folder: Path) -> None:

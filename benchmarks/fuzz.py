@@ -55,7 +55,7 @@ def fuzz(numbers: Sequence[int], seed: int, work: Path, *, quiet: bool = False) 
     if not material.exists():
         made = forked(lambda: make_material(material), patience_s=600)
         assert made.code == 0, made.err
-    import_everything()
+    import_everything(material)
     found = []
     for number in numbers:
         one = _try(number, seed, material, work / "trial")
@@ -142,6 +142,7 @@ def summary(found: Sequence[Found], seed: int) -> dict[str, Any]:
         "faults": [asdict(f) for f in found if f.fault],
         "exit_codes": {kind: dict(sorted(counts.items())) for kind, counts in kinds.items()},
         "by_command": _by_command(found),
+        "seconds": {n: round(sum(f.seconds for f in found if f.arguments[0] == n), 1) for n in _by_command(found)},
         "median_refusal_s": refused[len(refused) // 2].seconds if refused else None,
         "slowest_refusals": [
             {"seconds": f.seconds, "code": f.code, "arguments": f.arguments, "wrong": f.wrong} for f in refused[:5]

@@ -79,7 +79,7 @@ def _on_a_checkpoint(rng: random.Random, name: str) -> tuple[tuple[str, ...], tu
         (10, ("inspect", name, "--stats", "-q"), ()),
         (15, ("probe", name, *PROBE, "-o", "OUT", *(["--calibrate"] if rng.random() < 0.2 else [])), ("OUT",)),
         (8, ("finetune", name, "--recipe", recipe, *TUNE, "-o", "OUT"), ("OUT",)),
-        (3, ("export", "onnx", name, "-q", "-o", "OUT"), ("OUT",)),
+        (2, ("export", "onnx", name, "-q", "-o", "OUT"), ("OUT",)),
         (1, ("bench", name, *BENCH), ()),
     ]
     _, arguments, outputs = rng.choices(commands, [w for w, _, _ in commands])[0]

@@ -53,7 +53,7 @@ def make_material(folder: Path) -> None:
     shutil.copytree(folder / "llama", folder / "batch" / "llama")
     (folder / "batch" / "jobs.json").write_text(json.dumps({"version": 1, "jobs": jobs}))
     (folder / "batch" / "jobs.yaml").write_text(
-        "version: 1\ndefaults: {verify: weights}\njobs:\n  - {id: a, model: llama, rules: ['lm_head*=keep']}\n"
+        "version: 1\ndefaults: {verify: weights}\njobs:\n  - {id: a, model: llama, rules: ['model.embed*=keep']}\n"
         "  - id: b\n    model: llama\n    method: collage\n    gates: ['sqnr>=10']\n"
     )
     (folder / "batch" / "jobs.toml").write_text('version = 1\n[[jobs]]\nid = "a"\nmodel = "llama"\nformat = "e4m3fn"\n')

@@ -150,7 +150,7 @@ def _run(count: int, seed: int, work: Path) -> list[Chain]:
     if not material.exists():
         made = forked(lambda: make_material(material), patience_s=600)
         assert made.code == 0, made.err
-    import_everything()
+    import_everything(material)
     rng = random.Random(seed)
     found: list[Chain] = []
     for name in COMMANDS:
