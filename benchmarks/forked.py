@@ -52,7 +52,7 @@ def import_everything(material: Path) -> None:
     for arguments in _TYPICAL:
         with tempfile.TemporaryDirectory() as folder:
             shutil.copytree(material, folder, dirs_exist_ok=True)
-            said = forked(functools.partial(_imports_of, arguments, Path(folder))).err
+            said = forked(functools.partial(_imports_of, arguments, Path(folder)), patience_s=300).err
         for name in said.rpartition("IMPORTED ")[2].split():
             with suppress(Exception):  # some can only be imported in their place
                 importlib.import_module(name)

