@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from bench_in_process import without_processes
+from foreign_files import make_foreign
 from typer.testing import CliRunner
 
 from lpconv.cli.main import app
@@ -15,7 +16,7 @@ from lpconv.data import demo_checkpoint
 ROOT = Path(__file__).parent.parent
 PAGES = [
     "README.md", "docs/cli.md", "docs/convert.md", "docs/probe.md", "docs/bench.md", "docs/export.md",
-    "docs/finetune.md", "docs/methods/multipoint.md",
+    "docs/finetune.md", "docs/methods/multipoint.md", "docs/layouts.md",
 ]  # fmt: skip
 PROGRAMS = [
     "docs/formats.md", "docs/probe.md", "docs/methods/adaptive.md", "docs/methods/lca.md",
@@ -24,6 +25,7 @@ PROGRAMS = [
 # Names that stand for a source model, and for outputs of earlier commands.
 SOURCES = ("bert-large", "llama", "MODEL")
 OUTPUTS = ("PATH", "A", "B")
+FOREIGN = {"llama-nvfp4": "ct NVFP4", "llama-fp8": "fp8", "llama-gptq": "gptq"}  # on the page of layouts
 JOBS = "version: 1\njobs:\n  - {id: one, model: demo, format: fp16, output: batch-one}\n"
 
 
@@ -53,6 +55,8 @@ def test_commands_of_a_page(page: str, tmp_path: Path, monkeypatch: pytest.Monke
     without_processes(monkeypatch)  # and so does starting the processes of a bench
     for name in SOURCES:
         shutil.copytree(demo_checkpoint(), name)
+    for name, layout in FOREIGN.items() if page == "docs/layouts.md" else ():
+        make_foreign(layout, Path("llama"), Path(name))
     Path("jobs.yaml").write_text(JOBS)
     runner = CliRunner()
     for name in OUTPUTS:

@@ -80,7 +80,8 @@ class BenchRun:
             with self._team() as base:
                 group.begin(base)
                 again = f", launch {number}" if number > 1 else ""
-                self.told.message(f"{group.title}{again}: building and compiling {group.name}")
+                work = "building" if base_case.compiled == "off" else "building and compiling"
+                self.told.message(f"{group.title}{again}: {work} {group.name}")
                 base.prepare(base_case, MEMORY_SHARE / 2 if variants else MEMORY_SHARE)
                 try:
                     for case in variants:

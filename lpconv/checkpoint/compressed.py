@@ -9,9 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lpconv.checkpoint.contents import Contents
-
-__all__ = ["COMPRESSED_TENSORS", "LinearModules", "is_ours", "quantization_config", "quantized_by"]
+__all__ = ["COMPRESSED_TENSORS", "LinearModules", "quantization_config", "quantized_by"]
 
 COMPRESSED_TENSORS = "compressed-tensors"
 
@@ -54,10 +52,3 @@ def quantized_by(config: Mapping[str, Any]) -> str | None:
     """The `quant_method` that config.json names, None for an unquantised checkpoint."""
     found = config.get("quantization_config")
     return str(found.get("quant_method", "another method")) if isinstance(found, dict) else None
-
-
-def is_ours(contents: Contents) -> bool:
-    """Whether a checkpoint has the settings that lpconv writes: other writers use more of the layout than it reads."""
-    found = contents.config.get("quantization_config")
-    ignored = found.get("ignore") if isinstance(found, dict) else None
-    return isinstance(ignored, list) and found == quantization_config(ignored)

@@ -10,7 +10,7 @@ from typing import Any
 
 from lpconv.errors import InputError
 
-__all__ = ["Contents", "check_inside", "read_contents", "read_json"]
+__all__ = ["QUANTIZATION_FILES", "Contents", "check_inside", "read_contents", "read_json"]
 
 _INDEX_SUFFIX = ".index.json"
 # Weight files of any framework, and what training leaves behind: never copied as side files.
@@ -19,6 +19,8 @@ _WEIGHT_FILE = re.compile(
     | (pytorch_model|flax_model|tf_model|adapter_model|training_args|optimizer|scheduler|rng_state|model) [^/]* \.bin
     | .*\.(bin|safetensors)\.index\.json """
 )
+# Where some tools keep what others put into config.json under ``quantization_config``, and the method that it is of.
+QUANTIZATION_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
 _OURS = {"lpconv.json", "lpconv_loader.py", "journal.jsonl", "report.json", "report.html", "SHA256SUMS"}
 _IGNORED_FOLDERS = {".git", ".cache", "__pycache__", ".ipynb_checkpoints"}
 
@@ -51,7 +53,7 @@ def read_contents(directory: Path) -> Contents:
     if not config_path.exists():
         raise InputError(f"`{directory}` has no config.json", hint="is it a Hugging Face checkpoint directory?")
     check_inside(directory, config_path.name)
-    config = read_json(config_path)
+    config = _with_quantization(read_json(config_path), directory)
     _check_config(config, config_path)
     kind, files, weight_map = _weights(directory)
     for name in files:
@@ -82,6 +84,20 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise InputError(f"`{path}` is not a JSON object", hint="fetch the file again")
     return document
+
+
+def _with_quantization(config: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """The config, with the settings of quantisation that an older tool put into a file of its own."""
+    if config.get("quantization_config") is not None:
+        return config
+    for name, method in QUANTIZATION_FILES.items():
+        if os.path.isfile(directory / name):
+            check_inside(directory, name)
+            found = read_json(directory / name)
+            inner = found.get("quantization")
+            settings = inner if isinstance(inner, dict) else found
+            return {**config, "quantization_config": {"quant_method": method, **settings}}
+    return config
 
 
 def _check_config(config: dict[str, Any], path: Path) -> None:

@@ -12,7 +12,15 @@ from lpconv.checkpoint.contents import Contents, check_inside, read_json
 from lpconv.checkpoint.partfile import sha256_of
 from lpconv.errors import InputError
 
-__all__ = ["RESIDUAL_FOLDER", "RESIDUAL_INDEX", "Residuals", "find_residual", "read_residual", "residual_index"]
+__all__ = [
+    "RESIDUAL_FOLDER",
+    "RESIDUAL_INDEX",
+    "Residuals",
+    "find_residual",
+    "read_residual",
+    "residual_files",
+    "residual_index",
+]
 
 RESIDUAL_FOLDER = "collage"
 RESIDUAL_INDEX = f"{RESIDUAL_FOLDER}/residual.json"
@@ -80,6 +88,12 @@ def find_residual(directory: Path) -> Residuals | None:
             check_inside(directory, name)
     roots = tuple((entry["root"], entry["root_sha256"]) for entry in files.values())
     return Residuals(form=form, directory=directory, files=tuple(files), roots=roots)
+
+
+def residual_files(directory: Path) -> tuple[str, ...]:
+    """The residual files of a checkpoint, relative to it; none where it has no residual."""
+    found = find_residual(directory)
+    return found.files if found else ()
 
 
 def _is_entry(value: object) -> bool:

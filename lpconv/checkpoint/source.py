@@ -7,6 +7,7 @@ mmap=True)`, which refuses pickles that run code and reads storage only where it
 
 import os
 import pickle
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -226,8 +227,10 @@ def _load_bin(path: Path) -> dict[str, object]:
                 raise
             loaded = torch.load(path, map_location="cpu", weights_only=True)  # the format before torch 1.6
     except pickle.UnpicklingError as e:
-        text = " ".join(str(e).split())
-        raise InputError(f"`{path}` is refused: {text[:200]}", hint=hint) from e
+        # torch's own message goes on to say how to run the code after all.
+        asked = re.search(r"GLOBAL ([\w.]+)", str(e))
+        what = f"opening it would run `{asked[1]}`" if asked else "it is no plain pickle of tensors"
+        raise InputError(f"`{path}` is refused: {what}", hint=hint) from e
     except Exception as e:  # broken pickles raise anything: IndexError, AssertionError, struct.error
         text = " ".join(str(e).split()) or type(e).__name__
         raise InputError(f"`{path}` cannot be read: {text[:200]}", hint="fetch the file again") from e

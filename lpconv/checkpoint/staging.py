@@ -22,7 +22,18 @@ from lpconv.checkpoint.contents import read_json
 from lpconv.checkpoint.partfile import check_writable, fsync_directory, sha256_of, write_error
 from lpconv.errors import InputError, OutputExistsError, UnsupportedError, UsageError
 
-__all__ = ["JOURNAL", "MARKER", "SUMS", "Staging", "beside", "check_apart", "check_free", "check_marked", "read_marker"]
+__all__ = [
+    "JOURNAL",
+    "MARKER",
+    "SUMS",
+    "Staging",
+    "beside",
+    "check_apart",
+    "check_free",
+    "check_marked",
+    "is_output",
+    "read_marker",
+]
 
 JOURNAL = "journal.jsonl"
 MARKER = "lpconv.json"  # what says that a directory is an output of ours
@@ -156,6 +167,8 @@ def check_free(output: Path, *, resume: bool, force: bool) -> None:
     _check_output(output, force=force)
     _check_working_folders(output)
     partial = beside(output, ".partial")
+    if _is_locked(partial / JOURNAL):
+        raise OutputExistsError(f"another run is writing `{partial}`", hint="wait for it, or choose another --output")
     if os.path.lexists(partial) and not resume and not force:
         raise OutputExistsError(
             f"`{partial}` is left from an interrupted run", hint="--resume continues it, --force starts anew"
@@ -174,6 +187,13 @@ def read_marker(directory: Path) -> dict[str, Any]:
     return read_json(path) if path.exists() else {}
 
 
+def is_output(directory: Path) -> bool:
+    """Whether a conversion or a fine-tuning wrote a directory, by the files that these leave; damaged ones count."""
+    if not (directory / MARKER).exists():
+        return (directory / SUMS).exists()
+    return read_marker(directory).get("kind") != "restore"
+
+
 def check_marked(directory: Path) -> None:
     """Raise UnsupportedError for a plain checkpoint, InputError for what is none, or lost the marker of an output."""
     if (directory / MARKER).exists():
@@ -182,7 +202,7 @@ def check_marked(directory: Path) -> None:
         raise InputError(f"`{directory}` has no {MARKER}", hint="pass an output of `lpconv convert`")
     raise UnsupportedError(
         f"`{directory}` is a plain checkpoint without {MARKER}: there is nothing to verify or restore",
-        hint="pass an output of `lpconv convert`",
+        hint="pass an output of `lpconv convert`, or compare its weights with those of a MODEL by `verify --against`",
     )
 
 
@@ -224,6 +244,18 @@ def _is_ours(directory: Path, proof: str) -> bool:
     if directory.is_symlink() or not directory.is_dir():
         return False
     return (directory / proof).is_file() or not any(directory.iterdir())
+
+
+def _is_locked(journal: Path) -> bool:
+    """Whether a run that is alive holds the journal."""
+    try:
+        with journal.open("rb") as f:
+            fcntl.flock(f, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # there is none
+        pass
+    return False
 
 
 def _is_at(fd: int, path: Path) -> bool:

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 from lpconv.checkpoint.contents import Contents, read_contents
 from lpconv.checkpoint.resolve import base_name, resolve
-from lpconv.errors import InputError
+from lpconv.errors import InputError, UsageError
 from lpconv.options import check
 
 if TYPE_CHECKING:
     from lpconv.bench.options import BenchOptions
-    from lpconv.convert.options import ConvertOptions
+    from lpconv.convert.options import ConvertOptions, VerifyOptions
     from lpconv.export.options import ExportOptions
     from lpconv.probe.options import ProbeOptions
     from lpconv.results import BenchResult
@@ -27,7 +27,8 @@ __all__ = [
     "before_export",
     "before_finetuning",
     "before_probe",
-    "before_reading",
+    "before_restoring",
+    "before_verifying",
     "output_of",
 ]
 
@@ -103,11 +104,33 @@ def before_bench(options: "BenchOptions", save: Path | None) -> "Callable[[Bench
     return judge
 
 
-def before_reading(output: Path) -> None:
-    """Of what reads an output of `lpconv convert`."""
-    from lpconv.checkpoint.staging import check_marked
+def before_verifying(path: Path, options: "VerifyOptions") -> None:
+    """Of `lpconv verify`. Any checkpoint is compared by values; other levels are of outputs of `lpconv convert`."""
+    from lpconv.checkpoint.staging import check_marked, is_output
 
-    check_marked(output)
+    check(options)
+    if options.level == "values" or (options.level is None and options.against and not is_output(path)):
+        if options.against is None:
+            raise UsageError("comparing values needs a checkpoint to compare with", hint="name it with --against")
+        read_contents(path)
+    else:
+        check_marked(path)
+
+
+def before_restoring(path: Path, output: Path, *, force: bool) -> bool:
+    """Of `lpconv restore`; gives back whether `path` is quantised by others, or by us without a record of it."""
+    from lpconv.checkpoint.compressed import quantized_by
+    from lpconv.checkpoint.staging import MARKER, check_apart, check_free, check_marked
+    from lpconv.forms.foreign import check_readable
+
+    is_others = not (path / MARKER).exists() and path.is_dir() and quantized_by(read_contents(path).config) is not None
+    if is_others:
+        check_readable(read_contents(path).config)
+    else:
+        check_marked(path)
+    check_apart(path, output)
+    check_free(output, resume=False, force=force)
+    return is_others
 
 
 def _contents(model: str, revision: str | None) -> Contents:

@@ -14,19 +14,26 @@ __all__ = ["inspect"]
 def inspect(
     model: Model,
     stats: Annotated[bool, typer.Option("--stats", help="Read the data: RMS, largest value, NaN and Inf.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="End with exit code 5 for warnings too.")] = False,
     revision: Revision = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Show what a checkpoint holds, from its headers: dtypes, sizes, scales, ties, and what is wrong with it.
 
+    Of a checkpoint that others quantised the scales are read too: unequal ones of weights that readers fuse, inverted
+    or lost ones and the like are named.
+
     [bold]Examples[/bold]
 
       lpconv inspect bert-large
 
       lpconv inspect ./bert-large-unit-fp16 --stats --json
+
+      lpconv inspect ./llama-nvfp4 --strict
     """
     from lpconv.checkpoint.resolve import resolve
+    from lpconv.forms.foreign import READ
     from lpconv.report.convert.terminal import render_inspect
     from lpconv.results import to_json
 
@@ -40,7 +47,13 @@ def inspect(
         from lpconv.convert.inspect import inspect as inspect_headers
 
         found = inspect_headers(directory, name=model)
-    if not (found.problems and json):  # else the error's details hold the result
+    if found.layout in READ and not found.problems:  # else the scales may not even be there
+        from lpconv.convert.scales import judged  # torch takes seconds to import
+
+        found = judged(found, directory)
+    wrong = (*found.problems, *(found.warnings if strict else ()))
+    if not (wrong and json):  # else the error's details hold the result
         print_result(found, render_inspect, json=json)
-    if found.problems:
-        raise VerificationError("; ".join(found.problems), hint="fetch the checkpoint again", details=to_json(found))
+    if wrong:
+        hint = "fetch the checkpoint again, or tell who made it" if found.layout else "fetch the checkpoint again"
+        raise VerificationError("; ".join(wrong), hint=hint, details=to_json(found))

@@ -34,14 +34,19 @@ class Bars:
         from rich import progress as bars
 
         self._stop()
-        in_bytes = (bars.DownloadColumn(), bars.TransferSpeedColumn())
-        in_steps = (bars.MofNCompleteColumn(), bars.TextColumn("{task.fields[figures]}"))
-        columns = in_bytes if unit == "bytes" else in_steps
+        columns: dict[str, tuple[rich.progress.ProgressColumn, ...]] = {
+            "bytes": (bars.BarColumn(), bars.DownloadColumn(), bars.TransferSpeedColumn(), bars.TimeRemainingColumn()),
+            "steps": (
+                bars.BarColumn(),
+                bars.MofNCompleteColumn(),
+                bars.TextColumn("{task.fields[figures]}"),
+                bars.TimeRemainingColumn(),
+            ),
+            "": (bars.SpinnerColumn(), bars.TimeElapsedColumn()),  # nobody knows how long it takes
+        }
         self._bar = bars.Progress(
             bars.TextColumn("{task.description}"),
-            bars.BarColumn(),
-            *columns,
-            bars.TimeRemainingColumn(),
+            *columns[unit if total else ""],
             console=self._console,
             transient=True,
         )

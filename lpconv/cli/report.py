@@ -1,14 +1,12 @@
 """`lpconv report`."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from lpconv.cli.command import Json, print_result
-from lpconv.errors import InputError, UsageError
+from lpconv.errors import UsageError
 
 __all__ = ["report"]
 
@@ -17,7 +15,7 @@ def report(
     runs: Annotated[
         list[str],
         typer.Argument(
-            help="Outputs of `lpconv convert` (or report.json), or one of `lpconv probe`, `finetune` or `bench`.",
+            help="Outputs of `lpconv convert`, `finetune`, `probe` or `bench`: one, several, or a folder of them.",
             metavar="RUN…",
         ),
     ],
@@ -30,7 +28,7 @@ def report(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Show one run again, or compare several; ask a probe about another format; show a saved bench.
+    """Show one run again, compare several of a kind, or list those of a folder; ask a probe about another format.
 
     [bold]Examples[/bold]
 
@@ -38,91 +36,32 @@ def report(
 
       lpconv report ./bert-large-unit-fp16 ./bert-large-unit-e4m3fn --html compare.html
 
+      lpconv report ./runs --html runs/index.html
+
       lpconv report ./bert-large-probe --what-if e5m2
     """
-    from lpconv.bench.outcome import find_bench
-    from lpconv.probe.record import find_probe
-    from lpconv.train.folder import find_finetune
+    from lpconv.cli.index import show_folder, write_page
+    from lpconv.cli.runs import CONVERSIONS, PROBES, ask_probe, kind_of, name_of, one_kind
+    from lpconv.report.compare import run_names
+    from lpconv.report.probe.terminal import render_what_if
 
-    asked = _Asked(what_if=what_if, html=html, json=json)
-    for what, find, show, hint in (
-        ("bench", find_bench, _show_bench, "compare two with `lpconv bench --compare OLD.json`"),
-        ("probe", find_probe, _show_probe, "pass one output of `lpconv probe`, or only conversions"),
-        ("fine-tuning", find_finetune, _show_finetune, "pass one output of `lpconv finetune`"),
-    ):
-        found = [path for run in runs if (path := find(run)) is not None]
-        if found and len(runs) > 1:
-            raise UsageError(f"a {what} is shown alone", hint=hint)
-        if found:
-            show(found[0], asked)
-            return
-    if what_if is not None:
+    if len(runs) == 1 and Path(runs[0]).is_dir() and kind_of(runs[0]) is None:
+        show_folder(Path(runs[0]), html, json=json)
+        return
+    kind, paths = one_kind(runs)
+    if what_if is not None and kind.name != PROBES:
         raise UsageError("--what-if asks a probe", hint="run `lpconv probe MODEL` and pass its output")
-    _show_conversions(runs, asked)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Asked:
-    """What a probe is asked, and where a result is shown beside the terminal, or instead."""
-
-    what_if: str | None
-    html: str | None
-    json: bool
-
-    def show(self, result: Any, page: Callable[[], str], render: Callable[[Any], Any]) -> None:
-        """The result; `page` is made where it is asked for."""
-        if self.html is not None:
-            from lpconv.checkpoint.partfile import check_file, write_small  # not for `--help`
-
-            check_file(Path(self.html))
-            write_small(Path(self.html), page())
-        print_result(result, render, json=self.json)
-
-
-def _show_probe(path: Path, asked: _Asked) -> None:
-    from lpconv.convert.tensor_records import format_ranges
-    from lpconv.probe.answers import DEFAULT_FORMATS, answer
-    from lpconv.probe.record import read_probe
-    from lpconv.report.probe.html import html_probe
-    from lpconv.report.probe.terminal import render_probe, render_what_if
-
-    answers = answer(read_probe(path), [asked.what_if] if asked.what_if else DEFAULT_FORMATS)
-    asked.show(answers, lambda: html_probe(answers, format_ranges()), render_what_if if asked.what_if else render_probe)
-
-
-def _show_bench(path: Path, asked: _Asked) -> None:
-    from lpconv.bench.outcome import read_bench
-    from lpconv.report.bench.html import html_bench
-    from lpconv.report.bench.terminal import render_bench
-
-    result = read_bench(path)
-    asked.show(result, lambda: html_bench(result), render_bench)
-
-
-def _show_finetune(path: Path, asked: _Asked) -> None:
-    from lpconv.checkpoint.contents import read_json
-    from lpconv.report.finetune.html import html_finetune
-    from lpconv.report.finetune.terminal import render_finetune
-    from lpconv.results import FinetuneResult, from_json
-
-    result = from_json(FinetuneResult, read_json(path))
-    asked.show(result, lambda: html_finetune(result), render_finetune)
-
-
-def _show_conversions(runs: list[str], asked: _Asked) -> None:
-    from lpconv.checkpoint.contents import read_json
-    from lpconv.convert.tensor_records import format_ranges
-    from lpconv.report.convert.html import html_compare, html_report
-    from lpconv.report.convert.terminal import render_compare, render_convert
-    from lpconv.results import ConvertResult, from_json
-
-    results = []
-    for run in runs:
-        path = Path(run) / "report.json" if Path(run).is_dir() else Path(run)
-        if not path.exists():
-            raise InputError(f"`{run}` has no report.json", hint="pass an output of `lpconv convert` or `lpconv probe`")
-        results.append(from_json(ConvertResult, read_json(path)))
-    if len(results) > 1:
-        asked.show(results, lambda: html_compare(results, format_ranges()), render_compare)
-    else:
-        asked.show(results, lambda: html_report(results[0], format_ranges()), lambda one: render_convert(one[0]))
+    results = [ask_probe(path, what_if) if what_if else kind.read(path) for path in paths]
+    if len(results) == 1:
+        if html is not None:
+            write_page(html, kind.page(results[0]))
+        table = render_what_if if what_if else kind.table
+        print_result(results if kind.name == CONVERSIONS else results[0], lambda _: table(results[0]), json=json)
+        return
+    pages, tables = kind.pages, kind.tables
+    if pages is None or tables is None:
+        raise UsageError("a probe is shown alone", hint="pass one output of `lpconv probe`")
+    names = run_names([name_of(path) for path in paths])
+    if html is not None:
+        write_page(html, pages(results, names))
+    print_result(results, lambda _: tables(results, names), json=json)

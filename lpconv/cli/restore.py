@@ -1,46 +1,68 @@
 """`lpconv restore`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from lpconv.cli.command import Force, Json, Quiet
 from lpconv.cli.progress import progress_for
 
+if TYPE_CHECKING:
+    from lpconv.results import RestoreResult
+
 __all__ = ["restore"]
 
 
 def restore(
-    path: Annotated[str, typer.Argument(help="An output of `lpconv convert`.", metavar="PATH")],
+    path: Annotated[
+        str, typer.Argument(help="An output of `lpconv convert`, or a quantised checkpoint.", metavar="PATH")
+    ],
     output: Annotated[str, typer.Option("--output", "-o", help="The directory to write.", metavar="DIR")],
+    dtype: Annotated[
+        str | None,
+        typer.Option("--dtype", help="Dtype of weights that others quantised: fp32, bf16 or fp16; the config's."),
+    ] = None,
     force: Force = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Write the plain Hugging Face checkpoint back: bit-exact for unit fp32 and for Collage with exact16.
 
-    [bold]Example[/bold]
+    Of a checkpoint that others quantised, write what its codes stand for.
+
+    [bold]Examples[/bold]
 
       lpconv restore ./bert-large-unit-fp32 -o ./bert-large-again
-    """
-    from lpconv.checkpoint.staging import check_apart, check_free
-    from lpconv.cli.early import before_reading
 
-    before_reading(Path(path))
-    check_apart(Path(path), Path(output))
-    check_free(Path(output), resume=False, force=force)
+      lpconv restore ./llama-nvfp4 --dtype fp32 -o ./llama-decoded
+    """
+    from lpconv.cli.early import before_restoring
+    from lpconv.errors import UsageError
+
+    is_others = before_restoring(Path(path), Path(output), force=force)
+    if dtype is not None and (not is_others or dtype not in ("fp32", "bf16", "fp16")):
+        hint = "use fp32, bf16 or fp16" if is_others else "an output of lpconv is restored in its source's dtypes"
+        raise UsageError(f"`--dtype {dtype}` is no choice here", hint=hint)
+    from lpconv.convert.decode import decode_checkpoint
     from lpconv.convert.restore import restore as restore_checkpoint
     from lpconv.results import json_text
 
     with progress_for(quiet=quiet) as progress:
-        result = restore_checkpoint(Path(path), Path(output), force=force, progress=progress)
+        if is_others:
+            result = decode_checkpoint(Path(path), Path(output), dtype=dtype, force=force, progress=progress)
+        else:
+            result = restore_checkpoint(Path(path), Path(output), force=force, progress=progress)
     if json:
         print(json_text(result), end="")
         return
-    exactness = (
-        "bit for bit the source's, by the hashes and the record of the conversion"
-        if result.exact
-        else "the decoded values, not the source's bits"
-    )
-    print(f"{result.num_tensors} tensors restored to {result.output}: {exactness}")
+    print(f"{result.num_tensors} tensors restored to {result.output}: {_exactness(result)}")
+
+
+def _exactness(result: "RestoreResult") -> str:
+    if result.dtype is not None:
+        held = "which holds them exactly" if result.exact else "rounded; --dtype fp32 holds them exactly"
+        return f"the values of {result.method} in {result.dtype}, {held}"
+    if result.exact:
+        return "bit for bit the source's, by the hashes and the record of the conversion"
+    return "the decoded values, not the source's bits"

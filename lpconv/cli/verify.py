@@ -9,30 +9,32 @@ from lpconv.cli.command import Json, Quiet, print_result, with_options
 from lpconv.cli.progress import progress_for
 from lpconv.convert.options import VerifyOptions
 from lpconv.errors import VerificationError
-from lpconv.options import check
 
 __all__ = ["verify"]
 
 
 @with_options
 def verify(
-    path: Annotated[str, typer.Argument(help="An output of `lpconv convert`.", metavar="PATH")],
+    path: Annotated[str, typer.Argument(help="An output of `lpconv convert`, or any checkpoint.", metavar="PATH")],
     options: VerifyOptions,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Check an output against its own hashes, and against the source's weights and outputs.
 
+    Of any other checkpoint, compare the weights that it stands for with those of another one, tensor by tensor.
+
     [bold]Examples[/bold]
 
       lpconv verify ./bert-large-unit-fp16
 
       lpconv verify ./bert-large-unit-fp16 --against bert-large --level logits
-    """
-    from lpconv.cli.early import before_reading
 
-    check(options)
-    before_reading(Path(path))
+      lpconv verify ./llama-nvfp4 --against ./llama --gate 'sqnr>=15'
+    """
+    from lpconv.cli.early import before_verifying
+
+    before_verifying(Path(path), options)
     from lpconv.convert.verify_output import verify_output  # torch takes seconds to import
     from lpconv.report.convert.terminal import render_verify
     from lpconv.results import to_json

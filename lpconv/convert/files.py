@@ -6,23 +6,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lpconv.checkpoint.compressed import is_ours, quantized_by
-from lpconv.checkpoint.contents import Contents
+from lpconv.checkpoint.contents import QUANTIZATION_FILES, Contents
 from lpconv.checkpoint.partfile import sha256_of, write_error, write_small
 from lpconv.checkpoint.residual import RESIDUAL_FOLDER, RESIDUAL_INDEX, residual_index
-from lpconv.checkpoint.staging import MARKER, SUMS
+from lpconv.checkpoint.staging import MARKER, SUMS, read_marker
 from lpconv.convert.plan import Plan
-from lpconv.errors import UnsupportedError
 from lpconv.results import ConvertResult, FileRecord, ordered_json_text, to_json
 
 __all__ = [
     "CARD",
     "INDEX",
     "LOADER",
-    "check_convertible",
     "copy_side_files",
     "model_side_files",
     "output_config",
+    "plain_config",
     "replaced_config",
     "weight_index",
     "write_metadata",
@@ -37,18 +35,21 @@ INDEX = "model.safetensors.index.json"
 _NOT_SUMMED = {SUMS, "report.json", "report.html"}
 
 
-def check_convertible(contents: Contents) -> None:
-    """Refuse checkpoints that are already quantised, or the half of one. Raises UnsupportedError."""
-    if (contents.directory / RESIDUAL_INDEX).exists():
-        raise UnsupportedError(
-            f"the checkpoint keeps a part of its weights in `{RESIDUAL_INDEX}`",
-            hint="run `lpconv restore` first, or delete the collage folder to convert the 16-bit weights alone",
-        )
-    method = quantized_by(contents.config)
-    if method is not None:
-        ours = method == "lpconv" or is_ours(contents)
-        hint = "run `lpconv restore` first" if ours else "convert from the unquantised checkpoint"
-        raise UnsupportedError(f"the checkpoint is already quantised by `{method}`", hint=hint)
+def plain_config(contents: Contents) -> dict[str, Any]:
+    """The config of the values of a checkpoint: without what says how they are stored.
+
+    What a conversion of ours replaced in it comes back from its record.
+    """
+    config = {k: v for k, v in contents.config.items() if k != "quantization_config"}
+    replaced = read_marker(contents.directory).get("source_config")
+    for key, value in replaced.items() if isinstance(replaced, dict) else ():
+        if value is None:
+            config.pop(key, None)
+        else:
+            config[key] = value
+    if LOADER.removesuffix(".py") in str(config.get("auto_map", "")):
+        del config["auto_map"]
+    return config
 
 
 def output_config(contents: Contents, plan: Plan) -> dict[str, Any]:
@@ -124,7 +125,7 @@ def model_side_files(contents: Contents) -> tuple[str, ...]:
     What belongs to the form of its weights (the folder of residuals, the loader module, checksums) goes with that form
     and is never copied on; nor is the card, which describes one checkpoint.
     """
-    of_the_form = {CARD, SUMS, LOADER}
+    of_the_form = {CARD, SUMS, LOADER, *QUANTIZATION_FILES}
     return tuple(n for n in contents.side_files if n not in of_the_form and not n.startswith(RESIDUAL_FOLDER + "/"))
 
 

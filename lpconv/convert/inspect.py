@@ -6,13 +6,14 @@ from pathlib import Path
 from lpconv.checkpoint.contents import Contents, read_contents
 from lpconv.checkpoint.header import TensorInfo, read_header
 from lpconv.checkpoint.staging import read_marker
+from lpconv.convert.defects import from_headers
 from lpconv.errors import InputError, LpconvError
-from lpconv.forms import Headers, recognise
+from lpconv.forms import Headers, Stored, recognise
 from lpconv.results import DtypeRecord, FileRecord, InspectResult, StoredTensor, TensorRecord, from_json
 
 __all__ = ["describe", "inspect"]
 
-Stored = Sequence[tuple[TensorInfo, str]]
+InFiles = Sequence[tuple[TensorInfo, str]]
 
 
 def inspect(directory: Path, *, name: str | None = None) -> InspectResult:
@@ -32,18 +33,22 @@ def inspect(directory: Path, *, name: str | None = None) -> InspectResult:
     )
 
 
-def describe(contents: Contents, stored: Stored, *, name: str, problems: Sequence[str] = ()) -> InspectResult:
+def describe(contents: Contents, stored: InFiles, *, name: str, problems: Sequence[str] = ()) -> InspectResult:
     """The record of a checkpoint whose tensors, with their files, are known; codes and scales are one tensor."""
     provenance = read_marker(contents.directory)
     records = from_json(tuple[TensorRecord, ...], provenance.get("tensors", []))
     there = {info.name: (info, file) for info, file in stored}
-    forms = recognise(Headers.of(contents.config, {name: info for name, (info, _) in there.items()}))
+    headers = Headers.of(contents.config, {name: info for name, (info, _) in there.items()})
+    forms = recognise(headers)
+    found = from_headers(headers, forms)
     scales = {t.name: t.scale for t in records if t.scale is not None}
     return InspectResult(
         path=name,
         architecture=next(iter(contents.config.get("architectures") or ()), None),
         method=provenance.get("method"),
         format=provenance.get("format"),
+        layout=headers.quantised_by,
+        bits_per_weight=_bits_per_weight(forms.values()),
         dtypes=_dtypes([info for info, _ in stored]),
         shards=tuple(
             FileRecord(name=f, size_bytes=(contents.directory / f).stat().st_size) for f in contents.weight_files
@@ -52,16 +57,23 @@ def describe(contents: Contents, stored: Stored, *, name: str, problems: Sequenc
         tensors=tuple(
             StoredTensor(
                 name=name,
-                dtype=there[name][0].dtype,
+                dtype=there[form.data[0].name][0].dtype,
                 shape=form.shape,
-                file=there[name][1],
+                file=there[form.data[0].name][1],
                 size_bytes=form.num_bytes,
+                stored_as=None if form.format is None else form.words,
                 scale=scales.get(name),
             )
             for name, form in forms.items()
         ),
-        problems=tuple(problems),
+        problems=(*problems, *found.problems),
+        warnings=found.warnings,
     )
+
+
+def _bits_per_weight(forms: Iterable[Stored]) -> float | None:
+    coded = [form for form in forms if form.format is not None]
+    return 8 * sum(f.num_bytes for f in coded) / sum(f.num_elements for f in coded) if coded else None
 
 
 def _read_headers(contents: Contents) -> tuple[list[tuple[TensorInfo, str]], list[str]]:
@@ -82,7 +94,7 @@ def _read_headers(contents: Contents) -> tuple[list[tuple[TensorInfo, str]], lis
     return stored, problems
 
 
-def _index_problems(contents: Contents, stored: Stored) -> list[str]:
+def _index_problems(contents: Contents, stored: InFiles) -> list[str]:
     if contents.weight_map is None:
         return []
     found = {info.name: file for info, file in stored}

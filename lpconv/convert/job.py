@@ -13,12 +13,13 @@ import torch
 
 from lpconv.checkpoint.compressed import COMPRESSED_TENSORS, LinearModules
 from lpconv.checkpoint.contents import Contents, read_contents
+from lpconv.checkpoint.residual import residual_files
 from lpconv.checkpoint.resolve import Resolved, resolve
-from lpconv.checkpoint.source import Source, open_source
+from lpconv.checkpoint.source import Source
 from lpconv.checkpoint.staging import beside, check_apart
 from lpconv.checkpoint.ties import tie_candidates
 from lpconv.checkpoint.unchanged import Watch, watch, watched_files
-from lpconv.convert.files import check_convertible
+from lpconv.convert.files import plain_config
 from lpconv.convert.memory import Memory, plan_memory
 from lpconv.convert.options import ConvertOptions, settings_of
 from lpconv.convert.plan import Plan, make_plan
@@ -27,6 +28,7 @@ from lpconv.convert.workers import SingleThreadedTorch
 from lpconv.errors import InputError, ResourceError
 from lpconv.formats.spec import FORMATS
 from lpconv.forms.blocks import BLOCK_ELEMENTS, Workspace
+from lpconv.forms.decoded import is_coded, open_values
 from lpconv.gates import CONVERT_GATES, Gate
 from lpconv.version import __version__
 
@@ -60,11 +62,12 @@ def prepare(model: str, output: Path, options: ConvertOptions, *, headers_only: 
     gates = tuple(map(CONVERT_GATES.parse, options.gates))
     resolved = resolve(model, revision=options.revision, headers_only=headers_only)
     contents = read_contents(resolved.directory)
-    watched = watch(contents.directory, watched_files(contents))
-    check_convertible(contents)
+    watched = watch(contents.directory, [*watched_files(contents), *residual_files(contents.directory)])
     check_apart(resolved.directory, output)
     linears = _linears(contents, options)
-    source = open_source(contents)
+    source = open_values(contents)
+    if is_coded(contents):
+        contents = dataclasses.replace(contents, config=plain_config(contents))
     try:
         made = make_plan(
             {n: (e.info, e.file) for n, e in source.entries.items()},

@@ -180,9 +180,10 @@ class VerifyOptions:
     level: Annotated[
         str | None,
         Option(
-            "Depth of the check: hashes, every element of the weights, or what both models compute",
-            default="hash; with --against weights, and logits where the models are small",
-            choices=("hash", "weights", "logits"),
+            "Depth of the check: hashes, every element of the weights, or what both models compute; or `values`, which "
+            "compares the weights of any two checkpoints, whatever layouts they are in",
+            default="hash; with --against weights, and logits where the models are small; values of what is no output",
+            choices=("hash", "weights", "logits", "values"),
         ),
     ] = None
     gates: Annotated[

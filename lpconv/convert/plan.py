@@ -19,7 +19,7 @@ from lpconv.formats.spec import Format
 from lpconv.forms import Component, Form, Kept
 from lpconv.methods import Method
 
-__all__ = ["OutputFile", "Plan", "PlannedShard", "PlannedTensor", "make_plan"]
+__all__ = ["OutputFile", "Plan", "PlannedShard", "PlannedTensor", "make_plan", "shard_names"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +159,7 @@ def make_plan(
     planned = {n: _planned(info, method, options, ties.get(n), convertible) for n, (info, _) in entries.items()}
     stored = [t for t in planned.values() if t.action != "tie"]
     groups = _groups(stored, {n: f for n, (_, f) in entries.items()}, options.max_shard_size)
-    names = _shard_names(len(groups))
+    names = shard_names(len(groups))
     shards = tuple(_shard(n, g, options, metadata) for n, g in zip(names, groups, strict=True))
     return Plan(method=method, options=options, tensors=tuple(planned.values()), shards=shards, linears=linears)
 
@@ -199,7 +199,8 @@ def _groups(
     return groups
 
 
-def _shard_names(count: int) -> list[str]:
+def shard_names(count: int) -> list[str]:
+    """The names of so many weight files."""
     if count == 1:
         return ["model.safetensors"]
     return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from lpconv.checkpoint.contents import Contents, read_contents
+from lpconv.checkpoint.contents import read_contents
 from lpconv.checkpoint.header import DTYPE_BITS, TensorInfo, encode_header
 from lpconv.checkpoint.partfile import PartFile, write_small
-from lpconv.checkpoint.residual import find_residual
+from lpconv.checkpoint.residual import residual_files
 from lpconv.checkpoint.source import TORCH_DTYPES
 from lpconv.checkpoint.staging import MARKER, SUMS, Staging, check_apart
 from lpconv.checkpoint.unchanged import watch, watched_files
-from lpconv.convert.files import copy_side_files, model_side_files, weight_index
+from lpconv.convert.files import copy_side_files, model_side_files, plain_config, weight_index
 from lpconv.convert.reader import OutputReader, read_provenance
 from lpconv.convert.verify import check_hashes
 from lpconv.errors import InputError
@@ -44,7 +44,7 @@ def restore(directory: Path, output: Path, *, force: bool, progress: Progress) -
     if changed:
         raise InputError(f"`{changed[0]}` does not match its SHA-256 in {SUMS}", hint="fetch the output again")
     contents = read_contents(directory)
-    watched = watch(directory, [MARKER, *watched_files(contents), *_residual_files(directory)])
+    watched = watch(directory, [MARKER, *watched_files(contents), *residual_files(directory)])
     with (
         OutputReader.from_directory(directory) as reader,
         Staging(output, {"restore": str(directory)}, resume=False, force=force) as staging,
@@ -63,7 +63,7 @@ def restore(directory: Path, output: Path, *, force: bool, progress: Progress) -
             write_small(
                 staging.directory / "model.safetensors.index.json", ordered_json_text(weight_index(index, total))
             )
-        write_small(staging.directory / "config.json", ordered_json_text(_plain_config(contents, provenance)))
+        write_small(staging.directory / "config.json", ordered_json_text(plain_config(contents)))
         copy_side_files(
             staging.directory, contents, model_side_files(contents), renamed={"README.source.md": "README.md"}
         )
@@ -78,11 +78,6 @@ def restore(directory: Path, output: Path, *, force: bool, progress: Progress) -
         num_tensors=len(records),
         files=tuple(files),
     )
-
-
-def _residual_files(directory: Path) -> tuple[str, ...]:
-    found = find_residual(directory)
-    return found.files if found else ()
 
 
 def _is_exact(record: TensorRecord) -> bool:
@@ -124,17 +119,6 @@ def _write(
 def _has_figures(found: BlockStats, record: TensorRecord) -> bool:
     rms = record.rms or 0.0
     return found.absmax == record.absmax and math.isclose(found.rms, rms, rel_tol=1e-4)
-
-
-def _plain_config(contents: Contents, provenance: dict[str, Any]) -> dict[str, Any]:
-    """The config without what the conversion added; the source's own values come back from the provenance."""
-    config = {k: v for k, v in contents.config.items() if k != "quantization_config"}
-    for key, value in provenance["source_config"].items():
-        if value is None:
-            config.pop(key, None)
-        else:
-            config[key] = value
-    return config
 
 
 def _origin(provenance: dict[str, Any], *, exact: bool) -> dict[str, Any]:

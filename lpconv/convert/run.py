@@ -4,6 +4,7 @@ import dataclasses
 import time
 from pathlib import Path
 
+from lpconv.checkpoint.card import inherited_facts
 from lpconv.checkpoint.partfile import write_small
 from lpconv.checkpoint.staging import Staging
 from lpconv.convert.apply import Engine
@@ -126,6 +127,7 @@ def _carry_out(job: Job, staging: Staging, progress: Progress, command: str | No
         options=shaping_options(job.plan.options),
         versions=versions(),
         command=command,
+        card=inherited_facts(job.contents.directory, job.resolved.resolved if job.resolved.revision else None),
         warnings=(*plan_warnings(job.plan), *tensor_warnings(tensors)),
     )
     public = public_source(result.source)

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from lpconv.checkpoint.contents import read_json
-from lpconv.checkpoint.staging import MARKER
+from lpconv.checkpoint.resolve import resolve
+from lpconv.checkpoint.staging import MARKER, is_output
+from lpconv.convert.compare import compare
 from lpconv.convert.files import INDEX, output_config, replaced_config, weight_index
 from lpconv.convert.job import Job, prepare
 from lpconv.convert.options import ConvertOptions, settings_of
@@ -28,7 +30,7 @@ from lpconv.results import SourceRecord, TensorRecord, VerifyResult, from_json
 
 __all__ = ["LEVELS", "verify_output"]
 
-LEVELS = ("hash", "weights", "logits")
+LEVELS = ("hash", "weights", "logits", "values")
 _ABSENT = object()
 
 
@@ -46,9 +48,16 @@ def verify_output(
     None is ``hash``; but with `against` ``weights``, and ``logits`` where the models are small. ``weights`` and
     ``logits`` need the source, `against` or else the one that lpconv.json names. Raises InputError where a source is
     needed and not found, or is another one.
+
+    ``values`` compares the weights of any two checkpoints by what they stand for; it is the level of a `directory` that
+    is no output of a conversion.
     """
     if level not in (None, *LEVELS):
         raise UsageError(f"unknown level `{level}`", hint="use " + ", ".join(LEVELS))
+    if level == "values" or (level is None and against is not None and not is_output(directory)):
+        if against is None:
+            raise UsageError("comparing values needs a checkpoint to compare with", hint="name it with --against")
+        return compare(directory, resolve(against).directory, gates=gates, progress=progress)
     parsed = [CONVERT_GATES.parse(g) for g in gates]
     asked = level == "logits" or needs_logits(parsed)
     automatic = level is None and not asked and against is not None

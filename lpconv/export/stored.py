@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lpconv.checkpoint.compressed import is_ours, quantized_by
 from lpconv.checkpoint.contents import Contents
 from lpconv.checkpoint.source import open_source
-from lpconv.errors import UnsupportedError
+from lpconv.forms.decoded import open_values
+from lpconv.forms.foreign import check_readable
 from lpconv.forms.reader import StoredTensors
 
 __all__ = ["FLOAT8", "Component", "StoredWeight", "check_exportable", "has_fp8", "num_elements", "stored_weights"]
@@ -70,13 +70,8 @@ _DTYPE_NAMES = {
 
 
 def check_exportable(contents: Contents) -> None:
-    """Refuse checkpoints that another library quantised. Raises UnsupportedError."""
-    method = quantized_by(contents.config)
-    if method not in (None, "lpconv") and not is_ours(contents):
-        raise UnsupportedError(
-            f"the checkpoint is quantised by `{method}`, whose weights lpconv does not export",
-            hint="export the checkpoint that it was made from, or a conversion of that",
-        )
+    """Refuse the layouts that lpconv does not read. Raises UnsupportedError."""
+    check_readable(contents.config)
 
 
 def has_fp8(contents: Contents) -> bool:
@@ -86,8 +81,8 @@ def has_fp8(contents: Contents) -> bool:
 
 
 def num_elements(contents: Contents) -> int:
-    """How many numbers the weight files hold, from headers alone."""
-    with closing(open_source(contents)) as source:
+    """How many numbers the weight files stand for, from headers and scales."""
+    with closing(open_values(contents)) as source:
         return sum(e.info.num_elements for e in source.entries.values())
 
 

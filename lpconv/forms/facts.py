@@ -50,6 +50,7 @@ class Headers:
 
     `residual` is the form of the residuals in `low`; `quantised_by` the config's `quant_method`, None where there is
     none. `format` is that of all codes but those that `exceptions` name; only bytes need it, other dtypes are formats.
+    `quantization` is all that the config says of it, for the layouts of others.
     """
 
     root: Mapping[str, TensorInfo]
@@ -58,6 +59,7 @@ class Headers:
     quantised_by: str | None = None
     format: str = ""
     exceptions: Mapping[str, str] = field(default_factory=dict)
+    quantization: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -79,7 +81,13 @@ class Headers:
             quantised_by=quantized_by(config),
             format=str(settings.get("format", "")),
             exceptions={n: str(f) for n, f in exceptions.items()} if isinstance(exceptions, dict) else {},
+            quantization=settings,
         )
+
+    def component(self, name: str) -> Component | None:
+        """What the root has under a name."""
+        info = self.root.get(name)
+        return None if info is None else Component(name=name, dtype=info.dtype, shape=info.shape)
 
     def holds(self, component: Component) -> bool:
         """Whether a component is there, with its dtype and shape."""

@@ -30,25 +30,23 @@ that transformers shall open as it lies must also be learnt by the loader module
 
 from __future__ import annotations  # tensors are named below and not imported
 
-import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar
 
 from lpconv.formats.spec import Format
-from lpconv.forms.facts import Component, Encoded, Headers, Measured, Settings
+from lpconv.forms.facts import Encoded, Headers, Measured, Settings
+from lpconv.forms.stored import Side, Stored
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from lpconv.forms.blocks import Workspace
 
-__all__ = ["Form", "Over", "Side", "Summand"]
+__all__ = ["Form", "Over"]
 
 T = TypeVar("T")
-Side = Mapping[str, "Tensor"]
-Summand = tuple["Tensor", float]
 
 
 class Over(Protocol):
@@ -58,7 +56,7 @@ class Over(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Form(ABC):
+class Form(Stored):
     """How the tensor `name` of `shape` is stored. `format` is that of its numbers, None where it keeps its own bits.
 
     `kind` is the key in `FORMS`, `suffixes` what follows the names of side tensors. `quantised_by` is the
@@ -74,10 +72,6 @@ class Form(ABC):
     quantised_by: ClassVar[str | None] = "lpconv"
     holds_anything: ClassVar[bool] = False
     holds_one_format: ClassVar[bool] = False
-
-    name: str
-    shape: tuple[int, ...]
-    format: Format | None
 
     @classmethod
     @abstractmethod
@@ -95,49 +89,9 @@ class Form(ABC):
         """The form of what is stored under a name, None where it is not this one."""
 
     @property
-    @abstractmethod
-    def words(self) -> str:
-        """What is stored, for people: "e4m3fn codes with one scale"."""
-
-    @property
-    @abstractmethod
-    def components(self) -> tuple[Component, ...]:
-        """Every tensor that is stored."""
-
-    @property
-    def data(self) -> tuple[Component, ...]:
-        """The components that are stored block by block, the root's first."""
-        return tuple(c for c in self.components if c.name == self.name)
-
-    @property
-    def side(self) -> tuple[Component, ...]:
-        """The components that are held whole."""
-        return tuple(c for c in self.components if c.name != self.name)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of everything that is stored."""
-        return sum(c.num_bytes for c in self.components)
-
-    @property
-    def num_elements(self) -> int:
-        """Numbers that the tensor has."""
-        return math.prod(self.shape)
-
-    @property
     def needs_first_pass(self) -> bool:
         """Whether `measure` must read the tensor before a block can be encoded."""
         return bool(self.side)
-
-    @property
-    def cols(self) -> int:
-        """Blocks are whole multiples of so many elements."""
-        return 1
-
-    @property
-    def num_points(self) -> int | None:
-        """The rows of codes that stand for all the tensor's own, None where each row is its own."""
-        return None
 
     def measure(self, over: Over) -> Measured:
         """The first pass. Raises InputError where the values cannot have this form."""
@@ -147,35 +101,12 @@ class Form(ABC):
     def encode(self, x: Tensor, start: int, found: Measured, work: Workspace) -> Encoded:
         """One block of the source, 1-D in its own dtype, from element `start` on."""
 
-    def place(self, start: int, stop: int, side: Side) -> tuple[int, int]:
-        """Where the numbers `start` to `stop` lie in the stored data, in its elements."""
-        return start, stop
-
-    @abstractmethod
-    def decode(self, data: Sequence[Tensor], start: int, stop: int, side: Side) -> Tensor:
-        """The numbers `start` to `stop` in fp32 from the data of their `place`, 1-D; what is kept in its own dtype."""
-
     @abstractmethod
     def is_right(self, value: Tensor, got: Tensor, start: int, side: Side) -> bool:
         """Whether `got`, decoded from element `start` on, is what the source's `value` should have become.
 
         Both are 1-D, `value` in fp32; of what is kept both are in its own dtype.
         """
-
-    def has_sound(self, side: Side) -> bool:
-        """Whether side tensors that were read make sense: scales are numbers, counts add up."""
-        return True
-
-    def scale(self, side: Side) -> float | None:
-        """The one factor of all codes, None where there is none or more than one."""
-        return None
-
-    def summands(self, data: Sequence[Tensor], side: Side) -> tuple[Summand, ...]:
-        """The whole tensor as a sum of floating-point numbers (1-D) times factors, for who adds them up himself.
-
-        Forms whose components are no such numbers give the decoded ones.
-        """
-        return ((self.decode(data, 0, self.num_elements, side), 1.0),)
 
     @classmethod
     def configured(

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from lpconv.formats.spec import Format
 from lpconv.forms.facts import Component, Encoded, Headers, Measured, Settings
-from lpconv.forms.form import Form, Side
+from lpconv.forms.form import Form
+from lpconv.forms.stored import Side
 
 if TYPE_CHECKING:
     from torch import Tensor

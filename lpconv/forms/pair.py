@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from lpconv.errors import InputError
 from lpconv.formats.spec import FORMATS, Format
 from lpconv.forms.facts import Component, Encoded, Headers, Measured, Settings
-from lpconv.forms.form import Form, Side, Summand
+from lpconv.forms.form import Form
+from lpconv.forms.stored import Side, Summand
 from lpconv.lookup import find
 
 if TYPE_CHECKING:

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, ClassVar, Self
 from lpconv.errors import InputError
 from lpconv.formats.spec import FORMATS, Format
 from lpconv.forms.facts import BlockStats, Component, Encoded, Headers, Measured, Settings
-from lpconv.forms.form import Form, Over, Side
+from lpconv.forms.form import Form, Over
 from lpconv.forms.scaled import SCALE_SUFFIX, Scaled
+from lpconv.forms.stored import Side
 from lpconv.mcf.point_layout import PointLayout, point_layout
 
 if TYPE_CHECKING:

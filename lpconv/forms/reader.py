@@ -15,10 +15,12 @@ from torch import Tensor
 from lpconv.checkpoint.contents import Contents, read_contents
 from lpconv.checkpoint.residual import Residuals, read_residual
 from lpconv.checkpoint.source import SafetensorsSource, Source, TensorEntry, open_source, read_range, read_tensor
+from lpconv.checkpoint.staging import MARKER
 from lpconv.errors import InputError
-from lpconv.forms import Form, Headers, recognise
-from lpconv.forms.form import Side, Summand
+from lpconv.forms import Component, Headers, Kept, Stored, recognise
+from lpconv.forms.foreign import ACTIVATIONS, READ, check_readable, is_part
 from lpconv.forms.scaled import SCALE_SUFFIX
+from lpconv.forms.stored import Side, Summand
 
 __all__ = ["FETCH_AGAIN", "StoredTensors"]
 
@@ -54,22 +56,38 @@ class StoredTensors:
     def open(cls, directory: str | Path) -> Self:
         """All of a checkpoint, its residual proven to belong to it.
 
-        Raises InputError where it does not, and where a scale or a residual fits no form of its tensor.
+        Raises InputError where it does not, and where a scale or a residual fits no form of its tensor;
+        UnsupportedError for the layouts that are not read.
         """
         contents = read_contents(Path(directory))
+        check_readable(contents.config)
         made = cls(contents, read_residual(contents.directory))
-        stray = made._stray()
-        if stray is not None:
+        wrong = made._disagreement(is_ours=(contents.directory / MARKER).exists())
+        if wrong is not None:
             made.close()
-            raise InputError(f"`{stray}` is not stored in a form that lpconv knows", hint=FETCH_AGAIN)
+            raise InputError(wrong, hint=FETCH_AGAIN)
         return made
 
+    def _disagreement(self, *, is_ours: bool) -> str | None:
+        """What files and config say against each other, in words. An output of ours may be a mere copy."""
+        stray, method = self._stray(), self._headers.quantised_by
+        if stray is not None:
+            return f"`{stray}` is not stored in a form that lpconv knows"
+        if method in READ and not is_ours and all(isinstance(form, Kept) for form in self.forms.values()):
+            return f"config.json says that the weights are quantised by `{method}`, and none is"
+        return None
+
     def _stray(self) -> str | None:
-        """A tensor beside which something lies that its form does not have."""
+        """A tensor that no form has, or one beside which something lies that its form does not have."""
         headers = self._headers
         lone = [n for n in headers.low if n not in self.forms or not self.forms[n].data[1:]]
         if headers.quantised_by is not None:
+            known = {c.name for form in self.forms.values() for c in form.components}
+            lone += [n for n in headers.root if n not in known and n.rpartition(".")[2] not in ACTIVATIONS]
             lone += [n for n in self.forms if n.endswith(SCALE_SUFFIX) and n.removesuffix(SCALE_SUFFIX) in self.forms]
+        if headers.quantised_by in READ:
+            kept = {n: form.dtype for n, form in self.forms.items() if isinstance(form, Kept)}
+            lone += [n for n, dtype in kept.items() if is_part(n, dtype, self.forms)]
         return next(iter(lone), None)
 
     @property
@@ -86,7 +104,7 @@ class StoredTensors:
         """The side tensors of a tensor, empty where its form has none."""
         return self._sides.get(name, {})
 
-    def _read_side(self, form: Form) -> Side:
+    def _read_side(self, form: Stored) -> Side:
         side = {c.name: read_tensor(self._root, c.name) for c in form.side}
         if not form.has_sound(side):
             raise InputError(f"the scales of `{form.name}` make no sense for its {form.words}", hint=FETCH_AGAIN)
@@ -94,14 +112,19 @@ class StoredTensors:
 
     def widened(self, name: str, start: int, stop: int) -> tuple[int, int]:
         """The range of elements, widened to the rows it touches where the form stores whole rows."""
-        cols = self.forms[name].cols
-        return start // cols * cols, -(-stop // cols) * cols
+        form = self.forms[name]
+        return start // form.cols * form.cols, min(-(-stop // form.cols) * form.cols, form.num_elements)
 
     def stored(self, name: str, start: int, stop: int) -> tuple[Tensor, ...]:
-        """The data of elements `start` to `stop` as they lie in the files, 1-D."""
-        form = self.forms[name]
-        first, last = form.place(start, stop, self.side(name))
-        return tuple(read_range(self._file(c.in_residual), name, first, last) for c in form.data)
+        """The data of elements `start` to `stop` as they lie in the files."""
+        return self.forms[name].read(self._fetch, start, stop, self.side(name))
+
+    def read_bytes(self, name: str, start: int, out: Tensor) -> None:
+        """Fill `out` with the bytes of a stored tensor of the root, as `Source.read_bytes`."""
+        self._root.read_bytes(name, start, out)
+
+    def _fetch(self, component: Component, start: int, stop: int) -> Tensor:
+        return read_range(self._file(component.in_residual), component.name, start, stop)
 
     def _file(self, in_residual: bool) -> Source:
         if not in_residual:

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 from lpconv.formats.spec import Format
 from lpconv.forms.facts import BlockStats, Component, Measured, Settings
-from lpconv.forms.form import Over, Side
+from lpconv.forms.form import Over
 from lpconv.forms.scaled import SCALE_SUFFIX, Scaled
+from lpconv.forms.stored import Side
 from lpconv.mcf.point_layout import MAX_COLS
 
 if TYPE_CHECKING:

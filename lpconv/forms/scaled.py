@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, ClassVar, Self
 from lpconv.errors import InputError
 from lpconv.formats.spec import FORMATS, Format
 from lpconv.forms.facts import BlockError, BlockStats, Component, Encoded, Headers, Measured, Settings
-from lpconv.forms.form import Form, Over, Side, Summand
+from lpconv.forms.form import Form, Over
+from lpconv.forms.stored import Side, Summand
 
 if TYPE_CHECKING:
     from torch import Tensor

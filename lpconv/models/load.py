@@ -7,9 +7,10 @@ from typing import Any
 import torch
 import transformers
 
-from lpconv.checkpoint.compressed import is_ours
+from lpconv.checkpoint.compressed import quantized_by
 from lpconv.checkpoint.contents import read_contents
 from lpconv.checkpoint.residual import RESIDUAL_INDEX
+from lpconv.forms.foreign import READ
 from lpconv.forms.reader import StoredTensors
 from lpconv.models.plugin import register
 from lpconv.models.tasks import architecture, concrete
@@ -21,9 +22,9 @@ def load(path: str | Path, *, dtype: torch.dtype | None = None, model_class: Any
     """The model in a checkpoint directory, in evaluation mode, of `model_class` or the class that its config names.
 
     Scaled checkpoints (unit, Scalify) are decoded into `dtype`, by default the source's. A Collage checkpoint is opened
-    with its residual added back, in fp32 by default; with another `dtype` it is the sum rounded to it. The layout of
-    compressed-tensors is decoded too, without that package. Further
-    arguments go to `from_pretrained`. Raises InputError where the residual does not belong to the weights.
+    with its residual added back, in fp32 by default; with another `dtype` it is the sum rounded to it. The layouts of
+    others that lpconv reads are decoded too, without their packages. Further arguments go to `from_pretrained`. Raises
+    InputError where the residual does not belong to the weights.
     """
     return load_with_missing(path, dtype=dtype, model_class=model_class, **kwargs)[0]
 
@@ -37,7 +38,7 @@ def load_with_missing(
     cls = model_class or architecture(contents.config)
     has_residual = (contents.directory / RESIDUAL_INDEX).exists()
     kwargs["output_loading_info"] = True
-    if not has_residual and not is_ours(contents):
+    if not has_residual and quantized_by(contents.config) not in READ:
         model, info = cls.from_pretrained(contents.directory, dtype=dtype or "auto", **kwargs)
         return model.eval(), tuple(sorted(info["missing_keys"]))
     config = copy.deepcopy(kwargs.pop("config", None))
@@ -47,7 +48,7 @@ def load_with_missing(
     with StoredTensors.open(contents.directory) as stored:
         state = {name: stored.tensor(name) for name in stored.forms}
     default = torch.float32 if has_residual else config.dtype
-    if not has_residual:
+    if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config
     cls = concrete(cls, config)
     model, info = cls.from_pretrained(None, config=config, state_dict=state, dtype=dtype or default, **kwargs)

@@ -13,12 +13,12 @@ import torch
 import transformers
 from torch import nn
 
-from lpconv.checkpoint.compressed import is_ours, quantized_by
 from lpconv.checkpoint.contents import Contents, read_contents
 from lpconv.errors import LpconvError, UnsupportedError
+from lpconv.forms.foreign import check_readable
 from lpconv.machine import out_of_memory
 from lpconv.models.load import load_with_missing
-from lpconv.models.plugin import METHOD, LpconvQuantizer
+from lpconv.models.plugin import LpconvQuantizer
 from lpconv.models.presets import PRESETS
 from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import Task, architecture, concrete, task_of
@@ -100,16 +100,10 @@ def open_to_trace(directory: Path) -> Opened:
 def open_to_train(task: Task, directory: Path, *, seed: int, num_labels: int | None = None) -> Opened:
     """The model in fp32 with the task's head; what the checkpoint does not hold is drawn from `seed`.
 
-    So a run and its twin begin alike. Outputs of lpconv are opened as the weights that their codes stand for. Raises
-    UnsupportedError for models that the task has no class for, and for those that another library quantised.
+    So a run and its twin begin alike. Codes, of lpconv or of others, are opened as the weights that they stand for.
+    Raises UnsupportedError for models that the task has no class for, and for layouts that lpconv does not read.
     """
-    contents = read_contents(directory)
-    method = quantized_by(contents.config)
-    if method not in (None, METHOD) and not is_ours(contents):
-        raise UnsupportedError(
-            f"the weights of `{directory.name}` are kept as codes of {method}",
-            hint="fine-tune the checkpoint that it was made from",
-        )
+    check_readable(read_contents(directory).config)
     with quiet_transformers(), model_errors(_DOES_NOT_OPEN, hint=_WHAT_OPENS):
         try:
             config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+from lpconv.checkpoint.contents import read_json
 from lpconv.checkpoint.partfile import check_writable
 from lpconv.errors import OutputExistsError
 from lpconv.options import Force, Option, Revision
 
-__all__ = ["PROBE_FILE", "ProbeOptions", "check_free"]
+__all__ = ["PROBE_FILE", "ProbeOptions", "check_free", "find_probe"]
 
 PROBE_FILE = "probe.json"  # in an output; says whose the folder is
 
@@ -47,3 +48,11 @@ def check_free(directory: Path, *, force: bool) -> None:
         raise OutputExistsError(f"`{directory}` exists and is no probe of ours", hint="choose another --output")
     if not force:
         raise OutputExistsError(f"`{directory}` exists", hint="--force replaces it, --output chooses another place")
+
+
+def find_probe(run: str) -> Path | None:
+    """The record that `run` means, a folder of `lpconv probe` or the file itself; None where it is something else."""
+    path = Path(run) / PROBE_FILE if Path(run).is_dir() else Path(run)
+    if path.is_file() and (path.name == PROBE_FILE or read_json(path).get("kind") == "probe"):
+        return path
+    return None

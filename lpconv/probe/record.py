@@ -16,7 +16,7 @@ from lpconv.formats.histogram import ExponentHistogram
 from lpconv.probe.options import PROBE_FILE
 from lpconv.results import SCHEMA_VERSION, from_json, to_json
 
-__all__ = ["GRADIENT_ROLES", "ROLES", "ProbeResult", "ProbedTensor", "find_probe", "read_probe", "write_output"]
+__all__ = ["GRADIENT_ROLES", "ROLES", "ProbeResult", "ProbedTensor", "read_probe", "write_output"]
 
 
 # In the order of a training step. Gradients are the roles that a loss scale multiplies.
@@ -57,14 +57,6 @@ def write_output(directory: Path, result: ProbeResult, page: str) -> None:
     write_small(directory / "report.html", page)
     text = json.dumps(to_json(result), separators=(",", ":"), allow_nan=False)  # indented, it would be all white space
     write_small(directory / PROBE_FILE, text + "\n")
-
-
-def find_probe(run: str) -> Path | None:
-    """The record that `run` means, a folder of `lpconv probe` or the file itself; None where it is something else."""
-    path = Path(run) / PROBE_FILE if Path(run).is_dir() else Path(run)
-    if path.is_file() and (path.name == PROBE_FILE or read_json(path).get("kind") == "probe"):
-        return path
-    return None
 
 
 def read_probe(path: Path) -> ProbeResult:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from lpconv.report.plot import Tick
 
@@ -12,6 +13,17 @@ _WIDTH, _CELL_HEIGHT, _LABEL_CHARACTER, _MAX_LABEL = 1000.0, 19.0, 7.1, 300.0
 _BLOCK_GAP = 0.4  # of a column
 _STEPS = ((0.0, 0), (1e-3, 1), (1e-2, 2), (0.1, 3), (0.5, 4))  # a share above the bound gets the depth of colour
 _LEAST_SHARE = 0.005  # that is worth a figure
+
+
+# What the depths of colour mean, in the order of a legend: CSS classes and words.
+SCALE = (
+    ("depth-none", "nothing"),
+    *(
+        (f"{cause} depth-{depth}", f"{words if depth == 0 else ''}{100 * low:g} to {100 * high:g} %")
+        for cause, words in (("under", "to zero: "), ("over", "beyond the range ↑: "))
+        for (low, depth), (high, _) in pairwise((*_STEPS, (1.0, 0)))
+    ),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +40,7 @@ class Loss:
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One layer in one column: how much is lost, by depth of colour, figure and title."""
+    """One layer in one column: how much is lost, by depth of colour and figure, and a title that says of what."""
 
     x: float
     y: float
@@ -52,6 +64,7 @@ class Heatmap:
     head: float
     width: float
     height: float
+    scale: tuple[tuple[str, str], ...] = SCALE
 
 
 def loss_map(

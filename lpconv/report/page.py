@@ -1,13 +1,18 @@
-"""What all HTML pages share: the templates' environment with its filters, and headline figures."""
+"""What all HTML pages share: templates with their filters, headline figures, and the page of several runs."""
 
 import functools
+import itertools
 import math
+import re
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import jinja2
 from markupsafe import Markup
 
+from lpconv.report.compare import Figure
 from lpconv.report.numbers import (
+    MISSING,
     count_text,
     error_text,
     number_text,
@@ -18,8 +23,12 @@ from lpconv.report.numbers import (
     size_text,
     sqnr_text,
 )
+from lpconv.report.plot import Plot
 
-__all__ = ["Tile", "breakable", "page"]
+__all__ = ["Tile", "breakable", "html_runs", "page"]
+
+_HEADING = re.compile("<h2>(.*?)</h2>", re.DOTALL)
+_LONG = 5  # headings that make a page long
 
 # A headline figure: its label, the figure, and a detail below it.
 Tile: TypeAlias = tuple[str, str, str]
@@ -27,7 +36,55 @@ Tile: TypeAlias = tuple[str, str, str]
 
 def page(template: str, **values: Any) -> str:
     """The page that a template of this package makes of the values."""
-    return _environment().get_template(f"{template}.html.j2").render(values)
+    return _with_contents(_environment().get_template(f"{template}.html.j2").render(values))
+
+
+def _with_contents(html: str) -> str:
+    """The page with a list of its headings below its header, where there are many.
+
+    All text in a page is escaped, so that only a template writes a heading.
+    """
+    titles = _HEADING.findall(html)
+    if len(titles) < _LONG:
+        return html
+    items = "".join(f'<li><a href="#part-{i}">{title}</a></li>' for i, title in enumerate(titles))
+    numbers = itertools.count()
+    html = _HEADING.sub(lambda found: f'<h2 id="part-{next(numbers)}">{found[1]}</h2>', html)
+    return html.replace("</header>", f'</header>\n<nav aria-label="Contents"><ul>{items}</ul></nav>', 1)
+
+
+def _shown(value: Any) -> Any:
+    """What a template prints for a value: powers of two raised, per cents in one piece, a dash for nothing."""
+    if value is None or value in ((), []):
+        return MISSING
+    if not isinstance(value, str) or isinstance(value, Markup):
+        return value
+    return raised(value).replace(" %", "\N{NO-BREAK SPACE}%")
+
+
+def html_runs(
+    names: Sequence[str],
+    figures: Sequence[Figure],
+    plots: Sequence[Plot | None],
+    summaries: Sequence[str],
+    rows: Sequence[Any] = (),
+) -> str:
+    """The page of several runs: a wide plot or two narrow ones, the figures, the other plots, and each run in words.
+
+    `rows` are tensors by name, with a record of each run.
+    """
+    drawn = [p for p in plots if p is not None]
+    top = 1 if drawn and drawn[0].is_wide else 2
+    return page(
+        "compare",
+        names=names,
+        version=None,
+        figures=figures,
+        first=drawn[:top],
+        plots=drawn[top:],
+        rows=rows,
+        summaries=list(zip(names, summaries, strict=True)),
+    )
 
 
 @functools.cache
@@ -36,6 +93,7 @@ def _environment() -> jinja2.Environment:
     made = jinja2.Environment(
         loader=jinja2.PackageLoader("lpconv.report"),
         autoescape=True,
+        finalize=_shown,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -45,10 +103,8 @@ def _environment() -> jinja2.Environment:
         "breakable": breakable,
         "count": count_text,
         "error": error_text,
-        "lower_first": lambda text: text[:1].lower() + text[1:],
         "number": number_text,
         "percent": lambda share: share_text(share, 1),
-        "power": raised,
         "scale": scale_text,
         "shape": shape_text,
         "size": size_text,

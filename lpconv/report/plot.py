@@ -1,29 +1,28 @@
-"""What a plot of the HTML page is made of, the geometry that all plots share, and lines over the steps of a run.
+"""What a plot of the HTML page is made of, the geometry that plots share.
 
 The template draws the plots as inline SVG, not matplotlib, for three reasons: their colours follow the page's light and
-dark themes, every mark carries its tensor's name and figures, and equal results give equal bytes.
+dark themes, every mark carries its tensor's name, and equal results give equal bytes. A plot is wide, over the tensors
+of a model, or narrow: two of those stand side by side, and one fits a phone.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from lpconv.results import Series
-
 __all__ = [
     "CHARACTER",
+    "NARROW",
     "NUM_SHAPES",
     "Axis",
     "Band",
     "FormatRange",
-    "Line",
     "Mark",
     "Plot",
+    "Text",
     "Tick",
     "column_x",
     "dash_path",
-    "line_plot",
     "mark_path",
     "mark_radius",
 ]
@@ -32,10 +31,9 @@ T = TypeVar("T", int, float)
 
 _WIDTH, _HEIGHT = 1000.0, 380.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58.0, 986.0, 14.0, 330.0
+NARROW = 490.0
 CHARACTER = 7.0  # the width of one in a label, in page units
 NUM_SHAPES = 6
-_TICKS = 5
-_MAX_DIGITS = 4  # after the point
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +47,22 @@ class FormatRange:
 
 @dataclass(frozen=True, kw_only=True)
 class Tick:
-    """A labelled place on an axis."""
+    """A labelled place on an axis, with a line across the plot or without."""
 
     position: float
     label: str
+    has_line: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    """Words in a plot; `anchor` is SVG's: start, middle or end."""
+
+    x: float
+    y: float
+    text: str
+    anchor: str = "start"
+    kind: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +79,10 @@ class Band:
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """One point, as an SVG path; `kind` holds its CSS classes, `title` is what the pointer and screen readers get."""
+    """One point, as an SVG path; `kind` holds its CSS classes, `title` is what the pointer and screen readers get.
+
+    A title holds no figure that the page does not show.
+    """
 
     kind: str
     path: str
@@ -78,7 +91,7 @@ class Mark:
 
 @dataclass(frozen=True, kw_only=True)
 class Plot:
-    """A finished plot. `description` tells in words what it shows.
+    """A finished plot. `description` tells in words what it shows; ticks of `x_ticks` have no lines.
 
     A mark of the legend is drawn around (7, 7) in a 14 by 14 box; its title is what it stands for.
     """
@@ -86,11 +99,13 @@ class Plot:
     name: str
     title: str
     description: str
+    x_label: str = ""
     y_label: str = ""
     x_ticks: tuple[Tick, ...]
     y_ticks: tuple[Tick, ...]
     marks: tuple[Mark, ...]
     bands: tuple[Band, ...] = ()
+    texts: tuple[Text, ...] = ()
     legend: tuple[Mark, ...] = ()
     dividers: tuple[float, ...] = ()
     width: float = _WIDTH
@@ -99,6 +114,11 @@ class Plot:
     right: float = _RIGHT
     top: float = _TOP
     bottom: float = _BOTTOM
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether it takes the whole page, and slides in its box on a phone."""
+        return self.width > NARROW
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,63 +171,3 @@ def mark_path(series: int, x: float, y: float, r: float) -> str:
 def dash_path(x: float, y: float, r: float) -> str:
     """The path of a short horizontal line."""
     return f"M{x - r:.1f} {y:.1f}h{2 * r:.1f}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Line:
-    """A series, its colour, and its words in the legend; without words it shares those of another."""
-
-    series: Series
-    colour: int
-    label: str = ""
-
-
-def line_plot(name: str, title: str, description: str, lines: Sequence[Line]) -> Plot | None:
-    """The finite points of the lines over a common axis, which the title names; None where there are none."""
-    points = [(s, v) for line in lines for s, v in zip(line.series.steps, line.series.values, strict=True)]
-    points = [(s, v) for s, v in points if math.isfinite(v)]
-    if not points:
-        return None
-    low, high = min(v for _, v in points), max(v for _, v in points)
-    room = (high - low) * 0.05 or abs(high) * 0.05 or 1.0
-    axis = Axis(low=low - room, high=high + room)
-    last = max(s for s, _ in points)
-    return Plot(
-        name=name,
-        title=title,
-        description=description,
-        x_ticks=tuple(Tick(position=column_x(s, last + 1), label=str(s)) for s in _step_ticks(last)),
-        y_ticks=_value_ticks(axis),
-        marks=tuple(
-            Mark(kind=f"line series-{line.colour}", path=_path(line.series, axis, last), title=line.label)
-            for line in lines
-        ),
-        legend=tuple(
-            Mark(kind=f"line series-{line.colour}", path="M1 7H13", title=line.label) for line in lines if line.label
-        ),
-    )
-
-
-def _path(series: Series, axis: Axis, last: int) -> str:
-    """Segments between finite points; a gap where a value is not finite."""
-    path, pen = "", "M"
-    for step, value in zip(series.steps, series.values, strict=True):
-        if not math.isfinite(value):
-            pen = "M"
-            continue
-        path += f"{pen}{column_x(step, last + 1)} {axis.at(value)}"
-        pen = "L"
-    return path
-
-
-def _step_ticks(last: int) -> list[int]:
-    return list(range(0, last + 1, max(1, round(last / _TICKS))))
-
-
-def _value_ticks(axis: Axis) -> tuple[Tick, ...]:
-    """Round numbers, multiples of 1, 2 or 5 times a power of ten, with as many digits as tell them apart."""
-    rough = (axis.high - axis.low) / _TICKS
-    exponent = math.floor(math.log10(rough))
-    step = next(m * 10.0**exponent for m in (1, 2, 5, 10) if m * 10.0**exponent >= rough)
-    form = f".{max(0, -exponent)}f" if -exponent <= _MAX_DIGITS else ".1e"
-    return axis.ticks(step, lambda value: format(value, form))

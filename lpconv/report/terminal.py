@@ -16,11 +16,26 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["Name", "after_gap", "facts_grid", "heading", "least_width", "note_list", "section", "show", "table_of"]
+from lpconv.report.compare import Figure
+
+__all__ = [
+    "Name",
+    "SideBySide",
+    "after_gap",
+    "facts_grid",
+    "heading",
+    "least_width",
+    "note_list",
+    "section",
+    "show",
+    "table_of",
+]
 
 _PIPE_WIDTH = 120
 # Where the output's encoding has no room for them.
 _ASCII = str.maketrans({"→": "->", "…": "~", "–": "-", "─": "-", "━": "-"})
+
+_RUN_WIDTH = 24  # of a column of figures, at most
 
 # A name is abbreviated to about this width before other columns begin to wrap.
 _NAME_WIDTH = 30
@@ -94,6 +109,26 @@ def table_of(*columns: str, rows: Iterable[Iterable[Any]] = ()) -> Table:
     for row in rows:
         table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
     return table
+
+
+@dataclass(frozen=True, kw_only=True)
+class SideBySide:
+    """A table of figures, cut into several where the runs do not fit side by side."""
+
+    names: tuple[str, ...]
+    figures: tuple[Figure, ...]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        label_width = max((len(f.label) for f in self.figures), default=0)
+        width = min(max(map(len, self.names), default=0), _RUN_WIDTH)
+        per_table = max(1, (options.max_width - label_width) // (width + 2))
+        for start in range(0, len(self.names), per_table):
+            columns = slice(start, start + per_table)
+            rows = ((figure.label, *figure.values[columns]) for figure in self.figures)
+            table = table_of("", *(f"<{name}" for name in self.names[columns]), rows=rows)
+            for column in table.columns[1:]:
+                column.max_width = _RUN_WIDTH
+            yield from (Text(), table) if start else (table,)
 
 
 def note_list(title: str, notes: Sequence[str], *, empty: str = "") -> tuple[RenderableType, ...]:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     )
     from lpconv.results.convert import (
         ByteCounts as ByteCounts,
+        ComparedTensor as ComparedTensor,
         ConvertResult as ConvertResult,
         GateRecord as GateRecord,
         HashCheck as HashCheck,
@@ -69,8 +70,10 @@ if TYPE_CHECKING:
     )
     from lpconv.results.export import ExportResult as ExportResult, FormatCount as FormatCount, OnnxCheck as OnnxCheck
     from lpconv.results.finetune import (
+        EvaluationRecord as EvaluationRecord,
         FinetuneResult as FinetuneResult,
         GapRecord as GapRecord,
+        HeldOutRecord as HeldOutRecord,
         LayerChange as LayerChange,
         LossAllocation as LossAllocation,
         NonfiniteRecord as NonfiniteRecord,

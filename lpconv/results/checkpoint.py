@@ -38,13 +38,18 @@ class DtypeRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
-    """One tensor as a file holds it: header facts, and statistics where its data was read."""
+    """One tensor as a file holds it: header facts, and statistics where its data was read.
+
+    `stored_as` says in words what its numbers are, where it is not kept as it was. Statistics are of codes without
+    their scales in checkpoints of ours, of the decoded weights in those of others.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     file: str
     size_bytes: int
+    stored_as: str | None = None
     scale: float | None = None
     rms: float | None = None
     absmax: float | None = None
@@ -56,8 +61,9 @@ class StoredTensor:
 class InspectResult:
     """What a checkpoint holds, from headers alone. `method` and `format` are None where lpconv did not write it.
 
-    `ties` maps the name of a tensor that is not stored to the weight it shares. `problems` says in words what is wrong
-    with the headers or the index.
+    `layout` is the `quant_method` of a quantised checkpoint; `bits_per_weight` are those of its quantised weights,
+    scales included. `ties` maps the name of a tensor that is not stored to the weight it shares. `problems` says in
+    words what is wrong, `warnings` what is odd.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -66,8 +72,11 @@ class InspectResult:
     architecture: str | None = None
     method: str | None = None
     format: str | None = None
+    layout: str | None = None
+    bits_per_weight: float | None = None
     dtypes: tuple[DtypeRecord, ...] = ()
     shards: tuple[FileRecord, ...] = ()
     ties: dict[str, str] = field(default_factory=dict)
     tensors: tuple[StoredTensor, ...] = ()
     problems: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()

@@ -8,6 +8,7 @@ from lpconv.results.documents import SCHEMA_VERSION
 
 __all__ = [
     "ByteCounts",
+    "ComparedTensor",
     "ConvertResult",
     "GateRecord",
     "HashCheck",
@@ -116,8 +117,25 @@ class GateRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ComparedTensor:
+    """One weight beside a reference's, each in whatever form. `num_off` of `num_groups` are off by a factor."""
+
+    name: str
+    stored_as: str
+    reference: str
+    sqnr_db: float
+    max_rel_error: float
+    num_groups: int
+    num_off: int
+    problem: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class VerifyResult:
-    """The outcome of verification. `level` is the deepest level that ran; `problems` says in words what failed."""
+    """The outcome of verification. `level` is the deepest level that ran; `problems` says in words what failed.
+
+    At the level ``values``, which compares any two checkpoints, `tensors` are those of both, the worst first.
+    """
 
     level: str
     passed: bool
@@ -126,6 +144,7 @@ class VerifyResult:
     logits: LogitsCheck | None = None
     gates: tuple[GateRecord, ...] = ()
     problems: tuple[str, ...] = ()
+    tensors: tuple[ComparedTensor, ...] = ()
 
     @property
     def failures(self) -> tuple[str, ...]:
@@ -161,7 +180,7 @@ class ConvertResult:
 
     `seconds` is the whole run, `weights_seconds` the part that read, encoded and wrote weights (None where it was not
     measured). `options` are the settings that shaped the bytes, `architecture` is config.json's first, `versions` the
-    libraries'.
+    libraries'. `card` is what the model card repeats of the source's: base model and licence.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -183,14 +202,16 @@ class ConvertResult:
     options: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     command: str | None = None
+    card: dict[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class RestoreResult:
-    """A plain checkpoint made from a converted one.
+    """A plain checkpoint made from a converted one, or from one that others quantised.
 
-    `exact` says that its bytes are the source's, as far as hashes and figures of the conversion tell.
+    `exact` says that its bytes are the source's, as far as hashes and figures of the conversion tell. Of a checkpoint
+    of others it says that `dtype`, which is None for ours, holds every decoded value; `method` is its quant_method.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -199,5 +220,6 @@ class RestoreResult:
     output: str
     method: str
     exact: bool
+    dtype: str | None = None
     num_tensors: int
     files: tuple[FileRecord, ...]

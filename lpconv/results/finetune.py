@@ -7,8 +7,10 @@ from lpconv.results.convert import GateRecord
 from lpconv.results.documents import SCHEMA_VERSION
 
 __all__ = [
+    "EvaluationRecord",
     "FinetuneResult",
     "GapRecord",
+    "HeldOutRecord",
     "LayerChange",
     "LossAllocation",
     "NonfiniteRecord",
@@ -112,11 +114,21 @@ class Series:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EvaluationRecord:
+    """One evaluation batch by batch: how many held-out examples each has, their mean loss and, of classes, accuracy."""
+
+    step: int
+    sizes: tuple[int, ...]
+    losses: tuple[float, ...]
+    accuracies: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """One training run; `evaluations` has one series per held-out metric.
+    """One training run; `evaluations` has one series per held-out metric, `held_out` the first and the last of them.
 
     `role` is ``run`` or ``twin``. `step_time_s` is the median over steps that recorded nothing, `overhead` the time of
-    recording as a share of the rest.
+    recording as a share of the rest. `seconds` says what wall time went into, since the last resumption.
     """
 
     role: str
@@ -126,6 +138,7 @@ class RunRecord:
     loss_scales: Series
     num_skipped: int = 0
     step_time_s: float | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
     overhead: float = 0.0
     tracked: tuple[TrackedRecord, ...] = ()
     updates: tuple[UpdateQuality, ...] = ()
@@ -133,6 +146,41 @@ class RunRecord:
     first_nonfinite: NonfiniteRecord | None = None
     loss_allocation: LossAllocation | None = None
     fallbacks: dict[str, int] = field(default_factory=dict)
+    held_out: tuple[EvaluationRecord, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOutRecord:
+    """A held-out metric of all runs of a role before the first step and after the last: means over seeds.
+
+    It rests on `num_examples` of the `num_available` held out. `baseline` is what a guess gets that knows the training
+    part's share of each class or token only (`lpconv.train.baseline`). `standard_error` is that of `after`,
+    `change_error` of `after` less `before`, both from batch to batch; None with one batch.
+    """
+
+    role: str
+    metric: str
+    num_examples: int
+    num_available: int
+    baseline: float | None
+    before: float
+    after: float
+    standard_error: float | None
+    change_error: float | None
+
+    @property
+    def improved(self) -> bool:
+        """Whether training improved the metric by more than two standard errors of the change."""
+        return self._better_than(self.before, self.change_error)
+
+    @property
+    def beats_baseline(self) -> bool:
+        """Whether the metric is better than the guess's by more than two standard errors."""
+        return self.baseline is None or self._better_than(self.baseline, self.standard_error)
+
+    def _better_than(self, other: float, error: float | None) -> bool:
+        gain = other - self.after if self.metric == "eval_loss" else self.after - other
+        return gain > 2 * (error or 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +188,8 @@ class GapRecord:
     """A held-out metric of the run beside its twin's after the last step: means over seeds.
 
     `gap` is run less twin. `half_width` is that of its 95 % interval from paired seeds (Student's t), `noise` the
-    standard deviation of the twin from seed to seed; both None with one seed.
+    standard deviation of the twin from seed to seed; both None with one seed. `standard_error` is that of the gap from
+    one held-out batch to the next, which more seeds do not lessen; None with one batch.
     """
 
     metric: str
@@ -149,6 +198,7 @@ class GapRecord:
     gap: float
     half_width: float | None = None
     noise: float | None = None
+    standard_error: float | None = None
 
     @property
     def exceeds_noise(self) -> bool | None:
@@ -160,7 +210,10 @@ class GapRecord:
 class FinetuneResult:
     """A finished fine-tuning: the run, its twin, both over all seeds, and what was learnt from the comparison.
 
-    `facts` says how it was run, label by label. `recipe` names the arithmetic and `twin` that of the twin.
+    `facts` says how it was run, label by label. `recipe` names the arithmetic and `twin` that of the twin. `spent` says
+    what the `seconds` of the command went into; the rest is its start and small things. `held_out` has a record for
+    each role and metric; it is empty in documents of older releases. `card` is what the model card repeats of the
+    source's: base model and licence.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -174,9 +227,22 @@ class FinetuneResult:
     runs: tuple[RunRecord, ...]
     gaps: tuple[GapRecord, ...]
     seconds: float
+    spent: dict[str, float] = field(default_factory=dict)
     saved_as: str
+    held_out: tuple[HeldOutRecord, ...] = ()
     gates: tuple[GateRecord, ...] = ()
     options: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     command: str | None = None
+    card: dict[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+
+    def learned(self, role: str) -> bool | None:
+        """Whether the runs of a role learned anything that the held-out examples show; None where nobody can say.
+
+        A metric must have improved, and accuracy must be better than that of naming the largest class.
+        """
+        found = [r for r in self.held_out if r.role == role]
+        if not found:
+            return None
+        return any(r.improved for r in found) and all(r.beats_baseline for r in found if r.metric == "eval_accuracy")

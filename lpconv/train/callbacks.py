@@ -21,25 +21,39 @@ from lpconv.train.watch import Watch
 
 __all__ = ["Recorder", "Timetable"]
 
+_SAVE_S = 600.0  # what an interruption may lose, where nobody asked for checkpoints by steps
+
 
 class Timetable(TrainerCallback):  # type: ignore[misc]  # transformers is untyped
-    """Evaluates and saves every so many steps, and evaluates after the last. Never saves a step that was left out."""
+    """Evaluates every so many steps and after the last; saves every so many steps, or every ten minutes.
+
+    Never saves a step that was left out, nor by the clock after the last.
+    """
 
     def __init__(self, options: FinetuneOptions, trainer: LowPrecisionTrainer) -> None:
-        self.eval_every, self.save_every, self.trainer = options.every("eval"), options.every("save"), trainer
+        self.eval_every, self.save_every, self.trainer = options.every("eval"), options.save_every, trainer
+        self.saved_s = time.monotonic()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         step, is_last = state.global_step, state.global_step == state.max_steps
         control.should_evaluate = is_last or (self.eval_every > 0 and step % self.eval_every == 0)
-        is_due = self.save_every > 0 and step % self.save_every == 0
-        control.should_save = is_due and self.trainer.num_skipped_in_a_row == 0
+        control.should_save = self._is_save_due(step, is_last) and self.trainer.num_skipped_in_a_row == 0
         control.should_log = True
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.saved_s = time.monotonic()
+
+    def _is_save_due(self, step: int, is_last: bool) -> bool:
+        if self.save_every is not None:
+            return self.save_every > 0 and step % self.save_every == 0
+        return not is_last and self.trainer.agree(time.monotonic() - self.saved_s > _SAVE_S)
 
 
 class Recorder(TrainerCallback):  # type: ignore[misc]
-    """Writes a row per step, watches and measures the steps that are due, and tells how far the run is.
+    """Writes a row per step, and one of step 0 with the evaluation before training.
 
-    The time of a step is without that of its loss change allocation.
+    It watches and measures the steps that are due, and tells how far the run is. The time of a step is without that of
+    its loss change allocation.
     """
 
     def __init__(
@@ -72,11 +86,14 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.loss_watch is not None:
             self.allotted = {"lca": self.loss_watch.after_step(state.global_step + 1)}
+            self.trainer.clock.add("loss change allocation", self.loss_watch.seconds)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer = self.trainer
         time_s = time.perf_counter() - self.started_s - (self.loss_watch.seconds if self.loss_watch else 0.0)
-        tracked = self.watch.end()
+        trainer.clock.add("steps", time_s)
+        with trainer.clock.spending("records of values"):
+            tracked = self.watch.end()
         last = trainer.last
         row: dict[str, Any] = {
             "step": state.global_step,
@@ -95,8 +112,11 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
         self.progress.advance(1, f"loss {last['loss']:.4f}")
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
-        names = {"eval_loss": "eval_loss", "eval_accuracy": "eval_accuracy"}
-        self.metrics.add({n: metrics[k] for k, n in names.items() if k in (metrics or {})})
+        if state.global_step == 0:
+            self.metrics.begin({"step": 0})
+        self.metrics.add({name: metrics[name] for name in ("eval_loss", "eval_accuracy") if name in (metrics or {})})
+        if state.global_step in (0, state.max_steps):
+            self.metrics.add({"eval_batches": self.trainer.evaluated})
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.metrics.flush()  # a run that goes on after this step needs its row

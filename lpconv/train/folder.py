@@ -1,7 +1,8 @@
 """The folder of a fine-tuning: what lies where, whose it is, and whether a run may begin or go on in it.
 
 OUT/finetune.json          what was asked for; says that the folder is ours
-OUT/metrics.jsonl          a row per step of the run (of the first seed), which a resumed run continues
+OUT/metrics.jsonl          a row per step of the run (of the first seed), which a resumed run continues; step 0 is the
+                           evaluation before training
 OUT/runs/NAME/             the other runs' metrics, checkpoints to resume from, and run.json once a run is done
 OUT/config.json …          the trained model
 OUT/report.{json,html}     written last, so that a folder with them is complete
@@ -124,7 +125,7 @@ class Metrics:
         if path is not None:
             if step:
                 self.rows = [row for row in _read_rows(path) if row["step"] <= step]
-                if [row["step"] for row in self.rows] != list(range(1, step + 1)):
+                if [row["step"] for row in self.rows if row["step"]] != list(range(1, step + 1)):
                     raise InputError(f"`{path}` lacks steps before {step}", hint="--force starts anew")
             write_small(path, "".join(map(json_line, self.rows)))  # at once: rows of earlier steps must not get lost
 
@@ -164,14 +165,16 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
     for line in lines:
         with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
             row = json.loads(line)
-            float(row["loss"]), float(row["time_s"])  # as figures are made of it later
+            if row["step"]:  # that of step 0 is of an evaluation only
+                float(row["loss"]), float(row["time_s"])
             rows += [row] if isinstance(row["step"], int) else []
     return rows
 
 
 def median_step_time(rows: list[dict[str, Any]]) -> float | None:
     """Of the steps that recorded and measured nothing; the first of a run warms up and is left out."""
-    times = [row["time_s"] for row in rows[1:] if not {"tracked", "memory"} & row.keys()]
+    steps = [row for row in rows if "time_s" in row]
+    times = [row["time_s"] for row in steps[1:] if not {"tracked", "memory"} & row.keys()]
     return statistics.median(times) if times else None
 
 

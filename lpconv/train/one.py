@@ -2,7 +2,7 @@
 
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +17,12 @@ from lpconv.models.opening import Opened, model_errors, open_to_train
 from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import Task
 from lpconv.progress import Progress
-from lpconv.results import PeakMemory, RunRecord, UpdateQuality, from_json
+from lpconv.results import EvaluationRecord, PeakMemory, RunRecord, UpdateQuality, from_json
 from lpconv.scaled import apply_factors, calibrate, fallbacks, saved_bytes, scaled, scaling_of
 from lpconv.train.allot import NUM_COPIES, PROBE_BATCHES, LossWatch, loss_allocation
 from lpconv.train.callbacks import Recorder, Timetable
 from lpconv.train.checkpoints import last_checkpoint, step_of
+from lpconv.train.clock import Clock
 from lpconv.train.examples import Collator, Examples, Stream
 from lpconv.train.folder import Metrics, median_step_time
 from lpconv.train.memory import StepMemory, check_room, explained, weight_bytes
@@ -29,7 +30,7 @@ from lpconv.train.options import FinetuneOptions
 from lpconv.train.prepare import Prepared, prepare
 from lpconv.train.processes import backend, num_processes
 from lpconv.train.recipes import Arithmetic
-from lpconv.train.trainer import DivergedError, LowPrecisionTrainer
+from lpconv.train.trainer import DivergedError, LowPrecisionTrainer, predicted
 from lpconv.train.watch import Watch, rate_of, tracked_records
 
 __all__ = ["CALIBRATION_BATCHES", "Finished", "TrainingJob", "Work", "train_one"]
@@ -41,7 +42,7 @@ CALIBRATION_BATCHES = 4
 class TrainingJob:
     """What all runs of a command share. `num_labels` is set for classification, `mask_id` for masked models.
 
-    `keep` counts the special tokens before and after a window.
+    `keep` counts the special tokens before and after a window, `num_targets` the classes or tokens there are.
     """
 
     directory: Path
@@ -53,6 +54,13 @@ class TrainingJob:
     num_labels: int | None
     mask_id: int | None
     keep: tuple[int, int]
+    num_targets: int
+
+    def targets(self) -> Iterator[Any]:
+        """What a loss is taken of in each training example."""
+        first, last = self.keep
+        for x in self.examples.train:
+            yield x["labels"] if "labels" in x else x["input_ids"][first : len(x["input_ids"]) - last]
 
     def stream(self, seed: int, *, held_out: bool) -> Stream:
         """The examples of a run in their order, or the held-out ones, which are the same for all seeds."""
@@ -109,19 +117,23 @@ def train_one(job: TrainingJob, work: Work, progress: Progress) -> Finished:
 
     Raises DivergedError where a loss, or the gradients of many steps, are not finite.
     """
+    clock = Clock()
     with quiet_transformers():
-        arguments = _arguments(job.options, work)
-        opened = _open(job, work)
+        checkpoint = last_checkpoint(work.folder)
+        arguments = _arguments(job.options, work, is_resumed=checkpoint is not None)
+        with clock.spending("opening the model"):
+            opened = _open(job, work)
         model = opened.model
-        needed = _check_memory(job, work, model)
-        prepared = prepare(model.to(arguments.device), work.arithmetic, job.options, seed=work.seed)
-        if job.options.calibrate and work.arithmetic.method == "unit":
-            _calibrate(job, work, prepared.model)
+        with clock.spending("estimating memory"):
+            needed = _check_memory(job, work, model)
+        with clock.spending("preparing"):
+            prepared = prepare(model.to(arguments.device), work.arithmetic, job.options, seed=work.seed)
+            if job.options.calibrate and work.arithmetic.method == "unit":
+                _calibrate(job, work, prepared.model)
         if job.options.compile:
             # In place, so that its class, names and checkpoints stay; Trainer's `torch_compile` wraps it, and sets an
             # environment variable that later runs of a process would obey.
             prepared.model.compile()
-        checkpoint = last_checkpoint(work.folder)
         done = step_of(checkpoint) if checkpoint else 0
         metrics = Metrics(work.metrics if arguments.process_index == 0 else None, step=done)
         rate = rate_of(model, job.options.arithmetic, work.log2_scale)
@@ -132,12 +144,13 @@ def train_one(job: TrainingJob, work: Work, progress: Progress) -> Finished:
             prepared,
             seed=work.seed,
             memory=memory,
+            clock=clock,
             args=arguments,
             train_dataset=job.stream(work.seed, held_out=False),
             eval_dataset=job.stream(work.seed, held_out=True),
             data_collator=Collator(pad_id=job.pad_id),
             compute_metrics=_accuracy if job.num_labels else None,
-            preprocess_logits_for_metrics=_predicted if job.num_labels else None,
+            preprocess_logits_for_metrics=(lambda logits, labels: predicted(logits)) if job.num_labels else None,
         )
         trainer.remove_callback(PrinterCallback)
         trainer.add_callback(Timetable(job.options, trainer))
@@ -159,7 +172,7 @@ def train_one(job: TrainingJob, work: Work, progress: Progress) -> Finished:
     return Finished(record=record, prepared=prepared, optimizer=optimizer, missing=opened.missing, rows=metrics.rows)
 
 
-def _arguments(options: FinetuneOptions, work: Work) -> TrainingArguments:
+def _arguments(options: FinetuneOptions, work: Work, *, is_resumed: bool) -> TrainingArguments:
     on_gpu = torch.cuda.is_available()
     share = options.batch_size // num_processes()
     return TrainingArguments(
@@ -172,7 +185,8 @@ def _arguments(options: FinetuneOptions, work: Work) -> TrainingArguments:
         warmup_steps=round(options.warmup * options.steps),
         max_grad_norm=options.clip or math.inf,
         train_sampling_strategy="sequential",  # the stream has its order
-        eval_strategy="no",  # `Timetable` decides
+        eval_on_start=not is_resumed,
+        eval_strategy="no",  # of later ones `Timetable` decides
         save_strategy="no",
         save_total_limit=None,  # `seal_checkpoint` decides
         logging_steps=1,
@@ -242,10 +256,6 @@ def _batches(job: TrainingJob, stream: Stream, count: int, device: torch.device)
     return [{k: v.to(device) for k, v in batch.items()} for batch in batches]
 
 
-def _predicted(logits: Any, labels: Any) -> Any:
-    return (logits[0] if isinstance(logits, tuple) else logits).argmax(-1)
-
-
 def _accuracy(found: Any) -> dict[str, float]:
     return {"accuracy": float((found.predictions == found.label_ids).mean())}
 
@@ -266,6 +276,7 @@ def _record(work: Work, metrics: Metrics, watch: Watch, trainer: LowPrecisionTra
         loss_scales=metrics.series("loss_scale"),
         num_skipped=trainer.num_skipped,
         step_time_s=median_step_time(metrics.rows),
+        seconds=trainer.clock.seconds,
         overhead=watch.overhead,
         tracked=tracked_records(metrics.rows),
         updates=updates,
@@ -273,4 +284,14 @@ def _record(work: Work, metrics: Metrics, watch: Watch, trainer: LowPrecisionTra
         first_nonfinite=trainer.first_nonfinite,
         loss_allocation=loss_allocation(metrics.rows),
         fallbacks=dict(fallbacks(model)) if scaling_of(model) else {},
+        held_out=tuple(_evaluation(r["step"], r["eval_batches"]) for r in metrics.rows if "eval_batches" in r),
+    )
+
+
+def _evaluation(step: int, batches: list[list[float]]) -> EvaluationRecord:
+    """Of batches as (examples, loss, accuracy); rows that were read again hold what is not finite as text."""
+    sizes, losses, accuracies = (tuple(map(float, column)) for column in zip(*batches, strict=True))
+    has_classes = not any(map(math.isnan, accuracies))
+    return EvaluationRecord(
+        step=step, sizes=tuple(map(int, sizes)), losses=losses, accuracies=accuracies if has_classes else ()
     )

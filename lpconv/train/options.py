@@ -137,7 +137,7 @@ class FinetuneOptions:
     clip: Annotated[float, _train("Largest norm of a step's gradient; 0 for any", least=0)] = 1.0
     seed: Annotated[int, _train("First seed", least=0)] = 0
     save_every: Annotated[
-        int | None, _train("Number of steps between checkpoints; 0 for none", default="a fifth of all", least=0)
+        int | None, _train("Number of steps between checkpoints; 0 for none", default="ten minutes' worth", least=0)
     ] = None
     save: Annotated[str, _train("Form of the saved model", what="form to save", choices=SAVES)] = "converted"
     compile: Annotated[bool, _train("Train through torch.compile")] = False
@@ -179,14 +179,14 @@ class FinetuneOptions:
     force: Force = False
 
     def every(self, what: str) -> int:
-        """The interval of "eval", "save" or "track" in steps; 0 is never."""
+        """The interval of "eval" or "track" in steps; 0 is never."""
         asked: int | None = getattr(self, f"{what}_every")
         part, least = _INTERVALS[what]
         return max(least, self.steps // part) if asked is None else asked
 
 
 _NOTHING_TO_CALIBRATE = {"none": "it has no static scales", "scalify": "its scales are reset by data while it trains"}
-_INTERVALS = {"eval": (4, 1), "save": (5, 1), "track": (10, 5)}  # a part of the steps, but at least so many
+_INTERVALS = {"eval": (4, 1), "track": (10, 5)}  # a part of the steps, but at least so many
 
 
 def check_options(options: FinetuneOptions) -> None:

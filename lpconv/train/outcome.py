@@ -1,16 +1,23 @@
-"""What becomes of a fine-tuning: the gap between run and twin, whether it exceeds noise, and the gates on it."""
+"""What becomes of a fine-tuning: held-out figures and their errors, the gap between run and twin, the gates on it."""
 
+import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from lpconv.errors import UsageError, VerificationError
 from lpconv.gates import FINETUNE_GATES, Gate
 from lpconv.report.numbers import number_text, plural
-from lpconv.results import FinetuneResult, GapRecord, RunRecord, to_json
+from lpconv.results import EvaluationRecord, FinetuneResult, GapRecord, HeldOutRecord, RunRecord, to_json
 from lpconv.student import t_quantile
 from lpconv.train.options import FinetuneOptions
 
-__all__ = ["gaps", "gate_problem", "parse_gates"]
+__all__ = ["batch_error", "gap_error", "gaps", "gate_problem", "held_out_records", "parse_gates"]
+
+Figures = tuple[float, ...]
+_FIGURES: dict[str, Callable[[EvaluationRecord], Figures]] = {
+    "eval_loss": lambda e: e.losses,
+    "eval_accuracy": lambda e: e.accuracies,
+}
 
 
 def parse_gates(options: FinetuneOptions) -> tuple[Gate, ...]:
@@ -39,27 +46,90 @@ def gate_problem(result: FinetuneResult) -> VerificationError | None:
 
 def gaps(runs: Sequence[RunRecord]) -> tuple[GapRecord, ...]:
     """One record per held-out metric, from the last evaluation of every run that has a twin of its seed."""
-    twins = {r.seed: _last(r) for r in runs if r.role == "twin"}
-    pairs = [(_last(r), twins[r.seed]) for r in runs if r.role == "run" and r.seed in twins]
-    if not pairs:
-        return ()
-    return tuple(_gap(metric, [(run[metric], twin[metric]) for run, twin in pairs]) for metric in pairs[0][0])
+    twins = {r.seed: r for r in runs if r.role == "twin"}
+    pairs = [(r, twins[r.seed]) for r in runs if r.role == "run" and r.seed in twins]
+    return tuple(_gap(s.name, pairs) for s in (pairs[0][0].evaluations if pairs else ()) if s.values)
 
 
-def _last(run: RunRecord) -> dict[str, float]:
-    return {s.name: s.values[-1] for s in run.evaluations if s.values}
-
-
-def _gap(metric: str, pairs: Sequence[tuple[float, float]]) -> GapRecord:
+def _gap(metric: str, pairs: Sequence[tuple[RunRecord, RunRecord]]) -> GapRecord:
     """Paired: run and twin of a seed saw the same batches, so their difference varies less than either."""
-    differences = [run - twin for run, twin in pairs]
+    ends = [(_last(run, metric), _last(twin, metric)) for run, twin in pairs]
+    differences = [run - twin for run, twin in ends]
     count = len(pairs)
     spread = statistics.stdev(differences) if count > 1 else None
     return GapRecord(
         metric=metric,
-        run=statistics.fmean(run for run, _ in pairs),
-        twin=statistics.fmean(twin for _, twin in pairs),
+        run=statistics.fmean(run for run, _ in ends),
+        twin=statistics.fmean(twin for _, twin in ends),
         gap=statistics.fmean(differences),
         half_width=None if spread is None else t_quantile(count - 1) * spread / count**0.5,
-        noise=statistics.stdev(twin for _, twin in pairs) if count > 1 else None,
+        noise=statistics.stdev(twin for _, twin in ends) if count > 1 else None,
+        standard_error=gap_error(pairs, metric),
     )
+
+
+def _last(run: RunRecord, metric: str) -> float:
+    return next(s.values[-1] for s in run.evaluations if s.name == metric)
+
+
+def batch_error(values: Sequence[float], sizes: Sequence[int]) -> float | None:
+    """The standard error of a mean over examples, from the means over batches of so many; None with one batch.
+
+    That of a weighted mean of clusters (Cochran, Sampling Techniques, section 9A.1, without the correction for a finite
+    population).
+    """
+    count = len(values)
+    if count < 2 or not all(map(math.isfinite, values)):
+        return None
+    mean = _mean(values, sizes)
+    squares = math.fsum((size / sum(sizes) * (v - mean)) ** 2 for v, size in zip(values, sizes, strict=True))
+    return math.sqrt(count / (count - 1) * squares)
+
+
+def held_out_records(
+    runs: Sequence[RunRecord], baseline: dict[str, float], *, num_available: int
+) -> tuple[HeldOutRecord, ...]:
+    """A record for each role and metric, over the seeds of that role, which saw the same held-out batches."""
+    found = []
+    for role in dict.fromkeys(r.role for r in runs):
+        evaluated = [r.held_out for r in runs if r.role == role]
+        if not all(len(e) == 2 for e in evaluated):
+            continue
+        sizes = evaluated[0][1].sizes
+        for metric, figures in _FIGURES.items():
+            before, after = (_over_seeds([figures(e[i]) for e in evaluated]) for i in (0, 1))
+            if after:
+                changes = [b - a for a, b in zip(before, after, strict=True)]
+                found.append(
+                    HeldOutRecord(
+                        role=role,
+                        metric=metric,
+                        num_examples=sum(sizes),
+                        num_available=num_available,
+                        baseline=baseline.get(metric),
+                        before=_mean(before, sizes),
+                        after=_mean(after, sizes),
+                        standard_error=batch_error(after, sizes),
+                        change_error=batch_error(changes, sizes),
+                    )
+                )
+    return tuple(found)
+
+
+def gap_error(pairs: Sequence[tuple[RunRecord, RunRecord]], metric: str) -> float | None:
+    """The standard error of the mean gap of (run, twin), from the held-out batches that both saw; None without them."""
+    if not all(run.held_out and twin.held_out for run, twin in pairs):
+        return None
+    figures = _FIGURES[metric]
+    ends = [(run.held_out[-1], twin.held_out[-1]) for run, twin in pairs]
+    gaps = [tuple(a - b for a, b in zip(figures(run), figures(twin), strict=True)) for run, twin in ends]
+    return batch_error(_over_seeds(gaps), ends[0][0].sizes)
+
+
+def _over_seeds(figures: Sequence[Figures]) -> list[float]:
+    """Of each batch, the mean over seeds."""
+    return [statistics.fmean(values) for values in zip(*figures, strict=True)]
+
+
+def _mean(values: Sequence[float], sizes: Sequence[int]) -> float:
+    return statistics.fmean(values, weights=sizes)

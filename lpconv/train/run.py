@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 
+from lpconv.checkpoint.card import inherited_facts
 from lpconv.checkpoint.contents import Contents, read_contents
 from lpconv.checkpoint.partfile import write_small
 from lpconv.checkpoint.resolve import resolve
@@ -20,16 +21,19 @@ from lpconv.models.tasks import find_task
 from lpconv.models.tokenizer import read_tokenizer, special_tokens
 from lpconv.progress import Progress, Silent
 from lpconv.report.finetune.html import html_finetune
-from lpconv.report.finetune.words import finetune_card
+from lpconv.report.finetune.words import finetune_card, nothing_learned
+from lpconv.report.numbers import plural
 from lpconv.results import FinetuneResult, RunRecord, json_text, to_json
+from lpconv.train.baseline import baselines
 from lpconv.train.checks import check_run
+from lpconv.train.clock import Clock
 from lpconv.train.data import read_rows
 from lpconv.train.examples import classification, packed, sequence_pairs
 from lpconv.train.folder import REPORT, begin_folder, read_finished, remove_checkpoints, run_folder, write_finished
 from lpconv.train.memory import check_room, weight_bytes
 from lpconv.train.one import CALIBRATION_BATCHES, TrainingJob, Work, train_one
 from lpconv.train.options import FinetuneOptions, check_options
-from lpconv.train.outcome import gaps, parse_gates
+from lpconv.train.outcome import gaps, held_out_records, parse_gates
 from lpconv.train.processes import is_main_process, num_processes, wait_for_all
 from lpconv.train.publish import form_of, publish_model, write_checksums
 from lpconv.train.recipes import RECIPES, Arithmetic
@@ -51,14 +55,17 @@ def finetune(
     check_options(options)
     check_run(options)
     gates = parse_gates(options)
+    clock = Clock()
     source = resolve(model, revision=options.revision)
-    job = _job(source.directory, options)
+    with clock.spending("reading data"):
+        job = _job(source.directory, options)
     is_main = is_main_process()
     if is_main:
         begin_folder(output, model, options)
     wait_for_all()
-    runs, missing = _train_all(job, output, told, is_main)
+    runs, missing = _train_all(job, output, told, is_main, clock)
     wait_for_all()
+    guess = baselines(job.targets(), job.stream(0, held_out=True), num_targets=job.num_targets)
     result = FinetuneResult(
         name=model,
         output=str(output),
@@ -69,13 +76,17 @@ def finetune(
         runs=runs,
         gaps=gaps(runs),
         seconds=time.perf_counter() - started,
+        spent=clock.seconds,
         saved_as=" ".join(form_of(options)),
+        held_out=held_out_records(runs, guess, num_available=len(job.examples.held_out)),
         options={k: to_json(v) for k, v in dataclasses.asdict(options).items()},
         versions=versions(),
         command=command,
+        card=inherited_facts(source.directory, source.resolved if source.revision else None),
         warnings=_warnings(job, runs, missing),
     )
-    result = dataclasses.replace(result, gates=FINETUNE_GATES.check(gates, result))
+    found = (*result.warnings, *nothing_learned(result))
+    result = dataclasses.replace(result, gates=FINETUNE_GATES.check(gates, result), warnings=found)
     if is_main:
         write_small(output / "README.md", finetune_card(result))
         remove_checkpoints(output)
@@ -127,6 +138,7 @@ def _job(directory: Path, options: FinetuneOptions) -> TrainingJob:
         num_labels=len(examples.labels) or None,
         mask_id=mask_id,
         keep=keep,
+        num_targets=len(examples.labels) or vocabulary_size(config),
     )
 
 
@@ -138,7 +150,7 @@ def _check_weights(contents: Contents, options: FinetuneOptions) -> None:
 
 
 def _train_all(
-    job: TrainingJob, output: Path, told: Progress, is_main: bool
+    job: TrainingJob, output: Path, told: Progress, is_main: bool, clock: Clock
 ) -> tuple[tuple[RunRecord, ...], tuple[str, ...]]:
     """Every run of every seed, twins after their runs; those that an earlier command finished are read."""
     options = job.options
@@ -151,10 +163,13 @@ def _train_all(
             if record is None:
                 finished = train_one(job, work, told)
                 record, missing = finished.record, finished.missing
+                for what, seconds in record.seconds.items():
+                    clock.add(what, seconds)
                 if is_main:
                     if work.role == "run" and seed == options.seed:
                         told.message("saving the model")
-                        publish_model(output, job, finished)
+                        with clock.spending("publishing"):
+                            publish_model(output, job, finished)
                     write_finished(work.folder, record)
                 del finished
                 wait_for_all()
@@ -200,7 +215,7 @@ def _facts(job: TrainingJob, resolved: str) -> dict[str, str]:
         "Model": resolved,
         "Task": f"{job.task.name}: {job.task.loss}",
         "Data": job.examples.words,
-        "Steps": f"{o.steps} of {o.batch_size} x {job.seq_len} tokens at most{processes}",
+        "Steps": f"{o.steps}, each of {plural(o.batch_size, 'sequence')} of at most {job.seq_len} tokens{processes}",
         "Optimizer": f"AdamW ({o.arithmetic.optimizer}), lr {o.lr:g} {o.schedule}, {o.warmup:.0%} warm-up, "
         f"beta2 {o.beta2:g}, weight decay {o.weight_decay:g}, clip {o.clip:g}".replace("%", " %"),
         "Seeds": ", ".join(str(s) for s in range(o.seed, o.seed + o.seeds)),

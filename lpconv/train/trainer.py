@@ -16,12 +16,13 @@ from lpconv.errors import UnsupportedError, VerificationError
 from lpconv.loss_scale import largest_gradient, unscale_
 from lpconv.results import NonfiniteRecord, from_json, to_json
 from lpconv.scaled import StepGuard, from_disk, gradients_are_finite, scaling_of, to_disk
+from lpconv.train.clock import Clock
 from lpconv.train.memory import StepMemory
 from lpconv.train.prepare import Prepared
 from lpconv.train.processes import average_gradients, needs_averaging
 from lpconv.train.watch import first_nonfinite
 
-__all__ = ["MAX_SKIPPED", "DivergedError", "LowPrecisionTrainer", "seed_step"]
+__all__ = ["MAX_SKIPPED", "DivergedError", "LowPrecisionTrainer", "predicted", "seed_step"]
 
 
 _WEIGHTS, _SCALER = "model.safetensors", "loss_scale.json"
@@ -42,13 +43,16 @@ class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is unt
 
     Random numbers begin anew from (seed, step, rank), so that a twin drops the same units and a resumed run goes on bit
     for bit. The loss scale multiplies the loss and is divided out before clipping; a step whose gradients are not
-    finite is left out. `last` holds what the step saw, for records. A loss that is not finite ends the run.
+    finite is left out. `last` holds what the step saw, for records. A loss that is not finite ends the run. `clock`
+    counts what evaluations and checkpoints take.
     """
 
-    def __init__(self, prepared: Prepared, *, seed: int, memory: StepMemory | None, **kwargs: Any) -> None:
+    def __init__(
+        self, prepared: Prepared, *, seed: int, memory: StepMemory | None, clock: Clock, **kwargs: Any
+    ) -> None:
         self.optimizer: Any = None
         super().__init__(model=prepared.model, **kwargs)
-        self.prepared, self.seed, self.memory = prepared, seed, memory
+        self.prepared, self.seed, self.memory, self.clock = prepared, seed, memory, clock
         self._averages = self.accelerator.num_processes > 1 and needs_averaging(prepared.model)
         if self._averages:
             self._keep_unwrapped()
@@ -56,6 +60,7 @@ class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is unt
         self.num_skipped = self.num_skipped_in_a_row = 0
         self.last: dict[str, float] = {}
         self.first_nonfinite: NonfiniteRecord | None = None
+        self.evaluated: list[list[float]] = []  # of each batch of the last evaluation: examples, loss, accuracy or NaN
         self._inputs: dict[str, Any] = {}
 
     def _keep_unwrapped(self) -> None:
@@ -73,6 +78,16 @@ class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is unt
             self.optimizer = self.prepared.make_optimizer()
         optimizer: torch.optim.Optimizer = self.optimizer
         return optimizer
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        self.evaluated = []
+        with self.clock.spending("evaluations"):
+            found: dict[str, float] = super().evaluate(*args, **kwargs)
+        return found
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        with self.clock.spending("checkpoints"):
+            super()._save_checkpoint(*args, **kwargs)
 
     def compute_loss_context_manager(self) -> AbstractContextManager[Any]:
         return self.prepared.around_forward(self.args.device.type)
@@ -96,6 +111,13 @@ class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is unt
             return found
         scale = self.prepared.loss_scale.scale
         return (found[0] * scale, *found[1:]) if isinstance(found, tuple) else found * scale
+
+    def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        loss, logits, labels = found = super().prediction_step(model, inputs, *args, **kwargs)
+        is_right = math.nan if logits is None else float((predicted(logits) == labels).float().mean())
+        row = torch.tensor([[float(len(inputs["labels"])), float(loss.mean()), is_right]], device=self.args.device)
+        self.evaluated += self.accelerator.gather(row).tolist()
+        return found
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         """Where Trainer clips: divide by the loss scale first, and leave out a step that is not finite.
@@ -122,7 +144,7 @@ class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is unt
         if self._averages:
             average_gradients(parameters)
         if self.guard is not None:
-            found = not self._all_agree(gradients_are_finite(parameters))
+            found = not self.agree(gradients_are_finite(parameters))
             if found:
                 self._note_nonfinite("the step was left out")
             self.guard.update(found)
@@ -135,7 +157,7 @@ class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is unt
         loss_scale.update(found, max_gradient=largest)
         return found
 
-    def _all_agree(self, flag: bool) -> bool:
+    def agree(self, flag: bool) -> bool:
         """Whether the flag is set on all processes."""
         return bool(self.accelerator.gather(torch.tensor([flag], device=self.args.device)).all())
 
@@ -203,6 +225,12 @@ class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is unt
         self.num_skipped = state["num_skipped"]
         if state["first_nonfinite"] is not None:
             self.first_nonfinite = from_json(NonfiniteRecord, state["first_nonfinite"])
+
+
+def predicted(logits: Any) -> Tensor:
+    """The class that each example is given."""
+    of_classes: Tensor = logits[0] if isinstance(logits, tuple) else logits
+    return of_classes.argmax(-1)
 
 
 def seed_step(seed: int, step: int, rank: int = 0) -> None:

@@ -12,7 +12,7 @@ from rich.console import Console
 from lpconv.bench.roofline import verdict
 from lpconv.report.bench.html import html_bench, memory_plot, speed_plot
 from lpconv.report.bench.terminal import render_bench
-from lpconv.report.bench.text import bench_csv, bench_jsonl, bench_markdown
+from lpconv.report.bench.text import bench_csv, bench_jsonl, bench_markdown, labels
 from lpconv.results import BenchResult, BenchRow, from_json, to_json
 
 ROWS = (row("plain"), row("static"), row("te", status="skipped", reason="<b>not</b> installed", ratio=(1, 1, 1)))
@@ -62,15 +62,20 @@ def test_the_page_has_plots_and_no_markup_from_outside() -> None:
 
 
 def test_an_interval_is_drawn_around_its_value_and_columns_reach_the_peak() -> None:
-    speed, memory = speed_plot(ROWS), memory_plot(ROWS)
+    named = list(zip(labels(ROWS), ROWS, strict=True))
+    speed, memory = speed_plot(named), memory_plot(named)
 
     assert speed is not None
     assert memory is not None
-    low, high = map(float, re.findall(r"M[\d.]+ ([\d.]+)V([\d.]+)", speed.marks[0].path)[0])
-    assert high < low  # the page's y grows downwards
-    assert "1.30 [1.20, 1.40]" in speed.marks[0].title
-    assert len([m for m in memory.marks if "weights" in m.title]) == 3
-    assert speed_plot([ROWS[0]]) is None
+    whisker = next(m for m in speed.marks if m.kind == "peak")
+    low, high = map(float, re.findall(r"M([\d.]+) [\d.]+H([\d.]+)", whisker.path)[0])
+    parity = float(speed.marks[0].path[1:].split()[0])
+    assert parity < low < high  # 1.20 to 1.40, all faster than the baseline
+    assert "1.30 [1.20, 1.40]" in [t.text for t in speed.texts]
+    assert [m.title for m in memory.legend] == ["weights", "gradients", "optimizer", "activations", "other"]
+    assert len([m for m in memory.marks if m.kind == "series-0"]) == 3
+    assert max(float(re.findall(r"H([\d.]+)v", m.path)[0]) for m in memory.marks) < memory.right
+    assert speed_plot(named[:1]) is None
 
 
 def test_csv_json_lines_and_markdown_hold_every_row() -> None:

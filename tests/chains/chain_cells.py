@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from foreign_files import make_foreign
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from typer.testing import CliRunner, Result
@@ -70,6 +71,13 @@ def _save(target: Path) -> None:
         shutil.copyfile(original(target.parent) / name, target / name)
 
 
+def _foreign(layout: str) -> Callable[[Path], None]:
+    def rewrite(target: Path) -> None:
+        make_foreign(layout, original(target.parent), target)
+
+    return rewrite
+
+
 _TUNED = {"steps": 1, "seq_len": 16, "batch_size": 2, "eval_batches": 1, "track_every": 0, "twin": "none"}
 # What a command makes of the plain checkpoint: the kind of job, and its settings.
 _JOBS: Mapping[str, tuple[str, Mapping[str, object]]] = {
@@ -93,6 +101,9 @@ _OTHERS: Mapping[str, Callable[[Path], None]] = {
     "plain": lambda target: None,
     "restored": _restore,
     "saved again": _save,
+    "fp8 blocks of others": _foreign("fp8"),
+    "NVFP4 of others": _foreign("ct NVFP4"),
+    "GPTQ of others": _foreign("gptq"),
 }
 SOURCES = (*_OTHERS, *_JOBS)
 
@@ -137,8 +148,10 @@ def _inspect(path: Path, out: Path) -> str:
 
 
 def _verify(path: Path, out: Path) -> str:
-    against = () if "tuned" in path.name else ("--against", path.with_name("plain"), "--level", "logits")
-    return _outcome(_invoke("verify", path, *against), None)
+    """Beside the source: what we converted converts to the same again, what others made has its values."""
+    against = () if "tuned" in path.name else ("--against", path.with_name("plain"))
+    level = () if "others" in path.name or not against else ("--level", "logits")
+    return _outcome(_invoke("verify", path, *against, *level), None)
 
 
 def _restored(path: Path, out: Path) -> str:
@@ -190,7 +203,12 @@ def _export(path: Path, out: Path) -> str:
 
 
 def _convert_again(path: Path, out: Path) -> str:
-    return _outcome(_invoke("convert", path, "--method", "collage", "--verify", "weights", "-q", "-o", out), out)
+    done = _invoke(
+        "convert", path, "--method", "collage", "--residual", "exact16", "--verify", "weights", "-q", "-o", out
+    )
+    if done.exit_code == 0:
+        assert _same(_values(path), _values(out))
+    return _outcome(done, out)
 
 
 def _batch(path: Path, out: Path) -> str:

@@ -17,6 +17,7 @@ from lpconv.convert.options import ConvertOptions
 from lpconv.convert.run import convert
 from lpconv.errors import (
     InputError,
+    LpconvError,
     UnsupportedError,
 )
 
@@ -132,20 +133,23 @@ class TestConfig:
         (source / "config.json").unlink()
         assert "no config.json" in refusal(run, output).message
 
-    @pytest.mark.parametrize("method", ["lpconv", "gptq"])
-    def test_already_quantised(self, run: Run, source: Path, output: Path, method: str) -> None:
+    @pytest.mark.parametrize(("method", "kind"), [("bitsandbytes", UnsupportedError), ("gptq", InputError)])
+    def test_quantised_in_a_way_that_is_not_read_or_not_there(
+        self, run: Run, source: Path, output: Path, method: str, kind: type[LpconvError]
+    ) -> None:
         (source / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": method}}))
         error = refusal(run, output)
-        assert isinstance(error, UnsupportedError)
+        assert isinstance(error, kind)
         assert f"`{method}`" in error.message
-        assert ("lpconv restore" in str(error.hint)) == (method == "lpconv")
 
-    def test_an_output_of_collage_is_not_converted_without_its_residual(
+    def test_an_output_of_collage_is_not_converted_with_the_residual_of_other_weights(
         self, run: Run, source: Path, output: Path, tmp_path: Path
     ) -> None:
         run(method="collage")
+        data = (output / "model.safetensors").read_bytes()
+        (output / "model.safetensors").write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
         again = tmp_path / "again"
-        with pytest.raises(UnsupportedError, match=r"collage/residual\.json"):
+        with pytest.raises(InputError, match="has changed since its residual was written"):
             convert(str(output), again, ConvertOptions())
         assert not published(again)
 

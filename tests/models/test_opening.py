@@ -101,9 +101,9 @@ def test_a_model_without_a_head_is_verified_and_probed(form: str, named: bool, t
 
 def test_what_another_library_quantised_is_refused_before_it_is_read(tmp_path: Path) -> None:
     folder = bert(tmp_path / "model", "BertForMaskedLM")
-    change_config(folder, quantization_config={"quant_method": "gptq", "bits": 4})
+    change_config(folder, quantization_config={"quant_method": "bitsandbytes"})
     (folder / "model.safetensors").write_bytes(b"")
-    with pytest.raises(UnsupportedError, match="codes of gptq"):
+    with pytest.raises(UnsupportedError, match="quantised by `bitsandbytes`"):
         open_to_train(TASKS["mlm"], folder, seed=0)
 
 

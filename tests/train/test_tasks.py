@@ -10,6 +10,7 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from lpconv.errors import UsageError
+from lpconv.report.finetune.words import verdict
 from lpconv.results import FinetuneResult
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.recipes import arithmetic
@@ -79,6 +80,8 @@ def test_a_bare_encoder_learns_classes(tmp_path: Path) -> None:
     assert result.task == "classification"
     accuracy = next(s for s in result.runs[0].evaluations if s.name == "eval_accuracy")
     assert accuracy.values[-1] == 1.0
+    assert result.learned("run")
+    assert {h.metric: (h.num_examples, h.num_available) for h in result.held_out}["eval_accuracy"] == (6, 6)
     assert any("drawn from the seed" in w for w in result.warnings)
     opened = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "run")
     assert opened.config.id2label == {0: "no", 1: "yes"}
@@ -87,8 +90,12 @@ def test_a_bare_encoder_learns_classes(tmp_path: Path) -> None:
 def test_run_and_twin_drop_the_same_units(tmp_path: Path) -> None:
     """BERT has dropout: with other masks the losses of two precisions would differ by far more than rounding."""
     model = write_model(tmp_path / "bert", "bert")
-    run_, twin = run(model, "unit-fp8", tmp_path / "run", data=str(rows(tmp_path))).runs
+    result = run(model, "unit-fp8", tmp_path / "run", data=str(rows(tmp_path)))
+    run_, twin = result.runs
     assert run_.losses.values == pytest.approx(twin.losses.values, abs=0.02)
+    # Three steps at the default rate teach nothing, and equal figures must not be read as "precision cost nothing".
+    assert any(w.startswith("unit-fp8 learned nothing") for w in result.warnings)
+    assert "so the gap does not say what precision costs" in verdict(result)
 
 
 @pytest.mark.parametrize("recipe", ["amp-fp16", "scalify-fp8"])

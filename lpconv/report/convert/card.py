@@ -58,7 +58,10 @@ def _front_matter(result: ConvertResult) -> str:
     methods = [_TAGS.get(part, part) for part in result.method.split("+")]
     facts: dict[str, object] = {"library_name": "lpconv"}
     if _is_hub_id(result):
-        facts |= {"base_model": result.source.resolved, "base_model_relation": "quantized"}
+        facts["base_model"] = result.source.resolved
+    facts |= result.card
+    if "base_model" in facts:
+        facts["base_model_relation"] = "quantized"
     facts["tags"] = ["lpconv", *methods, result.format, "low-precision"]
     return f"---\n{yaml.safe_dump(facts, sort_keys=False, width=10_000).strip()}\n---"
 

@@ -1,10 +1,9 @@
-"""Several runs as one table of figures, shared by the terminal and the HTML page."""
+"""The figures by which conversions are compared, shared by the terminal, the HTML page and the card."""
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import PurePath
 
+from lpconv.report.compare import Figure, figures_of
 from lpconv.report.convert.grouping import converted, worst_tensors
 from lpconv.report.convert.words import verdict
 from lpconv.report.numbers import (
@@ -19,31 +18,16 @@ from lpconv.report.numbers import (
 )
 from lpconv.results import ConvertResult, LogitsCheck
 
-__all__ = ["RUN_FIGURES", "Figure", "figures", "run_names"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Figure:
-    """One row of the comparison: a label and its value in each run."""
-
-    label: str
-    values: tuple[str, ...]
+__all__ = ["RUN_FIGURES", "figures"]
 
 
 # Rows that differ from run to run of the same conversion.
 RUN_FIGURES = frozenset({"time", "speed", "peak memory"})
 
 
-def run_names(results: Sequence[ConvertResult]) -> tuple[str, ...]:
-    """A short name for each run: its output's last path component, numbered where two share it."""
-    names = [PurePath(r.output).name or r.output for r in results]
-    return tuple(f"{n} ({i})" if names.count(n) > 1 else n for i, n in enumerate(names, start=1))
-
-
 def figures(results: Sequence[ConvertResult]) -> tuple[Figure, ...]:
-    """The figures of all runs, most telling first. Rows that no run has a value for are left out."""
-    rows = (Figure(label=label, values=tuple(value(r) for r in results)) for label, value in _FIGURES.items())
-    return tuple(row for row in rows if any(v != MISSING for v in row.values))
+    """The figures of conversions."""
+    return figures_of(results, _FIGURES)
 
 
 def _median_sqnr(r: ConvertResult) -> float | None:

@@ -4,9 +4,11 @@ All text is escaped by jinja2; the templates hold the only markup, style and scr
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import PurePath
 
-from lpconv.report.convert.compare import figures, run_names
+from lpconv.report.compare import run_names
+from lpconv.report.convert.compare import figures
 from lpconv.report.convert.grouping import (
     converted,
     done_groups,
@@ -16,7 +18,7 @@ from lpconv.report.convert.grouping import (
     worst_tensors,
 )
 from lpconv.report.convert.plot import rms_plot, sqnr_plot
-from lpconv.report.convert.words import OUTCOME, checks, method_name, summary, verdict
+from lpconv.report.convert.words import DONE_COLUMNS, OUTCOME, checks, done_row, method_name, summary, verdict
 from lpconv.report.numbers import (
     MISSING,
     change_text,
@@ -28,7 +30,7 @@ from lpconv.report.numbers import (
     size_text,
     sqnr_text,
 )
-from lpconv.report.page import Tile, breakable, page
+from lpconv.report.page import Tile, breakable, html_runs, page
 from lpconv.report.plot import FormatRange
 from lpconv.report.printable import printable, printable_record
 from lpconv.results import ConvertResult, TensorRecord
@@ -51,9 +53,9 @@ def html_report(result: ConvertResult, ranges: Mapping[str, FormatRange]) -> str
         verdict=verdict(result.verify),
         checks=checks(result.verify),
         outcome=OUTCOME,
-        rms=rms_plot(result, ranges),
-        sqnr=sqnr_plot([(result.output, result)]),
-        done=done_groups(result.tensors),
+        plots=[p for p in (sqnr_plot([(result.output, result)]), rms_plot(result, ranges)) if p],
+        done_columns=[*DONE_COLUMNS, "<For example"],
+        done=[(*done_row(g), breakable(g.example)) for g in done_groups(result.tensors)],
         layers=layer_groups(result.tensors),
         tensors=in_layer_order(result.tensors),
         provenance=_provenance(result),
@@ -64,18 +66,12 @@ def html_report(result: ConvertResult, ranges: Mapping[str, FormatRange]) -> str
 def html_compare(results: Sequence[ConvertResult], ranges: Mapping[str, FormatRange]) -> str:
     """Several conversions side by side."""
     runs = [printable_record(r) for r in results]
-    names = run_names(runs)
+    names = run_names([r.output for r in runs])
     named = list(zip(names, runs, strict=True))
-    return page(
-        "compare",
-        names=names,
-        version=None,
-        figures=figures(runs),
-        sqnr=sqnr_plot(named),
-        rms=[(name, rms_plot(r, ranges)) for name, r in named],
-        rows=_compare_rows(runs),
-        summaries=[(name, summary(r)) for name, r in named],
-    )
+    rms = [(name, rms_plot(r, ranges)) for name, r in named]
+    of_runs = [replace(p, title=f"{name}: {p.title[:1].lower()}{p.title[1:]}") for name, p in rms if p]
+    plots = [sqnr_plot(named), *of_runs]
+    return html_runs(names, figures(runs), plots, [summary(r) for r in runs], rows=_compare_rows(runs))
 
 
 def _tiles(result: ConvertResult) -> tuple[Tile, ...]:
@@ -119,8 +115,17 @@ def _provenance(result: ConvertResult) -> dict[str, str]:
         "Output": result.output,
         "Copied as is": ", ".join(result.side_files) or MISSING,
     }
-    facts |= {f"Option {name}": printable(str(value)) for name, value in sorted(result.options.items())}
+    facts |= {f"Option {name}": _option_text(value) for name, value in sorted(result.options.items())}
     return facts | {f"Version of {name}": version for name, version in sorted(result.versions.items())}
+
+
+def _option_text(value: object) -> str:
+    """The value of an option as a person would write it; a dash for none."""
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(_option_text, value)) or MISSING
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return MISSING if value is None or value == "" else printable(str(value))
 
 
 def _compare_rows(runs: Sequence[ConvertResult]) -> list[tuple[str, list[TensorRecord | None]]]:

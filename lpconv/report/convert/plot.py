@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 
 from lpconv.report.convert.grouping import converted, in_layer_order, modules_of
-from lpconv.report.numbers import number_text, raised, sqnr_text
+from lpconv.report.numbers import number_text, scale_text, sqnr_text
 from lpconv.report.plot import (
     CHARACTER,
     NUM_SHAPES,
@@ -46,6 +46,7 @@ def rms_plot(result: ConvertResult, ranges: Mapping[str, FormatRange]) -> Plot |
         name="rms",
         title="Weight RMS before and after, against the format's range" if scaled else "Weight RMS in the format",
         description=_rms_words(tensors, ranges),
+        x_label="converted tensors, by layer",
         y_label="magnitude",
         x_ticks=_module_ticks(tensors),
         y_ticks=_exponent_ticks(axis),
@@ -72,14 +73,12 @@ def _rms_marks(t: TensorRecord, x: float, axis: Axis, r: float) -> Iterable[Mark
     if t.scale and before and after:
         y0, y1 = axis.at(math.log2(before)), axis.at(math.log2(after))
         yield Mark(kind="move", path=f"M{x} {y0}V{y1}", title="")
-        yield Mark(
-            kind="before", path=mark_path(0, x, y0, r), title=f"{t.name}: RMS {number_text(before)} in the source"
-        )
+        yield Mark(kind="before", path=mark_path(0, x, y0, r), title=f"{t.name}: RMS in the source")
     if after:
-        title = f"{t.name}: RMS {number_text(after)} as stored, {t.format}"
+        title = f"{t.name}: RMS as stored, {t.format}"
         yield Mark(kind="after", path=mark_path(0, x, axis.at(math.log2(after)), r), title=title)
     if peak:
-        title = f"{t.name}: largest element {number_text(peak)} as stored, {t.format}"
+        title = f"{t.name}: largest element as stored, {t.format}"
         yield Mark(kind="peak", path=dash_path(x, axis.at(math.log2(peak)), r), title=title)
 
 
@@ -104,7 +103,7 @@ def _exponent_axis(tensors: Sequence[TensorRecord], ranges: Mapping[str, FormatR
 
 def _exponent_ticks(axis: Axis) -> tuple[Tick, ...]:
     step = next(s for s in (1, 2, 4, 5, 10, 20, 50, 100) if (axis.high - axis.low) / s <= 10)
-    return axis.ticks(step, lambda e: raised(f"2^{e}"))
+    return axis.ticks(step, lambda e: f"2^{e}")
 
 
 def _range_bands(tensors: Sequence[TensorRecord], ranges: Mapping[str, FormatRange], axis: Axis) -> tuple[Band, ...]:
@@ -141,16 +140,13 @@ def _rms_words(tensors: Sequence[TensorRecord], ranges: Mapping[str, FormatRange
     before = statistics.median([t.rms for t in tensors if t.rms])
     after = statistics.median([code for t in tensors if (code := _as_stored(t, t.rms))])
     if any(t.scale for t in tensors):
-        words = f"The median weight RMS moves from {_power(before)} in the source to {_power(after)} in the codes."
+        moved = f"from {number_text(before)} in the source to {number_text(after)} in the codes"
+        words = f"The median weight RMS moves {moved}."
     else:
-        words = f"The median weight RMS is {_power(before)}; the values are stored without a scale."
+        words = f"The median weight RMS is {number_text(before)}; the values are stored without a scale."
     held = sorted({t.format for t in tensors} & ranges.keys())
-    starts = [f"{name} from {_power(ranges[name].min_normal)} to {ranges[name].max:.5g}" for name in held]
+    starts = [f"{name} from {scale_text(ranges[name].min_normal)} to {ranges[name].max:.5g}" for name in held]
     return f"{words} Normal numbers: {', '.join(starts)}." if starts else words
-
-
-def _power(value: float) -> str:
-    return f"2^{math.log2(value):.1f}".removesuffix(".0")
 
 
 def sqnr_plot(results: Sequence[tuple[str, ConvertResult]]) -> Plot | None:
@@ -174,6 +170,7 @@ def sqnr_plot(results: Sequence[tuple[str, ConvertResult]]) -> Plot | None:
         name="sqnr",
         title="Signal-to-noise ratio of every converted tensor",
         description=_sqnr_words(measured),
+        x_label="converted tensors, by layer",
         y_label="SQNR, dB",
         x_ticks=_module_ticks(tensors),
         y_ticks=axis.ticks(step, lambda decibels: "exact" if decibels == exact else str(decibels)),

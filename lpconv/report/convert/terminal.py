@@ -3,14 +3,15 @@
 Import this module lazily: it loads rich.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lpconv.report.convert.compare import Figure, figures, run_names
+from lpconv.report.compare import run_names
+from lpconv.report.convert.compare import figures
 from lpconv.report.convert.grouping import done_groups, worst_tensors
 from lpconv.report.convert.words import (
     DONE_COLUMNS,
@@ -35,9 +36,20 @@ from lpconv.report.numbers import (
     shape_text,
     share_text,
     size_text,
+    sqnr_text,
 )
 from lpconv.report.printable import printable_record
-from lpconv.report.terminal import Name, after_gap, facts_grid, heading, least_width, note_list, section, table_of
+from lpconv.report.terminal import (
+    Name,
+    SideBySide,
+    after_gap,
+    facts_grid,
+    heading,
+    least_width,
+    note_list,
+    section,
+    table_of,
+)
 from lpconv.results import (
     ConvertResult,
     FileRecord,
@@ -53,8 +65,8 @@ __all__ = ["render_compare", "render_convert", "render_inspect", "render_plan", 
 _WORST = 8
 _GROUPS = 12
 _SHARDS = 8
+_WORST = 10  # tensors
 # The widest column of a run in a comparison.
-_RUN_WIDTH = 24
 _STYLES = {"passed": "bold green", "failed": "bold red", "not run": "yellow"}
 
 
@@ -101,20 +113,29 @@ def render_plan(plan: PlanResult) -> RenderableType:
 
 
 def render_verify(v: VerifyResult) -> RenderableType:
-    """Every check that ran, its outcome in words, and what failed."""
-    return Group(*_verification(printable_record(v))[1:])
+    """Every check that ran, its outcome in words, and what failed; of weights compared by values the worst."""
+    v = printable_record(v)
+    rows: Iterable[tuple[str | Name, ...]] = (
+        (Name(name=t.name), sqnr_text(t.sqnr_db, " dB"), t.stored_as, t.reference) for t in v.tensors[:_WORST]
+    )
+    worst = section("Worst", table_of("Tensor", "SQNR", "<Stored", "<Reference", rows=rows)) if v.tensors else ()
+    return Group(*_verification(v)[1:], *worst)
 
 
 def render_inspect(found: InspectResult) -> RenderableType:
     """What a checkpoint holds: dtypes, files, ties, problems, and its tensors where the record lists them."""
     found = printable_record(found)
-    made = f"lpconv, {method_name(found.method)}" if found.method else "an ordinary checkpoint"
+    made = f"lpconv, {method_name(found.method)}" if found.method else f"quantised by {found.layout}"
+    made = made if found.method or found.layout else "an ordinary checkpoint"
     facts = {
         "Kind": made + (f", {found.format}" if found.format else ""),
         "Architecture": found.architecture or "not named in config.json",
-        "Parameters": count_text(sum(d.num_elements for d in found.dtypes)),
+        "Parameters": count_text(sum(math.prod(t.shape) for t in found.tensors)),
         "Size": size_text(sum(d.size_bytes for d in found.dtypes)),
     }
+    looked_at = "headers, scales" if found.layout else "headers"
+    if found.bits_per_weight is not None:
+        facts["Bits"] = f"{found.bits_per_weight:.2f} for each quantised weight, scales included"
     return Group(
         *heading(found.path),
         facts_grid(facts),
@@ -122,34 +143,15 @@ def render_inspect(found: InspectResult) -> RenderableType:
         *_files(found.shards),
         *note_list("Tied", [f"{name} → {weight}" for name, weight in found.ties.items()]),
         *_stored(found.tensors),
-        *note_list("Problems", found.problems, empty="none found in headers and index"),
+        *note_list("Problems", found.problems, empty=f"none found in {looked_at} and index"),
+        *note_list("Warnings", found.warnings),
     )
 
 
 def render_compare(results: Sequence[ConvertResult]) -> RenderableType:
     """Runs side by side, one column each; as many tables as the width asks for."""
     runs = [printable_record(r) for r in results]
-    return _Compare(names=run_names(runs), figures=figures(runs))
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Compare:
-    """A table of figures, cut into several where the runs do not fit side by side."""
-
-    names: tuple[str, ...]
-    figures: tuple[Figure, ...]
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        label_width = max((len(f.label) for f in self.figures), default=0)
-        width = min(max(map(len, self.names), default=0), _RUN_WIDTH)
-        per_table = max(1, (options.max_width - label_width) // (width + 2))
-        for start in range(0, len(self.names), per_table):
-            columns = slice(start, start + per_table)
-            rows = ((figure.label, *figure.values[columns]) for figure in self.figures)
-            table = table_of("", *(f"<{name}" for name in self.names[columns]), rows=rows)
-            for column in table.columns[1:]:
-                column.max_width = _RUN_WIDTH
-            yield from (Text(), table) if start else (table,)
+    return SideBySide(names=run_names([r.output for r in runs]), figures=figures(runs))
 
 
 def _size_change(before: int, after: int) -> str:
@@ -221,6 +223,7 @@ _STORED_COLUMNS: dict[str, Callable[[StoredTensor], str]] = {
     "<Dtype": lambda t: t.dtype,
     "Shape": lambda t: shape_text(t.shape),
     "Size": lambda t: size_text(t.size_bytes),
+    "<Numbers": lambda t: t.stored_as or "",
     "Scale": lambda t: scale_text(t.scale) if t.scale is not None else "",
     "RMS": lambda t: number_text(t.rms) if t.rms is not None else "",
     "Largest": lambda t: number_text(t.absmax) if t.absmax is not None else "",

@@ -29,6 +29,7 @@ __all__ = [
     "done_row",
     "done_words",
     "method_name",
+    "size_sentence",
     "summary",
     "verdict",
     "worst_row",
@@ -56,7 +57,7 @@ def summary(result: ConvertResult) -> str:
     """The whole result as one paragraph that a person can quote."""
     sentences = (
         _done_sentence(result),
-        _size_sentence(result),
+        size_sentence(result),
         _error_sentence(result.tensors),
         _verify_sentence(result.verify),
     )
@@ -95,7 +96,7 @@ def _stored_form(result: ConvertResult) -> str:
     return f"{' or '.join(formats)}{' codes with one scale each' if scaled else ''}"
 
 
-def _size_sentence(result: ConvertResult) -> str:
+def size_sentence(result: ConvertResult) -> str:
     """Weight bytes before and after."""
     read, written = result.bytes.read, result.bytes.written
     return f"The weights went from {size_text(read)} to {size_text(written)} ({change_text(read, written)})."
@@ -138,7 +139,7 @@ def _verify_sentence(v: VerifyResult) -> str:
     if word == "not run":
         return "It was not verified."
     if word == "failed":
-        return f"Verification failed: {listed(v.problems) or 'no reason was recorded'}."
+        return f"Verification failed: {listed(_reasons(v))}."
     if v.logits and not v.logits.skipped:
         return f"Verification passed: {_logits_words(v.logits)}."
     if v.weights:
@@ -148,13 +149,20 @@ def _verify_sentence(v: VerifyResult) -> str:
     return f"Verification passed at level {v.level}."
 
 
+def _reasons(v: VerifyResult) -> list[str]:
+    """What failed: problems as they were met, else the checks and gates that did not hold."""
+    failed = [f"{c.name}, {c.text}" for c in checks(v) if c.passed is False]
+    return [*v.problems, *(text for text in failed if not v.problems or text.startswith("gate "))]
+
+
 def checks(v: VerifyResult) -> tuple[Check, ...]:
     """Every step of the verification in order: hashes, weights, outputs, gates."""
     steps = []
     if v.hash:
         steps.append(Check(name="hashes", passed=not v.hash.mismatched, text=_hash_words(v.hash)))
     if v.weights:
-        steps.append(Check(name="weights", passed=not v.weights.mismatched, text=_weights_words(v.weights)))
+        words = _values_words if v.level == "values" else _weights_words
+        steps.append(Check(name="weights", passed=not v.weights.mismatched, text=words(v.weights)))
     if v.logits:
         ran = None if v.logits.skipped else True
         steps.append(Check(name="outputs", passed=ran, text=_logits_words(v.logits)))
@@ -170,6 +178,16 @@ def _hash_words(check: HashCheck) -> str:
         bad = len(check.mismatched)
         return f"{count_text(bad)} of {plural(check.num_files, 'file')} differ: {listed(check.mismatched)}"
     return f"{plural(check.num_files, 'file')} match{'es' if check.num_files == 1 else ''} SHA256SUMS"
+
+
+def _values_words(check: WeightsCheck) -> str:
+    """Of two checkpoints whose weights were compared, not converted again."""
+    if check.min_sqnr_db == math.inf:
+        return f"{plural(check.num_tensors, 'tensor')}, all equal"
+    return (
+        f"{plural(check.num_tensors, 'tensor')}, smallest SQNR {sqnr_text(check.min_sqnr_db, ' dB')} ({check.worst}), "
+        f"largest relative error {error_text(check.max_rel_error)}"
+    )
 
 
 def _weights_words(check: WeightsCheck) -> str:

@@ -3,10 +3,15 @@
 import math
 from pathlib import PurePath
 
+from lpconv.report.charts import Line, line_plot
 from lpconv.report.finetune.words import (
+    HELD_OUT_COLUMNS,
     diagnostics,
     figure_text,
     gap_rows,
+    guess,
+    held_out_rows,
+    held_out_words,
     layer_rows,
     main_run,
     memory_rows,
@@ -18,9 +23,9 @@ from lpconv.report.finetune.words import (
     worst_tracked,
 )
 from lpconv.report.heat import Heatmap, Loss, loss_map
-from lpconv.report.numbers import ROLE_WORDS, duration_text, gate_lines, plural, share_text, size_text
+from lpconv.report.numbers import ROLE_WORDS, duration_text, plural, share_text, size_text
 from lpconv.report.page import Tile, page
-from lpconv.report.plot import Line, Plot, line_plot
+from lpconv.report.plot import Plot
 from lpconv.report.printable import printable_record
 from lpconv.results import FinetuneResult, GapRecord, RunRecord, Series, TrackedRecord
 
@@ -42,8 +47,10 @@ def html_finetune(result: FinetuneResult) -> str:
         verdict=verdict(result),
         tiles=_tiles(result),
         gaps=gap_rows(result),
-        gates=gate_lines(result.gates),
-        plots=_curve_plots(result),
+        held_out_columns=HELD_OUT_COLUMNS,
+        held_out=held_out_rows(result),
+        held_out_words=held_out_words(result),
+        plots=_plots(result),
         heat=_loss_heatmap(result),
         worst=worst_tracked(result),
         diagnostics=diagnostics(result),
@@ -56,7 +63,9 @@ def html_finetune(result: FinetuneResult) -> str:
 def _tiles(result: FinetuneResult) -> tuple[Tile, ...]:
     run, twin = main_run(result), twin_run(result)
     beside = f"twin {duration_text(twin.step_time_s)}" if twin is not None else "median"
-    tiles = [(f"{metric_name(g.metric)}: gap to {result.twin}", noise_text(g), _both(g)) for g in result.gaps]
+    tiles = [
+        (f"{metric_name(g.metric).capitalize()}: gap to {result.twin}", noise_text(g), _both(g)) for g in result.gaps
+    ]
     tiles.append(("Time per step", duration_text(run.step_time_s), beside))
     if run.memory is not None:
         tiles.append(("Memory of a step", size_text(run.memory.measured_bytes), "at its peak"))
@@ -70,19 +79,17 @@ def _both(g: GapRecord) -> str:
     return f"{figure_text(g.metric, g.run)} and {figure_text(g.metric, g.twin)}"
 
 
-def _curve_plots(result: FinetuneResult) -> tuple[Plot, ...]:
-    """Losses of run and twin, their gap, held-out metrics, loss scale and update quality: those there are."""
+def _plots(result: FinetuneResult) -> list[Plot]:
+    """Held-out metrics first, which say what precision cost; then losses, their gap, loss scale and update quality."""
     run, twin = main_run(result), twin_run(result)
+    plots = [_evaluation_plot(result, s.name) for s in reversed(run.evaluations) if len(s.steps) > 1]
     losses = [Line(series=run.losses, colour=0, label=result.recipe)]
     if twin is not None:
         losses.append(Line(series=twin.losses, colour=1, label=result.twin or ""))
-    plots = [line_plot("loss", "Training loss", "The loss of every step, before it.", losses)]
+    plots.append(line_plot("loss", "Training loss", "The loss of every step, before it.", losses))
     if twin is not None:
-        words = "At every step; above zero the twin is ahead. One line per seed."
-        plots.append(
-            line_plot("gap", "The gap: training loss of the run less that of its twin", words, _gap_lines(result))
-        )
-    plots += [_evaluation_plot(result, s.name) for s in run.evaluations if len(s.steps) > 1]
+        words = "Training loss of the run less that of its twin at every step; above zero the twin is ahead."
+        plots.append(line_plot("gap", "The gap", words, _gap_lines(result)))
     if len(set(run.loss_scales.values)) > 1:
         logs = tuple(math.log2(v) for v in run.loss_scales.values)
         series = Series(name="loss scale", steps=run.loss_scales.steps, values=logs)
@@ -90,7 +97,7 @@ def _curve_plots(result: FinetuneResult) -> tuple[Plot, ...]:
         plots.append(line_plot("scale", "Loss scale, log2", words, [Line(series=series, colour=2)]))
     if run.updates:
         plots.append(_update_plot(run))
-    return tuple(p for p in plots if p is not None)
+    return [p for p in plots if p is not None]
 
 
 def _gap_lines(result: FinetuneResult) -> list[Line]:
@@ -101,11 +108,12 @@ def _gap_lines(result: FinetuneResult) -> list[Line]:
             continue
         values = tuple(a - b for a, b in zip(run.losses.values, twins[run.seed].losses.values, strict=False))
         series = Series(name="gap", steps=run.losses.steps[: len(values)], values=values)
-        lines.append(Line(series=series, colour=len(lines) % 6, label=f"seed {run.seed}"))
+        lines.append(Line(series=series, colour=len(lines), label=f"seed {run.seed}"))
     return lines
 
 
 def _evaluation_plot(result: FinetuneResult, metric: str) -> Plot | None:
+    """Run and twin, and the guess of who knows no more than the shares in training."""
     lines: list[Line] = []
     seen: set[str] = set()
     for run in result.runs:
@@ -114,9 +122,18 @@ def _evaluation_plot(result: FinetuneResult, metric: str) -> Plot | None:
             label = (result.recipe if run.role == "run" else result.twin or "") if run.role not in seen else ""
             seen.add(run.role)
             lines.append(Line(series=series, colour=0 if run.role == "run" else 1, label=label))
-    return line_plot(
-        metric, metric_name(metric).capitalize(), "On the same held-out examples. One line per seed.", lines
-    )
+    lines += _guess_line(result, metric)
+    words = "On the same held-out examples; one line per seed."
+    return line_plot(metric, metric_name(metric).capitalize(), words, lines)
+
+
+def _guess_line(result: FinetuneResult, metric: str) -> list[Line]:
+    """A level line at the baseline of a held-out metric, where the record has one."""
+    level = next((h.baseline for h in result.held_out if h.metric == metric), None)
+    if level is None:
+        return []
+    series = Series(name="guess", steps=(0, len(main_run(result).losses.steps)), values=(level, level))
+    return [Line(series=series, colour=5, label=f"guess: {guess(result)}", is_dashed=True)]
 
 
 def _update_plot(run: RunRecord) -> Plot | None:
@@ -165,7 +182,7 @@ def _loss(t: TrackedRecord) -> Loss:
         column=str(t.step),
         underflow=t.underflow,
         overflow=t.overflow,
-        title=_words(t),
+        title=f"{ROLE_WORDS[t.role]} of {t.layer} at step {t.step} in {t.format}",
     )
 
 

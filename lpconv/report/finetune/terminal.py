@@ -9,8 +9,11 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from lpconv.report.finetune.words import (
+    HELD_OUT_COLUMNS,
     diagnostics,
     gap_rows,
+    held_out_rows,
+    held_out_words,
     layer_rows,
     memory_rows,
     title,
@@ -19,7 +22,7 @@ from lpconv.report.finetune.words import (
 )
 from lpconv.report.numbers import gate_lines
 from lpconv.report.printable import printable_record
-from lpconv.report.terminal import facts_grid, heading, note_list, section, table_of
+from lpconv.report.terminal import after_gap, facts_grid, heading, note_list, section, table_of
 from lpconv.results import FinetuneResult
 
 __all__ = ["render_finetune", "render_recipes"]
@@ -34,6 +37,7 @@ def render_finetune(result: FinetuneResult) -> RenderableType:
         Text(),
         facts_grid(result.facts),
         *_gaps(result),
+        *_held_out(result),
         *note_list("Gates", gate_lines(result.gates)),
         *note_list("On the way", diagnostics(result)),
         *note_list("Where most was lost", worst_tracked(result)),
@@ -46,8 +50,15 @@ def render_finetune(result: FinetuneResult) -> RenderableType:
 def _gaps(result: FinetuneResult) -> tuple[RenderableType, ...]:
     if not result.gaps:
         return ()
-    table = table_of("Metric", result.recipe, result.twin or "", "Gap", "<Beyond noise?", rows=gap_rows(result))
-    return section("After the last step, mean over seeds", table)
+    columns = ("Metric", result.recipe, result.twin or "", "Gap", "Std. error", "<Beyond noise?")
+    return section("After the last step, mean over seeds", table_of(*columns, rows=gap_rows(result)))
+
+
+def _held_out(result: FinetuneResult) -> tuple[RenderableType, ...]:
+    if not result.held_out:
+        return ()
+    table = table_of(*HELD_OUT_COLUMNS, rows=held_out_rows(result))
+    return section("Before the first step and after the last", Group(table, after_gap(Text(held_out_words(result)))))
 
 
 def _layers(result: FinetuneResult) -> tuple[RenderableType, ...]:

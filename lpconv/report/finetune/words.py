@@ -1,23 +1,40 @@
 """A fine-tuning in words: what the run did beside its twin, what a reader should make of it, and its model card."""
 
+import dataclasses
 import math
+from pathlib import PurePath
 
 import yaml
 
-from lpconv.report.numbers import MISSING, ROLE_WORDS, duration_text, plural, scale_text, share_text, size_text
+from lpconv.report.numbers import (
+    MISSING,
+    ROLE_WORDS,
+    count_text,
+    duration_text,
+    plural,
+    scale_text,
+    share_text,
+    size_text,
+)
 from lpconv.report.printable import escaped, printable_record, table
 from lpconv.results import FinetuneResult, GapRecord, LossAllocation, RunRecord
 
 __all__ = [
+    "HELD_OUT_COLUMNS",
     "diagnostics",
+    "difference_text",
     "figure_text",
     "finetune_card",
     "gap_rows",
+    "guess",
+    "held_out_rows",
+    "held_out_words",
     "layer_rows",
     "main_run",
     "memory_rows",
     "metric_name",
     "noise_text",
+    "nothing_learned",
     "title",
     "twin_run",
     "verdict",
@@ -32,6 +49,7 @@ _AUTO = {
 }
 _METRICS = {"eval_loss": "held-out loss", "eval_accuracy": "held-out accuracy"}
 _WORST = 5
+HELD_OUT_COLUMNS = ("Metric", "<Arithmetic", "Before", "After", "Std. error", "Guess")
 
 
 def title(result: FinetuneResult) -> str:
@@ -62,44 +80,120 @@ def figure_text(metric: str, value: float | None) -> str:
     return f"{100 * value:.2f} %" if metric == "eval_accuracy" else f"{value:#.5g}"
 
 
-def _difference_text(metric: str, value: float) -> str:
+def difference_text(metric: str, value: float) -> str:
+    """A difference of two held-out figures with its sign."""
     return f"{100 * value:+.2f} points" if metric == "eval_accuracy" else f"{value:+.2g}"
 
 
 def noise_text(gap: GapRecord) -> str:
     """The gap with its interval, and from seed to seed."""
-    text = _difference_text(gap.metric, gap.gap)
+    text = difference_text(gap.metric, gap.gap)
     if gap.half_width is None:
         return text
     width = f"{100 * gap.half_width:.2f}" if gap.metric == "eval_accuracy" else f"{gap.half_width:.2g}"
     return f"{text} ± {width}"
 
 
-def gap_rows(result: FinetuneResult) -> tuple[tuple[str, str, str, str, str], ...]:
-    """Metric, run, twin, gap with interval, and whether it exceeds noise; perplexity is given for language models."""
+def _error_text(metric: str, error: float | None) -> str:
+    """A standard error, in points of an accuracy."""
+    if error is None:
+        return MISSING
+    return f"{100 * error:.2g} points" if metric == "eval_accuracy" else f"{error:.2g}"
+
+
+def gap_rows(result: FinetuneResult) -> tuple[tuple[str, str, str, str, str, str], ...]:
+    """Metric, run, twin, gap with interval, its standard error, and whether it exceeds noise.
+
+    Perplexity is given for language models.
+    """
     rows = []
     for g in result.gaps:
         says = {None: "one seed cannot say", True: "yes", False: "no"}[g.exceeds_noise]
-        name = metric_name(g.metric)
-        rows.append((name, figure_text(g.metric, g.run), figure_text(g.metric, g.twin), noise_text(g), says))
+        name, error = metric_name(g.metric), _error_text(g.metric, g.standard_error)
+        rows.append((name, figure_text(g.metric, g.run), figure_text(g.metric, g.twin), noise_text(g), error, says))
         if g.metric == "eval_loss" and result.task != "classification" and max(g.run, g.twin) < 50:
             rows.append(("held-out perplexity", f"{math.exp(g.run):#.5g}", f"{math.exp(g.twin):#.5g}",
-                         f"{100 * math.expm1(g.gap):+.2g} %", says))  # fmt: skip
+                         f"{100 * math.expm1(g.gap):+.2g} %", MISSING, says))  # fmt: skip
     return tuple(rows)
 
 
+def held_out_rows(result: FinetuneResult) -> tuple[tuple[str, ...], ...]:
+    """Each held-out metric of run and twin under `HELD_OUT_COLUMNS`."""
+    return tuple(
+        (
+            metric_name(h.metric),
+            _arithmetic_of(result, h.role),
+            figure_text(h.metric, h.before),
+            figure_text(h.metric, h.after),
+            _error_text(h.metric, h.standard_error),
+            figure_text(h.metric, h.baseline),
+        )
+        for h in result.held_out
+    )
+
+
+def held_out_words(result: FinetuneResult) -> str:
+    """What the held-out figures rest on; empty where the record does not say."""
+    if not result.held_out:
+        return ""
+    h = result.held_out[0]
+    of_all = "" if h.num_examples == h.num_available else f" of {count_text(h.num_available)}"
+    return (
+        f"On {count_text(h.num_examples)}{of_all} held-out examples; standard errors from batch to batch. "
+        f"The guess is {guess(result)}, with the shares that training has."
+    )
+
+
+def guess(result: FinetuneResult) -> str:
+    """What the baseline of the held-out figures is."""
+    return "the largest class" if result.task == "classification" else "tokens by their frequency (unigram)"
+
+
+def _arithmetic_of(result: FinetuneResult, role: str) -> str:
+    return result.recipe if role == "run" else result.twin or ""
+
+
+def nothing_learned(result: FinetuneResult) -> tuple[str, ...]:
+    """A warning for run and twin where the held-out examples do not show that they learned anything."""
+    return tuple(
+        f"{_arithmetic_of(result, role)} learned nothing that the held-out examples show: {_progress(result, role)}"
+        for role in ("run", "twin")
+        if result.learned(role) is False
+    )
+
+
+def _progress(result: FinetuneResult, role: str) -> str:
+    parts = []
+    for h in (h for h in result.held_out if h.role == role):
+        text = (
+            f"{metric_name(h.metric)} {figure_text(h.metric, h.before)} before, {figure_text(h.metric, h.after)} after"
+        )
+        if h.standard_error is not None:
+            text += f" ± {_error_text(h.metric, h.standard_error)}"
+        if h.metric == "eval_accuracy":
+            text += f", {figure_text(h.metric, h.baseline)} by {guess(result)}"
+        parts.append(text)
+    return "; ".join(parts)
+
+
 def verdict(result: FinetuneResult) -> str:
-    """One or two sentences: what precision cost."""
+    """Two or three sentences: what precision cost, and whether that can be told."""
+    run = main_run(result)
     if not result.gaps:
-        run = main_run(result)
         ends = [f"{metric_name(s.name)} {figure_text(s.name, s.values[-1])}" for s in run.evaluations]
         return f"No twin was trained, so nothing says what precision cost. The run ended at {', '.join(ends)}."
     g = result.gaps[-1] if result.task == "classification" else result.gaps[0]
-    name = metric_name(g.metric)
     text = (
-        f"After {plural(len(main_run(result).losses.steps), 'step')} the {name} is {figure_text(g.metric, g.run)} with "
-        f"{result.recipe} and {figure_text(g.metric, g.twin)} with {result.twin}: a gap of {noise_text(g)}."
+        f"After {plural(len(run.losses.steps), 'step')} the {metric_name(g.metric)} is {figure_text(g.metric, g.run)} "
+        f"with {result.recipe} and {figure_text(g.metric, g.twin)} with {result.twin}: a gap of {noise_text(g)}."
     )
+    if result.learned("twin") is False:
+        return (
+            f"{text} But {result.twin}, the twin, learned nothing that the held-out examples show "
+            f"({_progress(result, 'twin')}), so the gap does not say what precision costs a training that works."
+        )
+    if result.learned("run") is False:
+        text += f" {result.recipe} learned nothing where {result.twin} did ({_progress(result, 'run')})."
     if g.exceeds_noise is None:
         return f"{text} With one seed nobody can say whether that is noise; --seeds 3 would."
     if g.exceeds_noise:
@@ -110,7 +204,7 @@ def verdict(result: FinetuneResult) -> str:
 def diagnostics(result: FinetuneResult) -> tuple[str, ...]:
     """What happened on the way, one sentence each."""
     run = main_run(result)
-    found = [f"time per step: {duration_text(run.step_time_s)}" + _twin_time(result)]
+    found = [f"time per step: {duration_text(run.step_time_s)}" + _twin_time(result), *_time_spent(result)]
     for watched in (r for r in result.runs if r.tracked):
         steps, whose = len({t.step for t in watched.tracked}), "" if watched is run else " of the twin"
         cost = share_text(watched.overhead, 1)
@@ -171,6 +265,15 @@ def _twin_time(result: FinetuneResult) -> str:
     return f" (twin {duration_text(twin.step_time_s)})" if twin is not None else ""
 
 
+def _time_spent(result: FinetuneResult) -> tuple[str, ...]:
+    """What the command's time went into, most first; nothing below a per cent."""
+    spent = {what: s for what, s in result.spent.items() if s >= 0.01 * result.seconds}
+    if not spent:
+        return ()
+    parts = (f"{duration_text(s)} {what}" for what, s in sorted(spent.items(), key=lambda part: -part[1]))
+    return (f"of {duration_text(result.seconds)} in all: {', '.join(parts)}",)
+
+
 def worst_tracked(result: FinetuneResult) -> tuple[str, ...]:
     """The layers and classes that lost most, in words."""
     worst: dict[tuple[str, str], tuple[float, str]] = {}
@@ -188,12 +291,13 @@ def worst_tracked(result: FinetuneResult) -> tuple[str, ...]:
 
 def finetune_card(result: FinetuneResult) -> str:
     """The card as Markdown with a YAML front matter, ending in one newline."""
-    result = printable_record(result)
+    result = _public(printable_record(result))
     sections = (
         _front_matter(result),
         f"# {escaped(title(result))}\n\n{escaped(verdict(result))}",
         _how_to_open(result),
         _gaps(result),
+        _held_out(result),
         "## On the way\n\n" + "\n".join(f"- {escaped(line)}" for line in diagnostics(result)),
         "## How it was run\n\n" + table(("what", "how"), [(escaped(k), escaped(v)) for k, v in result.facts.items()]),
         _warnings(result),
@@ -201,8 +305,18 @@ def finetune_card(result: FinetuneResult) -> str:
     return "\n\n".join(s for s in sections if s) + "\n"
 
 
+def _public(result: FinetuneResult) -> FinetuneResult:
+    """Without the folders of this machine: a local model goes by its name."""
+    facts = {k: PurePath(v).name if PurePath(v).is_absolute() else v for k, v in result.facts.items()}
+    name = result.name if result.card.get("base_model") == result.name else PurePath(result.name).name
+    return dataclasses.replace(result, name=name, facts=facts)
+
+
 def _front_matter(result: FinetuneResult) -> str:
-    facts = {"library_name": "transformers", "tags": ["lpconv", "fine-tuned", *result.recipe.split(), "low-precision"]}
+    facts: dict[str, object] = {"library_name": "transformers", **result.card}
+    if "base_model" in result.card:
+        facts["base_model_relation"] = "finetune"
+    facts["tags"] = ["lpconv", "fine-tuned", *result.recipe.split(), "low-precision"]
     return f"---\n{yaml.safe_dump(facts, sort_keys=False, width=10_000).strip()}\n---"
 
 
@@ -223,8 +337,17 @@ def _gaps(result: FinetuneResult) -> str:
     if not result.gaps:
         return ""
     rows = [tuple(map(escaped, row)) for row in gap_rows(result)]
-    head = ("metric", escaped(result.recipe), escaped(result.twin or ""), "gap, 95 % interval", "beyond noise?")
+    run, twin = escaped(result.recipe), escaped(result.twin or "")
+    head = ("metric", run, twin, "gap, 95 % interval", "standard error", "beyond noise?")
     return f"## What precision cost\n\n{table(head, rows)}"
+
+
+def _held_out(result: FinetuneResult) -> str:
+    if not result.held_out:
+        return ""
+    rows = [tuple(map(escaped, row)) for row in held_out_rows(result)]
+    head = tuple(c.removeprefix("<").lower() for c in HELD_OUT_COLUMNS)
+    return f"## Before and after\n\n{escaped(held_out_words(result))}\n\n{table(head, rows)}"
 
 
 def _warnings(result: FinetuneResult) -> str:

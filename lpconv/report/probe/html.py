@@ -2,14 +2,14 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import PurePath
 
+from lpconv.report.charts import Bar, bar_plot
 from lpconv.report.heat import Heatmap, Loss, loss_map
-from lpconv.report.numbers import number_text, share_text, sqnr_text
+from lpconv.report.numbers import number_text, share_text
 from lpconv.report.page import Tile, page
-from lpconv.report.plot import Axis, Band, FormatRange, Tick
+from lpconv.report.plot import NARROW, Axis, Band, FormatRange, Mark, Plot, Tick, mark_path
 from lpconv.report.printable import printable_record
 from lpconv.report.probe.words import (
     ALONE_WORDS,
@@ -23,10 +23,10 @@ from lpconv.report.probe.words import (
 )
 from lpconv.results import FormatRates, ProbedRecord, ProbeReport
 
-__all__ = ["ExponentPlot", "Strip", "exponent_plots", "heatmap", "html_probe"]
+__all__ = ["exponent_plots", "heatmap", "held_plot", "html_probe"]
 
 # Page units of a histogram: two stand side by side.
-_WIDTH, _LEFT, _RIGHT, _TOP, _BASE = 490.0, 66.0, 482.0, 12.0, 150.0
+_LEFT, _RIGHT, _TOP, _BASE = 66.0, 470.0, 12.0, 150.0
 _STRIP_HEIGHT, _STRIP_GAP, _STRIP_OFFSET = 15.0, 4.0, 11.0
 _ROOM = 2  # binades left free beyond the values on either side
 _MIN_BINADES = 24
@@ -43,6 +43,7 @@ def html_probe(report: ProbeReport, ranges: Mapping[str, FormatRange]) -> str:
         name=PurePath(report.name).name or report.name,
         version=None,
         tiles=_tiles(report),
+        held=held_plot(report),
         plots=exponent_plots(report, ranges),
         heat=heatmap(report),
         fits=fit_rows(report),
@@ -56,8 +57,6 @@ def html_probe(report: ProbeReport, ranges: Mapping[str, FormatRange]) -> str:
 
 
 def _tiles(report: ProbeReport) -> tuple[Tile, ...]:
-    held = {name: sum(t.scaled[i].fits for t in report.tensors) for i, name in enumerate(report.formats)}
-    total = len(report.tensors)
     tiles = [
         (
             f"Loss scale for {s.format}",
@@ -67,45 +66,13 @@ def _tiles(report: ProbeReport) -> tuple[Tile, ...]:
         )
         for s in report.loss_scales[:1]
     ]
-    tiles += [(f"Held by {name}", f"{n} of {total}", "layers and classes of tensor") for name, n in held.items()]
     cost = f"of the time of the steps, {report.steps_recorded} of {report.steps_seen} recorded"
     if report.losses:
         cost += f"; loss {' to '.join(dict.fromkeys(map(number_text, (report.losses[0], report.losses[-1]))))}"
     return (*tiles, ("Cost of recording", share_text(report.overhead, 1), cost))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Strip:
-    """One format's window below the histogram: `bands` are its normal and subnormal numbers."""
-
-    label: str
-    y: float
-    bands: tuple[Band, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExponentPlot:
-    """The histogram of one class of tensor over all layers. `outline` is where a loss scale would put it, or empty."""
-
-    name: str
-    title: str
-    description: str
-    bars: tuple[Band, ...]
-    outline: str
-    outline_label: str
-    strips: tuple[Strip, ...]
-    x_ticks: tuple[Tick, ...]
-    y_ticks: tuple[Tick, ...]
-    height: float
-    axis: float
-    width: float = _WIDTH
-    left: float = _LEFT
-    right: float = _RIGHT
-    base: float = _BASE
-    top: float = _TOP
-
-
-def exponent_plots(report: ProbeReport, ranges: Mapping[str, FormatRange]) -> tuple[ExponentPlot, ...]:
+def exponent_plots(report: ProbeReport, ranges: Mapping[str, FormatRange]) -> tuple[Plot, ...]:
     """A histogram for each class, all on one axis of exponents, above the windows of the report's formats."""
     totals = _totals(report.tensors)
     if not totals:
@@ -152,40 +119,49 @@ def _exponent_plot(
     formats: Sequence[str],
     ranges: Mapping[str, FormatRange],
     scaled: tuple[int, str],
-) -> ExponentPlot:
-    total, most = counts.total(), max(counts.values())
-    shown = {e: n for e, n in sorted(counts.items()) if e >= span[0]}
-    across, up = Axis(low=span[0], high=span[1], start=_LEFT, end=_RIGHT), Axis(low=0, high=most, start=_BASE, end=_TOP)
-    x, y = across.at, up.at
-    bars = tuple(
-        Band(
-            kind="bar",
-            x=x(e),
-            y=y(n),
-            width=round((_RIGHT - _LEFT) / (span[1] - span[0]), 1),
-            height=round(_BASE - y(n), 1),
-            label=f"{share_text(n, total)} of the elements from 2^{e} up to 2^{e + 1}",
-        )
-        for e, n in shown.items()
-    )
+) -> Plot:
+    total, (low, high) = counts.total(), span
+    shown = [(e, counts[e] / total) for e in range(max(low, min(counts)), max(counts) + 1)]
+    across = Axis(low=low, high=high, start=_LEFT, end=_RIGHT)
+    up = Axis(low=0, high=1.05 * max(share for _, share in shown), start=_BASE, end=_TOP)
     shift, label = scaled
-    outline = _outline([(x(e + shift), x(e + shift + 1), y(n)) for e, n in shown.items()]) if shift else ""
-    strips = _strips(formats, ranges, x)
-    axis = _BASE + _STRIP_OFFSET + len(strips) * (_STRIP_HEIGHT + _STRIP_GAP)
-    step = next(s for s in (4, 8, 16, 32, 64) if (span[1] - span[0]) / s <= 8)
-    return ExponentPlot(
+    bars = tuple(_bar(across.at(e), across.at(e + 1), up.at(share)) for e, share in shown if share)
+    outline = _outline([(across.at(e + shift), across.at(e + shift + 1), up.at(share)) for e, share in shown])
+    legend = (
+        Mark(kind="bar", path=mark_path(1, 7, 7, 5), title="elements"),
+        Mark(kind="normal", path=mark_path(1, 7, 7, 5), title="normal numbers of the format"),
+        Mark(kind="subnormal", path=mark_path(1, 7, 7, 5), title="subnormal ones"),
+        *((Mark(kind="outline", path="M1 12V5H7V2H13V12", title=label),) if shift else ()),
+    )
+    ys = [_BASE + _STRIP_OFFSET + i * (_STRIP_HEIGHT + _STRIP_GAP) for i in range(len(formats))]
+    named = tuple(
+        Tick(position=y + _STRIP_HEIGHT / 2, label=n, has_line=False) for n, y in zip(formats, ys, strict=True)
+    )
+    strips = (band for n, y in zip(formats, ys, strict=True) for band in _strip(ranges[n], y, across.at))
+    bottom = ys[-1] + _STRIP_HEIGHT + 4
+    step = next(s for s in (4, 8, 16, 32, 64) if (high - low) / s <= 8)
+    percents = next(s for s in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5) if up.high / s <= 5)
+    return Plot(
         name=words.replace(" ", "-"),
         title=words[:1].upper() + words[1:],
-        description=_bulk_words(counts, span[0]),
-        bars=bars,
-        outline=outline,
-        outline_label=label if shift else "",
-        strips=strips,
+        description=_bulk_words(counts, low),
+        x_label="magnitude",
         x_ticks=across.ticks(step, lambda e: f"2^{e}"),
-        y_ticks=(Tick(position=_TOP, label=share_text(most, total)), Tick(position=_BASE, label="0 %")),
-        height=axis + 22,
-        axis=axis,
+        y_ticks=up.ticks(percents, lambda share: f"{100 * share:.0f} %") + named,
+        bands=(*bars, *strips),
+        marks=(Mark(kind="outline", path=outline, title=label),) if shift else (),
+        legend=legend,
+        width=NARROW,
+        height=bottom + 46,
+        left=_LEFT,
+        right=_RIGHT,
+        top=_TOP,
+        bottom=bottom,
     )
+
+
+def _bar(left: float, right: float, top: float) -> Band:
+    return Band(kind="bar", x=left, y=top, width=round(right - left, 1), height=round(_BASE - top, 1), label="")
 
 
 def _outline(steps: Sequence[tuple[float, float, float]]) -> str:
@@ -196,27 +172,26 @@ def _outline(steps: Sequence[tuple[float, float, float]]) -> str:
     return path + f"L{steps[-1][1]} {_BASE}"
 
 
-def _strips(
-    formats: Sequence[str], ranges: Mapping[str, FormatRange], x: Callable[[float], float]
-) -> tuple[Strip, ...]:
-    strips = []
-    for i, name in enumerate(formats):
-        held, y = ranges[name], _BASE + _STRIP_OFFSET + i * (_STRIP_HEIGHT + _STRIP_GAP)
-        edges = (("subnormal", held.min_subnormal, held.min_normal), ("normal", held.min_normal, held.max))
-        bands = tuple(
-            Band(
-                kind=kind,
-                x=x(math.log2(low)),
-                y=y,
-                width=round(x(math.log2(high)) - x(math.log2(low)), 1),
-                height=_STRIP_HEIGHT,
-                label=f"{name}, {kind} numbers: 2^{math.log2(low):.4g} to 2^{math.log2(high):.4g}",
-            )
-            for kind, low, high in edges
-            if x(math.log2(high)) > x(math.log2(low))
-        )
-        strips.append(Strip(label=name, y=y, bands=bands))
-    return tuple(strips)
+def _strip(held: FormatRange, y: float, x: Callable[[float], float]) -> Iterator[Band]:
+    """A format's window below the histogram: its subnormal and its normal numbers."""
+    for kind, low, high in (("subnormal", held.min_subnormal, held.min_normal), ("normal", held.min_normal, held.max)):
+        left, right = x(math.log2(low)), x(math.log2(high))
+        if right > left:
+            yield Band(kind=kind, x=left, y=y, width=round(right - left, 1), height=_STRIP_HEIGHT, label="")
+
+
+def held_plot(report: ProbeReport) -> Plot | None:
+    """For each format, how many tensors it holds as they are, how many with a scale of their own, and how many not."""
+    bars = []
+    for i, name in enumerate(report.formats):
+        held = sum(t.scaled[i].fits for t in report.tensors)
+        own = sum(t.scaled[i].fits_own_scale and not t.scaled[i].fits for t in report.tensors)
+        lost = len(report.tensors) - held - own
+        text = f"{held} of {len(report.tensors)}" + (f", {own} more with a scale" if own else "")
+        bars.append(Bar(name=name, text=text, lengths=(float(held), float(own), float(lost))))
+    parts = {"held": "held", "held with a scale of its own": "own-scale", "not held": "not-held"}
+    words = "Layers and classes of tensor together."
+    return bar_plot("held", "Which tensors each format holds", words, bars, x_label="tensors", parts=parts)
 
 
 def _bulk_words(counts: Counter[int], axis_low: int) -> str:
@@ -249,11 +224,7 @@ def heatmap(report: ProbeReport) -> Heatmap | None:
 
 
 def _loss(t: ProbedRecord, rates: FormatRates, block: str) -> Loss:
-    title = (
-        f"{t.words} of {t.layer} in {rates.format}: {share_text(rates.underflow, 1)} underflow, "
-        f"{share_text(rates.subnormal, 1)} subnormal, {share_text(rates.overflow, 1)} overflow, "
-        f"SQNR {sqnr_text(rates.sqnr_db, ' dB')}"
-    )
+    title = f"{t.words} of {t.layer} in {rates.format}"
     return Loss(
         layer=t.layer, block=block, column=t.words, underflow=rates.underflow, overflow=rates.overflow, title=title
     )

@@ -39,6 +39,12 @@ def test_front_matter_names_the_base_model() -> None:
     assert {"lpconv", "unit-scaling", "fp16"} <= set(facts["tags"])
 
 
+def test_front_matter_repeats_the_licence() -> None:
+    facts = front_matter(model_card(bert_result(card={"license": "apache-2.0", "base_model": "a/b"})))
+    assert facts["license"] == "apache-2.0"
+    assert (facts["base_model"], facts["base_model_relation"]) == ("a/b", "quantized")
+
+
 @pytest.mark.parametrize("resolved", ["/home/me/model", "models/mine"])
 def test_a_local_directory_is_no_base_model(resolved: str) -> None:
     source = SourceRecord(name="mine", resolved=resolved)

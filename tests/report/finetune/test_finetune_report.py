@@ -4,13 +4,15 @@ import dataclasses
 import math
 
 import pytest
+import yaml
 
+from lpconv.report.charts import Line, line_plot
 from lpconv.report.finetune.html import html_finetune
-from lpconv.report.finetune.words import finetune_card, gap_rows, verdict
-from lpconv.report.plot import Line, line_plot
+from lpconv.report.finetune.words import finetune_card, gap_rows, nothing_learned, verdict
 from lpconv.results import (
     FinetuneResult,
     GapRecord,
+    HeldOutRecord,
     NonfiniteRecord,
     RunRecord,
     Series,
@@ -81,6 +83,38 @@ def test_the_page_shows_curves_losses_and_escapes_names() -> None:
     assert "0.25 ± 0.1" in page.replace("+", "")
 
 
+def held_out(role: str, metric: str, before: float, after: float, error: float = 0.01) -> HeldOutRecord:
+    return HeldOutRecord(
+        role=role, metric=metric, num_examples=64, num_available=97, baseline=0.6, before=before, after=after,
+        standard_error=error, change_error=error,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("run_after", "twin_after", "words"),
+    [
+        (0.8, 0.8, "After 3 steps the held-out accuracy"),
+        (0.6, 0.6, "the gap does not say what precision costs"),
+        (0.6, 0.8, "unit-fp8 learned nothing where fp32 did"),
+        (0.8, 0.61, "the gap does not say what precision costs"),
+    ],
+)
+def test_a_gap_is_no_verdict_where_nothing_was_learned(run_after: float, twin_after: float, words: str) -> None:
+    records = (held_out("run", "eval_accuracy", 0.5, run_after), held_out("twin", "eval_accuracy", 0.5, twin_after))
+    gap = GapRecord(metric="eval_accuracy", run=run_after, twin=twin_after, gap=run_after - twin_after)
+    found = result(task="classification", held_out=records, gaps=(gap,))
+    assert words in verdict(found)
+    assert len(nothing_learned(found)) == sum(x < 0.7 for x in (run_after, twin_after))
+    page = html_finetune(found)
+    assert "On 64 of 97 held-out examples" in page
+
+
+def test_a_loss_that_fell_within_its_error_taught_nothing() -> None:
+    assert not result(held_out=(held_out("run", "eval_loss", 2.0, 1.99),)).learned("run")
+    assert result(held_out=(held_out("run", "eval_loss", 2.0, 1.9),)).learned("run")
+    assert result().learned("run") is None
+
+
 def test_a_record_comes_back_from_json() -> None:
     assert from_json(FinetuneResult, to_json(result())) == result()
 
@@ -91,6 +125,19 @@ def test_the_card_says_how_to_open_what_was_saved() -> None:
     assert "import lpconv.hf" not in card
     assert "collage/" in card
     assert "a \\| table" in card
+
+
+def test_the_card_names_base_model_and_licence_and_no_folder_of_this_machine() -> None:
+    found = result(
+        name="/home/me/models/bert",
+        facts={"Model": "/home/me/models/bert"},
+        card={"license": "mit", "base_model": "a/b"},
+    )
+    card = finetune_card(found)
+    facts = yaml.safe_load(card.split("---\n")[1])
+    assert (facts["license"], facts["base_model"], facts["base_model_relation"]) == ("mit", "a/b", "finetune")
+    assert "/home/me" not in card
+    assert "some/model fine-tuned" in finetune_card(result(card={"base_model": "some/model"}))
 
 
 def test_a_line_breaks_where_a_value_is_not_finite() -> None:

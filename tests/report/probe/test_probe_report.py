@@ -4,6 +4,7 @@ import math
 import re
 from dataclasses import replace
 from io import StringIO
+from itertools import pairwise
 
 import pytest
 from test_html import RANGES, Page
@@ -116,8 +117,8 @@ def test_the_page_answers_and_loads_nothing() -> None:
     ):
         assert answer in words
     assert all(layer in words for layer in LAYERS)
-    assert not re.search(r"https?:|//[a-z]|@import|url\(|\bsrc=|\bhref=", text)
-    assert len(page.classes("svg")) - page.classes("svg").count("") == 3  # two histograms and the heatmap
+    assert not re.search(r'https?:|//[a-z]|@import|url\(|\bsrc=|\bhref="[^#]', text)
+    assert len(page.classes("svg")) - page.classes("svg").count("") == 4  # two histograms, held tensors, the heatmap
 
 
 def test_a_hostile_name_stays_text(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,26 +135,32 @@ def test_windows_stand_below_the_elements_they_hold() -> None:
     plots = {p.title: p for p in exponent_plots(report(), RANGES)}
     plot = plots["Weight"]
     ticks = {t.label: t.position for t in plot.x_ticks}
-    fp16, e4m3fn = plot.strips
-    subnormal, normal = fp16.bands
+    subnormal, normal, _, e4m3fn = (b for b in plot.bands if b.kind != "bar")
     assert (subnormal.kind, normal.kind) == ("subnormal", "normal")
     assert normal.x == pytest.approx(subnormal.x + subnormal.width, abs=0.2)  # 2^-14, where normal numbers begin
     unit = (ticks["2^0"] - ticks["2^-16"]) / 16
     assert normal.x == pytest.approx(ticks["2^0"] - 14 * unit, abs=0.2)
-    assert e4m3fn.bands[1].x == pytest.approx(ticks["2^0"] - 6 * unit, abs=0.2)
-    by_height = sorted(plot.bars, key=lambda b: b.height)
+    assert e4m3fn.x == pytest.approx(ticks["2^0"] - 6 * unit, abs=0.2)
+    assert [t.label for t in plot.y_ticks if not t.has_line] == ["fp16", "e4m3fn"]
+    by_height = sorted((b for b in plot.bands if b.kind == "bar"), key=lambda b: b.height)
     assert by_height[-1].x == pytest.approx(ticks["2^-16"] - 3 * unit, abs=0.2)  # the 70 % at 2^-19
-    assert "70.7 %" in by_height[-1].label
+    share = {t.label: t.position for t in plot.y_ticks}
+    percents = (share["0 %"] - share["20 %"]) / 20
+    assert by_height[-1].height == pytest.approx(70.7 * percents, rel=0.01)
     assert by_height[-1].height / by_height[0].height == pytest.approx(7, rel=0.02)
 
 
 def test_the_outline_is_the_gradient_moved_by_the_loss_scale() -> None:
     plots = {p.title: p for p in exponent_plots(report(), RANGES)}
-    assert plots["Weight"].outline == ""
+    assert plots["Weight"].marks == ()
     gradient = plots["Output gradient"]
-    unit = gradient.bars[0].width
-    start = float(gradient.outline[1:].split()[0])
-    assert start == pytest.approx(gradient.bars[0].x + 7 * unit, abs=0.5)
+    first = gradient.bands[0]
+    (outline,) = gradient.marks
+    start = float(outline.path[1:].split()[0])
+    assert start == pytest.approx(first.x + 7 * first.width, abs=0.5)
+    assert "H" not in outline.path
+    steps = [tuple(map(float, point.split())) for point in outline.path[1:].split("L")]
+    assert all(x == u or y == v for (x, y), (u, v) in pairwise(steps)), "across or up, also where nothing lies"
 
 
 def test_the_heatmap_has_a_cell_for_each_tensor_and_format() -> None:
@@ -181,7 +188,7 @@ def test_a_tensor_without_signal_has_a_rate_and_no_ratio() -> None:
 def test_a_few_tiny_outliers_do_not_squeeze_the_axis() -> None:
     outliers = replace(tensor("a", "weight"), exponents=((-120, 1), (-10, 9_999)))
     (plot,) = exponent_plots(replace(report(), classes=("weight",), tensors=(outliers,), loss_scales=()), RANGES)
-    assert len(plot.bars) == 1
+    assert len([b for b in plot.bands if b.kind == "bar"]) == 1
     assert "0.01 % lie below the axis" in plot.description
 
 

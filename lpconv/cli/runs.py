@@ -1,0 +1,174 @@
+"""The kinds of run that `lpconv report` shows: how each is found and read, its page, its table, and a line about one.
+
+Import this module lazily. What a probe says is worked out with torch, which is imported when one is read.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lpconv.bench.outcome import find_bench, read_bench
+from lpconv.checkpoint.contents import read_json
+from lpconv.convert.tensor_records import format_ranges
+from lpconv.errors import InputError, UsageError
+from lpconv.probe.options import PROBE_FILE, find_probe
+from lpconv.report.bench.compare import bench_figures, html_benches
+from lpconv.report.bench.html import html_bench
+from lpconv.report.bench.terminal import render_bench
+from lpconv.report.bench.text import ratio_text
+from lpconv.report.convert.html import html_compare, html_report
+from lpconv.report.convert.terminal import render_compare, render_convert
+from lpconv.report.convert.words import method_name, size_sentence, verdict as verdict_of
+from lpconv.report.finetune.compare import finetune_figures, html_finetunes
+from lpconv.report.finetune.html import html_finetune
+from lpconv.report.finetune.terminal import render_finetune
+from lpconv.report.finetune.words import title, verdict
+from lpconv.report.numbers import listed, plural
+from lpconv.report.probe.html import html_probe
+from lpconv.report.probe.terminal import render_probe
+from lpconv.report.terminal import SideBySide
+from lpconv.results import BenchResult, ConvertResult, FinetuneResult, ProbeReport, from_json
+from lpconv.train.folder import find_finetune
+
+__all__ = ["CONVERSIONS", "PROBES", "Kind", "ask_probe", "kind_of", "name_of", "one_kind", "runs_in"]
+
+CONVERSIONS, PROBES = "Conversions", "Probes"
+
+_DEPTH = 3  # of folders in folders that are searched for runs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """One kind of run. `find` gives the file that a folder or file means, None where it is something else.
+
+    `page` and `table` show one result, `pages` and `tables` several under their names, where that is done. `line` says
+    what a run was and what it found.
+    """
+
+    name: str
+    find: Callable[[str], Path | None]
+    read: Callable[[Path], Any]
+    page: Callable[[Any], str]
+    table: Callable[[Any], Any]
+    line: Callable[[Any], tuple[str, str]]
+    pages: Callable[[Sequence[Any], Sequence[str]], str] | None = None
+    tables: Callable[[Sequence[Any], Sequence[str]], Any] | None = None
+
+
+def kind_of(run: str) -> Kind | None:
+    """Of the run that a folder or file holds; None where it holds none."""
+    return next((kind for kind in _KINDS if kind.find(run) is not None), None)
+
+
+def one_kind(runs: Sequence[str]) -> tuple[Kind, list[Path]]:
+    """The kind of all runs, and their files; refuses what is no run, and runs of several kinds."""
+    kinds: dict[str, Kind] = {}
+    paths = []
+    for run in runs:
+        kind = kind_of(run)
+        path = kind.find(run) if kind is not None else None
+        if kind is None or path is None:
+            raise InputError(f"`{run}` has no report.json", hint="pass an output of `lpconv convert` or `lpconv probe`")
+        kinds[kind.name] = kind
+        paths.append(path)
+    if len(kinds) > 1:
+        raise UsageError(f"{' and '.join(kinds)} cannot be compared".lower(), hint="pass several runs of one kind")
+    return next(iter(kinds.values())), paths
+
+
+def name_of(path: Path) -> str:
+    """What to call the run that a file records: its folder, or the file where many may lie in one."""
+    return path.resolve().parent.name if path.name in ("report.json", PROBE_FILE) else path.stem
+
+
+def runs_in(folder: Path) -> list[tuple[Kind, Path]]:
+    """The runs below a folder by name, each with its file; folders inside of a run are its own."""
+    files = [str(f) for f in _folders_and_files(folder, _DEPTH)]
+    found = ((kind, kind.find(f)) for f in files if (kind := kind_of(f)) is not None)
+    return [(kind, file) for kind, file in found if file is not None]
+
+
+def _folders_and_files(folder: Path, depth: int) -> Iterator[Path]:
+    for path in sorted(folder.iterdir()):
+        if path.is_dir() and not path.is_symlink() and not path.name.startswith("."):
+            if depth > 1 and kind_of(str(path)) is None:
+                yield from _folders_and_files(path, depth - 1)
+            else:
+                yield path
+        elif find_bench(str(path)) is not None:
+            yield path
+
+
+def ask_probe(path: Path, format: str | None = None) -> ProbeReport:
+    """What a probe says about a format, or about those that everybody asks for."""
+    from lpconv.probe.answers import DEFAULT_FORMATS, answer  # with torch
+    from lpconv.probe.record import read_probe
+
+    return answer(read_probe(path), [format] if format else DEFAULT_FORMATS)
+
+
+def _line_of_bench(result: BenchResult) -> tuple[str, str]:
+    compared = [
+        (r.ratio.value, f"{r.name}, {ratio_text(r.ratio)}") for r in result.rows if r.ratio and not r.is_baseline
+    ]
+    found = f"fastest: {max(compared)[1]}" if compared else "no row was compared"
+    return listed(list(dict.fromkeys(r.model for r in result.rows))), found
+
+
+def _line_of_probe(result: ProbeReport) -> tuple[str, str]:
+    held = (f"{n} {sum(t.scaled[i].fits for t in result.tensors)}" for i, n in enumerate(result.formats))
+    return result.name, f"of {plural(len(result.tensors), 'tensor')} each format holds: {', '.join(held)}"
+
+
+def _line_of_conversion(result: ConvertResult) -> tuple[str, str]:
+    what = f"{result.source.name}: {method_name(result.method)}, {result.format}"
+    return what, f"{size_sentence(result)} Verification: {verdict_of(result.verify)}."
+
+
+def _find_conversion(run: str) -> Path | None:
+    path = Path(run) / "report.json" if Path(run).is_dir() else Path(run)
+    return path if path.exists() else None
+
+
+# Conversions last: any other report.json is taken for one, and said to be none when it is read.
+_KINDS = (
+    Kind(
+        name="Benches",
+        find=find_bench,
+        read=read_bench,
+        page=html_bench,
+        table=render_bench,
+        line=_line_of_bench,
+        pages=html_benches,
+        tables=lambda results, names: SideBySide(names=tuple(names), figures=bench_figures(results)),
+    ),
+    Kind(
+        name=PROBES,
+        find=find_probe,
+        read=ask_probe,
+        page=lambda result: html_probe(result, format_ranges()),
+        table=render_probe,
+        line=_line_of_probe,
+    ),
+    Kind(
+        name="Fine-tunings",
+        find=find_finetune,
+        read=lambda path: from_json(FinetuneResult, read_json(path)),
+        page=html_finetune,
+        table=render_finetune,
+        line=lambda result: (title(result), verdict(result)),
+        pages=html_finetunes,
+        tables=lambda results, names: SideBySide(names=tuple(names), figures=finetune_figures(results)),
+    ),
+    Kind(
+        name=CONVERSIONS,
+        find=_find_conversion,
+        read=lambda path: from_json(ConvertResult, read_json(path)),
+        page=lambda result: html_report(result, format_ranges()),
+        table=render_convert,
+        line=_line_of_conversion,
+        pages=lambda results, names: html_compare(results, format_ranges()),
+        tables=lambda results, names: render_compare(results),
+    ),
+)

@@ -1,0 +1,202 @@
+"""What is wrong with the scales of a checkpoint that others quantised: these are read, codes only where they must be.
+
+Scales that make no number of a code are problems. That two weights which readers fuse have unequal scales, or that a
+weight would be far larger than the others, is no contradiction, and yet what most files that "load, speak and are
+wrong" have in common.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from lpconv.checkpoint.contents import Contents, read_contents
+from lpconv.checkpoint.source import Source, open_source, read_range, read_tensor
+from lpconv.convert.defects import Findings, fused_groups, shown
+from lpconv.forms import Component, Headers, recognise
+from lpconv.forms.compressed import Compressed
+from lpconv.forms.foreign.grid import Grid
+from lpconv.forms.foreign.plane import Span
+from lpconv.forms.scaled import SCALE_SUFFIX
+from lpconv.forms.stored import Fetch, Side
+from lpconv.results import InspectResult
+
+__all__ = ["from_scales", "judged"]
+
+# No weight of a trained model is so large; what is larger than others' by so much has lost its scale.
+_LARGEST, _FACTOR = 1e4, 256.0
+_UNEQUAL = 1.001  # of scales that went through bf16 and back, nothing is left beyond that
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Scales:
+    """Of one weight: the least and largest scale with all factors, how many are zero and no number, and `one`, the
+    scale or factor that the whole tensor has, where there is one. `bound` is what its largest code would become."""
+
+    least: float = math.inf
+    most: float = 0.0
+    num: int = 0
+    num_zero: int = 0
+    num_bad: int = 0
+    one: float | None = None
+    bound: float = 0.0
+
+    def __add__(self, other: "_Scales") -> "_Scales":
+        return _Scales(
+            least=min(self.least, other.least),
+            most=max(self.most, other.most),
+            num=self.num + other.num,
+            num_zero=self.num_zero + other.num_zero,
+            num_bad=self.num_bad + other.num_bad,
+            one=self.one,
+            bound=max(self.bound, other.bound),
+        )
+
+
+def from_scales(contents: Contents) -> Findings:
+    """All that the scales of the layouts of others tell. Raises InputError where files cannot be read."""
+    with closing(open_source(contents)) as source:
+        forms = recognise(Headers.of(contents.config, {n: e.info for n, e in source.entries.items()}))
+        grids = {n: form for n, form in forms.items() if isinstance(form, Grid)}
+        found = {n: _look(grid, source) for n, grid in grids.items()}
+        found |= {n: _alone(form, source) for n, form in forms.items() if isinstance(form, Compressed)}
+        config = contents.config.get("quantization_config") or {}
+        problems = [*_unsound(found), *_dead(found, grids, source), *_inverted(found, grids)]
+        problems += _parts(grids, source, config)
+        return Findings(problems=tuple(problems), warnings=(*_unequal(found), *_lost(found)))
+
+
+def judged(found: InspectResult, directory: Path) -> InspectResult:
+    """The record of a checkpoint with what its scales tell."""
+    told = from_scales(read_contents(directory))
+    return replace(found, problems=(*found.problems, *told.problems), warnings=(*found.warnings, *told.warnings))
+
+
+def _alone(form: Compressed, source: Source) -> _Scales:
+    """Of a weight with one scale, in the form that lpconv writes too."""
+    scale = read_tensor(source, form.name + SCALE_SUFFIX).float()
+    return replace(_count(scale, form.format.max), one=float(scale))
+
+
+def _fetcher(source: Source) -> Fetch:
+    def fetch(component: Component, start: int, stop: int) -> Tensor:
+        return read_range(source, component.name, start, stop)
+
+    return fetch
+
+
+def _whole(grid: Grid) -> Iterator[Span]:
+    """Each matrix of a weight, in the order of the file."""
+    rows, cols = grid.matrix[::-1] if grid.on_its_side else grid.matrix
+    for index in range(math.prod(grid.shape[:-2])):
+        yield Span(index=index, top=0, bottom=rows, left=0, right=cols)
+
+
+def _side(grid: Grid, source: Source) -> Side:
+    return {c.name: read_tensor(source, c.name) for c in grid.side}
+
+
+def _look(grid: Grid, source: Source) -> _Scales:
+    side, fetch = _side(grid, source), _fetcher(source)
+    one = None if grid.factor is None else float(side[grid.factor.name])
+    total = _Scales(one=one)
+    for span in _whole(grid):
+        scales = grid.scales_of(grid.scales.fetch(fetch, span), span, side)
+        total = total + _count(scales, grid.format.max)
+        if grid.factor is None and grid.scales.component.shape in ((), (1,)):  # [1, 1] may be a block
+            total = replace(total, one=float(scales))
+    return total
+
+
+def _count(scales: Tensor, largest_code: float) -> _Scales:
+    sound = scales[torch.isfinite(scales) & (scales > 0)]
+    zeros = int((scales == 0).sum())
+    return _Scales(
+        least=float(sound.min()) if sound.numel() else math.inf,
+        most=float(sound.max()) if sound.numel() else 0.0,
+        num=scales.numel(),
+        num_zero=zeros,
+        num_bad=scales.numel() - zeros - sound.numel(),
+        bound=float(sound.max()) * largest_code if sound.numel() else 0.0,
+    )
+
+
+def _unsound(found: Mapping[str, _Scales]) -> Iterator[str]:
+    for name, s in found.items():
+        if s.num_bad:
+            yield f"`{name}`: {s.num_bad} of {s.num} scales are negative or no number"
+
+
+def _dead(found: Mapping[str, _Scales], grids: Mapping[str, Grid], source: Source) -> Iterator[str]:
+    """Scales of zero, where their codes are not."""
+    for name in (n for n, s in found.items() if s.num_zero and n in grids):
+        grid, fetch, lost = grids[name], _fetcher(source), 0
+        for span in _whole(grid):
+            codes = grid.codes.numbers(grid.codes.fetch(fetch, span), span)
+            scales = grid.scales.numbers(grid.scales.fetch(fetch, span), span)
+            lost += int(((codes != 0) & (grid.scales.spread(scales, span) == 0)).sum())
+        if lost:
+            yield f"`{name}`: {found[name].num_zero} scales are zero, and {lost} of their codes are not"
+
+
+def _inverted(found: Mapping[str, _Scales], grids: Mapping[str, Grid]) -> Iterator[str]:
+    wrong = [n for n, g in grids.items() if g.factor is not None and found[n].bound > _LARGEST]
+    if wrong:
+        how = "divides" if grids[wrong[0]].divides else "multiplies"
+        yield (
+            f"{shown(wrong)}: weights of up to {found[wrong[0]].bound:.2g}; the second scale, which {how} in this "
+            "layout, is inverted"
+        )
+
+
+def _parts(grids: Mapping[str, Grid], source: Source, config: Mapping[str, object]) -> Iterator[str]:
+    """Shapes, orders of groups and zero points that contradict the rest."""
+    for name, grid in grids.items():
+        side = _side(grid, source)
+        if grid.size is not None and tuple(side[grid.size.name].tolist()) != grid.shape:
+            said = tuple(side[grid.size.name].tolist())
+            yield f"`{name}`: `{grid.size.name}` says {said}, the codes are {grid.shape}"
+        elif grid.order is not None and not grid.has_sound(side):
+            yield f"`{name}`: `{grid.order.name}` names groups that have no scale"
+        if grid.zeros is not None and config.get("sym") is True:
+            span = next(_whole(grid))
+            zeros = grid.zeros.numbers(grid.zeros.fetch(_fetcher(source), span), span)
+            middle = (grid.format.max + 1) if grid.format.name == "int4" else 128.0
+            if bool((zeros != middle).any()):
+                yield (
+                    f"`{name}`: zero points of {float(zeros.min()):g} to {float(zeros.max()):g}, and config.json says "
+                    f"that codes are symmetric about {middle:g}: is `checkpoint_format` another version's?"
+                )
+
+
+def _unequal(found: Mapping[str, _Scales]) -> Iterator[str]:
+    """Weights that readers fuse and take one scale for, where each has its own."""
+    groups, ratios = 0, {}
+    for stem, names in fused_groups(found):
+        ones = [found[n].one for n in names]
+        known = [s for s in ones if s is not None and 0 < s < math.inf]
+        if len(known) == len(names):
+            groups += 1
+            ratios[stem] = max(known) / min(known)
+    wrong = sorted((s for s in ratios if ratios[s] > _UNEQUAL), key=lambda s: -ratios[s])
+    if wrong:
+        yield (
+            f"{len(wrong)} of {groups} groups of weights that readers fuse have unequal scales, by a factor of up to "
+            f"{ratios[wrong[0]]:.3g} in {shown(wrong)}: who takes one scale for them decodes the others wrongly"
+        )
+
+
+def _lost(found: Mapping[str, _Scales]) -> Iterator[str]:
+    ones = [n for n, s in found.items() if s.least == s.most == 1.0]
+    if ones:
+        yield f"{shown(ones)}: all scales are 1: were they dropped?"
+    usual = median(s.bound for s in found.values()) if found else 0.0
+    far = [n for n, s in found.items() if s.bound > _FACTOR * usual > 0 and n not in ones]
+    if far:
+        large = found[far[0]].bound
+        yield f"{shown(far)}: weights of up to {large:.2g}, where others have {usual:.2g}: is a scale lost?"

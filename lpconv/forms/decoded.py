@@ -1,0 +1,85 @@
+"""Any checkpoint as a source of plain tensors: what is stored in a form, ours or others', is decoded as it is read.
+
+Decoded tensors are fp32, which holds what every form means; what is kept keeps its dtype. Memory is that of the blocks
+that are asked for, and of a few decoded bands of weights that lie on their side (see `foreign/grid.py`).
+"""
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from threading import Lock
+
+import torch
+from torch import Tensor
+
+from lpconv.checkpoint.compressed import quantized_by
+from lpconv.checkpoint.contents import Contents
+from lpconv.checkpoint.header import TensorInfo
+from lpconv.checkpoint.residual import RESIDUAL_INDEX
+from lpconv.checkpoint.source import Source, TensorEntry, open_source
+from lpconv.forms import Kept
+from lpconv.forms.reader import StoredTensors
+
+__all__ = ["DecodedSource", "is_coded", "open_values"]
+
+_BANDS = 4  # that are remembered: as many as a few threads read side by side
+
+
+class DecodedSource:
+    """The values of stored tensors under the weights' names. Closes what it reads."""
+
+    def __init__(self, stored: StoredTensors) -> None:
+        self._stored = stored
+        self._entries: dict[str, TensorEntry] = {}
+        self._bands: OrderedDict[tuple[str, int, int], Tensor] = OrderedDict()
+        self._lock = Lock()
+        position = 0
+        for name, form in stored.forms.items():
+            where = stored.entries[form.data[0].name]
+            dtype, size = ("F32", 4 * form.num_elements)
+            if isinstance(form, Kept):
+                dtype, size = where.info.dtype, where.info.num_bytes
+            info = TensorInfo(name=name, dtype=dtype, shape=form.shape, begin=position, end=position + size)
+            position += size
+            self._entries[name] = TensorEntry(info=info, file=where.file, alias_of=where.alias_of)
+
+    @property
+    def entries(self) -> Mapping[str, TensorEntry]:
+        return self._entries
+
+    def read_bytes(self, name: str, start: int, out: Tensor) -> None:
+        if isinstance(self._stored.forms[name], Kept):
+            self._stored.read_bytes(name, start, out)
+            return
+        first, last = start // 4, (start + out.numel()) // 4
+        begin, end = self._stored.widened(name, first, last)
+        out.copy_(self._band(name, begin, end)[first - begin : last - begin].view(torch.uint8))
+
+    def _band(self, name: str, begin: int, end: int) -> Tensor:
+        """Decoded elements, whole rows; where a form has bands, those just read are still there."""
+        key = name, begin, end
+        with self._lock:
+            if key in self._bands:
+                return self._bands[key]
+        values = self._stored.values(name, begin, end)
+        with self._lock:
+            self._bands[key] = values
+            if len(self._bands) > _BANDS:
+                self._bands.popitem(last=False)
+        return values
+
+    def close(self) -> None:
+        self._bands.clear()
+        self._stored.close()
+
+
+def is_coded(contents: Contents) -> bool:
+    """Whether the tensors of a checkpoint stand for others: it is quantised, or keeps residuals beside its weights."""
+    return quantized_by(contents.config) is not None or (contents.directory / RESIDUAL_INDEX).exists()
+
+
+def open_values(contents: Contents) -> Source:
+    """The tensors of any checkpoint as plain ones. Raises UnsupportedError for the layouts that are not read.
+
+    Raises InputError for what `StoredTensors.open` and `open_source` refuse.
+    """
+    return DecodedSource(StoredTensors.open(contents.directory)) if is_coded(contents) else open_source(contents)

@@ -1,0 +1,57 @@
+"""Low-precision weights as others store them, for reading: a file for each layout, with the arithmetic of `grid.py`.
+
+A layout is a file with the `quant_method`s that configs name it by, and `find`, which makes a `Grid` of the headers of
+one weight; its line in `_LAYOUTS` is all else. `docs/layouts.md` says what is read, and what was tried.
+"""
+
+from collections.abc import Container, Mapping
+from typing import Any
+
+from lpconv.checkpoint.compressed import quantized_by
+from lpconv.errors import UnsupportedError
+from lpconv.forms.facts import Headers
+from lpconv.forms.foreign import awq, compressed_tensors, fp8, gptq, modelopt, mxfp4
+from lpconv.forms.foreign.grid import Grid
+
+__all__ = ["ACTIVATIONS", "READ", "check_readable", "find", "is_part"]
+
+_LAYOUTS = (compressed_tensors, fp8, mxfp4, modelopt, gptq, awq)
+_BY_METHOD = {method: layout for layout in _LAYOUTS for method in layout.METHODS}
+
+# The values of `quant_method` that are read.
+READ = frozenset(_BY_METHOD)
+# Last parts of names: what belongs to activations and caches, which no weight needs, and what is part of a weight.
+ACTIVATIONS = frozenset(
+    {"input_scale", "input_global_scale", "input_zero_point", "output_scale", "output_zero_point", "activation_scale",
+     "k_scale", "v_scale", "q_scale", "prob_scale"}
+)  # fmt: skip
+# What follows the name of a weight or of its module. Some of a model's own tensors end in these.
+_ALSO_MODELS = ("_scale", "_shape", "_scales", ".scales")
+_PARTS = ("_scale_inv", "_scale_2", "_global_scale", "_zero_point", "_packed", "_g_idx", "_blocks", ".qweight",
+          ".qzeros", ".g_idx", *_ALSO_MODELS)  # fmt: skip
+
+
+def find(name: str, headers: Headers) -> Grid | None:
+    """The weight whose codes are stored as `name`, None where that is none of the layout that the config names."""
+    layout = _BY_METHOD.get(headers.quantised_by or "")
+    found = None if layout is None else layout.find(name, headers)
+    return found if found is not None and found.agrees else None
+
+
+def is_part(name: str, dtype: str, weights: Container[str]) -> bool:
+    """Whether a tensor that no layout has can only be a part of a quantised weight."""
+    for part in _PARTS:
+        base = name.removesuffix(part)
+        if base != name and (part not in _ALSO_MODELS or base in weights or base.endswith(".weight")):
+            return True
+    return dtype.startswith(("F8", "F6", "F4"))
+
+
+def check_readable(config: Mapping[str, Any]) -> None:
+    """Raise UnsupportedError for a checkpoint that somebody quantised in a way that is not read."""
+    method = quantized_by(config)
+    if method not in (None, "lpconv", *READ):
+        raise UnsupportedError(
+            f"the checkpoint is quantised by `{method}`, which lpconv does not read",
+            hint="it reads " + ", ".join(sorted(READ)) + "; else start from the unquantised checkpoint",
+        )

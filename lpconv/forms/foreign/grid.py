@@ -1,0 +1,181 @@
+"""A weight as others store it: value = (code - zero point) · scale, with scales for a tensor, rows, blocks or groups.
+
+Every layout that is read is this one arithmetic over `Plane`s; what differs is where they lie, which the files beside
+this one know. A weight may lie on its side in the file (GPTQ, AWQ, the experts of gpt-oss): then a band of its rows is
+a band of the file's columns, read row by row, and `cols` is a band, so that no reading is too small to be worth it.
+
+Values are computed in fp32: codes and zero points are small integers or fp8, whose difference is exact, and the product
+with the scale is rounded once. A scale of two factors (NVFP4) is their product or quotient in fp32, as its readers have
+it.
+"""
+
+from __future__ import annotations  # tensors are named below and not imported
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lpconv.formats.spec import Format
+from lpconv.forms.facts import Component
+from lpconv.forms.foreign.plane import Plane, Span
+from lpconv.forms.stored import Fetch, Side, Stored
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Grid", "block_of"]
+
+_WIDE, _INTEGERS = {"F32", "F16", "BF16"}, {"I32", "I64"}
+_BAND_BYTES = 512  # of a stored row, that are read at once where a weight lies on its side
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid(Stored):
+    """`factor` is one more scale for all, by which `divides` says to divide.
+
+    `order` has the group of each column, where groups are not neighbours. `size` is a tensor that repeats the shape of
+    the weight. `on_its_side` says that the file has the transpose.
+    """
+
+    format: Format
+    codes: Plane
+    scales: Plane
+    zeros: Plane | None = None
+    factor: Component | None = None
+    divides: bool = False
+    order: Component | None = None
+    size: Component | None = None
+    on_its_side: bool = False
+
+    @property
+    def words(self) -> str:
+        rows, cols = self.block
+        shape = "the tensor" if (rows, cols) == self.matrix else "a row" if (rows, cols) == (1, self.matrix[1]) else ""
+        shape = shape or (f"{cols} of a row" if rows == 1 else f"{rows} x {cols}")
+        return f"{self.format.name} codes, a scale for {shape}"
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """Rows and columns of one matrix of the weight."""
+        return self.shape[-2], self.shape[-1]
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Rows and columns of the weight that share a scale."""
+        rows, cols = self.scales.block[::-1] if self.on_its_side else self.scales.block
+        return min(rows, self.matrix[0]), min(cols, self.matrix[1])
+
+    @property
+    def planes(self) -> tuple[Plane, ...]:
+        return tuple(p for p in (self.codes, self.scales, self.zeros) if p is not None)
+
+    @property
+    def data(self) -> tuple[Component, ...]:
+        return tuple(p.component for p in self.planes)
+
+    @property
+    def side(self) -> tuple[Component, ...]:
+        return tuple(c for c in (self.factor, self.order, self.size) if c is not None)
+
+    @property
+    def components(self) -> tuple[Component, ...]:
+        return (*self.data, *self.side)
+
+    @property
+    def cols(self) -> int:
+        rows, cols = self.matrix
+        if not self.on_its_side:
+            return cols
+        if len(self.shape) > 2:
+            return rows * cols
+        codes = self.codes
+        per_byte = codes.per_word if codes.axis == 1 else 1
+        stored_row = codes.component.num_bytes // math.prod(codes.component.shape[:-1])
+        bytes_each = stored_row // codes.component.shape[-1]
+        return min(rows, _BAND_BYTES // bytes_each * per_byte) * cols
+
+    @property
+    def agrees(self) -> bool:
+        """Whether all parts have the dtypes and sizes that the weight needs."""
+        lead, matrix = math.prod(self.shape[:-2]), self.matrix[::-1] if self.on_its_side else self.matrix
+        factor, order, size = self.factor, self.order, self.size
+        return (
+            0 not in self.shape
+            and all(p.holds(matrix) and math.prod(p.component.shape[:-2]) == lead for p in self.planes)
+            and (factor is None or (math.prod(factor.shape) == 1 and factor.dtype in _WIDE))
+            and (order is None or (order.shape == self.matrix[1:] and order.dtype in _INTEGERS))
+            and (size is None or (size.shape == (len(self.shape),) and size.dtype in _INTEGERS))
+        )
+
+    def has_sound(self, side: Side) -> bool:
+        """Whether the one factor is a positive number, each group has a scale, and the shape is right."""
+        if self.factor is not None and not 0 < float(side[self.factor.name]) < math.inf:
+            return False
+        if self.size is not None and tuple(side[self.size.name].tolist()) != self.shape:
+            return False
+        if self.order is None:
+            return True
+        groups, order = self.scales.size[0 if self.on_its_side else 1], side[self.order.name]
+        return bool(((order >= 0) & (order < groups)).all())
+
+    def read(self, fetch: Fetch, start: int, stop: int, side: Side) -> tuple[Tensor, ...]:
+        return tuple(p.fetch(fetch, span) for span in self._spans(start, stop) for p in self.planes)
+
+    def decode(self, data: Sequence[Tensor], start: int, stop: int, side: Side) -> Tensor:
+        import torch
+
+        raw = iter(data)
+        found = [self._values([next(raw) for _ in self.planes], span, side) for span in self._spans(start, stop)]
+        return found[0] if len(found) == 1 else torch.cat(found) if found else torch.empty(0)
+
+    def scales_of(self, raw: Tensor, span: Span, side: Side) -> Tensor:
+        """The scales in fp32 of the blocks that a span touches, the one factor included."""
+        scales = self.scales.numbers(raw, span)
+        if self.factor is None:
+            return scales
+        factor = side[self.factor.name].float().reshape(())
+        return scales / factor if self.divides else scales * factor
+
+    def _values(self, raw: Sequence[Tensor], span: Span, side: Side) -> Tensor:
+        x = self.codes.numbers(raw[0], span)
+        if self.zeros is not None:
+            x = x - self._spread(self.zeros, self.zeros.numbers(raw[2], span), span, side)
+        x = x * self._spread(self.scales, self.scales_of(raw[1], span, side), span, side)
+        return (x.t() if self.on_its_side else x).reshape(-1)
+
+    def _spread(self, plane: Plane, x: Tensor, span: Span, side: Side) -> Tensor:
+        """Numbers of groups for each element of a span, which has all groups: they run along the rows of a weight."""
+        if self.order is None:
+            return plane.spread(x, span)
+        order = side[self.order.name].long()
+        return x[order] if self.on_its_side else x[:, order]
+
+    def _spans(self, start: int, stop: int) -> Iterator[Span]:
+        """The elements `start` to `stop`, whole rows, by the matrices that they are of."""
+        rows, cols = self.matrix
+        first, last = (start // cols, stop // cols) if cols else (0, 0)
+        while first < last:
+            index, row = divmod(first, rows)
+            count = min(rows - row, last - first)
+            if self.on_its_side:
+                yield Span(index=index, top=0, bottom=cols, left=row, right=row + count)
+            else:
+                yield Span(index=index, top=row, bottom=row + count, left=0, right=cols)
+            first += count
+
+
+def block_of(shape: tuple[int, ...], size: tuple[int, int], hint: tuple[int, ...] = ()) -> tuple[int, int] | None:
+    """The block of a matrix, the last two axes, for which each of so many scales is; None where that is no block.
+
+    `hint` is the size of whole blocks as a config has it: the last ones may be smaller, which sizes alone do not tell.
+    """
+    found = []
+    for n, scales, wanted in zip(shape[-2:], size, hint or (0, 0), strict=True):
+        if wanted and -(-n // wanted) == scales:
+            found.append(wanted)
+        elif scales and n % scales == 0:
+            found.append(n // scales)
+        else:
+            return None
+    return found[0], found[1]

@@ -1,0 +1,158 @@
+"""A matrix of numbers as others put it into a file: codes, scales or zero points, several to a word or one by one.
+
+The numbers of a `Plane` stand for blocks of a weight's elements, so that a scale of 128 x 128 elements, a zero point of
+a group and a code of one element are read by the same few lines. Everything is in the order of the file, in which a
+weight may lie on its side. Letters: a weight has P x Q numbers, a plane H x W elements in the file.
+"""
+
+from __future__ import annotations  # tensors are named below and not imported
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lpconv.forms.facts import Component
+from lpconv.forms.stored import Fetch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["INTEGERS", "Plane", "Span", "one_by_one"]
+
+# Unsigned integers of so many bits, 32 / bits in a word of 32, the first in the lowest bits.
+INTEGERS = {2: "uint2", 4: "uint4", 8: "uint8"}
+_PER_WORD = {"e2m1": 2, "uint2": 16, "uint4": 8, "uint8": 4, "awq": 8}
+# AWQ's kernels want even numbers of a word in its lower half: where the number k of a word lies, in nibbles.
+_AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+_DTYPES = {
+    "fp8": {"F8_E4M3", "F8_E5M2"}, "wide": {"F16", "BF16", "F32", "I8"}, "e8m0": {"U8", "F8_E8M0"}, "e2m1": {"U8"},
+    "uint2": {"I32"}, "uint4": {"I32"}, "uint8": {"I32"}, "awq": {"I32"},
+}  # fmt: skip
+
+
+def one_by_one(component: Component, block: tuple[int, int] = (1, 1)) -> Plane:
+    """A plane of numbers of the component's own dtype; bytes are exponents, as of MX formats."""
+    kind = next((k for k, dtypes in _DTYPES.items() if component.dtype in dtypes), "")
+    return Plane(component=component, kind=kind, block=block)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """Numbers `top` to `bottom` by `left` to `right` of the matrix `index` of a weight, in the file's order."""
+
+    index: int
+    top: int
+    bottom: int
+    left: int
+    right: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.bottom - self.top, self.right - self.left
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plane:
+    """`kind` says how a number is made of what is stored: see `_numbers`. Words lie along `axis`.
+
+    Each number stands for `block` elements. `plus` is added to a number, and kept within its bits where `wraps`.
+    """
+
+    component: Component
+    kind: str
+    block: tuple[int, int] = (1, 1)
+    axis: int = 1
+    plus: int = 0
+    wraps: bool = False
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """H and W: elements of one matrix in the file. A vector is a column."""
+        shape = self.component.shape
+        return (1, 1) if not shape else (shape[0], 1) if len(shape) == 1 else (shape[-2], shape[-1])
+
+    @property
+    def per_word(self) -> int:
+        return _PER_WORD.get(self.kind, 1)
+
+    def holds(self, shape: tuple[int, int]) -> bool:
+        """Whether this has the numbers for a matrix, in their dtype, and no more padding than a word."""
+        rows, cols = (-(-n // b) for n, b in zip(shape, self.block, strict=True))
+        words = (-(-rows // self.per_word), cols) if self.axis == 0 else (rows, -(-cols // self.per_word))
+        return self.size == words and self.component.dtype in _DTYPES.get(self.kind, ())
+
+    def fetch(self, fetch: Fetch, span: Span) -> Tensor:
+        """The stored elements that a span touches, [h, w]."""
+        import torch
+
+        (height, width), (rows, cols) = self.size, self._words(span)
+        first = span.index * height
+        if cols == (0, width) or rows[1] - rows[0] == 1:
+            start = (first + rows[0]) * width + cols[0]
+            count = (rows[1] - rows[0] - 1) * width + cols[1] - cols[0]
+            return fetch(self.component, start, start + count).view(rows[1] - rows[0], cols[1] - cols[0])
+        starts = ((first + row) * width for row in range(*rows))
+        return torch.stack([fetch(self.component, s + cols[0], s + cols[1]) for s in starts])
+
+    def numbers(self, raw: Tensor, span: Span) -> Tensor:
+        """The numbers in fp32, one for each block that a span touches."""
+        x = _numbers(raw, self.kind, self.axis)
+        if self.plus:
+            x = x + self.plus
+            if self.wraps:
+                x = x.remainder_(2 ** (32 // self.per_word))
+        (top, bottom), (left, right) = self._blocks(span)
+        (first_row, _), (first_col, _) = self._words(span)
+        rows, cols = (self.per_word, 1) if self.axis == 0 else (1, self.per_word)
+        above, before = first_row * rows, first_col * cols
+        return x[top - above : bottom - above, left - before : right - before]
+
+    def spread(self, x: Tensor, span: Span) -> Tensor:
+        """Numbers of blocks as they are for each element of a span, or as they broadcast to it."""
+        (top, _), (left, _) = self._blocks(span)
+        (rows, cols), (height, width) = self.block, span.shape
+        if rows > 1 and x.shape[0] > 1:
+            skipped = span.top - top * rows
+            x = x.unsqueeze(1).expand(-1, rows, -1).flatten(0, 1)[skipped : skipped + height]
+        if cols > 1 and x.shape[1] > 1:
+            skipped = span.left - left * cols
+            x = x.unsqueeze(2).expand(-1, -1, cols).flatten(1)[:, skipped : skipped + width]
+        return x
+
+    def _blocks(self, span: Span) -> tuple[tuple[int, int], tuple[int, int]]:
+        """The blocks that a span touches, by rows and by columns."""
+        rows, cols = self.block
+        return (span.top // rows, -(-span.bottom // rows)), (span.left // cols, -(-span.right // cols))
+
+    def _words(self, span: Span) -> tuple[tuple[int, int], tuple[int, int]]:
+        """The stored elements that these lie in."""
+        (top, bottom), (left, right) = self._blocks(span)
+        n = self.per_word
+        if self.axis == 0:
+            return (top // n, -(-bottom // n)), (left, right)
+        return (top, bottom), (left // n, -(-right // n))
+
+
+def _numbers(raw: Tensor, kind: str, axis: int) -> Tensor:
+    """Stored elements [h, w] as fp32 numbers.
+
+    ``fp8`` and ``wide`` are numbers of their dtype, ``e8m0`` bytes 2^(byte - 127), of which 255 is NaN (OCP MX 1.0,
+    5.4.1), ``e2m1`` two to a byte, the first in the lower half; the others are unsigned integers in words of 32 bits.
+    """
+    import torch
+
+    from lpconv.kernels.decode import decode
+
+    if kind == "fp8":
+        return decode(raw.contiguous(), torch.float32)
+    if kind == "e8m0":
+        return raw.view(torch.float8_e8m0fnu).float()
+    if kind == "wide":
+        return raw.float()
+    if kind == "e2m1":
+        both = torch.stack((raw & 15, raw >> 4), dim=2).flatten(1)
+        return torch.tensor(_E2M1)[both.int()]
+    bits = 32 // _PER_WORD[kind]
+    places = _AWQ_NIBBLES if kind == "awq" else range(_PER_WORD[kind])
+    parts = [((raw >> (place * bits)) & (2**bits - 1)).float() for place in places]
+    return torch.stack(parts, dim=2).flatten(1) if axis == 1 else torch.stack(parts, dim=1).flatten(0, 1)

@@ -1,0 +1,122 @@
+"""The layouts of others, decoded: bit for bit what their own packages make of the same files.
+
+Theirs give bf16 or the dtype of the scales; ours is fp32, so ours rounded to theirs must be theirs. What no package
+here decodes is done again number by number, by the words of its documentation.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from foreign_files import AWQ_ORDER, MAKERS, Tensors, gpt_oss, scheme_of
+from safetensors.torch import save_file
+from torch import Tensor
+
+from lpconv.forms.foreign.grid import Grid
+from lpconv.forms.reader import StoredTensors
+
+NAME = "layer.q_proj.weight"
+
+
+def edges(rows: int = 264, cols: int = 192, seed: int = 0) -> Tensor:
+    """Rows of many sizes: zeros, both signs of zero, one large number, ties between codes, the limit of a format."""
+    x = torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed))
+    x = x * torch.logspace(-6, 1, rows).unsqueeze(1)
+    x[3], x[4, ::2], x[5, 7], x[6] = 0.0, -0.0, 1000.0, torch.linspace(-6, 6, cols)
+    x[7] = torch.tensor([448.0, 0.5, 0.25, -1.25, 2.5, -3.5, 5.0, 1.75]).repeat(cols // 8)
+    return x
+
+
+def store(folder: Path, tensors: Tensors, config: dict[str, Any]) -> Path:
+    save_file({n: x.contiguous() for n, x in tensors.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"quantization_config": config}))
+    return folder
+
+
+def decoded(folder: Path, name: str = NAME) -> Tensor:
+    with StoredTensors.open(folder) as stored:
+        assert isinstance(stored.forms[name], Grid)
+        return stored.tensor(name)
+
+
+def written(layout: str, folder: Path, w: Tensor) -> Tensors:
+    make, config = MAKERS[layout]
+    tensors = make(NAME, w, float(w.abs().max()))
+    store(folder, tensors, config())
+    return tensors
+
+
+COMPRESSED = {"ct FP8": "FP8", "ct FP8_DYNAMIC": "FP8_DYNAMIC", "ct FP8_BLOCK": "FP8_BLOCK", "ct W8A8": "W8A8",
+              "ct MXFP8": "MXFP8", "ct MXFP4": "MXFP4", "ct NVFP4": "NVFP4A16", "ct W4A16": "W4A16",
+              "ct W4A16_ASYM": "W4A16_ASYM", "ct W8A16": "W8A16"}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layout", [n for n in COMPRESSED if n != "ct FP8"])  # one scale: our own form
+def test_compressed_tensors_decodes_the_same(layout: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    from compressed_tensors.compressors.base import BaseCompressor
+
+    config = MAKERS[layout][1]()
+    tensors = written(layout, tmp_path, edges().to(dtype))
+    weights = config["config_groups"]["group_0"]["weights"]
+    scheme = scheme_of(COMPRESSED[layout], group_size=weights["group_size"])
+    state = {n.rpartition(".")[2]: x for n, x in tensors.items()}
+    theirs = BaseCompressor.get_value_from_registry(config["format"]).decompress(state, scheme)["weight"]
+    assert torch.equal(decoded(tmp_path).to(theirs.dtype), theirs)
+
+
+@pytest.mark.parametrize("layout", ["fp8", "fp8 bf16", "fp8 ue8m0", "mxfp8"])
+def test_transformers_decodes_the_same_fp8(layout: str, tmp_path: Path) -> None:
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    tensors = written(layout, tmp_path, edges(rows=256, cols=384))
+    for dtype in (torch.float32, torch.bfloat16):
+        theirs = Fp8Dequantize(None)._dequantize_one(tensors[NAME], tensors[NAME + "_scale_inv"], dtype)
+        assert torch.equal(decoded(tmp_path).to(dtype), theirs)
+
+
+def test_transformers_decodes_the_same_experts(tmp_path: Path) -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    tensors = gpt_oss("experts.down_proj", torch.stack([edges(96, 200), edges(96, 200, seed=1)]))
+    store(tmp_path, tensors, {"quant_method": "mxfp4"})
+    theirs = convert_moe_packed_tensors(*tensors.values(), dtype=torch.float32)
+    assert torch.equal(decoded(tmp_path, "experts.down_proj"), theirs)
+
+
+def test_torchao_decodes_the_same_nvfp4(tmp_path: Path) -> None:
+    from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor
+
+    tensors = written("modelopt NVFP4", tmp_path, edges())
+    theirs = NVFP4Tensor(
+        tensors[NAME], tensors[NAME + "_scale"], 16, torch.float32, tensors[NAME + "_scale_2"]
+    ).dequantize()
+    assert torch.equal(decoded(tmp_path), theirs)
+
+
+def _gptq_number(t: Tensors, n: int, k: int, *, first_version: bool) -> float:
+    stem, group = "layer.q_proj.", int(t["layer.q_proj.g_idx"][k])
+    code = int(t[stem + "qweight"][k // 8, n]) >> (4 * (k % 8)) & 15
+    zero = int(t[stem + "qzeros"][group, n // 8]) >> (4 * (n % 8)) & 15
+    return (code - (zero + first_version) % 16) * float(t[stem + "scales"][group, n])
+
+
+def _awq_number(t: Tensors, n: int, k: int) -> float:
+    stem, place, group = "layer.q_proj.", 4 * AWQ_ORDER.index(n % 8), k // 32
+    code = int(t[stem + "qweight"][k, n // 8]) >> place & 15
+    zero = int(t[stem + "qzeros"][group, n // 8]) >> place & 15
+    return (code - zero) * float(t[stem + "scales"][group, n])
+
+
+@pytest.mark.parametrize("layout", ["gptq", "gptq desc_act", "awq"])
+def test_integers_on_their_side_are_what_their_documentation_says(layout: str, tmp_path: Path) -> None:
+    tensors, got = written(layout, tmp_path, edges(264, 64)), decoded(tmp_path)
+    assert got.shape == (264, 64)
+    for n in range(0, 264, 3):
+        for k in range(64):
+            is_awq = layout == "awq"
+            first = layout == "gptq"
+            wanted = _awq_number(tensors, n, k) if is_awq else _gptq_number(tensors, n, k, first_version=first)
+            assert float(got[n, k]) == float(torch.tensor(wanted)), (n, k)

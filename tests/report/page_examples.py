@@ -1,0 +1,205 @@
+"""A page of every kind as it may come out at its worst: long names, many layers, all sections, figures made up."""
+
+import math
+import zlib
+from dataclasses import replace
+
+from bench_records import CPU_PEAKS, GEMMS, row
+from report_examples import bert_result, llama_result
+
+from lpconv.bench.roofline import verdict
+from lpconv.report.bench.compare import html_benches
+from lpconv.report.bench.html import html_bench
+from lpconv.report.convert.html import html_compare, html_report
+from lpconv.report.convert.words import summary
+from lpconv.report.finetune.compare import html_finetunes
+from lpconv.report.finetune.html import html_finetune
+from lpconv.report.index import RunEntry, html_index
+from lpconv.report.plot import FormatRange
+from lpconv.report.probe.html import html_probe
+from lpconv.results import (
+    BenchResult,
+    EvaluationRecord,
+    FinetuneResult,
+    FormatRates,
+    GapRecord,
+    GateRecord,
+    HeldOutRecord,
+    LayerChange,
+    LossAllocation,
+    LossScaleRecord,
+    NonfiniteRecord,
+    PeakMemory,
+    ProbedRecord,
+    ProbeReport,
+    RunRecord,
+    Series,
+    TrackedRecord,
+    UpdateQuality,
+)
+
+__all__ = ["RANGES", "bench", "example_pages", "finetune", "probe"]
+
+RANGES = {
+    "fp16": FormatRange(max=65504.0, min_normal=2.0**-14, min_subnormal=2.0**-24),
+    "bf16": FormatRange(max=3.3895e38, min_normal=2.0**-126, min_subnormal=2.0**-133),
+    "e4m3fn": FormatRange(max=448.0, min_normal=2.0**-6, min_subnormal=2.0**-9),
+    "e5m2": FormatRange(max=57344.0, min_normal=2.0**-14, min_subnormal=2.0**-16),
+}
+LAYERS = tuple(
+    f"bert.encoder.layer.{i}.{part}"
+    for i in range(12)
+    for part in ("attention.self.query", "attention.output.dense", "intermediate.dense", "output.dense")
+)
+STEPS = 60
+
+
+def made_up(*name: object) -> float:
+    """A number in [0, 1) that belongs to this name."""
+    return zlib.crc32(repr(name).encode()) / 2**32
+
+
+def _run(role: str, seed: int) -> RunRecord:
+    steps = tuple(range(1, STEPS + 1))
+    shift = 0.05 if role == "run" else 0.0
+    losses = tuple(4.5 * math.exp(-s / 40) + shift + 0.1 * made_up(seed, s) for s in steps)
+    at = (0, 15, 30, 45, STEPS)
+    return RunRecord(
+        role=role,
+        seed=seed,
+        losses=Series(name="loss", steps=steps, values=losses),
+        evaluations=(
+            Series(name="eval_loss", steps=at, values=tuple(4.6 * math.exp(-s / 40) + shift for s in at)),
+            Series(name="eval_accuracy", steps=at, values=tuple(0.5 + s / 200 - shift for s in at)),
+        ),
+        loss_scales=Series(name="loss_scale", steps=steps, values=tuple(2.0 ** (15 if s < 20 else 14) for s in steps)),
+        num_skipped=1,
+        step_time_s=0.123,
+        overhead=0.03,
+        tracked=tuple(
+            TrackedRecord(
+                step=step, layer=layer, role=kind, format="e4m3fn" if kind == "input" else "e5m2",
+                underflow=made_up(step, layer, kind) ** 8, overflow=0.3 * made_up(layer, kind, step) ** 16,
+            )
+            for step in (range(1, STEPS, 6) if role == "run" and seed == 0 else ())
+            for layer in LAYERS
+            for kind in ("input", "grad_output")
+        ),
+        updates=tuple(UpdateQuality(step=s, edq=0.9, edq_weights=0.5, lost=0.1) for s in (1, 20, 40)),
+        memory=PeakMemory(parts={"weights": 10**9, "other": 2 * 10**9}, measured_bytes=4 * 10**9, instrument="RSS"),
+        first_nonfinite=NonfiniteRecord(step=20, layer=LAYERS[5], direction="backward", outcome="it was left out"),
+        loss_allocation=LossAllocation(
+            first_step=1, last_step=STEPS, num_batches=2, loss_before=4.5, loss_after=1.1, change=-3.4, rounding=0.01,
+            rounding_share=0.003, closure_error=1e-5,
+            layers=tuple(LayerChange(layer=n, change=-0.1, rounding=1e-4, helped=0.6) for n in LAYERS),
+        ),
+        held_out=tuple(
+            EvaluationRecord(step=s, sizes=(8, 8), losses=(1.0, 2.0), accuracies=(0.5, 0.75)) for s in (0, STEPS)
+        ),
+    )  # fmt: skip
+
+
+def finetune(**changes: object) -> FinetuneResult:
+    """Two seeds of a classification with a twin, and all that a run can record."""
+    made = FinetuneResult(
+        name="bert-large-uncased-whole-word-masking",
+        output="runs/bert-large-uncased-whole-word-masking-unit-fp8-collage-finetuned",
+        recipe="unit-fp8-collage",
+        twin="fp32",
+        task="classification",
+        facts={"Data": "reviews-of-long-films-2024.jsonl: 25000 texts, 97 held out, 2 classes", "Steps": "60"},
+        runs=tuple(_run(role, seed) for seed in (0, 1) for role in ("run", "twin")),
+        gaps=(
+            GapRecord(metric="eval_loss", run=1.15, twin=1.1, gap=0.05, half_width=0.1, noise=0.01),
+            GapRecord(metric="eval_accuracy", run=0.75, twin=0.8, gap=-0.05, standard_error=0.02),
+        ),
+        seconds=100.0,
+        saved_as="unit e4m3fn",
+        held_out=tuple(
+            HeldOutRecord(
+                role=role, metric=metric, num_examples=64, num_available=97, baseline=guess, before=before, after=after,
+                standard_error=0.05, change_error=0.04,
+            )
+            for role in ("run", "twin")
+            for metric, guess, before, after in (("eval_loss", 0.69, 4.6, 1.15), ("eval_accuracy", 0.64, 0.5, 0.75))
+        ),
+        gates=(GateRecord(expression="loss_gap<=0.01", value=0.05, passed=False),),
+        command="lpconv finetune bert-large-uncased-whole-word-masking --recipe unit-fp8-collage --data reviews.jsonl",
+        versions={"lpconv": "0.1.0", "torch": "2.13.0+cpu"},
+        warnings=("the data were seen 1.5 times",),
+    )  # fmt: skip
+    return replace(made, **changes)  # type: ignore[arg-type]  # any field
+
+
+def probe() -> ProbeReport:
+    """Four classes of tensor in three formats."""
+    formats, classes = ("fp16", "e4m3fn", "e5m2"), ("weight", "input", "output gradient", "weight gradient")
+
+    def rates(layer: str, words: str, name: str) -> FormatRates:
+        lost = made_up(layer, words, name) ** 10 / 2
+        return FormatRates(
+            format=name, log2_loss_scale=0, underflow=lost, subnormal=lost / 2, overflow=lost**4,
+            sqnr_db=25.0 + 10 * made_up(name, layer), fits=lost < 1e-3, fits_own_scale=lost < 1e-2,
+        )  # fmt: skip
+
+    def tensor(layer: str, words: str) -> ProbedRecord:
+        found = tuple(rates(layer, words, name) for name in formats)
+        counts = tuple((e, round(1e6 * math.exp(-((e + 8) ** 2) / 30))) for e in range(-30, 8))
+        return ProbedRecord(
+            layer=layer, role=words.replace(" ", "_"), words=words, is_gradient="gradient" in words,
+            num_elements=10**6, num_zero=10, num_nonfinite=0, exponents=counts, plain=found, scaled=found,
+        )  # fmt: skip
+
+    scale = LossScaleRecord(
+        format="fp16", log2_scale=7, max_log2_scale=12, worst_underflow_before=0.6, worst_underflow_after=0.002
+    )
+    return ProbeReport(
+        name="sentence-transformers/all-MiniLM-L6-v2", facts={"Model": "BertForMaskedLM", "Text": "corpus.txt"},
+        formats=formats, classes=classes, steps_seen=4, steps_recorded=4, losses=(2.5, 2.25), overhead=0.125,
+        tensors=tuple(tensor(layer, words) for layer in LAYERS for words in classes), loss_scales=(scale,),
+        findings={"fp16": (f"output gradient of {LAYERS[0]}: 60 % underflow in fp16; 2^7 brings it to 0.2 %",)},
+        warnings=("not in the checkpoint, so random here: bert.pooler.dense.weight",),
+    )  # fmt: skip
+
+
+def bench() -> BenchResult:
+    """A baseline and variants with names of every length, one of them skipped."""
+    methods = ("static", "delayed", "tensorwise", "rowwise", "mx", "scalify")
+    rows = [row("plain"), *(row(m, ratio=(0.3 + i / 4, 0.2 + i / 4, 0.5 + i / 4)) for i, m in enumerate(methods))]
+    rows.append(
+        row(
+            "te",
+            status="skipped",
+            reason="transformer_engine is not installed",
+            ratio=(1, 1, 1),
+            timing=None,
+            memory=None,
+        )
+    )
+    found = verdict(rows, GEMMS, CPU_PEAKS)
+    assert found is not None
+    return BenchResult(
+        rows=tuple(rows), peaks=CPU_PEAKS, command="lpconv bench llama-8b --format bf16,fp8", verdicts=(found,),
+        notes=("the machine was busy",), versions={"torch": "2.13.0+cpu"}, seconds=300.0,
+    )  # fmt: skip
+
+
+def example_pages() -> dict[str, str]:
+    """The pages by kind."""
+    converted, collage = bert_result(), bert_result("bf16", "collage")
+    llama = replace(llama_result(), tensors=llama_result().tensors[:60])
+    return {
+        "convert": html_report(replace(converted, options={"rule": [], "residual": None, "keep": ["lm_head"]}), RANGES),
+        "convert-llama": html_report(llama, RANGES),
+        "compare": html_compare([converted, collage, llama], RANGES),
+        "probe": html_probe(probe(), RANGES),
+        "finetune": html_finetune(finetune()),
+        "bench": html_bench(bench()),
+        "finetunes": html_finetunes([finetune(), finetune(recipe="bf16")], ["bert-large-unit-fp8-collage", "bf16"]),
+        "benches": html_benches([bench(), bench()], ["monday", "tuesday"]),
+        "index": html_index("runs", [_entry(name) for name in LAYERS[:5]], {"Conversions": "index-conversions.html"}),
+    }
+
+
+def _entry(name: str) -> RunEntry:
+    return RunEntry(name=f"runs/{name}", kind="Conversions", what=name, found=summary(bert_result()), link="x.html")

@@ -1,0 +1,56 @@
+"""Every kind of page in a headless Chromium: wide, on a phone, light and dark, nothing is cut, hidden or raw.
+
+Skipped where no Chromium is installed; `python benchmarks/pages.py` tries real outputs of all commands the same way.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from browser import Browser, find_browser, problems
+from page_examples import example_pages
+
+PAGES = example_pages()
+VIEWS = {"wide": (1280, False), "wide, dark": (1280, True), "phone": (390, False)}
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    executable = find_browser()
+    if executable is None:
+        pytest.skip("no Chromium is installed")
+    with Browser(executable, tmp_path_factory.mktemp("profile")) as made:
+        yield made
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_shows_all_that_it_says(name: str, browser: Browser, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    page.write_text(PAGES[name], encoding="utf-8")
+    browser.open(page)
+    for view, (width, dark) in VIEWS.items():
+        browser.look(width=width, dark=dark)
+        assert problems(browser) == [], view
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        ('<div style="width: 1400px">x</div>', "the page slides sideways"),
+        ('<div class="scroll"><div style="width: 1400px">x</div></div>', "a box slides sideways"),
+        ("<p>Residual: None</p>", "raw text: None"),
+        ("<p>Rules: []</p>", "raw text: []"),
+        ("<p>2^-4</p>", "raw text: 2^"),
+        ("<p>loss nan</p>", "raw text: nan"),
+        ('<b title="0.25">cell</b>', "a value in a title only: 0.25"),
+        ('<svg viewBox="0 0 9 9"><path d="M0 0"><title>rms 0.25</title></path></svg>', "a value in a title only: 0.25"),
+        ('<svg viewBox="0 0 90 90" width="90"><text x="80" y="9">cut off</text></svg>', "a label is cut: cut off"),
+        ('<p style="color: #eee; background: #fff">pale</p>', "hard to read: pale"),
+    ],
+)
+def test_what_is_wrong_is_seen(body: str, problem: str, browser: Browser, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    page.write_text(f"<!DOCTYPE html><style>body {{ background: white }}</style>{body}", encoding="utf-8")
+    browser.open(page)
+    browser.look(width=1280)
+    assert any(found.startswith(problem) for found in problems(browser))

@@ -1,0 +1,89 @@
+"""`lpconv report` on several runs of a kind, and on a folder of runs of many kinds."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from page_examples import bench, finetune
+from report_examples import bert_result
+from typer.testing import CliRunner
+
+from lpconv.cli.main import app
+from lpconv.results import json_text
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    runs = {
+        "unit/report.json": bert_result(output="unit"),
+        "more/collage/report.json": bert_result("bf16", "collage", output="collage"),
+        "tuned-a/report.json": finetune(output="tuned-a"),
+        "tuned-b/report.json": finetune(output="tuned-b", recipe="collage-bf16"),
+        "monday.json": bench(),
+        "tuesday.json": bench(),
+    }
+    for name, record in runs.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json_text(record))
+        if path.name == "report.json":
+            (path.parent / "report.html").write_text("<p>its page</p>")
+    (tmp_path / "notes.json").write_text('{"kind": "mine"}')
+    (tmp_path / "tuned-a/runs/twin").mkdir(parents=True)
+    (tmp_path / "tuned-a/runs/twin/report.json").write_text("its own")
+    return tmp_path
+
+
+def report(*arguments: object, code: int = 0) -> str:
+    done = CliRunner().invoke(app, ["report", *map(str, arguments)], env={"COLUMNS": "200"})
+    assert done.exit_code == code, done.stderr
+    return done.stdout if code == 0 else done.stderr
+
+
+def test_fine_tunings_are_drawn_together(folder: Path) -> None:
+    page = folder / "page.html"
+    text = report(folder / "tuned-a", folder / "tuned-b", "--html", page)
+    assert re.search(r"held-out loss, gap +\+0\.05 ± 0\.1 +\+0\.05 ± 0\.1", text)
+    assert re.search(r"recipe +unit-fp8-collage +collage-bf16", text)
+    html = page.read_text()
+    for title in ("What precision cost: gap of held-out loss", "Held-out accuracy", "Training loss"):
+        assert html.count(f">{title}</h2>") == 1
+    curves = html[html.index(">Training loss</h2>") :].split("</section>")[0]
+    assert "tuned-a" in curves
+    assert "tuned-b" in curves
+    assert len(json.loads(report(folder / "tuned-a", folder / "tuned-b", "--json"))) == 2
+
+
+def test_benches_are_drawn_together(folder: Path) -> None:
+    page = folder / "page.html"
+    text = report(folder / "monday.json", folder / "tuesday.json", "--html", page)
+    assert re.search(r"fp8 mx, train, 2 x 4096: speed-up +1\.30 \[1\.20, 1\.50\] +1\.30 \[1\.20, 1\.50\]", text)
+    speeds = page.read_text().split(">Speed-up over the baseline</h2>")[1].split("</section>")[0]
+    assert "fp8 mx: monday" in speeds
+    assert "fp8 mx: tuesday" in speeds
+
+
+def test_runs_of_two_kinds_are_refused(folder: Path) -> None:
+    assert "conversions and fine-tunings cannot be compared" in report(folder / "unit", folder / "tuned-a", code=2)
+    assert "not a ConvertResult document" in report(folder / "unit", folder / "notes.json", code=3)
+    assert "no report.json" in report(folder / "unit", folder / "nowhere", code=3)
+
+
+def test_a_folder_gets_an_index_with_a_way_to_every_page(folder: Path) -> None:
+    index = folder / "pages" / "index.html"
+    index.parent.mkdir()
+    text = report(folder, "--html", index)
+    for name in ("unit", "more/collage", "tuned-a", "monday.json", "tuesday.json"):
+        assert name in text
+    assert "twin" not in text
+    assert "notes" not in text
+    links = re.findall('href="([^#"]+)"', index.read_text())
+    assert len(links) == 4 + 3  # pages of runs, and one for each kind
+    assert all((index.parent / link).is_file() for link in links)
+    assert "../more/collage/report.html" in links
+    assert "index-fine-tunings.html" in links
+
+
+def test_a_folder_without_runs_is_refused(tmp_path: Path) -> None:
+    assert "no run lies below it" in report(tmp_path, code=3)
