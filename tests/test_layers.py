@@ -21,7 +21,7 @@ ROWS = {
     "hf": 5, "convert": 5, "probe": 5,
     "train": 6, "export": 6,
     "bench": 7, "doctor": 7,
-    "batch": 8,
+    "batch": 8, "advise": 8,
     "cli": 9,
 }  # fmt: skip
 

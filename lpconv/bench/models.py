@@ -26,6 +26,7 @@ __all__ = [
     "find_model",
     "gemms_of",
     "make_batch",
+    "running_bytes",
     "step_loss",
 ]
 
@@ -105,22 +106,24 @@ def gemms_of(model: nn.Module) -> tuple[Gemm, ...]:
 
 
 def estimate_bytes(model: nn.Module, case: Case, vocab_size: int) -> int:
-    """Weights, gradients, optimizer state, activations and logits of one process of a case, from the model on the meta
-    device.
+    """`running_bytes`, or those of the build, which passes through fp32 weights and may be the most there is."""
+    return max(4 * sum(p.numel() for p in model.parameters()), running_bytes(model, case, vocab_size))
 
-    The build passes through fp32 weights, which may be the most there is. An estimate: within a factor of two.
+
+def running_bytes(model: nn.Module, case: Case, vocab_size: int) -> int:
+    """Weights, gradients, optimizer state, activations and logits of one process of a case, from a model on any device,
+    meta too. An estimate: within a factor of two.
     """
     parameters = sum(p.numel() for p in model.parameters())
     width = _BYTES[case.format]
     per_token = sum(len(g.names) * (g.n + g.k) for g in gemms_of(model) if not g.is_head)
     logits = case.tokens * vocab_size * (width + (8 if case.mode == "train" else 0))  # the loss is in fp32
-    building = 4 * parameters
     if case.mode == "infer":
         live = case.tokens * per_token // max(len(blocks_of(model)), 1)
-        return max(building, parameters * width + int(live * width) + logits)
+        return parameters * width + int(live * width) + logits
     state = _STATE_BYTES[case.optimizer or "adamw"] * 2 if case.format != "fp32" else 8
     resident = parameters * (2 * width + state) // (case.processes if case.parallel == "fsdp2" else 1)
-    return max(building, int(resident + case.tokens * per_token * width * _OTHER_ACTIVATIONS + logits))
+    return int(resident + case.tokens * per_token * width * _OTHER_ACTIVATIONS + logits)
 
 
 def check_fits(estimate: int, case: Case, share: float) -> None:

@@ -7,6 +7,7 @@ import typer
 
 from lpconv.cli.command import Force, Json, Quiet, print_result
 from lpconv.cli.progress import progress_for
+from lpconv.cli.questions import next_steps
 
 __all__ = ["demo"]
 
@@ -48,3 +49,4 @@ def demo(
     print_result(results, render_compare, json=json)
     if not json:
         print(f"\nThe comparison with plots is {page}; each run has its own report.html beside its model.")
+        print(f"\n{next_steps()}")

@@ -14,6 +14,7 @@ from lpconv.errors import InputError, UsageError
 from lpconv.options import check
 
 if TYPE_CHECKING:
+    from lpconv.advise.options import AdviseOptions
     from lpconv.bench.options import BenchOptions
     from lpconv.convert.options import ConvertOptions, VerifyOptions
     from lpconv.export.options import ExportOptions
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from lpconv.train.options import FinetuneOptions
 
 __all__ = [
+    "before_advice",
     "before_bench",
     "before_conversion",
     "before_export",
@@ -74,6 +76,17 @@ def before_probe(model: str, output: Path, options: "ProbeOptions") -> None:
     check(options)
     if options.data is not None and not options.data.is_file():
         raise InputError(f"there is no file `{options.data}`", hint="pass a text file to --data")
+    check_free(output, force=options.force)
+    _contents(model, options.revision)
+
+
+def before_advice(model: str, output: Path, options: "AdviseOptions") -> None:
+    """Of `lpconv advise`."""
+    from lpconv.advise.options import check_advise, check_free
+    from lpconv.train.data import check_data
+
+    check_advise(options)
+    check_data(options.training("fp32", steps=options.steps))
     check_free(output, force=options.force)
     _contents(model, options.revision)
 

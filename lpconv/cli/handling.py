@@ -21,7 +21,7 @@ __all__ = ["Commands", "handled"]
 
 P = ParamSpec("P")
 # What the libraries of a command take before it sees a model, in MB; less, and a container kills it without a word.
-_LIBRARIES_MB = {"probe": 400, "bench": 400, "onnx": 500, "export": 500, "finetune": 500}
+_LIBRARIES_MB = {"advise": 500, "probe": 400, "bench": 400, "onnx": 500, "export": 500, "finetune": 500}
 
 
 class _Terminated(BaseException):

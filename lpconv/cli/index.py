@@ -42,7 +42,7 @@ def show_folder(folder: Path, html: str | None, *, json: bool) -> None:
 
 
 def _entry(kind: Kind, path: Path, line: tuple[str, str], folder: Path, home: Path) -> RunEntry:
-    page = path.parent / "report.html"
+    page = path.parent / kind.page_file
     has_page = page.is_file() and name_of(path) != path.stem
     return RunEntry(
         name=os.path.relpath(path.parent if has_page else path, folder),

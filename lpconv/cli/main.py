@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from lpconv.cli.advise import advise
 from lpconv.cli.batch import batch
 from lpconv.cli.bench import bench
 from lpconv.cli.convert import convert
@@ -17,6 +18,7 @@ from lpconv.cli.handling import Commands, handled
 from lpconv.cli.inspect import inspect
 from lpconv.cli.probe import probe
 from lpconv.cli.progress import VERBOSE
+from lpconv.cli.questions import first_screen
 from lpconv.cli.report import report
 from lpconv.cli.restore import restore
 from lpconv.cli.verify import verify
@@ -33,7 +35,7 @@ _TALKATIVE = ("torchao", "torch.utils._pytree")
 app = typer.Typer(
     name="lpconv",
     cls=Commands,
-    no_args_is_help=True,
+    invoke_without_command=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -41,7 +43,7 @@ app = typer.Typer(
     epilog="Start with [bold]lpconv demo[/bold]. Exit codes are listed in docs/cli.md.",
 )
 
-for command in (convert, inspect, verify, restore, probe, finetune, bench, report, batch, doctor, demo):
+for command in (advise, convert, inspect, verify, restore, probe, finetune, bench, report, batch, doctor, demo):
     app.command()(handled(command))
 app.add_typer(export)
 
@@ -54,6 +56,7 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def main(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
@@ -63,6 +66,9 @@ def main(
 ) -> None:
     """Rewrite Hugging Face checkpoints into low-precision forms that still are the model."""
     VERBOSE.set(verbose)
+    if context.invoked_subcommand is None:
+        typer.echo(first_screen())
+        raise typer.Exit
     if not verbose:
         for name in _TALKATIVE:
             logging.getLogger(name).setLevel(logging.ERROR)

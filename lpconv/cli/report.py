@@ -15,7 +15,7 @@ def report(
     runs: Annotated[
         list[str],
         typer.Argument(
-            help="Outputs of `lpconv convert`, `finetune`, `probe` or `bench`: one, several, or a folder of them.",
+            help="Outputs of `convert`, `advise`, `finetune`, `probe` or `bench`: one, several, or a folder of them.",
             metavar="RUN…",
         ),
     ],
@@ -60,7 +60,7 @@ def report(
         return
     pages, tables = kind.pages, kind.tables
     if pages is None or tables is None:
-        raise UsageError("a probe is shown alone", hint="pass one output of `lpconv probe`")
+        raise UsageError(f"{kind.name.lower()} are shown one at a time", hint="pass one of them")
     names = run_names([name_of(path) for path in paths])
     if html is not None:
         write_page(html, pages(results, names))

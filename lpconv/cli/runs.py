@@ -8,11 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lpconv.advise.options import ADVICE_FILE, find_advice
+from lpconv.advise.record import PAGE, read_advice
 from lpconv.bench.outcome import find_bench, read_bench
 from lpconv.checkpoint.contents import read_json
 from lpconv.convert.tensor_records import format_ranges
 from lpconv.errors import InputError, UsageError
 from lpconv.probe.options import PROBE_FILE, find_probe
+from lpconv.report.advise.html import html_advice
+from lpconv.report.advise.terminal import render_advice
 from lpconv.report.bench.compare import bench_figures, html_benches
 from lpconv.report.bench.html import html_bench
 from lpconv.report.bench.terminal import render_bench
@@ -42,8 +46,8 @@ _DEPTH = 3  # of folders in folders that are searched for runs
 class Kind:
     """One kind of run. `find` gives the file that a folder or file means, None where it is something else.
 
-    `page` and `table` show one result, `pages` and `tables` several under their names, where that is done. `line` says
-    what a run was and what it found.
+    `page` and `table` show one result, `pages` and `tables` several under their names, where that is done; `page_file`
+    is the page that its command wrote. `line` says what a run was and what it found.
     """
 
     name: str
@@ -54,6 +58,7 @@ class Kind:
     line: Callable[[Any], tuple[str, str]]
     pages: Callable[[Sequence[Any], Sequence[str]], str] | None = None
     tables: Callable[[Sequence[Any], Sequence[str]], Any] | None = None
+    page_file: str = "report.html"
 
 
 def kind_of(run: str) -> Kind | None:
@@ -79,7 +84,7 @@ def one_kind(runs: Sequence[str]) -> tuple[Kind, list[Path]]:
 
 def name_of(path: Path) -> str:
     """What to call the run that a file records: its folder, or the file where many may lie in one."""
-    return path.resolve().parent.name if path.name in ("report.json", PROBE_FILE) else path.stem
+    return path.resolve().parent.name if path.name in ("report.json", PROBE_FILE, ADVICE_FILE) else path.stem
 
 
 def runs_in(folder: Path) -> list[tuple[Kind, Path]]:
@@ -133,6 +138,15 @@ def _find_conversion(run: str) -> Path | None:
 
 # Conversions last: any other report.json is taken for one, and said to be none when it is read.
 _KINDS = (
+    Kind(
+        name="Advice",
+        find=find_advice,
+        read=read_advice,
+        page=html_advice,
+        table=render_advice,
+        line=lambda result: (result.name, " ".join(r.words for r in result.recommendations)),
+        page_file=PAGE,
+    ),
     Kind(
         name="Benches",
         find=find_bench,

@@ -20,7 +20,7 @@ from lpconv.models.opening import open_to_run
 from lpconv.models.quiet import quiet_transformers
 from lpconv.results import LogitsCheck
 
-__all__ = ["check_logits", "check_model"]
+__all__ = ["check_logits", "check_model", "compare", "outputs_of"]
 
 _COPIES_IN_MEMORY = 2  # the model, and the values that it is given
 
@@ -38,13 +38,14 @@ def check_logits(source: Path, output: Path, *, trust_remote_code: bool) -> Logi
     with quiet_transformers():
         model = open_to_run(source, **options).model
         inputs, cls = example_inputs(model), type(model)
-        wanted = _run(model, inputs)
+        wanted = outputs_of(model, inputs)
         del model
-        got = _run(load(output, dtype=torch.float32, model_class=cls, **options), inputs)
-    return _compare(wanted, got, cls.__name__, describe(inputs))
+        got = outputs_of(load(output, dtype=torch.float32, model_class=cls, **options), inputs)
+    return compare(wanted, got, cls.__name__, describe(inputs))
 
 
-def _run(model: Any, inputs: dict[str, Tensor]) -> Tensor:
+def outputs_of(model: Any, inputs: dict[str, Tensor]) -> Tensor:
+    """Logits in fp32, of a bare model its last hidden states. Raises UnsupportedError where it returns neither."""
     with torch.inference_mode():
         out = model(**inputs)
     found = next((out[k] for k in ("logits", "last_hidden_state") if out.get(k) is not None), None)
@@ -54,7 +55,8 @@ def _run(model: Any, inputs: dict[str, Tensor]) -> Tensor:
     return logits
 
 
-def _compare(wanted: Tensor, got: Tensor, model: str, inputs: str) -> LogitsCheck:
+def compare(wanted: Tensor, got: Tensor, model: str, inputs: str) -> LogitsCheck:
+    """Outputs of one model beside those of another on the same inputs, both named in words."""
     finite = torch.isfinite(wanted)
     reference = wanted[finite].double()
     difference = reference - got[finite].double()

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
 
 from lpconv.checkpoint.compressed import quantized_by
 from lpconv.checkpoint.contents import read_contents
@@ -15,7 +16,7 @@ from lpconv.forms.reader import StoredTensors
 from lpconv.models.plugin import register
 from lpconv.models.tasks import architecture, concrete
 
-__all__ = ["load", "load_with_missing"]
+__all__ = ["from_state", "load", "load_with_missing"]
 
 
 def load(path: str | Path, *, dtype: torch.dtype | None = None, model_class: Any = None, **kwargs: Any) -> Any:
@@ -50,8 +51,19 @@ def load_with_missing(
     default = torch.float32 if has_residual else config.dtype
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config
-    cls = concrete(cls, config)
-    model, info = cls.from_pretrained(None, config=config, state_dict=state, dtype=dtype or default, **kwargs)
+    model, missing = from_state(concrete(cls, config), config, state, dtype=dtype or default, **kwargs)
     if model.can_generate() and (contents.directory / "generation_config.json").exists():
         model.generation_config = transformers.GenerationConfig.from_pretrained(contents.directory)
+    return model, missing
+
+
+def from_state(
+    model_class: Any, config: Any, state: dict[str, Tensor], *, dtype: torch.dtype, **kwargs: Any
+) -> tuple[Any, tuple[str, ...]]:
+    """The model of a class and config with tensors that are in memory, by their names in a checkpoint; what is missing.
+
+    transformers renames and merges them as it does those of files.
+    """
+    kwargs["output_loading_info"] = True
+    model, info = model_class.from_pretrained(None, config=config, state_dict=state, dtype=dtype, **kwargs)
     return model.eval(), tuple(sorted(info["missing_keys"]))

@@ -9,6 +9,13 @@ from typing import TYPE_CHECKING
 from lpconv.lazy import lazily
 
 if TYPE_CHECKING:
+    from lpconv.results.advise import (
+        AdviceResult as AdviceResult,
+        AdviceRow as AdviceRow,
+        GapEstimate as GapEstimate,
+        LayerPart as LayerPart,
+        Recommendation as Recommendation,
+    )
     from lpconv.results.batch import (
         BatchResult as BatchResult,
         JobError as JobError,
@@ -59,6 +66,7 @@ if TYPE_CHECKING:
         FormatSupport as FormatSupport,
         MachineRecord as MachineRecord,
         PackageRecord as PackageRecord,
+        ProductSupport as ProductSupport,
     )
     from lpconv.results.documents import (
         SCHEMA_VERSION as SCHEMA_VERSION,

@@ -19,7 +19,7 @@ from lpconv.errors import InputError, UsageError
 from lpconv.lookup import nearest
 from lpconv.train.options import FinetuneOptions
 
-__all__ = ["Rows", "check_data", "read_rows"]
+__all__ = ["Rows", "check_data", "is_text", "read_rows"]
 
 
 # The builder of `datasets` for a file, by how its name ends; others are text.
@@ -34,6 +34,11 @@ _QUICK_BYTES = 64 * 2**20  # read in about a second
 def _is_file_name(name: str) -> bool:
     """Whether `--data` means a file, not a data set on the hub."""
     return Path(name).exists() or looks_like_path(name) or Path(name).suffix in _BUILDERS
+
+
+def is_text(name: str) -> bool:
+    """Whether `--data` means a file of plain text."""
+    return _is_file_name(name) and _BUILDERS.get(Path(name).suffix.lower(), "text") == "text"
 
 
 def check_data(options: FinetuneOptions) -> None:

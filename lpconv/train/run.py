@@ -39,7 +39,7 @@ from lpconv.train.publish import form_of, publish_model, write_checksums
 from lpconv.train.recipes import RECIPES, Arithmetic
 from lpconv.train.watch import watches_run, watches_twin
 
-__all__ = ["finetune"]
+__all__ = ["finetune", "training_job"]
 
 
 def finetune(
@@ -58,7 +58,7 @@ def finetune(
     clock = Clock()
     source = resolve(model, revision=options.revision)
     with clock.spending("reading data"):
-        job = _job(source.directory, options)
+        job = training_job(source.directory, options)
     is_main = is_main_process()
     if is_main:
         begin_folder(output, model, options)
@@ -101,7 +101,11 @@ def _twin_of(options: FinetuneOptions) -> Arithmetic:
     return RECIPES["fp32" if options.twin == "fp32" else "amp-bf16"].arithmetic
 
 
-def _job(directory: Path, options: FinetuneOptions) -> TrainingJob:
+def training_job(directory: Path, options: FinetuneOptions) -> TrainingJob:
+    """The task, and its examples in the tokens of the model in `directory`, which is not loaded.
+
+    Raises an `LpconvError` for data that do not fit the model or the task, and where there is no room for its weights.
+    """
     contents = read_contents(directory)
     tokenizer = read_tokenizer(directory)
     if tokenizer is None:

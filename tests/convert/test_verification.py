@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from lpconv.checkpoint.header import TensorInfo
 from lpconv.cli.main import app
 from lpconv.convert.inspect import inspect
-from lpconv.convert.logits import _compare
+from lpconv.convert.logits import compare
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.plan import PlannedTensor
 from lpconv.convert.restore import restore
@@ -147,9 +147,9 @@ def test_sums_in_another_order_are_another_machine(run: Run, source: Path, outpu
 def test_outputs_that_are_no_numbers() -> None:
     wanted = torch.tensor([[1.0, 2.0, math.nan]])
     for bad in (math.nan, math.inf):
-        check = _compare(wanted, torch.tensor([[1.0, bad, math.nan]]), "M", "")
+        check = compare(wanted, torch.tensor([[1.0, bad, math.nan]]), "M", "")
         assert output_problems(check, ()) == ("outputs are NaN or infinite where the source's are finite",)
-    same = _compare(wanted, wanted, "M", "")
+    same = compare(wanted, wanted, "M", "")
     assert (same.max_abs_diff, same.rel_error, output_problems(same, ())) == (0.0, 0.0, ())
 
 

@@ -4,10 +4,12 @@ import math
 import zlib
 from dataclasses import replace
 
+from advice_examples import a_row, an_advice, gap
 from bench_records import CPU_PEAKS, GEMMS, row
 from report_examples import bert_result, llama_result
 
 from lpconv.bench.roofline import verdict
+from lpconv.report.advise.html import html_advice
 from lpconv.report.bench.compare import html_benches
 from lpconv.report.bench.html import html_bench
 from lpconv.report.convert.html import html_compare, html_report
@@ -18,6 +20,7 @@ from lpconv.report.index import RunEntry, html_index
 from lpconv.report.plot import FormatRange
 from lpconv.report.probe.html import html_probe
 from lpconv.results import (
+    AdviceResult,
     BenchResult,
     EvaluationRecord,
     FinetuneResult,
@@ -26,12 +29,14 @@ from lpconv.results import (
     GateRecord,
     HeldOutRecord,
     LayerChange,
+    LayerPart,
     LossAllocation,
     LossScaleRecord,
     NonfiniteRecord,
     PeakMemory,
     ProbedRecord,
     ProbeReport,
+    Recommendation,
     RunRecord,
     Series,
     TrackedRecord,
@@ -197,8 +202,38 @@ def example_pages() -> dict[str, str]:
         "bench": html_bench(bench()),
         "finetunes": html_finetunes([finetune(), finetune(recipe="bf16")], ["bert-large-unit-fp8-collage", "bf16"]),
         "benches": html_benches([bench(), bench()], ["monday", "tuesday"]),
+        "advice": html_advice(advice()),
         "index": html_index("runs", [_entry(name) for name in LAYERS[:5]], {"Conversions": "index-conversions.html"}),
     }
+
+
+def advice() -> AdviceResult:
+    """Candidates for both purposes, one of each that failed, was pruned or was not reached, and long names."""
+    rows = [a_row(f"multipoint e4m3fn, {i}.5 bits; {i} of 210 as they are", size_bytes=10**8 * (i + 3),
+                  gap=gap(0.02 / 4**i, 0.01 / 4**i), meets=i > 1) for i in range(4)]  # fmt: skip
+    trained = [a_row(name, purpose="train", settings={"recipe": name}, memory_bytes=10**9 * (i + 2),
+                     gap=gap(0.004 * i, 0.01), meets=i == 1)
+               for i, name in enumerate(("unit-fp8-collage", "collage-bf16", "amp-bf16"))]  # fmt: skip
+    rest = (
+        a_row("unit e5m2, rows", status="pruned", why="beaten by unit e4m3fn in size and weights", gap=None),
+        a_row("unit fp16", status="unmeasured", why="no time was left to try it", gap=None),
+        a_row("mpt-fp8", purpose="train", status="failed", why="the loss is inf at step 3", gap=None, size_bytes=None),
+    )
+    advised = (
+        Recommendation(
+            purpose="infer", row=rows[2].name, words="Convert. " * 20, command=f"lpconv convert {LAYERS[0]}"
+        ),
+        Recommendation(
+            purpose="train", row="collage-bf16", words="Train. " * 20, command="lpconv finetune " + "x " * 90
+        ),
+    )
+    parts = tuple(
+        LayerPart(tensor=f"{name}.weight", format="e4m3fn", bits=8.01, sqnr_db=31.5, divergence=made_up(name) / 99)
+        for name in LAYERS[:10]
+    )
+    return an_advice(*rows, *trained, *rest, recommendations=advised, parts=parts, parts_of=rows[2].name,
+                     unknowns=("Step times are not measured.",), warnings=("training was not tried",),
+                     findings=("fp16: output gradient of lm_head: 86 % underflow; 2^28 brings it to 1 %",))  # fmt: skip
 
 
 def _entry(name: str) -> RunEntry:

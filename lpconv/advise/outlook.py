@@ -1,0 +1,79 @@
+"""What a whole training will cost, from a few steps of it: gaps between a recipe and its twin, and their intervals.
+
+The interval is that of one new run at the end of the training. Three things widen it:
+
+- *Seeds.* Runs of one recipe differ from seed to seed; the spread is pooled over all recipes that ran from several,
+  and a recipe whose own is larger has its own.
+- *Drift.* Where the gap still changed in the second half of the steps, it may change as much with each doubling.
+- *Lost updates.* A 16-bit optimizer that drops part of each intended update (1 - EDQ, arXiv 2405.03637 §4.2) may fall
+  behind by that part of what the twin will still learn. It shows late, so that few steps do not measure it.
+"""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from lpconv.results import GapEstimate, RunRecord
+from lpconv.student import t_quantile
+
+__all__ = ["Ends", "outlook"]
+
+_METRIC = "eval_loss"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ends:
+    """A run beside its twin: the gap of held-out losses halfway and at the end, and what the twin learnt between.
+
+    `kept` is the share of the intended updates that reached what is kept, 1 where nothing measured it.
+    """
+
+    half: float
+    last: float
+    learnt: float
+    kept: float
+
+    @classmethod
+    def of(cls, run: RunRecord, twin: RunRecord) -> Self:
+        """Of two finished runs of one seed."""
+        ours, theirs = _losses(run), _losses(twin)
+        kept = [u.edq for u in run.updates]
+        return cls(
+            half=ours[0] - theirs[0],
+            last=ours[-1] - theirs[-1],
+            learnt=theirs[0] - theirs[-1],
+            kept=min(1.0, statistics.fmean(kept)) if kept else 1.0,
+        )
+
+
+def _losses(run: RunRecord) -> tuple[float, ...]:
+    return next(s.values for s in run.evaluations if s.name == _METRIC)
+
+
+def outlook(ends: Mapping[str, Sequence[Ends]], *, steps: int, horizon: int) -> dict[str, GapEstimate]:
+    """The gap of each recipe after `horizon` steps, from runs of `steps`."""
+    doublings = math.log2(horizon / steps)
+    pooled, freedom = _pooled([[e.last for e in found] for found in ends.values()])
+    return {name: _foretold(found, pooled, freedom, doublings) for name, found in ends.items()}
+
+
+def _foretold(found: Sequence[Ends], pooled: float, freedom: int, doublings: float) -> GapEstimate:
+    gaps = [e.last for e in found]
+    mean, count = statistics.fmean(gaps), len(gaps)
+    if freedom == 0:
+        return GapEstimate(value=mean, low=-math.inf, high=math.inf, count=count)
+    own = statistics.stdev(gaps) if count > 1 else 0.0
+    seeds = t_quantile(freedom) * max(pooled, own) * math.sqrt(1 + 1 / count)
+    drift = abs(statistics.fmean(e.last - e.half for e in found)) * doublings
+    lost = 1 - statistics.fmean(e.kept for e in found)
+    behind = lost * max(0.0, statistics.fmean(e.learnt for e in found)) * doublings
+    return GapEstimate(value=mean, low=mean - seeds - drift, high=mean + seeds + drift + behind, count=count)
+
+
+def _pooled(groups: Sequence[Sequence[float]]) -> tuple[float, int]:
+    """The standard deviation within groups, and its degrees of freedom."""
+    squares = sum((x - statistics.fmean(g)) ** 2 for g in groups for x in g)
+    freedom = sum(len(g) - 1 for g in groups)
+    return (math.sqrt(squares / freedom), freedom) if freedom else (0.0, 0)

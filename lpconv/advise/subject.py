@@ -1,0 +1,112 @@
+"""The model that is advised on: opened once in fp32, with the text that candidates are tried on."""
+
+import copy
+import itertools
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lpconv.advise.options import AdviseOptions
+from lpconv.convert.logits import compare, outputs_of
+from lpconv.models.load import from_state
+from lpconv.models.quiet import quiet_transformers
+from lpconv.models.tasks import NONE
+from lpconv.probe.batches import Batches, Tokens
+from lpconv.probe.checkpoint import Prepared, prepare_run
+from lpconv.probe.options import ProbeOptions
+from lpconv.progress import Progress
+from lpconv.train.data import is_text, read_rows
+
+__all__ = ["Subject", "open_subject"]
+
+Window = dict[str, Tensor]
+_MAX_WINDOWS = 64
+_PROBED = 2  # windows in the step that is looked into
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """`name` and `revision` are what was asked for, `prepared` is the model and how the probe runs it; `windows` are
+    batches of one sequence, none twice.
+
+    `metric` says what a gap is: "loss" where the model predicts tokens, else "output", the relative error of what it
+    returns.
+    """
+
+    name: str
+    revision: str | None
+    prepared: Prepared
+    windows: tuple[Window, ...]
+
+    @property
+    def model(self) -> Any:
+        """The model itself, in fp32."""
+        return self.prepared.opened.model
+
+    @property
+    def metric(self) -> str:
+        return "output" if self.prepared.task is NONE else "loss"
+
+    @property
+    def batches(self) -> Batches:
+        """Small batches for a probe."""
+        return replace(self.prepared.batches, batch_size=_PROBED)
+
+    def with_tensors(self, state: dict[str, Tensor]) -> Any:
+        """Another model of the same class, with tensors by their names in a checkpoint."""
+        with quiet_transformers():
+            config = copy.deepcopy(self.model.config)
+            return from_state(type(self.model), config, state, dtype=torch.float32)[0]
+
+    def figures(self, model: Any, windows: Sequence[Window]) -> list[Any]:
+        """What gaps are made of: each window's loss, or the output for it."""
+        with torch.inference_mode():
+            if self.metric == "output":
+                return [outputs_of(model, w) for w in windows]
+            return [float(self.prepared.loss(model(**w))) for w in windows]
+
+    def gaps(self, wanted: Sequence[Any], got: Sequence[Any]) -> list[float]:
+        """The gap of each window, from the `figures` of the model itself and of another."""
+        if self.metric == "loss":
+            return [b - a for a, b in zip(wanted, got, strict=True)]
+        checks = (compare(a, b, "", "") for a, b in zip(wanted, got, strict=True))
+        return [c.rel_error or 0.0 for c in checks]
+
+
+def open_subject(name: str, options: AdviseOptions, progress: Progress) -> Subject:
+    """Open the model called `name`, and cut the text into windows."""
+    with tempfile.TemporaryDirectory() as folder:
+        asked = ProbeOptions(
+            data=_text_file(options, Path(folder)),
+            batch_size=options.batch_size,
+            seq_len=options.seq_len,
+            seed=options.seed,
+            revision=options.revision,
+        )
+        prepared = prepare_run(name, asked, progress)
+    if options.data is not None:
+        prepared = replace(prepared, data_words=Path(options.data).name)
+    one = replace(prepared.batches, batch_size=1, tokens=_shuffled(prepared.batches.tokens, options.seed))
+    count = min(_MAX_WINDOWS, len(one.tokens.windows))
+    return Subject(name=name, revision=options.revision, prepared=prepared, windows=tuple(itertools.islice(one, count)))
+
+
+def _shuffled(tokens: Tokens, seed: int) -> Tokens:
+    """The windows in an order in which the first few are of the whole text, not of its beginning."""
+    order = torch.randperm(len(tokens.windows), generator=torch.Generator().manual_seed(seed))
+    return replace(tokens, windows=tokens.windows[order])
+
+
+def _text_file(options: AdviseOptions, folder: Path) -> Path | None:
+    """A file of nothing but text: the data themselves, or what their column of texts has."""
+    if options.data is None or is_text(options.data):
+        return None if options.data is None else Path(options.data)
+    rows = read_rows(options.training("fp32", steps=1))
+    path = folder / "texts.txt"
+    path.write_text("\n".join(rows.texts(rows.train)), encoding="utf-8")
+    return path

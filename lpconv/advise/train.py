@@ -1,0 +1,177 @@
+"""Recipes tried on a model: a few steps of the training beside the fp32 twin, on the same batches.
+
+A pilot of the twin says what a step costs, and so how many steps every recipe can have within the time. The recipes
+that keep least memory come first. Each trains from one seed; the first that look as if they stay within the quality
+also from two more, whose spread says what a single run of any recipe may differ by. So the answer is there early, and
+what time is left tells more about the alternatives.
+
+What the steps of the whole training will change is not measured but allowed for (`lpconv.advise.outlook`).
+"""
+
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from lpconv.advise.options import AdviseOptions
+from lpconv.advise.outlook import Ends, outlook
+from lpconv.advise.subject import Subject
+from lpconv.advise.time import Deadline
+from lpconv.errors import LpconvError
+from lpconv.progress import Progress, Silent
+from lpconv.results import AdviceRow, RunRecord
+from lpconv.train.memory import weight_bytes
+from lpconv.train.one import TrainingJob, Work, train_one
+from lpconv.train.recipes import RECIPES, TRAINING_OPTIMIZERS
+from lpconv.train.run import training_job
+
+__all__ = ["Trials"]
+
+_TWIN = "fp32"
+_PILOT_STEPS = 6  # the least that times and measures memory
+_MORE_SEEDS = 2
+_WITH_MORE = 3  # recipes that run from them
+_SLOWER = 2.0  # a step in low precision beside the twin's, where it is emulated
+_TRAIN = "train"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """A finished run and what it took, its start included."""
+
+    record: RunRecord
+    seconds: float
+
+
+class Trials:
+    """The runs of one advice. Raises as `training_job` does for data and tasks that do not fit."""
+
+    def __init__(
+        self, subject: Subject, options: AdviseOptions, told: Callable[[AdviceRow], None], progress: Progress
+    ) -> None:
+        self._options, self._told, self._progress = options, told, progress
+        self._directory = subject.prepared.source.directory
+        self._parameters = sum(p.numel() for p in subject.model.parameters())
+        self._job = training_job(self._directory, options.training(_TWIN, steps=options.steps))
+        self._twins: dict[tuple[int, int], _Run] = {}
+        self._rows = {n: self._begun(n) for n in RECIPES if n != _TWIN}
+        self._ends: dict[str, list[Ends]] = {}
+        self._costs_s: list[float] = []  # of runs and their twins
+        self.steps = 0
+
+    @property
+    def words(self) -> str:
+        """What is trained."""
+        o = self._options
+        return f"{self._job.task.name}, {o.steps} steps of {o.batch_size} x {self._job.seq_len} tokens, lr {o.lr:g}"
+
+    def run(self, deadline: Deadline) -> None:
+        """Try recipes, the first in any case, until the time is over; `told` hears of rows as more is known."""
+        for row in self._rows.values():
+            self._told(row)
+        o = self._options
+        pilot = self._twin(o.seed, min(_PILOT_STEPS, o.steps))
+        waiting = self._within_memory()
+        self.steps = self._longest(pilot, len(waiting) + _WITH_MORE * _MORE_SEEDS, deadline)
+        known = 0  # recipes that ran from more seeds
+        for name in waiting:
+            self._try(name, o.seed, deadline)
+            if known < _WITH_MORE and self._is_promising(name):
+                known += 1
+                for seed in range(o.seed + 1, o.seed + 1 + _MORE_SEEDS):
+                    self._try(name, seed, deadline)
+
+    def _begun(self, name: str) -> AdviceRow:
+        arithmetic = RECIPES[name].arithmetic
+        return AdviceRow(
+            purpose=_TRAIN,
+            name=name,
+            settings={"recipe": name},
+            status="unmeasured",
+            why="no time was left for its steps",
+            memory_bytes=weight_bytes(self._parameters, arithmetic),
+            memory_from="estimate without activations",
+        )
+
+    def _within_memory(self) -> list[str]:
+        """The recipes that the budget has memory for, those that keep least first."""
+        limit = self._options.budget.memory_bytes
+        for name, row in self._rows.items():
+            if limit is not None and (row.memory_bytes or 0) > limit:
+                self._note(name, status="pruned", why="weights, gradients and optimizer alone exceed the memory")
+        left = [n for n, row in self._rows.items() if row.status != "pruned"]
+        return sorted(left, key=lambda n: TRAINING_OPTIMIZERS[RECIPES[n].arithmetic.optimizer].bytes_per_parameter)
+
+    def _longest(self, pilot: _Run, runs: int, deadline: Deadline) -> int:
+        """The steps that so many runs can have, and the twins of three seeds."""
+        step_s = pilot.record.step_time_s or pilot.seconds / _PILOT_STEPS
+        start_s = max(pilot.seconds - _PILOT_STEPS * step_s, 0.0)
+        twins = 1 + _MORE_SEEDS
+        left_s = deadline.left_s - (runs + twins) * start_s
+        most = int(left_s / (step_s * (_SLOWER * runs + twins)))
+        return max(min(_PILOT_STEPS, self._options.steps), min(most, self._options.steps))
+
+    def _is_promising(self, name: str) -> bool:
+        """Whether one run leaves hope that the recipe stays within the quality."""
+        return name in self._ends and self._ends[name][0].last <= 2 * self._options.budget.quality
+
+    def _try(self, name: str, seed: int, deadline: Deadline) -> None:
+        """One more run of a recipe, if there is time for one."""
+        if self._costs_s and statistics.fmean(self._costs_s) > deadline.left_s:
+            return
+        started = time.perf_counter()
+        try:
+            twin = self._twin(seed, self.steps).record
+            run = self._run(name, seed, self.steps, role="run").record
+        except LpconvError as e:
+            self._note(name, status="failed", why=e.message, gap=None)
+            return
+        self._costs_s.append(time.perf_counter() - started)
+        self._ends.setdefault(name, []).append(Ends.of(run, twin))
+        self._note(name, **self._measured(run))
+        self._foretell()
+
+    def _measured(self, run: RunRecord) -> Mapping[str, object]:
+        memory = run.memory
+        found: dict[str, object] = {"status": "measured", "step_time_s": run.step_time_s, "time_from": "measured here",
+                                    "why": ""}  # fmt: skip
+        if memory is not None:
+            found |= {"memory_bytes": memory.measured_bytes, "memory_from": f"measured by {memory.instrument}"}
+        return found
+
+    def _foretell(self) -> None:
+        """The gaps of the whole training, again: what one recipe varies by from seed to seed is known of all."""
+        found = outlook(self._ends, steps=self.steps, horizon=self._options.steps)
+        for name, gap in found.items():
+            self._note(name, gap=gap)
+
+    def _note(self, name: str, **changed: object) -> None:
+        self._rows[name] = replace(self._rows[name], **changed)  # type: ignore[arg-type]  # fields of the record
+        self._told(self._rows[name])
+
+    def _twin(self, seed: int, steps: int) -> _Run:
+        if (seed, steps) not in self._twins:
+            self._twins[seed, steps] = self._run(_TWIN, seed, steps, role="twin")
+        return self._twins[seed, steps]
+
+    def _run(self, recipe: str, seed: int, steps: int, *, role: str) -> _Run:
+        job: TrainingJob = replace(self._job, options=self._options.training(recipe, steps=steps))
+        started = time.perf_counter()
+        with tempfile.TemporaryDirectory() as folder:
+            work = Work(
+                role=role,
+                seed=seed,
+                arithmetic=RECIPES[recipe].arithmetic,
+                folder=Path(folder),
+                metrics=Path(folder) / "metrics.jsonl",
+                track_every=0,
+                log2_scale=lambda step: 0,
+            )
+            self._progress.start(f"{recipe}, {steps} steps, seed {seed}", 0)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # what is known of a recipe stands in its row
+                record = train_one(job, work, Silent()).record
+        return _Run(record=record, seconds=time.perf_counter() - started)

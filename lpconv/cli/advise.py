@@ -1,0 +1,56 @@
+"""`lpconv advise`."""
+
+import shlex
+import sys
+
+from lpconv.advise.options import AdviseOptions
+from lpconv.cli.command import Json, Model, Output, Quiet, print_result, with_options
+
+__all__ = ["advise"]
+
+
+@with_options
+def advise(
+    model: Model,
+    options: AdviseOptions,
+    output: Output = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Measure what low precision would buy a model and what it would cost, and say what to do.
+
+    The output directory (NAME-advice) gets a page with plots, the figures as JSON, and jobs.yaml for `lpconv batch`.
+    What is measured when the minutes are over, or Ctrl-C is pressed, is kept.
+
+    [bold]Examples[/bold]
+
+      lpconv advise demo --budget minutes=1
+
+      lpconv advise ./llama --for infer --data corpus.txt --budget quality=0.02
+
+      lpconv advise ./bert --for train --data reviews.jsonl --device h100 --budget memory=40GB,minutes=30
+    """
+    from lpconv.cli.early import before_advice, output_of
+    from lpconv.cli.progress import progress_for
+
+    target = output_of(output, model, "advice")
+    before_advice(model, target, options)
+    # torch and transformers, from here on, take seconds to import
+    from lpconv.advise.manifest import MANIFEST
+    from lpconv.advise.record import PAGE, kept
+    from lpconv.advise.run import advise as measure
+    from lpconv.report.advise.terminal import render_advice
+
+    command = shlex.join(["lpconv", *sys.argv[1:]])
+    with kept(
+        target, options, lambda partial: None if json else print_result(partial, render_advice, json=False)
+    ) as keep:
+        with progress_for(quiet=quiet) as progress:
+            result = measure(model, target, options, progress=progress, keep=keep, command=command)
+        keep(result)
+    print_result(result, render_advice, json=json)
+    if json:
+        return
+    print(f"\nThe page with plots is {target / PAGE}.")
+    if any(r.row for r in result.recommendations):
+        print(f"To carry it out: lpconv batch {target / MANIFEST}")

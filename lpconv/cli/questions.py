@@ -1,0 +1,42 @@
+"""The first screen: what people come with, and the command that answers it."""
+
+from lpconv.version import __version__
+
+__all__ = ["QUESTIONS", "first_screen", "next_steps"]
+
+# README.md has the same table; a test compares the two.
+QUESTIONS = {
+    "What would low precision buy my model?": "lpconv advise MODEL",
+    "Make it smaller": "lpconv convert MODEL --format e4m3fn",
+    "Train without fp32 copies of the weights": "lpconv finetune MODEL --recipe collage-bf16",
+    "What would fp8 lose, and where?": "lpconv probe MODEL",
+    "Is it faster on this machine?": "lpconv bench MODEL",
+    "Is this quantised file sane?": "lpconv inspect PATH",
+    "Is this output what its source says?": "lpconv verify PATH --against MODEL",
+    "Can this machine do it?": "lpconv doctor",
+}
+
+
+def first_screen() -> str:
+    """What `lpconv` alone prints."""
+    return "\n".join(
+        [
+            f"lpconv {__version__}: Hugging Face checkpoints in low-precision forms that still are the model.",
+            "",
+            *_lines(QUESTIONS),
+            "",
+            "MODEL is a directory, a name on the Hugging Face hub, or demo, a small model that is included.",
+            "See it work: lpconv demo. All commands: lpconv --help.",
+        ]
+    )
+
+
+def next_steps() -> str:
+    """What to do after the demo, with a model of one's own."""
+    wanted = list(QUESTIONS)[:4]
+    return "\n".join(["With a model of your own:", "", *_lines({q: QUESTIONS[q] for q in wanted})])
+
+
+def _lines(questions: dict[str, str]) -> list[str]:
+    width = max(map(len, questions))
+    return [f"  {question:<{width}}  {command}" for question, command in questions.items()]

@@ -1,0 +1,180 @@
+"""An advice in words: recommendations, what is not known, and the cells of its table."""
+
+import math
+from collections.abc import Iterator
+
+from lpconv.report.numbers import MISSING, change_text, duration_text, number_text, plural, size_text, sqnr_text
+from lpconv.results import AdviceResult, AdviceRow, GapEstimate, ProbeReport
+
+__all__ = [
+    "COLUMNS",
+    "HEADINGS",
+    "PART_COLUMNS",
+    "cells",
+    "findings_of",
+    "gap_text",
+    "of_purpose",
+    "part_rows",
+    "recommendation",
+    "unit_of",
+    "unknowns",
+]
+
+HEADINGS = {"infer": "Inference", "train": "Training"}
+COLUMNS = {
+    "infer": ("Conversion", "Size", "Memory", "Step", "Gap", "<95 % interval", "<Why"),
+    "train": ("Recipe", "Memory", "Step", "Gap", "<95 % interval", "<Why"),
+}
+PART_COLUMNS = ("Tensor", "Format", "Bits", "SQNR, dB", "Part")
+_PARTS = 12
+
+
+def of_purpose(result: AdviceResult, purpose: str) -> tuple[AdviceRow, ...]:
+    """The rows for a purpose, best first."""
+    return tuple(r for r in result.rows if r.purpose == purpose)
+
+
+def cells(result: AdviceResult, row: AdviceRow) -> tuple[str, ...]:
+    """A row of the table of its purpose."""
+    gap, interval = _gap_cells(row.gap, unit_of(result, row))
+    size = (size_text(row.size_bytes),) if row.purpose == "infer" else ()
+    return (row.name, *size, size_text(row.memory_bytes), duration_text(row.step_time_s), gap, interval, _why(row))
+
+
+def _why(row: AdviceRow) -> str:
+    if row.status != "measured" or row.gap is None:
+        return row.why if row.status in ("pruned", "unmeasured") else f"failed: {row.why}"
+    counted = plural(row.gap.count, "window" if row.purpose == "infer" else "seed")
+    is_known = math.isfinite(row.gap.high)
+    return counted if row.meets or not is_known else f"{counted}; beyond the budget"
+
+
+def unit_of(result: AdviceResult, row: AdviceRow) -> str:
+    """What the gap of a row is: of a loss, or of outputs."""
+    return "loss" if row.purpose == "train" else result.metric
+
+
+def _gap_cells(gap: GapEstimate | None, unit: str) -> tuple[str, str]:
+    if gap is None:
+        return MISSING, MISSING
+    value = _value_text(gap.value, unit)
+    if not (math.isfinite(gap.low) and math.isfinite(gap.high)):
+        return value, "not known from one seed"
+    return value, f"{_value_text(gap.low, unit)} to {_value_text(gap.high, unit)}"
+
+
+def _value_text(value: float, unit: str) -> str:
+    return f"{100 * value:.2g} %" if unit == "output" else f"{value:+.4f}"
+
+
+def gap_text(gap: GapEstimate, unit: str) -> str:
+    """A gap with its interval, in the words of a sentence."""
+    value, interval = _gap_cells(gap, unit)
+    return f"{value}{'' if unit == 'output' else ' nats'} ({interval})"
+
+
+def recommendation(result: AdviceResult, row: AdviceRow | None, purpose: str) -> str:
+    """What to do for a purpose, and what it costs, in two or three sentences."""
+    if row is None or row.gap is None:
+        return _none(result, purpose)
+    return _convert_words(result, row) if purpose == "infer" else _train_words(result, row)
+
+
+def _convert_words(result: AdviceResult, row: AdviceRow) -> str:
+    assert row.gap is not None
+    change = change_text(result.source_bytes, row.size_bytes or 0)
+    what = "the loss on the text rises by" if result.metric == "loss" else "the relative error of the outputs is"
+    return (
+        f"Convert with {row.name}: {size_text(row.size_bytes)} instead of {size_text(result.source_bytes)} ({change}). "
+        f"On {plural(row.gap.count, 'window')} {what} {gap_text(row.gap, result.metric)}, within the "
+        f"{_budget_text(result, result.metric)} allowed."
+    )
+
+
+def _train_words(result: AdviceResult, row: AdviceRow) -> str:
+    assert row.gap is not None
+    tried = f"{plural(row.gap.count, 'run')} of {plural(result.steps_tried, 'step')}"
+    whole = plural(int(result.options["steps"]), "step")
+    return (
+        f"Train with the recipe {row.name}. From {tried}, a run of {whole} is foretold "
+        f"to end {gap_text(row.gap, 'loss')} from its fp32 twin, within the {_budget_text(result, 'loss')} allowed. "
+        f"A step takes {size_text(row.memory_bytes)} of memory ({row.memory_from}).{_fastest(result, row)}"
+    )
+
+
+def _fastest(result: AdviceResult, row: AdviceRow) -> str:
+    """The one with the shortest steps, where that is another one."""
+    timed = [r for r in of_purpose(result, row.purpose) if r.meets and r.step_time_s]
+    fastest = min(timed, key=lambda r: r.step_time_s or math.inf, default=row)
+    if not row.step_time_s or not fastest.step_time_s or fastest.step_time_s > 0.9 * row.step_time_s:
+        return ""
+    times = f"{duration_text(fastest.step_time_s)} instead of {duration_text(row.step_time_s)}"
+    return f" Within the same budget {fastest.name} has the shortest steps: {times} ({fastest.time_from})."
+
+
+def _budget_text(result: AdviceResult, unit: str) -> str:
+    quality = float(result.options["budget"]["quality"])
+    return f"{100 * quality:.2g} %" if unit == "output" else f"{number_text(quality)} nats"
+
+
+def _none(result: AdviceResult, purpose: str) -> str:
+    rows = [r for r in of_purpose(result, purpose) if r.status == "measured" and r.gap is not None]
+    if not rows:
+        return "Nothing was measured for this, so nothing is recommended."
+    unit = "loss" if purpose == "train" else result.metric
+    nearest = rows[0]
+    assert nearest.gap is not None
+    limit = _budget_text(result, unit)
+    return (
+        f"Nothing that was measured is certain to stay within {limit} and the memory allowed. The nearest is "
+        f"{nearest.name}: {gap_text(nearest.gap, unit)}. More minutes narrow the interval; a larger quality= in "
+        "--budget allows more."
+    )
+
+
+def unknowns(result: AdviceResult) -> tuple[str, ...]:
+    """What the advice does not know."""
+    return tuple(_unknowns(result))
+
+
+def _unknowns(result: AdviceResult) -> Iterator[str]:
+    measured = [r for r in result.rows if r.status == "measured"]
+    sources = {r.time_from for r in measured if r.time_from.startswith("roofline")}
+    for source in sorted(sources):
+        yield f"Step times are not measured: {source}. Real steps take longer."
+    if any(r.purpose == "infer" for r in measured):
+        yield (
+            "Products were computed in fp32 with the stored weights. A model opened in 16 bits rounds its activations "
+            "too, and that is not in the gap."
+        )
+    tried, whole = result.steps_tried, int(result.options["steps"])
+    if any(r.purpose == "train" for r in measured) and tried < whole:
+        yield (
+            f"{tried} steps stand for {whole}. The interval allows for the drift that was seen and for updates that "
+            "rounding dropped, not for what no short run shows."
+        )
+    if any(r.purpose == "train" and r.time_from == "measured here" for r in measured):
+        yield "On a CPU fp8 and fp16 are emulated: their step times here say nothing of a GPU. Pass --device for one."
+    left = [r.name for r in result.rows if r.status == "unmeasured"]
+    if left:
+        yield f"Not measured for want of time: {', '.join(left)}."
+    if result.interrupted:
+        yield "The measurements were stopped before their end."
+
+
+def findings_of(report: ProbeReport) -> tuple[str, ...]:
+    """What one step forward and backward says of formats: the worst tensor of each, and loss scales."""
+    worst = [f"{name}: {found[0]}" for name, found in report.findings.items() if found]
+    scales = [
+        f"{s.format} gradients need a loss scale of 2^{s.log2_scale}" for s in report.loss_scales if s.log2_scale > 0
+    ]
+    return (*worst, *scales)
+
+
+def part_rows(result: AdviceResult) -> tuple[tuple[str, ...], ...]:
+    """The tensors that cost most, each with its part."""
+    unit = " nats" if result.metric == "loss" else ""
+    return tuple(
+        (p.tensor, p.format, f"{p.bits:.3g}", sqnr_text(p.sqnr_db), f"{p.divergence:.1e}{unit}")
+        for p in result.parts[:_PARTS]
+    )

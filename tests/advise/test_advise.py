@@ -1,0 +1,106 @@
+"""Whole advices on the embedded model, with few candidates."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from typer.testing import CliRunner
+
+from lpconv.advise import candidates, infer, train
+from lpconv.advise.options import AdviseOptions, Budget
+from lpconv.advise.run import advise
+from lpconv.batch.manifest import load_manifest
+from lpconv.cli.main import app
+from lpconv.convert.options import ConvertOptions
+from lpconv.convert.run import convert
+from lpconv.progress import Silent
+from lpconv.results import AdviceResult, from_json
+from lpconv.train.recipes import RECIPES
+
+FEW = ("unit e4m3fn", "unit fp16", "unit e5m2")
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LPCONV_COMPILE", "never")
+    torch.set_num_threads(1)
+    few = tuple(c for c in candidates.conversions() if c.name in FEW)
+    monkeypatch.setattr(infer, "conversions", lambda: few)
+    monkeypatch.setattr(train, "RECIPES", {n: RECIPES[n] for n in ("fp32", "amp-bf16")})
+    monkeypatch.setattr(train, "_MORE_SEEDS", 1)
+
+
+def test_every_method_and_format_is_a_candidate_once() -> None:
+    named = [c.name for c in candidates.conversions()]
+    assert len(set(named)) == len(named)
+    assert {"unit e4m3fn, rows", "collage bf16 + exact16", "multipoint int4, 4.5 bits"} <= set(named)
+    assert not any(name.startswith("scalify") for name in named)  # it stores the bytes of unit
+
+
+def test_the_command_advises_and_its_gates_hold(tmp_path: Path) -> None:
+    out = tmp_path / "advice"
+    command = ["advise", "demo", "--for", "infer", "--bits", "12", "--seq-len", "32", "-o", str(out), "--json", "-q"]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.stderr
+    assert json.loads(done.stdout) == json.loads((out / "advice.json").read_text())
+    result = from_json(AdviceResult, json.loads(done.stdout))
+    rows = {r.name: r for r in result.rows}
+    assert rows["unit e5m2"].status == "pruned"
+    assert rows["unit e4m3fn"].gap is not None
+    assert rows["unit fp16"].gap is not None
+    assert rows["unit fp16"].gap.high < rows["unit e4m3fn"].gap.high
+    assert rows["unit fp16"].gap.high < 1e-3
+    mixed = next(r for r in result.rows if "rules" in r.settings)
+    assert mixed.status == "measured"
+    assert len(mixed.settings["rules"]) > 0
+    assert rows["unit e4m3fn"].size_bytes < mixed.size_bytes < 12 / 16 * rows["unit fp16"].size_bytes * 1.01
+    assert result.recommendations[0].row in rows
+    assert sum(p.divergence for p in result.parts) > 0
+    assert "<svg" in (out / "advice.html").read_text()
+    job = load_manifest(out / "jobs.yaml").jobs[0]
+    assert isinstance(job.options, ConvertOptions)
+    converted = convert(job.model, tmp_path / "out", job.options)
+    assert [g.passed for g in converted.verify.gates] == [True, True]
+    assert converted.bytes.written == rows[result.recommendations[0].row].size_bytes
+    assert CliRunner().invoke(app, ["report", str(out)]).exit_code == 0
+    assert CliRunner().invoke(app, command).exit_code == 8
+
+
+def test_a_recipe_is_tried_from_several_seeds_beside_its_twin(tmp_path: Path) -> None:
+    options = AdviseOptions(purpose="train", steps=4, batch_size=2, seq_len=16, budget=Budget(quality=2))
+    result = advise("demo", tmp_path, options)
+    (row,) = result.rows
+    assert (row.name, row.status) == ("amp-bf16", "measured")
+    assert row.gap is not None
+    assert row.gap.count == 2
+    assert row.gap.low < row.gap.value < row.gap.high < 2
+    assert row.memory_from == "measured by torch.profiler"
+    assert result.steps_tried == 4
+    assert result.recommendations[0].row == "amp-bf16"
+    assert "--gate 'loss_gap<=" in str(result.recommendations[0].command)
+
+
+class Stop(Silent):
+    """Presses Ctrl-C when the second candidate is tried."""
+
+    seen = 0
+
+    def start(self, phase: str, total: int, *, unit: str = "bytes", done: int = 0) -> None:
+        self.seen += phase.startswith("trying")
+        if self.seen == 2:
+            raise KeyboardInterrupt
+
+
+def test_what_was_measured_before_an_interrupt_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lpconv.cli.progress._Quiet.start", Stop().start)
+    done = CliRunner().invoke(
+        app, ["advise", "demo", "--for", "infer", "--seq-len", "16", "-o", str(tmp_path / "a"), "-q"]
+    )
+    assert done.exit_code == 130
+    result = from_json(AdviceResult, json.loads((tmp_path / "a/advice.json").read_text()))
+    assert result.interrupted
+    assert sorted(r.status for r in result.rows) == ["measured", "pruned", "unmeasured"]
+    assert yaml.safe_load((tmp_path / "a/jobs.yaml").read_text())["jobs"]
+    assert "Inference" in done.stdout

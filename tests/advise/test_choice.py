@@ -1,0 +1,103 @@
+"""What is concluded from measurements: intervals, outlooks on a whole training, the choice, the manifest of it."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from advice_examples import a_row, gap
+
+from lpconv.advise.choice import best, judged, ranked
+from lpconv.advise.interval import estimated
+from lpconv.advise.manifest import gates_of, manifest_text
+from lpconv.advise.options import AdviseOptions, Budget, parse_budget
+from lpconv.advise.outlook import Ends, outlook
+from lpconv.batch.manifest import load_manifest
+from lpconv.convert.options import ConvertOptions
+from lpconv.errors import UsageError
+from lpconv.train.options import FinetuneOptions
+
+
+def test_a_budget_of_any_parts() -> None:
+    assert parse_budget("quality=0.02, memory=8GB,minutes=3") == Budget(quality=0.02, memory_bytes=8 * 10**9, minutes=3)
+    assert parse_budget("minutes=1") == Budget(minutes=1)
+
+
+@pytest.mark.parametrize("text", ["quality=-1", "minutes=soon", "speed=2", "memory=much", "quality=nan"])
+def test_a_budget_that_is_none(text: str) -> None:
+    with pytest.raises(UsageError):
+        parse_budget(text)
+
+
+def test_an_interval_is_students() -> None:
+    found = estimated([1.0, 2.0, 3.0])
+    assert found.value == 2
+    assert found.high - found.value == pytest.approx(4.303 / math.sqrt(3), rel=1e-3)  # t of two degrees of freedom
+
+
+def test_one_window_says_nothing_about_another() -> None:
+    assert estimated([0.1]).high == math.inf
+
+
+def ends(last: float, *, half: float | None = None, kept: float = 1.0) -> Ends:
+    return Ends(half=last if half is None else half, last=last, learnt=0.5, kept=kept)
+
+
+def test_seeds_of_one_recipe_tell_what_another_varies_by() -> None:
+    found = outlook({"a": [ends(0.0), ends(0.1), ends(0.2)], "b": [ends(0.5)]}, steps=8, horizon=8)
+    assert found["b"].value == 0.5
+    assert found["b"].high - 0.5 == pytest.approx(4.303 * 0.1 * math.sqrt(2), rel=1e-3)  # a new run beside one
+    assert found["a"].high - 0.1 == pytest.approx(4.303 * 0.1 * math.sqrt(1 + 1 / 3), rel=1e-3)
+
+
+def test_from_one_seed_of_each_nothing_is_certain() -> None:
+    assert outlook({"a": [ends(0.1)]}, steps=8, horizon=8)["a"].high == math.inf
+
+
+def test_a_longer_training_widens_by_drift_and_by_updates_that_were_lost() -> None:
+    seeds = [ends(0.0), ends(0.1), ends(0.2)]
+    here = outlook({"a": seeds}, steps=8, horizon=8)["a"]
+    drifting = [replace(e, half=e.last - 0.01) for e in seeds]
+    assert outlook({"a": drifting}, steps=8, horizon=32)["a"].high == pytest.approx(here.high + 2 * 0.01)
+    lossy = [replace(e, kept=0.8) for e in seeds]
+    found = outlook({"a": lossy}, steps=8, horizon=32)["a"]
+    assert found.high == pytest.approx(here.high + 2 * 0.2 * 0.5)
+    assert found.low == pytest.approx(here.low)
+
+
+def test_the_smallest_within_the_budget_is_best() -> None:
+    small, large = a_row("small", size_bytes=10, gap=gap(0.02, 0.01)), a_row("large", size_bytes=30, gap=gap(0, 0.001))
+    middle = a_row("middle", size_bytes=20, gap=gap(0.005, 0.004))
+    rows = ranked(judged(r, Budget(quality=0.01), None) for r in (large, small, middle))
+    assert [r.name for r in rows] == ["middle", "large", "small"]
+    chosen = best(rows, "infer")
+    assert chosen is not None
+    assert chosen.name == "middle"
+    assert best(rows, "train") is None
+
+
+def test_what_does_not_fit_the_device_is_not_advised() -> None:
+    assert judged(a_row(memory_bytes=100), Budget(), 99).meets is False
+    assert judged(a_row(memory_bytes=100), Budget(memory_bytes=99), None).meets is False
+    assert judged(a_row(memory_bytes=100), Budget(), None).meets is True
+
+
+def test_gates_are_the_figures_with_room_for_another_machine() -> None:
+    assert gates_of(a_row(sqnr_db=30.24, figures={"kl": 0.002})) == ["sqnr>=29.7", "kl<=0.0022"]
+    assert gates_of(a_row(sqnr_db=math.inf, figures={"kl": 0.0})) == ["kl<=1.1e-09"]
+    assert gates_of(a_row(purpose="train", gap=gap(0.01, 0.00234))) == ["loss_gap<=0.013"]
+
+
+def test_the_manifest_is_one_that_batch_takes(tmp_path: Path) -> None:
+    trained = a_row("unit-fp8", purpose="train", settings={"recipe": "unit-fp8"})
+    mixed = a_row(settings={"method": "unit", "format": "e4m3fn", "rules": ["*.down_proj.weight=fp16"]})
+    options = AdviseOptions(data=__file__, seq_len=32, task="clm")
+    path = tmp_path / "jobs.yaml"
+    path.write_text(manifest_text("demo", [mixed, trained], options))
+    convert, finetune = (job.options for job in load_manifest(path).jobs)
+    assert isinstance(convert, ConvertOptions)
+    assert convert.rules[0].format == "fp16"
+    assert convert.gates == ("sqnr>=29.7", "kl<=0.0022")
+    assert isinstance(finetune, FinetuneOptions)
+    assert finetune.arithmetic.name == "unit-fp8"
+    assert (finetune.steps, finetune.lr, finetune.seq_len, finetune.data) == (options.steps, options.lr, 32, __file__)
