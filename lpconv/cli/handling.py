@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import os
 import signal
 import sys
 import traceback
@@ -67,7 +68,7 @@ def handled(command: Callable[P, None]) -> Callable[P, None]:
             sys.stderr.close()  # the reader of our output left; Python would complain while closing stdout
             sys.exit(141)
         except Exception as e:
-            known = out_of_memory(e) or (from_system(e) if isinstance(e, OSError) else None)
+            known = out_of_memory(e) or from_system(e)
             if known is not None:
                 _fail(known, as_json)
             traceback.print_exc()
@@ -111,7 +112,10 @@ def _interrupted(number: int, kwargs: dict[str, object]) -> InterruptedRunError:
 
 def _fail(error: LpconvError, as_json: bool) -> None:
     if as_json:
-        print(json.dumps({"schema_version": 1, "error": error.to_dict()}, indent=2, default=str))
+        try:
+            print(json.dumps({"schema_version": 1, "error": error.to_dict()}, indent=2, default=str), flush=True)
+        except BrokenPipeError:  # the reader of our output left; Python would complain while closing stdout
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     _say("error", error.message)
     if error.hint:
         _say("hint", error.hint)

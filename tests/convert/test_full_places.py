@@ -2,10 +2,13 @@
 
 import errno
 import os
+import resource
 from pathlib import Path
 
 import pytest
+import torch
 from checkpoints import Run
+from safetensors.torch import save_file
 from test_bad_place import mounted
 from typer.testing import CliRunner
 
@@ -78,3 +81,19 @@ def test_what_the_system_refuses_has_its_code(number: int, code: int) -> None:
 
 def test_an_error_without_reason_stays_a_bug() -> None:
     assert from_system(OSError("odd")) is None
+    assert from_system(RuntimeError("odd")) is None
+
+
+def test_what_libraries_say_of_a_full_disk_has_its_code(tmp_path: Path) -> None:
+    """safetensors and torch, where no file may grow beyond some bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for write in (lambda p: save_file({"x": torch.ones(999)}, p), lambda p: torch.save(torch.ones(999), p)):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+        try:
+            write(tmp_path / "file")
+        except Exception as e:
+            found = from_system(e)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert found is not None
+        assert found.exit_code == 7
