@@ -32,13 +32,13 @@ class _Terminated(BaseException):
 class Commands(TyperGroup):
     """The commands as a group whose parser refuses under --json as `handled` does."""
 
-    def main(self, args: Sequence[str] | None = None, *rest: Any, standalone_mode: bool = True, **extra: Any) -> Any:
+    def main(self, args: Sequence[str] | None = None, *rest: Any, **extra: Any) -> Any:
         """As typer has it, but for a JSON document under --json where an option or an argument is wrong."""
         args = list(sys.argv[1:] if args is None else args)
-        if "--json" not in args or not standalone_mode:
-            return super().main(args, *rest, standalone_mode=standalone_mode, **extra)
+        if "--json" not in args or not extra.get("standalone_mode", True):
+            return super().main(args, *rest, **extra)
         try:
-            sys.exit(super().main(args, *rest, standalone_mode=False, **extra) or 0)
+            sys.exit(super().main(args, *rest, **{**extra, "standalone_mode": False}) or 0)
         except Exception as e:
             if not hasattr(e, "format_message"):  # what click's errors have; typer brings its own click, or not
                 raise
