@@ -1,6 +1,7 @@
 """Time, memory and compile error of scaled tensors beside the plain model.
 
     python benchmarks/scaled.py [--hidden 512] [--layers 4] [--rounds 20] [--out FILE.json]
+    python benchmarks/scaled.py --compute fp8 --operand-scale row --methods unit    # beside the plain model in bf16
 
 Steps (forward and backward) of plain and scaled models are interleaved, and the median of the paired ratios is
 reported with its quartiles. Saved bytes are counted by saved-tensor hooks.
@@ -21,6 +22,7 @@ import transformers as hf
 from torch import nn
 
 from lpconv.scaled import ScaledTensor, saved_bytes, scaled
+from lpconv.scaled.operands import OPERAND_SCALES
 
 Batch = dict[str, Any]
 
@@ -95,9 +97,12 @@ def compile_error(plain: nn.Module, compiled: nn.Module, ours: nn.Module, batch:
 
 def measure(name: str, method: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     plain, batch = build(name, options.hidden, options.layers)
-    ours = scaled(copy.deepcopy(plain), method=method, compute="fp32", strict=True)
+    ours = scaled(
+        copy.deepcopy(plain), method=method, compute=options.compute, operand_scale=options.operand_scale, strict=True
+    )
+    plain = plain if options.compute == "fp32" else plain.bfloat16()
     rows = [{"model": name, "method": method, "mode": "eager", **paired(plain, ours, batch, options.rounds)}]
-    if not options.no_compile:
+    if not options.no_compile and options.compute == "fp32":
         torch._dynamo.reset()
         plain_compiled = torch.compile(copy.deepcopy(plain), fullgraph=True)
         ours_compiled = torch.compile(ours, fullgraph=True)
@@ -121,6 +126,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--models", nargs="+", default=["bert", "gpt2", "llama"])
     parser.add_argument("--methods", nargs="+", default=["unit", "scalify"])
+    parser.add_argument("--compute", choices=("fp32", "fp8"), default="fp32", help="fp8 is timed in eager mode only")
+    parser.add_argument("--operand-scale", choices=OPERAND_SCALES, default="tensor", help="of fp8 operands")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--out")
     options = parser.parse_args()

@@ -6,13 +6,15 @@ below ``/proc`` and ``/sys``, so a test may lay out others.
 """
 
 import errno
+import resource
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from lpconv.errors import ResourceError
 
-__all__ = ["available_memory", "memory_limit", "out_of_memory"]
+__all__ = ["available_memory", "memory_limit", "out_of_memory", "peak_rss_bytes"]
 
 _ROOT = Path("/")
 _ENDLESS = 2**60  # version 1 writes the largest multiple of a page for no limit
@@ -55,6 +57,15 @@ def out_of_memory(error: BaseException) -> ResourceError | None:
         hint="free some memory, raise the limit (`ulimit -v`, the container's), or allow less with --max-memory where "
         "the command has it",
     )
+
+
+def peak_rss_bytes(root: Path = _ROOT) -> int:
+    """Peak resident memory of this process."""
+    for line in _read(root / "proc/self/status").splitlines():
+        if line.startswith("VmHWM:"):  # what getrusage says includes the process that started this one
+            return int(line.split()[1]) * _KIB
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * _KIB  # bytes there, kibibytes elsewhere
 
 
 def _free(root: Path) -> int:

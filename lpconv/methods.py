@@ -18,17 +18,19 @@ from lpconv.formats.spec import Format, get_format
 if TYPE_CHECKING:
     from lpconv.forms import Form
 
-__all__ = ["LPCONV", "METHODS", "ROWS", "Method"]
+__all__ = ["COMPRESSED_ROWS", "LPCONV", "METHODS", "ROWS", "Method"]
 
 LPCONV = "lpconv"
 ROWS = "rows"
+COMPRESSED_ROWS = f"{COMPRESSED_TENSORS} rows"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
     """A way to write a weight as a short sum of scaled components, value = Σ_i scale_i · component_i.
 
-    `forms` names the form that each layout gives a converted tensor, and under `ROWS` the one with a scale per row.
+    `forms` names the form that each layout gives a converted tensor, and under
+    `ROWS` and `COMPRESSED_ROWS` those with a scale per row.
     `residuals` are the residuals of a pair, the first one its default; `has_budget` says that a bit budget decides how
     much is stored.
     """
@@ -59,6 +61,12 @@ class Method:
         return FORMS[self.forms[layout]]
 
 
+_WITH_SCALES = {
+    LPCONV: "scaled",
+    ROWS: "rows",
+    COMPRESSED_TENSORS: "compressed",
+    COMPRESSED_ROWS: "compressed rows",
+}
 METHODS: dict[str, Method] = {
     m.name: m
     for m in (
@@ -66,7 +74,7 @@ METHODS: dict[str, Method] = {
             name="unit",
             title="unit scaling",
             summary="Weights as unit-RMS codes with one power-of-two scale per tensor, fixed before the run.",
-            forms={LPCONV: "scaled", ROWS: "rows", COMPRESSED_TENSORS: "compressed"},
+            forms=_WITH_SCALES,
             formats=("fp32", "fp16", "bf16", "e4m3fn", "e5m2"),
             default_format="fp16",
         ),
@@ -74,7 +82,7 @@ METHODS: dict[str, Method] = {
             name="scalify",
             title="Scalify",
             summary="Weights as unit-RMS codes with one power-of-two scale per tensor, propagated when the model runs.",
-            forms={LPCONV: "scaled", ROWS: "rows", COMPRESSED_TENSORS: "compressed"},
+            forms=_WITH_SCALES,
             formats=("fp32", "fp16", "bf16", "e4m3fn", "e5m2"),
             default_format="fp16",
         ),

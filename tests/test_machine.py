@@ -10,7 +10,7 @@ import pytest
 from checkpoints import cli_environment
 
 from lpconv.errors import ResourceError
-from lpconv.machine import available_memory, memory_limit, out_of_memory
+from lpconv.machine import available_memory, memory_limit, out_of_memory, peak_rss_bytes
 
 V1, V2 = "cgroup cgroup rw,memory", "cgroup2 cgroup2 rw"
 UNLIMITED = str(2**63 - 4096)  # as version 1 writes it
@@ -140,6 +140,17 @@ def test_a_real_limit_of_the_address_space() -> None:
     limit, available = map(int, done.stdout.split())
     assert limit == 3_000_000 * 1024
     assert 0 < available < limit
+
+
+def test_the_peak_is_that_of_the_process_and_not_of_the_one_that_started_it() -> None:
+    ballast = bytearray(400 << 20)
+    code = "from lpconv.machine import peak_rss_bytes; print(peak_rss_bytes())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert 0 < int(done.stdout) < len(ballast) < peak_rss_bytes()
+
+
+def test_without_proc_the_peak_is_what_the_system_says(tmp_path: Path) -> None:
+    assert peak_rss_bytes(tmp_path) >= peak_rss_bytes() > 0
 
 
 @pytest.mark.parametrize(

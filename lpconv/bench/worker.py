@@ -12,7 +12,6 @@ import json
 import os
 import platform
 import re
-import resource
 import sys
 import time
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from lpconv.bench.parallel import join
 from lpconv.bench.runner import CaseRunner
 from lpconv.errors import LpconvError, ResourceError, UnsupportedError, UsageError
 from lpconv.kernels.matmul import matmul
+from lpconv.machine import peak_rss_bytes
 from lpconv.report.numbers import plural
 from lpconv.results import PeakRecord
 from lpconv.version import __version__
@@ -142,7 +142,7 @@ class Worker:
             reserved = torch.cuda.max_memory_reserved()
             free, total = torch.cuda.mem_get_info()
             process = total - free  # of all processes; NVML tells them apart where it is there
-        process = process or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        process = process or peak_rss_bytes()
         return dataclasses.asdict(found) | {"reserved_bytes": reserved, "process_bytes": process}
 
     def peaks(self, device: str, threads: int | None, processes: int) -> dict[str, Any]:

@@ -1,6 +1,7 @@
-"""The on-disk layout of the compressed-tensors package, for per-tensor-scaled e4m3fn: "float-quantized".
+"""The on-disk layout of the compressed-tensors package, for e4m3fn with scales of tensors or rows: "float-quantized".
 
-Codes lie under the weight's own name and shape, with a scale [1] under `NAME_scale`, and only in `Linear` modules.
+Codes lie under the weight's own name and shape, with a scale [1] or [rows, 1] under `NAME_scale`, and only in `Linear`
+modules.
 Plain transformers with that package, and vLLM, open it without lpconv. The config names what is not quantised, because
 a reader takes every other `Linear` for codes. (vllm-project/compressed-tensors, `quantization/quant_config.py`.)
 """
@@ -35,10 +36,17 @@ class LinearModules:
         return tuple(name for name in (*self.plain, *self.derived) if f"{name}.weight" not in weights)
 
 
-def quantization_config(ignored: Iterable[str]) -> dict[str, Any]:
-    """The `quantization_config` of config.json; `ignored` are the names of `Linear` modules that are not quantised."""
-    weights = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+def quantization_config(ignored: Iterable[str], *, rows: bool = False) -> dict[str, Any]:
+    """The `quantization_config` of config.json; `ignored` are the names of `Linear` modules that are not quantised.
+
+    With scales for `rows` it is the preset FP8_DYNAMIC, which asks readers to quantise inputs token by token: vLLM then
+    multiplies in fp8. Without inputs it takes weights as they are, and one scale for a tensor is what it would change
+    where it fuses modules.
+    """
+    strategy = "channel" if rows else "tensor"
+    weights = {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True, "dynamic": False}
+    inputs = {**weights, "strategy": "token", "dynamic": True} if rows else None
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
     return {
         "quant_method": COMPRESSED_TENSORS,
         "format": "float-quantized",

@@ -32,26 +32,38 @@ __all__ = ["compare"]
 _LOW, _HIGH = 0.6, 1.6
 _GROUP, _FAINT = 32, 1e-3  # elements of a row; groups with less of the mean energy are not asked
 _NARROWEST = 4  # bits from which that is so
+# The share of noise that may be a shift, where codes have at most so many bits, and a weight so many elements.
+_ONE_SIDED, _WIDEST, _FEW = 0.1, 8, 1024
 # dB that storing a weight in so many bits leaves at least, whatever its distribution; rounding to nearest leaves more.
 _LEAST_DB = {2: 1.0, 4: 8.0, 8: 15.0, 16: 40.0}
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Sums:
-    """Of some blocks: Σx², Σ(y - x)², the largest |y - x| / |x|, groups and those off by a factor, and lost numbers."""
+    """Of some blocks: Σx², Σ(y - x)², the largest |y - x| / |x|, Σ(y - x), the count of numbers and of groups, groups
+    that are off by a factor, and lost numbers."""
 
     signal: float = 0.0
     noise: float = 0.0
     relative: float = 0.0
+    lean: float = 0.0
+    num: int = 0
     groups: int = 0
     off: int = 0
     lost: int = 0
+
+    @property
+    def one_sided(self) -> float:
+        """The share of the noise that is the mean error: nearly 0 for rounding, 1 where all are shifted alike."""
+        return self.lean**2 / (self.num * self.noise) if self.noise else 0.0
 
     def __add__(self, other: "_Sums") -> "_Sums":
         return _Sums(
             signal=self.signal + other.signal,
             noise=self.noise + other.noise,
             relative=max(self.relative, other.relative),
+            lean=self.lean + other.lean,
+            num=self.num + other.num,
             groups=self.groups + other.groups,
             off=self.off + other.off,
             lost=self.lost + other.lost,
@@ -132,6 +144,8 @@ def _sums(x: Tensor, y: Tensor) -> _Sums:
         signal=float(x.double().square().sum()),
         noise=math.inf if lost else float(error.square().sum()),
         relative=float((error.abs() / x.abs()).nan_to_num(0.0, math.inf).max()) if x.numel() else 0.0,
+        lean=float(error.sum()),
+        num=x.numel(),
         groups=int(asked.sum()),
         off=int((~((factor > _LOW) & (factor < _HIGH))).sum()),
         lost=lost,
@@ -159,10 +173,13 @@ def _bits(form: Stored) -> int:
 
 def _problem(found: _Sums, noise: float, bits: int) -> str | None:
     least = _LEAST_DB[max((b for b in _LEAST_DB if b <= bits), default=2)]
+    told = []
     if found.lost:
         return f"{found.lost} numbers are NaN or Inf, and the reference's are not"
     if noise < least:
-        return f"{noise:.1f} dB, where {bits} bits leave {least:g} at least: wrong packing, zero points or scales"
+        told.append(f"{noise:.1f} dB, where {bits} bits leave {least:g} at least: wrong packing, zero points or scales")
+    if found.one_sided > _ONE_SIDED and bits <= _WIDEST and found.num >= _FEW:
+        told.append(f"{found.one_sided:.0%} of the noise is one shift of all: zero points are off")
     if found.off and bits >= _NARROWEST:
-        return f"{found.off} of {found.groups} groups of {_GROUP} are off by a factor that no rounding makes"
-    return None
+        told.append(f"{found.off} of {found.groups} groups of {_GROUP} are off by a factor that no rounding makes")
+    return "; ".join(told) or None

@@ -25,6 +25,7 @@ _FORMATS = {
     "nvfp4-pack-quantized": {"e2m1"}, "mxfp4-pack-quantized": {"e2m1"}, "pack-quantized": {"int4", "int8"},
 }  # fmt: skip
 _ALGORITHMS = {"FP8": {"e4m3fn"}, "NVFP4": {"e2m1"}}
+_SURELY_CODES = (".weight_packed", ".qweight")
 _EXAMPLES = 3
 
 
@@ -42,7 +43,7 @@ class Findings:
 def from_headers(headers: Headers, forms: Mapping[str, Stored]) -> Findings:
     """All that names, sizes and config contradict."""
     method = headers.quantised_by
-    codes = [n for n, info in headers.root.items() if info.dtype.startswith(("F8", "F4"))]
+    codes = [n for n, i in headers.root.items() if i.dtype.startswith(("F8", "F4")) or n.endswith(_SURELY_CODES)]
     if method is None and codes:
         return Findings(problems=(f"{shown(codes)}: codes, and config.json has no quantization_config",))
     if method not in READ:
@@ -111,6 +112,12 @@ def _sizes(config: Mapping[str, Any], coded: Mapping[str, Stored]) -> Iterator[s
     if len(schemes) != 1:
         return
     (scheme,), grids = schemes, {n: form for n, form in coded.items() if isinstance(form, Grid)}
+    block = scheme.get("weight_block_size", scheme.get("block_structure"))
+    if isinstance(block, list) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block):
+        found = {n: tuple(min(b, size) for b, size in zip(block, g.matrix, strict=True)) for n, g in grids.items()}
+        other = [n for n, wanted in found.items() if grids[n].block != wanted]
+        if other:
+            yield f"config.json has blocks of {block[0]} x {block[1]}, and {shown(other)} has {grids[other[0]].words}"
     size = scheme.get("group_size", scheme.get("q_group_size"))
     if isinstance(size, int) and size > 0:
         other = [n for n, g in grids.items() if g.block[1] != min(size, g.matrix[1]) or g.block[0] != 1]

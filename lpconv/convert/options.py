@@ -15,7 +15,7 @@ from lpconv.errors import UsageError
 from lpconv.formats.spec import FORMATS, Format, get_format
 from lpconv.lookup import find, nearest
 from lpconv.mcf.point_layout import MAX_POINTS
-from lpconv.methods import LPCONV, METHODS, ROWS, Method
+from lpconv.methods import COMPRESSED_ROWS, LPCONV, METHODS, ROWS, Method
 from lpconv.options import Force, Option, Resume, Revision, TrustRemoteCode, check, size_option
 
 __all__ = [
@@ -167,7 +167,9 @@ class ConvertOptions:
     @property
     def layout_of_forms(self) -> str:
         """The key of the method's `forms`."""
-        return ROWS if self.granularity == "row" else self.layout
+        if self.granularity == "row":
+            return ROWS if self.layout == LPCONV else COMPRESSED_ROWS
+        return self.layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,16 +294,16 @@ def _residual(method: Method, format_name: str, residual: str | None) -> str | N
 
 
 def _check_layout(options: ConvertOptions, method: Method, format_name: str) -> None:
-    if options.granularity != "tensor" and (options.layout != LPCONV or ROWS not in method.forms):
+    if options.granularity != "tensor" and options.layout_of_forms not in method.forms:
         raise UsageError(
             f"method `{method.name}` in layout `{options.layout}` has no scale per {options.granularity}",
-            hint="use --method unit or scalify, in lpconv's own layout",
+            hint="use --method unit or scalify",
         )
     if options.layout != COMPRESSED_TENSORS:
         return
     if options.layout not in method.forms or format_name != "e4m3fn":
         raise UsageError(
-            f"layout `{options.layout}` holds e4m3fn codes with one scale, not {method.name} in {format_name}",
+            f"layout `{options.layout}` holds e4m3fn codes, not {method.name} in {format_name}",
             hint="use --method unit --format e4m3fn",
         )
     for rule in options.rules:

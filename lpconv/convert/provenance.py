@@ -3,8 +3,6 @@
 import dataclasses
 import importlib.metadata
 import platform
-import resource
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,6 @@ from lpconv.results import (
 from lpconv.version import __version__
 
 __all__ = [
-    "peak_rss_bytes",
     "plan_warnings",
     "public_source",
     "shaping_options",
@@ -92,13 +89,3 @@ def tensor_warnings(tensors: Sequence[TensorRecord]) -> tuple[str, ...]:
         if t.num_saturated:
             found.append(f"`{t.name}`: {t.num_saturated} elements are beyond {t.format}'s range and became Inf")
     return tuple(found)
-
-
-def peak_rss_bytes() -> int:
-    """Peak resident memory of this process."""
-    status = Path("/proc/self/status")
-    if status.exists():  # what getrusage says includes the process that started this one
-        lines = dict(line.split(":", 1) for line in status.read_text(encoding="utf-8").splitlines())
-        return int(lines["VmHWM"].split()[0]) * 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # bytes there, kibibytes elsewhere

@@ -13,7 +13,6 @@ from lpconv.convert.finished import finished
 from lpconv.convert.job import Job, check_disk, disk_bytes, estimate_seconds, free_bytes, identity, prepare
 from lpconv.convert.options import ConvertOptions, command_line
 from lpconv.convert.provenance import (
-    peak_rss_bytes,
     plan_warnings,
     public_source,
     shaping_options,
@@ -25,6 +24,7 @@ from lpconv.convert.tensor_records import format_ranges, planned_record
 from lpconv.convert.verify_written import verify_written
 from lpconv.convert.workers import SingleThreadedTorch
 from lpconv.errors import VerificationError
+from lpconv.machine import peak_rss_bytes
 from lpconv.progress import Progress, Silent
 from lpconv.report.convert.card import model_card
 from lpconv.report.convert.html import html_report

@@ -19,7 +19,7 @@ from lpconv.checkpoint.contents import Contents, read_contents
 from lpconv.checkpoint.source import Source, open_source, read_range, read_tensor
 from lpconv.convert.defects import Findings, fused_groups, shown
 from lpconv.forms import Component, Headers, recognise
-from lpconv.forms.compressed import Compressed
+from lpconv.forms.compressed import Compressed, CompressedRows
 from lpconv.forms.foreign.grid import Grid
 from lpconv.forms.foreign.plane import Span
 from lpconv.forms.scaled import SCALE_SUFFIX
@@ -64,7 +64,8 @@ def from_scales(contents: Contents) -> Findings:
         forms = recognise(Headers.of(contents.config, {n: e.info for n, e in source.entries.items()}))
         grids = {n: form for n, form in forms.items() if isinstance(form, Grid)}
         found = {n: _look(grid, source) for n, grid in grids.items()}
-        found |= {n: _alone(form, source) for n, form in forms.items() if isinstance(form, Compressed)}
+        ours = {n: form for n, form in forms.items() if isinstance(form, (Compressed, CompressedRows))}
+        found |= {n: _alone(form, source) for n, form in ours.items()}
         config = contents.config.get("quantization_config") or {}
         problems = [*_unsound(found), *_dead(found, grids, source), *_inverted(found, grids)]
         problems += _parts(grids, source, config)
@@ -77,10 +78,10 @@ def judged(found: InspectResult, directory: Path) -> InspectResult:
     return replace(found, problems=(*found.problems, *told.problems), warnings=(*found.warnings, *told.warnings))
 
 
-def _alone(form: Compressed, source: Source) -> _Scales:
-    """Of a weight with one scale, in the form that lpconv writes too."""
+def _alone(form: Compressed | CompressedRows, source: Source) -> _Scales:
+    """Of a weight in a form that lpconv writes too."""
     scale = read_tensor(source, form.name + SCALE_SUFFIX).float()
-    return replace(_count(scale, form.format.max), one=float(scale))
+    return replace(_count(scale, form.format.max), one=float(scale) if isinstance(form, Compressed) else None)
 
 
 def _fetcher(source: Source) -> Fetch:
@@ -145,12 +146,14 @@ def _dead(found: Mapping[str, _Scales], grids: Mapping[str, Grid], source: Sourc
 
 
 def _inverted(found: Mapping[str, _Scales], grids: Mapping[str, Grid]) -> Iterator[str]:
-    wrong = [n for n, g in grids.items() if g.factor is not None and found[n].bound > _LARGEST]
+    wrong = [n for n in grids if found[n].bound > _LARGEST]
     if wrong:
-        how = "divides" if grids[wrong[0]].divides else "multiplies"
+        first = grids[wrong[0]]
+        which = "the scale" if first.factor is None else "the second scale"
+        how = "divides" if first.divides else "multiplies"
         yield (
-            f"{shown(wrong)}: weights of up to {found[wrong[0]].bound:.2g}; the second scale, which {how} in this "
-            "layout, is inverted"
+            f"{shown(wrong)}: weights of up to {found[wrong[0]].bound:.2g}; {which}, which {how} in this layout, is "
+            "inverted or lost"
         )
 
 

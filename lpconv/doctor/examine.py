@@ -1,4 +1,4 @@
-"""Look at this machine. Reading only: nothing is installed, downloaded or changed."""
+"""Look at this machine. Nothing is installed, downloaded or changed."""
 
 import os
 import platform
@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 
 from lpconv.doctor.packages import extras, packages
+from lpconv.doctor.products import try_products
 from lpconv.doctor.support import CPU_FEATURES, format_support
 from lpconv.machine import available_memory, memory_limit
 from lpconv.results import CacheRecord, DeviceRecord, DoctorResult, MachineRecord, PackageRecord
@@ -35,6 +36,7 @@ def examine(folder: Path | None = None) -> DoctorResult:
         extras=extras(),
         machine=_machine(folder or Path.cwd()),
         cache=_cache(),
+        products=tuple(product for device in devices for product in try_products(device)),
         problems=(*_package_problems(required), *gpu_problems),
     )
 

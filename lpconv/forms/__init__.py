@@ -5,7 +5,7 @@ What others store is read by the layouts in `lpconv.forms.foreign`.
 
 from collections.abc import Mapping
 
-from lpconv.forms.compressed import Compressed
+from lpconv.forms.compressed import Compressed, CompressedRows
 from lpconv.forms.facts import Component, Headers, Settings
 from lpconv.forms.foreign import ACTIVATIONS, READ, find
 from lpconv.forms.form import Form
@@ -19,7 +19,7 @@ from lpconv.forms.stored import Stored
 __all__ = ["FORMS", "Component", "Form", "Headers", "Kept", "Settings", "Stored", "recognise"]
 
 # In the order in which they are asked whether a stored tensor is theirs; what is nobody's keeps its bits.
-FORMS: dict[str, type[Form]] = {f.kind: f for f in (PointRows, Rows, Scaled, Compressed, Pair, Kept)}
+FORMS: dict[str, type[Form]] = {f.kind: f for f in (PointRows, Rows, Scaled, Compressed, CompressedRows, Pair, Kept)}
 
 
 def recognise(headers: Headers) -> Mapping[str, Stored]:

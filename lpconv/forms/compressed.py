@@ -1,4 +1,4 @@
-"""The layout of the compressed-tensors package: e4m3fn codes under the weight's own shape, one scale each.
+"""The layout of the compressed-tensors package: e4m3fn codes under the weight's own shape, a scale each or per row.
 
 Plain transformers with that package, and vLLM, open it. Only weights of `Linear` modules can be codes, and all in one
 format; the config says which modules are not. More in `lpconv.checkpoint.compressed`.
@@ -13,9 +13,10 @@ from typing import Any, ClassVar, Self
 from lpconv.checkpoint.compressed import COMPRESSED_TENSORS, quantization_config
 from lpconv.formats.spec import FORMATS, Format
 from lpconv.forms.facts import Component, Headers, Settings
+from lpconv.forms.rows import Rows
 from lpconv.forms.scaled import SCALE_SUFFIX, Scaled
 
-__all__ = ["Compressed"]
+__all__ = ["Compressed", "CompressedRows"]
 
 _E4M3FN = FORMATS["e4m3fn"]
 _SCALE_DTYPES = {"F32", "F16", "BF16"}
@@ -59,3 +60,34 @@ class Compressed(Scaled):
     ) -> dict[str, Any]:
         assert ignored is not None, "the layout names what is not quantised"
         return {"quantization_config": quantization_config(ignored)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressedRows(Rows):
+    """FP8_DYNAMIC, as lpconv writes it; with the settings of other writers it is read as a layout of theirs."""
+
+    kind: ClassVar[str] = "compressed rows"
+    quantised_by: ClassVar[str | None] = COMPRESSED_TENSORS
+    holds_one_format: ClassVar[bool] = True
+    axis: ClassVar[tuple[int, ...]] = ()
+
+    @classmethod
+    def refusal(cls, shape: tuple[int, ...], format: Format, settings: Settings) -> str | None:
+        return Compressed.refusal(shape, format, settings) or super().refusal(shape, format, settings)
+
+    @classmethod
+    def recognise(cls, name: str, headers: Headers) -> Self | None:
+        ignored = headers.quantization.get("ignore")
+        is_ours = isinstance(ignored, list) and headers.quantization == quantization_config(ignored, rows=True)
+        return super().recognise(name, headers) if is_ours and headers.root[name].dtype == "F8_E4M3" else None
+
+    @classmethod
+    def configured(
+        cls,
+        config: Mapping[str, Any],
+        settings: Mapping[str, Any],
+        formats: Mapping[str, str],
+        ignored: Iterable[str] | None,
+    ) -> dict[str, Any]:
+        assert ignored is not None, "the layout names what is not quantised"
+        return {"quantization_config": quantization_config(ignored, rows=True)}

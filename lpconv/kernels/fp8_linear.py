@@ -31,11 +31,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lpconv.errors import UsageError
-from lpconv.formats.codes import code_dtype
-from lpconv.formats.scale import amax, pow2_nearest
+from lpconv.formats.scale import pow2_nearest
 from lpconv.formats.spec import Format, get_format
 from lpconv.kernels.decode import decode
 from lpconv.kernels.matmul import matmul
+from lpconv.kernels.scaled_cast import largest_magnitude, scaled_codes
 from lpconv.layers import linears
 from lpconv.lookup import find
 
@@ -174,8 +174,7 @@ def _quantise(x: Tensor, spec: Format, recipe: Fp8Recipe, state: Tensor) -> _Ope
         return _quantise_blocks(x, spec)
     if recipe.source == "static":
         return _Operand(_cast_at(x, state, spec, recipe), state)
-    block = (1, -1) if recipe.granularity == "row" else None
-    found = amax(x, block).float()
+    found = largest_magnitude(x, -1 if recipe.granularity == "row" else None)
     if recipe.source == "delayed":
         found = _delayed(found, state)
     scale = found.clamp(min=_SMALLEST_AMAX) / spec.max
@@ -183,9 +182,9 @@ def _quantise(x: Tensor, spec: Format, recipe: Fp8Recipe, state: Tensor) -> _Ope
 
 
 def _cast_at(x: Tensor, scale: Tensor, spec: Format, recipe: Fp8Recipe) -> Tensor:
-    """`x` / `scale` in codes. Static scales are powers of two, and so exact in x's dtype."""
-    wide = x if recipe.source == "static" else x.float()
-    return _cast(wide * (1 / scale).to(wide.dtype), spec)
+    """`x` / `scale` in codes. Static scales are powers of two, exact in x's dtype; dynamic ones let nothing clip."""
+    inverse = (1 / scale).to(x.dtype if recipe.source == "static" else torch.float32)
+    return scaled_codes(x, inverse, spec, saturate=recipe.source != "dynamic")
 
 
 def _delayed(found: Tensor, history: Tensor) -> Tensor:
@@ -201,12 +200,7 @@ def _quantise_blocks(x: Tensor, spec: Format) -> _Operand:
     largest = blocks.abs().amax(-1)
     power = (largest.view(torch.int32) & 0x7F800000).view(torch.float32)  # 2^floor(log2 amax)
     scale = (power * 2.0**-spec.max_exponent).clamp(min=2.0**-126)
-    return _Operand(_cast(blocks * (1 / scale).unsqueeze(-1), spec).view(x.shape), scale)
-
-
-def _cast(x: Tensor, spec: Format) -> Tensor:
-    """To nearest with saturation; NaN stays NaN."""
-    return x.clamp(-spec.max, spec.max).to(code_dtype(spec))
+    return _Operand(scaled_codes(blocks, (1 / scale).unsqueeze(-1), spec, saturate=True).view(x.shape), scale)
 
 
 def _multiply(a: _Operand, b: _Operand, dtype: torch.dtype) -> Tensor:

@@ -18,7 +18,7 @@ from lpconv.formats.codes import code_dtype
 from lpconv.formats.scale import tensor_scale
 from lpconv.formats.spec import get_format
 from lpconv.kernels.matmul import matmul
-from lpconv.kernels.quantise import encode
+from lpconv.kernels.scaled_cast import scaled_codes
 from lpconv.layers import linears
 
 __all__ = ["E5M2_LINEAR", "FP8_LINEAR", "FP16_LINEAR", "LinearRecipe", "linear", "use_recipe"]
@@ -30,7 +30,8 @@ class LinearRecipe:
 
     "unit" casts as they are, for tensors kept at unit scale; "amax" divides each by a power of two that brings its
     largest element into the format's top binade. float16 and bfloat16 overflow to Inf, for a loss scaler to see; fp8
-    saturates, unless `overflow` is "inf", which e5m2 alone has.
+    saturates, unless `overflow` is "inf", which e5m2 alone has. What was not finite before a cast is not so
+    behind it.
     """
 
     input: str = "e4m3fn"
@@ -118,10 +119,10 @@ class _Linear(torch.autograd.Function):
 
 def _operand(x: Tensor, name: str, recipe: LinearRecipe) -> tuple[Tensor, Tensor | None]:
     spec = get_format(name)
-    scale = None
-    if recipe.scaling == "amax":
-        scale = tensor_scale(x, spec)
-        x = x.float() if x.dtype == torch.float16 else x  # float16 may not hold the scale
-        x = x * (1 / scale).to(x.dtype)  # a power of two: exact
-    saturates = spec.bits == 8 and not (recipe.overflow == "inf" and spec.has_inf)
-    return (encode(x, spec) if saturates else x.to(code_dtype(spec))), scale
+    scale = tensor_scale(x, spec) if recipe.scaling == "amax" else None
+    # A power of two: exact. In float32 where float16 may not hold it.
+    wide = torch.float32 if x.dtype == torch.float16 else x.dtype
+    inverse = None if scale is None else (1 / scale).to(wide)
+    if spec.bits == 8 and not (recipe.overflow == "inf" and spec.has_inf):
+        return scaled_codes(x, inverse, spec, saturate=True), scale
+    return (x if inverse is None else x.to(wide) * inverse).to(code_dtype(spec)), scale

@@ -1,7 +1,7 @@
 """Products of low-precision matrices, by the fastest exact way that the device has.
 
-- CUDA, fp8: tensor cores through `F.scaled_mm`, after its layout rules are met: the left operand row-major, the right
-  one column-major, both inner sizes multiples of 16 (padded with zeros, which change no sum).
+- CUDA, fp8: tensor cores through `aten._scaled_mm_v2`, after its layout rules are met: the left operand row-major, the
+  right one column-major, both inner sizes multiples of 16 (padded with zeros, which change no sum). Compiled or not.
 - CPU, fp8: decode to bfloat16, which holds every code, and multiply there. Products are exact and sums are float32, as
   on tensor cores; torch's own fp8 product is several times slower and `fp8 @ fp8` hundreds of times.
 - CPU, float16: multiply in float32 and round once. torch's float16 product is ten and more times slower there.
@@ -16,12 +16,14 @@ from torch.nn import functional as F
 from lpconv.errors import UsageError
 from lpconv.formats.spec import FORMATS
 from lpconv.kernels.decode import decode
+from lpconv.kernels.scaled_cast import scale_product_
 
 __all__ = ["matmul", "scaled_mm_operands", "why_not_scaled_mm"]
 
 _FP8 = {getattr(torch, f.torch) for f in FORMATS.values() if f.bits == 8 and f.has_sign and f.torch}
 _WIDE = {torch.bfloat16, torch.float16}
 _ALIGNMENT = 16  # bytes, and so fp8 elements, that cuBLASLt wants rows to be multiples of
+_TENSOR_WISE, _ROW_WISE = F.ScalingType.TensorWise.value, F.ScalingType.RowWise.value
 
 
 def matmul(
@@ -44,18 +46,19 @@ def matmul(
     out_dtype = out_dtype or (torch.bfloat16 if a.dtype in _FP8 else a.dtype)
     if 0 in (*a.shape, *b.shape):
         out = torch.zeros(a.shape[0], b.shape[1], dtype=out_dtype, device=a.device)
-    elif a.dtype in _FP8 and a.is_cuda and why_not_scaled_mm(a, b, scale_a, scale_b) is None:
-        out, scale_a, scale_b = _scaled_mm(a, b, scale_a, scale_b, out_dtype), None, None
+    elif a.dtype in _FP8 and a.is_cuda and why_not_scaled_mm(a, b) is None:
+        if out_dtype != torch.bfloat16 and _has_rows(scale_a, scale_b):  # row-wise kernels write bfloat16 only
+            out = _scaled_mm(a, b, None, None, torch.float32)
+        else:
+            out, scale_a, scale_b = _scaled_mm(a, b, scale_a, scale_b, out_dtype), None, None
     else:
         out = _wide_matmul(a, b, out_dtype)
-    for scale in (scale_a, scale_b):
-        if scale is not None:
-            out.mul_(scale)
+    out = scale_product_(out, scale_a, scale_b)
     out = out if bias is None else out.add_(bias)
     return out.to(out_dtype)
 
 
-def why_not_scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None) -> str | None:
+def why_not_scaled_mm(a: Tensor, b: Tensor) -> str | None:
     """Why a product of fp8 matrices on CUDA runs in bfloat16 instead of on fp8 tensor cores; None where it need not."""
     fnuz = {torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
     if a.dtype == b.dtype == torch.float8_e5m2:
@@ -64,8 +67,6 @@ def why_not_scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Ten
         return "fnuz formats run on AMD only"
     if torch.version.hip is None and _capability(a.get_device()) < (8, 9):
         return "fp8 tensor cores need compute capability 8.9"
-    if (scale_a is None or scale_a.numel() == 1) != (scale_b is None or scale_b.numel() == 1):
-        return "scales must be both per tensor or both per row"
     return None
 
 
@@ -83,22 +84,33 @@ def scaled_mm_operands(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
     if not rows and not columns:
-        return x.contiguous()
+        return _dense(x)
     return F.pad(x.contiguous().view(torch.uint8), (0, columns, 0, rows)).view(x.dtype)  # code 0 is zero
 
 
+def _dense(x: Tensor) -> Tensor:
+    """Row-major in its strides too: a (1, C) that was (C, 1) or expanded counts as contiguous, and CUDA refuses it."""
+    return x.contiguous().view(-1).view(x.shape)
+
+
 def _scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    columns = b.shape[1]
+    """The product on tensor cores, by the op: some builds of torch break a graph at `F.scaled_mm` (pytorch#180604)."""
+    rows, columns = a.shape[0], b.shape[1]
     a, b = scaled_mm_operands(a, b)
     one = torch.ones((), dtype=torch.float32, device=a.device)
     scale_a, scale_b = one if scale_a is None else scale_a.float(), one if scale_b is None else scale_b.float()
-    recipe = F.ScalingType.TensorWise if scale_a.numel() == scale_b.numel() == 1 else F.ScalingType.RowWise
-    if recipe is F.ScalingType.RowWise:
-        scale_a, scale_b = scale_a.contiguous(), F.pad(scale_b, (0, b.shape[1] - columns), value=1.0).contiguous()
-        out = F.scaled_mm(a, b, scale_a, recipe, scale_b, recipe, output_dtype=torch.bfloat16)  # the only row-wise one
-    else:
-        out = F.scaled_mm(a, b, scale_a, recipe, scale_b, recipe, output_dtype=out_dtype)
+    recipe = _TENSOR_WISE
+    if _has_rows(scale_a, scale_b):  # then both must be
+        recipe = _ROW_WISE
+        scale_a, scale_b = scale_a.expand(rows, 1), scale_b.expand(1, columns)
+        scale_a, scale_b = _dense(scale_a), _dense(F.pad(scale_b, (0, b.shape[1] - columns), value=1.0))
+    op = torch.ops.aten._scaled_mm_v2.default
+    out: Tensor = op(a, b, [scale_a], [recipe], [], [scale_b], [recipe], [], None, out_dtype)
     return out[:, :columns]
+
+
+def _has_rows(*scales: Tensor | None) -> bool:
+    return any(s is not None and s.numel() > 1 for s in scales)
 
 
 def _wide_matmul(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:

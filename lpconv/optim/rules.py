@@ -25,11 +25,13 @@ Update: TypeAlias = Callable[[Tensor, Tensor, Moments, tuple[Tensor, ...]], tupl
 class Rule:
     """`update(x, g, moments, coefficients)` with fp32 tensors of one shape; coefficients are 0-dim fp32 tensors.
 
-    `coefficients(group, step)` gives their values from a parameter group's options, for the step-th step (from 1).
+    `coefficients(group, step)` gives their values from a parameter group's options, for the step-th step (from 1);
+    `decays(group)` what is left of each moment after a step with a gradient of 0.
     """
 
     name: str
     moments: tuple[str, ...]
+    decays: Callable[[Mapping[str, Any]], tuple[float, ...]]
     coefficients: Callable[[Mapping[str, Any], int], Coefficients]
     update: Update
 
@@ -108,8 +110,26 @@ def _lion(x: Tensor, g: Tensor, moments: Moments, c: tuple[Tensor, ...]) -> tupl
 RULES: dict[str, Rule] = {
     r.name: r
     for r in (
-        Rule(name="adamw", moments=("exp_avg", "exp_avg_sq"), coefficients=_adamw_coefficients, update=_adamw),
-        Rule(name="sgd", moments=("momentum_buffer",), coefficients=_sgd_coefficients, update=_sgd),
-        Rule(name="lion", moments=("exp_avg",), coefficients=_lion_coefficients, update=_lion),
+        Rule(
+            name="adamw",
+            moments=("exp_avg", "exp_avg_sq"),
+            decays=lambda group: group["betas"],
+            coefficients=_adamw_coefficients,
+            update=_adamw,
+        ),
+        Rule(
+            name="sgd",
+            moments=("momentum_buffer",),
+            decays=lambda group: (group["momentum"],),
+            coefficients=_sgd_coefficients,
+            update=_sgd,
+        ),
+        Rule(
+            name="lion",
+            moments=("exp_avg",),
+            decays=lambda group: (group["betas"][1],),
+            coefficients=_lion_coefficients,
+            update=_lion,
+        ),
     )
 }

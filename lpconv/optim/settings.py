@@ -19,8 +19,8 @@ __all__ = ["ARITHMETICS", "NONFINITE", "Settings", "check_group", "make_settings
 ARITHMETICS = ("fused", "paper")
 NONFINITE = ("ignore", "skip", "raise")
 
-# v · beta2 rounds back to v where 1 - beta2 is under half the relative spacing of bf16, 2^-9 to 2^-8.
-_LARGEST_BF16_BETA2 = 0.998
+# v · decay rounds back to v where 1 - decay is under half the relative spacing of bf16, 2^-9 to 2^-8.
+_LARGEST_BF16_DECAY = 0.998
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,7 @@ def make_settings(
 
 
 def check_group(group: Mapping[str, Any], settings: Settings) -> None:
-    """Raise UnsupportedError for dtypes and UsageError for numbers out of range; warn where beta2 is too near 1."""
+    """Raise UnsupportedError for dtypes and UsageError for numbers out of range; warn where a moment cannot decay."""
     for p in group["params"]:
         if p.dtype == torch.float8_e4m3fn and settings.fp8_storages is None:
             raise UnsupportedError(
@@ -118,13 +118,19 @@ def check_group(group: Mapping[str, Any], settings: Settings) -> None:
     betas = group.get("betas", ())
     if not all(0 <= beta < 1 for beta in betas):
         raise UsageError(f"betas = {betas} are out of range", hint="0 <= beta < 1")
-    variant = settings.variant
-    if settings.rule.name == "adamw" and variant.second is Storage.BF16 and betas[1] > _LARGEST_BF16_BETA2:
-        warnings.warn(
-            f"variant '{variant.name}' keeps the second moment in bf16, where it cannot decay with beta2 = {betas[1]}: "
-            f"v · beta2 rounds back to v above {_LARGEST_BF16_BETA2}; use variant='plus'",
-            stacklevel=4,
-        )
+    _warn_of_what_cannot_decay(group, settings)
+
+
+def _warn_of_what_cannot_decay(group: Mapping[str, Any], settings: Settings) -> None:
+    rule, variant = settings.rule, settings.variant
+    for name, storage, decay in zip(rule.moments, variant.moments, rule.decays(group), strict=False):
+        if storage is Storage.BF16 and decay > _LARGEST_BF16_DECAY:
+            better = "plus" if name == "exp_avg_sq" else "full"
+            warnings.warn(
+                f"variant '{variant.name}' keeps `{name}` in bf16, where it cannot decay by a factor of {decay}: the "
+                f"product rounds back above {_LARGEST_BF16_DECAY}; use variant='{better}'",
+                stacklevel=5,
+            )
 
 
 def _with_state_dtype(variant: Variant, state_dtype: torch.dtype) -> Variant:

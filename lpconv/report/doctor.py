@@ -6,16 +6,17 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lpconv.results.doctor import EMULATED, NATIVE, UNAVAILABLE, DeviceRecord, DoctorResult
+from lpconv.results.doctor import EMULATED, ERROR, NATIVE, UNAVAILABLE, DeviceRecord, DoctorResult
 
 __all__ = ["render_aliases", "render_doctor"]
 
-_STYLES = {NATIVE: "green", EMULATED: "yellow", UNAVAILABLE: "red"}
+_STYLES = {NATIVE: "green", EMULATED: "yellow", UNAVAILABLE: "red", ERROR: "red"}
 
 
 def render_doctor(result: DoctorResult) -> RenderableType:
-    """The whole result: machine, devices, formats per device, packages, extras, and problems last."""
-    parts: list[RenderableType] = [_machine(result), _formats(result), _packages(result), _extras(result)]
+    """The whole result: machine, devices, formats and products per device, packages, extras, and problems last."""
+    tables = (_machine, _formats, _products, _packages, _extras)
+    parts: list[RenderableType] = [table(result) for table in tables]
     parts += [Text(f"problem: {problem}", style="red") for problem in result.problems]
     return Group(*parts)
 
@@ -60,6 +61,13 @@ def _formats(result: DoctorResult) -> RenderableType:
     for support in result.formats:
         level = Text(support.level, style=_STYLES[support.level])
         table.add_row(support.format, support.device, level, support.note)
+    return table
+
+
+def _products(result: DoctorResult) -> Table:
+    table = Table("layout", "device", "tried", "note", title="Scaled products", title_justify="left", box=None)
+    for product in result.products:
+        table.add_row(product.layout, product.device, Text(product.level, style=_STYLES[product.level]), product.note)
     return table
 
 

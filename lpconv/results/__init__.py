@@ -66,6 +66,7 @@ if TYPE_CHECKING:
         FormatSupport as FormatSupport,
         MachineRecord as MachineRecord,
         PackageRecord as PackageRecord,
+        ProductSupport as ProductSupport,
     )
     from lpconv.results.documents import (
         SCHEMA_VERSION as SCHEMA_VERSION,

@@ -41,7 +41,8 @@ class StoredTensor:
     """One tensor as a file holds it: header facts, and statistics where its data was read.
 
     `stored_as` says in words what its numbers are, where it is not kept as it was. Statistics are of codes without
-    their scales in checkpoints of ours, of the decoded weights in those of others.
+    their scales in checkpoints of ours, of the decoded weights in those of others, where `saturated_share` is that of
+    the codes which are the largest that there are.
     """
 
     name: str
@@ -55,6 +56,7 @@ class StoredTensor:
     absmax: float | None = None
     num_nan: int = 0
     num_inf: int = 0
+    saturated_share: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

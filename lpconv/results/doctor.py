@@ -6,6 +6,7 @@ from lpconv.results.documents import SCHEMA_VERSION
 
 __all__ = [
     "EMULATED",
+    "ERROR",
     "NATIVE",
     "UNAVAILABLE",
     "CacheRecord",
@@ -15,11 +16,13 @@ __all__ = [
     "FormatSupport",
     "MachineRecord",
     "PackageRecord",
+    "ProductSupport",
 ]
 
 NATIVE = "native"
 EMULATED = "emulated"
 UNAVAILABLE = "unavailable"
+ERROR = "error"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +53,16 @@ class FormatSupport:
     """How a device multiplies matrices of a format: itself, emulated in a wider one, or not at all; `note` says why."""
 
     format: str
+    device: str
+    level: str
+    note: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProductSupport:
+    """What a device made of a scaled product when it was tried: native, emulated in bf16, an error; `note` says why."""
+
+    layout: str
     device: str
     level: str
     note: str
@@ -115,4 +128,5 @@ class DoctorResult:
     extras: tuple[ExtraRecord, ...]
     machine: MachineRecord
     cache: CacheRecord
+    products: tuple[ProductSupport, ...] = ()
     problems: tuple[str, ...] = ()

@@ -10,11 +10,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lpconv.formats.codes import code_dtype
 from lpconv.formats.scale import pow2_ceil, pow2_floor
 from lpconv.formats.spec import Format, get_format
 from lpconv.kernels.decode import decode
 from lpconv.kernels.matmul import matmul
+from lpconv.kernels.scaled_cast import largest_magnitude, scale_product_, scaled_codes
 from lpconv.scaled.pair import Numerics, Role, Scaled, data_of
 from lpconv.scaled.scales import Scale, times
 
@@ -66,7 +66,7 @@ def product(numerics: Numerics, a: object, b: object, *, alpha: float = 1.0, bia
 
 def _coded_product(x: Coded, y: Coded, alpha: float, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     wide = torch.float32 if dtype == torch.float16 else dtype  # sums of codes leave the range of fp16
-    if x.codes.device.type == "cuda" and x.codes.dim() == 2 and not torch.compiler.is_compiling():
+    if x.codes.device.type == "cuda" and x.codes.dim() == 2:
         gain = torch.full((), alpha, device=x.codes.device) * x.scale
         scale_b = y.scale if isinstance(y.scale, Tensor) else None
         out = matmul(x.codes, y.codes, scale_a=gain, scale_b=scale_b, out_dtype=wide)
@@ -76,7 +76,7 @@ def _coded_product(x: Coded, y: Coded, alpha: float, bias: Tensor | None, dtype:
             return _gemm(left, right, alpha, None if bias is None else bias.to(wide)).to(dtype)
         out = _gemm(left, right, 1.0, None)
         is_row = isinstance(y.scale, Tensor) and y.scale.dim() > 0
-        out = out.mul_(x.scale * alpha).mul_(y.scale) if is_row else out.mul_(x.scale * y.scale * alpha)
+        out = scale_product_(out, x.scale * alpha, y.scale) if is_row else out.mul_(x.scale * y.scale * alpha)
     return (out if bias is None else out.add_(bias)).to(dtype)
 
 
@@ -105,17 +105,9 @@ def encoded(data: Tensor, format: str, kind: str, *, axis: int | None = None) ->
     """
     spec = get_format(format)
     if kind == "static" or not data.numel():
-        return Coded(_saturated(data, spec).to(code_dtype(spec)), 1.0)
+        return Coded(scaled_codes(data, None, spec, saturate=True), 1.0)
     inverse = _inverse_scale(data, spec, kind, axis)
-    codes = data * inverse
-    if kind == "l2":
-        codes = _saturated(codes, spec)
-    return Coded(codes.to(code_dtype(spec)), 1 / inverse.float())
-
-
-def _saturated(data: Tensor, spec: Format) -> Tensor:
-    """`data` within the format's largest numbers; 0 · Inf is NaN."""
-    return data.clamp(-spec.max, spec.max).add_(data, alpha=0)
+    return Coded(scaled_codes(data, inverse, spec, saturate=kind == "l2"), 1 / inverse.float())
 
 
 def _inverse_scale(data: Tensor, spec: Format, kind: str, axis: int | None) -> Tensor:
@@ -127,19 +119,14 @@ def _inverse_scale(data: Tensor, spec: Format, kind: str, axis: int | None) -> T
     if kind == "l2":
         inverse = 1 / pow2_floor(_bounded(data.float().square().mean().sqrt()))
     elif kind == "max":
-        inverse = 1 / pow2_ceil(_bounded(_amax(data, None) / spec.max))
+        inverse = 1 / pow2_ceil(_bounded(largest_magnitude(data) / spec.max))
     else:
-        inverse = spec.max / _bounded(_amax(data, axis if kind == "row" else None))
+        inverse = spec.max / _bounded(largest_magnitude(data, axis if kind == "row" else None))
     return inverse.to(data.dtype) if data.dtype == torch.bfloat16 else inverse
 
 
 def _bounded(size: Tensor) -> Tensor:
     return torch.where(size.isfinite(), size.clamp(min=_SMALLEST), torch.nan)
-
-
-def _amax(data: Tensor, axis: int | None) -> Tensor:
-    low, high = torch.aminmax(data) if axis is None else torch.aminmax(data, dim=axis, keepdim=True)
-    return torch.maximum(high, -low).float()
 
 
 def decoded(codes: Tensor, dtype: torch.dtype) -> Tensor:

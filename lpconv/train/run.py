@@ -20,8 +20,9 @@ from lpconv.models.opening import read_config
 from lpconv.models.tasks import find_task
 from lpconv.models.tokenizer import read_tokenizer, special_tokens
 from lpconv.progress import Progress, Silent
+from lpconv.report.finetune.card import finetune_card
 from lpconv.report.finetune.html import html_finetune
-from lpconv.report.finetune.words import finetune_card, nothing_learned
+from lpconv.report.finetune.words import nothing_learned
 from lpconv.report.numbers import plural
 from lpconv.results import FinetuneResult, RunRecord, json_text, to_json
 from lpconv.train.baseline import baselines

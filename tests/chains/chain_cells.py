@@ -101,9 +101,7 @@ _OTHERS: Mapping[str, Callable[[Path], None]] = {
     "plain": lambda target: None,
     "restored": _restore,
     "saved again": _save,
-    "fp8 blocks of others": _foreign("fp8"),
     "NVFP4 of others": _foreign("ct NVFP4"),
-    "GPTQ of others": _foreign("gptq"),
 }
 SOURCES = (*_OTHERS, *_JOBS)
 

@@ -17,6 +17,7 @@ import lpconv.hf
 from lpconv.cli.main import app
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.run import convert, plan
+from lpconv.forms.reader import StoredTensors
 
 # Runs where lpconv cannot be imported, and saves what the model says.
 SCRIPT = """
@@ -63,6 +64,27 @@ def test_plain_transformers_gives_the_outputs_that_lpconv_gives(tmp_path: Path) 
         wanted = model(input_ids=torch.arange(3, 35).view(2, 16)).logits
     bound = 2.0**-8 * wanted.abs().max()  # one rounding to bf16
     assert (logits - wanted).abs().max() <= bound
+
+
+def test_rows_are_fp8_dynamic_to_their_package(tmp_path: Path) -> None:
+    """Its decompressor gives what we decode, its config asks for inputs by token, and every row has its own scale."""
+    from compressed_tensors.compressors.base import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig, QuantizationStrategy
+
+    output = compressed(tiny("llama", tmp_path / "llama"), tmp_path / "out", granularity="row")
+    written = json.loads((output / "config.json").read_text())["quantization_config"]
+    scheme = QuantizationConfig.model_validate(written).config_groups["group_0"]
+    assert scheme.weights.strategy == QuantizationStrategy.CHANNEL
+    assert (scheme.input_activations.strategy, scheme.input_activations.dynamic) == (QuantizationStrategy.TOKEN, True)
+    state, name = load_file(output / "model.safetensors"), "model.layers.0.mlp.down_proj."
+    parts = {n.removeprefix(name): x for n, x in state.items() if n.startswith(name)}
+    theirs = BaseCompressor.get_value_from_registry(written["format"]).decompress(parts, scheme)["weight"]
+    with StoredTensors.open(output) as stored:
+        assert torch.equal(stored.tensor(name + "weight"), theirs)
+    assert parts["weight_scale"].shape == (len(theirs), 1)
+    logits, num_codes = opened_without_lpconv(output, "LlamaForCausalLM", "bfloat16")
+    assert num_codes == 14
+    assert torch.isfinite(logits).all()
 
 
 def test_a_real_encoder_with_excluded_layers(tmp_path: Path) -> None:

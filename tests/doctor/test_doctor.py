@@ -15,6 +15,7 @@ from rich.console import Console
 
 import lpconv
 from lpconv.checkpoint.aliases import ALIASES
+from lpconv.doctor import products
 from lpconv.doctor.examine import cpu_device, examine, gpu_problem
 from lpconv.doctor.packages import EXTRAS, PACKAGES
 from lpconv.doctor.require import REQUIREMENTS, missing, require
@@ -80,6 +81,27 @@ class TestFormats:
 
     def test_a_gpu_that_torch_cannot_run_offers_nothing(self) -> None:
         assert set(levels(gpu(9, 0, problem="no driver")).values()) == {"unavailable"}
+
+
+class TestProducts:
+    def test_a_cpu_emulates_every_layout_and_says_what_torch_makes_of_it(self) -> None:
+        tried = {p.layout: p for p in products.try_products(BF16_CPU)}
+        assert tried.keys() == products.LAYOUTS.keys()
+        assert {p.level for p in tried.values()} == {"emulated"}
+        for name in ("fp8, scale per tensor", "fp8, e5m2 by e4m3fn", "fp8, scale per row"):
+            assert tried[name].note.endswith("torch's own product: runs")
+        assert "Error" in tried["mxfp8, blocks of 32"].note
+
+    def test_a_kernel_with_wrong_numbers_is_an_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        found, exact = products.multiply(*products.LAYOUTS["fp8, scale per tensor"], "cpu")
+        monkeypatch.setattr(products, "multiply", lambda *sides: (found * 1.5, exact))
+        tried = {p.layout: p for p in products.try_products(gpu(9, 0))}
+        assert tried["fp8, scale per row"].level == "error"
+        assert "relative error 0.5" in tried["fp8, scale per row"].note
+        assert tried["mxfp8, blocks of 32"].level == "emulated"
+
+    def test_nothing_is_tried_on_a_gpu_that_torch_cannot_run(self) -> None:
+        assert products.try_products(gpu(9, 0, problem="no driver")) == ()
 
 
 class TestRequire:

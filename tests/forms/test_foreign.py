@@ -5,6 +5,7 @@ here decodes is done again number by number, by the words of its documentation.
 """
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ from foreign_files import AWQ_ORDER, MAKERS, Tensors, gpt_oss, scheme_of
 from safetensors.torch import save_file
 from torch import Tensor
 
+from lpconv.checkpoint.contents import read_contents
+from lpconv.checkpoint.source import SafetensorsSource, read_range
+from lpconv.forms.decoded import open_values
 from lpconv.forms.foreign.grid import Grid
 from lpconv.forms.reader import StoredTensors
 
@@ -120,3 +124,36 @@ def test_integers_on_their_side_are_what_their_documentation_says(layout: str, t
             first = layout == "gptq"
             wanted = _awq_number(tensors, n, k) if is_awq else _gptq_number(tensors, n, k, first_version=first)
             assert float(got[n, k]) == float(torch.tensor(wanted)), (n, k)
+
+
+@pytest.mark.parametrize("layout", [*MAKERS, "gpt-oss"])
+def test_any_piece_is_a_piece_of_the_whole(layout: str, tmp_path: Path) -> None:
+    """Blocks end within rows, bytes, words and bands."""
+    if layout == "gpt-oss":
+        name, tensors = "experts.gate_up_proj", gpt_oss("experts.gate_up_proj", torch.stack([edges(64, 40)] * 3))
+        store(tmp_path, tensors, {"quant_method": "mxfp4"})
+    else:
+        name = NAME
+        written(layout, tmp_path, edges(rows=272, cols=64))
+    whole = decoded(tmp_path, name).view(-1) if layout != "ct FP8" else None
+    with closing(open_values(read_contents(tmp_path))) as source:
+        num = source.entries[name].info.num_elements
+        whole = read_range(source, name, 0, num) if whole is None else whole
+        for start, stop in ((0, 1), (1, 66), (63, 64), (num // 2 - 3, num // 2 + 3000), (num - 7, num), (5, num - 5)):
+            assert torch.equal(read_range(source, name, start, stop), whole[start:stop])
+
+
+def test_reading_a_block_reads_no_more_than_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written("ct NVFP4", tmp_path, edges(rows=256, cols=1024))
+    touched = 0
+    plain = SafetensorsSource.read_bytes
+
+    def count(self: SafetensorsSource, name: str, start: int, out: Tensor) -> None:
+        nonlocal touched
+        touched += out.numel()
+        plain(self, name, start, out)
+
+    with StoredTensors.open(tmp_path) as stored:
+        monkeypatch.setattr(SafetensorsSource, "read_bytes", count)
+        stored.values(NAME, 3 * 1024 + 5, 5 * 1024)
+    assert touched == 2 * (1024 // 2 + 1024 // 16)

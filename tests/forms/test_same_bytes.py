@@ -34,6 +34,7 @@ _POINTS = [{"method": "multipoint", "format": f} for f in ("int4", "int8", "e4m3
 _COMPRESSED: list[Options] = [
     {"method": m, "format": "e4m3fn", "layout": "compressed-tensors"} for m in ("unit", "scalify")
 ]
+_COMPRESSED.append({**_COMPRESSED[0], "granularity": "row"})
 _ROWS: list[Options] = [
     {"method": "unit", "format": f, "granularity": "row"} for f in ("fp32", "fp16", "bf16", "e4m3fn", "e5m2")
 ]

@@ -9,7 +9,7 @@ from lpconv.errors import UsageError
 from lpconv.formats.cast import cast
 from lpconv.formats.codes import encode
 from lpconv.kernels.linear import FP8_LINEAR, FP16_LINEAR, LinearRecipe, linear
-from lpconv.kernels.matmul import matmul, scaled_mm_operands, why_not_scaled_mm
+from lpconv.kernels.matmul import _scaled_mm as on_tensor_cores, matmul, scaled_mm_operands, why_not_scaled_mm
 
 FP8 = ["e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz"]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"))]
@@ -73,6 +73,33 @@ def test_an_fp8_product_is_torchs_scaled_mm() -> None:
     assert torch.equal(matmul(a, b), theirs)
 
 
+@pytest.mark.parametrize("names", [("e4m3fn", "e4m3fn"), ("e5m2", "e4m3fn"), ("e5m2", "e5m2")])
+@pytest.mark.parametrize("shape", [(128, 512, 96), (17, 33, 65), (1, 64, 16), (40, 64, 1)])
+@pytest.mark.parametrize("granularity", ["tensor", "row", "row and tensor"])
+def test_a_scaled_product_is_torchs_scaled_mm(
+    names: tuple[str, str], shape: tuple[int, int, int], granularity: str
+) -> None:
+    """What runs on tensor cores, on torch's CPU kernel: bit for bit where scales are powers of two.
+
+    torch scales a CPU's operands, we (and tensor cores) the sums: other scales round at other places.
+    """
+    m, k, n = shape
+    a, b = codes((m, k), names[0], 5), codes((n, k), names[1], 6).t()
+    generator = torch.Generator().manual_seed(7)
+    sizes = {"tensor": ((), ()), "row": ((m, 1), (1, n)), "row and tensor": ((m, 1), ())}[granularity]
+    powers = [2.0 ** torch.randint(-6, 6, size, generator=generator) for size in sizes]
+    others = [torch.rand(size, generator=generator) + 0.5 for size in sizes]
+
+    def ours(scales: list[Tensor]) -> Tensor:
+        return matmul(a, b, scale_a=scales[0], scale_b=scales[1], out_dtype=torch.float32)
+
+    def theirs(scales: list[Tensor]) -> Tensor:
+        return on_tensor_cores(a, b, scales[0], scales[1], torch.float32)
+
+    assert torch.equal(ours(powers), theirs(powers))
+    assert relative_error(ours(others), theirs(others).double()) < 2**-21
+
+
 @pytest.mark.parametrize("shape", [(16, 32, 48), (5, 7, 3), (17, 16, 33)])
 def test_operands_meet_the_rules_of_cuda(shape: tuple[int, int, int]) -> None:
     m, k, n = shape
@@ -97,9 +124,9 @@ def test_operands_in_the_right_layout_are_not_copied() -> None:
 
 def test_reasons_against_fp8_tensor_cores_are_named() -> None:
     a = codes((16, 16), "e5m2", 11)
-    assert "e5m2" in (why_not_scaled_mm(a, a, None, None) or "")
+    assert "e5m2" in (why_not_scaled_mm(a, a) or "")
     fnuz = codes((16, 16), "e4m3fnuz", 11)
-    assert "AMD" in (why_not_scaled_mm(fnuz, fnuz, None, None) or "")
+    assert "AMD" in (why_not_scaled_mm(fnuz, fnuz) or "")
 
 
 @pytest.mark.parametrize("name", ["e4m3fn", "e5m2", "fp16", "bf16"])

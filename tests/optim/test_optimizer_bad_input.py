@@ -107,9 +107,18 @@ def test_mixed_dtypes_in_a_group_are_each_kept_their_way() -> None:
     assert optimizer.state[full]["exp_avg_sq"].dtype == torch.float32
 
 
-def test_light_warns_where_its_second_moment_cannot_decay() -> None:
-    with pytest.warns(UserWarning, match="use variant='plus'"):
-        CollageAdamW([param()], variant="light", betas=(0.9, 0.999))
+@pytest.mark.parametrize(
+    ("make", "moment", "better"),
+    [
+        (lambda p: CollageAdamW([p], variant="light", betas=(0.9, 0.999)), "exp_avg_sq", "plus"),
+        (lambda p: CollageAdamW([p], variant="plus", betas=(0.999, 0.999)), "exp_avg", "full"),
+        (lambda p: CollageLion([p], variant="light", betas=(0.9, 0.999)), "exp_avg", "full"),
+        (lambda p: CollageSGD([p], lr=0.1, variant="light", momentum=0.9995), "momentum_buffer", "full"),
+    ],
+)
+def test_a_moment_that_cannot_decay_is_warned_of(make: Any, moment: str, better: str) -> None:
+    with pytest.warns(UserWarning, match=f"keeps `{moment}` in bf16.*use variant='{better}'"):
+        make(param())
 
 
 @pytest.mark.filterwarnings("error")

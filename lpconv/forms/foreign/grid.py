@@ -129,6 +129,13 @@ class Grid(Stored):
         found = [self._values([next(raw) for _ in self.planes], span, side) for span in self._spans(start, stop)]
         return found[0] if len(found) == 1 else torch.cat(found) if found else torch.empty(0)
 
+    def codes_of(self, data: Sequence[Tensor], start: int, stop: int) -> Tensor:
+        """The codes alone of what was `read` of some elements, 1-D, in the order of the file."""
+        import torch
+
+        spans, step = self._spans(start, stop), len(self.planes)
+        return torch.cat([self.codes.numbers(data[i * step], s).reshape(-1) for i, s in enumerate(spans)])
+
     def scales_of(self, raw: Tensor, span: Span, side: Side) -> Tensor:
         """The scales in fp32 of the blocks that a span touches, the one factor included."""
         scales = self.scales.numbers(raw, span)

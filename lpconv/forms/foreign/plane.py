@@ -75,6 +75,15 @@ class Plane:
     def per_word(self) -> int:
         return _PER_WORD.get(self.kind, 1)
 
+    @property
+    def ends(self) -> tuple[float, float]:
+        """The least and the largest number that a code can be."""
+        if self.kind in _PER_WORD and self.kind != "e2m1":
+            return self.plus, self.plus + 2 ** (32 // self.per_word) - 1
+        largest = {"e2m1": 6.0, "F8_E4M3": 448.0, "F8_E5M2": 57344.0, "I8": 127.0}
+        high = largest.get(self.kind, largest.get(self.component.dtype, float("inf")))
+        return -high, high
+
     def holds(self, shape: tuple[int, int]) -> bool:
         """Whether this has the numbers for a matrix, in their dtype, and no more padding than a word."""
         rows, cols = (-(-n // b) for n, b in zip(shape, self.block, strict=True))

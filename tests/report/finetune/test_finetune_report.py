@@ -7,8 +7,9 @@ import pytest
 import yaml
 
 from lpconv.report.charts import Line, line_plot
+from lpconv.report.finetune.card import finetune_card
 from lpconv.report.finetune.html import html_finetune
-from lpconv.report.finetune.words import finetune_card, gap_rows, nothing_learned, verdict
+from lpconv.report.finetune.words import gap_rows, nothing_learned, verdict
 from lpconv.results import (
     FinetuneResult,
     GapRecord,

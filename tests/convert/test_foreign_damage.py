@@ -1,0 +1,327 @@
+"""Defects planted in checkpoints of others' layouts: `inspect --strict` or `verify --against` names each; healthy ones
+are silent."""
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from foreign_files import AWQ_ORDER, MAKERS, Tensors, make_foreign, pack_words
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from lpconv.convert.compare import compare
+from lpconv.convert.inspect import inspect
+from lpconv.convert.scales import judged
+from lpconv.convert.statistics import inspect_with_statistics
+from lpconv.data import demo_checkpoint
+from lpconv.progress import Silent
+
+Config = dict[str, Any]
+ATTENTION, MLP = "model.layers.0.self_attn.", "model.layers.0.mlp."
+Q, K, GATE = f"{ATTENTION}q_proj.", f"{ATTENTION}k_proj.", f"{MLP}gate_proj."
+
+
+@dataclasses.dataclass(frozen=True)
+class Planted:
+    """What is done to the tensors and the settings of a layout, and a word of what has to be said of it."""
+
+    layout: str
+    what: str
+    word: str
+    do: Callable[[Tensors, Config], object]
+
+    def __str__(self) -> str:
+        return f"{self.layout}: {self.what}"
+
+
+def times(name: str, factor: float) -> Callable[[Tensors, Config], None]:
+    def do(t: Tensors, c: Config) -> None:
+        t[name] = (t[name].float() * factor).to(t[name].dtype)
+
+    return do
+
+
+def put(name: str, value: float, at: int | None = 0) -> Callable[[Tensors, Config], None]:
+    """One element, or all of them where `at` is None."""
+
+    def do(t: Tensors, c: Config) -> None:
+        flat = t[name].reshape(-1).clone()
+        flat[slice(None) if at is None else slice(at, at + 1)] = value
+        t[name] = flat.view(t[name].shape)
+
+    return do
+
+
+def drop(name: str) -> Callable[[Tensors, Config], None]:
+    return lambda t, c: t.pop(name)
+
+
+def change(name: str, to: Callable[[Tensor], Tensor]) -> Callable[[Tensors, Config], None]:
+    def do(t: Tensors, c: Config) -> None:
+        t[name] = to(t[name]).contiguous()
+
+    return do
+
+
+def config(**settings: Any) -> Callable[[Tensors, Config], None]:
+    return lambda t, c: c.update(settings)
+
+
+def both(*steps: Callable[[Tensors, Config], object]) -> Callable[[Tensors, Config], None]:
+    def do(t: Tensors, c: Config) -> None:
+        for step in steps:
+            step(t, c)
+
+    return do
+
+
+def swap_halves(x: Tensor) -> Tensor:
+    return x << 4 | x >> 4
+
+
+def reverse_words(x: Tensor) -> Tensor:
+    return sum((x >> (4 * i) & 15) << (28 - 4 * i) for i in range(8)).to(torch.int32)  # type: ignore[union-attr]
+
+
+def repack(order: tuple[int, ...] | None, axis: int) -> Callable[[Tensor], Tensor]:
+    """Eight 4-bit numbers to a word in one order, put into another: AWQ's into the plain one, or the other way."""
+
+    def do(x: Tensor) -> Tensor:
+        places = [AWQ_ORDER.index(i) for i in range(8)] if order is None else range(8)
+        numbers = torch.stack([x >> (4 * i) & 15 for i in places], dim=axis + 1).flatten(axis, axis + 1)
+        return pack_words(numbers, 4, axis, order)
+
+    return do
+
+
+def scheme(c: Config) -> Config:
+    return c["config_groups"]["group_0"]["weights"]
+
+
+def with_byte(x: Tensor, byte: int) -> Tensor:
+    flat = x.view(torch.uint8).clone()
+    flat.view(-1)[3] = byte
+    return flat.view(x.dtype)
+
+
+def plus_one(words: Tensor) -> Tensor:
+    """Every 4-bit number plus one, the largest left alone."""
+    numbers = torch.stack([words >> (4 * i) & 15 for i in range(8)], dim=1).flatten(0, 1)
+    return pack_words((numbers + 1).clamp_max(15), 4, 0)
+
+
+def reverse_bytes(words: Tensor) -> Tensor:
+    return words.view(torch.uint8).view(*words.shape, 4).flip(-1).contiguous().view(torch.int32).squeeze(-1)
+
+
+def double_first(exponents: Tensor) -> Tensor:
+    """The scale of the first row of blocks doubled."""
+    return torch.cat([exponents[:1].view(torch.uint8) + 1, exponents[1:].view(torch.uint8)]).view(exponents.dtype)
+
+
+HALVED = both(times(K + "weight_scale", 2.0), times(K + "weight", 0.5))
+# By layout: what is wrong, a word of what has to be said of it, and how it is done.
+_PLANTED = {
+    "ct FP8": [
+        ("unequal scales of q, k, v", "unequal scales, by a factor of up to 2", HALVED),
+        ("a scale that is NaN", "no number", put(Q + "weight_scale", torch.nan)),
+        ("a negative scale", "negative", times(Q + "weight_scale", -1.0)),
+        ("a scale of 1", "all scales are 1", put(Q + "weight_scale", 1.0)),
+        ("a scale that was dropped", "no whole weight", drop(Q + "weight_scale")),
+        ("codes that are NaN", "NaN or Inf", change(Q + "weight", lambda x: with_byte(x, 0x7F))),
+    ],
+    "ct FP8_DYNAMIC": [
+        ("one row's scale doubled", "off by a factor", lambda t, c: t[Q + "weight_scale"][5].mul_(2)),
+        ("infinite scale", "no number", put(Q + "weight_scale", torch.inf)),
+        (
+            "scales that grow from row to row",
+            "off by a factor",
+            change(K + "weight_scale", lambda x: x * torch.linspace(1, 3, len(x)).unsqueeze(1)),
+        ),
+        ("a zero scale", "scales are zero", put(Q + "weight_scale", 0.0, 7)),
+        (
+            "a module that is not quantised",
+            "not stored alike",
+            both(drop(Q + "weight_scale"), change(Q + "weight", Tensor.float)),
+        ),
+        ("a module that config.json ignores", "says that it is not", config(ignore=["lm_head", Q[:-1]])),
+    ],
+    "ct FP8_BLOCK": [
+        ("one block's scale doubled", "off by a factor", lambda t, c: t[GATE + "weight_scale"][1].mul_(2)),
+        ("a transposed grid of scales", "no whole weight", change(GATE + "weight_scale", lambda x: x.t())),
+        ("another block in config.json", "blocks of 64", lambda t, c: scheme(c).update(block_structure=[64, 64])),
+    ],
+    "ct W8A8": [
+        ("flipped signs of codes", "dB", change(Q + "weight", lambda x: -x)),
+        ("codes of another module's rows", "dB", change(Q + "weight", lambda x: x.roll(1, 0))),
+    ],
+    "ct MXFP8": [
+        ("exponents off by one", "off by a factor", change(Q + "weight_scale", lambda x: x + 1)),
+        ("an exponent of 255", "no number", put(Q + "weight_scale", 255)),
+    ],
+    "ct MXFP4": [
+        ("swapped nibbles", "wrong packing", change(Q + "weight_packed", swap_halves)),
+        ("scales of 1", "all scales are 1", put(Q + "weight_scale", 127, None)),
+        ("rows off by one", "wrong packing", change(Q + "weight_packed", lambda x: x.roll(1, 0))),
+        ("one exponent off by one", "off by a factor", lambda t, c: t[Q + "weight_scale"][3, 1:2].add_(1)),
+    ],
+    "ct NVFP4": [
+        ("an inverted second scale", "inverted", change(Q + "weight_global_scale", lambda x: 1 / x)),
+        (
+            "unequal second scales",
+            "by a factor of up to 4",
+            both(times(K + "weight_global_scale", 0.25), times(K + "weight_scale", 0.25)),
+        ),
+        ("a second scale that was dropped", "no whole weight", drop(Q + "weight_global_scale")),
+        ("a second scale of zero", "no number", put(Q + "weight_global_scale", 0.0)),
+        ("swapped nibbles", "wrong packing", change(GATE + "weight_packed", swap_halves)),
+        (
+            "one group's scale doubled",
+            "off by a factor",
+            lambda t, c: t[Q + "weight_scale"].view(torch.uint8)[3, 2:4].add_(8),
+        ),
+        ("a scale that is NaN", "no number", change(Q + "weight_scale", lambda x: with_byte(x, 0x7F))),
+        ("another format in config.json", "mxfp8-quantized", config(format="mxfp8-quantized")),
+    ],
+    "ct W4A16": [
+        ("nibbles from the other end", "wrong packing", change(Q + "weight_packed", reverse_words)),
+        (
+            "codes without their offset",
+            "wrong packing",
+            change(Q + "weight_packed", lambda x: x ^ 0x08080808 ^ -0x7F7F7F80),
+        ),
+        ("another shape", "says (127, 128)", put(Q + "weight_shape", 127)),
+        ("another group in config.json", "no whole weight", lambda t, c: scheme(c).update(group_size=64)),
+    ],
+    "ct W4A16_ASYM": [
+        ("zero points that were dropped", "no zero points", drop(Q + "weight_zero_point")),
+        ("zero points off by one", "zero points are off", change(Q + "weight_zero_point", plus_one)),
+    ],
+    "ct W8A16": [
+        ("bytes of words from the other end", "dB", change(Q + "weight_packed", reverse_bytes)),
+    ],
+    "fp8": [
+        ("an inverted scale", "inverted", change(Q + "weight_scale_inv", lambda x: 1 / x)),
+        ("a scale that was dropped", "no whole weight", drop(Q + "weight_scale_inv")),
+        ("another block in config.json", "blocks of 64", config(weight_block_size=[64, 64])),
+        ("no quantization_config", "no quantization_config", lambda t, c: c.clear()),
+    ],
+    "fp8 ue8m0": [
+        ("a block's scale doubled", "off by a factor", change(GATE + "weight_scale_inv", double_first)),
+    ],
+    "mxfp8": [
+        ("a block's scale lost", "off by a factor", put(Q + "weight_scale_inv", 0, 9)),
+    ],
+    "modelopt FP8": [
+        ("a scale of 1", "all scales are 1", put(Q + "weight_scale", 1.0)),
+        ("the other algorithm in config.json", "`NVFP4`", config(quant_algo="NVFP4")),
+    ],
+    "modelopt NVFP4": [
+        ("an inverted second scale", "inverted", change(Q + "weight_scale_2", lambda x: 1 / x)),
+        (
+            "unequal second scales",
+            "by a factor of up to 2",
+            both(times(K + "weight_scale_2", 2.0), times(K + "weight_scale", 0.5)),
+        ),
+        ("a second scale that was dropped", "no whole weight", drop(Q + "weight_scale_2")),
+        ("swapped nibbles", "wrong packing", change(Q + "weight", swap_halves)),
+    ],
+    "gptq": [
+        ("zero points of the other version", "zero points are off", config(checkpoint_format="gptq_v2")),
+        ("codes in AWQ's order", "dB", change(Q + "qweight", repack(AWQ_ORDER, 0))),
+        ("one group for all", "dB", put(Q + "g_idx", 0, None)),
+        ("a group that is not there", "no scale", put(Q + "g_idx", 99)),
+        ("scales that were dropped", "no whole weight", drop(Q + "scales")),
+        ("other bits in config.json", "no whole weight", config(bits=8)),
+    ],
+    "gptq desc_act": [
+        ("groups of the wrong order", "dB", change(Q + "g_idx", lambda x: x.sort().values)),
+    ],
+    "awq": [
+        ("codes in plain order", "dB", change(Q + "qweight", repack(None, 1))),
+        ("zero points of zero", "dB", put(Q + "qzeros", 0, None)),
+        ("one group's scales doubled", "off by a factor", lambda t, c: t[Q + "scales"][1].mul_(2)),
+        ("no quantization_config", "no quantization_config", lambda t, c: c.clear()),
+    ],
+}
+PLANTED = [Planted(layout, *found) for layout, several in _PLANTED.items() for found in several]
+
+
+def shallow_demo(target: Path) -> Path:
+    shutil.copytree(demo_checkpoint(), target)
+    kept = {n: x for n, x in load_file(target / "model.safetensors").items() if not _is_deeper(n)}
+    save_file(kept, target / "model.safetensors", metadata={"format": "pt"})
+    found = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**found, "num_hidden_layers": 1}))
+    return target
+
+
+def _is_deeper(name: str) -> bool:
+    return ".layers." in name and not name.startswith("model.layers.0.")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("layouts")
+    shallow_demo(folder / "plain")
+    return folder
+
+
+def made(folder: Path, layout: str) -> Path:
+    target = folder / layout
+    return target if target.exists() else make_foreign(layout, folder / "plain", target)
+
+
+def said_of(path: Path, plain: Path) -> str:
+    """All that inspect and verify say against a checkpoint."""
+    found = inspect(path)
+    if found.layout and not found.problems:
+        found = judged(found, path)
+    if found.problems or found.warnings:
+        return "; ".join((*found.problems, *found.warnings))
+    return "; ".join(compare(path, plain, gates=(), progress=Silent()).failures)
+
+
+@pytest.mark.parametrize("layout", MAKERS)
+def test_a_healthy_checkpoint_is_silent(folder: Path, layout: str) -> None:
+    assert said_of(made(folder, layout), folder / "plain") == ""
+
+
+@pytest.mark.parametrize("planted", PLANTED, ids=str)
+def test_a_planted_defect_is_named(folder: Path, tmp_path: Path, planted: Planted) -> None:
+    source = made(folder, planted.layout)
+    tensors = {n: x.clone() for n, x in load_file(source / "model.safetensors").items()}
+    found = json.loads((source / "config.json").read_text())
+    planted.do(tensors, found["quantization_config"])
+    if not found["quantization_config"]:
+        del found["quantization_config"]
+    save_file({n: x.contiguous() for n, x in tensors.items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(found))
+    said = said_of(tmp_path, folder / "plain")
+    assert planted.word in said
+
+
+@pytest.mark.parametrize("layout", ["ct FP8_DYNAMIC", "ct W4A16"])
+def test_scales_that_are_too_small_show_in_the_codes(folder: Path, tmp_path: Path, layout: str) -> None:
+    """Scales of a quarter of the size cut the larger half of the weights to the last code."""
+    plain, target = folder / "plain", tmp_path / "cut"
+    make_foreign(layout, plain, target)
+    healthy = inspect_with_statistics(target, Silent())
+    assert not healthy.warnings
+    weights = load_file(plain / "model.safetensors")
+    limit, bits = (448.0, 8) if "FP8" in layout else (7.0, 4)
+    tensors = load_file(target / "model.safetensors")
+    scale = tensors[Q + "weight_scale"] / 4
+    codes = weights[Q + "weight"] / scale.repeat_interleave(weights[Q + "weight"].shape[1] // scale.shape[1], 1)
+    codes = codes.clamp(-limit, limit)
+    stored = codes.to(torch.float8_e4m3fn) if bits == 8 else pack_words(codes.round() + 8, 4, 1)
+    tensors |= {Q + "weight_scale": scale, Q + ("weight" if bits == 8 else "weight_packed"): stored}
+    save_file(tensors, target / "model.safetensors")
+    (warning,) = inspect_with_statistics(target, Silent()).warnings
+    assert Q + "weight" in warning
+    assert "the largest that there are" in warning
