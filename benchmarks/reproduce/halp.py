@@ -5,7 +5,6 @@
 1. Logistic regression on real data, L2-regularised: does a vowel follow the last three characters of the plays that
    ship with lpconv? 1,024 windows, 82 features.
 2. Linear regression on synthetic data, 1,024 rows and 100 features, after the paper's first experiment.
-3. A small network on the windows of 1: one hidden layer of 16, not convex.
 
 An epoch takes the gradient of all data and two passes over as many rows. The grids of LP-SGD and LP-SVRG reach 1.25
 times as far as the optimum does, which nobody knows beforehand; HALP runs with three guesses at μ.
@@ -21,7 +20,7 @@ import torch
 from byte_models import corpus
 from figures import panels
 from miniature import QUICK, read_arguments, save
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from lpconv.optim import HALP, LPSGD, LPSVRG
@@ -93,22 +92,6 @@ def synthetic(rows: int) -> Problem:
     return linear_model("linear regression, synthetic", a, b, torch.sub, 0.0, 0.5, float(best.abs().max()))
 
 
-def network(rows: int) -> Problem:
-    """Weights of the hidden layer start random; grids reach as far as plain training takes them, about 4."""
-    a, b = windows(rows)
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(82, 16), nn.Tanh(), nn.Linear(16, 1)).double()
-
-    def gradients(chosen: Tensor) -> None:
-        model.zero_grad()
-        with torch.enable_grad():
-            loss = F.binary_cross_entropy_with_logits(model(a[chosen])[:, 0], b[chosen])
-            (loss + 0.005 * sum(p.square().sum() for p in model.parameters())).backward()
-
-    return Problem(name="network, text", parameters=list(model.parameters()), gradients=gradients, num_rows=rows,
-                   lr=0.05, reach=4.0)  # fmt: skip
-
-
 @dataclass(frozen=True, kw_only=True)
 class Trace:
     """Gradient norms of a method over that of the start, before the first epoch and after each."""
@@ -176,7 +159,7 @@ def figure(traces: list[Trace], path: Path) -> None:
 def main() -> None:
     out, size = read_arguments(__doc__)
     rows, epochs = (64, 2) if size == QUICK else (ROWS, 12)
-    traces = [trace(build(rows), method, epochs) for build in (logistic, synthetic, network) for method in METHODS]
+    traces = [trace(build(rows), method, epochs) for build in (logistic, synthetic) for method in METHODS]
     settings = {"rows": rows, "batch": BATCH, "epochs": epochs, "target": TARGET}
     save(out, settings, {"traces": [asdict(t) for t in traces]}, [table(traces)])
     figure(traces, out / "figure.png")
