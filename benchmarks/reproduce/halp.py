@@ -5,10 +5,9 @@
 1. Logistic regression on real data, L2-regularised: does a vowel follow the last three characters of the plays that
    ship with lpconv? 1,024 windows, 82 features.
 2. Linear regression on synthetic data, 1,024 rows and 100 features, after the paper's first experiment.
-3. A small network on the windows of 1: one hidden layer of 16, not convex.
 
 An epoch takes the gradient of all data and two passes over as many rows. The grids of LP-SGD and LP-SVRG reach 1.25
-times as far as the optimum does, which nobody knows beforehand; HALP's μ is the best of a sweep, given in the table.
+times as far as the optimum does, which nobody knows beforehand; HALP runs with three guesses at μ.
 The paper: De Sa et al. 2018, arXiv 1803.03383. Writes results.json, table.md and figure.png. `--quick` is for trying.
 """
 
@@ -21,7 +20,7 @@ import torch
 from byte_models import corpus
 from figures import panels
 from miniature import QUICK, read_arguments, save
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from lpconv.optim import HALP, LPSGD, LPSVRG
@@ -93,22 +92,6 @@ def synthetic(rows: int) -> Problem:
     return linear_model("linear regression, synthetic", a, b, torch.sub, 0.0, 0.5, float(best.abs().max()))
 
 
-def network(rows: int) -> Problem:
-    """Weights of the hidden layer start random; grids reach as far as plain training takes them, about 4."""
-    a, b = windows(rows)
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(82, 16), nn.Tanh(), nn.Linear(16, 1)).double()
-
-    def gradients(chosen: Tensor) -> None:
-        model.zero_grad()
-        with torch.enable_grad():
-            loss = F.binary_cross_entropy_with_logits(model(a[chosen])[:, 0], b[chosen])
-            (loss + 0.005 * sum(p.square().sum() for p in model.parameters())).backward()
-
-    return Problem(name="network, text", parameters=list(model.parameters()), gradients=gradients, num_rows=rows,
-                   lr=0.05, reach=4.0)  # fmt: skip
-
-
 @dataclass(frozen=True, kw_only=True)
 class Trace:
     """Gradient norms of a method over that of the start, before the first epoch and after each."""
@@ -119,23 +102,26 @@ class Trace:
     time_s: float
 
 
-METHODS: dict[str, Callable[[Problem, float], LPSGD]] = {
-    "LP-SGD, 8 bits": lambda p, mu: LPSGD(p.parameters, lr=p.lr, spacing=1.25 * p.reach / 127, bits=8),
-    "LP-SGD, 16 bits": lambda p, mu: LPSGD(p.parameters, lr=p.lr, spacing=1.25 * p.reach / 32767, bits=16),
-    "LP-SVRG, 8 bits": lambda p, mu: LPSVRG(p.parameters, lr=p.lr, spacing=1.25 * p.reach / 127, bits=8),
-    "LP-SVRG, 16 bits": lambda p, mu: LPSVRG(p.parameters, lr=p.lr, spacing=1.25 * p.reach / 32767, bits=16),
-    "HALP, 8 bits": lambda p, mu: HALP(p.parameters, lr=p.lr, mu=mu, bits=8),
-    "HALP, 16 bits": lambda p, mu: HALP(p.parameters, lr=p.lr, mu=mu, bits=16),
-    "SVRG, offset of 24 bits": lambda p, mu: HALP(p.parameters, lr=p.lr, mu=mu, bits=24),
+METHODS: dict[str, Callable[[Problem], LPSGD]] = {
+    "LP-SGD, 8 bits": lambda p: LPSGD(p.parameters, lr=p.lr, spacing=1.25 * p.reach / 127, bits=8),
+    "LP-SGD, 16 bits": lambda p: LPSGD(p.parameters, lr=p.lr, spacing=1.25 * p.reach / 32767, bits=16),
+    "LP-SVRG, 8 bits": lambda p: LPSVRG(p.parameters, lr=p.lr, spacing=1.25 * p.reach / 127, bits=8),
+    "LP-SVRG, 16 bits": lambda p: LPSVRG(p.parameters, lr=p.lr, spacing=1.25 * p.reach / 32767, bits=16),
+    **{
+        f"HALP, {bits} bits, μ = {mu}": lambda p, mu=mu, bits=bits: HALP(p.parameters, lr=p.lr, mu=mu, bits=bits)
+        for bits in (8, 16)
+        for mu in MUS
+    },
+    "SVRG, offset of 24 bits": lambda p: HALP(p.parameters, lr=p.lr, mu=MUS[0], bits=24),
 }
 
 
-def trace(make: Callable[[], Problem], method: str, mu: float, epochs: int) -> Trace:
+def trace(problem: Problem, method: str, epochs: int) -> Trace:
     """Run `method` on a fresh problem; batches are the same for all methods."""
-    problem, draw = make(), torch.Generator().manual_seed(1)
-    optimizer, began = METHODS[method](problem, mu), time.perf_counter()
-    everything = torch.arange(problem.num_rows)
+    draw, began = torch.Generator().manual_seed(1), time.perf_counter()
     first = problem.norm()
+    optimizer = METHODS[method](problem)
+    everything = torch.arange(problem.num_rows)
     norms = [1.0]
     for _ in range(epochs):
         if isinstance(optimizer, LPSVRG):
@@ -144,20 +130,19 @@ def trace(make: Callable[[], Problem], method: str, mu: float, epochs: int) -> T
             rows = torch.randint(0, problem.num_rows, (BATCH,), generator=draw)
             optimizer.step(lambda rows=rows: problem.gradients(rows))
         norms.append(problem.norm() / first)
-    print(f"{problem.name}: {method}, mu {mu}: {norms[-1]:.1e}", flush=True)
+    print(f"{problem.name}: {method}: {norms[-1]:.1e}", flush=True)
     return Trace(problem=problem.name, method=method, norms=norms, time_s=round(time.perf_counter() - began, 1))
 
 
-def table(traces: list[Trace], best: dict[tuple[str, str], float]) -> str:
+def table(traces: list[Trace]) -> str:
     lines = [
-        f"| problem | method | gradient norm over the first: lowest | at the end | epochs to {TARGET:.0e} | s | μ |",
-        "|---|---|---|---|---|---|---|",
+        f"| problem | method | gradient norm over the first: lowest | at the end | epochs to {TARGET:.0e} | s |",
+        "|---|---|---|---|---|---|",
     ]
     for t in traces:
         reached = next((str(i) for i, n in enumerate(t.norms) if n <= TARGET), "never")
-        mu = best.get((t.problem, t.method), "")
         lines.append(
-            f"| {t.problem} | {t.method} | {min(t.norms):.1e} | {t.norms[-1]:.1e} | {reached} | {t.time_s:.0f} | {mu} |"
+            f"| {t.problem} | {t.method} | {min(t.norms):.1e} | {t.norms[-1]:.1e} | {reached} | {t.time_s:.0f} |"
         )
     return "\n".join([*lines, ""])
 
@@ -173,23 +158,10 @@ def figure(traces: list[Trace], path: Path) -> None:
 
 def main() -> None:
     out, size = read_arguments(__doc__)
-    quick = size == QUICK
-    rows, epochs, tried = (64, 2, 1) if quick else (ROWS, 20, 4)
-    traces: list[Trace] = []
-    best: dict[tuple[str, str], float] = {}
-    for build in (logistic, synthetic, network):
-
-        def make(build: Callable[[int], Problem] = build) -> Problem:
-            return build(rows)
-
-        for method in METHODS:
-            mu = MUS[0]
-            if method.startswith(("HALP", "SVRG")):
-                mu = min(MUS, key=lambda m: trace(make, method, m, tried).norms[-1])
-                best[make().name, method] = mu
-            traces.append(trace(make, method, mu, epochs))
-    save(out, {"rows": rows, "batch": BATCH, "epochs": epochs, "target": TARGET},
-         {"traces": [asdict(t) for t in traces]}, [table(traces, best)])  # fmt: skip
+    rows, epochs = (64, 2) if size == QUICK else (ROWS, 12)
+    traces = [trace(build(rows), method, epochs) for build in (logistic, synthetic) for method in METHODS]
+    settings = {"rows": rows, "batch": BATCH, "epochs": epochs, "target": TARGET}
+    save(out, settings, {"traces": [asdict(t) for t in traces]}, [table(traces)])
     figure(traces, out / "figure.png")
 
 

@@ -18,7 +18,8 @@ from lpconv.errors import UnsupportedError, UsageError
 from lpconv.scaled import AdamW, ScaledTensor, fallbacks, native, native_groups, scaled, scaled_tensor
 from lpconv.scaled.fresh import initialise
 from lpconv.scaled.pair import Numerics
-from lpconv.scaled.rules.native import ACTIVATIONS, averaged, averaged_alike
+from lpconv.scaled.rules.averages import averaged, averaged_alike
+from lpconv.scaled.rules.native import ACTIVATIONS
 
 NATIVE = Numerics(native=True, strict=True)
 Function = Callable[..., Tensor]
