@@ -28,11 +28,12 @@ from lpconv.results import FinetuneResult, RunRecord, json_text, to_json
 from lpconv.train.baseline import baselines
 from lpconv.train.checks import check_run
 from lpconv.train.clock import Clock
+from lpconv.train.critical import critical_facts, with_critical
 from lpconv.train.data import read_rows
 from lpconv.train.examples import classification, packed, sequence_pairs
 from lpconv.train.folder import REPORT, begin_folder, read_finished, remove_checkpoints, run_folder, write_finished
 from lpconv.train.memory import check_room, weight_bytes
-from lpconv.train.one import CALIBRATION_BATCHES, TrainingJob, Work, train_one
+from lpconv.train.one import MEASURED_BATCHES, TrainingJob, Work, train_one
 from lpconv.train.options import FinetuneOptions, check_options
 from lpconv.train.outcome import gaps, held_out_records, parse_gates
 from lpconv.train.processes import is_main_process, num_processes, wait_for_all
@@ -64,6 +65,8 @@ def finetune(
     if is_main:
         begin_folder(output, model, options)
     wait_for_all()
+    with clock.spending("measuring inputs"):
+        job, chosen = with_critical(job)
     runs, missing = _train_all(job, output, told, is_main, clock)
     wait_for_all()
     guess = baselines(job.targets(), job.stream(0, held_out=True), num_targets=job.num_targets)
@@ -73,7 +76,7 @@ def finetune(
         recipe=options.arithmetic.name,
         twin=None if options.twin == "none" else _twin_of(options).name,
         task=job.task.name,
-        facts=_facts(job, source.resolved),
+        facts=_facts(job, source.resolved) | critical_facts(job.options.critical, chosen),
         runs=runs,
         gaps=gaps(runs),
         seconds=time.perf_counter() - started,
@@ -118,21 +121,20 @@ def training_job(directory: Path, options: FinetuneOptions) -> TrainingJob:
         raise UsageError("classification needs a column of labels", hint="--label-column")
     config = read_config(contents, hint="lpconv trains what this release of transformers opens")
     seq_len = sequence_length(config, options.seq_len)
+    sizes = {"seq_len": seq_len, "vocab_size": vocabulary_size(config)}
     mask_id = getattr(tokenizer, "mask_token_id", None)
     keep = (0, 0)
     if task.name == "classification":
         trained = config.num_labels if "ForSequenceClassification" in str(config.architectures) else None
-        examples = classification(rows, tokenizer, seq_len=seq_len, num_trained=trained)
+        examples = classification(rows, tokenizer, **sizes, num_trained=trained)
     elif task.name == "seq2seq":
-        examples = sequence_pairs(rows, tokenizer, seq_len=seq_len)
+        examples = sequence_pairs(rows, tokenizer, **sizes)
     else:
         if task.name == "mlm" and mask_id is None:
             raise UsageError(f"the tokenizer of `{directory.name}` has no mask token", hint="--task clm")
         before, after = special_tokens(tokenizer) if task.name == "mlm" else ([], [])
         keep = (len(before), len(after))
-        examples = packed(
-            rows, tokenizer, seq_len=seq_len, vocab_size=vocabulary_size(config), prefix=before, suffix=after
-        )
+        examples = packed(rows, tokenizer, **sizes, prefix=before, suffix=after)
     pads = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     return TrainingJob(
         directory=directory,
@@ -225,8 +227,7 @@ def _facts(job: TrainingJob, resolved: str) -> dict[str, str]:
         "Optimizer": f"AdamW ({o.arithmetic.optimizer}), lr {o.lr:g} {o.schedule}, {o.warmup:.0%} warm-up, "
         f"beta2 {o.beta2:g}, weight decay {o.weight_decay:g}, clip {o.clip:g}".replace("%", " %"),
         "Seeds": ", ".join(str(s) for s in range(o.seed, o.seed + o.seeds)),
-        **({"Scales": f"measured on the first {CALIBRATION_BATCHES} batches"} if o.calibrate else {}),
-        **({"16-bit products": ", ".join(o.critical)} if o.critical else {}),
+        **({"Scales": f"measured on the first {MEASURED_BATCHES} batches"} if o.calibrate else {}),
     }
 
 
@@ -242,5 +243,6 @@ def _warnings(job: TrainingJob, runs: Sequence[RunRecord], missing: Sequence[str
     for run in runs:
         for name, count in run.fallbacks.items():
             counted[name] = counted.get(name, 0) + count
-    found += [f"{name}: {count} times in all runs" for name, count in sorted(counted.items())]
+    cure = "; no operand saturates with --operand-scale tensor" if any("saturated in" in n for n in counted) else ""
+    found += [f"{name}: {count} times in all runs{cure}" for name, count in sorted(counted.items())]
     return tuple(found)

@@ -12,9 +12,12 @@ from lpconv.errors import ResourceError
 from lpconv.kernels.histogram import exponent_histogram
 from lpconv.probe.record import ProbedTensor
 from lpconv.results import RunRecord, Series
+from lpconv.scaled import AdamW
 from lpconv.train.folder import Metrics, median_step_time
 from lpconv.train.memory import check_room, explained
+from lpconv.train.options import FinetuneOptions
 from lpconv.train.outcome import gaps
+from lpconv.train.prepare import prepare
 from lpconv.train.recipes import arithmetic
 from lpconv.train.trainer import seed_step
 from lpconv.train.watch import first_nonfinite, rate_of
@@ -75,6 +78,17 @@ def test_rates_are_those_of_the_formats_a_recipe_casts_to() -> None:
     assert by_role["grad_output"]["overflow"] == pytest.approx(1 / 3)
     assert by_role["output"]["overflow"] == pytest.approx(1 / 3)
     assert by_role["grad_output"]["underflow"] == 0
+
+
+@pytest.mark.parametrize(("dtype", "rounding"), [(torch.bfloat16, "stochastic"), (torch.float32, "nearest")])
+def test_weights_that_were_16_bits_from_the_first_are_rounded_stochastically(dtype: torch.dtype, rounding: str) -> None:
+    """On the grid of bf16 to begin with, they would not move in the forward pass for many small steps."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).to(dtype).float()
+    chosen = arithmetic(recipe="unit-fp8")
+    optimizer = prepare(model, chosen, FinetuneOptions(arithmetic=chosen), seed=0).make_optimizer()
+    assert isinstance(optimizer, AdamW)
+    assert optimizer.rounding == rounding
 
 
 def test_rows_go_on_where_a_checkpoint_was(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """A fine-tuning in words: what the run did beside its twin, what a reader should make of it, and its model card."""
 
 import math
+from collections.abc import Iterator
 
 from lpconv.report.numbers import (
     MISSING,
@@ -34,7 +35,19 @@ __all__ = [
     "worst_tracked",
 ]
 
-_METRICS = {"eval_loss": "held-out loss", "eval_accuracy": "held-out accuracy"}
+_METRICS = {
+    "eval_loss": "held-out loss",
+    "eval_accuracy": "held-out accuracy",
+    "eval_loss_fp32": "held-out loss, trained weights in fp32",
+    "eval_accuracy_fp32": "held-out accuracy, trained weights in fp32",
+}
+_SHARES = ("eval_accuracy", "eval_accuracy_fp32")
+# The three products of a linear layer, by the roles of what they read.
+_PRODUCTS = {
+    "output": ("input", "weight"),
+    "input gradient": ("grad_output", "weight"),
+    "weight gradient": ("grad_output", "input"),
+}
 _WORST = 5
 HELD_OUT_COLUMNS = ("Metric", "<Arithmetic", "Before", "After", "Std. error", "Guess")
 
@@ -64,11 +77,11 @@ def figure_text(metric: str, value: float | None) -> str:
     """A held-out figure: accuracy in per cent, a loss with five digits."""
     if value is None:
         return MISSING
-    return f"{100 * value:.2f} %" if metric == "eval_accuracy" else f"{value:#.5g}"
+    return f"{100 * value:.2f} %" if metric in _SHARES else f"{value:#.5g}"
 
 
 def _difference_text(metric: str, value: float) -> str:
-    return f"{100 * value:+.2f} points" if metric == "eval_accuracy" else f"{value:+.2g}"
+    return f"{100 * value:+.2f} points" if metric in _SHARES else f"{value:+.2g}"
 
 
 def noise_text(gap: GapRecord) -> str:
@@ -76,7 +89,7 @@ def noise_text(gap: GapRecord) -> str:
     text = _difference_text(gap.metric, gap.gap)
     if gap.half_width is None:
         return text
-    width = f"{100 * gap.half_width:.2f}" if gap.metric == "eval_accuracy" else f"{gap.half_width:.2g}"
+    width = f"{100 * gap.half_width:.2f}" if gap.metric in _SHARES else f"{gap.half_width:.2g}"
     return f"{text} ± {width}"
 
 
@@ -168,7 +181,8 @@ def verdict(result: FinetuneResult) -> str:
     if not result.gaps:
         ends = [f"{metric_name(s.name)} {figure_text(s.name, s.values[-1])}" for s in run.evaluations]
         return f"No twin was trained, so nothing says what precision cost. The run ended at {', '.join(ends)}."
-    g = result.gaps[-1] if result.task == "classification" else result.gaps[0]
+    by_metric = {g.metric: g for g in result.gaps}
+    g = by_metric.get("eval_accuracy", result.gaps[0])
     text = (
         f"After {plural(len(run.losses.steps), 'step')} the {metric_name(g.metric)} is {figure_text(g.metric, g.run)} "
         f"with {result.recipe} and {figure_text(g.metric, g.twin)} with {result.twin}: a gap of {noise_text(g)}."
@@ -181,10 +195,13 @@ def verdict(result: FinetuneResult) -> str:
     if result.learned("run") is False:
         text += f" {result.recipe} learned nothing where {result.twin} did ({_progress(result, 'run')})."
     if g.exceeds_noise is None:
-        return f"{text} With one seed nobody can say whether that is noise; --seeds 3 would."
-    if g.exceeds_noise:
-        return f"{text} That is beyond the noise between seeds (95 % interval)."
-    return f"{text} That is within the noise between seeds (95 % interval)."
+        text += " With one seed nobody can say whether that is noise; --seeds 3 would."
+    else:
+        text += f" That is {'beyond' if g.exceeds_noise else 'within'} the noise between seeds (95 % interval)."
+    exact = by_metric.get(f"{g.metric}_fp32")
+    if exact is not None:
+        text += f" Its trained weights, computed with in fp32, have one of {noise_text(exact)}."
+    return text
 
 
 def diagnostics(result: FinetuneResult) -> tuple[str, ...]:
@@ -261,7 +278,38 @@ def _time_spent(result: FinetuneResult) -> tuple[str, ...]:
 
 
 def worst_tracked(result: FinetuneResult) -> tuple[str, ...]:
-    """The layers and classes that lost most, in words."""
+    """The products with least signal over error, where operands were cast, or the tensors that lost most elements."""
+    products = sorted({p for run in result.runs for p in _products(run)})
+    if products:
+        worst: dict[str, str] = {}
+        for _, name, text in products:
+            worst.setdefault(name, text)
+        return tuple(worst.values())[:_WORST]
+    return _worst_tensors(result)
+
+
+def _products(run: RunRecord) -> Iterator[tuple[float, str, str]]:
+    """SQNR in dB, name and words of each product whose operands were recorded: errors of the two add up."""
+    seen = {(t.step, t.layer, t.role): t for t in run.tracked if t.format not in ("fp16", "bf16")}
+    for step, layer in sorted({key[:2] for key in seen}):
+        for words, roles in _PRODUCTS.items():
+            operands = [t for role in roles if (t := seen.get((step, layer, role))) and t.sqnr_db is not None]
+            if len(operands) == len(roles):
+                sqnr_db = -10 * math.log10(sum(10 ** (-(t.sqnr_db or 0.0) / 10) for t in operands))
+                clipped, flushed = (sum(x or 0.0 for x in part) for part in zip(
+                    *((t.clipped_energy, t.flushed_energy) for t in operands), strict=True))  # fmt: skip
+                name = f"{words} of {layer}"
+                yield (
+                    sqnr_db,
+                    name,
+                    (
+                        f"{name}: SQNR {sqnr_db:.1f} dB; of its operands' energy {share_text(clipped, 1)} clipped, "
+                        f"{share_text(flushed, 1)} flushed to zero (step {step})"
+                    ),
+                )
+
+
+def _worst_tensors(result: FinetuneResult) -> tuple[str, ...]:
     worst: dict[tuple[str, str], tuple[float, str]] = {}
     for run in result.runs:
         for t in run.tracked:
