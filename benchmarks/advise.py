@@ -104,7 +104,7 @@ def other_windows(subject: Subject) -> tuple[Any, ...]:
     order = torch.randperm(len(batches.tokens.windows), generator=torch.Generator().manual_seed(0))
     others = dataclasses.replace(batches.tokens, windows=batches.tokens.windows[order[len(subject.windows) :]])
     one = dataclasses.replace(batches, batch_size=1, tokens=others)
-    most = 96 if subject.metric == "loss" else 24  # errors of outputs vary little
+    most = 128 if subject.metric == "loss" else 24  # errors of outputs vary little
     return tuple(itertools.islice(one, min(len(others.windows), most)))
 
 

@@ -84,8 +84,8 @@ def change_tensor(rng: random.Random, tensors: Tensors, config: dict[str, Any]) 
         return
     if what == 1:
         name = name[: -rng.randrange(1, 6)] + rng.choice(["", "x", "_scale", "_packed"])
-    elif what == 2 and x.ndim:
-        x = x.narrow(rng.randrange(x.ndim), 0, rng.randrange(x.shape[0]) if x.ndim == 1 else 1)
+    elif what == 2 and x.numel():
+        x = x.narrow(rng.randrange(x.ndim), 0, 1) if x.ndim else x
     elif what == 3:
         x = x.t() if x.ndim == 2 else x.reshape(-1)
     elif what == 4:

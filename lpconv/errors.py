@@ -14,6 +14,8 @@ Anything else that reaches the command line is a bug of ours and ends with exit 
 """
 
 import errno
+import os
+import re
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -33,6 +35,7 @@ __all__ = [
 
 # What a disk has no room for, or does not let anybody write.
 _NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
+_NOT_WRITTEN_BY_TORCH = ("PytorchStreamWriter failed", "unexpected pos", "iostream error")  # torch.save names no reason
 
 
 class LpconvError(Exception):
@@ -120,8 +123,18 @@ class InterruptedRunError(LpconvError):
         self.exit_code = 128 + signal_number  # type: ignore[misc]  # the one error whose code depends on its cause
 
 
-def from_system(error: OSError) -> LpconvError | None:
-    """What the operating system refused, as an error of ours; None where it names neither a reason nor a file."""
+def from_system(error: BaseException) -> LpconvError | None:
+    """What the operating system refused, as an error of ours; None where it names neither a reason nor a file.
+
+    Libraries in Rust and C++ say it in errors of their own.
+    """
+    if not isinstance(error, OSError):
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if number:
+            return from_system(OSError(int(number[1]), os.strerror(int(number[1]))))
+        if any(words in str(error) for words in _NOT_WRITTEN_BY_TORCH):
+            return ResourceError(f"cannot write a file: {error!s:.120}", hint="free some space, or write elsewhere")
+        return None
     where = f"`{error.filename}`" if error.filename else "a file"
     if error.errno in _NOT_WRITTEN:
         return ResourceError(f"cannot write {where}: {error.strerror}", hint="free some space, or write elsewhere")

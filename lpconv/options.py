@@ -187,7 +187,10 @@ def make(record: type[T], values: Mapping[str, Any]) -> T:
 
 
 def check(options: Any) -> None:
-    """Raises UsageError for a name that is no choice and a number that is out of bounds, whoever made the record."""
+    """Raises UsageError for a name that is no choice, a number that is out of bounds, and options that exclude each
+    other, whoever made the record."""
+    if getattr(options, "resume", False) and getattr(options, "force", False):
+        raise UsageError("--resume and --force exclude each other", hint="resume continues a run, force starts anew")
     for field, group, option in _fields(type(options)):
         value = getattr(options, field.name)
         if group is not None and isinstance(value, group.record):

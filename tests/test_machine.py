@@ -143,7 +143,7 @@ def test_a_real_limit_of_the_address_space() -> None:
 
 
 def test_the_peak_is_that_of_the_process_and_not_of_the_one_that_started_it() -> None:
-    ballast = bytearray(400 << 20)
+    ballast = bytearray(b"x") * (300 << 20)  # resident, as zeros would not be
     code = "from lpconv.machine import peak_rss_bytes; print(peak_rss_bytes())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert 0 < int(done.stdout) < len(ballast) < peak_rss_bytes()

@@ -10,9 +10,12 @@ import typer
 from typer.testing import CliRunner
 
 from lpconv.batch.reading import read_setting, schema_of
+from lpconv.bench.options import BenchOptions
 from lpconv.cli.command import with_options
+from lpconv.convert.options import ConvertOptions
 from lpconv.errors import UsageError
 from lpconv.options import Group, Option, check, make, options_of, size_option
+from lpconv.probe.options import ProbeOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,3 +138,9 @@ def test_a_text_that_is_no_number_is_refused_with_a_hint() -> None:
     done = CliRunner().invoke(app([]), ["a-name", "--size", "3,x"])
     assert isinstance(done.exception, UsageError)
     assert "expected a whole number" in done.exception.message
+
+
+@pytest.mark.parametrize("record", [ConvertOptions, BenchOptions, ProbeOptions], ids=lambda r: r.__name__)
+def test_nobody_both_goes_on_and_starts_anew(record: type[Any]) -> None:
+    with pytest.raises(UsageError, match="exclude each other"):
+        check(record(resume=True, force=True))

@@ -254,7 +254,7 @@ def _filled(result: JobResult, outcome: JobOutcome) -> JobResult:
 
 
 def _job_error(error: BaseException) -> JobError:
-    error = out_of_memory(error) or (from_system(error) if isinstance(error, OSError) else None) or error
+    error = out_of_memory(error) or from_system(error) or error
     if isinstance(error, LpconvError):
         return JobError(code=error.exit_code, kind=error.kind, message=error.message, hint=error.hint,
                         details=to_json(error.details))  # fmt: skip

@@ -13,10 +13,20 @@ import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from lpconv.errors import InputError, LpconvError, ResourceError
+from lpconv.errors import InputError, LpconvError, OutputExistsError, ResourceError
 from lpconv.results import FileRecord
 
-__all__ = ["PartFile", "fsync_directory", "hash_of", "read_error", "sha256_of", "write_error", "write_small"]
+__all__ = [
+    "PartFile",
+    "check_file",
+    "check_writable",
+    "fsync_directory",
+    "hash_of",
+    "read_error",
+    "sha256_of",
+    "write_error",
+    "write_small",
+]
 
 _FLUSH_BYTES = 64 * 2**20
 _READ_BYTES = 4 * 2**20
@@ -124,8 +134,19 @@ def write_error(e: OSError, path: Path) -> LpconvError:
 
 
 def write_small(path: Path, text: str) -> FileRecord:
-    """Write a small text file in one go, durably."""
+    """Write a small text file in one go, durably. A device or a pipe, such as /dev/stdout, is written to as it is."""
     data = text.encode()
+    try:
+        if os.path.exists(path) and not os.path.isfile(path):
+            path.write_bytes(data)
+        else:
+            _replace(path, data)
+    except OSError as e:
+        raise write_error(e, path) from e
+    return FileRecord(name=path.name, size_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+
+
+def _replace(path: Path, data: bytes) -> None:
     part = path.with_name(path.name + ".part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -134,11 +155,35 @@ def write_small(path: Path, text: str) -> FileRecord:
             f.flush()
             os.fsync(f.fileno())
         os.rename(part, path)
-    except OSError as e:
+    except OSError:
         with contextlib.suppress(OSError):
             part.unlink(missing_ok=True)
+        raise
+
+
+def check_file(path: Path) -> None:
+    """Refuse, before the work, a file that cannot be written. Raises OutputExistsError for a folder, ResourceError."""
+    check_writable(path)
+    if path.is_dir():
+        raise OutputExistsError(f"`{path}` is a directory", hint="name a file in it")
+
+
+def check_writable(path: Path) -> None:
+    """Refuse, before the work, a place where nothing can be written, there or not. Raises ResourceError.
+
+    What can only be found by writing, such as a full disk, is not looked for.
+    """
+    try:
+        os.stat(path)
+    except FileNotFoundError:
+        pass  # as it should be
+    except OSError as e:  # a name too long, a link to itself, a file where a folder should be
         raise write_error(e, path) from e
-    return FileRecord(name=path.name, size_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+    folder = path.absolute().parent
+    while not os.path.exists(folder):
+        folder = folder.parent
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ResourceError(f"cannot write below `{folder}`", hint="check the folder and its permissions")
 
 
 def sha256_of(path: Path) -> str:

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from lpconv.checkpoint.contents import read_json
-from lpconv.checkpoint.partfile import fsync_directory, sha256_of, write_error
+from lpconv.checkpoint.partfile import check_writable, fsync_directory, sha256_of, write_error
 from lpconv.errors import InputError, OutputExistsError, UnsupportedError, UsageError
 
 __all__ = [
@@ -159,7 +159,11 @@ class Staging:
 
 
 def check_free(output: Path, *, resume: bool, force: bool) -> None:
-    """Refuse a place that is taken, or where an interrupted run left something. Raises OutputExistsError."""
+    """Refuse a place that is taken, or where an interrupted run left something. Raises OutputExistsError.
+
+    Raises ResourceError for one that cannot be written.
+    """
+    check_writable(output)
     _check_output(output, force=force)
     _check_working_folders(output)
     partial = beside(output, ".partial")

@@ -29,10 +29,11 @@ class _Events:
         self._progress.message(f"[{index + 1}/{total}] {result.id}: {result.status}")
 
     def batch_finished(self, result: "BatchResult") -> None:
+        from lpconv.checkpoint.partfile import write_small
         from lpconv.report.batch import junit_xml, render_batch
 
         if self._junit is not None:
-            Path(self._junit).write_text(junit_xml(result), encoding="utf-8")
+            write_small(Path(self._junit), junit_xml(result))
         if not (self._json and result.failed):  # whose document stands inside the error
             print_result(result, render_batch, json=self._json)
 
@@ -83,7 +84,10 @@ def batch(
     from lpconv.batch.manifest import load_manifest
     from lpconv.batch.run import run_batch
     from lpconv.batch.runners import RUNNERS
+    from lpconv.checkpoint.partfile import check_file
 
+    if junit is not None:
+        check_file(Path(junit))
     loaded = load_manifest(Path(manifest))
     with progress_for(quiet=quiet) as progress:
         run_batch(

@@ -78,7 +78,7 @@ def bench(
     shown = "json" if json else output_format
     find("output format", shown, dict.fromkeys(_OUTPUT_FORMATS))
     options = _completed(options, model, sweep or [], rivals=rivals, processes=together)
-    judged = before_bench(options)
+    judged = before_bench(options, Path(save) if save else None)
     with kept(Path(save) if save else None, judged, lambda partial: None if json else _print(partial, shown)) as keep:
         with progress_for(quiet=quiet) as progress:
             result = measure(options, progress=progress, on_result=keep)

@@ -80,11 +80,15 @@ def _value(declared: Declared, given: Any) -> Any:
 
 
 def print_result(result: Any, render: Callable[[Any], Any], *, json: bool) -> None:
-    """The result on stdout: one JSON document, or what `render` makes of it for a terminal."""
-    if json:
-        from lpconv.results import json_text
+    """The result on stdout: one JSON object with a schema version, or what `render` makes of it for a terminal.
 
-        print(json_text(result), end="")
+    Several results stand in the object's `runs`.
+    """
+    if json:
+        from lpconv.results import SCHEMA_VERSION, json_text, to_json
+
+        document = {"runs": to_json(result)} if isinstance(result, (list, tuple)) else to_json(result)
+        print(json_text({"schema_version": SCHEMA_VERSION, **document}), end="")
     else:
         from lpconv.report.terminal import show  # with rich, which takes a moment
 

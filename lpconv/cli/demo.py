@@ -29,6 +29,7 @@ def demo(
 
       lpconv demo -o my-demo
     """
+    from lpconv.checkpoint.partfile import write_small
     from lpconv.convert.options import ConvertOptions
     from lpconv.convert.run import convert
     from lpconv.convert.tensor_records import format_ranges
@@ -44,7 +45,7 @@ def demo(
             command = f"lpconv convert demo --method {method} --format {fmt} --verify logits"
             results.append(convert("demo", folder / f"{method}-{fmt}", options, progress=progress, command=command))
     page = folder / "report.html"
-    page.write_text(html_compare(results, format_ranges()), encoding="utf-8")
+    write_small(page, html_compare(results, format_ranges()))
     print_result(results, render_compare, json=json)
     if not json:
         print(f"\nThe comparison with plots is {page}; each run has its own report.html beside its model.")

@@ -32,15 +32,17 @@ def doctor(
         from lpconv.checkpoint.aliases import ALIASES
         from lpconv.report.doctor import render_aliases
 
-        print_result(
-            ALIASES, lambda known: render_aliases((a.family, a.name, a.repo_id) for a in known.values()), json=json
-        )
+        names = [(a.family, a.name, a.repo_id) for a in ALIASES.values()]
+        print_result({"aliases": ALIASES}, lambda _: render_aliases(names), json=json)
         return
     from lpconv.doctor.examine import examine
     from lpconv.doctor.require import require as check
     from lpconv.report.doctor import render_doctor
 
     result = examine()
-    print_result(result, render_doctor, json=json)
+    if not json:
+        print_result(result, render_doctor, json=False)
     if require is not None:
         check([name.strip() for name in require.split(",") if name.strip()], result)
+    if json:  # else the error's document is the only one
+        print_result(result, render_doctor, json=True)

@@ -102,13 +102,16 @@ def before_export(model: str, output: Path, options: "ExportOptions") -> None:
     need("onnxscript", *(["onnxruntime"] if options.validate else []))
 
 
-def before_bench(options: "BenchOptions") -> "Callable[[BenchResult], BenchResult]":
+def before_bench(options: "BenchOptions", save: Path | None) -> "Callable[[BenchResult], BenchResult]":
     """Of `lpconv bench`; gives back what its result is judged by. A name of the hub is left to the processes."""
     from lpconv.bench.outcome import judge_of
+    from lpconv.checkpoint.partfile import check_file
     from lpconv.models.presets import PRESETS
 
     check(options)
     judge = judge_of(options)
+    if save is not None:
+        check_file(save)
     if options.model is not None and options.model not in PRESETS:
         _contents(options.model, None)
     return judge

@@ -1,20 +1,24 @@
 """From exceptions and signals to messages and exit codes."""
 
+import contextlib
 import functools
 import json
+import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
-from typing import ParamSpec
+from typing import Any, ParamSpec
+
+from typer.core import TyperGroup
 
 from lpconv.cli.progress import VERBOSE
-from lpconv.errors import InterruptedRunError, LpconvError, ResourceError, from_system
+from lpconv.errors import InterruptedRunError, LpconvError, ResourceError, UsageError, from_system
 from lpconv.machine import available_memory, out_of_memory
 from lpconv.report.printable import printable
 
-__all__ = ["handled"]
+__all__ = ["Commands", "handled"]
 
 P = ParamSpec("P")
 # What the libraries of a command take before it sees a model, in MB; less, and a container kills it without a word.
@@ -25,16 +29,33 @@ class _Terminated(BaseException):
     """SIGTERM arrived."""
 
 
+class Commands(TyperGroup):
+    """The commands as a group whose parser refuses under --json as `handled` does."""
+
+    def main(self, args: Sequence[str] | None = None, *rest: Any, **extra: Any) -> Any:
+        """As typer has it, but for a JSON document under --json where an option or an argument is wrong."""
+        args = list(sys.argv[1:] if args is None else args)
+        if "--json" not in args or not extra.get("standalone_mode", True):
+            return super().main(args, *rest, **extra)
+        try:
+            sys.exit(super().main(args, *rest, **{**extra, "standalone_mode": False}) or 0)
+        except Exception as e:
+            if not hasattr(e, "format_message"):  # what click's errors have; typer brings its own click, or not
+                raise
+            message = e.format_message() or "a command is missing"
+            _fail(UsageError(message, hint="--help lists commands and options"), as_json=True)
+
+
 def handled(command: Callable[P, None]) -> Callable[P, None]:
     """The command with its failures as one message on stderr (and a JSON document under --json) and an exit code."""
 
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
-        signal.signal(signal.SIGTERM, _terminate)
         as_json = bool(kwargs.get("json"))
         try:
-            _check_memory(command.__name__)
-            command(*args, **kwargs)
+            with _terminable():
+                _check_memory(command.__name__)
+                command(*args, **kwargs)
         except LpconvError as e:
             if VERBOSE.get():
                 traceback.print_exc()
@@ -47,7 +68,7 @@ def handled(command: Callable[P, None]) -> Callable[P, None]:
             sys.stderr.close()  # the reader of our output left; Python would complain while closing stdout
             sys.exit(141)
         except Exception as e:
-            known = out_of_memory(e) or (from_system(e) if isinstance(e, OSError) else None)
+            known = out_of_memory(e) or from_system(e)
             if known is not None:
                 _fail(known, as_json)
             traceback.print_exc()
@@ -70,6 +91,16 @@ def _check_memory(command: str) -> None:
         )
 
 
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM raises `_Terminated` inside, and does afterwards what it did before: a test or a notebook goes on."""
+    before = signal.signal(signal.SIGTERM, _terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+
+
 def _terminate(number: int, frame: FrameType | None) -> None:
     raise _Terminated
 
@@ -81,7 +112,10 @@ def _interrupted(number: int, kwargs: dict[str, object]) -> InterruptedRunError:
 
 def _fail(error: LpconvError, as_json: bool) -> None:
     if as_json:
-        print(json.dumps({"schema_version": 1, "error": error.to_dict()}, indent=2, default=str))
+        try:
+            print(json.dumps({"schema_version": 1, "error": error.to_dict()}, indent=2, default=str), flush=True)
+        except BrokenPipeError:  # the reader of our output left; Python would complain while closing stdout
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     _say("error", error.message)
     if error.hint:
         _say("hint", error.hint)

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lpconv.checkpoint.partfile import write_small
+from lpconv.checkpoint.partfile import check_file, write_small
 from lpconv.cli.command import print_result
 from lpconv.cli.runs import Kind, name_of, runs_in
-from lpconv.errors import InputError, OutputExistsError
+from lpconv.errors import InputError
 from lpconv.report.compare import run_names
 from lpconv.report.page import RunEntry, html_index
 from lpconv.report.terminal import table_of
@@ -20,9 +20,8 @@ __all__ = ["show_folder", "write_page"]
 
 
 def write_page(html: str, page: str) -> None:
-    """The page to where it is asked for. Raises OutputExistsError for a directory."""
-    if Path(html).is_dir():
-        raise OutputExistsError(f"`{html}` is a directory", hint="name a file, such as report.html")
+    """The page to where it is asked for. Raises OutputExistsError for a directory, ResourceError."""
+    check_file(Path(html))
     write_small(Path(html), page)
 
 

@@ -14,7 +14,7 @@ from lpconv.cli.demo import demo
 from lpconv.cli.doctor import doctor
 from lpconv.cli.export import export
 from lpconv.cli.finetune import finetune
-from lpconv.cli.handling import handled
+from lpconv.cli.handling import Commands, handled
 from lpconv.cli.inspect import inspect
 from lpconv.cli.probe import probe
 from lpconv.cli.progress import VERBOSE
@@ -34,6 +34,7 @@ _TALKATIVE = ("torchao", "torch.utils._pytree")
 
 app = typer.Typer(
     name="lpconv",
+    cls=Commands,
     invoke_without_command=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",

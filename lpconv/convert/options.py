@@ -230,8 +230,6 @@ def settings_of(options: ConvertOptions) -> ConvertSettings:
     residual = _residual(method, fmt.name, options.residual)
     budget = _budget(method, fmt, options.budget_bits, options.points_max)
     check(options)
-    if options.resume and options.force:
-        raise UsageError("--resume and --force exclude each other", hint="resume continues a run, force starts anew")
     for rule in options.rules:
         if rule.format != "keep":
             method.format(rule.format)

@@ -5,10 +5,10 @@ from torch import nn
 
 from lpconv.checkpoint.compressed import LinearModules
 from lpconv.checkpoint.contents import Contents
-from lpconv.errors import InputError, ResourceError, UnsupportedError
+from lpconv.errors import InputError, ResourceError
 from lpconv.layers import linears
 from lpconv.machine import available_memory
-from lpconv.models.opening import first_line, read_config
+from lpconv.models.opening import model_errors, read_config
 from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import architecture, concrete
 
@@ -20,13 +20,8 @@ _HINT = "lpconv builds the models of this release of transformers"
 def empty_model(contents: Contents) -> nn.Module:
     """The class that the config names, on the meta device. Raises UnsupportedError where it cannot be built."""
     config = read_config(contents, hint=_HINT)
-    try:
-        with quiet_transformers(), torch.device("meta"):
-            model: nn.Module = concrete(architecture(contents.config), config)._from_config(config)
-    except UnsupportedError:
-        raise
-    except Exception as e:  # transformers raises anything at all for configs it does not know
-        raise UnsupportedError(f"config.json builds no model: {first_line(e)}", hint=_HINT) from e
+    with quiet_transformers(), torch.device("meta"), model_errors("config.json builds no model", hint=_HINT):
+        model: nn.Module = concrete(architecture(contents.config), config)._from_config(config)
     return model
 
 

@@ -3,6 +3,8 @@
 What cannot be opened is refused before a weight is read, as far as the config tells.
 """
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,13 +27,19 @@ __all__ = [
     "Blueprint",
     "Opened",
     "blueprint",
+    "check_runs",
     "first_line",
+    "model_errors",
     "open_to_run",
     "open_to_trace",
     "open_to_train",
     "read_config",
     "reads_text",
 ]
+
+
+_DOES_NOT_OPEN = "the model does not open"
+_WHAT_OPENS = "lpconv runs what this release of transformers opens; does config.json belong to the weights?"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,12 +55,30 @@ class Opened:
         return task_of(type(self.model).__name__)
 
 
+@contextmanager
+def model_errors(what: str, *, hint: str) -> Iterator[None]:
+    """Turn what transformers raises inside, which is anything at all for checkpoints it does not know, into an error
+    of ours: UnsupportedError with `what` in front, ResourceError where memory ran out."""
+    try:
+        yield
+    except LpconvError:
+        raise
+    except Exception as e:
+        raise out_of_memory(e) or UnsupportedError(f"{what}: {first_line(e)}", hint=hint) from e
+
+
+def check_runs(model: Any, inputs: Mapping[str, torch.Tensor]) -> None:
+    """Run the model once on the first of the inputs. Raises UnsupportedError where it does not run."""
+    with quiet_transformers(), model_errors("the model does not run", hint=_WHAT_OPENS), torch.no_grad():
+        model(**{name: x[:1] for name, x in inputs.items()})
+
+
 def open_to_run(directory: Path, **options: Any) -> Opened:
     """The model in fp32 in the class that its config names; where the checkpoint lacks any of that, the bare model.
 
     Random heads would compare nothing, and send random gradients through all below. `options` go to `from_pretrained`.
     """
-    with quiet_transformers():
+    with quiet_transformers(), model_errors(_DOES_NOT_OPEN, hint=_WHAT_OPENS):
         model, missing = load_with_missing(directory, dtype=torch.float32, **options)
         if missing:
             bare = transformers.AutoModel
@@ -65,15 +91,9 @@ def open_to_trace(directory: Path) -> Opened:
 
     Raises UnsupportedError for models that transformers does not open.
     """
-    try:
-        opened = open_to_run(directory)
+    opened = open_to_run(directory)
+    with model_errors(_DOES_NOT_OPEN, hint=_WHAT_OPENS):
         opened.model.set_attn_implementation("eager")
-    except LpconvError:
-        raise
-    except Exception as e:  # transformers raises anything at all for checkpoints it does not know
-        raise out_of_memory(e) or UnsupportedError(
-            f"the model does not open: {first_line(e)}", hint="lpconv exports what this release of transformers opens"
-        ) from e
     return opened
 
 
@@ -84,7 +104,7 @@ def open_to_train(task: Task, directory: Path, *, seed: int, num_labels: int | N
     Raises UnsupportedError for models that the task has no class for, and for layouts that lpconv does not read.
     """
     check_readable(read_contents(directory).config)
-    with quiet_transformers():
+    with quiet_transformers(), model_errors(_DOES_NOT_OPEN, hint=_WHAT_OPENS):
         try:
             config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
             model_class = concrete(task.auto, config)
@@ -143,11 +163,8 @@ def blueprint(preset_or_directory: str | Path) -> Blueprint:
 
 def read_config(contents: Contents, *, hint: str) -> Any:
     """The config as transformers has it; UnsupportedError for models of another release, or with code of their own."""
-    try:
-        with quiet_transformers():
-            return transformers.AutoConfig.from_pretrained(contents.directory, trust_remote_code=False)
-    except Exception as e:  # transformers raises anything at all for configs it does not know
-        raise UnsupportedError(f"transformers does not open this model: {first_line(e)}", hint=hint) from e
+    with quiet_transformers(), model_errors("transformers does not open this model", hint=hint):
+        return transformers.AutoConfig.from_pretrained(contents.directory, trust_remote_code=False)
 
 
 def reads_text(contents: Contents, *, hint: str) -> Any:

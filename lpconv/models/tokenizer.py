@@ -8,7 +8,7 @@ import transformers
 from lpconv.errors import InputError
 from lpconv.models.quiet import quiet_transformers
 
-__all__ = ["read_tokenizer", "special_tokens"]
+__all__ = ["check_largest_id", "read_tokenizer", "special_tokens", "token_ids"]
 
 _FILES = (
     "tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
@@ -22,18 +22,44 @@ def read_tokenizer(directory: Path) -> Any:
     try:
         with quiet_transformers():
             return transformers.AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-    except (OSError, ValueError, ImportError, KeyError, AttributeError) as e:
+    except Exception as e:  # damaged files raise anything at all, in Python and in Rust
+        first = next(iter(str(e).splitlines()), "") or type(e).__name__
         raise InputError(
-            f"the tokenizer in `{directory}` does not open: {str(e).splitlines()[0]}",
+            f"the tokenizer in `{directory}` does not open: {first}",
             hint="repair it, or take its files away to probe with random ids",
         ) from e
 
 
+def token_ids(tokenizer: Any, *, vocab_size: int | None = None, **arguments: Any) -> Any:
+    """The ids that a tokenizer makes of a text or of several. Raises InputError where it fails, or makes ids that a
+    model with an embedding of `vocab_size` does not have."""
+    try:
+        with quiet_transformers():
+            found = tokenizer(**arguments)["input_ids"]
+    except Exception as e:  # damaged settings show when they are used
+        first = next(iter(str(e).splitlines()), "")
+        raise InputError(
+            f"the tokenizer does not read the text: {type(e).__name__}: {first:.120}",
+            hint="compare the files of the tokenizer with those of the original model",
+        ) from e
+    if vocab_size is not None:
+        largest = max((max(ids, default=0) for ids in found), default=0)
+        check_largest_id(largest, vocab_size)
+    return found
+
+
+def check_largest_id(largest: int, vocab_size: int) -> None:
+    """Raise InputError where a model that embeds so many ids has none for the largest."""
+    if largest >= vocab_size:
+        raise InputError(
+            f"the tokenizer makes ids up to {largest}, the model embeds {vocab_size}",
+            hint="this is the tokenizer of another model",
+        )
+
+
 def special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
     """The special tokens that the tokenizer puts before and after a text; none where one text does not show them."""
-    with quiet_transformers():
-        plain = tokenizer("a", add_special_tokens=False)["input_ids"]
-        full = tokenizer("a")["input_ids"]
+    plain, full = token_ids(tokenizer, text="a", add_special_tokens=False), token_ids(tokenizer, text="a")
     for at in range(len(full) - len(plain) + 1):
         if full[at : at + len(plain)] == plain:
             return full[:at], full[at + len(plain) :]

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from lpconv.errors import InputError, UsageError
 from lpconv.models.inputs import random_ids
-from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import CLM, MLM, Task
-from lpconv.models.tokenizer import special_tokens
+from lpconv.models.tokenizer import check_largest_id, special_tokens, token_ids
 
 __all__ = ["MASK_RATE", "Batches", "Tokens", "random_tokens", "tokenize"]
 
@@ -83,8 +82,7 @@ def tokenize(path: Path, tokenizer: Any, *, seq_len: int, vocab_size: int) -> To
     Raises InputError for a file that is no text, too short for one window, or has ids that the model does not embed.
     """
     text = _read_text(path)
-    with quiet_transformers():
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    ids = token_ids(tokenizer, text=text, add_special_tokens=False)
     prefix, suffix = special_tokens(tokenizer)
     room = seq_len - len(prefix) - len(suffix)
     if room < 1:
@@ -94,11 +92,7 @@ def tokenize(path: Path, tokenizer: Any, *, seq_len: int, vocab_size: int) -> To
             f"`{path}` has {len(ids)} tokens, fewer than one sequence of {seq_len}",
             hint="pass a longer text or a smaller --seq-len",
         )
-    if max(*ids, *prefix, *suffix, 0) >= vocab_size:
-        raise InputError(
-            f"the tokenizer makes ids up to {max(ids)}, the model embeds {vocab_size}",
-            hint="this is the tokenizer of another model",
-        )
+    check_largest_id(max(*ids, *prefix, *suffix, 0), vocab_size)
     starts = range(0, len(ids) - room + 1, room)
     windows = torch.tensor([[*prefix, *ids[i : i + room], *suffix] for i in starts])
     mask_id = getattr(tokenizer, "mask_token_id", None)

@@ -17,7 +17,7 @@ from lpconv.errors import UsageError
 from lpconv.kernels.histogram import prepare
 from lpconv.models.empty import check_memory, num_parameters
 from lpconv.models.inputs import sequence_length, vocabulary_size
-from lpconv.models.opening import Opened, open_to_run, reads_text
+from lpconv.models.opening import Opened, check_runs, open_to_run, reads_text
 from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import CLM, MLM, NONE, Task
 from lpconv.models.tokenizer import read_tokenizer
@@ -70,6 +70,7 @@ def prepare_run(name: str, options: ProbeOptions, told: Progress) -> Prepared:
         vocab_size=vocabulary_size(opened.model.config),
         seed=options.seed,
     )
+    check_runs(opened.model, next(iter(batches)))
     return Prepared(
         source=source,
         contents=contents,
@@ -104,8 +105,8 @@ def probe_checkpoint(name: str, options: ProbeOptions, *, progress: Progress | N
         "Loss": prepared.task.loss,
     }
     settings = dataclasses.asdict(options) | {"data": str(options.data) if options.data else None, "seq_len": seq_len}
-    for name in ("resume", "force"):
-        del settings[name]
+    for how in ("resume", "force"):
+        del settings[how]
     return dataclasses.replace(
         result,
         options={

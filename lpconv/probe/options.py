@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 from lpconv.checkpoint.contents import read_json
+from lpconv.checkpoint.partfile import check_writable
 from lpconv.errors import OutputExistsError
 from lpconv.options import Force, Option, Revision
 
@@ -36,7 +37,11 @@ class ProbeOptions:
 
 
 def check_free(directory: Path, *, force: bool) -> None:
-    """Refuse a place that is taken, unless `force` is set and it holds an earlier probe. Raises OutputExistsError."""
+    """Refuse a place that is taken, unless `force` is set and it holds an earlier probe. Raises OutputExistsError.
+
+    Raises ResourceError for one that cannot be written.
+    """
+    check_writable(directory)
     if not os.path.lexists(directory) or (directory.is_dir() and not any(directory.iterdir())):
         return
     if not (directory / PROBE_FILE).is_file():

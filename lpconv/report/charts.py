@@ -9,7 +9,7 @@ from lpconv.results import Series
 
 __all__ = ["Bar", "Line", "bar_plot", "line_plot"]
 
-_LEFT, _RIGHT, _TOP, _BOTTOM = 62.0, 476.0, 14.0, 190.0
+_LEFT, _RIGHT, _TOP, _BOTTOM = 70.0, 476.0, 14.0, 190.0
 _BELOW = 46.0  # room for the labels of the axis
 _TICKS = 5
 _MAX_DIGITS = 4  # after the point

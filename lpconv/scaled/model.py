@@ -16,6 +16,7 @@ from lpconv.layers import weighted
 from lpconv.lookup import find, nearest
 from lpconv.scaled import ops
 from lpconv.scaled.choices import OperandScales, operand_scales
+from lpconv.scaled.fresh import averages_causally, native_scales
 from lpconv.scaled.pair import Numerics, Role
 from lpconv.scaled.places import heads, install, place
 from lpconv.scaled.saved import SavedCodes
@@ -58,7 +59,8 @@ COMPUTE: dict[str, Compute] = {
     "fp8": Compute(carrier=torch.bfloat16, operand="e4m3fn", gradient="e5m2"),
 }
 
-SCALED_METHODS = dict.fromkeys(("unit", "scalify"))
+SCALED_METHODS = dict.fromkeys(("unit", "native", "scalify"))
+STATIC_METHODS = ("unit", "native")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +110,7 @@ def scaled(
     `lpconv.scaled.AdamW` or SGD.
 
     - "unit" keeps every scale static.
+    - "native" does too, at the sizes that theory gives a model drawn by `lpconv.scaled.native` (its docs say more).
     - "scalify" adds dynamic rescaling at the named places `rescale`: any of "layernorm_grad" (the default),
       "logits_grad", "softmax_grad", "weight_grad" and "every:N" (the parameters, every N training passes).
 
@@ -134,6 +137,8 @@ def scaled(
         gradient=chosen.gradient,
         operand_scales=scales,
         softmax_grad="softmax_grad" in places,
+        native=method == "native",
+        causal=method == "native" and averages_causally(model),
         strict=strict,
     )
     exact = exact_modules(model, tuple(critical)) if chosen.operand else []
@@ -142,7 +147,7 @@ def scaled(
         method=method,
         compute=compute,
         numerics=numerics,
-        scales=replace_parameters(model, dtype, numerics, exact),
+        scales=replace_parameters(model, dtype, numerics, exact, native_scales(model) if numerics.native else {}),
         saved=SavedCodes(chosen.operand, dtype) if chosen.operand and saves_codes else None,
         unit=scaled_tensor(torch.ones(()), 1.0, role=Role.GRADIENT, numerics=numerics),
     )
@@ -222,7 +227,7 @@ def leave_outputs(outputs: Any, scaling: Scaling) -> Any:
     """
     is_plain_start = scaling.autocast is not None and isinstance(outputs, Tensor) and outputs.requires_grad
     if isinstance(outputs, ScaledTensor) or is_plain_start:
-        return ops.leave(outputs, scaling.unit, scaling.method != "unit")
+        return ops.leave(outputs, scaling.unit, scaling.method not in STATIC_METHODS)
     if isinstance(outputs, dict):
         return type(outputs)(**{k: leave_outputs(v, scaling) for k, v in outputs.items()})
     if isinstance(outputs, (tuple, list)):
@@ -253,15 +258,20 @@ def exact_modules(model: nn.Module, patterns: tuple[str, ...]) -> list[nn.Module
 
 
 def replace_parameters(
-    model: nn.Module, dtype: torch.dtype, numerics: Numerics, exact: Iterable[nn.Module]
+    model: nn.Module,
+    dtype: torch.dtype,
+    numerics: Numerics,
+    exact: Iterable[nn.Module],
+    given: Mapping[int, float],
 ) -> dict[str, float]:
     """Replace every floating-point parameter by its scaled form, keeping ties, and return the scales by name.
 
-    All scales are found first, so that a parameter that cannot have one leaves the model as it was.
+    A parameter whose id is in `given` takes the scale from there, others one from their values. All scales are found
+    first, so that a parameter that cannot have one leaves the model as it was.
     """
     exact_ids = {id(p) for module in exact for p in module.parameters(recurse=False)}
     owned = list(_owned_parameters(model))
-    scales = {id(p): weight_scale(name, p.detach()) for name, _, _, p in owned}
+    scales = {id(p): given.get(id(p)) or weight_scale(name, p.detach()) for name, _, _, p in owned}
     hats: dict[int, nn.Parameter] = {}
     for _, module, key, parameter in owned:
         if id(parameter) not in hats:

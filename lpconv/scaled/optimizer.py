@@ -88,8 +88,11 @@ class AdamW(torch.optim.Optimizer):
         if state_dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise UsageError(f"AdamW cannot keep its state in {state_dtype}", hint="use float32, float16 or bfloat16")
         self.state_dtype, self.master, self.rounding = state_dtype, master, rounding
-        self._start = dict(start or {})
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        for parameter, value in (start or {}).items():  # now, so that nobody takes rounded data for what is kept
+            data, scale = _parts(parameter)
+            if master and data.dtype != torch.float32:
+                self.state[parameter] = {"master": times(value.float(), ratio(1.0, scale)), "master_scale": scale}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -107,8 +110,6 @@ class AdamW(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, keeping its dtypes: torch would cast fp32 state to the dtype of a 16-bit parameter."""
         super().load_state_dict(state_dict)
-        # Not all of them: accelerate loads an optimizer's own, empty state when it wraps it.
-        self._start = {p: value for p, value in self._start.items() if "master" not in self.state.get(p, {})}
         parameters = [p for group in self.param_groups for p in group["params"]]
         saved = [i for group in state_dict["param_groups"] for i in group["params"]]
         for parameter, index in zip(parameters, saved, strict=True):
@@ -118,13 +119,9 @@ class AdamW(torch.optim.Optimizer):
 
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], index: int) -> None:
         state = self.state[parameter]
-        data, scale = (
-            (parameter.data_part, parameter.scale) if isinstance(parameter, ScaledTensor) else (parameter.detach(), 1.0)
-        )
-        target = self._master(parameter, state, data, scale)
-        grad, grad_scale = (
-            (gradient.data_part, gradient.scale) if isinstance(gradient, ScaledTensor) else (gradient.detach(), 1.0)
-        )
+        data, scale = _parts(parameter)
+        target = self._master(state, data, scale)
+        grad, grad_scale = _parts(gradient)
         state["step"] = state.get("step", 0) + 1
         first, second = self._load(state, "exp_avg", target), self._load(state, "exp_avg_sq", target)
         for x, g, m, v in _blocks(target, grad, first, second):
@@ -141,7 +138,7 @@ class AdamW(torch.optim.Optimizer):
         generator = torch.Generator(target.device).manual_seed(-step * _PRIME - index)
         return fake_quantise(target, _FORMATS[dtype], rounding="stochastic", generator=generator)
 
-    def _master(self, parameter: Tensor, state: dict[str, Any], data: Tensor, scale: Scale) -> Tensor:
+    def _master(self, state: dict[str, Any], data: Tensor, scale: Scale) -> Tensor:
         """What the step is added to: the data, the kept fp32 copy of them, or one made for this step.
 
         The copy follows its parameter to another scale ("every:N", or a checkpoint that was loaded).
@@ -151,8 +148,7 @@ class AdamW(torch.optim.Optimizer):
         if not self.master:
             return data.float()
         if "master" not in state:
-            value = self._start.pop(parameter, None)
-            state["master"] = data.float() if value is None else times(value.float(), ratio(1.0, scale))
+            state["master"] = data.float()
         elif state["master_scale"] is not scale:
             state["master"] = times(state["master"], ratio(state["master_scale"], scale))
         state["master_scale"] = scale
@@ -177,6 +173,10 @@ class AdamW(torch.optim.Optimizer):
             generator = torch.Generator(data.device).manual_seed(state["step"] * _PRIME + noise)
             data = fake_quantise(data, _FORMATS[self.state_dtype], rounding="stochastic", generator=generator)
         state[name] = data.to(self.state_dtype)
+
+
+def _parts(x: Tensor) -> tuple[Tensor, Scale]:
+    return (x.data_part, x.scale) if isinstance(x, ScaledTensor) else (x.detach(), 1.0)
 
 
 def _update_block(

@@ -38,7 +38,9 @@ class Numerics:
     the data to the scale; without it data keep the raw magnitudes. `fit_joins` makes an addition choose the smallest
     scale whose data fit `join_limit` (adaptive loss scaling). Gradients start, and are rescaled, at data of
     1/`headroom`: a power of two that `StepGuard` raises after an overflow. `softmax_grad` rescales what softmax hands
-    down. `counts` collects fall-backs and saturations; it is shared by all tensors of a model and takes no part in
+    down. With `native` factors are square roots themselves, as unit scaling has them, and rules that predict sizes at
+    initialisation stand in for some (`rules.native`); `causal` tells them how far attention averages where a mask hides
+    it. `counts` collects fall-backs and saturations; it is shared by all tensors of a model and takes no part in
     equality.
     """
 
@@ -49,6 +51,8 @@ class Numerics:
     fit_joins: bool = False
     headroom: float = 1.0
     softmax_grad: bool = False
+    native: bool = False
+    causal: bool = False
     strict: bool = False
     counts: "Counter[str]" = field(default_factory=Counter, compare=False)
 

@@ -2,6 +2,7 @@
 
 import math
 import time
+from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
@@ -11,8 +12,10 @@ from lpconv.optim.diagnostics import combine
 from lpconv.progress import Progress
 from lpconv.results import to_json
 from lpconv.train.allot import LossWatch
+from lpconv.train.checkpoints import seal_checkpoint
 from lpconv.train.folder import Metrics
 from lpconv.train.options import FinetuneOptions
+from lpconv.train.processes import is_main_process, wait_for_all
 from lpconv.train.trainer import LowPrecisionTrainer
 from lpconv.train.watch import Watch
 
@@ -116,7 +119,10 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
             self.metrics.add({"eval_batches": self.trainer.evaluated})
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.metrics.flush()
+        self.metrics.flush()  # a run that goes on after this step needs its row
+        wait_for_all()
+        if is_main_process():
+            seal_checkpoint(Path(args.output_dir), state.global_step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.metrics.flush()

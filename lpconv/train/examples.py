@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lpconv.errors import InputError, UsageError
-from lpconv.models.quiet import quiet_transformers
+from lpconv.models.tokenizer import check_largest_id, token_ids
 from lpconv.probe.batches import MASK_RATE
 from lpconv.train.data import Rows
 
@@ -65,7 +65,7 @@ def packed(
     )
 
 
-def classification(rows: Rows, tokenizer: Any, *, seq_len: int, num_trained: int | None) -> Examples:
+def classification(rows: Rows, tokenizer: Any, *, seq_len: int, vocab_size: int, num_trained: int | None) -> Examples:
     """Texts, cut to `seq_len`, each with a class.
 
     Classes are the column's names in alphabetical order, or its numbers from 0 on. `num_trained` is the size of a head
@@ -82,9 +82,9 @@ def classification(rows: Rows, tokenizer: Any, *, seq_len: int, num_trained: int
     def examples(part: Any) -> list[Example]:
         nonlocal cut
         texts = rows.texts(part)
-        ids = _ids(tokenizer, texts, seq_len)
+        ids = _ids(tokenizer, texts, seq_len, vocab_size)
         full = [text for text, x in zip(texts, ids, strict=True) if len(x) == seq_len]
-        cut += sum(len(x) > seq_len for x in _ids(tokenizer, full, None))
+        cut += sum(len(x) > seq_len for x in _ids(tokenizer, full, None, vocab_size))
         labels = [_label(x, numbers, i, rows) for i, x in enumerate(part[rows.label])]
         return [{"input_ids": x, "labels": y} for x, y in zip(ids, labels, strict=True)]
 
@@ -101,7 +101,7 @@ def classification(rows: Rows, tokenizer: Any, *, seq_len: int, num_trained: int
     )
 
 
-def sequence_pairs(rows: Rows, tokenizer: Any, *, seq_len: int) -> Examples:
+def sequence_pairs(rows: Rows, tokenizer: Any, *, seq_len: int, vocab_size: int) -> Examples:
     """Source texts and target texts, each cut to `seq_len`."""
     if rows.label is None:
         raise UsageError("seq2seq needs a column of target texts", hint="--label-column")
@@ -109,8 +109,8 @@ def sequence_pairs(rows: Rows, tokenizer: Any, *, seq_len: int) -> Examples:
         raise InputError(f"{rows.words} has one row", hint="pass more rows, or --eval-data")
 
     def examples(part: Any) -> list[Example]:
-        sources = _ids(tokenizer, rows.texts(part), seq_len)
-        targets = _ids(tokenizer, [x or "" for x in part[rows.label]], seq_len, target=True)
+        sources = _ids(tokenizer, rows.texts(part), seq_len, vocab_size)
+        targets = _ids(tokenizer, [x or "" for x in part[rows.label]], seq_len, vocab_size, target=True)
         return [{"input_ids": x, "labels": y} for x, y in zip(sources, targets, strict=True)]
 
     train, held_out = examples(rows.train), examples(rows.held_out)
@@ -193,15 +193,16 @@ def _stacked(sequences: Sequence[Any], length: int, padding: int) -> Tensor:
     return out
 
 
-def _ids(tokenizer: Any, texts: Sequence[str], seq_len: int | None, *, target: bool = False) -> list[list[int]]:
+def _ids(
+    tokenizer: Any, texts: Sequence[str], seq_len: int | None, vocab_size: int, *, target: bool = False
+) -> list[list[int]]:
     """Token ids of each text, special tokens included, cut to `seq_len`."""
     options: dict[str, Any] = {} if seq_len is None else {"truncation": True, "max_length": seq_len}
     found: list[list[int]] = []
-    with quiet_transformers():
-        for start in range(0, len(texts), _CHUNK):
-            chunk = list(texts[start : start + _CHUNK])
-            kind = {"text_target": chunk} if target else {"text": chunk}
-            found += tokenizer(**kind, **options)["input_ids"]
+    for start in range(0, len(texts), _CHUNK):
+        chunk = list(texts[start : start + _CHUNK])
+        kind = {"text_target": chunk} if target else {"text": chunk}
+        found += token_ids(tokenizer, vocab_size=vocab_size, **kind, **options)
     return found
 
 
@@ -213,18 +214,13 @@ def _windows(
         raise UsageError(f"--seq-len {seq_len} leaves no room beside the special tokens", hint="pass a larger one")
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     texts, pieces = [t for t in rows.texts(part) if t], []
-    with quiet_transformers():
-        for start in range(0, len(texts), _CHUNK):
-            for ids in tokenizer(texts[start : start + _CHUNK], add_special_tokens=False)["input_ids"]:
-                pieces.append(np.asarray(ids + end if len(texts) > 1 else ids, dtype=np.int64))
+    for start in range(0, len(texts), _CHUNK):
+        for ids in token_ids(tokenizer, text=texts[start : start + _CHUNK], add_special_tokens=False):
+            pieces.append(np.asarray(ids + end if len(texts) > 1 else ids, dtype=np.int64))
     ids = np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int64)
     if len(ids) < room:
         raise _too_short(rows.words, seq_len)
-    if max(int(ids.max()), *prefix, *suffix, 0) >= vocab_size:
-        raise InputError(
-            f"the tokenizer makes ids up to {int(ids.max())}, the model embeds {vocab_size}",
-            hint="this is the tokenizer of another model",
-        )
+    check_largest_id(max(int(ids.max()), *prefix, *suffix, 0), vocab_size)
     around = (np.asarray(prefix, dtype=np.int64), np.asarray(suffix, dtype=np.int64))
     return [np.concatenate([around[0], ids[i : i + room], around[1]]) for i in range(0, len(ids) - room + 1, room)]
 

@@ -8,6 +8,7 @@ OUT/config.json …          the trained model
 OUT/report.{json,html}     written last, so that a folder with them is complete
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -18,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from lpconv.checkpoint.contents import read_json
-from lpconv.checkpoint.partfile import write_small
-from lpconv.errors import OutputExistsError
+from lpconv.checkpoint.partfile import check_writable, read_error, write_error, write_small
+from lpconv.errors import InputError, OutputExistsError
 from lpconv.results import RunRecord, Series, from_json, json_line, ordered_json_text, to_json
 from lpconv.train.options import FinetuneOptions
 
@@ -46,7 +47,8 @@ _FREE = {"resume", "force", "max_memory", "log_to", "gates"}
 
 def check_folder(output: Path, model: str, options: FinetuneOptions) -> None:
     """Raises OutputExistsError for a folder that is there, unless `force` replaces one of ours or `resume` goes on
-    with the same options."""
+    with the same options. Raises ResourceError for one that cannot be written."""
+    check_writable(output)
     if _is_free(output):
         return
     if not (output / MARKER).is_file():
@@ -64,9 +66,12 @@ def _is_free(output: Path) -> bool:
 def begin_folder(output: Path, model: str, options: FinetuneOptions) -> None:
     """Make the folder, or go on in it. Raises as `check_folder` does."""
     check_folder(output, model, options)
-    if options.force and not options.resume and not _is_free(output):
-        shutil.rmtree(output)
-    output.mkdir(parents=True, exist_ok=True)
+    try:
+        if options.force and not options.resume and not _is_free(output):
+            shutil.rmtree(output)
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise write_error(e, output) from e
     write_small(output / MARKER, ordered_json_text(_identity(model, options)))
 
 
@@ -118,13 +123,11 @@ class Metrics:
         self.rows: list[dict[str, Any]] = []
         self._open_row: dict[str, Any] | None = None
         if path is not None:
-            if step and path.exists():
-                lines = (
-                    json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")
-                )
-                self.rows = [row for row in lines if row["step"] <= step]
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text("".join(map(json_line, self.rows)), encoding="utf-8")
+            if step:
+                self.rows = [row for row in _read_rows(path) if row["step"] <= step]
+                if [row["step"] for row in self.rows if row["step"]] != list(range(1, step + 1)):
+                    raise InputError(f"`{path}` lacks steps before {step}", hint="--force starts anew")
+            write_small(path, "".join(map(json_line, self.rows)))  # at once: rows of earlier steps must not get lost
 
     def begin(self, row: Mapping[str, Any]) -> None:
         """A step is done. Its row is written when the next begins, because an evaluation may still join it."""
@@ -152,6 +155,22 @@ class Metrics:
         return Series(name=name, steps=tuple(s for s, _ in found), values=tuple(v for _, v in found))
 
 
+def _read_rows(path: Path) -> list[dict[str, Any]]:
+    """Rows that are whole: a line that was cut short when the run was stopped is of a step that will be taken again."""
+    try:
+        lines = path.read_bytes().decode("utf-8", "replace").splitlines() if path.exists() else []
+    except OSError as e:
+        raise read_error(e, path) from e
+    rows = []
+    for line in lines:
+        with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
+            row = json.loads(line)
+            if row["step"]:  # that of step 0 is of an evaluation only
+                float(row["loss"]), float(row["time_s"])
+            rows += [row] if isinstance(row["step"], int) else []
+    return rows
+
+
 def median_step_time(rows: list[dict[str, Any]]) -> float | None:
     """Of the steps that recorded and measured nothing; the first of a run warms up and is left out."""
     steps = [row for row in rows if "time_s" in row]
@@ -161,8 +180,7 @@ def median_step_time(rows: list[dict[str, Any]]) -> float | None:
 
 def write_finished(folder: Path, record: RunRecord) -> None:
     """Note that the run in `folder` is done, and what it found."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / _FINISHED).write_text(json_line(record), encoding="utf-8")
+    write_small(folder / _FINISHED, json_line(record))
 
 
 def read_finished(folder: Path) -> RunRecord | None:

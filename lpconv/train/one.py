@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 from transformers.trainer_callback import PrinterCallback
-from transformers.trainer_utils import get_last_checkpoint
 
 from lpconv.kernels.half import HalfProducts
-from lpconv.models.opening import Opened, open_to_train
+from lpconv.models.opening import Opened, model_errors, open_to_train
 from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import Task
 from lpconv.progress import Progress
@@ -23,6 +22,7 @@ from lpconv.results import EvaluationRecord, PeakMemory, RunRecord, Series, Upda
 from lpconv.scaled import apply_factors, calibrate, fallbacks, saved_bytes, scaled, scaling_of
 from lpconv.train.allot import NUM_COPIES, PROBE_BATCHES, LossWatch, loss_allocation
 from lpconv.train.callbacks import Recorder, Timetable
+from lpconv.train.checkpoints import last_checkpoint, step_of
 from lpconv.train.clock import Clock
 from lpconv.train.exact import computes_in_fp32, in_fp32, renamed
 from lpconv.train.examples import Collator, Examples, Stream
@@ -121,7 +121,7 @@ def train_one(job: TrainingJob, work: Work, progress: Progress) -> Finished:
     """
     clock = Clock()
     with quiet_transformers():
-        checkpoint = get_last_checkpoint(str(work.folder)) if work.folder.is_dir() else None
+        checkpoint = last_checkpoint(work.folder)
         arguments = _arguments(job.options, work, is_resumed=checkpoint is not None)
         with clock.spending("opening the model"):
             opened = open_start(job, work.seed)
@@ -136,7 +136,7 @@ def train_one(job: TrainingJob, work: Work, progress: Progress) -> Finished:
             # In place, so that its class, names and checkpoints stay; Trainer's `torch_compile` wraps it, and sets an
             # environment variable that later runs of a process would obey.
             prepared.model.compile()
-        done = int(checkpoint.rpartition("-")[2]) if checkpoint else 0
+        done = step_of(checkpoint) if checkpoint else 0
         metrics = Metrics(work.metrics if arguments.process_index == 0 else None, step=done)
         arithmetic = job.options.arithmetic
         scale = operand_scale_of(arithmetic, job.options) if arithmetic.is_scaled_fp8 else "static"
@@ -164,7 +164,7 @@ def train_one(job: TrainingJob, work: Work, progress: Progress) -> Finished:
         half = HalfProducts() if is_half else nullcontext()  # type: ignore[no-untyped-call]  # untyped in torch
         try:
             with explained(needed), half:
-                trainer.train(resume_from_checkpoint=checkpoint)
+                trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
         except DivergedError as e:
             _keep_good(work.folder, e)
             raise
@@ -207,7 +207,7 @@ def _arguments(options: FinetuneOptions, work: Work, *, is_resumed: bool) -> Tra
         eval_on_start=not is_resumed,
         eval_strategy="no",  # of later ones `Timetable` decides
         save_strategy="no",
-        save_total_limit=2,  # the last may turn out to be what diverges
+        save_total_limit=None,  # `seal_checkpoint` decides
         logging_steps=1,
         report_to=list(options.log_to) or "none",
         run_name=work.words,
@@ -224,7 +224,7 @@ def _arguments(options: FinetuneOptions, work: Work, *, is_resumed: bool) -> Tra
 def _keep_good(folder: Path, error: DivergedError) -> None:
     """Drop the checkpoint whose weights gave the loss that is not finite, and let the error name the one before."""
     shutil.rmtree(folder / f"checkpoint-{error.since - 1}", ignore_errors=True)
-    kept = get_last_checkpoint(str(folder))
+    kept = last_checkpoint(folder)
     error.hint = "lower --lr, or choose a recipe with more range; " + (
         f"the last good checkpoint is `{kept}`" if kept else "no checkpoint was saved before"
     )
@@ -242,7 +242,8 @@ def _check_memory(job: TrainingJob, work: Work, model: Any) -> dict[str, int]:
     check_room(needed, job.options.max_memory)
     batch = Collator(pad_id=job.pad_id)([job.stream(work.seed, held_out=False)[0]])
     share = job.options.batch_size // num_processes()
-    needed["activations"] = saved_bytes(model, {k: v.to(model.device) for k, v in batch.items()}) * share
+    with model_errors("the model does not run", hint="do config.json and tokenizer belong to the weights?"):
+        needed["activations"] = saved_bytes(model, {k: v.to(model.device) for k, v in batch.items()}) * share
     check_room(needed, job.options.max_memory)
     return needed
 

@@ -220,8 +220,6 @@ def check_options(options: FinetuneOptions) -> None:
             f"--critical with recipe `{options.arithmetic.name}`: it has no scaled fp8 products to leave out",
             hint="leave --critical out, or choose a recipe such as unit-fp8",
         )
-    if options.resume and options.force:
-        raise UsageError("--resume and --force exclude each other", hint="resume continues a run, force starts anew")
     if options.eval_data is not None and options.data is None:
         raise UsageError("--eval-data without --data", hint="pass both, or neither for the embedded text")
     if options.data is not None and Path(options.data).is_dir():

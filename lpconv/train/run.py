@@ -121,21 +121,20 @@ def training_job(directory: Path, options: FinetuneOptions) -> TrainingJob:
         raise UsageError("classification needs a column of labels", hint="--label-column")
     config = read_config(contents, hint="lpconv trains what this release of transformers opens")
     seq_len = sequence_length(config, options.seq_len)
+    sizes = {"seq_len": seq_len, "vocab_size": vocabulary_size(config)}
     mask_id = getattr(tokenizer, "mask_token_id", None)
     keep = (0, 0)
     if task.name == "classification":
         trained = config.num_labels if "ForSequenceClassification" in str(config.architectures) else None
-        examples = classification(rows, tokenizer, seq_len=seq_len, num_trained=trained)
+        examples = classification(rows, tokenizer, **sizes, num_trained=trained)
     elif task.name == "seq2seq":
-        examples = sequence_pairs(rows, tokenizer, seq_len=seq_len)
+        examples = sequence_pairs(rows, tokenizer, **sizes)
     else:
         if task.name == "mlm" and mask_id is None:
             raise UsageError(f"the tokenizer of `{directory.name}` has no mask token", hint="--task clm")
         before, after = special_tokens(tokenizer) if task.name == "mlm" else ([], [])
         keep = (len(before), len(after))
-        examples = packed(
-            rows, tokenizer, seq_len=seq_len, vocab_size=vocabulary_size(config), prefix=before, suffix=after
-        )
+        examples = packed(rows, tokenizer, **sizes, prefix=before, suffix=after)
     pads = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     return TrainingJob(
         directory=directory,

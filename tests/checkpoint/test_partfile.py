@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from lpconv.checkpoint.partfile import PartFile
-from lpconv.errors import ResourceError
+from lpconv.checkpoint.partfile import PartFile, check_file, check_writable, write_small
+from lpconv.errors import LpconvError, ResourceError
 
 PIECES = [bytes([i]) * 1000 for i in range(50)]
 WHOLE = b"".join(PIECES)
@@ -72,3 +72,34 @@ def test_a_write_back_that_fails_is_reported_at_the_end(
     with pytest.raises(ResourceError, match="cannot write"):
         part.finish()
     assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize(("place", "code"), [("x" * 300, 7), ("file/x", 7), ("loop/x", 7), ("folder", 8), ("loop", 7)])
+def test_a_place_for_no_file_is_found_before_the_work(tmp_path: Path, place: str, code: int) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(LpconvError) as caught:
+        check_file(tmp_path / place)
+    assert caught.value.exit_code == code
+    assert caught.value.hint
+
+
+def test_a_folder_without_leave_to_write_is_found_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_writable(tmp_path / "new" / "deeper")
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    with pytest.raises(ResourceError, match="cannot write below"):
+        check_writable(tmp_path / "new" / "deeper")
+
+
+def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
+    """As /dev/stdout: a rename would put a file in the place of a device."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_small(pipe, "words")
+    assert os.read(reader, 10) == b"words"
+    assert pipe.is_fifo()
+    os.close(reader)

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -147,3 +148,41 @@ def test_an_error_is_json_under_json() -> None:
     assert error["code"] == done.exit_code == 3
     assert error["kind"] == "input"
     assert error["hint"]
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("convert",), "MODEL"),
+        (("nosuch",), "nosuch"),
+        (("export", "onnx", "demo"), "--output"),
+        (("convert", "demo", "--workers", "many"), "--workers"),
+        (("inspect", "demo", "--stat"), "--stats"),
+    ],
+)
+def test_what_cannot_be_parsed_is_json_under_json(args: tuple[str, ...], words: str) -> None:
+    done = lpconv(*args, "--json")
+    error = json.loads(done.stdout)["error"]
+    assert error["code"] == done.exit_code == 2
+    assert words in error["message"]
+    assert error["hint"]
+    assert "error: " in done.stderr
+
+
+@pytest.mark.parametrize(
+    "args", [("inspect", "demo"), ("doctor", "--aliases"), ("doctor",), ("convert", "demo", "--dry-run")], ids=str
+)
+def test_every_document_has_a_schema_version(args: tuple[str, ...]) -> None:
+    assert document(*args)["schema_version"] == 1
+
+
+def test_a_failed_requirement_is_the_only_document() -> None:
+    done = lpconv("doctor", "--require", "gpu", "--json")
+    assert json.loads(done.stdout)["error"]["code"] == 4
+
+
+def test_a_command_leaves_the_handler_of_sigterm_as_it_was() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    for args in (("doctor", "--aliases"), ("inspect", "/no/such")):
+        lpconv(*args)
+        assert signal.getsignal(signal.SIGTERM) is before

@@ -2,10 +2,13 @@
 
 import errno
 import os
+import resource
 from pathlib import Path
 
 import pytest
+import torch
 from checkpoints import Run
+from safetensors.torch import save_file
 from test_bad_place import mounted
 from typer.testing import CliRunner
 
@@ -43,9 +46,9 @@ def test_names_that_are_too_long(arguments: tuple[str, ...], tmp_path: Path, mon
 
 def test_a_page_where_none_can_be(run: Run, output: Path, tmp_path: Path) -> None:
     run()
-    for place, code in ((f"{LONG}.html", 3), ("source/config.json/page.html", 7)):
+    for place in (f"{LONG}.html", "source/config.json/page.html"):
         done = CliRunner().invoke(app, ["report", str(output), "--html", str(tmp_path / place)])
-        assert done.exit_code == code, done.output
+        assert done.exit_code == 7, done.output
 
 
 def test_a_command_that_libraries_alone_would_kill_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,3 +81,19 @@ def test_what_the_system_refuses_has_its_code(number: int, code: int) -> None:
 
 def test_an_error_without_reason_stays_a_bug() -> None:
     assert from_system(OSError("odd")) is None
+    assert from_system(RuntimeError("odd")) is None
+
+
+def test_what_libraries_say_of_a_full_disk_has_its_code(tmp_path: Path) -> None:
+    """safetensors and torch, where no file may grow beyond some bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for write in (lambda p: save_file({"x": torch.ones(999)}, p), lambda p: torch.save(torch.ones(999), p)):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+        try:
+            write(tmp_path / "file")
+        except Exception as e:
+            found = from_system(e)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert found is not None
+        assert found.exit_code == 7

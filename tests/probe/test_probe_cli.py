@@ -89,6 +89,7 @@ def test_the_worst_come_first_and_in_words(probed: tuple[Path, Result]) -> None:
     assert "underflow in fp16 at loss scale 1; 2^" in " ".join(text.split())
     order = [text.index(s) for s in ("Worst in fp16", "Worst in e4m3fn", "Recommended loss scale", "format holds")]
     assert order == sorted(order)
+    assert text.splitlines()[0] == str(out.parent / "model")
     assert "% of the steps' own time" in text
     assert "held-out plays" in text
     tables, message = text.split("\nThe page with plots is ")  # paths are as long as they are

@@ -137,12 +137,12 @@ def test_labels_that_cannot_be_are_refused(
     held = write_jsonl(tmp_path / "held.jsonl", [{"text": "x", "label": labels[0]}] * 2)
     rows = read_rows(options(train, eval_data=str(held)))
     with pytest.raises(LpconvError, match=message):
-        classification(rows, tokenizer, seq_len=16, num_trained=num_trained)
+        classification(rows, tokenizer, seq_len=16, vocab_size=10**6, num_trained=num_trained)
 
 
 def test_long_texts_are_cut_and_counted(tmp_path: Path, tokenizer: Any) -> None:
     rows = read_rows(options(write_jsonl(tmp_path / "rows.jsonl", TEXTS)))
-    found = classification(rows, tokenizer, seq_len=12, num_trained=None)
+    found = classification(rows, tokenizer, seq_len=12, vocab_size=10**6, num_trained=None)
     assert max(len(x["input_ids"]) for x in found.train) == 12
     assert found.notes == ("40 of 40 texts are longer than 12 tokens and were cut",)
     assert found.labels == ("even", "odd")
@@ -179,3 +179,9 @@ def test_padding_is_masked_out_and_ignored_by_the_loss() -> None:
     whole = Collator(pad_id=9)([{"input_ids": [1, 2, 3], "labels": 1}, {"input_ids": [4, 5, 6], "labels": 0}])
     assert torch.equal(whole["labels"], torch.tensor([1, 0]))
     assert "attention_mask" not in whole
+
+
+def test_ids_that_the_model_does_not_embed_are_refused(tmp_path: Path, tokenizer: Any) -> None:
+    rows = read_rows(options(write_jsonl(tmp_path / "rows.jsonl", TEXTS)))
+    with pytest.raises(InputError, match="the model embeds 50"):
+        classification(rows, tokenizer, seq_len=12, vocab_size=50, num_trained=None)

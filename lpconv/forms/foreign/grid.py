@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["Grid", "block_of"]
 
 _WIDE, _INTEGERS = {"F32", "F16", "BF16"}, {"I32", "I64"}
-_BAND_BYTES = 512  # of a stored row, that are read at once where a weight lies on its side
+_BAND = 2**21  # numbers of a weight on its side that are read at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,13 +87,10 @@ class Grid(Stored):
         rows, cols = self.matrix
         if not self.on_its_side:
             return cols
-        if len(self.shape) > 2:
-            return rows * cols
-        codes = self.codes
-        per_byte = codes.per_word if codes.axis == 1 else 1
-        stored_row = codes.component.num_bytes // math.prod(codes.component.shape[:-1])
-        bytes_each = stored_row // codes.component.shape[-1]
-        return min(rows, _BAND_BYTES // bytes_each * per_byte) * cols
+        band = min(rows, max(_BAND // cols // 32, 1) * 32)
+        if len(self.shape) > 2:  # bands must not reach from one matrix into the next
+            band = next(n for n in range(band, 0, -1) if rows % n == 0)
+        return band * cols
 
     @property
     def agrees(self) -> bool:

@@ -1,6 +1,7 @@
 """The page of a fine-tuning: both curves with their gap, what was lost where and when, memory, and how it was run."""
 
 import math
+from collections.abc import Sequence
 from pathlib import PurePath
 
 from lpconv.report.charts import Line, line_plot
@@ -122,18 +123,20 @@ def _evaluation_plot(result: FinetuneResult, metric: str) -> Plot | None:
             label = (result.recipe if run.role == "run" else result.twin or "") if run.role not in seen else ""
             seen.add(run.role)
             lines.append(Line(series=series, colour=0 if run.role == "run" else 1, label=label))
-    lines += _guess_line(result, metric)
     words = "On the same held-out examples; one line per seed."
+    level = next((h.baseline for h in result.held_out if h.metric == metric), None)
+    if level is not None and _is_near(level, lines):
+        series = Series(name="guess", steps=(0, len(main_run(result).losses.steps)), values=(level, level))
+        lines.append(Line(series=series, colour=5, label=f"guess: {guess(result)}", is_dashed=True))
+    elif level is not None:
+        words += f" The guess, {guess(result)}, is far off: {figure_text(metric, level)}."
     return line_plot(metric, metric_name(metric).capitalize(), words, lines)
 
 
-def _guess_line(result: FinetuneResult, metric: str) -> list[Line]:
-    """A level line at the baseline of a held-out metric, where the record has one."""
-    level = next((h.baseline for h in result.held_out if h.metric == metric), None)
-    if level is None:
-        return []
-    series = Series(name="guess", steps=(0, len(main_run(result).losses.steps)), values=(level, level))
-    return [Line(series=series, colour=5, label=f"guess: {guess(result)}", is_dashed=True)]
+def _is_near(level: float, lines: Sequence[Line]) -> bool:
+    """Whether a level can be drawn with the lines and leave them half of the height."""
+    values = [v for line in lines for v in line.series.values if math.isfinite(v)]
+    return bool(values) and min(values) - level <= max(values) - min(values) >= level - max(values)
 
 
 def _update_plot(run: RunRecord) -> Plot | None:

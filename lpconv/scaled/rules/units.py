@@ -1,4 +1,4 @@
-"""Plain constants beside scaled tensors."""
+"""Plain constants beside scaled tensors, and numbers moved between data and scale."""
 
 import torch
 from torch import Tensor
@@ -6,7 +6,7 @@ from torch import Tensor
 from lpconv.scaled.pair import Scaled
 from lpconv.scaled.scales import ratio, times
 
-__all__ = ["in_units"]
+__all__ = ["in_units", "moved"]
 
 
 def in_units(plain: Tensor, x: Scaled) -> Tensor:
@@ -15,3 +15,8 @@ def in_units(plain: Tensor, x: Scaled) -> Tensor:
     wide = plain.to(torch.promote_types(x.data.dtype, torch.float32))
     over = times(wide, ratio(1.0, x.scale)).clamp(-limit, limit)
     return torch.where(wide.isinf(), wide, over).to(x.data.dtype)
+
+
+def moved(x: Scaled, factor: float) -> Scaled:
+    """The same value: (d·factor, s/factor)."""
+    return Scaled(times(x.data, factor), ratio(x.scale, factor), x.role)

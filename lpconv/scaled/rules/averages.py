@@ -1,0 +1,119 @@
+"""Native unit scaling of averages: softmax and attention, whose sizes depend on how many keys there are."""
+
+import math
+from typing import Any
+
+import torch
+
+from lpconv.errors import UnsupportedError
+from lpconv.scaled.pair import Call, Rule, Scaled, pair, value
+from lpconv.scaled.rules import linear, nonlinear
+from lpconv.scaled.rules.units import moved
+from lpconv.scaled.scales import times
+
+__all__ = [
+    "RULES",
+    "attention",
+    "attention_backward",
+    "averaged",
+    "averaged_alike",
+    "chosen",
+    "softmax",
+    "softmax_backward",
+]
+
+aten = torch.ops.aten
+
+LARGEST_SCORE = 4.0  # of the predicted sizes of what enters softmax; above, it starts as good as one-hot
+MAX_GAIN = nonlinear.SOFTMAX_MAX_GAIN
+
+
+def averaged(num_keys: int, is_causal: bool) -> float:
+    """The predicted size of attention's output over that of V, at scores of unit normal distribution.
+
+    A row of n keys weighs them by e^z/Σe^z, whose squares sum to E[e^2z]/(n·E[e^z]²) = e/n; the mean over the rows of a
+    causal square of S is e·(ln S)/S. At most 1. unit-scaling 0.3.5 has the same without e, for scores near zero.
+    """
+    return math.sqrt(min(1.0, math.e * (math.log(num_keys) if is_causal and num_keys > math.e else 1.0) / num_keys))
+
+
+def chosen(num_keys: int, is_causal: bool) -> float:
+    """What the gradients of Q and K are predicted to be over `averaged`: rows of fewer than e keys leave no choice."""
+    return math.sqrt(math.log(num_keys / math.e) / math.log(num_keys)) if is_causal and num_keys > 2 * math.e else 1.0
+
+
+def averaged_alike(num_keys: int, is_causal: bool) -> float:
+    """The geometric mean of `averaged`, for independent values, and 1, for values alike or scores one-hot.
+
+    What tokens have in common passes an average undiminished: biases and activations whose mean is not zero give all
+    of them some. The differences alone come back as gradients, so that theory serves those as it is.
+    """
+    return math.sqrt(averaged(num_keys, is_causal))
+
+
+def softmax(call: Call, x: Any, dim: int, *args: Any) -> Any:
+    """(c·softmax(d·s), 1/c), c = √S over the size of what S keys average to: elements have size 1. c is at most 2^8.
+
+    Raises `UnsupportedError` for scores that are predicted to be far from unit size: attention without its 1/√d.
+    """
+    if not isinstance(x, Scaled):
+        return NotImplemented
+    if isinstance(x.scale, float) and x.scale > LARGEST_SCORE:
+        raise UnsupportedError(
+            f"no native rule for {call.op} over scores of size {x.scale:.3g}: it would start one-hot",
+            hint="train this architecture with method unit; its attention leaves out the factor 1/√d",
+        )
+    out = call.op(value(x), dim, *args)
+    num_keys = out.shape[dim]
+    gain = min(math.sqrt(num_keys) / averaged(num_keys, call.numerics.causal), MAX_GAIN)
+    return Scaled(times(out, gain).to(x.data.dtype), 1 / gain)
+
+
+def softmax_backward(call: Call, grad: Any, output: Any, dim: int, dtype: torch.dtype) -> Any:
+    """(c·f(d_g, P)/`chosen`, …) with P's own gain c."""
+    out = linear.softmax(call, grad, output, dim, dtype)
+    return moved(out, 1 / chosen(pair(output)[0].shape[dim], call.numerics.causal))
+
+
+def attention(call: Call, query: Any, key: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
+    """(c·sdpa(d_q, d_k, d_v), s_v/c), c = 1/`averaged_alike`."""
+    out, *others = nonlinear.attention(call, query, key, v, *args, **kwargs)
+    return (moved(out, 1 / averaged_alike(*_keys(call, (query, key, v, *args), kwargs))), *others)
+
+
+def attention_backward(rule: Rule) -> Rule:
+    """β_v = 1/`averaged`: each gradient is a sum of as many terms, weighted alike, as the output; β_q = β_k, and of a
+    bias, are that over `chosen`.
+    """
+
+    def backward(call: Call, *args: Any, **kwargs: Any) -> Any:
+        keys = _keys(call, args, kwargs)
+        at_v, at_q = 1 / averaged(*keys), 1 / averaged(*keys) / chosen(*keys)
+        grads = rule(call, *args, **kwargs)
+        return tuple(
+            moved(g, factor) if isinstance(g, Scaled) else g
+            for g, factor in zip(grads, (at_q, at_q, at_v, at_q), strict=False)
+        )
+
+    return backward
+
+
+def _keys(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, bool]:
+    """How many keys attention averages over, and whether each query sees those before it only."""
+    named = dict(zip((a.name for a in call.op._schema.arguments), args, strict=False)) | kwargs
+    num_queries, num_keys = (pair(named[n])[0].shape[-2] for n in ("query", "key"))
+    hides = any(named.get(n) is not None for n in ("attn_mask", "attn_bias"))
+    is_causal = bool(named.get("is_causal")) or (hides and call.numerics.causal)
+    return num_keys, is_causal and num_queries == num_keys
+
+
+RULES: dict[Any, Rule] = {
+    **dict.fromkeys((aten._softmax.default, aten._safe_softmax.default), softmax),
+    aten._softmax_backward_data.default: softmax_backward,
+    **{op: attention for op, rule in nonlinear.RULES.items() if rule is nonlinear.attention},
+    **{
+        op: attention_backward(rule)
+        for op, rule in linear.RULES.items()
+        if rule in (linear.attention_backward, linear.efficient_attention_backward)
+    },
+}

@@ -1,0 +1,66 @@
+"""`benchmarks/fuzz.py` and `limits.py` by a slice of what they try, and what they take for a fault."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from benchmarks.forked import Ended
+from benchmarks.fuzz import fault_of, is_finished
+from benchmarks.fuzz_inputs import damaged_checkpoint
+from benchmarks.fuzz_material import make_llama
+from benchmarks.limits import run_in
+from lpconv.cli.main import app
+
+ERROR = json.dumps({"error": {"code": 3}})
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("material")
+    make_llama(folder / "llama")
+    return folder
+
+
+@pytest.mark.parametrize("files", [["config.json"], ["*.safetensors"]], ids=str)
+def test_a_slice_of_the_fuzz(files: list[str], material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attack = damaged_checkpoint("llama", files=files, only=["convert", "inspect"])
+    for number in range(15):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        trial = attack(random.Random(number), material, folder)
+        done = CliRunner().invoke(app, list(trial.arguments))
+        ended = Ended(code=done.exit_code, out=done.stdout, err=done.stderr)
+        assert fault_of(trial.arguments, ended) is None, (trial, ended)
+        assert ended.code == 0 or not any(map(is_finished, trial.outputs)), trial
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ended", "fault"),
+    [
+        ((), Ended(code=0, out="", err=""), None),
+        ((), Ended(code=3, out="", err="error: a\nhint: b\n"), None),
+        (("--json",), Ended(code=3, out=ERROR, err="error: a\nhint: b\n"), None),
+        ((), Ended(code=1, out="", err="error: a\nhint: b\n"), "exit 1"),
+        ((), Ended(code=3, out="", err="Traceback (most recent call last)\nerror: a\nhint: b\n"), "traceback"),
+        ((), Ended(code=3, out="", err="error: a\n"), "no hint"),
+        ((), Ended(code=-11, out="", err=""), "signal 11"),
+        ((), Ended(code=-14, out="", err=""), "too slow"),
+        (("--json",), Ended(code=3, out="", err="error: a\nhint: b\n"), "no JSON"),
+        (("--json",), Ended(code=4, out=ERROR, err="error: a\nhint: b\n"), "another code"),
+    ],
+)
+def test_what_is_a_fault(arguments: tuple[str, ...], ended: Ended, fault: str | None) -> None:
+    found = fault_of(arguments, ended)
+    assert found == fault or (fault is not None and fault in str(found))
+
+
+@pytest.mark.parametrize("command", ["probe", "finetune", "export onnx", "bench"])
+def test_a_small_container_is_refused_before_anything_is_imported(command: str, tmp_path: Path) -> None:
+    more = () if command == "bench" else ("-o", "out")
+    run = run_in(250_000_000, (*command.split(), "demo", *more), cwd=tmp_path)
+    assert (run.outcome, run.code) == ("refused", 7), run
+    assert not (tmp_path / "out").exists()
