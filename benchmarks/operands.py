@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lpconv.data import demo_text
 from lpconv.scaled import fallbacks, scaled
-from lpconv.scaled.operands import OPERAND_SCALES
+from lpconv.scaled.choices import OPERAND_SCALES
 
 _TOKENS = 128
 

@@ -22,7 +22,7 @@ import transformers as hf
 from torch import nn
 
 from lpconv.scaled import ScaledTensor, saved_bytes, scaled
-from lpconv.scaled.operands import OPERAND_SCALES
+from lpconv.scaled.choices import OPERAND_SCALES
 
 Batch = dict[str, Any]
 

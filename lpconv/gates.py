@@ -124,8 +124,10 @@ FINETUNE_GATES = GateTable[FinetuneResult](
         "loss_gap": _gap("eval_loss", lambda g: g.gap),
         # What the gap is at least, by its 95 % interval: above 0 where it is beyond noise.
         "loss_gap_low": _gap("eval_loss", lambda g: None if g.half_width is None else g.gap - g.half_width),
+        "loss_gap_fp32": _gap("eval_loss_fp32", lambda g: g.gap),
         "accuracy": _end("eval_accuracy"),
         "accuracy_gap": _gap("eval_accuracy", lambda g: g.gap),
+        "accuracy_gap_fp32": _gap("eval_accuracy_fp32", lambda g: g.gap),
         "skipped": lambda result: sum(r.num_skipped for r in result.runs if r.role == "run"),
     },
     example="loss_gap<=0.05",

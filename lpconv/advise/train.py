@@ -23,8 +23,9 @@ from lpconv.advise.time import Deadline
 from lpconv.errors import LpconvError
 from lpconv.progress import Progress, Silent
 from lpconv.results import AdviceRow, RunRecord
+from lpconv.train.critical import with_critical
 from lpconv.train.memory import weight_bytes
-from lpconv.train.one import TrainingJob, Work, train_one
+from lpconv.train.one import Work, train_one
 from lpconv.train.recipes import RECIPES, TRAINING_OPTIMIZERS
 from lpconv.train.run import training_job
 
@@ -158,8 +159,8 @@ class Trials:
         return self._twins[seed, steps]
 
     def _run(self, recipe: str, seed: int, steps: int, *, role: str) -> _Run:
-        job: TrainingJob = replace(self._job, options=self._options.training(recipe, steps=steps))
         started = time.perf_counter()
+        job, _ = with_critical(replace(self._job, options=self._options.training(recipe, steps=steps)))
         with tempfile.TemporaryDirectory() as folder:
             work = Work(
                 role=role,

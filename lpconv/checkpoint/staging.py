@@ -167,12 +167,13 @@ def check_free(output: Path, *, resume: bool, force: bool) -> None:
     _check_output(output, force=force)
     _check_working_folders(output)
     partial = beside(output, ".partial")
+    if not os.path.lexists(partial) or resume or force:
+        return  # and whoever goes on meets the lock of a run that is alive
     if _is_locked(partial / JOURNAL):
         raise OutputExistsError(f"another run is writing `{partial}`", hint="wait for it, or choose another --output")
-    if os.path.lexists(partial) and not resume and not force:
-        raise OutputExistsError(
-            f"`{partial}` is left from an interrupted run", hint="--resume continues it, --force starts anew"
-        )
+    raise OutputExistsError(
+        f"`{partial}` is left from an interrupted run", hint="--resume continues it, --force starts anew"
+    )
 
 
 def beside(output: Path, suffix: str) -> Path:

@@ -13,7 +13,7 @@ from lpconv.cli.command import print_result
 from lpconv.cli.runs import Kind, name_of, runs_in
 from lpconv.errors import InputError
 from lpconv.report.compare import run_names
-from lpconv.report.index import RunEntry, html_index
+from lpconv.report.page import RunEntry, html_index
 from lpconv.report.terminal import table_of
 
 __all__ = ["show_folder", "write_page"]
@@ -27,29 +27,33 @@ def write_page(html: str, page: str) -> None:
 
 def show_folder(folder: Path, html: str | None, *, json: bool) -> None:
     """The runs in a folder; with `html`, an index of them with a page beside it for each kind that compares."""
-    found = [(kind, path, kind.read(path)) for kind, path in runs_in(folder)]
+    found = list(runs_in(folder))
     if not found:
         raise InputError(
             f"`{folder}` has no report.json, and no run lies below it", hint="pass an output of `lpconv convert`"
         )
     home = Path(html).parent if html is not None else folder
-    entries = [_entry(kind, path, kind.line(result), folder, home) for kind, path, result in found]
+    entries = [_entry(kind, path, _line(kind, result), folder, home) for kind, path, result in found]
     if html is not None:
         compared = _write_comparisons(found, home / Path(html).stem)
         write_page(html, html_index(folder.resolve().name, entries, compared))
     rows = [(e.name, e.kind, e.what, e.found) for e in entries]
-    print_result(entries, lambda _: table_of("Run", "<Kind", "<What", "<Found", rows=rows), json=json)
+    print_result(entries, lambda _: table_of("Run", "<Kind", "<What", "<Result", rows=rows), json=json)
+
+
+def _line(kind: Kind, result: Any) -> tuple[str, str]:
+    return ("", f"cannot be shown: {result.message}") if isinstance(result, InputError) else kind.line(result)
 
 
 def _entry(kind: Kind, path: Path, line: tuple[str, str], folder: Path, home: Path) -> RunEntry:
     page = path.parent / kind.page_file
-    has_page = page.is_file() and name_of(path) != path.stem
+    has_folder = name_of(path) != path.stem
     return RunEntry(
-        name=os.path.relpath(path.parent if has_page else path, folder),
+        name=os.path.relpath(path.parent if has_folder else path, folder),
         kind=kind.name,
         what=line[0],
         found=line[1],
-        link=os.path.relpath(page, home) if has_page else None,
+        link=os.path.relpath(page, home) if has_folder and page.is_file() else None,
     )
 
 
@@ -57,7 +61,7 @@ def _write_comparisons(found: Sequence[tuple[Kind, Path, Any]], stem: Path) -> d
     """A page `STEM-KIND.html` for each kind with several runs; the file's name by kind."""
     written = {}
     for kind in {k.name: k for k, _, _ in found}.values():
-        members = [(path, result) for k, path, result in found if k is kind]
+        members = [(path, r) for k, path, r in found if k is kind and not isinstance(r, InputError)]
         if len(members) > 1 and kind.pages is not None:
             names = run_names([name_of(path) for path, _ in members])
             written[kind.name] = f"{stem.name}-{kind.name.lower()}.html"

@@ -33,7 +33,7 @@ from lpconv.report.probe.html import html_probe
 from lpconv.report.probe.terminal import render_probe
 from lpconv.report.terminal import SideBySide
 from lpconv.results import BenchResult, ConvertResult, FinetuneResult, ProbeReport, from_json
-from lpconv.train.folder import find_finetune
+from lpconv.train.folder import REPORT, find_finetune
 
 __all__ = ["CONVERSIONS", "PROBES", "Kind", "ask_probe", "kind_of", "name_of", "one_kind", "runs_in"]
 
@@ -84,25 +84,32 @@ def one_kind(runs: Sequence[str]) -> tuple[Kind, list[Path]]:
 
 def name_of(path: Path) -> str:
     """What to call the run that a file records: its folder, or the file where many may lie in one."""
-    return path.resolve().parent.name if path.name in ("report.json", PROBE_FILE, ADVICE_FILE) else path.stem
+    return path.resolve().parent.name if path.name in (REPORT, PROBE_FILE, ADVICE_FILE) else path.stem
 
 
-def runs_in(folder: Path) -> list[tuple[Kind, Path]]:
-    """The runs below a folder by name, each with its file; folders inside of a run are its own."""
-    files = [str(f) for f in _folders_and_files(folder, _DEPTH)]
-    found = ((kind, kind.find(f)) for f in files if (kind := kind_of(f)) is not None)
-    return [(kind, file) for kind, file in found if file is not None]
+def runs_in(folder: Path, depth: int = _DEPTH) -> Iterator[tuple[Kind, Path, Any]]:
+    """The runs below a folder by name: each kind, file and result, or the error that reading it raised.
 
-
-def _folders_and_files(folder: Path, depth: int) -> Iterator[Path]:
+    Folders inside of a run are its own.
+    """
     for path in sorted(folder.iterdir()):
         if path.is_dir() and not path.is_symlink() and not path.name.startswith("."):
-            if depth > 1 and kind_of(str(path)) is None:
-                yield from _folders_and_files(path, depth - 1)
-            else:
-                yield path
-        elif find_bench(str(path)) is not None:
-            yield path
+            found = list(_read(path))
+            yield from found if found or depth == 1 else runs_in(path, depth=depth - 1)
+        elif path.suffix == ".json":
+            yield from (run for run in _read(path) if run[0].find is find_bench)
+
+
+def _read(path: Path) -> Iterator[tuple[Kind, Path, Any]]:
+    """The run that a path means, if it means one."""
+    kind: Kind = _KINDS[-1]
+    try:
+        kind = kind_of(str(path)) or kind
+        file = kind.find(str(path))
+        if file is not None:
+            yield kind, file, kind.read(file)
+    except InputError as e:
+        yield kind, path / REPORT, e
 
 
 def ask_probe(path: Path, format: str | None = None) -> ProbeReport:
@@ -132,7 +139,7 @@ def _line_of_conversion(result: ConvertResult) -> tuple[str, str]:
 
 
 def _find_conversion(run: str) -> Path | None:
-    path = Path(run) / "report.json" if Path(run).is_dir() else Path(run)
+    path = Path(run) / REPORT if Path(run).is_dir() else Path(run)
     return path if path.exists() else None
 
 

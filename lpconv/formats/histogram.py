@@ -39,13 +39,17 @@ class Rates:
     """What a format does to a tensor, as shares of its finite elements that are not zero.
 
     `sqnr_db` is an estimate (10 · log10 of signal power over error power), NaN where there is no signal and +Inf where
-    there is no error; saturated elements count with their distance to the largest number.
+    there is no error; saturated elements count with their distance to the largest number. `flushed_energy` and
+    `clipped_energy` are the squared errors of elements that become zero or saturate, as shares of the signal's power:
+    one outlier among a million is a millionth of the elements and may be all of the energy.
     """
 
     underflow: float
     subnormal: float
     overflow: float
     sqnr_db: float
+    flushed_energy: float = 0.0
+    clipped_energy: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,22 +119,48 @@ class ExponentHistogram:
     def rates(self, format: str | Format, *, log2_scale: int = 0) -> Rates:
         """All rates at once; an empty or zero tensor has rates of 0."""
         total = max(self.num_nonzero, 1)
+        signal, _, flushed, clipped = self._powers(_supported(format), log2_scale)
         return Rates(
             underflow=self.num_underflow(format, log2_scale=log2_scale) / total,
             subnormal=self.num_subnormal(format, log2_scale=log2_scale) / total,
             overflow=self.num_overflow(format, log2_scale=log2_scale) / total,
             sqnr_db=self.sqnr_db(format, log2_scale=log2_scale),
+            flushed_energy=flushed / signal if signal else 0.0,
+            clipped_energy=clipped / signal if signal else 0.0,
         )
 
     def sqnr_db(self, format: str | Format, *, log2_scale: int = 0) -> float:
         """The signal-to-noise ratio of a cast to `format` in decibels, estimated as if bins were evenly filled."""
-        spec = _supported(format)
+        signal, noise, _, _ = self._powers(_supported(format), log2_scale)
         if self.num_nonzero == 0:
             return math.nan
-        first = self.first_exponent + log2_scale
-        powers = torch.stack([_bin_powers(spec, first + i) for i in range(len(self.counts))])  # (binades, 2, BINS)
-        signal, noise = (self.counts.double()[:, None] * powers).sum((0, 2)).tolist()
         return 10 * math.log10(signal / noise) if noise > 0 else math.inf
+
+    @property
+    def log2_rms(self) -> int:
+        """floor(log2) of the root mean square; 0 where nothing is finite but 0."""
+        signal = self._powers(get_format("bf16"), 0)[0]
+        return math.floor(math.log2(signal / (self.num_nonzero + self.num_zero)) / 2) if signal else 0
+
+    @property
+    def crest(self) -> float:
+        """The largest magnitude over the root mean square, to the width of a bin; NaN where nothing is finite but 0."""
+        if self.num_nonzero == 0:
+            return math.nan
+        top = int(self.counts.any(1).nonzero()[-1])
+        edges = _sample_points()[int(self.counts[top].nonzero()[-1])]
+        square = math.ldexp(float(edges[-1]), self.first_exponent + top) ** 2
+        signal = self._powers(get_format("bf16"), 0)[0]
+        return math.sqrt(square * (self.num_nonzero + self.num_zero) / signal)
+
+    def _powers(self, spec: Format, log2_scale: int) -> tuple[float, float, float, float]:
+        """The sums of `_bin_powers` over all elements."""
+        if self.num_nonzero == 0:
+            return 0.0, 0.0, 0.0, 0.0
+        first = self.first_exponent + log2_scale
+        powers = torch.stack([_bin_powers(spec, first + i) for i in range(len(self.counts))])  # (binades, 4, BINS)
+        signal, noise, flushed, clipped = (self.counts.double()[:, None] * powers).sum((0, 2)).tolist()
+        return signal, noise, flushed, clipped
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-able form; only bins that hold something are kept."""
@@ -219,9 +249,13 @@ def _sample_points() -> Tensor:
 
 @cache
 def _bin_powers(spec: Format, exponent: int) -> Tensor:
-    """The mean of x² and of the squared rounding error in each bin of a binade, of shape (2, BINS)."""
+    """The means, in each bin of a binade, of x² and of the squared rounding error, and the part of the latter that
+    elements have which become zero, and which lie beyond the largest number; of shape (4, BINS).
+    """
     x = _sample_points() * math.ldexp(1.0, exponent)
-    return torch.stack([x.square().mean(-1), (cast(x, spec) - x).square().mean(-1)])
+    rounded = cast(x, spec)
+    error = (rounded - x).square()
+    return torch.stack([v.mean(-1) for v in (x.square(), error, error * (rounded == 0), error * (x > spec.max))])
 
 
 def _supported(format: str | Format) -> Format:

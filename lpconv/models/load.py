@@ -49,8 +49,6 @@ def load_with_missing(
     with StoredTensors.open(contents.directory) as stored:
         state = {name: stored.tensor(name) for name in stored.forms}
     default = torch.float32 if has_residual else config.dtype
-    if getattr(config, "quantization_config", None) is not None:
-        del config.quantization_config
     model, missing = from_state(concrete(cls, config), config, state, dtype=dtype or default, **kwargs)
     if model.can_generate() and (contents.directory / "generation_config.json").exists():
         model.generation_config = transformers.GenerationConfig.from_pretrained(contents.directory)
@@ -60,10 +58,12 @@ def load_with_missing(
 def from_state(
     model_class: Any, config: Any, state: dict[str, Tensor], *, dtype: torch.dtype, **kwargs: Any
 ) -> tuple[Any, tuple[str, ...]]:
-    """The model of a class and config with tensors that are in memory, by their names in a checkpoint; what is missing.
+    """The model of a class and config with decoded tensors, by their names in a checkpoint; and what is missing.
 
-    transformers renames and merges them as it does those of files.
+    transformers renames and merges them as it does those of files. `config` loses what it says of codes.
     """
+    if getattr(config, "quantization_config", None) is not None:
+        del config.quantization_config
     kwargs["output_loading_info"] = True
     model, info = model_class.from_pretrained(None, config=config, state_dict=state, dtype=dtype, **kwargs)
     return model.eval(), tuple(sorted(info["missing_keys"]))

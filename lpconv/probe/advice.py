@@ -15,6 +15,7 @@ from lpconv.probe.record import GRADIENT_ROLES, ProbedTensor, ProbeResult
 from lpconv.report.numbers import ROLE_WORDS
 from lpconv.report.probe.words import brief_share, loss_scale_text, loss_sentence
 from lpconv.results import LossScaleRecord
+from lpconv.scaled.critical import MAX_CREST
 
 __all__ = [
     "MAX_UNDERFLOW",
@@ -22,6 +23,7 @@ __all__ = [
     "Assessment",
     "Fit",
     "assess",
+    "at_risk",
     "fit",
     "fits",
     "own_scale",
@@ -74,6 +76,27 @@ def assess(result: ProbeResult, format: str, *, log2_loss_scale: int = 0) -> tup
     """Every tensor, worst first: most elements lost, then lowest signal-to-noise ratio."""
     found = (what_if(t, format, log2_loss_scale=log2_loss_scale) for t in result.tensors)
     return tuple(sorted(found, key=lambda a: (-a.lost, math.inf if math.isnan(a.rates.sqnr_db) else a.rates.sqnr_db)))
+
+
+def at_risk(result: ProbeResult) -> tuple[str, ...]:
+    """The operands of products that fp8 holds badly at one scale of their own, in words, worst first; then the cure.
+
+    Activations and weights in e4m3fn, gradients in e5m2. One element far above the rest meets one weight, whose
+    rounding nothing averages out.
+    """
+    found: list[tuple[float, str]] = []
+    for t in result.tensors:
+        if t.role not in ("input", "weight", "grad_output") or not t.exponents.num_nonzero:
+            continue
+        format = "e5m2" if t.role in GRADIENT_ROLES else "e4m3fn"
+        crest, sqnr_db = t.exponents.crest, t.exponents.sqnr_db(format, log2_scale=own_scale(t, format))
+        if (t.role == "input" and crest > MAX_CREST) or sqnr_db < MIN_SQNR_DB:
+            text = f"{ROLE_WORDS[t.role]} of {t.layer}: its largest element is {crest:.3g} times its root mean square"
+            found.append((-crest, f"{text}; {format} at one scale for the tensor keeps {sqnr_db:.1f} dB of it"))
+    if not found:
+        return ()
+    cure = "lpconv finetune --recipe unit-fp8 casts at scales that never clip, and keeps such layers in 16 bits"
+    return (*(text for _, text in sorted(found)), f"{cure} (--critical auto)")
 
 
 def recommend_loss_scale(result: ProbeResult, format: str, *, max_underflow: float = MAX_UNDERFLOW) -> LossScaleRecord:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from lpconv.errors import UnsupportedError
 from lpconv.formats.spec import BLOCK_FORMATS, get_format
-from lpconv.probe.advice import assess, fit, recommend_loss_scale, sentence, what_if
+from lpconv.probe.advice import assess, at_risk, fit, recommend_loss_scale, sentence, what_if
 from lpconv.probe.record import GRADIENT_ROLES, ROLES, ProbedTensor, ProbeResult
 from lpconv.report.numbers import ROLE_WORDS
 from lpconv.results import FormatRates, LossScaleRecord, ProbedRecord, ProbeReport
@@ -36,6 +36,7 @@ def answer(result: ProbeResult, formats: Sequence[str] = DEFAULT_FORMATS) -> Pro
         tensors=tensors,
         loss_scales=tuple(scales.values()),
         findings={name: _findings(result, name) for name in formats},
+        at_risk=at_risk(result),
         warnings=(*result.options.get("warnings", ()), *_nonfinite(tensors)),
     )
 

@@ -23,7 +23,7 @@ _FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]"
 
 def render_batch(result: BatchResult) -> RenderableType:
     """The jobs as a table, the errors with their hints below it, and a line that counts."""
-    table = Table("job", "kind", "status", "what", "found", "time", "note", box=None, pad_edge=False)
+    table = Table("job", "kind", "status", "what", "result", "time", "note", box=None, pad_edge=False)
     for job in result.jobs:
         table.add_row(*_cells(job))
     notes = [line for job in result.jobs if job.error for line in _error_lines(job.id, job.error)]

@@ -1,15 +1,12 @@
 """Several runs of one kind side by side: their names, and a table of figures."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import TypeVar
 
 from lpconv.report.numbers import MISSING
 
 __all__ = ["Figure", "figures_of", "run_names"]
-
-R = TypeVar("R")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +23,8 @@ def run_names(outputs: Sequence[str]) -> tuple[str, ...]:
     return tuple(f"{n} ({i})" if names.count(n) > 1 else n for i, n in enumerate(names, start=1))
 
 
-def figures_of(results: Sequence[R], table: Mapping[str, Callable[[R], str]]) -> tuple[Figure, ...]:
-    """The figures of all runs, most telling first. Rows that no run has a value for are left out."""
-    rows = (Figure(label=label, values=tuple(value(r) for r in results)) for label, value in table.items())
-    return tuple(row for row in rows if any(v != MISSING for v in row.values))
+def figures_of(runs: Sequence[Mapping[str, str]]) -> tuple[Figure, ...]:
+    """The figures of all runs by their labels, in the order of the first. Rows that no run has are left out."""
+    labels = dict.fromkeys(label for run in runs for label in run)
+    rows = (Figure(label=label, values=tuple(run.get(label, MISSING) for run in runs)) for label in labels)
+    return tuple(row for row in rows if set(row.values) != {MISSING})

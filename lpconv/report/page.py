@@ -1,10 +1,11 @@
-"""What all HTML pages share: templates with their filters, headline figures, and the page of several runs."""
+"""What all HTML pages share: templates with their filters, headline figures, and the pages of several runs."""
 
 import functools
 import itertools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import jinja2
@@ -24,8 +25,9 @@ from lpconv.report.numbers import (
     sqnr_text,
 )
 from lpconv.report.plot import Plot
+from lpconv.report.printable import printable, printable_record
 
-__all__ = ["Tile", "breakable", "html_runs", "page"]
+__all__ = ["RunEntry", "Tile", "breakable", "html_index", "html_runs", "page"]
 
 _HEADING = re.compile("<h2>(.*?)</h2>", re.DOTALL)
 _LONG = 5  # headings that make a page long
@@ -85,6 +87,24 @@ def html_runs(
         rows=rows,
         summaries=list(zip(names, summaries, strict=True)),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunEntry:
+    """A run of a folder. `link` is the way from the index to its page, None where it has none."""
+
+    name: str
+    kind: str
+    what: str
+    found: str
+    link: str | None
+
+
+def html_index(folder: str, entries: Sequence[RunEntry], compared: Mapping[str, str]) -> str:
+    """The page of a folder. `compared` holds the ways to the pages that compare all runs of a kind."""
+    runs = [printable_record(e) for e in entries]
+    kinds = {kind: [e for e in runs if e.kind == kind] for kind in dict.fromkeys(e.kind for e in runs)}
+    return page("index", folder=printable(folder), version=None, kinds=kinds, compared=compared)
 
 
 @functools.cache

@@ -24,7 +24,11 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class TrackedRecord:
-    """What a format did to one class of tensor of one layer at one step: shares of its elements that are not zero."""
+    """What a format did to one class of tensor of one layer at one step: shares of its elements that are not zero.
+
+    `sqnr_db` is an estimate; `flushed_energy` and `clipped_energy` are shares of the tensor's energy that were lost
+    with elements that became zero or saturated. All three are None in older records, `sqnr_db` also without an error.
+    """
 
     step: int
     layer: str
@@ -32,6 +36,9 @@ class TrackedRecord:
     format: str
     underflow: float
     overflow: float
+    sqnr_db: float | None = None
+    flushed_energy: float | None = None
+    clipped_energy: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +133,9 @@ class EvaluationRecord:
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
     """One training run; `evaluations` has one series per held-out metric, `held_out` the first and the last of them.
+
+    Metrics are those of the run's own arithmetic; the last figures of its trained weights in fp32 follow under the same
+    names with ``_fp32``.
 
     `role` is ``run`` or ``twin``. `step_time_s` is the median over steps that recorded nothing, `overhead` the time of
     recording as a share of the rest. `seconds` says what wall time went into, since the last resumption.

@@ -70,6 +70,7 @@ class LossScaleRecord:
 class ProbeReport:
     """Answers from a probe's histograms for a few formats. `findings` holds each format's worst tensors in words.
 
+    `at_risk` names the operands that fp8 holds badly even at scales of their own, and ends with what to do about them.
     `classes` are the roles in words, in the order of a training step. `facts` says how the probe was run, label by
     label. `overhead` is the time of recording as a share of the rest.
     """
@@ -87,4 +88,5 @@ class ProbeReport:
     tensors: tuple[ProbedRecord, ...]
     loss_scales: tuple[LossScaleRecord, ...]
     findings: dict[str, tuple[str, ...]]
+    at_risk: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()

@@ -2,8 +2,9 @@
 
 Theory assumes independent unit inputs; trained weights and real data are neither. Here an edge is the output of a
 module with a weight. Its RMS and that of its gradient are measured, and a power of two per direction is written down
-that brings the data of both near 1. Where the input of a linear layer holds outliers that e4m3fn would clip at that
-scale, it has a power of two of its own, which leaves them twice the room. Scales are bookkeeping, so any choice keeps
+that brings the data of both near 1, or an output's outliers to half of what e4m3fn holds: queries, keys and values are
+operands as they are. The input of a linear layer is no edge where activations lie between; there outliers have a power
+of two of its own, which leaves them the same room. Scales are bookkeeping, so any choice keeps
 values and gradients exact: the rule that all paths between two nodes carry the same product of factors (unit scaling
 §5.1) holds by construction.
 """
@@ -11,7 +12,7 @@ values and gradients exact: the rule that all paths between two nodes carry the 
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -69,15 +70,15 @@ def calibrate(
     kept = list(batches)
     if not kept:
         raise UsageError("calibration needs at least one batch", hint="pass a few labelled batches")
-    measured: dict[tuple[str, str], list[float]] = {}
-    _run(model, kept, loss, lambda name, side, x: measured.setdefault((name, side), []).append(_size(side, x)))
-    targets = {edge: _scale_of(sizes) for edge, sizes in measured.items() if edge[1] != "input"}
+    measured: dict[tuple[str, str], list[_Sizes]] = {}
+    _run(model, kept, loss, lambda name, side, x: measured.setdefault((name, side), []).append(_Sizes.of(x)))
+    targets = {(name, side): _scale_of(sizes, side) for (name, side), sizes in measured.items() if side != "input"}
     factors: dict[tuple[str, str], float] = {}
 
     def settle(name: str, side: str, x: ScaledTensor) -> float:
         if side == "input":
-            over = _HEADROOM * max(measured[name, side]) / (_LARGEST * _static(x.scale))
-            factors[name, side] = pow2_ceil(over) if over > 1 else 1.0
+            over = _holding(measured[name, side]) / _static(x.scale)
+            factors[name, side] = max(over, 1.0)
         else:
             factors[name, side] = targets[name, side] / _static(x.scale)
         return factors[name, side]
@@ -155,15 +156,31 @@ def _run(
         model.zero_grad()
 
 
-def _size(side: str, x: ScaledTensor) -> float:
-    """The RMS of an output or gradient, the largest magnitude of an input."""
-    return float((amax if side == "input" else rms)(x.data_part)) * _static(x.scale)
+class _Sizes(NamedTuple):
+    """Root mean square and largest magnitude of a tensor's value."""
+
+    rms: float
+    amax: float
+
+    @classmethod
+    def of(cls, x: ScaledTensor) -> "_Sizes":
+        return cls(*(float(size(x.data_part)) * _static(x.scale) for size in (rms, amax)))
 
 
-def _scale_of(sizes: list[float]) -> float:
-    """The power of two below the RMS over batches; 1 where nothing was measured but zeros."""
-    size = (sum(s * s for s in sizes) / len(sizes)) ** 0.5
-    return pow2_floor(size) if MIN_SCALE <= size <= MAX_SCALE else 1.0
+def _holding(sizes: list[_Sizes]) -> float:
+    """The power of two at which e4m3fn holds the largest magnitude, with headroom."""
+    return float(pow2_ceil(_HEADROOM * max(s.amax for s in sizes) / _LARGEST))
+
+
+def _scale_of(sizes: list[_Sizes], side: str) -> float:
+    """The power of two below the RMS over batches, or the one that holds an output's outliers if it is larger.
+
+    1 where nothing was measured but zeros.
+    """
+    size = (sum(s.rms**2 for s in sizes) / len(sizes)) ** 0.5
+    if not MIN_SCALE <= size <= MAX_SCALE:
+        return 1.0
+    return max(float(pow2_floor(size)), _holding(sizes) if side == "forward" else 0.0)
 
 
 def _static(scale: Scale) -> float:

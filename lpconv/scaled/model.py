@@ -15,7 +15,8 @@ from lpconv.formats.scale import pow2_floor
 from lpconv.layers import weighted
 from lpconv.lookup import find, nearest
 from lpconv.scaled import ops
-from lpconv.scaled.operands import OPERAND_SCALES
+from lpconv.scaled.choices import OperandScales, operand_scales
+from lpconv.scaled.fresh import averages_causally, native_scales
 from lpconv.scaled.pair import Numerics, Role
 from lpconv.scaled.places import heads, install, place
 from lpconv.scaled.saved import SavedCodes
@@ -58,7 +59,8 @@ COMPUTE: dict[str, Compute] = {
     "fp8": Compute(carrier=torch.bfloat16, operand="e4m3fn", gradient="e5m2"),
 }
 
-SCALED_METHODS = dict.fromkeys(("unit", "scalify"))
+SCALED_METHODS = dict.fromkeys(("unit", "native", "scalify"))
+STATIC_METHODS = ("unit", "native")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +97,7 @@ def scaled(
     carrier: torch.dtype | None = None,
     rescale: Iterable[str] | None = None,
     critical: Iterable[str] = (),
-    operand_scale: str = "tensor",
+    operand_scale: str | OperandScales = "tensor",
     save_codes: bool = True,
     strict: bool = False,
 ) -> nn.Module:
@@ -108,19 +110,20 @@ def scaled(
     `lpconv.scaled.AdamW` or SGD.
 
     - "unit" keeps every scale static.
+    - "native" does too, at the sizes that theory gives a model drawn by `lpconv.scaled.native` (its docs say more).
     - "scalify" adds dynamic rescaling at the named places `rescale`: any of "layernorm_grad" (the default),
       "logits_grad", "softmax_grad", "weight_grad" and "every:N" (the parameters, every N training passes).
 
-    Under "fp8" operands are cast at scales of their own, chosen by `operand_scale`, one of `operands.OPERAND_SCALES`.
+    Under "fp8" operands are cast at scales of their own, chosen by `operand_scale` (`choices.operand_scales` reads it).
     Modules whose name matches a pattern of `critical` multiply in the carrier dtype, and so does the output head. With
-    `save_codes`, "fp8" also keeps what autograd saves for the backward pass in 8 bits, except in those modules and the
-    loss head.
+    `save_codes`, "fp8" also keeps what autograd saves for the backward pass in 8 bits, except in those modules, in the
+    loss head, and where weight gradients stay in the carrier dtype.
 
     `strict` makes an op without a rule an `UnsupportedError`; otherwise it is computed on values and counted, see
     `fallbacks`. Raises `UsageError` for unknown names, a model scaled before, and parameters that are not finite.
     """
     find("method", method, SCALED_METHODS)
-    find("operand scale", operand_scale, OPERAND_SCALES)
+    scales = operand_scales(operand_scale) if isinstance(operand_scale, str) else operand_scale
     chosen = find("compute", compute, COMPUTE)
     if rescale is not None and method != "scalify":
         raise UsageError(f"`rescale` belongs to the method scalify, not to {method}", hint="use method='scalify'")
@@ -131,18 +134,21 @@ def scaled(
         place(name)
     numerics = Numerics(
         operand=chosen.operand,
-        gradient=chosen.operand if operand_scale == "row" else chosen.gradient,
-        operand_scale=operand_scale,
+        gradient=chosen.gradient,
+        operand_scales=scales,
         softmax_grad="softmax_grad" in places,
+        native=method == "native",
+        causal=method == "native" and averages_causally(model),
         strict=strict,
     )
     exact = exact_modules(model, tuple(critical)) if chosen.operand else []
+    saves_codes = save_codes and scales.grad_weight != "carrier"
     scaling = Scaling(
         method=method,
         compute=compute,
         numerics=numerics,
-        scales=replace_parameters(model, dtype, numerics, exact),
-        saved=SavedCodes(chosen.operand, dtype) if chosen.operand and save_codes else None,
+        scales=replace_parameters(model, dtype, numerics, exact, native_scales(model) if numerics.native else {}),
+        saved=SavedCodes(chosen.operand, dtype) if chosen.operand and saves_codes else None,
         unit=scaled_tensor(torch.ones(()), 1.0, role=Role.GRADIENT, numerics=numerics),
     )
     install(model, places if method == "scalify" else (), exact)
@@ -221,7 +227,7 @@ def leave_outputs(outputs: Any, scaling: Scaling) -> Any:
     """
     is_plain_start = scaling.autocast is not None and isinstance(outputs, Tensor) and outputs.requires_grad
     if isinstance(outputs, ScaledTensor) or is_plain_start:
-        return ops.leave(outputs, scaling.unit, scaling.method != "unit")
+        return ops.leave(outputs, scaling.unit, scaling.method not in STATIC_METHODS)
     if isinstance(outputs, dict):
         return type(outputs)(**{k: leave_outputs(v, scaling) for k, v in outputs.items()})
     if isinstance(outputs, (tuple, list)):
@@ -252,15 +258,20 @@ def exact_modules(model: nn.Module, patterns: tuple[str, ...]) -> list[nn.Module
 
 
 def replace_parameters(
-    model: nn.Module, dtype: torch.dtype, numerics: Numerics, exact: Iterable[nn.Module]
+    model: nn.Module,
+    dtype: torch.dtype,
+    numerics: Numerics,
+    exact: Iterable[nn.Module],
+    given: Mapping[int, float],
 ) -> dict[str, float]:
     """Replace every floating-point parameter by its scaled form, keeping ties, and return the scales by name.
 
-    All scales are found first, so that a parameter that cannot have one leaves the model as it was.
+    A parameter whose id is in `given` takes the scale from there, others one from their values. All scales are found
+    first, so that a parameter that cannot have one leaves the model as it was.
     """
     exact_ids = {id(p) for module in exact for p in module.parameters(recurse=False)}
     owned = list(_owned_parameters(model))
-    scales = {id(p): weight_scale(name, p.detach()) for name, _, _, p in owned}
+    scales = {id(p): given.get(id(p)) or weight_scale(name, p.detach()) for name, _, _, p in owned}
     hats: dict[int, nn.Parameter] = {}
     for _, module, key, parameter in owned:
         if id(parameter) not in hats:

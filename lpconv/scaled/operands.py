@@ -18,17 +18,10 @@ from lpconv.kernels.scaled_cast import largest_magnitude, scale_product_, scaled
 from lpconv.scaled.pair import Numerics, Role, Scaled, data_of
 from lpconv.scaled.scales import Scale, times
 
-__all__ = ["OPERAND_SCALES", "Coded", "decoded", "encoded", "product"]
+__all__ = ["Coded", "decoded", "encoded", "product", "scale_kind"]
 
 aten = torch.ops.aten
 
-OPERAND_SCALES = {
-    "static": "none: data are cast as they are, at calibrated scales if there are any, and what is too large saturates",
-    "l2": "a power of two per tensor, from its root mean square: outliers saturate",
-    "max": "a power of two per tensor, from its largest magnitude",
-    "tensor": "one per tensor, from its largest magnitude",
-    "row": "one per row of the left operand and column of the right one, from their largest magnitudes",
-}
 _SMALLEST = 2.0**-100  # of an amax: 1 / scale stays finite
 
 
@@ -46,22 +39,33 @@ class Coded(NamedTuple):
 def product(numerics: Numerics, a: object, b: object, *, alpha: float = 1.0, bias: Tensor | None = None) -> Tensor:
     """alpha · data_a @ data_b + bias, for 2-D or batched 3-D operands, in the wider dtype of the two.
 
-    Where the numerics name formats, operands are cast first, at their own `operand_scale`: gradients to `gradient`,
-    everything else to `operand`, unless one of the two is exact. Codes meet on fp8 tensor cores where the device has
-    them (2-D only), and are decoded elsewhere, which is as exact.
+    Where the numerics name formats, operands are cast first, at scales of the kind that `scale_kind` says: gradients to
+    `gradient`, everything else to `operand`, unless one of the two is exact. Codes meet on fp8 tensor cores where the
+    device has them (2-D only), and are decoded elsewhere, which is as exact.
     """
     left, right = data_of(a), data_of(b)
     dtype = torch.promote_types(left.dtype, right.dtype)
-    if numerics.operand and Role.EXACT not in (_role(a), _role(b)):
-        x = encoded(left, _format(a, numerics), numerics.operand_scale, axis=-1)
-        y = encoded(right, _format(b, numerics), numerics.operand_scale, axis=-2)
-        if numerics.operand_scale in ("static", "l2"):
-            _count_saturated(numerics, a, x.codes)
-            _count_saturated(numerics, b, y.codes)
+    kind = scale_kind(numerics, a, b)
+    if kind != "carrier":
+        x, y = _cast(a, numerics, kind, axis=-1), _cast(b, numerics, kind, axis=-2)
         return _coded_product(x, y, alpha, bias, dtype)
     if dtype == torch.float16 and left.device.type == "cpu":  # a CPU multiplies fp16 50 times slower than fp32
         return _gemm(left.float(), right.float(), alpha, None if bias is None else bias.float()).to(dtype)
     return _gemm(left.to(dtype), right.to(dtype), alpha, None if bias is None else bias.to(dtype))
+
+
+def scale_kind(numerics: Numerics, a: object, b: object) -> str:
+    """Which of `OPERAND_SCALES` the operands of this product are cast at; "carrier" where one of them is exact.
+
+    A gradient meets a weight in the product for an input's gradient, and an activation in that for a weight's: of
+    batched ones, which attention makes, all count as gradients of inputs.
+    """
+    roles, scales = (_role(a), _role(b)), numerics.operand_scales
+    if numerics.operand is None or Role.EXACT in roles:
+        return "carrier"
+    if Role.GRADIENT not in roles:
+        return scales.output
+    return scales.grad_input if Role.WEIGHT in roles or data_of(a).dim() == 3 else scales.grad_weight
 
 
 def _coded_product(x: Coded, y: Coded, alpha: float, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -80,21 +84,26 @@ def _coded_product(x: Coded, y: Coded, alpha: float, bias: Tensor | None, dtype:
     return (out if bias is None else out.add_(bias)).to(dtype)
 
 
-def _count_saturated(numerics: Numerics, operand: object, codes: Tensor) -> None:
+def _cast(operand: object, numerics: Numerics, kind: str, *, axis: int) -> Coded:
+    """An operand in codes; those of a kind that may saturate are counted where they do."""
+    is_gradient = _role(operand) is Role.GRADIENT
+    # Elements of a row are alike, so that gradients with a scale for each row need no wider range than activations.
+    format = numerics.gradient if is_gradient and kind != "row" else numerics.operand
+    assert format is not None
+    coded = encoded(data_of(operand), format, kind, axis=axis)
+    if kind in ("static", "l2"):
+        _count_saturated(numerics, _role(operand), coded.codes, get_format(format))
+    return coded
+
+
+def _count_saturated(numerics: Numerics, role: Role, codes: Tensor, spec: Format) -> None:
     """Count the codes at the largest number, on a CPU, where nothing waits for it; a GPU would."""
     if codes.device.type != "cpu" or torch.compiler.is_compiling():
         return
-    spec = get_format(_format(operand, numerics))
     top = (spec.max_exponent_field << spec.mantissa_bits) | spec.max_mantissa
     count = int((codes.view(torch.uint8) & 0x7F).eq(top).sum())
     if count:
-        numerics.counts[f"{_role(operand).value} saturated in {spec.name}"] += count
-
-
-def _format(x: object, numerics: Numerics) -> str:
-    format = numerics.gradient if _role(x) is Role.GRADIENT else numerics.operand
-    assert format is not None
-    return format
+        numerics.counts[f"{role.value} saturated in {spec.name}"] += count
 
 
 def encoded(data: Tensor, format: str, kind: str, *, axis: int | None = None) -> Coded:

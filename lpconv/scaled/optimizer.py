@@ -7,7 +7,7 @@ beta2 = 0.999 one step's decay of it is half an fp16 ulp, so that rounding to ne
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from lpconv.errors import UsageError
-from lpconv.formats.cast import cast
 from lpconv.kernels.quantise import fake_quantise
 from lpconv.lookup import find
 from lpconv.scaled.pair import Scaled
@@ -62,8 +61,10 @@ class AdamW(torch.optim.Optimizer):
 
     All hyper-parameters are those of the source model; the step on the data divides lr by the parameter's scale.
     Gradients may have any scale, static or dynamic. 16-bit parameters keep an fp32 copy of their data in the state
-    unless `master` is False; then they are rounded stochastically at each step if `rounding` is "stochastic". With
-    `state_dtype` of 16 bits the moments are stored as data and scale.
+    unless `master` is False. The copy begins with what `start` holds for a parameter, its value in fp32: rounded data
+    lie on the grid of 16 bits, where updates below half a step are rounded away until many have added up.
+    If `rounding` is "stochastic" data are rounded so at each step, which brings such updates to the forward pass on
+    average, whatever they begin with. With `state_dtype` of 16 bits the moments are stored as data and scale.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class AdamW(torch.optim.Optimizer):
         state_dtype: torch.dtype = torch.float32,
         master: bool = True,
         rounding: Literal["nearest", "stochastic"] = "nearest",
+        start: Mapping[Tensor, Tensor] | None = None,
     ) -> None:
         if not (lr >= 0 and eps >= 0 and weight_decay >= 0 and all(0 <= b < 1 for b in betas)):
             raise UsageError(
@@ -86,6 +88,7 @@ class AdamW(torch.optim.Optimizer):
         if state_dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise UsageError(f"AdamW cannot keep its state in {state_dtype}", hint="use float32, float16 or bfloat16")
         self.state_dtype, self.master, self.rounding = state_dtype, master, rounding
+        self._start = dict(start or {})
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
@@ -104,6 +107,8 @@ class AdamW(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, keeping its dtypes: torch would cast fp32 state to the dtype of a 16-bit parameter."""
         super().load_state_dict(state_dict)
+        # Not all of them: accelerate loads an optimizer's own, empty state when it wraps it.
+        self._start = {p: value for p, value in self._start.items() if "master" not in self.state.get(p, {})}
         parameters = [p for group in self.param_groups for p in group["params"]]
         saved = [i for group in state_dict["param_groups"] for i in group["params"]]
         for parameter, index in zip(parameters, saved, strict=True):
@@ -116,7 +121,7 @@ class AdamW(torch.optim.Optimizer):
         data, scale = (
             (parameter.data_part, parameter.scale) if isinstance(parameter, ScaledTensor) else (parameter.detach(), 1.0)
         )
-        target = self._master(state, data, scale)
+        target = self._master(parameter, state, data, scale)
         grad, grad_scale = (
             (gradient.data_part, gradient.scale) if isinstance(gradient, ScaledTensor) else (gradient.detach(), 1.0)
         )
@@ -127,10 +132,16 @@ class AdamW(torch.optim.Optimizer):
         self._store(state, "exp_avg", first)
         self._store(state, "exp_avg_sq", second, noise=index)
         if target is not data:
-            stochastic = self.rounding == "stochastic" and not self.master
-            data.copy_(cast(target, _FORMATS[data.dtype], rounding="stochastic") if stochastic else target)
+            data.copy_(self._rounded(target, data.dtype, state["step"], index))
 
-    def _master(self, state: dict[str, Any], data: Tensor, scale: Scale) -> Tensor:
+    def _rounded(self, target: Tensor, dtype: torch.dtype, step: int, index: int) -> Tensor:
+        """The fp32 copy as data. Noise depends on the step and on the parameter alone, so that a run can be resumed."""
+        if self.rounding == "nearest":
+            return target
+        generator = torch.Generator(target.device).manual_seed(-step * _PRIME - index)
+        return fake_quantise(target, _FORMATS[dtype], rounding="stochastic", generator=generator)
+
+    def _master(self, parameter: Tensor, state: dict[str, Any], data: Tensor, scale: Scale) -> Tensor:
         """What the step is added to: the data, the kept fp32 copy of them, or one made for this step.
 
         The copy follows its parameter to another scale ("every:N", or a checkpoint that was loaded).
@@ -140,7 +151,8 @@ class AdamW(torch.optim.Optimizer):
         if not self.master:
             return data.float()
         if "master" not in state:
-            state["master"] = data.float()
+            value = self._start.pop(parameter, None)
+            state["master"] = data.float() if value is None else times(value.float(), ratio(1.0, scale))
         elif state["master_scale"] is not scale:
             state["master"] = times(state["master"], ratio(state["master_scale"], scale))
         state["master_scale"] = scale

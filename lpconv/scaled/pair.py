@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from lpconv.scaled.choices import OperandScales
 from lpconv.scaled.scales import Scale, split_number, times
 
 __all__ = ["Call", "Numerics", "Role", "Rule", "Scaled", "data_of", "pair", "static", "value", "widened"]
@@ -32,22 +33,26 @@ class Role(enum.Enum):
 class Numerics:
     """How the rules compute. Tensors carry it, because a backward pass may run in a thread that knows no context.
 
-    `operand` and `gradient` name the formats of matmul operands (None: the dtype of the data), `operand_scale` the
-    scale that they are cast at, one of `operands.OPERAND_SCALES`. `unit_factors` moves the √K of each contraction from
+    `operand` and `gradient` name the formats of matmul operands (None: the dtype of the data), `operand_scales` the
+    scales that they are cast at. `unit_factors` moves the √K of each contraction from
     the data to the scale; without it data keep the raw magnitudes. `fit_joins` makes an addition choose the smallest
     scale whose data fit `join_limit` (adaptive loss scaling). Gradients start, and are rescaled, at data of
     1/`headroom`: a power of two that `StepGuard` raises after an overflow. `softmax_grad` rescales what softmax hands
-    down. `counts` collects fall-backs and saturations; it is shared by all tensors of a model and takes no part in
+    down. With `native` factors are square roots themselves, as unit scaling has them, and rules that predict sizes at
+    initialisation stand in for some (`rules.native`); `causal` tells them how far attention averages where a mask hides
+    it. `counts` collects fall-backs and saturations; it is shared by all tensors of a model and takes no part in
     equality.
     """
 
     operand: str | None = None
     gradient: str | None = None
-    operand_scale: str = "static"
+    operand_scales: OperandScales = field(default_factory=OperandScales)
     unit_factors: bool = True
     fit_joins: bool = False
     headroom: float = 1.0
     softmax_grad: bool = False
+    native: bool = False
+    causal: bool = False
     strict: bool = False
     counts: "Counter[str]" = field(default_factory=Counter, compare=False)
 

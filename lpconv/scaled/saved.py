@@ -62,7 +62,7 @@ class SavedCodes:
         is_wider = x.role is Role.EXACT and x.dtype == torch.float32 and self.carrier != torch.float32
         if x.role is not Role.ACTIVATION and not is_wider:
             return x
-        coded = self._encode(x.data_part, None if is_wider else self.format, x.numerics.operand_scale)
+        coded = self._encode(x.data_part, None if is_wider else self.format, x.numerics.operand_scales.grad_weight)
         return _Packed(coded, x.dtype, x.shape, x.stride(), x.scale, x.role, x.numerics)
 
     def unpack(self, packed: Any) -> Tensor:

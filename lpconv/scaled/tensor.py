@@ -17,7 +17,7 @@ from lpconv.errors import UnsupportedError, UsageError
 from lpconv.formats.scale import pow2_floor
 from lpconv.scaled.pair import Call, Numerics, Role, Scaled, value
 from lpconv.scaled.rules.own import rebalanced
-from lpconv.scaled.rules.table import IN_PLACE, RULES
+from lpconv.scaled.rules.table import IN_PLACE, NATIVE_RULES, RULES
 from lpconv.scaled.scales import Scale, clamped, ratio, times
 
 __all__ = ["ScaledTensor", "scaled_tensor"]
@@ -104,8 +104,8 @@ class ScaledTensor(torch.Tensor):
         """Everything but the data that decides what is compiled, for the caches of `torch.compile`."""
         scale = "dynamic" if isinstance(self._scale, Tensor) else self._scale.hex()
         a = self._numerics
-        flags = (a.unit_factors, a.fit_joins, a.headroom, a.softmax_grad, a.strict)
-        return repr((scale, self._role, a.operand, a.gradient, a.operand_scale, flags))
+        flags = (a.unit_factors, a.fit_joins, a.headroom, a.softmax_grad, a.native, a.causal, a.strict)
+        return repr((scale, self._role, a.operand, a.gradient, a.operand_scales.kinds, flags))
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -132,8 +132,9 @@ def scaled_tensor(
 ) -> ScaledTensor:
     """The tensor of value `data · scale`.
 
-    A float scale must be 0 or a power of two in [2^-126, 2^127]; 0 means "a zero of any scale" and asks for zero data.
-    A tensor scale must be 0-dim fp32 on the device of the data and is taken as it is. Raises `UsageError` otherwise.
+    A float scale must be 0 or, but for native numerics, a power of two, in [2^-126, 2^127]; 0 means "a zero of any
+    scale" and asks for zero data. A tensor scale must be 0-dim fp32 on the device of the data and is taken as it is.
+    Raises `UsageError` otherwise.
     """
     if not data.is_floating_point():
         raise UsageError(
@@ -149,7 +150,8 @@ def scaled_tensor(
             )
         return ScaledTensor(data, scale, role, numerics or Numerics())
     scale = float(scale)
-    if scale != 0 and (clamped(scale, Numerics().counts)[0] != scale or pow2_floor(scale) != scale):
+    is_native = numerics is not None and numerics.native
+    if scale != 0 and (clamped(scale, Numerics().counts)[0] != scale or not (is_native or pow2_floor(scale) == scale)):
         raise UsageError(
             f"a static scale is 0 or a power of two in [2^-126, 2^127], not {scale}",
             hint="use lpconv.formats.scale.pow2_floor, and put the rest into the data",
@@ -167,7 +169,7 @@ def _to_pair(x: Any, found: list[ScaledTensor]) -> Any:
 
 
 def _run(call: Call, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    rule = RULES.get(call.op)
+    rule = (NATIVE_RULES if call.numerics.native else RULES).get(call.op)
     result = NotImplemented if rule is None else rule(call, *args, **kwargs)
     return _on_values(call, args, kwargs) if result is NotImplemented else result
 

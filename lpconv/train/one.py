@@ -1,5 +1,6 @@
 """One training run: a seed, an arithmetic, and the data that all runs of a job share."""
 
+import dataclasses
 import math
 import shutil
 from collections.abc import Callable, Iterator
@@ -17,25 +18,26 @@ from lpconv.models.opening import Opened, model_errors, open_to_train
 from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import Task
 from lpconv.progress import Progress
-from lpconv.results import EvaluationRecord, PeakMemory, RunRecord, UpdateQuality, from_json
+from lpconv.results import EvaluationRecord, PeakMemory, RunRecord, Series, UpdateQuality, from_json
 from lpconv.scaled import apply_factors, calibrate, fallbacks, saved_bytes, scaled, scaling_of
 from lpconv.train.allot import NUM_COPIES, PROBE_BATCHES, LossWatch, loss_allocation
 from lpconv.train.callbacks import Recorder, Timetable
 from lpconv.train.checkpoints import last_checkpoint, step_of
 from lpconv.train.clock import Clock
+from lpconv.train.exact import computes_in_fp32, in_fp32, renamed
 from lpconv.train.examples import Collator, Examples, Stream
 from lpconv.train.folder import Metrics, median_step_time
 from lpconv.train.memory import StepMemory, check_room, explained, weight_bytes
 from lpconv.train.options import FinetuneOptions
-from lpconv.train.prepare import Prepared, prepare
+from lpconv.train.prepare import Prepared, operand_scale_of, prepare
 from lpconv.train.processes import backend, num_processes
 from lpconv.train.recipes import Arithmetic
 from lpconv.train.trainer import DivergedError, LowPrecisionTrainer, predicted
 from lpconv.train.watch import Watch, rate_of, tracked_records
 
-__all__ = ["CALIBRATION_BATCHES", "Finished", "TrainingJob", "Work", "train_one"]
+__all__ = ["MEASURED_BATCHES", "Finished", "TrainingJob", "Work", "first_batches", "open_start", "train_one"]
 
-CALIBRATION_BATCHES = 4
+MEASURED_BATCHES = 4  # by --calibrate and --critical auto
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +124,7 @@ def train_one(job: TrainingJob, work: Work, progress: Progress) -> Finished:
         checkpoint = last_checkpoint(work.folder)
         arguments = _arguments(job.options, work, is_resumed=checkpoint is not None)
         with clock.spending("opening the model"):
-            opened = _open(job, work)
+            opened = open_start(job, work.seed)
         model = opened.model
         with clock.spending("estimating memory"):
             needed = _check_memory(job, work, model)
@@ -136,7 +138,9 @@ def train_one(job: TrainingJob, work: Work, progress: Progress) -> Finished:
             prepared.model.compile()
         done = step_of(checkpoint) if checkpoint else 0
         metrics = Metrics(work.metrics if arguments.process_index == 0 else None, step=done)
-        rate = rate_of(model, job.options.arithmetic, work.log2_scale)
+        arithmetic = job.options.arithmetic
+        scale = operand_scale_of(arithmetic, job.options) if arithmetic.is_scaled_fp8 else "static"
+        rate = rate_of(model, arithmetic, work.log2_scale, operand_scale=scale)
         watch = Watch(model, work.track_every, rate)
         memory = None if job.options.compile else StepMemory(model)
         loss_watch = _loss_watch(job, work, prepared.model) if work.lca else None
@@ -169,7 +173,22 @@ def train_one(job: TrainingJob, work: Work, progress: Progress) -> Finished:
                 memory.stop()
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     record = _record(work, metrics, watch, trainer)
+    with quiet_transformers(), clock.spending("evaluating in fp32"):
+        exact = _in_fp32(job, work, prepared, optimizer, record)
+    record = dataclasses.replace(record, evaluations=(*record.evaluations, *exact))
     return Finished(record=record, prepared=prepared, optimizer=optimizer, missing=opened.missing, rows=metrics.rows)
+
+
+def _in_fp32(
+    job: TrainingJob, work: Work, prepared: Prepared, optimizer: torch.optim.Optimizer, record: RunRecord
+) -> tuple[Series, ...]:
+    """The held-out figures of the trained weights in fp32."""
+    if computes_in_fp32(work.arithmetic):
+        return renamed(record.evaluations)
+    device = prepared.model.device
+    batches = first_batches(job, job.stream(work.seed, held_out=True), job.options.eval_batches, device)
+    model, values = open_start(job, work.seed).model.to(device), prepared.values(optimizer)
+    return in_fp32(model, values, batches, step=job.options.steps, accuracy=bool(job.num_labels))
 
 
 def _arguments(options: FinetuneOptions, work: Work, *, is_resumed: bool) -> TrainingArguments:
@@ -230,25 +249,25 @@ def _check_memory(job: TrainingJob, work: Work, model: Any) -> dict[str, int]:
 
 
 def _loss_watch(job: TrainingJob, work: Work, model: Any) -> LossWatch:
-    batches = _batches(job, job.stream(work.seed, held_out=True), PROBE_BATCHES, model.device)
-    return LossWatch(model, _open(job, work).model.to(model.device), batches)
+    batches = first_batches(job, job.stream(work.seed, held_out=True), PROBE_BATCHES, model.device)
+    return LossWatch(model, open_start(job, work.seed).model.to(model.device), batches)
 
 
 def _calibrate(job: TrainingJob, work: Work, model: Any) -> None:
     """Fix scales measured on the run's first batches: in fp32, where nothing overflows and nothing vanishes."""
-    batches = _batches(job, job.stream(work.seed, held_out=False), CALIBRATION_BATCHES, model.device)
-    apply_factors(model, calibrate(scaled(_open(job, work).model.to(model.device), method="unit"), batches))
+    batches = first_batches(job, job.stream(work.seed, held_out=False), MEASURED_BATCHES, model.device)
+    apply_factors(model, calibrate(scaled(open_start(job, work.seed).model.to(model.device), method="unit"), batches))
 
 
-def _open(job: TrainingJob, work: Work) -> Opened:
-    """The model that the run starts from, in fp32."""
-    opened = open_to_train(job.task, job.directory, seed=work.seed, num_labels=job.num_labels)
+def open_start(job: TrainingJob, seed: int) -> Opened:
+    """The model that a run starts from, in fp32."""
+    opened = open_to_train(job.task, job.directory, seed=seed, num_labels=job.num_labels)
     if opened.model.config.pad_token_id is None:
         opened.model.config.pad_token_id = job.pad_id
     return opened
 
 
-def _batches(job: TrainingJob, stream: Stream, count: int, device: torch.device) -> list[dict[str, Any]]:
+def first_batches(job: TrainingJob, stream: Stream, count: int, device: torch.device) -> list[dict[str, Any]]:
     """The first batches of a stream, at most `count`."""
     size, collate = job.options.batch_size, Collator(pad_id=job.pad_id)
     starts = range(0, min(len(stream), count * size), size)

@@ -8,6 +8,7 @@ from typing import Annotated
 
 from lpconv.errors import UsageError
 from lpconv.options import Force, Group, Option, Resume, Revision, check, size_option
+from lpconv.scaled.choices import OPERAND_SCALES
 from lpconv.train.recipes import (
     LOSS_SCALES,
     PRECISIONS,
@@ -52,7 +53,7 @@ class ArithmeticOptions:
     recipe: Annotated[
         str | None,
         _how(
-            "Named arithmetic (--list-recipes explains them); the next six options replace its parts",
+            "Named arithmetic (--list-recipes explains them); the next seven options replace its parts",
             default="unit-fp8",
             choices=RECIPES,
         ),
@@ -87,6 +88,15 @@ class ArithmeticOptions:
         str | None,
         _how("Smallest loss scale from each step on, such as 0:1,40000:8192", default="none", metavar="STEP:SCALE,…"),
     ] = None
+    operand_scale: Annotated[
+        str | None,
+        _how(
+            f"Scale that operands of scaled fp8 products are cast at, of {', '.join(OPERAND_SCALES)}, or by product, "
+            "such as row,grad_weight=carrier",
+            default="the recipe's, or static with --calibrate",
+            metavar="KIND",
+        ),
+    ] = None
 
 
 def _arithmetic(asked: ArithmeticOptions) -> Arithmetic:
@@ -101,11 +111,12 @@ class FinetuneOptions:
     critical: Annotated[
         tuple[str, ...],
         _how(
-            "Pattern of modules that keep 16-bit products in scaled fp8, such as '*.down_proj'",
-            default="none",
+            "Pattern of modules that keep 16-bit products in scaled fp8, such as '*.down_proj'; auto for those whose "
+            "inputs are measured to need it, up to 10 % of the work, or none",
+            default="auto",
             metavar="PATTERN",
         ),
-    ] = ()
+    ] = ("auto",)
     calibrate: Annotated[
         bool, _how("Measure the static scales of method unit on the first batches", default="from theory")
     ] = False
@@ -155,7 +166,9 @@ class FinetuneOptions:
     seeds: Annotated[int, _check("Number of seeds, whose spread is the noise", least=1)] = 1
     eval_every: Annotated[
         int | None,
-        _check("Number of steps between evaluations; 0 for the last only", default="a quarter of all", least=0),
+        _check(
+            "Number of steps between evaluations; 0 for the last only", default="a quarter of all, at least 10", least=0
+        ),
     ] = None
     eval_batches: Annotated[int, _check("Largest number of batches in an evaluation", least=1)] = 16
     track_every: Annotated[
@@ -178,6 +191,11 @@ class FinetuneOptions:
     resume: Resume = False
     force: Force = False
 
+    @property
+    def critical_patterns(self) -> tuple[str, ...]:
+        """The patterns of `critical` that name modules."""
+        return tuple(p for p in self.critical if p not in ("auto", "none"))
+
     def every(self, what: str) -> int:
         """The interval of "eval" or "track" in steps; 0 is never."""
         asked: int | None = getattr(self, f"{what}_every")
@@ -186,7 +204,7 @@ class FinetuneOptions:
 
 
 _NOTHING_TO_CALIBRATE = {"none": "it has no static scales", "scalify": "its scales are reset by data while it trains"}
-_INTERVALS = {"eval": (4, 1), "track": (10, 5)}  # a part of the steps, but at least so many
+_INTERVALS = {"eval": (4, 10), "track": (10, 5)}  # a part of the steps, but at least so many
 
 
 def check_options(options: FinetuneOptions) -> None:
@@ -197,7 +215,7 @@ def check_options(options: FinetuneOptions) -> None:
             f"--calibrate with recipe `{options.arithmetic.name}`: {_NOTHING_TO_CALIBRATE[options.arithmetic.method]}",
             hint="leave --calibrate out, or choose --method unit",
         )
-    if options.critical and not (options.arithmetic.is_scaled and options.arithmetic.precision == "fp8"):
+    if options.critical not in ((), ("auto",)) and not options.arithmetic.is_scaled_fp8:
         raise UsageError(
             f"--critical with recipe `{options.arithmetic.name}`: it has no scaled fp8 products to leave out",
             hint="leave --critical out, or choose a recipe such as unit-fp8",

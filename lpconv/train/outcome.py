@@ -48,7 +48,9 @@ def gaps(runs: Sequence[RunRecord]) -> tuple[GapRecord, ...]:
     """One record per held-out metric, from the last evaluation of every run that has a twin of its seed."""
     twins = {r.seed: r for r in runs if r.role == "twin"}
     pairs = [(r, twins[r.seed]) for r in runs if r.role == "run" and r.seed in twins]
-    return tuple(_gap(s.name, pairs) for s in (pairs[0][0].evaluations if pairs else ()) if s.values)
+    metrics = [s.name for s in pairs[0][0].evaluations if s.values] if pairs else []
+    named = [{s.name for s in r.evaluations if s.values} for pair in pairs for r in pair]
+    return tuple(_gap(metric, pairs) for metric in metrics if all(metric in names for names in named))
 
 
 def _gap(metric: str, pairs: Sequence[tuple[RunRecord, RunRecord]]) -> GapRecord:
@@ -118,7 +120,7 @@ def held_out_records(
 
 def gap_error(pairs: Sequence[tuple[RunRecord, RunRecord]], metric: str) -> float | None:
     """The standard error of the mean gap of (run, twin), from the held-out batches that both saw; None without them."""
-    if not all(run.held_out and twin.held_out for run, twin in pairs):
+    if metric not in _FIGURES or not all(run.held_out and twin.held_out for run, twin in pairs):
         return None
     figures = _FIGURES[metric]
     ends = [(run.held_out[-1], twin.held_out[-1]) for run, twin in pairs]

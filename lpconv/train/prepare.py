@@ -17,7 +17,7 @@ from lpconv.scaled.places import heads
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.recipes import Arithmetic
 
-__all__ = ["Prepared", "ScaledLowPrecisionAdamW", "prepare"]
+__all__ = ["Prepared", "ScaledLowPrecisionAdamW", "operand_scale_of", "prepare"]
 
 
 class ScaledLowPrecisionAdamW(LowPrecisionAdamW):
@@ -138,13 +138,25 @@ def _scaled(model: Any, arithmetic: Arithmetic, settings: dict[str, Any], option
     has_fp16_state = arithmetic.optimizer == "fp16-state"
     places = ("layernorm_grad", "weight_grad") if arithmetic.method == "scalify" and has_fp16_state else None
     scaled(
-        model, method=arithmetic.method, compute=arithmetic.precision, rescale=places, critical=options.critical,
-        operand_scale="static" if options.calibrate else "tensor",
+        model, method=arithmetic.method, compute=arithmetic.precision, rescale=places,
+        critical=options.critical_patterns, operand_scale=operand_scale_of(arithmetic, options),
     )  # fmt: skip
     if arithmetic.variant is not None:
         return Prepared(model=model, make_optimizer=lambda: ScaledLowPrecisionAdamW(model, start, **settings))
     state_dtype = torch.float16 if has_fp16_state else torch.float32
-    return Prepared(model=model, make_optimizer=lambda: AdamW(model.parameters(), **settings, state_dtype=state_dtype))
+
+    def make() -> AdamW:
+        values = {} if arithmetic.precision == "fp32" else {p: start[n] for n, p in model.named_parameters()}
+        start.clear()
+        return AdamW(model.parameters(), **settings, state_dtype=state_dtype, start=values)
+
+    return Prepared(model=model, make_optimizer=make)
+
+
+def operand_scale_of(arithmetic: Arithmetic, options: FinetuneOptions) -> str:
+    """That of the arithmetic; calibrated scales are made to be cast at, unless another kind is named."""
+    is_usual = arithmetic.operand_scale == Arithmetic.operand_scale
+    return "static" if options.calibrate and is_usual else arithmetic.operand_scale
 
 
 def _kept_in_bf16(model: Any, settings: dict[str, Any]) -> Callable[[], torch.optim.Optimizer]:

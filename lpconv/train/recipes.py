@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from lpconv.errors import UsageError
 from lpconv.lookup import find
+from lpconv.scaled.choices import operand_scales
 
 __all__ = [
     "LOSS_SCALES",
@@ -76,13 +77,17 @@ TRAINING_OPTIMIZERS: dict[str, OptimizerChoice] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Arithmetic:
-    """A combination that `arithmetic` found possible. `loss_scale` is a name of `LOSS_SCALES` or a number as text."""
+    """A combination that `arithmetic` found possible. `loss_scale` is a name of `LOSS_SCALES` or a number as text.
+
+    `operand_scale` says at which scales scaled fp8 casts operands, as `lpconv.scaled.choices.operand_scales` reads it.
+    """
 
     precision: str = "bf16"
     method: str = "none"
     optimizer: str = "adamw"
     loss_scale: str = "none"
     loss_scale_floor: str | None = None
+    operand_scale: str = "tensor"
 
     @property
     def variant(self) -> str | None:
@@ -95,10 +100,18 @@ class Arithmetic:
         return self.method != "none"
 
     @property
+    def is_scaled_fp8(self) -> bool:
+        """Whether operands are cast at scales of their own."""
+        return self.is_scaled and self.precision == "fp8"
+
+    @property
     def name(self) -> str:
         """The combination in a few words, for titles."""
         named = next((n for n, r in RECIPES.items() if r.arithmetic == self), None)
         parts = (self.precision, self.method, self.optimizer, self.loss_scale)
+        usual = dataclasses.replace(self, operand_scale=Arithmetic.operand_scale)
+        if named is None and usual != self:
+            return f"{usual.name} {self.operand_scale}"
         return named or " ".join(p for p in parts if p != "none")
 
 
@@ -166,6 +179,7 @@ def arithmetic(
     rounding: str | None = None,
     loss_scale: str | None = None,
     loss_scale_floor: str | None = None,
+    operand_scale: str | None = None,
 ) -> Arithmetic:
     """The combination asked for: a recipe, or parts, or a recipe with parts replaced; without any, the recipe unit-fp8.
 
@@ -178,9 +192,10 @@ def arithmetic(
         "optimizer": optimizer,
         "loss_scale": loss_scale,
         "loss_scale_floor": loss_scale_floor,
+        "operand_scale": None if operand_scale is None else str(operand_scales(operand_scale)),
     }
     given = {k: v for k, v in named.items() if v is not None}
-    if recipe is None and not given and rounding is None:
+    if recipe is None and given.keys() <= {"operand_scale"} and rounding is None:
         recipe = "unit-fp8"
     base = find("recipe", recipe, RECIPES).arithmetic if recipe is not None else Arithmetic()
     found = dataclasses.replace(base, **given)
@@ -192,6 +207,12 @@ def arithmetic(
     found = _rounded(found, rounding)
     _check_loss_scale(found)
     _check_optimizer(found)
+    if operand_scale is not None and not found.is_scaled_fp8:
+        usual = dataclasses.replace(found, operand_scale=Arithmetic.operand_scale)
+        raise UsageError(
+            f"`{usual.name}` casts no operands at scales of their own",
+            hint="--operand-scale goes with recipes such as unit-fp8",
+        )
     return found
 
 

@@ -20,18 +20,20 @@ from lpconv.models.opening import read_config
 from lpconv.models.tasks import find_task
 from lpconv.models.tokenizer import read_tokenizer, special_tokens
 from lpconv.progress import Progress, Silent
+from lpconv.report.finetune.card import finetune_card
 from lpconv.report.finetune.html import html_finetune
-from lpconv.report.finetune.words import finetune_card, nothing_learned
+from lpconv.report.finetune.words import nothing_learned
 from lpconv.report.numbers import plural
 from lpconv.results import FinetuneResult, RunRecord, json_text, to_json
 from lpconv.train.baseline import baselines
 from lpconv.train.checks import check_run
 from lpconv.train.clock import Clock
+from lpconv.train.critical import critical_facts, with_critical
 from lpconv.train.data import read_rows
 from lpconv.train.examples import classification, packed, sequence_pairs
 from lpconv.train.folder import REPORT, begin_folder, read_finished, remove_checkpoints, run_folder, write_finished
 from lpconv.train.memory import check_room, weight_bytes
-from lpconv.train.one import CALIBRATION_BATCHES, TrainingJob, Work, train_one
+from lpconv.train.one import MEASURED_BATCHES, TrainingJob, Work, train_one
 from lpconv.train.options import FinetuneOptions, check_options
 from lpconv.train.outcome import gaps, held_out_records, parse_gates
 from lpconv.train.processes import is_main_process, num_processes, wait_for_all
@@ -63,6 +65,8 @@ def finetune(
     if is_main:
         begin_folder(output, model, options)
     wait_for_all()
+    with clock.spending("measuring inputs"):
+        job, chosen = with_critical(job)
     runs, missing = _train_all(job, output, told, is_main, clock)
     wait_for_all()
     guess = baselines(job.targets(), job.stream(0, held_out=True), num_targets=job.num_targets)
@@ -72,7 +76,7 @@ def finetune(
         recipe=options.arithmetic.name,
         twin=None if options.twin == "none" else _twin_of(options).name,
         task=job.task.name,
-        facts=_facts(job, source.resolved),
+        facts=_facts(job, source.resolved) | critical_facts(job.options.critical, chosen),
         runs=runs,
         gaps=gaps(runs),
         seconds=time.perf_counter() - started,
@@ -223,8 +227,7 @@ def _facts(job: TrainingJob, resolved: str) -> dict[str, str]:
         "Optimizer": f"AdamW ({o.arithmetic.optimizer}), lr {o.lr:g} {o.schedule}, {o.warmup:.0%} warm-up, "
         f"beta2 {o.beta2:g}, weight decay {o.weight_decay:g}, clip {o.clip:g}".replace("%", " %"),
         "Seeds": ", ".join(str(s) for s in range(o.seed, o.seed + o.seeds)),
-        **({"Scales": f"measured on the first {CALIBRATION_BATCHES} batches"} if o.calibrate else {}),
-        **({"16-bit products": ", ".join(o.critical)} if o.critical else {}),
+        **({"Scales": f"measured on the first {MEASURED_BATCHES} batches"} if o.calibrate else {}),
     }
 
 
@@ -240,5 +243,6 @@ def _warnings(job: TrainingJob, runs: Sequence[RunRecord], missing: Sequence[str
     for run in runs:
         for name, count in run.fallbacks.items():
             counted[name] = counted.get(name, 0) + count
-    found += [f"{name}: {count} times in all runs" for name, count in sorted(counted.items())]
+    cure = "; no operand saturates with --operand-scale tensor" if any("saturated in" in n for n in counted) else ""
+    found += [f"{name}: {count} times in all runs{cure}" for name, count in sorted(counted.items())]
     return tuple(found)

@@ -4,6 +4,7 @@ Values are counted before they are cast to fp8, so an fp8 run is watched itself.
 when they can be seen; there the twin is watched, whose values are those that the 16-bit format was given.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -13,10 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from lpconv.layers import linears
+from lpconv.probe.advice import own_scale
 from lpconv.probe.record import GRADIENT_ROLES, ProbedTensor
 from lpconv.probe.track import Tracker, track
 from lpconv.results import TrackedRecord, from_json, to_json
-from lpconv.scaled import ScaledTensor
+from lpconv.scaled import ScaledTensor, operand_scales
+from lpconv.scaled.pair import Role
 from lpconv.scaled.places import heads
 from lpconv.train.recipes import Arithmetic
 
@@ -84,10 +87,16 @@ def watches_twin(arithmetic: Arithmetic) -> bool:
     return arithmetic.precision in ("fp16", "bf16") and not arithmetic.is_scaled and arithmetic.loss_scale != "adaptive"
 
 
-def rate_of(model: nn.Module, arithmetic: Arithmetic, log2_scale: Callable[[int], int]) -> Rate:
-    """What the formats of `arithmetic` do to a step's tensors, gradients multiplied by 2^log2_scale(step)."""
-    forward, backward = _formats(arithmetic)
+def rate_of(
+    model: nn.Module, arithmetic: Arithmetic, log2_scale: Callable[[int], int], *, operand_scale: str = "static"
+) -> Rate:
+    """What the formats of `arithmetic` do to a step's tensors, gradients multiplied by 2^log2_scale(step).
+
+    Operands of scaled fp8 are brought to the scale that they are cast at, or the power of two next to it; for rows
+    that is the tensor's, which loses more.
+    """
     layers = _cast_layers(model) if arithmetic.precision == "fp8" else None
+    scales = operand_scales(operand_scale)
 
     def rate(step: int, tensors: Iterable[ProbedTensor]) -> list[dict[str, Any]]:
         found = []
@@ -95,16 +104,29 @@ def rate_of(model: nn.Module, arithmetic: Arithmetic, log2_scale: Callable[[int]
             if layers is not None and (t.layer not in layers or t.role not in _OPERANDS):
                 continue
             is_gradient = t.role in GRADIENT_ROLES
-            name = backward if is_gradient else forward
-            r = t.exponents.rates(name, log2_scale=log2_scale(step) if is_gradient else 0)
+            kind = scales.grad_input if is_gradient else scales.output
+            if kind == "carrier":
+                continue
+            name = _format(arithmetic, is_gradient, kind)
+            log2 = _log2_operand_scale(t, name, kind) + (log2_scale(step) if is_gradient else 0)
+            r = t.exponents.rates(name, log2_scale=log2)
             found.append(
                 TrackedRecord(
-                    step=step, layer=t.layer, role=t.role, format=name, underflow=r.underflow, overflow=r.overflow
+                    step=step, layer=t.layer, role=t.role, format=name, underflow=r.underflow, overflow=r.overflow,
+                    sqnr_db=r.sqnr_db if math.isfinite(r.sqnr_db) else None, flushed_energy=r.flushed_energy,
+                    clipped_energy=r.clipped_energy,
                 )
-            )
+            )  # fmt: skip
         return [to_json(r) for r in found]
 
     return rate
+
+
+def _log2_operand_scale(tensor: ProbedTensor, format: str, kind: str) -> int:
+    """log2 of what multiplies an operand before the cast."""
+    if kind == "static" or not tensor.exponents.num_nonzero:
+        return 0
+    return -tensor.exponents.log2_rms if kind == "l2" else own_scale(tensor, format)
 
 
 def tracked_records(rows: Iterable[dict[str, Any]]) -> tuple[TrackedRecord, ...]:
@@ -112,17 +134,18 @@ def tracked_records(rows: Iterable[dict[str, Any]]) -> tuple[TrackedRecord, ...]
     return tuple(from_json(TrackedRecord, r) for row in rows for r in row.get("tracked", ()))
 
 
-def _formats(arithmetic: Arithmetic) -> tuple[str, str]:
-    """Of matmul operands, and of the gradients among them."""
-    if arithmetic.precision == "fp8":
-        return ("e4m3fn", "e5m2") if arithmetic.is_scaled else ("e5m2", "e5m2")
-    return arithmetic.precision, arithmetic.precision
+def _format(arithmetic: Arithmetic, is_gradient: bool, kind: str) -> str:
+    """Of a matmul operand, or of any tensor of a 16-bit run."""
+    if arithmetic.precision != "fp8":
+        return arithmetic.precision
+    return "e5m2" if not arithmetic.is_scaled or (is_gradient and kind != "row") else "e4m3fn"
 
 
 def _cast_layers(model: nn.Module) -> frozenset[str]:
     """The layers whose operands are cast to fp8."""
     exact = heads(model)
-    return frozenset(x.name for x in linears(model) if x.kind != "experts" and x.module not in exact)
+    layers = (x for x in linears(model) if x.kind != "experts" and x.module not in exact)
+    return frozenset(x.name for x in layers if getattr(x.module.weight, "role", None) is not Role.EXACT)
 
 
 def first_nonfinite(model: nn.Module, step: Callable[[], Tensor]) -> tuple[str, str] | None:

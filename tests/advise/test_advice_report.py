@@ -29,7 +29,7 @@ def test_the_recommendation_names_size_gap_and_budget() -> None:
     words = recommendation(result, result.rows[0], "infer")
     assert words == (
         "Convert with unit e4m3fn, rows: 1.00 MB instead of 4.00 MB (4.00x smaller). On 8 windows the loss on the text "
-        "rises by +0.0040 nats (+0.0020 to +0.0060), within the 0.01 nats allowed."
+        "changes by +0.0040 nats (+0.0020 to +0.0060), within the 0.01 nats allowed."
     )
 
 

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from typer.testing import CliRunner
 
 from lpconv.advise import candidates, infer, train
@@ -93,14 +92,16 @@ class Stop(Silent):
             raise KeyboardInterrupt
 
 
-def test_what_was_measured_before_an_interrupt_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_an_output_of_ours_what_was_measured_before_an_interrupt_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    convert("demo", tmp_path / "fp16", ConvertOptions(format="fp16", verify="none"))
     monkeypatch.setattr("lpconv.cli.progress._Quiet.start", Stop().start)
-    done = CliRunner().invoke(
-        app, ["advise", "demo", "--for", "infer", "--seq-len", "16", "-o", str(tmp_path / "a"), "-q"]
-    )
-    assert done.exit_code == 130
-    result = from_json(AdviceResult, json.loads((tmp_path / "a/advice.json").read_text()))
+    out = tmp_path / "a"
+    command = ["advise", str(tmp_path / "fp16"), "--for", "infer", "--seq-len", "16", "-o", str(out), "-q"]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 130, done.stderr
+    result = from_json(AdviceResult, json.loads((out / "advice.json").read_text()))
     assert result.interrupted
     assert sorted(r.status for r in result.rows) == ["measured", "pruned", "unmeasured"]
-    assert yaml.safe_load((tmp_path / "a/jobs.yaml").read_text())["jobs"]
     assert "Inference" in done.stdout

@@ -12,7 +12,7 @@ from rich.console import Console
 from lpconv.bench.roofline import verdict
 from lpconv.report.bench.html import html_bench, memory_plot, speed_plot
 from lpconv.report.bench.terminal import render_bench
-from lpconv.report.bench.text import bench_csv, bench_jsonl, bench_markdown, labels
+from lpconv.report.bench.text import bench_csv, bench_jsonl, bench_markdown, labels, notes
 from lpconv.results import BenchResult, BenchRow, from_json, to_json
 
 ROWS = (row("plain"), row("static"), row("te", status="skipped", reason="<b>not</b> installed", ratio=(1, 1, 1)))
@@ -49,6 +49,15 @@ def test_rows_without_figures_share_a_reason_and_do_not_name_the_device() -> Non
     text = console.export_text()
     assert "fp8 te; fp8 mx: too large, no room" in text
     assert re.search(r"Device +GPU", text)
+
+
+def test_random_weights_are_noted() -> None:
+    made = result(row("plain", weights="16 of 58 parameters random, else checkpoint"))
+    console = Console(width=140, file=io.StringIO(), record=True)
+    console.print(render_bench(made))
+    for text in (console.export_text(), html_bench(made)):
+        assert "llama-8b: 16 of 58 parameters random, so errors of outputs and gradients are not its own" in text
+    assert "random" not in " ".join(notes(result(row("plain", weights="checkpoint"))))
 
 
 def test_the_page_has_plots_and_no_markup_from_outside() -> None:

@@ -223,7 +223,7 @@ class TestForce:
 
 
 class TestTwoRuns:
-    @pytest.mark.parametrize("how", [{"resume": True}, {"force": True}])
+    @pytest.mark.parametrize("how", [{}, {"resume": True}, {"force": True}])
     def test_the_second_run_is_refused(self, begin: Begin, how: dict[str, bool]) -> None:
         with begin() as first:
             write_shard(first, "a")

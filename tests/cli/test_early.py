@@ -43,6 +43,8 @@ REFUSED: dict[str, tuple[int, str]] = {
     "verify /no/such": (3, "has no lpconv.json"),
     "verify taken --level hsah": (2, "unknown level `hsah`"),
     "batch none.yaml": (3, "cannot read"),
+    "report /no/such": (3, "has no report.json"),
+    "report empty": (3, "no run lies below it"),
 }
 # One process for all of them: it names the heavy libraries that are loaded after each.
 PROGRAM = """

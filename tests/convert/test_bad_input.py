@@ -53,6 +53,8 @@ class TestPickles:
         error = refusal(run, output)
         assert isinstance(error, InputError)
         assert "weights_only" in str(error.hint)
+        assert "would run `posix.mkdir`" in str(error)
+        assert "torch." not in str(error).replace(str(bin_file), ""), "its advice is how to run the code after all"
         assert not proof.exists()
         torch.load(bin_file, weights_only=False)
         assert proof.exists(), "the exploit would not have worked at all"

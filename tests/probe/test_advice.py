@@ -9,7 +9,17 @@ from lpconv.formats.blocks import cast_blocks
 from lpconv.formats.cast import cast
 from lpconv.formats.histogram import exponent_histogram_reference
 from lpconv.formats.spec import BLOCK_FORMATS
-from lpconv.probe.advice import MAX_UNDERFLOW, assess, fits, own_scale, recommend_loss_scale, sentence, table, what_if
+from lpconv.probe.advice import (
+    MAX_UNDERFLOW,
+    assess,
+    at_risk,
+    fits,
+    own_scale,
+    recommend_loss_scale,
+    sentence,
+    table,
+    what_if,
+)
 from lpconv.probe.record import ProbedTensor, ProbeResult
 
 
@@ -127,3 +137,22 @@ def test_no_gradients_no_loss_scale() -> None:
         recommend_loss_scale(result(probed("a", "weight", LARGE)), "fp16")
     with pytest.raises(UsageError):
         recommend_loss_scale(result(probed("a", "grad_input", torch.zeros(3))), "fp16")
+
+
+def test_operands_with_an_outlier_are_at_risk_and_the_cure_is_named() -> None:
+    with_outlier = normal(1.0).clone()
+    with_outlier[3] = 5000.0
+    found = at_risk(
+        result(
+            probed("a", "input", normal(1.0)),
+            probed("b", "input", with_outlier),
+            probed("b", "weight", normal(0.02)),
+            probed("b", "grad_output", normal(1e-6)),
+            probed("b", "output", with_outlier),  # read by no product as it is
+        )
+    )
+    assert len(found) == 2
+    assert found[0].startswith("input of b: its largest element is")
+    assert "--recipe unit-fp8" in found[1]
+    assert "--critical auto" in found[1]
+    assert at_risk(result(probed("a", "input", normal(1.0)))) == ()

@@ -16,7 +16,7 @@ from lpconv.report.convert.html import html_compare, html_report
 from lpconv.report.convert.words import summary
 from lpconv.report.finetune.compare import html_finetunes
 from lpconv.report.finetune.html import html_finetune
-from lpconv.report.index import RunEntry, html_index
+from lpconv.report.page import RunEntry, html_index
 from lpconv.report.plot import FormatRange
 from lpconv.report.probe.html import html_probe
 from lpconv.results import (

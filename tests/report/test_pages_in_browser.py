@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from browser import Browser, find_browser, problems
 from page_examples import example_pages
+
+from benchmarks.browser import Browser, find_browser, problems
 
 PAGES = example_pages()
 VIEWS = {"wide": (1280, False), "wide, dark": (1280, True), "phone": (390, False)}

@@ -29,6 +29,11 @@ def folder(tmp_path: Path) -> Path:
         path.write_text(json_text(record))
         if path.name == "report.json":
             (path.parent / "report.html").write_text("<p>its page</p>")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken/report.json").write_text('{"kind": "convert"}')
+    (tmp_path / "cut").mkdir()
+    (tmp_path / "cut/report.json").write_text('{"kind": "conv')
+    (tmp_path / "cut.json").write_text("{")
     (tmp_path / "notes.json").write_text('{"kind": "mine"}')
     (tmp_path / "tuned-a/runs/twin").mkdir(parents=True)
     (tmp_path / "tuned-a/runs/twin/report.json").write_text("its own")
@@ -76,7 +81,11 @@ def test_a_folder_gets_an_index_with_a_way_to_every_page(folder: Path) -> None:
     text = report(folder, "--html", index)
     for name in ("unit", "more/collage", "tuned-a", "monday.json", "tuesday.json"):
         assert name in text
-    assert "twin" not in text
+    assert re.search("^broken .*cannot", text, flags=re.MULTILINE)
+    assert re.search("^cut .*cannot", text, flags=re.MULTILINE)
+    assert "cut.json" not in text
+    assert "cannot be shown: not a ConvertResult document" in text
+    assert "tuned-a/runs" not in text
     assert "notes" not in text
     links = re.findall('href="([^#"]+)"', index.read_text())
     assert len(links) == 4 + 3  # pages of runs, and one for each kind

@@ -1,5 +1,6 @@
 """Matmul operands in fp8: nothing clips, whatever the outlier; what is not finite stays so; codes fold out exactly."""
 
+import copy
 import math
 from typing import Any
 
@@ -7,12 +8,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lpconv.errors import UsageError
 from lpconv.scaled import gradients_are_finite, scaled
-from lpconv.scaled.operands import OPERAND_SCALES, encoded, product
+from lpconv.scaled.choices import OPERAND_SCALES, operand_scales
+from lpconv.scaled.operands import encoded, product, scale_kind
 from lpconv.scaled.pair import Numerics, Role, Scaled, data_of
 from lpconv.scaled.rules import multiply
 
-DYNAMIC = [kind for kind in OPERAND_SCALES if kind != "static"]
+CASTS = [kind for kind in OPERAND_SCALES if kind != "carrier"]
+DYNAMIC = [kind for kind in CASTS if kind != "static"]
 NEVER_CLIP = ["max", "tensor", "row"]
 
 
@@ -46,7 +50,7 @@ def with_an_outlier(shape: tuple[int, ...], crest: float) -> Tensor:
 @pytest.mark.parametrize("size", [2.0**-30, 1.0, 3e4])
 def test_no_operand_clips_whatever_its_size_and_its_outlier(kind: str, dtype: torch.dtype, size: float) -> None:
     """Forward x·w, data gradient g·wᵀ, weight gradient gᵀ·x, with one activation 4,000 times the others' RMS."""
-    numerics = Numerics(operand="e4m3fn", gradient="e5m2", operand_scale=kind)
+    numerics = Numerics(operand="e4m3fn", gradient="e5m2", operand_scales=operand_scales(kind))
     x = Scaled((with_an_outlier((64, 256), 4000.0) * size).to(dtype), 1.0)
     w = Scaled(with_an_outlier((256, 128), 4.0).to(dtype), 1.0, Role.WEIGHT)
     g = Scaled(with_an_outlier((64, 128), 30.0).to(dtype), 1.0, Role.GRADIENT)
@@ -58,7 +62,7 @@ def test_no_operand_clips_whatever_its_size_and_its_outlier(kind: str, dtype: to
 
 @pytest.mark.parametrize("kind", DYNAMIC)
 def test_batched_products_and_biases_fold_the_scales_out(kind: str) -> None:
-    numerics = Numerics(operand="e4m3fn", gradient="e5m2", operand_scale=kind)
+    numerics = Numerics(operand="e4m3fn", gradient="e5m2", operand_scales=operand_scales(kind))
     a, b, bias = with_an_outlier((3, 16, 32), 20.0), with_an_outlier((3, 32, 8), 5.0) * 2.0**-9, torch.randn(3, 1, 8)
 
     found = product(numerics, Scaled(a, 1.0), Scaled(b, 1.0), alpha=4.0, bias=bias)
@@ -93,7 +97,7 @@ def test_every_product_of_a_gated_mlp_with_an_outlier(kind: str, monkeypatch: py
     assert min(found[:4]) < 1 if kind == "static" else min(found) > (25 if kind == "row" else 24), found
 
 
-@pytest.mark.parametrize("kind", OPERAND_SCALES)
+@pytest.mark.parametrize("kind", CASTS)
 @pytest.mark.parametrize("format", ["e4m3fn", "e5m2"])
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_what_is_not_finite_is_not_so_behind_the_cast(kind: str, format: str, bad: float) -> None:
@@ -103,7 +107,7 @@ def test_what_is_not_finite_is_not_so_behind_the_cast(kind: str, format: str, ba
         assert encoded(data, format, kind, axis=-1).decoded(dtype)[1, 1].isnan()
 
 
-@pytest.mark.parametrize("kind", OPERAND_SCALES)
+@pytest.mark.parametrize("kind", CASTS)
 @pytest.mark.parametrize("save_codes", [True, False])
 @pytest.mark.parametrize("where", ["activation", "gradient"])
 def test_an_overflow_reaches_the_guard(kind: str, save_codes: bool, where: str) -> None:
@@ -123,8 +127,57 @@ def test_an_overflow_reaches_the_guard(kind: str, save_codes: bool, where: str) 
     assert not gradients_are_finite(model.parameters())
 
 
-@pytest.mark.parametrize("kind", OPERAND_SCALES)
+@pytest.mark.parametrize("kind", CASTS)
 def test_zeros_and_nothing_have_codes(kind: str) -> None:
     for shape in ((2, 3), (0, 3)):
         coded = encoded(torch.zeros(shape), "e4m3fn", kind, axis=-1)
         assert torch.equal(coded.decoded(torch.float32), torch.zeros(shape))
+
+
+@pytest.mark.parametrize(
+    ("text", "kinds"),
+    [
+        ("row", ("row", "row", "row")),
+        ("grad_weight=carrier", ("tensor", "tensor", "carrier")),
+        ("row, grad-weight=carrier", ("row", "row", "carrier")),
+        ("output=row,grad_input=max,grad_weight=tensor", ("row", "max", "tensor")),
+    ],
+)
+def test_each_product_has_a_scale_of_its_own_kind(text: str, kinds: tuple[str, str, str]) -> None:
+    found = operand_scales(text)
+    assert found.kinds == kinds
+    assert operand_scales(str(found)) == found
+    numerics = Numerics(operand="e4m3fn", gradient="e5m2", operand_scales=found)
+    x, w, g = (Scaled(torch.ones(4, 4), 1.0, role) for role in (Role.ACTIVATION, Role.WEIGHT, Role.GRADIENT))
+    batched = [t.with_data(torch.ones(2, 4, 4)) for t in (x, g)]
+    assert tuple(scale_kind(numerics, a, b) for a, b in ((x, w), (g, w), (g, x))) == kinds
+    assert scale_kind(numerics, batched[0], batched[0]) == kinds[0]
+    assert scale_kind(numerics, batched[1], batched[0]) == kinds[1]  # attention's
+    assert scale_kind(numerics, x, Scaled(w.data, 1.0, Role.EXACT)) == "carrier"
+
+
+@pytest.mark.parametrize("text", ["rows", "output=rows", "weights=row", "row,=row"])
+def test_unknown_kinds_and_products_are_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="unknown"):
+        operand_scales(text)
+
+
+def test_a_backward_pass_in_16_bits_is_that_of_the_carrier() -> None:
+    """With the forward pass in the carrier too, nothing of fp8 is left, saved activations included."""
+    torch.manual_seed(0)
+    mlp, x = GatedMLP(16, 32), torch.randn(8, 16)
+
+    def gradients(kinds: str) -> list[Tensor]:
+        model = scaled(copy.deepcopy(nn.Sequential(mlp, nn.Linear(16, 8))), compute="fp8", operand_scale=kinds)
+        model(x).square().sum().backward()
+        return [p.grad.dequantize() for p in model.parameters()]  # type: ignore[union-attr]
+
+    torch.manual_seed(1)
+    plain = gradients("carrier")
+    torch.manual_seed(1)
+    forward_only = gradients("tensor,grad_input=carrier,grad_weight=carrier")
+    torch.manual_seed(1)
+    weights_only = gradients("carrier,grad_weight=tensor")
+    assert min(sqnr(a, b) for a, b in zip(forward_only, plain, strict=True)) > 20
+    assert not all(torch.equal(a, b) for a, b in zip(forward_only, plain, strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(weights_only, plain, strict=True))

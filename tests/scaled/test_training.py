@@ -19,9 +19,11 @@ from lpconv.scaled import (
     equivalent,
     from_disk,
     scaled,
+    scaled_tensor,
     to_disk,
     unscaled_state_dict,
 )
+from lpconv.scaled.pair import Role
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, steps: int) -> list[Tensor]:
@@ -167,6 +169,24 @@ def test_updates_below_half_an_ulp_need_a_master_copy_or_stochastic_rounding() -
     assert final(master=False) == 1.0
     assert final(master=False, rounding="stochastic") == pytest.approx(0.99, abs=1e-3)
     assert final(master=True) == pytest.approx(0.99, abs=4e-3)
+
+
+@pytest.mark.parametrize(
+    ("options", "is_seen"), [({}, False), ({"rounding": "stochastic"}, True), ({"start": True}, True)]
+)
+def test_updates_below_half_an_ulp_reach_the_data_at_once(options: dict[str, Any], is_seen: bool) -> None:
+    """The mean of many weights moves with their fp32 copies, unless all begin on the grid of bf16 and round to it."""
+    torch.manual_seed(0)
+    values = 1 + torch.rand(20_000)
+    weight = nn.Parameter(scaled_tensor(values.bfloat16(), 1.0, role=Role.WEIGHT))
+    start = {"start": {weight: values}} if "start" in options else options
+    optimizer = AdamW([weight], lr=1e-4, weight_decay=0, **start)
+    before = weight.dequantize().double().mean()
+    for _ in range(5):
+        weight.grad = scaled_tensor(torch.ones(20_000, dtype=torch.bfloat16), 1.0, role=Role.GRADIENT)
+        optimizer.step()
+    moved = float(before - weight.dequantize().double().mean())
+    assert moved == (pytest.approx(5e-4, abs=1e-4) if is_seen else 0)
 
 
 def test_accumulated_gradients_are_those_of_the_plain_model() -> None:

@@ -114,6 +114,30 @@ def test_critical_modules_keep_16_bit_products(tmp_path: Path) -> None:
     assert distances[2] < distances[0]
 
 
+def test_the_gap_of_weights_in_fp32_is_told_from_that_of_the_arithmetic(tmp_path: Path) -> None:
+    """A model that does not move ends where its twin does, but for what fp8 does to the evaluation."""
+    asked = options("unit-fp8", steps=1, lr=1e-9, twin="fp32", save_every=0)
+    result = finetune("demo", tmp_path / "run", asked)
+    run, twin = ({s.name: s.values[-1] for s in r.evaluations} for r in result.runs)
+    assert twin["eval_loss_fp32"] == twin["eval_loss"]
+    assert run["eval_loss_fp32"] == pytest.approx(twin["eval_loss"], rel=1e-5)
+    assert abs(run["eval_loss"] - twin["eval_loss"]) > 1e-4
+    assert {g.metric for g in result.gaps} == {"eval_loss", "eval_loss_fp32"}
+
+
+def test_a_kind_of_scale_reaches_the_products(tmp_path: Path) -> None:
+    arithmetics = [arithmetic(recipe="unit-fp8", operand_scale=kind) for kind in ("tensor", "row", "carrier")]
+    assert [a.name for a in arithmetics] == ["unit-fp8", "unit-fp8 row", "unit-fp8 carrier"]
+    losses = []
+    for a in arithmetics:
+        asked = dataclasses.replace(options("unit-fp8", steps=1), arithmetic=a)
+        losses.append(finetune("demo", tmp_path / a.operand_scale, asked).runs[0].losses.values)
+    assert len(set(losses)) == 3
+    with pytest.raises(UsageError, match="casts no operands"):
+        arithmetic(recipe="amp-bf16", operand_scale="row")
+    assert arithmetic(operand_scale="row") == arithmetics[1]
+
+
 def test_only_scaled_fp8_has_critical_modules(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--critical with recipe `collage-bf16`"):
         finetune("demo", tmp_path / "run", options("collage-bf16", critical=("*.down_proj",)))

@@ -83,7 +83,7 @@ def recommendation(result: AdviceResult, row: AdviceRow | None, purpose: str) ->
 def _convert_words(result: AdviceResult, row: AdviceRow) -> str:
     assert row.gap is not None
     change = change_text(result.source_bytes, row.size_bytes or 0)
-    what = "the loss on the text rises by" if result.metric == "loss" else "the relative error of the outputs is"
+    what = "the loss on the text changes by" if result.metric == "loss" else "the relative error of the outputs is"
     return (
         f"Convert with {row.name}: {size_text(row.size_bytes)} instead of {size_text(result.source_bytes)} ({change}). "
         f"On {plural(row.gap.count, 'window')} {what} {gap_text(row.gap, result.metric)}, within the "

@@ -1,14 +1,14 @@
 """Several benches side by side: bars of all their rows in one plot, and each row's figures in every document."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 
 from lpconv.report.bench.html import memory_plot, speed_plot
 from lpconv.report.bench.text import ratio_text
-from lpconv.report.compare import Figure
+from lpconv.report.compare import Figure, figures_of
 from lpconv.report.numbers import MISSING, listed, plural, size_text
 from lpconv.report.page import html_runs
 from lpconv.report.printable import printable, printable_record
-from lpconv.results import BenchResult, BenchRow
+from lpconv.results import BenchResult
 
 __all__ = ["bench_figures", "html_benches"]
 
@@ -23,31 +23,22 @@ def html_benches(results: Sequence[BenchResult], names: Sequence[str]) -> str:
 
 def bench_figures(results: Sequence[BenchResult]) -> tuple[Figure, ...]:
     """What each bench was, then speed-up and peak memory of every row that any of them has."""
-    facts: dict[str, Callable[[BenchResult], str]] = {
-        "model": lambda b: listed(list(dict.fromkeys(r.model for r in b.rows))),
-        "device": lambda b: listed(list(dict.fromkeys(r.device for r in b.rows if r.timing))) or MISSING,
-        "baseline": lambda b: listed(list(dict.fromkeys(r.baseline for r in b.rows))),
-        "weights": lambda b: listed(list(dict.fromkeys(r.weights for r in b.rows if r.weights))) or MISSING,
-        "measured": lambda b: plural(sum(r.status == "ok" for r in b.rows), "row"),
+    return figures_of([_figures(r) for r in results])
+
+
+def _figures(bench: BenchResult) -> dict[str, str]:
+    def all_of(values: Iterable[str]) -> str:
+        return listed(list(dict.fromkeys(v for v in values if v))) or MISSING
+
+    found = {
+        "model": all_of(r.model for r in bench.rows),
+        "device": all_of(r.device for r in bench.rows if r.timing),
+        "baseline": all_of(r.baseline for r in bench.rows),
+        "weights": all_of(r.weights for r in bench.rows),
+        "measured": plural(sum(r.status == "ok" for r in bench.rows), "row"),
     }
-    kept = [Figure(label=label, values=tuple(map(value, results))) for label, value in facts.items()]
-    labels = dict.fromkeys(_label(r) for b in results for r in b.rows)
-    for label in labels:
-        found = [next((r for r in b.rows if _label(r) == label), None) for b in results]
-        kept.append(Figure(label=f"{label}: speed-up", values=tuple(map(_speed, found))))
-        kept.append(Figure(label=f"{label}: peak memory", values=tuple(map(_peak, found))))
-    return tuple(f for f in kept if set(f.values) != {MISSING})
-
-
-def _label(row: BenchRow) -> str:
-    return f"{row.name}, {row.place}"
-
-
-def _speed(row: BenchRow | None) -> str:
-    if row is None:
-        return MISSING
-    return "baseline" if row.is_baseline else ratio_text(row.ratio) if row.status == "ok" else row.status
-
-
-def _peak(row: BenchRow | None) -> str:
-    return MISSING if row is None else size_text(row.peak_memory)
+    for r in bench.rows:
+        speed = "baseline" if r.is_baseline else ratio_text(r.ratio) if r.status == "ok" else r.status
+        found[f"{r.name}, {r.place}: speed-up"] = speed
+        found[f"{r.name}, {r.place}: peak memory"] = size_text(r.peak_memory)
+    return found

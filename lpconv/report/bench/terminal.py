@@ -14,6 +14,7 @@ from lpconv.report.bench.text import (
     gemm_text,
     labels,
     memory_text,
+    notes,
     peaks_text,
     predicted,
     processes_text,
@@ -43,7 +44,7 @@ def render_bench(result: BenchResult) -> RenderableType:
         *(part for verdict in result.verdicts for part in _verdict(verdict)),
         *_changes(result),
         *note_list("Gates", gate_lines(result.gates)),
-        *note_list("Notes", result.notes),
+        *note_list("Notes", notes(result)),
     )
 
 

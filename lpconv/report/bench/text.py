@@ -19,6 +19,7 @@ __all__ = [
     "gemm_text",
     "labels",
     "memory_text",
+    "notes",
     "peaks_text",
     "predicted",
     "processes_text",
@@ -62,6 +63,13 @@ def reasons(rows: Sequence[BenchRow]) -> list[str]:
         if r.reason:
             found.setdefault(f"{r.status}, {r.reason}", []).append(label)
     return [f"{'; '.join(names)}: {reason}" for reason, names in found.items()]
+
+
+def notes(result: BenchResult) -> tuple[str, ...]:
+    """What a reader must know, and that weights are not all the checkpoint's where that is so."""
+    partly = dict.fromkeys((r.model, r.weights.partition(",")[0]) for r in result.rows if "random, else" in r.weights)
+    drawn = (f"{model}: {words}, so errors of outputs and gradients are not its own" for model, words in partly)
+    return (*drawn, *result.notes)
 
 
 def _step_text(seconds: float) -> str:

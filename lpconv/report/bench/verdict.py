@@ -59,7 +59,7 @@ def _measured(row: BenchRow) -> str:
     elif row.ratio.high < 1:
         outcome = f"{row.name} is slower than {row.baseline}: {interval} times its speed"
     else:
-        outcome = f"{row.name} and {row.baseline} cannot be told apart in speed: {interval}"
+        outcome = f"{row.name} and {row.baseline} do not differ measurably in speed: {interval}"
     if row.numerics is None:
         return outcome + "."
     errors = f"outputs differ from fp32 by {share_text(row.numerics.output_error, 1)}"

@@ -27,7 +27,7 @@ RUN_FIGURES = frozenset({"time", "speed", "peak memory"})
 
 def figures(results: Sequence[ConvertResult]) -> tuple[Figure, ...]:
     """The figures of conversions."""
-    return figures_of(results, _FIGURES)
+    return figures_of([{label: value(r) for label, value in _FIGURES.items()} for r in results])
 
 
 def _median_sqnr(r: ConvertResult) -> float | None:

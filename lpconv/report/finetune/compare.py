@@ -6,19 +6,18 @@ from functools import partial
 from lpconv.report.charts import Bar, Line, bar_plot, line_plot
 from lpconv.report.compare import Figure, figures_of
 from lpconv.report.finetune.words import (
-    difference_text,
     figure_text,
+    gap_rows,
     main_run,
     metric_name,
     noise_text,
-    twin_run,
     verdict,
 )
 from lpconv.report.numbers import MISSING, count_text, duration_text, size_text
 from lpconv.report.page import html_runs
 from lpconv.report.plot import Plot
 from lpconv.report.printable import printable, printable_record
-from lpconv.results import FinetuneResult, GapRecord, HeldOutRecord, RunRecord, Series
+from lpconv.results import FinetuneResult, GapRecord, RunRecord, Series
 
 __all__ = ["finetune_figures", "html_finetunes"]
 
@@ -69,52 +68,24 @@ def _evaluations(run: RunRecord, metric: str) -> Series | None:
 
 def finetune_figures(results: Sequence[FinetuneResult]) -> tuple[Figure, ...]:
     """The figures of fine-tunings."""
-    return figures_of(results, _FIGURES)
+    return figures_of([_figures(r) for r in results])
 
 
-def _of_metric(metric: str) -> dict[str, Callable[[FinetuneResult], str]]:
-    name = metric_name(metric)
-
-    def held_out(read: Callable[[HeldOutRecord], float | None]) -> Callable[[FinetuneResult], str]:
-        return lambda r: next(
-            (figure_text(metric, read(h)) for h in r.held_out if h.role == "run" and h.metric == metric), MISSING
-        )
-
-    def last(role: Callable[[FinetuneResult], RunRecord | None]) -> Callable[[FinetuneResult], str]:
-        def text(r: FinetuneResult) -> str:
-            run = role(r)
-            series = _evaluations(run, metric) if run is not None else None
-            return figure_text(metric, series.values[-1]) if series is not None and series.values else MISSING
-
-        return text
-
-    def gap(read: Callable[[GapRecord], str]) -> Callable[[FinetuneResult], str]:
-        return lambda r: next((read(g) for g in r.gaps if g.metric == metric), MISSING)
-
-    return {
-        f"{name}, run": last(main_run),
-        f"{name}, twin": last(twin_run),
-        f"{name}, gap": gap(noise_text),
-        f"{name}, standard error of the gap": gap(
-            lambda g: MISSING if g.standard_error is None else difference_text(metric, g.standard_error).lstrip("+")
-        ),
-        f"{name} before training": held_out(lambda h: h.before),
-        f"{name} of the guess": held_out(lambda h: h.baseline),
+def _figures(r: FinetuneResult) -> dict[str, str]:
+    run = main_run(r)
+    found = {"model": r.name, "recipe": r.recipe, "twin": r.twin or MISSING, "task": r.task}
+    found |= {"steps": count_text(len(run.losses.steps)), "seeds": count_text(sum(x.role == "run" for x in r.runs))}
+    found |= {f"{metric_name(s.name)}, run": figure_text(s.name, s.values[-1]) for s in run.evaluations if s.values}
+    for name, of_run, of_twin, gap, error, _ in gap_rows(r):
+        found |= {f"{name}, run": of_run, f"{name}, twin": of_twin, f"{name}, gap": gap}
+        found[f"{name}, standard error of the gap"] = error
+    for h in (h for h in r.held_out if h.role == "run"):
+        found[f"{metric_name(h.metric)} before training"] = figure_text(h.metric, h.before)
+        found[f"{metric_name(h.metric)} of the guess"] = figure_text(h.metric, h.baseline)
+    return found | {
+        "steps left out": count_text(run.num_skipped),
+        "time per step": duration_text(run.step_time_s),
+        "memory of a step": size_text(run.memory.measured_bytes) if run.memory else MISSING,
+        "saved as": r.saved_as,
+        "warnings": count_text(len(r.warnings)),
     }
-
-
-_FIGURES: dict[str, Callable[[FinetuneResult], str]] = {
-    "model": lambda r: r.name,
-    "recipe": lambda r: r.recipe,
-    "twin": lambda r: r.twin or MISSING,
-    "task": lambda r: r.task,
-    "steps": lambda r: count_text(len(main_run(r).losses.steps)),
-    "seeds": lambda r: count_text(sum(run.role == "run" for run in r.runs)),
-    **_of_metric("eval_loss"),
-    **_of_metric("eval_accuracy"),
-    "steps left out": lambda r: count_text(main_run(r).num_skipped),
-    "time per step": lambda r: duration_text(main_run(r).step_time_s),
-    "memory of a step": lambda r: size_text(m.measured_bytes) if (m := main_run(r).memory) else MISSING,
-    "saved as": lambda r: r.saved_as,
-    "warnings": lambda r: count_text(len(r.warnings)),
-}

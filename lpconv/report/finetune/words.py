@@ -1,10 +1,7 @@
 """A fine-tuning in words: what the run did beside its twin, what a reader should make of it, and its model card."""
 
-import dataclasses
 import math
-from pathlib import PurePath
-
-import yaml
+from collections.abc import Iterator
 
 from lpconv.report.numbers import (
     MISSING,
@@ -16,15 +13,12 @@ from lpconv.report.numbers import (
     share_text,
     size_text,
 )
-from lpconv.report.printable import escaped, printable_record, table
 from lpconv.results import FinetuneResult, GapRecord, LossAllocation, RunRecord
 
 __all__ = [
     "HELD_OUT_COLUMNS",
     "diagnostics",
-    "difference_text",
     "figure_text",
-    "finetune_card",
     "gap_rows",
     "guess",
     "held_out_rows",
@@ -41,13 +35,19 @@ __all__ = [
     "worst_tracked",
 ]
 
-_AUTO = {
-    "mlm": "AutoModelForMaskedLM",
-    "clm": "AutoModelForCausalLM",
-    "classification": "AutoModelForSequenceClassification",
-    "seq2seq": "AutoModelForSeq2SeqLM",
+_METRICS = {
+    "eval_loss": "held-out loss",
+    "eval_accuracy": "held-out accuracy",
+    "eval_loss_fp32": "held-out loss, trained weights in fp32",
+    "eval_accuracy_fp32": "held-out accuracy, trained weights in fp32",
 }
-_METRICS = {"eval_loss": "held-out loss", "eval_accuracy": "held-out accuracy"}
+_SHARES = ("eval_accuracy", "eval_accuracy_fp32")
+# The three products of a linear layer, by the roles of what they read.
+_PRODUCTS = {
+    "output": ("input", "weight"),
+    "input gradient": ("grad_output", "weight"),
+    "weight gradient": ("grad_output", "input"),
+}
 _WORST = 5
 HELD_OUT_COLUMNS = ("Metric", "<Arithmetic", "Before", "After", "Std. error", "Guess")
 
@@ -77,20 +77,19 @@ def figure_text(metric: str, value: float | None) -> str:
     """A held-out figure: accuracy in per cent, a loss with five digits."""
     if value is None:
         return MISSING
-    return f"{100 * value:.2f} %" if metric == "eval_accuracy" else f"{value:#.5g}"
+    return f"{100 * value:.2f} %" if metric in _SHARES else f"{value:#.5g}"
 
 
-def difference_text(metric: str, value: float) -> str:
-    """A difference of two held-out figures with its sign."""
-    return f"{100 * value:+.2f} points" if metric == "eval_accuracy" else f"{value:+.2g}"
+def _difference_text(metric: str, value: float) -> str:
+    return f"{100 * value:+.2f} points" if metric in _SHARES else f"{value:+.2g}"
 
 
 def noise_text(gap: GapRecord) -> str:
     """The gap with its interval, and from seed to seed."""
-    text = difference_text(gap.metric, gap.gap)
+    text = _difference_text(gap.metric, gap.gap)
     if gap.half_width is None:
         return text
-    width = f"{100 * gap.half_width:.2f}" if gap.metric == "eval_accuracy" else f"{gap.half_width:.2g}"
+    width = f"{100 * gap.half_width:.2f}" if gap.metric in _SHARES else f"{gap.half_width:.2g}"
     return f"{text} ± {width}"
 
 
@@ -182,7 +181,8 @@ def verdict(result: FinetuneResult) -> str:
     if not result.gaps:
         ends = [f"{metric_name(s.name)} {figure_text(s.name, s.values[-1])}" for s in run.evaluations]
         return f"No twin was trained, so nothing says what precision cost. The run ended at {', '.join(ends)}."
-    g = result.gaps[-1] if result.task == "classification" else result.gaps[0]
+    by_metric = {g.metric: g for g in result.gaps}
+    g = by_metric.get("eval_accuracy", result.gaps[0])
     text = (
         f"After {plural(len(run.losses.steps), 'step')} the {metric_name(g.metric)} is {figure_text(g.metric, g.run)} "
         f"with {result.recipe} and {figure_text(g.metric, g.twin)} with {result.twin}: a gap of {noise_text(g)}."
@@ -195,10 +195,13 @@ def verdict(result: FinetuneResult) -> str:
     if result.learned("run") is False:
         text += f" {result.recipe} learned nothing where {result.twin} did ({_progress(result, 'run')})."
     if g.exceeds_noise is None:
-        return f"{text} With one seed nobody can say whether that is noise; --seeds 3 would."
-    if g.exceeds_noise:
-        return f"{text} That is beyond the noise between seeds (95 % interval)."
-    return f"{text} That is within the noise between seeds (95 % interval)."
+        text += " With one seed nobody can say whether that is noise; --seeds 3 would."
+    else:
+        text += f" That is {'beyond' if g.exceeds_noise else 'within'} the noise between seeds (95 % interval)."
+    exact = by_metric.get(f"{g.metric}_fp32")
+    if exact is not None:
+        text += f" Its trained weights, computed with in fp32, have one of {noise_text(exact)}."
+    return text
 
 
 def diagnostics(result: FinetuneResult) -> tuple[str, ...]:
@@ -275,7 +278,38 @@ def _time_spent(result: FinetuneResult) -> tuple[str, ...]:
 
 
 def worst_tracked(result: FinetuneResult) -> tuple[str, ...]:
-    """The layers and classes that lost most, in words."""
+    """The products with least signal over error, where operands were cast, or the tensors that lost most elements."""
+    products = sorted({p for run in result.runs for p in _products(run)})
+    if products:
+        worst: dict[str, str] = {}
+        for _, name, text in products:
+            worst.setdefault(name, text)
+        return tuple(worst.values())[:_WORST]
+    return _worst_tensors(result)
+
+
+def _products(run: RunRecord) -> Iterator[tuple[float, str, str]]:
+    """SQNR in dB, name and words of each product whose operands were recorded: errors of the two add up."""
+    seen = {(t.step, t.layer, t.role): t for t in run.tracked if t.format not in ("fp16", "bf16")}
+    for step, layer in sorted({key[:2] for key in seen}):
+        for words, roles in _PRODUCTS.items():
+            operands = [t for role in roles if (t := seen.get((step, layer, role))) and t.sqnr_db is not None]
+            if len(operands) == len(roles):
+                sqnr_db = -10 * math.log10(sum(10 ** (-(t.sqnr_db or 0.0) / 10) for t in operands))
+                clipped, flushed = (sum(x or 0.0 for x in part) for part in zip(
+                    *((t.clipped_energy, t.flushed_energy) for t in operands), strict=True))  # fmt: skip
+                name = f"{words} of {layer}"
+                yield (
+                    sqnr_db,
+                    name,
+                    (
+                        f"{name}: SQNR {sqnr_db:.1f} dB; of its operands' energy {share_text(clipped, 1)} clipped, "
+                        f"{share_text(flushed, 1)} flushed to zero (step {step})"
+                    ),
+                )
+
+
+def _worst_tensors(result: FinetuneResult) -> tuple[str, ...]:
     worst: dict[tuple[str, str], tuple[float, str]] = {}
     for run in result.runs:
         for t in run.tracked:
@@ -287,68 +321,3 @@ def worst_tracked(result: FinetuneResult) -> tuple[str, ...]:
             if lost > worst.get((t.layer, t.role), (0.0, ""))[0]:
                 worst[t.layer, t.role] = lost, text
     return tuple(text for _, text in sorted(worst.values(), reverse=True)[:_WORST])
-
-
-def finetune_card(result: FinetuneResult) -> str:
-    """The card as Markdown with a YAML front matter, ending in one newline."""
-    result = _public(printable_record(result))
-    sections = (
-        _front_matter(result),
-        f"# {escaped(title(result))}\n\n{escaped(verdict(result))}",
-        _how_to_open(result),
-        _gaps(result),
-        _held_out(result),
-        "## On the way\n\n" + "\n".join(f"- {escaped(line)}" for line in diagnostics(result)),
-        "## How it was run\n\n" + table(("what", "how"), [(escaped(k), escaped(v)) for k, v in result.facts.items()]),
-        _warnings(result),
-    )
-    return "\n\n".join(s for s in sections if s) + "\n"
-
-
-def _public(result: FinetuneResult) -> FinetuneResult:
-    """Without the folders of this machine: a local model goes by its name."""
-    facts = {k: PurePath(v).name if PurePath(v).is_absolute() else v for k, v in result.facts.items()}
-    name = result.name if result.card.get("base_model") == result.name else PurePath(result.name).name
-    return dataclasses.replace(result, name=name, facts=facts)
-
-
-def _front_matter(result: FinetuneResult) -> str:
-    facts: dict[str, object] = {"library_name": "transformers", **result.card}
-    if "base_model" in result.card:
-        facts["base_model_relation"] = "finetune"
-    facts["tags"] = ["lpconv", "fine-tuned", *result.recipe.split(), "low-precision"]
-    return f"---\n{yaml.safe_dump(facts, sort_keys=False, width=10_000).strip()}\n---"
-
-
-def _how_to_open(result: FinetuneResult) -> str:
-    auto = _AUTO[result.task]
-    needs = not result.saved_as.startswith(("plain", "collage"))
-    before = "import lpconv.hf  # registers the format with transformers\n" if needs else ""
-    text = (
-        f"## How to open it\n\n```python\n{before}from transformers import {auto}\n\n"
-        f'model = {auto}.from_pretrained("PATH")\n```'
-    )
-    if result.saved_as.startswith("collage"):
-        text += '\n\n`lpconv.load("PATH")` adds what bf16 rounded away, which lies under `collage/`.'
-    return text
-
-
-def _gaps(result: FinetuneResult) -> str:
-    if not result.gaps:
-        return ""
-    rows = [tuple(map(escaped, row)) for row in gap_rows(result)]
-    run, twin = escaped(result.recipe), escaped(result.twin or "")
-    head = ("metric", run, twin, "gap, 95 % interval", "standard error", "beyond noise?")
-    return f"## What precision cost\n\n{table(head, rows)}"
-
-
-def _held_out(result: FinetuneResult) -> str:
-    if not result.held_out:
-        return ""
-    rows = [tuple(map(escaped, row)) for row in held_out_rows(result)]
-    head = tuple(c.removeprefix("<").lower() for c in HELD_OUT_COLUMNS)
-    return f"## Before and after\n\n{escaped(held_out_words(result))}\n\n{table(head, rows)}"
-
-
-def _warnings(result: FinetuneResult) -> str:
-    return "## Warnings\n\n" + "\n".join(f"- {escaped(w)}" for w in result.warnings) if result.warnings else ""

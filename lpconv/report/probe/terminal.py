@@ -39,7 +39,8 @@ def render_what_if(report: ProbeReport) -> RenderableType:
 
 
 def _ending(report: ProbeReport) -> tuple[RenderableType, ...]:
-    return (*_loss_scales(report), *_fits(report), *note_list("Warnings", report.warnings))
+    at_risk = note_list("Operands at risk in fp8", report.at_risk)
+    return (*_loss_scales(report), *_fits(report), *at_risk, *note_list("Warnings", report.warnings))
 
 
 def _head(report: ProbeReport) -> tuple[RenderableType, ...]:

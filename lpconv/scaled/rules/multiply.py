@@ -36,9 +36,14 @@ aten = torch.ops.aten
 
 
 def contraction_factor(call: Call, num_terms: int) -> float:
-    """r = 2^⌊log2 √K⌋: the standard deviation of a sum of K independent unit terms, floored to a power of two."""
+    """r = 2^⌊log2 √K⌋: the standard deviation of a sum of K independent unit terms, floored to a power of two.
+
+    √K itself under native unit scaling.
+    """
     if not call.numerics.unit_factors or num_terms < 2:
         return 1.0
+    if call.numerics.native:
+        return math.sqrt(num_terms)
     return float(pow2_floor(math.sqrt(num_terms)))
 
 

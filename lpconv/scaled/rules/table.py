@@ -5,9 +5,9 @@ from typing import Any
 import torch
 
 from lpconv.scaled.pair import Rule
-from lpconv.scaled.rules import add, layout, linear, multiply, nonlinear, norm, own, plain
+from lpconv.scaled.rules import add, layout, linear, multiply, native, nonlinear, norm, own, plain
 
-__all__ = ["CLASSES", "IN_PLACE", "RULES"]
+__all__ = ["CLASSES", "IN_PLACE", "NATIVE_RULES", "RULES"]
 
 aten = torch.ops.aten
 
@@ -23,6 +23,8 @@ CLASSES: dict[str, dict[Any, Rule]] = {
 }
 
 RULES: dict[Any, Rule] = {op: rule for rules in CLASSES.values() for op, rule in rules.items()}
+
+NATIVE_RULES: dict[Any, Rule] = RULES | native.RULES
 
 # An in-place op on a scaled tensor computes as its functional twin and writes the result back.
 IN_PLACE: dict[Any, Any] = {

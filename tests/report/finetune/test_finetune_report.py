@@ -7,8 +7,9 @@ import pytest
 import yaml
 
 from lpconv.report.charts import Line, line_plot
+from lpconv.report.finetune.card import finetune_card
 from lpconv.report.finetune.html import html_finetune
-from lpconv.report.finetune.words import finetune_card, gap_rows, nothing_learned, verdict
+from lpconv.report.finetune.words import gap_rows, nothing_learned, verdict, worst_tracked
 from lpconv.results import (
     FinetuneResult,
     GapRecord,
@@ -148,3 +149,35 @@ def test_a_line_breaks_where_a_value_is_not_finite() -> None:
     assert plot.marks[0].path.count("L") == 1
     assert len({tick.label for tick in plot.y_ticks}) == len(plot.y_ticks)
     assert line_plot("x", "X", "", [Line(series=Series(name="x"), colour=0)]) is None
+
+
+def tracked(layer: str, role: str, sqnr_db: float | None, clipped: float) -> TrackedRecord:
+    return TrackedRecord(
+        step=1, layer=layer, role=role, format="e4m3fn", underflow=0.0, overflow=1e-6, sqnr_db=sqnr_db,
+        flushed_energy=0.0, clipped_energy=clipped,
+    )  # fmt: skip
+
+
+def test_products_come_worst_first_with_the_energy_that_was_clipped() -> None:
+    """Errors of two operands add up; an operand that was not recorded leaves its products out."""
+    records = (
+        tracked("a", "input", 31.0, 0.0), tracked("a", "weight", 31.0, 0.0),
+        tracked("b", "input", 0.4, 0.9), tracked("b", "weight", 31.0, 0.0), tracked("b", "grad_output", 25.0, 0.0),
+        tracked("c", "input", 10.0, 0.5),
+    )  # fmt: skip
+    found = worst_tracked(result(runs=(dataclasses.replace(run("run"), tracked=records), run("twin"))))
+    assert [line.partition(":")[0] for line in found] == [
+        "weight gradient of b", "output of b", "input gradient of b", "output of a",
+    ]  # fmt: skip
+    assert found[1] == "output of b: SQNR 0.4 dB; of its operands' energy 90 % clipped, 0 % flushed to zero (step 1)"
+    assert "SQNR 28.0 dB" in found[3]
+
+
+def test_the_gap_of_weights_in_fp32_has_a_row_and_a_sentence() -> None:
+    exact = GapRecord(metric="eval_loss_fp32", run=1.26, twin=1.25, gap=0.01)
+    both = result(gaps=(*result().gaps, exact))
+    assert [row[0] for row in gap_rows(both)] == [
+        "held-out loss", "held-out perplexity", "held-out loss, trained weights in fp32",
+    ]  # fmt: skip
+    assert verdict(both).startswith(verdict(result()))
+    assert verdict(both).endswith("Its trained weights, computed with in fp32, have one of +0.01.")

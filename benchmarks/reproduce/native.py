@@ -1,0 +1,290 @@
+"""Native unit scaling of unmodified architectures: sizes at initialisation, and training from scratch.
+
+    python benchmarks/reproduce/native.py --out benchmarks/results/native [--seeds 3] [--only sizes|training]
+
+1. Sizes: the root mean square of the data of every linear layer's output, of the gradient that reaches it and of its
+   weight's gradient, for BERT, GPT-2 and Llama of 12 layers and width 128, on random tokens; the share within [1/2, 2].
+   Beside it the same models as transformers initialises them, unit-scaled with their function kept, and the decoder of
+   the package unit-scaling.
+2. Rates: the held-out loss of plain and native fp32 over learning rates, by the paper's rule and by u-μP's, one seed.
+3. Training from scratch: fp32, native in fp32, fp16 and fp8 without a loss scale, plain fp8 with none and with the
+   best of three constant ones.
+
+The papers: Blake et al. 2023, arXiv 2303.11257; u-μP's rates: Blake et al. 2024, arXiv 2407.17465. Writes a folder for
+sizes and one for training, and figure.png. `--quick` is for trying the script.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers as hf
+import unit_scaling as uu
+from figures import panels, plot_training
+from miniature import (
+    QUICK,
+    Arm,
+    Curve,
+    Size,
+    draw,
+    observe,
+    save,
+    start_model,
+    train,
+    training_table,
+)
+from scaled_training import plain_fp8
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from lpconv.scaled import AdamW, ScaledTensor, native, native_groups, scaled
+
+WIDTH, LAYERS, VOCABULARY, HEADS, LENGTH = 128, 12, 512, 4, 64
+WITHIN = (0.5, 2.0)
+PLAIN_RATES = [2.0**e for e in (-9, -8, -7)]
+NATIVE_RATES = {"unit": [2.0**e for e in (-7, -6, -5)], "u-mup": [2.0**e for e in (-3, -2, -1)]}
+SMALL = Size(hidden=64, layers=2)
+LOSS_SCALES = (2.0**4, 2.0**8, 2.0**12)
+
+
+def architectures(attention: str) -> dict[str, Callable[[], nn.Module]]:
+    """12 layers of each architecture, without dropout."""
+    common: dict[str, Any] = {"vocab_size": VOCABULARY, "attn_implementation": attention}
+    sizes = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, **common}
+    quiet = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    gpt2 = hf.GPT2Config(n_embd=WIDTH, n_layer=LAYERS, n_head=HEADS, n_positions=LENGTH, resid_pdrop=0, embd_pdrop=0,
+                         attn_pdrop=0, bos_token_id=0, eos_token_id=0, **common)  # fmt: skip
+    return {
+        "bert": lambda: hf.BertForMaskedLM(hf.BertConfig(intermediate_size=4 * WIDTH, **sizes, **quiet)),
+        "gpt2": lambda: hf.GPT2LMHeadModel(gpt2),
+        "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(intermediate_size=8 * WIDTH // 3 // 16 * 16, **sizes)),
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """How many of `count` tensors have a size within [1/2, 2], and the smallest and largest size."""
+
+    model: str
+    method: str
+    what: str
+    seed: int
+    inside: float
+    count: int
+    least: float
+    most: float
+
+
+def _size(x: Any) -> float:
+    data = x.data_part if isinstance(x, ScaledTensor) else x
+    return float(data.detach().double().square().mean().sqrt())
+
+
+def observed(model: nn.Module, loss: Callable[[Tensor], Tensor]) -> dict[str, list[float]]:
+    """Sizes of outputs, gradients and weight gradients of the linear layers, for 8 rows of 64 random tokens."""
+    sizes: dict[str, list[float]] = {"outputs": [], "gradients": [], "weight gradients": []}
+
+    def on_output(_: nn.Module, __: Any, out: Tensor) -> None:
+        sizes["outputs"].append(_size(out))
+        out.register_hook(lambda grad: sizes["gradients"].append(_size(grad)))
+
+    for module in model.modules():
+        if isinstance(module, (nn.Linear, Conv1D)):
+            module.register_forward_hook(on_output)
+    loss(torch.randint(0, VOCABULARY, (8, LENGTH))).backward()
+    sizes["weight gradients"] = [_size(p.grad) for p in model.parameters() if p.dim() == 2 and p.grad is not None]
+    return sizes
+
+
+def shares(name: str, method: str, seed: int, model: nn.Module, loss: Callable[[Tensor], Tensor]) -> list[Share]:
+    return [
+        Share(model=name, method=method, what=what, seed=seed, count=len(found), least=min(found), most=max(found),
+              inside=sum(WITHIN[0] <= s <= WITHIN[1] for s in found) / len(found))
+        for what, found in observed(model, loss).items()
+    ]  # fmt: skip
+
+
+def own_loss(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    return lambda ids: model(input_ids=ids, labels=ids).loss
+
+
+def measure_sizes(seeds: int) -> list[Share]:
+    found: list[Share] = []
+    for seed in range(seeds):
+        for attention in ("sdpa", "eager"):
+            for kind, build in architectures(attention).items():
+                for method in ("unit", "native"):
+                    torch.manual_seed(seed)
+                    model = build()
+                    model = native(model, seed=seed) if method == "native" else scaled(model, method="unit")
+                    found += shares(f"{kind}, {attention}", method, seed, model, own_loss(model))
+        torch.manual_seed(seed)
+        decoder = uu.TransformerDecoder(WIDTH, VOCABULARY, LAYERS, HEADS, 0.0)
+        found += shares("its own decoder", "unit-scaling package", seed, decoder, decoder.loss)
+    return found
+
+
+def sizes_table(found: list[Share]) -> str:
+    lines = ["| model | method | " + " | ".join(dict.fromkeys(s.what for s in found)) + " |", "|---|---|---|---|---|"]
+    for model, method in dict.fromkeys((s.model, s.method) for s in found):
+        cells = []
+        for what in dict.fromkeys(s.what for s in found):
+            here = [s for s in found if (s.model, s.method, s.what) == (model, method, what)]
+            inside, least, most = (
+                statistics.fmean(s.inside for s in here),
+                min(s.least for s in here),
+                max(s.most for s in here),
+            )
+            cells.append(f"{inside:.0%} of {here[0].count} ({least:.2g} to {most:.2g})")
+        lines.append(f"| {model} | {method} | " + " | ".join(cells) + " |")
+    seeds = len({s.seed for s in found})
+    title = f"Share of tensors whose data has a size within [1/2, 2] (smallest to largest), {seeds} seeds"
+    return "\n".join([title, "", *lines, ""])
+
+
+def drawn(compute: str) -> Callable[[nn.Module], nn.Module]:
+    """Native scaling of a model that was built after `torch.manual_seed`: its weights follow the same seed."""
+    return lambda model: native(model, seed=torch.initial_seed(), compute=compute)
+
+
+def native_arm(name: str, compute: str, rule: str, rate: float) -> Arm:
+    """A native run whose rate is the step on Ŵ, in place of the size's own."""
+
+    def optimizer(parameters: Any, *, lr: float, **options: Any) -> AdamW:
+        return AdamW(native_groups(parameters, rate, rule=rule), **options)
+
+    return Arm(name=name, prepare=drawn(compute), optimizer=optimizer, guarded=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A training run at a rate, with the sizes of data and gradients along the model that it ended at."""
+
+    lr: float
+    curve: Curve
+    sizes: dict[str, list[float]]
+
+    @property
+    def loss(self) -> float:
+        return self.curve.held_out_loss[-1]
+
+
+class Runs:
+    """Runs by rule or arm, rate and seed, kept in a file as they end: the same command goes on where it stopped."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.done: dict[str, Run] = {}
+        if path.exists():
+            for key, run in json.loads(path.read_text(encoding="utf-8")).items():
+                self.done[key] = Run(lr=run["lr"], curve=Curve(**run["curve"]), sizes=run["sizes"])
+
+    def get(self, arm: Arm, lr: float, seed: int, size: Size) -> Run:
+        key = f"{arm.name}, rate {lr}, seed {seed}"
+        if key not in self.done:
+            curve, model = train(arm, "llama", seed, replace(size, lr=lr))
+            self.done[key] = Run(lr=lr, curve=curve, sizes=along(model, size))
+            self.path.write_text(json.dumps({k: asdict(r) for k, r in self.done.items()}), encoding="utf-8")
+        print(f"{key}: {self.done[key].loss:.4f}", file=sys.stderr, flush=True)
+        return self.done[key]
+
+
+def along(model: nn.Module, size: Size) -> dict[str, list[float]]:
+    """Sizes of the data of activations, first to last, and of the gradients that reach them."""
+    seen = observe(model, draw("llama", size))
+    return {d: [v for (_, which), v in seen.items() if which == d] for d in ("activation", "gradient")}
+
+
+PLAIN = Arm(name="fp32", prepare=lambda m: m)
+
+
+def sweep(runs: Runs, size: Size) -> dict[str, list[Run]]:
+    """One seed at each learning rate, by rule."""
+    found = {"plain": [runs.get(PLAIN, lr, 0, size) for lr in PLAIN_RATES]}
+    for rule, rates in NATIVE_RATES.items():
+        found[rule] = [runs.get(native_arm(f"native fp32 ({rule})", "fp32", rule, lr), lr, 0, size) for lr in rates]
+    return found
+
+
+def best(runs: list[Run]) -> Run:
+    return min(runs, key=lambda r: r.loss)
+
+
+def rates_table(found: dict[str, list[Run]]) -> str:
+    lines = ["| rule |" + 3 * " learning rate: loss |", "|---" * 4 + "|"]
+    for rule, runs in found.items():
+        lines.append(f"| {rule} | " + " | ".join(f"2^{math.log2(r.lr):.0f}: {r.loss:.3f}" for r in runs) + " |")
+    return "\n".join(["Held-out loss in fp32 over learning rates, Llama, seed 0", "", *lines, ""])
+
+
+def training(runs: Runs, size: Size, rates: dict[str, list[Run]]) -> list[Curve]:
+    """Every arm at the best rate of its rule, seed by seed."""
+    plain = best(rates["plain"]).lr
+    rule = min(NATIVE_RATES, key=lambda r: best(rates[r]).loss)
+    own = best(rates[rule]).lr
+    fixed = [
+        Arm(
+            name=f"plain fp8, loss scale 2^{math.log2(s):.0f}", prepare=plain_fp8, loss_scale=("constant", {"scale": s})
+        )
+        for s in LOSS_SCALES
+    ]
+    arms = [
+        (PLAIN, plain),
+        *((native_arm(f"native {c} ({rule})", c, rule, own), own) for c in ("fp32", "fp16", "fp8")),
+        (Arm(name="plain fp8, no loss scale", prepare=plain_fp8), plain),
+        (min(fixed, key=lambda arm: runs.get(arm, plain, 0, size).loss), plain),
+    ]
+    return [runs.get(arm, lr, seed, size).curve for seed in range(size.seeds) for arm, lr in arms]
+
+
+def figure(fresh: dict[str, list[float]], trained: dict[str, list[float]], curves: list[Curve], path: Path) -> None:
+    """Sizes along the graph, fresh and trained, and the curves."""
+    with panels(path, 2) as (left, right):
+        for name, sizes, style in (("fresh", fresh, "-"), ("trained", trained, "--")):
+            for direction, colour in (("activation", "C0"), ("gradient", "C1")):
+                line = [math.log2(max(v, 2.0**-40)) for v in sizes[direction]]
+                left.plot(line if direction == "activation" else line[::-1], style, color=colour,
+                          label=f"{name}: {direction}s")  # fmt: skip
+        left.axhspan(-1, 1, color="0.85")
+        left.set(title="native Llama", xlabel="module, first to last", ylabel="log2 RMS of data (grey: 1/2 to 2)")
+        plot_training(right, "llama", curves)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--only", choices=("sizes", "training"))
+    options = parser.parse_args()
+    size = replace(QUICK if options.quick else SMALL, seeds=options.seeds)
+    if options.only != "training":
+        found = measure_sizes(options.seeds)
+        write(options.out / "sizes", {"width": WIDTH, "layers": LAYERS}, {"sizes": [asdict(s) for s in found]},
+              [sizes_table(found)])  # fmt: skip
+    if options.only != "sizes":
+        options.out.mkdir(parents=True, exist_ok=True)
+        runs = Runs(options.out / "runs.json")
+        rates = sweep(runs, size)
+        curves = training(runs, size, rates)
+        tables = [rates_table(rates), training_table("Training from scratch, llama, at the best rates", curves)]
+        write(options.out / "training", asdict(size), {"runs": {k: asdict(r) for k, r in runs.done.items()}}, tables)
+        trained = best([r for rule in NATIVE_RATES for r in rates[rule]])
+        fresh = drawn("fp32")(start_model("llama", size, 0))
+        figure(along(fresh, size), trained.sizes, curves, options.out / "figure.png")
+
+
+def write(folder: Path, settings: dict[str, Any], raw: dict[str, Any], tables: list[str]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    save(folder, settings, raw, tables)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""HALP, and what it improves on: stochastic gradient methods whose weights are whole numbers of a few bits.
+
+De Sa, Leszczynski, Zhang, Marzoev, Aberger, Olukotun, Ré 2018, "High-Accuracy Low-Precision Training", arXiv
+1803.03383. A weight on a fixed grid can come no nearer to the optimum than the grid's spacing allows. HALP's *bit
+centring* keeps value = centre + spacing · offset, a full-precision centre and an offset of b bits, and at every epoch
+chooses a spacing in proportion to the gradient that is left: the optimum of a function that is strongly convex with
+modulus μ is within ‖∇f(w)‖/μ. It is the sum of scaled components that all of lpconv is about, with a shrinking scale.
+
+Gradients are computed in the dtype of the parameters; what has b bits is the state that a step writes.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lpconv.errors import UsageError
+from lpconv.formats.cast import cast
+from lpconv.formats.spec import FORMATS, Format
+
+__all__ = ["HALP", "LPSGD", "LPSVRG", "whole_numbers"]
+
+Closure = Callable[[], Any]
+"""Clears the gradients, computes those of a batch (or of all data) at the current weights, and returns the loss."""
+
+
+def whole_numbers(bits: int) -> Format:
+    """The whole numbers of `bits` bits, ±(2^(bits-1) - 1), as `int4` and `int8` are."""
+    if not 2 <= bits <= 24:
+        raise UsageError(f"a grid of {bits} bits", hint="2 to 24; the paper uses 8 and 16")
+    magnitude = bits - 2
+    return replace(
+        FORMATS["int8"],
+        name=f"int{bits}",
+        mantissa_bits=magnitude,
+        bias=1 - magnitude,
+        max_mantissa=2**magnitude - 1,
+        storage_bits=bits,
+    )
+
+
+class LPSGD(torch.optim.Optimizer):
+    """w ← Q(w - lr·g), Q stochastic rounding to `bits`-bit multiples of `spacing` that saturates (the paper's LP-SGD).
+
+    Weights are brought on the grid at the start. `seed` draws the rounding.
+    """
+
+    def __init__(self, params: Iterable[Any], *, lr: float, spacing: float, bits: int = 8, seed: int = 0) -> None:
+        if not (lr > 0 and spacing > 0 and math.isfinite(lr * spacing)):
+            raise UsageError(f"lr={lr}, spacing={spacing}", hint="both are above 0 and finite")
+        self.format, self.spacing = whole_numbers(bits), spacing
+        self.generator = torch.Generator().manual_seed(seed)
+        super().__init__(params, {"lr": lr})
+        self._start()
+
+    @torch.no_grad()
+    def _start(self) -> None:
+        for p, _ in self._parameters():
+            p.copy_(self._rounded(p))
+
+    @torch.no_grad()
+    def step(self, closure: Closure) -> Any:  # type: ignore[override]  # gradients are needed at places of its choosing
+        """One update from the batch that `closure` computes; returns its loss."""
+        loss = _evaluated(closure)
+        for p, lr in self._parameters():
+            p.copy_(self._rounded(p - lr * _gradient(p)))
+        return loss
+
+    def _parameters(self) -> list[tuple[Tensor, float]]:
+        return [(p, group["lr"]) for group in self.param_groups for p in group["params"] if p.requires_grad]
+
+    def _rounded(self, x: Tensor) -> Tensor:
+        """`x` on the grid; a spacing of 0 leaves one point."""
+        if self.spacing == 0:
+            return torch.zeros_like(x)
+        steps = cast(x / self.spacing, self.format, rounding="stochastic", generator=self.generator)
+        return steps * self.spacing
+
+
+class LPSVRG(LPSGD):
+    """Variance-reduced LP-SGD: w ← Q(w - lr·(g(w) - g(c) + ∇f(c))) around the centre c of the epoch (LP-SVRG).
+
+    Call `recentre` before the first step and at every epoch; a step takes two passes over its batch.
+    """
+
+    @torch.no_grad()
+    def recentre(self, full: Closure) -> float:
+        """Make the current weights the centre and take the gradient of all data there; returns its norm."""
+        _evaluated(full)
+        for p, _ in self._parameters():
+            self.state[p].update(centre=p.clone(), gradient=_gradient(p).clone())
+        return math.sqrt(sum(float(self.state[p]["gradient"].double().square().sum()) for p, _ in self._parameters()))
+
+    @torch.no_grad()
+    def step(self, closure: Closure) -> Any:  # type: ignore[override]  # as above
+        """One update from the batch that `closure` computes twice; returns the loss at the current weights."""
+        if any("centre" not in self.state[p] for p, _ in self._parameters()):
+            raise UsageError("no centre yet", hint="call `recentre` with the gradient of all data first")
+        loss = _evaluated(closure)
+        here = [(p.clone(), _gradient(p).clone()) for p, _ in self._parameters()]
+        for p, _ in self._parameters():
+            p.copy_(self.state[p]["centre"])
+        _evaluated(closure)
+        for (p, lr), (weight, gradient) in zip(self._parameters(), here, strict=True):
+            state = self.state[p]
+            self._move(p, weight, lr * (gradient - _gradient(p) + state["gradient"]), state)
+        return loss
+
+    def _move(self, p: Tensor, weight: Tensor, change: Tensor, state: dict[str, Any]) -> None:
+        p.copy_(self._rounded(weight - change))
+
+
+class HALP(LPSVRG):
+    """LP-SVRG with bit centring: the weight is centre + offset, and only the offset, of `bits` bits, is rounded.
+
+    `recentre` adds the offset to the centre and chooses the spacing ‖∇f(c)‖ / (μ·(2^(bits-1) - 1)), at which offsets
+    reach as far as the optimum can be. `mu` is the modulus of strong convexity, or a guess at it: too large a one cuts
+    steps short, too small a one wastes bits. A function that is not convex has none, and `mu` is a setting to search.
+    """
+
+    def __init__(self, params: Iterable[Any], *, lr: float, mu: float, bits: int = 8, seed: int = 0) -> None:
+        if not (mu > 0 and math.isfinite(mu)):
+            raise UsageError(f"mu={mu}", hint="above 0 and finite")
+        self.mu = mu
+        super().__init__(params, lr=lr, spacing=1.0, bits=bits, seed=seed)
+
+    def _start(self) -> None:
+        """The weights stay: they are the first centre."""
+
+    def recentre(self, full: Closure) -> float:
+        norm = super().recentre(full)
+        self.spacing = norm / (self.mu * self.format.max)
+        for p, _ in self._parameters():
+            self.state[p]["offset"] = torch.zeros_like(p)
+        return norm
+
+    def _move(self, p: Tensor, weight: Tensor, change: Tensor, state: dict[str, Any]) -> None:
+        state["offset"] = self._rounded(state["offset"] - change)
+        p.copy_(state["centre"] + state["offset"])
+
+
+def _evaluated(closure: Closure) -> Any:
+    with torch.enable_grad():
+        return closure()
+
+
+def _gradient(p: Tensor) -> Tensor:
+    return torch.zeros_like(p) if p.grad is None else p.grad

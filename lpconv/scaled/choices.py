@@ -1,0 +1,58 @@
+"""Which scale the operands of each product are cast at. Plain records; nothing here imports torch."""
+
+from dataclasses import dataclass
+
+from lpconv.lookup import find
+
+__all__ = ["OPERAND_SCALES", "PRODUCTS", "OperandScales", "operand_scales"]
+
+OPERAND_SCALES = {
+    "static": "none: data are cast as they are, at calibrated scales if there are any, and what is too large saturates",
+    "l2": "a power of two per tensor, from its root mean square: outliers saturate",
+    "max": "a power of two per tensor, from its largest magnitude",
+    "tensor": "one per tensor, from its largest magnitude",
+    "row": "one per row of the left operand and column of the right one, from their largest magnitudes",
+    "carrier": "no cast: the product stays in 16 bits",
+}
+PRODUCTS = ("output", "grad_input", "grad_weight")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperandScales:
+    """One of `OPERAND_SCALES` for each product of a layer: its output, its input's gradient, its weight's gradient.
+
+    The products of eager attention count as outputs, and those of their backward pass as gradients of inputs.
+    """
+
+    output: str = "tensor"
+    grad_input: str = "tensor"
+    grad_weight: str = "tensor"
+
+    def __post_init__(self) -> None:
+        for name in self.kinds:
+            find("operand scale", name, OPERAND_SCALES)
+
+    @property
+    def kinds(self) -> tuple[str, str, str]:
+        """In the order of `PRODUCTS`."""
+        return self.output, self.grad_input, self.grad_weight
+
+    def __str__(self) -> str:
+        """What `operand_scales` reads."""
+        if len(set(self.kinds)) == 1:
+            return self.output
+        return ",".join(f"{product}={kind}" for product, kind in zip(PRODUCTS, self.kinds, strict=True))
+
+
+def operand_scales(text: str) -> OperandScales:
+    """One name for all products, such as ``row``, or names by product: ``row,grad_weight=carrier``.
+
+    A product that is not named has the name that stands alone, or else the default. Raises `UsageError` for unknown
+    names.
+    """
+    parts = [part.rpartition("=") for part in text.replace(" ", "").replace("-", "_").split(",")]
+    alone = {product: kind for _, given, kind in parts if not given for product in PRODUCTS}
+    named = {product: kind for product, given, kind in parts if given}
+    for product in named:
+        find("product", product, dict.fromkeys(PRODUCTS))
+    return OperandScales(**(alone | named))

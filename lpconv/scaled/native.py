@@ -1,0 +1,54 @@
+"""Native unit scaling of any architecture: a fresh model whose numbers have unit size in both passes.
+
+Blake et al. 2023 write a model of ops that divide by their own size. Under the engine an op's size is the scale of what
+it returns, so that the model's code stays: `initialise` draws the weights that unit-scaled ops would have, and the
+method "native" of `scaled` lets scales follow theory exactly (`rules.native`).
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from lpconv.lookup import find
+from lpconv.scaled.fresh import initialise
+from lpconv.scaled.model import scaled
+from lpconv.scaled.tensor import ScaledTensor
+
+__all__ = ["LEARNING_RATES", "native", "native_groups"]
+
+LEARNING_RATES = {
+    "unit": "one step on Ŵ for all parameters (Blake et al. 2023)",
+    "u-mup": "of matrices over √K, of tables over the square root of their width (Blake et al. 2024, u-μP)",
+}
+
+
+def native(model: nn.Module, *, seed: int = 0, **options: Any) -> nn.Module:
+    """`model`, drawn anew from `seed` and scaled natively, in place; `options` are those of `scaled`.
+
+    fp8 operands are cast as they are, at no scale of their own, unless `operand_scale` says otherwise. Train with
+    ``AdamW(native_groups(model.parameters(), lr))``. Raises `UsageError` for weights that were loaded, and
+    `UnsupportedError` for a parameter or, when it is reached, an op that has no native rule.
+    """
+    initialise(model, seed=seed)
+    settings: dict[str, Any] = {"operand_scale": "static", "strict": True, **options}
+    return scaled(model, method="native", **settings)
+
+
+def native_groups(
+    parameters: Iterable[Tensor], lr: float, *, rule: str = "unit", **options: Any
+) -> list[dict[str, Any]]:
+    """Groups of natively scaled parameters for `lpconv.scaled.AdamW`; `lr` is the step on Ŵ, by a rule of
+    `LEARNING_RATES`.
+
+    `options` go to every group. Scaled AdamW steps on Ŵ with lr/σ, so a group's own rate is lr·σ.
+    """
+    find("learning-rate rule", rule, LEARNING_RATES)
+    by_rate: dict[float, list[Tensor]] = {}
+    for parameter in parameters:
+        scale = float(parameter.scale) if isinstance(parameter, ScaledTensor) else 1.0
+        rate = lr * scale
+        if rule == "u-mup" and parameter.dim() > 1:  # only tables have the scale 1, and their width is the last axis
+            rate *= scale if scale < 1 else parameter.shape[-1] ** -0.5
+        by_rate.setdefault(rate, []).append(parameter)
+    return [{"params": alike, "lr": rate, **options} for rate, alike in by_rate.items()]

@@ -1,0 +1,323 @@
+"""Native unit scaling: the rules under which every scale is the size that theory predicts at initialisation.
+
+The ordinary rules keep scales powers of two and floor each factor, and leave sizes that depend on the shape of a
+function (an activation's, attention's) in the data. Here a scale is the predicted root mean square of the value, so
+that a fresh model's data and gradients have unit size (Blake et al. 2023, table A.2; the letters α for forward and β
+for backward factors are the paper's). Values stay those of the model: data · scale is the function as before.
+
+A backward factor needs no constraint here. The paper must tie the factors of edges that are not cut-edges, or gradients
+would point elsewhere; a gradient that carries its scale is the true one whatever its factor (docs/methods/native.md).
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lpconv.errors import UnsupportedError
+from lpconv.scaled.operands import product
+from lpconv.scaled.pair import Call, Rule, Scaled, pair, value
+from lpconv.scaled.rules import layout, linear, nonlinear
+from lpconv.scaled.rules.multiply import contraction_factor
+from lpconv.scaled.scales import Scale, multiplied, ratio, times
+
+__all__ = [
+    "ACTIVATIONS",
+    "RULES",
+    "add",
+    "add_matmul",
+    "attention",
+    "attention_backward",
+    "averaged",
+    "averaged_alike",
+    "chosen",
+    "div",
+    "factored",
+    "moved",
+    "mul",
+    "nll_loss",
+    "number",
+    "power",
+    "rsqrt",
+    "rsub",
+    "softmax",
+    "softmax_backward",
+    "sqrt",
+    "sub",
+]
+
+aten = torch.ops.aten
+
+LARGEST_SCORE = 4.0  # of the predicted sizes of what enters softmax; above, it starts as good as one-hot
+MAX_GAIN = nonlinear.SOFTMAX_MAX_GAIN
+
+# 1/σ of f(z) and 1/RMS of f'(z) for z of unit normal distribution; relu, gelu, tanh and sigmoid are in table A.2.
+ACTIVATIONS: dict[str, tuple[float, float]] = {
+    "relu": (1.7129, 1.4142),
+    "leaky_relu": (1.7048, 1.4142),
+    "gelu": (1.7009, 1.4811),
+    "silu": (1.7872, 1.6233),
+    "mish": (1.5920, 1.4448),
+    "hardswish": (1.8139, 1.6701),
+    "elu": (1.2708, 1.2234),
+    "softplus": (1.9191, 1.8462),
+    "tanh": (1.5925, 1.4674),
+    "sigmoid": (4.8013, 4.7226),
+}
+
+
+def moved(x: Scaled, factor: float) -> Scaled:
+    """The same value: (d·factor, s/factor)."""
+    return Scaled(times(x.data, factor), ratio(x.scale, factor), x.role)
+
+
+def averaged(num_keys: int, is_causal: bool) -> float:
+    """The predicted size of attention's output over that of V, at scores of unit normal distribution.
+
+    A row of n keys weighs them by e^z/Σe^z, whose squares sum to E[e^2z]/(n·E[e^z]²) = e/n; the mean over the rows of a
+    causal square of S is e·(ln S)/S. At most 1. unit-scaling 0.3.5 has the same without e, for scores near zero.
+    """
+    return math.sqrt(min(1.0, math.e * (math.log(num_keys) if is_causal and num_keys > math.e else 1.0) / num_keys))
+
+
+def chosen(num_keys: int, is_causal: bool) -> float:
+    """What the gradients of Q and K are predicted to be over `averaged`: rows of fewer than e keys leave no choice."""
+    return math.sqrt(math.log(num_keys / math.e) / math.log(num_keys)) if is_causal and num_keys > 2 * math.e else 1.0
+
+
+def averaged_alike(num_keys: int, is_causal: bool) -> float:
+    """The geometric mean of `averaged`, for independent values, and 1, for values alike or scores one-hot.
+
+    What tokens have in common passes an average undiminished: biases and activations whose mean is not zero give all
+    of them some. The differences alone come back as gradients, so that theory serves those as it is.
+    """
+    return math.sqrt(averaged(num_keys, is_causal))
+
+
+def number(x: Any) -> tuple[Any, Scale]:
+    """(data, scale) as `pair` gives them, but a number is its sign and its magnitude."""
+    if isinstance(x, (Scaled, Tensor)):
+        return pair(x)
+    return (math.copysign(1.0, x), abs(float(x))) if x and math.isfinite(x) else (float(x), 1.0)
+
+
+def add(call: Call, a: Any, b: Any, *, alpha: float = 1) -> Any:
+    """(d_a·s_a/s + alpha·d_b·s_b/s, s), s = √(s_a² + s_b²): the weighted add of sizes that the model itself has.
+
+    In a residual stream s_a² grows with every branch of size s_b, which is the paper's running mean τ = s_b²/s².
+    Beside a plain tensor, such as a mask, the scale stays.
+    """
+    (data_a, scale_a), (data_b, scale_b) = number(a), number(b)
+    data_b, scale_b = data_b * math.copysign(1.0, alpha), multiplied(scale_b, abs(float(alpha)))
+    if any(isinstance(x, Tensor) and not isinstance(x, Scaled) for x in (a, b)):
+        scale = scale_a if isinstance(a, Scaled) else scale_b
+    else:
+        scale = math.hypot(_static(scale_a), _static(scale_b))
+    return Scaled(_at(data_a, ratio(scale_a, scale)) + _at(data_b, ratio(scale_b, scale)), scale or 1.0)
+
+
+def _at(data: Any, factor: Scale) -> Any:
+    return times(data, factor) if isinstance(data, Tensor) else data * factor
+
+
+def _static(scale: Scale) -> float:
+    assert isinstance(scale, float), "native scales are static"
+    return scale
+
+
+def sub(call: Call, a: Any, b: Any, *, alpha: float = 1) -> Any:
+    """As `add`, with b negated."""
+    return add(call, a, b, alpha=-alpha)
+
+
+def rsub(call: Call, a: Any, b: Any, alpha: float = 1) -> Any:
+    """b - alpha·a."""
+    return add(call, b, a, alpha=-alpha)
+
+
+def mul(call: Call, a: Any, b: Any) -> Scaled:
+    """(d_a·d_b, s_a·s_b); a number moves into the scale whole, and a plain tensor has the size of a cosine.
+
+    Plain tensors with axes that multiply scaled ones are the tables of rotary positions; x·cos + x'·sin keeps its size.
+    """
+    (data_a, scale_a), (data_b, scale_b) = (_rotating(x) for x in (a, b))
+    if isinstance(data_a, float) or isinstance(data_b, float):
+        return Scaled(
+            _at(data_b, data_a) if isinstance(data_a, float) else _at(data_a, data_b), multiplied(scale_a, scale_b)
+        )
+    return Scaled(data_a * data_b, multiplied(scale_a, scale_b))
+
+
+def _rotating(x: Any) -> tuple[Any, Scale]:
+    if isinstance(x, Tensor) and x.dim() > 1:
+        return x * math.sqrt(2), math.sqrt(0.5)
+    return number(x)
+
+
+def div(call: Call, a: Any, b: Any) -> Scaled:
+    """(d_a/d_b, s_a/s_b); a number moves into the scale whole."""
+    (data_a, scale_a), (data_b, scale_b) = number(a), number(b)
+    return Scaled(data_a / data_b, ratio(scale_a, scale_b))
+
+
+def power(call: Call, x: Any, exponent: Any) -> Any:
+    """(d^y, s^y) for every number y."""
+    if not isinstance(x, Scaled) or not isinstance(exponent, (int, float)):
+        return NotImplemented
+    return Scaled(torch.pow(x.data, exponent), _static(x.scale) ** exponent)
+
+
+def sqrt(call: Call, x: Scaled) -> Scaled:
+    """(√d, √s)."""
+    return Scaled(torch.sqrt(x.data), math.sqrt(_static(x.scale)))
+
+
+def rsqrt(call: Call, x: Scaled) -> Scaled:
+    """(1/√d, 1/√s)."""
+    return Scaled(torch.rsqrt(x.data), ratio(1.0, math.sqrt(_static(x.scale))))
+
+
+def add_matmul(call: Call, bias: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Scaled:
+    """addmm and baddbmm at the scale of the product: a bias is zero at initialisation."""
+    (data_bias, scale_bias), r = number(bias), contraction_factor(call, pair(a)[0].shape[-1])
+    scale = multiplied(multiplied(multiplied(pair(a)[1], pair(b)[1]), r), abs(float(alpha)))
+    at_scale = times(data_bias, float(beta) * float(ratio(scale_bias, scale)))
+    return Scaled(product(call.numerics, a, b, alpha=math.copysign(1 / r, alpha), bias=at_scale), scale)
+
+
+def softmax(call: Call, x: Any, dim: int, *args: Any) -> Any:
+    """(c·softmax(d·s), 1/c), c = √S over the size of what S keys average to: elements have size 1. c is at most 2^8.
+
+    Raises `UnsupportedError` for scores that are predicted to be far from unit size: attention without its 1/√d.
+    """
+    if not isinstance(x, Scaled):
+        return NotImplemented
+    if _static(x.scale) > LARGEST_SCORE:
+        raise UnsupportedError(
+            f"no native rule for {call.op} over scores of size {x.scale:.3g}: it would start one-hot",
+            hint="train this architecture with method unit; its attention leaves out the factor 1/√d",
+        )
+    out = call.op(value(x), dim, *args)
+    num_keys = out.shape[dim]
+    gain = min(math.sqrt(num_keys) / averaged(num_keys, call.numerics.causal), MAX_GAIN)
+    return Scaled(times(out, gain).to(x.data.dtype), 1 / gain)
+
+
+def softmax_backward(call: Call, grad: Any, output: Any, dim: int, dtype: torch.dtype) -> Any:
+    """(c·f(d_g, P)/`chosen`, …) with P's own gain c."""
+    out = linear.softmax(call, grad, output, dim, dtype)
+    return moved(out, 1 / chosen(pair(output)[0].shape[dim], call.numerics.causal))
+
+
+def attention(call: Call, query: Any, key: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
+    """(c·sdpa(d_q, d_k, d_v), s_v/c), c = 1/`averaged_alike`."""
+    out, *others = nonlinear.attention(call, query, key, v, *args, **kwargs)
+    return (moved(out, 1 / averaged_alike(*_keys(call, (query, key, v, *args), kwargs))), *others)
+
+
+def attention_backward(rule: Rule) -> Rule:
+    """β_v = 1/`averaged`: each gradient is a sum of as many terms, weighted alike, as the output; β_q = β_k, and of a
+    bias, are that over `chosen`.
+    """
+
+    def backward(call: Call, *args: Any, **kwargs: Any) -> Any:
+        keys = _keys(call, args, kwargs)
+        at_v, at_q = 1 / averaged(*keys), 1 / averaged(*keys) / chosen(*keys)
+        grads = rule(call, *args, **kwargs)
+        return tuple(
+            moved(g, factor) if isinstance(g, Scaled) else g
+            for g, factor in zip(grads, (at_q, at_q, at_v, at_q), strict=False)
+        )
+
+    return backward
+
+
+def _keys(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, bool]:
+    """How many keys attention averages over, and whether each query sees those before it only."""
+    named = dict(zip((a.name for a in call.op._schema.arguments), args, strict=False)) | kwargs
+    num_queries, num_keys = (pair(named[n])[0].shape[-2] for n in ("query", "key"))
+    hides = any(named.get(n) is not None for n in ("attn_mask", "attn_bias"))
+    is_causal = bool(named.get("is_causal")) or (hides and call.numerics.causal)
+    return num_keys, is_causal and num_queries == num_keys
+
+
+def factored(rule: Rule, factor: Callable[..., float]) -> Rule:
+    """`rule` with its data times `factor(args)` and its scale over it."""
+
+    def at_unit(call: Call, *args: Any, **kwargs: Any) -> Any:
+        out = rule(call, *args, **kwargs)
+        if out is NotImplemented:
+            return out
+        first, rest = (out[0], out[1:]) if isinstance(out, tuple) and not isinstance(out, Scaled) else (out, None)
+        at_one = moved(first, factor(*args))
+        return at_one if rest is None else (at_one, *rest)
+
+    return at_unit
+
+
+def _constant(factor: float) -> Callable[..., float]:
+    return lambda *args: factor
+
+
+def nll_loss(call: Call, grad: Any, logp: Any, target: Tensor, weight: Any, reduction: int, *args: Any) -> Any:
+    """(f(k·d_g), s_g/k), k = rows·V/√(V-1): the inverse size of softmax - onehot under mean reduction."""
+    log_probabilities = value(logp)
+    num_classes = log_probabilities.shape[1 if log_probabilities.dim() > 1 else 0]
+    gain = num_classes / math.sqrt(max(1, num_classes - 1)) * (max(1, target.numel()) if reduction == 1 else 1)
+    data, scale = pair(grad)
+    at_gain = times(data.to(log_probabilities.dtype), gain)
+    return Scaled(call.op(at_gain, log_probabilities, target, weight, reduction, *args), ratio(scale, gain))
+
+
+def _rows_per_use(grad: Any, ids: Any, num_weights: int, *_: Any) -> float:
+    """√(V/b) for b looked-up rows of V: a row of the table's gradient sums b/V rows on average."""
+    return math.sqrt(num_weights / max(1, ids.numel()))
+
+
+def _kept(x: Any, p: float, *_: Any) -> float:
+    """√(1-p): dropout leaves 1/√(1-p) of unit size."""
+    return math.sqrt(1 - p) if p < 1 else 1.0
+
+
+_FORWARD = {
+    **dict.fromkeys(("relu", "leaky_relu"), layout.layout),
+    **dict.fromkeys(("gelu", "silu", "mish", "hardswish", "elu"), nonlinear.activation),
+    **dict.fromkeys(("softplus", "tanh", "sigmoid"), nonlinear.unit),
+}
+_BACKWARD_OPS = {"relu": aten.threshold_backward.default}
+
+RULES: dict[Any, Rule] = {
+    **dict.fromkeys((aten.add.Tensor, aten.add.Scalar), add),
+    **dict.fromkeys((aten.sub.Tensor, aten.sub.Scalar), sub),
+    **dict.fromkeys((aten.rsub.Tensor, aten.rsub.Scalar), rsub),
+    **dict.fromkeys((aten.mul.Tensor, aten.mul.Scalar), mul),
+    **dict.fromkeys((aten.div.Tensor, aten.div.Scalar), div),
+    aten.pow.Tensor_Scalar: power,
+    aten.sqrt.default: sqrt,
+    aten.rsqrt.default: rsqrt,
+    **dict.fromkeys((aten.addmm.default, aten.baddbmm.default), add_matmul),
+    **dict.fromkeys((aten._softmax.default, aten._safe_softmax.default), softmax),
+    aten._softmax_backward_data.default: softmax_backward,
+    **{op: attention for op, rule in nonlinear.RULES.items() if rule is nonlinear.attention},
+    **{
+        op: attention_backward(rule)
+        for op, rule in linear.RULES.items()
+        if rule in (linear.attention_backward, linear.efficient_attention_backward)
+    },
+    aten.nll_loss_backward.default: nll_loss,
+    aten.nll_loss2d_backward.default: nll_loss,
+    aten.embedding_dense_backward.default: factored(linear.linear, _rows_per_use),
+    aten.native_dropout.default: factored(layout.with_indices, _kept),
+    aten.native_dropout_backward.default: factored(layout.layout, lambda grad, mask, scale: 1 / math.sqrt(scale)),
+    **{
+        getattr(aten, name).default: factored(rule, _constant(ACTIVATIONS[name][0]))
+        for name, rule in _FORWARD.items()
+    },
+    **{
+        op: factored(linear.RULES[op], _constant(ACTIVATIONS[name][1]))
+        for name in _FORWARD
+        for op in (_BACKWARD_OPS.get(name) or getattr(aten, f"{name}_backward").default,)
+    },
+}  # fmt: skip

@@ -1,0 +1,37 @@
+"""The layers that a run multiplies in 16 bits: those named, and those whose inputs are measured to need it."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from lpconv.models.quiet import quiet_transformers
+from lpconv.scaled.critical import InputRisk, critical_modules, input_risks
+from lpconv.train.one import MEASURED_BATCHES, TrainingJob, first_batches, open_start
+
+__all__ = ["critical_facts", "with_critical"]
+
+
+def with_critical(job: TrainingJob) -> tuple[TrainingJob, tuple[InputRisk, ...]]:
+    """`job` with the names of layers in the place of "auto", and what was measured of them.
+
+    The model that it starts from runs forward on the first batches of the first seed.
+    """
+    options = job.options
+    chosen: tuple[InputRisk, ...] = ()
+    if "auto" in options.critical and options.arithmetic.is_scaled_fp8:
+        with quiet_transformers():
+            model = open_start(job, options.seed).model
+            batches = first_batches(job, job.stream(options.seed, held_out=False), MEASURED_BATCHES, model.device)
+            chosen = critical_modules(input_risks(model.eval(), batches))
+    critical = tuple(dict.fromkeys((*options.critical_patterns, *(r.layer for r in chosen))))
+    return dataclasses.replace(job, options=dataclasses.replace(options, critical=critical)), chosen
+
+
+def critical_facts(patterns: Sequence[str], chosen: Sequence[InputRisk]) -> dict[str, str]:
+    """What multiplies in 16 bits, why, and what it costs; nothing where there is none."""
+    measured = {r.layer for r in chosen}
+    words = [p for p in patterns if p not in measured]
+    if chosen:
+        shown = ", ".join(f"{r.layer} (crest {r.crest:.3g})" for r in chosen)
+        share = 100 * sum(r.share for r in chosen)
+        words.append(f"{shown}: {share:.2g} % of the work of products, at up to twice the time of fp8")
+    return {"16-bit products": "; ".join(words)} if words else {}
