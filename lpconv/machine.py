@@ -21,7 +21,8 @@ _ENDLESS = 2**60  # version 1 writes the largest multiple of a page for no limit
 _KIB = 2**10
 # What the allocators of Python, torch and the C library say, and a library that found no room for its code.
 _SAID = ("can't allocate memory", "cannot allocate memory", "bad alloc", "can't start new thread", "out of memory",
-         "failed to map segment", "unable to allocate", "std::bad_alloc", "not enough memory")  # fmt: skip
+         "failed to map segment", "unable to allocate", "std::bad_alloc", "not enough memory",
+         "error return without exception set")  # fmt: skip  # CPython's, where an allocation failed in an import
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +49,9 @@ def out_of_memory(error: BaseException) -> ResourceError | None:
     named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"  # torch's, not imported here
     is_refused = named or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
     text = str(error).lower()
-    said = isinstance(error, (RuntimeError, ImportError, OSError)) and any(words in text for words in _SAID)
+    said = isinstance(error, (RuntimeError, ImportError, OSError, SystemError)) and any(
+        words in text for words in _SAID
+    )
     if not is_refused and not said:
         return None
     first = next(iter(str(error).splitlines()), "") or type(error).__name__

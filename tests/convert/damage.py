@@ -40,6 +40,12 @@ FORMS_TRIED: dict[str, dict[str, Any]] = {
     "points (int4)": {"method": "multipoint", "format": "int4", "budget_bits": 7.0},
     "points (e2m1)": {"method": "multipoint", "format": "e2m1", "budget_bits": 8.0, "points_max": 2},
     "compressed": {"method": "unit", "format": "e4m3fn", "layout": "compressed-tensors"},
+    "compressed rows": {
+        "method": "unit",
+        "format": "e4m3fn",
+        "layout": "compressed-tensors",
+        "granularity": "row",
+    },
     "pair (bf16)": {"method": "collage", "residual": "bf16"},
     "pair (exact16)": {"method": "collage", "residual": "exact16"},
     "pair (int8)": {"method": "collage", "residual": "int8"},

@@ -134,7 +134,6 @@ def test_bytes_do_not_depend_on_the_workers_or_the_blocks(tmp_path: Path) -> Non
         ({"granularity": "column"}, "unknown granularity"),
         ({"method": "collage", "granularity": "row"}, "no scale per row"),
         ({"method": "multipoint", "granularity": "row"}, "no scale per row"),
-        ({"format": "e4m3fn", "layout": "compressed-tensors", "granularity": "row"}, "no scale per row"),
     ],
 )
 def test_what_has_no_rows_is_refused(options: dict[str, Any], message: str) -> None:
