@@ -2,14 +2,14 @@
 
 import functools
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from lpconv.advise.devices import DEVICES, HERE
 from lpconv.checkpoint.contents import read_json
-from lpconv.errors import OutputExistsError, UsageError
+from lpconv.checkpoint.staging import check_replaceable
+from lpconv.errors import UsageError
 from lpconv.lookup import find
 from lpconv.options import Force, Option, Revision, check, parse_size
 from lpconv.train.options import TASKS, FinetuneOptions, check_options
@@ -141,13 +141,8 @@ def check_advise(options: AdviseOptions) -> None:
 
 
 def check_free(directory: Path, *, force: bool) -> None:
-    """Refuse a place that is taken, unless `force` is set and it holds an earlier advice. Raises OutputExistsError."""
-    if not os.path.lexists(directory) or (directory.is_dir() and not any(directory.iterdir())):
-        return
-    if not (directory / ADVICE_FILE).is_file():
-        raise OutputExistsError(f"`{directory}` exists and is no advice of ours", hint="choose another --output")
-    if not force:
-        raise OutputExistsError(f"`{directory}` exists", hint="--force replaces it, --output chooses another place")
+    """Refuse a place that is taken, unless `force` is set and it holds an earlier advice, or that cannot be written."""
+    check_replaceable(directory, ADVICE_FILE, what="advice", force=force)
 
 
 def find_advice(run: str) -> Path | None:

@@ -31,7 +31,9 @@ __all__ = [
     "check_apart",
     "check_free",
     "check_marked",
+    "check_replaceable",
     "is_output",
+    "is_unused",
     "read_marker",
 ]
 
@@ -174,6 +176,25 @@ def check_free(output: Path, *, resume: bool, force: bool) -> None:
     raise OutputExistsError(
         f"`{partial}` is left from an interrupted run", hint="--resume continues it, --force starts anew"
     )
+
+
+def is_unused(directory: Path) -> bool:
+    """Whether nothing lies at a path, or an empty directory."""
+    return not os.path.lexists(directory) or (directory.is_dir() and not any(directory.iterdir()))
+
+
+def check_replaceable(directory: Path, marker: str, *, what: str, force: bool) -> None:
+    """Refuse a place that is taken, unless `force` is set and the file `marker` says that it holds an earlier `what`.
+
+    Raises OutputExistsError, and ResourceError for a place that cannot be written.
+    """
+    check_writable(directory)
+    if is_unused(directory):
+        return
+    if not (directory / marker).is_file():
+        raise OutputExistsError(f"`{directory}` exists and is no {what} of ours", hint="choose another --output")
+    if not force:
+        raise OutputExistsError(f"`{directory}` exists", hint="--force replaces it, --output chooses another place")
 
 
 def beside(output: Path, suffix: str) -> Path:

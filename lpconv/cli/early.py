@@ -136,9 +136,10 @@ def before_restoring(path: Path, output: Path, *, force: bool) -> bool:
     from lpconv.checkpoint.staging import MARKER, check_apart, check_free, check_marked
     from lpconv.forms.foreign import check_readable
 
-    is_others = not (path / MARKER).exists() and path.is_dir() and quantized_by(read_contents(path).config) is not None
+    config = {} if (path / MARKER).exists() or not path.is_dir() else read_contents(path).config
+    is_others = quantized_by(config) is not None
     if is_others:
-        check_readable(read_contents(path).config)
+        check_readable(config)
     else:
         check_marked(path)
     check_apart(path, output)

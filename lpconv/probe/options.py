@@ -1,13 +1,11 @@
 """What a probe is asked for, and where it goes. Plain Python."""
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from lpconv.checkpoint.contents import read_json
-from lpconv.checkpoint.partfile import check_writable
-from lpconv.errors import OutputExistsError
+from lpconv.checkpoint.staging import check_replaceable
 from lpconv.options import Force, Option, Revision
 
 __all__ = ["PROBE_FILE", "ProbeOptions", "check_free", "find_probe"]
@@ -37,17 +35,8 @@ class ProbeOptions:
 
 
 def check_free(directory: Path, *, force: bool) -> None:
-    """Refuse a place that is taken, unless `force` is set and it holds an earlier probe. Raises OutputExistsError.
-
-    Raises ResourceError for one that cannot be written.
-    """
-    check_writable(directory)
-    if not os.path.lexists(directory) or (directory.is_dir() and not any(directory.iterdir())):
-        return
-    if not (directory / PROBE_FILE).is_file():
-        raise OutputExistsError(f"`{directory}` exists and is no probe of ours", hint="choose another --output")
-    if not force:
-        raise OutputExistsError(f"`{directory}` exists", hint="--force replaces it, --output chooses another place")
+    """Refuse a place that is taken, unless `force` is set and it holds an earlier probe, or that cannot be written."""
+    check_replaceable(directory, PROBE_FILE, what="probe", force=force)
 
 
 def find_probe(run: str) -> Path | None:

@@ -11,7 +11,6 @@ OUT/report.{json,html}     written last, so that a folder with them is complete
 import contextlib
 import dataclasses
 import json
-import os
 import shutil
 import statistics
 from collections.abc import Mapping
@@ -20,6 +19,7 @@ from typing import Any
 
 from lpconv.checkpoint.contents import read_json
 from lpconv.checkpoint.partfile import check_writable, read_error, write_error, write_small
+from lpconv.checkpoint.staging import is_unused
 from lpconv.errors import InputError, OutputExistsError
 from lpconv.results import RunRecord, Series, from_json, json_line, ordered_json_text, to_json
 from lpconv.train.options import FinetuneOptions
@@ -49,7 +49,7 @@ def check_folder(output: Path, model: str, options: FinetuneOptions) -> None:
     """Raises OutputExistsError for a folder that is there, unless `force` replaces one of ours or `resume` goes on
     with the same options. Raises ResourceError for one that cannot be written."""
     check_writable(output)
-    if _is_free(output):
+    if is_unused(output):
         return
     if not (output / MARKER).is_file():
         raise OutputExistsError(f"`{output}` exists and is no run of ours", hint="choose another --output")
@@ -59,15 +59,11 @@ def check_folder(output: Path, model: str, options: FinetuneOptions) -> None:
         raise OutputExistsError(f"`{output}` exists", hint="--resume goes on with it, --force starts anew")
 
 
-def _is_free(output: Path) -> bool:
-    return not os.path.lexists(output) or (output.is_dir() and not any(output.iterdir()))
-
-
 def begin_folder(output: Path, model: str, options: FinetuneOptions) -> None:
     """Make the folder, or go on in it. Raises as `check_folder` does."""
     check_folder(output, model, options)
     try:
-        if options.force and not options.resume and not _is_free(output):
+        if options.force and not options.resume and not is_unused(output):
             shutil.rmtree(output)
         output.mkdir(parents=True, exist_ok=True)
     except OSError as e:
