@@ -1,9 +1,8 @@
 """The on-disk layout of the compressed-tensors package, for e4m3fn with scales of tensors or rows: "float-quantized".
 
 Codes lie under the weight's own name and shape, with a scale [1] or [rows, 1] under `NAME_scale`, and only in `Linear`
-modules.
-Plain transformers with that package, and vLLM, open it without lpconv. The config names what is not quantised, because
-a reader takes every other `Linear` for codes. (vllm-project/compressed-tensors, `quantization/quant_config.py`.)
+modules. Plain transformers with that package, and vLLM, open it without lpconv. The config names what is not quantised,
+because a reader takes every other `Linear` for codes. (vllm-project/compressed-tensors, `quantization/quant_config.py`.)
 """
 
 from collections.abc import Iterable, Mapping

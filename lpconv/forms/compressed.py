@@ -23,19 +23,39 @@ _SCALE_DTYPES = {"F32", "F16", "BF16"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compressed(Scaled):
-    """`scale_dtype` is F32 in what lpconv writes; the package saves it again in the dtype of the model."""
+class _Layout(Scaled):
+    """What the layout asks of a form of either granularity; `has_row_scales` is what differs in its config."""
 
-    kind: ClassVar[str] = "compressed"
     quantised_by: ClassVar[str | None] = COMPRESSED_TENSORS
     holds_one_format: ClassVar[bool] = True
     axis: ClassVar[tuple[int, ...]] = ()
-
-    scale_dtype: str = "F32"
+    has_row_scales: ClassVar[bool] = False
 
     @classmethod
     def refusal(cls, shape: tuple[int, ...], format: Format, settings: Settings) -> str | None:
-        return None if format == _E4M3FN else f"the layout holds {_E4M3FN.name} codes only"
+        if format != _E4M3FN:
+            return f"the layout holds {_E4M3FN.name} codes only"
+        return super().refusal(shape, format, settings)
+
+    @classmethod
+    def configured(
+        cls,
+        config: Mapping[str, Any],
+        settings: Mapping[str, Any],
+        formats: Mapping[str, str],
+        ignored: Iterable[str] | None,
+    ) -> dict[str, Any]:
+        assert ignored is not None, "the layout names what is not quantised"
+        return {"quantization_config": quantization_config(ignored, rows=cls.has_row_scales)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compressed(_Layout):
+    """`scale_dtype` is F32 in what lpconv writes; the package saves it again in the dtype of the model."""
+
+    kind: ClassVar[str] = "compressed"
+
+    scale_dtype: str = "F32"
 
     @classmethod
     def recognise(cls, name: str, headers: Headers) -> Self | None:
@@ -50,44 +70,16 @@ class Compressed(Scaled):
         scale, codes = super().components
         return replace(scale, dtype=self.scale_dtype), codes
 
-    @classmethod
-    def configured(
-        cls,
-        config: Mapping[str, Any],
-        settings: Mapping[str, Any],
-        formats: Mapping[str, str],
-        ignored: Iterable[str] | None,
-    ) -> dict[str, Any]:
-        assert ignored is not None, "the layout names what is not quantised"
-        return {"quantization_config": quantization_config(ignored)}
-
 
 @dataclass(frozen=True, kw_only=True)
-class CompressedRows(Rows):
+class CompressedRows(_Layout, Rows):
     """FP8_DYNAMIC, as lpconv writes it; with the settings of other writers it is read as a layout of theirs."""
 
     kind: ClassVar[str] = "compressed rows"
-    quantised_by: ClassVar[str | None] = COMPRESSED_TENSORS
-    holds_one_format: ClassVar[bool] = True
-    axis: ClassVar[tuple[int, ...]] = ()
-
-    @classmethod
-    def refusal(cls, shape: tuple[int, ...], format: Format, settings: Settings) -> str | None:
-        return Compressed.refusal(shape, format, settings) or super().refusal(shape, format, settings)
+    has_row_scales: ClassVar[bool] = True
 
     @classmethod
     def recognise(cls, name: str, headers: Headers) -> Self | None:
         ignored = headers.quantization.get("ignore")
         is_ours = isinstance(ignored, list) and headers.quantization == quantization_config(ignored, rows=True)
         return super().recognise(name, headers) if is_ours and headers.root[name].dtype == "F8_E4M3" else None
-
-    @classmethod
-    def configured(
-        cls,
-        config: Mapping[str, Any],
-        settings: Mapping[str, Any],
-        formats: Mapping[str, str],
-        ignored: Iterable[str] | None,
-    ) -> dict[str, Any]:
-        assert ignored is not None, "the layout names what is not quantised"
-        return {"quantization_config": quantization_config(ignored, rows=True)}
