@@ -2,7 +2,8 @@
 
 Codes lie under the weight's own name and shape, with a scale [1] or [rows, 1] under `NAME_scale`, and only in `Linear`
 modules. Plain transformers with that package, and vLLM, open it without lpconv. The config names what is not quantised,
-because a reader takes every other `Linear` for codes. (vllm-project/compressed-tensors, `quantization/quant_config.py`.)
+because a reader takes every other `Linear` for codes. (vllm-project/compressed-tensors,
+`quantization/quant_config.py`.)
 """
 
 from collections.abc import Iterable, Mapping
