@@ -81,6 +81,8 @@ _OF_LOGITS = {
     "logits_rel_error": _logits(lambda g: g.rel_error),
     "top1": _logits(lambda g: g.top1_agreement),
     "kl": _logits(lambda g: g.mean_kl),
+    "reverse_kl": _logits(lambda g: g.reverse_kl),
+    "perplexity": _logits(lambda g: g.perplexity),
 }
 
 CONVERT_GATES = GateTable[VerifyResult](

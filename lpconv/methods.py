@@ -13,24 +13,23 @@ from typing import TYPE_CHECKING
 
 from lpconv.checkpoint.compressed import COMPRESSED_TENSORS
 from lpconv.errors import UsageError
+from lpconv.formats.grains import Grain
 from lpconv.formats.spec import Format, get_format
 
 if TYPE_CHECKING:
     from lpconv.forms import Form
 
-__all__ = ["COMPRESSED_ROWS", "LPCONV", "METHODS", "ROWS", "Method"]
+__all__ = ["LPCONV", "METHODS", "Method"]
 
 LPCONV = "lpconv"
-ROWS = "rows"
-COMPRESSED_ROWS = f"{COMPRESSED_TENSORS} rows"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
     """A way to write a weight as a short sum of scaled components, value = Σ_i scale_i · component_i.
 
-    `forms` names the form that each layout gives a converted tensor, and under
-    `ROWS` and `COMPRESSED_ROWS` those with a scale per row.
+    `forms` names the form that each layout gives a converted tensor, or that decides which other one it gets.
+    `has_granularity` says that less than a tensor may have a scale of its own, in the formats of a `Grain` too.
     `residuals` are the residuals of a pair, the first one its default; `has_budget` says that a bit budget decides how
     much is stored.
     """
@@ -41,16 +40,22 @@ class Method:
     forms: Mapping[str, str]
     formats: tuple[str, ...]
     default_format: str
+    has_granularity: bool = False
     residuals: tuple[str, ...] = ()
     has_budget: bool = False
 
-    def format(self, name: str | None) -> Format:
-        """The format called `name` (the method's default for None); UsageError where the method has no such format."""
-        fmt = get_format(name or self.default_format)
-        if fmt.name not in self.formats:
+    def format(self, name: str | None, grain: Grain | None = None) -> Format:
+        """The format called `name`, for None the default of the granularity or the method.
+
+        Raises UsageError where the method has no such format with scales of that granularity.
+        """
+        allowed = grain.formats if grain is not None and grain.formats else self.formats
+        fmt = get_format(name or (self.default_format if allowed is self.formats else allowed[0]))
+        if fmt.name not in allowed:
+            what = "" if grain is None or allowed is self.formats else f" with {grain.words}"
             raise UsageError(
-                f"method `{self.name}` does not write format `{fmt.name}`",
-                hint="it writes " + ", ".join(self.formats),
+                f"method `{self.name}` does not write format `{fmt.name}`{what}",
+                hint="it writes " + ", ".join(allowed),
             )
         return fmt
 
@@ -61,12 +66,7 @@ class Method:
         return FORMS[self.forms[layout]]
 
 
-_WITH_SCALES = {
-    LPCONV: "scaled",
-    ROWS: "rows",
-    COMPRESSED_TENSORS: "compressed",
-    COMPRESSED_ROWS: "compressed rows",
-}
+_WITH_SCALES = {LPCONV: "tiles", COMPRESSED_TENSORS: "compressed tiles"}
 METHODS: dict[str, Method] = {
     m.name: m
     for m in (
@@ -75,6 +75,7 @@ METHODS: dict[str, Method] = {
             title="unit scaling",
             summary="Weights as unit-RMS codes with one power-of-two scale per tensor, fixed before the run.",
             forms=_WITH_SCALES,
+            has_granularity=True,
             formats=("fp32", "fp16", "bf16", "e4m3fn", "e5m2"),
             default_format="fp16",
         ),
@@ -83,6 +84,7 @@ METHODS: dict[str, Method] = {
             title="Scalify",
             summary="Weights as unit-RMS codes with one power-of-two scale per tensor, propagated when the model runs.",
             forms=_WITH_SCALES,
+            has_granularity=True,
             formats=("fp32", "fp16", "bf16", "e4m3fn", "e5m2"),
             default_format="fp16",
         ),

@@ -17,6 +17,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = [
     "README.md", "docs/cli.md", "docs/convert.md", "docs/probe.md", "docs/bench.md", "docs/export.md",
     "docs/finetune.md", "docs/methods/multipoint.md", "docs/layouts.md", "docs/first-ten-minutes.md",
+    "docs/past-one-machine.md",
 ]  # fmt: skip
 PROGRAMS = [
     "docs/formats.md", "docs/probe.md", "docs/methods/adaptive.md", "docs/methods/halp.md", "docs/methods/lca.md",
@@ -59,6 +60,7 @@ def test_commands_of_a_page(page: str, tmp_path: Path, monkeypatch: pytest.Monke
     for name, layout in FOREIGN.items() if page == "docs/layouts.md" else ():
         make_foreign(layout, Path("llama"), Path(name))
     Path("jobs.yaml").write_text(JOBS)
+    Path("text.txt").write_text("To be, or not to be, that is the question.\n" * 100)
     runner = CliRunner()
     for name in OUTPUTS:
         assert runner.invoke(app, ["convert", "MODEL", "--verify", "none", "-o", name, "-q"]).exit_code == 0

@@ -6,7 +6,7 @@ from typing import Any
 
 from lpconv.convert.options import ConvertOptions, parse_rule
 from lpconv.forms import FORMS
-from lpconv.methods import LPCONV, METHODS, ROWS, Method
+from lpconv.methods import LPCONV, METHODS, Method
 from lpconv.options import make
 
 __all__ = ["Conversion", "conversions", "convert_options", "described"]
@@ -31,7 +31,7 @@ def conversions() -> tuple[Conversion, ...]:
     found: dict[tuple[Any, ...], Conversion] = {}
     for method in METHODS.values():
         for settings in _settings(method):
-            kind = FORMS[method.forms[ROWS if settings.get("granularity") == "row" else LPCONV]]
+            kind = FORMS[method.forms[LPCONV]]
             same_bytes = (kind, *(v for k, v in settings.items() if k != "method"))
             found.setdefault(same_bytes, Conversion(name=described(settings), settings=settings))
     return tuple(found.values())
@@ -48,7 +48,7 @@ def _settings(method: Method) -> Iterator[dict[str, Any]]:
             yield from (settings | {"budget_bits": bits + spare} for spare in (0.5, bits / 2))
         else:
             yield settings
-            if ROWS in method.forms:
+            if method.has_granularity:
                 yield settings | {"granularity": "row"}
 
 

@@ -16,7 +16,8 @@ from lpconv.convert.logits import compare, outputs_of
 from lpconv.models.load import from_state
 from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import NONE
-from lpconv.probe.batches import Batches, Tokens
+from lpconv.models.text import Tokens
+from lpconv.probe.batches import Batches
 from lpconv.probe.checkpoint import Prepared, prepare_run
 from lpconv.probe.options import ProbeOptions
 from lpconv.progress import Progress

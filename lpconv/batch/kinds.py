@@ -17,7 +17,7 @@ from lpconv.bench.outcome import problem, read_bench
 from lpconv.checkpoint.contents import read_json
 from lpconv.convert.options import ConvertOptions, settings_of
 from lpconv.errors import UsageError
-from lpconv.options import Declared, Option, make, options_of
+from lpconv.options import Declared, Option, make, options_of, size_option
 from lpconv.probe.options import ProbeOptions
 from lpconv.results import FinetuneResult, from_json
 from lpconv.train.options import FinetuneOptions, check_options
@@ -30,6 +30,7 @@ __all__ = [
     "KINDS",
     "MANIFEST_KEYS",
     "MANIFEST_VERSION",
+    "SHARED_FIELDS",
     "JobOptions",
     "Kind",
 ]
@@ -141,6 +142,16 @@ class _Common:
     model: Annotated[str, Option("Directory, hub id, alias, demo, or job:ID for the output of an earlier job")] = ""
     output: Annotated[str, Option("Folder to write, relative to the manifest", default="out/ID")] = ""
     needs: Annotated[tuple[str, ...], Option("Earlier jobs without which this one does not run", default="none")] = ()
+    cpus: Annotated[
+        int | None, Option("Cores of a job among others", default="its share; of a bench all of a machine", least=1)
+    ] = None
+    gpus: Annotated[int, Option("GPUs of a job among others", least=0)] = 0
+    memory: Annotated[
+        int | None, size_option("Memory kept for a job among others, such as 8GB", default="max_memory, or its share")
+    ] = None
+    split: Annotated[int, Option("Number of workers that share a conversion out among them", least=1)] = 1
 
 
 COMMON_FIELDS = options_of(_Common)
+# Those that `defaults` may give to all kinds of job at once.
+SHARED_FIELDS = {name: COMMON_FIELDS[name] for name in ("model", "cpus", "gpus", "memory")}

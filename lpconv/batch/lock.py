@@ -5,9 +5,11 @@ a locked run takes the very revisions in it and fails where a conversion comes o
 differs from run to run, so of those the lock pins what is measured, never what was found.
 """
 
+import contextlib
+import fcntl
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,20 +17,21 @@ from typing import Any
 from lpconv.batch.kinds import DEFAULT_KIND, KINDS, JobOptions
 from lpconv.batch.manifest import BatchJob, Manifest
 from lpconv.bench.options import BenchOptions
-from lpconv.checkpoint.partfile import sha256_of, write_small
+from lpconv.checkpoint.partfile import sha256_of, write_error, write_small
 from lpconv.errors import InputError, VerificationError
 from lpconv.results import SCHEMA_VERSION, FileRecord, JobOutcome, from_json, ordered_json_text, to_json
 
 __all__ = [
     "Lock",
     "LockEntry",
+    "begin_lock",
     "check_lockable",
     "check_locked_result",
+    "enter",
     "lock_entry",
     "pinned_options",
     "read_lock",
     "stale_reasons",
-    "write_lock",
 ]
 
 
@@ -77,16 +80,44 @@ class Lock:
 def read_lock(path: Path) -> Lock | None:
     """The lock file at `path`, None where there is none. InputError for a file that is no lock."""
     try:
-        return from_json(Lock, json.loads(path.read_text(encoding="utf-8")))
+        text = path.read_text(encoding="utf-8")
+        return from_json(Lock, json.loads(text)) if text else None  # an empty one is about to be written
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as e:
         raise InputError(f"cannot read lock file `{path}`: {e}", hint="restore it, or remove it and run again") from e
 
 
-def write_lock(path: Path, lock: Lock) -> None:
-    """Replace the lock file in one step: a reader sees the old lock or the new one. ResourceError where it cannot."""
-    write_small(path, ordered_json_text(to_json(lock)))
+def begin_lock(path: Path) -> Lock:
+    """The lock file, made where there is none. ResourceError where it cannot be written, found out before the work."""
+    return _change(path, lambda lock: lock)
+
+
+def enter(path: Path, entry: LockEntry, jobs: tuple[BatchJob, ...]) -> Lock:
+    """Add an entry to the lock file, or replace it, and give what it holds then: others may have entered theirs."""
+    return _change(path, lambda lock: lock.with_entry(entry, jobs))
+
+
+def _change(path: Path, change: Callable[[Lock], Lock]) -> Lock:
+    with _held(path):
+        lock = change(read_lock(path) or Lock())
+        write_small(path, ordered_json_text(to_json(lock)))
+    return lock
+
+
+@contextlib.contextmanager
+def _held(path: Path) -> Iterator[None]:
+    """Keep other processes from changing the file inside. A reader sees the old one or the new one."""
+    while True:
+        try:
+            f = path.open("a+b")  # some file systems lock for writers only
+        except OSError as e:
+            raise write_error(e, path) from e
+        with f:
+            fcntl.flock(f, fcntl.LOCK_EX)
+            if path.exists() and os.path.samestat(os.fstat(f.fileno()), path.stat()):  # and nobody has replaced it
+                yield
+                return
 
 
 def lock_entry(job: BatchJob, outcome: JobOutcome, folder: Path) -> LockEntry:
@@ -124,10 +155,8 @@ def _portable(name: str, folder: Path) -> str:
     return path if path.startswith(".") else f"./{path}"
 
 
-def stale_reasons(job: BatchJob, entry: LockEntry | None, folder: Path) -> list[str]:
+def stale_reasons(job: BatchJob, entry: LockEntry, folder: Path) -> list[str]:
     """Why the finished output of `job` is not what a run would write; empty where it is up to date."""
-    if entry is None:
-        return ["the lock does not know it"]
     proof = job.output / KINDS[job.kind].proof
     if entry.checksums_sha256 is not None and (not proof.is_file() or sha256_of(proof) != entry.checksums_sha256):
         return [f"its {proof.name} is not the one in the lock"]

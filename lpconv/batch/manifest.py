@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from lpconv.batch.document import read_document
-from lpconv.batch.kinds import COMMON_FIELDS, DEFAULT_KIND, KINDS, MANIFEST_KEYS, MANIFEST_VERSION, JobOptions
+from lpconv.batch.kinds import (
+    COMMON_FIELDS,
+    DEFAULT_KIND,
+    KINDS,
+    MANIFEST_KEYS,
+    MANIFEST_VERSION,
+    SHARED_FIELDS,
+    JobOptions,
+)
 from lpconv.batch.reading import read_mapping, read_setting
 from lpconv.checkpoint.resolve import DEMO, looks_like_path
 from lpconv.errors import UsageError
@@ -28,7 +36,8 @@ _OF_JOB = "job:"
 class BatchJob:
     """One job. `model` is a hub id, an alias or an absolute path; `options` have their defaults filled in.
 
-    `needs` are the ids of earlier jobs without whose outputs it cannot run.
+    `needs` are the ids of earlier jobs without whose outputs it cannot run; `cpus`, `gpus` and `memory` (in bytes) what
+    it takes of a machine beside others, and `split` how many workers share a conversion.
     """
 
     id: str
@@ -36,6 +45,10 @@ class BatchJob:
     model: str
     output: Path
     needs: tuple[str, ...] = ()
+    cpus: int | None = None
+    gpus: int = 0
+    memory: int | None = None
+    split: int = 1
     options: JobOptions
 
 
@@ -90,16 +103,15 @@ def _job_list(top: dict[str, Any]) -> list[Any]:
 
 def _defaults(raw: Any, folder: Path) -> dict[str, dict[str, Any]]:
     """The default settings of each kind. Those of conversions stand alone, others under the name of their kind."""
-    common = {"model": COMMON_FIELDS["model"]}
     others = [kind for kind in KINDS if kind != DEFAULT_KIND]
-    given = read_mapping(raw, (*common, *KINDS[DEFAULT_KIND].fields, *others), "defaults", elsewhere=_ELSEWHERE)
-    model = {"model": given["model"]} if "model" in given else {}
+    given = read_mapping(raw, (*SHARED_FIELDS, *KINDS[DEFAULT_KIND].fields, *others), "defaults", elsewhere=_ELSEWHERE)
+    shared = {name: given[name] for name in SHARED_FIELDS if name in given}
     own = {kind: given.pop(kind, {}) for kind in others} | {DEFAULT_KIND: given}
     found = {}
     for kind, settings in own.items():
         place = "defaults" if kind == DEFAULT_KIND else f"defaults.{kind}"
-        fields = common | dict(KINDS[kind].fields)
-        found[kind] = _read(model, fields, folder, "defaults") | _read(settings, fields, folder, place)
+        fields = SHARED_FIELDS | dict(KINDS[kind].fields)
+        found[kind] = _read(shared, fields, folder, "defaults") | _read(settings, fields, folder, place)
     return found
 
 
@@ -126,6 +138,8 @@ def _job(
     job_id = own["id"]
     model, needs = _model_and_needs(own, earlier, place)
     output = folder / Path(own.get("output", f"out/{job_id}")).expanduser()
+    if own.get("split", 1) > 1 and kind != DEFAULT_KIND:
+        raise UsageError(f"{place}.split: a {kind} job is not shared out", hint="only conversions are")
     with _at(f"{place} ({job_id})"):
         options = KINDS[kind].options(settings)
     return BatchJob(
@@ -134,6 +148,7 @@ def _job(
         model=_place(model, folder),
         output=Path(os.path.normpath(output)),
         needs=needs,
+        **{name: own[name] for name in ("cpus", "gpus", "memory", "split") if name in own},
         options=options,
     )
 

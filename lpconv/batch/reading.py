@@ -19,7 +19,7 @@ from pydantic import (
     WithJsonSchema,
 )
 
-from lpconv.batch.kinds import COMMON_FIELDS, DEFAULT_KIND, KINDS, MANIFEST_KEYS, MANIFEST_VERSION
+from lpconv.batch.kinds import COMMON_FIELDS, DEFAULT_KIND, KINDS, MANIFEST_KEYS, MANIFEST_VERSION, SHARED_FIELDS
 from lpconv.convert.options import ConvertOptions, FormatRule, parse_rule
 from lpconv.errors import UsageError
 from lpconv.lookup import nearest
@@ -81,11 +81,11 @@ def _job(kind: str) -> dict[str, Any]:
 
 def _defaults() -> dict[str, Any]:
     """Settings of conversions, and of each other kind under its name."""
-    schema = _mapping({"model": COMMON_FIELDS["model"], **KINDS[DEFAULT_KIND].fields})
+    schema = _mapping(SHARED_FIELDS | dict(KINDS[DEFAULT_KIND].fields))
     for name, kind in KINDS.items():
         if name != DEFAULT_KIND:
             described = {"description": f"settings of every job of kind {name} that does not say otherwise"}
-            schema["properties"][name] = _mapping({"model": COMMON_FIELDS["model"], **kind.fields}) | described
+            schema["properties"][name] = _mapping(SHARED_FIELDS | dict(kind.fields)) | described
     return schema | {"description": "settings of every job that does not say otherwise"}
 
 

@@ -1,7 +1,6 @@
 """Run the jobs of a manifest, one after another. What does them is passed in, so this module knows no tensors."""
 
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,19 +9,22 @@ from typing import Protocol
 from lpconv.batch.kinds import KINDS
 from lpconv.batch.lock import (
     Lock,
+    begin_lock,
     check_lockable,
     check_locked_result,
+    enter,
     lock_entry,
     pinned_options,
     read_lock,
     stale_reasons,
-    write_lock,
 )
 from lpconv.batch.manifest import BatchJob, Manifest
+from lpconv.batch.placed import Placement
+from lpconv.batch.records import filled, held_back, job_error, job_result, stops
 from lpconv.batch.runners import JobRunner
-from lpconv.errors import BatchError, InputError, InterruptedRunError, LpconvError, OutputExistsError, from_system
+from lpconv.batch.task import Executor
+from lpconv.errors import BatchError, InputError, OutputExistsError
 from lpconv.lookup import find
-from lpconv.machine import out_of_memory
 from lpconv.progress import Progress, Silent
 from lpconv.results import to_json
 from lpconv.results.batch import (
@@ -32,12 +34,11 @@ from lpconv.results.batch import (
     PLANNED,
     UP_TO_DATE,
     BatchResult,
-    JobError,
     JobOutcome,
     JobResult,
 )
 
-__all__ = ["BatchEvents", "JobsFailedError", "SilentEvents", "run_batch"]
+__all__ = ["BatchEvents", "JobsFailedError", "SilentEvents", "run_batch", "selected"]
 
 
 class BatchEvents(Protocol):
@@ -85,8 +86,10 @@ def run_batch(
     locked: bool = False,
     progress: Progress | None = None,
     events: BatchEvents | None = None,
+    executor: Executor | None = None,
 ) -> BatchResult:
     """Run the jobs in order, each by the runner of its kind, and keep the lock file up to date, entry by entry.
+    With an `executor` they run there, in processes of their own, as soon as what they need is done.
 
     `only` picks jobs by id, `dry_run` plans them, `resume` skips those whose output is up to date and continues
     those that were cut off. `locked` takes revisions from the lock, writes none, and fails where anything differs.
@@ -96,23 +99,34 @@ def run_batch(
     `events.batch_finished` gets the result first.
     """
     events = events or SilentEvents()
-    jobs = _selected(manifest, only)
-    lock = read_lock(manifest.lock_path)
+    jobs = selected(manifest, only)
+    lock = read_lock(manifest.lock_path) if locked or dry_run else begin_lock(manifest.lock_path)
     if locked:
         check_lockable(manifest, jobs, lock)
-    elif not dry_run:
-        write_lock(manifest.lock_path, lock or Lock())  # a folder that cannot be written is found out before the work
     batch_run = _BatchRun(
         manifest, lock or Lock(), runners, progress or Silent(), dry_run=dry_run, resume=resume, locked=locked
     )
     started = time.monotonic()
-    results, failure = _run_all(jobs, batch_run.do, keep_going, events)
+    if executor is None or dry_run:
+        results, failure = _run_all(jobs, batch_run.do, keep_going, events)
+    else:
+        flags = [flag for flag, is_set in (("--resume", resume), ("--locked", locked)) if is_set]
+        placement = Placement(
+            manifest.path, jobs, executor, known=batch_run.known, flags=flags, keep_going=keep_going,
+            progress=batch_run.progress,
+            started=lambda job, index: events.job_started(job, index, len(jobs)),
+            finished=lambda result, index: events.job_finished(result, index, len(jobs)),
+        )  # fmt: skip
+        try:
+            results, failure = placement.run()
+        finally:
+            executor.close()
     seconds = time.monotonic() - started
     batch = BatchResult(manifest=str(manifest.path), dry_run=dry_run, seconds=seconds, jobs=results)
     events.batch_finished(batch)
     if failure is None:
         return batch
-    raise failure if _stops(failure, keep_going) else JobsFailedError(batch)
+    raise failure if stops(failure, keep_going) else JobsFailedError(batch)
 
 
 def _run_all(
@@ -122,12 +136,12 @@ def _run_all(
     results: list[JobResult] = []
     failure: BaseException | None = None
     for index, job in enumerate(jobs):
-        if failure is not None and _stops(failure, keep_going):
-            results.append(_job_result(job, NOT_RUN))
+        if failure is not None and stops(failure, keep_going):
+            results.append(job_result(job, NOT_RUN))
             continue
         lacking = [r.id for r in results if r.id in job.needs and r.status in (FAILED, NOT_RUN)]
         if lacking:
-            results.append(replace(_job_result(job, NOT_RUN), warnings=(f"it needs {', '.join(lacking)}",)))
+            results.append(held_back(job, lacking))
             continue
         events.job_started(job, index, len(jobs))
         result, error = _attempt(run_job, job)
@@ -151,25 +165,30 @@ class _BatchRun:
 
     def do(self, job: BatchJob) -> JobResult:
         """The job's result; raises whatever it fails with."""
+        return self.known(job) or (self._plan(job) if self.dry_run else self._carry_out(job))
+
+    def known(self, job: BatchJob) -> JobResult | None:
+        """The result of a job that needs no work. Raises what speaks against running it."""
         lacking = [need for need in job.needs if not self._output_of(need).exists()]
         if lacking and self.dry_run:
             return replace(
-                _job_result(job, PLANNED), warnings=(f"nothing is known before {', '.join(lacking)} is done",)
+                job_result(job, PLANNED), warnings=(f"nothing is known before {', '.join(lacking)} is done",)
             )
         if lacking:
             raise InputError(
                 f"{job.id} needs {lacking[0]}, and `{self._output_of(lacking[0])}` is not there",
                 hint=f"run {lacking[0]} first, or in the same batch",
             )
-        return self._there_already(job) or (self._plan(job) if self.dry_run else self._carry_out(job))
+        return self._there_already(job)
 
     def _there_already(self, job: BatchJob) -> JobResult | None:
         """Up to date, when resuming. Raises OutputExistsError for a finished output that is not, unless forced."""
-        if not self.resume or not _is_finished(job):
+        entry = self.lock.get(job.id)
+        if not self.resume or not _is_finished(job) or entry is None:
             return None
-        reasons = stale_reasons(job, self.lock.get(job.id), self.manifest.folder)
+        reasons = stale_reasons(job, entry, self.manifest.folder)
         if not reasons:
-            return _job_result(job, UP_TO_DATE)
+            return job_result(job, UP_TO_DATE)
         if job.options.force:
             return None
         raise OutputExistsError(
@@ -178,7 +197,7 @@ class _BatchRun:
         )
 
     def _plan(self, job: BatchJob) -> JobResult:
-        return _filled(_job_result(job, PLANNED), self.runners[job.kind].plan(self._pinned(job)))
+        return filled(job_result(job, PLANNED), self.runners[job.kind].plan(self._pinned(job)))
 
     def _carry_out(self, job: BatchJob) -> JobResult:
         outcome = self.runners[job.kind].run(self._pinned(job), self.progress)
@@ -187,20 +206,20 @@ class _BatchRun:
             check_locked_result(job, entry, outcome)
         else:
             self._record(job, outcome)
-        return _filled(_job_result(job, DONE[job.kind]), outcome)
+        return filled(job_result(job, DONE[job.kind]), outcome)
 
     def _pinned(self, job: BatchJob) -> BatchJob:
         """The job with the options of this batch."""
         entry = self.lock.get(job.id)
         options = pinned_options(job.options, entry) if self.locked and entry else job.options
-        # A job that was cut off is continued; `force` is for outputs that are finished and stale.
-        resume = self.resume and not _is_finished(job)
+        # A job that was cut off is continued; `force` is for outputs that are finished and stale. One that the lock
+        # does not know may be of a run that was killed before it entered it: what the same command made is taken over.
+        resume = self.resume and (not _is_finished(job) or entry is None)
         return replace(job, options=replace(options, resume=resume, force=options.force and not resume))
 
     def _record(self, job: BatchJob, outcome: JobOutcome) -> None:
         entry = lock_entry(job, outcome, self.manifest.folder)
-        self.lock = self.lock.with_entry(entry, self.manifest.jobs)
-        write_lock(self.manifest.lock_path, self.lock)
+        self.lock = enter(self.manifest.lock_path, entry, self.manifest.jobs)
 
     def _output_of(self, job_id: str) -> Path:
         return next(job.output for job in self.manifest.jobs if job.id == job_id)
@@ -212,7 +231,8 @@ def _is_finished(job: BatchJob) -> bool:
     return job.output.exists() if kind.is_exact else proof.is_file() and kind.accepts(proof)
 
 
-def _selected(manifest: Manifest, only: Sequence[str]) -> tuple[BatchJob, ...]:
+def selected(manifest: Manifest, only: Sequence[str]) -> tuple[BatchJob, ...]:
+    """The jobs with these ids, all where none is named. Raises UsageError for an id that no job has."""
     by_id = {job.id: job for job in manifest.jobs}
     wanted = {find("job", job_id, by_id).id for job_id in only}
     return tuple(job for job in manifest.jobs if job.id in wanted or not only)
@@ -226,50 +246,5 @@ def _attempt(run_job: Callable[[BatchJob], JobResult], job: BatchJob) -> tuple[J
         result = run_job(job)
     except BaseException as e:  # signals too: `_stops` ends the batch on them, and they are raised in the end
         error = e
-        result = replace(_job_result(job, FAILED), error=_job_error(e))
+        result = replace(job_result(job, FAILED), error=job_error(e))
     return replace(result, seconds=time.monotonic() - started), error
-
-
-def _job_result(job: BatchJob, status: str) -> JobResult:
-    return JobResult(
-        id=job.id,
-        kind=job.kind,
-        model=job.model,
-        output=str(job.output),
-        what=KINDS[job.kind].words(job.options),
-        status=status,
-    )
-
-
-def _filled(result: JobResult, outcome: JobOutcome) -> JobResult:
-    return replace(
-        result,
-        source=outcome.source,
-        bytes=outcome.bytes,
-        estimate=outcome.estimate,
-        verify=outcome.verify,
-        figures=outcome.figures,
-        warnings=outcome.warnings,
-    )
-
-
-def _job_error(error: BaseException) -> JobError:
-    error = out_of_memory(error) or from_system(error) or error
-    if isinstance(error, LpconvError):
-        return JobError(code=error.exit_code, kind=error.kind, message=error.message, hint=error.hint,
-                        details=to_json(error.details))  # fmt: skip
-    if not isinstance(error, Exception):
-        # SIGINT is KeyboardInterrupt; anything else is what a handler of SIGTERM raises.
-        code = 130 if isinstance(error, KeyboardInterrupt) else 143
-        return JobError(code=code, kind=InterruptedRunError.kind, message="interrupted", hint="run again with --resume")
-    return JobError(
-        code=1,
-        kind="bug",
-        message=f"{type(error).__name__}: {error}",
-        hint="this is a bug of lpconv; please report it with the traceback in the details",
-        details={"traceback": traceback.format_exception(error)},
-    )
-
-
-def _stops(failure: BaseException, keep_going: bool) -> bool:
-    return not keep_going or isinstance(failure, InterruptedRunError) or not isinstance(failure, Exception)

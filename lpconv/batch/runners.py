@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lpconv.batch.kinds import BENCH_FILE
+from lpconv.batch.lock import LockEntry
 from lpconv.batch.manifest import BatchJob
 from lpconv.bench.options import BenchOptions
 from lpconv.bench.outcome import judge_of, kept, problem
@@ -15,6 +16,7 @@ from lpconv.bench.run import bench
 from lpconv.checkpoint.contents import read_contents
 from lpconv.checkpoint.resolve import resolve
 from lpconv.convert.options import ConvertOptions
+from lpconv.convert.shares import Part
 from lpconv.errors import OutputExistsError
 from lpconv.gates import FINETUNE_GATES
 from lpconv.models.presets import PRESETS
@@ -26,13 +28,14 @@ from lpconv.results import (
     FinetuneResult,
     JobEstimate,
     JobOutcome,
+    PartResult,
     PlanResult,
     SourceRecord,
 )
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.outcome import gate_problem
 
-__all__ = ["RUNNERS", "JobRunner", "converted", "planned"]
+__all__ = ["FINISHING", "RUNNERS", "JobRunner", "converted", "planned", "write_part"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +77,23 @@ def _convert(job: BatchJob, progress: Progress) -> JobOutcome:
 
     assert isinstance(job.options, ConvertOptions)
     return converted(convert(job.model, job.output, job.options, progress=progress))
+
+
+def write_part(job: BatchJob, part: Part, *, entry: LockEntry | None, resume: bool, progress: Progress) -> PartResult:
+    """Write one part of a conversion, as one of several workers; of the revision in the lock's `entry`, if given."""
+    from lpconv.convert.parts import convert_part
+
+    assert isinstance(job.options, ConvertOptions)
+    revision = job.options.revision if entry is None else entry.revision
+    options = dataclasses.replace(job.options, resume=resume, revision=revision)
+    return convert_part(job.model, job.output, options, part, progress=progress)
+
+
+def _finish(job: BatchJob, progress: Progress) -> JobOutcome:
+    from lpconv.convert.run import finish
+
+    assert isinstance(job.options, ConvertOptions)
+    return converted(finish(job.model, job.output, job.options, progress=progress))
 
 
 def _plan_conversion(job: BatchJob) -> JobOutcome:
@@ -154,6 +174,10 @@ RUNNERS: dict[str, JobRunner] = {
     "bench": JobRunner(run=_bench, plan=_look),
     "probe": JobRunner(run=_probe, plan=_look),
 }
+
+
+# Where the parts of conversions are put together that workers have written.
+FINISHING = RUNNERS | {"convert": JobRunner(run=_finish, plan=_plan_conversion)}
 
 
 def _source(job: BatchJob, *, revision: str | None = None) -> SourceRecord:

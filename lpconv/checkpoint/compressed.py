@@ -1,16 +1,26 @@
-"""The on-disk layout of the compressed-tensors package, for e4m3fn with scales of tensors or rows: "float-quantized".
+"""The on-disk layouts of the compressed-tensors package that lpconv writes, each with the config that names it.
 
-Codes lie under the weight's own name and shape, with a scale [1] or [rows, 1] under `NAME_scale`, and only in `Linear`
-modules. Plain transformers with that package, and vLLM, open it without lpconv. The config names what is not quantised,
-because a reader takes every other `Linear` for codes. (vllm-project/compressed-tensors,
-`quantization/quant_config.py`.)
+Codes of 8-bit floats lie under the weight's own name and shape, packed ones under `NAME_packed`, with scales under
+`NAME_scale`, and only in `Linear` modules. Plain transformers with that package, and vLLM, open them without lpconv.
+The config names what is not quantised, because a reader takes every other `Linear` for codes.
+(vllm-project/compressed-tensors 0.20, `quantization/quant_config.py` and `quant_scheme.py`.)
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["COMPRESSED_TENSORS", "LinearModules", "quantization_config", "quantized_by"]
+from lpconv.formats.grains import GRAINS, Grain, known_grain
+
+__all__ = [
+    "COMPRESSED_TENSORS",
+    "LinearModules",
+    "Preset",
+    "preset_in",
+    "preset_of",
+    "quantization_config",
+    "quantized_by",
+]
 
 COMPRESSED_TENSORS = "compressed-tensors"
 
@@ -36,24 +46,131 @@ class LinearModules:
         return tuple(name for name in (*self.plain, *self.derived) if f"{name}.weight" not in weights)
 
 
-def quantization_config(ignored: Iterable[str], *, rows: bool = False) -> dict[str, Any]:
-    """The `quantization_config` of config.json; `ignored` are the names of `Linear` modules that are not quantised.
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """A layout by the package's own name for it: codes of `number`, a scale for each tile of `grain` (None: one).
 
-    With scales for `rows` it is the preset FP8_DYNAMIC, which asks readers to quantise inputs token by token: vLLM then
-    multiplies in fp8. Without inputs it takes weights as they are, and one scale for a tensor is what it would change
-    where it fuses modules.
+    `format` is what the package calls the way they lie in files. `weights` says of them what all presets say and what
+    this one adds; `inputs` is what it asks readers to do with inputs, None where these stay as they are.
     """
-    strategy = "channel" if rows else "tensor"
-    weights = {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True, "dynamic": False}
-    inputs = {**weights, "strategy": "token", "dynamic": True} if rows else None
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
+
+    name: str
+    format: str
+    number: str
+    grain: Grain | None
+    weights: Mapping[str, Any]
+    inputs: Mapping[str, Any] | None = None
+
+    @property
+    def title(self) -> str:
+        """Both names, and what has a scale."""
+        return f"{self.name} ({self.format}, {self.grain.words if self.grain else 'one scale per tensor'})"
+
+
+def _args(bits: int, kind: str, strategy: str, **more: object) -> dict[str, Any]:
+    return {"num_bits": bits, "type": kind, "strategy": strategy, "symmetric": True, "dynamic": False, **more}
+
+
+_FP8 = (8, "float")
+_MX: dict[str, Any] = {"group_size": 32, "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
+_E4M3 = "torch.float8_e4m3fn"
+# Where inputs are quantised they are as readers do it on the way, so that a file holds nothing of them: vLLM multiplies
+# in fp8 only where it is asked to, and takes the weights of others as they are.
+_PRESETS = (
+    Preset(
+        name="FP8", format="float-quantized", number="e4m3fn", grain=None, weights=_args(*_FP8, "tensor")
+    ),
+    Preset(
+        name="FP8_DYNAMIC",
+        format="float-quantized",
+        number="e4m3fn",
+        grain=GRAINS["row"],
+        weights=_args(*_FP8, "channel"),
+        inputs={**_args(*_FP8, "token"), "dynamic": True},
+    ),
+    Preset(
+        name="FP8_BLOCK",
+        format="float-quantized",
+        number="e4m3fn",
+        grain=GRAINS["128x128"],
+        weights=_args(*_FP8, "block", block_structure=[128, 128]),
+        inputs={**_args(*_FP8, "group", group_size=128), "dynamic": True},
+    ),
+    Preset(
+        name="MXFP8",
+        format="mxfp8-quantized",
+        number="e4m3fn",
+        grain=GRAINS["mx"],
+        weights=_args(*_FP8, "group", **_MX),
+        inputs={**_args(*_FP8, "group", **_MX), "dynamic": True},
+    ),
+    Preset(
+        name="MXFP4A16",
+        format="mxfp4-pack-quantized",
+        number="e2m1",
+        grain=GRAINS["mx"],
+        weights=_args(4, "float", "group", **_MX),
+    ),
+    Preset(
+        name="NVFP4A16",
+        format="nvfp4-pack-quantized",
+        number="e2m1",
+        grain=GRAINS["nvfp4"],
+        weights=_args(4, "float", "tensor_group", group_size=16, scale_dtype=_E4M3, zp_dtype=_E4M3),
+    ),
+)  # fmt: skip
+
+_INTEGERS = {"int4": 4, "int8": 8}
+
+
+def preset_of(number: str, grain: Grain | None) -> Preset | None:
+    """The layout of codes of a format with scales of a granularity, None where there is none."""
+    if grain is not None and number in _INTEGERS and number in grain.formats:
+        return _integers(number, grain)
+    return next((p for p in _PRESETS if (p.number, p.grain) == (number, grain)), None)
+
+
+def _integers(number: str, grain: Grain) -> Preset:
+    """Integers in words, a scale for each group."""
+    bits = _INTEGERS[number]
+    return Preset(
+        name=f"W{bits}A16",
+        format="pack-quantized",
+        number=number,
+        grain=grain,
+        weights=_args(bits, "int", "group", group_size=grain.tile[1]),
+    )
+
+
+def quantization_config(ignored: Iterable[str], preset: Preset) -> dict[str, Any]:
+    """The `quantization_config` of config.json; `ignored` are the names of `Linear` modules that are not quantised."""
+    inputs = None if preset.inputs is None else dict(preset.inputs)
+    group = {"targets": ["Linear"], "weights": dict(preset.weights), "input_activations": inputs,
+             "output_activations": None}  # fmt: skip
     return {
         "quant_method": COMPRESSED_TENSORS,
-        "format": "float-quantized",
+        "format": preset.format,
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
         "ignore": list(ignored),
     }
+
+
+def preset_in(config: Mapping[str, Any]) -> Preset | None:
+    """The layout whose config this is to the letter, as lpconv writes it; None for the settings of other writers."""
+    ignored = config.get("ignore")
+    if not isinstance(ignored, list):
+        return None
+    presets = [*_PRESETS, *(_integers(n, grain) for n in _INTEGERS if (grain := _grain_in(config)))]
+    return next((p for p in presets if config == quantization_config(ignored, p)), None)
+
+
+def _grain_in(config: Mapping[str, Any]) -> Grain | None:
+    """The groups of integers that a config has."""
+    try:
+        return known_grain(f"group:{config['config_groups']['group_0']['weights']['group_size']}")
+    except (KeyError, TypeError):
+        return None
 
 
 def quantized_by(config: Mapping[str, Any]) -> str | None:

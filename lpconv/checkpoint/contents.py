@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from lpconv.checkpoint.gguf import GGUF, WEIGHTS, as_directory, is_view
 from lpconv.errors import InputError
 
 __all__ = ["QUANTIZATION_FILES", "Contents", "check_inside", "read_contents", "read_json"]
@@ -29,7 +30,7 @@ _IGNORED_FOLDERS = {".git", ".cache", "__pycache__", ".ipynb_checkpoints"}
 class Contents:
     """A checkpoint directory, looked at but not read.
 
-    `kind` is ``safetensors`` or ``torch``; `weight_files` are in index order. `weight_map` is the index's
+    `kind` is ``safetensors``, ``torch`` or ``gguf``; `weight_files` are in index order. `weight_map` is the index's
     table of tensor names to files, None without an index. `side_files` are paths relative to `directory`, sorted.
     """
 
@@ -47,6 +48,7 @@ def read_contents(directory: Path) -> Contents:
     An index wins over single files, safetensors over `pytorch_model.bin`. Raises InputError where there are no weights,
     where the index is not sound, and for names or symbolic links that lead out of the directory.
     """
+    directory = as_directory(directory)
     if not directory.is_dir():
         raise InputError(f"`{directory}` is no directory", hint="pass a checkpoint directory or a hub id")
     config_path = directory / "config.json"
@@ -56,7 +58,7 @@ def read_contents(directory: Path) -> Contents:
     config = _with_quantization(read_json(config_path), directory)
     _check_config(config, config_path)
     kind, files, weight_map = _weights(directory)
-    for name in files:
+    for name in files if kind != GGUF else ():  # a view links to its file
         check_inside(directory, name)
     side_files = tuple(sorted(_side_files(directory, set(files))))
     for name in side_files:
@@ -110,6 +112,8 @@ def _check_config(config: dict[str, Any], path: Path) -> None:
 
 
 def _weights(directory: Path) -> tuple[str, tuple[str, ...], dict[str, str] | None]:
+    if is_view(directory):
+        return GGUF, (WEIGHTS,), None
     for kind, stem in (("safetensors", "model.safetensors"), ("torch", "pytorch_model.bin")):
         index = directory / (stem + _INDEX_SUFFIX)
         if index.exists():

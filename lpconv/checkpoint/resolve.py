@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lpconv.checkpoint.aliases import ALIASES, find_alias
+from lpconv.checkpoint.gguf import as_directory
 from lpconv.checkpoint.hub import cached_snapshot, download, wanted_files
 from lpconv.checkpoint.promised import check_promises
 from lpconv.data import demo_checkpoint
@@ -54,12 +55,12 @@ def resolve(name: str, *, revision: str | None = None, headers_only: bool = Fals
         return _demo(revision)
     # The functions of os.path never raise, whatever was typed: names too long, users that do not exist.
     path = Path(os.path.expanduser(name))
-    if name and os.path.isdir(path):
-        return _local(name, path, revision)
-    if os.path.isfile(path):
+    if os.path.isfile(path) and path.suffix != ".gguf":
         raise InputError(
             f"`{name}` is a file, not a checkpoint directory", hint=f"pass the directory that holds it: {path.parent}"
         )
+    if name and (os.path.isdir(path) or os.path.isfile(path)):
+        return _local(name, path, revision)
     if looks_like_path(name):
         raise InputError(f"no directory `{name}`", hint="pass a directory that exists, a hub id or an alias")
     return _from_hub(name, revision, headers_only=headers_only)
@@ -88,7 +89,7 @@ def _local(name: str, path: Path, revision: str | None) -> Resolved:
             hint="leave --revision out; if a hub model is meant, give its full id from a folder without that name",
         )
     directory = path.resolve()
-    return Resolved(name=name, resolved=str(directory), directory=directory)
+    return Resolved(name=name, resolved=str(directory), directory=as_directory(directory))
 
 
 def _from_hub(name: str, revision: str | None, *, headers_only: bool) -> Resolved:

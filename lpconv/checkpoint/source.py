@@ -12,13 +12,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from lpconv.checkpoint.contents import Contents
-from lpconv.checkpoint.header import DTYPE_BITS, Header, TensorInfo, check_name, read_header
+from lpconv.checkpoint.gguf import header_of
+from lpconv.checkpoint.header import DTYPE_BITS, Header, TensorInfo, check_name
 from lpconv.checkpoint.partfile import read_error
 from lpconv.errors import InputError, UnsupportedError
 
@@ -66,21 +67,21 @@ class Source(Protocol):
 
 
 class SafetensorsSource:
-    """Safetensors files of one checkpoint, headers checked on opening."""
+    """Safetensors files of one checkpoint, headers checked on opening; or a GGUF file as its view has it."""
 
     def __init__(self, contents: Contents) -> None:
         self._files: dict[str, tuple[int, Header]] = {}
         self._entries: dict[str, TensorEntry] = {}
         try:
             for name in contents.weight_files:
-                self._open(contents.directory / name, name)
+                self._open(contents.directory / name, name, contents.config)
         except BaseException:
             self.close()
             raise
         _check_index(contents, self._entries)
 
-    def _open(self, path: Path, name: str) -> None:
-        header = read_header(path)
+    def _open(self, path: Path, name: str, config: Mapping[str, Any]) -> None:
+        header = header_of(path, config)
         self._files[name] = (os.open(path, os.O_RDONLY), header)
         for info in header.tensors.values():
             _add(self._entries, TensorEntry(info=info, file=name))
@@ -192,7 +193,7 @@ def read_tensor(source: Source, name: str) -> Tensor:
 
 def open_source(contents: Contents) -> Source:
     """The checkpoint's tensors. Raises InputError for headers, indices or pickles that are not sound."""
-    return SafetensorsSource(contents) if contents.kind == "safetensors" else TorchSource(contents)
+    return SafetensorsSource(contents) if contents.kind != "torch" else TorchSource(contents)
 
 
 def _add(entries: dict[str, TensorEntry], entry: TensorEntry) -> None:

@@ -25,6 +25,7 @@ from lpconv.errors import InputError, OutputExistsError, UnsupportedError, Usage
 __all__ = [
     "JOURNAL",
     "MARKER",
+    "PARTS",
     "SUMS",
     "Staging",
     "beside",
@@ -40,6 +41,7 @@ __all__ = [
 JOURNAL = "journal.jsonl"
 MARKER = "lpconv.json"  # what says that a directory is an output of ours
 SUMS = "SHA256SUMS"
+PARTS = ".parts"  # of the folder beside an output where several workers leave what they wrote of it
 # Working folders beside an output, and the file in each that says whose it is.
 _SUFFIXES = {".partial": JOURNAL, ".failed": MARKER, ".replaced": MARKER}
 
@@ -231,7 +233,7 @@ def check_marked(directory: Path) -> None:
 def check_apart(source: Path, output: Path) -> None:
     """Refuse an output that would add to its own source, or replace it."""
     inner = Path(os.path.realpath(source))
-    for folder in (output, *(beside(output, s) for s in _SUFFIXES)):
+    for folder in (output, *(beside(output, s) for s in (*_SUFFIXES, PARTS))):
         outer = Path(os.path.realpath(folder))
         if inner == outer:
             raise OutputExistsError("source and output are the same directory", hint="choose another --output")

@@ -7,13 +7,17 @@ import typer
 
 from lpconv.cli.command import Json, Quiet, print_result
 from lpconv.cli.progress import progress_for
+from lpconv.errors import UsageError
 
 if TYPE_CHECKING:
-    from lpconv.batch.manifest import BatchJob
+    from lpconv.batch.manifest import BatchJob, Manifest
+    from lpconv.batch.task import Executor
     from lpconv.progress import Progress
     from lpconv.results import BatchResult, JobResult
 
 __all__ = ["batch"]
+
+_EXECUTORS = ("local", "ray", "slurm")
 
 
 class _Events:
@@ -70,6 +74,26 @@ def batch(
             help="Print the JSON Schema of manifests, by which editors complete and check them, and exit.",
         ),
     ] = False,
+    parallel: Annotated[
+        int | None,
+        typer.Option("--parallel", min=1, help="Run as many jobs at a time, within cores and memory.", metavar="N"),
+    ] = None,
+    executor: Annotated[
+        str, typer.Option("--executor", help="What places jobs: local, ray or slurm.", metavar="NAME")
+    ] = "local",
+    address: Annotated[
+        str | None,
+        typer.Option(
+            "--address", help="The Ray cluster (default: RAY_ADDRESS, else one on this machine).", metavar="HOST:PORT"
+        ),
+    ] = None,
+    shard: Annotated[
+        str | None,
+        typer.Option("--shard", help="Write part i of n of the conversion that --only names.", metavar="I/N"),
+    ] = None,
+    finish: Annotated[
+        bool, typer.Option("--finish", help="Put together the parts of the conversion that --only names.")
+    ] = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -80,19 +104,33 @@ def batch(
       lpconv batch jobs.yaml --dry-run
 
       lpconv batch jobs.yaml --keep-going --resume --junit batch.xml
+
+      lpconv batch jobs.yaml --parallel 4
     """
     from lpconv.batch.manifest import load_manifest
-    from lpconv.batch.run import run_batch
-    from lpconv.batch.runners import RUNNERS
     from lpconv.checkpoint.partfile import check_file
 
     if junit is not None:
         check_file(Path(junit))
     loaded = load_manifest(Path(manifest))
+    if shard is not None or finish:
+        _check_alone(loaded, only or [], shard, finish)
+    from lpconv.batch.lock import Lock, read_lock
+    from lpconv.batch.run import run_batch, selected
+    from lpconv.batch.runners import FINISHING, RUNNERS, write_part
+    from lpconv.convert.shares import Part
+    from lpconv.report.convert.terminal import render_part
+
     with progress_for(quiet=quiet) as progress:
+        if shard is not None:
+            (job,) = selected(loaded, only or [])
+            entry = (read_lock(loaded.lock_path) or Lock()).get(job.id) if locked else None
+            part = write_part(job, Part.parse(shard), entry=entry, resume=resume, progress=progress)
+            print_result(part, render_part, json=json)
+            return
         run_batch(
             loaded,
-            RUNNERS,
+            FINISHING if finish else RUNNERS,
             only=tuple(only or ()),
             keep_going=keep_going,
             dry_run=dry_run,
@@ -100,4 +138,45 @@ def batch(
             locked=locked,
             progress=progress,
             events=_Events(progress, junit, json),
+            executor=None
+            if dry_run
+            else _executor(loaded, executor, parallel, address, progress=progress, quiet=quiet),
         )
+
+
+def _check_alone(manifest: "Manifest", only: list[str], shard: str | None, finish: bool) -> None:
+    """Parts are of one conversion."""
+    from lpconv.convert.shares import Part
+
+    if shard is not None:
+        Part.parse(shard)
+    kinds = [job.kind for job in manifest.jobs if job.id in only]
+    if (
+        (shard is not None and finish) or len(only) != 1 or kinds not in ([], ["convert"])
+    ):  # an unknown id is refused by name
+        raise UsageError("--shard and --finish are for one conversion", hint="name it with --only")
+
+
+def _executor(
+    manifest: "Manifest", name: str, parallel: int | None, address: str | None, *, progress: "Progress", quiet: bool
+) -> "Executor | None":
+    """Where jobs run, None for this process. Raises UsageError for an executor that is not known."""
+    from lpconv.lookup import find
+
+    name = find("executor", name, {known: known for known in _EXECUTORS})
+    if name == "local" and address is not None:
+        raise UsageError("--address is that of a cluster", hint="add --executor ray")
+    if name == "ray":
+        from lpconv.batch.on_ray import RayExecutor
+
+        return RayExecutor(manifest.path, address=address, parallel=parallel, quiet=quiet)
+    if name == "slurm":
+        from lpconv.batch.on_slurm import SlurmExecutor
+
+        folder = manifest.path.with_name(f"{manifest.path.stem}.slurm")
+        return SlurmExecutor(folder, cluster=address or "slurm", parallel=parallel, say=progress.message)
+    if parallel in (None, 1):
+        return None
+    from lpconv.batch.local import LocalExecutor
+
+    return LocalExecutor(parallel or 1, progress.message, wants_gpus=any(job.gpus for job in manifest.jobs))

@@ -96,7 +96,10 @@ def print_result(result: Any, render: Callable[[Any], Any], *, json: bool) -> No
 
 
 Model = Annotated[
-    str, typer.Argument(help="A checkpoint directory, a hub id, an alias such as bert-large, or demo.", metavar="MODEL")
+    str,
+    typer.Argument(
+        help="A checkpoint directory, a .gguf file, a hub id, an alias such as bert-large, or demo.", metavar="MODEL"
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout instead of a table.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no messages on stderr, errors excepted.")]

@@ -8,6 +8,7 @@ import typer
 
 from lpconv.cli.command import Json, Model, Output, Quiet, print_result, with_options
 from lpconv.convert.options import ConvertOptions
+from lpconv.errors import UsageError
 
 __all__ = ["convert"]
 
@@ -19,6 +20,16 @@ def convert(
     output: Output = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show the plan and write nothing.", rich_help_panel="How to run")
+    ] = False,
+    shard: Annotated[
+        str | None,
+        typer.Option(
+            "--shard", help="Write part i of n only, as one of n workers.", metavar="I/N", rich_help_panel="How to run"
+        ),
+    ] = None,
+    finish: Annotated[
+        bool,
+        typer.Option("--finish", help="Check the parts of all workers, and publish.", rich_help_panel="How to run"),
     ] = False,
     json: Json = False,
     quiet: Quiet = False,
@@ -39,15 +50,22 @@ def convert(
     """
     from lpconv.cli.early import before_conversion
     from lpconv.cli.progress import progress_for
-    from lpconv.report.convert.terminal import render_convert, render_plan
+    from lpconv.convert.shares import Part
+    from lpconv.report.convert.terminal import render_convert, render_part, render_plan
 
-    target = before_conversion(model, output, options, dry_run=dry_run)
-    from lpconv.convert import run  # torch takes seconds to import
+    if sum((dry_run, shard is not None, finish)) > 1:
+        raise UsageError("--dry-run, --shard and --finish are three things to do", hint="ask for one of them")
+    part = Part.parse(shard) if shard is not None else None
+    target = before_conversion(model, output, options, dry_run=dry_run, part=part)
+    from lpconv.convert import parts, run  # torch takes seconds to import
 
     if dry_run:
         print_result(run.plan(model, target, options), render_plan, json=json)
         return
     command = shlex.join(["lpconv", *sys.argv[1:]])
     with progress_for(quiet=quiet) as progress:
-        result = run.convert(model, target, options, progress=progress, command=command)
+        if part is not None:
+            print_result(parts.convert_part(model, target, options, part, progress=progress), render_part, json=json)
+            return
+        result = (run.finish if finish else run.convert)(model, target, options, progress=progress, command=command)
     print_result(result, render_convert, json=json)

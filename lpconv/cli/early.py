@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lpconv.advise.options import AdviseOptions
     from lpconv.bench.options import BenchOptions
     from lpconv.convert.options import ConvertOptions, VerifyOptions
+    from lpconv.convert.shares import Part
     from lpconv.export.options import ExportOptions
     from lpconv.probe.options import ProbeOptions
     from lpconv.results import BenchResult
@@ -40,17 +41,22 @@ def output_of(output: str | None, model: str, *words: str) -> Path:
     return Path(output or "-".join((base_name(model), *(word.replace(" ", "-") for word in words))))
 
 
-def before_conversion(model: str, output: str | None, options: "ConvertOptions", *, dry_run: bool) -> Path:
-    """Of `lpconv convert`; gives back the directory to write. A dry run takes no place."""
+def before_conversion(
+    model: str, output: str | None, options: "ConvertOptions", *, dry_run: bool, part: "Part | None" = None
+) -> Path:
+    """Of `lpconv convert`; gives back the directory to write. A dry run takes no place, a part one of its own."""
     from lpconv.checkpoint.staging import MARKER, check_apart, check_free
     from lpconv.convert.options import settings_of
 
     settings = settings_of(options)
     target = output_of(output, model, settings.method.name, settings.format.name)
     check_apart(_contents(model, options.revision).directory, target)
-    is_finished = options.resume and os.path.isfile(target / MARKER)  # whether of the same command, the engine finds
+    if part is not None:
+        check_free(target, resume=True, force=options.force)
+    place = target if part is None else part.folder(target)
+    is_finished = options.resume and os.path.isfile(place / MARKER)  # whether of the same command, the engine finds
     if not dry_run and not is_finished:
-        check_free(target, resume=options.resume, force=options.force)
+        check_free(place, resume=options.resume, force=options.force)
     return target
 
 
@@ -122,6 +128,11 @@ def before_verifying(path: Path, options: "VerifyOptions") -> None:
     from lpconv.checkpoint.staging import check_marked, is_output
 
     check(options)
+    if options.data is not None:
+        if options.against is None:
+            raise UsageError("a text needs a checkpoint to compare with", hint="name it with --against")
+        if not options.data.is_file():
+            raise InputError(f"there is no file `{options.data}`", hint="pass a text file to --data")
     if options.level == "values" or (options.level is None and options.against and not is_output(path)):
         if options.against is None:
             raise UsageError("comparing values needs a checkpoint to compare with", hint="name it with --against")
@@ -136,7 +147,7 @@ def before_restoring(path: Path, output: Path, *, force: bool) -> bool:
     from lpconv.checkpoint.staging import MARKER, check_apart, check_free, check_marked
     from lpconv.forms.foreign import check_readable
 
-    config = {} if (path / MARKER).exists() or not path.is_dir() else read_contents(path).config
+    config = {} if (path / MARKER).exists() or not path.exists() else read_contents(path).config
     is_others = quantized_by(config) is not None
     if is_others:
         check_readable(config)

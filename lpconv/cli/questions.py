@@ -13,6 +13,7 @@ QUESTIONS = {
     "Is it faster on this machine?": "lpconv bench MODEL",
     "Is this quantised file sane?": "lpconv inspect PATH",
     "Is this output what its source says?": "lpconv verify PATH --against MODEL",
+    "What does it say differently on my text?": "lpconv verify PATH --against MODEL --data FILE",
     "Can this machine do it?": "lpconv doctor",
 }
 

@@ -31,6 +31,8 @@ def verify(
       lpconv verify ./bert-large-unit-fp16 --against bert-large --level logits
 
       lpconv verify ./llama-nvfp4 --against ./llama --gate 'sqnr>=15'
+
+      lpconv verify ./llama-nvfp4 --against ./llama --data text.txt --gate 'kl<=0.05'
     """
     from lpconv.cli.early import before_verifying
 
@@ -47,6 +49,9 @@ def verify(
             gates=options.gates,
             trust_remote_code=options.trust_remote_code,
             progress=progress,
+            data=options.data,
+            seq_len=options.seq_len,
+            max_tokens=options.max_tokens,
         )
     if result.passed or not json:  # else the error's details hold the result
         print_result(result, render_verify, json=json)

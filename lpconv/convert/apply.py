@@ -63,13 +63,13 @@ class Engine:
 
     def write_shard(self, shard: PlannedShard, directory: Path) -> tuple[list[FileRecord], list[TensorRecord]]:
         """Write one shard's files below `directory`; returns the finished files and what happened to each tensor."""
-        measured = {t.name: t.form.measure(self._over(t)) for t in shard.tensors if t.form.needs_first_pass}
+        first = (t for t in shard.tensors if t.form.needs_first_pass)
+        measured = {t.name: t.form.measure(self._over(t), [*map(self._over, t.fused)]) for t in first}
         files: list[_Output] = []
         try:
-            for planned in (shard.root, shard.residual):
-                if planned is not None:
-                    files.append(_Output(directory, planned, self._flusher))
-                    files[-1].part.append(planned.header)
+            for planned in shard.files:
+                files.append(_Output(directory, planned, self._flusher))
+                files[-1].part.append(planned.header)
             records = self._write_tensors(shard, files, measured)
             return [f.part.finish() for f in files], records
         except BaseException:
@@ -95,11 +95,11 @@ class Engine:
     ) -> list[TensorRecord]:
         """Everything in the order of the root file, where scales and counts of points stand between other tensors."""
         side = {n: data for m in measured.values() for n, data in m.side.items()}
-        by_name = {t.name: t for t in shard.tensors}
+        by_name = {t.form.data[0].name: t for t in shard.tensors}
         records: list[TensorRecord] = []
         for is_side, infos in itertools.groupby(shard.root.tensors, lambda i: i.name in side):
             if is_side:
-                files[0].part.append(b"".join(side[i.name].numpy().tobytes() for i in infos))
+                files[0].part.append(b"".join(_bytes(side[i.name]) for i in infos))
             else:
                 records += self._encode([by_name[i.name] for i in infos], files, measured)
         return records
@@ -116,8 +116,8 @@ class Engine:
                 found = measured.get(form.name, Measured())
                 encoded = form.encode(self._workers.read(block, work), block.start, found, work)
                 first, _ = form.place(block.start, block.stop, found.side)
-                for file, data in zip(files, encoded.data, strict=False):  # only pairs have a residual
-                    file.write(form.name, first, data)
+                for file, part, data in zip(files, form.data, encoded.data, strict=False):  # only pairs have a residual
+                    file.write(part.name, first, data)
                 return work, encoded
             except BaseException:
                 self._workers.give(work)

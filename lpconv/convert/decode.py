@@ -48,6 +48,7 @@ def decode_checkpoint(
     method = quantized_by(contents.config)
     if method is None:
         raise UnsupportedError(f"`{directory}` is a plain checkpoint", hint="there is nothing to restore")
+    directory = contents.directory
     config, watched = plain_config(contents), watch(directory, watched_files(contents))
     target = FORMATS[dtype or _dtype_of(config)]
     with closing(StoredTensors.open(directory)) as stored:

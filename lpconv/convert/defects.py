@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from lpconv.checkpoint.compressed import COMPRESSED_TENSORS
-from lpconv.forms import Headers, Kept, Stored
+from lpconv.forms import Headers, Kept, Stored, grid_of
 from lpconv.forms.foreign import ACTIVATIONS, READ, is_part
+from lpconv.forms.foreign.gguf import Blocks
 from lpconv.forms.foreign.grid import Grid
 
 __all__ = ["FUSED", "Findings", "from_headers", "fused_groups", "shown"]
@@ -48,7 +49,7 @@ def from_headers(headers: Headers, forms: Mapping[str, Stored]) -> Findings:
         return Findings(problems=(f"{shown(codes)}: codes, and config.json has no quantization_config",))
     if method not in READ:
         return Findings()
-    grids = {n: form for n, form in forms.items() if isinstance(form, Grid)}
+    grids = {n: grid for n, form in forms.items() if (grid := grid_of(form))}
     problems = [*_strays(headers, forms), *_against_config(headers, forms)]
     return Findings(problems=tuple(problems), warnings=tuple(_tails(grids)) + tuple(_half_fused(forms)))
 
@@ -111,7 +112,7 @@ def _sizes(config: Mapping[str, Any], coded: Mapping[str, Stored]) -> Iterator[s
     schemes = [s for s in schemes if isinstance(s, dict)]
     if len(schemes) != 1:
         return
-    (scheme,), grids = schemes, {n: form for n, form in coded.items() if isinstance(form, Grid)}
+    (scheme,), grids = schemes, {n: grid for n, form in coded.items() if (grid := grid_of(form))}
     block = scheme.get("weight_block_size", scheme.get("block_structure"))
     if isinstance(block, list) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block):
         found = {n: tuple(min(b, size) for b, size in zip(block, g.matrix, strict=True)) for n, g in grids.items()}
@@ -158,7 +159,12 @@ def _tails(grids: Mapping[str, Grid]) -> Iterator[str]:
 
 
 def _half_fused(forms: Mapping[str, Stored]) -> Iterator[str]:
-    """Weights that readers fuse, stored in different ways: these refuse such files, or read all as the first."""
+    """Weights that readers fuse, stored in different ways: these refuse such files, or read all as the first.
+
+    llama.cpp fuses none, and mixes its types on purpose.
+    """
+    if any(isinstance(form, Blocks) for form in forms.values()):
+        return
     kinds = {n: None if form.format is None else (type(form).__name__, form.format.name) for n, form in forms.items()}
     found = [stem for stem, names in fused_groups(forms) if len({kinds[n] for n in names}) > 1]
     if found:

@@ -57,7 +57,7 @@ def output_config(contents: Contents, plan: Plan) -> dict[str, Any]:
 
     Codes that only lpconv opens get an `auto_map` to the loader module, unless the source has code of its own.
     """
-    settings = {"method": plan.method.name, "format": plan.options.format, "scale": plan.options.scale}
+    settings = {n: getattr(plan.options, n) for n in ("method", "format", "scale", "granularity")}
     formats = {t.name: t.format.name for t in plan.tensors if t.format is not None}
     ignored = None if plan.linears is None else plan.linears.without(formats)
     config = contents.config | plan.form.configured(contents.config, settings, formats, ignored)

@@ -4,7 +4,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from lpconv.checkpoint.contents import Contents, read_contents
-from lpconv.checkpoint.header import TensorInfo, read_header
+from lpconv.checkpoint.gguf import header_of
+from lpconv.checkpoint.header import TensorInfo
 from lpconv.checkpoint.staging import read_marker
 from lpconv.convert.defects import from_headers
 from lpconv.errors import InputError, LpconvError
@@ -22,7 +23,7 @@ def inspect(directory: Path, *, name: str | None = None) -> InspectResult:
     Raises InputError where there is nothing to look at, and for `.bin` checkpoints, whose tables are pickles.
     """
     contents = read_contents(directory)
-    if contents.kind != "safetensors":
+    if contents.kind == "torch":
         raise InputError(
             f"`{directory}` holds pickles, which have no header to read",
             hint="`lpconv inspect --stats` opens them, with weights_only=True",
@@ -82,7 +83,7 @@ def _read_headers(contents: Contents) -> tuple[list[tuple[TensorInfo, str]], lis
     seen: dict[str, str] = {}
     for file in contents.weight_files:
         try:
-            header = read_header(contents.directory / file)
+            header = header_of(contents.directory / file, contents.config)
         except LpconvError as e:
             problems.append(e.message)
             continue

@@ -148,11 +148,11 @@ def free_bytes(output: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
-def check_disk(job: Job) -> None:
-    """Raise ResourceError unless the output fits."""
-    partial = beside(job.output, ".partial")
+def check_disk(output: Path, needed: int) -> None:
+    """Raise ResourceError unless so many bytes fit, of which an interrupted run may have written some."""
+    partial = beside(output, ".partial")
     reusable = sum(p.stat().st_size for p in partial.rglob("*") if p.is_file()) if os.path.isdir(partial) else 0
-    needed, free = disk_bytes(job), free_bytes(job.output) + reusable
+    free = free_bytes(output) + reusable
     if needed > free:
         raise ResourceError(
             f"the output needs {needed / 1e9:.2f} GB of disk, {free / 1e9:.2f} GB are free",

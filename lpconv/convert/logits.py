@@ -15,7 +15,7 @@ from lpconv.checkpoint.contents import Contents
 from lpconv.errors import UnsupportedError
 from lpconv.models.empty import check_fits
 from lpconv.models.inputs import describe, example_inputs
-from lpconv.models.load import load
+from lpconv.models.load import load, open_in_files
 from lpconv.models.opening import open_to_run
 from lpconv.models.quiet import quiet_transformers
 from lpconv.results import LogitsCheck
@@ -31,8 +31,13 @@ def check_model(contents: Contents, stored_elements: int) -> None:
         check_fits(contents, stored_elements, copies=_COPIES_IN_MEMORY, what="running the model")
 
 
-def check_logits(source: Path, output: Path, *, trust_remote_code: bool) -> LogitsCheck:
-    """Outputs of both models in fp32 on the CPU. Raises UnsupportedError where no inputs can be made for the model."""
+def check_logits(source: Path, output: Path, *, trust_remote_code: bool, in_files: bool = False) -> LogitsCheck:
+    """Outputs of both models in fp32 on the CPU. Raises UnsupportedError where no inputs can be made for the model.
+
+    With `in_files` their matrices stay in their files, and memory is that of activations.
+    """
+    if in_files:
+        return _check_in_files(source, output)
     # Both directories are local; the flag decides whether their own Python files may run.
     options = {"trust_remote_code": True} if trust_remote_code else {}
     with quiet_transformers():
@@ -44,9 +49,19 @@ def check_logits(source: Path, output: Path, *, trust_remote_code: bool) -> Logi
     return compare(wanted, got, cls.__name__, describe(inputs))
 
 
+def _check_in_files(source: Path, output: Path) -> LogitsCheck:
+    with open_in_files(source) as (model, missing):
+        if missing:
+            raise UnsupportedError(f"the source lacks `{missing[0]}` of its model", hint="use --verify weights")
+        inputs, cls = example_inputs(model), type(model)
+        wanted = outputs_of(model, inputs)
+    with open_in_files(output) as (model, _):
+        return compare(wanted, outputs_of(model, inputs), cls.__name__, describe(inputs))
+
+
 def outputs_of(model: Any, inputs: dict[str, Tensor]) -> Tensor:
     """Logits in fp32, of a bare model its last hidden states. Raises UnsupportedError where it returns neither."""
-    with torch.inference_mode():
+    with torch.no_grad():
         out = model(**inputs)
     found = next((out[k] for k in ("logits", "last_hidden_state") if out.get(k) is not None), None)
     if found is None:

@@ -14,7 +14,7 @@ from lpconv.convert.options import ConvertOptions
 from lpconv.convert.plan import Plan
 from lpconv.convert.workers import buffer_bytes
 from lpconv.errors import ResourceError
-from lpconv.forms.blocks import BLOCK_ELEMENTS
+from lpconv.forms.blocks import BLOCK_ELEMENTS, CHECKED_ELEMENTS
 from lpconv.gates import Gate, needs_logits
 from lpconv.machine import available_memory
 
@@ -29,8 +29,11 @@ _OVERHEAD_BYTES, _TENSOR_BYTES = (
     8 * 2**10,
 )  # Python's own growth; a header's entry, a record, a row of a report
 _FITTING_BYTES = 48 * _MIB  # a worker's temporary tensors where rows are fitted to a budget of points
-_CHECKING_BYTES = 96  # an element of the largest block, where it is compared with its reference in fp64
+# An element of the largest block where it is decoded, and of those that are compared in fp64 with their reference.
+_DECODING_BYTES, _CHECKING_BYTES = 32, 96
 _TRANSFORMERS_BYTES = 140 * _MIB  # its code and that of one architecture
+_COPIES_OF_SIDES = 2  # scales that were found, and those that are read back to be compared
+_ROWS_BYTES = 80 * _MIB  # rows of weights as they are used, their activations, and what multiplying takes
 _COPIES_IN_MEMORY = 2  # the model, and the values that it is given
 # 2 x 32 tokens: both models' logits in fp32, their difference and four tables of probabilities in fp64.
 _LOGITS_BYTES_PER_WORD = 2 * 32 * (2 * 4 + 6 * 8)
@@ -38,17 +41,22 @@ _LOGITS_BYTES_PER_WORD = 2 * 32 * (2 * 4 + 6 * 8)
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """`needed_bytes` of the whole run with so many `workers`; `no_logits` says why both models would not fit."""
+    """`needed_bytes` of the whole run with so many `workers`; `no_logits` says why both models would not fit.
+
+    `in_files` says that they run all the same, because that was asked for, with their matrices left in the files.
+    """
 
     workers: int
     needed_bytes: int
     no_logits: str | None = None
+    in_files: bool = False
 
 
 def plan_memory(plan: Plan, contents: Contents, gates: tuple[Gate, ...]) -> Memory:
     """As many workers as the options and memory allow, and what the run takes with them.
 
-    Raises ResourceError where one worker is too much, or where the options demand outputs and two models are.
+    Raises ResourceError where one worker is too much, or where the options demand outputs and two models are, even with
+    matrices that stay in their files.
     """
     options = plan.options
     now = psutil.Process().memory_info().rss
@@ -62,9 +70,12 @@ def plan_memory(plan: Plan, contents: Contents, gates: tuple[Gate, ...]) -> Memo
         raise _too_much("the conversion", needed, budget, options)
     running = now + _running(plan, contents)
     if options.verify == "logits" or needs_logits(gates):
+        if running <= budget:
+            return Memory(workers=workers, needed_bytes=max(needed, running))
+        running = now + _running_in_files(plan, contents)
         if running > budget:
             raise _too_much("running both models for their outputs", running, budget, options)
-        return Memory(workers=workers, needed_bytes=max(needed, running))
+        return Memory(workers=workers, needed_bytes=max(needed, running), in_files=True)
     why = why_no_logits(plan, contents)
     if why is None and running > budget:
         why = _too_much("running both models", running, budget, options).message
@@ -88,18 +99,36 @@ def why_no_logits(plan: Plan, contents: Contents) -> str | None:
 def _converting(plan: Plan, workers: int) -> int:
     fitting = _FITTING_BYTES if plan.options.budget_bits is not None else 0
     largest = min(max((t.info.num_elements for t in plan.tensors), default=0), BLOCK_ELEMENTS)
-    temporary = workers * max(fitting, _CHECKING_BYTES * largest)
-    return _OVERHEAD_BYTES + len(plan.tensors) * _TENSOR_BYTES + buffer_bytes(workers) + temporary
+    checked = max((min(t.info.num_elements, max(CHECKED_ELEMENTS, t.form.cols)) for t in plan.tensors), default=0)
+    temporary = workers * max(fitting, _DECODING_BYTES * largest + _CHECKING_BYTES * checked)
+    sides = sum(c.num_bytes for t in plan.tensors for c in t.form.side) * _COPIES_OF_SIDES
+    return _OVERHEAD_BYTES + len(plan.tensors) * _TENSOR_BYTES + buffer_bytes(workers) + temporary + sides
 
 
 def _running(plan: Plan, contents: Contents) -> int:
-    """Both models, one at a time; then their outputs, which a head makes as wide as the vocabulary."""
+    """Both models, one at a time; then their outputs."""
     parameters = sum(t.info.num_elements for t in plan.tensors)
+    models = 4 * parameters * _COPIES_IN_MEMORY
+    return _OVERHEAD_BYTES + _TRANSFORMERS_BYTES + max(models, _outputs(contents))
+
+
+def _running_in_files(plan: Plan, contents: Contents) -> int:
+    """Activations, rows of matrices and vectors of both models, one at a time; then their outputs.
+
+    Only the models that bring no code of their own, which may use a weight in any way, are known to run so.
+    """
+    if "auto_map" in contents.config:
+        return _running(plan, contents)
+    vectors = sum(4 * t.info.num_elements for t in plan.tensors if len(t.info.shape) < 2)
+    return _OVERHEAD_BYTES + _TRANSFORMERS_BYTES + _ROWS_BYTES + vectors + _outputs(contents)
+
+
+def _outputs(contents: Contents) -> int:
+    """What a head makes as wide as the vocabulary."""
     has_head = any("LM" in name or "For" in name for name in contents.config.get("architectures") or ())
     inner = contents.config.get("text_config")
     words = (inner if isinstance(inner, dict) else contents.config).get("vocab_size")
-    outputs = words * _LOGITS_BYTES_PER_WORD if has_head and isinstance(words, int) else 0
-    return _OVERHEAD_BYTES + _TRANSFORMERS_BYTES + max(4 * parameters * _COPIES_IN_MEMORY, outputs)
+    return words * _LOGITS_BYTES_PER_WORD if has_head and isinstance(words, int) else 0
 
 
 def _too_much(what: str, needed: int, budget: int, options: ConvertOptions) -> ResourceError:

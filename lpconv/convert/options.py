@@ -8,14 +8,16 @@ import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Annotated
 
-from lpconv.checkpoint.compressed import COMPRESSED_TENSORS
+from lpconv.checkpoint.compressed import COMPRESSED_TENSORS, preset_of
 from lpconv.errors import UsageError
+from lpconv.formats.grains import GRAINS, TENSOR, Grain, grain_of
 from lpconv.formats.spec import FORMATS, Format, get_format
 from lpconv.lookup import find, nearest
 from lpconv.mcf.point_layout import MAX_POINTS
-from lpconv.methods import COMPRESSED_ROWS, LPCONV, METHODS, ROWS, Method
+from lpconv.methods import LPCONV, METHODS, Method
 from lpconv.options import Force, Option, Resume, Revision, TrustRemoteCode, check, size_option
 
 __all__ = [
@@ -34,7 +36,6 @@ __all__ = [
 ]
 
 LAYOUTS = (LPCONV, COMPRESSED_TENSORS)
-GRANULARITIES = ("tensor", "row")
 VERIFY_LEVELS = ("none", "weights", "logits", "auto")
 _POINTS_MAX = 3
 _RESIDUALS = (*dict.fromkeys(r for m in METHODS.values() for r in m.residuals), "fp16")
@@ -72,6 +73,11 @@ def _gate(text: str) -> str:
     return CONVERT_GATES.parse(text).expression
 
 
+def _granularity(name: str) -> str:
+    grain_of(name)
+    return name
+
+
 @dataclass(frozen=True, kw_only=True)
 class ConvertOptions:
     """Settings of one conversion, as asked. `settings_of` decides what is None.
@@ -97,14 +103,22 @@ class ConvertOptions:
     layout: Annotated[
         str,
         _what(
-            "Layout of the files; plain transformers with that package and vLLM open compressed-tensors (e4m3fn)",
+            "Layout of the files; plain transformers with that package and vLLM open compressed-tensors",
             choices=LAYOUTS,
         ),
     ] = LPCONV
-    scale: Annotated[str, _what("Scales as powers of two, or as they come", choices=("pow2", "exact"))] = "pow2"
-    granularity: Annotated[str, _what("What has a scale of its own, of unit and scalify", choices=GRANULARITIES)] = (
-        "tensor"
-    )
+    scale: Annotated[
+        str | None,
+        _what("Scales as powers of two, or as they come", default="pow2, of integers exact", choices=("pow2", "exact")),
+    ] = None
+    granularity: Annotated[
+        str,
+        _what(
+            f"What has a scale of its own, of unit and scalify: {TENSOR}, {', '.join(GRAINS)} or group:N",
+            parse=_granularity,
+            example="group:128",
+        ),
+    ] = TENSOR
     budget_bits: Annotated[
         float | None,
         _what(
@@ -164,13 +178,6 @@ class ConvertOptions:
     force: Force = False
     trust_remote_code: TrustRemoteCode = False
 
-    @property
-    def layout_of_forms(self) -> str:
-        """The key of the method's `forms`."""
-        if self.granularity == "row":
-            return ROWS if self.layout == LPCONV else COMPRESSED_ROWS
-        return self.layout
-
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions:
@@ -197,6 +204,19 @@ class VerifyOptions:
             parse=_gate,
         ),
     ] = ()
+    data: Annotated[
+        Path | None,
+        Option(
+            "Text file on which to compare what both models say of every token, read from their files layer by layer",
+            metavar="FILE",
+            parse=Path,
+            is_path=True,
+        ),
+    ] = None
+    seq_len: Annotated[
+        int | None, Option("Number of tokens in a window of the text", default="128, or the model's most", least=2)
+    ] = None
+    max_tokens: Annotated[int, Option("Number of tokens of the text to read at most", least=1)] = 4096
     trust_remote_code: TrustRemoteCode = False
 
 
@@ -226,25 +246,27 @@ class ConvertSettings:
 def settings_of(options: ConvertOptions) -> ConvertSettings:
     """What `options` come to with the method's defaults. Raises UsageError for what does not fit together."""
     method = find("method", options.method, METHODS)
-    fmt = method.format(options.format)
+    grain = _grain(options, method)
+    fmt = method.format(options.format, grain)
     residual = _residual(method, fmt.name, options.residual)
     budget = _budget(method, fmt, options.budget_bits, options.points_max)
     check(options)
     for rule in options.rules:
         if rule.format != "keep":
-            method.format(rule.format)
+            _check_rule(rule, method, grain)
         if method.form(LPCONV).holds_one_format and rule.format not in ("keep", fmt.name):
             raise UsageError(
                 f"rule `{rule.pattern}={rule.format}`: a {method.name} checkpoint has one format, {fmt.name}",
                 hint="use =keep, or another --format",
             )
-    _check_layout(options, method, fmt.name)
+    _check_layout(options, method, fmt.name, grain)
     for pattern in (*options.include, *options.exclude, *(r.pattern for r in options.rules)):
         _check_pattern(pattern)
     filled = dataclasses.replace(
         options,
         format=fmt.name,
         residual=residual,
+        scale=options.scale or _usual_scale(fmt, grain),
         budget_bits=budget.bits if budget else None,
         points_max=budget.most if budget else None,
     )
@@ -253,13 +275,14 @@ def settings_of(options: ConvertOptions) -> ConvertSettings:
 
 def command_line(model: str, options: ConvertOptions) -> str:
     """The command that makes the same output: no folder, and nothing of how a run goes, such as --resume."""
+    usual = _usual_scale(FORMATS[options.format], grain_of(options.granularity)) if options.format else None
     single = (
         ("method", options.method),
         ("format", options.format),
         ("residual", options.residual),
         ("layout", options.layout if options.layout != LPCONV else None),
-        ("scale", options.scale if options.scale != "pow2" else None),
-        ("granularity", options.granularity if options.granularity != "tensor" else None),
+        ("scale", options.scale if options.scale != usual else None),
+        ("granularity", options.granularity if options.granularity != TENSOR else None),
         ("budget-bits", options.budget_bits),
         ("points-max", options.points_max),
         ("revision", options.revision),
@@ -291,24 +314,46 @@ def _residual(method: Method, format_name: str, residual: str | None) -> str | N
     return find("residual", residual or method.residuals[0], {r: r for r in method.residuals})
 
 
-def _check_layout(options: ConvertOptions, method: Method, format_name: str) -> None:
-    if options.granularity != "tensor" and options.layout_of_forms not in method.forms:
-        raise UsageError(
-            f"method `{method.name}` in layout `{options.layout}` has no scale per {options.granularity}",
-            hint="use --method unit or scalify",
-        )
+def _usual_scale(fmt: Format, grain: Grain | None) -> str:
+    """Powers of two, which keep products and casts exact; integers, whose codes are spread evenly, lose up to 6 dB by
+    them."""
+    return "exact" if grain is not None and fmt.twos_complement else "pow2"
+
+
+def _grain(options: ConvertOptions, method: Method) -> Grain | None:
+    """What has a scale of its own."""
+    grain = grain_of(options.granularity)
+    if grain is not None and not method.has_granularity:
+        raise UsageError(f"method `{method.name}` has no {grain.words[2:]}", hint="use --method unit or scalify")
+    if grain is not None and grain.scale_dtype == "U8" and options.scale == "exact":
+        raise UsageError(f"scales of `{grain.name}` are powers of two", hint="leave --scale out")
+    return grain
+
+
+def _check_rule(rule: FormatRule, method: Method, grain: Grain | None) -> None:
+    """Formats that a granularity is not for are stored with one scale each."""
+    if grain is None or rule.format not in grain.formats:
+        method.format(rule.format)
+
+
+def _check_layout(options: ConvertOptions, method: Method, format_name: str, grain: Grain | None) -> None:
     if options.layout != COMPRESSED_TENSORS:
+        if grain is not None and grain.has_factor:
+            raise UsageError(
+                f"layout `{options.layout}` has no {grain.name}", hint=f"use --layout {COMPRESSED_TENSORS}"
+            )
         return
-    if options.layout not in method.forms or format_name != "e4m3fn":
+    if options.layout not in method.forms or preset_of(format_name, grain) is None:
+        words = "" if grain is None else f" with {grain.words}"
         raise UsageError(
-            f"layout `{options.layout}` holds e4m3fn codes, not {method.name} in {format_name}",
-            hint="use --method unit --format e4m3fn",
+            f"layout `{options.layout}` does not hold {method.name} in {format_name}{words}",
+            hint="use --method unit with --format e4m3fn, or --granularity mx, nvfp4 or group:N",
         )
     for rule in options.rules:
-        if rule.format not in ("keep", "e4m3fn"):
+        if rule.format not in ("keep", format_name):
             raise UsageError(
-                f"rule `{rule.pattern}={rule.format}`: layout `{options.layout}` holds e4m3fn codes only",
-                hint="use =keep or =e4m3fn",
+                f"rule `{rule.pattern}={rule.format}`: layout `{options.layout}` holds one format, {format_name}",
+                hint=f"use =keep or ={format_name}",
             )
 
 

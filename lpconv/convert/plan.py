@@ -6,12 +6,13 @@ output all come from this one object.
 
 import hashlib
 import json
-from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from lpconv.checkpoint.compressed import LinearModules
 from lpconv.checkpoint.header import DTYPE_BITS, TensorInfo, encode_header
 from lpconv.checkpoint.residual import RESIDUAL_FOLDER
+from lpconv.convert.defects import fused_groups
 from lpconv.convert.options import ConvertOptions, check_matches
 from lpconv.convert.policy import decide
 from lpconv.errors import UnsupportedError
@@ -24,12 +25,16 @@ __all__ = ["OutputFile", "Plan", "PlannedShard", "PlannedTensor", "make_plan", "
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedTensor:
-    """One source tensor and the form that it gets. `tied_to` is the weight that it shares, where it is not stored."""
+    """One source tensor and the form that it gets. `tied_to` is the weight that it shares, where it is not stored.
+
+    `fused` are the weights that readers put into one matrix with it, where its form shares a scale with them.
+    """
 
     info: TensorInfo
     form: Form
     reason: str
     tied_to: str | None = None
+    fused: tuple["PlannedTensor", ...] = ()
 
     @property
     def name(self) -> str:
@@ -56,8 +61,10 @@ class PlannedTensor:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes that encoding reads of the source: twice the tensor where its scales come first."""
-        return self.info.num_bytes * (2 if self.form.needs_first_pass else 1)
+        """Bytes that encoding reads of the source: twice the tensor where its scales come first, and once what shares
+        one."""
+        own = self.info.num_bytes * (2 if self.form.needs_first_pass else 1)
+        return own + sum(t.info.num_bytes for t in self.fused)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +92,10 @@ class PlannedShard:
     tensors: tuple[PlannedTensor, ...]
 
     @property
+    def files(self) -> tuple[OutputFile, ...]:
+        return (self.root,) if self.residual is None else (self.root, self.residual)
+
+    @property
     def bytes_read(self) -> int:
         """Bytes that encoding reads of the source."""
         return sum(t.bytes_read for t in self.tensors)
@@ -105,7 +116,7 @@ class Plan:
 
     @property
     def files(self) -> tuple[OutputFile, ...]:
-        return tuple(f for s in self.shards for f in (s.root, s.residual) if f is not None)
+        return tuple(f for s in self.shards for f in s.files)
 
     @property
     def bytes_in(self) -> int:
@@ -118,7 +129,7 @@ class Plan:
     @property
     def form(self) -> type[Form]:
         """The form that converted tensors have, or that decides which other one they get."""
-        return self.method.form(self.options.layout_of_forms)
+        return self.method.form(self.options.layout)
 
     @property
     def fingerprint(self) -> str:
@@ -147,7 +158,7 @@ def make_plan(
     Raises UnsupportedError where a scale would take the name of a tensor that the source has, UsageError for a pattern
     that matches no tensor.
     """
-    suffixes = method.form(options.layout_of_forms).suffixes
+    suffixes = method.form(options.layout).suffixes
     taken = [n for n in entries for s in suffixes if n.endswith(s) and n.removesuffix(s) in entries]
     if taken:
         raise UnsupportedError(
@@ -157,6 +168,7 @@ def make_plan(
         check_matches(pattern, entries)
     convertible = None if linears is None else linears.weights
     planned = {n: _planned(info, method, options, ties.get(n), convertible) for n, (info, _) in entries.items()}
+    planned |= {t.name: t for t in _fused(planned)}
     stored = [t for t in planned.values() if t.action != "tie"]
     groups = _groups(stored, {n: f for n, (_, f) in entries.items()}, options.max_shard_size)
     names = shard_names(len(groups))
@@ -176,6 +188,14 @@ def _planned(
         return PlannedTensor(info=info, form=kept, reason=f"tied to `{tied_to}`", tied_to=tied_to)
     form, reason = decide(info, options, method, convertible=convertible)
     return PlannedTensor(info=info, form=form, reason=reason)
+
+
+def _fused(planned: Mapping[str, PlannedTensor]) -> Iterator[PlannedTensor]:
+    """The tensors that share a scale, each with the others."""
+    sharing = {n: t for n, t in planned.items() if t.action == "convert" and t.form.shares}
+    for _, names in fused_groups(sharing):
+        for name in names:
+            yield replace(sharing[name], fused=tuple(sharing[n] for n in names if n != name))
 
 
 def _groups(
@@ -212,8 +232,8 @@ def _shard(
     stored = [(c, t) for t in tensors for c in t.root]
     # Widest dtype first, scales and counts before the other tensors of their width, then by name: everything is aligned
     # and a sequential hash can be taken while the codes are written.
-    stored.sort(key=lambda it: (-DTYPE_BITS[it[0].dtype], it[0].name == it[1].name, it[0].name))
-    ordered = tuple(t for c, t in stored if c.name == t.name)
+    stored.sort(key=lambda it: (-DTYPE_BITS[it[0].dtype], it[0] in it[1].form.data, it[0].name))
+    ordered = tuple(t for c, t in stored if c in t.form.data)
     root = _output_file(name, [c for c, _ in stored], {"format": "pt", **metadata})
     residual = None
     lows = [c for t in ordered for c in t.form.components if c.in_residual]

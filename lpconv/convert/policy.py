@@ -13,6 +13,7 @@ from typing import Any
 
 from lpconv.checkpoint.header import DTYPE_BITS, TensorInfo
 from lpconv.convert.options import ConvertOptions, matches
+from lpconv.formats.grains import grain_of
 from lpconv.formats.spec import FORMATS, Format
 from lpconv.forms import Form, Kept, Settings
 from lpconv.methods import Method
@@ -51,7 +52,7 @@ def decide(
         fmt, reason = None, f"no Linear weight: {options.layout} leaves it"
     elif convertible is not None and fmt is not None and fmt.name != options.format:
         fmt = None  # codes of a second format
-    kind, settings = method.form(options.layout_of_forms), settings_for(options, method)
+    kind, settings = method.form(options.layout), settings_for(options, method)
     refused = None if fmt is None else kind.refusal(info.shape, fmt, settings)
     if fmt is None or refused is not None:
         return Kept(name=info.name, shape=info.shape, dtype=info.dtype), refused or reason
@@ -62,7 +63,7 @@ def settings_for(options: ConvertOptions, method: Method) -> Settings:
     """What forms need to know of the options; None is what the method's form does not ask for."""
     named = {"residual": options.residual, "budget_bits": options.budget_bits, "points_max": options.points_max}
     given: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
-    return Settings(scale=options.scale, **given)
+    return Settings(scale=options.scale or "pow2", grain=grain_of(options.granularity), **given)
 
 
 def _decide(info: TensorInfo, options: ConvertOptions, method: Method) -> _Decision:
@@ -79,7 +80,7 @@ def _decide(info: TensorInfo, options: ConvertOptions, method: Method) -> _Decis
             return _by_rule(rule.pattern, rule.format)
     if options.include and not any(matches(p, info.name) for p in options.include):
         return _Decision(format=None, reason="not included")
-    holds_anything = method.form(options.layout_of_forms).holds_anything
+    holds_anything = method.form(options.layout).holds_anything
     return _any_default(info, wanted) if holds_anything else _codes_default(info, wanted)
 
 

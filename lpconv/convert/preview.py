@@ -1,7 +1,6 @@
 """What a conversion would store, decoded in memory: nothing is written."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import TypeVar
 
@@ -48,11 +47,7 @@ def decoded_tensors(job: Job, progress: Progress) -> tuple[dict[str, Tensor], tu
 
 def _decoded(t: PlannedTensor, workers: Workers) -> tuple[Tensor, TensorRecord]:
     """One tensor encoded and decoded again, block by block."""
-
-    def over(job: Callable[[Tensor, Workspace], T], /) -> Iterator[T]:
-        return (found for _, found in workers.over(t, job))
-
-    found = t.form.measure(over) if t.form.needs_first_pass else Measured()
+    found = workers.measured(t)
     values = torch.empty(t.info.num_elements)
 
     def convert(block: Block) -> Encoded:

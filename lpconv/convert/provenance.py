@@ -9,8 +9,10 @@ from typing import Any
 
 from lpconv.convert.job import Job
 from lpconv.convert.options import ConvertOptions
-from lpconv.convert.plan import Plan
+from lpconv.formats.grains import TENSOR
 from lpconv.formats.spec import FORMATS
+from lpconv.forms.decoded import DecodedSource
+from lpconv.report.numbers import size_text
 from lpconv.report.printable import printable
 from lpconv.results import (
     FileRecord,
@@ -66,14 +68,23 @@ def versions() -> dict[str, str]:
     }
 
 
-def plan_warnings(plan: Plan) -> tuple[str, ...]:
-    """What is odd about a plan."""
-    warnings = []
+def plan_warnings(job: Job) -> tuple[str, ...]:
+    """What is odd about the plan of a job."""
+    plan, warnings = job.plan, []
+    if isinstance(job.source, DecodedSource):
+        held = sum((job.contents.directory / name).stat().st_size for name in job.contents.weight_files)
+        decoded = size_text(plan.bytes_in)
+        warnings.append(
+            f"the source has codes, {size_text(held)} on disk; sizes here are beside their values in fp32, {decoded}"
+        )
     if not any(t.format for t in plan.tensors):
         warnings.append("no tensor is converted: the output is a copy")
     wide = sum(t.format is not None and t.info.dtype == "F64" for t in plan.tensors)
     if wide:
         warnings.append(f"{wide} tensors are F64 and are rounded to fp32 first; errors are measured from there")
+    is_integer = any(t.format is not None and t.format.twos_complement for t in plan.tensors)
+    if plan.options.granularity != TENSOR and plan.options.scale == "pow2" and is_integer:
+        warnings.append("integers lose up to 6 dB where scales are powers of two: --scale exact keeps them")
     if plan.options.residual is not None and not any(s.residual for s in plan.shards):
         warnings.append(f"the source is {plan.options.format} already: nothing is lost, and there is no residual")
     return tuple(warnings)

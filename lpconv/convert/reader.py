@@ -17,7 +17,11 @@ __all__ = ["OutputReader", "read_provenance"]
 
 _FORMAT_VERSION = 1
 # What else may have a lpconv.json.
-_OTHER_KINDS = {"onnx": "a checkpoint exported to ONNX", "restore": "a restored checkpoint"}
+_OTHER_KINDS = {
+    "onnx": "a checkpoint exported to ONNX",
+    "part": "one part of a conversion",
+    "restore": "a restored checkpoint",
+}
 # What is read from lpconv.json, and the JSON type it has.
 _PROVENANCE = {"method": str, "source": dict, "source_config": dict, "options": dict, "tensors": list}
 

@@ -55,7 +55,7 @@ def restore(directory: Path, output: Path, *, force: bool, progress: Progress) -
         progress.start("restoring", sum(r.bytes_in for r in records))
         files, index = [], {}
         for name in contents.weight_files:
-            members = [r for r in records if reader.entries[r.name].file == name]
+            members = [r for r in records if reader.file_of(r.name) == name]
             files.append(_write(reader, name, members, staging.directory, progress))
             index.update(dict.fromkeys((r.name for r in members), name))
         if len(contents.weight_files) > 1:

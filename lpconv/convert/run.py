@@ -7,11 +7,11 @@ from pathlib import Path
 from lpconv.checkpoint.card import inherited_facts
 from lpconv.checkpoint.partfile import write_small
 from lpconv.checkpoint.staging import Staging
-from lpconv.convert.apply import Engine
 from lpconv.convert.files import CARD, copy_side_files, model_side_files, write_metadata, write_provenance, write_sums
 from lpconv.convert.finished import finished
 from lpconv.convert.job import Job, check_disk, disk_bytes, estimate_seconds, free_bytes, identity, prepare
 from lpconv.convert.options import ConvertOptions, command_line
+from lpconv.convert.parts import adopt_parts, checked_parts, remove_parts
 from lpconv.convert.provenance import (
     plan_warnings,
     public_source,
@@ -22,7 +22,7 @@ from lpconv.convert.provenance import (
 )
 from lpconv.convert.tensor_records import format_ranges, planned_record
 from lpconv.convert.verify_written import verify_written
-from lpconv.convert.workers import SingleThreadedTorch
+from lpconv.convert.weights import write_shards
 from lpconv.errors import VerificationError
 from lpconv.machine import peak_rss_bytes
 from lpconv.progress import Progress, Silent
@@ -34,12 +34,11 @@ from lpconv.results import (
     FileRecord,
     PlanResult,
     TensorRecord,
-    from_json,
     json_text,
     to_json,
 )
 
-__all__ = ["convert", "plan"]
+__all__ = ["convert", "finish", "plan"]
 
 
 def plan(model: str, output: Path, options: ConvertOptions) -> PlanResult:
@@ -60,7 +59,7 @@ def plan(model: str, output: Path, options: ConvertOptions) -> PlanResult:
             disk_free_bytes=free_bytes(output),
             seconds=estimate_seconds(job),
             workers=job.memory.workers,
-            warnings=plan_warnings(job.plan),
+            warnings=plan_warnings(job),
         )
     finally:
         job.source.close()
@@ -74,37 +73,72 @@ def convert(
     `model` is a directory, an alias, a hub id or ``demo``. Raises an `LpconvError` for every failure that is not a bug:
     see the exit codes in `lpconv.errors`.
     """
+    return _published(model, output, options, progress, command, finishing=False)
+
+
+def finish(
+    model: str, output: Path, options: ConvertOptions, *, progress: Progress | None = None, command: str | None = None
+) -> ConvertResult:
+    """Put the parts that `convert_part` wrote together: the same output, byte for byte, as `convert` makes alone.
+
+    Arguments and errors are those of `convert`. Every part is checked before anything is written; parts are deleted
+    when the output is published, and stay where a gate fails.
+    """
+    return _published(model, output, options, progress, command, finishing=True)
+
+
+def _published(
+    model: str,
+    output: Path,
+    options: ConvertOptions,
+    progress: Progress | None,
+    command: str | None,
+    *,
+    finishing: bool,
+) -> ConvertResult:
     started = time.perf_counter()
     progress = progress or Silent()
     job = prepare(model, output, options)
     if job.resolved.revision is not None:
         progress.message(f"{model} is {job.resolved.resolved} at {job.resolved.revision}")
     try:
-        done = finished(job, progress) if options.resume else None
-        if done is not None:
+        result = finished(job, progress) if options.resume else None
+        if result is not None:
             progress.message(f"`{output}` is complete: there is nothing to resume")
-            return done
-        check_disk(job)
-        with Staging(output, identity(job), resume=options.resume, force=options.force) as staging:
-            result = _carry_out(job, staging, progress, command, started)
-            job.watch.check()
-            if not result.verify.passed:
-                kept = staging.set_aside()
-                raise VerificationError(
-                    "verification failed: " + "; ".join(result.verify.failures),
-                    hint=f"the rejected output is in `{kept}`",
-                    details=to_json(result.verify),
-                )
-            staging.publish()
+        else:
+            result = _staged(job, progress, command, started, finishing=finishing)
+        if finishing:
+            remove_parts(output)
         return result
     finally:
         job.source.close()
 
 
+def _staged(job: Job, progress: Progress, command: str | None, started: float, *, finishing: bool) -> ConvertResult:
+    """Write, judge and publish. Where parts are put together, none of their files is written again."""
+    options, parts = job.plan.options, checked_parts(job, progress) if finishing else ()
+    if not finishing:
+        check_disk(job.output, disk_bytes(job))
+    with Staging(job.output, identity(job), resume=options.resume, force=options.force) as staging:
+        adopt_parts(job, parts, staging)
+        result = _carry_out(job, staging, progress, command, started)
+        job.watch.check()
+        if not result.verify.passed:
+            kept = staging.set_aside()
+            raise VerificationError(
+                "verification failed: " + "; ".join(result.verify.failures),
+                hint=f"the rejected output is in `{kept}`",
+                details=to_json(result.verify),
+            )
+        staging.publish()
+    return result
+
+
 def _carry_out(job: Job, staging: Staging, progress: Progress, command: str | None, started: float) -> ConvertResult:
     before = time.perf_counter()
+    others_wrote = bool(staging.done)  # an interrupted run, or the workers of parts
     files, tensors = _write_weights(job, staging, progress)
-    weights_seconds = time.perf_counter() - before
+    weights_seconds = None if others_wrote else time.perf_counter() - before
     write_metadata(staging.directory, job.contents, job.plan, files)
     names = sorted({*model_side_files(job.contents), *({CARD} & set(job.contents.side_files))})
     side_files = copy_side_files(staging.directory, job.contents, names, renamed={CARD: "README.source.md"})
@@ -128,7 +162,7 @@ def _carry_out(job: Job, staging: Staging, progress: Progress, command: str | No
         versions=versions(),
         command=command,
         card=inherited_facts(job.contents.directory, job.resolved.resolved if job.resolved.revision else None),
-        warnings=(*plan_warnings(job.plan), *tensor_warnings(tensors)),
+        warnings=(*plan_warnings(job), *tensor_warnings(tensors)),
     )
     public = public_source(result.source)
     published = dataclasses.replace(
@@ -145,22 +179,7 @@ def _carry_out(job: Job, staging: Staging, progress: Progress, command: str | No
 def _write_weights(
     job: Job, staging: Staging, progress: Progress
 ) -> tuple[tuple[FileRecord, ...], tuple[TensorRecord, ...]]:
-    done = {line["shard"]: line for line in staging.done}
-    progress.start("converting", sum(s.bytes_read for s in job.plan.shards))
-    with SingleThreadedTorch():
-        engine = Engine(job.source, workers=job.memory.workers, progress=progress)
-        try:
-            for shard in job.plan.shards:
-                name = shard.root.name
-                if name in done:
-                    progress.advance(shard.bytes_read)
-                    continue
-                files, tensors = engine.write_shard(shard, staging.directory)
-                done[name] = {"shard": name, "files": to_json(files), "tensors": to_json(tensors)}
-                staging.append(done[name])
-        finally:
-            engine.close()
-    lines = [done[s.root.name] for s in job.plan.shards]
-    records = {t["name"]: from_json(TensorRecord, t) for line in lines for t in line["tensors"]}
+    written = write_shards(job, job.plan.shards, staging, progress)
+    records = {t.name: t for shard in written for t in shard.tensors}
     ordered = (records.get(t.name) or planned_record(t) for t in job.plan.tensors)
-    return tuple(from_json(FileRecord, f) for line in lines for f in line["files"]), tuple(ordered)
+    return tuple(f for shard in written for f in shard.files), tuple(ordered)

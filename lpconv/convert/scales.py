@@ -18,8 +18,8 @@ from torch import Tensor
 from lpconv.checkpoint.contents import Contents, read_contents
 from lpconv.checkpoint.source import Source, open_source, read_range, read_tensor
 from lpconv.convert.defects import Findings, fused_groups, shown
-from lpconv.forms import Component, Headers, recognise
-from lpconv.forms.compressed import Compressed, CompressedRows
+from lpconv.forms import Component, Headers, grid_of, recognise
+from lpconv.forms.compressed import Compressed
 from lpconv.forms.foreign.grid import Grid
 from lpconv.forms.foreign.plane import Span
 from lpconv.forms.scaled import SCALE_SUFFIX
@@ -62,10 +62,9 @@ def from_scales(contents: Contents) -> Findings:
     """All that the scales of the layouts of others tell. Raises InputError where files cannot be read."""
     with closing(open_source(contents)) as source:
         forms = recognise(Headers.of(contents.config, {n: e.info for n, e in source.entries.items()}))
-        grids = {n: form for n, form in forms.items() if isinstance(form, Grid)}
+        grids = {n: grid for n, form in forms.items() if (grid := grid_of(form))}
         found = {n: _look(grid, source) for n, grid in grids.items()}
-        ours = {n: form for n, form in forms.items() if isinstance(form, (Compressed, CompressedRows))}
-        found |= {n: _alone(form, source) for n, form in ours.items()}
+        found |= {n: _alone(form, source) for n, form in forms.items() if isinstance(form, Compressed)}
         config = contents.config.get("quantization_config") or {}
         problems = [*_unsound(found), *_dead(found, grids, source), *_inverted(found, grids)]
         problems += _parts(grids, source, config)
@@ -78,10 +77,10 @@ def judged(found: InspectResult, directory: Path) -> InspectResult:
     return replace(found, problems=(*found.problems, *told.problems), warnings=(*found.warnings, *told.warnings))
 
 
-def _alone(form: Compressed | CompressedRows, source: Source) -> _Scales:
-    """Of a weight in a form that lpconv writes too."""
+def _alone(form: Compressed, source: Source) -> _Scales:
+    """Of a weight with one scale."""
     scale = read_tensor(source, form.name + SCALE_SUFFIX).float()
-    return replace(_count(scale, form.format.max), one=float(scale) if isinstance(form, Compressed) else None)
+    return replace(_count(scale, form.format.max), one=float(scale))
 
 
 def _fetcher(source: Source) -> Fetch:

@@ -39,7 +39,7 @@ def inspect_with_statistics(directory: Path, progress: Progress, *, name: str | 
     contents = read_contents(directory)
     with closing(open_source(contents)) as source:
         infos = [(e.info, e.file) for e in source.entries.values()]
-        if contents.kind == "safetensors":
+        if contents.kind != "torch":
             found = inspect(directory, name=name)
         else:
             found = describe(contents, infos, name=name or str(directory))

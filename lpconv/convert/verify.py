@@ -12,7 +12,7 @@ where they are not equal to the last bit, though close, may side tensors differ,
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
@@ -27,8 +27,10 @@ from lpconv.convert.reader import OutputReader
 from lpconv.convert.tensor_records import planned_record, tensor_record
 from lpconv.convert.workers import Block, Workers, blocks_of
 from lpconv.errors import InputError
-from lpconv.forms.blocks import Workspace, as_float32, block_error, block_stats
+from lpconv.forms import Form
+from lpconv.forms.blocks import CHECKED_ELEMENTS, Workspace, as_float32, block_error, block_stats
 from lpconv.forms.facts import BlockError, BlockStats, Measured
+from lpconv.forms.stored import Side
 from lpconv.progress import Progress
 from lpconv.results import HashCheck, TensorRecord, WeightsCheck
 
@@ -155,11 +157,7 @@ def _compare_whole(
     t: PlannedTensor, output: OutputReader, workers: Workers, progress: Progress
 ) -> tuple[TensorRecord, bool]:
     """The record of a tensor as the files have it, and whether all of it is right."""
-
-    def over(job: Callable[[Tensor, Workspace], T], /) -> Iterator[T]:
-        return (found for _, found in workers.over(t, job))
-
-    implied, side = t.form.measure(over), output.side(t.name)
+    implied, side = workers.measured(t), output.side(t.name)
     same_side = _same_bytes(side.values(), (implied.side[n] for n in side))
 
     def compare(block: Block) -> _Compared:
@@ -217,12 +215,21 @@ def _compare(
     if form.format is None:
         return _Compared(right=right)
     value, got = as_float32(x, work), form.decode(stored, start, stop, found.side)
-    right = right and form.is_right(value, got, start, found.side)
-    got = torch.where(torch.isnan(got) & torch.isfinite(value), math.inf, got)  # a lost number is no small error
+    right = right and _is_right(form, value, got, start, found.side)
+    if torch.isnan(got).any():
+        got = torch.where(torch.isnan(got) & torch.isfinite(value), math.inf, got)  # a lost number is no small error
     stats, error = again.stats or BlockStats(), block_error(value, got)
     wanted = (again if implied is None else form.encode(x, start, implied, work)).error or BlockError()
     right = right and error.sum_squares <= wanted.sum_squares * (1 + _SHARE)
     return _Compared(right=right, stats=stats, error=error, implied=wanted)
+
+
+def _is_right(form: Form, value: Tensor, got: Tensor, start: int, side: Side) -> bool:
+    """`Form.is_right` of a block, some rows at a time, so that its fp64 temporaries stay in a cache."""
+    cols = max(form.cols, 1)  # of an empty tensor 0
+    rows = max(CHECKED_ELEMENTS // cols, 1) * cols
+    pieces = range(0, value.numel(), rows)
+    return all(form.is_right(value[i : i + rows], got[i : i + rows], start + i, side) for i in pieces)
 
 
 def _is_close(measured: TensorRecord, record: TensorRecord) -> bool:

@@ -42,6 +42,9 @@ def verify_output(
     gates: Sequence[str],
     trust_remote_code: bool,
     progress: Progress,
+    data: Path | None = None,
+    seq_len: int | None = None,
+    max_tokens: int = 4096,
 ) -> VerifyResult:
     """Check a published output up to `level`; deeper levels include the shallower ones.
 
@@ -51,7 +54,20 @@ def verify_output(
 
     ``values`` compares the weights of any two checkpoints by what they stand for; it is the level of a `directory` that
     is no output of a conversion.
+
+    With the text `data` both models say it besides (`text.py`), whatever their size: its first `max_tokens` tokens, in
+    windows of `seq_len`.
     """
+    if data is not None:
+        if against is None:
+            raise UsageError("a text needs a checkpoint to compare with", hint="name it with --against")
+        shallow = level or ("weights" if is_output(directory) else "values")
+        found = verify_output(
+            directory, against=against, level=shallow, gates=(), trust_remote_code=trust_remote_code, progress=progress
+        )
+        return _with_text(
+            found, directory, resolve(against).directory, data, seq_len, max_tokens, gates=gates, progress=progress
+        )
     if level not in (None, *LEVELS):
         raise UsageError(f"unknown level `{level}`", hint="use " + ", ".join(LEVELS))
     if level == "values" or (level is None and against is not None and not is_output(directory)):
@@ -85,6 +101,28 @@ def verify_output(
             result = dataclasses.replace(result, level=level, logits=logits, problems=problems)
     finally:
         job.source.close()
+    met = CONVERT_GATES.check(parsed, result)
+    return dataclasses.replace(result, gates=met, passed=not result.problems and all(g.passed for g in met))
+
+
+def _with_text(
+    found: VerifyResult,
+    directory: Path,
+    reference: Path,
+    data: Path,
+    seq_len: int | None,
+    max_tokens: int,
+    *,
+    gates: Sequence[str],
+    progress: Progress,
+) -> VerifyResult:
+    """`found` with what both models say of a text; gates ask for that."""
+    from lpconv.convert.text import compare_on_text  # transformers takes seconds to import
+
+    parsed = [CONVERT_GATES.parse(g) for g in gates]
+    logits = compare_on_text(directory, reference, data, seq_len=seq_len, max_tokens=max_tokens, progress=progress)
+    unknown = dataclasses.replace(logits, bit_equal=None)  # nothing is said here of whether they should be equal
+    result = dataclasses.replace(found, logits=logits, problems=(*found.problems, *output_problems(unknown, ())))
     met = CONVERT_GATES.check(parsed, result)
     return dataclasses.replace(result, gates=met, passed=not result.problems and all(g.passed for g in met))
 

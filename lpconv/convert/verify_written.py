@@ -92,7 +92,8 @@ def check_outputs(job: Job, directory: Path, *, automatic: bool) -> LogitsCheck:
     from lpconv.convert.logits import check_logits, check_model  # transformers takes seconds to import
 
     try:
-        check_model(job.contents, sum(t.info.num_elements for t in job.plan.tensors))
+        if not job.memory.in_files:
+            check_model(job.contents, sum(t.info.num_elements for t in job.plan.tensors))
     except LpconvError as e:
         if not automatic:
             raise
@@ -102,6 +103,7 @@ def check_outputs(job: Job, directory: Path, *, automatic: bool) -> LogitsCheck:
             job.resolved.directory,
             directory,
             trust_remote_code=job.plan.options.trust_remote_code,
+            in_files=job.memory.in_files,
         )
     except UnsupportedError as e:
         if not automatic:

@@ -20,6 +20,8 @@ from lpconv.checkpoint.header import DTYPE_BITS
 from lpconv.checkpoint.source import Source, read_range
 from lpconv.convert.plan import PlannedTensor
 from lpconv.forms.blocks import Workspace, block_ranges
+from lpconv.forms.facts import Measured
+from lpconv.forms.form import Over
 
 __all__ = ["Block", "SingleThreadedTorch", "Workers", "blocks_of", "buffer_bytes"]
 
@@ -110,6 +112,14 @@ class Workers:
                 return job(self.read(block, work), work)
 
         return self.in_order(blocks_of([tensor]), read_and_do)
+
+    def measured(self, tensor: PlannedTensor) -> Measured:
+        """What the first pass over a tensor finds; nothing where its form needs none."""
+
+        def reading(t: PlannedTensor) -> Over:
+            return lambda job, /: (found for _, found in self.over(t, job))
+
+        return tensor.form.measure(reading(tensor), [reading(t) for t in tensor.fused])
 
     def in_order(self, blocks: Iterable[Block], job: Callable[[Block], T]) -> Generator[tuple[Block, T]]:
         """Results of `job` in the order of `blocks`, with at most as many under way as there are workspaces."""

@@ -20,7 +20,10 @@ PACKAGES: dict[str, str] = {
 
 EXTRAS: dict[str, tuple[str, tuple[str, ...]]] = {
     "onnx": ("export to ONNX and run it", ("onnxscript", "onnxruntime")),
+    "gguf": ("read GGUF files", ("gguf",)),
     "gpu": ("energy and clocks of NVIDIA GPUs", ("nvidia-ml-py",)),
+    "ray": ("batches on a Ray cluster", ("ray",)),
+    "slurm": ("batches on Slurm", ("submitit",)),
     "peers": (
         "benchmarks, with the libraries they compare",
         ("torchao", "torch-optimi", "unit-scaling", "matplotlib"),
@@ -29,6 +32,7 @@ EXTRAS: dict[str, tuple[str, tuple[str, ...]]] = {
         "run lpconv's own tests",
         (
             "compressed-tensors",
+            "gguf",
             "hatchling",
             "onnxruntime",
             "onnxscript",

@@ -5,21 +5,22 @@ What others store is read by the layouts in `lpconv.forms.foreign`.
 
 from collections.abc import Mapping
 
-from lpconv.forms.compressed import Compressed, CompressedRows
+from lpconv.forms.compressed import Compressed, CompressedTiles
 from lpconv.forms.facts import Component, Headers, Settings
 from lpconv.forms.foreign import ACTIVATIONS, READ, find
+from lpconv.forms.foreign.grid import Grid
 from lpconv.forms.form import Form
 from lpconv.forms.kept import Kept
 from lpconv.forms.pair import Pair
 from lpconv.forms.points import PointRows
-from lpconv.forms.rows import Rows
 from lpconv.forms.scaled import Scaled
 from lpconv.forms.stored import Stored
+from lpconv.forms.tiles import Tiles
 
-__all__ = ["FORMS", "Component", "Form", "Headers", "Kept", "Settings", "Stored", "recognise"]
+__all__ = ["FORMS", "Component", "Form", "Headers", "Kept", "Settings", "Stored", "grid_of", "recognise"]
 
 # In the order in which they are asked whether a stored tensor is theirs; what is nobody's keeps its bits.
-FORMS: dict[str, type[Form]] = {f.kind: f for f in (PointRows, Rows, Scaled, Compressed, CompressedRows, Pair, Kept)}
+FORMS: dict[str, type[Form]] = {f.kind: f for f in (PointRows, Tiles, Scaled, Compressed, CompressedTiles, Pair, Kept)}
 
 
 def recognise(headers: Headers) -> Mapping[str, Stored]:
@@ -32,6 +33,11 @@ def recognise(headers: Headers) -> Mapping[str, Stored]:
     if headers.quantised_by in READ:
         parts |= {n for n in found if n.rpartition(".")[2] in ACTIVATIONS}
     return {form.name: form for n, form in found.items() if n not in parts}
+
+
+def grid_of(form: Stored) -> Grid | None:
+    """A weight in a layout that others write too, as who reads it sees it; None for any other."""
+    return form.grid if isinstance(form, CompressedTiles) else form if isinstance(form, Grid) else None
 
 
 def _of(name: str, headers: Headers) -> Stored:

@@ -1,7 +1,8 @@
-"""The layout of the compressed-tensors package: e4m3fn codes under the weight's own shape, a scale each or per row.
+"""The layouts of the compressed-tensors package: codes under the weight's own shape, a scale each or for every tile.
 
-Plain transformers with that package, and vLLM, open it. Only weights of `Linear` modules can be codes, and all in one
-format; the config says which modules are not. More in `lpconv.checkpoint.compressed`.
+Plain transformers with that package, and vLLM, open them. Only weights of `Linear` modules can be codes, and all in
+one format; the config says which modules are not. More in `lpconv.checkpoint.compressed`. With the settings of other
+writers such weights are read as a layout of theirs.
 """
 
 from __future__ import annotations  # tensors are named below and not imported
@@ -10,31 +11,37 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
-from lpconv.checkpoint.compressed import COMPRESSED_TENSORS, quantization_config
+from lpconv.checkpoint.compressed import COMPRESSED_TENSORS, preset_in, preset_of, quantization_config
+from lpconv.formats.grains import grain_of
 from lpconv.formats.spec import FORMATS, Format
 from lpconv.forms.facts import Component, Headers, Settings
-from lpconv.forms.rows import Rows
 from lpconv.forms.scaled import SCALE_SUFFIX, Scaled
+from lpconv.forms.tiles import FACTOR_SUFFIX, Tiles
 
-__all__ = ["Compressed", "CompressedRows"]
+__all__ = ["Compressed", "CompressedTiles"]
 
 _E4M3FN = FORMATS["e4m3fn"]
 _SCALE_DTYPES = {"F32", "F16", "BF16"}
+_PACKED_SUFFIX, _SIZE_SUFFIX = "_packed", "_shape"
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Layout(Scaled):
-    """What the layout asks of a form of either granularity; `has_row_scales` is what differs in its config."""
+    """What the layouts ask of a form, whatever has a scale."""
 
     quantised_by: ClassVar[str | None] = COMPRESSED_TENSORS
     holds_one_format: ClassVar[bool] = True
     axis: ClassVar[tuple[int, ...]] = ()
-    has_row_scales: ClassVar[bool] = False
 
     @classmethod
     def refusal(cls, shape: tuple[int, ...], format: Format, settings: Settings) -> str | None:
-        if format != _E4M3FN:
-            return f"the layout holds {_E4M3FN.name} codes only"
+        preset = preset_of(format.name, settings.grain)
+        if preset is None:
+            words = settings.grain.words if settings.grain else "one scale"
+            return f"the layout holds no {format.name} codes with {words}"
+        group = (preset.inputs or {}).get("group_size", 1)
+        if shape[-1] % group:
+            return f"rows of {shape[-1]} numbers are not whole groups of {group}, in which readers quantise inputs"
         return super().refusal(shape, format, settings)
 
     @classmethod
@@ -46,7 +53,9 @@ class _Layout(Scaled):
         ignored: Iterable[str] | None,
     ) -> dict[str, Any]:
         assert ignored is not None, "the layout names what is not quantised"
-        return {"quantization_config": quantization_config(ignored, rows=cls.has_row_scales)}
+        preset = preset_of(settings["format"], grain_of(settings["granularity"]))
+        assert preset is not None, "refused"
+        return {"quantization_config": quantization_config(ignored, preset)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,14 +81,33 @@ class Compressed(_Layout):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompressedRows(_Layout, Rows):
-    """FP8_DYNAMIC, as lpconv writes it; with the settings of other writers it is read as a layout of theirs."""
+class CompressedTiles(_Layout, Tiles):
+    """What `Preset` says, as lpconv writes it."""
 
-    kind: ClassVar[str] = "compressed rows"
-    has_row_scales: ClassVar[bool] = True
+    kind: ClassVar[str] = "compressed tiles"
+    suffixes: ClassVar[tuple[str, ...]] = (SCALE_SUFFIX, FACTOR_SUFFIX, _PACKED_SUFFIX, _SIZE_SUFFIX)
+    whole: ClassVar[type[Scaled]] = Compressed
 
     @classmethod
     def recognise(cls, name: str, headers: Headers) -> Self | None:
-        ignored = headers.quantization.get("ignore")
-        is_ours = isinstance(ignored, list) and headers.quantization == quantization_config(ignored, rows=True)
-        return super().recognise(name, headers) if is_ours and headers.root[name].dtype == "F8_E4M3" else None
+        preset = preset_in(headers.quantization)
+        if preset is None or preset.grain is None:
+            return None
+        suffix = _suffix(FORMATS[preset.number])
+        if not name.endswith(suffix):
+            return None
+        found = cls._of_codes(name.removesuffix(suffix), name, preset.grain, preset.number, headers)
+        return found if found and found.format.name == preset.number else None
+
+    @property
+    def codes(self) -> Component:
+        return replace(super().codes, name=self.name + _suffix(self.format))
+
+    @property
+    def size(self) -> Component | None:
+        is_integer = self.format.twos_complement
+        return Component(name=self.name + _SIZE_SUFFIX, dtype="I64", shape=(2,)) if is_integer else None
+
+
+def _suffix(format: Format) -> str:
+    return "" if format.safetensors else _PACKED_SUFFIX

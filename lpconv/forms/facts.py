@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from lpconv.checkpoint.compressed import quantized_by
 from lpconv.checkpoint.header import DTYPE_BITS, TensorInfo
+from lpconv.formats.grains import Grain
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,11 +21,13 @@ __all__ = ["BlockError", "BlockStats", "Component", "Encoded", "Headers", "Measu
 class Settings:
     """What a conversion chooses once for all tensors.
 
-    `scale` is ``pow2`` or ``exact``, `residual` a key of `RESIDUALS`. Points have a budget of `budget_bits` an element
+    `scale` is ``pow2`` or ``exact``, `grain` what has a scale of its own (None: the tensor), `residual` a key of
+    `RESIDUALS`. Points have a budget of `budget_bits` an element
     and at most `points_max` a row.
     """
 
     scale: str = "pow2"
+    grain: Grain | None = None
     residual: str = "bf16"
     budget_bits: float = math.inf
     points_max: int = 1

@@ -31,10 +31,11 @@ that transformers shall open as it lies must also be learnt by the loader module
 from __future__ import annotations  # tensors are named below and not imported
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar
 
+from lpconv.formats.grains import TENSOR
 from lpconv.formats.spec import Format
 from lpconv.forms.facts import Encoded, Headers, Measured, Settings
 from lpconv.forms.stored import Side, Stored
@@ -93,8 +94,14 @@ class Form(Stored):
         """Whether `measure` must read the tensor before a block can be encoded."""
         return bool(self.side)
 
-    def measure(self, over: Over) -> Measured:
-        """The first pass. Raises InputError where the values cannot have this form."""
+    @property
+    def shares(self) -> bool:
+        """Whether one of its scales is that of all weights which readers fuse."""
+        return False
+
+    def measure(self, over: Over, fused: Sequence[Over] = ()) -> Measured:
+        """The first pass. `fused` read the weights that readers put into one matrix with this one, where the form has a
+        scale that these share. Raises InputError where the values cannot have this form."""
         return Measured()
 
     @abstractmethod
@@ -118,15 +125,17 @@ class Form(Stored):
     ) -> dict[str, Any]:
         """What to add to config.json, so that such a checkpoint is opened as what it is.
 
-        `settings` are method, format and scale of the conversion, `formats` those of the converted tensors by name,
-        `ignored` the `Linear` modules that are not converted, where a layout must know them.
+        `settings` are method, format, scale and granularity of the conversion, `formats` those of the converted tensors
+        by name, `ignored` the `Linear` modules that are not converted, where a layout must know them.
         """
         if cls.quantised_by is None:
             return {}
+        # What has a scale is only said where sizes do not tell it.
+        told = {k: v for k, v in settings.items() if k != "granularity" or v not in (TENSOR, "row")}
         written = {
             "quant_method": cls.quantised_by,
             "format_version": 1,
-            **settings,
+            **told,
             "leaves": sorted({n.rpartition(".")[2] for n in formats}) or ["weight"],
             "exceptions": {n: f for n, f in formats.items() if f != settings["format"]},
         }

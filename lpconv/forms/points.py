@@ -106,7 +106,7 @@ class PointRows(Form):
             and bool(((scales > 0) & (scales < math.inf)).all())
         )
 
-    def measure(self, over: Over) -> Measured:
+    def measure(self, over: Over, fused: Sequence[Over] = ()) -> Measured:
         """The scales and counts. Raises InputError where there are NaN or Inf."""
         from lpconv.forms.blocks import as_float32, block_stats
         from lpconv.mcf import multipoint

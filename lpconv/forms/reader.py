@@ -95,6 +95,10 @@ class StoredTensors:
         """What the root files hold."""
         return self._root.entries
 
+    def file_of(self, name: str) -> str:
+        """The root file that a tensor's codes lie in."""
+        return self._root.entries[self.forms[name].data[0].name].file
+
     @property
     def with_residual(self) -> frozenset[str]:
         """The tensors that a residual completes."""
@@ -118,6 +122,16 @@ class StoredTensors:
     def stored(self, name: str, start: int, stop: int) -> tuple[Tensor, ...]:
         """The data of elements `start` to `stop` as they lie in the files."""
         return self.forms[name].read(self._fetch, start, stop, self.side(name))
+
+    def parts(self, name: str) -> Side:
+        """All that is stored of a tensor, whole, by the names in the files."""
+        data = (c for c in self.forms[name].components if c.name not in self.side(name))
+        return {**self.side(name), **{c.name: read_tensor(self._file(c.in_residual), c.name) for c in data}}
+
+    def others(self) -> Side:
+        """What the root holds beside the weights, whole: scales of activations, which are left out of `forms`."""
+        known = {c.name for form in self.forms.values() for c in form.components}
+        return {n: read_tensor(self._root, n) for n in self.entries if n not in known}
 
     def read_bytes(self, name: str, start: int, out: Tensor) -> None:
         """Fill `out` with the bytes of a stored tensor of the root, as `Source.read_bytes`."""

@@ -6,6 +6,7 @@ weights. `NAME_scale` [1] is fp32.
 
 from __future__ import annotations  # tensors are named below and not imported
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,11 +23,12 @@ if TYPE_CHECKING:
 
     from lpconv.forms.blocks import Workspace
 
-__all__ = ["SCALE_SUFFIX", "Scaled", "packed", "rows_of", "scale_for", "unpacked"]
+__all__ = ["OF_DTYPE", "SCALE_SUFFIX", "Scaled", "packed", "rows_of", "scale_for", "unpacked"]
 
 SCALE_SUFFIX = "_scale"
 _SCALE_EXPONENTS = (-126, 127)
-_OF_DTYPE = {f.safetensors: f for f in FORMATS.values() if f.safetensors}
+# The formats that are dtypes of files, by these.
+OF_DTYPE = {f.safetensors: f for f in FORMATS.values() if f.safetensors}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,9 +49,9 @@ class Scaled(Form):
     @classmethod
     def recognise(cls, name: str, headers: Headers) -> Self | None:
         codes = headers.root[name]
-        if headers.quantised_by != cls.quantised_by or codes.dtype not in _OF_DTYPE:
+        if headers.quantised_by != cls.quantised_by or codes.dtype not in OF_DTYPE:
             return None
-        form = cls(name=name, shape=codes.shape[len(cls.axis) :], format=_OF_DTYPE[codes.dtype])
+        form = cls(name=name, shape=codes.shape[len(cls.axis) :], format=OF_DTYPE[codes.dtype])
         return form if all(map(headers.holds, form.components)) else None
 
     @property
@@ -75,7 +77,7 @@ class Scaled(Form):
     def has_sound(self, side: Side) -> bool:
         return 0 < float(side[self.name + SCALE_SUFFIX]) < math.inf
 
-    def measure(self, over: Over) -> Measured:
+    def measure(self, over: Over, fused: Sequence[Over] = ()) -> Measured:
         import torch
 
         from lpconv.forms.blocks import block_stats
@@ -104,20 +106,18 @@ class Scaled(Form):
     def is_right(self, value: Tensor, got: Tensor, start: int, side: Side) -> bool:
         import torch
 
-        from lpconv.formats.cast import cast
         from lpconv.forms.blocks import same_numbers
 
         scale = self.factor(side, start, start + value.numel())
-        unit = rows_of(value, scale) / scale
-        if self.format.has_inf:
-            wanted = cast(unit, self.format, overflow="inf") * scale
+        bits = value.view(torch.int32)
+        if isinstance(scale, float) and not (bits & 0xFFFF).any():
+            wanted = _of_bf16(self.format, scale).index_select(0, (bits >> 16) & 0xFFFF)
         else:
-            wanted = cast(unit.masked_fill(torch.isinf(unit), math.nan), self.format) * scale
-        return same_numbers(got, wanted.view(-1))
+            wanted = _wanted(rows_of(value, scale), scale, self.format).view(-1)
+        return same_numbers(got, wanted)
 
     def summands(self, data: Sequence[Tensor], side: Side) -> tuple[Summand, ...]:
-        factor = self.factor(side, 0, self.num_elements)
-        return ((data[0], factor),) if isinstance(factor, float) else super().summands(data, side)
+        return ((data[0], float(side[self.name + SCALE_SUFFIX])),)
 
 
 def packed(name: str, codes: Tensor, scale: float | Tensor) -> dict[str, Tensor]:
@@ -138,7 +138,7 @@ def unpacked(name: str, tensors: Mapping[str, Tensor]) -> tuple[Tensor, float]:
         return tensors[name], 1.0
     if scale.numel() != 1:
         raise InputError(
-            f"`{name}` has {scale.numel()} scales, a scaled tensor has one", hint="convert without --granularity row"
+            f"`{name}` has {scale.numel()} scales, a scaled tensor has one", hint="convert without --granularity"
         )
     return tensors[name][0], float(scale)
 
@@ -207,6 +207,26 @@ def _encode(
     if coded is not codes:
         codes.copy_(coded)
     return block_error(value, _decode(codes, scale, out=work.error[: x.numel()]))
+
+
+def _wanted(value: Tensor, scale: float | Tensor, fmt: Format) -> Tensor:
+    """What fp32 numbers become, by the slow reference."""
+    import torch
+
+    from lpconv.formats.cast import cast
+
+    unit = value / scale
+    if fmt.has_inf:
+        return cast(unit, fmt, overflow="inf") * scale
+    return cast(unit.masked_fill(torch.isinf(unit), math.nan), fmt) * scale
+
+
+@functools.lru_cache(maxsize=8)
+def _of_bf16(fmt: Format, scale: float) -> Tensor:
+    """What every bf16 number becomes, by its bits: no tensor, however large, has more than these 65,536."""
+    import torch
+
+    return _wanted((torch.arange(2**16, dtype=torch.int32) << 16).view(torch.float32), scale, fmt)
 
 
 def _decode(codes: Tensor, scale: float | Tensor, *, out: Tensor | None = None) -> Tensor:

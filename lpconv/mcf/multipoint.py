@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from lpconv.formats import codes
+from lpconv.formats.narrow import nearest_
 from lpconv.formats.spec import Format
 
 __all__ = ["Fit", "Points", "decode", "encode", "fit"]
@@ -162,7 +163,7 @@ def _best_scale(x_RC: Tensor, element: Format) -> Tensor:
     for factor in _FACTORS:
         scale, error = _better(x_RC, scale, error, widest * factor, element)
     for _ in range(_REFINEMENTS):
-        numbers = _nearest(x_RC / scale[:, None], element)
+        numbers = nearest_(x_RC / scale[:, None], element)
         fitted = (x_RC * numbers).sum(1) / numbers.square().sum(1)
         scale, error = _better(x_RC, scale, error, fitted, element)
     return scale
@@ -182,15 +183,4 @@ def _squared(x_RC: Tensor) -> Tensor:
 
 def _residual(x_RC: Tensor, scale: Tensor, element: Format) -> Tensor:
     """x - scale · round(x / scale)."""
-    return x_RC - _nearest(x_RC / scale[:, None], element).mul_(scale[:, None])
-
-
-def _nearest(x: Tensor, element: Format) -> Tensor:
-    """`formats.cast` of finite float32 to at most 8 bits, in place; zeros may lose their sign.
-
-    The adder rounds: beside 1.5 · 2^23 steps no float32 has room for less than a step.
-    """
-    x.clamp_(-element.max, element.max)
-    power = (x.view(torch.int32) & 0x7F800000).view(torch.float32)
-    shift = power.clamp_min_(element.min_normal).mul_(1.5 * 2.0 ** (23 - element.mantissa_bits))
-    return x.add_(shift).sub_(shift)
+    return x_RC - nearest_(x_RC / scale[:, None], element).mul_(scale[:, None])

@@ -1,6 +1,8 @@
 """The model in a checkpoint directory, an output of any method included."""
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,23 +13,38 @@ from torch import Tensor
 from lpconv.checkpoint.compressed import quantized_by
 from lpconv.checkpoint.contents import read_contents
 from lpconv.checkpoint.residual import RESIDUAL_INDEX
+from lpconv.forms import Kept
 from lpconv.forms.foreign import READ
 from lpconv.forms.reader import StoredTensors
-from lpconv.models.plugin import register
+from lpconv.models.coded import CodedTensor, save_as_codes
+from lpconv.models.plugin import LOADER, register
+from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import architecture, concrete
 
-__all__ = ["from_state", "load", "load_with_missing"]
+__all__ = ["from_state", "load", "load_with_missing", "open_in_files"]
 
 
-def load(path: str | Path, *, dtype: torch.dtype | None = None, model_class: Any = None, **kwargs: Any) -> Any:
+def load(
+    path: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    model_class: Any = None,
+    resident: bool = False,
+    **kwargs: Any,
+) -> Any:
     """The model in a checkpoint directory, in evaluation mode, of `model_class` or the class that its config names.
 
     Scaled checkpoints (unit, Scalify) are decoded into `dtype`, by default the source's. A Collage checkpoint is opened
     with its residual added back, in fp32 by default; with another `dtype` it is the sum rounded to it. The layouts of
     others that lpconv reads are decoded too, without their packages. Further arguments go to `from_pretrained`. Raises
     InputError where the residual does not belong to the weights.
+
+    With `resident`, weights that are codes in the files stay codes in memory, and are decoded to `dtype` as they are
+    used (`models/coded.py`); the model runs, generates, and saves the same bytes again, and does not train. What is not
+    codes is opened as ever: vectors, plain checkpoints, Collage's pairs.
     """
-    return load_with_missing(path, dtype=dtype, model_class=model_class, **kwargs)[0]
+    opened = load_with_missing if not resident else _load_resident
+    return opened(path, dtype=dtype, model_class=model_class, **kwargs)[0]
 
 
 def load_with_missing(
@@ -42,17 +59,82 @@ def load_with_missing(
     if not has_residual and quantized_by(contents.config) not in READ:
         model, info = cls.from_pretrained(contents.directory, dtype=dtype or "auto", **kwargs)
         return model.eval(), tuple(sorted(info["missing_keys"]))
-    config = copy.deepcopy(kwargs.pop("config", None))
-    if config is None:  # as from a directory, what the config knows goes to it
-        found = transformers.AutoConfig.from_pretrained(contents.directory, return_unused_kwargs=True, **kwargs)
-        config, kwargs = found
+    config, kwargs = _config(contents.directory, kwargs)
     with StoredTensors.open(contents.directory) as stored:
         state = {name: stored.tensor(name) for name in stored.forms}
     default = torch.float32 if has_residual else config.dtype
     model, missing = from_state(concrete(cls, config), config, state, dtype=dtype or default, **kwargs)
-    if model.can_generate() and (contents.directory / "generation_config.json").exists():
-        model.generation_config = transformers.GenerationConfig.from_pretrained(contents.directory)
-    return model, missing
+    return _with_generation(model, contents.directory), missing
+
+
+def _load_resident(
+    path: str | Path, *, dtype: torch.dtype | None, model_class: Any, **kwargs: Any
+) -> tuple[Any, tuple[str, ...]]:
+    """`load_with_missing`, with codes that stay what they are."""
+    contents = read_contents(Path(path))
+    if quantized_by(contents.config) is None:
+        return load_with_missing(path, dtype=dtype, model_class=model_class, **kwargs)
+    config, kwargs = _config(contents.directory, kwargs)
+    cls = concrete(model_class or architecture(contents.config), config)
+    settings = config.quantization_config
+    with StoredTensors.open(contents.directory) as stored:
+        state, others = {name: _resident(stored, name) for name in stored.forms}, stored.others()
+    kwargs.setdefault("experts_implementation", "eager")  # which takes one at a time
+    model, missing = from_state(cls, config, state, dtype=dtype or config.dtype, **kwargs)
+    model.config.quantization_config = settings
+    if LOADER in str(getattr(model.config, "auto_map", "")):  # which `save_pretrained` does not copy
+        del model.config.auto_map
+    save_as_codes(model, others)
+    return _with_generation(model, contents.directory), missing
+
+
+@contextmanager
+def open_in_files(path: str | Path) -> Iterator[tuple[Any, tuple[str, ...]]]:
+    """The model in fp32 whose matrices stay in its files, and the parameters that these do not hold.
+
+    A layer takes the memory of a few of its rows, for as long as it multiplies by them, and every pass reads the files
+    again. The model runs inside the context only.
+    """
+    contents = read_contents(Path(path))
+    config, _ = _config(contents.directory, {})
+    with StoredTensors.open(contents.directory) as stored, quiet_transformers():
+        state = {name: _in_files(stored, name) for name in stored.forms}
+        cls = concrete(architecture(contents.config), config)
+        model, missing = from_state(cls, config, state, dtype=torch.float32, experts_implementation="eager")
+        model.config.use_cache = False  # keys and values of past tokens would be kept for nothing
+        yield model, missing
+
+
+def _in_files(stored: StoredTensors, name: str) -> Tensor:
+    """A tensor as it is in such a model: what is no matrix of numbers is in memory."""
+    form = stored.forms[name]
+    if len(form.shape) < 2 or (isinstance(form, Kept) and form.dtype not in ("F64", "F32", "F16", "BF16")):
+        return stored.tensor(name)
+    return CodedTensor.in_files(stored, name)
+
+
+def _resident(stored: StoredTensors, name: str) -> Tensor:
+    """A tensor as it stays in memory: matrices of codes as codes."""
+    form = stored.forms[name]
+    if isinstance(form, Kept) or len(form.shape) < 2:
+        return stored.tensor(name)
+    return CodedTensor.whole(form, stored.parts(name))
+
+
+def _config(directory: Path, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The config that was passed, or that of a checkpoint; and the arguments that are not for it."""
+    config = copy.deepcopy(kwargs.pop("config", None))
+    if config is not None:
+        return config, kwargs
+    found, rest = transformers.AutoConfig.from_pretrained(directory, return_unused_kwargs=True, **kwargs)
+    return found, rest
+
+
+def _with_generation(model: Any, directory: Path) -> Any:
+    """The model with the settings of generation that lie beside its weights."""
+    if model.can_generate() and (directory / "generation_config.json").exists():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(directory)
+    return model
 
 
 def from_state(

@@ -1,9 +1,10 @@
 """The transformers plug-in that opens lpconv's scaled checkpoints. It needs torch and transformers, and nothing else.
 
 A converted weight is stored as codes of shape [1, *shape] under the weight's own name, with one fp32 scale of shape
-[1], or one for each row, [rows, 1], under `NAME_scale`; its value is codes · scale. Loading decodes into the dtype the
-model is opened with, so the result is the stock model, and saving encodes again with the same scales: an untouched
-weight gives the same bytes.
+[1] under `NAME_scale`, or one for each tile of its rows, [tiles below each other, tiles beside each other], as numbers
+or as bytes of exponents; its value is codes · scale. What a tile is stands in the config, unless it is a row. Codes of
+few bits are packed along the last axis. Loading decodes into the dtype the model is opened with, so the result is the
+stock model, and saving encodes again with the same scales: an untouched weight gives the same bytes.
 
 Multipoint checkpoints also have weights whose rows are sums of points: `NAME_points` says how many each row has,
 `NAME_scale` has one scale a point, and the codes are [1, points, bytes of a row]. Fitting scales is the work of a
@@ -53,20 +54,26 @@ DTYPES = {
 }
 
 
-# What the codes of the formats of points stand for, in the order of the codes; those of 4 bits are two in a byte.
+# Rows and columns that share a scale, 0 for all of them, by what the config calls them.
+TILES = {"row": (1, 0), "128x128": (128, 128), "mx": (1, 32)}
+# What codes of few bits stand for, in the order of the codes; those of 4 bits are two in a byte.
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-POINT_VALUES = {
+NARROW_VALUES = {
     "int4": (*range(8), *range(-8, 0)),
     "int8": (*range(128), *range(-128, 0)),
     "e2m1": (*_E2M1, *(-v for v in _E2M1)),
 }
+# Integers of tensors with scales are stored with half their range added, which turns the top bit of each.
+_BIAS = {"int4": 0x88, "int8": 0x80}
+# The largest numbers that round to each of e2m1's, but its last one: ties go to the even code.
+_E2M1_ENDS = (0.25, 0.75 - 2.0**-25, 1.25, 1.75 - 2.0**-23, 2.5, 3.5 - 2.0**-22, 5.0)
 
 
 class LpconvConfig(QuantizationConfigMixin):  # type: ignore[misc]  # transformers is untyped here
     """The `quantization_config` of a scaled checkpoint.
 
     `leaves` are the last name parts of converted tensors (``weight``, for nearly all), `exceptions` the tensors whose
-    codes have another format than `format`.
+    codes have another format than `format`. `granularity` says of tensors with several scales what has one.
     """
 
     def __init__(
@@ -74,6 +81,7 @@ class LpconvConfig(QuantizationConfigMixin):  # type: ignore[misc]  # transforme
         method: str = "unit",
         format: str = "fp16",
         scale: str = "pow2",
+        granularity: str = "row",
         leaves: list[str] | None = None,
         exceptions: dict[str, str] | None = None,
         format_version: int = FORMAT_VERSION,
@@ -86,6 +94,7 @@ class LpconvConfig(QuantizationConfigMixin):  # type: ignore[misc]  # transforme
         self.method = method
         self.format = format
         self.scale = scale
+        self.granularity = granularity
         self.leaves = leaves or ["weight"]
         self.exceptions = exceptions or {}
 
@@ -149,11 +158,14 @@ class DecodeScaled(ConversionOps):  # type: ignore[misc]
                 else:
                     self.hf_quantizer.scales[full_layer_name] = scale.cpu()
             decoded[pattern] = [
-                (decode_scaled(tensors[name], scales[name]) if name in scales else tensors[name]).to(dtype)
+                (self._decoded(name, tensors[name], scales[name]) if name in scales else tensors[name]).to(dtype)
                 for name, _ in pairs
                 if not self.hf_quantizer.is_scale(name) and not self.hf_quantizer.is_count(name)
             ]
         return decoded
+
+    def _decoded(self, name: str, codes: Tensor, scale: Tensor) -> Tensor:
+        return decode_scaled(codes, scale, self.hf_quantizer.format_of(name), self.hf_quantizer.tile)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "DecodeScaled":
         """transformers copies the converter for every tensor; the scales must arrive at the one quantizer."""
@@ -234,7 +246,7 @@ class LpconvQuantizer(HfQuantizer):  # type: ignore[misc]
         merged = self._merged(model, tensors)
         state, encoded = {}, {}
         for name, scale in self.scales.items():
-            encoded[tensors[name].data_ptr()] = encode_scaled(tensors[name].detach(), scale, self._dtype(name))
+            encoded[tensors[name].data_ptr()] = self._encoded(name, tensors[name], scale)
             state[name + SCALE_SUFFIX] = scale
         for name, tensor in tensors.items():
             if name not in merged:
@@ -248,7 +260,7 @@ class LpconvQuantizer(HfQuantizer):  # type: ignore[misc]
                 state[name] = tensor
                 continue
             scale = self.merged_scales[stored]
-            state[name] = encode_scaled(tensor.detach(), scale, self._dtype(stored))
+            state[name] = self._encoded(stored, tensor, scale)
             state[name + SCALE_SUFFIX] = scale
         return state, {}
 
@@ -259,8 +271,14 @@ class LpconvQuantizer(HfQuantizer):  # type: ignore[misc]
         back = [c.reverse_transform() for c in model._weight_conversions if isinstance(c, WeightConverter)]
         return {n: t for n, t in tensors.items() if any(c.rename_source_key(n)[1] is not None for c in back)}
 
-    def _dtype(self, name: str) -> torch.dtype:
-        return DTYPES[self.format_of(name)]
+    def _encoded(self, name: str, weight: Tensor, scale: Tensor) -> Tensor:
+        return encode_scaled(weight.detach(), scale, self.format_of(name), self.tile)
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Rows and columns that share a scale, 0 for all of them."""
+        kind, _, count = self.quantization_config.granularity.partition(":")
+        return (1, int(count)) if count else TILES[kind]
 
     def format_of(self, name: str) -> str:
         """The format of a parameter; its name and the stored one may differ by the base model's prefix."""
@@ -304,24 +322,59 @@ def decode_points(codes: Tensor, scales: Tensor, counts: Tensor, fmt: str) -> Te
 def _point_values(codes: Tensor, rows: Tensor, fmt: str) -> Tensor:
     """Rows of codes [points, bytes] as fp32 numbers."""
     raw = codes.view(torch.uint8)[rows]
-    if fmt in DTYPES:
-        return raw.view(DTYPES[fmt]).float()
-    table = torch.tensor(POINT_VALUES[fmt], dtype=torch.float32, device=codes.device)
+    return raw.view(DTYPES[fmt]).float() if fmt in DTYPES else _narrow_values(raw, fmt)
+
+
+def _narrow_values(raw: Tensor, fmt: str) -> Tensor:
+    """Bytes [rows, bytes] of codes of few bits as fp32 numbers."""
+    table = torch.tensor(NARROW_VALUES[fmt], dtype=torch.float32, device=raw.device)
     if table.numel() == 16:
         raw = torch.stack((raw & 15, raw >> 4), dim=-1).flatten(1)
     return table[raw.long()]
 
 
-def decode_scaled(codes: Tensor, scale: Tensor) -> Tensor:
-    """The fp32 weight of codes [1, *shape] and their scale, [1] or [rows, 1]."""
-    return (codes.float().reshape(len(scale), -1) * scale.reshape(-1, 1)).reshape(codes.shape[1:])
+def decode_scaled(codes: Tensor, scale: Tensor, fmt: str, tile: tuple[int, int]) -> Tensor:
+    """The fp32 weight of codes [1, *shape], packed along the last axis, and their scales: [1] or those of tiles."""
+    rows = codes.reshape(-1, codes.shape[-1])
+    if fmt in DTYPES:
+        values = rows.float()
+    elif codes.dtype == torch.int32:  # words of integers, biased so that none is negative
+        values = _narrow_values(rows.view(torch.uint8) ^ _BIAS[fmt], fmt)
+    else:
+        values = _narrow_values(rows, fmt)
+    return (values * _spread(scale, tile, values)).reshape(*codes.shape[1:-1], -1)
 
 
-def encode_scaled(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Codes [1, *shape] of a weight; numbers beyond the format's largest are clamped to it, NaN stays NaN."""
-    limit, scale = torch.finfo(dtype).max, scale.to(weight.device)
-    unit = weight.float().reshape(len(scale), -1) / scale.reshape(-1, 1)
-    return unit.clamp(-limit, limit).to(dtype).reshape(1, *weight.shape)
+def encode_scaled(weight: Tensor, scale: Tensor, fmt: str, tile: tuple[int, int]) -> Tensor:
+    """The codes of a weight; numbers beyond the format's largest are clamped to it, NaN stays NaN where one is."""
+    rows = weight.float().reshape(-1, weight.shape[-1])
+    unit = rows / _spread(scale.to(weight.device), tile, rows)
+    if fmt in DTYPES:
+        limit = torch.finfo(DTYPES[fmt]).max
+        return unit.clamp(-limit, limit).to(DTYPES[fmt]).reshape(1, *weight.shape)
+    if fmt == "e2m1":
+        code = torch.bucketize(unit.abs(), torch.tensor(_E2M1_ENDS, device=unit.device))
+        return _paired((code + 8 * torch.signbit(unit)).byte()).reshape(1, *weight.shape[:-1], -1)
+    limit = max(NARROW_VALUES[fmt])
+    code = unit.clamp(-limit, limit).round().to(torch.int8).view(torch.uint8)
+    code = (_paired(code & 15) if fmt == "int4" else code) ^ _BIAS[fmt]
+    return code.view(torch.int32).reshape(1, *weight.shape[:-1], -1)
+
+
+def _paired(codes: Tensor) -> Tensor:
+    return (codes[:, 0::2] | codes[:, 1::2] << 4).contiguous()
+
+
+def _spread(scale: Tensor, tile: tuple[int, int], like: Tensor) -> Tensor:
+    """The scale of every number of rows, as it broadcasts to them."""
+    if scale.dim() == 1:
+        return scale.reshape(1, 1)
+    if scale.dtype == torch.uint8:
+        scale = scale.view(torch.float8_e8m0fnu).float()
+    height, width = tile
+    if height > 1:
+        scale = scale.repeat_interleave(height, 0)[: like.shape[0]]
+    return scale if scale.shape[1] == 1 else scale.repeat_interleave(width, 1)[:, : like.shape[1]]
 
 
 def register() -> None:

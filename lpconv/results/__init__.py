@@ -52,11 +52,13 @@ if TYPE_CHECKING:
         GateRecord as GateRecord,
         HashCheck as HashCheck,
         LogitsCheck as LogitsCheck,
+        PartResult as PartResult,
         PlanResult as PlanResult,
         RestoreResult as RestoreResult,
         TensorRecord as TensorRecord,
         VerifyResult as VerifyResult,
         WeightsCheck as WeightsCheck,
+        WrittenShard as WrittenShard,
     )
     from lpconv.results.doctor import (
         CacheRecord as CacheRecord,

@@ -13,11 +13,13 @@ __all__ = [
     "GateRecord",
     "HashCheck",
     "LogitsCheck",
+    "PartResult",
     "PlanResult",
     "RestoreResult",
     "TensorRecord",
     "VerifyResult",
     "WeightsCheck",
+    "WrittenShard",
 ]
 
 
@@ -94,7 +96,8 @@ class LogitsCheck:
 
     `max_abs_diff` and `rel_error` (‖y - ŷ‖/‖y‖) are over all outputs that are finite of the source, and are infinite or
     NaN where the result's are; `top1_agreement` is the share of positions whose
-    largest output has the same index; `mean_kl` is KL(source ‖ result) in nats per position.
+    largest output has the same index; `mean_kl` is KL(source ‖ result) in nats per position. On a text `reverse_kl` is
+    KL(result ‖ source), and the perplexities are of the next token, None where a model predicts another one.
     """
 
     max_abs_diff: float | None = None
@@ -102,6 +105,9 @@ class LogitsCheck:
     bit_equal: bool | None = None
     top1_agreement: float | None = None
     mean_kl: float | None = None
+    reverse_kl: float | None = None
+    perplexity: float | None = None
+    source_perplexity: float | None = None
     model_class: str | None = None
     inputs: str | None = None
     skipped: str | None = None
@@ -204,6 +210,34 @@ class ConvertResult:
     command: str | None = None
     card: dict[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrittenShard:
+    """Files that were written together, with their hashes: `shard` names the one that holds the weights themselves."""
+
+    shard: str
+    files: tuple[FileRecord, ...]
+    tensors: tuple[TensorRecord, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartResult:
+    """Part number `part` of the `parts` that one conversion into `output` was cut into.
+
+    `bytes` are those of its own files; `identity` is what all parts of the output have to agree on.
+    """
+
+    schema_version: int = SCHEMA_VERSION
+    kind: str = "part"
+    part: int
+    parts: int
+    output: str
+    shards: tuple[WrittenShard, ...]
+    bytes: ByteCounts
+    seconds: float
+    peak_rss_bytes: int
+    identity: dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -73,7 +73,9 @@ def _decode(kind: Any, data: Any) -> Any:
         return _decode_record(typing.cast(type, kind), data)
     if kind is float:
         return float(data)
-    return _checked(dict if origin is dict else kind, data)
+    if origin is dict:
+        return {name: _decode(args[1], value) for name, value in _checked(dict, data).items()}
+    return _checked(kind, data)
 
 
 def _checked(kind: Any, data: Any) -> Any:

@@ -19,14 +19,15 @@ def saved_bytes(model: nn.Module, batch: Mapping[str, Any]) -> int:
 
     Counted by saved-tensor hooks, on scaled and plain models alike; a storage that several ops save counts once.
     """
-    kept: dict[int, Tensor] = {}
+    # Storages, not tensors: of those, one that an op saves of its own output would keep the graph, for ever.
+    kept: dict[int, torch.UntypedStorage] = {}
     own = {_inner(p).untyped_storage().data_ptr() for p in model.parameters()}
 
     def keep(x: Tensor) -> Tensor:
-        storage = _inner(x).untyped_storage().data_ptr()
-        if storage not in own:
-            kept[storage] = _inner(x)
-        return x
+        storage = _inner(x).untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage
+        return x.detach()
 
     scaling = scaling_of(model)
     if scaling is not None and scaling.saved is not None:
@@ -34,7 +35,7 @@ def saved_bytes(model: nn.Module, batch: Mapping[str, Any]) -> int:
     else:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
             model(**batch)
-    return sum(x.untyped_storage().nbytes() for x in kept.values())
+    return sum(storage.nbytes() for storage in kept.values())
 
 
 class _Counting(SavedCodes):

@@ -56,12 +56,15 @@ class SavedCodes:
             self._codes.clear()
 
     def pack(self, x: Tensor) -> Any:
-        """The codes of a scaled activation, fp16 for exact fp32 beside a 16-bit carrier; any other tensor as it is."""
+        """The codes of a scaled activation, fp16 for exact fp32 beside a 16-bit carrier; any other tensor as it is.
+
+        Without its graph: an op that saves its own output would keep itself, and its inputs, where no backward follows.
+        """
         if not isinstance(x, ScaledTensor) or not _worth_encoding(x.data_part):
-            return x
+            return x.detach()
         is_wider = x.role is Role.EXACT and x.dtype == torch.float32 and self.carrier != torch.float32
         if x.role is not Role.ACTIVATION and not is_wider:
-            return x
+            return x.detach()
         coded = self._encode(x.data_part, None if is_wider else self.format, x.numerics.operand_scales.grad_weight)
         return _Packed(coded, x.dtype, x.shape, x.stride(), x.scale, x.role, x.numerics)
 

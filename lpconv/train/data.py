@@ -206,6 +206,12 @@ def _check(rows: Any, text: str, label: str | None, name: str) -> None:
     for column in filter(None, (text, label)):
         if column not in rows.column_names:
             raise UsageError(f"`{name}` has no column `{column}`", hint="columns: " + ", ".join(rows.column_names))
+        try:
+            list(rows[column])  # Arrow takes bytes as they are, and decodes what is asked for
+        except UnicodeDecodeError as e:
+            raise InputError(
+                f"column `{column}` of `{name}` is no UTF-8 text", hint="write it again in UTF-8, or as .parquet"
+            ) from e
     odd = next((i for i, x in enumerate(rows[text]) if x is not None and not isinstance(x, str)), None)
     if odd is not None:
         raise InputError(

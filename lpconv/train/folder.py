@@ -10,10 +10,12 @@ OUT/report.{json,html}     written last, so that a folder with them is complete
 
 import contextlib
 import dataclasses
+import fcntl
 import json
+import os
 import shutil
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +30,9 @@ __all__ = [
     "MARKER",
     "REPORT",
     "Metrics",
-    "begin_folder",
     "check_folder",
     "find_finetune",
+    "held_folder",
     "median_step_time",
     "read_finished",
     "remove_checkpoints",
@@ -47,8 +49,10 @@ _FREE = {"resume", "force", "max_memory", "log_to", "gates"}
 
 def check_folder(output: Path, model: str, options: FinetuneOptions) -> None:
     """Raises OutputExistsError for a folder that is there, unless `force` replaces one of ours or `resume` goes on
-    with the same options. Raises ResourceError for one that cannot be written."""
+    with the same options, and no other run is at it. Raises ResourceError for one that cannot be written."""
     check_writable(output)
+    if _is_held(output):
+        raise _held(output)
     if is_unused(output):
         return
     if not (output / MARKER).is_file():
@@ -59,16 +63,63 @@ def check_folder(output: Path, model: str, options: FinetuneOptions) -> None:
         raise OutputExistsError(f"`{output}` exists", hint="--resume goes on with it, --force starts anew")
 
 
-def begin_folder(output: Path, model: str, options: FinetuneOptions) -> None:
-    """Make the folder, or go on in it. Raises as `check_folder` does."""
+@contextlib.contextmanager
+def held_folder(output: Path, model: str, options: FinetuneOptions) -> Iterator[None]:
+    """The folder, made or gone on in, and kept from other runs while the block works. Raises as `check_folder` does."""
     check_folder(output, model, options)
     try:
-        if options.force and not options.resume and not is_unused(output):
-            shutil.rmtree(output)
         output.mkdir(parents=True, exist_ok=True)
+        folder = os.open(output, os.O_RDONLY)
     except OSError as e:
         raise write_error(e, output) from e
-    write_small(output / MARKER, ordered_json_text(_identity(model, options)))
+    try:
+        if not _lock(folder):
+            raise _held(output)
+        if options.force and not options.resume:
+            _clear(output)
+        write_small(output / MARKER, ordered_json_text(_identity(model, options)))
+        yield
+    finally:
+        os.close(folder)
+
+
+def _lock(folder: int) -> bool:
+    """Whether an open folder is ours alone until it is closed; network file systems without locks say yes."""
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def _is_held(output: Path) -> bool:
+    """Whether a run that is alive writes there."""
+    try:
+        folder = os.open(output, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        return False
+    try:
+        return not _lock(folder)
+    finally:
+        os.close(folder)
+
+
+def _held(output: Path) -> OutputExistsError:
+    return OutputExistsError(f"another run is writing `{output}`", hint="wait for it, or choose another --output")
+
+
+def _clear(output: Path) -> None:
+    """Empty the folder, which stays: it is what the lock is on."""
+    try:
+        for path in output.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+    except OSError as e:
+        raise write_error(e, output) from e
 
 
 def _identity(model: str, options: FinetuneOptions) -> dict[str, Any]:

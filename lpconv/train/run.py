@@ -4,7 +4,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 
 from lpconv.checkpoint.card import inherited_facts
@@ -31,7 +31,7 @@ from lpconv.train.clock import Clock
 from lpconv.train.critical import critical_facts, with_critical
 from lpconv.train.data import read_rows
 from lpconv.train.examples import classification, packed, sequence_pairs
-from lpconv.train.folder import REPORT, begin_folder, read_finished, remove_checkpoints, run_folder, write_finished
+from lpconv.train.folder import REPORT, held_folder, read_finished, remove_checkpoints, run_folder, write_finished
 from lpconv.train.memory import check_room, weight_bytes
 from lpconv.train.one import MEASURED_BATCHES, TrainingJob, Work, train_one
 from lpconv.train.options import FinetuneOptions, check_options
@@ -62,42 +62,46 @@ def finetune(
     with clock.spending("reading data"):
         job = training_job(source.directory, options)
     is_main = is_main_process()
-    if is_main:
-        begin_folder(output, model, options)
-    wait_for_all()
-    with clock.spending("measuring inputs"):
-        job, chosen = with_critical(job)
-    runs, missing = _train_all(job, output, told, is_main, clock)
-    wait_for_all()
-    guess = baselines(job.targets(), job.stream(0, held_out=True), num_targets=job.num_targets)
-    result = FinetuneResult(
-        name=model,
-        output=str(output),
-        recipe=options.arithmetic.name,
-        twin=None if options.twin == "none" else _twin_of(options).name,
-        task=job.task.name,
-        facts=_facts(job, source.resolved) | critical_facts(job.options.critical, chosen),
-        runs=runs,
-        gaps=gaps(runs),
-        seconds=time.perf_counter() - started,
-        spent=clock.seconds,
-        saved_as=" ".join(form_of(options)),
-        held_out=held_out_records(runs, guess, num_available=len(job.examples.held_out)),
-        options={k: to_json(v) for k, v in dataclasses.asdict(options).items()},
-        versions=versions(),
-        command=command,
-        card=inherited_facts(source.directory, source.resolved if source.revision else None),
-        warnings=_warnings(job, runs, missing),
-    )
-    found = (*result.warnings, *nothing_learned(result))
-    result = dataclasses.replace(result, gates=FINETUNE_GATES.check(gates, result), warnings=found)
-    if is_main:
-        write_small(output / "README.md", finetune_card(result))
-        remove_checkpoints(output)
-        write_checksums(output)
-        write_small(output / "report.html", html_finetune(result))
-        write_small(output / REPORT, json_text(result))
+    with held_folder(output, model, options) if is_main else nullcontext():
+        wait_for_all()
+        with clock.spending("measuring inputs"):
+            job, chosen = with_critical(job)
+        runs, missing = _train_all(job, output, told, is_main, clock)
+        wait_for_all()
+        guess = baselines(job.targets(), job.stream(0, held_out=True), num_targets=job.num_targets)
+        result = FinetuneResult(
+            name=model,
+            output=str(output),
+            recipe=options.arithmetic.name,
+            twin=None if options.twin == "none" else _twin_of(options).name,
+            task=job.task.name,
+            facts=_facts(job, source.resolved) | critical_facts(job.options.critical, chosen),
+            runs=runs,
+            gaps=gaps(runs),
+            seconds=time.perf_counter() - started,
+            spent=clock.seconds,
+            saved_as=" ".join(form_of(options)),
+            held_out=held_out_records(runs, guess, num_available=len(job.examples.held_out)),
+            options={k: to_json(v) for k, v in dataclasses.asdict(options).items()},
+            versions=versions(),
+            command=command,
+            card=inherited_facts(source.directory, source.resolved if source.revision else None),
+            warnings=_warnings(job, runs, missing),
+        )
+        found = (*result.warnings, *nothing_learned(result))
+        result = dataclasses.replace(result, gates=FINETUNE_GATES.check(gates, result), warnings=found)
+        if is_main:
+            _write(output, result)
     return result
+
+
+def _write(output: Path, result: FinetuneResult) -> None:
+    """All that lies beside the model; the report last, so that a folder with it is complete."""
+    write_small(output / "README.md", finetune_card(result))
+    remove_checkpoints(output)
+    write_checksums(output)
+    write_small(output / "report.html", html_finetune(result))
+    write_small(output / REPORT, json_text(result))
 
 
 def _twin_of(options: FinetuneOptions) -> Arithmetic:

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import files_of
 from safetensors.torch import save_file
 
+from lpconv.batch.lock import read_lock
 from lpconv.batch.manifest import Manifest, load_manifest
 from lpconv.batch.run import run_batch
 from lpconv.batch.runners import RUNNERS
@@ -41,6 +43,21 @@ def test_a_batch_runs_resumes_and_repeats_itself(manifest: Manifest) -> None:
     (manifest.folder / "out").rename(manifest.folder / "elsewhere")
     locked = run_batch(manifest, RUNNERS, locked=True)
     assert [job.status for job in locked.jobs] == ["converted"] * 2
+
+
+def test_an_output_without_an_entry_is_taken_over(manifest: Manifest) -> None:
+    """Of a run that was killed after publishing. What another command made is refused, and named."""
+    run_batch(manifest, RUNNERS)
+    known, written = read_lock(manifest.lock_path), files_of(manifest.folder / "out")
+    manifest.lock_path.unlink()
+    assert [job.status for job in run_batch(manifest, RUNNERS, resume=True).jobs] == ["converted"] * 2
+    assert read_lock(manifest.lock_path) == known
+    assert files_of(manifest.folder / "out") == written
+
+    manifest.lock_path.unlink()
+    manifest.path.write_text(manifest.path.read_text().replace("e4m3fn", "e5m2"))
+    with pytest.raises(OutputExistsError, match="was made with other options"):
+        run_batch(load_manifest(manifest.path), RUNNERS, resume=True)
 
 
 def test_a_dry_run_tells_what_the_real_one_writes(manifest: Manifest) -> None:

@@ -83,7 +83,7 @@ class TestLanguages:
         assert (bert.id, bert.model) == ("bert-fp8", "google-bert/bert-large-uncased")
         assert bert.output == tmp_path / "out/bert"
         assert bert.options == ConvertOptions(
-            method="unit", format="e4m3fn", max_memory=4 * 10**9, gates=("sqnr>=25",), revision="main"
+            method="unit", format="e4m3fn", scale="pow2", max_memory=4 * 10**9, gates=("sqnr>=25",), revision="main"
         )
         assert llama.model == str(tmp_path / "llama-7b")
         assert llama.output == tmp_path / "out/llama"
@@ -360,6 +360,7 @@ class TestFields:
         command: Any = typer.main.get_command(app)
         options = {p.name for p in command.commands[kind].params if p.name is not None}
         options -= {"model", "output", "json", "quiet", "resume", "dry_run", "help", "list_recipes"}
+        options -= {"shard", "finish"}  # a manifest has `split`
         options -= {"sweep", "rivals", "output_format", "save"} if kind == "bench" else set()
         names = {{"gate": "gates", "rule": "rules"}.get(name, name) for name in options}
         assert names | {"force"} == KINDS[kind].fields.keys()  # every job has an output to replace, a bench's too

@@ -306,7 +306,6 @@ class TestResume:
             ("local/model.safetensors", "WEIGHTS", "source file model.safetensors was changed"),
             ("out/b/model.safetensors", "cut", "model.safetensors was changed"),
             ("out/b/SHA256SUMS", "other", "SHA256SUMS is not the one in the lock"),
-            ("jobs.lock.json", '{"schema_version": 1}', "the lock does not know it"),
         ],
     )
     def test_changed_files_are_noticed(self, tmp_path: Path, path: str, text: str, says: str) -> None:

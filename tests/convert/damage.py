@@ -35,16 +35,23 @@ FORMS_TRIED: dict[str, dict[str, Any]] = {
     "scaled (fp16)": {"method": "unit", "format": "fp16"},
     "scaled (fp32, exact scales)": {"method": "scalify", "format": "fp32", "scale": "exact"},
     "scaled (e4m3fn)": {"method": "unit", "format": "e4m3fn"},
-    "rows (e4m3fn)": {"method": "unit", "format": "e4m3fn", "granularity": "row"},
-    "rows (fp16, exact scales)": {"method": "unit", "format": "fp16", "granularity": "row", "scale": "exact"},
+    "tiles (e4m3fn, rows)": {"method": "unit", "format": "e4m3fn", "granularity": "row"},
+    "tiles (fp16, rows, exact scales)": {"method": "unit", "format": "fp16", "granularity": "row", "scale": "exact"},
     "points (int4)": {"method": "multipoint", "format": "int4", "budget_bits": 7.0},
     "points (e2m1)": {"method": "multipoint", "format": "e2m1", "budget_bits": 8.0, "points_max": 2},
     "compressed": {"method": "unit", "format": "e4m3fn", "layout": "compressed-tensors"},
-    "compressed rows": {
+    "tiles (e2m1, mx)": {"method": "unit", "format": "e2m1", "granularity": "mx"},
+    "compressed tiles (rows)": {
         "method": "unit",
         "format": "e4m3fn",
         "layout": "compressed-tensors",
         "granularity": "row",
+    },
+    "compressed tiles (e2m1, mx)": {
+        "method": "unit",
+        "format": "e2m1",
+        "layout": "compressed-tensors",
+        "granularity": "mx",
     },
     "pair (bf16)": {"method": "collage", "residual": "bf16"},
     "pair (exact16)": {"method": "collage", "residual": "exact16"},
@@ -146,13 +153,25 @@ def _files(output: Path) -> dict[Path, bytes]:
 def damages(output: Path) -> Iterator[Damage]:
     """Everything that is done to one output."""
     low = {"residual": f"{WEIGHT}"} if (output / "collage").exists() else {}
-    parts = {"codes": WEIGHT, "scales": f"{WEIGHT}_scale", "counts": f"{WEIGHT}_points", "kept": VECTOR, **low}
+    packed = _find(output, f"{WEIGHT}_packed") is not None
+    parts = {
+        "codes": f"{WEIGHT}_packed" if packed else WEIGHT,
+        "scales": f"{WEIGHT}_scale",
+        "counts": f"{WEIGHT}_points",
+        "kept": VECTOR,
+        **low,
+    }
     for component, name in parts.items():
         folder = "collage" if component == "residual" else "."
         if _find(output / folder, name) is not None:
             yield from _of_tensor(component, name, folder)
     yield from _of_files(output)
     yield from _of_documents(output)
+
+
+def _codes(output: Path) -> str:
+    """What the weight's codes are called."""
+    return WEIGHT if _find(output, WEIGHT) else f"{WEIGHT}_packed"
 
 
 def _of_tensor(component: str, name: str, folder: str) -> Iterator[Damage]:
@@ -259,9 +278,9 @@ def _of_documents(output: Path) -> Iterator[Damage]:
         yield edit("config", "key taken away", "config.json", functools.partial(_drop, key))
     index = "model.safetensors.index.json"
     files = sorted(set(json.loads((output / index).read_text())["weight_map"].values()))
-    yield edit("index", "value", index, put("weight_map", WEIGHT, value=files[-1]))
+    yield edit("index", "value", index, put("weight_map", _codes(output), value=files[-1]))
     yield edit("index", "value", index, put("metadata", "total_size", value=1))
-    yield edit("index", "key taken away", index, lambda d: d["weight_map"].pop(WEIGHT))
+    yield edit("index", "key taken away", index, lambda d: d["weight_map"].pop(_codes(output)))
     yield edit("index", "key added", index, put("weight_map", "more.weight", value=files[0]))
     tensors = json.loads((output / "lpconv.json").read_text())["tensors"]
     at = next(i for i, t in enumerate(tensors) if t["name"] == WEIGHT)

@@ -138,7 +138,7 @@ class TestFullDisk:
             with pytest.raises(ResourceError, match="of disk"):
                 convert(str(source), output, options)
             (source / "big.txt").write_bytes(bytes(3 * 2**20))
-            monkeypatch.setattr("lpconv.convert.run.check_disk", lambda _: None)  # the space goes while we write
+            monkeypatch.setattr("lpconv.convert.run.check_disk", lambda *_: None)  # the space goes while we write
             with pytest.raises(ResourceError, match="no space left"):
                 convert(str(source), output, options)
             assert not published(output)

@@ -15,35 +15,62 @@ from typer.testing import CliRunner
 
 import lpconv.hf
 from lpconv.cli.main import app
+from lpconv.convert.inspect import inspect
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.run import convert, plan
+from lpconv.convert.scales import judged
+from lpconv.formats.grains import GRAINS
+from lpconv.formats.spec import FORMATS
+from lpconv.forms.blocks import Workspace
+from lpconv.forms.compressed import CompressedTiles
+from lpconv.forms.facts import Settings
 from lpconv.forms.reader import StoredTensors
 
-# Runs where lpconv cannot be imported, and saves what the model says.
+# Runs where lpconv cannot be imported, and saves what each model says.
 SCRIPT = """
 import sys
 sys.modules["lpconv"] = None
 import torch
 import transformers
-path, name, dtype, out = sys.argv[1:]
+name, dtype, out, *paths = sys.argv[1:]
 cls = getattr(transformers, name)
-model, info = cls.from_pretrained(path, dtype=getattr(torch, dtype), output_loading_info=True)
-assert not any(info.values()), info
-linear = [m for n, m in model.named_modules() if type(m) is torch.nn.Linear]
-num_codes = sum(m.weight.dtype == torch.float8_e4m3fn for m in linear)
-assert num_codes > 0, "nothing is quantised"
-with torch.no_grad():
-    found = model(input_ids=torch.arange(3, 35).view(2, 16))
-torch.save((found[0], num_codes), out)
+found = []
+for path in paths:
+    model, info = cls.from_pretrained(path, dtype=getattr(torch, dtype), output_loading_info=True)
+    assert not any(info.values()), info
+    linear = [m for n, m in model.named_modules() if type(m) is torch.nn.Linear]
+    coded = [getattr(m, "weight_packed", getattr(m, "weight", None)) for m in linear]
+    num_codes = sum(x.dtype in (torch.float8_e4m3fn, torch.uint8, torch.int32) for x in coded)
+    assert num_codes > 0, "nothing is quantised"
+    with torch.no_grad():
+        said = model(input_ids=torch.arange(3, 35).view(2, 16))[0]
+    found.append((said, num_codes, {n: m.weight for n, m in model.named_modules() if type(m) is torch.nn.Linear}))
+torch.save(found, out)
 """
+# The package's name of each layout with several scales in a tensor, and how it is asked for.
+PRESETS = {
+    "FP8_DYNAMIC": {"granularity": "row"},
+    "FP8_BLOCK": {"granularity": "128x128"},
+    "MXFP8": {"granularity": "mx"},
+    "MXFP4A16": {"granularity": "mx", "format": "e2m1"},
+    "NVFP4A16": {"granularity": "nvfp4", "format": "e2m1"},
+    "W4A16": {"granularity": "group:32", "format": "int4"},
+    "W8A16": {"granularity": "group:128", "format": "int8"},
+}
+
+# Of seven matrices: 288 inputs are no whole groups of 128, in which one asks for inputs and one has its scales.
+NUM_CODED = {**dict.fromkeys(PRESETS, 7), "FP8_BLOCK": 6, "W8A16": 6}
 
 
-def opened_without_lpconv(path: Path, name: str, dtype: str) -> tuple[torch.Tensor, int]:
-    out = path.with_suffix(".pt")
-    command = [sys.executable, "-c", SCRIPT, str(path), name, dtype, str(out)]
+def opened_without_lpconv(
+    name: str, dtype: str, *paths: Path
+) -> list[tuple[torch.Tensor, int, dict[str, torch.Tensor]]]:
+    """Of each model: its outputs, how many weights came as codes, and what weights it then computed with."""
+    out = paths[0].with_suffix(".pt")
+    command = [sys.executable, "-c", SCRIPT, name, dtype, str(out), *map(str, paths)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    found: tuple[torch.Tensor, int] = torch.load(out)
+    found: list[tuple[torch.Tensor, int, dict[str, torch.Tensor]]] = torch.load(out)
     return found
 
 
@@ -57,7 +84,7 @@ def test_plain_transformers_gives_the_outputs_that_lpconv_gives(tmp_path: Path) 
     source = tiny("llama", tmp_path / "llama")
     ours = compressed(source, tmp_path / "ours", layout="lpconv", exclude=("*embed*",))
     theirs = compressed(source, tmp_path / "theirs", exclude=("*embed*",))
-    logits, num_codes = opened_without_lpconv(theirs, "LlamaForCausalLM", "bfloat16")
+    ((logits, num_codes, _),) = opened_without_lpconv("LlamaForCausalLM", "bfloat16", theirs)
     assert num_codes == 14  # the matrices of two layers, and not the head
     model = lpconv.hf.load(ours, dtype=torch.bfloat16)
     with torch.inference_mode():
@@ -66,25 +93,83 @@ def test_plain_transformers_gives_the_outputs_that_lpconv_gives(tmp_path: Path) 
     assert (logits - wanted).abs().max() <= bound
 
 
-def test_rows_are_fp8_dynamic_to_their_package(tmp_path: Path) -> None:
-    """Its decompressor gives what we decode, its config asks for inputs by token, and every row has its own scale."""
-    from compressed_tensors.compressors.base import BaseCompressor
-    from compressed_tensors.quantization import QuantizationConfig, QuantizationStrategy
+@pytest.fixture(scope="module")
+def presets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A Llama some of whose matrices end within a tile, in every layout; one row is much larger than the others."""
+    folder = tmp_path_factory.mktemp("presets")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        num_hidden_layers=1, hidden_size=256, intermediate_size=288, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=96, max_position_embeddings=64,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    model.model.layers[0].mlp.up_proj.weight.data[7] *= 1000
+    model.model.layers[0].mlp.up_proj.weight.data[9] = 0
+    model.save_pretrained(folder / "source")
+    return {n: compressed(folder / "source", folder / n, **asked) for n, asked in PRESETS.items()}
 
-    output = compressed(tiny("llama", tmp_path / "llama"), tmp_path / "out", granularity="row")
-    written = json.loads((output / "config.json").read_text())["quantization_config"]
-    scheme = QuantizationConfig.model_validate(written).config_groups["group_0"]
-    assert scheme.weights.strategy == QuantizationStrategy.CHANNEL
-    assert (scheme.input_activations.strategy, scheme.input_activations.dynamic) == (QuantizationStrategy.TOKEN, True)
-    state, name = load_file(output / "model.safetensors"), "model.layers.0.mlp.down_proj."
-    parts = {n.removeprefix(name): x for n, x in state.items() if n.startswith(name)}
-    theirs = BaseCompressor.get_value_from_registry(written["format"]).decompress(parts, scheme)["weight"]
-    with StoredTensors.open(output) as stored:
-        assert torch.equal(stored.tensor(name + "weight"), theirs)
-    assert parts["weight_scale"].shape == (len(theirs), 1)
-    logits, num_codes = opened_without_lpconv(output, "LlamaForCausalLM", "bfloat16")
-    assert num_codes == 14
-    assert torch.isfinite(logits).all()
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_what_its_package_means(name: str, presets: dict[str, Path]) -> None:
+    """Its decompressor gives what we decode, and its own preset has the settings that we write."""
+    from compressed_tensors.compressors.base import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
+
+    written = json.loads((presets[name] / "config.json").read_text())["quantization_config"]
+    scheme, theirs = QuantizationConfig.model_validate(written).config_groups["group_0"], None
+    known = preset_name_to_scheme(name, ["Linear"])
+    group = known.weights.group_size and scheme.weights.group_size  # W4A16 has 128 of its own
+    known.weights = known.weights.model_copy(update={"group_size": group})
+    for ours, wanted in ((scheme.weights, known.weights), (scheme.input_activations, known.input_activations)):
+        assert (ours is None) == (wanted is None)
+        assert ours is None or ours.model_dump(exclude={"observer"}) == wanted.model_dump(exclude={"observer"})
+    state = load_file(presets[name] / "model.safetensors")
+    with StoredTensors.open(presets[name]) as stored:
+        coded = [n for n, form in stored.forms.items() if form.format is not None]
+        for weight in coded:
+            stem = weight.removesuffix("weight")
+            parts = {n.removeprefix(stem): x for n, x in state.items() if n.startswith(stem)}
+            theirs = BaseCompressor.get_value_from_registry(written["format"]).decompress(parts, scheme)["weight"]
+            assert torch.equal(stored.tensor(weight).to(theirs.dtype), theirs)
+    assert len(coded) == NUM_CODED[name]
+
+
+def test_weights_that_readers_fuse_share_their_one_scale(presets: dict[str, Path]) -> None:
+    """That of the largest of them; one row of `up_proj` is a thousand times larger than those of `gate_proj`."""
+    state = load_file(presets["NVFP4A16"] / "model.safetensors")
+    found = {n.split(".")[-2]: float(x) for n, x in state.items() if n.endswith("_global_scale")}
+    assert found["q_proj"] == found["k_proj"] == found["v_proj"]
+    assert found["gate_proj"] == found["up_proj"] < found["down_proj"] / 100
+    told = judged(inspect(presets["NVFP4A16"]), presets["NVFP4A16"])
+    assert not [w for w in (*told.problems, *told.warnings) if "unequal" in w]
+
+
+def test_nvfp4_is_what_torchao_makes() -> None:
+    from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
+
+    x = torch.randn(512, 256, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 0, 512).unsqueeze(1)
+    form = CompressedTiles.of("w", (512, 256), FORMATS["e2m1"], Settings(scale="exact", grain=GRAINS["nvfp4"]))
+    work = Workspace()
+    found = form.measure(lambda job: [job(x.view(-1), work)])
+    (codes,) = form.encode(x.view(-1), 0, found, work).data
+    theirs = NVFP4Tensor.to_nvfp4(x, per_tensor_scale=per_tensor_amax_to_scale(x.abs().max()))
+    same = theirs.scale.float().view(512, 16) == found.side["w_scale"].float()
+    assert same.float().mean() > 0.99, "theirs are rounded once more, and none is below 2^-6"
+    codes, wanted = (c.view(torch.uint8).view(512, 16, 8) for c in (codes, theirs.qdata))
+    assert (codes[same] == wanted[same]).float().mean() > 0.999
+
+
+def test_plain_transformers_opens_every_preset(presets: dict[str, Path]) -> None:
+    """It computes with the weights that we decode; where the config asks for it, inputs are rounded besides."""
+    found = opened_without_lpconv("LlamaForCausalLM", "bfloat16", *presets.values())
+    for (name, path), (logits, num_codes, weights) in zip(presets.items(), found, strict=True):
+        ours = lpconv.hf.load(path, dtype=torch.bfloat16)
+        assert num_codes == NUM_CODED[name]
+        assert all(torch.equal(x, ours.get_parameter(f"{n}.weight")) for n, x in weights.items())
+        with torch.inference_mode():
+            wanted = ours(input_ids=torch.arange(3, 35).view(2, 16)).logits
+        assert torch.isfinite(logits).all()
+        assert torch.equal(logits, wanted) == name.endswith("A16"), "inputs stay as they are"
 
 
 def test_a_real_encoder_with_excluded_layers(tmp_path: Path) -> None:
@@ -92,7 +177,7 @@ def test_a_real_encoder_with_excluded_layers(tmp_path: Path) -> None:
     config = json.loads((output / "config.json").read_text())["quantization_config"]
     assert {n.split(".")[2] for n in config["ignore"]} == {"0"}
     assert len(config["ignore"]) == 6
-    found, num_codes = opened_without_lpconv(output, "BertModel", "float32")
+    ((found, num_codes, _),) = opened_without_lpconv("BertModel", "float32", output)
     assert num_codes == 5 * 6 + 1  # five of six layers, and the pooler
     with torch.inference_mode():
         wanted = lpconv.hf.load(output, dtype=torch.float32)(input_ids=torch.arange(3, 35).view(2, 16))[0]

@@ -178,6 +178,14 @@ def test_dry_run_writes_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_plan_says_how_large_codes_are_that_it_starts_from(tmp_path: Path) -> None:
+    run("demo", tmp_path / "codes", format="e4m3fn", verify="none")
+    size = (tmp_path / "codes/model.safetensors").stat().st_size
+    (warning,) = plan(str(tmp_path / "codes"), tmp_path / "out", ConvertOptions(method="collage")).warnings
+    assert f"{size / 1e3:.3g} kB on disk" in warning
+    assert plan("demo", tmp_path / "out", ConvertOptions(method="collage")).warnings == ()
+
+
 def test_verify_finds_a_flipped_bit(tmp_path: Path) -> None:
     run(minilm(), tmp_path / "out", method="unit", format="fp16", verify="none")
 

@@ -14,22 +14,24 @@ from lpconv.convert.options import ConvertOptions
 from lpconv.convert.restore import restore
 from lpconv.convert.run import convert, plan
 from lpconv.convert.verify_output import verify_output
+from lpconv.formats.grains import GRAINS, TENSOR, known_grain
 from lpconv.forms.reader import StoredTensors
-from lpconv.methods import LPCONV, METHODS, ROWS
+from lpconv.methods import METHODS
 from lpconv.progress import Silent
-
-GRANULARITY = {LPCONV: "tensor", ROWS: "row"}
 
 
 def _asked() -> Iterator[dict[str, Any]]:
     """Options that no model is needed for; the layout of compressed-tensors has tests with models."""
     for method in METHODS.values():
-        layouts = [layout for layout in method.forms if layout in GRANULARITY]
-        for fmt, layout, residual in itertools.product(method.formats, layouts, method.residuals or (None,)):
-            if residual is None or fmt != "fp16":
-                yield {"method": method.name, "format": fmt, "granularity": GRANULARITY[layout], "residual": residual}
-            elif residual == method.residuals[0]:
-                yield {"method": method.name, "format": fmt}
+        own = [grain for grain in (*GRAINS.values(), known_grain("group:32")) if grain and not grain.has_factor]
+        for grain in (None, *own) if method.has_granularity else (None,):
+            formats = (grain.formats if grain else ()) or method.formats
+            for fmt, residual in itertools.product(formats, method.residuals or (None,)):
+                asked = {"method": method.name, "format": fmt, "granularity": grain.name if grain else TENSOR}
+                if residual is None or fmt != "fp16":
+                    yield {**asked, "residual": residual}
+                elif residual == method.residuals[0]:
+                    yield {"method": method.name, "format": fmt}
 
 
 CASES = {" ".join(str(v) for v in asked.values() if v): asked for asked in _asked()}

@@ -34,6 +34,7 @@ _HOST = "asks whether torch finds a GPU, and leaves the rest to it or to acceler
 _ALLOCATOR = "reads the allocator of a real GPU"
 _CLOCK = "waits for a real GPU, or reads its clock"
 UNTRIED = {
+    "batch/local.py:": "what GPUs are called",
     "bench/cases.py:": "a name among options; `tests/bench/test_bench_cases.py`",
     "bench/memory.py:": _ALLOCATOR,
     "bench/models.py: check_memory": "chooses a word of a message",
@@ -49,6 +50,7 @@ UNTRIED = {
     "doctor/": "what a processor is called; `tests/doctor/test_doctor.py`",
     "kernels/compiled.py:": "compiled kernels need Triton, which needs a GPU",
     "kernels/histogram.py:": "counts have no shape without data",
+    "models/coded.py:": "asks whether autocast is on; codes that stay have run on a CPU only",
     "optim/base.py:": "counts steps, which fake tensors cannot; its kernels are rehearsed by optimizer_steps",
     "report/doctor.py:": "what a processor is called; `tests/doctor/test_doctor.py`",
     "scaled/rules/": "a table; the rules in it are rehearsed by attention, and `tests/scaled/test_cuda_attention.py`",

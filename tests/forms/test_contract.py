@@ -21,6 +21,7 @@ from torch import Tensor
 from lpconv.checkpoint.residual import residual_index
 from lpconv.checkpoint.source import SAFETENSORS_DTYPES, TORCH_DTYPES
 from lpconv.errors import InputError
+from lpconv.formats.grains import GRAINS, TENSOR, Grain, known_grain
 from lpconv.formats.spec import FORMATS
 from lpconv.forms import FORMS, Form, Settings
 from lpconv.forms.blocks import Workspace, same_numbers
@@ -28,9 +29,10 @@ from lpconv.forms.facts import Measured
 from lpconv.forms.pair import RESIDUAL_DTYPES
 from lpconv.forms.reader import StoredTensors
 from lpconv.mcf.split import RESIDUALS
-from lpconv.methods import METHODS
+from lpconv.methods import METHODS, Method
 
-SHAPE = (2, 5, 48)
+SHAPE = (2, 70, 160)  # more rows and columns than a tile has, and whole groups
+ROWS, COLS = 140, 160
 NAME = "layer.weight"
 
 
@@ -47,26 +49,35 @@ class Stored:
 
 
 def _forms() -> Iterator[Form]:
-    for kind, form in FORMS.items():
-        methods = [m for m in METHODS.values() if kind in m.forms.values()]
-        assert methods or kind == "kept", f"no method writes {kind}"
-        asked = {(f, r) for m in methods for f in m.formats for r in m.residuals or ("bf16",)} or {("fp32", "bf16")}
-        for (name, residual), scale in itertools.product(sorted(asked), ("pow2", "exact")):
-            fmt, residual = FORMATS[name], "fp16" if name == "fp16" else residual
-            settings = Settings(scale=scale, residual=residual, budget_bits=fmt.storage_bits * 2.5, points_max=3)
-            if form.refusal(SHAPE, fmt, settings) is None:
-                yield form.of(NAME, SHAPE, fmt, settings)
+    """What every method makes of a tensor in each of its layouts, with every setting; and what keeps it."""
+    yield FORMS["kept"].of(NAME, SHAPE, FORMATS["fp32"], Settings())
+    for method in METHODS.values():
+        grains = [None, *GRAINS.values(), known_grain("group:32")] if method.has_granularity else [None]
+        for layout, grain, scale in itertools.product(method.forms, grains, ("pow2", "exact")):
+            for name, residual in itertools.product(_formats(method, grain), method.residuals or ("bf16",)):
+                fmt, residual = FORMATS[name], "fp16" if name == "fp16" else residual
+                settings = Settings(
+                    scale=scale, grain=grain, residual=residual, budget_bits=fmt.storage_bits * 2.5, points_max=3
+                )
+                if method.form(layout).refusal(SHAPE, fmt, settings) is None:
+                    yield method.form(layout).of(NAME, SHAPE, fmt, settings)
+
+
+def _formats(method: Method, grain: Grain | None) -> Iterator[str]:
+    """Those of a granularity, or else of the method."""
+    yield from dict.fromkeys((grain.formats if grain else ()) or method.formats)
 
 
 EXAMPLES = {
-    f"{f.kind} {' '.join(str(v) for v in vars(f).values() if isinstance(v, str))} {f.words}": f for f in _forms()
+    f"{f.kind} {' '.join(str(v) for v in vars(f).values() if isinstance(v, (str, bool)))} {f.words}": f
+    for f in _forms()
 }
 every_form = pytest.mark.parametrize("form", EXAMPLES.values(), ids=EXAMPLES)
 
 
 def _values(dtype: torch.dtype = torch.float32) -> Tensor:
     """Rows of many sizes, one of zeros, with both zeros and tiny numbers in others; 1-D."""
-    x = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1)) * torch.logspace(-6, 2, 10).view(2, 5, 1)
+    x = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1)) * torch.logspace(-6, 2, ROWS).view(2, 70, 1)
     x[0, 3] = 0
     x[1, 1, :3] = torch.tensor([-0.0, 1e-40, -3e-39])
     return x.to(dtype).view(-1)
@@ -92,6 +103,8 @@ def _write(folder: Path, stored: Stored) -> Path:
     data = {c: x.view(c.shape) for c, x in zip(form.data, stored.data, strict=True)}
     tensors |= {c.name: x for c, x in data.items() if not c.in_residual}
     settings = {"method": "test", "format": form.format.name if form.format else "fp32", "scale": "pow2"}
+    grain = vars(form).get("grain")
+    settings["granularity"] = grain.name if grain else TENSOR
     formats = {NAME: form.format.name} if form.format else {}
     config = form.configured({}, settings, formats, ()) if form.quantised_by or len(form.data) > 1 else {}
     (folder / "collage").mkdir(parents=True)
@@ -112,7 +125,7 @@ def _open(folder: Path, monkeypatch: pytest.MonkeyPatch) -> StoredTensors:
 
 def test_kinds_are_the_keys() -> None:
     assert all(form.kind == kind for kind, form in FORMS.items())
-    assert {kind for m in METHODS.values() for kind in m.forms.values()} | {"kept"} == FORMS.keys()
+    assert {form.kind for form in _forms()} == FORMS.keys()
 
 
 def test_the_residuals_of_pairs_are_those_that_there_are() -> None:
@@ -121,7 +134,7 @@ def test_the_residuals_of_pairs_are_those_that_there_are() -> None:
 
 @every_form
 def test_what_is_stored_is_what_was_planned(form: Form) -> None:
-    stored = _store(form, _values(), 10)
+    stored = _store(form, _values(), ROWS)
     assert [(c.dtype, math.prod(c.shape)) for c in form.data] == [
         (SAFETENSORS_DTYPES[x.dtype], x.numel()) for x in stored.data
     ]
@@ -140,7 +153,7 @@ def test_values_come_back_within_what_the_error_says(form: Form, dtype: torch.dt
     if form.format is None and dtype != torch.float32:
         pytest.skip("what is kept has the dtype that it is planned with")
     x = _values(dtype)
-    stored = _store(form, x, 10)
+    stored = _store(form, x, ROWS)
     got = stored.decoded()
     assert got.dtype == torch.float32
     assert form.is_right(x.float(), got, 0, stored.found.side)
@@ -155,10 +168,10 @@ def test_values_come_back_within_what_the_error_says(form: Form, dtype: torch.dt
 
 @every_form
 def test_blocks_make_the_same_bytes_as_the_whole(form: Form) -> None:
-    whole, blocks = _store(form, _values(), 10), _store(form, _values(), 3)
+    whole, blocks = _store(form, _values(), ROWS), _store(form, _values(), 33)
     assert [bits_of(x) for x in whole.data] == [bits_of(x) for x in blocks.data]
     assert all(bits_of(x) == bits_of(blocks.found.side[n]) for n, x in whole.found.side.items())
-    for start, stop in ((0, 48), (144, 480), (96, 96 + 2 * 48)):
+    for start, stop in ((0, COLS), (3 * COLS, ROWS * COLS), (127 * COLS, 129 * COLS)):
         first, last = form.place(start, stop, whole.found.side)
         part = form.decode([x[first:last] for x in whole.data], start, stop, whole.found.side)
         assert bits_of(part) == bits_of(whole.decoded()[start:stop])
@@ -167,8 +180,8 @@ def test_blocks_make_the_same_bytes_as_the_whole(form: Form) -> None:
 
 @every_form
 def test_the_reference_sees_every_changed_number(form: Form) -> None:
-    stored, x = _store(form, _values(), 10), _values()
-    for at in (0, 100, 479):
+    stored, x = _store(form, _values(), ROWS), _values()
+    for at in (0, 100, ROWS * COLS - 1):
         got = stored.decoded()
         got[at] = got[at] * 1.5 + 1
         assert not form.is_right(x, got, 0, stored.found.side), at
@@ -176,13 +189,13 @@ def test_the_reference_sees_every_changed_number(form: Form) -> None:
 
 @every_form
 def test_the_reader_knows_it_and_reads_it(form: Form, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stored = _store(form, _values(), 10)
+    stored = _store(form, _values(), ROWS)
     with _open(_write(tmp_path / "c", stored), monkeypatch) as reader:
         (found,) = reader.forms.values()
         assert (type(found), found.components, found.shape) == (type(form), form.components, form.shape)
         assert bits_of(reader.tensor(NAME)) == bits_of(stored.decoded())
         assert tuple(reader.tensor(NAME).shape) == SHAPE
-        assert bits_of(reader.values(NAME, 50, 199)) == bits_of(stored.decoded()[50:199])
+        assert bits_of(reader.values(NAME, 50, 599)) == bits_of(stored.decoded()[50:599])
         summed = sum((codes.float() * factor for codes, factor in reader.summands(NAME)), torch.zeros(SHAPE))
         assert torch.equal(summed, stored.decoded().view(SHAPE))
 
@@ -191,9 +204,12 @@ def test_the_reader_knows_it_and_reads_it(form: Form, tmp_path: Path, monkeypatc
 def test_scales_that_are_none_are_refused(form: Form, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not form.side:
         return
-    stored = _store(form, _values(), 10)
-    for bad in (math.nan, 0.0, -1.0, math.inf):
-        scales = torch.full_like(stored.found.side[NAME + "_scale"], bad)
+    stored = _store(form, _values(), ROWS)
+    scales = stored.found.side[NAME + "_scale"]
+    for bad in (255,) if scales.dtype == torch.uint8 else (math.nan, 0.0, -1.0, math.inf):  # a byte is an exponent
+        if math.isinf(bad) and scales.dtype == torch.float8_e4m3fn:
+            continue  # it has none
+        scales = torch.full_like(scales, bad)
         side = {**stored.found.side, NAME + "_scale": scales}
         folder = _write(tmp_path / str(bad), Stored(form, Measured(side=side), stored.data))
         with pytest.raises(InputError, match="make no sense"):
@@ -225,9 +241,11 @@ def test_the_loader_module_decodes_as_the_form_does(form: Form, loader: ModuleTy
     if form.quantised_by != "lpconv":
         pytest.skip("not opened by the loader module")
     assert form.format is not None
-    stored = _store(form, _values(), 10)
-    method = next(m.name for m in METHODS.values() if form.kind in m.forms.values())
-    quantizer = loader.LpconvQuantizer(loader.LpconvConfig(method=method, format=form.format.name))
+    stored = _store(form, _values(), ROWS)
+    method = next((m.name for m in METHODS.values() if form.kind in m.forms.values()), "unit")
+    grain = vars(form).get("grain")
+    told = {"granularity": grain.name} if grain else {}
+    quantizer = loader.LpconvQuantizer(loader.LpconvConfig(method=method, format=form.format.name, **told))
     (data,) = (x.view(c.shape) for c, x in zip(form.data, stored.data, strict=True))
     pairs: list[tuple[str, Any]] = [(NAME, data), *stored.found.side.items()]
     read = loader.DecodeScaled(quantizer).convert(
@@ -236,6 +254,11 @@ def test_the_loader_module_decodes_as_the_form_does(form: Form, loader: ModuleTy
     (got,) = read["weight"]
     assert tuple(got.shape) == SHAPE
     assert same_numbers(got.view(-1), stored.decoded())
+    if method == "multipoint":
+        return
+    saved = quantizer._encoded(NAME, got, stored.found.side[NAME + "_scale"])
+    assert saved.shape == data.shape
+    assert bits_of(saved) == bits_of(data)
 
 
 def test_planning_needs_no_torch() -> None:

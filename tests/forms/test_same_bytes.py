@@ -38,6 +38,11 @@ _COMPRESSED.append({**_COMPRESSED[0], "granularity": "row"})
 _ROWS: list[Options] = [
     {"method": "unit", "format": f, "granularity": "row"} for f in ("fp32", "fp16", "bf16", "e4m3fn", "e5m2")
 ]
+_TILES: list[Options] = [
+    {"method": "unit", "format": f, "granularity": g, "layout": layout}
+    for f, g in (("e4m3fn", "128x128"), ("e4m3fn", "mx"), ("e2m1", "mx"))
+    for layout in ("lpconv", "compressed-tensors")
+]
 _FEW: list[Options] = [
     {"method": "unit", "format": "fp16"},
     {"method": "scalify", "format": "e4m3fn"},
@@ -100,7 +105,7 @@ def _package(name: str) -> Path:
 
 def _cases() -> Iterator[tuple[str, Callable[[Path], Path], Options]]:
     cases: tuple[tuple[str, Callable[[Path], Path], list[Options]], ...] = (
-        ("demo", _demo, [*_SCALED, *_PAIRS, *_POINTS, *_COMPRESSED, *_ROWS, *_ODD]),
+        ("demo", _demo, [*_SCALED, *_PAIRS, *_POINTS, *_COMPRESSED, *_ROWS, *_TILES, *_ODD]),
         ("gpt2", _gpt2, [*_SCALED, *_PAIRS, {"method": "multipoint", "format": "int8", "budget_bits": 12.0}]),
         ("minilm", _minilm, _FEW),
         ("albert", _albert, _FEW),

@@ -17,7 +17,8 @@ from lpconv.cli.main import app
 from lpconv.data import demo_checkpoint
 from lpconv.formats.cast import cast
 from lpconv.models.tasks import CLM, MLM
-from lpconv.probe.batches import MASK_RATE, Batches, Tokens
+from lpconv.models.text import Tokens
+from lpconv.probe.batches import MASK_RATE, Batches
 from lpconv.probe.checkpoint import probe_checkpoint
 from lpconv.probe.options import ProbeOptions
 from lpconv.probe.record import ProbeResult

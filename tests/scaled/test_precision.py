@@ -1,6 +1,8 @@
 """What low-precision compute delivers: accuracy that no factor on the loss changes, and 8-bit saved activations."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -66,6 +68,21 @@ def test_fp8_compute_saves_at_most_06_of_the_bytes_of_bf16(name: str) -> None:
     ratio = saved_bytes(ours, batch) / saved_bytes(plain.bfloat16(), batch)
 
     assert ratio < 0.6, ratio
+
+
+@pytest.mark.parametrize("compute", [None, "fp8"])
+def test_counting_what_is_saved_leaves_no_model_behind(compute: str | None) -> None:
+    """An op that saves its own output through a hook that gives it back would never be freed."""
+    model, batch = build("llama", "sdpa")
+    if compute is not None:
+        model = scaled(model, compute=compute)
+    weights = [weakref.ref(p) for p in model.parameters()]
+
+    saved_bytes(model, batch)
+    del model
+    gc.collect()
+
+    assert [w for w in weights if w() is not None] == []
 
 
 def test_a_critical_module_multiplies_and_saves_in_the_carrier_dtype() -> None:

@@ -83,7 +83,13 @@ def blank(tmp_path: Path) -> Path:
     return write_jsonl(tmp_path / "blank.jsonl", [{"text": ""}, {"text": "  "}])
 
 
-@pytest.mark.parametrize("make", [missing, empty, broken, binary, numbers, blank])
+def latin(folder: Path) -> Path:
+    path = write_jsonl(folder / "latin.jsonl", TEXTS)
+    path.write_bytes(path.read_bytes().replace(b"row 7", "r\u00f6w 7".encode("latin-1")))
+    return path
+
+
+@pytest.mark.parametrize("make", [missing, empty, broken, binary, numbers, blank, latin])
 def test_bad_files_are_refused(make: Any, tmp_path: Path) -> None:
     with pytest.raises(InputError) as caught:
         read_rows(options(make(tmp_path)))

@@ -18,6 +18,7 @@ from lpconv.convert.run import convert
 from lpconv.errors import OutputExistsError, ResourceError, UnsupportedError, UsageError
 from lpconv.progress import Silent
 from lpconv.results import FinetuneResult, from_json
+from lpconv.train.folder import MARKER, held_folder
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.recipes import RECIPES, arithmetic
 from lpconv.train.run import finetune
@@ -189,6 +190,17 @@ def test_a_folder_that_is_there_needs_resume_or_force_and_the_same_options(tmp_p
     with pytest.raises(OutputExistsError, match="no run of ours"):
         finetune("demo", tmp_path / "mine", dataclasses.replace(asked, force=True))
     assert (tmp_path / "mine/notes.txt").exists()
+
+
+def test_two_runs_never_share_a_folder(tmp_path: Path) -> None:
+    """Not even with --force or --resume, and afterwards the folder is free again."""
+    asked = options("fp32", steps=2)
+    with held_folder(tmp_path / "run", "demo", asked):
+        for again in ({"force": True}, {"resume": True}, {}):
+            with pytest.raises(OutputExistsError, match="another run is writing"):
+                finetune("demo", tmp_path / "run", dataclasses.replace(asked, **again))
+        assert (tmp_path / "run" / MARKER).is_file()
+    finetune("demo", tmp_path / "run", dataclasses.replace(asked, force=True))
 
 
 def test_a_plain_model_holds_what_the_optimizer_kept(tmp_path: Path) -> None:

@@ -10,12 +10,13 @@ from typing import Any
 from lpconv.checkpoint.compressed import quantized_by
 from lpconv.errors import UnsupportedError
 from lpconv.forms.facts import Headers
-from lpconv.forms.foreign import awq, compressed_tensors, fp8, gptq, modelopt, mxfp4
+from lpconv.forms.foreign import awq, compressed_tensors, fp8, gguf, gptq, modelopt, mxfp4
+from lpconv.forms.foreign.gguf import Blocks
 from lpconv.forms.foreign.grid import Grid
 
 __all__ = ["ACTIVATIONS", "READ", "check_readable", "find", "is_part"]
 
-_LAYOUTS = (compressed_tensors, fp8, mxfp4, modelopt, gptq, awq)
+_LAYOUTS = (compressed_tensors, fp8, mxfp4, modelopt, gptq, awq, gguf)
 _BY_METHOD = {method: layout for layout in _LAYOUTS for method in layout.METHODS}
 
 # The values of `quant_method` that are read.
@@ -31,10 +32,10 @@ _PARTS = ("_scale_inv", "_scale_2", "_global_scale", "_zero_point", "_packed", "
           ".qzeros", ".g_idx", *_ALSO_MODELS)  # fmt: skip
 
 
-def find(name: str, headers: Headers) -> Grid | None:
+def find(name: str, headers: Headers) -> Grid | Blocks | None:
     """The weight whose codes are stored as `name`, None where that is none of the layout that the config names."""
     layout = _BY_METHOD.get(headers.quantised_by or "")
-    found = None if layout is None else layout.find(name, headers)
+    found: Grid | Blocks | None = None if layout is None else layout.find(name, headers)
     return found if found is not None and found.agrees else None
 
 

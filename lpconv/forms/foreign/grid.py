@@ -117,20 +117,20 @@ class Grid(Stored):
         return bool(((order >= 0) & (order < groups)).all())
 
     def read(self, fetch: Fetch, start: int, stop: int, side: Side) -> tuple[Tensor, ...]:
-        return tuple(p.fetch(fetch, span) for span in self._spans(start, stop) for p in self.planes)
+        return tuple(p.fetch(fetch, span) for span in self.spans(start, stop) for p in self.planes)
 
     def decode(self, data: Sequence[Tensor], start: int, stop: int, side: Side) -> Tensor:
         import torch
 
         raw = iter(data)
-        found = [self._values([next(raw) for _ in self.planes], span, side) for span in self._spans(start, stop)]
+        found = [self._values([next(raw) for _ in self.planes], span, side) for span in self.spans(start, stop)]
         return found[0] if len(found) == 1 else torch.cat(found) if found else torch.empty(0)
 
     def codes_of(self, data: Sequence[Tensor], start: int, stop: int) -> Tensor:
         """The codes alone of what was `read` of some elements, 1-D, in the order of the file."""
         import torch
 
-        spans, step = self._spans(start, stop), len(self.planes)
+        spans, step = self.spans(start, stop), len(self.planes)
         return torch.cat([self.codes.numbers(data[i * step], s).reshape(-1) for i, s in enumerate(spans)])
 
     def scales_of(self, raw: Tensor, span: Span, side: Side) -> Tensor:
@@ -141,11 +141,15 @@ class Grid(Stored):
         factor = side[self.factor.name].float().reshape(())
         return scales / factor if self.divides else scales * factor
 
+    def factors(self, raw: Tensor, span: Span, side: Side) -> Tensor:
+        """What the codes of a span are multiplied by, as it broadcasts to them."""
+        return self._spread(self.scales, self.scales_of(raw, span, side), span, side)
+
     def _values(self, raw: Sequence[Tensor], span: Span, side: Side) -> Tensor:
         x = self.codes.numbers(raw[0], span)
         if self.zeros is not None:
             x = x - self._spread(self.zeros, self.zeros.numbers(raw[2], span), span, side)
-        x = x * self._spread(self.scales, self.scales_of(raw[1], span, side), span, side)
+        x = x * self.factors(raw[1], span, side)
         return (x.t() if self.on_its_side else x).reshape(-1)
 
     def _spread(self, plane: Plane, x: Tensor, span: Span, side: Side) -> Tensor:
@@ -155,7 +159,7 @@ class Grid(Stored):
         order = side[self.order.name].long()
         return x[order] if self.on_its_side else x[:, order]
 
-    def _spans(self, start: int, stop: int) -> Iterator[Span]:
+    def spans(self, start: int, stop: int) -> Iterator[Span]:
         """The elements `start` to `stop`, whole rows, by the matrices that they are of."""
         rows, cols = self.matrix
         first, last = (start // cols, stop // cols) if cols else (0, 0)

@@ -10,7 +10,7 @@ import yaml
 
 from lpconv.report.convert.compare import RUN_FIGURES, figures
 from lpconv.report.convert.grouping import converted, done_groups, worst_tensors
-from lpconv.report.convert.words import OUTCOME, checks, done_row, method_name, summary, verdict, worst_row
+from lpconv.report.convert.words import OUTCOME, checks, done_row, method_name, scale_words, summary, verdict, worst_row
 from lpconv.report.numbers import (
     MISSING,
 )
@@ -99,8 +99,8 @@ def _open_compressed(result: ConvertResult) -> str:
     auto = _auto_class(result)
     return f"""## How to open it
 
-This directory has the layout of the compressed-tensors package (float-quantized, one scale per tensor). transformers
-opens it with `pip install compressed-tensors`, and needs no lpconv:
+This directory has the layout of the compressed-tensors package: {result.format} codes with {scale_words(result)}.
+transformers opens it with `pip install compressed-tensors`, and needs no lpconv:
 
 ```python
 from transformers import {auto}

@@ -54,13 +54,14 @@ from lpconv.results import (
     ConvertResult,
     FileRecord,
     InspectResult,
+    PartResult,
     PlanResult,
     StoredTensor,
     TensorRecord,
     VerifyResult,
 )
 
-__all__ = ["render_compare", "render_convert", "render_inspect", "render_plan", "render_verify"]
+__all__ = ["render_compare", "render_convert", "render_inspect", "render_part", "render_plan", "render_verify"]
 
 _WORST = 8
 _GROUPS = 12
@@ -88,6 +89,24 @@ def render_convert(result: ConvertResult) -> RenderableType:
         *_worst(result.tensors),
         *_verification(result.verify),
         *note_list("Warnings", result.warnings),
+    )
+
+
+def render_part(result: PartResult) -> RenderableType:
+    """What one worker wrote, and what is left to do."""
+    result = printable_record(result)
+    files = tuple(f for s in result.shards for f in s.files)
+    facts = {
+        "Size": _size_change(result.bytes.read, result.bytes.written),
+        "Time": duration_text(result.seconds),
+        "Peak memory": size_text(result.peak_rss_bytes),
+    }
+    empty = "The plan has fewer files than parts, and none for this one; --max-shard-size makes more."
+    return Group(
+        *heading(f"Part {result.part}/{result.parts} of {result.output}"),
+        Text("Nothing is published before all parts are there, and put together by --finish." if files else empty),
+        after_gap(facts_grid(facts)),
+        *_files(files),
     )
 
 

@@ -29,6 +29,7 @@ __all__ = [
     "done_row",
     "done_words",
     "method_name",
+    "scale_words",
     "size_sentence",
     "summary",
     "verdict",
@@ -90,10 +91,16 @@ def _stored_form(result: ConvertResult) -> str:
         return f"{' or '.join(formats)} plus {'an' if result.residual[0] in 'aei' else 'a'} {result.residual} residual"
     if any(t.points for t in changed):
         return f"{' or '.join(formats)} codes, rows with a scale for each of their points"
-    if result.options.get("granularity") == "row":
-        return f"{' or '.join(formats)} codes with a scale per row"
-    scaled = any(t.scale is not None for t in changed)
-    return f"{' or '.join(formats)}{' codes with one scale each' if scaled else ''}"
+    tiled = result.options.get("granularity", "tensor") != "tensor"
+    scaled = tiled or any(t.scale is not None for t in changed)
+    return f"{' or '.join(formats)}{f' codes with {scale_words(result)}' if scaled else ''}"
+
+
+def scale_words(result: ConvertResult) -> str:
+    """What has a scale of its own."""
+    known = {"tensor": "one scale each", "row": "a scale per row"}
+    granularity = str(result.options.get("granularity", "tensor"))
+    return known.get(granularity, f"scales of granularity {granularity}")
 
 
 def size_sentence(result: ConvertResult) -> str:
@@ -235,7 +242,10 @@ def _logits_details(check: LogitsCheck) -> list[str]:
     if check.top1_agreement is not None:
         parts.append(f"same first choice at {_percent(check.top1_agreement)} of positions")
     if check.mean_kl is not None:
-        parts.append(f"KL {error_text(check.mean_kl)} nats per position")
+        back = "" if check.reverse_kl is None else f" and back {error_text(check.reverse_kl)}"
+        parts.append(f"KL {error_text(check.mean_kl)}{back} nats per position")
+    if check.perplexity is not None and check.source_perplexity is not None:
+        parts.append(f"perplexity {check.perplexity:.4g} after {check.source_perplexity:.4g}")
     return parts
 
 

@@ -1,5 +1,6 @@
-"""Conversions with `--granularity row`: what is stored, and that every command takes it."""
+"""Conversions with `--granularity`: what is stored, and that every command takes it."""
 
+import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,16 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+import lpconv.formats
 import lpconv.hf
 from lpconv.checkpoint.contents import read_contents
 from lpconv.cli.main import app
-from lpconv.convert.options import ConvertOptions, settings_of
+from lpconv.convert.options import ConvertOptions, command_line, settings_of
 from lpconv.convert.restore import restore
 from lpconv.convert.run import convert, plan
 from lpconv.convert.verify_output import verify_output
 from lpconv.data import demo_checkpoint
-from lpconv.errors import UsageError
+from lpconv.errors import InputError, UsageError
 from lpconv.export.stored import stored_weights
 from lpconv.progress import Silent
 from lpconv.results import ConvertResult
@@ -54,6 +56,61 @@ def test_each_row_has_its_own_rms_as_scale(outputs: dict[str, Path], fmt: str) -
     assert planned.bytes.written == (outputs[fmt] / "model.safetensors").stat().st_size
 
 
+def test_each_tile_has_the_rms_of_its_own(tmp_path: Path) -> None:
+    """Tiles at the edges are smaller, and rows of a tile come in several blocks."""
+    x = torch.randn(300, 2000, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 2, 300).unsqueeze(1)
+    x[130:, 256:384] = 0
+    write_checkpoint(tmp_path / "source", {"w": x})
+    assert run(tmp_path / "source", tmp_path / "out", format="e4m3fn", granularity="128x128").verify.passed
+    scale = load_file(tmp_path / "out/model.safetensors")["w_scale"]
+    assert scale.shape == (3, 16)
+    for i, j in itertools.product(range(3), range(16)):
+        tile = x[128 * i : 128 * i + 128, 128 * j : 128 * j + 128].double()
+        least = 2.0 ** (tile.abs().max() / 448).log2().ceil() if tile.any() else 0.0
+        rms = 2.0 ** tile.square().mean().sqrt().log2().floor() if tile.any() else 1.0
+        assert float(scale[i, j]) == max(least, rms), (i, j)
+
+
+@pytest.mark.parametrize("element", ["e4m3fn", "e5m2", "e2m1"])
+def test_mx_is_what_torchao_makes_with_scales_rounded_up(element: str, tmp_path: Path) -> None:
+    from torchao.prototype.mx_formats import mx_tensor
+
+    x = torch.randn(512, 256, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 4, 512).unsqueeze(1)
+    x[5] = torch.tensor([448.0, 0.5, 0.25, -1.25, 2.5, -3.5, 5.0, 1.75]).repeat(32)
+    x[6] = torch.tensor([6.0, 0.25, 0.75, -1.25, 2.5, -3.5, 5.0, -0.0]).repeat(32)
+    x[7, :32] = 0
+    write_checkpoint(tmp_path / "source", {"w": x})
+    assert run(tmp_path / "source", tmp_path / "out", format=element, granularity="mx").verify.passed
+    stored = load_file(tmp_path / "out/model.safetensors")
+    dtype = getattr(torch, lpconv.formats.FORMATS[element].torch or "")
+    scale, codes = mx_tensor.to_mx(x, dtype, 32, mx_tensor.ScaleCalculationMode.RCEIL)
+    theirs = scale.view(torch.uint8).view(512, 8)
+    assert (int(theirs[7, 0]), int(stored["w_scale"][7, 0])) == (0, 127)  # of zeros: theirs is 2^-127, ours 1
+    theirs[7, 0] = 127
+    assert torch.equal(stored["w_scale"], theirs)
+    assert torch.equal(stored["w"].view(torch.uint8).view(512, -1), codes.view(torch.uint8).view(512, -1))
+
+
+@pytest.mark.parametrize("shape", [(3, 0), (0, 3)], ids=str)
+def test_tensors_without_elements_come_back(shape: tuple[int, int], tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "source", {"w": torch.ones(4, 4), "empty": torch.empty(shape)})
+    result = run(tmp_path / "source", tmp_path / "out", format="e4m3fn", granularity="row", verify="weights")
+    assert result.verify.passed
+    restore(tmp_path / "out", tmp_path / "back", force=False, progress=Silent())
+    assert load_file(tmp_path / "back/model.safetensors")["empty"].shape == shape
+
+
+@pytest.mark.parametrize(("scale", "taken"), [("pow2", "pow2"), ("exact", "exact"), (None, "exact")])
+def test_integers_have_exact_scales_and_are_warned_of_powers_of_two(scale: str | None, taken: str) -> None:
+    asked = ConvertOptions(granularity="group:32", scale=scale)
+    planned = plan("demo", Path("unused"), asked)
+    assert {t.format for t in planned.tensors if t.name == NAME} == {"int4"}
+    assert any("--scale exact" in w for w in planned.warnings) == (taken == "pow2")
+    filled = settings_of(asked).options
+    assert filled.scale == taken
+    assert ("--scale" in command_line("demo", filled)) == (taken == "pow2")
+
+
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_every_way_of_reading_gives_the_same_values(outputs: dict[str, Path], fmt: str, tmp_path: Path) -> None:
     restored = restore(outputs[fmt], tmp_path / "back", force=False, progress=Silent())
@@ -68,22 +125,38 @@ def test_every_way_of_reading_gives_the_same_values(outputs: dict[str, Path], fm
     assert verified.passed
 
 
-@pytest.mark.parametrize("scale", ["pow2", "exact"])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"scale": "pow2"},
+        {"scale": "exact"},
+        {"granularity": "128x128"},
+        {"granularity": "mx"},
+        {"granularity": "mx", "format": "e2m1"},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_saving_again_keeps_the_scale_of_every_row(dtype: torch.dtype, scale: str, tmp_path: Path) -> None:
-    run("demo", tmp_path / "out", format="e4m3fn", scale=scale, verify="none")
+def test_saving_again_keeps_every_scale(dtype: torch.dtype, asked: dict[str, str], tmp_path: Path) -> None:
+    run("demo", tmp_path / "out", **{"format": "e4m3fn", "verify": "none", **asked})
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=dtype)
     model.save_pretrained(tmp_path / "again")
     saved, stored = (load_file(tmp_path / n / "model.safetensors") for n in ("again", "out"))
     assert saved.keys() == stored.keys()
     assert all(bits_of(x) == bits_of(stored[n]) for n, x in saved.items() if n.endswith("_scale"))
+    if asked.get("scale") != "exact":  # bf16 holds such codes, at scales that are powers of two
+        narrow = [n for n, x in stored.items() if x.dtype.itemsize == 1 and n + "_scale" in stored]
+        assert len(narrow) == 28
+        assert all(bits_of(saved[n]) == bits_of(stored[n]) for n in narrow)
     if dtype == torch.float32:
         assert all(bits_of(x) == bits_of(stored[n]) for n, x in saved.items())
 
 
-def test_experts_are_merged_from_their_rows_and_saved_as_they_were(tmp_path: Path) -> None:
+@pytest.mark.parametrize("granularity", ["row", "mx"])
+def test_experts_are_merged_from_their_tiles_and_saved_as_they_were(granularity: str, tmp_path: Path) -> None:
+    """Some of them have 48 inputs, which are no groups of 32 and are kept."""
     source = tiny("mixtral", tmp_path / "source")
-    run(source, tmp_path / "out", format="e5m2", verify="logits")
+    run(source, tmp_path / "out", format="e5m2", granularity=granularity, verify="logits")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     model.save_pretrained(tmp_path / "again")
     saved, stored = (load_file(tmp_path / n / "model.safetensors") for n in ("again", "out"))
@@ -103,6 +176,15 @@ def test_an_outlier_costs_its_own_row_only(tmp_path: Path) -> None:
         error = load_file(tmp_path / f"{granularity}-back/model.safetensors")["w"] - x
         sqnr[granularity] = 10 * math.log10(x[8:].square().sum() / error[8:].square().sum())
     assert sqnr["row"] > 30 > sqnr["tensor"]
+
+
+def test_nan_has_no_code_in_four_bits(tmp_path: Path) -> None:
+    x = torch.ones(4, 32)
+    x[2, 1] = math.nan
+    write_checkpoint(tmp_path / "source", {"w": x})
+    with pytest.raises(InputError, match="NaN or Inf, which no e2m1 number is"):
+        run(tmp_path / "source", tmp_path / "out", format="e2m1", granularity="mx")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 0.0, 1e-45])
@@ -132,6 +214,10 @@ def test_bytes_do_not_depend_on_the_workers_or_the_blocks(tmp_path: Path) -> Non
     ("options", "message"),
     [
         ({"granularity": "column"}, "unknown granularity"),
+        ({"granularity": "mx", "format": "fp16"}, "does not write format `fp16` with a scale per 32 of a row"),
+        ({"granularity": "128x128", "format": "e2m1"}, "does not write format `e2m1`"),
+        ({"granularity": "mx", "scale": "exact"}, "powers of two"),
+        ({"granularity": "mx", "format": "e5m2", "layout": "compressed-tensors"}, "does not hold unit in e5m2"),
         ({"method": "collage", "granularity": "row"}, "no scale per row"),
         ({"method": "multipoint", "granularity": "row"}, "no scale per row"),
     ],

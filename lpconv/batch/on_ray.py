@@ -1,0 +1,149 @@
+"""Tasks of a batch on a Ray cluster. Ray books what they need and finds a machine; it neither retries nor limits them.
+
+A worker runs the same command in a process of its own as this machine would, and answers with a small record. What the
+process says goes the way of Ray's logs. Paths have to mean the same everywhere, which is asked of every machine before
+anything starts. Whoever may use the cluster is Ray's affair: its token is never read here.
+"""
+
+import hashlib
+import os
+import sys
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from lpconv.batch.task import Answer, MachineLostError, Needs, Task, run_task
+from lpconv.errors import InputError, UnsupportedError
+from lpconv.version import __version__
+
+__all__ = ["RayExecutor"]
+
+_LOOK_S = 60.0  # for every machine to say what it sees
+_CANCELLED = 143
+# Ray's names for what no fault of the task ended.
+_LOST = ("WorkerCrashedError", "LocalRayletDiedError", "NodeDiedError", "ObjectLostError", "RaySystemError")
+
+
+class RayExecutor:
+    """The cluster at `address`, at RAY_ADDRESS, or one on this machine for as long as the batch runs.
+
+    Up to `parallel` tasks at a time, None for as many as there is room for. Raises UnsupportedError without Ray, or
+    where a machine has another version of lpconv, and InputError where one does not see the manifest.
+    """
+
+    share = Needs()
+
+    def __init__(self, manifest: Path, *, address: str | None, parallel: int | None, quiet: bool) -> None:
+        self._quiet, self._parallel = quiet, parallel
+        self._refs: dict[Future[Answer], Any] = {}
+        self._stdout = sys.stdout
+        sys.stdout = sys.stderr  # Ray writes of its machines there, and a result is all that may stand on ours
+        try:
+            self._ray = _connected(address, quiet)
+            nodes = {n["NodeID"]: n["Resources"] for n in self._ray.nodes() if n["Alive"]}
+            self.machines: tuple[Needs, ...] = tuple(map(_needs, nodes.values()))
+            self._look(manifest, list(nodes))
+        except BaseException:
+            sys.stdout = self._stdout
+            raise
+
+    def has_room(self, needs: Needs) -> bool:
+        return self._parallel is None or sum(not f.done() for f in self._refs) < self._parallel
+
+    def submit(self, task: Task) -> Future[Answer]:
+        options = {"num_cpus": task.needs.cpus, "num_gpus": task.needs.gpus, "max_retries": 0, "name": task.name}
+        if task.needs.memory:
+            options["memory"] = task.needs.memory
+        ref = self._ray.remote(_run).options(**options).remote(task, self._quiet)
+        future: Future[Answer] = Future()
+        self._refs[future] = ref
+        ref.future().add_done_callback(lambda ended: self._pass_on(ended, future))
+        return future
+
+    def stop(self) -> None:
+        for future, ref in self._refs.items():
+            if not future.done():
+                self._ray.cancel(ref, force=False)
+
+    def close(self) -> None:
+        self._ray.shutdown()
+        sys.stdout = self._stdout
+
+    def _pass_on(self, ended: Future[Answer], future: Future[Answer]) -> None:
+        """What Ray says of a task, in our words."""
+        errors = self._ray.exceptions
+        try:
+            future.set_result(ended.result())
+        except errors.TaskCancelledError:
+            future.set_result(Answer(code=_CANCELLED, last="cancelled"))
+        except errors.OutOfMemoryError as e:
+            future.set_result(Answer(code=-9, last=str(e).splitlines()[0]))
+        except tuple(getattr(errors, name) for name in _LOST) as e:
+            future.set_exception(MachineLostError(f"its machine or Ray's worker died ({type(e).__name__})"))
+        except BaseException as e:
+            future.set_exception(e)
+
+    def _look(self, manifest: Path, nodes: list[str]) -> None:
+        """Ask every machine what it sees of the manifest, and which version it would run."""
+        pinned = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+        look = self._ray.remote(_see)
+        refs = [
+            look.options(num_cpus=0, scheduling_strategy=pinned(node_id=n, soft=False)).remote(manifest) for n in nodes
+        ]
+        try:
+            seen = self._ray.get(refs, timeout=_LOOK_S)
+        except self._ray.exceptions.RayError as e:
+            raise UnsupportedError(
+                f"a machine of the cluster cannot run lpconv: {str(e).strip().splitlines()[-1]}",
+                hint="install the same lpconv on all of them",
+            ) from e
+        here = hashlib.sha256(manifest.read_bytes()).hexdigest()
+        for machine, version, digest in seen:
+            if version != __version__:
+                raise UnsupportedError(f"{machine} has lpconv {version}, and here is {__version__}", hint="install one")
+            if digest != here:
+                raise InputError(
+                    f"{machine} does not see this `{manifest}`",
+                    hint="put manifest, models and outputs on a shared folder",
+                )
+
+
+def _connected(address: str | None, quiet: bool) -> Any:
+    """Ray, connected. Raises UnsupportedError where it is not there or does not answer."""
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # lines of two jobs may be the same
+    os.environ.setdefault("RAY_COLOR_PREFIX", "0")
+    try:
+        import ray
+        import ray.util.scheduling_strategies
+    except ImportError as e:
+        raise UnsupportedError(f"--executor ray needs ray: {e}", hint="pip install 'lpconv[ray]'") from e
+    place = address or os.environ.get("RAY_ADDRESS") or "local"
+    own = {"include_dashboard": False} if place == "local" else {}
+    try:
+        ray.init(address=place, log_to_driver=not quiet, logging_level="ERROR", **own)
+    except (ConnectionError, RuntimeError, ValueError) as e:
+        first = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
+        raise UnsupportedError(
+            f"no Ray cluster at `{place}`: {first}", hint="is it running? Is RAY_AUTH_TOKEN that of the cluster?"
+        ) from e
+    return ray
+
+
+def _needs(resources: dict[str, float]) -> Needs:
+    return Needs(
+        cpus=int(resources.get("CPU", 0)), gpus=int(resources.get("GPU", 0)), memory=int(resources.get("memory", 0))
+    )
+
+
+def _see(manifest: Path) -> tuple[str, str, str | None]:
+    """On a worker: its machine, the version of lpconv, and what it reads of the manifest."""
+    try:
+        digest = hashlib.sha256(manifest.read_bytes()).hexdigest()
+    except OSError:
+        digest = None
+    return os.uname().nodename, __version__, digest
+
+
+def _run(task: Task, quiet: bool) -> Answer:
+    """On a worker: a task, whose lines Ray brings to who waits for it."""
+    return run_task(task, lambda line: None if quiet else print(line, file=sys.stderr, flush=True))

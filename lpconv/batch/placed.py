@@ -1,0 +1,215 @@
+"""The jobs of a batch on an executor: each as soon as what it needs is done, in no other order.
+
+Nothing is known here of machines. A task that is lost with its machine is placed again, and goes on where it was; a
+task that fails is not.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass
+from pathlib import Path
+
+from lpconv.batch.manifest import BatchJob
+from lpconv.batch.records import (
+    JobFailedError,
+    failed,
+    held_back,
+    job_error,
+    job_result,
+    said_error,
+    said_result,
+    stops,
+)
+from lpconv.batch.task import Answer, Executor, MachineLostError, Needs, Task
+from lpconv.errors import UnsupportedError
+from lpconv.progress import Progress
+from lpconv.results.batch import FAILED, NOT_RUN, JobError, JobResult
+
+__all__ = ["Placement", "needs_of"]
+
+_MAX_LOST = 3  # machines that a task may lose
+
+
+def needs_of(job: BatchJob, executor: Executor) -> Needs:
+    """What a job takes of a machine: what the manifest says, else its share; a bench has a machine for itself."""
+    largest = Needs(cpus=max(m.cpus for m in executor.machines), memory=max(m.memory for m in executor.machines))
+    bound = getattr(job.options, "max_memory", None) or executor.share.memory
+    return Needs(
+        cpus=job.cpus or (largest.cpus if job.kind == "bench" else executor.share.cpus),
+        gpus=job.gpus,
+        memory=job.memory or min(bound, largest.memory),
+    )
+
+
+def _check_needs(jobs: Sequence[BatchJob], executor: Executor) -> None:
+    """Refuse, before anything starts, a job that no machine has room for. Raises UnsupportedError."""
+    for job in jobs:
+        needs = needs_of(job, executor)
+        if not any(needs.fits(machine) for machine in executor.machines):
+            there = "; ".join(dict.fromkeys(map(str, executor.machines)))
+            raise UnsupportedError(
+                f"{job.id} needs {needs}, which no machine has: {there}",
+                hint="ask for less in the manifest: cpus, gpus, memory",
+                details={"job": job.id, "needs": dataclasses.asdict(needs)},
+            )
+
+
+@dataclass(eq=False)
+class _Step:
+    """A task of a job that waits or runs, and how many machines it has lost."""
+
+    job: BatchJob
+    task: Task
+    lost: int = 0
+
+
+class Placement:
+    """Runs `jobs` of a manifest on an executor.
+
+    `known` gives the result of a job that is up to date, and raises what speaks against running it. `flags` are added
+    to the commands; `started` and `finished` are told the index of a job.
+    """
+
+    def __init__(
+        self,
+        manifest: Path,
+        jobs: Sequence[BatchJob],
+        executor: Executor,
+        *,
+        known: Callable[[BatchJob], JobResult | None],
+        flags: Sequence[str],
+        keep_going: bool,
+        progress: Progress,
+        started: Callable[[BatchJob, int], None],
+        finished: Callable[[JobResult, int], None],
+    ) -> None:
+        self._manifest, self._jobs, self._executor, self._known = manifest, jobs, executor, known
+        self._flags, self._keep_going, self._progress = tuple(flags), keep_going, progress
+        self._started, self._finished = started, finished
+        self._waiting = list(jobs)
+        self._steps: list[_Step] = []  # that may run
+        self._parts: dict[str, int] = {}  # of jobs that are split: those that are not there yet
+        self._running: dict[Future[Answer], _Step] = {}
+        self._results: dict[str, JobResult] = {}
+        self._seconds: dict[str, float] = {}
+        self._failure: BaseException | None = None
+
+    def run(self) -> tuple[tuple[JobResult, ...], BaseException | None]:
+        """The results of all jobs in their order, and what the last failed one raised."""
+        _check_needs(self._jobs, self._executor)
+        try:
+            self._begin()
+            while self._running:
+                for future in wait(self._running, return_when=FIRST_COMPLETED).done:
+                    self._end(self._running.pop(future), future)
+                self._begin()
+        except BaseException as e:  # signals too: what runs is ended, and can be resumed
+            self._failure = e
+            self._executor.stop()
+            for future, step in list(self._running.items()):
+                self._end(step, future)
+            self._failure = e
+        return tuple(self._results.get(job.id) or job_result(job, NOT_RUN) for job in self._jobs), self._failure
+
+    @property
+    def _is_over(self) -> bool:
+        return self._failure is not None and stops(self._failure, self._keep_going)
+
+    def _begin(self) -> None:
+        """Begin what can begin now. A job that turns out to be done may let others begin."""
+        while not self._is_over and (ready := [job for job in self._waiting if self._is_ready(job)]):
+            for job in ready:
+                self._waiting.remove(job)
+                self._prepare(job)
+        if not self._is_over:
+            self._steps = [step for step in self._steps if not self._place(step)]
+
+    def _is_ready(self, job: BatchJob) -> bool:
+        """Whether all that it needs of this batch has come to an end."""
+        return not any(need == other.id and need not in self._results for need in job.needs for other in self._jobs)
+
+    def _prepare(self, job: BatchJob) -> None:
+        """Find a job done, refused, or its tasks."""
+        lacking = [
+            need for need in job.needs if need in self._results and self._results[need].status in (FAILED, NOT_RUN)
+        ]
+        if lacking:
+            self._results[job.id] = held_back(job, lacking)
+            return
+        self._started(job, self._jobs.index(job))
+        try:
+            done = self._known(job)
+        except Exception as e:
+            self._record(failed(job, job_error(e)), e)
+            return
+        if done is not None:
+            self._record(done)
+        elif job.split > 1:
+            self._parts[job.id] = job.split
+            self._steps += [
+                self._step(job, f" {i}/{job.split}", "--shard", f"{i}/{job.split}") for i in range(1, job.split + 1)
+            ]
+        else:
+            self._steps.append(self._step(job))
+
+    def _step(self, job: BatchJob, suffix: str = "", *more: str) -> _Step:
+        arguments = (str(self._manifest), "--only", job.id, "--json", *self._flags, *more)
+        return _Step(job=job, task=Task(name=job.id + suffix, arguments=arguments, needs=needs_of(job, self._executor)))
+
+    def _place(self, step: _Step) -> bool:
+        """Whether a step needs not wait any more."""
+        if step.job.id in self._results:  # another part of it failed
+            return True
+        if not self._executor.has_room(step.task.needs):
+            return False
+        self._running[self._executor.submit(step.task)] = step
+        return True
+
+    def _end(self, step: _Step, future: Future[Answer]) -> None:
+        try:
+            answer = future.result()
+        except MachineLostError as e:
+            self._again(step, e)
+        except Exception as e:
+            self._record(failed(step.job, job_error(e)), e)
+        else:
+            self._take(step, answer)
+
+    def _again(self, step: _Step, error: MachineLostError) -> None:
+        """Place a task once more, which goes on where it was."""
+        if step.lost == _MAX_LOST or self._is_over:
+            said = JobError(code=1, kind="machine", message=str(error), hint="run again with --resume")
+            self._record(failed(step.job, said), JobFailedError(step.job.id, said))
+            return
+        self._progress.message(f"{step.task.name}: {error}; once more")
+        again = dict.fromkeys((*step.task.arguments, "--resume"))  # once
+        self._steps.append(
+            _Step(job=step.job, task=dataclasses.replace(step.task, arguments=tuple(again)), lost=step.lost + 1)
+        )
+
+    def _take(self, step: _Step, answer: Answer) -> None:
+        """What a task said: the job's result, its failure, or that a part is there."""
+        job = step.job
+        if job.id in self._results:
+            return
+        if "--shard" not in step.task.arguments:
+            self._conclude(job, said_result(job, answer))
+        elif answer.code != 0:
+            self._conclude(job, failed(job, said_error(answer)))
+        else:
+            self._seconds[job.id] = max(self._seconds.get(job.id, 0.0), answer.seconds)
+            self._parts[job.id] -= 1
+            if not self._parts[job.id]:
+                self._steps.append(self._step(job, "", "--finish"))
+
+    def _conclude(self, job: BatchJob, result: JobResult) -> None:
+        """A job's end, with the time of its longest part."""
+        result = dataclasses.replace(result, seconds=result.seconds + self._seconds.get(job.id, 0.0))
+        self._record(result, None if result.error is None else JobFailedError(job.id, result.error))
+
+    def _record(self, result: JobResult, error: BaseException | None = None) -> None:
+        if result.id not in self._results:
+            self._results[result.id] = result
+            self._failure = error or self._failure
+            self._finished(result, [job.id for job in self._jobs].index(result.id))

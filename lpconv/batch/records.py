@@ -1,0 +1,115 @@
+"""What became of a job, as records: of what was done in this process, and of what another one said of it."""
+
+import traceback
+from collections.abc import Sequence
+from dataclasses import replace
+
+from lpconv.batch.kinds import KINDS
+from lpconv.batch.manifest import BatchJob
+from lpconv.batch.task import Answer
+from lpconv.errors import InterruptedRunError, LpconvError, from_system
+from lpconv.machine import out_of_memory
+from lpconv.results import from_json, to_json
+from lpconv.results.batch import FAILED, NOT_RUN, JobError, JobOutcome, JobResult
+
+__all__ = [
+    "JobFailedError",
+    "failed",
+    "filled",
+    "held_back",
+    "job_error",
+    "job_result",
+    "said_error",
+    "said_result",
+    "stops",
+]
+
+
+class JobFailedError(LpconvError):
+    """A job that failed in another process: its own error, with its exit code."""
+
+    def __init__(self, job_id: str, error: JobError) -> None:
+        super().__init__(f"{job_id}: {error.message}", hint=error.hint, details=error.details)
+        self.exit_code, self.kind = error.code, error.kind  # type: ignore[misc]  # those of the error that it stands for
+
+
+def job_result(job: BatchJob, status: str) -> JobResult:
+    """The record of a job of which nothing more is known."""
+    return JobResult(
+        id=job.id,
+        kind=job.kind,
+        model=job.model,
+        output=str(job.output),
+        what=KINDS[job.kind].words(job.options),
+        status=status,
+    )
+
+
+def held_back(job: BatchJob, lacking: Sequence[str]) -> JobResult:
+    """The record of a job that does not run, for the jobs `lacking` that it needs."""
+    return replace(job_result(job, NOT_RUN), warnings=(f"it needs {', '.join(lacking)}",))
+
+
+def filled(result: JobResult, outcome: JobOutcome) -> JobResult:
+    """The record with what running or planning the job gave."""
+    return replace(
+        result,
+        source=outcome.source,
+        bytes=outcome.bytes,
+        estimate=outcome.estimate,
+        verify=outcome.verify,
+        figures=outcome.figures,
+        warnings=outcome.warnings,
+    )
+
+
+def failed(job: BatchJob, error: JobError) -> JobResult:
+    """The record of a job that failed."""
+    return replace(job_result(job, FAILED), error=error)
+
+
+def job_error(error: BaseException) -> JobError:
+    """What a job raised."""
+    error = out_of_memory(error) or from_system(error) or error
+    if isinstance(error, LpconvError):
+        return JobError(code=error.exit_code, kind=error.kind, message=error.message, hint=error.hint,
+                        details=to_json(error.details))  # fmt: skip
+    if not isinstance(error, Exception):
+        # SIGINT is KeyboardInterrupt; anything else is what a handler of SIGTERM raises.
+        code = 130 if isinstance(error, KeyboardInterrupt) else 143
+        return JobError(code=code, kind=InterruptedRunError.kind, message="interrupted", hint="run again with --resume")
+    return JobError(
+        code=1,
+        kind="bug",
+        message=f"{type(error).__name__}: {error}",
+        hint="this is a bug of lpconv; please report it with the traceback in the details",
+        details={"traceback": traceback.format_exception(error)},
+    )
+
+
+def said_result(job: BatchJob, answer: Answer) -> JobResult:
+    """The record of a job, by what the process said that ran `lpconv batch --only ID --json`."""
+    document = answer.document or {}
+    if answer.code == 0 and len(document.get("jobs", ())) == 1:
+        return from_json(JobResult, document["jobs"][0])
+    return replace(failed(job, said_error(answer)), seconds=answer.seconds)
+
+
+def said_error(answer: Answer) -> JobError:
+    """Why a process failed: the error that it printed, else how it ended, and its last words."""
+    document, code = answer.document or {}, answer.code
+    if "error" in document:
+        error = from_json(JobError, document["error"])
+        return replace(error, kind="bug") if error.code == 1 else error
+    how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+    return JobError(
+        code=128 - code if code < 0 else code or 1,
+        kind="crash",
+        message=f"the process of the job {how}" + (f": {answer.last:.200}" if answer.last else ""),
+        hint="is memory short? Run again with --resume",
+    )
+
+
+def stops(failure: BaseException, keep_going: bool) -> bool:
+    """Whether the jobs after a failure are not run."""
+    return not keep_going or isinstance(failure, InterruptedRunError) or not isinstance(failure, Exception)

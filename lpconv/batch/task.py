@@ -1,0 +1,163 @@
+"""One command of a batch in a process of its own: what it needs, how it runs, what it answers.
+
+Executors only place it. The command is what anybody could type, `lpconv batch MANIFEST --only ID --json`; it writes its
+entry of the lock file itself.
+"""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import IO, Any, Protocol
+
+__all__ = ["GRACE_S", "Answer", "Executor", "MachineLostError", "Needs", "Task", "run_task"]
+
+GRACE_S = 30.0  # for a run to write its journal after SIGTERM
+_OWN_COUNT = "[1/1] "  # of a batch of one job: the whole batch counts
+
+# Begins a task in its own process, where a thread or a fork of this one could not: it is to die with who waits for it
+# (PR_SET_PDEATHSIG of <linux/prctl.h>, which outlives `execv`), so that one who does it again finds no lock held.
+_BEGIN = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("nobody waits any more")
+if sys.argv[2]:
+    os.sched_setaffinity(0, map(int, sys.argv[2].split(",")))
+os.execv(sys.executable, [sys.executable, "-m", "lpconv", "batch", *sys.argv[3:]])
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """Cores, GPUs and bytes of memory: of a task, or what a machine has."""
+
+    cpus: int = 1
+    gpus: int = 0
+    memory: int = 0
+
+    def fits(self, machine: "Needs") -> bool:
+        """Whether a machine has as much."""
+        return self.cpus <= machine.cpus and self.gpus <= machine.gpus and self.memory <= machine.memory
+
+    def __str__(self) -> str:
+        gpus = f", {self.gpus} GPU{'s' * (self.gpus > 1)}" if self.gpus else ""
+        memory = f", {self.memory / 1e9:.1f} GB of memory" if self.memory else ""
+        return f"{self.cpus} core{'s' * (self.cpus > 1)}{gpus}{memory}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """`lpconv batch` with `arguments`. `name` stands before every line that it says."""
+
+    name: str
+    arguments: tuple[str, ...]
+    needs: Needs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """How a task ended: its exit code, or minus a signal; the document it printed, if it did; its last line."""
+
+    code: int
+    seconds: float = 0.0
+    document: dict[str, Any] | None = None
+    last: str = ""
+
+
+class MachineLostError(Exception):
+    """The machine that a task ran on died, or what ran the task there: nothing is known of it."""
+
+
+class Executor(Protocol):
+    """Where tasks run. `machines` are those there are, `share` what a task gets that says nothing."""
+
+    machines: tuple[Needs, ...]
+    share: Needs
+
+    def has_room(self, needs: Needs) -> bool:
+        """Whether to submit a task now, or after others have ended."""
+
+    def submit(self, task: Task) -> Future[Answer]:
+        """Begin it. Its future raises MachineLostError where it has to be done again."""
+
+    def stop(self) -> None:
+        """End all tasks, so that they can be resumed; their futures come to an end soon."""
+
+    def close(self) -> None:
+        """Let go of what it holds, once no task runs any more."""
+
+
+def run_task(
+    task: Task,
+    say: Callable[[str], None],
+    *,
+    cores: Collection[int] = (),
+    environment: Mapping[str, str] | None = None,
+    begun: Callable[[subprocess.Popen[bytes]], None] = lambda process: None,
+) -> Answer:
+    """Run a task on this machine and wait for it; an exception that arrives here, such as a cancellation, ends it.
+
+    It runs on `cores`, where any are named, and is killed if this thread dies.
+    """
+
+    started = time.monotonic()
+    with tempfile.TemporaryFile() as printed:
+        process = subprocess.Popen(
+            [sys.executable, "-ISc", _BEGIN, str(os.getpid()), ",".join(map(str, cores)), *task.arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=printed,
+            stderr=subprocess.PIPE,
+            env=dict(os.environ) | dict(environment or {}),
+            start_new_session=True,  # Ctrl-C is for who waits here
+        )
+        begun(process)
+        lines: list[str] = [""]
+        assert process.stderr is not None
+        reader = threading.Thread(target=_pass_on, args=(process.stderr, task.name, say, lines), daemon=True)
+        reader.start()
+        try:
+            while process.poll() is None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(0.2)  # a cancellation arrives between two calls of the system
+        except BaseException:
+            _end(process)
+            raise
+        reader.join(5)  # what the task started itself may hold its stderr open
+        printed.seek(0)
+        seconds = time.monotonic() - started
+        return Answer(code=process.returncode, seconds=seconds, document=_document(printed.read()), last=lines[-1])
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a process: by SIGTERM, and by SIGKILL where that does not help."""
+    process.terminate()
+    try:
+        process.wait(GRACE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _pass_on(stream: IO[bytes], name: str, say: Callable[[str], None], lines: list[str]) -> None:
+    with stream:
+        for raw in stream:
+            line = raw.decode(errors="replace").rstrip()
+            if line and not line.startswith(_OWN_COUNT):
+                lines[:] = [line]
+                say(f"{name}: {line}")
+
+
+def _document(printed: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(printed)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None

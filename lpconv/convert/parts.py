@@ -1,0 +1,186 @@
+"""One conversion over many workers: each writes a part, and the last step checks all parts and puts them together.
+
+Workers share nothing but the source and a folder. A part that is there is whole, since it appears by a rename; a
+worker that died left `i-of-n.partial`, from which the next one resumes. Files of parts become those of the output by
+hard links, so that parts stay whole until the output is published, and whatever is killed can be done again.
+"""
+
+import contextlib
+import dataclasses
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lpconv.checkpoint.contents import read_json
+from lpconv.checkpoint.partfile import fsync_directory, sha256_of, write_error, write_small
+from lpconv.checkpoint.staging import MARKER, PARTS, Staging, beside, check_free, read_marker
+from lpconv.convert.job import Job, check_disk, identity, prepare
+from lpconv.convert.options import ConvertOptions
+from lpconv.convert.plan import PlannedShard
+from lpconv.convert.shares import Part, part_folders, share_of
+from lpconv.convert.weights import write_shards
+from lpconv.errors import InputError, OutputExistsError
+from lpconv.machine import peak_rss_bytes
+from lpconv.progress import Progress, Silent
+from lpconv.results import ByteCounts, PartResult, from_json, json_text, to_json
+
+__all__ = ["adopt_parts", "checked_parts", "convert_part", "remove_parts"]
+
+
+def convert_part(
+    model: str, output: Path, options: ConvertOptions, part: Part, *, progress: Progress | None = None
+) -> PartResult:
+    """Write one part of the conversion of `model` into `output`, which `finish` puts together.
+
+    Raises OutputExistsError where another worker writes the part, or wrote it, unless `options.resume` finds it made by
+    the same command.
+    """
+    started = time.perf_counter()
+    progress = progress or Silent()
+    folder = part.folder(output)
+    # What is verified is the whole, when it is put together: no worker needs memory for both models.
+    job = prepare(model, output, dataclasses.replace(options, verify="none", gates=()))
+    try:
+        check_free(output, resume=True, force=options.force)
+        if options.resume and (folder / MARKER).is_file():
+            done = _checked(job, part, folder, progress)
+            progress.message(f"part {part} of `{output}` is complete: there is nothing to resume")
+            return done
+        shards = share_of(job.plan, part)
+        check_disk(folder, sum(f.size_bytes for s in shards for f in s.files))
+        with Staging(folder, _identity(job), resume=options.resume, force=options.force) as staging:
+            written = write_shards(job, shards, staging, progress)
+            job.watch.check()
+            result = PartResult(
+                part=part.number,
+                parts=part.count,
+                output=str(output),
+                shards=written,
+                bytes=ByteCounts(
+                    read=sum(t.info.num_bytes for s in shards for t in s.tensors),
+                    written=sum(f.size_bytes for s in shards for f in s.files),
+                ),
+                seconds=time.perf_counter() - started,
+                peak_rss_bytes=peak_rss_bytes(),
+                identity=_identity(job),
+            )
+            write_small(staging.directory / MARKER, json_text(result))
+            staging.publish()
+        return result
+    finally:
+        job.source.close()
+
+
+def _identity(job: Job) -> dict[str, Any]:
+    """What all parts of one output have in common: `identity`, but for the times of files that every machine fetches
+    for itself. A commit of a hub says what they hold."""
+    known = identity(job)
+    if job.resolved.revision is not None:
+        sizes = [[name, size] for name, size, _ in known["source files"]]
+        known |= {"source files": sizes, "source commit": job.resolved.revision}
+    return known
+
+
+def checked_parts(job: Job, progress: Progress) -> tuple[PartResult, ...]:
+    """All parts of the job's output, each of the same plan, version and source, with files that match their hashes.
+
+    Raises InputError for parts that are missing, OutputExistsError for any that is there twice, was made of something
+    else, or was damaged.
+    """
+    there = part_folders(job.output)
+    counts = sorted({part.count for part in there})
+    place = beside(job.output, PARTS)
+    if not counts:
+        raise InputError(f"there are no parts in `{place}`", hint="write them with --shard 1/n to --shard n/n")
+    if len(counts) > 1:
+        raise OutputExistsError(
+            f"`{place}` holds files twice: {', '.join(p.name for p in there.values())}",
+            hint=f"remove the parts that you do not want, of {' or of '.join(map(str, counts))}",
+            details={"parts": [p.name for p in there.values()]},
+        )
+    parts = [Part(number=number, count=counts[0]) for number in range(1, counts[0] + 1)]
+    missing = [part for part in parts if part not in there]
+    if missing:
+        begun = [p for p in missing if beside(p.folder(job.output), ".partial").exists()]
+        unfinished = f"; begun, not finished: {', '.join(map(str, begun))}" if begun else ""
+        raise InputError(
+            f"`{place}` lacks part {', '.join(map(str, missing))}{unfinished}",
+            hint=f"write it with --shard {missing[0]}" + (" --resume" if missing[0] in begun else ""),
+            details={"missing": [str(p) for p in missing]},
+        )
+    progress.start("checking parts", job.plan.bytes_out)
+    return tuple(_checked(job, part, there[part], progress) for part in parts)
+
+
+def _checked(job: Job, part: Part, folder: Path, progress: Progress) -> PartResult:
+    """The record of a finished part, if it is one of this job and nothing has changed in it since."""
+    anew = f"--shard {part} --force makes it anew"
+    record = read_marker(folder)
+    if record.get("kind") != PartResult.kind:
+        raise OutputExistsError(f"`{folder}` is no part of a conversion", hint="move it, or choose another --output")
+    result = from_json(PartResult, record)
+    if (result.part, result.parts) != (part.number, part.count):
+        raise OutputExistsError(f"`{folder}` holds part {result.part}/{result.parts} once more", hint=anew)
+    wanted: dict[str, Any] = to_json(_identity(job))
+    changed = sorted(k for k in {*wanted, *result.identity} if wanted.get(k) != result.identity.get(k))
+    if changed:
+        raise OutputExistsError(
+            f"part {part} in `{folder}` was made with other {', '.join(changed)}",
+            hint=anew,
+            details={"part": str(part), "changed": changed},
+        )
+    _check_files(result, share_of(job.plan, part), folder, anew, progress)
+    return result
+
+
+def _check_files(
+    result: PartResult, shards: Sequence[PlannedShard], folder: Path, hint: str, progress: Progress
+) -> None:
+    """Refuse files that the plan does not give to this part, or whose bytes are not those that were written."""
+    files = [f for s in result.shards for f in s.files]
+    if [(f.name, f.size_bytes) for f in files] != [(f.name, f.size_bytes) for s in shards for f in s.files]:
+        raise OutputExistsError(f"`{folder}` does not hold the files that the plan gives to it", hint=hint)
+    for file in files:
+        path = folder / file.name
+        if not path.is_file():
+            raise InputError(f"`{path}` is missing", hint=hint)
+        if path.stat().st_size != file.size_bytes or sha256_of(path) != file.sha256:
+            raise OutputExistsError(f"`{path}` was complete, and does not match its SHA-256 any more", hint=hint)
+        progress.advance(file.size_bytes)
+
+
+def adopt_parts(job: Job, parts: Sequence[PartResult], staging: Staging) -> None:
+    """Give the files of all parts to a working folder, and enter them into its journal as complete."""
+    known = {line["shard"] for line in staging.done}
+    for result in parts:
+        folder = Part(number=result.part, count=result.parts).folder(job.output)
+        for shard in result.shards:
+            if shard.shard not in known:
+                for file in shard.files:
+                    _adopt(folder / file.name, staging.directory / file.name)
+                staging.done.append(to_json(shard))
+                staging.append(to_json(shard))
+
+
+def _adopt(path: Path, target: Path) -> None:
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.link(path, target)
+        except OSError:  # not every file system has links
+            shutil.copyfile(path, target)
+        fsync_directory(target.parent)
+    except OSError as e:
+        raise write_error(e, target) from e
+
+
+def remove_parts(output: Path) -> None:
+    """Delete the parts of a published output. What else lies in their folder stays."""
+    for folder in part_folders(output).values():
+        if read_json(folder / MARKER).get("kind") == PartResult.kind:
+            shutil.rmtree(folder)
+    with contextlib.suppress(OSError):  # there are none, or it is not empty
+        beside(output, PARTS).rmdir()

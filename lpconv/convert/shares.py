@@ -1,0 +1,60 @@
+"""What each of many workers writes of one conversion, and where. Known from the plan; no weight is touched here.
+
+A plan is a pure function of headers and options, so every worker makes the same one, and takes its share of the weight
+files. Part i of n is published as `OUT.parts/i-of-n`, by one rename like any output.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from lpconv.checkpoint.staging import PARTS, beside
+from lpconv.convert.plan import Plan, PlannedShard
+from lpconv.errors import UsageError
+
+__all__ = ["Part", "part_folders", "share_of"]
+
+_FOLDER = re.compile(r"([1-9]\d*)-of-([1-9]\d*)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Part `number` of `count`, counted from 1."""
+
+    number: int
+    count: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Part":
+        """``i/n`` as a part. Raises UsageError."""
+        match = re.fullmatch(r"(\d+)/(\d+)", text.strip())
+        if match is None or not 1 <= int(match[1]) <= int(match[2]):
+            raise UsageError(f"`{text}` is no part of a conversion", hint="write i/n with i from 1 to n, such as 2/5")
+        return cls(number=int(match[1]), count=int(match[2]))
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.count}"
+
+    def folder(self, output: Path) -> Path:
+        """Where this part of `output` is published."""
+        return beside(output, PARTS) / f"{self.number}-of-{self.count}"
+
+
+def part_folders(output: Path) -> dict[Part, Path]:
+    """The folders of an output's finished parts, in order."""
+    folder = beside(output, PARTS)
+    found = {p: _FOLDER.fullmatch(p.name) for p in (folder.iterdir() if folder.is_dir() else ())}
+    parts = {Part(number=int(m[1]), count=int(m[2])): p for p, m in found.items() if m is not None}
+    return dict(sorted(parts.items(), key=lambda it: (it[0].count, it[0].number)))
+
+
+def share_of(plan: Plan, part: Part) -> tuple[PlannedShard, ...]:
+    """The files that a part writes: the longest first, each goes to the part that has least to read so far."""
+    loads = [0] * part.count
+    mine: set[str] = set()
+    for shard in sorted(plan.shards, key=lambda s: (-s.bytes_read, s.root.name)):
+        least = loads.index(min(loads))
+        loads[least] += shard.bytes_read
+        if least == part.number - 1:
+            mine.add(shard.root.name)
+    return tuple(s for s in plan.shards if s.root.name in mine)

@@ -1,0 +1,36 @@
+"""Write the weight files of a plan, all or some, into a working folder that remembers which are complete."""
+
+from collections.abc import Sequence
+
+from lpconv.checkpoint.staging import Staging
+from lpconv.convert.apply import Engine
+from lpconv.convert.job import Job
+from lpconv.convert.plan import PlannedShard
+from lpconv.convert.workers import SingleThreadedTorch
+from lpconv.progress import Progress
+from lpconv.results import WrittenShard, from_json, to_json
+
+__all__ = ["write_shards"]
+
+
+def write_shards(
+    job: Job, shards: Sequence[PlannedShard], staging: Staging, progress: Progress
+) -> tuple[WrittenShard, ...]:
+    """Write those of `shards` that the journal does not have; what was written of each, in their order."""
+    done = {line["shard"]: line for line in staging.done}
+    progress.start("converting", sum(s.bytes_read for s in shards))
+    with SingleThreadedTorch():
+        engine = Engine(job.source, workers=job.memory.workers, progress=progress)
+        try:
+            for shard in shards:
+                name = shard.root.name
+                if name in done:
+                    progress.advance(shard.bytes_read)
+                    continue
+                files, tensors = engine.write_shard(shard, staging.directory)
+                written = WrittenShard(shard=name, files=tuple(files), tensors=tuple(tensors))
+                done[name] = to_json(written)
+                staging.append(done[name])
+        finally:
+            engine.close()
+    return tuple(from_json(WrittenShard, done[s.root.name]) for s in shards)

@@ -1,0 +1,114 @@
+"""GGUF, llama.cpp's: rows of blocks that hold their scales with their codes, decoded by the package gguf.
+
+`lpconv.checkpoint.gguf` says where tensors lie and what they are called. What transformers does to the values of some
+(undo llama.cpp's order of the rows of q and k, take the 1 out of norms) is done by its own processors, on the whole
+tensor. Sources: ggml-org/ggml, docs/gguf.md; transformers 5.23, `modeling_gguf_pytorch_utils.py`.
+"""
+
+from __future__ import annotations  # tensors are named below and not imported
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from lpconv.checkpoint.gguf import BLOCKS, GGUF
+from lpconv.formats.spec import FORMATS
+from lpconv.forms.facts import Component, Headers
+from lpconv.forms.stored import Side, Stored
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["METHODS", "Blocks", "find"]
+
+METHODS = (GGUF,)
+_FORMATS = {"F32": "fp32", "F16": "fp16", "BF16": "bf16", "Q4_0": "int4", "Q4_1": "int4", "Q4_K": "int4"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blocks(Stored):
+    """Rows of blocks of the type `kind`, `original` in the file.
+
+    `processed_by` is the architecture whose processor changes decoded values, with its settings as JSON; empty where
+    none does.
+    """
+
+    kind: str
+    original: str
+    rows: int
+    codes: Component
+    processed_by: tuple[str, str] | None = None
+
+    @property
+    def words(self) -> str:
+        return f"{self.kind} of GGUF"
+
+    @property
+    def components(self) -> tuple[Component, ...]:
+        return (self.codes,)
+
+    @property
+    def data(self) -> tuple[Component, ...]:
+        return (self.codes,)
+
+    @property
+    def side(self) -> tuple[Component, ...]:
+        return ()
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the stored bytes are those of the shape."""
+        size, num_bytes = BLOCKS[self.kind]
+        return self.codes.dtype == "U8" and self.codes.num_bytes * size == self.num_elements * num_bytes
+
+    @property
+    def cols(self) -> int:
+        return self.num_elements // (1 if self.processed_by else self.rows)
+
+    def place(self, start: int, stop: int, side: Side) -> tuple[int, int]:
+        size, num_bytes = BLOCKS[self.kind]
+        return start // size * num_bytes, stop // size * num_bytes
+
+    def decode(self, data: Sequence[Tensor], start: int, stop: int, side: Side) -> Tensor:
+        import torch
+        from gguf import GGMLQuantizationType, dequantize
+
+        raw = data[0].numpy().reshape(-1, self.codes.shape[-1])
+        values = dequantize(raw, GGMLQuantizationType[self.kind])
+        if self.processed_by is not None:
+            stored = values if len(self.codes.shape) > 1 else values.reshape(-1)
+            values = (
+                _processor(*self.processed_by)
+                .process(weights=stored, name=self.original, parsed_parameters={"tensors": {}})
+                .weights
+            )
+        return torch.tensor(values, dtype=torch.float32).reshape(-1)
+
+
+@lru_cache(maxsize=4)
+def _processor(architecture: str, settings: str) -> Any:
+    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS
+
+    return TENSOR_PROCESSORS[architecture](config=json.loads(settings))
+
+
+def find(name: str, headers: Headers) -> Blocks | None:
+    """The weight whose blocks are `name`."""
+    codes, table = headers.component(name), headers.quantization.get("tensors")
+    t = table.get(name) if isinstance(table, dict) else None
+    if codes is None or not isinstance(t, dict) or codes.dtype != "U8":
+        return None
+    settings = json.dumps(headers.quantization["settings"]) if t["processed"] else ""
+    return Blocks(
+        name=name,
+        shape=tuple(t["shape"]),
+        format=FORMATS[_FORMATS.get(t["type"], "int8")],
+        kind=t["type"],
+        original=t["name"],
+        rows=math.prod(t["stored"][:-1]),
+        codes=codes,
+        processed_by=(headers.quantization["architecture"], settings) if t["processed"] else None,
+    )

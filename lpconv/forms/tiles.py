@@ -1,0 +1,251 @@
+"""Codes with a scale for every tile, which is a row, a part of a row, or rows by columns: value = scale_tile · code.
+
+Rows run along the last axis, whatever the leading ones are; tiles lie on the matrix of all rows. The codes are [1,
+*shape] as of a tensor with one scale, those of 4 bits and integers packed as `formats.narrow` has them, and
+`NAME_scale` has a number for each tile: [tiles below each other, tiles beside each other]. An outlier then costs no
+other tile its precision. What scales are made of, and of which size tiles are, is a `Grain`; how they come from the
+weights is in `tile_scales.py`.
+
+Decoding is the arithmetic of `foreign/grid.py`, which reads these layouts when others wrote them.
+"""
+
+from __future__ import annotations  # tensors are named below and not imported
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from lpconv.checkpoint.header import DTYPE_BITS
+from lpconv.errors import InputError
+from lpconv.formats.grains import Grain, known_grain
+from lpconv.formats.spec import FORMATS, Format
+from lpconv.forms.facts import BlockStats, Component, Encoded, Headers, Measured, Settings
+from lpconv.forms.foreign.grid import Grid
+from lpconv.forms.foreign.plane import Plane, one_by_one
+from lpconv.forms.form import Form, Over
+from lpconv.forms.scaled import OF_DTYPE, SCALE_SUFFIX, Scaled, rows_of
+from lpconv.forms.stored import Fetch, Side, Stored, Summand
+from lpconv.mcf.point_layout import MAX_COLS
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lpconv.forms.blocks import Workspace
+
+__all__ = ["FACTOR_SUFFIX", "Tiles"]
+
+FACTOR_SUFFIX = "_global_scale"
+# The dtype that packed codes are stored in, the kind of their plane, and what it adds to a code.
+_PACKED = {"e2m1": ("U8", "e2m1", 0), "int4": ("I32", "uint4", -8), "int8": ("I32", "uint8", -128)}
+_TORCH = {"U8": "uint8", "I32": "int32"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiles(Scaled):
+    """As `Scaled`, of every tile alone."""
+
+    kind: ClassVar[str] = "tiles"
+    suffixes: ClassVar[tuple[str, ...]] = (SCALE_SUFFIX, FACTOR_SUFFIX)
+
+    grain: Grain
+
+    @classmethod
+    def of(cls, name: str, shape: tuple[int, ...], format: Format, settings: Settings) -> Form:
+        grain = settings.grain
+        if grain is None or not _holds(grain, format):
+            return cls.whole.of(name, shape, format, settings)
+        return cls(name=name, shape=shape, format=format, has_pow2_scale=settings.scale == "pow2", grain=grain)
+
+    # What a tensor is that has one scale: of a conversion of that granularity, or in a format of no such tiles.
+    whole: ClassVar[type[Scaled]] = Scaled
+
+    @classmethod
+    def refusal(cls, shape: tuple[int, ...], format: Format, settings: Settings) -> str | None:
+        grain, cols = settings.grain, shape[-1] if shape else 1
+        if grain is None or not _holds(grain, format):
+            return cls.whole.refusal(shape, format, settings)
+        if grain.has_factor and cls.quantised_by == Scaled.quantised_by:
+            return f"{grain.name} is a layout of others"
+        if cols > MAX_COLS:
+            return f"rows of {cols} numbers are too long for {grain.words}"
+        if grain.is_fitted and cols % grain.tile[1]:
+            return f"rows of {cols} numbers are not made of parts of {grain.tile[1]}"
+        return None
+
+    @classmethod
+    def recognise(cls, name: str, headers: Headers) -> Self | None:
+        grain = known_grain(str(headers.quantization.get("granularity", "row")))
+        if headers.quantised_by != cls.quantised_by or grain is None:
+            return None
+        return cls._of_codes(name, name, grain, headers.exceptions.get(name, headers.format), headers)
+
+    @classmethod
+    def _of_codes(cls, name: str, stored: str, grain: Grain, packed: str, headers: Headers) -> Self | None:
+        """The form of the codes `stored`, in the format `packed` where their dtype says none."""
+        codes = headers.root[stored]
+        fmt = OF_DTYPE.get(codes.dtype) or FORMATS.get(packed)
+        shape = codes.shape[len(cls.axis) :]
+        if fmt is None or not shape or not _holds(grain, fmt):
+            return None
+        cols = shape[-1] * DTYPE_BITS[codes.dtype] // fmt.storage_bits
+        form = cls(name=name, shape=(*shape[:-1], cols), format=fmt, grain=grain)
+        return form if all(map(headers.holds, form.components)) else None
+
+    @property
+    def words(self) -> str:
+        return f"{self.format.name} codes with {self.grain.words}"
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """All rows of the tensor, and their length."""
+        return math.prod(self.shape[:-1]), self.cols
+
+    @property
+    def codes(self) -> Component:
+        """The component that has the codes."""
+        dtype = _PACKED[self.format.name][0] if self.format.name in _PACKED else self.format.safetensors
+        assert dtype is not None, self.format.name
+        cols = self.cols * self.format.storage_bits // DTYPE_BITS[dtype]
+        lead = self.shape[:-1] if self.shape else ()
+        return Component(name=self.name, dtype=dtype, shape=(*self.axis, *lead, *([cols] if self.shape else [])))
+
+    @property
+    def scales(self) -> Component:
+        """The component that has a scale for each tile."""
+        shape = self.grain.grid(*self.matrix)
+        return Component(name=self.name + SCALE_SUFFIX, dtype=self.grain.scale_dtype, shape=shape)
+
+    @property
+    def whole_scale(self) -> Component | None:
+        """The component that has one more scale for all, which divides; None where there is none."""
+        has_factor = self.grain.has_factor
+        return Component(name=self.name + FACTOR_SUFFIX, dtype="F32", shape=(1,)) if has_factor else None
+
+    @property
+    def size(self) -> Component | None:
+        """The component that repeats the sizes of the matrix, None where there is none."""
+        return None
+
+    @property
+    def components(self) -> tuple[Component, ...]:
+        return (*self.side, *self.data)
+
+    @property
+    def data(self) -> tuple[Component, ...]:
+        return (self.codes,)
+
+    @property
+    def side(self) -> tuple[Component, ...]:
+        return tuple(c for c in (self.scales, self.whole_scale, self.size) if c is not None)
+
+    @property
+    def cols(self) -> int:
+        return self.shape[-1] if self.shape else 1
+
+    @property
+    def grid(self) -> Grid:
+        """The same as who reads layouts of others sees it."""
+        _, kind, plus = _PACKED.get(self.format.name, ("", "", 0))
+        flat = replace(self.codes, shape=(self.matrix[0], self.codes.shape[-1] if self.shape else 1))
+        return Grid(
+            name=self.name,
+            shape=self.matrix,
+            format=self.format,
+            codes=Plane(component=flat, kind=kind, plus=plus) if kind else one_by_one(flat),
+            scales=one_by_one(self.scales, self.grain.sizes(*self.matrix)),
+            factor=self.whole_scale,
+            divides=True,
+            size=self.size,
+        )
+
+    def place(self, start: int, stop: int, side: Side) -> tuple[int, int]:
+        bits, width = self.format.storage_bits, DTYPE_BITS[self.codes.dtype]
+        return start * bits // width, stop * bits // width
+
+    @property
+    def shares(self) -> bool:
+        return self.grain.has_factor
+
+    def scale(self, side: Side) -> None:
+        return None
+
+    def has_sound(self, side: Side) -> bool:
+        grid = self.grid
+        (span,) = grid.spans(0, self.num_elements)
+        scales = grid.scales_of(grid.scales.fetch(_fetcher(side), span), span, side)
+        return grid.has_sound(side) and bool(((scales > 0) & (scales < math.inf)).all())
+
+    def factor(self, side: Side, start: int, stop: int) -> Tensor:
+        grid = self.grid
+        (span,) = grid.spans(start, stop)
+        found = grid.factors(grid.scales.fetch(_fetcher(side), span), span, side)
+        return found.expand(span.shape[0], -1)
+
+    def decode(self, data: Sequence[Tensor], start: int, stop: int, side: Side) -> Tensor:
+        grid, (first, _) = self.grid, self.place(start, stop, side)
+        fetch = _fetcher({**side, self.codes.name: data[0]}, {self.codes.name: first})
+        return grid.decode(grid.read(fetch, start, stop, side), start, stop, side)
+
+    def summands(self, data: Sequence[Tensor], side: Side) -> tuple[Summand, ...]:
+        return Stored.summands(self, data, side)
+
+    def encode(self, x: Tensor, start: int, found: Measured, work: Workspace) -> Encoded:
+        if self.format.name not in _PACKED:
+            return super().encode(x, start, found, work)
+        import torch
+
+        from lpconv.formats.narrow import packed
+        from lpconv.forms.blocks import as_float32, block_error
+
+        stop = start + x.numel()
+        value, factor = as_float32(x, work), self.factor(found.side, start, stop)
+        unit = work.coded[: x.numel()]
+        torch.div(rows_of(value, factor), factor, out=rows_of(unit, factor))
+        codes = packed(unit, self.format).view(getattr(torch, _TORCH[self.codes.dtype]))
+        error = block_error(value, self.decode((codes,), start, stop, found.side))
+        return Encoded(data=(codes,), error=error)
+
+    def measure(self, over: Over, fused: Sequence[Over] = ()) -> Measured:
+        """Raises InputError where there are NaN or Inf and the format has none."""
+        import torch
+
+        from lpconv.forms.blocks import as_float32, block_stats
+        from lpconv.forms.tile_scales import Parts, TileScales
+
+        rule = TileScales(grain=self.grain, format=self.format, matrix=self.matrix, has_pow2_scale=self.has_pow2_scale)
+
+        def look(x: Tensor, work: Workspace) -> tuple[BlockStats, Parts]:
+            stats = block_stats(x, work)
+            return stats, rule.parts(as_float32(x, work).view(-1, self.cols), is_finite=stats.is_finite)
+
+        found = list(over(look))
+        stats = sum((s for s, _ in found), BlockStats())
+        if not (stats.is_finite or self.format.has_nan):
+            raise InputError(
+                f"tensor `{self.name}` has NaN or Inf, which no {self.format.name} number is",
+                hint=f"keep it with --exclude '{self.name}'",
+            )
+        largest = max([stats.absmax, *(s.absmax for others in fused for s in others(block_stats))])
+        scales, one = rule.stored(rule.joined([parts for _, parts in found]), largest)
+        side = {self.scales.name: scales}
+        if self.whole_scale is not None and one is not None:
+            side[self.whole_scale.name] = one
+        if self.size is not None:
+            side[self.size.name] = torch.tensor(self.matrix)
+        return Measured(stats=stats, side=side)
+
+
+def _holds(grain: Grain, format: Format) -> bool:
+    return not grain.formats or format.name in grain.formats
+
+
+def _fetcher(held: Side, first: Mapping[str, int] = MappingProxyType({})) -> Fetch:
+    """Reads from tensors in memory, which begin at element `first` of what is stored, 0 unless it is given."""
+
+    def fetch(component: Component, start: int, stop: int) -> Tensor:
+        skipped = first.get(component.name, 0)
+        return held[component.name].view(-1)[start - skipped : stop - skipped]
+
+    return fetch

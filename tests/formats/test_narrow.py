@@ -1,0 +1,29 @@
+"""Fast rounding and packing to few bits are those of the references, on every tie and its neighbours."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from lpconv.formats import codes
+from lpconv.formats.cast import cast
+from lpconv.formats.narrow import nearest_, packed
+from lpconv.formats.spec import FORMATS, Format
+
+
+def edges(element: Format) -> Tensor:
+    """Every number of the format and every middle of two, with the fp32 numbers beside it, and beyond the ends."""
+    numbers = codes.code_values(element).unique().float()
+    at = torch.cat([numbers, (numbers[1:] + numbers[:-1]) / 2, numbers * 3, torch.tensor([1e-40, -1e-40, 0.0, -0.0])])
+    inf = torch.tensor(torch.inf)
+    x = torch.cat([at, torch.nextafter(at, inf), torch.nextafter(at, -inf)])
+    return x[: x.numel() // 8 * 8]
+
+
+@pytest.mark.parametrize("name", ["e2m1", "int4", "int8"])
+def test_the_codes_are_those_of_the_reference(name: str) -> None:
+    element = FORMATS[name]
+    x = edges(element)
+    assert torch.equal(nearest_(x.clone(), element), cast(x, element) + 0.0)
+    wanted = codes.encode(x, element).view(torch.uint8)
+    biased = {"e2m1": 0, "int4": 0x88, "int8": 0x80}[name]
+    assert torch.equal(packed(x.clone(), element), wanted ^ biased)

@@ -1,0 +1,116 @@
+"""GGUF files as sources: the values that transformers gives them, through every command; and what is refused."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+import lpconv
+from lpconv.checkpoint.contents import read_contents
+from lpconv.checkpoint.resolve import resolve
+from lpconv.cli.main import app
+from lpconv.errors import LpconvError
+from lpconv.forms.reader import StoredTensors
+
+pytest.importorskip("gguf", reason="needs the package gguf (`lpconv[gguf]`)")
+from gguf_files import TYPES, write_gguf  # which needs it
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "gemma2"])
+def test_values_are_those_of_transformers(tmp_path: Path, architecture: str) -> None:
+    """llama's rows of q and k are put back into order, gemma's norms lose a one, qwen2 is as it lies."""
+    types = TYPES if architecture == "llama" else TYPES | {"ffn_up": "BF16"}
+    tied: dict[str, Any] = {"output": None} if architecture == "gemma2" else {}
+    file = write_gguf(tmp_path / "file", architecture, types, **tied)
+    wanted = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    ours = lpconv.load(file, dtype=torch.float32)
+    a, b = wanted.state_dict(), ours.state_dict()
+    assert a.keys() == b.keys()
+    assert [n for n in a if not torch.equal(a[n].view(torch.int32), b[n].view(torch.int32))] == []
+
+
+def test_rows_are_decoded_as_they_are_asked_for(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "file")
+    with StoredTensors.open(file) as stored:
+        for name in stored.forms:
+            whole = stored.tensor(name).reshape(-1)
+            first, last = len(whole) // 3, len(whole) // 2
+            assert torch.equal(stored.values(name, first, last), whole[first:last]), name
+
+
+def test_every_command_takes_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    file, runner = write_gguf(tmp_path / "file"), CliRunner()
+
+    def run(*arguments: str) -> str:
+        done = runner.invoke(app, list(arguments))
+        assert done.exit_code == 0, done.stderr
+        return done.stdout
+
+    assert "Q4_K of GGUF" in run("inspect", str(file), "--strict", "--stats")
+    run("convert", str(file.parent), "--method", "unit", "--format", "fp32", "-o", "out", "-q")
+    run("verify", "out", "--against", str(file), "--level", "weights")
+    run("verify", str(file), "--against", "out")
+    run("restore", str(file), "-o", "plain")
+    values = load_file("plain/model.safetensors")
+    loaded = lpconv.load("out", dtype=torch.float32).state_dict()
+    assert all(torch.equal(x, loaded[n]) for n, x in values.items())
+
+
+def test_blocks_stay_in_memory(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "file")
+    ids = torch.arange(6).view(1, 6)
+    decoded, resident = lpconv.load(file, dtype=torch.float32), lpconv.load(file, resident=True)
+    with torch.inference_mode():
+        wanted, got = decoded(ids).logits, resident(ids).logits
+    assert (wanted - got).abs().max() <= 1e-4 * wanted.abs().max()
+    resident.save_pretrained(tmp_path / "again")  # the blocks, in safetensors
+    again = lpconv.load(tmp_path / "again", resident=True)
+    with torch.inference_mode():
+        assert torch.equal(again(ids).logits, got)
+
+
+def test_a_view_is_made_once_and_for_each_file(tmp_path: Path, cache: Path) -> None:
+    first = read_contents(write_gguf(tmp_path / "a")).directory
+    assert read_contents(tmp_path / "a" / "model.gguf").directory == first
+    assert read_contents(write_gguf(tmp_path / "b")).directory != first
+    assert len(list((cache / "lpconv" / "gguf").iterdir())) == 2
+
+
+def cut(file: Path, size: int) -> Path:
+    file.write_bytes(file.read_bytes()[:size])
+    return file
+
+
+@pytest.mark.parametrize(
+    ("make", "code", "said"),
+    [
+        (lambda f: write_gguf(f, "llama", TYPES | {"output": "F64"}), 4, "F64"),
+        (lambda f: write_gguf(f, "nosuch"), 4, "nosuch"),
+        (lambda f: write_gguf(f, attn_v=None), 4, "self_attn.v_proj"),
+        (lambda f: write_gguf(f, attn_v=32), 3, "shape"),
+        (lambda f: cut(write_gguf(f), 20), 3, "no sound GGUF"),
+        (lambda f: cut(write_gguf(f), 100_000), 3, "no sound GGUF"),
+        (lambda f: cut(write_gguf(f), 0), 3, "no sound GGUF"),
+    ],
+    ids=["type", "architecture", "missing", "shape", "header", "data", "empty"],
+)
+def test_what_is_refused(tmp_path: Path, make: Callable[[Path], Path], code: int, said: str) -> None:
+    file = make(tmp_path / "file")
+    with pytest.raises(LpconvError, match=said) as caught:
+        read_contents(file)
+    assert caught.value.exit_code == code
+    assert caught.value.hint
+    with pytest.raises(LpconvError):
+        resolve(str(file))

@@ -1,0 +1,69 @@
+"""A GGUF file of a model of one layer, with a tensor of each type; random numbers."""
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+from lpconv.checkpoint.gguf import BLOCKS
+
+__all__ = ["SIZE", "TYPES", "write_gguf"]
+
+SIZE, VOCAB, HEADS, KV = 256, 64, 4, 2
+# One tensor of each type, q and k among them, whose rows llama.cpp reorders.
+TYPES = {
+    "attn_q": "Q4_K", "attn_k": "Q8_0", "attn_v": "Q6_K", "attn_output": "Q5_K", "ffn_gate": "Q4_0", "ffn_up": "Q5_1",
+    "ffn_down": "Q5_0", "token_embd": "Q4_1", "output": "F16",
+}  # fmt: skip
+# Where a block has its scales in fp16, by byte.
+SCALES = {"Q4_0": (0,), "Q8_0": (0,), "Q5_0": (0,), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2),
+          "Q6_K": (208,)}  # fmt: skip
+
+
+NORMS, BIASES = {"gemma2": ("post_attention_norm", "post_ffw_norm")}, {"qwen2": ("attn_q", "attn_k", "attn_v")}
+
+
+def blocks(kind: str, rows: int, cols: int, rng: np.random.Generator) -> Any:
+    """Random codes with scales near a hundredth; plain numbers of that size for plain types."""
+    if kind not in SCALES:
+        x = rng.normal(size=(rows, cols), scale=0.1)
+        return x if kind == "F64" else gguf.quantize(x.astype(np.float32), gguf.GGMLQuantizationType[kind])
+    size, num_bytes = BLOCKS[kind]
+    raw = rng.integers(0, 256, (rows, cols // size, num_bytes), dtype=np.uint8)
+    for at in SCALES[kind]:
+        scales = rng.uniform(1e-3, 1e-2, raw.shape[:2]).astype(np.float16)
+        raw[:, :, at : at + 2] = scales[..., None].view(np.uint8)
+    return raw.reshape(rows, -1)
+
+
+def write_gguf(folder: Path, architecture: str = "llama", types: dict[str, str] = TYPES, **changed: Any) -> Path:
+    """A model of one layer. `changed` replaces metadata and sizes of tensors, or leaves out what is None."""
+    folder.mkdir(parents=True, exist_ok=True)
+    writer, rng = gguf.GGUFWriter(folder / "model.gguf", architecture), np.random.default_rng(0)
+    numbers = {
+        "block_count": 1, "context_length": 128, "embedding_length": SIZE, "feed_forward_length": SIZE,
+        "attention.head_count": HEADS, "attention.head_count_kv": KV, "vocab_size": VOCAB,
+        "attention.key_length": SIZE // HEADS, "attention.value_length": SIZE // HEADS,
+    }  # fmt: skip
+    for key, number in numbers.items():
+        writer.add_uint32(f"{architecture}.{key}", number)
+    writer.add_float32(f"{architecture}.attention.layer_norm_rms_epsilon", 1e-6)
+    rows = {"token_embd": VOCAB, "output": VOCAB, "attn_k": SIZE * KV // HEADS, "attn_v": SIZE * KV // HEADS}
+    vectors = {f"{n}.weight": SIZE for n in ("output_norm", "attn_norm", "ffn_norm", *NORMS.get(architecture, ()))}
+    vectors |= {f"{n}.bias": rows.get(n, SIZE) for n in BIASES.get(architecture, ())}
+    for name, kind in types.items():
+        if (count := changed.get(name, rows.get(name, SIZE))) is not None:
+            raw_dtype = gguf.GGMLQuantizationType[kind]
+            writer.add_tensor(_full(name) + ".weight", blocks(kind, count, SIZE, rng), raw_dtype=raw_dtype)
+    for name, size in vectors.items():
+        writer.add_tensor(_full(name), rng.normal(size=size).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return folder / "model.gguf"
+
+
+def _full(name: str) -> str:
+    return name if name.startswith(("token_embd", "output")) else f"blk.0.{name}"

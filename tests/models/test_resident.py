@@ -1,0 +1,200 @@
+"""Weights that stay codes: what such a model says, what it holds, what it saves, and what it refuses."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from foreign_files import gpt_oss, make_foreign
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import lpconv
+from lpconv.convert.options import ConvertOptions
+from lpconv.convert.run import convert
+from lpconv.errors import UnsupportedError
+from lpconv.models.coded import CodedTensor
+
+OURS: dict[str, dict[str, Any]] = {
+    "unit": {"method": "unit", "format": "e4m3fn"},
+    "rows": {"method": "scalify", "format": "e5m2", "granularity": "row"},
+    "blocks": {"method": "unit", "format": "e4m3fn", "granularity": "128x128"},
+    "mx": {"method": "unit", "format": "e2m1", "granularity": "mx"},
+    "fp16": {"method": "unit", "format": "fp16"},
+    "multipoint": {"method": "multipoint", "format": "int4"},
+    "compressed-tensors": {"method": "unit", "format": "e4m3fn", "layout": "compressed-tensors"},
+}
+THEIRS = (
+    "ct FP8_BLOCK",
+    "ct MXFP4",
+    "ct NVFP4",
+    "ct W4A16_ASYM",
+    "fp8 ue8m0",
+    "modelopt NVFP4",
+    "gptq desc_act",
+    "awq",
+)
+SMALL = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+IDS = torch.randint(0, 96, (2, 11), generator=torch.Generator().manual_seed(0))
+MODELS: dict[str, Any] = {
+    "llama": lambda: transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**SMALL, intermediate_size=192, tie_word_embeddings=True)
+    ),
+    "gpt2": lambda: transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=96, n_embd=64, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0)
+    ),
+    "bert": lambda: transformers.BertForMaskedLM(transformers.BertConfig(**SMALL, intermediate_size=96)),
+    "t5": lambda: transformers.T5ForConditionalGeneration(
+        transformers.T5Config(vocab_size=96, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4)
+    ),
+    "mixtral": lambda: transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(**SMALL, intermediate_size=96, num_key_value_heads=2, num_local_experts=3)
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several to a matrix of these models, with one that is smaller than the others."""
+    monkeypatch.setattr("lpconv.models.coded._BLOCK", 2500)
+
+
+def plain(folder: Path, model: str = "llama") -> Path:
+    torch.manual_seed(0)
+    MODELS[model]().save_pretrained(folder / "plain")
+    return folder / "plain"
+
+
+def ours(folder: Path, options: dict[str, Any], model: str = "llama") -> Path:
+    convert(str(plain(folder, model)), folder / "out", ConvertOptions(verify="none", **options))
+    return folder / "out"
+
+
+def logits(model: Any) -> Tensor:
+    inputs = {"decoder_input_ids": IDS} if model.config.is_encoder_decoder else {}
+    with torch.inference_mode():
+        found: Tensor = model(input_ids=IDS, **inputs).logits
+    return found
+
+
+def coded(model: nn.Module) -> list[CodedTensor]:
+    return [p for p in model.parameters() if isinstance(p, CodedTensor)]
+
+
+def same_bytes(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(
+        a[n].dtype == b[n].dtype and torch.equal(a[n].view(-1).view(torch.uint8), b[n].view(-1).view(torch.uint8))
+        for n in a
+    )
+
+
+def check(directory: Path, folder: Path) -> Any:
+    """Says what the decoded model says, saves the bytes of the file, and opens from them again."""
+    decoded, resident = lpconv.load(directory, dtype=torch.float32), lpconv.load(directory, resident=True)
+    assert coded(resident)
+    assert {n: p.shape for n, p in decoded.named_parameters()} == {n: p.shape for n, p in resident.named_parameters()}
+    wanted, got = logits(decoded), logits(resident.float())
+    # Sums of 192 products at most, in blocks: 2K·2⁻²⁴ is 2e-5 of logits near 1, for the few layers of these models.
+    assert (wanted - got).abs().max() <= 1e-4 * wanted.abs().max()
+    resident = lpconv.load(directory, resident=True)
+    stored = load_file(directory / "model.safetensors")
+    held = {x.data_ptr(): x.nbytes for p in coded(resident) for c in p.pieces for x in c.parts.values()}
+    assert sum(held.values()) <= sum(x.nbytes for x in stored.values())
+    resident.save_pretrained(folder / "again")
+    assert same_bytes(load_file(folder / "again" / "model.safetensors"), stored)
+    assert torch.equal(logits(lpconv.load(folder / "again", dtype=torch.float32, resident=True)), got)
+    return resident
+
+
+@pytest.mark.parametrize("options", OURS.values(), ids=OURS)
+def test_our_outputs(tmp_path: Path, options: dict[str, Any]) -> None:
+    check(ours(tmp_path, options), tmp_path)
+
+
+@pytest.mark.parametrize("layout", THEIRS)
+def test_the_layouts_of_others(tmp_path: Path, layout: str) -> None:
+    directory = make_foreign(layout, plain(tmp_path), tmp_path / "out")
+    check(directory, tmp_path)
+
+
+@pytest.mark.parametrize("model", [m for m in MODELS if m != "llama"])
+def test_kinds_of_models(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No matrix but GPT-2's, which lie on their side, is decoded whole."""
+    directory = ours(tmp_path, OURS["rows"], model)
+    whole: list[torch.Size] = []
+    decoded = CodedTensor.decoded
+
+    def counted(x: CodedTensor) -> Tensor:
+        whole.append(x.shape)
+        return decoded(x)
+
+    monkeypatch.setattr(CodedTensor, "decoded", counted)
+    resident = check(directory, tmp_path)
+    rows = {s for s in whole if len(s) == 2 and s[0] <= len(IDS.unique())}
+    sideways = {
+        p.shape for n, p in resident.named_parameters() if n.endswith(("c_attn.weight", "c_fc.weight", "c_proj.weight"))
+    }
+    assert set(whole) - rows == (sideways if model == "gpt2" else set())
+
+
+def test_experts_of_gpt_oss_stay_on_their_side(tmp_path: Path) -> None:
+    config = transformers.GptOssConfig(
+        **SMALL, intermediate_size=64, num_key_value_heads=2, head_dim=16, num_local_experts=3, num_experts_per_tok=2
+    )
+    torch.manual_seed(0)
+    transformers.GptOssForCausalLM(config).save_pretrained(tmp_path / "out")
+    file = tmp_path / "out" / "model.safetensors"
+    tensors = load_file(file)
+    for name in [n for n in tensors if n.endswith(("gate_up_proj", "down_proj"))]:
+        tensors |= gpt_oss(name, tensors.pop(name))
+    save_file(tensors, file, metadata={"format": "pt"})
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    (tmp_path / "out" / "config.json").write_text(
+        json.dumps(written | {"quantization_config": {"quant_method": "mxfp4"}})
+    )
+    resident = check(tmp_path / "out", tmp_path)
+    assert {p.ndim for p in coded(resident)} == {3}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return ours(tmp_path_factory.mktemp("resident"), OURS["unit"])
+
+
+def test_text_is_generated_and_the_tie_is_kept(directory: Path) -> None:
+    model, decoded = lpconv.load(directory, resident=True), lpconv.load(directory)
+    options = {"max_new_tokens": 6, "do_sample": False}
+    assert torch.equal(model.generate(IDS[:1], **options), decoded.generate(IDS[:1], **options))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert type(model.model.layers[0].mlp.up_proj) is nn.Linear
+
+
+def test_another_dtype_and_a_copy_keep_the_codes(directory: Path) -> None:
+    model = lpconv.load(directory, resident=True)
+    wanted = logits(lpconv.load(directory).bfloat16())  # which also rounds what no checkpoint has
+    assert torch.equal(logits(model.bfloat16()), wanted)
+    again = copy.deepcopy(model)
+    assert torch.equal(logits(again), wanted)
+    assert len(coded(again)) == len(coded(model)) > 0
+
+
+def test_codes_have_no_gradient_and_are_not_written(directory: Path) -> None:
+    model = lpconv.load(directory, resident=True)
+    with pytest.raises(UnsupportedError, match="no gradient"):
+        model(IDS, labels=IDS).loss.backward()
+    with torch.no_grad(), pytest.raises(UnsupportedError, match="cannot be written"):
+        model.lm_head.weight.mul_(2)
+
+
+def test_gradients_through_an_op_that_decodes_are_refused_too(tmp_path: Path) -> None:
+    model = lpconv.load(ours(tmp_path, OURS["unit"], "gpt2"), resident=True)
+    with pytest.raises(UnsupportedError, match="no gradient"):
+        model.transformer.h[0].mlp.c_fc(torch.ones(1, 64)).sum().backward()
+
+
+def test_what_is_not_codes_is_opened_as_ever(tmp_path: Path) -> None:
+    source = plain(tmp_path)
+    assert torch.equal(logits(lpconv.load(source, resident=True)), logits(lpconv.load(source)))
