@@ -22,7 +22,8 @@ _KIB = 2**10
 # What the allocators of Python, torch and the C library say, and a library that found no room for its code.
 _SAID = ("can't allocate memory", "cannot allocate memory", "bad alloc", "can't start new thread", "out of memory",
          "failed to map segment", "unable to allocate", "std::bad_alloc", "not enough memory",
-         "error return without exception set")  # fmt: skip  # CPython's, where an allocation failed in an import
+         # CPython's two, where an allocation failed in an import and its MemoryError was lost.
+         "error return without exception set", "returned null without setting an exception")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
