@@ -8,13 +8,13 @@ below ``/proc`` and ``/sys``, so a test may lay out others.
 import errno
 import resource
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from lpconv.errors import ResourceError
 
-__all__ = ["available_memory", "memory_limit", "out_of_memory", "peak_rss_bytes"]
+__all__ = ["available_memory", "free_addresses", "memory_limit", "out_of_memory", "peak_rss_bytes"]
 
 _ROOT = Path("/")
 _ENDLESS = 2**60  # version 1 writes the largest multiple of a page for no limit
@@ -43,6 +43,12 @@ def available_memory(root: Path = _ROOT) -> int:
     """Bytes that can be taken without swapping, being killed or being refused: the least that any limit leaves."""
     left = [limit.size - limit.used for limit in _limits(root)]
     return max(0, min([_free(root), *left]))
+
+
+def free_addresses(root: Path = _ROOT) -> int | None:
+    """Bytes of addresses that this process may still map, touched or not; None where `ulimit -v` sets no limit."""
+    limits = _process_limits(root / "proc/self", {"Max address space": "VmSize"})
+    return next((max(0, limit.size - limit.used) for limit in limits), None)
 
 
 def out_of_memory(error: BaseException) -> ResourceError | None:
@@ -83,16 +89,18 @@ def _free(root: Path) -> int:
 
 
 def _limits(root: Path) -> list[_Limit]:
-    return [*_process_limits(root / "proc/self"), *_container_limits(root)]
+    counted = {"Max address space": "VmSize", "Max data size": "VmData"}
+    return [*_process_limits(root / "proc/self", counted), *_container_limits(root)]
 
 
-def _process_limits(proc: Path) -> Iterator[_Limit]:
+def _process_limits(proc: Path, counted: Mapping[str, str]) -> Iterator[_Limit]:
+    """Those of the named limits that are set, with what the kernel counts against each."""
     used = dict(line.split(":", 1) for line in _read(proc / "status").splitlines() if ":" in line)
     for line in _read(proc / "limits").splitlines():
-        for name, counted in (("Max address space", "VmSize"), ("Max data size", "VmData")):
+        for name, size in counted.items():
             soft = line.removeprefix(name).split()[:1] if line.startswith(name) else []
             if soft and soft[0].isdigit():
-                yield _Limit(size=int(soft[0]), used=int(used.get(counted, "0").split()[0]) * _KIB)
+                yield _Limit(size=int(soft[0]), used=int(used.get(size, "0").split()[0]) * _KIB)
 
 
 def _container_limits(root: Path) -> Iterator[_Limit]:

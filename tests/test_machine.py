@@ -10,7 +10,7 @@ import pytest
 from checkpoints import cli_environment
 
 from lpconv.errors import ResourceError
-from lpconv.machine import available_memory, memory_limit, out_of_memory, peak_rss_bytes
+from lpconv.machine import available_memory, free_addresses, memory_limit, out_of_memory, peak_rss_bytes
 
 V1, V2 = "cgroup cgroup rw,memory", "cgroup2 cgroup2 rw"
 UNLIMITED = str(2**63 - 4096)  # as version 1 writes it
@@ -125,6 +125,13 @@ def test_a_full_container_leaves_nothing(machine: Machine) -> None:
 def test_limits_of_the_process(machine: Machine, name: str, left: int) -> None:
     machine.limits(name, str(100 * 1024), size_kib=10, data_kib=2)
     assert machine.found() == (100 * 1024, left)
+
+
+def test_only_a_limit_of_addresses_bounds_what_may_be_mapped(machine: Machine) -> None:
+    machine.limits("Max address space", str(100 * 1024), size_kib=10, data_kib=2)
+    assert free_addresses(machine.root) == 90 * 1024
+    machine.limits("Max data size", str(100 * 1024), size_kib=10, data_kib=2)
+    assert free_addresses(machine.root) is None
 
 
 def test_unlimited_is_no_limit(machine: Machine) -> None:

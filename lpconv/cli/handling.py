@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 
 from lpconv.cli.progress import VERBOSE
 from lpconv.errors import InterruptedRunError, LpconvError, ResourceError, UsageError, from_system
-from lpconv.machine import available_memory, out_of_memory
+from lpconv.machine import available_memory, free_addresses, out_of_memory
 from lpconv.report.printable import printable
 
 __all__ = ["Commands", "handled"]
@@ -23,6 +23,10 @@ __all__ = ["Commands", "handled"]
 P = ParamSpec("P")
 # What the libraries of a command take before it sees a model, in MB; less, and a container kills it without a word.
 _LIBRARIES_MB = {"advise": 500, "probe": 400, "bench": 400, "onnx": 500, "export": 500, "finetune": 500}
+# What torch's import maps, in MB (620 for a CPU build), of commands that work with it. Where the addresses end inside
+# that import, some libraries abort the process, and others lose the error.
+_ADDRESSES_MB = 700
+_WITHOUT_TORCH = ("inspect", "report", "doctor", "batch", "demo")
 
 
 class _Terminated(BaseException):
@@ -81,6 +85,13 @@ def handled(command: Callable[P, None]) -> Callable[P, None]:
 
 
 def _check_memory(command: str) -> None:
+    addresses = free_addresses()
+    if addresses is not None and addresses < _ADDRESSES_MB * 10**6 and command not in _WITHOUT_TORCH:
+        raise ResourceError(
+            f"`{command}` needs {_ADDRESSES_MB} MB of addresses for its libraries; {addresses / 1e6:.0f} MB are left",
+            hint="raise the limit of the address space (`ulimit -v`), or limit a container's memory instead",
+            details={"needed_bytes": _ADDRESSES_MB * 10**6, "available_bytes": addresses},
+        )
     needed, available = _LIBRARIES_MB.get(command, 0) * 10**6, available_memory()
     if needed > available:
         raise ResourceError(

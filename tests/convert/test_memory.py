@@ -56,7 +56,7 @@ def test_the_plan_is_what_a_run_takes(tmp_path: Path, model: str, level: str) ->
     assert done["peak_rss_bytes"] <= dry["memory_bytes"] <= 1.2 * done["peak_rss_bytes"]
 
 
-@pytest.mark.parametrize("kib", [100_000, 600_000])
+@pytest.mark.parametrize("kib", [100_000, 600_000, 700_000])
 def test_a_limit_of_the_process_is_no_bug(tmp_path: Path, kib: int) -> None:
     command = f"ulimit -v {kib}; exec {sys.executable} -m lpconv convert demo -o out -q"
     done = subprocess.run(
