@@ -6,7 +6,6 @@ differs from run to run, so of those the lock pins what is measured, never what 
 """
 
 import contextlib
-import fcntl
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from typing import Any
 from lpconv.batch.kinds import DEFAULT_KIND, KINDS, JobOptions
 from lpconv.batch.manifest import BatchJob, Manifest
 from lpconv.bench.options import BenchOptions
+from lpconv.checkpoint.holding import wait_for
 from lpconv.checkpoint.partfile import sha256_of, write_error, write_small
 from lpconv.errors import InputError, VerificationError
 from lpconv.results import SCHEMA_VERSION, FileRecord, JobOutcome, from_json, ordered_json_text, to_json
@@ -114,7 +114,7 @@ def _held(path: Path) -> Iterator[None]:
         except OSError as e:
             raise write_error(e, path) from e
         with f:
-            fcntl.flock(f, fcntl.LOCK_EX)
+            wait_for(f.fileno())
             if path.exists() and os.path.samestat(os.fstat(f.fileno()), path.stat()):  # and nobody has replaced it
                 yield
                 return

@@ -9,7 +9,6 @@ journal, and both go last when a folder is removed.
 """
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
@@ -19,6 +18,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from lpconv.checkpoint.contents import read_json
+from lpconv.checkpoint.holding import hold, is_held
 from lpconv.checkpoint.partfile import check_writable, fsync_directory, sha256_of, write_error
 from lpconv.errors import InputError, OutputExistsError, UnsupportedError, UsageError
 
@@ -71,13 +71,11 @@ class Staging:
             raise
 
     def _lock(self) -> None:
-        try:
-            fcntl.flock(self._journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as e:
+        if not hold(self._journal.fileno()):
             self._journal.close()
             raise OutputExistsError(
                 f"another run is writing `{self.directory}`", hint="wait for it, or choose another --output"
-            ) from e
+            )
         # The other run may have published between our opening of the journal and our lock.
         if not _is_at(self._journal.fileno(), self.directory / JOURNAL):
             self._journal.close()
@@ -173,7 +171,7 @@ def check_free(output: Path, *, resume: bool, force: bool) -> None:
     partial = beside(output, ".partial")
     if not os.path.lexists(partial) or resume or force:
         return  # and whoever goes on meets the lock of a run that is alive
-    if _is_locked(partial / JOURNAL):
+    if is_held(partial / JOURNAL):
         raise OutputExistsError(f"another run is writing `{partial}`", hint="wait for it, or choose another --output")
     raise OutputExistsError(
         f"`{partial}` is left from an interrupted run", hint="--resume continues it, --force starts anew"
@@ -268,18 +266,6 @@ def _is_ours(directory: Path, proof: str) -> bool:
     if directory.is_symlink() or not directory.is_dir():
         return False
     return (directory / proof).is_file() or not any(directory.iterdir())
-
-
-def _is_locked(journal: Path) -> bool:
-    """Whether a run that is alive holds the journal."""
-    try:
-        with journal.open("rb") as f:
-            fcntl.flock(f, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # there is none
-        pass
-    return False
 
 
 def _is_at(fd: int, path: Path) -> bool:

@@ -10,7 +10,6 @@ OUT/report.{json,html}     written last, so that a folder with them is complete
 
 import contextlib
 import dataclasses
-import fcntl
 import json
 import os
 import shutil
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from lpconv.checkpoint.contents import read_json
+from lpconv.checkpoint.holding import hold, is_held
 from lpconv.checkpoint.partfile import check_writable, read_error, write_error, write_small
 from lpconv.checkpoint.staging import is_unused
 from lpconv.errors import InputError, OutputExistsError
@@ -51,7 +51,7 @@ def check_folder(output: Path, model: str, options: FinetuneOptions) -> None:
     """Raises OutputExistsError for a folder that is there, unless `force` replaces one of ours or `resume` goes on
     with the same options, and no other run is at it. Raises ResourceError for one that cannot be written."""
     check_writable(output)
-    if _is_held(output):
+    if is_held(output):
         raise _held(output)
     if is_unused(output):
         return
@@ -73,35 +73,12 @@ def held_folder(output: Path, model: str, options: FinetuneOptions) -> Iterator[
     except OSError as e:
         raise write_error(e, output) from e
     try:
-        if not _lock(folder):
+        if not hold(folder):
             raise _held(output)
         if options.force and not options.resume:
             _clear(output)
         write_small(output / MARKER, ordered_json_text(_identity(model, options)))
         yield
-    finally:
-        os.close(folder)
-
-
-def _lock(folder: int) -> bool:
-    """Whether an open folder is ours alone until it is closed; network file systems without locks say yes."""
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        pass
-    return True
-
-
-def _is_held(output: Path) -> bool:
-    """Whether a run that is alive writes there."""
-    try:
-        folder = os.open(output, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError:
-        return False
-    try:
-        return not _lock(folder)
     finally:
         os.close(folder)
 

@@ -1,0 +1,43 @@
+"""Files and folders kept from other processes by advisory locks, which end with the process whatever happens to it.
+
+Some file systems have no locks (Lustre mounted without them, some network stores). There, nobody is told from anybody:
+work goes on as if it were alone, since refusing it would name another run that does not exist.
+"""
+
+import fcntl
+import os
+from pathlib import Path
+
+__all__ = ["hold", "is_held", "wait_for"]
+
+
+def hold(descriptor: int) -> bool:
+    """Whether an open file or folder is now ours alone, until it is closed."""
+    return _lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def wait_for(descriptor: int) -> None:
+    """Wait until an open file is ours alone; it is until it is closed."""
+    _lock(descriptor, fcntl.LOCK_EX)
+
+
+def is_held(path: Path) -> bool:
+    """Whether a live process holds a file or a folder; what does not exist is free."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        return not _lock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two that ask do not deceive each other
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, how: int) -> bool:
+    try:
+        fcntl.flock(descriptor, how)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        pass
+    return True
