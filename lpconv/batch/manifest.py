@@ -18,6 +18,7 @@ from lpconv.batch.kinds import (
     JobOptions,
 )
 from lpconv.batch.reading import read_mapping, read_setting
+from lpconv.checkpoint.remote import is_url
 from lpconv.checkpoint.resolve import DEMO, looks_like_path
 from lpconv.errors import UsageError
 from lpconv.lookup import find
@@ -174,6 +175,8 @@ def _model_and_needs(own: Mapping[str, Any], earlier: Sequence[BatchJob], place:
 
 def _place(name: str, folder: Path) -> str:
     """`name`, made absolute where it is a path: where it looks like one, or where the folder holds it."""
+    if is_url(name):
+        return name
     path = folder / Path(name).expanduser()
     return os.path.normpath(path) if looks_like_path(name) or (name != DEMO and path.exists()) else name
 

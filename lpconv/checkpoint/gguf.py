@@ -17,7 +17,7 @@ from lpconv.checkpoint.header import Header, TensorInfo, read_header
 from lpconv.errors import InputError, UnsupportedError
 from lpconv.version import __version__
 
-__all__ = ["BLOCKS", "GGUF", "WEIGHTS", "as_directory", "header_of", "is_view"]
+__all__ = ["BLOCKS", "GGUF", "WEIGHTS", "as_directory", "cache_folder", "header_of", "is_view"]
 
 GGUF = "gguf"
 WEIGHTS = "model.gguf"  # in a view, a link to the file
@@ -45,7 +45,7 @@ def as_directory(path: Path) -> Path:
 def _view(file: Path) -> Path:
     stat, release = file.stat(), importlib.metadata.version("transformers")
     known = f"{os.path.realpath(file)}\0{stat.st_size}\0{stat.st_mtime_ns}\0{__version__}\0{release}"
-    view = _cache() / hashlib.sha256(known.encode()).hexdigest()[:24]
+    view = cache_folder(GGUF) / hashlib.sha256(known.encode()).hexdigest()[:24]
     if not (view / "config.json").exists():
         if importlib.util.find_spec("gguf") is None:
             raise UnsupportedError(
@@ -57,14 +57,15 @@ def _view(file: Path) -> Path:
     return view
 
 
-def _cache() -> Path:
+def cache_folder(kind: str) -> Path:
+    """Where directories are kept that stand for checkpoints of a kind."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "lpconv" / GGUF
+    return Path(home) / "lpconv" / kind
 
 
 def is_view(directory: Path) -> bool:
     """Whether a directory is one that `as_directory` made."""
-    return directory.parent == _cache()
+    return directory.parent == cache_folder(GGUF)
 
 
 def header_of(path: Path, config: Mapping[str, Any]) -> Header:

@@ -7,13 +7,14 @@ size is shape times dtype, and the byte ranges cover the payload without holes, 
 
 import json
 import math
-import os
 import struct
 from collections.abc import Iterable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lpconv.checkpoint.place import open_file
 from lpconv.errors import InputError, UnsupportedError
 
 __all__ = [
@@ -70,21 +71,23 @@ class Header:
 def read_header(path: Path) -> Header:
     """The checked header of a safetensors file; InputError for anything unreadable, cut short or inconsistent."""
     try:
-        with path.open("rb") as f:
-            size = os.fstat(f.fileno()).st_size
-            prefix = f.read(8)
-            if len(prefix) < 8:
+        with closing(open_file(path)) as f:
+            size = f.size_bytes
+            if size < 8:
                 raise _corrupt(path, f"{size} bytes are too few for a header")
+            prefix = bytearray(8)
+            f.read_into(0, memoryview(prefix))
             (length,) = struct.unpack("<Q", prefix)
             if length > MAX_HEADER_BYTES or 8 + length > size:
                 raise _corrupt(path, f"the header claims {length} bytes, the file has {size}")
-            raw = f.read(length)
+            raw = bytearray(length)
+            f.read_into(8, memoryview(raw))
     except OSError as e:
         raise InputError(f"cannot read `{path}`: {e.strerror or e}", hint="check the path and its permissions") from e
     return parse_header(raw, file_size=size, path=path)
 
 
-def parse_header(raw: bytes, *, file_size: int, path: Path) -> Header:
+def parse_header(raw: bytes | bytearray, *, file_size: int, path: Path) -> Header:
     """The checked header from its JSON bytes; `path` is for messages only."""
     document = _load_json(raw, path)
     metadata = document.pop(_METADATA, {})
@@ -130,7 +133,7 @@ def _corrupt(path: Path, what: str) -> InputError:
     )
 
 
-def _load_json(raw: bytes, path: Path) -> dict[str, Any]:
+def _load_json(raw: bytes | bytearray, path: Path) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         table = dict(pairs)
         if len(table) != len(pairs):

@@ -14,13 +14,23 @@ import urllib.request
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote, urlsplit
 
 from lpconv.checkpoint.aliases import ALIASES
 from lpconv.errors import InputError, LpconvError, ResourceError
 from lpconv.lookup import nearest
 
-__all__ = ["cached_snapshot", "download", "has_weights", "wanted_files", "why_unreachable"]
+__all__ = [
+    "cached_snapshot",
+    "commit_of",
+    "download",
+    "files_at",
+    "files_url",
+    "has_weights",
+    "wanted_files",
+    "why_unreachable",
+]
 
 _SAFETENSORS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 _PICKLES = re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin")
@@ -89,16 +99,9 @@ def download(repo_id: str, revision: str | None) -> Path:
 
     Raises InputError where the hub cannot be reached or refuses, and ResourceError where the disk is full.
     """
-    from huggingface_hub import HfApi, constants, snapshot_download
+    from huggingface_hub import snapshot_download
 
-    if constants.HF_HUB_OFFLINE:
-        raise _not_here(repo_id, revision, "HF_HUB_OFFLINE is set")
-    if (why := why_unreachable(constants.ENDPOINT)) is not None:
-        raise _not_here(repo_id, revision, why)
-    with _explained(repo_id, revision):
-        # Not `list_repo_files`, which tries for half a minute where there is no network.
-        info = HfApi().model_info(repo_id, revision=revision, timeout=_TIMEOUT_S)
-    wanted = wanted_files(f.rfilename for f in info.siblings or ())
+    wanted = wanted_files(f.rfilename for f in _asked(repo_id, revision).siblings or ())
     if not any(_is_weights(name) for name in wanted):
         raise InputError(
             f"`{repo_id}` has no weights that lpconv reads",
@@ -106,6 +109,39 @@ def download(repo_id: str, revision: str | None) -> Path:
         )
     with _explained(repo_id, revision, wanted), _bars_on_terminals_only():
         return Path(snapshot_download(repo_id, revision=revision, allow_patterns=[glob.escape(n) for n in wanted]))
+
+
+def commit_of(repo_id: str, revision: str | None) -> str:
+    """The commit that a branch, a tag or None is now. Raises as `download`."""
+    return str(_asked(repo_id, revision).sha)
+
+
+def files_at(repo_id: str, commit: str) -> dict[str, int]:
+    """The files of a commit with their sizes. Raises as `download`."""
+    found = _asked(repo_id, commit, with_sizes=True).siblings or ()
+    return {f.rfilename: f.size or 0 for f in found}
+
+
+def files_url(repo_id: str, commit: str) -> tuple[str, dict[str, str]]:
+    """What the files of a commit lie below, and the headers that ask for them."""
+    from huggingface_hub import constants, get_token
+
+    token = get_token()
+    headers = {"authorization": f"Bearer {token}"} if token else {}
+    return f"{constants.ENDPOINT}/{repo_id}/resolve/{commit}", headers
+
+
+def _asked(repo_id: str, revision: str | None, *, with_sizes: bool = False) -> Any:
+    """What the hub says of a repository, or an error of ours."""
+    from huggingface_hub import HfApi, constants
+
+    if constants.HF_HUB_OFFLINE:
+        raise _not_here(repo_id, revision, "HF_HUB_OFFLINE is set")
+    if (why := why_unreachable(constants.ENDPOINT)) is not None:
+        raise _not_here(repo_id, revision, why)
+    with _explained(repo_id, revision):
+        # Not `list_repo_files`, which tries for half a minute where there is no network.
+        return HfApi().model_info(repo_id, revision=revision, timeout=_TIMEOUT_S, files_metadata=with_sizes)
 
 
 def why_unreachable(endpoint: str) -> str | None:

@@ -10,10 +10,13 @@ import contextlib
 import errno
 import hashlib
 import os
+import re
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
-from lpconv.errors import InputError, LpconvError, OutputExistsError, ResourceError
+from lpconv.checkpoint.place import open_file
+from lpconv.errors import InputError, LpconvError, OutputExistsError, ResourceError, UnsupportedError
 from lpconv.results import FileRecord
 
 __all__ = [
@@ -171,8 +174,10 @@ def check_file(path: Path) -> None:
 def check_writable(path: Path) -> None:
     """Refuse, before the work, a place where nothing can be written, there or not. Raises ResourceError.
 
-    What can only be found by writing, such as a full disk, is not looked for.
+    What can only be found by writing, such as a full disk, is not looked for. Raises UnsupportedError for a URL.
     """
+    if re.match("[a-z][a-z0-9]*:/", str(path)):  # of whose slashes a Path keeps one
+        raise UnsupportedError(f"`{path}` is no folder of this machine", hint="write to one, and copy it")
     try:
         os.stat(path)
     except FileNotFoundError:
@@ -194,9 +199,12 @@ def sha256_of(path: Path) -> str:
 def hash_of(path: Path, digest: "hashlib._Hash") -> str:
     """What `digest` becomes with the bytes of a file, in hexadecimal. Raises InputError where it cannot be read."""
     try:
-        with path.open("rb") as f:
-            while block := f.read(_READ_BYTES):
-                digest.update(block)
+        with closing(open_file(path)) as f:
+            block = memoryview(bytearray(_READ_BYTES))
+            for start in range(0, f.size_bytes, _READ_BYTES):
+                read = block[: min(_READ_BYTES, f.size_bytes - start)]
+                f.read_into(start, read)
+                digest.update(read)
     except OSError as e:
         raise read_error(e, path) from e
     return digest.hexdigest()

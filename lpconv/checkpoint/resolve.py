@@ -1,8 +1,8 @@
 """What the user calls a model, turned into a directory that holds a checkpoint.
 
-A name is, in this order: ``demo``, a local directory, an alias or a hub id. Of the hub, the cache is asked first and a
-complete snapshot is used without a request, so a run with and without network reads the same bytes; `--revision` picks
-another.
+A name is, in this order: ``demo``, a URL, a local directory, an alias or a hub id. Of the hub, the cache is asked first
+and a complete snapshot is used without a request, so a run with and without network reads the same bytes; `--revision`
+picks another.
 """
 
 import os
@@ -13,13 +13,15 @@ from pathlib import Path
 
 from lpconv.checkpoint.aliases import ALIASES, find_alias
 from lpconv.checkpoint.gguf import as_directory
-from lpconv.checkpoint.hub import cached_snapshot, download, wanted_files
+from lpconv.checkpoint.hub import cached_snapshot, commit_of, download, wanted_files
 from lpconv.checkpoint.promised import check_promises
+from lpconv.checkpoint.remote import check_url, hub_names, is_url
+from lpconv.checkpoint.remote_view import view_of
 from lpconv.data import demo_checkpoint
 from lpconv.errors import InputError, UsageError
 from lpconv.lookup import nearest
 
-__all__ = ["DEMO", "Resolved", "base_name", "looks_like_path", "resolve"]
+__all__ = ["DEMO", "Resolved", "base_name", "directory_of", "looks_like_path", "resolve"]
 
 DEMO = "demo"  # the checkpoint inside this package; a directory of that name is ./demo
 
@@ -43,16 +45,19 @@ class Resolved:
     sha256: Mapping[str, str] = field(default_factory=dict)
 
 
-def resolve(name: str, *, revision: str | None = None, headers_only: bool = False) -> Resolved:
+def resolve(name: str, *, revision: str | None = None, headers_only: bool = False, whole: bool = False) -> Resolved:
     """The checkpoint that `name` means; `revision` is a branch, tag or commit hash of the hub.
 
     Looks at the disk first and downloads only what no cache has. The files of a hub's snapshot are hashed once and
-    compared with what the hub promised, unless `headers_only` are going to be read. Raises InputError where nothing is
-    found, with what to do next, or where a file is not what was promised; UsageError for a revision of a local
-    directory.
+    compared with what the hub promised, unless `headers_only` are going to be read. What lies at a URL stays there;
+    with `whole` it is copied, as is what opens as a file only, and a copy that is there is used. Raises InputError
+    where nothing is found, with what to do next, or where a file is not what was promised; UsageError for a revision of
+    what has none; UnsupportedError for a URL that is not read here.
     """
     if name == DEMO:
         return _demo(revision)
+    if is_url(name):
+        return _from_url(check_url(name), revision, headers_only=headers_only, whole=whole)
     # The functions of os.path never raise, whatever was typed: names too long, users that do not exist.
     path = Path(os.path.expanduser(name))
     if os.path.isfile(path) and path.suffix != ".gguf":
@@ -90,6 +95,28 @@ def _local(name: str, path: Path, revision: str | None) -> Resolved:
         )
     directory = path.resolve()
     return Resolved(name=name, resolved=str(directory), directory=as_directory(directory))
+
+
+def directory_of(path: str | Path) -> Path:
+    """The directory that a path or the URL of a checkpoint means; raises as `resolve` for a URL."""
+    return resolve(path, headers_only=True).directory if isinstance(path, str) and is_url(path) else Path(path)
+
+
+def _from_url(url: str, revision: str | None, *, headers_only: bool, whole: bool) -> Resolved:
+    if not url.startswith("hf://"):
+        if revision is not None:
+            raise UsageError(f"`{url}` has no revision `{revision}`", hint="leave --revision out")
+        return Resolved(name=url, resolved=url, directory=view_of(url, whole=whole))
+    repo_id, named = hub_names(url)
+    asked = named or revision
+    snapshot = cached_snapshot(repo_id, asked)
+    if snapshot is None and whole:
+        snapshot = download(repo_id, asked)
+    if snapshot is not None:
+        return _snapshot(url, repo_id, snapshot, headers_only=headers_only)
+    commit = commit_of(repo_id, asked)
+    view = view_of(f"hf://{repo_id}@{commit}", whole=False)
+    return Resolved(name=url, resolved=repo_id, revision=commit, directory=view)
 
 
 def _from_hub(name: str, revision: str | None, *, headers_only: bool) -> Resolved:

@@ -1,11 +1,11 @@
 """Tensors of a checkpoint directory, readable block by block.
 
 A `Source` knows every tensor's name, dtype and shape from headers alone and reads ranges of bytes on demand, from any
-thread. Safetensors files are read with `pread`; `.bin` files are opened with `torch.load(weights_only=True,
-mmap=True)`, which refuses pickles that run code and reads storage only where it is touched.
+thread. Safetensors files are read with `pread`, or by ranges from a store; `.bin` files are opened with
+`torch.load(weights_only=True, mmap=True)`, which refuses pickles that run code and reads storage only where it is
+touched.
 """
 
-import os
 import pickle
 import re
 from collections.abc import Mapping
@@ -21,6 +21,7 @@ from lpconv.checkpoint.contents import Contents
 from lpconv.checkpoint.gguf import header_of
 from lpconv.checkpoint.header import DTYPE_BITS, Header, TensorInfo, check_name
 from lpconv.checkpoint.partfile import read_error
+from lpconv.checkpoint.place import RangedFile, open_file
 from lpconv.errors import InputError, UnsupportedError
 
 __all__ = [
@@ -70,7 +71,7 @@ class SafetensorsSource:
     """Safetensors files of one checkpoint, headers checked on opening; or a GGUF file as its view has it."""
 
     def __init__(self, contents: Contents) -> None:
-        self._files: dict[str, tuple[int, Header]] = {}
+        self._files: dict[str, tuple[RangedFile, Header]] = {}
         self._entries: dict[str, TensorEntry] = {}
         try:
             for name in contents.weight_files:
@@ -82,7 +83,7 @@ class SafetensorsSource:
 
     def _open(self, path: Path, name: str, config: Mapping[str, Any]) -> None:
         header = header_of(path, config)
-        self._files[name] = (os.open(path, os.O_RDONLY), header)
+        self._files[name] = open_file(path), header
         for info in header.tensors.values():
             _add(self._entries, TensorEntry(info=info, file=name))
 
@@ -92,22 +93,12 @@ class SafetensorsSource:
 
     def read_bytes(self, name: str, start: int, out: Tensor) -> None:
         entry = self._entries[name]
-        fd, header = self._files[entry.file]
-        offset = header.data_start + entry.info.begin + start
-        buffer = out.numpy().data
-        done = 0
-        while done < len(buffer):
-            try:
-                count = os.preadv(fd, [buffer[done:]], offset + done)
-            except OSError as e:
-                raise InputError(f"reading `{entry.file}` failed: {e.strerror}", hint="check the disk") from e
-            if count == 0:
-                raise InputError(f"`{entry.file}` became shorter while it was read", hint="is it still downloading?")
-            done += count
+        file, header = self._files[entry.file]
+        file.read_into(header.data_start + entry.info.begin + start, out.numpy().data)
 
     def close(self) -> None:
-        for fd, _ in self._files.values():
-            os.close(fd)
+        for file, _ in self._files.values():
+            file.close()
         self._files = {}
 
     def __enter__(self) -> Self:

@@ -98,7 +98,9 @@ def print_result(result: Any, render: Callable[[Any], Any], *, json: bool) -> No
 Model = Annotated[
     str,
     typer.Argument(
-        help="A checkpoint directory, a .gguf file, a hub id, an alias such as bert-large, or demo.", metavar="MODEL"
+        help="A checkpoint directory, a .gguf file, a URL (s3, gs, az, hf, https), a hub id, an alias such as "
+        "bert-large, or demo.",
+        metavar="MODEL",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout instead of a table.")]

@@ -26,7 +26,7 @@ def first_screen() -> str:
             "",
             *_lines(QUESTIONS),
             "",
-            "MODEL is a directory, a name on the Hugging Face hub, or demo, a small model that is included.",
+            "MODEL is a directory, a URL, a name on the Hugging Face hub, or demo, a small model that is included.",
             "See it work: lpconv demo. All commands: lpconv --help.",
         ]
     )

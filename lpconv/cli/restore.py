@@ -37,10 +37,12 @@ def restore(
 
       lpconv restore ./llama-nvfp4 --dtype fp32 -o ./llama-decoded
     """
+    from lpconv.checkpoint.resolve import directory_of
     from lpconv.cli.early import before_restoring
     from lpconv.errors import UsageError
 
-    is_others = before_restoring(Path(path), Path(output), force=force)
+    directory = directory_of(path)
+    is_others = before_restoring(directory, Path(output), force=force)
     if dtype is not None and (not is_others or dtype not in ("fp32", "bf16", "fp16")):
         hint = "use fp32, bf16 or fp16" if is_others else "an output of lpconv is restored in its source's dtypes"
         raise UsageError(f"`--dtype {dtype}` is no choice here", hint=hint)
@@ -50,9 +52,9 @@ def restore(
 
     with progress_for(quiet=quiet) as progress:
         if is_others:
-            result = decode_checkpoint(Path(path), Path(output), dtype=dtype, force=force, progress=progress)
+            result = decode_checkpoint(directory, Path(output), dtype=dtype, force=force, progress=progress)
         else:
-            result = restore_checkpoint(Path(path), Path(output), force=force, progress=progress)
+            result = restore_checkpoint(directory, Path(output), force=force, progress=progress)
     if json:
         print(json_text(result), end="")
         return

@@ -1,6 +1,5 @@
 """`lpconv verify`."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -34,16 +33,18 @@ def verify(
 
       lpconv verify ./llama-nvfp4 --against ./llama --data text.txt --gate 'kl<=0.05'
     """
+    from lpconv.checkpoint.resolve import directory_of
     from lpconv.cli.early import before_verifying
 
-    before_verifying(Path(path), options)
+    directory = directory_of(path)
+    before_verifying(directory, options)
     from lpconv.convert.verify_output import verify_output  # torch takes seconds to import
     from lpconv.report.convert.terminal import render_verify
     from lpconv.results import to_json
 
     with progress_for(quiet=quiet) as progress:
         result = verify_output(
-            Path(path),
+            directory,
             against=options.against,
             level=options.level,
             gates=options.gates,

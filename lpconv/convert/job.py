@@ -60,7 +60,7 @@ def prepare(model: str, output: Path, options: ConvertOptions, *, headers_only: 
     settings = settings_of(options)
     options, method = settings.options, settings.method
     gates = tuple(map(CONVERT_GATES.parse, options.gates))
-    resolved = resolve(model, revision=options.revision, headers_only=headers_only)
+    resolved = resolve(model, revision=options.revision, headers_only=headers_only, whole=options.cache)
     contents = read_contents(resolved.directory)
     watched = watch(contents.directory, [*watched_files(contents), *residual_files(contents.directory)])
     check_apart(resolved.directory, output)

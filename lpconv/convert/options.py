@@ -171,6 +171,7 @@ class ConvertOptions:
     max_memory: Annotated[
         int | None, size_option("Bound of the whole run, such as 4GB", default="what is free", panel=_HOW)
     ] = None
+    cache: Annotated[bool, Option("Copy a remote checkpoint into a cache, and read that", panel=_HOW)] = False
     workers: Annotated[
         int | None, Option(panel=_HOW, help="Number of encoder threads", default="cores, at most 8", least=1)
     ] = None

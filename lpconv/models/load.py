@@ -12,7 +12,9 @@ from torch import Tensor
 
 from lpconv.checkpoint.compressed import quantized_by
 from lpconv.checkpoint.contents import read_contents
+from lpconv.checkpoint.place import is_pointer
 from lpconv.checkpoint.residual import RESIDUAL_INDEX
+from lpconv.checkpoint.resolve import directory_of
 from lpconv.forms import Kept
 from lpconv.forms.foreign import READ
 from lpconv.forms.reader import StoredTensors
@@ -44,7 +46,7 @@ def load(
     codes is opened as ever: vectors, plain checkpoints, Collage's pairs.
     """
     opened = load_with_missing if not resident else _load_resident
-    return opened(path, dtype=dtype, model_class=model_class, **kwargs)[0]
+    return opened(directory_of(path), dtype=dtype, model_class=model_class, **kwargs)[0]
 
 
 def load_with_missing(
@@ -56,7 +58,8 @@ def load_with_missing(
     cls = model_class or architecture(contents.config)
     has_residual = (contents.directory / RESIDUAL_INDEX).exists()
     kwargs["output_loading_info"] = True
-    if not has_residual and quantized_by(contents.config) not in READ:
+    is_elsewhere = any(is_pointer(contents.directory / name) for name in contents.weight_files)
+    if not (has_residual or is_elsewhere or quantized_by(contents.config) in READ):
         model, info = cls.from_pretrained(contents.directory, dtype=dtype or "auto", **kwargs)
         return model.eval(), tuple(sorted(info["missing_keys"]))
     config, kwargs = _config(contents.directory, kwargs)

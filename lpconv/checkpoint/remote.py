@@ -1,0 +1,260 @@
+"""Object stores and servers: what lies there, and ranged reads of it, through the package obstore.
+
+obstore signs, connects, and repeats what a server refused or cut short. What is ours is the order of reading: a
+conversion asks for blocks of half a megabyte front to back, so whole pieces are fetched, some ahead of what is asked
+for, and kept for as long as the reader is near. Credentials are read by obstore, from the environment variables
+of each provider; none is ever part of a URL here, or of a message.
+"""
+
+import datetime
+import functools
+import importlib.util
+import os
+import re
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any
+from urllib.parse import urlsplit
+
+from lpconv.checkpoint.hub import files_url
+from lpconv.errors import InputError, LpconvError, UnsupportedError, UsageError
+
+__all__ = [
+    "RemoteFile",
+    "RemoteObject",
+    "check_url",
+    "fetch",
+    "head",
+    "hub_names",
+    "is_url",
+    "listing",
+    "remote_errors",
+    "store_at",
+]
+
+_SCHEMES = ("s3", "gs", "az", "hf", "https", "http")
+_PIECE = 4 * 2**20  # bytes that are fetched at once
+_HELD, _AHEAD = 24, 8  # pieces that are kept, and fetched before they are asked for
+_LITTLE, _FEW = 2**18, 2  # so few reads of so few bytes are not worth a piece: a header and its length
+_STALLED, _WHOLE = datetime.timedelta(seconds=30), datetime.timedelta(minutes=5)  # for a read, for an answer
+_RETRIES = {"max_retries": 6, "retry_timeout": datetime.timedelta(minutes=2)}
+_CREDENTIALS = {
+    "s3": "set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION, or AWS_SKIP_SIGNATURE=true for a public bucket",
+    "gs": "set GOOGLE_SERVICE_ACCOUNT or GOOGLE_APPLICATION_CREDENTIALS to a file of credentials",
+    "az": "set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
+    "hf": "set HF_TOKEN or run `hf auth login`",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteObject:
+    """An object by its name below the checkpoint's URL. Not every server tells tag and time."""
+
+    name: str
+    size_bytes: int
+    e_tag: str | None = None
+    modified_ns: int = 0
+
+
+def is_url(name: str) -> bool:
+    """Whether a name is a URL."""
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", name) is not None
+
+
+def check_url(url: str) -> str:
+    """A checkpoint's URL as it is recorded. Raises UsageError for one with credentials or a query in it,
+    UnsupportedError for a scheme that is not read, and where the extra is missing."""
+    parts = urlsplit(url)
+    if parts.scheme not in _SCHEMES:
+        raise UnsupportedError(
+            f"`{parts.scheme}://` is not read", hint="lpconv reads " + ", ".join(f"{s}://" for s in _SCHEMES[:-1])
+        )
+    if (parts.username and parts.scheme != "hf") or parts.password or parts.query or parts.fragment:
+        raise UsageError(
+            f"a `{parts.scheme}://` URL takes no credentials, query or fragment",
+            hint="credentials belong into the environment variables of the provider",
+        )
+    if importlib.util.find_spec("obstore") is None:
+        raise UnsupportedError(
+            f"`{parts.scheme}://` needs the package obstore", hint="install it with `pip install 'lpconv[remote]'`"
+        )
+    return url.rstrip("/")
+
+
+def hub_names(url: str) -> tuple[str, str]:
+    """The repository and the revision that an ``hf://`` URL names; without one, the latter is empty."""
+    repo_id, _, revision = url.removeprefix("hf://").partition("@")
+    return repo_id, revision
+
+
+@functools.cache
+def store_at(url: str) -> Any:
+    """The obstore store of a URL, whose paths are names below it."""
+    import obstore.store as stores
+
+    parts = urlsplit(url)
+    endpoints = (os.environ.get(name, "") for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"))
+    is_plain = parts.scheme == "http" or (parts.scheme == "s3" and any(e.startswith("http:") for e in endpoints))
+    client: dict[str, Any] = {"allow_http": is_plain, "read_timeout": _STALLED, "timeout": _WHOLE}
+    with remote_errors(url):
+        if parts.scheme == "hf":
+            address, headers = files_url(*hub_names(url))
+            client |= {"default_headers": headers, "allow_http": address.startswith("http:")}
+            return stores.HTTPStore.from_url(address, client_options=client, retry_config=_RETRIES)
+        if parts.scheme in ("http", "https"):
+            return stores.HTTPStore.from_url(url, client_options=client, retry_config=_RETRIES)
+        return stores.from_url(url, client_options=client, retry_config=_RETRIES)
+
+
+def listing(url: str) -> list[RemoteObject]:
+    """All objects below a URL of a store that lists, in order of their names."""
+    with remote_errors(url):
+        found = [_object(meta, meta["path"]) for batch in store_at(url).list() for meta in batch]
+    return sorted(found, key=lambda o: o.name)
+
+
+def head(url: str, name: str) -> RemoteObject | None:
+    """What a server says of one object, None where there is none."""
+    with remote_errors(url, name):
+        try:
+            return _object(store_at(url).head(name), name)
+        except FileNotFoundError:
+            return None
+
+
+def _object(meta: Any, name: str) -> RemoteObject:
+    modified = int(meta["last_modified"].timestamp()) * 10**9
+    return RemoteObject(name=name, size_bytes=meta["size"], e_tag=meta["e_tag"], modified_ns=modified)
+
+
+def fetch(url: str, name: str, e_tag: str | None = None, *, span: tuple[int, int] | None = None) -> Any:
+    """The bytes of an object, whole or from `span[0]` to `span[1]`, as a buffer.
+
+    Raises InputError where that fails after repeating it, and where the object is not the version of `e_tag`.
+    """
+    options: dict[str, Any] = {} if e_tag is None else {"if_match": e_tag}
+    if span is not None:
+        options["range"] = span
+    with remote_errors(url, name):
+        answer = store_at(url).get(name, options=options)
+        data = answer.bytes()
+    if e_tag not in (None, answer.meta["e_tag"]):  # not every server heeds the condition
+        raise _changed(f"{url}/{name}")
+    if span is not None and len(data) != span[1] - span[0]:
+        raise InputError(f"`{url}/{name}` is shorter than it was", hint="run again when nothing writes to it")
+    return data
+
+
+class RemoteFile:
+    """An object that is read by ranges, from any thread; `store` is a URL, `name` what it is called below that."""
+
+    def __init__(self, *, store: str, name: str, e_tag: str | None, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self._fetch = functools.partial(fetch, store, name, e_tag)
+        self._pieces = -(-size_bytes // _PIECE)
+        self._little = Counter[int]()
+
+    def read_into(self, start: int, out: memoryview) -> None:
+        if not len(out):
+            return
+        stop = start + len(out)
+        if stop > self.size_bytes:
+            raise InputError("a remote file is shorter than its header says", hint="fetch the checkpoint again")
+        first, last = start // _PIECE, (stop - 1) // _PIECE
+        if len(out) <= _LITTLE and self._little[first] < _FEW and not _window().holds(self, first):
+            self._little[first] += 1
+            out[:] = memoryview(self._fetch(span=(start, stop)))
+            return
+        for index in range(first, last + 1):
+            piece = memoryview(_window().piece(self, index).result())
+            begin = index * _PIECE
+            low, high = max(start, begin), min(stop, begin + len(piece))
+            out[low - start : high - start] = piece[low - begin : high - begin]
+
+    def fetch_piece(self, index: int) -> Any:
+        """The bytes of a piece."""
+        return self._fetch(span=(index * _PIECE, min((index + 1) * _PIECE, self.size_bytes)))
+
+    @property
+    def num_pieces(self) -> int:
+        return self._pieces
+
+    def close(self) -> None:
+        _window().forget(self)
+
+
+class _Window:
+    """The pieces of all files that were read last, or are on their way."""
+
+    def __init__(self) -> None:
+        self._lock, self._pool = Lock(), ThreadPoolExecutor(_AHEAD, thread_name_prefix="lpconv-fetch")
+        self._held: OrderedDict[tuple[RemoteFile, int], Future[Any]] = OrderedDict()
+
+    def holds(self, file: RemoteFile, index: int) -> bool:
+        """Whether a piece is here or on its way."""
+        with self._lock:
+            return (file, index) in self._held
+
+    def piece(self, file: RemoteFile, index: int) -> "Future[Any]":
+        """A piece; where the one before it was asked for too, those that follow are on their way."""
+        with self._lock:
+            is_going_on = (file, index - 1) in self._held
+            last = min(index + (_AHEAD if is_going_on else 1), file.num_pieces)
+            for n in range(index, last):
+                held = self._held.get((file, n))
+                if held is None or (held.done() and held.exception() is not None):
+                    self._held[file, n] = self._pool.submit(file.fetch_piece, n)
+                self._held.move_to_end((file, n))
+            self._held.move_to_end((file, index))
+            found = self._held[file, index]
+            while len(self._held) > _HELD:
+                self._held.popitem(last=False)
+            return found
+
+    def forget(self, file: RemoteFile) -> None:
+        """Let go of the pieces of a file."""
+        with self._lock:
+            for key in [k for k in self._held if k[0] is file]:
+                self._held.pop(key).cancel()
+
+
+@functools.cache
+def _window() -> _Window:
+    return _Window()
+
+
+@contextmanager
+def remote_errors(url: str, name: str = "") -> Iterator[None]:
+    """Turn what obstore raises inside into an error of ours, without anything that may be a secret."""
+    import obstore.exceptions as raised
+
+    where = f"{url}/{name}" if name else url
+    try:
+        yield
+    except raised.PreconditionError as e:
+        raise _changed(where) from e
+    except (raised.PermissionDeniedError, raised.UnauthenticatedError) as e:
+        hint = _CREDENTIALS.get(urlsplit(url).scheme, "is it public?")
+        raise InputError(f"there is no access to `{where}`", hint=hint) from e
+    except (FileNotFoundError, raised.NotFoundError) as e:
+        raise InputError(f"there is no `{where}`", hint="check the URL") from e
+    except (raised.BaseError, OSError, ValueError) as e:
+        raise _failed(e, where) from e
+
+
+def _changed(where: str) -> InputError:
+    return InputError(
+        f"`{where}` changed while it was read", hint="wait until nothing writes to it, and run again with --force"
+    )
+
+
+def _failed(error: Exception, where: str) -> LpconvError:
+    first = re.sub(r"\?\S+", "", str(error).partition("\n")[0])
+    return InputError(
+        f"`{where}` cannot be read: {first:.240}",
+        hint=_CREDENTIALS.get(urlsplit(where).scheme, "check the URL and the network") + "; then run again",
+    )

@@ -1,0 +1,145 @@
+"""A remote checkpoint as a directory: small files copied, weight files as pointers (`place.py`), in a cache.
+
+All that reads checkpoints reads such a directory, as it reads that of a GGUF file. It is made once for every state of
+what lies at a URL, as names, sizes and tags tell; another state gets another directory. `config.json` is written last,
+so a directory that has one is whole, and one whose making was interrupted is completed by the next who wants it.
+"""
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple
+from pathlib import Path, PurePosixPath
+from typing import Any
+from urllib.parse import urlsplit
+
+from lpconv.checkpoint.gguf import as_directory, cache_folder
+from lpconv.checkpoint.hub import files_at, wanted_files
+from lpconv.checkpoint.partfile import write_error
+from lpconv.checkpoint.place import MIN_POINTER_BYTES, write_pointer
+from lpconv.checkpoint.remote import RemoteObject, fetch, head, hub_names, listing
+from lpconv.errors import InputError
+
+__all__ = ["view_of"]
+
+_CONFIG, _SUMS = "config.json", "SHA256SUMS"
+_AT_ONCE = 8  # requests
+_STEP = 32 * 2**20  # bytes of a file that is copied whole
+# What a server without a listing is asked for, where no SHA256SUMS of ours says what there is.
+_USUAL = (
+    _CONFIG, "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
+    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
+    "chat_template.jinja", "preprocessor_config.json", "processor_config.json", "hf_quant_config.json",
+    "quantize_config.json", "quant_config.json", "README.md", "LICENSE",
+)  # fmt: skip
+
+
+def view_of(url: str, *, whole: bool) -> Path:
+    """The directory that stands for the checkpoint at a checked URL; with `whole`, a copy of it.
+
+    A copy that is there is used without `whole` too. Pickles and GGUF files are always copied: what opens them needs
+    files. Raises InputError where nothing is found or read, ResourceError where the cache cannot be written.
+    """
+    if url.endswith(".gguf"):
+        folder, _, name = url.rpartition("/")
+        found = head(folder, name)
+        if found is None:
+            raise InputError(f"there is no `{url}`", hint="check the URL")
+        return as_directory(_made(folder, [found], whole=True, last=name) / name)
+    objects = _objects(url)
+    if _CONFIG not in {o.name for o in objects}:
+        raise InputError(f"`{url}` has no config.json", hint="is it the URL of a Hugging Face checkpoint?")
+    return _made(url, objects, whole=whole, last=_CONFIG)
+
+
+def _objects(url: str) -> list[RemoteObject]:
+    """What there is at a URL that a checkpoint is made of."""
+    scheme = urlsplit(url).scheme
+    if scheme == "hf":
+        found = [RemoteObject(name=n, size_bytes=size) for n, size in sorted(files_at(*hub_names(url)).items())]
+    elif scheme in ("http", "https"):
+        found = _asked_for(url)
+    else:
+        found = listing(url)
+    unsafe = next((o.name for o in found if not _is_safe(o.name)), None)
+    if unsafe is not None:
+        raise InputError(f"`{url}` has an object called {unsafe!r}, which no file can be", hint="rename it")
+    wanted = {*wanted_files(o.name for o in found), *(o.name for o in found if o.name.endswith(".safetensors"))}
+    return [o for o in found if o.name in wanted]
+
+
+def _is_safe(name: str) -> bool:
+    return name.isprintable() and not {"..", ""} & set(name.split("/")) and "\\" not in name
+
+
+def _asked_for(url: str) -> list[RemoteObject]:
+    """The files that a server has of those that are in our checksums, or are usual, or named by an index."""
+    if (sums := head(url, _SUMS)) is not None:
+        lines = bytes(fetch(url, _SUMS, sums.e_tag)).decode(errors="replace").splitlines()
+        return [sums, *_there(url, [line[66:] for line in lines if _is_safe(line[66:])])]
+    found = _there(url, _USUAL)
+    for index in [o for o in found if o.name.endswith(".index.json")]:
+        try:
+            files = set(json.loads(bytes(fetch(url, index.name, index.e_tag)))["weight_map"].values())
+        except (ValueError, KeyError, TypeError, AttributeError):
+            continue  # reading the checkpoint says what is wrong with it
+        found += _there(url, sorted(f for f in files if isinstance(f, str) and _is_safe(f)))
+    return sorted({o.name: o for o in found}.values(), key=lambda o: o.name)
+
+
+def _there(url: str, names: Iterable[str]) -> list[RemoteObject]:
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        return [o for o in pool.map(lambda name: head(url, name), names) if o is not None]
+
+
+def _made(url: str, objects: Sequence[RemoteObject], *, whole: bool, last: str) -> Path:
+    """The directory of these objects, made or completed where it is not there; the file `last` says that it is."""
+    state = json.dumps([url, [astuple(o) for o in objects]])
+    digest = hashlib.sha256(state.encode()).hexdigest()[:16]
+    folder = cache_folder("remote") / PurePosixPath(url.replace("://", "/").replace(":", "_"))
+    copy, view = folder / f"{digest}-copy", folder / digest
+    if whole or (copy / last).exists():
+        view = copy
+    if not (view / last).exists():
+        rest = [o for o in objects if o.name != last and not _has(view, o)]
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            list(pool.map(lambda o: _put(url, o, view, whole=whole), rest))
+        _put(url, next(o for o in objects if o.name == last), view, whole=whole)
+    return view
+
+
+def _has(view: Path, o: RemoteObject) -> bool:
+    return os.path.isfile(view / o.name) and (view / o.name).stat().st_size == o.size_bytes
+
+
+def _put(url: str, o: RemoteObject, view: Path, *, whole: bool) -> None:
+    """Write a pointer to an object or its bytes, with its time; the file appears by a rename."""
+    path = view / o.name
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, made = tempfile.mkstemp(dir=path.parent, prefix=".fetching-")
+        os.close(handle)
+        try:
+            if o.name.endswith(".safetensors") and not whole and o.size_bytes >= MIN_POINTER_BYTES:
+                write_pointer(Path(made), o.size_bytes, store=url, name=o.name, e_tag=o.e_tag)
+            else:
+                _copy(url, o, Path(made))
+            os.chmod(made, 0o644)
+            os.utime(made, ns=(o.modified_ns, o.modified_ns))
+            os.replace(made, path)
+        except BaseException:
+            os.unlink(made)
+            raise
+    except OSError as e:
+        raise write_error(e, path) from e
+
+
+def _copy(url: str, o: RemoteObject, path: Path) -> None:
+    with path.open("wb") as f:
+        for start in range(0, o.size_bytes, _STEP):
+            piece: Any = fetch(url, o.name, o.e_tag, span=(start, min(start + _STEP, o.size_bytes)))
+            f.write(memoryview(piece))
