@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from lpconv.checkpoint.header import Header, TensorInfo, read_header
+from lpconv.checkpoint.place import cache_folder
 from lpconv.errors import InputError, UnsupportedError
 from lpconv.version import __version__
 
-__all__ = ["BLOCKS", "GGUF", "WEIGHTS", "as_directory", "cache_folder", "header_of", "is_view"]
+__all__ = ["BLOCKS", "GGUF", "WEIGHTS", "as_directory", "header_of", "is_view"]
 
 GGUF = "gguf"
 WEIGHTS = "model.gguf"  # in a view, a link to the file
@@ -55,12 +56,6 @@ def _view(file: Path) -> Path:
 
         make_view(file.absolute(), view)
     return view
-
-
-def cache_folder(kind: str) -> Path:
-    """Where directories are kept that stand for checkpoints of a kind."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "lpconv" / kind
 
 
 def is_view(directory: Path) -> bool:

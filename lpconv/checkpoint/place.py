@@ -5,8 +5,10 @@ object's size, all hole but a header that says which version of which object it 
 are those of any file, what knows no pointers refuses the header, and whoever opens files here reads the object.
 """
 
+import errno
 import json
 import os
+import stat
 import struct
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,7 +16,7 @@ from typing import Any, Protocol
 from lpconv.checkpoint.remote import RemoteFile
 from lpconv.errors import InputError
 
-__all__ = ["MIN_POINTER_BYTES", "LocalFile", "RangedFile", "is_pointer", "open_file", "write_pointer"]
+__all__ = ["MIN_POINTER_BYTES", "LocalFile", "RangedFile", "cache_folder", "is_pointer", "open_file", "write_pointer"]
 
 MIN_POINTER_BYTES = 2**16  # smaller objects may be shorter than what points to them
 _MARK = b'{"lpconv_remote": '
@@ -37,7 +39,11 @@ class LocalFile:
 
     def __init__(self, path: Path) -> None:
         self._name, self._fd = path.name, os.open(path, os.O_RDONLY)
-        self.size_bytes = os.fstat(self._fd).st_size
+        found = os.fstat(self._fd)
+        self.size_bytes = found.st_size
+        if stat.S_ISDIR(found.st_mode):
+            os.close(self._fd)
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
 
     def read_into(self, start: int, out: memoryview) -> None:
         done = 0
@@ -56,21 +62,19 @@ class LocalFile:
 
 def open_file(path: Path) -> RangedFile:
     """The bytes of a file, or of the object that it points to. Raises OSError where it does not open."""
-    local = LocalFile(path)
-    pointer = _pointer_in(local)
-    if pointer is None:
-        return local
-    local.close()
-    return RemoteFile(size_bytes=local.size_bytes, **pointer)
+    pointer = _pointer_in(path)
+    return LocalFile(path) if pointer is None else RemoteFile(size_bytes=path.stat().st_size, **pointer)
 
 
 def is_pointer(path: Path) -> bool:
     """Whether a file stands for an object elsewhere. Raises OSError where it does not open."""
-    local = LocalFile(path)
-    try:
-        return _pointer_in(local) is not None
-    finally:
-        local.close()
+    return _pointer_in(path) is not None
+
+
+def cache_folder(kind: str) -> Path:
+    """Where directories are kept that stand for checkpoints of a kind."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "lpconv" / kind
 
 
 def write_pointer(path: Path, size_bytes: int, **pointer: str | None) -> None:
@@ -81,12 +85,14 @@ def write_pointer(path: Path, size_bytes: int, **pointer: str | None) -> None:
         f.truncate(size_bytes)
 
 
-def _pointer_in(file: LocalFile) -> dict[str, Any] | None:
-    head = memoryview(bytearray(min(_PREFIX.size + len(_MARK), file.size_bytes)))
-    file.read_into(0, head)
-    if bytes(head[_PREFIX.size :]) != _MARK:
+def _pointer_in(path: Path) -> dict[str, Any] | None:
+    """What a file of our cache points to. Elsewhere nothing does: a checkpoint may not say what is to be fetched."""
+    if not os.path.realpath(path).startswith(os.path.realpath(cache_folder("remote")) + os.sep):
         return None
-    text = memoryview(bytearray(*_PREFIX.unpack(head[: _PREFIX.size])))
-    file.read_into(_PREFIX.size, text)
-    found: dict[str, Any] = json.loads(bytes(text))["lpconv_remote"]
-    return found
+    with path.open("rb") as f:
+        head = f.read(_PREFIX.size + len(_MARK))
+        if head[_PREFIX.size :] != _MARK:
+            return None
+        f.seek(_PREFIX.size)
+        found: dict[str, Any] = json.loads(f.read(*_PREFIX.unpack(head[: _PREFIX.size])))["lpconv_remote"]
+        return found

@@ -237,9 +237,6 @@ def remote_errors(url: str, name: str = "") -> Iterator[None]:
         yield
     except raised.PreconditionError as e:
         raise _changed(where) from e
-    except (raised.PermissionDeniedError, raised.UnauthenticatedError) as e:
-        hint = _CREDENTIALS.get(urlsplit(url).scheme, "is it public?")
-        raise InputError(f"there is no access to `{where}`", hint=hint) from e
     except (FileNotFoundError, raised.NotFoundError) as e:
         raise InputError(f"there is no `{where}`", hint="check the URL") from e
     except (raised.BaseError, OSError, ValueError) as e:
@@ -254,6 +251,9 @@ def _changed(where: str) -> InputError:
 
 def _failed(error: Exception, where: str) -> LpconvError:
     first = re.sub(r"\?\S+", "", str(error).partition("\n")[0])
+    if re.search(r"\b40[13]\b", first):
+        hint = _CREDENTIALS.get(urlsplit(where).scheme, "is it public?")
+        return InputError(f"there is no access to `{where}`", hint=hint)
     return InputError(
         f"`{where}` cannot be read: {first:.240}",
         hint=_CREDENTIALS.get(urlsplit(where).scheme, "check the URL and the network") + "; then run again",

@@ -16,10 +16,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
 
-from lpconv.checkpoint.gguf import as_directory, cache_folder
+from lpconv.checkpoint.gguf import as_directory
 from lpconv.checkpoint.hub import files_at, wanted_files
 from lpconv.checkpoint.partfile import write_error
-from lpconv.checkpoint.place import MIN_POINTER_BYTES, write_pointer
+from lpconv.checkpoint.place import MIN_POINTER_BYTES, cache_folder, write_pointer
 from lpconv.checkpoint.remote import RemoteObject, fetch, head, hub_names, listing
 from lpconv.errors import InputError
 

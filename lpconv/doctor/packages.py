@@ -22,6 +22,7 @@ EXTRAS: dict[str, tuple[str, tuple[str, ...]]] = {
     "onnx": ("export to ONNX and run it", ("onnxscript", "onnxruntime")),
     "gguf": ("read GGUF files", ("gguf",)),
     "gpu": ("energy and clocks of NVIDIA GPUs", ("nvidia-ml-py",)),
+    "remote": ("read checkpoints from object stores", ("obstore",)),
     "ray": ("batches on a Ray cluster", ("ray",)),
     "slurm": ("batches on Slurm", ("submitit",)),
     "peers": (
@@ -40,6 +41,7 @@ EXTRAS: dict[str, tuple[str, tuple[str, ...]]] = {
             "pytest-xdist",
             "hypothesis",
             "ml_dtypes",
+            "obstore",
             "gfloat",
             "matplotlib",
             "torchao",

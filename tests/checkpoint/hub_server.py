@@ -52,7 +52,11 @@ class Hub:
 
     def listing(self) -> dict[str, object]:
         """The answer to `model_info`."""
-        return {"id": self.repo_id, "sha": COMMIT, "siblings": [{"rfilename": name} for name in self.files]}
+        return {
+            "id": self.repo_id,
+            "sha": COMMIT,
+            "siblings": [{"rfilename": n, "size": len(data)} for n, data in self.files.items()],
+        }
 
     def tree(self) -> list[dict[str, object]]:
         """The answer to `list_repo_tree`."""
@@ -151,18 +155,19 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send_file(self, name: str) -> None:
         hub, fault = self.server.hub, self.server.hub.faults.get(name)
-        data, start = hub.served(name), 0
-        asked = self.headers.get("Range", "")
+        whole = data = hub.served(name)
+        start, asked = 0, self.headers.get("Range", "")
         if asked.startswith("bytes="):
-            start = int(asked.removeprefix("bytes=").partition("-")[0])
-        self.send_response(206 if start else 200)
+            first, _, last = asked.removeprefix("bytes=").partition("-")
+            start, data = int(first), data[: int(last) + 1 if last else None]
+        self.send_response(206 if asked else 200)
         self.send_header("Content-Length", str(len(data) - start))
         self.send_header("X-Repo-Commit", COMMIT)
         etag = {"no-hash": '"an-opaque-word"', "no-etag": None}.get(fault or "", f'"{hub.digest(name)}"')
         if etag is not None:
             self.send_header("ETag", etag)
-        if start:
-            self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
+        if asked:
+            self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(whole)}")
         self.end_headers()
         if self.command == "GET":
             self._body(data, start, fault)
