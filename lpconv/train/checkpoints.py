@@ -7,10 +7,10 @@ the last file is a list of hashes of the others.
 import shutil
 from pathlib import Path
 
-from lpconv.checkpoint.partfile import sha256_of, write_small
+from lpconv.checkpoint.partfile import sha256_of, write_error, write_small
 from lpconv.errors import LpconvError
 
-__all__ = ["last_checkpoint", "seal_checkpoint", "step_of"]
+__all__ = ["drop_broken", "last_checkpoint", "seal_checkpoint", "step_of"]
 
 _SEAL = "SHA256SUMS"
 _KEPT = 2  # the last may turn out to be what diverges
@@ -30,6 +30,16 @@ def seal_checkpoint(folder: Path, step: int) -> None:
 def last_checkpoint(folder: Path) -> Path | None:
     """The latest checkpoint that is whole; None where there is none."""
     return next((c for c in _checkpoints(folder) if _is_whole(c)), None)
+
+
+def drop_broken(folder: Path) -> None:
+    """Delete checkpoints that are not whole: they lie where later ones will be written."""
+    try:
+        for checkpoint in _checkpoints(folder):
+            if not _is_whole(checkpoint):
+                shutil.rmtree(checkpoint)
+    except OSError as e:
+        raise write_error(e, folder) from e
 
 
 def step_of(checkpoint: Path) -> int:

@@ -22,7 +22,7 @@ from lpconv.results import EvaluationRecord, PeakMemory, RunRecord, Series, Upda
 from lpconv.scaled import apply_factors, calibrate, fallbacks, saved_bytes, scaled, scaling_of
 from lpconv.train.allot import NUM_COPIES, PROBE_BATCHES, LossWatch, loss_allocation
 from lpconv.train.callbacks import Recorder, Timetable
-from lpconv.train.checkpoints import last_checkpoint, step_of
+from lpconv.train.checkpoints import drop_broken, last_checkpoint, step_of
 from lpconv.train.clock import Clock
 from lpconv.train.exact import computes_in_fp32, in_fp32, renamed
 from lpconv.train.examples import Collator, Examples, Stream
@@ -30,7 +30,7 @@ from lpconv.train.folder import Metrics, median_step_time
 from lpconv.train.memory import StepMemory, check_room, explained, weight_bytes
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.prepare import Prepared, operand_scale_of, prepare
-from lpconv.train.processes import backend, num_processes
+from lpconv.train.processes import backend, is_main_process, num_processes, wait_for_all
 from lpconv.train.recipes import Arithmetic
 from lpconv.train.trainer import DivergedError, LowPrecisionTrainer, predicted
 from lpconv.train.watch import Watch, rate_of, tracked_records
@@ -121,6 +121,9 @@ def train_one(job: TrainingJob, work: Work, progress: Progress) -> Finished:
     """
     clock = Clock()
     with quiet_transformers():
+        if is_main_process():
+            drop_broken(work.folder)
+        wait_for_all()
         checkpoint = last_checkpoint(work.folder)
         arguments = _arguments(job.options, work, is_resumed=checkpoint is not None)
         with clock.spending("opening the model"):

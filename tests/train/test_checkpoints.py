@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from lpconv.errors import InputError
-from lpconv.train.checkpoints import last_checkpoint, seal_checkpoint, step_of
+from lpconv.train.checkpoints import drop_broken, last_checkpoint, seal_checkpoint, step_of
 from lpconv.train.folder import Metrics
 
 
@@ -45,6 +45,15 @@ def test_a_damaged_one_is_passed_over(tmp_path: Path, damage: str) -> None:
         (last / "SHA256SUMS").unlink()
         (last / "SHA256SUMS").mkdir()
     assert last_checkpoint(tmp_path) == before
+
+
+def test_what_is_not_whole_makes_room(tmp_path: Path) -> None:
+    whole, cut = write(tmp_path, 2), write(tmp_path, 4, sealed=False)
+    (cut / "scheduler.pt").mkdir()  # as a file system may leave what it lost
+    (tmp_path / "checkpoint-x").mkdir()
+    drop_broken(tmp_path)
+    assert sorted(tmp_path.iterdir()) == [whole, tmp_path / "checkpoint-x"]
+    drop_broken(tmp_path / "none")
 
 
 def test_two_are_kept_whatever_the_clock_says(tmp_path: Path) -> None:
