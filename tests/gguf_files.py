@@ -1,14 +1,17 @@
-"""A GGUF file of a model of one layer, with a tensor of each type; random numbers."""
+"""GGUF files: of a model of one layer with a tensor of each type and random numbers, and of any small Llama."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
+import torch
+from safetensors.torch import load_file
 
 from lpconv.checkpoint.gguf import BLOCKS
 
-__all__ = ["SIZE", "TYPES", "write_gguf"]
+__all__ = ["SIZE", "TYPES", "rewrite_as_gguf", "write_gguf"]
 
 SIZE, VOCAB, HEADS, KV = 256, 64, 4, 2
 # One tensor of each type, q and k among them, whose rows llama.cpp reorders.
@@ -58,6 +61,50 @@ def write_gguf(folder: Path, architecture: str = "llama", types: dict[str, str] 
             writer.add_tensor(_full(name) + ".weight", blocks(kind, count, SIZE, rng), raw_dtype=raw_dtype)
     for name, size in vectors.items():
         writer.add_tensor(_full(name), rng.normal(size=size).astype(np.float32))
+    return _written(writer, folder)
+
+
+def rewrite_as_gguf(plain: Path, folder: Path) -> Path:
+    """A Llama with tied embeddings and a tokenizer of bytes, its matrices in Q8_0."""
+    folder.mkdir(parents=True)
+    writer, config = gguf.GGUFWriter(folder / "model.gguf", "llama"), json.loads((plain / "config.json").read_text())
+    heads, kv = config["num_attention_heads"], config["num_key_value_heads"]
+    numbers = {
+        "block_count": config["num_hidden_layers"], "context_length": config["max_position_embeddings"],
+        "embedding_length": config["hidden_size"], "feed_forward_length": config["intermediate_size"],
+        "attention.head_count": heads, "attention.head_count_kv": kv, "vocab_size": config["vocab_size"],
+        "rope.dimension_count": config["head_dim"],
+    }  # fmt: skip
+    for key, number in numbers.items():
+        writer.add_uint32(f"llama.{key}", number)
+    writer.add_float32("llama.attention.layer_norm_rms_epsilon", config["rms_norm_eps"])
+    _add_tokenizer(writer, plain, config["vocab_size"])
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
+    for name, x in load_file(plain / "model.safetensors").items():
+        full = names.get_name(name, try_suffixes=(".weight",))
+        for part, num_heads in (("q_proj", heads), ("k_proj", kv)):
+            if part in name:  # llama.cpp's order of the two halves of a head
+                x = x.view(num_heads, 2, -1, x.shape[-1]).transpose(1, 2).reshape(x.shape)
+        kind = gguf.GGMLQuantizationType["Q8_0" if x.dim() > 1 else "F32"]
+        writer.add_tensor(full, gguf.quantize(x.to(torch.float32).numpy(), kind), raw_dtype=kind)
+    return _written(writer, folder)
+
+
+def _add_tokenizer(writer: Any, plain: Path, size: int) -> None:
+    found = json.loads((plain / "tokenizer.json").read_text())
+    special = {t["content"]: t["id"] for t in found["added_tokens"]}
+    ids = {i: token for token, i in (found["model"]["vocab"] | special).items()}
+    ids[size - 1] = "Ġt"  # transformers wants a merge
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list([ids.get(i, f"<unused{i}>") for i in range(size)])
+    writer.add_token_types([3 if i in special.values() or i not in ids else 1 for i in range(size)])
+    writer.add_token_merges(["Ġ t"])
+    for add in (writer.add_bos_token_id, writer.add_eos_token_id, writer.add_pad_token_id):
+        add(next(iter(special.values())))
+
+
+def _written(writer: Any, folder: Path) -> Path:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -18,7 +18,7 @@ from lpconv.checkpoint.place import cache_folder
 from lpconv.errors import InputError, UnsupportedError
 from lpconv.version import __version__
 
-__all__ = ["BLOCKS", "GGUF", "WEIGHTS", "as_directory", "header_of", "is_view"]
+__all__ = ["BLOCKS", "GGUF", "WEIGHTS", "as_directory", "file_at", "header_of", "is_view"]
 
 GGUF = "gguf"
 WEIGHTS = "model.gguf"  # in a view, a link to the file
@@ -34,13 +34,18 @@ def as_directory(path: Path) -> Path:
 
     Raises InputError for a file that is not sound, UnsupportedError for types and architectures that are not read.
     """
-    file = path
+    file = file_at(path)
+    return path if file is None else _view(file)
+
+
+def file_at(path: Path) -> Path | None:
+    """The GGUF file that a path names, or the only one in a directory without config.json; None where there is none."""
+    found = [path]
     if path.is_dir() and not (path / "config.json").exists():
         found = sorted(path.glob("*.gguf"))
         if len(found) > 1:
             raise InputError(f"`{path}` has {len(found)} GGUF files", hint="name one of them")
-        file = found[0] if found else path
-    return _view(file) if file.suffix == ".gguf" and file.is_file() else path
+    return next((f for f in found if f.suffix == ".gguf" and f.is_file()), None)
 
 
 def _view(file: Path) -> Path:

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from lpconv.checkpoint.contents import read_json
+from lpconv.checkpoint.gguf import file_at
 from lpconv.checkpoint.holding import hold, is_held
 from lpconv.checkpoint.partfile import check_writable, fsync_directory, sha256_of, write_error
 from lpconv.errors import InputError, OutputExistsError, UnsupportedError, UsageError
@@ -217,13 +218,13 @@ def is_output(directory: Path) -> bool:
 
 
 def check_marked(directory: Path) -> None:
-    """Raise UnsupportedError for a plain checkpoint, InputError for what is none, or lost the marker of an output."""
+    """Raise UnsupportedError for a checkpoint that is no output, InputError for what is none, or lost its marker."""
     if (directory / MARKER).exists():
         return
-    if (directory / SUMS).exists() or not (directory / "config.json").exists():
+    if (directory / SUMS).exists() or not ((directory / "config.json").exists() or file_at(directory)):
         raise InputError(f"`{directory}` has no {MARKER}", hint="pass an output of `lpconv convert`")
     raise UnsupportedError(
-        f"`{directory}` is a plain checkpoint without {MARKER}: there is nothing to verify or restore",
+        f"`{directory}` is a checkpoint without {MARKER}: there is nothing to verify or restore",
         hint="pass an output of `lpconv convert`, or compare its weights with those of a MODEL by `verify --against`",
     )
 

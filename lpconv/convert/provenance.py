@@ -77,8 +77,11 @@ def plan_warnings(job: Job) -> tuple[str, ...]:
         warnings.append(
             f"the source has codes, {size_text(held)} on disk; sizes here are beside their values in fp32, {decoded}"
         )
-    if not any(t.format for t in plan.tensors):
+    written = {t.format.name for t in plan.tensors if t.format}
+    if not written:
         warnings.append("no tensor is converted: the output is a copy")
+    elif plan.options.format not in written:
+        warnings.append(f"no tensor is in {plan.options.format}")
     wide = sum(t.format is not None and t.info.dtype == "F64" for t in plan.tensors)
     if wide:
         warnings.append(f"{wide} tensors are F64 and are rounded to fp32 first; errors are measured from there")

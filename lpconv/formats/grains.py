@@ -8,9 +8,10 @@ one more scale for the whole tensor (NVFP4).
 import re
 from dataclasses import dataclass
 
+from lpconv.errors import UsageError
 from lpconv.lookup import find
 
-__all__ = ["GRAINS", "TENSOR", "Grain", "grain_of", "known_grain"]
+__all__ = ["GRAINS", "TENSOR", "Grain", "grain_for", "grain_of", "known_grain"]
 
 TENSOR = "tensor"
 
@@ -66,6 +67,7 @@ GRAINS: dict[str, Grain] = {
     )
 }
 _GROUP = re.compile(r"group:([1-9][0-9]{0,5})")
+_INTEGERS = ("int4", "int8")
 _WORD = 8  # numbers of 4 bits in a word, of which groups are whole multiples
 
 
@@ -74,10 +76,18 @@ def known_grain(name: str) -> Grain | None:
     group = _GROUP.fullmatch(name)
     if group is None or int(group[1]) % _WORD:
         return GRAINS.get(name)
-    return Grain(name=name, tile=(1, int(group[1])), formats=("int4", "int8"))
+    return Grain(name=name, tile=(1, int(group[1])), formats=_INTEGERS)
+
+
+def grain_for(format_name: str) -> str | None:
+    """A granularity that is for a format, None where there is none."""
+    named = (g.name for g in GRAINS.values() if format_name in g.formats)
+    return next(named, "group:128" if format_name in _INTEGERS else None)
 
 
 def grain_of(name: str) -> Grain | None:
     """The granularity called so, None for ``tensor``. Raises UsageError, with the nearest, for an unknown one."""
     found = known_grain(name)
-    return found if found or name == TENSOR else find("granularity", name, {TENSOR: None, **GRAINS, "group:128": None})
+    if found is None and name.startswith("group"):
+        raise UsageError(f"unknown granularity `{name}`", hint=f"groups are of multiples of {_WORD}, such as group:128")
+    return found if found or name == TENSOR else find("granularity", name, {TENSOR: None, **GRAINS, "group:N": None})

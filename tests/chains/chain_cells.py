@@ -10,20 +10,35 @@ import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
+from bench_in_process import without_processes
 from foreign_files import make_foreign
+from gguf_files import rewrite_as_gguf
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from typer.testing import CliRunner, Result
 
 import lpconv.hf
+from lpconv.advise.candidates import Conversion
 from lpconv.cli.main import app
 from lpconv.data import demo_checkpoint
+from lpconv.results import PeakRecord
 
-__all__ = ["COMMANDS", "SOURCES", "WORKS", "make", "read_page", "verdict", "write_page"]
+__all__ = ["COMMANDS", "SOURCES", "WORKS", "make", "read_page", "set_up", "verdict", "write_page"]
 
 WORKS = "works"
+
+
+def set_up(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    """No child processes, no compiler, a cache below `folder`, and a device whose speed is known."""
+    patch.setenv("LPCONV_COMPILE", "never")
+    patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    peaks = PeakRecord(bf16_flops=1e11, fp32_flops=1e10, fp8_flops=None, bytes_per_s=1e10)
+    patch.setattr("lpconv.advise.run.measure_peaks", lambda device: peaks)
+    without_processes(patch)
 
 
 def _invoke(*words: object) -> Result:
@@ -78,31 +93,38 @@ def _foreign(layout: str) -> Callable[[Path], None]:
     return rewrite
 
 
+_FP16 = {"method": "unit", "format": "fp16"}
 _TUNED = {"steps": 1, "seq_len": 16, "batch_size": 2, "eval_batches": 1, "track_every": 0, "twin": "none"}
 # What a command makes of the plain checkpoint: the kind of job, and its settings.
 _JOBS: Mapping[str, tuple[str, Mapping[str, object]]] = {
     "unit fp32": ("convert", {"method": "unit", "format": "fp32"}),
-    "unit fp16": ("convert", {"method": "unit", "format": "fp16"}),
+    "unit fp16": ("convert", _FP16),
     "unit e4m3fn": ("convert", {"method": "unit", "format": "e4m3fn"}),
     "scalify e5m2": ("convert", {"method": "scalify", "format": "e5m2"}),
     "unit mx e2m1": ("convert", {"method": "unit", "format": "e2m1", "granularity": "mx"}),
+    "unit 128x128": ("convert", {"method": "unit", "format": "e4m3fn", "granularity": "128x128"}),
+    "unit group:32": ("convert", {"method": "unit", "format": "int4", "granularity": "group:32"}),
     "collage bf16": ("convert", {"method": "collage"}),
     "collage exact16": ("convert", {"method": "collage", "residual": "exact16"}),
     "collage int8": ("convert", {"method": "collage", "residual": "int8"}),
     "collage fp16": ("convert", {"method": "collage", "format": "fp16"}),
     "multipoint int4": ("convert", {"method": "multipoint"}),
     "compressed-tensors": ("convert", {"format": "e4m3fn", "layout": "compressed-tensors"}),
+    "FP8_BLOCK": ("convert", {"format": "e4m3fn", "granularity": "128x128", "layout": "compressed-tensors"}),
     "MXFP4": ("convert", {"format": "e2m1", "granularity": "mx", "layout": "compressed-tensors"}),
+    "NVFP4": ("convert", {"format": "e2m1", "granularity": "nvfp4", "layout": "compressed-tensors"}),
+    "W4A16": ("convert", {"format": "int4", "granularity": "group:32", "layout": "compressed-tensors"}),
     "tuned unit-fp8": ("finetune", {"recipe": "unit-fp8", **_TUNED}),
     "tuned collage-bf16": ("finetune", {"recipe": "collage-bf16", **_TUNED}),
     "tuned plain": ("finetune", {"recipe": "unit-fp8", "save": "plain", **_TUNED}),
 }
 # Checkpoints that no single command makes of it.
-_OTHERS: Mapping[str, Callable[[Path], None]] = {
+_OTHERS: Mapping[str, Callable[[Path], object]] = {
     "plain": lambda target: None,
     "restored": _restore,
     "saved again": _save,
     "NVFP4 of others": _foreign("ct NVFP4"),
+    "GGUF of others": lambda target: rewrite_as_gguf(original(target.parent), target),
 }
 SOURCES = (*_OTHERS, *_JOBS)
 
@@ -197,6 +219,17 @@ def _bench(path: Path, out: Path) -> str:
     return _outcome(_invoke("bench", path, "--format", "bf16", "--compile", "off", *effort, "-q", "--json"), None)
 
 
+def _advise(path: Path, out: Path) -> str:
+    """One candidate for inference; what else there is differs by settings only."""
+    asked = ("--for", "infer", "--seq-len", 16, "--batch-size", 2)
+    one = (Conversion(name="unit fp16", settings=dict(_FP16)),)
+    with mock.patch("lpconv.advise.infer.conversions", return_value=one):
+        done = _invoke("advise", path, *asked, "-q", "--json", "-o", out)
+    if done.exit_code == 0:
+        assert [row["status"] for row in json.loads(done.stdout)["rows"]] == ["measured"]
+    return _outcome(done, out)
+
+
 def _export(path: Path, out: Path) -> str:
     return _outcome(_invoke("export", "onnx", path, "-o", out, "-q"), out)
 
@@ -235,6 +268,7 @@ COMMANDS: Mapping[str, Callable[[Path, Path], str]] = {
     "finetune collage-bf16": _tune("collage-bf16"),
     "finetune fp32": _tune("fp32"),
     "bench": _bench,
+    "advise": _advise,
     "export onnx": _export,
     "convert again": _convert_again,
     "batch": _batch,

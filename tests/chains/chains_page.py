@@ -1,7 +1,6 @@
 """Writes docs/chains.md: python tests/chains/chains_page.py > docs/chains.md"""
 
 import contextlib
-import os
 import sys
 import tempfile
 from pathlib import Path
@@ -9,15 +8,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import pytest  # after the path to the helpers of all tests
-from bench_in_process import without_processes
-from chain_cells import COMMANDS, SOURCES, make, verdict, write_page
+from chain_cells import COMMANDS, SOURCES, make, set_up, verdict, write_page
 
 
 def page() -> str:
     """The whole of docs/chains.md."""
     verdicts = {}
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        without_processes(patch)
+        set_up(patch, Path(folder))
         for source in SOURCES:
             path = make(source, Path(folder))
             for i, command in enumerate(COMMANDS):
@@ -27,7 +25,6 @@ def page() -> str:
 
 
 if __name__ == "__main__":
-    os.environ["LPCONV_COMPILE"] = "never"
     with contextlib.redirect_stdout(sys.stderr):
         text = page()
     print(text, end="")

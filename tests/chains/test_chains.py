@@ -3,8 +3,7 @@
 from pathlib import Path
 
 import pytest
-from bench_in_process import without_processes
-from chain_cells import COMMANDS, SOURCES, make, read_page, verdict
+from chain_cells import COMMANDS, SOURCES, make, read_page, set_up, verdict
 
 PAGE = read_page((Path(__file__).parents[2] / "docs" / "chains.md").read_text(encoding="utf-8"))
 
@@ -19,9 +18,8 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 def test_a_command_after_another(
     checkpoint: tuple[str, Path], command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("LPCONV_COMPILE", "never")
-    without_processes(monkeypatch)
     source, path = checkpoint
+    set_up(monkeypatch, path.parent)
     assert verdict(command, path, tmp_path / "out") == PAGE[source, command]
 
 

@@ -216,6 +216,9 @@ def test_bytes_do_not_depend_on_the_workers_or_the_blocks(tmp_path: Path) -> Non
         ({"granularity": "column"}, "unknown granularity"),
         ({"granularity": "mx", "format": "fp16"}, "does not write format `fp16` with a scale per 32 of a row"),
         ({"granularity": "128x128", "format": "e2m1"}, "does not write format `e2m1`"),
+        ({"granularity": "group:7"}, "multiples of 8"),
+        ({"format": "int4"}, "int4 with --granularity group:128"),
+        ({"format": "e2m1"}, "e2m1 with --granularity mx"),
         ({"granularity": "mx", "scale": "exact"}, "powers of two"),
         ({"granularity": "mx", "format": "e5m2", "layout": "compressed-tensors"}, "does not hold unit in e5m2"),
         ({"method": "collage", "granularity": "row"}, "no scale per row"),
@@ -223,8 +226,14 @@ def test_bytes_do_not_depend_on_the_workers_or_the_blocks(tmp_path: Path) -> Non
     ],
 )
 def test_what_has_no_rows_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(UsageError) as caught:
         settings_of(ConvertOptions(**options))
+    assert message in f"{caught.value.message} {caught.value.hint}"
+
+
+def test_a_plan_says_that_no_row_is_made_of_groups(tmp_path: Path) -> None:
+    planned = plan("demo", Path("unused"), ConvertOptions(granularity="group:4096"))
+    assert "no tensor is in int4" in planned.warnings
 
 
 def test_the_command_and_the_reports_say_it(tmp_path: Path) -> None:

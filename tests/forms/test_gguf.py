@@ -62,6 +62,8 @@ def test_every_command_takes_the_file(tmp_path: Path, monkeypatch: pytest.Monkey
     run("convert", str(file.parent), "--method", "unit", "--format", "fp32", "-o", "out", "-q")
     run("verify", "out", "--against", str(file), "--level", "weights")
     run("verify", str(file), "--against", "out")
+    alone = runner.invoke(app, ["verify", str(file)])
+    assert (alone.exit_code, "--against" in alone.stderr) == (4, True)
     run("restore", str(file), "-o", "plain")
     values = load_file("plain/model.safetensors")
     loaded = lpconv.load("out", dtype=torch.float32).state_dict()
