@@ -28,8 +28,9 @@ from lpconv.convert.verify_written import output_problems
 from lpconv.errors import LpconvError
 from lpconv.progress import Silent
 
-__all__ = ["FORMS_TRIED", "Damage", "Seen", "damages", "look", "make_outputs", "seen_in_outputs"]
+__all__ = ["FORMS_TRIED", "Damage", "Pair", "Seen", "damages", "look", "make_outputs", "seen_in_outputs"]
 
+_BLOCKS = {"method": "unit", "format": "e4m3fn", "granularity": "128x128"}
 # The forms by the words of the page, and how to write them; what is kept is a component of all of them.
 FORMS_TRIED: dict[str, dict[str, Any]] = {
     "scaled (fp16)": {"method": "unit", "format": "fp16"},
@@ -41,6 +42,8 @@ FORMS_TRIED: dict[str, dict[str, Any]] = {
     "points (e2m1)": {"method": "multipoint", "format": "e2m1", "budget_bits": 8.0, "points_max": 2},
     "compressed": {"method": "unit", "format": "e4m3fn", "layout": "compressed-tensors"},
     "tiles (e2m1, mx)": {"method": "unit", "format": "e2m1", "granularity": "mx"},
+    "tiles (e4m3fn, 128x128)": _BLOCKS,
+    "tiles (int4, groups)": {"method": "scalify", "format": "int4", "granularity": "group:16"},
     "compressed tiles (rows)": {
         "method": "unit",
         "format": "e4m3fn",
@@ -52,6 +55,19 @@ FORMS_TRIED: dict[str, dict[str, Any]] = {
         "format": "e2m1",
         "layout": "compressed-tensors",
         "granularity": "mx",
+    },
+    "compressed tiles (128x128)": {**_BLOCKS, "layout": "compressed-tensors"},
+    "compressed tiles (e2m1, nvfp4)": {
+        "method": "unit",
+        "format": "e2m1",
+        "layout": "compressed-tensors",
+        "granularity": "nvfp4",
+    },
+    "compressed tiles (int4, groups)": {
+        "method": "unit",
+        "format": "int4",
+        "layout": "compressed-tensors",
+        "granularity": "group:16",
     },
     "pair (bf16)": {"method": "collage", "residual": "bf16"},
     "pair (exact16)": {"method": "collage", "residual": "exact16"},
@@ -74,6 +90,14 @@ class Damage:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Pair:
+    """An output and what it was made from."""
+
+    source: Path
+    output: Path
+
+
+@dataclass(frozen=True, kw_only=True)
 class Seen:
     """Which checks noticed a damage: hashes as it left them, weights after the hashes were made anew."""
 
@@ -82,55 +106,61 @@ class Seen:
     weights: bool
 
 
-def make_source(directory: Path, seed: int = 0) -> Path:
+def make_source(directory: Path, seed: int, hidden: int) -> Path:
     torch.manual_seed(seed)
     config = transformers.LlamaConfig(
-        num_hidden_layers=1, hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=4,
+        num_hidden_layers=1, hidden_size=hidden, intermediate_size=48, num_attention_heads=4, num_key_value_heads=4,
         vocab_size=64, max_position_embeddings=64, tie_word_embeddings=True,
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config)
-    model.model.layers[0].input_layernorm.weight.data += torch.randn(32) / 8
+    model.model.layers[0].input_layernorm.weight.data += torch.randn(hidden) / 8
     model.save_pretrained(directory)
     return directory
 
 
-def make_outputs(folder: Path) -> tuple[Path, dict[str, Path]]:
-    """The source, and outputs of every form in some files each; beside each one of another source of these shapes."""
-    source, other = make_source(folder / "source"), make_source(folder / "other", seed=1)
+def make_outputs(folder: Path) -> dict[str, Pair]:
+    """Source and output of every form, in some files each; beside each one of another source of these shapes."""
     outputs = {}
     for i, (form, options) in enumerate(FORMS_TRIED.items()):
-        asked = ConvertOptions(**options, max_shard_size=6000, verify="weights", workers=1)
-        outputs[form] = folder / f"output{i}"
-        assert convert(str(source), outputs[form], asked).verify.passed
-        convert(str(other), folder / f"output{i}-stale", asked)
-    return source, outputs
+        hidden = 256 if "128x128" in form else 32  # more than one tile
+        sources = [folder / f"source{hidden}-{seed}" for seed in (0, 1)]
+        for seed, source in enumerate(sources):
+            if not source.exists():
+                make_source(source, seed, hidden)
+        asked = ConvertOptions(**options, max_shard_size=200 * hidden, verify="weights", workers=1)
+        output = folder / f"output{i}"
+        assert convert(str(sources[0]), output, asked).verify.passed
+        convert(str(sources[1]), output.with_name(f"{output.name}-stale"), asked)
+        outputs[form] = Pair(source=sources[0], output=output)
+    return outputs
 
 
-def look(damage: Damage, output: Path, source: Path) -> Seen | None:
+def look(damage: Damage, pair: Pair) -> Seen | None:
     """What the checks say of an output with a damage, which is undone; None for one that changes nothing."""
+    output = pair.output
     with _undone(output) as before:
         damage.do(output)
         if _files(output) == before:
             return None
         hashes = bool(check_hashes(output, Silent()).mismatched)
         rehash(output, with_residual=True)
-        return Seen(damage=damage, hashes=hashes, weights=_weights_notice(output, source))
+        return Seen(damage=damage, hashes=hashes, weights=_weights_notice(pair))
 
 
-def seen_in_outputs(damage: Damage, output: Path, source: Path) -> bool:
+def seen_in_outputs(damage: Damage, pair: Pair) -> bool:
     """Whether running both models shows a damage, with its hashes made anew."""
-    with _undone(output):
-        damage.do(output)
-        rehash(output, with_residual=True)
-        with OutputReader.from_directory(output) as reader:
+    with _undone(pair.output):
+        damage.do(pair.output)
+        rehash(pair.output, with_residual=True)
+        with OutputReader.from_directory(pair.output) as reader:
             records = list(reader.records.values())
-        return bool(output_problems(check_logits(source, output, trust_remote_code=False), records))
+        return bool(output_problems(check_logits(pair.source, pair.output, trust_remote_code=False), records))
 
 
-def _weights_notice(output: Path, source: Path) -> bool:
+def _weights_notice(pair: Pair) -> bool:
     try:
         return not verify_output(
-            output, against=str(source), level="weights", gates=(), trust_remote_code=False, progress=Silent()
+            pair.output, against=str(pair.source), level="weights", gates=(), trust_remote_code=False, progress=Silent()
         ).passed
     except LpconvError:
         return True

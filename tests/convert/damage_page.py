@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from damage import Damage, Seen, damages, look, make_outputs, seen_in_outputs
+from damage import Damage, Pair, Seen, damages, look, make_outputs, seen_in_outputs
 
 __all__ = ["OUTPUTS_SEE", "in_outputs", "matrix", "page"]
 
@@ -56,20 +56,20 @@ cell is what was found of what was done.
 OUTPUTS_SEE = {("codes", "NaN"), ("codes", "0xFF")}
 
 
-def matrix(outputs: Mapping[str, Path], source: Path) -> dict[str, list[Seen]]:
+def matrix(outputs: Mapping[str, Pair]) -> dict[str, list[Seen]]:
     """What was seen of everything that was done to each output."""
-    return {form: [s for d in damages(out) if (s := look(d, out, source))] for form, out in outputs.items()}
+    return {form: [s for d in damages(pair.output) if (s := look(d, pair))] for form, pair in outputs.items()}
 
 
-def in_outputs(form: str, output: Path, source: Path) -> list[tuple[Damage, bool]]:
+def in_outputs(form: str, pair: Pair) -> list[tuple[Damage, bool]]:
     """What running both models shows, of damage that it claims to see: outputs that are no numbers."""
-    tried = [d for d in damages(output) if (d.component, d.kind) in OUTPUTS_SEE and "float" in _claims(form, d)]
-    return [(d, seen_in_outputs(d, output, source)) for d in tried]
+    tried = [d for d in damages(pair.output) if (d.component, d.kind) in OUTPUTS_SEE and _has_nan(form)]
+    return [(d, seen_in_outputs(d, pair)) for d in tried]
 
 
-def _claims(form: str, damage: Damage) -> str:
+def _has_nan(form: str) -> bool:
     """Codes of four bits have no NaN, and 0xFF bytes are numbers there."""
-    return "" if "points" in form or "e2m1" in form else "float"
+    return not any(word in form for word in ("points", "e2m1", "int4"))
 
 
 def page(found: Mapping[str, Iterable[Seen]], ran: Mapping[str, Iterable[tuple[Damage, bool]]]) -> str:
@@ -99,5 +99,5 @@ def _cell(seen: list[Seen]) -> str:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        source, outputs = make_outputs(Path(folder))
-        print(page(matrix(outputs, source), {f: in_outputs(f, o, source) for f, o in outputs.items()}), end="")
+        outputs = make_outputs(Path(folder))
+        print(page(matrix(outputs), {f: in_outputs(f, pair) for f, pair in outputs.items()}), end="")
