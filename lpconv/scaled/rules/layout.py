@@ -59,6 +59,8 @@ def embedding(call: Call, weight: Any, *args: Any, **kwargs: Any) -> Any:
 
 def to_copy(call: Call, x: Scaled, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
     """(cast(d), s): a cast touches the data only [Scalify §1.1]; a cast to integers or bool leaves the scaled world."""
+    if dtype is not None and dtype.is_complex:
+        return NotImplemented  # ops on complex numbers have no rules, and their gradients come back real
     if dtype is not None and not dtype.is_floating_point:
         return call.op(value(x), dtype=dtype, **kwargs)
     if call.numerics.fit_joins and dtype is not None and dtype.itemsize < x.data.itemsize:
