@@ -13,7 +13,7 @@ from lpconv.errors import UsageError
 from lpconv.lookup import find
 from lpconv.options import Force, Option, Revision, check, parse_size
 from lpconv.train.options import TASKS, FinetuneOptions, check_options
-from lpconv.train.recipes import RECIPES
+from lpconv.train.recipes import RECIPES, Arithmetic
 
 __all__ = [
     "ADVICE_FILE",
@@ -105,7 +105,7 @@ class AdviseOptions:
     ] = None
     task: Annotated[str, _train("Task that the model is trained for", choices=TASKS)] = "auto"
     steps: Annotated[int, _train("Number of optimizer steps", least=1)] = FinetuneOptions.steps
-    lr: Annotated[float, _train("Highest learning rate", above=0, example="5e-5")] = FinetuneOptions.lr
+    lr: Annotated[float, _train("Highest learning rate", above=0, example="5e-5")] = Arithmetic().usual_lr
     seed: Annotated[int, Option("Seed of masks and of the first run", least=0)] = 0
     revision: Revision = None
     force: Force = False

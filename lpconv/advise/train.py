@@ -58,7 +58,9 @@ class Trials:
         self._parameters = sum(p.numel() for p in subject.model.parameters())
         self._job = training_job(self._directory, options.training(_TWIN, steps=options.steps))
         self._twins: dict[tuple[int, int], _Run] = {}
-        self._rows = {n: self._begun(n) for n in RECIPES if n != _TWIN}
+        # A rate of the others means nothing to native recipes, nor do they take a trained model.
+        tried = (n for n, r in RECIPES.items() if n != _TWIN and not r.arithmetic.is_native)
+        self._rows = {n: self._begun(n) for n in tried}
         self._ends: dict[str, list[Ends]] = {}
         self._costs_s: list[float] = []  # of runs and their twins
         self.steps = 0

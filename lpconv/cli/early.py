@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lpconv.convert.options import ConvertOptions, VerifyOptions
     from lpconv.convert.shares import Part
     from lpconv.export.options import ExportOptions
+    from lpconv.init.options import InitOptions
     from lpconv.probe.options import ProbeOptions
     from lpconv.results import BenchResult
     from lpconv.train.options import FinetuneOptions
@@ -29,6 +30,7 @@ __all__ = [
     "before_conversion",
     "before_export",
     "before_finetuning",
+    "before_init",
     "before_probe",
     "before_restoring",
     "before_verifying",
@@ -64,7 +66,7 @@ def before_finetuning(model: str, output: Path, options: "FinetuneOptions") -> N
     """Of `lpconv finetune`."""
     from lpconv.train.data import check_data
     from lpconv.train.folder import check_folder
-    from lpconv.train.options import check_options
+    from lpconv.train.options import check_options, check_start
     from lpconv.train.outcome import parse_gates
 
     check_options(options)
@@ -72,7 +74,18 @@ def before_finetuning(model: str, output: Path, options: "FinetuneOptions") -> N
     check_data(options)
     if os.environ.get("RANK", "0") == "0":  # of torchrun's processes, the first may have begun the folder already
         check_folder(output, model, options)
-    _contents(model, options.revision)
+    check_start(options, _contents(model, options.revision).config)
+
+
+def before_init(model: str, output: Path, options: "InitOptions") -> None:
+    """Of `lpconv init`."""
+    from lpconv.checkpoint.staging import check_apart, check_free
+    from lpconv.init.options import config_place
+
+    place = config_place(model, options)
+    if isinstance(place, Path) and place.is_dir():
+        check_apart(place, output)
+    check_free(output, resume=False, force=options.force)
 
 
 def before_probe(model: str, output: Path, options: "ProbeOptions") -> None:

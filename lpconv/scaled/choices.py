@@ -1,10 +1,10 @@
-"""Which scale the operands of each product are cast at. Plain records; nothing here imports torch."""
+"""What the scaled methods let one choose: scales of operands, rules of rates. Plain records, without torch."""
 
 from dataclasses import dataclass
 
 from lpconv.lookup import find
 
-__all__ = ["OPERAND_SCALES", "PRODUCTS", "OperandScales", "operand_scales"]
+__all__ = ["LEARNING_RATES", "NATIVE_MARK", "OPERAND_SCALES", "PRODUCTS", "OperandScales", "operand_scales"]
 
 OPERAND_SCALES = {
     "static": "none: data are cast as they are, at calibrated scales if there are any, and what is too large saturates",
@@ -13,6 +13,12 @@ OPERAND_SCALES = {
     "tensor": "one per tensor, from its largest magnitude",
     "row": "one per row of the left operand and column of the right one, from their largest magnitudes",
     "carrier": "no cast: the product stays in 16 bits",
+}
+# In the config of a model that native unit scaling drew: the seed, and the norm that carries the head's factor.
+NATIVE_MARK = "lpconv_native"
+LEARNING_RATES = {
+    "unit": "one step on Ŵ for all parameters (Blake et al. 2023)",
+    "u-mup": "of matrices over √K, of tables over the square root of their width (Blake et al. 2024, u-μP)",
 }
 PRODUCTS = ("output", "grad_input", "grad_weight")
 

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from lpconv.errors import UnsupportedError, UsageError
 from lpconv.layers import embeddings, head, linears
+from lpconv.scaled.choices import NATIVE_MARK
 from lpconv.scaled.places import norm_modules
 
-__all__ = ["MARK", "averages_causally", "initialise", "native_scales"]
+__all__ = ["averages_causally", "initialise", "native_scales"]
 
 _FEW_KINDS = 16
-MARK = "lpconv_native"  # in the config of a model that `initialise` drew; holds the norm that carries the head's factor
 
 
 @torch.no_grad()
@@ -47,7 +47,7 @@ def initialise(model: Any, *, seed: int = 0) -> None:
         model.get_submodule(norm).weight.mul_(_head_factor(model))
         if _norm_of_tied_head(model) is not None:  # a norm that multiplies by 1 + weight
             raise _no_norm(model)
-    setattr(getattr(model, "config", model), MARK, {"head_norm": norm})
+    setattr(getattr(model, "config", model), NATIVE_MARK, {"seed": seed, "head_norm": norm})
 
 
 def native_scales(model: nn.Module) -> dict[int, float]:
@@ -55,7 +55,7 @@ def native_scales(model: nn.Module) -> dict[int, float]:
 
     Raises `UsageError` for a model that `initialise` did not draw, and `UnsupportedError` as it does.
     """
-    mark = getattr(getattr(model, "config", model), MARK, None)
+    mark = getattr(getattr(model, "config", model), NATIVE_MARK, None)
     if not isinstance(mark, Mapping):
         raise UsageError(
             "method native scales by theory, which holds for weights that it drew itself",

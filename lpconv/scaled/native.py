@@ -11,16 +11,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from lpconv.lookup import find
+from lpconv.scaled.choices import LEARNING_RATES
 from lpconv.scaled.fresh import initialise
 from lpconv.scaled.model import scaled
 from lpconv.scaled.tensor import ScaledTensor
 
-__all__ = ["LEARNING_RATES", "native", "native_groups"]
-
-LEARNING_RATES = {
-    "unit": "one step on Ŵ for all parameters (Blake et al. 2023)",
-    "u-mup": "of matrices over √K, of tables over the square root of their width (Blake et al. 2024, u-μP)",
-}
+__all__ = ["native", "native_groups"]
 
 
 def native(model: nn.Module, *, seed: int = 0, **options: Any) -> nn.Module:

@@ -202,7 +202,7 @@ def _arguments(options: FinetuneOptions, work: Work, *, is_resumed: bool) -> Tra
         max_steps=options.steps,
         per_device_train_batch_size=share,
         per_device_eval_batch_size=share,
-        learning_rate=options.lr,
+        learning_rate=options.highest_lr,
         lr_scheduler_type="constant_with_warmup" if options.schedule == "constant" else options.schedule,
         warmup_steps=round(options.warmup * options.steps),
         max_grad_norm=options.clip or math.inf,

@@ -2,13 +2,14 @@
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-from lpconv.errors import UsageError
+from lpconv.errors import UnsupportedError, UsageError
 from lpconv.options import Force, Group, Option, Resume, Revision, check, size_option
-from lpconv.scaled.choices import OPERAND_SCALES
+from lpconv.scaled.choices import LEARNING_RATES, NATIVE_MARK, OPERAND_SCALES
 from lpconv.train.recipes import (
     LOSS_SCALES,
     PRECISIONS,
@@ -19,7 +20,17 @@ from lpconv.train.recipes import (
     arithmetic,
 )
 
-__all__ = ["LOGGERS", "SAVES", "SCHEDULES", "TASKS", "TWINS", "ArithmeticOptions", "FinetuneOptions", "check_options"]
+__all__ = [
+    "LOGGERS",
+    "SAVES",
+    "SCHEDULES",
+    "TASKS",
+    "TWINS",
+    "ArithmeticOptions",
+    "FinetuneOptions",
+    "check_options",
+    "check_start",
+]
 
 TASKS = ("auto", "mlm", "clm", "classification", "seq2seq")
 SCHEDULES = ("linear", "cosine", "constant")
@@ -140,7 +151,14 @@ class FinetuneOptions:
     ] = None
     steps: Annotated[int, _train("Number of optimizer steps", least=1)] = 100
     batch_size: Annotated[int, _train("Number of sequences in a step, over all processes", least=1)] = 8
-    lr: Annotated[float, _train("Highest learning rate", above=0, example="5e-5")] = 5e-5
+    lr: Annotated[
+        float | None,
+        _train("Highest learning rate", default="5e-5; of native recipes 0.25, a step on Ŵ", above=0, example="5e-5"),
+    ] = None
+    lr_rule: Annotated[
+        str | None,
+        _train("Rule that gives each parameter of a native recipe its rate", default="u-mup", choices=LEARNING_RATES),
+    ] = None
     schedule: Annotated[str, _train("Course of the learning rate after its rise", choices=SCHEDULES)] = "linear"
     warmup: Annotated[float, _train("Share of the steps in which the learning rate rises", least=0, below=1)] = 0.1
     weight_decay: Annotated[float, _train("Decoupled weight decay", least=0)] = 0.01
@@ -192,6 +210,11 @@ class FinetuneOptions:
     force: Force = False
 
     @property
+    def highest_lr(self) -> float:
+        """`lr`, or what is usual for the arithmetic."""
+        return self.arithmetic.usual_lr if self.lr is None else self.lr
+
+    @property
     def critical_patterns(self) -> tuple[str, ...]:
         """The patterns of `critical` that name modules."""
         return tuple(p for p in self.critical if p not in ("auto", "none"))
@@ -203,7 +226,11 @@ class FinetuneOptions:
         return max(least, self.steps // part) if asked is None else asked
 
 
-_NOTHING_TO_CALIBRATE = {"none": "it has no static scales", "scalify": "its scales are reset by data while it trains"}
+_NOTHING_TO_CALIBRATE = {
+    "none": "it has no static scales",
+    "scalify": "its scales are reset by data while it trains",
+    "native": "its scales are those of theory",
+}
 _INTERVALS = {"eval": (4, 10), "track": (10, 5)}  # a part of the steps, but at least so many
 
 
@@ -215,6 +242,11 @@ def check_options(options: FinetuneOptions) -> None:
             f"--calibrate with recipe `{options.arithmetic.name}`: {_NOTHING_TO_CALIBRATE[options.arithmetic.method]}",
             hint="leave --calibrate out, or choose --method unit",
         )
+    if options.lr_rule is not None and not options.arithmetic.is_native:
+        raise UsageError(
+            f"--lr-rule with recipe `{options.arithmetic.name}`: its parameters have one rate",
+            hint="leave --lr-rule out, or choose a recipe such as native-fp8",
+        )
     if options.critical not in ((), ("auto",)) and not options.arithmetic.is_scaled_fp8:
         raise UsageError(
             f"--critical with recipe `{options.arithmetic.name}`: it has no scaled fp8 products to leave out",
@@ -224,3 +256,13 @@ def check_options(options: FinetuneOptions) -> None:
         raise UsageError("--eval-data without --data", hint="pass both, or neither for the embedded text")
     if options.data is not None and Path(options.data).is_dir():
         raise UsageError(f"`{options.data}` is a directory", hint="pass one file to --data")
+
+
+def check_start(options: FinetuneOptions, config: Mapping[str, Any]) -> None:
+    """Raises UnsupportedError for a native recipe on a model that native unit scaling did not draw."""
+    if options.arithmetic.is_native and NATIVE_MARK not in config:
+        raise UnsupportedError(
+            f"recipe `{options.arithmetic.name}` scales by theory, which holds for weights that `lpconv init` drew, "
+            "not for trained ones",
+            hint="recipes such as unit-fp8 train a model as it is; `lpconv init MODEL --reinit` draws it anew",
+        )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lpconv.kernels.linear import E5M2_LINEAR, use_recipe
 from lpconv.loss_scale import LossScale, make_loss_scale
 from lpconv.optim import LowPrecisionAdamW, fp32_state_dict, start_from_fp32
-from lpconv.scaled import AdamW, HyperParameters, ScaledTensor, adaptive_scaling, equivalent, scaled
+from lpconv.scaled import AdamW, HyperParameters, ScaledTensor, adaptive_scaling, equivalent, native_groups, scaled
 from lpconv.scaled.places import heads
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.recipes import Arithmetic
@@ -105,7 +105,7 @@ class Prepared:
 def prepare(model: Any, arithmetic: Arithmetic, options: FinetuneOptions, *, seed: int) -> Prepared:
     """`model`, in fp32, changed in place for `arithmetic`."""
     settings: dict[str, Any] = {
-        "lr": options.lr,
+        "lr": options.highest_lr,
         "betas": (0.9, options.beta2),
         "eps": 1e-8,
         "weight_decay": options.weight_decay,
@@ -151,7 +151,10 @@ def _scaled(model: Any, arithmetic: Arithmetic, settings: dict[str, Any], option
         # Weights that were 16 bits from the first: updates below half a step reach the forward pass on average only so.
         is_on_grid = all(torch.equal(x, x.to(p.dtype).to(x.dtype)) for p, x in values.items())
         rounding: Literal["nearest", "stochastic"] = "stochastic" if values and is_on_grid else "nearest"
-        return AdamW(model.parameters(), **settings, state_dtype=state_dtype, start=values, rounding=rounding)
+        groups = model.parameters()
+        if arithmetic.is_native:
+            groups = native_groups(groups, options.highest_lr, rule=options.lr_rule or "u-mup")
+        return AdamW(groups, **settings, state_dtype=state_dtype, start=values, rounding=rounding)
 
     return Prepared(model=model, make_optimizer=make)
 

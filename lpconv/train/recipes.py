@@ -29,6 +29,7 @@ TRAINING_METHODS = {
     "none": "no scale but the loss scale",
     "unit": "static power-of-two scales (Blake et al. 2023)",
     "scalify": "scales that propagate op by op (Balanca et al. 2024)",
+    "native": "scales by theory, of a model that `lpconv init` drew (Blake et al. 2023)",
 }
 LOSS_SCALES = ("none", "dynamic", "logmax", "adaptive")
 
@@ -100,6 +101,16 @@ class Arithmetic:
         return self.method != "none"
 
     @property
+    def is_native(self) -> bool:
+        """Whether scales are those of theory, which hold for weights that were drawn for them."""
+        return self.method == "native"
+
+    @property
+    def usual_lr(self) -> float:
+        """The highest learning rate where none is given: under native scaling it is the step on unit weights."""
+        return 0.25 if self.is_native else 5e-5
+
+    @property
     def is_scaled_fp8(self) -> bool:
         """Whether operands are cast at scales of their own."""
         return self.is_scaled and self.precision == "fp8"
@@ -167,6 +178,18 @@ RECIPES: dict[str, Recipe] = {
         arithmetic=Arithmetic(precision="fp8", method="unit", optimizer="collage-plus"),
         purpose="unit-scaled weights kept as pairs of bf16: fp8 products without fp32 copies",
     ),
+    "native": Recipe(
+        arithmetic=Arithmetic(precision="fp32", method="native"),
+        purpose="native unit scaling from scratch in fp32: the reference of the next two",
+    ),
+    "native-fp16": Recipe(
+        arithmetic=Arithmetic(precision="fp16", method="native"),
+        purpose="native unit scaling from scratch in fp16, no loss scale",
+    ),
+    "native-fp8": Recipe(
+        arithmetic=Arithmetic(precision="fp8", method="native", operand_scale="static"),
+        purpose="native unit scaling from scratch: operands cast to fp8 as they are, no loss scale",
+    ),
 }
 
 
@@ -221,7 +244,9 @@ def saved_as(arithmetic: Arithmetic) -> tuple[str, str]:
     if arithmetic.optimizer.startswith("collage"):
         return "collage", "bf16"
     if arithmetic.is_scaled:
-        return arithmetic.method, "e4m3fn" if arithmetic.precision == "fp8" else arithmetic.precision
+        # A native model is stored as any unit-scaled one; that it is native its config says.
+        method = "unit" if arithmetic.is_native else arithmetic.method
+        return method, "e4m3fn" if arithmetic.precision == "fp8" else arithmetic.precision
     return "plain", "bf16" if arithmetic.variant not in (None, "fp32-master") else "fp32"
 
 
@@ -269,6 +294,11 @@ def _check_optimizer(found: Arithmetic) -> None:
         raise UsageError(
             f"optimizer `{found.optimizer}` keeps moments at the scale of their parameter; method none has none",
             hint="--method unit or scalify, or --optimizer adamw",
+        )
+    if chosen.variant is not None and found.is_native:
+        raise UsageError(
+            f"native unit scaling steps on unit weights; optimizer `{found.optimizer}` on their values",
+            hint="--optimizer adamw or fp16-state",
         )
     if chosen.variant is not None and found.precision not in ("bf16", "fp8"):
         raise UsageError(

@@ -13,11 +13,11 @@ from lpconv.checkpoint.partfile import write_small
 from lpconv.checkpoint.resolve import resolve
 from lpconv.checkpoint.source import open_source
 from lpconv.convert.provenance import versions
-from lpconv.errors import InputError, UsageError
+from lpconv.errors import InputError, UnsupportedError, UsageError
 from lpconv.gates import FINETUNE_GATES
 from lpconv.models.inputs import sequence_length, vocabulary_size
 from lpconv.models.opening import read_config
-from lpconv.models.tasks import find_task
+from lpconv.models.tasks import Task, find_task, task_of
 from lpconv.models.tokenizer import read_tokenizer, special_tokens
 from lpconv.progress import Progress, Silent
 from lpconv.report.finetune.card import finetune_card
@@ -34,7 +34,7 @@ from lpconv.train.examples import classification, packed, sequence_pairs
 from lpconv.train.folder import REPORT, held_folder, read_finished, remove_checkpoints, run_folder, write_finished
 from lpconv.train.memory import check_room, weight_bytes
 from lpconv.train.one import MEASURED_BATCHES, TrainingJob, Work, train_one
-from lpconv.train.options import FinetuneOptions, check_options
+from lpconv.train.options import FinetuneOptions, check_options, check_start
 from lpconv.train.outcome import gaps, held_out_records, parse_gates
 from lpconv.train.processes import is_main_process, num_processes, wait_for_all
 from lpconv.train.publish import form_of, publish_model, write_checksums
@@ -105,7 +105,9 @@ def _write(output: Path, result: FinetuneResult) -> None:
 
 
 def _twin_of(options: FinetuneOptions) -> Arithmetic:
-    """The arithmetic of the twin."""
+    """The arithmetic of the twin: of a native run native too, since the same rate is another step elsewhere."""
+    if options.arithmetic.is_native:
+        return dataclasses.replace(RECIPES["native"].arithmetic, precision=options.twin)
     return RECIPES["fp32" if options.twin == "fp32" else "amp-bf16"].arithmetic
 
 
@@ -118,9 +120,11 @@ def training_job(directory: Path, options: FinetuneOptions) -> TrainingJob:
     tokenizer = read_tokenizer(directory)
     if tokenizer is None:
         raise InputError(f"`{directory.name}` has no tokenizer", hint="copy its files beside the weights")
+    check_start(options, contents.config)
     _check_weights(contents, options)
     rows = read_rows(options)
     task = find_task(contents.config, options.task, has_labels=rows.label is not None)
+    _check_head(contents, options, task)
     if task.name == "classification" and rows.label is None:
         raise UsageError("classification needs a column of labels", hint="--label-column")
     config = read_config(contents, hint="lpconv trains what this release of transformers opens")
@@ -159,6 +163,16 @@ def _check_weights(contents: Contents, options: FinetuneOptions) -> None:
     with closing(open_source(contents)) as source:
         count = sum(math.prod(entry.info.shape) for entry in source.entries.values())
     check_room({"weights, gradients and optimizer": weight_bytes(count, options.arithmetic)}, options.max_memory)
+
+
+def _check_head(contents: Contents, options: FinetuneOptions, task: Task) -> None:
+    """Raises UnsupportedError where a native model would get a head that native unit scaling did not draw."""
+    drawn = (contents.config.get("architectures") or [""])[0]
+    if options.arithmetic.is_native and task_of(drawn) is not task:
+        raise UnsupportedError(
+            f"`{drawn}` has no head for {task.name}, and native unit scaling draws whole models",
+            hint="leave --task out, or choose a recipe such as unit-fp8",
+        )
 
 
 def _train_all(
@@ -228,7 +242,7 @@ def _facts(job: TrainingJob, resolved: str) -> dict[str, str]:
         "Task": f"{job.task.name}: {job.task.loss}",
         "Data": job.examples.words,
         "Steps": f"{o.steps}, each of {plural(o.batch_size, 'sequence')} of at most {job.seq_len} tokens{processes}",
-        "Optimizer": f"AdamW ({o.arithmetic.optimizer}), lr {o.lr:g} {o.schedule}, {o.warmup:.0%} warm-up, "
+        "Optimizer": f"AdamW ({o.arithmetic.optimizer}), lr {o.highest_lr:g} {o.schedule}, {o.warmup:.0%} warm-up, "
         f"beta2 {o.beta2:g}, weight decay {o.weight_decay:g}, clip {o.clip:g}".replace("%", " %"),
         "Seeds": ", ".join(str(s) for s in range(o.seed, o.seed + o.seeds)),
         **({"Scales": f"measured on the first {MEASURED_BATCHES} batches"} if o.calibrate else {}),

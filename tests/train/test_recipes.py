@@ -41,6 +41,7 @@ def test_every_loss_scale_is_a_rule_or_works_inside_the_model() -> None:
         ({"recipe": "collage-bf16", "rounding": "stochastic"}, "has no place"),
         ({"recipe": "unit-fp8", "loss_scale_floor": "8"}, "has no floor"),
         ({"precision": "fp16", "loss_scale": "-3"}, "unknown loss scale"),
+        ({"recipe": "native-fp8", "optimizer": "collage-plus"}, "steps on unit weights"),
         ({"recipe": "unit-fp9"}, "unknown recipe"),
     ],
 )
@@ -63,6 +64,7 @@ def test_fp16_takes_the_dynamic_scale_unless_another_is_named() -> None:
 
 def test_the_published_form_holds_what_training_kept() -> None:
     assert saved_as(arithmetic(recipe="unit-fp8")) == ("unit", "e4m3fn")
+    assert saved_as(arithmetic(recipe="native-fp8")) == ("unit", "e4m3fn")
     assert saved_as(arithmetic(recipe="unit-fp8-collage")) == ("collage", "bf16")
     assert saved_as(arithmetic(recipe="bf16-sr")) == ("plain", "bf16")
     assert saved_as(arithmetic(recipe="amp-fp16")) == ("plain", "fp32")
