@@ -16,7 +16,7 @@ from lpconv.data import demo_checkpoint
 ROOT = Path(__file__).parent.parent
 PAGES = [
     "README.md", "docs/cli.md", "docs/convert.md", "docs/probe.md", "docs/bench.md", "docs/export.md",
-    "docs/finetune.md", "docs/methods/multipoint.md", "docs/layouts.md", "docs/first-ten-minutes.md",
+    "docs/finetune.md", "docs/methods/multipoint.md", "docs/methods/native.md", "docs/layouts.md", "docs/first-ten-minutes.md",
     "docs/past-one-machine.md",
 ]  # fmt: skip
 PROGRAMS = [

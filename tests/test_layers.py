@@ -19,7 +19,7 @@ ROWS = {
     "forms": 3,
     "scaled": 4, "optim": 4, "loss_scale": 4, "methods": 4, "models": 4,
     "hf": 5, "convert": 5, "probe": 5,
-    "train": 6, "export": 6,
+    "train": 6, "export": 6, "init": 6,
     "bench": 7, "doctor": 7,
     "batch": 8, "advise": 8,
     "cli": 9,

@@ -22,7 +22,9 @@ __all__ = ["Commands", "handled"]
 
 P = ParamSpec("P")
 # What the libraries of a command take before it sees a model, in MB; less, and a container kills it without a word.
-_LIBRARIES_MB = {"advise": 500, "probe": 400, "bench": 400, "onnx": 500, "export": 500, "finetune": 500}
+_LIBRARIES_MB = {
+    "advise": 500, "probe": 400, "bench": 400, "onnx": 500, "export": 500, "finetune": 500, "init": 500,
+}  # fmt: skip
 # What torch's import maps, in MB (620 for a CPU build), of commands that work with it. Where the addresses end inside
 # that import, some libraries abort the process, and others lose the error.
 _ADDRESSES_MB = 700

@@ -15,6 +15,7 @@ from lpconv.cli.doctor import doctor
 from lpconv.cli.export import export
 from lpconv.cli.finetune import finetune
 from lpconv.cli.handling import Commands, handled
+from lpconv.cli.init import init
 from lpconv.cli.inspect import inspect
 from lpconv.cli.probe import probe
 from lpconv.cli.progress import VERBOSE
@@ -43,7 +44,9 @@ app = typer.Typer(
     epilog="Start with [bold]lpconv demo[/bold]. Exit codes are listed in docs/cli.md.",
 )
 
-for command in (advise, convert, inspect, verify, restore, probe, finetune, bench, report, batch, doctor, demo):
+for command in (
+    advise, convert, inspect, verify, restore, init, probe, finetune, bench, report, batch, doctor, demo,
+):  # fmt: skip
     app.command()(handled(command))
 app.add_typer(export)
 

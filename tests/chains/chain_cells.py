@@ -86,6 +86,10 @@ def _save(target: Path) -> None:
         shutil.copyfile(original(target.parent) / name, target / name)
 
 
+def _fresh(target: Path) -> None:
+    _must("init", original(target.parent), "--reinit", "-q", "-o", target)
+
+
 def _foreign(layout: str) -> Callable[[Path], None]:
     def rewrite(target: Path) -> None:
         make_foreign(layout, original(target.parent), target)
@@ -125,6 +129,7 @@ _OTHERS: Mapping[str, Callable[[Path], object]] = {
     "saved again": _save,
     "NVFP4 of others": _foreign("ct NVFP4"),
     "GGUF of others": lambda target: rewrite_as_gguf(original(target.parent), target),
+    "fresh": _fresh,
 }
 SOURCES = (*_OTHERS, *_JOBS)
 
@@ -170,7 +175,7 @@ def _inspect(path: Path, out: Path) -> str:
 
 def _verify(path: Path, out: Path) -> str:
     """Beside the source: what we converted converts to the same again, what others made has its values."""
-    against = () if "tuned" in path.name else ("--against", path.with_name("plain"))
+    against = () if "tuned" in path.name or path.name == "fresh" else ("--against", path.with_name("plain"))
     level = () if "others" in path.name or not against else ("--level", "logits")
     return _outcome(_invoke("verify", path, *against, *level), None)
 
@@ -267,6 +272,7 @@ COMMANDS: Mapping[str, Callable[[Path, Path], str]] = {
     "finetune unit-fp8": _tune("unit-fp8"),
     "finetune collage-bf16": _tune("collage-bf16"),
     "finetune fp32": _tune("fp32"),
+    "finetune native-fp8": _tune("native-fp8"),
     "bench": _bench,
     "advise": _advise,
     "export onnx": _export,

@@ -8,6 +8,7 @@ import torch
 
 import lpconv.hf
 from lpconv.data import demo_checkpoint
+from lpconv.init import InitOptions, init
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.recipes import RECIPES, arithmetic
 from lpconv.train.run import finetune
@@ -25,13 +26,17 @@ def test_a_recipe_trains_and_what_it_publishes_opens(recipe: str, tmp_path: Path
         arithmetic=arithmetic(recipe=recipe), steps=1, batch_size=1, seq_len=16, eval_batches=1, twin="none",
         track_every=0, lr=1e-3, warmup=0.0,
     )  # fmt: skip
-    result = finetune("demo", tmp_path / "out", options)
+    start = demo_checkpoint()
+    if options.arithmetic.is_native:  # which a trained model is refused to
+        start = tmp_path / "fresh"
+        init("demo", start, InitOptions(reinit=True, layers=1))
+    result = finetune(str(start), tmp_path / "out", options)
 
     (run,) = result.runs
     assert result.recipe == recipe
     assert all(math.isfinite(loss) for loss in run.losses.values)
     tuned = lpconv.hf.load(tmp_path / "out", dtype=torch.float32).state_dict()
-    before = lpconv.hf.load(demo_checkpoint(), dtype=torch.float32).state_dict()
+    before = lpconv.hf.load(start, dtype=torch.float32).state_dict()
     assert tuned.keys() == before.keys()
     assert all(bool(x.isfinite().all()) for x in tuned.values())
     moved = [name for name, x in tuned.items() if not torch.equal(x, before[name])]

@@ -1,0 +1,50 @@
+"""`lpconv init`."""
+
+from typing import Annotated
+
+import typer
+
+from lpconv.cli.command import Json, Output, Quiet, print_result, with_options
+from lpconv.init.options import InitOptions
+
+__all__ = ["init"]
+
+
+@with_options
+def init(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="An architecture: the name of a preset such as bert-base, a config.json, or any MODEL with --reinit.",
+            metavar="ARCHITECTURE",
+        ),
+    ],
+    options: InitOptions,
+    output: Output = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Draw a fresh model whose numbers have unit size in both passes, to train in fp8 or fp16 from scratch.
+
+    [bold]Examples[/bold]
+
+      lpconv init demo --reinit --width 64 --layers 2 -o fresh
+
+      lpconv init bert-base --tokenizer google-bert/bert-base-uncased -o bert-native
+
+      lpconv finetune ./fresh --recipe native-fp8 --steps 200
+    """
+    from lpconv.cli.early import before_init, output_of
+    from lpconv.cli.progress import progress_for
+    from lpconv.report.convert.terminal import render_convert
+
+    target = output_of(output, model, options.method)
+    before_init(model, target, options)
+    from lpconv.init import run  # torch and transformers take seconds to import
+
+    with progress_for(quiet=quiet) as progress:
+        result = run.init(model, target, options, progress=progress)
+    print_result(result, render_convert, json=json)
+    if not json:
+        recipe = "native-fp8" if options.method == "native" else "fp32"
+        print(f"\nTo train it: lpconv finetune {target} --recipe {recipe}")

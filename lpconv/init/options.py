@@ -1,0 +1,61 @@
+"""What a fresh checkpoint is asked for. Plain Python; reads headers only."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from lpconv.checkpoint.contents import read_contents
+from lpconv.checkpoint.resolve import resolve
+from lpconv.errors import UsageError
+from lpconv.models.presets import PRESETS
+from lpconv.options import Force, Option, Revision, check
+
+__all__ = ["INIT_METHODS", "InitOptions", "config_place"]
+
+INIT_METHODS = {
+    "native": "unit normal weights, and scales by theory, for recipes such as native-fp8 (Blake et al. 2023)",
+    "plain": "as transformers initialises the architecture, to train beside it",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class InitOptions:
+    """How weights are drawn, and of which size."""
+
+    method: Annotated[str, Option("Method that draws the weights", choices=INIT_METHODS, short=("-m",))] = "native"
+    width: Annotated[
+        int | None,
+        Option("Width of the residual stream; heads keep their size, inner widths their ratio", default="own", least=1),
+    ] = None
+    layers: Annotated[int | None, Option("Number of layers", default="own", least=1)] = None
+    tokenizer: Annotated[
+        str | None, Option("Model whose tokenizer is copied", default="own, if it has one", metavar="MODEL")
+    ] = None
+    reinit: Annotated[bool, Option("Take the architecture of a trained checkpoint, and draw its weights anew")] = False
+    seed: Annotated[int, Option("Seed of the weights", least=0)] = 0
+    revision: Revision = None
+    force: Force = False
+
+
+def config_place(model: str, options: InitOptions) -> str | Path:
+    """Where the architecture of `model` is described: a preset's name, a config file, or a directory that holds one.
+
+    Raises UsageError for a checkpoint with weights that `reinit` does not give up, and as `resolve` does.
+    """
+    check(options)
+    if model in PRESETS and not os.path.isdir(model):
+        return model
+    path = Path(os.path.expanduser(model))
+    if os.path.isfile(path) and path.suffix == ".json":
+        return path
+    if os.path.isfile(path / "config.json") and not any(path.glob("*.safetensors")) and not any(path.glob("*.bin")):
+        return path / "config.json"
+    directory = resolve(model, revision=options.revision, headers_only=True).directory
+    read_contents(directory)
+    if not options.reinit:
+        raise UsageError(
+            f"`{model}` has weights, and a fresh model would have none of what they learnt",
+            hint="--reinit takes its architecture only; recipes such as unit-fp8 train it as it is",
+        )
+    return directory

@@ -1,0 +1,154 @@
+"""`lpconv init` as a library call: a config, weights drawn for it, one step to see that it trains, an output."""
+
+import contextlib
+import dataclasses
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from lpconv.checkpoint.contents import read_contents, read_json
+from lpconv.checkpoint.partfile import write_error, write_small
+from lpconv.checkpoint.resolve import resolve
+from lpconv.convert.files import plain_config
+from lpconv.convert.options import ConvertOptions
+from lpconv.convert.provenance import public_source
+from lpconv.convert.run import convert
+from lpconv.convert.tensor_records import format_ranges
+from lpconv.errors import InputError, UnsupportedError
+from lpconv.init.options import InitOptions, config_place
+from lpconv.init.sizes import resized
+from lpconv.models.empty import check_memory
+from lpconv.models.inputs import example_inputs
+from lpconv.models.opening import Blueprint, model_errors
+from lpconv.models.presets import PRESETS
+from lpconv.models.quiet import quiet_transformers
+from lpconv.models.tasks import architecture, concrete
+from lpconv.models.tokenizer import read_tokenizer
+from lpconv.progress import Progress, Silent
+from lpconv.report.convert.html import html_report
+from lpconv.results import ConvertResult, json_text
+from lpconv.scaled.choices import NATIVE_MARK
+from lpconv.scaled.fresh import initialise
+from lpconv.scaled.model import scaled
+
+__all__ = ["init"]
+
+_COPIES = 4  # of the model in memory: weights, their data under native scaling, gradients, what an op makes
+# Of a config: what is about weights that it lay beside.
+_NOT_KEPT = {"dtype", "torch_dtype", "auto_map", "quantization_config", NATIVE_MARK}
+_HINT = "lpconv builds the models of this release of transformers"
+
+
+def init(model: str, output: Path, options: InitOptions, *, progress: Progress | None = None) -> ConvertResult:
+    """Write a fresh checkpoint of the architecture of `model` into `output`, as `convert` writes one of method unit.
+
+    `model` is a preset, a config file, a directory, or any model with `reinit`. Weights are fp32, bit for bit those
+    that `seed` gives. Raises UsageError and UnsupportedError, with the reason, for what cannot be drawn: with method
+    native also for an op that has no native rule, which one step on random inputs finds.
+    """
+    told = progress or Silent()
+    place = config_place(model, options)
+    found = _blueprint(place, options)
+    count = sum(p.numel() for p in found.empty().parameters())
+    check_memory(count, copies=_COPIES, what="a fresh model")
+    with _beside(output) as folder:
+        source = folder / f"{output.name}-seed{options.seed}"
+        told.start("drawing weights", 0)
+        fresh = _drawn(found, options)
+        with quiet_transformers():
+            fresh.save_pretrained(source)
+            _copy_tokenizer(options.tokenizer or place, source)
+        write_small(source / "README.md", _card(model, type(fresh).__name__, count, options))
+        if options.method == "native":
+            told.start("one step under native scaling", 0)
+            _check_trains(fresh)
+        del fresh
+        as_unit = ConvertOptions(method="unit", format="fp32", verify="weights", force=options.force)
+        return _public(convert(str(source), output, as_unit, progress=progress))
+
+
+def _public(result: ConvertResult) -> ConvertResult:
+    """The result, and the reports of it, without the folder that the weights were drawn in, which is gone."""
+    found = dataclasses.replace(result, source=public_source(result.source))
+    write_small(Path(found.output) / "report.html", html_report(found, format_ranges()))
+    write_small(Path(found.output) / "report.json", json_text(found))
+    return found
+
+
+def _blueprint(place: str | Path, options: InitOptions) -> Blueprint:
+    """The model to draw, from a preset, a config file or a checkpoint directory. Raises UnsupportedError."""
+    with quiet_transformers(), model_errors("config.json builds no model", hint=_HINT):
+        if isinstance(place, str):
+            preset = PRESETS[place]
+            settings = getattr(transformers, preset.config_class)(**preset.settings).to_dict()
+            settings["architectures"] = [preset.model_class]
+        else:
+            settings = plain_config(read_contents(place)) if place.is_dir() else read_json(place)
+        if not settings.get("architectures"):
+            raise UnsupportedError("config.json names no architecture", hint="add it under `architectures`")
+        settings = resized(settings, width=options.width, layers=options.layers)
+        settings = {k: v for k, v in settings.items() if k not in _NOT_KEPT}
+        config = transformers.AutoConfig.for_model(**settings)
+        config.dtype = torch.float32
+        return Blueprint(model_class=concrete(architecture(settings), config), config=config, directory=None)
+
+
+def _drawn(found: Blueprint, options: InitOptions) -> Any:
+    """The model with its weights; the same for the same seed, whatever ran before."""
+    with quiet_transformers(), model_errors("config.json builds no model", hint=_HINT), torch.random.fork_rng([]):
+        torch.manual_seed(options.seed)
+        model = found.model_class(found.config)
+        if options.method == "native":
+            initialise(model, seed=options.seed)
+    return model
+
+
+def _check_trains(model: Any) -> None:
+    """One step forward and backward under native scaling, which ends `model`. Raises UnsupportedError where an op has
+    no native rule, and where the model does not run."""
+    scaled(model, method="native", strict=True)
+    try:
+        with quiet_transformers(), model_errors("the model does not run", hint=_HINT):
+            outputs = model.train()(**example_inputs(model))
+            first = outputs[0] if isinstance(outputs, tuple) else next(iter(outputs.values()))
+            first.float().square().mean().backward()
+    except UnsupportedError as e:
+        hint = "`lpconv init --method plain` draws it for recipes such as unit-fp8, which take any architecture"
+        raise UnsupportedError(e.message, hint=hint) from e
+
+
+def _copy_tokenizer(of: str | Path, target: Path) -> None:
+    """The tokenizer of a model, where it has one; a preset and a config file have none. Raises InputError where a
+    named model has none."""
+    directory = resolve(of, headers_only=True).directory if isinstance(of, str) and of not in PRESETS else of
+    tokenizer = read_tokenizer(directory) if isinstance(directory, Path) and directory.is_dir() else None
+    if tokenizer is not None:
+        tokenizer.save_pretrained(target)
+    elif isinstance(of, str) and of not in PRESETS:
+        raise InputError(f"`{of}` has no tokenizer", hint="name a model that has one to --tokenizer")
+
+
+@contextlib.contextmanager
+def _beside(output: Path) -> Iterator[Path]:
+    """A folder on the disk of `output`, gone afterwards."""
+    try:
+        output.absolute().parent.mkdir(parents=True, exist_ok=True)
+        made = tempfile.TemporaryDirectory(prefix=".lpconv-init-", dir=output.absolute().parent)
+    except OSError as e:
+        raise write_error(e, output) from e
+    with made as folder:
+        yield Path(folder)
+
+
+def _card(model: str, name: str, count: int, options: InitOptions) -> str:
+    """README.md of the weights as drawn."""
+    how = "by native unit scaling" if options.method == "native" else "as transformers initialises it"
+    size = "".join(f", {n} {v}" for n, v in (("width", options.width), ("layers", options.layers)) if v is not None)
+    return (
+        f"# {name}, not trained\n\n{count} parameters of the architecture of `{Path(model).name}`{size}, "
+        f"drawn {how} from seed {options.seed}.\n"
+    )
