@@ -323,8 +323,8 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "recipe": "fp32", "precision": "fp8", "method": "unit", "optimizer": "bf16", "rounding": "stochastic",
         "loss_scale": 1024, "loss_scale_floor": "0:1", "task": "clm", "data": "x/y", "eval_data": "x/z",
         "text_column": "t", "label_column": "l", "seq_len": 8, "steps": 3, "batch_size": 2, "lr": "1e-3",
-        "schedule": "cosine", "warmup": 0.5, "weight_decay": 0, "beta2": 0.9, "clip": 0, "seed": 1, "seeds": 2,
-        "twin": "none", "eval_every": 0, "eval_batches": 1, "save_every": 0, "track_every": 0, "lca": True,
+        "lr_rule": "unit", "schedule": "cosine", "warmup": 0.5, "weight_decay": 0, "beta2": 0.9, "clip": 0, "seed": 1,
+        "seeds": 2, "twin": "none", "eval_every": 0, "eval_batches": 1, "save_every": 0, "track_every": 0, "lca": True,
         "calibrate": True, "critical": "*.down_proj", "operand_scale": "row",
         "save": "plain", "log_to": ["wandb"], "compile": True, "max_memory": "1GB", "revision": "v1",
         "gates": "loss<=9", "force": True,
@@ -349,6 +349,7 @@ BESIDE: dict[tuple[str, str], dict[str, Any]] = {
     ("finetune", "rounding"): {"optimizer": "bf16", "precision": "bf16"},
     ("finetune", "loss_scale_floor"): {"precision": "fp16"},
     ("finetune", "eval_data"): {"data": "x/y"},
+    ("finetune", "lr_rule"): {"recipe": "native-fp8"},
 }
 EVERY_FIELD = [(kind, name) for kind, known in KINDS.items() for name in known.fields]
 
