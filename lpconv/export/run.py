@@ -102,6 +102,8 @@ def _tidied(staging: Staging) -> Iterator[None]:
     try:
         yield
     except VerificationError as e:
+        # What is set aside says why, and whose it is: the next run replaces it.
+        write_small(staging.directory / MARKER, ordered_json_text({"format_version": 1, "error": e.to_dict()}))
         kept = staging.set_aside()
         hint = f"the rejected file is in `{kept}`" + (f"; {e.hint}" if e.hint else "")
         raise VerificationError(e.message, hint=hint, details=e.details) from e

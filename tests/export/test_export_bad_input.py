@@ -77,6 +77,8 @@ def test_beyond_the_tolerance_the_file_is_kept_aside(llama: Path, tmp_path: Path
     assert "out.failed" in text
     assert not out.exists()
     assert (tmp_path / "out.failed" / "model.onnx").exists()
+    assert refused(llama, "-o", out, "--tolerance", "0")[0] == 5  # another one replaces it
+    assert json.loads((tmp_path / "out.failed" / "lpconv.json").read_text())["error"]["code"] == 5
 
 
 class Unknown(nn.Module):
