@@ -7,21 +7,23 @@ Each operand is rounded once and kept as codes for the backward pass, so fp8 hal
 
 import functools
 from collections.abc import Container
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from lpconv.errors import UsageError
+from lpconv.formats.cast import Rounding
 from lpconv.formats.codes import code_dtype
 from lpconv.formats.scale import tensor_scale
 from lpconv.formats.spec import get_format
 from lpconv.kernels.matmul import matmul
+from lpconv.kernels.quantise import fake_quantise
 from lpconv.kernels.scaled_cast import scaled_codes
 from lpconv.layers import linears
 
-__all__ = ["E5M2_LINEAR", "FP8_LINEAR", "FP16_LINEAR", "LinearRecipe", "linear", "use_recipe"]
+__all__ = ["E5M2_LINEAR", "E5M2_STOCHASTIC", "FP8_LINEAR", "FP16_LINEAR", "LinearRecipe", "linear", "use_recipe"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +33,8 @@ class LinearRecipe:
     "unit" casts as they are, for tensors kept at unit scale; "amax" divides each by a power of two that brings its
     largest element into the format's top binade. float16 and bfloat16 overflow to Inf, for a loss scaler to see; fp8
     saturates, unless `overflow` is "inf", which e5m2 alone has. What was not finite before a cast is not so
-    behind it.
+    behind it. With "stochastic" `rounding` inputs and gradients go up or down by chance, torch's generator's, weights
+    never; and nothing does where no gradient is wanted, so that evaluating needs no seed.
     """
 
     input: str = "e4m3fn"
@@ -39,12 +42,15 @@ class LinearRecipe:
     gradient: str = "e5m2"
     scaling: Literal["unit", "amax"] = "unit"
     overflow: Literal["saturate", "inf"] = "saturate"
+    rounding: Rounding = "nearest"
 
 
 FP8_LINEAR = LinearRecipe()
 FP16_LINEAR = LinearRecipe(input="fp16", weight="fp16", gradient="fp16")
-# Mixed precision with 8-bit floats (Mellempudi et al. 2019, arXiv 1905.12334): e5m2 everywhere, and a loss scale.
+# Mixed precision with 8-bit floats (Mellempudi et al. 2019, arXiv 1905.12334): e5m2 everywhere, and a loss scale. The
+# paper rounds activations and gradients stochastically.
 E5M2_LINEAR = LinearRecipe(input="e5m2", weight="e5m2", gradient="e5m2", overflow="inf")
+E5M2_STOCHASTIC = replace(E5M2_LINEAR, rounding="stochastic")
 
 
 def linear(
@@ -64,6 +70,8 @@ def linear(
     """
     if recipe.scaling not in ("unit", "amax"):
         raise UsageError(f"unknown scaling `{recipe.scaling}`", hint="known: unit, amax")
+    if not torch.is_grad_enabled():
+        recipe = replace(recipe, rounding="nearest")
     result: Tensor = _Linear.apply(x, weight, bias, recipe, weight_scale)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
     return result
 
@@ -89,7 +97,7 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, recipe: LinearRecipe, weight_scale: Tensor | None
     ) -> Tensor:
-        x_MK, scale_x = _operand(x.reshape(-1, x.shape[-1]), recipe.input, recipe)
+        x_MK, scale_x = _operand(x.reshape(-1, x.shape[-1]), recipe.input, recipe, recipe.rounding)
         is_codes = weight.dtype == code_dtype(get_format(recipe.weight)) and weight.dtype.itemsize == 1
         w_NK, scale_w = (weight, weight_scale) if is_codes else _operand(weight, recipe.weight, recipe)
         ctx.save_for_backward(x_MK, scale_x, w_NK, scale_w)
@@ -103,7 +111,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         x_MK, scale_x, w_NK, scale_w = ctx.saved_tensors
         grad_MN = grad.reshape(-1, grad.shape[-1])
-        g_MN, scale_g = _operand(grad_MN, ctx.recipe.gradient, ctx.recipe)
+        g_MN, scale_g = _operand(grad_MN, ctx.recipe.gradient, ctx.recipe, ctx.recipe.rounding)
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
             dx = matmul(g_MN, w_NK, scale_a=scale_g, scale_b=scale_w, out_dtype=grad.dtype)
@@ -117,12 +125,18 @@ class _Linear(torch.autograd.Function):
         return dx, dw, db, None, None
 
 
-def _operand(x: Tensor, name: str, recipe: LinearRecipe) -> tuple[Tensor, Tensor | None]:
+def _operand(
+    x: Tensor, name: str, recipe: LinearRecipe, rounding: Rounding = "nearest"
+) -> tuple[Tensor, Tensor | None]:
     spec = get_format(name)
     scale = tensor_scale(x, spec) if recipe.scaling == "amax" else None
     # A power of two: exact. In float32 where float16 may not hold it.
     wide = torch.float32 if x.dtype == torch.float16 else x.dtype
     inverse = None if scale is None else (1 / scale).to(wide)
+    if rounding != "nearest":
+        scaled = x if inverse is None else x.to(wide) * inverse
+        values = fake_quantise(scaled, spec, rounding=rounding, overflow=recipe.overflow)
+        return values.to(code_dtype(spec)), scale
     if spec.bits == 8 and not (recipe.overflow == "inf" and spec.has_inf):
         return scaled_codes(x, inverse, spec, saturate=True), scale
     return (x if inverse is None else x.to(wide) * inverse).to(code_dtype(spec)), scale

@@ -81,8 +81,8 @@ class ArithmeticOptions:
     rounding: Annotated[
         str | None,
         _how(
-            "Rounding of bf16 weights when they are written back",
-            default="the optimizer's",
+            "Rounding of bf16 weights when they are written back, or of operands in fp8 without scales",
+            default="the recipe's",
             choices=("nearest", "stochastic"),
         ),
     ] = None

@@ -1,7 +1,7 @@
 """A model made ready to train in an arithmetic: its parameters, its optimizer, what its passes run in."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -9,7 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lpconv.kernels.linear import E5M2_LINEAR, use_recipe
+from lpconv.kernels.linear import E5M2_LINEAR, E5M2_STOCHASTIC, use_recipe
+from lpconv.kernels.quantise import fake_quantise
 from lpconv.loss_scale import LossScale, make_loss_scale
 from lpconv.optim import LowPrecisionAdamW, fp32_state_dict, start_from_fp32
 from lpconv.scaled import AdamW, HyperParameters, ScaledTensor, adaptive_scaling, equivalent, native_groups, scaled
@@ -120,13 +121,15 @@ def prepare(model: Any, arithmetic: Arithmetic, options: FinetuneOptions, *, see
         adaptive_scaling(model, compute=arithmetic.precision)
         return Prepared(model=model, make_optimizer=lambda: torch.optim.AdamW(model.parameters(), **settings))
     if arithmetic.precision == "fp8":
-        use_recipe(model, E5M2_LINEAR, keep=heads(model))
+        is_nearest = arithmetic.operand_rounding == "nearest"
+        use_recipe(model, E5M2_LINEAR if is_nearest else E5M2_STOCHASTIC, keep=heads(model))
     loss_scale = _loss_scale(arithmetic)
     if arithmetic.variant is not None:
         return Prepared(model=model, make_optimizer=_kept_in_bf16(model, settings), loss_scale=loss_scale)
+    make = _on_fp16_grid if arithmetic.optimizer == "fp16-weights" else torch.optim.AdamW
     return Prepared(
         model=model,
-        make_optimizer=lambda: torch.optim.AdamW(model.parameters(), **settings),
+        make_optimizer=lambda: make(model.parameters(), **settings),
         loss_scale=loss_scale,
         autocast=_AUTOCAST.get(arithmetic.precision),
     )
@@ -177,6 +180,22 @@ def _kept_in_bf16(model: Any, settings: dict[str, Any]) -> Callable[[], torch.op
         return optimizer
 
     return make
+
+
+def _on_fp16_grid(parameters: Iterable[nn.Parameter], **settings: Any) -> torch.optim.Optimizer:
+    """AdamW whose weights are fp16 numbers, from the start and after each step; they are stored in fp32, so that their
+    gradients can be divided by the loss scale without loss, as the paper's update does it."""
+    kept = list(parameters)
+
+    @torch.no_grad()
+    def round_weights(*_: Any) -> None:
+        for p in kept:
+            fake_quantise(p, "fp16", overflow="inf", out=p)
+
+    round_weights()
+    optimizer = torch.optim.AdamW(kept, **settings)
+    optimizer.register_step_post_hook(round_weights)
+    return optimizer
 
 
 def _loss_scale(arithmetic: Arithmetic) -> LossScale:

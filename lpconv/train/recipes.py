@@ -53,6 +53,9 @@ TRAINING_OPTIMIZERS: dict[str, OptimizerChoice] = {
     "fp16-state": OptimizerChoice(
         keeps="an fp32 copy of the weights, moments in fp16 with a scale", bytes_per_parameter=12, needs_scales=True
     ),
+    "fp16-weights": OptimizerChoice(
+        keeps="weights rounded to fp16 at every step, fp32 moments", bytes_per_parameter=16
+    ),
     "fp32-master": OptimizerChoice(
         keeps="bf16 weights, an fp32 copy, fp32 moments", bytes_per_parameter=16, variant="fp32-master"
     ),
@@ -80,7 +83,8 @@ TRAINING_OPTIMIZERS: dict[str, OptimizerChoice] = {
 class Arithmetic:
     """A combination that `arithmetic` found possible. `loss_scale` is a name of `LOSS_SCALES` or a number as text.
 
-    `operand_scale` says at which scales scaled fp8 casts operands, as `lpconv.scaled.choices.operand_scales` reads it.
+    `operand_scale` says at which scales scaled fp8 casts operands, as `lpconv.scaled.choices.operand_scales` reads it,
+    and `operand_rounding` how fp8 without scales rounds activations and gradients.
     """
 
     precision: str = "bf16"
@@ -89,6 +93,7 @@ class Arithmetic:
     loss_scale: str = "none"
     loss_scale_floor: str | None = None
     operand_scale: str = "tensor"
+    operand_rounding: str = "nearest"
 
     @property
     def variant(self) -> str | None:
@@ -163,8 +168,15 @@ RECIPES: dict[str, Recipe] = {
         arithmetic=Arithmetic(precision="fp16", method="unit"), purpose="unit scaling in fp16, no loss scale"
     ),
     "mpt-fp8": Recipe(
-        arithmetic=Arithmetic(precision="fp8", loss_scale="dynamic", loss_scale_floor="0:1,40000:8192,150000:32768"),
-        purpose="e5m2 products and a dynamic loss scale with a rising floor (Mellempudi et al. 2019)",
+        arithmetic=Arithmetic(
+            precision="fp8",
+            optimizer="fp16-weights",
+            loss_scale="dynamic",
+            loss_scale_floor="0:1,40000:8192,150000:32768",
+            operand_rounding="stochastic",
+        ),
+        purpose="e5m2 products, rounded stochastically, fp16 weights, a loss scale with a rising floor "
+        "(Mellempudi et al. 2019)",
     ),
     "unit-fp8": Recipe(
         arithmetic=Arithmetic(precision="fp8", method="unit"),
@@ -251,14 +263,19 @@ def saved_as(arithmetic: Arithmetic) -> tuple[str, str]:
 
 
 def _rounded(found: Arithmetic, rounding: str | None) -> Arithmetic:
-    """`--rounding` is how weights without a wider copy are written back, so that it belongs to the optimizer bf16."""
-    if rounding is None or rounding == ("stochastic" if found.optimizer == "bf16-sr" else "nearest"):
+    """`--rounding` is how bf16 weights without a wider copy are written back, else how plain fp8 casts operands."""
+    if rounding is None:
         return found
     find("rounding", rounding, dict.fromkeys(("nearest", "stochastic")))
-    if found.optimizer not in ("bf16", "bf16-sr"):
+    keeps_bf16 = found.optimizer in ("bf16", "bf16-sr")
+    if found.precision == "fp8" and not found.is_scaled and not keeps_bf16:
+        return dataclasses.replace(found, operand_rounding=rounding)
+    if rounding == ("stochastic" if found.optimizer == "bf16-sr" else "nearest"):
+        return found
+    if not keeps_bf16:
         raise UsageError(
             f"optimizer `{found.optimizer}` keeps more of a weight than bf16 holds: {rounding} rounding has no place",
-            hint="--rounding goes with --optimizer bf16",
+            hint="--rounding goes with --optimizer bf16, and with fp8 without scales",
         )
     return dataclasses.replace(found, optimizer="bf16-sr" if rounding == "stochastic" else "bf16")
 
@@ -294,6 +311,11 @@ def _check_optimizer(found: Arithmetic) -> None:
         raise UsageError(
             f"optimizer `{found.optimizer}` keeps moments at the scale of their parameter; method none has none",
             hint="--method unit or scalify, or --optimizer adamw",
+        )
+    if found.optimizer == "fp16-weights" and found.is_scaled:
+        raise UsageError(
+            f"optimizer `fp16-weights` rounds weights as they are; method {found.method} keeps them at scales",
+            hint="--method none, or --optimizer fp16-state",
         )
     if chosen.variant is not None and found.is_native:
         raise UsageError(

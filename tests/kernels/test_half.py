@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from lpconv.kernels.half import HalfProducts
-from lpconv.kernels.linear import E5M2_LINEAR, linear
+from lpconv.kernels.linear import E5M2_LINEAR, E5M2_STOCHASTIC, linear
 
 
 def test_products_are_rounded_once_forward_and_backward() -> None:
@@ -31,3 +31,17 @@ def test_e5m2_gradients_overflow_to_inf_for_a_loss_scale_to_see() -> None:
     assert weight.grad is not None
     assert not weight.grad.isfinite().any()
     assert not linear(torch.full((2, 16), 1e5), weight, recipe=E5M2_LINEAR).isfinite().any()
+
+
+def test_stochastic_rounding_is_right_on_average_and_only_where_gradients_are_wanted() -> None:
+    """1.1 lies between the e5m2 numbers 1 and 1.25."""
+    torch.manual_seed(0)
+    x, weight = torch.full((4000, 1), 1.1, requires_grad=True), torch.ones(1, 1, requires_grad=True)
+    out = linear(x, weight, recipe=E5M2_STOCHASTIC)
+    assert set(out.unique().tolist()) == {1.0, 1.25}
+    assert abs(float(out.detach().mean()) - 1.1) < 5 * 0.1225 / 4000**0.5  # five standard errors
+    out.backward(torch.full_like(out, 1.1))
+    assert x.grad is not None
+    assert abs(float(x.grad.mean()) - 1.1) < 5 * 0.1225 / 4000**0.5
+    with torch.no_grad():
+        assert linear(x, weight, recipe=E5M2_STOCHASTIC).unique().tolist() == [1.0]

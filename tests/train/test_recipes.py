@@ -42,6 +42,7 @@ def test_every_loss_scale_is_a_rule_or_works_inside_the_model() -> None:
         ({"recipe": "unit-fp8", "loss_scale_floor": "8"}, "has no floor"),
         ({"precision": "fp16", "loss_scale": "-3"}, "unknown loss scale"),
         ({"recipe": "native-fp8", "optimizer": "collage-plus"}, "steps on unit weights"),
+        ({"recipe": "unit-fp8", "optimizer": "fp16-weights"}, "rounds weights as they are"),
         ({"recipe": "unit-fp9"}, "unknown recipe"),
     ],
 )
@@ -54,6 +55,12 @@ def test_impossible_combinations_are_refused_with_the_reason(asked: dict[str, st
 def test_stochastic_rounding_belongs_to_the_optimizer_that_keeps_nothing_else() -> None:
     assert arithmetic(precision="bf16", optimizer="bf16", rounding="stochastic") == arithmetic(recipe="bf16-sr")
     assert arithmetic(recipe="bf16-sr", rounding="nearest") == arithmetic(recipe="bf16")
+
+
+def test_rounding_is_of_operands_in_fp8_without_scales() -> None:
+    assert arithmetic(recipe="mpt-fp8").operand_rounding == "stochastic"
+    assert arithmetic(recipe="mpt-fp8", rounding="nearest").operand_rounding == "nearest"
+    assert arithmetic(precision="fp8", optimizer="bf16", rounding="stochastic").optimizer == "bf16-sr"
 
 
 def test_fp16_takes_the_dynamic_scale_unless_another_is_named() -> None:
