@@ -37,8 +37,9 @@ def initialise(model: Any, *, seed: int = 0) -> None:
             "config without a name",
         )
     generator = torch.Generator().manual_seed(seed)
-    for parameter, size, is_zero in list(_drawn(model)):
-        parameter.copy_(torch.randn(parameter.shape, generator=generator) * (0.0 if is_zero else size))
+    for drawn in list(_drawn(model)):
+        unit = torch.randn(drawn.parameter.shape, generator=generator)
+        drawn.parameter.copy_(_centred(unit, drawn.fan_in) * (0.0 if drawn.is_zero else drawn.size))
     for table in embeddings(model).values():
         if table.padding_idx is not None and table.weight.requires_grad:
             table.weight[table.padding_idx] = 0
@@ -48,6 +49,16 @@ def initialise(model: Any, *, seed: int = 0) -> None:
         if _norm_of_tied_head(model) is not None:  # a norm that multiplies by 1 + weight
             raise _no_norm(model)
     setattr(getattr(model, "config", model), NATIVE_MARK, {"seed": seed, "head_norm": norm})
+
+
+def _centred(unit: Tensor, axis: int | None) -> Tensor:
+    """`unit` with sums of zero along the axis of its fan-in, at its size.
+
+    An activation's mean is then multiplied by zero. It would give all tokens a common part that grows from layer to
+    layer, up to the point where averages over tokens (attention, weight gradients) are several times what theory says.
+    """
+    count = 1 if axis is None else unit.shape[axis]
+    return unit if count == 1 else (unit - unit.mean(axis, keepdim=True)) * math.sqrt(count / (count - 1))
 
 
 def native_scales(model: nn.Module) -> dict[int, float]:
@@ -76,11 +87,12 @@ def averages_causally(model: Any) -> bool:
 
 
 class _Drawn(NamedTuple):
-    """A parameter that is drawn: α·Ŵ, or 0 where it is no choice between inputs."""
+    """A parameter that is drawn: α·Ŵ, or 0 where it is no choice between inputs. Products sum over `fan_in`."""
 
     parameter: Tensor
     size: float
     is_zero: bool = False
+    fan_in: int | None = None
 
 
 def _drawn(model: nn.Module) -> Iterator[_Drawn]:
@@ -109,7 +121,9 @@ def _matrices(model: nn.Module) -> dict[int, _Drawn]:
     for layer in linears(model):
         weight = getattr(layer.module, layer.parameter)
         share = len(last) if id(weight) in ends else 1
-        found[id(weight)] = _Drawn(weight, (layer.in_features * share) ** -0.5)
+        is_transposed = layer.kind == "Conv1D" or getattr(layer.module, "is_transposed", False)
+        size = (layer.in_features * share) ** -0.5
+        found[id(weight)] = _Drawn(weight, size, fan_in=-2 if is_transposed else -1)
     return found
 
 

@@ -134,7 +134,7 @@ def observed(model: nn.Module) -> dict[str, list[float]]:
     return sizes
 
 
-@pytest.mark.parametrize(("kind", "share"), [("gpt2", 1.0), ("llama", 1.0), ("bert", 0.8)])
+@pytest.mark.parametrize(("kind", "share"), [("gpt2", 1.0), ("llama", 1.0), ("bert", 0.97)])
 def test_a_fresh_model_has_data_of_unit_size_in_both_passes(kind: str, share: float) -> None:
     for what, sizes in observed(native(tiny(kind))).items():
         assert sum(0.5 <= s <= 2 for s in sizes) >= share * len(sizes), (what, min(sizes), max(sizes))
