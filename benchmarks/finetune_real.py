@@ -43,6 +43,7 @@ from lpconv.train.run import finetune
 
 RECIPES = (
     "fp32", "bf16", "amp-fp16", "unit-fp8", "scalify-fp8", "collage-bf16", "adaptive-fp16", "unit-fp8-collage",
+    "mpt-fp8",
 )  # fmt: skip
 WORDNET = Path("/usr/share/wordnet")
 # `man lexnames` of WordNet 3.0: the files that lexicographers kept their synsets in.
@@ -148,6 +149,7 @@ TASKS: dict[str, Task] = {
         settings={"steps": 30, "batch_size": 4, "seq_len": 64, "lr": 2e-4, "eval_batches": 32, "eval_every": 0},
         seeds=3,
         about="the demo checkpoint, its own plays",
+        variants={"mpt-fp8-nearest": {"recipe": "mpt-fp8", "rounding": "nearest"}},
     ),
     "smollm2": SMOLLM2,
     "smollm2-40": replace(SMOLLM2, settings=SMOLLM2.settings | {"steps": 40}, about="SmolLM2-135M-Instruct, 40 steps"),
@@ -164,7 +166,7 @@ TASKS: dict[str, Task] = {
 def run(task: Task, recipe: str, seed: int, prepared: dict[str, Any], folder: Path) -> dict[str, Any]:
     """One run without a twin: the recipe fp32 of the same seed is everybody's."""
     extra = {"recipe": recipe} | task.variants.get(recipe, {})
-    asked = {name: extra.pop(name) for name in ("recipe", "operand_scale") if name in extra}
+    asked = {name: extra.pop(name) for name in ("recipe", "operand_scale", "rounding") if name in extra}
     options = FinetuneOptions(
         arithmetic=arithmetic(**asked), seed=seed, twin="none", save_every=0, save="plain",
         force=True, track_every=20 if seed == 0 else 0, **task.settings, **extra,

@@ -7,8 +7,8 @@
    Beside it the same models as transformers initialises them, unit-scaled with their function kept, and the decoder of
    the package unit-scaling.
 2. Rates: the held-out loss of plain and native fp32 over learning rates, by the paper's rule and by u-μP's, one seed.
-3. Training from scratch: fp32, native in fp32, fp16 and fp8 without a loss scale, plain fp8 with none and with the
-   best of three constant ones.
+3. Training from scratch: fp32, native in fp32, fp16 and fp8 without a loss scale, plain fp8 and fp16 with none and with
+   the best of a few constant ones.
 
 The papers: Blake et al. 2023, arXiv 2303.11257; u-μP's rates: Blake et al. 2024, arXiv 2407.17465. Writes a folder for
 sizes and one for training, and figure.png. `--quick` is for trying the script.
@@ -51,7 +51,9 @@ WITHIN = (0.5, 2.0)
 PLAIN_RATES = [2.0**e for e in (-9, -8, -7)]
 NATIVE_RATES = {"unit": [2.0**e for e in (-7, -6, -5)], "u-mup": [2.0**e for e in (-3, -2, -1)]}
 SMALL = Size(hidden=64, layers=2)
-LOSS_SCALES = (2.0**4, 2.0**8, 2.0**12)
+# Weights, activations and gradients in the format, with fp32 copies of the weights.
+PLAIN_LOW: dict[str, Callable[[nn.Module], nn.Module]] = {"fp8": plain_fp8, "fp16": lambda m: m.half()}
+LOSS_SCALES = {"fp8": (2.0**4, 2.0**8, 2.0**12), "fp16": (2.0**6, 2.0**12)}
 
 
 def architectures(attention: str) -> dict[str, Callable[[], nn.Module]]:
@@ -229,18 +231,18 @@ def training(runs: Runs, size: Size, rates: dict[str, list[Run]]) -> list[Curve]
     plain = best(rates["plain"]).lr
     rule = min(NATIVE_RATES, key=lambda r: best(rates[r]).loss)
     own = best(rates[rule]).lr
-    fixed = [
-        Arm(
-            name=f"plain fp8, loss scale 2^{math.log2(s):.0f}", prepare=plain_fp8, loss_scale=("constant", {"scale": s})
-        )
-        for s in LOSS_SCALES
-    ]
     arms = [
         (PLAIN, plain),
         *((native_arm(f"native {c} ({rule})", c, rule, own), own) for c in ("fp32", "fp16", "fp8")),
-        (Arm(name="plain fp8, no loss scale", prepare=plain_fp8), plain),
-        (min(fixed, key=lambda arm: runs.get(arm, plain, 0, size).loss), plain),
     ]
+    for compute, prepare in PLAIN_LOW.items():
+        fixed = [
+            Arm(name=f"plain {compute}, loss scale 2^{math.log2(s):.0f}", prepare=prepare,
+                loss_scale=("constant", {"scale": s}))
+            for s in LOSS_SCALES[compute]
+        ]  # fmt: skip
+        arms.append((Arm(name=f"plain {compute}, no loss scale", prepare=prepare), plain))
+        arms.append((min(fixed, key=lambda arm: runs.get(arm, plain, 0, size).loss), plain))
     return [runs.get(arm, lr, seed, size).curve for seed in range(size.seeds) for arm, lr in arms]
 
 
