@@ -115,6 +115,7 @@ def table(traces: list[Trace]) -> str:
 def main() -> None:
     out, size = read_arguments(__doc__)
     rows, epochs, seeds = (64, 2, 1) if size == QUICK else (ROWS, EPOCHS, SEEDS)
+    settings = {"rows": rows, "hidden": HIDDEN, "decay": DECAY, "lr": LR, "epochs": epochs, "batch": BATCH}
     traces = []
     for seed in range(seeds):
         reach = 1.0
@@ -122,8 +123,8 @@ def main() -> None:
             found, largest = trace(method, seed, rows, epochs, reach)
             reach = largest if method.startswith("SGD") else reach
             traces.append(found)
-    settings = {"rows": rows, "hidden": HIDDEN, "decay": DECAY, "lr": LR, "epochs": epochs, "batch": BATCH}
-    save(out, settings, {"traces": [asdict(t) for t in traces]}, [table(traces)])
+        # After each seed, so that a cut leaves whole comparisons.
+        save(out, settings, {"traces": [asdict(t) for t in traces]}, [table(traces)])
 
 
 if __name__ == "__main__":
