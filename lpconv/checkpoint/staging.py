@@ -214,7 +214,7 @@ def is_output(directory: Path) -> bool:
     """Whether a conversion or a fine-tuning wrote a directory, by the files that these leave; damaged ones count."""
     if not (directory / MARKER).exists():
         return (directory / SUMS).exists()
-    return read_marker(directory).get("kind") != "restore"
+    return read_marker(directory).get("kind") not in ("restore", "repair")
 
 
 def check_marked(directory: Path) -> None:

@@ -32,6 +32,7 @@ __all__ = [
     "before_finetuning",
     "before_init",
     "before_probe",
+    "before_repairing",
     "before_restoring",
     "before_verifying",
     "output_of",
@@ -154,13 +155,29 @@ def before_verifying(path: Path, options: "VerifyOptions") -> None:
         check_marked(path)
 
 
+def before_repairing(path: Path, output: Path, against: Path | None, *, force: bool) -> None:
+    """Of `lpconv repair`."""
+    from lpconv.checkpoint.staging import check_apart, check_free
+    from lpconv.convert.defects import check_repairable
+    from lpconv.convert.inspect import inspect
+    from lpconv.forms.foreign import check_readable
+
+    contents = read_contents(path)
+    check_readable(contents.config)
+    check_repairable(contents, () if contents.kind == "torch" else inspect(path).problems)
+    if against is not None:
+        read_contents(against)
+    check_apart(path, output)
+    check_free(output, resume=False, force=force)
+
+
 def before_restoring(path: Path, output: Path, *, force: bool) -> bool:
     """Of `lpconv restore`; gives back whether `path` is quantised by others, or by us without a record of it."""
     from lpconv.checkpoint.compressed import quantized_by
-    from lpconv.checkpoint.staging import MARKER, check_apart, check_free, check_marked
+    from lpconv.checkpoint.staging import check_apart, check_free, check_marked, is_output
     from lpconv.forms.foreign import check_readable
 
-    config = {} if (path / MARKER).exists() or not path.exists() else read_contents(path).config
+    config = {} if is_output(path) or not path.exists() else read_contents(path).config
     is_others = quantized_by(config) is not None
     if is_others:
         check_readable(config)

@@ -20,6 +20,7 @@ from lpconv.cli.inspect import inspect
 from lpconv.cli.probe import probe
 from lpconv.cli.progress import VERBOSE
 from lpconv.cli.questions import first_screen
+from lpconv.cli.repair import repair
 from lpconv.cli.report import report
 from lpconv.cli.restore import restore
 from lpconv.cli.verify import verify
@@ -45,7 +46,7 @@ app = typer.Typer(
 )
 
 for command in (
-    advise, convert, inspect, verify, restore, init, probe, finetune, bench, report, batch, doctor, demo,
+    advise, convert, inspect, verify, restore, repair, init, probe, finetune, bench, report, batch, doctor, demo,
 ):  # fmt: skip
     app.command()(handled(command))
 app.add_typer(export)

@@ -10,13 +10,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lpconv.checkpoint.compressed import COMPRESSED_TENSORS
+from lpconv.checkpoint.compressed import COMPRESSED_TENSORS, quantized_by
+from lpconv.checkpoint.contents import Contents
+from lpconv.errors import UnsupportedError
 from lpconv.forms import Headers, Kept, Stored, grid_of
 from lpconv.forms.foreign import ACTIVATIONS, READ, is_part
 from lpconv.forms.foreign.gguf import Blocks
 from lpconv.forms.foreign.grid import Grid
 
-__all__ = ["FUSED", "Findings", "from_headers", "fused_groups", "shown"]
+__all__ = ["AGAIN", "FUSED", "Findings", "beyond_repair", "check_repairable", "from_headers", "fused_groups", "shown"]
 
 # Modules that readers (vLLM, SGLang, TensorRT-LLM) put into one matrix, by the last parts of their names.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("query", "key", "value"), ("w1", "w3"))
@@ -28,6 +30,7 @@ _FORMATS = {
 _ALGORITHMS = {"FP8": {"e4m3fn"}, "NVFP4": {"e2m1"}}
 _SURELY_CODES = (".weight_packed", ".qweight")
 _EXAMPLES = 3
+AGAIN = "quantise it again from its source; nothing in the file says what its scales were"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +55,21 @@ def from_headers(headers: Headers, forms: Mapping[str, Stored]) -> Findings:
     grids = {n: grid for n, form in forms.items() if (grid := grid_of(form))}
     problems = [*_strays(headers, forms), *_against_config(headers, forms)]
     return Findings(problems=tuple(problems), warnings=tuple(_tails(grids)) + tuple(_half_fused(forms)))
+
+
+def check_repairable(contents: Contents, problems: tuple[str, ...]) -> None:
+    """Raise UnsupportedError for a checkpoint without scales of others, or with problems that no scale mends."""
+    if contents.kind != "safetensors" or quantized_by(contents.config) not in READ:
+        raise UnsupportedError(
+            f"`{contents.directory}` has no scales that could be repaired", hint="`lpconv inspect` says what it holds"
+        )
+    if problems:
+        raise beyond_repair(problems[0])
+
+
+def beyond_repair(what: str) -> UnsupportedError:
+    """The error that says what cannot be made up."""
+    return UnsupportedError(f"this cannot be repaired: {what}", hint=AGAIN)
 
 
 def shown(names: Iterable[str]) -> str:
@@ -156,6 +174,13 @@ def _tails(grids: Mapping[str, Grid]) -> Iterator[str]:
     found = [n for n, g in grids.items() if any(size % b for size, b in zip(g.matrix, g.block, strict=True))]
     if found:
         yield f"{shown(found)}: the last blocks are smaller ({grids[found[0]].words}); some readers refuse that"
+    # A hint of the config makes a tile of a scale for a whole tensor, too: those are vectors.
+    tiled = {n for n, g in grids.items() if len(g.scales.component.shape) > 1 and not g.on_its_side}
+    fused = {n: grids[n].scales.block[0] for _, names in fused_groups(tiled) for n in names[:-1]}
+    odd = [n for n, rows in fused.items() if grids[n].matrix[0] % rows]
+    if odd:
+        rows, tile = grids[odd[0]].matrix[0], fused[odd[0]]
+        yield f"{shown(odd)}: {rows} rows, no multiple of its blocks of {tile}; vLLM, which fuses it, refuses that"
 
 
 def _half_fused(forms: Mapping[str, Stored]) -> Iterator[str]:

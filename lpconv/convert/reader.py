@@ -20,6 +20,7 @@ _FORMAT_VERSION = 1
 _OTHER_KINDS = {
     "onnx": "a checkpoint exported to ONNX",
     "part": "one part of a conversion",
+    "repair": "a repaired checkpoint",
     "restore": "a restored checkpoint",
 }
 # What is read from lpconv.json, and the JSON type it has.

@@ -19,22 +19,33 @@ from lpconv.checkpoint.contents import Contents, read_contents
 from lpconv.checkpoint.source import Source, open_source, read_range, read_tensor
 from lpconv.convert.defects import Findings, fused_groups, shown
 from lpconv.forms import Component, Headers, grid_of, recognise
-from lpconv.forms.compressed import Compressed
 from lpconv.forms.foreign.grid import Grid
 from lpconv.forms.foreign.plane import Span
-from lpconv.forms.scaled import SCALE_SUFFIX
 from lpconv.forms.stored import Fetch, Side
 from lpconv.results import InspectResult
 
-__all__ = ["from_scales", "judged"]
+__all__ = [
+    "FACTOR",
+    "Scales",
+    "fetch_from",
+    "from_scales",
+    "fused_factors",
+    "grids_of",
+    "is_inverted",
+    "judged",
+    "lost",
+    "scales_in",
+    "unsound",
+    "usual_bound",
+]
 
 # No weight of a trained model is so large; what is larger than others' by so much has lost its scale.
-_LARGEST, _FACTOR = 1e4, 256.0
+_LARGEST, FACTOR = 1e4, 256.0
 _UNEQUAL = 1.001  # of scales that went through bf16 and back, nothing is left beyond that
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Scales:
+class Scales:
     """Of one weight: the least and largest scale with all factors, how many are zero and no number, and `one`, the
     scale or factor that the whole tensor has, where there is one. `bound` is what its largest code would become."""
 
@@ -46,8 +57,8 @@ class _Scales:
     one: float | None = None
     bound: float = 0.0
 
-    def __add__(self, other: "_Scales") -> "_Scales":
-        return _Scales(
+    def __add__(self, other: "Scales") -> "Scales":
+        return Scales(
             least=min(self.least, other.least),
             most=max(self.most, other.most),
             num=self.num + other.num,
@@ -61,14 +72,30 @@ class _Scales:
 def from_scales(contents: Contents) -> Findings:
     """All that the scales of the layouts of others tell. Raises InputError where files cannot be read."""
     with closing(open_source(contents)) as source:
-        forms = recognise(Headers.of(contents.config, {n: e.info for n, e in source.entries.items()}))
-        grids = {n: grid for n, form in forms.items() if (grid := grid_of(form))}
-        found = {n: _look(grid, source) for n, grid in grids.items()}
-        found |= {n: _alone(form, source) for n, form in forms.items() if isinstance(form, Compressed)}
-        config = contents.config.get("quantization_config") or {}
-        problems = [*_unsound(found), *_dead(found, grids, source), *_inverted(found, grids)]
-        problems += _parts(grids, source, config)
-        return Findings(problems=tuple(problems), warnings=(*_unequal(found), *_lost(found)))
+        grids = grids_of(contents, source)
+        found = scales_in(grids, source)
+        problems = [*unsound(found, grids, source, contents), *_inverted(found, grids)]
+        return Findings(problems=tuple(problems), warnings=(*_unequal(found), *lost(found)))
+
+
+def grids_of(contents: Contents, source: Source) -> dict[str, Grid]:
+    """The weights of a checkpoint that lie in layouts of others, by name."""
+    forms = recognise(Headers.of(contents.config, {n: e.info for n, e in source.entries.items()}))
+    return {n: grid for n, form in forms.items() if (grid := grid_of(form))}
+
+
+def scales_in(grids: Mapping[str, Grid], source: Source) -> dict[str, Scales]:
+    """What their scales are, all read."""
+    return {n: _look(grid, source) for n, grid in grids.items()}
+
+
+def unsound(
+    found: Mapping[str, Scales], grids: Mapping[str, Grid], source: Source, contents: Contents
+) -> Iterator[str]:
+    """What makes no number of a code, or contradicts the rest of the file."""
+    yield from _no_numbers(found)
+    yield from _dead(found, grids, source)
+    yield from _parts(grids, source, contents.config.get("quantization_config") or {})
 
 
 def judged(found: InspectResult, directory: Path) -> InspectResult:
@@ -77,13 +104,9 @@ def judged(found: InspectResult, directory: Path) -> InspectResult:
     return replace(found, problems=(*found.problems, *told.problems), warnings=(*found.warnings, *told.warnings))
 
 
-def _alone(form: Compressed, source: Source) -> _Scales:
-    """Of a weight with one scale."""
-    scale = read_tensor(source, form.name + SCALE_SUFFIX).float()
-    return replace(_count(scale, form.format.max), one=float(scale))
+def fetch_from(source: Source) -> Fetch:
+    """Reads elements of stored tensors."""
 
-
-def _fetcher(source: Source) -> Fetch:
     def fetch(component: Component, start: int, stop: int) -> Tensor:
         return read_range(source, component.name, start, stop)
 
@@ -101,10 +124,10 @@ def _side(grid: Grid, source: Source) -> Side:
     return {c.name: read_tensor(source, c.name) for c in grid.side}
 
 
-def _look(grid: Grid, source: Source) -> _Scales:
-    side, fetch = _side(grid, source), _fetcher(source)
+def _look(grid: Grid, source: Source) -> Scales:
+    side, fetch = _side(grid, source), fetch_from(source)
     one = None if grid.factor is None else float(side[grid.factor.name])
-    total = _Scales(one=one)
+    total = Scales(one=one)
     for span in _whole(grid):
         scales = grid.scales_of(grid.scales.fetch(fetch, span), span, side)
         total = total + _count(scales, grid.format.max)
@@ -113,10 +136,10 @@ def _look(grid: Grid, source: Source) -> _Scales:
     return total
 
 
-def _count(scales: Tensor, largest_code: float) -> _Scales:
+def _count(scales: Tensor, largest_code: float) -> Scales:
     sound = scales[torch.isfinite(scales) & (scales > 0)]
     zeros = int((scales == 0).sum())
-    return _Scales(
+    return Scales(
         least=float(sound.min()) if sound.numel() else math.inf,
         most=float(sound.max()) if sound.numel() else 0.0,
         num=scales.numel(),
@@ -126,16 +149,16 @@ def _count(scales: Tensor, largest_code: float) -> _Scales:
     )
 
 
-def _unsound(found: Mapping[str, _Scales]) -> Iterator[str]:
+def _no_numbers(found: Mapping[str, Scales]) -> Iterator[str]:
     for name, s in found.items():
         if s.num_bad:
             yield f"`{name}`: {s.num_bad} of {s.num} scales are negative or no number"
 
 
-def _dead(found: Mapping[str, _Scales], grids: Mapping[str, Grid], source: Source) -> Iterator[str]:
+def _dead(found: Mapping[str, Scales], grids: Mapping[str, Grid], source: Source) -> Iterator[str]:
     """Scales of zero, where their codes are not."""
     for name in (n for n, s in found.items() if s.num_zero and n in grids):
-        grid, fetch, lost = grids[name], _fetcher(source), 0
+        grid, fetch, lost = grids[name], fetch_from(source), 0
         for span in _whole(grid):
             codes = grid.codes.numbers(grid.codes.fetch(fetch, span), span)
             scales = grid.scales.numbers(grid.scales.fetch(fetch, span), span)
@@ -144,8 +167,13 @@ def _dead(found: Mapping[str, _Scales], grids: Mapping[str, Grid], source: Sourc
             yield f"`{name}`: {found[name].num_zero} scales are zero, and {lost} of their codes are not"
 
 
-def _inverted(found: Mapping[str, _Scales], grids: Mapping[str, Grid]) -> Iterator[str]:
-    wrong = [n for n in grids if found[n].bound > _LARGEST]
+def is_inverted(scales: Scales) -> bool:
+    """Whether a weight is so large that one of its scales can only be inverted or lost."""
+    return scales.bound > _LARGEST
+
+
+def _inverted(found: Mapping[str, Scales], grids: Mapping[str, Grid]) -> Iterator[str]:
+    wrong = [n for n in grids if is_inverted(found[n])]
     if wrong:
         first = grids[wrong[0]]
         which = "the scale" if first.factor is None else "the second scale"
@@ -167,7 +195,7 @@ def _parts(grids: Mapping[str, Grid], source: Source, config: Mapping[str, objec
             yield f"`{name}`: `{grid.order.name}` names groups that have no scale"
         if grid.zeros is not None and config.get("sym") is True:
             span = next(_whole(grid))
-            zeros = grid.zeros.numbers(grid.zeros.fetch(_fetcher(source), span), span)
+            zeros = grid.zeros.numbers(grid.zeros.fetch(fetch_from(source), span), span)
             middle = (grid.format.max + 1) if grid.format.name == "int4" else 128.0
             if bool((zeros != middle).any()):
                 yield (
@@ -176,29 +204,41 @@ def _parts(grids: Mapping[str, Grid], source: Source, config: Mapping[str, objec
                 )
 
 
-def _unequal(found: Mapping[str, _Scales]) -> Iterator[str]:
-    """Weights that readers fuse and take one scale for, where each has its own."""
-    groups, ratios = 0, {}
+def fused_factors(found: Mapping[str, Scales]) -> dict[str, tuple[tuple[str, ...], float]]:
+    """Weights that readers fuse, which each have one scale: by where they lie, their names and the factor between the
+    largest scale and the least; 1 where that is no more than scales lose on the way through bf16."""
+    factors = {}
     for stem, names in fused_groups(found):
-        ones = [found[n].one for n in names]
-        known = [s for s in ones if s is not None and 0 < s < math.inf]
-        if len(known) == len(names):
-            groups += 1
-            ratios[stem] = max(known) / min(known)
-    wrong = sorted((s for s in ratios if ratios[s] > _UNEQUAL), key=lambda s: -ratios[s])
+        ones = [s for n in names if (s := found[n].one) is not None and 0 < s < math.inf]
+        if len(ones) == len(names):
+            factor = max(ones) / min(ones)
+            factors[stem] = (names, factor if factor > _UNEQUAL else 1.0)
+    return factors
+
+
+def _unequal(found: Mapping[str, Scales]) -> Iterator[str]:
+    """Weights that readers fuse and take one scale for, where each has its own."""
+    ratios = {stem: factor for stem, (_, factor) in fused_factors(found).items()}
+    wrong = sorted((s for s in ratios if ratios[s] > 1), key=lambda s: -ratios[s])
     if wrong:
         yield (
-            f"{len(wrong)} of {groups} groups of weights that readers fuse have unequal scales, by a factor of up to "
-            f"{ratios[wrong[0]]:.3g} in {shown(wrong)}: who takes one scale for them decodes the others wrongly"
+            f"{len(wrong)} of {len(ratios)} groups of weights that readers fuse have unequal scales, by a factor of up "
+            f"to {ratios[wrong[0]]:.3g} in {shown(wrong)}: who takes one scale for them decodes the others wrongly"
         )
 
 
-def _lost(found: Mapping[str, _Scales]) -> Iterator[str]:
+def lost(found: Mapping[str, Scales]) -> Iterator[str]:
+    """Scales that somebody may have left out."""
     ones = [n for n, s in found.items() if s.least == s.most == 1.0]
     if ones:
         yield f"{shown(ones)}: all scales are 1: were they dropped?"
-    usual = median(s.bound for s in found.values()) if found else 0.0
-    far = [n for n, s in found.items() if s.bound > _FACTOR * usual > 0 and n not in ones]
+    usual = usual_bound(found)
+    far = [n for n, s in found.items() if s.bound > FACTOR * usual > 0 and n not in ones]
     if far:
         large = found[far[0]].bound
         yield f"{shown(far)}: weights of up to {large:.2g}, where others have {usual:.2g}: is a scale lost?"
+
+
+def usual_bound(found: Mapping[str, Scales]) -> float:
+    """How large the weights are that most have, 0 where there is none."""
+    return median(s.bound for s in found.values()) if found else 0.0

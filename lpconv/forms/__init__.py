@@ -37,7 +37,7 @@ def recognise(headers: Headers) -> Mapping[str, Stored]:
 
 def grid_of(form: Stored) -> Grid | None:
     """A weight in a layout that others write too, as who reads it sees it; None for any other."""
-    return form.grid if isinstance(form, CompressedTiles) else form if isinstance(form, Grid) else None
+    return form.grid if isinstance(form, (Compressed, CompressedTiles)) else form if isinstance(form, Grid) else None
 
 
 def _of(name: str, headers: Headers) -> Stored:

@@ -15,6 +15,8 @@ from lpconv.checkpoint.compressed import COMPRESSED_TENSORS, preset_in, preset_o
 from lpconv.formats.grains import grain_of
 from lpconv.formats.spec import FORMATS, Format
 from lpconv.forms.facts import Component, Headers, Settings
+from lpconv.forms.foreign.grid import Grid
+from lpconv.forms.foreign.plane import one_by_one
 from lpconv.forms.scaled import SCALE_SUFFIX, Scaled
 from lpconv.forms.tiles import FACTOR_SUFFIX, Tiles
 
@@ -72,12 +74,29 @@ class Compressed(_Layout):
         if headers.quantised_by != cls.quantised_by or codes.dtype != _E4M3FN.safetensors or scale is None:
             return None
         form = cls(name=name, shape=codes.shape, format=_E4M3FN, scale_dtype=scale.dtype)
-        return form if scale.dtype in _SCALE_DTYPES and all(map(headers.holds, form.components)) else None
+        return (
+            form
+            if len(form.shape) > 1 and scale.dtype in _SCALE_DTYPES and all(map(headers.holds, form.components))
+            else None
+        )
 
     @property
     def components(self) -> tuple[Component, ...]:
         scale, codes = super().components
         return replace(scale, dtype=self.scale_dtype), codes
+
+    @property
+    def grid(self) -> Grid:
+        """The same as who reads layouts of others sees it."""
+        scale, codes = self.components
+        rows, cols = self.shape[-2:]
+        return Grid(
+            name=self.name,
+            shape=self.shape,
+            format=self.format,
+            codes=one_by_one(codes),
+            scales=one_by_one(scale, (max(rows, 1), max(cols, 1))),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

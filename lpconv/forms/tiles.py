@@ -156,7 +156,7 @@ class Tiles(Scaled):
             codes=Plane(component=flat, kind=kind, plus=plus) if kind else one_by_one(flat),
             scales=one_by_one(self.scales, self.grain.sizes(*self.matrix)),
             factor=self.whole_scale,
-            divides=True,
+            divides=self.grain.has_factor,
             size=self.size,
         )
 

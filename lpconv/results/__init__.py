@@ -54,6 +54,8 @@ if TYPE_CHECKING:
         LogitsCheck as LogitsCheck,
         PartResult as PartResult,
         PlanResult as PlanResult,
+        RepairedTensor as RepairedTensor,
+        RepairResult as RepairResult,
         RestoreResult as RestoreResult,
         TensorRecord as TensorRecord,
         VerifyResult as VerifyResult,

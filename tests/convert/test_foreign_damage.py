@@ -249,6 +249,7 @@ _PLANTED = {
         ("no quantization_config", "no quantization_config", lambda t, c: c.clear()),
     ],
 }
+WITH_BLOCKS = ("ct FP8_BLOCK", "fp8", "fp8 bf16", "fp8 ue8m0")
 PLANTED = [Planted(layout, *found) for layout, several in _PLANTED.items() for found in several]
 
 
@@ -278,18 +279,20 @@ def made(folder: Path, layout: str) -> Path:
 
 
 def said_of(path: Path, plain: Path) -> str:
-    """All that inspect and verify say against a checkpoint."""
+    """All that inspect and verify say against a checkpoint, but of k of the demo: a block of 128 has twice its rows."""
     found = inspect(path)
     if found.layout and not found.problems:
         found = judged(found, path)
-    if found.problems or found.warnings:
-        return "; ".join((*found.problems, *found.warnings))
-    return "; ".join(compare(path, plain, gates=(), progress=Silent()).failures)
+    said = [w for w in (*found.problems, *found.warnings) if "no multiple of its blocks" not in w]
+    return "; ".join(said or compare(path, plain, gates=(), progress=Silent()).failures)
 
 
 @pytest.mark.parametrize("layout", MAKERS)
 def test_a_healthy_checkpoint_is_silent(folder: Path, layout: str) -> None:
-    assert said_of(made(folder, layout), folder / "plain") == ""
+    path = made(folder, layout)
+    assert said_of(path, folder / "plain") == ""
+    wide = [w for w in inspect(path).warnings if "k_proj.weight`: 64 rows, no multiple of its blocks of 128" in w]
+    assert bool(wide) == (layout in WITH_BLOCKS)
 
 
 @pytest.mark.parametrize("planted", PLANTED, ids=str)
