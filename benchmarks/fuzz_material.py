@@ -25,6 +25,10 @@ FORMS: Mapping[str, Sequence[str]] = {
     "rows": ("--method", "unit", "--format", "e4m3fn", "--granularity", "row"),
     "collage": ("--method", "collage"),
     "exact": ("--method", "collage", "--residual", "exact16"),
+    "blocks": ("--method", "unit", "--format", "e4m3fn", "--granularity", "128x128"),
+    "mx": ("--method", "scalify", "--format", "e2m1", "--granularity", "mx"),
+    "groups": ("--format", "int4", "--granularity", "group:16", "--layout", "compressed-tensors"),
+    "nvfp4": ("--format", "e2m1", "--granularity", "nvfp4", "--layout", "compressed-tensors"),
     "points": ("--method", "multipoint", "--format", "int4", "--budget-bits", "7"),
     "compressed": ("--format", "e4m3fn", "--layout", "compressed-tensors"),
 }

@@ -1,11 +1,14 @@
 """What a command refuses before torch, transformers or datasets are imported, which takes seconds."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from lpconv.data import demo_checkpoint
 
 REFUSED: dict[str, tuple[int, str]] = {
     "convert demo --method units": (2, "unknown method `units`"),
@@ -42,6 +45,9 @@ REFUSED: dict[str, tuple[int, str]] = {
     "advise demo -o empty.txt/out": (7, "cannot write `empty.txt/out`"),
     "export onnx /no/such -o out": (3, "no directory `/no/such`"),
     "export onnx demo -o taken": (8, "`taken` exists"),
+    "repair /no/such -o out": (3, "`/no/such` is no directory"),
+    "repair demo-plain -o out": (4, "no scales that could be repaired"),
+    "repair demo-fp8 -o out": (4, "this cannot be repaired: config.json says"),
     "restore /no/such -o out": (3, "has no lpconv.json"),
     "verify /no/such": (3, "has no lpconv.json"),
     "verify taken --level hsah": (2, "unknown level `hsah`"),
@@ -75,9 +81,13 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, s
         "no-text.csv": "a,b\n1,2\n",
     }.items():
         (folder / name).write_text(text)
+    for name, settings in {"demo-plain": {}, "demo-fp8": {"quantization_config": {"quant_method": "fp8"}}}.items():
+        shutil.copytree(demo_checkpoint(), folder / name)
+        config = json.loads((folder / name / "config.json").read_text())
+        (folder / name / "config.json").write_text(json.dumps(config | settings))
     command = [sys.executable, "-c", PROGRAM, json.dumps(list(REFUSED))]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
-    assert sorted(p.name for p in folder.iterdir() if p.is_dir()) == ["empty", "taken"]
+    assert sorted(p.name for p in folder.iterdir() if p.is_dir()) == ["demo-fp8", "demo-plain", "empty", "taken"]
     return {line: (code, said, heavy) for line, code, said, heavy in map(json.loads, done.stdout.splitlines())}
 
 

@@ -64,7 +64,7 @@ class Grid(Stored):
     def block(self) -> tuple[int, int]:
         """Rows and columns of the weight that share a scale."""
         rows, cols = self.scales.block[::-1] if self.on_its_side else self.scales.block
-        return min(rows, self.matrix[0]), min(cols, self.matrix[1])
+        return min(rows, max(self.matrix[0], 1)), min(cols, max(self.matrix[1], 1))
 
     @property
     def planes(self) -> tuple[Plane, ...]:
