@@ -74,11 +74,7 @@ class Compressed(_Layout):
         if headers.quantised_by != cls.quantised_by or codes.dtype != _E4M3FN.safetensors or scale is None:
             return None
         form = cls(name=name, shape=codes.shape, format=_E4M3FN, scale_dtype=scale.dtype)
-        return (
-            form
-            if len(form.shape) > 1 and scale.dtype in _SCALE_DTYPES and all(map(headers.holds, form.components))
-            else None
-        )
+        return form if scale.dtype in _SCALE_DTYPES and all(map(headers.holds, form.components)) else None
 
     @property
     def components(self) -> tuple[Component, ...]:
@@ -86,16 +82,17 @@ class Compressed(_Layout):
         return replace(scale, dtype=self.scale_dtype), codes
 
     @property
-    def grid(self) -> Grid:
-        """The same as who reads layouts of others sees it."""
+    def grid(self) -> Grid | None:
+        """The same as who reads layouts of others sees it; None for what is no matrix."""
+        if len(self.shape) != 2 or 0 in self.shape:
+            return None
         scale, codes = self.components
-        rows, cols = self.shape[-2:]
         return Grid(
             name=self.name,
             shape=self.shape,
             format=self.format,
             codes=one_by_one(codes),
-            scales=one_by_one(scale, (max(rows, 1), max(cols, 1))),
+            scales=one_by_one(scale, (self.shape[0], self.shape[1])),
         )
 
 

@@ -133,6 +133,7 @@ _PLANTED = {
         ("a negative scale", "negative", times(Q + "weight_scale", -1.0)),
         ("a scale of 1", "all scales are 1", put(Q + "weight_scale", 1.0)),
         ("a scale that was dropped", "no whole weight", drop(Q + "weight_scale")),
+        ("a weight without rows", Q + "weight", change(Q + "weight", lambda x: x[:0])),
         ("codes that are NaN", "NaN or Inf", change(Q + "weight", lambda x: with_byte(x, 0x7F))),
     ],
     "ct FP8_DYNAMIC": [
