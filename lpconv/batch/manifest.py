@@ -138,6 +138,9 @@ def _job(
             raise UsageError(f"{place}: `{key}` is missing", hint=f"every job needs an id and a model; add `{key}: …`")
     job_id = own["id"]
     model, needs = _model_and_needs(own, earlier, place)
+    if is_url(str(own.get("output", ""))):
+        with _at(f"{place}.output"):
+            raise UsageError("a job writes to a folder", hint="copy it from there, or convert by a command of its own")
     output = folder / Path(own.get("output", f"out/{job_id}")).expanduser()
     if own.get("split", 1) > 1 and kind != DEFAULT_KIND:
         raise UsageError(f"{place}.split: a {kind} job is not shared out", hint="only conversions are")

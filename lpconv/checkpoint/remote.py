@@ -12,7 +12,7 @@ import importlib.util
 import os
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,24 +21,30 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from lpconv.checkpoint.hub import files_url
-from lpconv.errors import InputError, LpconvError, UnsupportedError, UsageError
+from lpconv.errors import InputError, LpconvError, ResourceError, UnsupportedError, UsageError
 
 __all__ = [
+    "UNFINISHED",
     "RemoteFile",
     "RemoteObject",
+    "Upload",
     "check_url",
+    "delete",
     "fetch",
     "head",
     "hub_names",
     "is_url",
     "listing",
+    "put",
     "remote_errors",
     "store_at",
 ]
 
+UNFINISHED = "lpconv-unfinished/"  # what a run has below its output until that is one
 _SCHEMES = ("s3", "gs", "az", "hf", "https", "http")
 _PIECE = 4 * 2**20  # bytes that are fetched at once
 _HELD, _AHEAD = 24, 8  # pieces that are kept, and fetched before they are asked for
+_PART, _AT_A_TIME, _MOST_PARTS = 8 * 2**20, 4, 9_000  # bytes of a part of an upload; S3 takes 10,000 of them
 _LITTLE, _FEW = 2**18, 2  # so few reads of so few bytes are not worth a piece: a header and its length
 _STALLED, _WHOLE = datetime.timedelta(seconds=30), datetime.timedelta(minutes=5)  # for a read, for an answer
 _RETRIES = {"max_retries": 6, "retry_timeout": datetime.timedelta(minutes=2)}
@@ -149,6 +155,47 @@ def fetch(url: str, name: str, e_tag: str | None = None, *, span: tuple[int, int
     return data
 
 
+def put(url: str, name: str, data: bytes, *, create: bool = False) -> RemoteObject | None:
+    """Write a small object; None where it is to be created and there is one. Raises ResourceError."""
+    import obstore.exceptions as raised
+
+    with remote_errors(url, name, writing=True):
+        try:
+            store_at(url).put(name, data, mode="create" if create else "overwrite")
+        except raised.AlreadyExistsError:
+            return None
+    return head(url, name)
+
+
+def delete(url: str, names: Sequence[str]) -> None:
+    """Delete objects in this order. Raises ResourceError."""
+    for name in names:  # at once they would go in any order
+        with remote_errors(url, name, writing=True):
+            store_at(url).delete(name)
+
+
+class Upload:
+    """A large object that is sent in parts as it is written, and is there when it is closed."""
+
+    def __init__(self, url: str, name: str, size_bytes: int) -> None:
+        import obstore
+
+        part = max(_PART, size_bytes // _MOST_PARTS)
+        self._errors = functools.partial(remote_errors, url, name, writing=True)
+        with self._errors():
+            self._writer = obstore.open_writer(store_at(url), name, buffer_size=part, max_concurrency=_AT_A_TIME)
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Send the next bytes. Raises ResourceError."""
+        with self._errors():
+            self._writer.write(data)
+
+    def close(self) -> None:
+        """Make it an object. Raises ResourceError."""
+        with self._errors():
+            self._writer.close()
+
+
 class RemoteFile:
     """An object that is read by ranges, from any thread; `store` is a URL, `name` what it is called below that."""
 
@@ -228,7 +275,7 @@ def _window() -> _Window:
 
 
 @contextmanager
-def remote_errors(url: str, name: str = "") -> Iterator[None]:
+def remote_errors(url: str, name: str = "", *, writing: bool = False) -> Iterator[None]:
     """Turn what obstore raises inside into an error of ours, without anything that may be a secret."""
     import obstore.exceptions as raised
 
@@ -240,7 +287,7 @@ def remote_errors(url: str, name: str = "") -> Iterator[None]:
     except (FileNotFoundError, raised.NotFoundError) as e:
         raise InputError(f"there is no `{where}`", hint="check the URL") from e
     except (raised.BaseError, OSError, ValueError) as e:
-        raise _failed(e, where) from e
+        raise _failed(e, where, writing) from e
 
 
 def _changed(where: str) -> InputError:
@@ -249,12 +296,13 @@ def _changed(where: str) -> InputError:
     )
 
 
-def _failed(error: Exception, where: str) -> LpconvError:
+def _failed(error: Exception, where: str, writing: bool) -> LpconvError:
     first = re.sub(r"\?\S+", "", str(error).partition("\n")[0])
     if re.search(r"\b40[13]\b", first):
         hint = _CREDENTIALS.get(urlsplit(where).scheme, "is it public?")
         return InputError(f"there is no access to `{where}`", hint=hint)
-    return InputError(
-        f"`{where}` cannot be read: {first:.240}",
+    kind, done = (ResourceError, "written") if writing else (InputError, "read")
+    return kind(
+        f"`{where}` cannot be {done}: {first:.240}",
         hint=_CREDENTIALS.get(urlsplit(where).scheme, "check the URL and the network") + "; then run again",
     )

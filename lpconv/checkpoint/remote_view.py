@@ -20,7 +20,8 @@ from lpconv.checkpoint.gguf import as_directory
 from lpconv.checkpoint.hub import files_at, wanted_files
 from lpconv.checkpoint.partfile import write_error
 from lpconv.checkpoint.place import MIN_POINTER_BYTES, cache_folder, write_pointer
-from lpconv.checkpoint.remote import RemoteObject, fetch, head, hub_names, listing
+from lpconv.checkpoint.remote import UNFINISHED, RemoteObject, fetch, head, hub_names, listing
+from lpconv.checkpoint.staging import MARKER
 from lpconv.errors import InputError
 
 __all__ = ["view_of"]
@@ -68,6 +69,13 @@ def _objects(url: str) -> list[RemoteObject]:
     unsafe = next((o.name for o in found if not _is_safe(o.name)), None)
     if unsafe is not None:
         raise InputError(f"`{url}` has an object called {unsafe!r}, which no file can be", hint="rename it")
+    unfinished = [o.name for o in found if o.name.startswith(UNFINISHED)]
+    if unfinished and MARKER not in {o.name for o in found}:
+        raise InputError(
+            f"`{url}` is not finished: a run is writing it, or was interrupted",
+            hint="its command with --resume goes on",
+        )
+    found = [o for o in found if o.name not in unfinished]
     wanted = {*wanted_files(o.name for o in found), *(o.name for o in found if o.name.endswith(".safetensors"))}
     return [o for o in found if o.name in wanted]
 

@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -20,7 +21,7 @@ from typing import Any, Self
 from lpconv.checkpoint.contents import read_json
 from lpconv.checkpoint.gguf import file_at
 from lpconv.checkpoint.holding import hold, is_held
-from lpconv.checkpoint.partfile import check_writable, fsync_directory, sha256_of, write_error
+from lpconv.checkpoint.partfile import PartFile, check_writable, fsync_directory, sha256_of, write_error
 from lpconv.errors import InputError, OutputExistsError, UnsupportedError, UsageError
 
 __all__ = [
@@ -116,6 +117,10 @@ class Staging:
         except OSError as e:
             raise write_error(e, self.directory / JOURNAL) from e
 
+    def create(self, name: str, size_bytes: int, flusher: ThreadPoolExecutor) -> PartFile:
+        """Begin a file of the folder."""
+        return PartFile(self.directory, name, size_bytes, flusher)
+
     def publish(self) -> None:
         """Make the folder the output, by one rename. A replaced output is deleted only after that.
 
@@ -143,7 +148,7 @@ class Staging:
             shutil.rmtree(self.directory, ignore_errors=True)
             raise
 
-    def set_aside(self) -> Path:
+    def set_aside(self) -> Path | str:
         """Keep a failed output for inspection as `OUT.failed`, never as OUT."""
         failed = beside(self.output, ".failed")
         try:

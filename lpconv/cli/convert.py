@@ -2,6 +2,7 @@
 
 import shlex
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -65,7 +66,9 @@ def convert(
     command = shlex.join(["lpconv", *sys.argv[1:]])
     with progress_for(quiet=quiet) as progress:
         if part is not None:
-            print_result(parts.convert_part(model, target, options, part, progress=progress), render_part, json=json)
+            print_result(
+                parts.convert_part(model, Path(target), options, part, progress=progress), render_part, json=json
+            )
             return
         result = (run.finish if finish else run.convert)(model, target, options, progress=progress, command=command)
     print_result(result, render_convert, json=json)

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lpconv.checkpoint.contents import Contents, read_contents
+from lpconv.checkpoint.remote import is_url
 from lpconv.checkpoint.resolve import base_name, resolve
-from lpconv.errors import InputError, UsageError
+from lpconv.errors import InputError, UnsupportedError, UsageError
 from lpconv.options import check
 
 if TYPE_CHECKING:
@@ -46,12 +47,18 @@ def output_of(output: str | None, model: str, *words: str) -> Path:
 
 def before_conversion(
     model: str, output: str | None, options: "ConvertOptions", *, dry_run: bool, part: "Part | None" = None
-) -> Path:
-    """Of `lpconv convert`; gives back the directory to write. A dry run takes no place, a part one of its own."""
+) -> Path | str:
+    """Of `lpconv convert`; gives back where to write. A dry run takes no place, a part one of its own."""
+    from lpconv.checkpoint.remote_output import check_free_url
     from lpconv.checkpoint.staging import MARKER, check_apart, check_free
     from lpconv.convert.options import settings_of
 
     settings = settings_of(options)
+    if output is not None and is_url(output):
+        if part is not None:
+            raise UnsupportedError("parts are written to a folder", hint="write them there, and copy the output")
+        _contents(model, options.revision)
+        return output if dry_run else check_free_url(output, resume=options.resume, force=options.force)
     target = output_of(output, model, settings.method.name, settings.format.name)
     check_apart(_contents(model, options.revision).directory, target)
     if part is not None:

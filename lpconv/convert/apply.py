@@ -13,7 +13,6 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -34,13 +33,14 @@ from lpconv.results import FileRecord, TensorRecord
 __all__ = ["Engine"]
 
 T = TypeVar("T")
+Create = Callable[[str, int, ThreadPoolExecutor], PartFile]  # of `Staging`
 
 
 class _Output:
     """A file that is being written, and where in it each tensor begins."""
 
-    def __init__(self, directory: Path, file: OutputFile, flusher: ThreadPoolExecutor) -> None:
-        self.part = PartFile(directory, file.name, file.size_bytes, flusher)
+    def __init__(self, create: Create, file: OutputFile, flusher: ThreadPoolExecutor) -> None:
+        self.part = create(file.name, file.size_bytes, flusher)
         self._places = {i.name: (len(file.header) + i.begin, DTYPE_BITS[i.dtype]) for i in file.tensors}
 
     def write(self, name: str, first: int, data: Tensor) -> None:
@@ -61,14 +61,14 @@ class Engine:
         self._workers.close()
         self._flusher.shutdown(wait=True, cancel_futures=True)
 
-    def write_shard(self, shard: PlannedShard, directory: Path) -> tuple[list[FileRecord], list[TensorRecord]]:
-        """Write one shard's files below `directory`; returns the finished files and what happened to each tensor."""
+    def write_shard(self, shard: PlannedShard, create: Create) -> tuple[list[FileRecord], list[TensorRecord]]:
+        """Write one shard's files, made by `create`; returns the finished files and what happened to each tensor."""
         first = (t for t in shard.tensors if t.form.needs_first_pass)
         measured = {t.name: t.form.measure(self._over(t), [*map(self._over, t.fused)]) for t in first}
         files: list[_Output] = []
         try:
             for planned in shard.files:
-                files.append(_Output(directory, planned, self._flusher))
+                files.append(_Output(create, planned, self._flusher))
                 files[-1].part.append(planned.header)
             records = self._write_tensors(shard, files, measured)
             return [f.part.finish() for f in files], records

@@ -1,10 +1,14 @@
 """What `--resume` finds where the run that it was to resume has published: nothing is left to do."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 from lpconv.checkpoint.contents import read_json
+from lpconv.checkpoint.remote import check_url, head
+from lpconv.checkpoint.remote_output import tidy
+from lpconv.checkpoint.remote_view import view_of
 from lpconv.checkpoint.staging import JOURNAL, MARKER, read_marker
 from lpconv.convert.job import Job
 from lpconv.convert.provenance import public_source, shaping_options, source_record, versions
@@ -23,19 +27,24 @@ def finished(job: Job, progress: Progress) -> ConvertResult | None:
 
     Raises OutputExistsError for an output of another command, source or version, and for one that was damaged since.
     """
+    if job.url is not None:
+        if head(check_url(job.url), MARKER) is None:
+            return None
+        tidy(job.url)
+        job = dataclasses.replace(job, output=view_of(job.url, whole=False))
     if not (job.output / MARKER).is_file():
         return None
     changed = _changed(job, read_marker(job.output))
     if changed:
         raise OutputExistsError(
-            f"`{job.output}` was made with other {', '.join(changed)}",
+            f"`{job.url or job.output}` was made with other {', '.join(changed)}",
             hint="choose another --output, or replace it with --force",
             details={"changed": changed},
         )
     damaged = check_hashes(job.output, progress).mismatched
     if damaged:
         raise OutputExistsError(
-            f"`{job.output}` was complete, and `{damaged[0]}` does not match its SHA-256 any more",
+            f"`{job.url or job.output}` was complete, and `{damaged[0]}` does not match its SHA-256 any more",
             hint="--force makes it anew",
             details={"mismatched": list(damaged)},
         )

@@ -13,6 +13,8 @@ import torch
 
 from lpconv.checkpoint.compressed import COMPRESSED_TENSORS, LinearModules
 from lpconv.checkpoint.contents import Contents, read_contents
+from lpconv.checkpoint.remote import is_url
+from lpconv.checkpoint.remote_output import working_folder
 from lpconv.checkpoint.residual import residual_files
 from lpconv.checkpoint.resolve import Resolved, resolve
 from lpconv.checkpoint.source import Source
@@ -42,10 +44,14 @@ _PIECE = 2**22  # bytes of two tensors that are compared at a time
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """A conversion that is understood but not begun. `source` is open; who prepares a job closes it."""
+    """A conversion that is understood but not begun. `source` is open; who prepares a job closes it.
+
+    `output` is the directory that is written; where the output is remote, its `url`, that is worked on here.
+    """
 
     name: str
     output: Path
+    url: str | None
     resolved: Resolved
     contents: Contents
     watch: Watch
@@ -55,7 +61,7 @@ class Job:
     memory: Memory
 
 
-def prepare(model: str, output: Path, options: ConvertOptions, *, headers_only: bool = False) -> Job:
+def prepare(model: str, output: Path | str, options: ConvertOptions, *, headers_only: bool = False) -> Job:
     """Resolve, open and plan; everything that can be refused without reading weights is refused here."""
     settings = settings_of(options)
     options, method = settings.options, settings.method
@@ -63,6 +69,8 @@ def prepare(model: str, output: Path, options: ConvertOptions, *, headers_only: 
     resolved = resolve(model, revision=options.revision, headers_only=headers_only, whole=options.cache)
     contents = read_contents(resolved.directory)
     watched = watch(contents.directory, [*watched_files(contents), *residual_files(contents.directory)])
+    url = output if isinstance(output, str) and is_url(output) else None
+    output = working_folder(url) if url is not None else Path(output)
     check_apart(resolved.directory, output)
     linears = _linears(contents, options)
     source = open_values(contents)
@@ -84,6 +92,7 @@ def prepare(model: str, output: Path, options: ConvertOptions, *, headers_only: 
     return Job(
         name=model,
         output=output,
+        url=url,
         resolved=resolved,
         contents=contents,
         watch=watched,

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from lpconv.checkpoint.card import inherited_facts
 from lpconv.checkpoint.partfile import write_small
+from lpconv.checkpoint.remote_output import RemoteStaging
 from lpconv.checkpoint.staging import Staging
 from lpconv.convert.files import CARD, copy_side_files, model_side_files, write_metadata, write_provenance, write_sums
 from lpconv.convert.finished import finished
@@ -23,7 +24,7 @@ from lpconv.convert.provenance import (
 from lpconv.convert.tensor_records import format_ranges, planned_record
 from lpconv.convert.verify_written import verify_written
 from lpconv.convert.weights import write_shards
-from lpconv.errors import VerificationError
+from lpconv.errors import UnsupportedError, VerificationError
 from lpconv.machine import peak_rss_bytes
 from lpconv.progress import Progress, Silent
 from lpconv.report.convert.card import model_card
@@ -41,14 +42,14 @@ from lpconv.results import (
 __all__ = ["convert", "finish", "plan"]
 
 
-def plan(model: str, output: Path, options: ConvertOptions) -> PlanResult:
+def plan(model: str, output: Path | str, options: ConvertOptions) -> PlanResult:
     """What `convert` would do with the same arguments, from headers alone; nothing is written."""
     job = prepare(model, output, options, headers_only=True)
     try:
         return PlanResult(
             method=job.plan.method.name,
             format=job.plan.options.format or "",
-            output=str(output),
+            output=job.url or str(job.output),
             source=source_record(job),
             tensors=tuple(planned_record(t) for t in job.plan.tensors),
             bytes=ByteCounts(read=job.plan.bytes_in, written=job.plan.bytes_out),
@@ -56,7 +57,7 @@ def plan(model: str, output: Path, options: ConvertOptions) -> PlanResult:
             side_files=job.contents.side_files,
             memory_bytes=job.memory.needed_bytes,
             disk_bytes=disk_bytes(job),
-            disk_free_bytes=free_bytes(output),
+            disk_free_bytes=free_bytes(job.output),
             seconds=estimate_seconds(job),
             workers=job.memory.workers,
             warnings=plan_warnings(job),
@@ -66,18 +67,28 @@ def plan(model: str, output: Path, options: ConvertOptions) -> PlanResult:
 
 
 def convert(
-    model: str, output: Path, options: ConvertOptions, *, progress: Progress | None = None, command: str | None = None
+    model: str,
+    output: Path | str,
+    options: ConvertOptions,
+    *,
+    progress: Progress | None = None,
+    command: str | None = None,
 ) -> ConvertResult:
-    """Convert a checkpoint into the directory `output`, which appears only when everything has passed.
+    """Convert a checkpoint into the directory or the URL `output`, which appears only when everything has passed.
 
-    `model` is a directory, an alias, a hub id or ``demo``. Raises an `LpconvError` for every failure that is not a bug:
-    see the exit codes in `lpconv.errors`.
+    `model` is a directory, a URL, an alias, a hub id or ``demo``. Raises an `LpconvError` for every failure that is not
+    a bug: see the exit codes in `lpconv.errors`.
     """
     return _published(model, output, options, progress, command, finishing=False)
 
 
 def finish(
-    model: str, output: Path, options: ConvertOptions, *, progress: Progress | None = None, command: str | None = None
+    model: str,
+    output: Path | str,
+    options: ConvertOptions,
+    *,
+    progress: Progress | None = None,
+    command: str | None = None,
 ) -> ConvertResult:
     """Put the parts that `convert_part` wrote together: the same output, byte for byte, as `convert` makes alone.
 
@@ -89,7 +100,7 @@ def finish(
 
 def _published(
     model: str,
-    output: Path,
+    output: Path | str,
     options: ConvertOptions,
     progress: Progress | None,
     command: str | None,
@@ -102,13 +113,15 @@ def _published(
     if job.resolved.revision is not None:
         progress.message(f"{model} is {job.resolved.resolved} at {job.resolved.revision}")
     try:
+        if finishing and job.url is not None:
+            raise UnsupportedError("parts are put together in a folder", hint="finish there, and copy the output")
         result = finished(job, progress) if options.resume else None
         if result is not None:
-            progress.message(f"`{output}` is complete: there is nothing to resume")
+            progress.message(f"`{result.output}` is complete: there is nothing to resume")
         else:
             result = _staged(job, progress, command, started, finishing=finishing)
         if finishing:
-            remove_parts(output)
+            remove_parts(job.output)
         return result
     finally:
         job.source.close()
@@ -116,10 +129,10 @@ def _published(
 
 def _staged(job: Job, progress: Progress, command: str | None, started: float, *, finishing: bool) -> ConvertResult:
     """Write, judge and publish. Where parts are put together, none of their files is written again."""
-    options, parts = job.plan.options, checked_parts(job, progress) if finishing else ()
-    if not finishing:
+    parts = checked_parts(job, progress) if finishing else ()
+    if not finishing and job.url is None:
         check_disk(job.output, disk_bytes(job))
-    with Staging(job.output, identity(job), resume=options.resume, force=options.force) as staging:
+    with _working_folder(job) as staging:
         adopt_parts(job, parts, staging)
         result = _carry_out(job, staging, progress, command, started)
         job.watch.check()
@@ -132,6 +145,13 @@ def _staged(job: Job, progress: Progress, command: str | None, started: float, *
             )
         staging.publish()
     return result
+
+
+def _working_folder(job: Job) -> Staging:
+    known, options = identity(job), job.plan.options
+    if job.url is not None:
+        return RemoteStaging(job.url, known, resume=options.resume, force=options.force)
+    return Staging(job.output, known, resume=options.resume, force=options.force)
 
 
 def _carry_out(job: Job, staging: Staging, progress: Progress, command: str | None, started: float) -> ConvertResult:
@@ -147,7 +167,7 @@ def _carry_out(job: Job, staging: Staging, progress: Progress, command: str | No
         method=job.plan.method.name,
         format=job.plan.options.format or "",
         residual=job.plan.options.residual,
-        output=str(job.output),
+        output=job.url or str(job.output),
         source=source_record(job),
         architecture=next(iter(job.contents.config.get("architectures") or ()), None),
         tensors=tensors,

@@ -27,7 +27,7 @@ def write_shards(
                 if name in done:
                     progress.advance(shard.bytes_read)
                     continue
-                files, tensors = engine.write_shard(shard, staging.directory)
+                files, tensors = engine.write_shard(shard, staging.create)
                 written = WrittenShard(shard=name, files=tuple(files), tensors=tuple(tensors))
                 done[name] = to_json(written)
                 staging.append(done[name])

@@ -19,7 +19,7 @@ from xml.sax.saxutils import escape
 __all__ = ["ENVIRONMENT", "Fault", "Request", "Store", "serving"]
 
 BUCKET = "bucket"
-_DATE = "Wed, 04 Nov 2026 05:06:07 GMT"
+_DATE = "Fri, 01 Jan 2100 00:00:00 GMT"  # later than what is written while a test runs
 ENVIRONMENT = {"AWS_ACCESS_KEY_ID": "an-id", "AWS_SECRET_ACCESS_KEY": "top-secret", "AWS_REGION": "here"}
 
 
@@ -210,7 +210,7 @@ def _listing(objects: Mapping[str, bytes], query: dict[str, list[str]]) -> bytes
     keys = sorted(k for k in objects if k.startswith(prefix) and k > after)
     page, rest = keys[:50], keys[50:]
     rows = "".join(
-        f"<Contents><Key>{escape(k)}</Key><LastModified>2026-11-04T05:06:07.000Z</LastModified>"
+        f"<Contents><Key>{escape(k)}</Key><LastModified>2100-01-01T00:00:00.000Z</LastModified>"
         f"<ETag>{escape(_etag(objects[k]))}</ETag><Size>{len(objects[k])}</Size></Contents>"
         for k in page
     )

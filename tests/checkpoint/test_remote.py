@@ -20,7 +20,7 @@ from store_server import BUCKET, ENVIRONMENT, Fault, Request, Store, serving
 
 from lpconv.checkpoint import remote
 from lpconv.checkpoint.contents import read_contents
-from lpconv.checkpoint.partfile import sha256_of
+from lpconv.checkpoint.partfile import check_writable, sha256_of
 from lpconv.checkpoint.remote import store_at
 from lpconv.checkpoint.resolve import directory_of, resolve
 from lpconv.checkpoint.source import open_source, read_tensor
@@ -246,9 +246,10 @@ class TestTrouble:
             resolve("s3://bucket/m")
         assert "lpconv[remote]" in (caught.value.hint or "")
 
-    def test_a_remote_output_is_refused_before_the_work(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("name", ["s3://bucket/out", "gs://bucket/out/page.html", "hf://owner/name"])
+    def test_a_url_is_no_file(self, name: str) -> None:
         with pytest.raises(UnsupportedError, match="no folder of this machine"):
-            convert("demo", Path("s3://bucket/out"), ConvertOptions())
+            check_writable(Path(name))
 
 
 class TestHub:

@@ -1,0 +1,182 @@
+"""A conversion's output in an object store, which has no rename: what is half written must not look finished.
+
+The working folder of such an output holds its small files and, for each weight file, a pointer to what has been
+uploaded; so everything reads it like one on a disk. In the store lie, in this order: a claim, by a conditional create,
+that says what is being written; weight files, each with a record of its hashes beside the claim; after the verification
+the small files, `config.json` the last of them; and `lpconv.json` by another conditional create, which makes it an
+output. Then claim and records are deleted. A run that resumes takes over what a claim like its own has records of.
+"""
+
+import hashlib
+import json
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from lpconv.checkpoint.partfile import PartFile
+from lpconv.checkpoint.place import MIN_POINTER_BYTES, cache_folder, write_pointer
+from lpconv.checkpoint.remote import UNFINISHED, RemoteObject, Upload, check_url, delete, fetch, head, listing, put
+from lpconv.checkpoint.staging import JOURNAL, MARKER, Staging
+from lpconv.errors import InputError, OutputExistsError, ResourceError, UnsupportedError
+from lpconv.results import FileRecord
+
+__all__ = ["RemoteStaging", "check_free_url", "tidy", "working_folder"]
+
+_CLAIM = f"{UNFINISHED}run.json"
+_LAST = ("config.json", MARKER)
+_WRITTEN = ("s3", "gs", "az")
+
+
+def check_free_url(url: str, *, resume: bool, force: bool) -> str:
+    """A URL that an output can be written to, as it is recorded.
+
+    Raises OutputExistsError where something is, UnsupportedError for what is not written, and as `check_url`.
+    """
+    url = check_url(url)
+    if url.partition("://")[0] not in _WRITTEN:
+        known = ", ".join(f"{scheme}://" for scheme in _WRITTEN)
+        raise UnsupportedError(f"`{url}` is not written", hint=f"lpconv writes to {known}; convert here and upload")
+    _check(url, {o.name for o in listing(url)}, resume=resume, force=force)
+    return url
+
+
+def _check(url: str, there: set[str], *, resume: bool, force: bool) -> None:
+    is_ours = MARKER in there or _CLAIM in there
+    if there and not is_ours:
+        raise OutputExistsError(f"`{url}` exists, and is not from lpconv", hint="choose another --output")
+    if MARKER in there and not force and not resume:
+        raise OutputExistsError(f"`{url}` exists", hint="choose another --output, or replace it with --force")
+    if _CLAIM in there and not force and not resume:
+        raise OutputExistsError(
+            f"another run is writing `{url}`, or was interrupted", hint="--resume continues it, --force starts anew"
+        )
+
+
+def working_folder(url: str) -> Path:
+    """Where the output at a URL is worked on, on this machine."""
+    return cache_folder("remote") / "outputs" / PurePosixPath(url.replace("://", "/"))
+
+
+class RemoteStaging(Staging):
+    """The working folder of an output at a URL. Raises OutputExistsError where another run writes there."""
+
+    def __init__(self, url: str, identity: dict[str, Any], *, resume: bool, force: bool) -> None:
+        self.url = check_free_url(url, resume=resume, force=force)
+        super().__init__(working_folder(url), identity, resume=False, force=True)
+        try:
+            self._tags: dict[str, str | None] = {}
+            self._take(json.loads(json.dumps(identity)), resume=resume, force=force)
+        except BaseException:
+            self._journal.close()
+            raise
+
+    def _take(self, identity: dict[str, Any], *, resume: bool, force: bool) -> None:
+        """Claim the place, or take over what a claim of the same command has."""
+        there = {o.name: o for o in listing(self.url)}
+        if force:
+            names = [MARKER, *(n for n in there if n not in (MARKER, _CLAIM)), _CLAIM]
+            delete(self.url, [n for n in names if n in there])
+        if put(self.url, _CLAIM, json.dumps(identity).encode(), create=True) is not None:
+            return
+        if not resume:
+            raise OutputExistsError(f"another run is writing `{self.url}`", hint="choose another --output")
+        claimed = _read(self.url, _CLAIM)
+        changed = sorted(k for k in {*identity, *claimed} if identity.get(k) != claimed.get(k))
+        if changed:
+            raise OutputExistsError(
+                f"`{self.url}` was begun with other {', '.join(changed)}",
+                hint="repeat the command of that run with --resume, or start anew with --force",
+                details={"changed": changed},
+            )
+        for name in (n for n in there if n.startswith(UNFINISHED) and n != _CLAIM):
+            self._take_over(_read(self.url, name), there)
+
+    def _take_over(self, record: dict[str, Any], there: dict[str, RemoteObject]) -> None:
+        """Count the files of a record as written, where the objects are those that were uploaded."""
+        found = {name: there.get(name) for name in record["tags"]}
+        if all(o is not None and o.e_tag == record["tags"][name] for name, o in found.items()):
+            for o in filter(None, found.values()):
+                self.uploaded(o)
+            self.done.append(record["line"])
+
+    def uploaded(self, o: RemoteObject) -> None:
+        """Let a file of the working folder stand for an object."""
+        path = self.directory / o.name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if o.size_bytes < MIN_POINTER_BYTES:
+            path.write_bytes(bytes(fetch(self.url, o.name, o.e_tag)))
+        else:
+            write_pointer(path, o.size_bytes, store=self.url, name=o.name, e_tag=o.e_tag)
+        self._tags[o.name] = o.e_tag
+
+    def create(self, name: str, size_bytes: int, flusher: ThreadPoolExecutor) -> "_Upload":
+        return _Upload(self, name, size_bytes)
+
+    def append(self, line: dict[str, Any]) -> None:
+        """Keep a record of a shard beside the claim."""
+        super().append(line)
+        if "shard" in line:
+            record = {"line": line, "tags": {f["name"]: self._tags[f["name"]] for f in line["files"]}}
+            put(self.url, f"{UNFINISHED}{line['shard']}.json", json.dumps(record).encode())
+
+    def publish(self) -> None:
+        """Upload the small files, and last what makes them an output. Raises OutputExistsError where one is."""
+        paths = {p.relative_to(self.directory).as_posix(): p for p in self.directory.rglob("*") if p.is_file()}
+        names = sorted(set(paths) - {*self._tags, *_LAST, JOURNAL})
+        for name in [*names, "config.json"]:
+            put(self.url, name, paths[name].read_bytes())
+        if put(self.url, MARKER, paths[MARKER].read_bytes(), create=True) is None:
+            raise OutputExistsError(f"another run has just finished `{self.url}`", hint="choose another --output")
+        tidy(self.url)
+        shutil.rmtree(self.directory)
+
+    def set_aside(self) -> str:
+        """Leave what was uploaded, without what would make it an output."""
+        return self.url
+
+
+def tidy(url: str) -> None:
+    """Delete what a run had beside an output that is published."""
+    names = sorted(o.name for o in listing(url) if o.name.startswith(UNFINISHED))
+    delete(url, sorted(names, key=lambda name: name == _CLAIM))  # while the claim is there, so may be the rest
+
+
+class _Upload(PartFile):
+    """A file on its way into a store, as a `PartFile`: bytes go as they are hashed, in order."""
+
+    def __init__(self, staging: RemoteStaging, name: str, size_bytes: int) -> None:
+        self._staging, self._name, self._size = staging, name, size_bytes
+        self._hash, self._hashed = hashlib.sha256(), 0
+        self._writer = Upload(staging.url, name, size_bytes)
+
+    def append(self, data: bytes | memoryview) -> None:
+        self.digest(data)
+
+    def write(self, position: int, data: bytes | memoryview) -> None:
+        """Nothing yet: `digest` gets the same bytes in order."""
+
+    def digest(self, data: bytes | memoryview) -> None:
+        self._hash.update(data)
+        self._hashed += memoryview(data).nbytes
+        self._writer.write(data)
+
+    def finish(self) -> FileRecord:
+        assert self._hashed == self._size, (self._name, self._hashed, self._size)
+        self._writer.close()
+        found = head(self._staging.url, self._name)
+        if found is None or found.size_bytes != self._size:
+            raise ResourceError(f"`{self._name}` was uploaded and is not there", hint="run again with --resume")
+        self._staging.uploaded(found)
+        return FileRecord(name=self._name, size_bytes=self._size, sha256=self._hash.hexdigest())
+
+    def abandon(self) -> None:
+        """What was sent does not become an object; the store keeps it until its own rules delete it."""
+
+
+def _read(url: str, name: str) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(bytes(fetch(url, name)))
+    except ValueError as e:
+        raise InputError(f"`{url}/{name}` is not what lpconv wrote", hint="--force starts anew") from e
+    return found

@@ -1,0 +1,203 @@
+"""Outputs in an object store: the bytes of a local one, and nothing that looks like one before it is."""
+
+import json
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import REPORTS, files_of, write_checkpoint
+from store_server import ENVIRONMENT, Fault, Request, Store, serving
+
+from lpconv.checkpoint import remote
+from lpconv.checkpoint.remote import UNFINISHED, store_at
+from lpconv.checkpoint.resolve import directory_of, resolve
+from lpconv.convert.options import ConvertOptions
+from lpconv.convert.run import convert, finish
+from lpconv.errors import InputError, LpconvError, OutputExistsError, ResourceError, UnsupportedError, VerificationError
+
+URL = "s3://bucket/out"
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(remote, "_RETRIES", remote._RETRIES | {"max_retries": 2})
+    for name, value in {**ENVIRONMENT, "NO_PROXY": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    store_at.cache_clear()
+    with serving() as store:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", store.endpoint)
+        yield store
+    store_at.cache_clear()
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """Three shards, and a tensor that is kept."""
+    torch.manual_seed(0)
+    shards = [{f"{n}.weight": torch.randn(300, 400), f"{n}.bias": torch.randn(7)} for n in "abc"]
+    return write_checkpoint(tmp_path / "source", shards)
+
+
+def run(source: Path, **options: object) -> None:
+    convert(str(source), URL, ConvertOptions(**{"format": "e4m3fn", "verify": "weights", "workers": 2, **options}))
+
+
+def published(store: Store) -> dict[str, bytes]:
+    """The files of the output in a store."""
+    return {k.removeprefix("out/"): v for k, v in store.objects.items() if k.startswith("out/")}
+
+
+def test_the_bytes_are_those_of_a_local_output(store: Store, source: Path, tmp_path: Path) -> None:
+    run(source)
+    convert(str(source), tmp_path / "local", ConvertOptions(format="e4m3fn", verify="weights"))
+    ours, theirs = published(store), files_of(tmp_path / "local")
+    assert {n: data for n, data in ours.items() if n not in REPORTS} == theirs
+    assert json.loads(ours["report.json"])["output"] == URL
+    assert not any(p.is_file() for p in (tmp_path / "cache").rglob("*"))
+
+
+def test_what_makes_it_an_output_comes_last(store: Store, source: Path) -> None:
+    run(source)
+    written = [r.key.removeprefix("out/") for r in store.requests if r.method == "PUT"]
+    assert written[0] == f"{UNFINISHED}run.json"
+    assert written[-2:] == ["config.json", "lpconv.json"]
+    weights = [n for n, name in enumerate(written) if name.endswith(".safetensors")]
+    assert max(weights) < written.index("SHA256SUMS")
+
+
+@pytest.mark.parametrize("moment", range(0, 30, 4))
+def test_a_run_that_ends_anywhere_goes_on(store: Store, source: Path, tmp_path: Path, moment: int) -> None:
+    left = [moment]
+
+    def breaks(r: Request) -> Fault | None:
+        left[0] -= r.method != "GET"
+        return Fault(status=400) if left[0] < 0 else None
+
+    store.fault = breaks
+    with pytest.raises(LpconvError):
+        run(source)
+    is_there = "out/lpconv.json" in store.objects
+    assert not is_there or moment > 20
+    store.fault = lambda _: None
+    if not is_there and any(k.startswith("out/") for k in store.objects):
+        with pytest.raises(InputError, match=r"not finished|no config\.json"):
+            resolve(URL)
+    run(source, resume=True)
+    sums = published(store)["SHA256SUMS"].decode().splitlines()
+    directory = directory_of(URL)
+    convert(str(source), tmp_path / "local", ConvertOptions(format="e4m3fn", verify="weights"))
+    assert sums == (tmp_path / "local" / "SHA256SUMS").read_text().splitlines()
+    assert (directory / "lpconv.json").read_bytes() == (tmp_path / "local" / "lpconv.json").read_bytes()
+    assert not any(UNFINISHED in k for k in store.objects)
+
+
+def test_shards_that_are_there_are_not_written_again(store: Store, source: Path, tmp_path: Path) -> None:
+    store.fault = lambda r: Fault(status=400) if "-00003-of" in r.key and r.method == "PUT" else None
+    with pytest.raises(ResourceError, match="cannot be written"):
+        run(source)
+    store.fault = lambda _: None
+    store.requests.clear()
+    os.rename(tmp_path / "cache", tmp_path / "of-another-machine")
+    run(source, resume=True)
+    written = {r.key for r in store.requests if r.method == "PUT" and r.key.endswith(".safetensors")}
+    assert written == {"out/model-00003-of-00003.safetensors"}
+
+
+def test_a_shard_that_was_replaced_is_written_again(store: Store, source: Path) -> None:
+    store.fault = lambda r: Fault(status=400) if "-00003-of" in r.key and r.method == "PUT" else None
+    with pytest.raises(ResourceError):
+        run(source)
+    store.fault = lambda _: None
+    whole = store.objects["out/model-00001-of-00003.safetensors"]
+    store.objects["out/model-00001-of-00003.safetensors"] = whole[:-1] + bytes([whole[-1] ^ 1])
+    run(source, resume=True)
+    assert store.objects["out/model-00001-of-00003.safetensors"] == whole
+
+
+def test_what_is_there_is_refused(store: Store, source: Path) -> None:
+    run(source)
+    with pytest.raises(OutputExistsError, match="exists"):
+        run(source)
+    with pytest.raises(OutputExistsError, match="other options"):
+        run(source, resume=True, format="e5m2")
+    before = published(store)
+    run(source, resume=True)
+    assert published(store) == before
+    run(source, force=True, format="e5m2")
+    assert json.loads(published(store)["lpconv.json"])["format"] == "e5m2"
+
+
+def test_what_others_keep_there_is_not_deleted(store: Store, source: Path) -> None:
+    store.objects["out/thesis.tex"] = b"years of work"
+    with pytest.raises(OutputExistsError, match="not from lpconv"):
+        run(source, force=True)
+    assert published(store) == {"thesis.tex": b"years of work"}
+
+
+def test_a_run_of_another_command_is_not_resumed(store: Store, source: Path) -> None:
+    store.fault = lambda r: Fault(status=400) if "-00003-of" in r.key and r.method == "PUT" else None
+    with pytest.raises(ResourceError):
+        run(source)
+    store.fault = lambda _: None
+    with pytest.raises(OutputExistsError, match="interrupted"):
+        run(source)
+    with pytest.raises(OutputExistsError, match="begun with other options"):
+        run(source, resume=True, format="e5m2")
+
+
+def test_of_two_writers_one_loses(store: Store, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both take over the claim, as two machines that resume would; the manifest decides."""
+    other: list[bytes] = []
+
+    def published_meanwhile(r: Request) -> Fault | None:
+        if r.method == "PUT" and r.key == "out/config.json" and not other:
+            other.append(b"{}")
+            threading.Thread(target=store.objects.__setitem__, args=("out/lpconv.json", b"{}")).start()
+        return None
+
+    store.fault = published_meanwhile
+    with pytest.raises(OutputExistsError, match="has just finished"):
+        run(source)
+    assert store.objects["out/lpconv.json"] == b"{}"
+
+
+def test_two_new_writers(store: Store, source: Path) -> None:
+    """The one that comes second meets the claim of the first."""
+    store.objects[f"out/{UNFINISHED}run.json"] = b"{}"
+    with pytest.raises(OutputExistsError, match="another run is writing"):
+        run(source)
+
+
+def test_a_gate_that_fails_publishes_nothing(store: Store, source: Path) -> None:
+    with pytest.raises(VerificationError) as caught:
+        run(source, gates=("sqnr>=90",))
+    assert URL in (caught.value.hint or "")
+    assert "out/lpconv.json" not in store.objects
+    assert "out/config.json" not in store.objects
+
+
+def test_collage_and_its_residual(store: Store, source: Path, tmp_path: Path) -> None:
+    options = ConvertOptions(method="collage", residual="exact16", verify="weights")
+    convert(str(source), URL, options)
+    convert(str(source), tmp_path / "local", options)
+    assert published(store)["SHA256SUMS"] == (tmp_path / "local" / "SHA256SUMS").read_bytes()
+
+
+def test_secrets_are_written_nowhere(store: Store, source: Path) -> None:
+    run(source)
+    assert not any(ENVIRONMENT["AWS_SECRET_ACCESS_KEY"].encode() in v for v in store.objects.values())
+
+
+@pytest.mark.parametrize("url", ["hf://owner/name", "https://server/folder"])
+def test_places_that_are_not_written(store: Store, source: Path, url: str) -> None:
+    with pytest.raises(UnsupportedError, match="not written"):
+        convert(str(source), url, ConvertOptions())
+
+
+def test_parts_are_put_together_in_folders(store: Store, source: Path) -> None:
+    with pytest.raises(UnsupportedError, match="parts"):
+        finish(str(source), URL, ConvertOptions())
