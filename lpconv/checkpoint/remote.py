@@ -188,7 +188,7 @@ class Upload:
     def write(self, data: bytes | memoryview) -> None:
         """Send the next bytes. Raises ResourceError."""
         with self._errors():
-            self._writer.write(data)
+            self._writer.write(bytes(data))  # a copy: obstore keeps what it is given, and callers use buffers again
 
     def close(self) -> None:
         """Make it an object. Raises ResourceError."""

@@ -16,8 +16,8 @@ from checkpoints import files_of, run_cli, write_checkpoint
 from hub_server import COMMIT, serving as serving_hub
 from huggingface_hub import constants
 from safetensors import SafetensorError, safe_open
-from store_server import BUCKET, ENVIRONMENT, Fault, Request, Store, serving
 
+from benchmarks.object_store import BUCKET, ENVIRONMENT, Fault, Request, Store, serving
 from lpconv.checkpoint import remote
 from lpconv.checkpoint.contents import read_contents
 from lpconv.checkpoint.partfile import check_writable, sha256_of

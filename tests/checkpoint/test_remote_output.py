@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import REPORTS, files_of, write_checkpoint
-from store_server import ENVIRONMENT, Fault, Request, Store, serving
 
+from benchmarks.object_store import ENVIRONMENT, Fault, Request, Store, serving
 from lpconv.checkpoint import remote
 from lpconv.checkpoint.remote import UNFINISHED, store_at
 from lpconv.checkpoint.resolve import directory_of, resolve
@@ -36,9 +36,10 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """Three shards, and a tensor that is kept."""
+    """Three shards, the first of more blocks than there are buffers, with tensors that are kept."""
     torch.manual_seed(0)
-    shards = [{f"{n}.weight": torch.randn(300, 400), f"{n}.bias": torch.randn(7)} for n in "abc"]
+    rows = {"a": 5000, "b": 300, "c": 300}
+    shards = [{f"{n}.weight": torch.randn(rows[n], 400), f"{n}.bias": torch.randn(7)} for n in rows]
     return write_checkpoint(tmp_path / "source", shards)
 
 

@@ -1,10 +1,13 @@
 """An object store on the loopback: the part of S3 that lpconv speaks, and what can go wrong with one.
 
-Objects live in memory. A fault is a function of a request that says what is done to its answer, so a test can cut, slow
-down or refuse what it likes; requests are kept. `https://` sources are served from the same objects, without a listing.
+Objects live in memory, or are mapped files. A fault is a function of a request that says what is done to its answer, so
+a test can cut, slow down or refuse what it likes; requests are kept. `https://` sources are served from the same
+objects, without a listing. `python -m benchmarks.object_store FOLDER` serves a folder and prints where.
 """
 
 import hashlib
+import mmap
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -12,11 +15,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.etree import ElementTree
 from xml.sax.saxutils import escape
 
-__all__ = ["ENVIRONMENT", "Fault", "Request", "Store", "serving"]
+__all__ = ["BUCKET", "ENVIRONMENT", "Fault", "Request", "Store", "serving"]
 
 BUCKET = "bucket"
 _DATE = "Fri, 01 Jan 2100 00:00:00 GMT"  # later than what is written while a test runs
@@ -47,7 +51,7 @@ class Fault:
 class Store:
     """A running store. `fault` looks at every request; None is an answer as it should be."""
 
-    objects: dict[str, bytes]
+    objects: dict[str, Any]
     fault: Callable[[Request], Fault | None] = lambda _: None
     requests: list[Request] = field(default_factory=list)
     uploads: dict[str, dict[int, bytes]] = field(default_factory=dict)
@@ -55,11 +59,13 @@ class Store:
     endpoint: str = ""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def put_folder(self, prefix: str, folder: Path) -> str:
+    def put_folder(self, prefix: str, folder: Path, *, is_mapped: bool = False) -> str:
         """Store all files of a folder; gives back the URL of the prefix."""
         for path in folder.rglob("*"):
             if path.is_file():
-                self.objects[f"{prefix}/{path.relative_to(folder).as_posix()}"] = path.read_bytes()
+                with path.open("rb") as f:
+                    data = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) if is_mapped else f.read()
+                self.objects[f"{prefix}/{path.relative_to(folder).as_posix()}"] = data
         return f"s3://{BUCKET}/{prefix}"
 
     def read(self, *, suffix: str = "") -> int:
@@ -90,8 +96,11 @@ class _Server(ThreadingHTTPServer):
     request_queue_size = 64
     store: Store
 
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Whoever asked may have been killed."""
 
-def _etag(data: bytes) -> str:
+
+def _etag(data: Any) -> str:
     """Of contents, by their ends and size: whole hashes would be what a benchmark measures."""
     ends = data[:4096] + data[-4096:] + str(len(data)).encode()
     return f'"{hashlib.blake2b(ends, digest_size=16).hexdigest()}"'
@@ -146,7 +155,7 @@ class _Handler(BaseHTTPRequestHandler):
             return 404, b"<Error><Code>NoSuchKey</Code></Error>", {}
         return self._object(r, objects[r.key])
 
-    def _object(self, r: Request, data: bytes) -> tuple[int, bytes, dict[str, str]]:
+    def _object(self, r: Request, data: Any) -> tuple[int, bytes, dict[str, str]]:
         headers = {"Last-Modified": _DATE} | ({"ETag": _etag(data)} if self.server.store.etags else {})
         if self.headers.get("If-Match") not in (None, _etag(data)):
             return 412, b"", {}
@@ -217,3 +226,10 @@ def _listing(objects: Mapping[str, bytes], query: dict[str, list[str]]) -> bytes
     more = f"<NextContinuationToken>{escape(page[-1])}</NextContinuationToken>" if rest else ""
     head = f"<ListBucketResult><IsTruncated>{'true' if rest else 'false'}</IsTruncated>{more}"
     return f"{head}{rows}</ListBucketResult>".encode()
+
+
+if __name__ == "__main__":
+    with serving() as store:
+        store.put_folder("source", Path(sys.argv[1]), is_mapped=True)
+        print(store.endpoint, flush=True)
+        threading.Event().wait()
