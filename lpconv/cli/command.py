@@ -107,7 +107,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on s
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no messages on stderr, errors excepted.")]
 Output = Annotated[
     str | None,
-    typer.Option("--output", "-o", help="The directory to write, of a conversion an s3:// URL too.", metavar="DIR"),
+    typer.Option("--output", "-o", help="The directory to write.", metavar="DIR"),
 ]
 Revision: Any = parameter_of(ConvertOptions, "revision")
 Force: Any = parameter_of(ConvertOptions, "force")
