@@ -7,6 +7,8 @@ import copy
 import dataclasses
 import json
 import math
+import sys
+import types
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,8 +21,7 @@ from typer.testing import CliRunner
 
 from lpconv.bench.cases import BENCH_FORMATS, BENCH_METHODS
 from lpconv.cli.command import Json, with_options
-from lpconv.cli.handling import handled
-from lpconv.cli.main import app
+from lpconv.cli.main import COMMANDS, app
 from lpconv.doctor.support import format_support
 from lpconv.errors import InputError, UnsupportedError
 from lpconv.formats.cast import cast
@@ -164,17 +165,16 @@ def greet(name: str, options: Greeting, json: Json = False) -> None:
     print(" ".join([f"hello {name}"] * options.times))
 
 
-def test_a_command() -> None:
-    """The function under `handled`, as `lpconv.cli.main` adds those that it lists."""
-    registered = list(app.registered_commands)
-    try:
-        app.command()(handled(greet))
-        assert run("greet", "you", "--times", "2") == "hello you hello you\n"
-        assert "Number of greetings" in run("greet", "--help")
-        assert "greet" in typer.main.get_command(app).commands
-        done = CliRunner().invoke(app, ["greet", "nobody", "--json"])
-        assert done.exit_code == InputError.exit_code
-        error: dict[str, Any] = json.loads(done.stdout)["error"]
-        assert error["hint"] == "name somebody"
-    finally:
-        app.registered_commands[:] = registered
+def test_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file in `lpconv/cli/` with the function, and its name in `COMMANDS`."""
+    file = types.ModuleType("lpconv.cli.greet")
+    monkeypatch.setattr(file, "greet", greet, raising=False)
+    monkeypatch.setitem(sys.modules, file.__name__, file)
+    monkeypatch.setattr("lpconv.cli.main.COMMANDS", [*COMMANDS, "greet"])
+    assert run("greet", "you", "--times", "2") == "hello you hello you\n"
+    assert "Number of greetings" in run("greet", "--help")
+    assert "greet" in typer.main.get_command(app).commands
+    done = CliRunner().invoke(app, ["greet", "nobody", "--json"])
+    assert done.exit_code == InputError.exit_code
+    error: dict[str, Any] = json.loads(done.stdout)["error"]
+    assert error["hint"] == "name somebody"

@@ -3,8 +3,10 @@
 A `Source` knows every tensor's name, dtype and shape from headers alone and reads ranges of bytes on demand, from any
 thread. Safetensors files are read with `pread`, or by ranges from a store; `.bin` files are opened with
 `torch.load(weights_only=True, mmap=True)`, which refuses pickles that run code and reads storage only where it is
-touched.
+touched. torch is imported where there are tensors: to know what safetensors hold takes none.
 """
+
+from __future__ import annotations  # tensors are named below and not imported
 
 import pickle
 import re
@@ -12,10 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from lpconv.checkpoint.contents import Contents
 from lpconv.checkpoint.gguf import header_of
@@ -24,9 +23,11 @@ from lpconv.checkpoint.partfile import read_error
 from lpconv.checkpoint.place import RangedFile, open_file
 from lpconv.errors import InputError, UnsupportedError
 
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
 __all__ = [
-    "SAFETENSORS_DTYPES",
-    "TORCH_DTYPES",
     "SafetensorsSource",
     "Source",
     "TensorEntry",
@@ -35,15 +36,6 @@ __all__ = [
     "read_range",
     "read_tensor",
 ]
-
-TORCH_DTYPES: dict[str, torch.dtype] = {
-    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "U16": torch.uint16,
-    "I32": torch.int32, "U32": torch.uint32, "I64": torch.int64, "U64": torch.uint64, "F16": torch.float16,
-    "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "F8_E8M0": torch.float8_e8m0fnu,
-}  # fmt: skip
-SAFETENSORS_DTYPES: dict[torch.dtype, str] = {v: k for k, v in TORCH_DTYPES.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +53,8 @@ class Source(Protocol):
     @property
     def entries(self) -> Mapping[str, TensorEntry]: ...
 
-    def read_bytes(self, name: str, start: int, out: Tensor) -> None:
-        """Fill `out` (uint8, contiguous) with the tensor's bytes from byte offset `start` on."""
+    def read_bytes(self, name: str, start: int, out: memoryview) -> None:
+        """Fill `out`, bytes that can be written, with the tensor's from byte offset `start` on."""
 
     def close(self) -> None: ...
 
@@ -91,10 +83,10 @@ class SafetensorsSource:
     def entries(self) -> Mapping[str, TensorEntry]:
         return self._entries
 
-    def read_bytes(self, name: str, start: int, out: Tensor) -> None:
+    def read_bytes(self, name: str, start: int, out: memoryview) -> None:
         entry = self._entries[name]
         file, header = self._files[entry.file]
-        file.read_into(header.data_start + entry.info.begin + start, out.numpy().data)
+        file.read_into(header.data_start + entry.info.begin + start, out)
 
     def close(self) -> None:
         for file, _ in self._files.values():
@@ -120,6 +112,11 @@ class TorchSource:
         _check_index(contents, self._entries)
 
     def _open(self, path: Path, file: str) -> None:
+        import torch
+        from torch import Tensor
+
+        from lpconv.checkpoint.dtypes import SAFETENSORS_DTYPES
+
         position, file_size = 0, path.stat().st_size
         self._sizes[file] = path, file_size
         seen: dict[tuple[int, tuple[int, ...], torch.dtype], str] = {}
@@ -150,7 +147,9 @@ class TorchSource:
     def entries(self) -> Mapping[str, TensorEntry]:
         return self._entries
 
-    def read_bytes(self, name: str, start: int, out: Tensor) -> None:
+    def read_bytes(self, name: str, start: int, out: memoryview) -> None:
+        import torch
+
         path, size = self._sizes[self._entries[name].file]
         try:
             left = path.stat().st_size
@@ -158,7 +157,8 @@ class TorchSource:
             raise read_error(e, path) from e
         if left < size:  # reading beyond the end of a mapped file ends the process
             raise InputError(f"`{path.name}` became shorter while it was read", hint="is it still downloading?")
-        out.copy_(self._tensors[name].view(torch.uint8)[start : start + out.numel()])
+        found = self._tensors[name].view(torch.uint8)[start : start + len(out)]
+        out[:] = found.numpy().data
 
     def close(self) -> None:
         self._tensors = {}
@@ -169,10 +169,14 @@ def read_range(source: Source, name: str, start: int, stop: int, *, buffer: Tens
 
     With `buffer`, uint8 and large enough, the result is a view of it and nothing is allocated.
     """
+    import torch
+
+    from lpconv.checkpoint.dtypes import TORCH_DTYPES
+
     dtype = source.entries[name].info.dtype
     first, last = (n * DTYPE_BITS[dtype] // 8 for n in (start, stop))
     raw = torch.empty(last - first, dtype=torch.uint8) if buffer is None else buffer[: last - first]
-    source.read_bytes(name, first, raw)
+    source.read_bytes(name, first, raw.numpy().data)
     return raw.view(TORCH_DTYPES.get(dtype, torch.uint8))
 
 
@@ -210,6 +214,8 @@ def _check_index(contents: Contents, entries: Mapping[str, TensorEntry]) -> None
 
 
 def _load_bin(path: Path) -> dict[str, object]:
+    import torch
+
     hint = "lpconv opens pickles with weights_only=True and never runs code from them; convert the file to safetensors"
     try:
         try:

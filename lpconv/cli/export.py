@@ -13,7 +13,11 @@ from lpconv.export.options import ExportOptions
 __all__ = ["export", "onnx"]
 
 export = typer.Typer(
-    name="export", no_args_is_help=True, rich_markup_mode="rich", help="Write a checkpoint for another runtime."
+    name="export",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    help="Write a checkpoint for another runtime.",
 )
 
 

@@ -1,42 +1,61 @@
 """The `lpconv` command. Starting it, and every `--help`, imports neither torch nor transformers."""
 
+import importlib
 import logging
 import os
-from typing import Annotated
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
 
 import typer
 
-from lpconv.cli.advise import advise
-from lpconv.cli.batch import batch
-from lpconv.cli.bench import bench
-from lpconv.cli.convert import convert
-from lpconv.cli.demo import demo
-from lpconv.cli.doctor import doctor
-from lpconv.cli.export import export
-from lpconv.cli.finetune import finetune
 from lpconv.cli.handling import Commands, handled
-from lpconv.cli.init import init
-from lpconv.cli.inspect import inspect
-from lpconv.cli.probe import probe
 from lpconv.cli.progress import VERBOSE
 from lpconv.cli.questions import first_screen
-from lpconv.cli.repair import repair
-from lpconv.cli.report import report
-from lpconv.cli.restore import restore
-from lpconv.cli.verify import verify
 from lpconv.version import __version__
 
-__all__ = ["app", "main", "run"]
+__all__ = ["COMMANDS", "app", "main", "run"]
 
+# Each is a file beside this one, with a function or a group of its name.
+COMMANDS = [
+    "advise", "convert", "inspect", "verify", "restore", "repair", "init", "probe", "finetune", "bench",
+    "report", "batch", "doctor", "demo", "export",
+]  # fmt: skip
 # torch reads them when it is imported; its profiler, which measures memory, would write stages and warnings to stderr.
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 # Loggers of libraries that transformers imports where they are installed; no user of ours can mend what they warn of.
 _TALKATIVE = ("torchao", "torch.utils._pytree")
 
+
+class _Made(Mapping[str, Any]):
+    """The commands, each imported when it is asked for: a start pays for the one that runs."""
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in COMMANDS:
+            raise KeyError(name)
+        command = getattr(importlib.import_module(f"lpconv.cli.{name}"), name)
+        if not isinstance(command, typer.Typer):
+            alone = typer.Typer(rich_markup_mode="rich", add_completion=False)
+            alone.command(name)(handled(command))
+            command = alone
+        return typer.main.get_command(command)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(COMMANDS)
+
+    def __len__(self) -> int:
+        return len(COMMANDS)
+
+
+class _Program(Commands):
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.commands = _Made()  # type: ignore[assignment]  # nothing writes to it
+
+
 app = typer.Typer(
     name="lpconv",
-    cls=Commands,
+    cls=_Program,
     invoke_without_command=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
@@ -44,12 +63,6 @@ app = typer.Typer(
     help="Rewrite Hugging Face checkpoints into low-precision forms that still are the model.",
     epilog="Start with [bold]lpconv demo[/bold]. Exit codes are listed in docs/cli.md.",
 )
-
-for command in (
-    advise, convert, inspect, verify, restore, repair, init, probe, finetune, bench, report, batch, doctor, demo,
-):  # fmt: skip
-    app.command()(handled(command))
-app.add_typer(export)
 
 
 def _version(wanted: bool) -> None:

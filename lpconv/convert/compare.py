@@ -19,8 +19,8 @@ from lpconv.checkpoint.ties import tie_candidates
 from lpconv.convert.defects import shown
 from lpconv.convert.tensor_records import sqnr_db
 from lpconv.forms import Stored
-from lpconv.forms.blocks import block_ranges
 from lpconv.forms.decoded import DecodedSource
+from lpconv.forms.ranges import block_ranges
 from lpconv.forms.reader import StoredTensors
 from lpconv.gates import CONVERT_GATES
 from lpconv.progress import Progress

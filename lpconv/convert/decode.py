@@ -13,9 +13,10 @@ import torch
 
 from lpconv.checkpoint.compressed import quantized_by
 from lpconv.checkpoint.contents import Contents, read_contents
+from lpconv.checkpoint.dtypes import TORCH_DTYPES
 from lpconv.checkpoint.header import DTYPE_BITS, TensorInfo, encode_header
 from lpconv.checkpoint.partfile import PartFile, write_small
-from lpconv.checkpoint.source import TORCH_DTYPES, Source, read_range
+from lpconv.checkpoint.source import Source, read_range
 from lpconv.checkpoint.staging import MARKER, Staging, check_apart
 from lpconv.checkpoint.unchanged import watch, watched_files
 from lpconv.convert.files import INDEX, copy_side_files, model_side_files, plain_config, weight_index
@@ -23,8 +24,8 @@ from lpconv.convert.plan import shard_names
 from lpconv.errors import UnsupportedError
 from lpconv.formats.spec import FORMATS
 from lpconv.forms import Kept
-from lpconv.forms.blocks import block_ranges
 from lpconv.forms.decoded import DecodedSource
+from lpconv.forms.ranges import block_ranges
 from lpconv.forms.reader import StoredTensors
 from lpconv.progress import Progress
 from lpconv.results import FileRecord, RestoreResult, ordered_json_text

@@ -10,9 +10,9 @@ from lpconv.checkpoint.remote import check_url, head
 from lpconv.checkpoint.remote_output import tidy
 from lpconv.checkpoint.remote_view import view_of
 from lpconv.checkpoint.staging import JOURNAL, MARKER, read_marker
+from lpconv.convert.hashes import check_hashes
 from lpconv.convert.job import Job
 from lpconv.convert.provenance import public_source, shaping_options, source_record, versions
-from lpconv.convert.verify import check_hashes
 from lpconv.errors import OutputExistsError
 from lpconv.progress import Progress
 from lpconv.results import ConvertResult, from_json, to_json

@@ -2,14 +2,12 @@
 
 import dataclasses
 import hashlib
+import importlib.metadata
 import os
 import shutil
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from lpconv.checkpoint.compressed import COMPRESSED_TENSORS, LinearModules
 from lpconv.checkpoint.contents import Contents, read_contents
@@ -25,18 +23,13 @@ from lpconv.convert.files import plain_config
 from lpconv.convert.memory import Memory, plan_memory
 from lpconv.convert.options import ConvertOptions, settings_of
 from lpconv.convert.plan import Plan, make_plan
-from lpconv.convert.policy import settings_for
-from lpconv.convert.workers import SingleThreadedTorch
 from lpconv.errors import InputError, ResourceError
-from lpconv.formats.spec import FORMATS
-from lpconv.forms.blocks import BLOCK_ELEMENTS, Workspace
 from lpconv.forms.decoded import is_coded, open_values
 from lpconv.gates import CONVERT_GATES, Gate
 from lpconv.version import __version__
 
 __all__ = ["Job", "check_disk", "disk_bytes", "estimate_seconds", "free_bytes", "identity", "prepare"]
 
-_ROW = 1024  # elements, for an estimate
 # Seconds that no size changes, of two cores: pages and records; transformers and two small models.
 _REPORTING_S, _RUNNING_S = 0.3, 4.0
 _PIECE = 2**22  # bytes of two tensors that are compared at a time
@@ -124,12 +117,12 @@ def _find_ties(source: Source, config: Mapping[str, Any]) -> dict[str, str]:
 
 def _equal_bytes(source: Source, a: str, b: str) -> bool:
     size = source.entries[a].info.num_bytes
-    left, right = torch.empty(_PIECE, dtype=torch.uint8), torch.empty(_PIECE, dtype=torch.uint8)
+    left, right = bytearray(_PIECE), bytearray(_PIECE)
     for start in range(0, size, _PIECE):
         count = min(_PIECE, size - start)
-        source.read_bytes(a, start, left[:count])
-        source.read_bytes(b, start, right[:count])
-        if not torch.equal(left[:count], right[:count]):
+        for name, piece in ((a, left), (b, right)):
+            source.read_bytes(name, start, memoryview(piece)[:count])
+        if left[:count] != right[:count]:
             return False
     return True
 
@@ -175,7 +168,7 @@ def identity(job: Job) -> dict[str, Any]:
     stats = [(f, (job.contents.directory / f).stat()) for f in job.contents.weight_files]
     return {
         "lpconv version": __version__,
-        "torch version": torch.__version__,
+        "torch version": importlib.metadata.version("torch"),
         "options": job.plan.fingerprint,
         "source files": [[f, s.st_size, s.st_mtime_ns] for f, s in stats],
         "source config": hashlib.sha256((job.contents.directory / "config.json").read_bytes()).hexdigest(),
@@ -183,22 +176,8 @@ def identity(job: Job) -> dict[str, Any]:
 
 
 def estimate_seconds(job: Job) -> float:
-    """What the run will take after lpconv's own start, where nothing waits for a disk.
-
-    Processor time of the plan at the speed measured on one block now, divided by the workers, and what is fixed.
-    """
+    """What the run will take after lpconv's own start, where nothing waits for a disk, on a machine like the one that
+    `Form.encoded_per_second` was measured on."""
     running = _RUNNING_S if job.memory.no_logits is None else 0.0
-    return _REPORTING_S + running + _encoding_seconds(job.plan, job.memory.workers)
-
-
-def _encoding_seconds(plan: Plan, workers: int) -> float:
-    work, x = Workspace(), torch.randn(BLOCK_ELEMENTS)
-    shape, fmt = (BLOCK_ELEMENTS // _ROW, _ROW), FORMATS[plan.options.format or ""]
-    form = plan.form.of("block", shape, fmt, settings_for(plan.options, plan.method))
-    with SingleThreadedTorch():
-        started = time.perf_counter()
-        found = form.measure(lambda job: [job(x, work)])
-        (data, *_) = form.encode(x, 0, found, work).data
-        hashlib.sha256(data.view(torch.uint8).numpy().data).digest()
-        per_element = (time.perf_counter() - started) / x.numel()
-    return per_element * sum(t.info.num_elements for t in plan.tensors) / workers
+    encoding = sum(t.info.num_elements / t.form.encoded_per_second for t in job.plan.tensors if t.action != "tie")
+    return _REPORTING_S + running + encoding / job.memory.workers

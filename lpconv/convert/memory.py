@@ -1,10 +1,11 @@
 """What a conversion takes of memory, known before it begins: blocks in work, then two models that run one by one.
 
 The bytes were measured on Linux with torch 2.13 and transformers 5.23 and are upper bounds: the peak of a run lies 5 to
-20 % below the sum. torch is loaded by the time that anybody asks; what it takes is in what the process has.
+20 % below the sum. What torch takes is in what the process has, once it is loaded; a dry run is over before that.
 """
 
 import os
+import sys
 from dataclasses import dataclass
 
 import psutil
@@ -12,18 +13,19 @@ import psutil
 from lpconv.checkpoint.contents import Contents
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.plan import Plan
-from lpconv.convert.workers import buffer_bytes
 from lpconv.errors import ResourceError
-from lpconv.forms.blocks import BLOCK_ELEMENTS, CHECKED_ELEMENTS
+from lpconv.forms.ranges import BLOCK_ELEMENTS, CHECKED_ELEMENTS, WORKSPACE_BYTES
 from lpconv.gates import Gate, needs_logits
 from lpconv.machine import available_memory
 
-__all__ = ["AUTO_LOGITS_BYTES", "Memory", "plan_memory", "why_no_logits"]
+__all__ = ["AUTO_LOGITS_BYTES", "SPARE", "Memory", "plan_memory", "why_no_logits"]
 
 # Up to this many weight bytes `--verify auto` also runs both models.
 AUTO_LOGITS_BYTES = 2 * 10**9
+SPARE = 2  # blocks that wait for the writer while every worker is busy
 _MAX_WORKERS = 8
 _MIB = 2**20
+_TORCH_BYTES = 200 * _MIB
 _OVERHEAD_BYTES, _TENSOR_BYTES = (
     8 * _MIB,
     8 * 2**10,
@@ -59,8 +61,9 @@ def plan_memory(plan: Plan, contents: Contents, gates: tuple[Gate, ...]) -> Memo
     matrices that stay in their files.
     """
     options = plan.options
-    now = psutil.Process().memory_info().rss
-    available = now + available_memory()
+    taken = psutil.Process().memory_info().rss
+    now = taken + (0 if "torch" in sys.modules else _TORCH_BYTES)
+    available = taken + available_memory()
     budget = min(options.max_memory or available, available)
     workers = options.workers or min(len(os.sched_getaffinity(0)), _MAX_WORKERS)
     while workers > 1 and now + _converting(plan, workers) > budget:
@@ -102,7 +105,7 @@ def _converting(plan: Plan, workers: int) -> int:
     checked = max((min(t.info.num_elements, max(CHECKED_ELEMENTS, t.form.cols)) for t in plan.tensors), default=0)
     temporary = workers * max(fitting, _DECODING_BYTES * largest + _CHECKING_BYTES * checked)
     sides = sum(c.num_bytes for t in plan.tensors for c in t.form.side) * _COPIES_OF_SIDES
-    return _OVERHEAD_BYTES + len(plan.tensors) * _TENSOR_BYTES + buffer_bytes(workers) + temporary + sides
+    return _OVERHEAD_BYTES + len(plan.tensors) * _TENSOR_BYTES + (workers + SPARE) * WORKSPACE_BYTES + temporary + sides
 
 
 def _running(plan: Plan, contents: Contents) -> int:

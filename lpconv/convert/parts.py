@@ -21,7 +21,6 @@ from lpconv.convert.job import Job, check_disk, identity, prepare
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.plan import PlannedShard
 from lpconv.convert.shares import Part, part_folders, share_of
-from lpconv.convert.weights import write_shards
 from lpconv.errors import InputError, OutputExistsError
 from lpconv.machine import peak_rss_bytes
 from lpconv.progress import Progress, Silent
@@ -38,6 +37,8 @@ def convert_part(
     Raises OutputExistsError where another worker writes the part, or wrote it, unless `options.resume` finds it made by
     the same command.
     """
+    from lpconv.convert.weights import write_shards  # torch takes seconds to import
+
     started = time.perf_counter()
     progress = progress or Silent()
     folder = part.folder(output)

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from lpconv.checkpoint.contents import read_contents, read_json
+from lpconv.checkpoint.header import DTYPE_BITS
 from lpconv.checkpoint.residual import Residuals, read_residual
-from lpconv.checkpoint.source import TORCH_DTYPES
 from lpconv.checkpoint.staging import MARKER, check_marked
 from lpconv.errors import InputError, UnsupportedError
 from lpconv.forms.reader import FETCH_AGAIN, StoredTensors
@@ -75,4 +75,4 @@ class OutputReader(StoredTensors):
             return record.action == "keep" and form.data[0].dtype == record.source_dtype
         named = (form.format.name, form.num_points, form.scale(self.side(record.name)))
         wanted = (record.format, record.points, record.scale)
-        return record.action == "convert" and named == wanted and record.source_dtype in TORCH_DTYPES
+        return record.action == "convert" and named == wanted and record.source_dtype in DTYPE_BITS

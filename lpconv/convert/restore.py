@@ -13,18 +13,19 @@ from typing import Any
 import torch
 
 from lpconv.checkpoint.contents import read_contents
+from lpconv.checkpoint.dtypes import TORCH_DTYPES
 from lpconv.checkpoint.header import DTYPE_BITS, TensorInfo, encode_header
 from lpconv.checkpoint.partfile import PartFile, write_small
 from lpconv.checkpoint.residual import residual_files
-from lpconv.checkpoint.source import TORCH_DTYPES
 from lpconv.checkpoint.staging import MARKER, SUMS, Staging, check_apart
 from lpconv.checkpoint.unchanged import watch, watched_files
 from lpconv.convert.files import copy_side_files, model_side_files, plain_config, weight_index
+from lpconv.convert.hashes import check_hashes
 from lpconv.convert.reader import OutputReader, read_provenance
-from lpconv.convert.verify import check_hashes
 from lpconv.errors import InputError
-from lpconv.forms.blocks import Workspace, block_ranges, block_stats
+from lpconv.forms.blocks import Workspace, block_stats
 from lpconv.forms.facts import BlockStats
+from lpconv.forms.ranges import block_ranges
 from lpconv.progress import Progress
 from lpconv.results import FileRecord, RestoreResult, TensorRecord, ordered_json_text
 from lpconv.version import __version__

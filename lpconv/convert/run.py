@@ -22,13 +22,10 @@ from lpconv.convert.provenance import (
     versions,
 )
 from lpconv.convert.tensor_records import format_ranges, planned_record
-from lpconv.convert.verify_written import verify_written
-from lpconv.convert.weights import write_shards
 from lpconv.errors import UnsupportedError, VerificationError
 from lpconv.machine import peak_rss_bytes
 from lpconv.progress import Progress, Silent
 from lpconv.report.convert.card import model_card
-from lpconv.report.convert.html import html_report
 from lpconv.results import (
     ByteCounts,
     ConvertResult,
@@ -155,6 +152,9 @@ def _working_folder(job: Job) -> Staging:
 
 
 def _carry_out(job: Job, staging: Staging, progress: Progress, command: str | None, started: float) -> ConvertResult:
+    from lpconv.convert.verify_written import verify_written  # torch takes seconds to import
+    from lpconv.report.convert.html import html_report
+
     before = time.perf_counter()
     others_wrote = bool(staging.done)  # an interrupted run, or the workers of parts
     files, tensors = _write_weights(job, staging, progress)
@@ -199,6 +199,8 @@ def _carry_out(job: Job, staging: Staging, progress: Progress, command: str | No
 def _write_weights(
     job: Job, staging: Staging, progress: Progress
 ) -> tuple[tuple[FileRecord, ...], tuple[TensorRecord, ...]]:
+    from lpconv.convert.weights import write_shards  # torch takes seconds to import
+
     written = write_shards(job, job.plan.shards, staging, progress)
     records = {t.name: t for shard in written for t in shard.tensors}
     ordered = (records.get(t.name) or planned_record(t) for t in job.plan.tensors)

@@ -11,15 +11,15 @@ from pathlib import Path
 import torch
 
 from lpconv.checkpoint.contents import read_contents
-from lpconv.checkpoint.header import DTYPE_BITS
-from lpconv.checkpoint.source import TORCH_DTYPES, Source, open_source
+from lpconv.checkpoint.source import Source, open_source, read_range
 from lpconv.convert.inspect import describe, inspect
 from lpconv.forms import Stored
-from lpconv.forms.blocks import BLOCK_ELEMENTS, Workspace, block_ranges, block_stats
+from lpconv.forms.blocks import Workspace, block_stats
 from lpconv.forms.decoded import DecodedSource
 from lpconv.forms.facts import BlockStats
 from lpconv.forms.foreign import READ
 from lpconv.forms.foreign.grid import Grid
+from lpconv.forms.ranges import block_ranges
 from lpconv.forms.reader import StoredTensors
 from lpconv.progress import Progress
 from lpconv.results import InspectResult, StoredTensor
@@ -71,13 +71,11 @@ def _measured(source: Source, t: StoredTensor, work: Workspace, progress: Progre
     if info.dtype not in _READABLE or not info.num_bytes:
         progress.advance(info.num_bytes)
         return t
-    total, size = BlockStats(), DTYPE_BITS[info.dtype] // 8
-    for start in range(0, info.num_bytes, BLOCK_ELEMENTS * size):
-        raw = work.raw[: min(BLOCK_ELEMENTS * size, info.num_bytes - start)]
-        source.read_bytes(t.name, start, raw)
-        x = raw.view(TORCH_DTYPES[info.dtype])
-        total = total + block_stats(x.to(torch.float32) if size == 1 else x, work)
-        progress.advance(raw.numel())
+    total = BlockStats()
+    for start, stop in block_ranges(info.num_elements):
+        x = read_range(source, t.name, start, stop, buffer=work.raw)
+        total = total + block_stats(x.to(torch.float32) if x.itemsize == 1 else x, work)
+        progress.advance(x.nbytes)
     return dataclasses.replace(t, rms=total.rms, absmax=total.absmax, num_nan=total.num_nan, num_inf=total.num_inf)
 
 

@@ -1,4 +1,4 @@
-"""Is what lies in the files what the source implies? Hashes, and the weights: converted again and compared.
+"""Is what lies in the files what the source implies? The weights, converted again and compared.
 
 Three things have to agree for every tensor. Its side tensors (scales, counts) are those that the first pass over the
 source finds now. Every stored block is, byte for byte, what encoding the source's block gives. And decoded, it is what
@@ -11,30 +11,26 @@ where they are not equal to the last bit, though close, may side tensors differ,
 """
 
 import math
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from lpconv.checkpoint.partfile import sha256_of
-from lpconv.checkpoint.staging import MARKER, SUMS
 from lpconv.convert.plan import PlannedTensor
 from lpconv.convert.reader import OutputReader
 from lpconv.convert.tensor_records import planned_record, tensor_record
 from lpconv.convert.workers import Block, Workers, blocks_of
-from lpconv.errors import InputError
 from lpconv.forms import Form
-from lpconv.forms.blocks import CHECKED_ELEMENTS, Workspace, as_float32, block_error, block_stats
+from lpconv.forms.blocks import Workspace, as_float32, block_error, block_stats
 from lpconv.forms.facts import BlockError, BlockStats, Measured
+from lpconv.forms.ranges import CHECKED_ELEMENTS
 from lpconv.forms.stored import Side
 from lpconv.progress import Progress
-from lpconv.results import HashCheck, TensorRecord, WeightsCheck
+from lpconv.results import TensorRecord, WeightsCheck
 
-__all__ = ["check_hashes", "check_weights", "whole_tensors"]
+__all__ = ["check_weights", "whole_tensors"]
 
 T = TypeVar("T")
 _PIECE = 2**14  # elements of a sample
@@ -59,34 +55,6 @@ class _Compared:
             error=self.error + other.error,
             implied=self.implied + other.implied,
         )
-
-
-def check_hashes(directory: Path, progress: Progress) -> HashCheck:
-    """Every file that SHA256SUMS lists, and must list. Raises InputError where there is no such list."""
-    path = directory / SUMS
-    if not path.exists():
-        raise InputError(f"`{directory}` has no {SUMS}", hint="pass an output of `lpconv convert`")
-    files = _read_sums(path)
-    there = {n: (directory / n).stat().st_size for n in files if os.path.isfile(directory / n)}
-    progress.start("hashing", sum(there.values()))
-    weights = {p.relative_to(directory).as_posix() for p in directory.rglob("*.safetensors")}
-    mismatched = sorted({"config.json", MARKER, *weights} - files.keys())
-    for name, digest in files.items():
-        if name not in there or sha256_of(directory / name) != digest:
-            mismatched.append(name)
-        progress.advance(there.get(name, 0))
-    return HashCheck(num_files=len(files), mismatched=tuple(mismatched))
-
-
-def _read_sums(path: Path) -> dict[str, str]:
-    """Names and digests of a list that `sha256sum` writes."""
-    files = {}
-    for line in path.read_bytes().decode("utf-8", "replace").splitlines():
-        digest, separator, name = line.partition("  ")
-        if not separator:
-            raise InputError(f"`{path}` has the line {line[:80]!r}, not a hash and a name", hint="fetch the file again")
-        files[name] = digest
-    return files
 
 
 def whole_tensors(tensors: Iterable[PlannedTensor], seconds: float) -> frozenset[str]:

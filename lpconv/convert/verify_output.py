@@ -4,34 +4,21 @@ What each level sees is told, and shown by planted damage, in docs/verify.md.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from lpconv.checkpoint.contents import read_json
 from lpconv.checkpoint.resolve import resolve
-from lpconv.checkpoint.staging import MARKER, is_output
-from lpconv.convert.compare import compare
-from lpconv.convert.files import INDEX, output_config, replaced_config, weight_index
-from lpconv.convert.job import Job, prepare
-from lpconv.convert.options import ConvertOptions, settings_of
-from lpconv.convert.plan import Plan
-from lpconv.convert.policy import settings_for
-from lpconv.convert.reader import OutputReader, read_provenance
-from lpconv.convert.verify import check_hashes
-from lpconv.convert.verify_written import check_outputs, check_stored, output_problems, weights_problems
-from lpconv.errors import InputError, UnsupportedError, UsageError
-from lpconv.formats.spec import FORMATS
-from lpconv.forms import Kept
+from lpconv.checkpoint.staging import is_output
+from lpconv.convert.hashes import check_hashes
+from lpconv.convert.reader import read_provenance
+from lpconv.errors import UsageError
 from lpconv.gates import CONVERT_GATES, needs_logits
-from lpconv.lookup import find
 from lpconv.progress import Progress
-from lpconv.results import SourceRecord, TensorRecord, VerifyResult, from_json
+from lpconv.results import VerifyResult
 
 __all__ = ["LEVELS", "verify_output"]
 
 LEVELS = ("hash", "weights", "logits", "values")
-_ABSENT = object()
 
 
 def verify_output(
@@ -73,36 +60,26 @@ def verify_output(
     if level == "values" or (level is None and against is not None and not is_output(directory)):
         if against is None:
             raise UsageError("comparing values needs a checkpoint to compare with", hint="name it with --against")
+        from lpconv.convert.compare import compare  # torch takes seconds to import
+
         return compare(directory, resolve(against).directory, gates=gates, progress=progress)
     parsed = [CONVERT_GATES.parse(g) for g in gates]
-    asked = level == "logits" or needs_logits(parsed)
-    automatic = level is None and not asked and against is not None
     provenance = read_provenance(directory)
     hashes = check_hashes(directory, progress)
     problems = tuple(f"`{n}` does not match its SHA-256" for n in hashes.mismatched)
     result = VerifyResult(level="hash", passed=not problems, hash=hashes, problems=problems)
+    asked = level == "logits" or needs_logits(parsed)
+    automatic = level is None and not asked and against is not None
     if not (asked or automatic or level == "weights" or parsed):
         return result
-    records = from_json(tuple[TensorRecord, ...], provenance["tensors"])
+    from lpconv.convert.verify_source import check_source, prepare_again  # torch takes seconds to import
+
     depth = "logits" if asked else "auto" if automatic else "weights"
-    job = _again(provenance, directory, against, verify=depth, trust_remote_code=trust_remote_code)
+    job = prepare_again(provenance, directory, against, verify=depth, trust_remote_code=trust_remote_code)
     try:
-        _check_same_tensors(job, records)
-        try:
-            weights = _check_weights(job, directory, provenance, {r.name: r for r in records}, result, progress)
-        except (InputError, UnsupportedError) as e:  # the files cannot even be read as what they should be
-            return dataclasses.replace(result, level="weights", passed=False, problems=(*problems, e.message))
-        result = weights
-        if asked or automatic:
-            progress.start("running both models", 0)
-            logits = check_outputs(job, directory, automatic=not asked)
-            problems = (*result.problems, *output_problems(logits, records))
-            level = result.level if logits.skipped else "logits"
-            result = dataclasses.replace(result, level=level, logits=logits, problems=problems)
+        return check_source(job, directory, provenance, result, gates=parsed, progress=progress)
     finally:
         job.source.close()
-    met = CONVERT_GATES.check(parsed, result)
-    return dataclasses.replace(result, gates=met, passed=not result.problems and all(g.passed for g in met))
 
 
 def _with_text(
@@ -118,6 +95,7 @@ def _with_text(
 ) -> VerifyResult:
     """`found` with what both models say of a text; gates ask for that."""
     from lpconv.convert.text import compare_on_text  # transformers takes seconds to import
+    from lpconv.convert.verify_written import output_problems
 
     parsed = [CONVERT_GATES.parse(g) for g in gates]
     logits = compare_on_text(directory, reference, data, seq_len=seq_len, max_tokens=max_tokens, progress=progress)
@@ -125,91 +103,3 @@ def _with_text(
     result = dataclasses.replace(found, logits=logits, problems=(*found.problems, *output_problems(unknown, ())))
     met = CONVERT_GATES.check(parsed, result)
     return dataclasses.replace(result, gates=met, passed=not result.problems and all(g.passed for g in met))
-
-
-def _again(
-    provenance: Mapping[str, Any], directory: Path, against: str | None, *, verify: str, trust_remote_code: bool
-) -> Job:
-    """The conversion that made an output, prepared again; which tensors it converts is said by the records."""
-    recorded = from_json(SourceRecord, provenance["source"])
-    options = dataclasses.replace(
-        from_json(ConvertOptions, provenance["options"]),
-        include=(),
-        exclude=(),
-        rules=(),
-        max_shard_size=None,
-        revision=None if against else recorded.revision,
-        verify=verify,
-        trust_remote_code=trust_remote_code,
-    )
-    try:
-        settings_of(options)
-    except UsageError as e:
-        raise InputError(f"the options in {MARKER}: {e.message}", hint="fetch the output again") from e
-    return prepare(against or recorded.name, directory, options)
-
-
-def _check_same_tensors(job: Job, records: Sequence[TensorRecord]) -> None:
-    wanted, there = {r.name for r in records}, set(job.source.entries)
-    for name in sorted(wanted ^ there)[:1]:
-        raise InputError(
-            f"the {'source' if name in wanted else 'output'} has no tensor `{name}`: it is not the checkpoint that was "
-            "converted",
-            hint="name the right one with --against",
-        )
-
-
-def _check_weights(
-    job: Job,
-    directory: Path,
-    provenance: Mapping[str, Any],
-    records: Mapping[str, TensorRecord],
-    result: VerifyResult,
-    progress: Progress,
-) -> VerifyResult:
-    """`result` with what the weights, the config and the index are found to be."""
-    plan = _as_recorded(job.plan, records)
-    with OutputReader.from_directory(directory) as output:
-        planned = {t.name: t for t in plan.tensors if t.action != "tie"}
-        weights = check_stored(job, output, planned, progress)
-        names = {c.name for t in planned.values() for c in t.root}
-        stray = [f"tensor `{n}` is not the source's" for n in sorted(output.entries.keys() - names)]
-        files = {n: e.file for n, e in output.entries.items()}
-        index = weight_index(files, sum(e.info.num_bytes for e in output.entries.values()))
-    ties = {t.name: t.tied_to for t in job.plan.tensors}
-    untied = [f"`{n}` and `{r.tied_to}` are not tied in the source" for n, r in records.items() if r.tied_to != ties[n]]
-    problems = (*stray, *untied, *_document_problems(job, plan, directory, provenance, index))
-    problems = (*result.problems, *weights_problems(weights), *problems)
-    return dataclasses.replace(result, level="weights", passed=not problems, weights=weights, problems=problems)
-
-
-def _as_recorded(plan: Plan, records: Mapping[str, TensorRecord]) -> Plan:
-    """A plan with the decisions that the records name: another release of lpconv may decide otherwise."""
-    settings, tensors = settings_for(plan.options, plan.method), []
-    for t in plan.tensors:
-        record = records[t.name]
-        form: Any = Kept(name=t.name, shape=t.info.shape, dtype=t.info.dtype)
-        if record.action == "convert":
-            fmt = find("format", record.format, FORMATS, error=InputError)
-            refused = plan.form.refusal(t.info.shape, fmt, settings)
-            if refused is not None:
-                raise InputError(f"tensor `{t.name}` is not stored as {MARKER} says: {refused}", hint="fetch it again")
-            form = plan.form.of(t.name, t.info.shape, fmt, settings)
-        tensors.append(dataclasses.replace(t, form=form, reason=record.reason, tied_to=record.tied_to))
-    return dataclasses.replace(plan, tensors=tuple(tensors))
-
-
-def _document_problems(
-    job: Job, plan: Plan, directory: Path, provenance: Mapping[str, Any], index: Mapping[str, Any]
-) -> list[str]:
-    """What config.json, the index and lpconv.json say otherwise than source and conversion do."""
-    wanted, config = output_config(job.contents, plan), read_json(directory / "config.json")
-    keys = sorted(k for k in wanted.keys() | config.keys() if wanted.get(k, _ABSENT) != config.get(k, _ABSENT))
-    problems = [f"config.json: `{k}` is not what the source and the conversion make it" for k in keys]
-    if (directory / INDEX).exists() and read_json(directory / INDEX) != index:
-        problems.append(f"{INDEX} is not the index of these files")
-    if provenance["source_config"] != replaced_config(job.contents, plan):
-        problems.append(f"{MARKER}: `source_config` is not what the conversion replaced")
-    options = plan.options
-    said = {"method": options.method, "format": options.format, "residual": options.residual}
-    return problems + [f"{MARKER}: `{k}` is not that of the options" for k, v in said.items() if provenance.get(k) != v]

@@ -18,20 +18,16 @@ from torch import Tensor
 
 from lpconv.checkpoint.header import DTYPE_BITS
 from lpconv.checkpoint.source import Source, read_range
+from lpconv.convert.memory import SPARE
 from lpconv.convert.plan import PlannedTensor
-from lpconv.forms.blocks import Workspace, block_ranges
+from lpconv.forms.blocks import Workspace
 from lpconv.forms.facts import Measured
 from lpconv.forms.form import Over
+from lpconv.forms.ranges import block_ranges
 
-__all__ = ["Block", "SingleThreadedTorch", "Workers", "blocks_of", "buffer_bytes"]
+__all__ = ["Block", "SingleThreadedTorch", "Workers", "blocks_of"]
 
 T = TypeVar("T")
-_SPARE = 2  # blocks that wait for the writer while every worker is busy
-
-
-def buffer_bytes(workers: int) -> int:
-    """Memory that the buffers of so many workers take."""
-    return (workers + _SPARE) * Workspace().num_bytes
 
 
 class SingleThreadedTorch:
@@ -75,7 +71,7 @@ class Workers:
             count, thread_name_prefix="lpconv-encode", initializer=torch.set_num_threads, initargs=(1,)
         )
         self._free: SimpleQueue[Workspace] = SimpleQueue()
-        self._window = count + _SPARE
+        self._window = count + SPARE
         for _ in range(self._window):
             self._free.put(Workspace())
 

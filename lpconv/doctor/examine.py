@@ -18,13 +18,17 @@ from lpconv.version import __version__
 __all__ = ["cpu_device", "examine", "gpu_problem"]
 
 _CPUINFO = Path("/proc/cpuinfo")
-_NVIDIA_DEVICE = Path("/dev/nvidia0")
+_DEV = Path("/dev")
+_NVIDIA, _OTHERS = "nvidia[0-9]*", ("kfd", "dxg")  # AMD's, and what Linux in Windows has
 
 
 def examine(folder: Path | None = None) -> DoctorResult:
-    """What this machine can do; `folder` is where outputs would go, the working directory if None. Imports torch."""
+    """What this machine can do; `folder` is where outputs would go, the working directory if None.
+
+    torch, which takes seconds to import, is asked where a GPU may be.
+    """
     required = packages()
-    gpus, gpu_problems = _gpus()
+    gpus, gpu_problems = _gpus() if any(any(_DEV.glob(name)) for name in (_NVIDIA, *_OTHERS)) else ((), ())
     devices = (cpu_device(_read(_CPUINFO)), *gpus)
     return DoctorResult(
         lpconv=__version__,
@@ -93,7 +97,7 @@ def _gpus() -> tuple[tuple[DeviceRecord, ...], tuple[str, ...]]:
         return (), (f"torch does not import ({e}); install it anew",)
     if torch.cuda.is_available():
         return tuple(_gpu(i) for i in range(torch.cuda.device_count())), ()
-    if _NVIDIA_DEVICE.exists():
+    if any(_DEV.glob(_NVIDIA)):
         why = "is built for CPUs only" if torch.version.cuda is None else "finds no working driver"
         return (), (f"an NVIDIA GPU is here, but torch {torch.__version__} {why}; see https://pytorch.org/get-started",)
     return (), ()

@@ -1,8 +1,8 @@
 """Scaled matrix products, tried: each layout of scales that torch knows, run once, and its numbers compared.
 
 Which of them a device takes depends on its capability, on torch and on cuBLASLt together, and tables of it age; so the
-doctor asks the device. What a kernel makes of scales is compared too: block scales without their padding gave silently
-wrong numbers in one torch (PyTorch PR 166752).
+doctor asks the GPU. What a kernel makes of scales is compared too: block scales without their padding gave silently
+wrong numbers in one torch (PyTorch PR 166752). A CPU is not asked: lpconv decodes there, whatever torch can do.
 """
 
 from collections.abc import Callable
@@ -20,6 +20,7 @@ __all__ = ["LAYOUTS", "Side", "multiply", "try_products"]
 _ROWS, _SUMMED = 128, 256  # of each operand
 _BF16_ERROR = 2.0**-8  # of a product with float32 sums and a bfloat16 result
 _FP8_CAPABILITY = (8, 9)
+_DECODED = "decoded exactly to bf16"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +54,11 @@ _OURS = ("TensorWise", "RowWise")  # what `kernels.matmul` gives to tensor cores
 
 def try_products(device: DeviceRecord) -> tuple[ProductSupport, ...]:
     """How `device` multiplies each of `LAYOUTS`; nothing of one that cannot be used."""
-    return () if device.problem else tuple(_try(name, *sides, device) for name, sides in LAYOUTS.items())
+    if device.problem:
+        return ()
+    if device.kind == "cpu":
+        return tuple(ProductSupport(layout=n, device=device.label, level=EMULATED, note=_DECODED) for n in LAYOUTS)
+    return tuple(_try(name, *sides, device) for name, sides in LAYOUTS.items())
 
 
 def _try(name: str, left: Side, right: Side, device: DeviceRecord) -> ProductSupport:
@@ -63,9 +68,9 @@ def _try(name: str, left: Side, right: Side, device: DeviceRecord) -> ProductSup
         said = "" if error < _BF16_ERROR else f"wrong numbers: relative error {error:.2g}"
     except Exception as e:  # a missing kernel, a rule, a driver: all are answers here
         said = f"{type(e).__name__}: {(str(e).splitlines() or [''])[0]}"
-    if left.recipe in _OURS and device.kind == "cuda" and (device.capability or ()) >= _FP8_CAPABILITY:
+    if left.recipe in _OURS and (device.capability or ()) >= _FP8_CAPABILITY:
         return ProductSupport(layout=name, device=device.label, level=ERROR if said else NATIVE, note=said)
-    note = f"decoded exactly to bf16; torch's own product: {said or 'runs'}"
+    note = f"{_DECODED}; torch's own product: {said or 'runs'}"
     return ProductSupport(layout=name, device=device.label, level=EMULATED, note=note)
 
 

@@ -8,27 +8,23 @@ non-zero element zero its relative error is exactly 1, which is how flushed elem
 """
 
 import math
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from lpconv.forms.facts import BlockError, BlockStats
+from lpconv.forms.ranges import BLOCK_ELEMENTS
 from lpconv.mcf.split import SCRATCH_ELEMENTS
 
 __all__ = [
-    "BLOCK_ELEMENTS",
     "Workspace",
     "as_float32",
     "block_error",
-    "block_ranges",
     "block_stats",
     "room",
     "same_numbers",
 ]
 
-BLOCK_ELEMENTS = 2**18
-CHECKED_ELEMENTS = 2**15  # that are compared with the slow reference at once
 # fp32 squares overflow from 2^64 on and lose everything below 2^-75: sums below this and infinite ones are taken again
 # in fp64.
 _SQUARES_LOW = 1e-30
@@ -51,13 +47,6 @@ class Workspace:
 def room(buffer: Tensor, count: int, dtype: torch.dtype) -> Tensor:
     """The first `count` elements of a byte buffer as `dtype`."""
     return buffer[: count * dtype.itemsize].view(dtype)
-
-
-def block_ranges(num_elements: int, cols: int = 1) -> Iterator[tuple[int, int]]:
-    """(start, stop) of the blocks of a tensor, in order: whole rows of `cols` elements, at least one."""
-    size = max(BLOCK_ELEMENTS // cols, 1) * cols if num_elements else 1
-    for start in range(0, num_elements, size):
-        yield start, min(start + size, num_elements)
 
 
 def as_float32(x: Tensor, work: Workspace) -> Tensor:

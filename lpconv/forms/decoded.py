@@ -4,12 +4,12 @@ Decoded tensors are fp32, which holds what every form means; what is kept keeps 
 that are asked for, and of a few decoded bands of weights that lie on their side (see `foreign/grid.py`).
 """
 
+from __future__ import annotations  # tensors are named below and not imported
+
 from collections import OrderedDict
 from collections.abc import Mapping
 from threading import Lock
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from lpconv.checkpoint.compressed import quantized_by
 from lpconv.checkpoint.contents import Contents
@@ -18,6 +18,9 @@ from lpconv.checkpoint.residual import RESIDUAL_INDEX
 from lpconv.checkpoint.source import Source, TensorEntry, open_source
 from lpconv.forms import Kept
 from lpconv.forms.reader import StoredTensors
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["DecodedSource", "is_coded", "open_values"]
 
@@ -46,13 +49,13 @@ class DecodedSource:
     def entries(self) -> Mapping[str, TensorEntry]:
         return self._entries
 
-    def read_bytes(self, name: str, start: int, out: Tensor) -> None:
+    def read_bytes(self, name: str, start: int, out: memoryview) -> None:
         if isinstance(self._stored.forms[name], Kept):
             self._stored.read_bytes(name, start, out)
             return
-        first, last = start // 4, (start + out.numel()) // 4
+        first, last = start // 4, (start + len(out)) // 4
         begin, end = self._stored.widened(name, first, last)
-        out.copy_(self._band(name, begin, end)[first - begin : last - begin].view(torch.uint8))
+        out[:] = self._band(name, begin, end)[first - begin : last - begin].numpy().data.cast("B")
 
     def _band(self, name: str, begin: int, end: int) -> Tensor:
         """Decoded elements, whole rows; where a form has bands, those just read are still there."""

@@ -4,13 +4,13 @@ Everybody reads through this file: checks and restoring block by block, models a
 file of the forms that opens others.
 """
 
+from __future__ import annotations  # tensors are named below and not imported
+
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Self
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Self
 
 from lpconv.checkpoint.contents import Contents, read_contents
 from lpconv.checkpoint.residual import Residuals, read_residual
@@ -21,6 +21,9 @@ from lpconv.forms import Component, Headers, Kept, Stored, recognise
 from lpconv.forms.foreign import ACTIVATIONS, READ, check_readable, is_part
 from lpconv.forms.scaled import SCALE_SUFFIX
 from lpconv.forms.stored import Side, Summand
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["FETCH_AGAIN", "StoredTensors"]
 
@@ -133,7 +136,7 @@ class StoredTensors:
         known = {c.name for form in self.forms.values() for c in form.components}
         return {n: read_tensor(self._root, n) for n in self.entries if n not in known}
 
-    def read_bytes(self, name: str, start: int, out: Tensor) -> None:
+    def read_bytes(self, name: str, start: int, out: memoryview) -> None:
         """Fill `out` with the bytes of a stored tensor of the root, as `Source.read_bytes`."""
         self._root.read_bytes(name, start, out)
 

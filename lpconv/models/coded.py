@@ -25,8 +25,8 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 from transformers.core_model_loading import WeightRenaming
 
+from lpconv.checkpoint.dtypes import TORCH_DTYPES
 from lpconv.checkpoint.header import DTYPE_BITS
-from lpconv.checkpoint.source import TORCH_DTYPES
 from lpconv.errors import UnsupportedError
 from lpconv.forms import Component, Stored
 from lpconv.forms.reader import StoredTensors

@@ -11,8 +11,8 @@ from checkpoints import bits_of, raw_safetensors
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from lpconv.checkpoint.dtypes import TORCH_DTYPES
 from lpconv.checkpoint.header import DTYPE_BITS, Header, TensorInfo, encode_header, read_header
-from lpconv.checkpoint.source import TORCH_DTYPES
 from lpconv.errors import InputError, UnsupportedError
 
 Table = Mapping[str, Any]

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from lpconv.convert.options import ConvertOptions
+from lpconv.convert.run import convert
 from lpconv.data import demo_checkpoint
 
 REFUSED: dict[str, tuple[int, str]] = {
@@ -55,6 +57,18 @@ REFUSED: dict[str, tuple[int, str]] = {
     "report /no/such": (3, "has no report.json"),
     "report empty": (3, "no run lies below it"),
 }
+# What is done without them.
+DONE = [
+    "doctor",
+    "doctor --aliases",
+    "inspect demo",
+    "inspect out",
+    "convert demo --dry-run",
+    "convert demo --format e2m1 --granularity mx --dry-run",
+    "convert demo --method multipoint --dry-run",
+    "verify out",
+    "report out",
+]
 # One process for all of them: it names the heavy libraries that are loaded after each.
 PROGRAM = """
 import json, sys
@@ -85,9 +99,11 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, s
         shutil.copytree(demo_checkpoint(), folder / name)
         config = json.loads((folder / name / "config.json").read_text())
         (folder / name / "config.json").write_text(json.dumps(config | settings))
-    command = [sys.executable, "-c", PROGRAM, json.dumps(list(REFUSED))]
+    convert("demo", folder / "out", ConvertOptions(verify="none"))
+    command = [sys.executable, "-c", PROGRAM, json.dumps([*REFUSED, *DONE])]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
-    assert sorted(p.name for p in folder.iterdir() if p.is_dir()) == ["demo-fp8", "demo-plain", "empty", "taken"]
+    there = sorted(p.name for p in folder.iterdir() if p.is_dir())
+    assert there == ["demo-fp8", "demo-plain", "empty", "out", "taken"]
     return {line: (code, said, heavy) for line, code, said, heavy in map(json.loads, done.stdout.splitlines())}
 
 
@@ -98,6 +114,12 @@ def test_it_is_refused_before_torch(line: str, refusals: dict[str, tuple[int, st
     assert (found, heavy) == (code, []), said
     assert words in said
     assert "hint:" in said
+
+
+@pytest.mark.parametrize("line", DONE)
+def test_it_is_done_without_torch(line: str, refusals: dict[str, tuple[int, str, list[str]]]) -> None:
+    code, said, heavy = refusals[line]
+    assert (code, heavy) == (0, []), said
 
 
 def test_a_column_that_only_later_rows_have_is_found(tmp_path: Path) -> None:

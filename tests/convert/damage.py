@@ -18,11 +18,11 @@ import transformers
 from checkpoints import rehash
 
 from lpconv.checkpoint.header import TensorInfo, read_header
+from lpconv.convert.hashes import check_hashes
 from lpconv.convert.logits import check_logits
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.reader import OutputReader
 from lpconv.convert.run import convert
-from lpconv.convert.verify import check_hashes
 from lpconv.convert.verify_output import verify_output
 from lpconv.convert.verify_written import output_problems
 from lpconv.errors import LpconvError

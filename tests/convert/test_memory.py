@@ -13,6 +13,8 @@ from convert_models import minilm
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.run import convert, plan
 from lpconv.errors import ResourceError
+from lpconv.forms.blocks import Workspace
+from lpconv.forms.ranges import WORKSPACE_BYTES
 
 MB = 10**6
 
@@ -66,3 +68,7 @@ def test_a_limit_of_the_process_is_no_bug(tmp_path: Path, kib: int) -> None:
     assert "bug" not in done.stderr
     assert "hint:" in done.stderr
     assert not published(tmp_path / "out")
+
+
+def test_buffers_are_as_large_as_planned() -> None:
+    assert Workspace().num_bytes == WORKSPACE_BYTES

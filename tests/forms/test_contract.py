@@ -18,8 +18,8 @@ from checkpoints import bits_of, cli_environment
 from safetensors.torch import save_file
 from torch import Tensor
 
+from lpconv.checkpoint.dtypes import SAFETENSORS_DTYPES, TORCH_DTYPES
 from lpconv.checkpoint.residual import residual_index
-from lpconv.checkpoint.source import SAFETENSORS_DTYPES, TORCH_DTYPES
 from lpconv.errors import InputError
 from lpconv.formats.grains import GRAINS, TENSOR, Grain, known_grain
 from lpconv.formats.spec import FORMATS

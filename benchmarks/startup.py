@@ -1,0 +1,154 @@
+"""Time every command to its first output, to an error and to its result, each in a process of its own.
+
+    python benchmarks/startup.py [--before TREE] [--rounds 5] [--only convert] [--results FILE]
+
+`first` is when the first byte comes on stdout or stderr, `end` when the process has ended, `cpu` its user and system
+time, which says more than the others where something else runs. With `--before`, a folder with another lpconv, both
+take turns, so that whatever else the machine does hits both. Files of modules are compiled before the first round.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import selectors
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["ERRORS", "RESULTS", "Measurement", "measure", "table"]
+
+_HERE = Path(__file__).parent.parent
+_RESULTS = Path(__file__).parent / "results/startup.json"
+_OUT = "{new}"  # a folder that is not there yet
+
+# What is found by arguments alone, or with a look at a file; then, what a name on the hub takes without a network.
+ERRORS = (
+    "convert demo --method units", "convert demo --gate snr>1", "convert nosuch", "convert demo -o done",
+    "finetune demo --data none.txt", "finetune demo --data a.csv --text-column txet", "finetune demo --gate los<=1",
+    "finetune demo --log-to foo", "bench nosuch", "bench --mode trian", "probe demo --data none.txt",
+    "advise demo --budget quallity=1", "export onnx nosuch -o x", "restore nosuch -o x", "verify nosuch",
+    "batch none.yaml", "report nosuch", "inspect nosuch",
+)  # fmt: skip
+RESULTS = (
+    "--help", "", "doctor", "doctor --aliases", "inspect demo", "inspect done", "report done", "report done other",
+    "convert demo --dry-run", "convert demo --verify none -o {new}", "convert demo -o {new}", "verify done",
+    "verify done --against demo --level weights", "restore done -o {new}", "probe demo -o {new} --steps 1",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """One run of a command by the lpconv in `tree`, "before" or "after"."""
+
+    command: str
+    tree: str
+    exit_code: int
+    first_s: float
+    end_s: float
+    cpu_s: float
+
+
+def measure(command: str, tree: Path, folder: Path, *, label: str) -> Measurement:
+    """Run a command of the lpconv in `tree` once, in `folder`."""
+    new = Path(tempfile.mkdtemp(dir=folder)) / "new"
+    words = [sys.executable, "-m", "lpconv", *(str(new) if w == _OUT else w for w in command.split())]
+    inherited = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    environment = inherited | {"PYTHONPATH": str(tree), "HF_HUB_OFFLINE": "1"}
+    started = time.perf_counter()
+    process = subprocess.Popen(words, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    first_s = _first_output(process)
+    _, status, usage = os.wait4(process.pid, 0)
+    end_s = time.perf_counter() - started
+    process.returncode = os.waitstatus_to_exitcode(status)
+    return Measurement(
+        command=command,
+        tree=label,
+        exit_code=process.returncode,
+        first_s=min(first_s - started, end_s),
+        end_s=end_s,
+        cpu_s=usage.ru_utime + usage.ru_stime,
+    )
+
+
+def _first_output(process: "subprocess.Popen[bytes]") -> float:
+    """When it came; everything is read, so that the process can end."""
+    first = None
+    with selectors.DefaultSelector() as streams:
+        for stream in (process.stdout, process.stderr):
+            assert stream is not None
+            streams.register(stream, selectors.EVENT_READ)
+        while streams.get_map():
+            for key, _ in streams.select():
+                if os.read(key.fd, 2**16):
+                    first = first or time.perf_counter()
+                else:
+                    streams.unregister(key.fileobj)
+    return first or time.perf_counter()
+
+
+def table(measurements: Sequence[Measurement]) -> str:
+    """Markdown: a row for each command, medians over rounds, with the CPU time's lowest and highest."""
+    trees = list(dict.fromkeys(m.tree for m in measurements))
+    columns = [f"{t}: {what}" for t in trees for what in ("first, s", "end, s", "CPU, s")]
+    lines = ["| command | exit | " + " | ".join(columns) + " |", "|---" * (len(columns) + 2) + "|"]
+    for command in dict.fromkeys(m.command for m in measurements):
+        of_command = [m for m in measurements if m.command == command]
+        cells = [c for t in trees for c in _cells([m for m in of_command if m.tree == t])]
+        lines.append(f"| `lpconv {command}` | {of_command[-1].exit_code} | " + " | ".join(cells) + " |")
+    return "\n".join(lines).replace(_OUT, "out") + "\n"
+
+
+def _cells(runs: Sequence[Measurement]) -> Iterator[str]:
+    cpu = [m.cpu_s for m in runs]
+    yield f"{statistics.median(m.first_s for m in runs):.2f}"
+    yield f"{statistics.median(m.end_s for m in runs):.2f}"
+    yield f"{statistics.median(cpu):.2f} ({min(cpu):.2f}–{max(cpu):.2f})"
+
+
+def _prepared(folder: Path) -> None:
+    (folder / "a.csv").write_text("text,label\nx,1\n", encoding="utf-8")
+    for name in ("done", "other"):
+        made = measure(f"convert demo --format e4m3fn --verify none -o {name}", _HERE, folder, label="")
+        assert made.exit_code == 0, made
+
+
+def _main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--before", type=Path, help="folder of another lpconv", metavar="TREE")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", default="", help="commands that begin with these words", metavar="WORDS")
+    parser.add_argument("--results", type=Path, default=_RESULTS)
+    args = parser.parse_args()
+    trees = {"before": args.before.resolve()} if args.before else {}
+    trees["after"] = _HERE
+    commands = [c for c in (*ERRORS, *RESULTS) if c.startswith(args.only)]
+    found: list[Measurement] = []
+    loads: list[float] = []
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        _prepared(folder)
+        for index in range(args.rounds + 1):
+            for command in commands:
+                runs = [measure(command, tree, folder, label=label) for label, tree in trees.items()]
+                found += runs if index else []  # the first round compiles modules
+            loads.append(round(os.getloadavg()[0], 1))
+    told = " --before TREE" if args.before else ""
+    document = {
+        "schema_version": 1,
+        "command": f"python benchmarks/startup.py{told} --rounds {args.rounds}",
+        "cores": len(os.sched_getaffinity(0)),
+        "load_averages": loads,
+        "measurements": [dataclasses.asdict(m) for m in found],
+    }
+    args.results.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    print(table(found), end="")
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,40 @@
+"""The files of an output against the hashes that it lists."""
+
+import os
+from pathlib import Path
+
+from lpconv.checkpoint.partfile import sha256_of
+from lpconv.checkpoint.staging import MARKER, SUMS
+from lpconv.errors import InputError
+from lpconv.progress import Progress
+from lpconv.results import HashCheck
+
+__all__ = ["check_hashes"]
+
+
+def check_hashes(directory: Path, progress: Progress) -> HashCheck:
+    """Every file that SHA256SUMS lists, and must list. Raises InputError where there is no such list."""
+    path = directory / SUMS
+    if not path.exists():
+        raise InputError(f"`{directory}` has no {SUMS}", hint="pass an output of `lpconv convert`")
+    files = _read_sums(path)
+    there = {n: (directory / n).stat().st_size for n in files if os.path.isfile(directory / n)}
+    progress.start("hashing", sum(there.values()))
+    weights = {p.relative_to(directory).as_posix() for p in directory.rglob("*.safetensors")}
+    mismatched = sorted({"config.json", MARKER, *weights} - files.keys())
+    for name, digest in files.items():
+        if name not in there or sha256_of(directory / name) != digest:
+            mismatched.append(name)
+        progress.advance(there.get(name, 0))
+    return HashCheck(num_files=len(files), mismatched=tuple(mismatched))
+
+
+def _read_sums(path: Path) -> dict[str, str]:
+    """Names and digests of a list that `sha256sum` writes."""
+    files = {}
+    for line in path.read_bytes().decode("utf-8", "replace").splitlines():
+        digest, separator, name = line.partition("  ")
+        if not separator:
+            raise InputError(f"`{path}` has the line {line[:80]!r}, not a hash and a name", hint="fetch the file again")
+        files[name] = digest
+    return files
