@@ -12,7 +12,7 @@ from checkpoints import Run, files_of, published, write_checkpoint
 
 from lpconv.checkpoint.contents import read_contents
 from lpconv.checkpoint.source import open_source, read_tensor
-from lpconv.convert import run as conversion
+from lpconv.convert import verify_written as written
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.restore import restore
 from lpconv.convert.run import convert
@@ -54,14 +54,14 @@ def source(tmp_path: Path) -> Path:
 def test_a_change_during_the_run_publishes_nothing(
     run: Run, source: Path, output: Path, change: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = conversion.verify_written
+    real = written.verify_written
 
     def changing(*args: object) -> object:
         result = real(*args)  # type: ignore[arg-type]
         CHANGES[change](source)
         return result
 
-    monkeypatch.setattr(conversion, "verify_written", changing)
+    monkeypatch.setattr(written, "verify_written", changing)
     with pytest.raises(InputError, match="changed") as caught:
         run()
     assert "--force" in str(caught.value.hint)

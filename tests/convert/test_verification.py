@@ -78,7 +78,7 @@ def test_infinite_only_where_the_source_rounds_to_it(tmp_path: Path) -> None:
 
 
 def test_damage_between_writing_and_checking(run: Run, output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lpconv.convert import run as module
+    from lpconv.convert import verify_written as module
 
     check = module.verify_written
 

@@ -3,6 +3,8 @@
 from report_examples import bert_result
 
 import lpconv.cli.progress
+import lpconv.convert.verify_written
+import lpconv.convert.weights
 import lpconv.report.convert.terminal  # noqa: F401
 from lpconv.report.convert.html import html_report
 
