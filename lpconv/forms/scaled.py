@@ -19,6 +19,7 @@ from lpconv.forms.form import Form, Over
 from lpconv.forms.stored import Side, Summand
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from lpconv.forms.blocks import Workspace
@@ -97,7 +98,7 @@ class Scaled(Form):
 
         codes = room(work.root, x.numel(), getattr(torch, self.format.torch or ""))
         scale = self.factor(found.side, start, start + x.numel())
-        error = _encode(x, scale, self.format, codes, work, finite=found.stats.is_finite)
+        error = _encode(x, scale, self.format, codes, work, found.stats)
         return Encoded(data=(codes,), error=error)
 
     def decode(self, data: Sequence[Tensor], start: int, stop: int, side: Side) -> Tensor:
@@ -184,17 +185,23 @@ def rows_of(x: Tensor, scale: float | Tensor) -> Tensor:
 
 
 def _encode(
-    x: Tensor, scale: float | Tensor, fmt: Format, codes: Tensor, work: Workspace, *, finite: bool
+    x: Tensor, scale: float | Tensor, fmt: Format, codes: Tensor, work: Workspace, stats: BlockStats
 ) -> BlockError:
     """Write the codes of one block of x / scale into `codes` and return the error against x.
 
-    `x` is 1-D of any floating dtype, `codes` 1-D of the format's dtype. `finite` says that the tensor has no NaN or
-    Inf; with them NaN stays NaN, and Inf stays Inf or becomes NaN in formats without Inf: never a usable number.
+    `x` is 1-D of any floating dtype, `codes` 1-D of the format's dtype. `stats` are the tensor's: with NaN or Inf, NaN
+    stays NaN, and Inf stays Inf or becomes NaN in formats without Inf: never a usable number.
     """
     import torch
 
-    from lpconv.forms.blocks import as_float32, block_error
+    from lpconv.forms.blocks import as_float32, block_error, num_zeros
+    from lpconv.forms.lookup import LEAST_ELEMENTS, unpack
 
+    is_short = x.itemsize == 2 and fmt.storage_bits == 8 and x.numel() >= LEAST_ELEMENTS
+    if is_short and isinstance(scale, float) and stats.is_finite and stats.absmax <= fmt.max * scale:
+        table = _table(x.dtype, scale, fmt)
+        if table is not None:
+            return unpack(x, table, codes, work)
     value = as_float32(x, work)
     coded = codes if codes.dtype == torch.float32 else work.coded[: x.numel()]
     # Powers of two have an exact reciprocal; dividing is right for every scale but slower.
@@ -202,11 +209,29 @@ def _encode(
         torch.mul(value, 1 / scale, out=coded)
     else:
         torch.div(rows_of(value, scale), scale, out=rows_of(coded, scale))
-    if not finite and not fmt.has_inf:
+    if not stats.is_finite and not fmt.has_inf:
         coded.masked_fill_(torch.isinf(coded), math.nan)
     if coded is not codes:
         codes.copy_(coded)
-    return block_error(value, _decode(codes, scale, out=work.error[: x.numel()]))
+    flushed = num_zeros(codes) - num_zeros(value) if codes.itemsize == 1 and stats.is_finite else 0
+    return block_error(value, _decode(codes, scale, out=work.error[: x.numel()]), num_flushed=flushed)
+
+
+@functools.lru_cache(maxsize=32)
+def _table(dtype: torch.dtype, scale: float, fmt: Format) -> Tensor | None:
+    """The codes of all numbers of a 16-bit dtype and their errors, None where they do not fit beside each other.
+
+    Numbers beyond the format's range are not meant.
+    """
+    import torch
+
+    from lpconv.forms.blocks import Workspace
+    from lpconv.forms.lookup import numbers, pack
+
+    values = numbers(dtype)
+    codes = torch.empty(len(values), dtype=getattr(torch, fmt.torch or ""))
+    _encode(values, scale, fmt, codes, Workspace(), BlockStats())
+    return pack(_decode(codes, scale) - values, codes, values.abs() <= fmt.max * scale)
 
 
 def _wanted(value: Tensor, scale: float | Tensor, fmt: Format) -> Tensor:

@@ -1,0 +1,64 @@
+"""Codes from a table are those of the encoder, and so is their error, to the last bit."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from lpconv.formats.spec import FORMATS
+from lpconv.forms import lookup, scaled
+from lpconv.forms.blocks import Workspace, block_error, num_zeros
+from lpconv.forms.scaled import Scaled
+
+NUM = 2**16
+NUMBERS = torch.randn(NUM, generator=torch.Generator().manual_seed(0)) * 0.02
+BLOCKS = {
+    "normal": NUMBERS,
+    "none is lost": NUMBERS.abs() + 0.01,
+    "mostly lost": NUMBERS**9,
+    "tiny": NUMBERS * 2.0**-120,
+    "zeros": NUMBERS * 0,
+    "an outlier": torch.cat([NUMBERS[1:], torch.tensor([300.0])]),
+    "not finite": torch.cat([NUMBERS[2:], torch.tensor([math.inf, math.nan])]),
+}
+
+
+def encoded(x: Tensor, fmt: str) -> tuple[Tensor, object, bool]:
+    """Codes and error, and whether a table gave them."""
+    before, work = scaled._table.cache_info(), Workspace()
+    form = Scaled(name="w", shape=x.shape, format=FORMATS[fmt])
+    found = form.encode(x, 0, form.measure(lambda job: [job(x, work)]), work)
+    return found.data[0].clone(), found.error, scaled._table.cache_info() != before
+
+
+@pytest.mark.parametrize("fmt", ["e4m3fn", "e5m2"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("block", BLOCKS)
+def test_a_table_gives_what_the_encoder_gives(
+    block: str, dtype: torch.dtype, fmt: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = BLOCKS[block].to(dtype)
+    codes, error, looked = encoded(x, fmt)
+    assert looked == (block != "not finite")
+    monkeypatch.setattr(lookup, "LEAST_ELEMENTS", NUM + 1)
+    wanted, wanted_error, looked = encoded(x, fmt)
+    assert not looked
+    assert torch.equal(codes.view(torch.uint8), wanted.view(torch.uint8))
+    assert error == wanted_error
+
+
+def test_a_scale_that_is_no_power_of_two_leaves_no_room_for_codes() -> None:
+    assert scaled._table(torch.bfloat16, 0.3, FORMATS["e4m3fn"]) is None
+
+
+def test_zeros_of_both_signs_are_counted() -> None:
+    x = torch.tensor([0.0, -0.0, 1.0, -1.0, 2.0**-140, math.inf, math.nan])
+    assert [num_zeros(x.to(t)) for t in (torch.float32, torch.bfloat16, torch.float8_e5m2)] == [2, 3, 3]
+
+
+@pytest.mark.parametrize("flushed", [1e-9, 2e-9])
+def test_an_error_is_the_same_where_flushed_numbers_are_known(flushed: float) -> None:
+    wanted = torch.tensor([1.0, -2.0, 0.0, flushed, -flushed])
+    got = torch.tensor([1.125, -2.0, 0.0, 0.0, -0.0])
+    assert block_error(wanted, got.clone(), num_flushed=2) == block_error(wanted, got.clone())
