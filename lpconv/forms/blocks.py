@@ -79,8 +79,10 @@ def block_stats(x: Tensor, work: Workspace) -> BlockStats:
 
 def num_zeros(codes: Tensor) -> int:
     """How many floating-point numbers, or codes of them, are 0 or -0."""
-    unsigned = codes.view({1: torch.uint8, 2: torch.uint16, 4: torch.uint32}[codes.itemsize]).numpy()
-    # numpy counts many times faster than torch. Twice -0 is more than the type holds: 0.
+    if codes.dtype == torch.float32:
+        return int(np.count_nonzero(codes.numpy() == 0))  # many times faster than torch counts
+    unsigned = codes.view({1: torch.uint8, 2: torch.uint16}[codes.itemsize]).numpy()
+    # Twice -0 is more than the type holds: 0.
     return unsigned.size - int(np.count_nonzero(unsigned + unsigned))
 
 
