@@ -1,6 +1,6 @@
 """Time every command to its first output, to an error and to its result, each in a process of its own.
 
-    python benchmarks/startup.py [--before TREE] [--rounds 5] [--only convert] [--results FILE]
+    python benchmarks/startup.py [--before TREE] [--rounds 5] [--only WORDS …] [--results FILE]
 
 `first` is when the first byte comes on stdout or stderr, `end` when the process has ended, `cpu` its user and system
 time, which says more than the others where something else runs. With `--before`, a folder with another lpconv, both
@@ -12,6 +12,7 @@ import dataclasses
 import json
 import os
 import selectors
+import shlex
 import statistics
 import subprocess
 import sys
@@ -122,12 +123,12 @@ def _main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--before", type=Path, help="folder of another lpconv", metavar="TREE")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", default="", help="commands that begin with these words", metavar="WORDS")
+    parser.add_argument("--only", nargs="+", default=[""], help="how the commands begin", metavar="WORDS")
     parser.add_argument("--results", type=Path, default=_RESULTS)
     args = parser.parse_args()
     trees = {"before": args.before.resolve()} if args.before else {}
     trees["after"] = _HERE
-    commands = [c for c in (*ERRORS, *RESULTS) if c.startswith(args.only)]
+    commands = [c for c in (*ERRORS, *RESULTS) if c.startswith(tuple(args.only))]
     found: list[Measurement] = []
     loads: list[float] = []
     with tempfile.TemporaryDirectory() as place:
@@ -138,10 +139,10 @@ def _main() -> None:
                 runs = [measure(command, tree, folder, label=label) for label, tree in trees.items()]
                 found += runs if index else []  # the first round compiles modules
             loads.append(round(os.getloadavg()[0], 1))
-    told = " --before TREE" if args.before else ""
+    told = (["--before", "TREE"] if args.before else []) + (["--only", *args.only] if args.only != [""] else [])
     document = {
         "schema_version": 1,
-        "command": f"python benchmarks/startup.py{told} --rounds {args.rounds}",
+        "command": shlex.join(["python", "benchmarks/startup.py", *told, "--rounds", str(args.rounds)]),
         "cores": len(os.sched_getaffinity(0)),
         "load_averages": loads,
         "measurements": [dataclasses.asdict(m) for m in found],

@@ -183,10 +183,15 @@ def _compare(
     if form.format is None:
         return _Compared(right=right)
     value, got = as_float32(x, work), form.decode(stored, start, stop, found.side)
+    stats = again.stats or BlockStats()
+    if right and implied is None:  # the codes are those of the encoder, and so is their error
+        error = again.error or BlockError()
+        right = _is_right(form, value, got, start, found.side)
+        return _Compared(right=right, stats=stats, error=error, implied=error)
     right = right and _is_right(form, value, got, start, found.side)
     if torch.isnan(got).any():
         got = torch.where(torch.isnan(got) & torch.isfinite(value), math.inf, got)  # a lost number is no small error
-    stats, error = again.stats or BlockStats(), block_error(value, got)
+    error = block_error(value, got)
     wanted = (again if implied is None else form.encode(x, start, implied, work)).error or BlockError()
     right = right and error.sum_squares <= wanted.sum_squares * (1 + _SHARE)
     return _Compared(right=right, stats=stats, error=error, implied=wanted)
