@@ -115,6 +115,12 @@ class Plan:
     linears: LinearModules | None = None
 
     @property
+    def format_name(self) -> str:
+        """The format that no rule changes, which `settings_of` has filled in."""
+        assert self.options.format is not None
+        return self.options.format
+
+    @property
     def files(self) -> tuple[OutputFile, ...]:
         return tuple(f for s in self.shards for f in s.files)
 

@@ -45,7 +45,7 @@ def plan(model: str, output: Path | str, options: ConvertOptions) -> PlanResult:
     try:
         return PlanResult(
             method=job.plan.method.name,
-            format=job.plan.options.format or "",
+            format=job.plan.format_name,
             output=job.url or str(job.output),
             source=source_record(job),
             tensors=tuple(planned_record(t) for t in job.plan.tensors),
@@ -165,7 +165,7 @@ def _carry_out(job: Job, staging: Staging, progress: Progress, command: str | No
     verify = verify_written(job, staging.directory, tensors, progress)
     result = ConvertResult(
         method=job.plan.method.name,
-        format=job.plan.options.format or "",
+        format=job.plan.format_name,
         residual=job.plan.options.residual,
         output=job.url or str(job.output),
         source=source_record(job),

@@ -43,8 +43,8 @@ class TileScales:
         parts = {"absmax": torch.maximum(self._cut(known, _amax), -self._cut(known, _amin))}
         if not self.grain.is_fitted:
             parts["norm"] = self._cut(known, lambda t: torch.linalg.vector_norm(t, dim=-1, dtype=torch.float64))
-            counted = torch.ones(1, value.shape[1]).expand(value.shape) if finite is None else finite.float()
-            parts["count"] = self._cut(counted, lambda t: t.sum(-1))
+            counted = torch.ones(1, value.shape[1]) if finite is None else finite.float()
+            parts["count"] = self._cut(counted, lambda t: t.sum(-1)).expand(len(value), -1)
         if self._keeps_all:
             parts["last_bit"] = self._cut(_last_bits(known), _amin)
         return parts
