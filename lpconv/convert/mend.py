@@ -13,9 +13,10 @@ from lpconv.convert.tensor_records import sqnr_db
 from lpconv.formats.narrow import packed
 from lpconv.formats.spec import FORMATS
 from lpconv.forms import Component
-from lpconv.forms.blocks import block_error, block_ranges
+from lpconv.forms.blocks import block_error
 from lpconv.forms.foreign.grid import Grid
 from lpconv.forms.foreign.plane import Span
+from lpconv.forms.ranges import block_ranges
 from lpconv.results import RepairedTensor
 
 __all__ = ["Changes", "Mend", "pieces"]
@@ -134,7 +135,7 @@ def pieces(
             return
     for start, stop in block_ranges(info.num_bytes, 8):
         raw = torch.empty(stop - start, dtype=torch.uint8)
-        source.read_bytes(info.name, start, raw)
+        source.read_bytes(info.name, start, raw.numpy().data)
         yield raw
 
 

@@ -46,9 +46,9 @@ from lpconv.convert.scales import (
     usual_bound,
 )
 from lpconv.errors import UnsupportedError, VerificationError
-from lpconv.forms.blocks import block_ranges
 from lpconv.forms.decoded import open_values
 from lpconv.forms.foreign.grid import Grid
+from lpconv.forms.ranges import block_ranges
 from lpconv.progress import Progress
 from lpconv.results import FileRecord, RepairedTensor, RepairResult, ordered_json_text, to_json
 from lpconv.version import __version__
