@@ -72,14 +72,14 @@ class Chain:
 
 
 def comparable(output: Path) -> dict[str, Any]:
-    """The files of an output, without what may differ from run to run: times, memory, and places."""
+    """The files of an output, without what may differ from run to run: times, memory, places, and what was set aside."""
     timed = {"report.json", "report.html", "journal.jsonl"}
     if (output / "finetune.json").exists():
         timed |= {"README.md", "run.json", "SHA256SUMS"}
     found: dict[str, Any] = {}
     for path in sorted(p for p in output.rglob("*") if p.is_file()):
         name = path.relative_to(output).as_posix()
-        if path.name in timed:
+        if path.name in timed or any(part.endswith(".failed") for part in path.relative_to(output).parts):
             continue
         found[name] = _rows(path) if path.name == "metrics.jsonl" else path.read_bytes()
     return found

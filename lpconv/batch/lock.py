@@ -134,7 +134,7 @@ def lock_entry(job: BatchJob, outcome: JobOutcome, folder: Path) -> LockEntry:
         source_files=source.files if source else (),
         files=outcome.files,
         checksums_sha256=sha256_of(job.output / kind.proof) if kind.is_exact else None,
-        versions=outcome.versions,
+        versions=dict(sorted(outcome.versions.items())),  # a record that was read again has another order
     )
 
 

@@ -36,6 +36,7 @@ class Pair(Form):
     """`residual` is a key of `RESIDUALS`."""
 
     kind: ClassVar[str] = "pair"
+    encoded_per_second: ClassVar[float] = 2.5e8
     quantised_by: ClassVar[str | None] = None
     holds_anything: ClassVar[bool] = True
     holds_one_format: ClassVar[bool] = True

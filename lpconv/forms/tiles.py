@@ -47,6 +47,7 @@ class Tiles(Scaled):
     """As `Scaled`, of every tile alone."""
 
     kind: ClassVar[str] = "tiles"
+    encoded_per_second: ClassVar[float] = 5e7
     suffixes: ClassVar[tuple[str, ...]] = (SCALE_SUFFIX, FACTOR_SUFFIX)
 
     grain: Grain
