@@ -72,7 +72,7 @@ class Chain:
 
 
 def comparable(output: Path) -> dict[str, Any]:
-    """The files of an output, without what may differ from run to run: times, memory, places, and what was set aside."""
+    """The files of an output, without times, memory and places, which differ between runs, and what was set aside."""
     timed = {"report.json", "report.html", "journal.jsonl"}
     if (output / "finetune.json").exists():
         timed |= {"README.md", "run.json", "SHA256SUMS"}

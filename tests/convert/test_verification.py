@@ -167,7 +167,7 @@ class TestTheCommand:
         more = ["-o", tmp_path / "back"] if command == "restore" else []
         done = lpconv(command, source, *more)
         assert done.exit_code == 4
-        assert "plain checkpoint" in done.stderr
+        assert "checkpoint without lpconv.json" in done.stderr
         assert "hint" in done.stderr
         assert lpconv(command, tmp_path / "nowhere", *more).exit_code == 3
         with pytest.raises(UnsupportedError):
