@@ -84,7 +84,9 @@ def _quantise(
     x: Tensor, spec: Format, rounding: str, overflow: str, generator: torch.Generator | None, out: Tensor
 ) -> None:
     kernel = _STOCHASTIC if rounding == "stochastic" else _WIDE if _is_wide(spec) else _NEAREST
-    scalars = _scalars(spec, x.dtype, kernel is _NEAREST, overflow, x.device)
+    # Under dynamo, which warns of a cache and leaves it out, they become constants of the graph.
+    make = _scalars if torch.compiler.is_compiling() else _CACHED
+    scalars = make(spec, x.dtype, kernel is _NEAREST, overflow, x.device)
     if rounding == "stochastic":
         scalars = (*scalars, _seed(generator).to(device=x.device, dtype=torch.int32))
     codes_do = _is_fp8(spec) and (rounding, overflow) == ("nearest", "saturate")
@@ -149,7 +151,6 @@ def _position(start: int, device: torch.device) -> Tensor:
     return torch.tensor((start + 2**31) % 2**32 - 2**31, dtype=torch.int32, device=device)
 
 
-@cache
 def _scalars(spec: Format, dtype: torch.dtype, magic: bool, overflow: str, device: torch.device) -> tuple[Tensor, ...]:
     """What makes the kernels round to `spec`; tensors, so that one compiled kernel serves every format."""
     limit = largest(spec, dtype)
@@ -165,6 +166,9 @@ def _scalars(spec: Format, dtype: torch.dtype, magic: bool, overflow: str, devic
         torch.tensor(math.inf if overflow == "inf" else math.nan, device=device),
         torch.tensor(not spec.has_negative_zero, device=device),
     )
+
+
+_CACHED = cache(_scalars)
 
 
 def _nearest(
