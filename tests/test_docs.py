@@ -3,7 +3,7 @@
 import re
 import shlex
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from typer.testing import CliRunner
 
+from benchmarks.object_store import ENVIRONMENT, serving
+from lpconv.checkpoint.remote import store_at
 from lpconv.cli.main import app
 from lpconv.data import demo_checkpoint
 
@@ -58,6 +60,20 @@ def _without_output(command: str) -> str:
     return re.sub(r" -o \S+", "", command)
 
 
+@pytest.fixture
+def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """``s3://bucket``, which holds a model."""
+    files = {f"llama-70b/{p.name}": p.read_bytes() for p in demo_checkpoint().iterdir()}
+    with serving(files) as store:
+        for name, value in {**ENVIRONMENT, "AWS_ENDPOINT_URL": store.endpoint, "NO_PROXY": "127.0.0.1"}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        store_at.cache_clear()
+        yield
+        store_at.cache_clear()
+
+
+@pytest.mark.usefixtures("bucket")
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_of_a_page(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

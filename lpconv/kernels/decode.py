@@ -17,7 +17,6 @@ from torch import Tensor
 
 from lpconv.errors import UsageError
 from lpconv.formats.spec import FORMATS, Format
-from lpconv.kernels.buffers import Buffers
 
 __all__ = ["decode", "decode_reference"]
 
@@ -29,7 +28,6 @@ _TARGETS = {
 }
 _PIECE = 1 << 19  # elements; with its result it fits the last-level cache (1.2 to 1.4 times a whole 64 Mi pass)
 _TINY = 5e-324
-_HALVES = Buffers(lambda device: (torch.empty(_PIECE, dtype=torch.int16, device=device), torch.empty(0)))
 
 
 def decode(codes: Tensor, dtype: torch.dtype = torch.bfloat16, *, out: Tensor | None = None) -> Tensor:
@@ -56,20 +54,13 @@ def decode(codes: Tensor, dtype: torch.dtype = torch.bfloat16, *, out: Tensor | 
     mask = (-1 << (place.bits - 1)) | (0x7F << shift)
     factor = math.ldexp(1.0, place.bias - spec.bias)
     for piece, values in _pieces(codes.view(torch.int8), out):
-        bits = values.view(integer) if place is target else _half(piece)
+        bits = values.view(integer) if place is target else torch.empty(piece.shape, dtype=integer)
         # The copy extends the sign to the top bit. The product is a left shift, at twice the speed of torch's shift.
         bits.copy_(piece).mul_(1 << shift).bitwise_and_(mask)
         if place is not target:
             values.copy_(bits.view(torch.float16))
         values.mul_(factor)
     return out
-
-
-def _half(piece: Tensor) -> Tensor:
-    """16 bits for each element of a piece, kept from call to call where it is no larger than pieces are."""
-    if piece.numel() > _PIECE:
-        return torch.empty(piece.shape, dtype=torch.int16)
-    return _HALVES.on(piece.device)[0][: piece.numel()].view(piece.shape)
 
 
 def decode_reference(codes: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:

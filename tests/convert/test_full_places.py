@@ -63,7 +63,8 @@ def test_a_disk_that_fails_while_a_file_is_hashed(tmp_path: Path, monkeypatch: p
     def failing(*_: object, **__: object) -> object:
         raise OSError(errno.EIO, os.strerror(errno.EIO), "x")
 
-    monkeypatch.setattr(Path, "open", failing)
+    (tmp_path / "x").write_bytes(b"bytes")
+    monkeypatch.setattr(os, "preadv", failing)
     with pytest.raises(InputError, match="Input/output error") as caught:
         sha256_of(tmp_path / "x")
     assert "disk" in str(caught.value.hint)
