@@ -105,9 +105,6 @@ Model = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout instead of a table.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no messages on stderr, errors excepted.")]
-Output = Annotated[
-    str | None,
-    typer.Option("--output", "-o", help="The directory to write.", metavar="DIR"),
-]
+Output = Annotated[str | None, typer.Option("--output", "-o", help="The directory to write.", metavar="DIR")]
 Revision: Any = parameter_of(ConvertOptions, "revision")
 Force: Any = parameter_of(ConvertOptions, "force")

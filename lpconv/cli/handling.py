@@ -28,7 +28,7 @@ _LIBRARIES_MB = {
 # What torch's import maps, in MB (620 for a CPU build), of commands that work with it. Where the addresses end inside
 # that import, some libraries abort the process, and others lose the error.
 _ADDRESSES_MB = 700
-_WITHOUT_TORCH = ("inspect", "report", "doctor", "batch", "demo")
+_WITHOUT_TORCH = ("inspect", "report", "doctor", "batch")
 
 
 class _Terminated(BaseException):

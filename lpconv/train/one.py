@@ -121,10 +121,7 @@ def train_one(job: TrainingJob, work: Work, progress: Progress) -> Finished:
     """
     clock = Clock()
     with quiet_transformers():
-        if is_main_process():
-            drop_broken(work.folder)
-        wait_for_all()
-        checkpoint = last_checkpoint(work.folder)
+        checkpoint = _start_of(work.folder)
         arguments = _arguments(job.options, work, is_resumed=checkpoint is not None)
         with clock.spending("opening the model"):
             opened = open_start(job, work.seed)
@@ -222,6 +219,14 @@ def _arguments(options: FinetuneOptions, work: Work, *, is_resumed: bool) -> Tra
         label_names=["labels"],
         prediction_loss_only=False,
     )
+
+
+def _start_of(folder: Path) -> Path | None:
+    """The checkpoint to go on from, None to begin; what is not whole is out of the way, for all processes."""
+    if is_main_process():
+        drop_broken(folder)
+    wait_for_all()
+    return last_checkpoint(folder)
 
 
 def _keep_good(folder: Path, error: DivergedError) -> None:
