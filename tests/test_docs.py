@@ -10,11 +10,10 @@ import pytest
 from bench_in_process import without_processes
 from foreign_files import make_foreign
 from safetensors.torch import load_file, save_file
+from stores import offered
 from torch import Tensor
 from typer.testing import CliRunner
 
-from benchmarks.object_store import ENVIRONMENT, serving
-from lpconv.checkpoint.remote import store_at
 from lpconv.cli.main import app
 from lpconv.data import demo_checkpoint
 
@@ -64,13 +63,8 @@ def _without_output(command: str) -> str:
 def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """``s3://bucket``, which holds a model."""
     files = {f"llama-70b/{p.name}": p.read_bytes() for p in demo_checkpoint().iterdir()}
-    with serving(files) as store:
-        for name, value in {**ENVIRONMENT, "AWS_ENDPOINT_URL": store.endpoint, "NO_PROXY": "127.0.0.1"}.items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-        store_at.cache_clear()
+    with offered(monkeypatch, tmp_path, files):
         yield
-        store_at.cache_clear()
 
 
 @pytest.mark.usefixtures("bucket")

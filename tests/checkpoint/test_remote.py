@@ -16,12 +16,12 @@ from checkpoints import files_of, run_cli, write_checkpoint
 from hub_server import COMMIT, serving as serving_hub
 from huggingface_hub import constants
 from safetensors import SafetensorError, safe_open
+from stores import offered
 
-from benchmarks.object_store import BUCKET, ENVIRONMENT, Fault, Request, Store, serving
+from benchmarks.object_store import BUCKET, ENVIRONMENT, Fault, Request, Store
 from lpconv.checkpoint import remote
 from lpconv.checkpoint.contents import read_contents
 from lpconv.checkpoint.partfile import check_writable, sha256_of
-from lpconv.checkpoint.remote import store_at
 from lpconv.checkpoint.resolve import directory_of, resolve
 from lpconv.checkpoint.source import open_source, read_tensor
 from lpconv.convert.inspect import inspect
@@ -37,16 +37,9 @@ from lpconv.progress import Silent
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     """An empty store, with short waits before a request is repeated, and an empty cache."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setattr(remote, "_RETRIES", remote._RETRIES | {"max_retries": 3})
-    for name, value in ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
-    store_at.cache_clear()
-    with serving() as store:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", store.endpoint)
+    with offered(monkeypatch, tmp_path) as store:
         yield store
-    store_at.cache_clear()
 
 
 @pytest.fixture

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import REPORTS, files_of, write_checkpoint
+from stores import offered
 
-from benchmarks.object_store import ENVIRONMENT, Fault, Request, Store, serving
+from benchmarks.object_store import ENVIRONMENT, Fault, Request, Store
 from lpconv.checkpoint import remote
-from lpconv.checkpoint.remote import UNFINISHED, store_at
+from lpconv.checkpoint.remote import UNFINISHED
 from lpconv.checkpoint.resolve import directory_of, resolve
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.run import convert, finish
@@ -23,15 +24,9 @@ URL = "s3://bucket/out"
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(remote, "_RETRIES", remote._RETRIES | {"max_retries": 2})
-    for name, value in {**ENVIRONMENT, "NO_PROXY": "127.0.0.1"}.items():
-        monkeypatch.setenv(name, value)
-    store_at.cache_clear()
-    with serving() as store:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", store.endpoint)
+    with offered(monkeypatch, tmp_path) as store:
         yield store
-    store_at.cache_clear()
 
 
 @pytest.fixture
