@@ -23,7 +23,10 @@ _SECONDS = 5  # of one core, for comparing weights before publishing: whole tens
 
 
 def verify_written(job: Job, directory: Path, tensors: Sequence[TensorRecord], progress: Progress) -> VerifyResult:
-    """Check the files in `directory` as the job's options ask, and its gates."""
+    """Check the files in `directory` as the job's options ask, and its gates.
+
+    Raises InputError where a disk fails while it is read: what was written is not judged then, and can be resumed.
+    """
     level = job.plan.options.verify
     if level == "none" and not job.gates:
         return VerifyResult(level="none", passed=True)
@@ -32,6 +35,8 @@ def verify_written(job: Job, directory: Path, tensors: Sequence[TensorRecord], p
         with OutputReader(directory, tensors, find_residual(directory)) as output:
             weights = check_stored(job, output, planned, progress, whole=whole_tensors(planned.values(), _SECONDS))
     except InputError as e:  # of the source too: it cannot be compared with
+        if isinstance(e.__cause__, OSError):
+            raise
         return VerifyResult(level="weights", passed=False, problems=(e.message,))
     problems = weights_problems(weights)
     logits = None

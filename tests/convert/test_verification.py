@@ -1,7 +1,9 @@
 """Attacks on the verdict: what was damaged before a check, or between writing and checking, does not pass."""
 
+import errno
 import json
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -93,6 +95,29 @@ def test_damage_between_writing_and_checking(run: Run, output: Path, monkeypatch
         with pytest.raises(VerificationError):
             run(method=method, force=True)
         assert not published(output)
+
+
+def test_a_disk_that_fails_while_it_is_read_back_judges_nothing(
+    run: Run, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lpconv.convert import verify_written as module
+
+    def failing(*_: object, **__: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def check(*arguments: Any) -> VerifyResult:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "preadv", failing)
+            return verify(*arguments)
+
+    verify = module.verify_written
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "verify_written", check)
+        with pytest.raises(InputError, match="Input/output error"):
+            run()
+    assert not published(output)
+    assert not output.with_name(output.name + ".failed").exists()
+    assert run(resume=True).verify.passed
 
 
 def test_the_check_says_how_much_it_compared(run: Run) -> None:
