@@ -93,14 +93,16 @@ def _write(path: Path, value: int) -> None:
     path.write_text(f"{value}\n")
 
 
-def run_in(limit_bytes: int | None, arguments: Sequence[str], *, cwd: Path, model: str = "") -> Run:
+def run_in(
+    limit_bytes: int | None, arguments: Sequence[str], *, cwd: Path, model: str = "", patience_s: float = _PATIENCE_S
+) -> Run:
     """`lpconv ARGUMENTS…` in a container."""
     command = [sys.executable, "-m", "lpconv", *arguments, "--json", "-q"]
     with contained(limit_bytes) as enter:
         started = time.monotonic()
         with (cwd / "stdout").open("wb") as out, (cwd / "stderr").open("wb") as err:
             process = subprocess.Popen(command, cwd=cwd, stdout=out, stderr=err, preexec_fn=enter)
-            code, peak = _wait(process, started)
+            code, peak = _wait(process, started, patience_s)
         seconds = time.monotonic() - started
     said = (cwd / "stderr").read_text(errors="replace").strip().splitlines()
     return Run(
@@ -115,9 +117,9 @@ def run_in(limit_bytes: int | None, arguments: Sequence[str], *, cwd: Path, mode
     )
 
 
-def _wait(process: "subprocess.Popen[bytes]", started: float) -> tuple[int, int]:
+def _wait(process: "subprocess.Popen[bytes]", started: float, patience_s: float) -> tuple[int, int]:
     """The exit code, and the most memory that one of its processes had."""
-    while time.monotonic() - started < _PATIENCE_S:
+    while time.monotonic() - started < patience_s:
         pid, status, used = os.wait4(process.pid, os.WNOHANG)
         if pid:
             process.returncode = os.waitstatus_to_exitcode(status)
@@ -196,7 +198,7 @@ def _seven(work: Path) -> Iterator[Run]:
         ("convert", model, "--verify", "logits", "-o", "again"),
         ("restore", "converted", "-o", "restored"),
     ):
-        yield run_in(GB, arguments, cwd=work, model="7B")
+        yield run_in(GB, arguments, cwd=work, model="7B", patience_s=3600)
     for name in ("converted", "restored"):
         shutil.rmtree(work / name, ignore_errors=True)
 
