@@ -92,7 +92,7 @@ class Begun:
         return Ended(code=code, out=said[0], err=said[1])
 
 
-def begin(action: Callable[[], object], *, file_bytes: int | None = None, patience_s: int = 120) -> Begun:
+def begin(action: Callable[[], object], *, file_bytes: int | None = None, patience_s: int = 300) -> Begun:
     """Begin something in a process of its own.
 
     None of its files may become larger than `file_bytes`. It ends by SIGALRM after `patience_s`.
@@ -111,7 +111,7 @@ def begin(action: Callable[[], object], *, file_bytes: int | None = None, patien
     return Begun(pid=pid, pipes=pipes)
 
 
-def forked(action: Callable[[], object], *, file_bytes: int | None = None, patience_s: int = 120) -> Ended:
+def forked(action: Callable[[], object], *, file_bytes: int | None = None, patience_s: int = 300) -> Ended:
     """`begin` something, and wait for it."""
     return begin(action, file_bytes=file_bytes, patience_s=patience_s).end()
 

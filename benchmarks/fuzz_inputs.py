@@ -81,6 +81,9 @@ def _on_a_checkpoint(
         (10, ("inspect", name, "--stats", "-q"), ()),
         (12, ("probe", name, *PROBE, "-o", "OUT", *(["--calibrate"] if rng.random() < 0.2 else [])), ("OUT",)),
         (6, ("finetune", name, "--recipe", recipe, *TUNE, "-o", "OUT"), ("OUT",)),
+        (4, ("init", name, "--reinit", "-q", "-o", "OUT"), ("OUT",)),
+        (4, ("repair", name, "-q", "-o", "OUT"), ("OUT",)),
+        (4, ("verify", name, "--against", name, "--level", "values", "-q"), ()),
         (1, ("export", "onnx", name, "-q", "-o", "OUT"), ("OUT",)),
         (1, ("bench", name, *BENCH), ()),  # in processes of its own, that import torch
     ]
@@ -112,7 +115,7 @@ def damaged_checkpoint(*kinds: str, files: Sequence[str], only: Sequence[str] = 
 
 def damaged_output(rng: random.Random, material: Path, folder: Path) -> Trial:
     """A file of one of our outputs is not what it should be; the source beside it is sound."""
-    name = rng.choice((*FORMS, "restored", "tuned"))
+    name = rng.choice((*FORMS, "restored", "tuned", "unequal", "fresh"))
     _copied(material, folder, name, "llama")
     there = sorted(p for p in (folder / name).rglob("*") if p.is_file() and p.suffix not in (".html", ".md"))
     wrong = f"{name}: {_harm(rng, rng.choice(there))}"
@@ -124,6 +127,8 @@ def damaged_output(rng: random.Random, material: Path, folder: Path) -> Trial:
         (("verify", name), ()),
         (("verify", name, "--against", "llama", "--level", level, "-q"), ()),
         (("restore", name, "-o", "OUT", "-q"), ("OUT",)),
+        (("repair", name, "-o", "OUT", "-q"), ("OUT",)),
+        (("repair", name, "--against", "llama", "-o", "OUT", "-q"), ("OUT",)),
         (("report", name), ()),
         (("report", name, "--html", "page.html"), ("page.html",)),
         (("report", name, f"{name}/report.json"), ()),
@@ -234,7 +239,7 @@ def options(rng: random.Random, material: Path, folder: Path) -> Trial:
 # Never a device of this machine: what is written by a rename would replace it.
 _PLACES = ("", ".", "/", "/proc/x", LONG, f"{LONG}/x", "file", "file/x", "deep/er/x", "dangling", "loop", "loop/x",
            "new\nline", "\udcff", "there", "device", "full/x", "ro/x", "llama", "llama/x", "unit",
-           "~nobody/x")  # fmt: skip
+           "~nosuchuser/x")  # fmt: skip
 
 
 def places(rng: random.Random, material: Path, folder: Path) -> Trial:
@@ -255,7 +260,7 @@ def places(rng: random.Random, material: Path, folder: Path) -> Trial:
         ("convert", "llama", "--verify", "none", "-q", *force, "-o", place),
         ("convert", "llama", "--dry-run", "-o", place),
         ("restore", "unit", "-q", *force, "-o", place),
-        ("restore", "unit", "-q", *force, "-o", place),
+        ("init", "llama", "--reinit", "-q", *force, "-o", place),
         ("report", "unit", "--html", place),
         ("report", "probe", "--html", place),
         ("batch", "batch/jobs.yaml", "--dry-run", "--junit", place),

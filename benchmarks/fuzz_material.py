@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from lpconv.data import demo_checkpoint, demo_text
@@ -45,6 +46,8 @@ def make_material(folder: Path) -> None:
     torch.save(sharded.state_dict(), folder / "pickled" / "pytorch_model.bin")
     for name, form in FORMS.items():
         _lpconv(folder, "convert", "llama", *form, "--verify", "weights", "-q", "-o", name)
+    _unequal(folder / "compressed", folder / "unequal")
+    _lpconv(folder, "init", "llama", "--reinit", "-q", "-o", "fresh")
     _lpconv(folder, "restore", "unit", "-o", "restored", "-q")
     _lpconv(folder, "probe", "llama", *PROBE, "--calibrate", "-o", "probe")
     _lpconv(folder, "finetune", "llama", "--recipe", "collage-bf16", *TUNE, "-o", "tuned")
@@ -98,6 +101,17 @@ def _bert(target: Path) -> None:
     )  # fmt: skip
     transformers.BertForMaskedLM(config).save_pretrained(target)
     tokenizer.save_pretrained(target)
+
+
+def _unequal(sound: Path, target: Path) -> None:
+    """A checkpoint of others in which weights that readers fuse have scales that differ."""
+    ours = shutil.ignore_patterns("lpconv.json", "SHA256SUMS", "report.*")
+    shutil.copytree(sound, target, ignore=ours)
+    tensors = load_file(target / "model.safetensors")
+    for name in tensors:
+        if name.endswith("q_proj.weight_scale"):
+            tensors[name] = tensors[name] * 2
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
 
 
 def _interrupted(folder: Path) -> None:

@@ -45,6 +45,17 @@ COMMANDS: Mapping[str, _Command] = {
         arguments=("convert", "sharded", "--format", "e4m3fn", "--verify", "weights", "-q", "-o", "out"),
         again="--resume", output="out", reads=("sharded",),
     ),
+    "nvfp4": _Command(
+        arguments=("convert", "sharded", "--format", "e2m1", "--granularity", "nvfp4", "--layout", "compressed-tensors",
+                   "--verify", "weights", "-q", "-o", "out"),
+        again="--resume", output="out", reads=("sharded",),
+    ),
+    "repair": _Command(
+        arguments=("repair", "unequal", "-q", "-o", "out"), again="--force", output="out", reads=("unequal",)
+    ),
+    "init": _Command(
+        arguments=("init", "llama", "--reinit", "-q", "-o", "out"), again="--force", output="out", reads=("llama",)
+    ),
     "restore": _Command(
         arguments=("restore", "collage", "-q", "-o", "out"), again="--force", output="out", reads=("collage",)
     ),
