@@ -70,13 +70,15 @@ def convert(
     *,
     progress: Progress | None = None,
     command: str | None = None,
+    names_source: bool = True,
 ) -> ConvertResult:
     """Convert a checkpoint into the directory or the URL `output`, which appears only when everything has passed.
 
-    `model` is a directory, a URL, an alias, a hub id or ``demo``. Raises an `LpconvError` for every failure that is not
-    a bug: see the exit codes in `lpconv.errors`.
+    `model` is a directory, a URL, an alias, a hub id or ``demo``. The reports, which stay on this machine, say where it
+    lies, if `names_source`. Raises an `LpconvError` for every failure that is not a bug: see the exit codes in
+    `lpconv.errors`.
     """
-    return _published(model, output, options, progress, command, finishing=False)
+    return _published(model, output, options, progress, command, names_source=names_source)
 
 
 def finish(
@@ -102,7 +104,8 @@ def _published(
     progress: Progress | None,
     command: str | None,
     *,
-    finishing: bool,
+    finishing: bool = False,
+    names_source: bool = True,
 ) -> ConvertResult:
     started = time.perf_counter()
     progress = progress or Silent()
@@ -116,7 +119,7 @@ def _published(
         if result is not None:
             progress.message(f"`{result.output}` is complete: there is nothing to resume")
         else:
-            result = _staged(job, progress, command, started, finishing=finishing)
+            result = _staged(job, progress, command, started, finishing=finishing, names_source=names_source)
         if finishing:
             remove_parts(job.output)
         return result
@@ -124,14 +127,16 @@ def _published(
         job.source.close()
 
 
-def _staged(job: Job, progress: Progress, command: str | None, started: float, *, finishing: bool) -> ConvertResult:
+def _staged(
+    job: Job, progress: Progress, command: str | None, started: float, *, finishing: bool, names_source: bool
+) -> ConvertResult:
     """Write, judge and publish. Where parts are put together, none of their files is written again."""
     parts = checked_parts(job, progress) if finishing else ()
     if not finishing and job.url is None:
         check_disk(job.output, disk_bytes(job))
     with _working_folder(job) as staging:
         adopt_parts(job, parts, staging)
-        result = _carry_out(job, staging, progress, command, started)
+        result = _carry_out(job, staging, progress, command, started, names_source=names_source)
         job.watch.check()
         if not result.verify.passed:
             kept = staging.set_aside()
@@ -151,7 +156,9 @@ def _working_folder(job: Job) -> Staging:
     return Staging(job.output, known, resume=options.resume, force=options.force)
 
 
-def _carry_out(job: Job, staging: Staging, progress: Progress, command: str | None, started: float) -> ConvertResult:
+def _carry_out(
+    job: Job, staging: Staging, progress: Progress, command: str | None, started: float, *, names_source: bool
+) -> ConvertResult:
     from lpconv.convert.verify_written import verify_written  # torch takes seconds to import
     from lpconv.report.convert.html import html_report
 
@@ -191,6 +198,8 @@ def _carry_out(job: Job, staging: Staging, progress: Progress, command: str | No
     write_small(staging.directory / "README.md", model_card(published))
     write_provenance(staging.directory, published, job.contents, job.plan)
     write_sums(staging.directory, files)
+    if not names_source:
+        result = dataclasses.replace(result, source=public)
     write_small(staging.directory / "report.html", html_report(result, format_ranges()))
     write_small(staging.directory / "report.json", json_text(result))
     return result

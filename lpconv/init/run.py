@@ -1,7 +1,8 @@
 """`lpconv init` as a library call: a config, weights drawn for it, one step to see that it trains, an output."""
 
 import contextlib
-import dataclasses
+import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,13 +12,12 @@ import torch
 import transformers
 
 from lpconv.checkpoint.contents import read_contents, read_json
+from lpconv.checkpoint.holding import hold, is_held
 from lpconv.checkpoint.partfile import write_error, write_small
 from lpconv.checkpoint.resolve import resolve
 from lpconv.convert.files import plain_config
 from lpconv.convert.options import ConvertOptions
-from lpconv.convert.provenance import public_source
 from lpconv.convert.run import convert
-from lpconv.convert.tensor_records import format_ranges
 from lpconv.errors import InputError, UnsupportedError
 from lpconv.init.options import InitOptions, config_place
 from lpconv.init.sizes import resized
@@ -29,8 +29,7 @@ from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import architecture, concrete
 from lpconv.models.tokenizer import read_tokenizer
 from lpconv.progress import Progress, Silent
-from lpconv.report.convert.html import html_report
-from lpconv.results import ConvertResult, json_text
+from lpconv.results import ConvertResult
 from lpconv.scaled.choices import NATIVE_MARK
 from lpconv.scaled.fresh import initialise
 from lpconv.scaled.model import scaled
@@ -68,15 +67,7 @@ def init(model: str, output: Path, options: InitOptions, *, progress: Progress |
             _check_trains(fresh)
         del fresh
         as_unit = ConvertOptions(method="unit", format="fp32", verify="weights", force=options.force)
-        return _public(convert(str(source), output, as_unit, progress=progress))
-
-
-def _public(result: ConvertResult) -> ConvertResult:
-    """The result, and the reports of it, without the folder that the weights were drawn in, which is gone."""
-    found = dataclasses.replace(result, source=public_source(result.source))
-    write_small(Path(found.output) / "report.html", html_report(found, format_ranges()))
-    write_small(Path(found.output) / "report.json", json_text(found))
-    return found
+        return convert(str(source), output, as_unit, progress=progress, names_source=False)
 
 
 def _blueprint(place: str | Path, options: InitOptions) -> Blueprint:
@@ -134,14 +125,24 @@ def _copy_tokenizer(of: str | Path, target: Path) -> None:
 
 @contextlib.contextmanager
 def _beside(output: Path) -> Iterator[Path]:
-    """A folder on the disk of `output`, gone afterwards."""
+    """A folder on the disk of `output`, gone afterwards; those that killed runs left there go with it."""
+    place = output.absolute()
+    prefix = f".lpconv-init-{place.name[:200]}-"
     try:
-        output.absolute().parent.mkdir(parents=True, exist_ok=True)
-        made = tempfile.TemporaryDirectory(prefix=".lpconv-init-", dir=output.absolute().parent)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        left = [p for p in place.parent.iterdir() if p.name.startswith(prefix) and not is_held(p)]
+        made = tempfile.TemporaryDirectory(prefix=prefix, dir=place.parent)
+        descriptor = os.open(made.name, os.O_RDONLY)
     except OSError as e:
         raise write_error(e, output) from e
-    with made as folder:
-        yield Path(folder)
+    try:
+        hold(descriptor)
+        for killed in left:
+            shutil.rmtree(killed, ignore_errors=True)
+        with made as folder:
+            yield Path(folder)
+    finally:
+        os.close(descriptor)
 
 
 def _card(model: str, name: str, count: int, options: InitOptions) -> str:

@@ -40,6 +40,7 @@ def refused(*words: object) -> tuple[int, str]:
 
 
 def test_a_fresh_checkpoint_holds_what_the_library_draws_and_verifies(tmp_path: Path) -> None:
+    (tmp_path / ".lpconv-init-out-killed").mkdir()  # as SIGKILL leaves it
     out = fresh(tmp_path / "out", "--seed", 3)
     config = json.loads((out / "config.json").read_text())
     assert config["lpconv_native"] == {"seed": 3, "head_norm": "model.norm"}
@@ -57,8 +58,8 @@ def test_the_same_seed_gives_the_same_files_and_another_seed_others(tmp_path: Pa
         (fresh(tmp_path / str(i) / "out", "--seed", seed) / "SHA256SUMS").read_text() for i, seed in enumerate("001")
     ]
     assert sums[0] == sums[1] != sums[2]
-    report = (tmp_path / "0" / "out" / "report.json").read_text()
-    assert ".lpconv-init-" not in report
+    for name in ("report.json", "report.html"):
+        assert ".lpconv-init-" not in (tmp_path / "0" / "out" / name).read_text()
 
 
 def test_it_trains_natively_and_goes_on_from_there(tmp_path: Path) -> None:
