@@ -144,11 +144,17 @@ def before_bench(options: "BenchOptions", save: Path | None) -> "Callable[[Bench
     return judge
 
 
-def before_verifying(path: Path, options: "VerifyOptions") -> None:
-    """Of `lpconv verify`. Any checkpoint is compared by values; other levels are of outputs of `lpconv convert`."""
+def before_verifying(path: Path, options: "VerifyOptions", page: Path | None = None) -> None:
+    """Of `lpconv verify`; `page` is where its page goes.
+
+    Any checkpoint is compared by values; other levels are of outputs of `lpconv convert`.
+    """
+    from lpconv.checkpoint.partfile import check_file
     from lpconv.checkpoint.staging import check_marked, is_output
 
     check(options)
+    if page is not None:
+        check_file(page)
     if options.data is not None:
         if options.against is None:
             raise UsageError("a text needs a checkpoint to compare with", hint="name it with --against")

@@ -1,5 +1,8 @@
 """`lpconv verify`."""
 
+import shlex
+import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -16,6 +19,9 @@ __all__ = ["verify"]
 def verify(
     path: Annotated[str, typer.Argument(help="An output of `lpconv convert`, or any checkpoint.", metavar="PATH")],
     options: VerifyOptions,
+    html: Annotated[
+        str | None, typer.Option("--html", help="Also write one HTML page, with every tensor.", metavar="FILE")
+    ] = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -31,13 +37,13 @@ def verify(
 
       lpconv verify ./llama-nvfp4 --against ./llama --gate 'sqnr>=15'
 
-      lpconv verify ./llama-nvfp4 --against ./llama --data text.txt --gate 'kl<=0.05'
+      lpconv verify ./llama-nvfp4 --against ./llama --data text.txt --gate 'kl<=0.05' --html verify.html
     """
     from lpconv.checkpoint.resolve import directory_of
     from lpconv.cli.early import before_verifying
 
     directory = directory_of(path)
-    before_verifying(directory, options)
+    before_verifying(directory, options, Path(html) if html is not None else None)
     from lpconv.convert.verify_output import verify_output  # torch takes seconds to import
     from lpconv.report.convert.terminal import render_verify
     from lpconv.results import to_json
@@ -54,6 +60,14 @@ def verify(
             seq_len=options.seq_len,
             max_tokens=options.max_tokens,
         )
+    if html is not None:
+        from lpconv.checkpoint.partfile import write_small
+        from lpconv.report.convert.verify import html_verify
+        from lpconv.version import __version__
+
+        command = shlex.join(["lpconv", *sys.argv[1:]])
+        page = html_verify(result, path, against=options.against, command=command, version=__version__)
+        write_small(Path(html), page)
     if result.passed or not json:  # else the error's details hold the result
         print_result(result, render_verify, json=json)
     if not result.passed:

@@ -1,6 +1,7 @@
 """A published output beside the source that it came from: its weights, its documents, what both models compute."""
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from lpconv.checkpoint.staging import MARKER
 from lpconv.convert.files import INDEX, output_config, replaced_config, weight_index
 from lpconv.convert.job import Job, prepare
 from lpconv.convert.options import ConvertOptions, settings_of
-from lpconv.convert.plan import Plan
+from lpconv.convert.plan import Plan, PlannedTensor
 from lpconv.convert.policy import settings_for
 from lpconv.convert.reader import OutputReader
 from lpconv.convert.verify_written import check_outputs, check_stored, output_problems, weights_problems
@@ -20,7 +21,7 @@ from lpconv.forms import Kept
 from lpconv.gates import CONVERT_GATES, Gate
 from lpconv.lookup import find
 from lpconv.progress import Progress
-from lpconv.results import SourceRecord, TensorRecord, VerifyResult, from_json
+from lpconv.results import ComparedTensor, SourceRecord, TensorRecord, VerifyResult, from_json
 
 __all__ = ["check_source", "prepare_again"]
 
@@ -113,7 +114,28 @@ def _check_weights(
     untied = [f"`{n}` and `{r.tied_to}` are not tied in the source" for n, r in records.items() if r.tied_to != ties[n]]
     problems = (*stray, *untied, *_document_problems(job, plan, directory, provenance, index))
     problems = (*result.problems, *weights_problems(weights), *problems)
-    return dataclasses.replace(result, level="weights", passed=not problems, weights=weights, problems=problems)
+    tensors = _compared(planned, records, set(weights.mismatched))
+    return dataclasses.replace(
+        result, level="weights", passed=not problems, weights=weights, problems=problems, tensors=tensors
+    )
+
+
+def _compared(
+    planned: Mapping[str, PlannedTensor], records: Mapping[str, TensorRecord], wrong: set[str]
+) -> tuple[ComparedTensor, ...]:
+    """The figures of the records, the worst first; those of tensors that are not `wrong` were met."""
+    found = [
+        ComparedTensor(
+            name=name,
+            stored_as=t.form.words,
+            reference=t.info.dtype,
+            sqnr_db=math.inf if (noise := records[name].sqnr_db) is None else noise,
+            max_rel_error=records[name].max_rel_error or 0.0,
+            problem="not what the source says" if name in wrong else None,
+        )
+        for name, t in planned.items()
+    ]
+    return tuple(sorted(found, key=lambda c: (c.problem is None, c.sqnr_db)))
 
 
 def _as_recorded(plan: Plan, records: Mapping[str, TensorRecord]) -> Plan:

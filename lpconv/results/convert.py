@@ -126,15 +126,18 @@ class GateRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedTensor:
-    """One weight beside a reference's, each in whatever form. `num_off` of `num_groups` are off by a factor."""
+    """One weight beside a reference's, each in whatever form. `num_off` of `num_groups` are off by a factor.
+
+    Where a conversion was made again, no groups are asked: what is stored is right, or `problem`.
+    """
 
     name: str
     stored_as: str
     reference: str
     sqnr_db: float
     max_rel_error: float
-    num_groups: int
-    num_off: int
+    num_groups: int = 0
+    num_off: int = 0
     problem: str | None = None
 
 
@@ -142,7 +145,8 @@ class ComparedTensor:
 class VerifyResult:
     """The outcome of verification. `level` is the deepest level that ran; `problems` says in words what failed.
 
-    At the level ``values``, which compares any two checkpoints, `tensors` are those of both, the worst first.
+    `tensors` are those that were compared, the worst first: at the level ``values``, which compares any two
+    checkpoints, those of both.
     """
 
     level: str

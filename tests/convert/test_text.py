@@ -1,5 +1,8 @@
 """What two models say of a text, their matrices read as they go: equal to running them whole; and what is refused."""
 
+import html
+import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -111,7 +114,22 @@ def test_the_command_says_it_and_gates_ask_for_it(tmp_path: Path, monkeypatch: p
     assert said.exit_code == 0, said.stderr
     assert "perplexity" in said.stdout
     assert "96 tokens" in said.stdout.replace("\n", " ")
-    assert CliRunner().invoke(app, [*common, "--gate", "kl<=1e-9"]).exit_code == 5
+    assert CliRunner().invoke(app, [*common, "--gate", "kl<=1e-9", "--html", "page.html"]).exit_code == 5
+    page = html.unescape((tmp_path / "page.html").read_text())
+    tensors = [t for t in json.loads((tmp_path / "out/lpconv.json").read_text())["tensors"] if t["action"] != "tie"]
+    rows = re.findall(r'<td class="left name">(.*?)</td><td data-sort="(.*?)">', page)
+    assert sorted(r[0].replace("<wbr>", "") for r in rows) == sorted(t["name"] for t in tensors)
+    decibels = [float(r[1]) for r in rows]
+    assert decibels == sorted(decibels)
+    assert decibels[0] == min(float(t["sqnr_db"] or "inf") for t in tensors)
+    assert all(words in page for words in ("KL divergence, back", "Perplexity, other", "gate kl<=1e-9 failed"))
+
+
+def test_a_page_that_cannot_be_written_is_refused_first(tmp_path: Path) -> None:
+    convert("demo", tmp_path / "out", ConvertOptions(method="unit", format="e4m3fn", verify="none"))
+    said = CliRunner().invoke(app, ["verify", str(tmp_path / "out"), "--html", str(tmp_path)])
+    assert said.exit_code == 8
+    assert "is a directory" in said.stderr
 
 
 def bare(folder: Path) -> Path:

@@ -13,6 +13,7 @@ from lpconv.report.advise.html import html_advice
 from lpconv.report.bench.compare import html_benches
 from lpconv.report.bench.html import html_bench
 from lpconv.report.convert.html import html_compare, html_report
+from lpconv.report.convert.verify import html_verify
 from lpconv.report.convert.words import summary
 from lpconv.report.finetune.compare import html_finetunes
 from lpconv.report.finetune.html import html_finetune
@@ -22,6 +23,7 @@ from lpconv.report.probe.html import html_probe
 from lpconv.results import (
     AdviceResult,
     BenchResult,
+    ComparedTensor,
     EvaluationRecord,
     FinetuneResult,
     FormatRates,
@@ -30,6 +32,7 @@ from lpconv.results import (
     HeldOutRecord,
     LayerChange,
     LayerPart,
+    LogitsCheck,
     LossAllocation,
     LossScaleRecord,
     NonfiniteRecord,
@@ -41,9 +44,11 @@ from lpconv.results import (
     Series,
     TrackedRecord,
     UpdateQuality,
+    VerifyResult,
+    WeightsCheck,
 )
 
-__all__ = ["RANGES", "bench", "example_pages", "finetune", "probe"]
+__all__ = ["RANGES", "bench", "example_pages", "finetune", "probe", "verification"]
 
 RANGES = {
     "fp16": FormatRange(max=65504.0, min_normal=2.0**-14, min_subnormal=2.0**-24),
@@ -203,8 +208,33 @@ def example_pages() -> dict[str, str]:
         "finetunes": html_finetunes([finetune(), finetune(recipe="bf16")], ["bert-large-unit-fp8-collage", "bf16"]),
         "benches": html_benches([bench(), bench()], ["monday", "tuesday"]),
         "advice": html_advice(advice()),
+        "verify": html_verify(
+            verification(), "out/" + LAYERS[0], against="llama", command="lpconv verify", version="1"
+        ),
         "index": html_index("runs", [_entry(name) for name in LAYERS[:5]], {"Conversions": "index-conversions.html"}),
     }
+
+
+def verification() -> VerifyResult:
+    """Two checkpoints by their weights and on a text; a tensor that is wrong, one that is equal, a gate that failed."""
+    tensors = [
+        ComparedTensor(
+            name=f"{name}.weight", stored_as="e2m1 codes with a scale per 16 of a row", reference="BF16 as it was",
+            sqnr_db=math.inf if name == LAYERS[-1] else 3 + i / 2, max_rel_error=0.5,
+            num_groups=2**15, num_off=5 // (i + 1),
+            problem="3.0 dB, where 4 bits leave 8 at least: wrong packing, zero points or scales" if i == 0 else None,
+        )
+        for i, name in enumerate(LAYERS)
+    ]  # fmt: skip
+    return VerifyResult(
+        level="values", passed=False, tensors=tuple(tensors), problems=(f"`{tensors[0].name}`: {tensors[0].problem}",),
+        weights=WeightsCheck(max_rel_error=0.5, min_sqnr_db=3.0, worst=tensors[0].name, num_tensors=len(tensors),
+                             num_elements_checked=10**8, mismatched=(tensors[0].name,)),
+        logits=LogitsCheck(max_abs_diff=3.2, rel_error=0.06, bit_equal=False, top1_agreement=0.914, mean_kl=0.0333,
+                           reverse_kl=0.0338, perplexity=38.25, source_perplexity=36.75, model_class="LlamaForCausalLM",
+                           inputs="text.txt, 512 tokens in windows of 64"),
+        gates=(GateRecord(expression="kl<=0.01", value=0.0333, passed=False),),
+    )  # fmt: skip
 
 
 def advice() -> AdviceResult:

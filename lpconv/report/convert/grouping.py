@@ -4,8 +4,9 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
-from lpconv.results import TensorRecord
+from lpconv.results import ComparedTensor, TensorRecord
 
 __all__ = [
     "DoneGroup",
@@ -18,6 +19,8 @@ __all__ = [
     "num_elements",
     "worst_tensors",
 ]
+
+T = TypeVar("T", bound=TensorRecord | ComparedTensor)
 
 _ACTIONS = ("convert", "keep", "tie")
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_out|score|classifier|cls|qa_outputs)\.")
@@ -96,7 +99,7 @@ def _rank(action: str) -> int:
     return _ACTIONS.index(action) if action in _ACTIONS else len(_ACTIONS)
 
 
-def in_layer_order(tensors: Iterable[TensorRecord]) -> tuple[TensorRecord, ...]:
+def in_layer_order(tensors: Iterable[T]) -> tuple[T, ...]:
     """Embeddings, numbered layers by number, the rest, output heads: about the order in which data meets them."""
     return tuple(sorted(tensors, key=lambda t: (_stage(t.name), _natural(t.name))))
 

@@ -53,7 +53,7 @@ def html_report(result: ConvertResult, ranges: Mapping[str, FormatRange]) -> str
         verdict=verdict(result.verify),
         checks=checks(result.verify),
         outcome=OUTCOME,
-        plots=[p for p in (sqnr_plot([(result.output, result)]), rms_plot(result, ranges)) if p],
+        plots=[p for p in (sqnr_plot([(result.output, converted(result.tensors))]), rms_plot(result, ranges)) if p],
         done_columns=[*DONE_COLUMNS, "<For example"],
         done=[(*done_row(g), breakable(g.example)) for g in done_groups(result.tensors)],
         layers=layer_groups(result.tensors),
@@ -70,7 +70,7 @@ def html_compare(results: Sequence[ConvertResult], ranges: Mapping[str, FormatRa
     named = list(zip(names, runs, strict=True))
     rms = [(name, rms_plot(r, ranges)) for name, r in named]
     of_runs = [replace(p, title=f"{name}: {p.title[:1].lower()}{p.title[1:]}") for name, p in rms if p]
-    plots = [sqnr_plot(named), *of_runs]
+    plots = [sqnr_plot([(name, converted(r.tensors)) for name, r in named]), *of_runs]
     return html_runs(names, figures(runs), plots, [summary(r) for r in runs], rows=_compare_rows(runs))
 
 

@@ -4,6 +4,7 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
+from typing import TypeAlias
 
 from lpconv.report.convert.grouping import converted, in_layer_order, modules_of
 from lpconv.report.numbers import number_text, scale_text, sqnr_text
@@ -21,7 +22,7 @@ from lpconv.report.plot import (
     mark_path,
     mark_radius,
 )
-from lpconv.results import ConvertResult, TensorRecord
+from lpconv.results import ComparedTensor, ConvertResult, TensorRecord
 
 __all__ = ["rms_plot", "sqnr_plot"]
 
@@ -29,6 +30,8 @@ _LABEL_GAP = 10.0  # keeps labels apart, in page units
 # The part of a format's range that is shown; fp32 and bf16 reach to 2^±127, where no weight lies.
 _LOWEST_EXPONENT, _HIGHEST_EXPONENT = -32, 20
 _LABEL_HEIGHT = 18
+
+_Measured: TypeAlias = TensorRecord | ComparedTensor
 
 
 def rms_plot(result: ConvertResult, ranges: Mapping[str, FormatRange]) -> Plot | None:
@@ -149,12 +152,13 @@ def _rms_words(tensors: Sequence[TensorRecord], ranges: Mapping[str, FormatRange
     return f"{words} Normal numbers: {', '.join(starts)}." if starts else words
 
 
-def sqnr_plot(results: Sequence[tuple[str, ConvertResult]]) -> Plot | None:
-    """The signal-to-noise ratio of every converted tensor, one series for each named run; None if none was measured.
+def sqnr_plot(runs: Sequence[tuple[str, Sequence[_Measured]]], *, of: str = "converted tensor") -> Plot | None:
+    """The signal-to-noise ratio of every tensor, one series for each named run; None if none was measured.
 
-    Tensors stand in layer order of all runs together. Those without any noise lie on the top line, "exact".
+    Tensors stand in layer order of all runs together. Those without any noise lie on the top line, "exact". `of` is
+    what they are, in words.
     """
-    measured = {name: {t.name: t for t in converted(r.tensors) if _is_number(t.sqnr_db)} for name, r in results}
+    measured = {name: {t.name: t for t in tensors if _is_number(t.sqnr_db)} for name, tensors in runs}
     tensors = in_layer_order({n: t for run in measured.values() for n, t in run.items()}.values())
     if not tensors:
         return None
@@ -162,15 +166,15 @@ def sqnr_plot(results: Sequence[tuple[str, ConvertResult]]) -> Plot | None:
     axis, step, exact = _decibel_axis([d for run in measured.values() for d in _decibels(run)])
     radius = mark_radius(len(tensors))
     marks = [
-        _sqnr_mark(t, i, xs[t.name], axis.at(min(t.sqnr_db or 0.0, exact)), radius, run if len(results) > 1 else "")
+        _sqnr_mark(t, i, xs[t.name], axis.at(min(t.sqnr_db or 0.0, exact)), radius, run if len(runs) > 1 else "")
         for i, (run, members) in enumerate(measured.items())
         for t in members.values()
     ]
     return Plot(
         name="sqnr",
-        title="Signal-to-noise ratio of every converted tensor",
-        description=_sqnr_words(measured),
-        x_label="converted tensors, by layer",
+        title=f"Signal-to-noise ratio of every {of}",
+        description=_sqnr_words(measured, of),
+        x_label=f"{of}s, by layer",
         y_label="SQNR, dB",
         x_ticks=_module_ticks(tensors),
         y_ticks=axis.ticks(step, lambda decibels: "exact" if decibels == exact else str(decibels)),
@@ -184,7 +188,7 @@ def _is_number(value: float | None) -> bool:
     return value is not None and not math.isnan(value)
 
 
-def _decibels(run: Mapping[str, TensorRecord]) -> list[float]:
+def _decibels(run: Mapping[str, _Measured]) -> list[float]:
     return [t.sqnr_db for t in run.values() if t.sqnr_db is not None]
 
 
@@ -204,9 +208,10 @@ def _decibel_axis(decibels: Sequence[float]) -> tuple[Axis, int, int]:
     return Axis(low=low, high=high + 1.4 * step if exact else high), step, high + step
 
 
-def _sqnr_mark(t: TensorRecord, series: int, x: float, y: float, r: float, run: str) -> Mark:
+def _sqnr_mark(t: _Measured, series: int, x: float, y: float, r: float, run: str) -> Mark:
     place = f"{run}: {t.name}" if run else t.name
-    title = f"{place}: {sqnr_text(t.sqnr_db, ' dB')}, {t.format}"
+    stored = t.format if isinstance(t, TensorRecord) else t.stored_as
+    title = f"{place}: {sqnr_text(t.sqnr_db, ' dB')}, {stored}"
     return Mark(kind=f"series-{series % NUM_SHAPES}", path=mark_path(series, x, y, r), title=title)
 
 
@@ -218,9 +223,10 @@ def _sqnr_legend(runs: Sequence[str]) -> tuple[Mark, ...]:
     )
 
 
-def _sqnr_words(measured: Mapping[str, Mapping[str, TensorRecord]]) -> str:
+def _sqnr_words(measured: Mapping[str, Mapping[str, _Measured]], of: str) -> str:
     return " ".join(
-        _run_words(run if len(measured) > 1 else "", _decibels(members)) for run, members in measured.items()
+        _run_words(run if len(measured) > 1 else f"Over the {of}s", _decibels(members))
+        for run, members in measured.items()
     )
 
 
@@ -228,10 +234,10 @@ def _run_words(run: str, decibels: Sequence[float]) -> str:
     if not decibels:
         return f"{run}: not measured."
     lowest, median = sqnr_text(min(decibels), " dB"), sqnr_text(statistics.median(decibels), " dB")
-    return f"{run + ': ' if run else 'Over the converted tensors: '}lowest {lowest}, median {median}."
+    return f"{run}: lowest {lowest}, median {median}."
 
 
-def _module_ticks(tensors: Sequence[TensorRecord]) -> tuple[Tick, ...]:
+def _module_ticks(tensors: Sequence[_Measured]) -> tuple[Tick, ...]:
     """A label in the middle of each module's columns: layer numbers first, then the names that still find room."""
     ticks: list[Tick] = []
     left, right = column_x(0, 1), column_x(1, 1)
@@ -251,12 +257,12 @@ def _is_layer_number(module: str) -> bool:
     return module.rpartition(".")[2].isdecimal()
 
 
-def _module_dividers(tensors: Sequence[TensorRecord]) -> tuple[float, ...]:
+def _module_dividers(tensors: Sequence[_Measured]) -> tuple[float, ...]:
     """The places between neighbouring modules."""
     return tuple(column_x(first, len(tensors)) for _, first, _ in _module_columns(tensors) if first > 0)
 
 
-def _module_columns(tensors: Sequence[TensorRecord]) -> list[tuple[str, int, int]]:
+def _module_columns(tensors: Sequence[_Measured]) -> list[tuple[str, int, int]]:
     """Each run of tensors of one module: its name, its first column and the one after its last."""
     modules = modules_of([t.name for t in tensors])
     runs = groupby(range(len(tensors)), key=lambda i: modules[tensors[i].name])

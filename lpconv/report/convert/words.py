@@ -29,10 +29,12 @@ __all__ = [
     "done_row",
     "done_words",
     "method_name",
+    "percent",
     "scale_words",
     "size_sentence",
     "summary",
     "verdict",
+    "verify_sentence",
     "worst_row",
 ]
 
@@ -60,7 +62,7 @@ def summary(result: ConvertResult) -> str:
         _done_sentence(result),
         size_sentence(result),
         _error_sentence(result.tensors),
-        _verify_sentence(result.verify),
+        verify_sentence(result.verify),
     )
     return " ".join(s for s in sentences if s)
 
@@ -140,7 +142,7 @@ def verdict(v: VerifyResult) -> str:
     return "not run" if v.level == "none" else "passed"
 
 
-def _verify_sentence(v: VerifyResult) -> str:
+def verify_sentence(v: VerifyResult) -> str:
     """The outcome with the deepest evidence there is for it."""
     word = verdict(v)
     if word == "not run":
@@ -240,7 +242,7 @@ def _logits_details(check: LogitsCheck) -> list[str]:
     if check.max_abs_diff is not None:
         parts.append(f"largest difference {error_text(check.max_abs_diff)}")
     if check.top1_agreement is not None:
-        parts.append(f"same first choice at {_percent(check.top1_agreement)} of positions")
+        parts.append(f"same first choice at {percent(check.top1_agreement)} of positions")
     if check.mean_kl is not None:
         back = "" if check.reverse_kl is None else f" and back {error_text(check.reverse_kl)}"
         parts.append(f"KL {error_text(check.mean_kl)}{back} nats per position")
@@ -265,7 +267,8 @@ def worst_row(t: TensorRecord) -> tuple[str, ...]:
     return t.name, t.format, *errors, scale_text(t.scale), besides_rounding(t)
 
 
-def _percent(share: float) -> str:
+def percent(share: float) -> str:
+    """A share of positions in per cent."""
     # In millionths, so that share_text can keep 99.999 % apart from 100 %.
     return share_text(round(share * 1_000_000), 1_000_000)
 
