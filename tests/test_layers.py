@@ -14,7 +14,7 @@ ROOT = Path(lpconv.__file__).parent
 ROWS = {
     "version": 0, "errors": 0, "options": 0, "results": 0, "gates": 0, "lazy": 0,
     "lookup": 0, "progress": 0, "data": 0, "machine": 0, "student": 0,
-    "formats": 1, "layers": 1, "report": 1,
+    "formats": 1, "layers": 1, "report": 1, "shards": 1,
     "mcf": 2, "kernels": 2, "checkpoint": 2,
     "forms": 3,
     "scaled": 4, "optim": 4, "loss_scale": 4, "methods": 4, "models": 4,

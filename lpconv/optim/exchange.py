@@ -13,8 +13,8 @@ from lpconv.lookup import nearest
 from lpconv.mcf.pairs import nearest_by_cast
 from lpconv.mcf.split import split_bf16
 from lpconv.optim.base import LowPrecisionOptimizer
-from lpconv.optim.shards import local
 from lpconv.optim.storage import Storage, store, total
+from lpconv.shards import local
 
 __all__ = ["fp32_state_dict", "start_from_checkpoint", "start_from_fp32"]
 

@@ -10,13 +10,9 @@ from torch.distributed.tensor import DTensor
 
 from lpconv.errors import UnsupportedError
 from lpconv.optim.storage import Parts
+from lpconv.shards import local
 
-__all__ = ["all_finite", "flat", "flat_parts", "local", "local_gradient"]
-
-
-def local(tensor: Tensor) -> Tensor:
-    """The shard of a DTensor on this rank (sharing its memory), and any other tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+__all__ = ["all_finite", "flat", "flat_parts", "local_gradient"]
 
 
 def local_gradient(p: Tensor, name: str) -> Tensor:

@@ -19,6 +19,7 @@ from lpconv.forms.scaled import packed, unpacked
 from lpconv.scaled.calibrate import EdgeFactors
 from lpconv.scaled.scales import ratio, times
 from lpconv.scaled.tensor import ScaledTensor
+from lpconv.shards import is_sharded, local, placed_like, whole
 
 __all__ = ["CALIBRATION_FILE", "from_disk", "read_factors", "to_disk", "write_factors"]
 
@@ -28,7 +29,8 @@ CALIBRATION_FILE = "calibration.json"
 def to_disk(model: nn.Module) -> dict[str, Tensor]:
     """The state of a scaled model as plain tensors: ``name`` [1, …] with ``name_scale`` [1], others as they are.
 
-    A tied parameter appears under its first name only, as `safetensors` asks for.
+    A tied parameter appears under its first name only, as `safetensors` asks for. Sharded ones are gathered, so every
+    rank must call it.
     """
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
@@ -36,16 +38,18 @@ def to_disk(model: nn.Module) -> dict[str, Tensor]:
         if id(x) in seen:
             continue
         seen.add(id(x))
-        if isinstance(x, ScaledTensor):
-            tensors |= packed(name, x.data_part.detach(), x.scale)
+        own = local(x.detach())
+        if isinstance(own, ScaledTensor):
+            tensors |= packed(name, whole(placed_like(x, own.data_part)), own.scale)
         else:
-            tensors[name] = x.detach()
+            tensors[name] = whole(x.detach())
     return tensors
 
 
 def from_disk(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Fill the parameters of a scaled model from `to_disk` or a converted checkpoint; each keeps its own scale.
 
+    Under FSDP2 every rank takes its own rows, of whole tensors or of those of `unscaled_state_dict`.
     Values move between scales exactly where both are powers of two and the dtype of the data holds them. Raises
     `InputError` for a missing parameter or a shape that does not fit.
     """
@@ -63,10 +67,20 @@ def from_disk(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
                 hint="is it of the same architecture?",
             )
         with torch.no_grad():
-            if isinstance(x, ScaledTensor):
-                x.data_part.copy_(times(stored.to(torch.float32), ratio(stored_scale, x.scale)))
+            own, found = local(x), _own_rows(stored, x)
+            if isinstance(own, ScaledTensor):
+                own.data_part.copy_(times(found.to(torch.float32), ratio(stored_scale, own.scale)))
             else:
-                x.copy_(times(stored.to(x.dtype), stored_scale))
+                own.copy_(times(found.to(x.dtype), stored_scale))
+
+
+def _own_rows(stored: Tensor, x: Tensor) -> Tensor:
+    """What of `stored` this rank has of `x`."""
+    if not is_sharded(x) or is_sharded(stored):
+        return local(stored)
+    from torch.distributed.tensor import distribute_tensor
+
+    return local(distribute_tensor(stored.to(x.device), x.device_mesh, x.placements, src_data_rank=None))
 
 
 def write_factors(directory: Path, factors: Mapping[str, EdgeFactors]) -> None:

@@ -4,12 +4,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lpconv.errors import UsageError
 from lpconv.scaled.model import scaling_of
 from lpconv.scaled.pair import Role
 from lpconv.scaled.tensor import ScaledTensor, scaled_tensor
+from lpconv.shards import is_sharded, local
 
 __all__ = ["StepGuard", "gradients_are_finite"]
 
@@ -69,18 +71,28 @@ class StepGuard:
         numerics = replace(scaling.numerics, headroom=2.0**halvings)
         unit = scaled_tensor(scaling.unit.data_part, 1.0, role=Role.GRADIENT, numerics=numerics)
         for parameter in self.model.parameters():
-            if isinstance(parameter, ScaledTensor):
-                parameter.compute_in(numerics)
+            if isinstance(own := local(parameter), ScaledTensor):
+                own.compute_in(numerics)
         changed = replace(scaling, numerics=numerics, unit=unit)
         self.model.lpconv_scaling = changed  # type: ignore[assignment]  # not a module or tensor
 
 
 def gradients_are_finite(parameters: Iterable[Tensor]) -> bool:
-    """Whether no gradient, plain or scaled, holds Inf or NaN. Reads one boolean back from the device."""
-    finite = [_is_finite(p.grad) for p in parameters if p.grad is not None]
-    return not finite or bool(torch.stack(finite).all())
+    """Whether no gradient, plain or scaled, holds Inf or NaN. Reads one boolean back from the device.
+
+    Of sharded parameters every rank has a part, and all ranks get one answer, so all of them must call it together.
+    """
+    found = [p for p in parameters if p.grad is not None]
+    if not found:
+        return True
+    finite = torch.stack([_is_finite(p.grad) for p in found if p.grad is not None]).all()
+    if any(is_sharded(p) for p in found):
+        dist.all_reduce(number := finite.to(torch.int32), op=dist.ReduceOp.MIN)
+        finite = number
+    return bool(finite)
 
 
 def _is_finite(grad: Tensor) -> Tensor:
-    data = grad.data_part if isinstance(grad, ScaledTensor) else grad
+    own = local(grad)
+    data = own.data_part if isinstance(own, ScaledTensor) else own
     return data.isfinite().all()

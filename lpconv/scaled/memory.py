@@ -42,7 +42,7 @@ class _Counting(SavedCodes):
     """`SavedCodes` that shows what it keeps to `keep`."""
 
     def __init__(self, saved: SavedCodes, keep: Any) -> None:
-        super().__init__(saved.format, saved.carrier)
+        super().__init__(saved.format)
         self.keep = keep
 
     def pack(self, x: Tensor) -> Any:

@@ -22,6 +22,7 @@ from lpconv.scaled.places import heads, install, place
 from lpconv.scaled.saved import SavedCodes
 from lpconv.scaled.scales import MAX_SCALE, MIN_SCALE
 from lpconv.scaled.tensor import ScaledTensor, scaled_tensor
+from lpconv.shards import local, placed_like
 
 __all__ = [
     "COMPUTE",
@@ -80,12 +81,12 @@ class Scaling:
     unit: ScaledTensor
     autocast: torch.dtype | None = None
 
-    def around_forward(self, device: str) -> AbstractContextManager[Any]:
-        """What the forward pass runs in: autocast, the encoding of saved tensors, or nothing."""
+    def around_forward(self, weight: Tensor) -> AbstractContextManager[Any]:
+        """What the forward pass over this weight runs in: autocast, the encoding of saved tensors, or nothing."""
         if self.autocast is not None:
-            return torch.autocast(device, self.autocast, enabled=self.autocast != torch.float32)
+            return torch.autocast(weight.device.type, self.autocast, enabled=self.autocast != torch.float32)
         if self.saved is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            return self.saved.during_forward()
+            return self.saved.during_forward(weight.dtype)
         return nullcontext()
 
 
@@ -148,7 +149,7 @@ def scaled(
         compute=compute,
         numerics=numerics,
         scales=replace_parameters(model, dtype, numerics, exact, native_scales(model) if numerics.native else {}),
-        saved=SavedCodes(chosen.operand, dtype) if chosen.operand and saves_codes else None,
+        saved=SavedCodes(chosen.operand) if chosen.operand and saves_codes else None,
         unit=scaled_tensor(torch.ones(()), 1.0, role=Role.GRADIENT, numerics=numerics),
     )
     install(model, places if method == "scalify" else (), exact)
@@ -187,8 +188,16 @@ def fallbacks(model: nn.Module) -> dict[str, int]:
 
 
 def unscaled_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The state as plain tensors σ·Ŵ under the source's names, for `save_pretrained(state_dict=…)` and other tools."""
-    return {name: x.dequantize(x.dtype) if isinstance(x, ScaledTensor) else x for name, x in model.state_dict().items()}
+    """The state as plain tensors σ·Ŵ under the source's names, for `save_pretrained(state_dict=…)` and other tools.
+
+    Sharded ones stay sharded, for distributed checkpoints; `full_tensor()` gathers one.
+    """
+    return {name: _unscaled(x) for name, x in model.state_dict().items()}
+
+
+def _unscaled(x: Tensor) -> Tensor:
+    own = local(x)
+    return placed_like(x, own.dequantize(x.dtype)) if isinstance(own, ScaledTensor) else x
 
 
 def scaled_class(base: type[nn.Module]) -> type[nn.Module]:
@@ -202,7 +211,7 @@ def scaled_class(base: type[nn.Module]) -> type[nn.Module]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         scaling = scaling_of(self)
         assert scaling is not None
-        with _outside_inference_mode(), scaling.around_forward(next(self.parameters()).device.type):
+        with _outside_inference_mode(), scaling.around_forward(next(self.parameters())):
             outputs = base.forward(self, *args, **kwargs)
             return leave_outputs(outputs, scaling)
 

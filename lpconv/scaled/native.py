@@ -15,6 +15,7 @@ from lpconv.scaled.choices import LEARNING_RATES
 from lpconv.scaled.fresh import initialise
 from lpconv.scaled.model import scaled
 from lpconv.scaled.tensor import ScaledTensor
+from lpconv.shards import local
 
 __all__ = ["native", "native_groups"]
 
@@ -42,7 +43,8 @@ def native_groups(
     find("learning-rate rule", rule, LEARNING_RATES)
     by_rate: dict[float, list[Tensor]] = {}
     for parameter in parameters:
-        scale = float(parameter.scale) if isinstance(parameter, ScaledTensor) else 1.0
+        own = local(parameter)
+        scale = float(own.scale) if isinstance(own, ScaledTensor) else 1.0
         rate = lr * scale
         if rule == "u-mup" and parameter.dim() > 1:  # only tables have the scale 1, and their width is the last axis
             rate *= scale if scale < 1 else parameter.shape[-1] ** -0.5

@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 
 from lpconv.errors import UsageError
+from lpconv.formats.scale import pow2_floor
 from lpconv.kernels.quantise import fake_quantise
 from lpconv.lookup import find
 from lpconv.scaled.pair import Scaled
 from lpconv.scaled.rules.own import rebalanced
-from lpconv.scaled.scales import MIN_SCALE, Scale, ratio, times
+from lpconv.scaled.scales import MAX_SCALE, MIN_SCALE, Scale, ratio, times
 from lpconv.scaled.tensor import ScaledTensor
+from lpconv.shards import is_sharded, local, placed_like, whole
 
 __all__ = ["SCALE_POWERS", "AdamW", "HyperParameters", "equivalent"]
 
@@ -65,6 +67,9 @@ class AdamW(torch.optim.Optimizer):
     lie on the grid of 16 bits, where updates below half a step are rounded away until many have added up.
     If `rounding` is "stochastic" data are rounded so at each step, which brings such updates to the forward pass on
     average, whatever they begin with. With `state_dtype` of 16 bits the moments are stored as data and scale.
+
+    Under FSDP2 state tensors are DTensors, placed as their parameters are, and a step does not depend on how many ranks
+    there are, but for the noise of stochastic rounding.
     """
 
     def __init__(
@@ -120,14 +125,14 @@ class AdamW(torch.optim.Optimizer):
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], index: int) -> None:
         state = self.state[parameter]
         data, scale = _parts(parameter)
-        target = self._master(state, data, scale)
+        target = self._master(parameter, data, scale)
         grad, grad_scale = _parts(gradient)
         state["step"] = state.get("step", 0) + 1
         first, second = self._load(state, "exp_avg", target), self._load(state, "exp_avg_sq", target)
         for x, g, m, v in _blocks(target, grad, first, second):
             _update_block(x, times(g.float(), grad_scale), m, v, scale, group, state["step"])
-        self._store(state, "exp_avg", first)
-        self._store(state, "exp_avg_sq", second, noise=index)
+        self._store(parameter, "exp_avg", first)
+        self._store(parameter, "exp_avg_sq", second, noise=index)
         if target is not data:
             data.copy_(self._rounded(target, data.dtype, state["step"], index))
 
@@ -138,7 +143,7 @@ class AdamW(torch.optim.Optimizer):
         generator = torch.Generator(target.device).manual_seed(-step * _PRIME - index)
         return fake_quantise(target, _FORMATS[dtype], rounding="stochastic", generator=generator)
 
-    def _master(self, state: dict[str, Any], data: Tensor, scale: Scale) -> Tensor:
+    def _master(self, parameter: Tensor, data: Tensor, scale: Scale) -> Tensor:
         """What the step is added to: the data, the kept fp32 copy of them, or one made for this step.
 
         The copy follows its parameter to another scale ("every:N", or a checkpoint that was loaded).
@@ -147,35 +152,50 @@ class AdamW(torch.optim.Optimizer):
             return data
         if not self.master:
             return data.float()
+        state = self.state[parameter]
         if "master" not in state:
-            state["master"] = data.float()
+            state["master"] = placed_like(parameter, data.float())
         elif state["master_scale"] is not scale:
-            state["master"] = times(state["master"], ratio(state["master_scale"], scale))
+            moved = times(local(state["master"]), ratio(state["master_scale"], scale))
+            state["master"] = placed_like(parameter, moved)
         state["master_scale"] = scale
-        return state["master"]  # type: ignore[no-any-return]
+        return local(state["master"])
 
     def _load(self, state: dict[str, Any], name: str, like: Tensor) -> Tensor:
         if name not in state:
             return torch.zeros_like(like)
         if self.state_dtype == torch.float32:
-            return state[name]  # type: ignore[no-any-return]
-        moment = state[name].float() * state[f"{name}_scale"]
-        return moment.square_() if name == "exp_avg_sq" else moment  # type: ignore[no-any-return]
+            return local(state[name])
+        moment: Tensor = local(state[name]).float() * state[f"{name}_scale"]
+        return moment.square_() if name == "exp_avg_sq" else moment
 
-    def _store(self, state: dict[str, Any], name: str, moment: Tensor, *, noise: int = 0) -> None:
+    def _store(self, parameter: Tensor, name: str, moment: Tensor, *, noise: int = 0) -> None:
         """Keep a moment. The second's noise depends on the step and on `noise` alone, so that a run can be resumed."""
+        state = self.state[parameter]
         if self.state_dtype == torch.float32:
-            state[name] = moment
+            state[name] = placed_like(parameter, moment)
             return
         values = moment.sqrt() if name == "exp_avg_sq" else moment
-        data, state[f"{name}_scale"], _ = rebalanced(Scaled(values, 1.0), "l2", smallest=MIN_SCALE)
+        data, state[f"{name}_scale"] = _balanced(values, parameter)
         if name == "exp_avg_sq":
             generator = torch.Generator(data.device).manual_seed(state["step"] * _PRIME + noise)
             data = fake_quantise(data, _FORMATS[self.state_dtype], rounding="stochastic", generator=generator)
-        state[name] = data.to(self.state_dtype)
+        state[name] = placed_like(parameter, data.to(self.state_dtype))
+
+
+def _balanced(values: Tensor, parameter: Tensor) -> tuple[Tensor, Scale]:
+    """`values`, of the shape of `parameter`, as data near 1 and a scale, which is that of all ranks."""
+    if not is_sharded(parameter):
+        data, scale, _ = rebalanced(Scaled(values, 1.0), "l2", smallest=MIN_SCALE)
+        return data, scale
+    squares = whole(placed_like(parameter, values).square().sum())
+    found = pow2_floor((squares / parameter.numel()).sqrt())
+    norm = torch.where(found.isfinite(), found.clamp(MIN_SCALE, MAX_SCALE), 1.0)
+    return times(values, 1 / norm), norm
 
 
 def _parts(x: Tensor) -> tuple[Tensor, Scale]:
+    x = local(x)
     return (x.data_part, x.scale) if isinstance(x, ScaledTensor) else (x.detach(), 1.0)
 
 

@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lpconv.errors import UsageError
+from lpconv.errors import UnsupportedError, UsageError
 from lpconv.layers import head, linears
 from lpconv.lookup import find
 from lpconv.scaled import ops
 from lpconv.scaled.rescale import dynamic_rescale_grad
 from lpconv.scaled.tensor import ScaledTensor
+from lpconv.shards import is_sharded
 
 __all__ = [
     "PLACES",
@@ -75,6 +76,11 @@ def _rescale_parameters(model: nn.Module, _: Any, *, num_steps: int) -> None:
     model.lpconv_num_passes += 1  # type: ignore[operator, assignment]  # an int, see above
     if model.lpconv_num_passes % num_steps == 0:  # type: ignore[operator]  # an int, see above
         for parameter in model.parameters():
+            if is_sharded(parameter):
+                raise UnsupportedError(
+                    "every:N takes the size of whole parameters, and these are sharded",
+                    hint="leave every:N out of `rescale`",
+                )
             if isinstance(parameter, ScaledTensor):
                 parameter.rebalance_()
 

@@ -42,13 +42,14 @@ class SavedCodes:
     long as the forward pass runs and the storage lives.
     """
 
-    def __init__(self, format: str, carrier: torch.dtype) -> None:
-        self.format, self.carrier = format, carrier
+    def __init__(self, format: str) -> None:
+        self.format, self.carrier = format, torch.float32
         self._codes: dict[tuple[int, int, int], tuple[StorageWeakRef, Coded]] = {}
 
     @contextmanager
-    def during_forward(self) -> Iterator[None]:
-        """Save codes while the block runs."""
+    def during_forward(self, carrier: torch.dtype) -> Iterator[None]:
+        """Save codes while the block runs, in which activations are in `carrier` unless a model widens them."""
+        self.carrier = carrier
         try:
             with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
                 yield

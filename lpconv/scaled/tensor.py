@@ -10,11 +10,12 @@ import inspect
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._ops import OpOverload
 
 from lpconv.errors import UnsupportedError, UsageError
 from lpconv.formats.scale import pow2_floor
+from lpconv.scaled import gather
 from lpconv.scaled.pair import Call, Numerics, Role, Scaled, value
 from lpconv.scaled.rules.own import rebalanced
 from lpconv.scaled.rules.table import IN_PLACE, NATIVE_RULES, RULES
@@ -84,6 +85,28 @@ class ScaledTensor(torch.Tensor):
         """Bring the data near 1 in place, by their root mean square; the value stays, and the scale becomes dynamic."""
         data, self._scale, _ = rebalanced(Scaled(self._data, self._scale), "l2")
         self._data.copy_(data)
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], None]:
+        """What FSDP2 gathers of this rank's part of a parameter."""
+        dtype = mp_policy.param_dtype or self.dtype
+        own = Scaled(self._data.detach(), self._scale, self._role)
+        return (gather.to_ranks(own, self._numerics, module, dtype, outer_size[0], mesh.size()),), None
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[Tensor, ...], metadata: None, param_dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> tuple["ScaledTensor", tuple[Tensor, ...]] | None:
+        """The whole parameter from what was gathered, or `out` filled with it: one that an earlier call returned."""
+        (gathered,) = outputs
+        data = gather.from_ranks(gathered, self._numerics, param_dtype)
+        if out is None:
+            return ScaledTensor(data, self._scale, self._role, self._numerics), () if data is gathered else (data,)
+        assert isinstance(out, ScaledTensor)
+        out.compute_in(self._numerics)  # a `StepGuard` may have changed it
+        if data is not gathered:
+            out._data.copy_(data[: len(out)])
+        return None
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch passes no contents for a subclass
         return f"ScaledTensor({self._data!r}, scale={self._scale!r}, role={self._role.value})"
@@ -210,6 +233,8 @@ def _in_place(
     A parameter keeps its own scale and its storage. Anything else takes the result's scale and fresh data, because
     other tensors may share its old data.
     """
+    if op.namespace == "fsdp":
+        return gather.reduced(op, pairs, kwargs)
     target = args[0]
     if isinstance(target, Tensor) and not isinstance(target, ScaledTensor):
         if op is torch.ops.aten.copy_.default:

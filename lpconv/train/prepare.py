@@ -15,6 +15,7 @@ from lpconv.loss_scale import LossScale, make_loss_scale
 from lpconv.optim import LowPrecisionAdamW, fp32_state_dict, start_from_fp32
 from lpconv.scaled import AdamW, HyperParameters, ScaledTensor, adaptive_scaling, equivalent, native_groups, scaled
 from lpconv.scaled.places import heads
+from lpconv.shards import is_sharded, local, placed_like
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.recipes import Arithmetic
 
@@ -25,38 +26,48 @@ class ScaledLowPrecisionAdamW(LowPrecisionAdamW):
     """`LowPrecisionAdamW` for a model of `lpconv.scaled` whose data are bf16; arguments and variants are its own.
 
     `start` holds the fp32 values of the source model: what bf16 drops of them goes to the low parts at once. One
-    parameter group per scale, so that schedulers work; `group["scale"]` gives lr back as lr·scale.
+    parameter group per scale, so that schedulers work; `group["scale"]` gives lr back as lr·scale. The model may be
+    sharded by FSDP2; `start` is whole all the same.
     """
 
     def __init__(
         self, model: nn.Module, start: Mapping[str, Tensor], *, lr: float, weight_decay: float, **options: Any
     ) -> None:
         self.model = model
-        self._scaled: dict[str, ScaledTensor] = {}
+        self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._scales: dict[str, float] = {}
         data = {}
-        for name, p in model.named_parameters():
-            if p.requires_grad:
-                assert isinstance(p, ScaledTensor)
-                self._scaled[name] = p
-                data[name] = nn.Parameter(p.data_part)  # shares the memory
+        for name, p in self._trained.items():
+            own = local(p)
+            assert isinstance(own, ScaledTensor)
+            self._scales[name] = float(own.scale)
+            data[name] = nn.Parameter(placed_like(p, own.data_part))  # shares the memory
         self.data = nn.ParameterDict({name.replace(".", "/"): x for name, x in data.items()})
         source = HyperParameters(lr=lr, weight_decay=weight_decay)
         groups = []
-        for scale in sorted({float(p.scale) for p in self._scaled.values()}):
+        for scale in sorted(set(self._scales.values())):
             mapped = equivalent("adamw", source, weight_scale=scale)
-            params = [(name, data[name]) for name, p in self._scaled.items() if p.scale == scale]
+            params = [(name, data[name]) for name, own_scale in self._scales.items() if own_scale == scale]
             groups.append({"params": params, "lr": mapped.lr, "weight_decay": mapped.weight_decay, "scale": scale})
         super().__init__(groups, lr=lr, weight_decay=weight_decay, **options)
-        values = {name.replace(".", "/"): start[name] / p.scale for name, p in self._scaled.items()}
+        values = {name.replace(".", "/"): start[name] / scale for name, scale in self._scales.items()}
         start_from_fp32(self, self.data, values)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """As `LowPrecisionAdamW.step`; gradients of any scale enter as bf16 values."""
-        for name, p in self._scaled.items():
+        self._follow()
+        for name, p in self._trained.items():
             grad = p.grad
             values = grad.dequantize(torch.bfloat16) if isinstance(grad, ScaledTensor) else grad
             self.data[name.replace(".", "/")].grad = None if values is None else values.to(torch.bfloat16)
         return super().step() if closure is None else super().step(closure)
+
+    def _follow(self) -> None:
+        """Share the memory of the model's parameters again: FSDP2 moves uneven parts at the first forward pass."""
+        for name, p in self._trained.items():
+            own = local(p)
+            if is_sharded(p) and isinstance(own, ScaledTensor):
+                local(self.data[name.replace(".", "/")]).data = own.data_part
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Of the model's parameters and of the data they share."""
@@ -65,8 +76,9 @@ class ScaledLowPrecisionAdamW(LowPrecisionAdamW):
 
     def values(self) -> dict[str, Tensor]:
         """The trained parameters in fp32 by their names in the model, exactly as kept."""
+        self._follow()
         kept = fp32_state_dict(self, self.data)
-        return {name: kept[name.replace(".", "/")] * p.scale for name, p in self._scaled.items()}
+        return {name: kept[name.replace(".", "/")] * scale for name, scale in self._scales.items()}
 
 
 _AUTOCAST = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}

@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
-from lpconv.scaled.pair import Call, Rule, Scaled, data_of, static, value
+from lpconv.scaled.pair import Call, Role, Rule, Scaled, data_of, static, value
 
-__all__ = ["RULES", "classified", "loss", "nll_loss", "on_data", "on_values", "vector_norm", "zeros"]
+__all__ = ["RULES", "classified", "fresh", "loss", "nll_loss", "on_data", "on_values", "vector_norm", "zeros"]
 
 aten = torch.ops.aten
 
@@ -29,6 +29,12 @@ def classified(call: Call, x: Scaled) -> Any:
 def zeros(call: Call, x: Scaled, *args: Any, **kwargs: Any) -> Scaled:
     """(op(d), 0): a zero known before the run has any scale, and so has memory that a copy will fill."""
     return Scaled(call.op(x.data, *args, **kwargs), 0.0, x.role)
+
+
+def fresh(call: Call, x: Scaled, *args: Any, **kwargs: Any) -> Scaled:
+    """`zeros`; of a parameter at its own scale, because they are to hold a part of it."""
+    made = zeros(call, x, *args, **kwargs)
+    return Scaled(made.data, x.scale, x.role) if x.role in (Role.WEIGHT, Role.EXACT) else made
 
 
 def nll_loss(call: Call, logp: Any, target: Any, weight: Any, reduction: int, ignore_index: int) -> Any:
@@ -59,7 +65,7 @@ RULES: dict[Any, Rule] = {
     aten.isinf.default: classified,
     aten.isfinite.default: classified,
     aten.zeros_like.default: zeros,
-    aten.new_zeros.default: zeros,
+    aten.new_zeros.default: fresh,
     **dict.fromkeys(
         (
             aten.argmax.default,

@@ -1,0 +1,83 @@
+"""What crosses between ranks under FSDP2: weights on their way to a layer, gradients on their way back.
+
+A sharded parameter is a DTensor whose part on each rank is a `ScaledTensor`. Its scale is static, so every rank knows
+it, and data alone are gathered: in the dtype of FSDP's policy, or as one byte each where the layer casts them to fp8 as
+they are, in which case the layer's own cast finds the same codes again. Gradients have scales that differ from rank to
+rank. They are summed as values, in fp32, whose range holds what 16 bits at a scale do.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.nn.functional import pad
+
+from lpconv.errors import UnsupportedError
+from lpconv.formats.codes import code_dtype
+from lpconv.formats.spec import get_format
+from lpconv.kernels.decode import decode
+from lpconv.kernels.scaled_cast import scaled_codes
+from lpconv.layers import linears
+from lpconv.scaled.pair import Numerics, Role, Scaled, static, value
+
+__all__ = ["from_ranks", "reduced", "to_ranks"]
+
+
+def to_ranks(
+    x: Scaled, numerics: Numerics, module: nn.Module, dtype: torch.dtype, num_rows: int, num_ranks: int
+) -> Tensor:
+    """This rank's rows as the others get them, in `dtype` or codes; short parts are filled up with zeros.
+
+    Of `num_rows` rows over `num_ranks` ranks. Raises UnsupportedError for scales that data set, and for parameters
+    that are kept in fp16, where FSDP would keep gradients too.
+    """
+    if not static(x.scale):
+        raise UnsupportedError(
+            "a sharded parameter needs a static scale, and data set this one",
+            hint="leave the place every:N out of `rescale`",
+        )
+    if x.data.dtype == torch.float16:
+        raise UnsupportedError(
+            "FSDP keeps gradients in the dtype of their parameter, and fp16 holds them at a scale only",
+            hint="scaled(…, compute='fp16', carrier=torch.float32) and MixedPrecisionPolicy(param_dtype=torch.float16, "
+            "reduce_dtype=torch.float32)",
+        )
+    data = x.data.to(dtype)
+    if _crosses_as_codes(x, numerics, module):
+        assert numerics.operand is not None
+        data = scaled_codes(data, None, get_format(numerics.operand), saturate=True)
+    missing = math.ceil(num_rows / num_ranks) - len(data)
+    sent = data.view(torch.uint8) if data.itemsize == 1 else data
+    return pad(sent, (0, 0) * (sent.dim() - 1) + (0, missing)) if missing else sent.contiguous()
+
+
+def from_ranks(gathered: Tensor, numerics: Numerics, dtype: torch.dtype) -> Tensor:
+    """The rows of all ranks in `dtype`: what was gathered itself, or its codes decoded, which is exact."""
+    if gathered.dtype != torch.uint8:
+        return gathered
+    assert numerics.operand is not None
+    return decode(gathered.view(code_dtype(numerics.operand)), dtype)
+
+
+def _crosses_as_codes(x: Scaled, numerics: Numerics, module: nn.Module) -> bool:
+    """Whether every product that reads this parameter casts it to fp8 as it is."""
+    kinds = {numerics.operand_scales.output, numerics.operand_scales.grad_input}
+    if numerics.operand is None or kinds != {"static"} or x.role is not Role.WEIGHT or x.data.dim() != 2:
+        return False
+    return any(layer.module is module and layer.is_replaceable for layer in linears(module))
+
+
+def reduced(op: OpOverload, pairs: list[Any], kwargs: dict[str, Any]) -> Any:
+    """FSDP's copy of gradients into the buffer that it reduces: of their values.
+
+    Raises UnsupportedError for a buffer of fp16, in which small values are 0.
+    """
+    gradients, *rest = pairs
+    if kwargs["out"].dtype == torch.float16:
+        raise UnsupportedError(
+            "FSDP sums gradients in fp16, which holds them at a scale only",
+            hint="MixedPrecisionPolicy(…, reduce_dtype=torch.float32)",
+        )
+    return op([value(g).float() for g in gradients], *rest, **kwargs)
