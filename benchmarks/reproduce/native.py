@@ -51,9 +51,7 @@ WITHIN = (0.5, 2.0)
 PLAIN_RATES = [2.0**e for e in (-9, -8, -7)]
 NATIVE_RATES = {"unit": [2.0**e for e in (-7, -6, -5)], "u-mup": [2.0**e for e in (-3, -2, -1)]}
 SMALL = Size(hidden=64, layers=2)
-# Weights, activations and gradients in the format, with fp32 copies of the weights.
-PLAIN_LOW: dict[str, Callable[[nn.Module], nn.Module]] = {"fp8": plain_fp8, "fp16": lambda m: m.half()}
-LOSS_SCALES = {"fp8": (2.0**4, 2.0**8, 2.0**12), "fp16": (2.0**6, 2.0**12)}
+LOSS_SCALES = (2.0**4, 2.0**8, 2.0**12)
 
 
 def architectures(attention: str) -> dict[str, Callable[[], nn.Module]]:
@@ -204,7 +202,17 @@ def along(model: nn.Module, size: Size) -> dict[str, list[float]]:
     return {d: [v for (_, which), v in seen.items() if which == d] for d in ("activation", "gradient")}
 
 
+def plain_fp16(model: nn.Module) -> nn.Module:
+    """`model` in fp16, its gradients too until they reach the parameters: a loss scale is taken off in fp32."""
+    model = model.half()
+    for parameter in model.parameters():
+        parameter.grad_dtype = torch.float32
+    return model
+
+
 PLAIN = Arm(name="fp32", prepare=lambda m: m)
+# Weights, activations and gradients in the format, with fp32 copies of the weights.
+PLAIN_LOW: dict[str, Callable[[nn.Module], nn.Module]] = {"fp8": plain_fp8, "fp16": plain_fp16}
 
 
 def sweep(runs: Runs, size: Size) -> dict[str, list[Run]]:
@@ -239,7 +247,7 @@ def training(runs: Runs, size: Size, rates: dict[str, list[Run]]) -> list[Curve]
         fixed = [
             Arm(name=f"plain {compute}, loss scale 2^{math.log2(s):.0f}", prepare=prepare,
                 loss_scale=("constant", {"scale": s}))
-            for s in LOSS_SCALES[compute]
+            for s in LOSS_SCALES
         ]  # fmt: skip
         arms.append((Arm(name=f"plain {compute}, no loss scale", prepare=prepare), plain))
         arms.append((min(fixed, key=lambda arm: runs.get(arm, plain, 0, size).loss), plain))
