@@ -19,6 +19,21 @@ def test_products_are_rounded_once_forward_and_backward() -> None:
     assert torch.equal(x.grad, (torch.ones(8, 40) @ layer.weight.detach().float()).half())
 
 
+def test_convolutions_are_rounded_once_forward_and_backward() -> None:
+    torch.manual_seed(0)
+    layer, x = nn.Conv1d(30, 8, 5).half(), torch.randn(2, 30, 16).half().requires_grad_()
+    with HalfProducts():
+        out = layer(x)
+        out.backward(torch.ones_like(out))
+    wide = x.detach().float().requires_grad_()
+    exact = nn.functional.conv1d(wide, layer.weight.detach().float(), layer.bias.detach().float())
+    exact.backward(torch.ones_like(exact))
+    assert torch.equal(out, exact.half())
+    assert x.grad is not None
+    assert wide.grad is not None
+    assert torch.equal(x.grad, wide.grad.half())
+
+
 def test_other_dtypes_are_left_alone() -> None:
     a = torch.randn(4, 4, dtype=torch.bfloat16)
     with HalfProducts():
