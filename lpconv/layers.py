@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["LinearLayer", "embeddings", "head", "linears", "weighted"]
+__all__ = ["LinearLayer", "convolutions", "embeddings", "head", "linears", "weighted"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -64,6 +64,11 @@ def _linears_of(name: str, module: Any) -> list[LinearLayer]:
         )
         for key, (count, n, k) in stacks.items()
     ]  # fmt: skip
+
+
+def convolutions(model: nn.Module) -> list[nn.Module]:
+    """The convolutions of a model that are of torch's very classes, in its order."""
+    return [m for m in model.modules() if type(m) in (nn.Conv1d, nn.Conv2d, nn.Conv3d)]
 
 
 def head(model: nn.Module) -> nn.Module | None:

@@ -5,12 +5,8 @@ from typing import TYPE_CHECKING
 from lpconv.lazy import lazily
 
 if TYPE_CHECKING:
-    from lpconv.scaled.adaptive import (
-        AdaptiveOptions as AdaptiveOptions,
-        adaptive_factor as adaptive_factor,
-        adaptive_scaling as adaptive_scaling,
-        loss_scales as loss_scales,
-    )
+    from lpconv.scaled.adaptive import adaptive_scaling as adaptive_scaling, loss_scales as loss_scales
+    from lpconv.scaled.adaptive_factor import AdaptiveOptions as AdaptiveOptions, adaptive_factor as adaptive_factor
     from lpconv.scaled.calibrate import (
         EdgeFactors as EdgeFactors,
         apply_factors as apply_factors,

@@ -36,7 +36,8 @@ class Numerics:
     `operand` and `gradient` name the formats of matmul operands (None: the dtype of the data), `operand_scales` the
     scales that they are cast at. `unit_factors` moves the √K of each contraction from
     the data to the scale; without it data keep the raw magnitudes. `fit_joins` makes an addition choose the smallest
-    scale whose data fit `join_limit` (adaptive loss scaling). Gradients start, and are rescaled, at data of
+    scale whose data fit `join_limit` (adaptive loss scaling), and a cast to 16 bits one that loses a share of at most
+    `cast_underflow`, where data leave room for it. Gradients start, and are rescaled, at data of
     1/`headroom`: a power of two that `StepGuard` raises after an overflow. `softmax_grad` rescales what softmax hands
     down. With `native` factors are square roots themselves, as unit scaling has them, and rules that predict sizes at
     initialisation stand in for some (`rules.native`); `causal` tells them how far attention averages where a mask hides
@@ -49,6 +50,7 @@ class Numerics:
     operand_scales: OperandScales = field(default_factory=OperandScales)
     unit_factors: bool = True
     fit_joins: bool = False
+    cast_underflow: float = 0.0
     headroom: float = 1.0
     softmax_grad: bool = False
     native: bool = False

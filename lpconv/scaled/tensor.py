@@ -127,7 +127,16 @@ class ScaledTensor(torch.Tensor):
         """Everything but the data that decides what is compiled, for the caches of `torch.compile`."""
         scale = "dynamic" if isinstance(self._scale, Tensor) else self._scale.hex()
         a = self._numerics
-        flags = (a.unit_factors, a.fit_joins, a.headroom, a.softmax_grad, a.native, a.causal, a.strict)
+        flags = (
+            a.unit_factors,
+            a.fit_joins,
+            a.cast_underflow,
+            a.headroom,
+            a.softmax_grad,
+            a.native,
+            a.causal,
+            a.strict,
+        )
         return repr((scale, self._role, a.operand, a.gradient, a.operand_scales.kinds, flags))
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]

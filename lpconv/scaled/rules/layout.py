@@ -64,15 +64,34 @@ def to_copy(call: Call, x: Scaled, *, dtype: torch.dtype | None = None, **kwargs
     if dtype is not None and not dtype.is_floating_point:
         return call.op(value(x), dtype=dtype, **kwargs)
     if call.numerics.fit_joins and dtype is not None and dtype.itemsize < x.data.itemsize:
-        x = fitting(x, dtype)
+        x = fitting(x, dtype, call.numerics.cast_underflow)
     return x.with_data(call.op(x.data, dtype=dtype, **kwargs))
 
 
-def fitting(x: Scaled, dtype: torch.dtype) -> Scaled:
-    """`x` at the smallest scale, not below its own, at which the data fit `dtype`."""
+def fitting(x: Scaled, dtype: torch.dtype, underflow: float = 0.0) -> Scaled:
+    """`x` at the smallest scale, not below its own, at which the data fit `dtype`.
+
+    With `underflow` at a smaller one where they leave room: the one at which this share of log-normal data lies below
+    the smallest number u_min, factor exp(ln u_min - μ - σ·√2·erfinv(2T - 1)) for the mean μ and the deviation σ of the
+    logarithms of what is not zero [adaptive loss scaling, casts].
+    """
     times_over = x.data.abs().amax() / torch.finfo(dtype).max
-    up = torch.where(times_over.isfinite(), (2 * pow2_floor(times_over)).clamp(min=1.0), 1.0).float()
-    return Scaled(times(x.data, 1 / up), multiplied(x.scale, up), x.role)
+    down = 0.5 / pow2_floor(times_over).float()
+    wanted = _lognormal_factor(x.data, dtype, underflow) if underflow else torch.ones_like(down)
+    factor = torch.where(times_over.isfinite() & (times_over > 0), torch.minimum(wanted, down), 1.0)
+    return Scaled(times(x.data, factor), multiplied(x.scale, 1 / factor), x.role)
+
+
+def _lognormal_factor(data: Tensor, dtype: torch.dtype, underflow: float) -> Tensor:
+    """A power of two, at least 1 and at most 2^64."""
+    smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    logs = data.abs().float().log2()
+    logs = logs.where(logs.isfinite(), torch.nan)
+    mean = logs.nanmean()
+    deviation = (logs - mean).square().nanmean().sqrt()
+    quantile = math.sqrt(2) * float(torch.erfinv(torch.tensor(2 * underflow - 1, dtype=torch.float64)))
+    power = math.log2(smallest) - mean - deviation * quantile
+    return torch.exp2(power.nan_to_num(0.0).floor().clamp(0, 64))
 
 
 def filled(x: Scaled, fill: float) -> float:

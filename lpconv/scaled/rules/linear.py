@@ -14,6 +14,7 @@ from lpconv.scaled.scales import MIN_SCALE, Scale, multiplied, ratio, times
 __all__ = [
     "RULES",
     "attention_backward",
+    "batch_norm",
     "efficient_attention_backward",
     "linear",
     "log_softmax",
@@ -32,6 +33,14 @@ def linear(call: Call, grad: Any, *args: Any, **kwargs: Any) -> Any:
     rest = [value(a) if isinstance(a, Scaled) else widened(a) for a in args]
     out = call.op(widened(data), *rest, **{k: value(v) for k, v in kwargs.items()})
     return Scaled(out.to(data.dtype), scale)
+
+
+def batch_norm(call: Call, grad: Any, x: Any, *args: Any) -> tuple[Scaled | None, ...]:
+    """(f(d_g, values of the rest), s_g) for the input, weight and bias; sums over the batch stay in fp32."""
+    data, scale = pair(grad)
+    grads = call.op(widened(data), *(widened(value(a)) for a in (x, *args)))
+    dtypes = (data.dtype, None, None)
+    return tuple(None if g is None else Scaled(g.to(d or g.dtype), scale) for g, d in zip(grads, dtypes, strict=True))
 
 
 def threshold(call: Call, grad: Any, x: Any, threshold: float) -> Any:
@@ -142,6 +151,7 @@ RULES: dict[Any, Rule] = {
     aten.nll_loss_backward.default: nll_loss,
     aten.nll_loss2d_backward.default: nll_loss,
     aten.mse_loss_backward.default: mean_squared,
+    aten.native_batch_norm_backward.default: batch_norm,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: attention_backward,
     aten._scaled_dot_product_flash_attention_backward.default: attention_backward,
     aten._scaled_dot_product_cudnn_attention_backward.default: attention_backward,
@@ -158,6 +168,9 @@ RULES: dict[Any, Rule] = {
             aten.softplus_backward.default,
             aten.leaky_relu_backward.default,
             aten.embedding_dense_backward.default,
+            aten.max_pool2d_with_indices_backward.default,
+            aten.avg_pool2d_backward.default,
+            aten._adaptive_avg_pool2d_backward.default,
             aten.upsample_bicubic2d_backward.default,
             aten.upsample_bilinear2d_backward.default,
         ),

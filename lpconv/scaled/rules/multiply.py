@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lpconv.formats.scale import pow2_floor
+from lpconv.kernels.half import at_half
 from lpconv.scaled.operands import product
 from lpconv.scaled.pair import Call, Rule, Scaled, pair, value
 from lpconv.scaled.scales import Scale, larger, multiplied, ratio, split_number, times
@@ -154,7 +155,7 @@ def convolution(call: Call, x: Any, weight: Any, bias: Any, *args: Any) -> Scale
         data_bias, scale_bias = pair(bias)
         bias = times(data_bias, ratio(scale_bias, scale))
     r = contraction_factor(call, math.prod(data_w.shape[1:]))
-    return Scaled(times(call.op(data_x, data_w, bias, *args), 1 / r), multiplied(scale, r))
+    return Scaled(times(at_half(call.op, data_x, data_w, bias, *args), 1 / r), multiplied(scale, r))
 
 
 def convolution_backward(
@@ -162,7 +163,7 @@ def convolution_backward(
 ) -> tuple[Scaled | None, ...]:
     """Gradients of input, weight and bias at s_g·s_w, s_g·s_x and s_g, each with the √ of its number of terms."""
     (data_g, scale_g), (data_x, scale_x), (data_w, scale_w) = pair(grad), pair(x), pair(weight)
-    grads = call.op(data_g, data_x, data_w, bias_sizes, *args)
+    grads = at_half(call.op, data_g, data_x, data_w, bias_sizes, *args)
     positions = data_g.numel() // data_g.shape[1]
     terms = (math.prod(data_w.shape[2:]) * data_g.shape[1], positions, positions)
     scales = (multiplied(scale_g, scale_w), multiplied(scale_g, scale_x), scale_g)

@@ -1,0 +1,107 @@
+"""The factor α of adaptive loss scaling, from the statistics of a gradient and a weight (arXiv 1910.12385, §3.2)."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lpconv.errors import UsageError
+from lpconv.formats.scale import pow2_floor
+from lpconv.formats.spec import get_format
+from lpconv.scaled.scales import Scale, times
+from lpconv.scaled.tensor import ScaledTensor
+
+__all__ = ["AdaptiveOptions", "LayerState", "adaptive_factor"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptiveOptions:
+    """How a layer chooses α.
+
+    `threshold` is the share of a layer's gradient elements that may underflow, `floor` says below what: "subnormal",
+    the smallest number of the format, or "normal", from where on precision is lost. `layer_bound` bounds α and
+    `total_bound` the cumulative loss scale. α is chosen anew at every `every`-th backward pass of a layer. `casts` says
+    how a gradient in fp32 is cast to 16 bits: "fit", at a scale at which it fits, or "lognormal", with room to
+    spare at a larger loss scale, which loses the share `threshold` of magnitudes of a log-normal distribution.
+    """
+
+    threshold: float = 1e-3
+    floor: str = "subnormal"
+    layer_bound: float = 2.0**16
+    total_bound: float = 2.0**40
+    every: int = 1
+    casts: str = "fit"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.threshold < 1:
+            raise UsageError(f"threshold={self.threshold} is not a share between 0 and 1", hint="the paper uses 1e-3")
+        if self.floor not in ("subnormal", "normal"):
+            raise UsageError(f"unknown floor `{self.floor}`", hint="known: subnormal, normal")
+        if self.casts not in ("fit", "lognormal"):
+            raise UsageError(f"unknown kind of casts `{self.casts}`", hint="known: fit, lognormal")
+        if self.every < 1 or self.layer_bound < 1 or self.total_bound < 1:
+            raise UsageError(
+                "every, layer_bound and total_bound are at least 1", hint="leave them out for the defaults"
+            )
+
+
+def adaptive_factor(
+    grad: Tensor,
+    weight: Tensor,
+    scale: Scale,
+    format: str,
+    options: AdaptiveOptions,
+    *,
+    num_terms: int | None = None,
+) -> Tensor:
+    """α, a power of two, for a raw `grad` against `weight`, of whose products an element handed down sums n [§3.2].
+
+    n is `num_terms`: N_out, the last axis of `grad`, unless given; N_out·k_h·k_w of a convolution. Elements of G and W
+    are taken as independent, so an element of G·W has σ_o = √(½·n·E[g²]·E[w²]) (½: the paper's ReLU assumption), and
+    P(|α·o| < u_min) = erf(u_min/(√2·α·σ_o)) ≤ T gives α ≥ u_min/(√2·erfinv(T)·σ_o). α is at least 1, then bounded by
+    what the dot product, the gradient, `total_bound`·scale and `layer_bound` allow, in this order, and floored to a
+    power of two; the first bounds may lower it below 1. An all-zero or non-finite gradient gives 1.
+    """
+    spec = get_format(format)
+    u_min = spec.min_subnormal if options.floor == "subnormal" else spec.min_normal
+    num_terms = num_terms or grad.shape[-1]
+    g, w = grad.float(), weight.float()
+    sigma = (0.5 * num_terms * g.square().mean() * w.square().mean()).sqrt()
+    wanted = u_min / (math.sqrt(2) * _erfinv(options.threshold) * sigma)
+    amax_g, amax_w = g.abs().amax(), w.abs().amax()
+    factor = wanted.clamp(min=1.0)
+    factor = torch.minimum(factor, spec.max / num_terms / (amax_g * amax_w))
+    factor = torch.minimum(factor, spec.max / amax_g)
+    factor = torch.minimum(factor, times(torch.full_like(sigma, options.total_bound), scale))
+    factor = pow2_floor(factor.clamp(max=options.layer_bound))
+    return torch.where((sigma > 0) & sigma.isfinite(), factor, 1.0)
+
+
+def _erfinv(x: float) -> float:
+    return float(torch.erfinv(torch.tensor(x, dtype=torch.float64)))
+
+
+@dataclass(kw_only=True)
+class LayerState:
+    """A layer's factor, the scale of the gradient it saw last, and how often it was asked."""
+
+    options: AdaptiveOptions
+    dtype: torch.dtype
+    format: str
+    factor: Tensor | None = None
+    scale: Scale = 1.0
+    num_calls: int = 0
+
+    def factor_for(self, grad: ScaledTensor, weight: Tensor, num_terms: int) -> Tensor:
+        """α for this backward pass, chosen anew every `every`-th time; a compiled graph chooses it each time."""
+        if torch.compiler.is_compiling():
+            return self._chosen(grad, weight, num_terms)
+        if self.factor is None or self.num_calls % self.options.every == 0:
+            self.factor = self._chosen(grad, weight, num_terms)
+        self.num_calls += 1
+        self.scale = grad.scale
+        return self.factor
+
+    def _chosen(self, grad: ScaledTensor, weight: Tensor, num_terms: int) -> Tensor:
+        return adaptive_factor(grad.data_part, weight, grad.scale, self.format, self.options, num_terms=num_terms)
