@@ -51,14 +51,14 @@ def initialise(model: Any, *, seed: int = 0) -> None:
     setattr(getattr(model, "config", model), NATIVE_MARK, {"seed": seed, "head_norm": norm})
 
 
-def _centred(unit: Tensor, axis: int | None) -> Tensor:
-    """`unit` with sums of zero along the axis of its fan-in, at its size.
+def _centred(unit: Tensor, axes: tuple[int, ...]) -> Tensor:
+    """`unit` with sums of zero along the axes of its fan-in, at its size.
 
     An activation's mean is then multiplied by zero. It would give all tokens a common part that grows from layer to
     layer, up to the point where averages over tokens (attention, weight gradients) are several times what theory says.
     """
-    count = 1 if axis is None else unit.shape[axis]
-    return unit if count == 1 else (unit - unit.mean(axis, keepdim=True)) * math.sqrt(count / (count - 1))
+    count = math.prod(unit.shape[axis] for axis in axes)
+    return unit if count == 1 else (unit - unit.mean(axes, keepdim=True)) * math.sqrt(count / (count - 1))
 
 
 def native_scales(model: nn.Module) -> dict[int, float]:
@@ -87,12 +87,12 @@ def averages_causally(model: Any) -> bool:
 
 
 class _Drawn(NamedTuple):
-    """A parameter that is drawn: α·Ŵ, or 0 where it is no choice between inputs. Products sum over `fan_in`."""
+    """A parameter that is drawn: α·Ŵ, or 0 where it is no choice between inputs. Products sum over axes of `fan_in`."""
 
     parameter: Tensor
     size: float
     is_zero: bool = False
-    fan_in: int | None = None
+    fan_in: tuple[int, ...] = ()
 
 
 def _drawn(model: nn.Module) -> Iterator[_Drawn]:
@@ -123,7 +123,7 @@ def _matrices(model: nn.Module) -> dict[int, _Drawn]:
         share = len(last) if id(weight) in ends else 1
         is_transposed = layer.kind == "Conv1D" or getattr(layer.module, "is_transposed", False)
         size = (layer.in_features * share) ** -0.5
-        found[id(weight)] = _Drawn(weight, size, fan_in=-2 if is_transposed else -1)
+        found[id(weight)] = _Drawn(weight, size, fan_in=(-2 if is_transposed else -1,))
     return found
 
 
@@ -146,7 +146,7 @@ def _other(name: str, module: nn.Module, key: str, parameter: Tensor) -> _Drawn:
     if key == "bias" or key.endswith("_bias"):
         return _Drawn(parameter, 1.0, is_zero=True)
     if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
-        return _Drawn(parameter, math.prod(parameter.shape[1:]) ** -0.5)
+        return _Drawn(parameter, math.prod(parameter.shape[1:]) ** -0.5, fan_in=tuple(range(1, parameter.dim())))
     if parameter.dim() > 1 and parameter.shape[0] == 1:  # vectors that are added to every example, such as positions
         return _Drawn(parameter, 1.0)
     raise UnsupportedError(

@@ -80,6 +80,11 @@ SAME: dict[str, tuple[Function, Callable[[Any], Function], Sequence[tuple[int, .
         lambda u: lambda w: u.embedding(torch.arange(90) % 7, w),
         [(50, 12)],
     ),
+    "convolution": (
+        lambda x, w: F.conv1d(x, w, None, stride=2, groups=3),
+        lambda u: lambda x, w: u.conv1d(x, w, None, stride=2, groups=3, constraint=None),
+        [(4, 12, 41), (15, 4, 5)],
+    ),
 }  # fmt: skip
 
 
@@ -93,6 +98,18 @@ def test_data_are_those_of_the_unit_scaling_package(name: str) -> None:
     found = data_and_grads(ours, [scaled_tensor(x, 1.0, numerics=NATIVE) for x in plain], grad)
     for x, y in zip(found, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("transposed", "weight"), [(False, (12, 6, 4, 4)), (True, (24, 6, 4, 4))])
+def test_data_of_strided_convolutions_of_groups_have_unit_size(transposed: bool, weight: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    function = F.conv_transpose2d if transposed else F.conv2d
+    x, w = at_unit((8, 24, 20, 20)).requires_grad_(), at_unit(weight).requires_grad_()
+    out = function(x, w, stride=2, groups=4)
+    out.backward(gradient=scaled_tensor(torch.randn(out.shape), 1.0, numerics=NATIVE))
+    assert rms(out) == pytest.approx(1, rel=0.1)  # fewer terms at the borders
+    assert rms(x.grad) == pytest.approx(1, rel=0.1)
+    assert rms(w.grad) == pytest.approx(1, rel=0.1)
 
 
 def test_the_loss_hands_down_the_gradient_of_the_unit_scaling_package() -> None:

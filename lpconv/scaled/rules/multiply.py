@@ -36,10 +36,10 @@ __all__ = [
 aten = torch.ops.aten
 
 
-def contraction_factor(call: Call, num_terms: int) -> float:
+def contraction_factor(call: Call, num_terms: float) -> float:
     """r = 2^⌊log2 √K⌋: the standard deviation of a sum of K independent unit terms, floored to a power of two.
 
-    √K itself under native unit scaling.
+    √K itself under native unit scaling. K is a mean where the numbers of terms differ.
     """
     if not call.numerics.unit_factors or num_terms < 2:
         return 1.0
@@ -147,15 +147,28 @@ def add_matmul(call: Call, bias: Any, a: Any, b: Any, *, beta: float = 1, alpha:
     return Scaled(times(data, ratio(product_scale, scale)), scale)
 
 
-def convolution(call: Call, x: Any, weight: Any, bias: Any, *args: Any) -> Scaled:
+def convolution(call: Call, x: Any, weight: Any, bias: Any, stride: list[int], *args: Any) -> Scaled:
     """(conv(d_x, d_w, b/(s_x·s_w)) / r, s_x·s_w·r) with r from the fan-in; the reference has no fan-in factor."""
     (data_x, scale_x), (data_w, scale_w) = pair(x), pair(weight)
     scale = multiplied(scale_x, scale_w)
     if bias is not None:
         data_bias, scale_bias = pair(bias)
         bias = times(data_bias, ratio(scale_bias, scale))
-    r = contraction_factor(call, math.prod(data_w.shape[1:]))
-    return Scaled(times(at_half(call.op, data_x, data_w, bias, *args), 1 / r), multiplied(scale, r))
+    r = contraction_factor(call, _terms(data_w, stride, *args)[0])
+    out = at_half(call.op, data_x, data_w, bias, stride, *args)
+    return Scaled(times(out, 1 / r), multiplied(scale, r))
+
+
+def _terms(
+    weight: Tensor, stride: list[int], _: list[int], __: list[int], transposed: bool, ___: list[int], groups: int
+) -> tuple[float, float]:
+    """How many products an element of a convolution's result sums, and one of its input's gradient.
+
+    A stride of s leaves out all but 1/s of the places where the gradient of an element would come from, on average.
+    """
+    gathered = math.prod(weight.shape[1:])
+    scattered = weight[:, 0].numel() / groups / math.prod(stride)
+    return (scattered, gathered) if transposed else (gathered, scattered)
 
 
 def convolution_backward(
@@ -164,8 +177,9 @@ def convolution_backward(
     """Gradients of input, weight and bias at s_g·s_w, s_g·s_x and s_g, each with the √ of its number of terms."""
     (data_g, scale_g), (data_x, scale_x), (data_w, scale_w) = pair(grad), pair(x), pair(weight)
     grads = at_half(call.op, data_g, data_x, data_w, bias_sizes, *args)
-    positions = data_g.numel() // data_g.shape[1]
-    terms = (math.prod(data_w.shape[2:]) * data_g.shape[1], positions, positions)
+    met = data_x if args[3] else data_g  # of a transposed one a weight meets every position of the input
+    positions = [data.numel() / data.shape[1] for data in (met, data_g)]
+    terms = (_terms(data_w, *args[:-1])[1], *positions)
     scales = (multiplied(scale_g, scale_w), multiplied(scale_g, scale_x), scale_g)
     return tuple(
         None if g is None else Scaled(times(g, 1 / r), multiplied(s, r))
