@@ -126,9 +126,15 @@ def _rms(x: Tensor) -> float:
     return float(data.detach().double().square().mean().sqrt())
 
 
-def train(arm: Arm, kind: str, seed: int, size: Size) -> tuple[Curve, nn.Module]:
-    """One run; the learning rate warms up over a tenth of the steps and then decays to zero by a cosine."""
-    model = arm.prepare(start_model(kind, size, seed)).train()
+def train(
+    arm: Arm, kind: str, seed: int, size: Size, make: Callable[[], nn.Module] | None = None
+) -> tuple[Curve, nn.Module]:
+    """One run; the learning rate warms up over a tenth of the steps and then decays to zero by a cosine.
+
+    `make` builds another model, which takes the batches of `kind`.
+    """
+    torch.manual_seed(seed)
+    model = arm.prepare(make() if make else start_model(kind, size, seed)).train()
     optimizer = arm.optimizer(model.parameters(), lr=size.lr, betas=(0.9, 0.95), weight_decay=0.1, **arm.options)
     schedule = transformers.get_cosine_schedule_with_warmup(optimizer, size.steps // 10, size.steps)
     scale, guard = make_loss_scale(arm.loss_scale[0], **arm.loss_scale[1]), StepGuard(model) if arm.guarded else None
