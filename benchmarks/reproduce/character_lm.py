@@ -4,8 +4,8 @@
 
 1. Convolutions, attention and recurrent highways over the bytes of plays, with norms before or after each branch or
    none and branches added in three ways: plain and native (`lpconv.scaled.native`) from scratch, each at the best of
-   three learning rates in fp32; at that rate fp16 and fp8. Plain fp16 and fp8 run with the loss scales 1 and 2048, as in
-   Blake et al. 2023 (arXiv 2303.11257), native ones with none. fp8 is for linear layers: convolutions stay in bf16.
+   three learning rates in fp32; at that rate fp16 and fp8. Plain fp16 and fp8 run with the loss scales 1 and 2048, as
+   in Blake et al. 2023 (arXiv 2303.11257), native ones with none. fp8 is for linear layers: convolutions stay in bf16.
 2. Plain and native attention of three widths over learning rates, the native one by both rules for rates: does the
    best rate stay, as Blake et al. 2024 (arXiv 2407.17465) have it of u-muP?
 
