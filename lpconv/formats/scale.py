@@ -71,10 +71,12 @@ def _pow2_tensor(x: Tensor, up: float) -> Tensor:
     info = torch.finfo(x.dtype)
     low = max(_MIN_EXPONENT, math.frexp(info.smallest_normal * info.eps)[1] - 1)
     high = min(_MAX_EXPONENT, math.frexp(info.max)[1] - 1)
-    x64 = x.detach().double().abs()
-    half, exponent = torch.frexp(x64)
-    exponent = torch.where(2 * half < up, exponent - 1, exponent).clamp(low, high)
-    return torch.where((x64 == 0) | ~x64.isfinite(), x64, _exp2(exponent)).to(x.dtype)
+    wide = x.detach().abs() if x.dtype == torch.float32 else x.detach().double().abs()
+    integer, bits, bias = (torch.int32, 23, 127) if x.dtype == torch.float32 else (torch.int64, 52, 1023)
+    # A significand that reaches `up` carries into the exponent. What is subnormal here lies below `low` in any case.
+    carry = (2 << bits) - math.ceil(math.ldexp(up, bits))
+    field = ((wide.view(integer) + carry) >> bits).clamp_(low + bias, high + bias)
+    return torch.where((wide == 0) | ~wide.isfinite(), wide, (field << bits).view(wide.dtype)).to(x.dtype)
 
 
 def _exp2(exponent: Tensor) -> Tensor:
