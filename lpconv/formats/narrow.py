@@ -2,40 +2,80 @@
 
 Twins of `formats.cast` and `formats.codes`, several times faster; integers are stored as unsigned ones here, biased by
 half of their range, which is how others lay them into words.
+
+The adder rounds: beside 1.5 · 2^23 steps no float32 has room for less than a step. The lowest byte of the sum is the
+number of steps, and is taken as it lies: torch casts float32 to bytes one by one.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from lpconv.formats.spec import Format
+from lpconv.formats.spec import FORMATS, Format
 
-__all__ = ["nearest_", "packed"]
+__all__ = ["coded_", "halved", "nearest_", "num_zero_codes", "packed"]
+
+_BITS = FORMATS["fp32"].mantissa_bits
 
 
 def nearest_(x: Tensor, element: Format) -> Tensor:
-    """`formats.cast` of finite float32 to at most 8 bits, in place; zeros may lose their sign.
-
-    The adder rounds: beside 1.5 · 2^23 steps no float32 has room for less than a step.
-    """
-    x.clamp_(-element.max, element.max)
-    power = (x.view(torch.int32) & 0x7F800000).view(torch.float32)
-    shift = power.clamp_min_(element.min_normal).mul_(1.5 * 2.0 ** (23 - element.mantissa_bits))
+    """`formats.cast` of finite float32 to at most 8 bits, in place; zeros may lose their sign."""
+    shift = _shift(x.clamp_(-element.max, element.max), element, torch.empty_like(x))
     return x.add_(shift).sub_(shift)
 
 
-def packed(x: Tensor, element: Format) -> Tensor:
-    """The codes of finite float32 (1-D, overwritten) in e2m1, int4 or int8, as bytes.
+def coded_(x: Tensor, element: Format, codes: Tensor, spare: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    """Round finite float32 (1-D) to e2m1, int4 or int8 in place, write a code each into as many bytes, and return `x`.
 
-    Codes of 4 bits are two in a byte, the first in its lower half. An integer n is stored as n + 8 or n + 128.
+    Codes are those of `formats.codes`, of integers n + 8 or n + 128; in `x`, not in codes, zeros lose their sign.
+    `spare` are buffers of that size, one of float32 and one of bytes.
     """
-    if element.name == "e2m1":
-        sign = x.view(torch.uint8)[3::4].bitwise_and(0x80)
-        # The halves that the numbers are, 0 1 2 3 4 6 8 12, as 0 to 7.
-        code = nearest_(x.abs_(), element).mul_(2).to(torch.uint8)
-        code = code - (code.clamp_min(4) - 4 >> 1) - (code.clamp_min(8) - 8 >> 2) | sign >> 4
-    else:
-        code = nearest_(x, element).add_(2.0 ** (element.storage_bits - 1)).to(torch.uint8)
-    if element.storage_bits != 4:
-        return code
-    pairs = code.view(torch.int16)
-    return (pairs >> 4).bitwise_or_(pairs).to(torch.uint8)
+    x.clamp_(-element.max, element.max)
+    if element.twos_complement:
+        bias = 1.5 * 2.0**_BITS + _half(element)
+        codes.copy_(x.add_(bias).view(torch.int32))
+        return x.sub_(bias)
+    wide, narrow = spare or (torch.empty_like(x), torch.empty_like(codes))
+    np.signbit(x.numpy(), out=narrow.view(torch.bool).numpy())  # torch takes eight times as long
+    shift, dropped = _shift(x, element, wide), _BITS - element.mantissa_bits
+    codes.copy_(x.add_(shift).view(torch.int32)).view(torch.int8).abs_()
+    x.sub_(shift)
+    codes.add_(narrow.mul_(_half(element)))
+    # Each binade above the lowest, which subnormals share, has as many codes more below it as the mantissa has values.
+    codes.add_(narrow.copy_(shift.view(torch.int32).bitwise_right_shift_(dropped)))
+    lowest = torch.tensor(1.5 * 2.0**dropped * element.min_normal).view(torch.int32) >> dropped
+    codes.sub_(int(lowest) & 0xFF)
+    return x
+
+
+def num_zero_codes(codes: Tensor, element: Format) -> int:
+    """How many codes that `coded_` wrote are those of zeros."""
+    raw = codes.numpy()
+    if element.twos_complement:
+        return int(np.count_nonzero(raw == _half(element)))
+    return raw.size - int(np.count_nonzero(raw & (_half(element) - 1)))
+
+
+def halved(codes: Tensor, out: Tensor | None = None) -> Tensor:
+    """Codes of 4 bits (1-D bytes) two in a byte, the first in its lower half. `out`, half as many, is filled."""
+    pairs = codes.view(torch.int16)
+    out = torch.empty(pairs.shape, dtype=torch.uint8) if out is None else out
+    return out.copy_((pairs >> 4).bitwise_or_(pairs))
+
+
+def packed(x: Tensor, element: Format) -> Tensor:
+    """The codes of finite float32 (1-D, overwritten) in e2m1, int4 or int8, as bytes of a file."""
+    codes = torch.empty(x.shape, dtype=torch.uint8)
+    coded_(x, element, codes)
+    return halved(codes) if element.storage_bits == 4 else codes
+
+
+def _shift(x: Tensor, element: Format, out: Tensor) -> Tensor:
+    """What is to be added to numbers within the format's range, and subtracted again."""
+    power = torch.bitwise_and(x.view(torch.int32), 0x7F800000, out=out.view(torch.int32)).view(torch.float32)
+    return power.clamp_min_(element.min_normal).mul_(1.5 * 2.0 ** (_BITS - element.mantissa_bits))
+
+
+def _half(element: Format) -> int:
+    """The sign's bit: of integers what is added so that none is negative."""
+    return 1 << (element.bits - 1)

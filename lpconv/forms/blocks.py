@@ -58,13 +58,15 @@ def as_float32(x: Tensor, work: Workspace) -> Tensor:
     return x if x.dtype == torch.float32 else work.value[: x.numel()].copy_(x)
 
 
-def block_stats(x: Tensor, work: Workspace) -> BlockStats:
-    """Statistics of one block of a source tensor (1-D, any floating dtype)."""
+def block_stats(x: Tensor, work: Workspace, absmax: float | None = None) -> BlockStats:
+    """Statistics of one block of a source tensor (1-D, any floating dtype), whose largest magnitude may be known."""
     value = as_float32(x, work)
     sum_squares = float(torch.dot(value, value))
-    low, high = _range(value)
     if _SQUARES_LOW < sum_squares < math.inf:
-        return BlockStats(num_elements=x.numel(), sum_squares=sum_squares, absmax=max(-low, high))
+        if absmax is None:
+            low, high = _range(value)
+            absmax = max(-low, high)
+        return BlockStats(num_elements=x.numel(), sum_squares=sum_squares, absmax=absmax)
     exact = value.double()
     finite = exact[torch.isfinite(exact)]
     num_nan = int(torch.isnan(value).sum())

@@ -1,7 +1,9 @@
-"""Codes of 8 bits for numbers of 16, from a table: no tensor, however large, has more than 65,536 different ones.
+"""Codes of at most 8 bits for numbers of 16, from a table: no tensor, however large, has more than 65,536 of these.
 
 The encoder fills the table, so that what is looked up has its very bits. An entry is the difference that coding makes,
-in fp32, whose lowest byte is 0 where scales are powers of two; the code lies in it. One gather then gives both.
+in fp32, whose lowest byte is 0 where scales are powers of two; the code lies in it. One gather then gives both. Where
+tiles have a scale each, a number is looked up in the table of its tile's: of all weights these are a few neighbouring
+powers of two, whose tables lie behind each other.
 """
 
 import functools
@@ -9,13 +11,18 @@ import functools
 import torch
 from torch import Tensor
 
-from lpconv.forms.blocks import Workspace, as_float32, error_of, num_zeros
-from lpconv.forms.facts import BlockError
+from lpconv.formats.spec import FORMATS
+from lpconv.forms.blocks import Workspace
 
-__all__ = ["LEAST_ELEMENTS", "numbers", "pack", "unpack"]
+__all__ = ["LEAST_ELEMENTS", "Tables", "beginnings", "binades", "look_up", "numbers", "table"]
 
 LEAST_ELEMENTS = 2**15  # of a block, for which a table pays
 _CODE = 0xFF
+_MANTISSA_BITS = FORMATS["fp32"].mantissa_bits
+_MANTISSA = (1 << _MANTISSA_BITS) - 1
+_BINADES, _MOST_BINADES = 8, 32  # tables lie behind each other by so many, and no more
+# Tables behind each other; and where they are more, at which entry each tile's begins, which broadcasts as scales do.
+Tables = tuple[Tensor, Tensor | None]
 
 
 @functools.lru_cache(maxsize=2)
@@ -24,17 +31,36 @@ def numbers(dtype: torch.dtype) -> Tensor:
     return torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(dtype).float()
 
 
-def pack(difference: Tensor, codes: Tensor, used: Tensor) -> Tensor | None:
+def table(difference: Tensor, codes: Tensor, used: Tensor) -> Tensor | None:
     """The table of fp32 differences and their codes, all three by bit pattern; None where one that is used needs its
     lowest byte."""
     bits = difference.view(torch.int32)
     return None if (bits[used] & _CODE).any() else bits & ~_CODE | codes.view(torch.uint8)
 
 
-def unpack(x: Tensor, table: Tensor, codes: Tensor, work: Workspace) -> BlockError:
-    """Write the codes of a block, 1-D, into `codes`, and return what coding costs."""
+def binades(scales: Tensor) -> tuple[int, int] | None:
+    """The powers of two for which fp32 scales need tables, by the lowest biased exponent and their number; None where
+    they are not all powers of two, or lie too far apart."""
+    bits = scales.view(torch.int32)
+    if not bits.numel() or (bits & _MANTISSA).any():
+        return None
+    low, high = int(bits.amin()) >> _MANTISSA_BITS, int(bits.amax()) >> _MANTISSA_BITS
+    first = low // _BINADES * _BINADES
+    count = (high // _BINADES + 1) * _BINADES - first
+    return (first, count) if low > 0 and high < 0xFF and count <= _MOST_BINADES else None
+
+
+def beginnings(scales: Tensor, first: int) -> Tensor:
+    """At which entry of tables from the exponent `first` on that of each scale begins."""
+    return (scales.view(torch.int32) >> _MANTISSA_BITS).sub_(first).mul_(2**16)
+
+
+def look_up(x: Tensor, tables: Tables, codes: Tensor, work: Workspace) -> Tensor:
+    """Write the codes of a block, 1-D, into `codes`, and return the differences that coding makes."""
+    found, begin = tables
     patterns = work.coded[: x.numel()].view(torch.int32).copy_(x.view(torch.uint16))
-    found = torch.index_select(table, 0, patterns, out=work.error[: x.numel()].view(torch.int32))
-    codes.view(torch.uint8).copy_(found)  # the lowest byte of each
-    error = found.bitwise_and_(~_CODE).view(torch.float32)
-    return error_of(error, lambda: as_float32(x, work), num_flushed=num_zeros(codes) - num_zeros(x))
+    if begin is not None:
+        patterns.view(*begin.shape[:-1], -1).add_(begin)
+    entries = torch.index_select(found, 0, patterns, out=work.error[: x.numel()].view(torch.int32))
+    codes.view(torch.uint8).copy_(entries)  # the lowest byte of each
+    return entries.bitwise_and_(~_CODE).view(torch.float32)

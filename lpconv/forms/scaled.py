@@ -6,7 +6,6 @@ weights. `NAME_scale` [1] is fp32.
 
 from __future__ import annotations  # tensors are named below and not imported
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,17 +13,16 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from lpconv.errors import InputError
 from lpconv.formats.spec import FORMATS, Format
-from lpconv.forms.facts import BlockError, BlockStats, Component, Encoded, Headers, Measured, Settings
+from lpconv.forms.facts import BlockStats, Component, Encoded, Headers, Measured, Settings
 from lpconv.forms.form import Form, Over
 from lpconv.forms.stored import Side, Summand
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from lpconv.forms.blocks import Workspace
 
-__all__ = ["OF_DTYPE", "SCALE_SUFFIX", "Scaled", "packed", "rows_of", "scale_for", "unpacked"]
+__all__ = ["OF_DTYPE", "SCALE_SUFFIX", "Scaled", "packed", "scale_for", "unpacked"]
 
 SCALE_SUFFIX = "_scale"
 _SCALE_EXPONENTS = (-126, 127)
@@ -92,30 +90,30 @@ class Scaled(Form):
         return Measured(stats=stats, side={self.name + SCALE_SUFFIX: torch.tensor([scale], dtype=torch.float32)})
 
     def encode(self, x: Tensor, start: int, found: Measured, work: Workspace) -> Encoded:
-        import torch
+        from lpconv.forms.codes import encode
 
-        from lpconv.forms.blocks import room
-
-        codes = room(work.root, x.numel(), getattr(torch, self.format.torch or ""))
         scale = self.factor(found.side, start, start + x.numel())
-        error = _encode(x, scale, self.format, codes, work, found.stats)
+        codes, error = encode(x, scale, self.format, work, found.stats)
         return Encoded(data=(codes,), error=error)
 
     def decode(self, data: Sequence[Tensor], start: int, stop: int, side: Side) -> Tensor:
-        return _decode(data[0], self.factor(side, start, stop))
+        from lpconv.forms.codes import decode
+
+        return decode(data[0], self.factor(side, start, stop))
 
     def is_right(self, value: Tensor, got: Tensor, start: int, side: Side) -> bool:
         import torch
 
         from lpconv.forms.blocks import same_numbers
+        from lpconv.forms.codes import wanted, wanted_of_bf16
 
         scale = self.factor(side, start, start + value.numel())
         bits = value.view(torch.int32)
         if isinstance(scale, float) and not (bits & 0xFFFF).any():
-            wanted = _of_bf16(self.format, scale).index_select(0, (bits >> 16) & 0xFFFF)
+            right = wanted_of_bf16(self.format, scale).index_select(0, (bits >> 16) & 0xFFFF)
         else:
-            wanted = _wanted(rows_of(value, scale), scale, self.format).view(-1)
-        return same_numbers(got, wanted)
+            right = wanted(value, scale, self.format)
+        return same_numbers(got, right)
 
     def summands(self, data: Sequence[Tensor], side: Side) -> tuple[Summand, ...]:
         return ((data[0], float(side[self.name + SCALE_SUFFIX])),)
@@ -177,93 +175,3 @@ def _fits_exactly(x: Tensor, scale: float, work: Workspace) -> bool:
     return torch.equal(back.view(torch.int32), value.view(torch.int32)) or torch.equal(
         torch.nan_to_num(back), torch.nan_to_num(value)
     )
-
-
-def rows_of(x: Tensor, scale: float | Tensor) -> Tensor:
-    """A 1-D block as it is for one scale, as rows for a scale [rows, 1]."""
-    return x if isinstance(scale, float) else x.view(len(scale), -1)
-
-
-def _encode(
-    x: Tensor, scale: float | Tensor, fmt: Format, codes: Tensor, work: Workspace, stats: BlockStats
-) -> BlockError:
-    """Write the codes of one block of x / scale into `codes` and return the error against x.
-
-    `x` is 1-D of any floating dtype, `codes` 1-D of the format's dtype. `stats` are the tensor's: with NaN or Inf, NaN
-    stays NaN, and Inf stays Inf or becomes NaN in formats without Inf: never a usable number.
-    """
-    import torch
-
-    from lpconv.forms.blocks import as_float32, block_error, num_zeros
-    from lpconv.forms.lookup import LEAST_ELEMENTS, unpack
-
-    is_short = x.itemsize == 2 and fmt.storage_bits == 8 and x.numel() >= LEAST_ELEMENTS
-    if is_short and isinstance(scale, float) and stats.is_finite and stats.absmax <= fmt.max * scale:
-        table = _table(x.dtype, scale, fmt)
-        if table is not None:
-            return unpack(x, table, codes, work)
-    value = as_float32(x, work)
-    coded = codes if codes.dtype == torch.float32 else work.coded[: x.numel()]
-    # Powers of two have an exact reciprocal; dividing is right for every scale but slower.
-    if isinstance(scale, float) and math.frexp(scale)[0] == 0.5:
-        torch.mul(value, 1 / scale, out=coded)
-    else:
-        torch.div(rows_of(value, scale), scale, out=rows_of(coded, scale))
-    if not stats.is_finite and not fmt.has_inf:
-        coded.masked_fill_(torch.isinf(coded), math.nan)
-    if coded is not codes:
-        codes.copy_(coded)
-    flushed = num_zeros(codes) - num_zeros(value) if codes.itemsize == 1 and stats.is_finite else 0
-    return block_error(value, _decode(codes, scale, out=work.error[: x.numel()]), num_flushed=flushed)
-
-
-@functools.lru_cache(maxsize=32)
-def _table(dtype: torch.dtype, scale: float, fmt: Format) -> Tensor | None:
-    """The codes of all numbers of a 16-bit dtype and their errors, None where they do not fit beside each other.
-
-    Numbers beyond the format's range are not meant.
-    """
-    import torch
-
-    from lpconv.forms.blocks import Workspace
-    from lpconv.forms.lookup import numbers, pack
-
-    values = numbers(dtype)
-    codes = torch.empty(len(values), dtype=getattr(torch, fmt.torch or ""))
-    _encode(values, scale, fmt, codes, Workspace(), BlockStats())
-    return pack(_decode(codes, scale) - values, codes, values.abs() <= fmt.max * scale)
-
-
-def _wanted(value: Tensor, scale: float | Tensor, fmt: Format) -> Tensor:
-    """What fp32 numbers become, by the slow reference."""
-    import torch
-
-    from lpconv.formats.cast import cast
-
-    unit = value / scale
-    if fmt.has_inf:
-        return cast(unit, fmt, overflow="inf") * scale
-    return cast(unit.masked_fill(torch.isinf(unit), math.nan), fmt) * scale
-
-
-@functools.lru_cache(maxsize=8)
-def _of_bf16(fmt: Format, scale: float) -> Tensor:
-    """What every bf16 number becomes, by its bits: no tensor, however large, has more than these 65,536."""
-    import torch
-
-    return _wanted((torch.arange(2**16, dtype=torch.int32) << 16).view(torch.float32), scale, fmt)
-
-
-def _decode(codes: Tensor, scale: float | Tensor, *, out: Tensor | None = None) -> Tensor:
-    """codes · scale in fp32, 1-D; `codes` has the dtype of a format that scaled checkpoints use."""
-    import torch
-
-    from lpconv.kernels.decode import decode
-
-    if out is None:
-        out = torch.empty(codes.shape)
-    if codes.dtype == torch.float32 and isinstance(scale, float):
-        return torch.mul(codes, scale, out=out)
-    value = decode(codes, torch.float32, out=out) if codes.dtype.itemsize == 1 else out.copy_(codes)
-    rows_of(value, scale).mul_(scale)
-    return value

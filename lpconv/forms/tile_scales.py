@@ -19,6 +19,7 @@ __all__ = ["Parts", "TileScales"]
 
 # What rows have of tiles, by what it is: [rows, tiles beside each other].
 Parts = Mapping[str, Tensor]
+_WIDE = 64  # columns from which on torch compares integers of 16 bits as fast as others
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,19 +36,28 @@ class TileScales:
         """Whether codes promise the source's bits back."""
         return self.format.name == "fp32" and self.has_pow2_scale
 
-    def parts(self, value: Tensor, *, is_finite: bool) -> Parts:
-        """What some rows, fp32 [rows, cols], have of each tile: the largest magnitude, and what the rule needs beside
-        it. NaN and Inf count as nothing."""
-        finite = None if is_finite else torch.isfinite(value)
-        known = value if finite is None else value.masked_fill(~finite, 0.0)
-        parts = {"absmax": torch.maximum(self._cut(known, _amax), -self._cut(known, _amin))}
+    def parts(self, x: Tensor, value: Tensor, spare: Tensor) -> tuple[Parts, float]:
+        """What some rows have of each tile: the largest magnitude, and what the rule needs beside it. NaN and Inf count
+        as nothing, but for the largest magnitude of all, which is returned, too.
+
+        `x` and `value` [rows, cols] are the same numbers in their own dtype and in fp32; `spare` is an fp32 buffer of
+        that size.
+        """
+        absmax = self._absmax(x if x.itemsize == 2 and self._width >= _WIDE else value, spare)
+        largest = float(absmax.max()) if absmax.numel() else 0.0
+        is_finite = math.isfinite(largest)
+        if not is_finite:
+            finite = torch.isfinite(value)
+            value = value.masked_fill(~finite, 0.0)
+            absmax = self._absmax(value, spare)
+        parts = {"absmax": absmax}
         if not self.grain.is_fitted:
-            parts["norm"] = self._cut(known, lambda t: torch.linalg.vector_norm(t, dim=-1, dtype=torch.float64))
-            counted = torch.ones(1, value.shape[1]) if finite is None else finite.float()
+            parts["norm"] = self._cut(value, lambda t: torch.linalg.vector_norm(t, dim=-1, dtype=torch.float64))
+            counted = torch.ones(1, self.matrix[1]) if is_finite else finite.float()
             parts["count"] = self._cut(counted, lambda t: t.sum(-1)).expand(len(value), -1)
         if self._keeps_all:
-            parts["last_bit"] = self._cut(_last_bits(known), _amin)
-        return parts
+            parts["last_bit"] = self._cut(_last_bits(value), _amin)
+        return parts, largest
 
     def joined(self, found: Sequence[Parts]) -> Parts:
         """The parts of all rows as those of tiles: [tiles below each other, tiles beside each other]."""
@@ -59,12 +69,25 @@ class TileScales:
         if self.grain.has_factor:
             return self._divided(parts["absmax"], largest)
         scales = self._scales(parts)
-        return scales.to(torch.float8_e8m0fnu).view(torch.uint8) if self.grain.scale_dtype == "U8" else scales, None
+        is_exponent = self.grain.scale_dtype == "U8"
+        return (scales.view(torch.int32) >> 23).to(torch.uint8) if is_exponent else scales, None
+
+    def _absmax(self, x: Tensor, spare: Tensor) -> Tensor:
+        """The largest magnitudes of [rows, cols] in fp32: without a sign the bits of numbers are ordered as these are,
+        and torch compares integers faster."""
+        integer = torch.int16 if x.itemsize == 2 else torch.int32
+        bits = spare.view(integer)[: x.numel()].view(x.shape)
+        torch.bitwise_and(x.view(integer), torch.iinfo(integer).max, out=bits)
+        return self._cut(bits, _amax).view(x.dtype).float()
+
+    @property
+    def _width(self) -> int:
+        """Columns of a tile."""
+        return self.grain.sizes(*self.matrix)[1]
 
     def _cut(self, x: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
         """Rows [h, cols] reduced over the part that each tile has of them: [h, tiles]."""
-        cols = x.shape[1]
-        _, width = self.grain.sizes(*self.matrix)
+        cols, width = x.shape[1], self._width
         whole = cols // width * width
         cut = [reduce(x[:, :whole].view(len(x), -1, width))] if whole else []
         return torch.cat([*cut, reduce(x[:, whole:].unsqueeze(1))], 1) if whole < cols else cut[0]
@@ -80,12 +103,14 @@ class TileScales:
         For formats of few exponents a tile's largest magnitude becomes the format's largest number, or less where the
         scale is a power of two, rounded up so that nothing is clipped (RCEIL); for others as `scale_for` has it.
         """
-        floor = (parts["absmax"].double() / self.format.max).clamp_min(2.0**-126)
         is_pow2 = self.has_pow2_scale or self.grain.scale_dtype == "U8"
+        # Division in fp32 keeps numbers on their side of a power of two; those that are no powers are rounded once.
+        absmax = parts["absmax"] if is_pow2 else parts["absmax"].double()
+        floor = (absmax / self.format.max).clamp_min_(2.0**-126)
         scales = pow2_ceil(floor) if is_pow2 else floor
         if not self.grain.is_fitted:
             rms = parts["norm"] / parts["count"].clamp_min(1).sqrt()
-            scales = torch.maximum(pow2_floor(rms) if is_pow2 else rms, scales)
+            scales = torch.maximum(pow2_floor(rms) if is_pow2 else rms, scales.double())
         scales = torch.where(parts["absmax"] == 0, 1.0, scales.clamp_max(2.0**127)).float()
         if self.grain.is_fitted and not is_pow2:
             scales = scales.bfloat16().float()  # in which readers may keep them

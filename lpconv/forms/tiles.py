@@ -11,6 +11,7 @@ Decoding is the arithmetic of `foreign/grid.py`, which reads these layouts when 
 
 from __future__ import annotations  # tensors are named below and not imported
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from lpconv.forms.facts import BlockStats, Component, Encoded, Headers, Measured
 from lpconv.forms.foreign.grid import Grid
 from lpconv.forms.foreign.plane import Plane, one_by_one
 from lpconv.forms.form import Form, Over
-from lpconv.forms.scaled import OF_DTYPE, SCALE_SUFFIX, Scaled, rows_of
+from lpconv.forms.scaled import OF_DTYPE, SCALE_SUFFIX, Scaled
 from lpconv.forms.stored import Fetch, Side, Stored, Summand
 from lpconv.mcf.point_layout import MAX_COLS
 
@@ -145,7 +146,7 @@ class Tiles(Scaled):
     def cols(self) -> int:
         return self.shape[-1] if self.shape else 1
 
-    @property
+    @functools.cached_property
     def grid(self) -> Grid:
         """The same as who reads layouts of others sees it."""
         _, kind, plus = _PACKED.get(self.format.name, ("", "", 0))
@@ -179,10 +180,13 @@ class Tiles(Scaled):
         return grid.has_sound(side) and bool(((scales > 0) & (scales < math.inf)).all())
 
     def factor(self, side: Side, start: int, stop: int) -> Tensor:
+        """[rows, tiles, 1], or [rows, cols] where tiles do not divide rows."""
         grid = self.grid
         (span,) = grid.spans(start, stop)
-        found = grid.factors(grid.scales.fetch(_fetcher(side), span), span, side)
-        return found.expand(span.shape[0], -1)
+        found = grid.scales_of(grid.scales.fetch(_fetcher(side), span), span, side)
+        if self.cols % grid.block[1]:
+            return grid.scales.spread(found, span).expand(span.shape[0], -1)
+        return grid.scales.spread_down(found, span).expand(span.shape[0], -1).unsqueeze(2)
 
     def decode(self, data: Sequence[Tensor], start: int, stop: int, side: Side) -> Tensor:
         grid, (first, _) = self.grid, self.place(start, stop, side)
@@ -193,20 +197,15 @@ class Tiles(Scaled):
         return Stored.summands(self, data, side)
 
     def encode(self, x: Tensor, start: int, found: Measured, work: Workspace) -> Encoded:
+        encoded = super().encode(x, start, found, work)
         if self.format.name not in _PACKED:
-            return super().encode(x, start, found, work)
+            return encoded
         import torch
 
-        from lpconv.formats.narrow import packed
-        from lpconv.forms.blocks import as_float32, block_error
+        from lpconv.formats.narrow import halved
 
-        stop = start + x.numel()
-        value, factor = as_float32(x, work), self.factor(found.side, start, stop)
-        unit = work.coded[: x.numel()]
-        torch.div(rows_of(value, factor), factor, out=rows_of(unit, factor))
-        codes = packed(unit, self.format).view(getattr(torch, _TORCH[self.codes.dtype]))
-        error = block_error(value, self.decode((codes,), start, stop, found.side))
-        return Encoded(data=(codes,), error=error)
+        codes = encoded.data[0] if self.format.storage_bits == 8 else halved(encoded.data[0])
+        return replace(encoded, data=(codes.view(getattr(torch, _TORCH[self.codes.dtype])),))
 
     def measure(self, over: Over, fused: Sequence[Over] = ()) -> Measured:
         """Raises InputError where there are NaN or Inf and the format has none."""
@@ -218,8 +217,9 @@ class Tiles(Scaled):
         rule = TileScales(grain=self.grain, format=self.format, matrix=self.matrix, has_pow2_scale=self.has_pow2_scale)
 
         def look(x: Tensor, work: Workspace) -> tuple[BlockStats, Parts]:
-            stats = block_stats(x, work)
-            return stats, rule.parts(as_float32(x, work).view(-1, self.cols), is_finite=stats.is_finite)
+            value = as_float32(x, work)
+            parts, largest = rule.parts(x.view(-1, self.cols), value.view(-1, self.cols), work.coded)
+            return block_stats(value, work, largest), parts
 
         found = list(over(look))
         stats = sum((s for s, _ in found), BlockStats())

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from lpconv.formats import codes
 from lpconv.formats.cast import cast
-from lpconv.formats.narrow import nearest_, packed
+from lpconv.formats.narrow import coded_, nearest_, num_zero_codes, packed
 from lpconv.formats.spec import FORMATS, Format
 
 
@@ -23,7 +23,11 @@ def edges(element: Format) -> Tensor:
 def test_the_codes_are_those_of_the_reference(name: str) -> None:
     element = FORMATS[name]
     x = edges(element)
-    assert torch.equal(nearest_(x.clone(), element), cast(x, element) + 0.0)
+    unpacked = torch.empty(x.shape, dtype=torch.uint8)
+    numbers = coded_(x.clone(), element, unpacked)
+    assert torch.equal(numbers, cast(x, element) + 0.0)
+    assert torch.equal(nearest_(x.clone(), element), numbers)
+    assert num_zero_codes(unpacked, element) == int((numbers == 0).sum())
     wanted = codes.encode(x, element).view(torch.uint8)
     biased = {"e2m1": 0, "int4": 0x88, "int8": 0x80}[name]
     assert torch.equal(packed(x.clone(), element), wanted ^ biased)

@@ -6,9 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from lpconv.formats.grains import known_grain
 from lpconv.formats.spec import FORMATS
-from lpconv.forms import lookup, scaled
+from lpconv.forms import codes as module
 from lpconv.forms.blocks import Workspace, block_error, num_zeros
+from lpconv.forms.compressed import CompressedTiles
+from lpconv.forms.facts import Settings
 from lpconv.forms.scaled import Scaled
 
 NUM = 2**16
@@ -26,10 +29,10 @@ BLOCKS = {
 
 def encoded(x: Tensor, fmt: str) -> tuple[Tensor, object, bool]:
     """Codes and error, and whether a table gave them."""
-    before, work = scaled._table.cache_info(), Workspace()
+    before, work = module._table.cache_info(), Workspace()
     form = Scaled(name="w", shape=x.shape, format=FORMATS[fmt])
     found = form.encode(x, 0, form.measure(lambda job: [job(x, work)]), work)
-    return found.data[0].clone(), found.error, scaled._table.cache_info() != before
+    return found.data[0].clone(), found.error, module._table.cache_info() != before
 
 
 @pytest.mark.parametrize("fmt", ["e4m3fn", "e5m2"])
@@ -41,15 +44,48 @@ def test_a_table_gives_what_the_encoder_gives(
     x = BLOCKS[block].to(dtype)
     codes, error, looked = encoded(x, fmt)
     assert looked == (block != "not finite")
-    monkeypatch.setattr(lookup, "LEAST_ELEMENTS", NUM + 1)
+    monkeypatch.setattr(module, "LEAST_ELEMENTS", NUM + 1)
     wanted, wanted_error, looked = encoded(x, fmt)
     assert not looked
     assert torch.equal(codes.view(torch.uint8), wanted.view(torch.uint8))
     assert error == wanted_error
 
 
+def tiled(x: Tensor, fmt: str, grain: str, scale: str = "pow2") -> tuple[Tensor, object, bool]:
+    """As `encoded`, with scales for tiles of rows of 256 numbers."""
+    before, work, rows = module._table.cache_info(), Workspace(), x.view(-1, 256)
+    settings = Settings(grain=known_grain(grain), scale=scale)
+    form = CompressedTiles.of("w", tuple(rows.shape), FORMATS[fmt], settings)
+    found = form.encode(x, 0, form.measure(lambda job: [job(x, work)]), work)
+    return found.data[0].clone(), found.error, module._table.cache_info() != before
+
+
+@pytest.mark.parametrize(
+    ("fmt", "grain"), [("e4m3fn", "row"), ("e5m2", "mx"), ("e4m3fn", "128x128"), ("e2m1", "mx"), ("int8", "group:64")]
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_tiles_with_scales_far_apart_are_looked_up_too(
+    dtype: torch.dtype, fmt: str, grain: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = (NUMBERS.view(256, 256) * torch.logspace(-4, 4, 256, base=2).view(-1, 1)).view(-1).to(dtype)
+    x[: 5 * 256] = 0
+    codes, error, looked = tiled(x, fmt, grain)
+    assert looked
+    monkeypatch.setattr(module, "LEAST_ELEMENTS", NUM + 1)
+    wanted, wanted_error, looked = tiled(x, fmt, grain)
+    assert not looked
+    assert torch.equal(codes.view(torch.uint8), wanted.view(torch.uint8))
+    assert error == wanted_error
+
+
+@pytest.mark.parametrize(("scale", "spread"), [("pow2", 80), ("exact", 1)])
+def test_scales_too_far_apart_and_others_than_powers_of_two_are_not_looked_up(scale: str, spread: int) -> None:
+    x = (NUMBERS.view(256, 256) * torch.logspace(-spread, 0, 256, base=2).view(-1, 1)).view(-1).bfloat16()
+    assert not tiled(x, "e4m3fn", "row", scale)[2]
+
+
 def test_a_scale_that_is_no_power_of_two_leaves_no_room_for_codes() -> None:
-    assert scaled._table(torch.bfloat16, 0.3, FORMATS["e4m3fn"]) is None
+    assert module._table(torch.bfloat16, 0.3, FORMATS["e4m3fn"]) is None
 
 
 def test_zeros_of_both_signs_are_counted() -> None:

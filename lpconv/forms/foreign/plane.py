@@ -118,14 +118,19 @@ class Plane:
 
     def spread(self, x: Tensor, span: Span) -> Tensor:
         """Numbers of blocks as they are for each element of a span, or as they broadcast to it."""
-        (top, _), (left, _) = self._blocks(span)
-        (rows, cols), (height, width) = self.block, span.shape
-        if rows > 1 and x.shape[0] > 1:
-            skipped = span.top - top * rows
-            x = x.unsqueeze(1).expand(-1, rows, -1).flatten(0, 1)[skipped : skipped + height]
+        x = self.spread_down(x, span)
+        cols, left = self.block[1], self._blocks(span)[1][0]
         if cols > 1 and x.shape[1] > 1:
             skipped = span.left - left * cols
-            x = x.unsqueeze(2).expand(-1, -1, cols).flatten(1)[:, skipped : skipped + width]
+            x = x.unsqueeze(2).expand(-1, -1, cols).flatten(1)[:, skipped : skipped + span.shape[1]]
+        return x
+
+    def spread_down(self, x: Tensor, span: Span) -> Tensor:
+        """Numbers of blocks as they are for each row of a span, or as they broadcast to these."""
+        rows, top = self.block[0], self._blocks(span)[0][0]
+        if rows > 1 and x.shape[0] > 1:
+            skipped = span.top - top * rows
+            x = x.unsqueeze(1).expand(-1, rows, -1).flatten(0, 1)[skipped : skipped + span.shape[0]]
         return x
 
     def _blocks(self, span: Span) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -1,0 +1,136 @@
+"""The codes of a block for one scale or one for every tile, one to an element: encoding, decoding, the slow reference.
+
+A scale is a number, or an fp32 tensor that broadcasts to what `rows_of` makes of a block: [rows, 1], [rows, tiles, 1]
+or, where tiles do not divide rows, [rows, cols].
+"""
+
+import functools
+import math
+
+import torch
+from torch import Tensor
+
+from lpconv.formats.cast import cast
+from lpconv.formats.narrow import coded_, num_zero_codes
+from lpconv.formats.spec import Format
+from lpconv.forms.blocks import Workspace, as_float32, block_error, error_of, num_zeros, room
+from lpconv.forms.facts import BlockError, BlockStats
+from lpconv.forms.lookup import LEAST_ELEMENTS, Tables, beginnings, binades, look_up, numbers, table
+from lpconv.kernels.decode import decode as decode_fp8
+
+__all__ = ["decode", "encode", "rows_of", "wanted", "wanted_of_bf16"]
+
+
+def rows_of(x: Tensor, scale: float | Tensor) -> Tensor:
+    """A 1-D block as it is for one scale, as rows for a tensor of scales."""
+    return x if isinstance(scale, float) else x.view(*scale.shape[:-1], -1)
+
+
+def encode(
+    x: Tensor, scale: float | Tensor, fmt: Format, work: Workspace, stats: BlockStats
+) -> tuple[Tensor, BlockError]:
+    """The codes of one block of x / scale, in the workspace, and the error against x.
+
+    `x` is 1-D of any floating dtype, the codes are 1-D of the format's dtype, or bytes as of `formats.narrow`. `stats`
+    are the tensor's: with NaN or Inf, NaN stays NaN, and Inf stays Inf or becomes NaN in formats without Inf: never a
+    usable number.
+    """
+    codes = room(work.root, x.numel(), _dtype(fmt))
+    is_short = x.itemsize == 2 and codes.itemsize == 1 and x.numel() >= LEAST_ELEMENTS
+    tables = _tables(x.dtype, scale, fmt, stats) if is_short and stats.is_finite else None
+    if tables is not None:
+        difference = look_up(x, tables, codes, work)
+        return codes, error_of(
+            difference, lambda: as_float32(x, work), num_flushed=_num_zeros(codes, fmt) - num_zeros(x)
+        )
+    value = as_float32(x, work)
+    got = _rounded(value, scale, fmt, codes, work, is_finite=stats.is_finite)
+    flushed = _num_zeros(codes, fmt) - num_zeros(value) if codes.itemsize == 1 and stats.is_finite else 0
+    return codes, block_error(value, got, num_flushed=flushed)
+
+
+def decode(codes: Tensor, scale: float | Tensor, *, out: Tensor | None = None) -> Tensor:
+    """codes · scale in fp32, 1-D; `codes` has the dtype of a format that scaled checkpoints use."""
+    if out is None:
+        out = torch.empty(codes.shape)
+    if codes.dtype == torch.float32 and isinstance(scale, float):
+        return torch.mul(codes, scale, out=out)
+    value = decode_fp8(codes, torch.float32, out=out) if codes.dtype.itemsize == 1 else out.copy_(codes)
+    rows_of(value, scale).mul_(scale)
+    return value
+
+
+def wanted(value: Tensor, scale: float | Tensor, fmt: Format) -> Tensor:
+    """What fp32 numbers become, by the slow reference."""
+    unit = rows_of(value, scale) / scale
+    if not fmt.has_inf:
+        unit = unit.masked_fill(torch.isinf(unit), math.nan)
+    return (cast(unit, fmt, overflow="inf" if fmt.has_inf else "saturate") * scale).view(-1)
+
+
+@functools.lru_cache(maxsize=8)
+def wanted_of_bf16(fmt: Format, scale: float) -> Tensor:
+    """What every bf16 number becomes, by its bits: no tensor, however large, has more than these 65,536."""
+    return wanted((torch.arange(2**16, dtype=torch.int32) << 16).view(torch.float32), scale, fmt)
+
+
+def _rounded(
+    value: Tensor, scale: float | Tensor, fmt: Format, codes: Tensor, work: Workspace, *, is_finite: bool
+) -> Tensor:
+    """Write the codes of fp32 numbers into `codes`; returns what they stand for."""
+    count = value.numel()
+    coded = codes if codes.dtype == torch.float32 else work.coded[:count]
+    # Powers of two have an exact reciprocal; dividing is right for every scale but slower.
+    if isinstance(scale, float) and math.frexp(scale)[0] == 0.5:
+        torch.mul(value, 1 / scale, out=coded)
+    else:
+        torch.div(rows_of(value, scale), scale, out=rows_of(coded, scale))
+    if codes.dtype == torch.uint8:
+        coded_(coded, fmt, codes, (work.error[:count], work.residual[:count]))
+        rows_of(coded, scale).mul_(scale)
+        return coded
+    if not is_finite and not fmt.has_inf:
+        coded.masked_fill_(torch.isinf(coded), math.nan)
+    if coded is not codes:
+        codes.copy_(coded)
+    return decode(codes, scale, out=work.error[:count])
+
+
+def _tables(dtype: torch.dtype, scale: float | Tensor, fmt: Format, stats: BlockStats) -> Tables | None:
+    """Where to look 16-bit numbers up; None where that cannot be."""
+    if isinstance(scale, float):
+        found = _table(dtype, scale, fmt) if stats.absmax <= fmt.max * scale else None
+        return None if found is None else (found, None)
+    span = binades(scale)
+    found = None if span is None else _joined(dtype, fmt, *span)
+    return None if span is None or found is None else (found, beginnings(scale, span[0]))
+
+
+@functools.lru_cache(maxsize=4)
+def _joined(dtype: torch.dtype, fmt: Format, first: int, count: int) -> Tensor | None:
+    """The tables of so many powers of two behind each other, from a biased exponent on."""
+    found = [_table(dtype, math.ldexp(1.0, e - 127), fmt) for e in range(first, first + count)]
+    tables = [t for t in found if t is not None]
+    return torch.cat(tables) if len(tables) == count else None
+
+
+@functools.lru_cache(maxsize=32)
+def _table(dtype: torch.dtype, scale: float, fmt: Format) -> Tensor | None:
+    """The codes of all numbers of a 16-bit dtype and their errors, None where they do not fit beside each other.
+
+    The errors of numbers beyond the format's range are not to the last bit.
+    """
+    values = numbers(dtype)
+    codes = torch.empty(len(values), dtype=_dtype(fmt))
+    got = _rounded(values, scale, fmt, codes, Workspace(), is_finite=True)
+    return table(got - values, codes, values.abs() <= fmt.max * scale)
+
+
+def _dtype(fmt: Format) -> torch.dtype:
+    """What codes have in memory, one to an element."""
+    dtype: torch.dtype = getattr(torch, fmt.torch) if fmt.safetensors and fmt.torch else torch.uint8
+    return dtype
+
+
+def _num_zeros(codes: Tensor, fmt: Format) -> int:
+    return num_zero_codes(codes, fmt) if codes.dtype == torch.uint8 else num_zeros(codes)
