@@ -240,7 +240,8 @@ def leave_outputs(outputs: Any, scaling: Scaling) -> Any:
     if isinstance(outputs, dict):
         return type(outputs)(**{k: leave_outputs(v, scaling) for k, v in outputs.items()})
     if isinstance(outputs, (tuple, list)):
-        return type(outputs)([leave_outputs(v, scaling) for v in outputs])
+        left = [leave_outputs(v, scaling) for v in outputs]
+        return type(outputs)(*left) if hasattr(outputs, "_fields") else type(outputs)(left)  # a NamedTuple
     return outputs
 
 

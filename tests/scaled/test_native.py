@@ -3,7 +3,7 @@
 import copy
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -98,6 +98,39 @@ def test_data_are_those_of_the_unit_scaling_package(name: str) -> None:
     found = data_and_grads(ours, [scaled_tensor(x, 1.0, numerics=NATIVE) for x in plain], grad)
     for x, y in zip(found, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
+
+
+class Answer(NamedTuple):
+    loss: Tensor
+    features: Tensor
+
+
+class ConvolutionalModel(nn.Module):
+    """A causal convolution of embedded ids in groups, and its prediction; it is not of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.inner, self.head = nn.Embedding(50, 32), nn.Conv1d(32, 32, 5, groups=4), nn.Linear(32, 50)
+
+    def forward(self, ids: Tensor) -> Answer:
+        features = self.inner(F.pad(self.table(ids[:, :-1]).transpose(1, 2), (4, 0))).transpose(1, 2)
+        return Answer(F.cross_entropy(self.head(F.relu(features)).flatten(0, 1), ids[:, 1:].flatten()), features)
+
+
+@pytest.mark.parametrize("compute", ["fp32", "fp16"])
+def test_a_model_of_convolutions_is_drawn_and_has_data_of_unit_size(compute: str) -> None:
+    plain = ConvolutionalModel()
+    initialise(plain, seed=0)
+    drawn = plain.inner.weight.detach()
+    assert float(drawn.sum((1, 2)).abs().max()) < 1e-5  # an activation's mean is multiplied by zero
+    assert float(drawn.std()) == pytest.approx((8 * 5) ** -0.5, rel=0.05)
+    model = scaled(plain, method="native", compute=compute, strict=True)
+    answer = model(torch.randint(0, 50, (16, 40)))
+    answer.loss.backward()
+    assert type(answer) is Answer
+    assert not isinstance(answer.features, ScaledTensor)
+    for name, parameter in model.named_parameters():
+        assert 0.5 < rms(parameter.grad) < 2, name
 
 
 @pytest.mark.parametrize(("transposed", "weight"), [(False, (12, 6, 4, 4)), (True, (24, 6, 4, 4))])
