@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 
-__all__ = ["KINDS", "NORMS", "RESIDUALS", "CharacterLM", "Shape"]
+__all__ = ["KINDS", "NORMS", "RESIDUALS", "VARIANTS", "CharacterLM", "Shape"]
 
 NUM_BYTES, HEAD_SIZE, KERNEL, GROUPS = 256, 32, 7, 8
 
@@ -51,7 +51,7 @@ class Attention(nn.Module):
 
 
 class Recurrence(nn.Module):
-    """A recurrent highway: h ← σ(-g)·h + σ(g)·tanh(t). σ(-g) is 1 - σ(g), of which a native scale knows the size."""
+    """A recurrent highway: h ← σ(-g)·h + σ(g)·tanh(t)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -63,9 +63,19 @@ class Recurrence(nn.Module):
         for step in steps:
             gate, update = (step if hidden is None else step + self.state(hidden)).chunk(2, 1)
             fresh = torch.sigmoid(gate) * torch.tanh(update)
-            hidden = fresh if hidden is None else torch.sigmoid(-gate) * hidden + fresh
+            hidden = fresh if hidden is None else self.stay(gate) * hidden + fresh
             found.append(hidden)
         return torch.stack(found, 1)
+
+    def stay(self, gate: Tensor) -> Tensor:
+        return torch.sigmoid(-gate)
+
+
+class RecurrenceByDifference(Recurrence):
+    """The same function, with 1 - σ(g) for σ(-g)."""
+
+    def stay(self, gate: Tensor) -> Tensor:
+        return 1 - torch.sigmoid(gate)
 
 
 class Feedforward(nn.Module):
@@ -80,6 +90,7 @@ class Feedforward(nn.Module):
 
 
 KINDS: dict[str, type[nn.Module]] = {"convolution": Convolution, "attention": Attention, "recurrence": Recurrence}
+VARIANTS = KINDS | {"recurrence by 1 - gate": RecurrenceByDifference}
 NORMS = ("pre", "post", "none")
 RESIDUALS = ("sum", "half", "mean")
 
@@ -108,7 +119,7 @@ class CharacterLM(nn.Module):
         super().__init__()
         width = shape.width
         self.embedding, self.positions = nn.Embedding(NUM_BYTES, width), nn.Embedding(shape.length, width)
-        makers = [maker for _ in range(shape.depth) for maker in (KINDS[shape.kind], Feedforward)]
+        makers = [maker for _ in range(shape.depth) for maker in (VARIANTS[shape.kind], Feedforward)]
         self.trunk = nn.Sequential(*(Branch(make(width), shape, i) for i, make in enumerate(makers, start=1)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, NUM_BYTES)
         self.apply(_start)

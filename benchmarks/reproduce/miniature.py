@@ -30,6 +30,7 @@ __all__ = [
     "mean_curve",
     "observe",
     "read_arguments",
+    "rms",
     "save",
     "start_model",
     "train",
@@ -106,8 +107,8 @@ def observe(model: nn.Module, batch: dict[str, Tensor]) -> dict[tuple[str, str],
     seen: dict[tuple[str, str], float] = {}
 
     def on_output(name: str, out: Tensor) -> None:
-        seen[name, "activation"] = _rms(out)
-        out.register_hook(lambda grad: seen.__setitem__((name, "gradient"), _rms(grad)))
+        seen[name, "activation"] = rms(out)
+        out.register_hook(lambda grad: seen.__setitem__((name, "gradient"), rms(grad)))
 
     handles = [
         module.register_forward_hook(lambda _, __, out, name=name: on_output(name, out))
@@ -121,7 +122,8 @@ def observe(model: nn.Module, batch: dict[str, Tensor]) -> dict[tuple[str, str],
     return seen
 
 
-def _rms(x: Tensor) -> float:
+def rms(x: Tensor) -> float:
+    """The root mean square of the data."""
     data = x.data_part if isinstance(x, ScaledTensor) else x
     return float(data.detach().double().square().mean().sqrt())
 

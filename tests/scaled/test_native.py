@@ -49,9 +49,33 @@ def test_activation_factors_are_the_inverse_sizes_over_gaussian_samples(name: st
     x = at_unit((400_000,)).requires_grad_()
     out = getattr(F, name)(x)
     out.backward(gradient=scaled_tensor(torch.randn(400_000), 1.0, numerics=NATIVE))
-    assert float(out.data_part.std()) == pytest.approx(1, rel=0.02)
+    size = rms(out) if name == "sigmoid" else float(out.data_part.std())  # a gate multiplies by its mean too
+    assert size == pytest.approx(1, rel=0.02)
     assert rms(x.grad) == pytest.approx(1, rel=0.02)
     torch.testing.assert_close(out.dequantize(), getattr(F, name)(x.data_part), rtol=1e-5, atol=1e-6)
+
+
+def test_what_a_gate_leaves_has_unit_size() -> None:
+    torch.manual_seed(0)
+    z = at_unit((100_000,)).requires_grad_()
+    left = 1 - torch.sigmoid(z)
+    left.backward(gradient=scaled_tensor(torch.randn(100_000), 1.0, numerics=NATIVE))
+    assert rms(left) == pytest.approx(1, rel=0.02)
+    assert rms(z.grad) == pytest.approx(1, rel=0.02)
+    torch.testing.assert_close(left.dequantize(), 1 - torch.sigmoid(z.data_part))
+
+
+def test_data_of_a_gated_recurrence_do_not_drift() -> None:
+    torch.manual_seed(0)
+    x, w = at_unit((60, 16, 64)).requires_grad_(), at_unit((64, 64), 1 / 8).requires_grad_()
+    hidden = torch.tanh(x[0])
+    for step in x[1:]:
+        gate = torch.sigmoid(hidden @ w)
+        hidden = (1 - gate) * hidden + gate * torch.tanh(step)
+    hidden.backward(gradient=scaled_tensor(torch.randn(hidden.shape), 1.0, numerics=NATIVE))
+    assert 0.5 < rms(hidden) < 2
+    assert 0.5 < rms(w.grad) < 4
+    assert 0.5 < rms(x.grad[-1]) < 2
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
