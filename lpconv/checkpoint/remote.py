@@ -298,7 +298,7 @@ def _changed(where: str) -> InputError:
 
 def _failed(error: Exception, where: str, writing: bool) -> LpconvError:
     first = re.sub(r"\?\S+", "", str(error).partition("\n")[0])
-    if re.search(r"\b40[13]\b", first):
+    if re.search(r"status code: 40[13]\b", first):  # beside it stands how many milliseconds that took
         hint = _CREDENTIALS.get(urlsplit(where).scheme, "is it public?")
         return InputError(f"there is no access to `{where}`", hint=hint)
     kind, done = (ResourceError, "written") if writing else (InputError, "read")

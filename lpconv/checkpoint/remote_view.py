@@ -24,7 +24,7 @@ from lpconv.checkpoint.remote import UNFINISHED, RemoteObject, fetch, head, hub_
 from lpconv.checkpoint.staging import MARKER
 from lpconv.errors import InputError
 
-__all__ = ["view_of"]
+__all__ = ["copy_of", "view_of"]
 
 _CONFIG, _SUMS = "config.json", "SHA256SUMS"
 _AT_ONCE = 8  # requests
@@ -55,6 +55,20 @@ def view_of(url: str, *, whole: bool) -> Path:
     if _CONFIG not in {o.name for o in objects}:
         raise InputError(f"`{url}` has no config.json", hint="is it the URL of a Hugging Face checkpoint?")
     return _made(url, objects, whole=whole, last=_CONFIG)
+
+
+def copy_of(url: str, name: str) -> Path:
+    """A copy of one object below a checked URL, as it is now. Raises InputError where there is none."""
+    found = head(url, name)
+    if found is None:
+        raise InputError(f"`{url}` has no {name}", hint="`lpconv inspect` says what it holds")
+    _put(url, found, _cached(url), whole=True)
+    return _cached(url) / name
+
+
+def _cached(url: str) -> Path:
+    """Where the cache keeps what comes from a URL."""
+    return cache_folder("remote") / PurePosixPath(url.replace("://", "/").replace(":", "_"))
 
 
 def _objects(url: str) -> list[RemoteObject]:
@@ -108,8 +122,7 @@ def _made(url: str, objects: Sequence[RemoteObject], *, whole: bool, last: str) 
     """The directory of these objects, made or completed where it is not there; the file `last` says that it is."""
     state = json.dumps([url, [astuple(o) for o in objects]])
     digest = hashlib.sha256(state.encode()).hexdigest()[:16]
-    folder = cache_folder("remote") / PurePosixPath(url.replace("://", "/").replace(":", "_"))
-    copy, view = folder / f"{digest}-copy", folder / digest
+    copy, view = _cached(url) / f"{digest}-copy", _cached(url) / digest
     if whole or (copy / last).exists():
         view = copy
     if not (view / last).exists():

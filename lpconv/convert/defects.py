@@ -61,7 +61,7 @@ def check_repairable(contents: Contents, problems: tuple[str, ...]) -> None:
     """Raise UnsupportedError for a checkpoint without scales of others, or with problems that no scale mends."""
     if contents.kind != "safetensors" or quantized_by(contents.config) not in READ:
         raise UnsupportedError(
-            f"`{contents.directory}` has no scales that could be repaired", hint="`lpconv inspect` says what it holds"
+            "the checkpoint has no scales that could be repaired", hint="`lpconv inspect` says what it holds"
         )
     if problems:
         raise beyond_repair(problems[0])

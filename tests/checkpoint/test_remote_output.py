@@ -10,11 +10,13 @@ import pytest
 import torch
 from checkpoints import REPORTS, files_of, write_checkpoint
 from stores import offered
+from typer.testing import CliRunner
 
 from benchmarks.object_store import ENVIRONMENT, Fault, Request, Store
 from lpconv.checkpoint import remote
 from lpconv.checkpoint.remote import UNFINISHED
 from lpconv.checkpoint.resolve import directory_of, resolve
+from lpconv.cli.main import app
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.run import convert, finish
 from lpconv.errors import InputError, LpconvError, OutputExistsError, ResourceError, UnsupportedError, VerificationError
@@ -54,6 +56,15 @@ def test_the_bytes_are_those_of_a_local_output(store: Store, source: Path, tmp_p
     assert {n: data for n, data in ours.items() if n not in REPORTS} == theirs
     assert json.loads(ours["report.json"])["output"] == URL
     assert not any(p.is_file() for p in (tmp_path / "cache").rglob("*"))
+
+
+def test_its_report_is_shown(store: Store, source: Path) -> None:
+    run(source)
+    said = CliRunner().invoke(app, ["report", URL])
+    assert said.exit_code == 0, said.stderr
+    assert f"→ {URL}" in said.stdout
+    del store.objects["out/report.json"]
+    assert CliRunner().invoke(app, ["report", URL]).exit_code == 3
 
 
 def test_what_makes_it_an_output_comes_last(store: Store, source: Path) -> None:
