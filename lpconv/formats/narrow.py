@@ -56,11 +56,13 @@ def num_zero_codes(codes: Tensor, element: Format) -> int:
     return raw.size - int(np.count_nonzero(raw & (_half(element) - 1)))
 
 
-def halved(codes: Tensor, out: Tensor | None = None) -> Tensor:
-    """Codes of 4 bits (1-D bytes) two in a byte, the first in its lower half. `out`, half as many, is filled."""
+def halved(codes: Tensor, spare: Tensor | None = None) -> Tensor:
+    """Codes of 4 bits (1-D bytes) two in a byte, the first in its lower half. `spare` are twice as many bytes."""
     pairs = codes.view(torch.int16)
-    out = torch.empty(pairs.shape, dtype=torch.uint8) if out is None else out
-    return out.copy_((pairs >> 4).bitwise_or_(pairs))
+    count = codes.numel()
+    spare = torch.empty(2 * count, dtype=torch.uint8) if spare is None else spare
+    both = torch.bitwise_right_shift(pairs, 4, out=spare[:count].view(torch.int16)).bitwise_or_(pairs)
+    return spare[count : count + count // 2].copy_(both)
 
 
 def packed(x: Tensor, element: Format) -> Tensor:

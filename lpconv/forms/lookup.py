@@ -8,6 +8,7 @@ powers of two, whose tables lie behind each other.
 
 import functools
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,10 +42,10 @@ def table(difference: Tensor, codes: Tensor, used: Tensor) -> Tensor | None:
 def binades(scales: Tensor) -> tuple[int, int] | None:
     """The powers of two for which fp32 scales need tables, by the lowest biased exponent and their number; None where
     they are not all powers of two, or lie too far apart."""
-    bits = scales.view(torch.int32)
-    if not bits.numel() or (bits & _MANTISSA).any():
+    bits = scales.numpy().view(np.int32)
+    if not bits.size or int(np.bitwise_or.reduce(bits, axis=None)) & _MANTISSA:
         return None
-    low, high = int(bits.amin()) >> _MANTISSA_BITS, int(bits.amax()) >> _MANTISSA_BITS
+    low, high = int(bits.min()) >> _MANTISSA_BITS, int(bits.max()) >> _MANTISSA_BITS
     first = low // _BINADES * _BINADES
     count = (high // _BINADES + 1) * _BINADES - first
     return (first, count) if low > 0 and high < 0xFF and count <= _MOST_BINADES else None

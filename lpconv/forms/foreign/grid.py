@@ -135,7 +135,10 @@ class Grid(Stored):
 
     def scales_of(self, raw: Tensor, span: Span, side: Side) -> Tensor:
         """The scales in fp32 of the blocks that a span touches, the one factor included."""
-        scales = self.scales.numbers(raw, span)
+        return self.with_factor(self.scales.numbers(raw, span), side)
+
+    def with_factor(self, scales: Tensor, side: Side) -> Tensor:
+        """Scales in fp32 with the one factor that all have, where there is one."""
         if self.factor is None:
             return scales
         factor = side[self.factor.name].float().reshape(())

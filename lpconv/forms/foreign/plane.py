@@ -16,7 +16,7 @@ from lpconv.forms.stored import Fetch
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["INTEGERS", "Plane", "Span", "one_by_one"]
+__all__ = ["INTEGERS", "Plane", "Span", "one_by_one", "stored_numbers"]
 
 # Unsigned integers of so many bits, 32 / bits in a word of 32, the first in the lowest bits.
 INTEGERS = {2: "uint2", 4: "uint4", 8: "uint8"}
@@ -53,7 +53,7 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class Plane:
-    """`kind` says how a number is made of what is stored: see `_numbers`. Words lie along `axis`.
+    """`kind` says how a number is made of what is stored: see `stored_numbers`. Words lie along `axis`.
 
     Each number stands for `block` elements. `plus` is added to a number, and kept within its bits where `wraps`.
     """
@@ -105,7 +105,7 @@ class Plane:
 
     def numbers(self, raw: Tensor, span: Span) -> Tensor:
         """The numbers in fp32, one for each block that a span touches."""
-        x = _numbers(raw, self.kind, self.axis)
+        x = stored_numbers(raw, self.kind, self.axis)
         if self.plus:
             x = x + self.plus
             if self.wraps:
@@ -118,19 +118,14 @@ class Plane:
 
     def spread(self, x: Tensor, span: Span) -> Tensor:
         """Numbers of blocks as they are for each element of a span, or as they broadcast to it."""
-        x = self.spread_down(x, span)
-        cols, left = self.block[1], self._blocks(span)[1][0]
-        if cols > 1 and x.shape[1] > 1:
-            skipped = span.left - left * cols
-            x = x.unsqueeze(2).expand(-1, -1, cols).flatten(1)[:, skipped : skipped + span.shape[1]]
-        return x
-
-    def spread_down(self, x: Tensor, span: Span) -> Tensor:
-        """Numbers of blocks as they are for each row of a span, or as they broadcast to these."""
-        rows, top = self.block[0], self._blocks(span)[0][0]
+        (top, _), (left, _) = self._blocks(span)
+        (rows, cols), (height, width) = self.block, span.shape
         if rows > 1 and x.shape[0] > 1:
             skipped = span.top - top * rows
-            x = x.unsqueeze(1).expand(-1, rows, -1).flatten(0, 1)[skipped : skipped + span.shape[0]]
+            x = x.unsqueeze(1).expand(-1, rows, -1).flatten(0, 1)[skipped : skipped + height]
+        if cols > 1 and x.shape[1] > 1:
+            skipped = span.left - left * cols
+            x = x.unsqueeze(2).expand(-1, -1, cols).flatten(1)[:, skipped : skipped + width]
         return x
 
     def _blocks(self, span: Span) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -147,7 +142,7 @@ class Plane:
         return (top, bottom), (left // n, -(-right // n))
 
 
-def _numbers(raw: Tensor, kind: str, axis: int) -> Tensor:
+def stored_numbers(raw: Tensor, kind: str, axis: int) -> Tensor:
     """Stored elements [h, w] as fp32 numbers.
 
     ``fp8`` and ``wide`` are numbers of their dtype, ``e8m0`` bytes 2^(byte - 127), of which 255 is NaN (OCP MX 1.0,
