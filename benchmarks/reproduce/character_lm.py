@@ -25,11 +25,11 @@ from native import PLAIN, native_arm, plain_fp16
 from scaled_training import plain_fp8
 from torch import nn
 
-PLAIN_RATES, NATIVE_RATES = [2.0**e for e in (-9, -8, -7)], [2.0**e for e in (-6, -5, -4)]
+PLAIN_RATES, NATIVE_RATES = [2.0**e for e in (-8, -7, -6)], [2.0**e for e in (-5, -4, -3)]
 LOSS_SCALES = (1, 2048)
 LOW: dict[str, Callable[[nn.Module], nn.Module]] = {"fp16": plain_fp16, "fp8": plain_fp8}
-WIDTHS, STEPS = (32, 96, 256), 150
-RATES = {"plain": (-11, -6), "unit": (-9, -4), "u-mup": (-5, 0)}  # first and last power of two
+WIDTHS, STEPS = (32, 96, 256), 120
+RATES = {"plain": (-10, -5), "unit": (-7, -2), "u-mup": (-3, 2)}  # first and last power of two
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,13 +49,10 @@ class Run:
 
 
 def shapes() -> list[Shape]:
-    """Every place of norms at the running mean, every way to add at norms before; two layers of short recurrences."""
-    found = []
-    for kind in KINDS:
-        sizes = {"depth": 2, "length": 32} if kind == "recurrence" else {}
-        ways = [(norm, "mean") for norm in NORMS] + [("pre", way) for way in RESIDUALS if way != "mean"]
-        found += [Shape(kind=kind, norm=norm, residual=way, **sizes) for norm, way in ways]
-    return found
+    """Every place of norms at the running mean, and every way to add for attention; two layers of short recurrences."""
+    short = {"depth": 2, "length": 32}
+    found = [Shape(kind=kind, norm=norm, **(short if kind == "recurrence" else {})) for kind in KINDS for norm in NORMS]
+    return found + [Shape(residual=way) for way in RESIDUALS if way != "mean"]
 
 
 def one(shape: Shape, method: str, arithmetic: str, arm: Arm, lr: float, size: Size) -> Run:
@@ -134,7 +131,7 @@ def width_table(runs: Sequence[Run]) -> str:
 def main() -> None:
     out, given = read_arguments(__doc__)
     size = replace(given, steps=STEPS if given is not QUICK else 2, evaluate_every=STEPS if given is not QUICK else 2)
-    compared = [run for shape in shapes()[:: 1 if given is not QUICK else 5] for run in compare(shape, size)]
+    compared = [run for shape in shapes()[:: 1 if given is not QUICK else 3] for run in compare(shape, size)]
     over_widths = widths(size)
     save(out, asdict(size), {"sweep": [asdict(r) for r in compared], "widths": [asdict(r) for r in over_widths]},
          [shape_table(compared), width_table(over_widths)])  # fmt: skip
