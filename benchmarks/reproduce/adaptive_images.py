@@ -50,7 +50,7 @@ class Block(nn.Module):
 
 
 class Residual(nn.Module):
-    """A residual network of 12 convolutions; it returns its loss and its logits, as models of transformers do."""
+    """A residual network of 10 convolutions; it returns its loss and its logits, as models of transformers do."""
 
     def __init__(self, is_normed: bool, width: int = 16) -> None:
         super().__init__()
