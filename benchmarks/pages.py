@@ -11,12 +11,14 @@ minutes of one core. `tests/report/test_pages_in_browser.py` does the same in CI
 import argparse
 import json
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 from benchmarks.browser import Browser, find_browser, problems
+from lpconv.data import demo_text
 
 _TUNE = "finetune demo --steps 40 --seq-len 64"
 # A page, and the command that writes it.
@@ -24,6 +26,7 @@ COMMANDS = {
     "runs/unit/report.html": "convert demo --method unit --format e4m3fn -o runs/unit",
     "runs/collage/report.html": "convert demo --method collage -o runs/collage",
     "runs/failed.failed/report.html": "convert demo --gate sqnr>=99 -o runs/failed",
+    "verify.html": "verify runs/unit --against demo --data text.txt --max-tokens 512 --html verify.html",
     "compare.html": "report runs/unit runs/collage --html compare.html",
     "runs/probe/report.html": "probe demo -o runs/probe",
     "runs/fp8/report.html": f"{_TUNE} --recipe unit-fp8 --seeds 2 --gate loss<=1 -o runs/fp8",
@@ -41,6 +44,7 @@ VIEWS = {"wide": (1280, False), "wide, dark": (1280, True), "phone": (390, False
 
 def make_pages(work: Path) -> None:
     """Run what has left no page yet; gates that fail are wanted (exit code 5)."""
+    shutil.copyfile(demo_text("heldout"), work / "text.txt")
     for page, command in (BENCHES | COMMANDS).items():
         if not (work / page).exists():
             done = subprocess.run([sys.executable, "-m", "lpconv", *shlex.split(command)], cwd=work, check=False)

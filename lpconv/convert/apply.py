@@ -81,7 +81,7 @@ class Engine:
         """What gives a form the blocks of a tensor. Only the first reading counts as progress."""
         readings = itertools.count()
 
-        def over(job: Callable[[Tensor, Workspace], T], /) -> Iterator[T]:
+        def over(job: Callable[[Tensor, int, Workspace], T], /) -> Iterator[T]:
             is_first = next(readings) == 0
             for block, found in self._workers.over(t, job):
                 if is_first:
@@ -134,9 +134,12 @@ class Engine:
                 if encoded.stats is not None:
                     sums[name] = sums.get(name, BlockStats()) + encoded.stats
                 self._progress.advance(block.source_bytes)
-        nothing = Measured()
-        scales = {t.name: t.form.scale(measured.get(t.name, nothing).side) for t in tensors}
-        return [tensor_record(t, scales[t.name], sums.get(t.name), errors.get(t.name)) for t in tensors]
+        records = []
+        for t in tensors:
+            found = measured.get(t.name, Measured())
+            scale, name = t.form.scale(found.side), t.name
+            records.append(tensor_record(t, scale, sums.get(name), errors.get(name), found))
+        return records
 
 
 def _bytes(data: Tensor) -> memoryview:

@@ -3,10 +3,11 @@
 import dataclasses
 import importlib.metadata
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from lpconv.convert.defects import shown
 from lpconv.convert.job import Job
 from lpconv.convert.options import ConvertOptions
 from lpconv.formats.grains import TENSOR
@@ -102,4 +103,16 @@ def tensor_warnings(tensors: Sequence[TensorRecord]) -> tuple[str, ...]:
             found.append(f"`{t.name}` has {t.num_nan} NaN and {t.num_inf} Inf elements in the source; {kept}")
         if t.num_saturated:
             found.append(f"`{t.name}`: {t.num_saturated} elements are beyond {t.format}'s range and became Inf")
-    return tuple(found)
+    return (*found, *_lost_grids(tensors))
+
+
+def _lost_grids(tensors: Sequence[TensorRecord]) -> Iterator[str]:
+    """Weights that seem to be codes times scales already, and are rounded to few bits a second time."""
+    rounded = [t for t in tensors if t.grid and not t.on_grid and t.max_rel_error]
+    rounded = [t for t in rounded if FORMATS[t.format].storage_bits <= 8]
+    for grid in dict.fromkeys(t.grid for t in rounded):
+        names = [t.name for t in rounded if t.grid == grid]
+        yield (
+            f"{shown(names)}: {grid} codes with scales already, as it seems, and rounded a second time: with --format "
+            f"{grid}, --scale exact and the --granularity that they were made with they would be kept exactly"
+        )

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from lpconv.convert.plan import PlannedTensor
 from lpconv.formats.spec import FORMATS
-from lpconv.forms.facts import BlockError, BlockStats
+from lpconv.forms.facts import BlockError, BlockStats, Measured
 from lpconv.report.plot import FormatRange
 from lpconv.results import TensorRecord
 
@@ -44,7 +44,11 @@ def planned_record(t: PlannedTensor) -> TensorRecord:
 
 
 def tensor_record(
-    t: PlannedTensor, scale: float | None, stats: BlockStats | None, error: BlockError | None
+    t: PlannedTensor,
+    scale: float | None,
+    stats: BlockStats | None,
+    error: BlockError | None,
+    found: Measured | None = None,
 ) -> TensorRecord:
     """What happened to a tensor. `stats` and `error` are None for tensors that were only copied."""
     record = planned_record(t)
@@ -61,6 +65,8 @@ def tensor_record(
         num_inf=stats.num_inf,
         num_saturated=error.num_saturated,
         num_flushed=error.num_flushed,
+        on_grid=found is not None and found.on_grid,
+        grid=found.grid if found else None,
     )
 
 

@@ -141,9 +141,9 @@ def _compare_whole(
     if t.format is None:
         return record, total.right and planned_record(t) == record
     stats = implied.stats if t.form.needs_first_pass else total.stats
-    measured = tensor_record(t, t.form.scale(side), stats, total.error)
-    sums_as_recorded = tensor_record(t, t.form.scale(implied.side), stats, total.implied) == record
-    return measured, total.right and (same_side or not sums_as_recorded) and _is_close(measured, record)
+    measured = tensor_record(t, t.form.scale(side), stats, total.error, implied)
+    again = tensor_record(t, t.form.scale(implied.side), stats, total.implied, implied)
+    return measured, total.right and (same_side or again != record) and _is_close(measured, record)
 
 
 def _compare_pieces(t: PlannedTensor, output: OutputReader, workers: Workers) -> tuple[int, bool]:

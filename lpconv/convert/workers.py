@@ -100,12 +100,13 @@ class Workers:
         """The elements of a block in the source's dtype, 1-D, in the workspace."""
         return read_range(self._source, block.tensor.name, block.start, block.stop, buffer=work.raw)
 
-    def over(self, tensor: PlannedTensor, job: Callable[[Tensor, Workspace], T]) -> Generator[tuple[Block, T]]:
-        """What `job` makes of the elements of each block of a tensor, in order; the elements lie in the workspace."""
+    def over(self, tensor: PlannedTensor, job: Callable[[Tensor, int, Workspace], T]) -> Generator[tuple[Block, T]]:
+        """What `job` makes of the elements of each block of a tensor and where they start, in order; they lie in the
+        workspace."""
 
         def read_and_do(block: Block) -> T:
             with self.borrowed() as work:
-                return job(self.read(block, work), work)
+                return job(self.read(block, work), block.start, work)
 
         return self.in_order(blocks_of([tensor]), read_and_do)
 

@@ -27,10 +27,10 @@ def nearest_(x: Tensor, element: Format) -> Tensor:
 def coded_(x: Tensor, element: Format, codes: Tensor, spare: tuple[Tensor, Tensor] | None = None) -> Tensor:
     """Round finite float32 (1-D) to e2m1, int4 or int8 in place, write a code each into as many bytes, and return `x`.
 
-    Codes are those of `formats.codes`, of integers n + 8 or n + 128; in `x`, not in codes, zeros lose their sign.
-    `spare` are buffers of that size, one of float32 and one of bytes.
+    Codes are those of `formats.codes`, of integers n + 8 or n + 128, where what is nearest to -8 or -128 becomes that.
+    In `x`, not in codes, zeros lose their sign. `spare` are buffers of that size, one of float32 and one of bytes.
     """
-    x.clamp_(-element.max, element.max)
+    x.clamp_(-element.max - element.twos_complement, element.max)
     if element.twos_complement:
         bias = 1.5 * 2.0**_BITS + _half(element)
         codes.copy_(x.add_(bias).view(torch.int32))

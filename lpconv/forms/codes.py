@@ -65,6 +65,8 @@ def wanted(value: Tensor, scale: float | Tensor, fmt: Format) -> Tensor:
     unit = rows_of(value, scale) / scale
     if not fmt.has_inf:
         unit = unit.masked_fill(torch.isinf(unit), math.nan)
+    if fmt.twos_complement:  # which has one number more below, to which `cast` does not round
+        return (torch.where(unit < -fmt.max - 0.5, -fmt.max - 1, cast(unit, fmt)) * scale).view(-1)
     return (cast(unit, fmt, overflow="inf" if fmt.has_inf else "saturate") * scale).view(-1)
 
 

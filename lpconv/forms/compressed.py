@@ -103,6 +103,7 @@ class CompressedTiles(_Layout, Tiles):
     kind: ClassVar[str] = "compressed tiles"
     suffixes: ClassVar[tuple[str, ...]] = (SCALE_SUFFIX, FACTOR_SUFFIX, _PACKED_SUFFIX, _SIZE_SUFFIX)
     whole: ClassVar[type[Scaled]] = Compressed
+    has_short_scales: ClassVar[bool] = True
 
     @classmethod
     def recognise(cls, name: str, headers: Headers) -> Self | None:

@@ -149,10 +149,16 @@ class BlockError:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What the first pass over a tensor found: statistics, and the side tensors that are stored, by name."""
+    """What the first pass over a tensor found: statistics, and the side tensors that are stored, by name.
+
+    `on_grid` says that with these every number of the source is kept, as far as the dtype of its file has it; `grid` is
+    the format on whose grid it seems to lie otherwise.
+    """
 
     stats: BlockStats = field(default_factory=BlockStats)
     side: Mapping[str, Tensor] = field(default_factory=dict)
+    on_grid: bool = False
+    grid: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,9 +51,12 @@ T = TypeVar("T")
 
 
 class Over(Protocol):
-    """Runs a function on every block of one tensor; gives its results in order. Each call reads the tensor anew."""
+    """Runs a function on every block of one tensor, with the element where it starts; gives its results in order.
 
-    def __call__(self, job: Callable[[Tensor, Workspace], T], /) -> Iterable[T]: ...
+    Each call reads the tensor anew, as far as the results are asked for.
+    """
+
+    def __call__(self, job: Callable[[Tensor, int, Workspace], T], /) -> Iterable[T]: ...
 
 
 @dataclass(frozen=True, kw_only=True)

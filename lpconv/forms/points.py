@@ -112,7 +112,7 @@ class PointRows(Form):
         from lpconv.forms.blocks import as_float32, block_stats
         from lpconv.mcf import multipoint
 
-        def fit(x: Tensor, work: Workspace) -> tuple[BlockStats, multipoint.Fit]:
+        def fit(x: Tensor, start: int, work: Workspace) -> tuple[BlockStats, multipoint.Fit]:
             stats = block_stats(x, work)
             if not stats.is_finite:
                 raise InputError(

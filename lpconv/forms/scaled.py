@@ -80,14 +80,20 @@ class Scaled(Form):
         import torch
 
         from lpconv.forms.blocks import block_stats
+        from lpconv.forms.on_grid import OnGrid, first_look
 
-        stats = sum(over(block_stats), BlockStats())
+        stats = sum(over(lambda x, _, work: block_stats(x, work)), BlockStats())
         scale = scale_for(stats, self.format, pow2=self.has_pow2_scale)
         # fp32 codes promise the source's bits back; dividing tiny elements by a large scale could lose some.
         exact = self.format.name == "fp32" and self.has_pow2_scale
-        if exact and scale > 1 and not all(over(lambda x, work: _fits_exactly(x, scale, work))):
+        if exact and scale > 1 and not all(over(lambda x, _, work: _fits_exactly(x, scale, work))):
             scale = 1.0
-        return Measured(stats=stats, side={self.name + SCALE_SUFFIX: torch.tensor([scale], dtype=torch.float32)})
+        side = torch.tensor([scale], dtype=torch.float32)
+        rule = OnGrid(format=self.format, has_pow2_scale=self.has_pow2_scale)
+        looks_so, grid = first_look(over, rule if stats.is_finite else None)
+        kept = rule.scales(over, torch.tensor([[stats.absmax]]), side.view(1, 1)) if looks_so else None
+        side = side if kept is None else kept.view(1)
+        return Measured(stats=stats, side={self.name + SCALE_SUFFIX: side}, on_grid=kept is not None, grid=grid)
 
     def encode(self, x: Tensor, start: int, found: Measured, work: Workspace) -> Encoded:
         from lpconv.forms.codes import encode

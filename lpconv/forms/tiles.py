@@ -51,6 +51,9 @@ class Tiles(Scaled):
     encoded_per_second: ClassVar[float] = 8e7
     suffixes: ClassVar[tuple[str, ...]] = (SCALE_SUFFIX, FACTOR_SUFFIX)
 
+    # Whether readers keep the scales of integers in bf16.
+    has_short_scales: ClassVar[bool] = False
+
     grain: Grain
 
     @classmethod
@@ -219,7 +222,7 @@ class Tiles(Scaled):
 
         rule = TileScales(grain=self.grain, format=self.format, matrix=self.matrix, has_pow2_scale=self.has_pow2_scale)
 
-        def look(x: Tensor, work: Workspace) -> tuple[BlockStats, Parts]:
+        def look(x: Tensor, _: int, work: Workspace) -> tuple[BlockStats, Parts]:
             value = as_float32(x, work)
             parts, largest = rule.parts(value.view(-1, self.cols), work.coded)
             return block_stats(value, work, largest), parts
@@ -231,14 +234,47 @@ class Tiles(Scaled):
                 f"tensor `{self.name}` has NaN or Inf, which no {self.format.name} number is",
                 hint=f"keep it with --exclude '{self.name}'",
             )
-        largest = max([stats.absmax, *(s.absmax for others in fused for s in others(block_stats))])
-        scales, one = rule.stored(rule.joined([parts for _, parts in found]), largest)
-        side = {self.scales.name: scales}
+        largest = max(
+            [stats.absmax, *(s.absmax for others in fused for s in others(lambda x, _, work: block_stats(x, work)))]
+        )
+        parts = rule.joined([parts for _, parts in found])
+        scales, one = rule.stored(parts, largest)
+        kept, grid = self._kept(over, parts["absmax"], scales) if stats.is_finite else (None, None)
+        side = {self.scales.name: scales if kept is None else kept}
         if self.whole_scale is not None and one is not None:
             side[self.whole_scale.name] = one
         if self.size is not None:
             side[self.size.name] = torch.tensor(self.matrix)
-        return Measured(stats=stats, side=side)
+        return Measured(stats=stats, side=side, on_grid=kept is not None, grid=grid)
+
+    def _kept(self, over: Over, absmax: Tensor, usual: Tensor) -> tuple[Tensor | None, str | None]:
+        """The scales of a weight that lies on a grid of codes already, and the grid on which it seems to lie.
+
+        Those of MX need no search: the least power of two that clips nothing keeps whatever another one keeps.
+        """
+        import torch
+
+        from lpconv.forms.on_grid import OnGrid, first_look
+
+        rule = OnGrid(
+            format=self.format,
+            has_pow2_scale=self.has_pow2_scale,
+            tile=self.grain.tile,
+            cols=self.cols,
+            has_short_scales=self.has_short_scales and self.grain.is_fitted,
+        )
+        looks_so, grid = first_look(over, rule if self.grain.scale_dtype == "F32" else None)
+        if not looks_so:
+            return None, grid
+        if self.grain.tile[0] != 1:
+            return rule.scales(over, absmax, usual), grid
+
+        def one_block(x: Tensor, start: int, work: Workspace) -> Tensor | None:  # rows have no tile in common
+            rows = slice(start // self.cols, (start + len(x)) // self.cols)
+            return rule.scales_of_rows(x, absmax[rows], usual[rows], work)
+
+        found = list(over(one_block))
+        return None if any(f is None for f in found) else torch.cat([f for f in found if f is not None]), grid
 
 
 def _holds(grain: Grain, format: Format) -> bool:

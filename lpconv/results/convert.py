@@ -34,7 +34,9 @@ class TensorRecord:
     number of low-bit rows that stand for the tensor's own (None unless multipoint wrote it). `rms` and `absmax`
     describe the source's finite elements. `sqnr_db` is 10·log10(Σx² / Σ(x - x̂)²), infinite where the form is exact;
     `max_rel_error` is the largest |x - x̂| / |x|. `num_saturated` elements lay beyond the format's largest number,
-    `num_flushed` non-zero elements became zero. The measured fields are None for tensors nobody read.
+    `num_flushed` non-zero elements became zero. `on_grid` says that the source lay on a grid of codes of this form
+    already, and that decoded numbers, rounded to the source's dtype, are its own; `grid` is a format on whose grid its
+    first numbers lie, if they do. The measured fields are None for tensors nobody read.
     """
 
     name: str
@@ -56,6 +58,8 @@ class TensorRecord:
     num_inf: int = 0
     num_saturated: int = 0
     num_flushed: int = 0
+    on_grid: bool = False
+    grid: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -150,7 +150,7 @@ def test_nvfp4_is_what_torchao_makes() -> None:
     x = torch.randn(512, 256, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 0, 512).unsqueeze(1)
     form = CompressedTiles.of("w", (512, 256), FORMATS["e2m1"], Settings(scale="exact", grain=GRAINS["nvfp4"]))
     work = Workspace()
-    found = form.measure(lambda job: [job(x.view(-1), work)])
+    found = form.measure(lambda job: [job(x.view(-1), 0, work)])
     (codes,) = form.encode(x.view(-1), 0, found, work).data
     theirs = NVFP4Tensor.to_nvfp4(x, per_tensor_scale=per_tensor_amax_to_scale(x.abs().max()))
     same = theirs.scale.float().view(512, 16) == found.side["w_scale"].float()

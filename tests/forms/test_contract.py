@@ -87,7 +87,7 @@ def _store(form: Form, x: Tensor, rows: int) -> Stored:
     """`x` in a form, by blocks of so many rows, as a conversion writes it."""
     work, size = Workspace(), rows * SHAPE[-1]
     ranges = [(a, min(a + size, x.numel())) for a in range(0, x.numel(), size)]
-    found = form.measure(lambda job: [job(x[a:b], work) for a, b in ranges])
+    found = form.measure(lambda job: [job(x[a:b], a, work) for a, b in ranges])
     data = tuple(torch.zeros(math.prod(c.shape), dtype=TORCH_DTYPES[c.dtype]) for c in form.data)
     for a, b in ranges:
         first, last = form.place(a, b, found.side)

@@ -31,7 +31,7 @@ def encoded(x: Tensor, fmt: str) -> tuple[Tensor, object, bool]:
     """Codes and error, and whether a table gave them."""
     before, work = module._table.cache_info(), Workspace()
     form = Scaled(name="w", shape=x.shape, format=FORMATS[fmt])
-    found = form.encode(x, 0, form.measure(lambda job: [job(x, work)]), work)
+    found = form.encode(x, 0, form.measure(lambda job: [job(x, 0, work)]), work)
     return found.data[0].clone(), found.error, module._table.cache_info() != before
 
 
@@ -56,7 +56,7 @@ def tiled(x: Tensor, fmt: str, grain: str, scale: str = "pow2") -> tuple[Tensor,
     before, work, rows = module._table.cache_info(), Workspace(), x.view(-1, 256)
     settings = Settings(grain=known_grain(grain), scale=scale)
     form = CompressedTiles.of("w", tuple(rows.shape), FORMATS[fmt], settings)
-    found = form.encode(x, 0, form.measure(lambda job: [job(x, work)]), work)
+    found = form.encode(x, 0, form.measure(lambda job: [job(x, 0, work)]), work)
     return found.data[0].clone(), found.error, module._table.cache_info() != before
 
 

@@ -79,6 +79,10 @@ def done_words(result: ConvertResult) -> str:
     kept = sum(t.action == "keep" for t in result.tensors)
     tied = sum(t.action == "tie" for t in result.tensors)
     parts = [f"{count_text(changed)} of {plural(len(result.tensors), 'tensor')} became {_stored_form(result)}"]
+    on_grid = sum(t.on_grid for t in result.tensors)
+    if on_grid:
+        verb = "is" if on_grid == 1 else "are"
+        parts.append(f"{count_text(on_grid)} of these lay on such a grid already and {verb} kept exactly")
     if kept:
         parts.append(f"{count_text(kept)} kept {'its' if kept == 1 else 'their'} bits")
     if tied:

@@ -1,0 +1,208 @@
+"""Weights that lie on the grid of a form already, as quantisation-aware training or another quantiser leaves them.
+
+Such a weight is code · s in every tile, rounded to the dtype of its file, and s is no longer there. With another scale
+it would be rounded a second time; with s again nothing is lost. It is found in three steps, of which a weight that lies
+on no grid takes the first one only:
+
+1. Some numbers of one tile are tried: random ones lie on no grid of up to 8 bits.
+2. The largest number of a tile is some code times s. Of floating-point codes only the significand is unknown, because
+   a scale that is smaller by a power of two holds the same numbers; of integers it is the ratio to the least number,
+   which is one step or a few. So a few guesses give the codes, and each number an interval for s: that of the
+   scales with which its code rounds to it. What the intervals of a tile share is s.
+3. With s every number is decoded and compared. The scales are kept if all are equal.
+
+Zeros of integers have no sign, so -0 becomes 0. The two levels of scales of NVFP4 are not looked for, and int8 in a
+16-bit file is found only where rounding to 16 bits, about as coarse as its steps, leaves the guesses right.
+
+Letters in shapes: H rows and W columns of a block, R and C tiles below and beside each other.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from lpconv.formats.narrow import nearest_
+from lpconv.formats.scale import pow2_ceil
+from lpconv.formats.spec import FORMATS, Format
+from lpconv.forms.blocks import Workspace
+from lpconv.forms.form import Over
+
+__all__ = ["OnGrid", "first_look"]
+
+# What numbers and scales, both [H, W], say of their tiles: [facts, H, W] in fp64, of which a tile's largest counts.
+Facts = Callable[[Tensor, Tensor], Tensor]
+
+_BITS = {torch.float16: 11, torch.bfloat16: 8}  # of a significand; wider dtypes are read as fp32, which has 24
+_HALF_STEP = {torch.float16: 2.0**-25}  # below the normal numbers
+_SLACK = 2.0**-50  # of ends in fp64; a scale may lie at one, where ties round to even
+_SAMPLE = 128
+_FEW, _COMMON = (
+    16,
+    ("int4", "e2m1", "e4m3fn", "int8"),
+)  # numbers that have one scale in every layout; the coarsest first
+# Of integers: the code that the least number may have, and what rounding to 16 bits may add to the largest one's.
+_STEPS = (*((step, 0) for step in range(1, 17)), *((step, more) for step in (1, 2, 3) for more in (1, -1)))
+
+
+def _least(x: Tensor, _: Tensor) -> Tensor:
+    """The negatives of magnitudes, so that the least counts; zeros do not."""
+    value = x.double().abs()
+    return torch.where(value == 0, -math.inf, -value).unsqueeze(0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnGrid:
+    """Looks for the scales of a weight whose codes are `format`, one for each `tile` of rows by columns (0: all).
+
+    `cols` is the length of rows, None where one scale is for all numbers. `has_short_scales` allows only such as bf16
+    holds.
+    """
+
+    format: Format
+    has_pow2_scale: bool
+    tile: tuple[int, int] = (0, 0)
+    cols: int | None = None
+    has_short_scales: bool = False
+
+    def looks_so(self, x: Tensor) -> bool:
+        """Whether some numbers of a block do: those of the tile in its first row that has the largest one."""
+        row = x[: self.cols or _SAMPLE].float()
+        width = min(self.tile[1] or len(row), len(row))
+        tiles = row[: len(row) // width * width].view(-1, width)
+        return self.fits(tiles[int(tiles.abs().amax(1).argmax())][:_SAMPLE].to(x.dtype))
+
+    def fits(self, sample: Tensor) -> bool:
+        """Whether some numbers (1-D) may have one scale."""
+        largest, least = sample.double().abs().amax().view(1, 1), -_least(sample, sample).amax().view(1, 1)
+        if not 0 < float(largest) < math.inf:
+            return False
+        guesses = torch.cat(list(self._guesses(largest, least)))
+        shape = len(guesses), len(sample)
+        low, high = self._ends(sample.expand(shape), guesses.float().expand(shape)).amax(-1)
+        return bool(((guesses[:, 0] > 0) & (low <= -high)).any())
+
+    def scales(self, over: Over, absmax: Tensor, usual: Tensor) -> Tensor | None:
+        """Scales with which codes are the weight, number by number, in fp32 [R, C]. None where there are none.
+
+        `absmax` are the largest magnitudes of tiles, `usual` the scales that they get otherwise, kept where they do.
+        """
+        found, left = usual, self._tiles(over, self._wrong, usual)[0] > 0
+        least = -self._tiles(over, _least, usual)[0] if self.format.twos_complement else absmax
+        for guess in self._guesses(absmax.double(), least.double()):
+            if left.any():
+                found, left = self._tried(over, guess, found, left)
+        return None if left.any() else found
+
+    def scales_of_rows(self, x: Tensor, absmax: Tensor, usual: Tensor, work: Workspace) -> Tensor | None:
+        """As `scales` of whole rows (1-D) whose tiles are parts of one row, [H, C]: it asks the tiles that are left."""
+        rows, width = x.view(-1, self.cols or len(x)), self.tile[1] or self.cols or len(x)
+        tiles = pad(rows, (0, -rows.shape[1] % width)).view(-1, width)  # zeros change nothing
+        one = replace(self, tile=(1, 0), cols=width)
+
+        def over(which: Tensor) -> Over:
+            return lambda job: [job(tiles[which].view(-1), 0, work)]
+
+        found, largest, every = usual.reshape(-1, 1).clone(), absmax.reshape(-1, 1).double(), torch.arange(len(tiles))
+        left = every[one._tiles(over(every), one._wrong, found)[0, :, 0] > 0]
+        least = -one._tiles(over(every), _least, found)[0] if self.format.twos_complement else largest
+        for guess in self._guesses(largest, least):
+            if not len(left):
+                break
+            found[left], wrong = one._tried(over(left), guess[left], found[left], torch.ones(len(left), 1).bool())
+            left = left[wrong[:, 0]]
+        return None if len(left) else found.view(usual.shape)
+
+    def _tried(self, over: Over, guess: Tensor, found: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:
+        """The scales that were `found`, with better ones where tiles are `left` and a guess leads to such; and what is
+        left then."""
+        trial = torch.where(left & (guess > 0), guess.float(), found)
+        for scale in self._between(*self._tiles(over, self._ends, trial)):
+            found = torch.where(left & (scale > 0), scale.float(), found)
+            left = self._tiles(over, self._wrong, found)[0] > 0
+        return found, left
+
+    def _tiles(self, over: Over, facts: Facts, scales: Tensor) -> Tensor:
+        """What the tiles of all rows say, [facts, R, C], where these are their scales."""
+
+        def look(x: Tensor, start: int, work: Workspace) -> Tensor:
+            rows = x.view(-1, self.cols or len(x))
+            width = self.tile[1] or rows.shape[1]
+            first = start // self.cols if self.cols else 0
+            index = torch.arange(first, first + len(rows)) // (self.tile[0] or first + len(rows))
+            found = facts(rows, scales[index].repeat_interleave(width, 1)[:, : rows.shape[1]])
+            padded = pad(found, (0, -rows.shape[1] % width), value=-math.inf)
+            return padded.view(*padded.shape[:2], -1, width).amax(-1)
+
+        parts = torch.cat(list(over(look)), 1)
+        height = self.tile[0] or parts.shape[1]
+        return torch.stack([p.amax(1) for p in torch.split(parts, height, 1)], 1)
+
+    def _codes(self, x: Tensor, scales: Tensor) -> Tensor:
+        unit = x.float() / scales
+        if not self.format.twos_complement:
+            return nearest_(unit.contiguous(), self.format)
+        return unit.round_().clamp_(-self.format.max - 1, self.format.max)
+
+    def _wrong(self, x: Tensor, scales: Tensor) -> Tensor:
+        """1 where a code does not decode to its number, in the dtype of the file."""
+        value = x.float() if x.dtype == torch.float64 else x
+        return (self._codes(x, scales).mul_(scales).to(value.dtype) != value).double().unsqueeze(0)
+
+    def _ends(self, x: Tensor, scales: Tensor) -> Tensor:
+        """Of the scales with which the codes that these scales give decode to their numbers: the least, and the
+        negative of the largest. Codes and numbers that are zero allow any, or none if only one of them is."""
+        value, code = x.double().abs(), self._codes(x, scales).double().abs()
+        significand, exponent = torch.frexp(value)
+        above = torch.ldexp(torch.ones_like(value), exponent - _BITS.get(x.dtype, 24) - 1)
+        below = torch.where(significand == 0.5, above / 2, above)  # powers of two have a nearer neighbour there
+        above, below = (half.clamp_min(_HALF_STEP.get(x.dtype, 0.0)) for half in (above, below))
+        ends = torch.stack([(value - below) / code * (1 - _SLACK), -(value + above) / code * (1 + _SLACK)])
+        return torch.where(code == 0, torch.where(value == 0, -math.inf, math.inf), ends)
+
+    def _guesses(self, largest: Tensor, least: Tensor) -> Iterator[Tensor]:
+        """Scales that tiles may have by their largest and their least magnitude; 0 where a guess is none."""
+        top = self.format.max
+        if self.has_pow2_scale:
+            tops = [top, top + 1] if self.format.twos_complement else [top]
+            yield from (pow2_ceil(largest / t) for t in tops)
+        elif self.format.twos_complement:
+            step, more = (torch.tensor(which).view(-1, 1, 1) for which in zip(*_STEPS, strict=True))
+            code = (largest / least * step).round() + more
+            yield from torch.where((code >= 1) & (code <= top + 1), largest / code, 0.0)
+        else:
+            last = math.ldexp(1.0, self.format.max_exponent)
+            significands = (last * (1 + i * self.format.eps) for i in reversed(range(2**self.format.mantissa_bits)))
+            yield from (largest / code for code in (*significands, last / 2 * (2 - self.format.eps)) if code <= top)
+
+    def _between(self, low: Tensor, negative_high: Tensor) -> Iterator[Tensor]:
+        """Scales in the interval of each tile, the short ones first; 0 where there is none."""
+        middle = (low - negative_high) / 2
+        tried = [pow2_ceil(low)] if self.has_pow2_scale else [middle.bfloat16().double()]
+        if not (self.has_pow2_scale or self.has_short_scales):
+            tried.append(middle.float().double())
+        for scale in tried:
+            yield torch.where((low <= scale) & (scale <= -negative_high) & (scale < math.inf), scale, 0.0)
+
+
+def first_look(over: Over, rule: OnGrid | None) -> tuple[bool, str | None]:
+    """Whether the first block of a weight looks as `rule` wants it, and the grid on which it seems to lie."""
+
+    def look(x: Tensor, _: int, work: Workspace) -> tuple[bool, str | None]:
+        return rule is not None and rule.format.storage_bits <= 8 and rule.looks_so(x), _grid_of(x)
+
+    return next(iter(over(look)), (False, None))
+
+
+def _grid_of(x: Tensor) -> str | None:
+    """The format on whose grid the first numbers of a weight (1-D) seem to lie, whatever their scale; None for none."""
+    sample = x[:_FEW]
+    if len(sample) < _FEW or not sample.count_nonzero():
+        return None
+    num = len(set(sample.abs().tolist()))
+    names = [n for n in _COMMON if num <= 2 ** (FORMATS[n].storage_bits - 1) + 1]
+    names = [n for n in names if n != "int8" or x.dtype == torch.float32]  # 16 bits are about as coarse
+    return next((n for n in names if OnGrid(format=FORMATS[n], has_pow2_scale=False).fits(sample)), None)
