@@ -16,13 +16,15 @@ __all__ = [
     "COMPRESSED_TENSORS",
     "LinearModules",
     "Preset",
-    "preset_in",
+    "Presets",
     "preset_of",
+    "presets_in",
     "quantization_config",
     "quantized_by",
 ]
 
 COMPRESSED_TENSORS = "compressed-tensors"
+MIXED = "mixed-precision"  # the `format` of what has several, each in its group
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +126,11 @@ _INTEGERS = {"int4": 4, "int8": 8}
 
 
 def preset_of(number: str, grain: Grain | None) -> Preset | None:
-    """The layout of codes of a format with scales of a granularity, None where there is none."""
+    """The layout of codes of a format with scales of a granularity, None where there is none.
+
+    A format that the granularity is not for has one scale for the tensor.
+    """
+    grain = grain if grain is None or not grain.formats or number in grain.formats else None
     if grain is not None and number in _INTEGERS and number in grain.formats:
         return _integers(number, grain)
     return next((p for p in _PRESETS if (p.number, p.grain) == (number, grain)), None)
@@ -142,35 +148,71 @@ def _integers(number: str, grain: Grain) -> Preset:
     )
 
 
-def quantization_config(ignored: Iterable[str], preset: Preset) -> dict[str, Any]:
-    """The `quantization_config` of config.json; `ignored` are the names of `Linear` modules that are not quantised."""
-    inputs = None if preset.inputs is None else dict(preset.inputs)
-    group = {"targets": ["Linear"], "weights": dict(preset.weights), "input_activations": inputs,
-             "output_activations": None}  # fmt: skip
+def quantization_config(
+    ignored: Iterable[str], preset: Preset, others: Mapping[str, Preset] | None = None
+) -> dict[str, Any]:
+    """The `quantization_config` of config.json; `ignored` are the names of `Linear` modules that are not quantised, and
+    `others` the presets of those that have not the usual one."""
+    members: dict[str, list[str]] = {}
+    for module, other in (others or {}).items():
+        members.setdefault(other.title, []).append(module)
+    known = {other.title: other for other in (others or {}).values()}
+    groups = [_group(preset, ["Linear"]), *(_group(known[title], names) for title, names in members.items())]
+    if others:  # a reader asks for a name before it asks for a class
+        groups = [{**g, "format": p.format} for g, p in zip(groups, (preset, *known.values()), strict=True)]
     return {
         "quant_method": COMPRESSED_TENSORS,
-        "format": preset.format,
+        "format": MIXED if others else preset.format,
         "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
+        "config_groups": {f"group_{i}": group for i, group in enumerate(groups)},
         "ignore": list(ignored),
     }
 
 
-def preset_in(config: Mapping[str, Any]) -> Preset | None:
-    """The layout whose config this is to the letter, as lpconv writes it; None for the settings of other writers."""
-    ignored = config.get("ignore")
-    if not isinstance(ignored, list):
-        return None
-    presets = [*_PRESETS, *(_integers(n, grain) for n in _INTEGERS if (grain := _grain_in(config)))]
-    return next((p for p in presets if config == quantization_config(ignored, p)), None)
+def _group(preset: Preset, targets: list[str]) -> dict[str, Any]:
+    inputs = None if preset.inputs is None else dict(preset.inputs)
+    return {"targets": targets, "weights": dict(preset.weights), "input_activations": inputs,
+            "output_activations": None}  # fmt: skip
 
 
-def _grain_in(config: Mapping[str, Any]) -> Grain | None:
-    """The groups of integers that a config has."""
-    try:
-        return known_grain(f"group:{config['config_groups']['group_0']['weights']['group_size']}")
-    except (KeyError, TypeError):
+@dataclass(frozen=True, kw_only=True)
+class Presets:
+    """The layouts of a checkpoint: `usual`, and `others` by the names of modules."""
+
+    usual: Preset
+    others: Mapping[str, Preset]
+
+    def of(self, module: str) -> Preset:
+        """That of a module that is quantised."""
+        return self.others.get(module, self.usual)
+
+
+def presets_in(config: Mapping[str, Any]) -> Presets | None:
+    """The layouts whose config this is to the letter, as lpconv writes it; None for the settings of other writers."""
+    ignored, groups = config.get("ignore"), config.get("config_groups")
+    if not isinstance(ignored, list) or not isinstance(groups, dict) or not groups:
         return None
+    found = [_preset_in(group) for group in groups.values()]
+    usual = found[0]
+    if usual is None or None in found:
+        return None
+    others = {
+        name: preset
+        for preset, group in zip(found[1:], list(groups.values())[1:], strict=True)
+        for name in group["targets"]
+        if preset is not None
+    }
+    return Presets(usual=usual, others=others) if config == quantization_config(ignored, usual, others) else None
+
+
+def _preset_in(group: Any) -> Preset | None:
+    """The preset that a group of the config is of."""
+    weights, targets = (group.get(n) for n in ("weights", "targets")) if isinstance(group, dict) else (None, None)
+    if not isinstance(weights, dict) or not isinstance(targets, list) or not all(isinstance(t, str) for t in targets):
+        return None
+    grain = known_grain(f"group:{weights.get('group_size')}")
+    known = [*_PRESETS, *(_integers(n, grain) for n in _INTEGERS if grain is not None)]
+    return next((p for p in known if p.weights == weights), None)
 
 
 def quantized_by(config: Mapping[str, Any]) -> str | None:

@@ -351,10 +351,10 @@ def _check_layout(options: ConvertOptions, method: Method, format_name: str, gra
             hint="use --method unit with --format e4m3fn, or --granularity mx, nvfp4 or group:N",
         )
     for rule in options.rules:
-        if rule.format not in ("keep", format_name):
+        if rule.format != "keep" and preset_of(rule.format, grain) is None:
             raise UsageError(
-                f"rule `{rule.pattern}={rule.format}`: layout `{options.layout}` holds one format, {format_name}",
-                hint=f"use =keep or ={format_name}",
+                f"rule `{rule.pattern}={rule.format}`: layout `{options.layout}` does not hold that",
+                hint=f"use =keep, ={format_name} or =e4m3fn",
             )
 
 

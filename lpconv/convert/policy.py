@@ -11,6 +11,7 @@ from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
 
+from lpconv.checkpoint.compressed import preset_of
 from lpconv.checkpoint.header import DTYPE_BITS, TensorInfo
 from lpconv.convert.options import ConvertOptions, matches
 from lpconv.formats.grains import grain_of
@@ -50,8 +51,8 @@ def decide(
     fmt, reason = decision.format, decision.reason
     if convertible is not None and info.name not in convertible:
         fmt, reason = None, f"no Linear weight: {options.layout} leaves it"
-    elif convertible is not None and fmt is not None and fmt.name != options.format:
-        fmt = None  # codes of a second format
+    elif convertible is not None and fmt is not None and preset_of(fmt.name, grain_of(options.granularity)) is None:
+        fmt = None  # 16 bits, of which the layout has no codes
     kind, settings = method.form(options.layout), settings_for(options, method)
     refused = None if fmt is None else kind.refusal(info.shape, fmt, settings)
     if fmt is None or refused is not None:

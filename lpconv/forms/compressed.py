@@ -1,8 +1,8 @@
 """The layouts of the compressed-tensors package: codes under the weight's own shape, a scale each or for every tile.
 
-Plain transformers with that package, and vLLM, open them. Only weights of `Linear` modules can be codes, and all in
-one format; the config says which modules are not. More in `lpconv.checkpoint.compressed`. With the settings of other
-writers such weights are read as a layout of theirs.
+Plain transformers with that package, and vLLM, open them. Only weights of `Linear` modules can be codes; the config
+says which modules are not, and which have another format than the others. More in `lpconv.checkpoint.compressed`. With
+the settings of other writers such weights are read as a layout of theirs.
 """
 
 from __future__ import annotations  # tensors are named below and not imported
@@ -11,12 +11,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
-from lpconv.checkpoint.compressed import COMPRESSED_TENSORS, preset_in, preset_of, quantization_config
+from lpconv.checkpoint.compressed import COMPRESSED_TENSORS, preset_of, quantization_config
 from lpconv.formats.grains import grain_of
 from lpconv.formats.spec import FORMATS, Format
 from lpconv.forms.facts import Component, Headers, Settings
 from lpconv.forms.foreign.grid import Grid
 from lpconv.forms.foreign.plane import one_by_one
+from lpconv.forms.form import Form
 from lpconv.forms.scaled import SCALE_SUFFIX, Scaled
 from lpconv.forms.tiles import FACTOR_SUFFIX, Tiles
 
@@ -24,7 +25,7 @@ __all__ = ["Compressed", "CompressedTiles"]
 
 _E4M3FN = FORMATS["e4m3fn"]
 _SCALE_DTYPES = {"F32", "F16", "BF16"}
-_PACKED_SUFFIX, _SIZE_SUFFIX = "_packed", "_shape"
+_WEIGHT, _PACKED_SUFFIX, _SIZE_SUFFIX = ".weight", "_packed", "_shape"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +33,6 @@ class _Layout(Scaled):
     """What the layouts ask of a form, whatever has a scale."""
 
     quantised_by: ClassVar[str | None] = COMPRESSED_TENSORS
-    holds_one_format: ClassVar[bool] = True
     axis: ClassVar[tuple[int, ...]] = ()
 
     @classmethod
@@ -55,9 +55,11 @@ class _Layout(Scaled):
         ignored: Iterable[str] | None,
     ) -> dict[str, Any]:
         assert ignored is not None, "the layout names what is not quantised"
-        preset = preset_of(settings["format"], grain_of(settings["granularity"]))
-        assert preset is not None, "refused"
-        return {"quantization_config": quantization_config(ignored, preset)}
+        grain = grain_of(settings["granularity"])
+        usual, found = preset_of(settings["format"], grain), {n: preset_of(f, grain) for n, f in formats.items()}
+        assert usual is not None, "refused"
+        others = {n.removesuffix(_WEIGHT): p for n, p in found.items() if p is not None and p != usual}
+        return {"quantization_config": quantization_config(ignored, usual, others)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +69,12 @@ class Compressed(_Layout):
     kind: ClassVar[str] = "compressed"
 
     scale_dtype: str = "F32"
+
+    @classmethod
+    def of(cls, name: str, shape: tuple[int, ...], format: Format, settings: Settings) -> Form:
+        """Beside weights of another granularity a power of two: readers that keep scales in bf16 change others."""
+        settings = settings if settings.grain is None else replace(settings, scale="pow2")
+        return super().of(name, shape, format, settings)
 
     @classmethod
     def recognise(cls, name: str, headers: Headers) -> Self | None:
@@ -107,11 +115,12 @@ class CompressedTiles(_Layout, Tiles):
 
     @classmethod
     def recognise(cls, name: str, headers: Headers) -> Self | None:
-        preset = preset_in(headers.quantization)
-        if preset is None or preset.grain is None:
+        presets = headers.presets
+        if presets is None:
             return None
+        preset = presets.of(name.removesuffix(_PACKED_SUFFIX).removesuffix(_WEIGHT))
         suffix = _suffix(FORMATS[preset.number])
-        if not name.endswith(suffix):
+        if preset.grain is None or not name.endswith(suffix):
             return None
         found = cls._of_codes(name.removesuffix(suffix), name, preset.grain, preset.number, headers)
         return found if found and found.format.name == preset.number else None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations  # tensors are named below and not imported
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
-from lpconv.checkpoint.compressed import quantized_by
+from lpconv.checkpoint.compressed import Presets, presets_in, quantized_by
 from lpconv.checkpoint.header import DTYPE_BITS, TensorInfo
 from lpconv.formats.grains import Grain
 
@@ -86,6 +87,11 @@ class Headers:
             exceptions={n: str(f) for n, f in exceptions.items()} if isinstance(exceptions, dict) else {},
             quantization=settings,
         )
+
+    @functools.cached_property
+    def presets(self) -> Presets | None:
+        """The layouts of compressed-tensors in which lpconv wrote the weights, None where it did not."""
+        return presets_in(self.quantization)
 
     def component(self, name: str) -> Component | None:
         """What the root has under a name."""

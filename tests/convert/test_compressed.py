@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,16 +14,17 @@ from convert_models import minilm, tiny
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+import lpconv
 import lpconv.hf
 from lpconv.cli.main import app
 from lpconv.convert.inspect import inspect
-from lpconv.convert.options import ConvertOptions
+from lpconv.convert.options import ConvertOptions, FormatRule, matches
 from lpconv.convert.run import convert, plan
 from lpconv.convert.scales import judged
 from lpconv.formats.grains import GRAINS
 from lpconv.formats.spec import FORMATS
 from lpconv.forms.blocks import Workspace
-from lpconv.forms.compressed import CompressedTiles
+from lpconv.forms.compressed import Compressed, CompressedTiles
 from lpconv.forms.facts import Settings
 from lpconv.forms.reader import StoredTensors
 
@@ -58,8 +60,16 @@ PRESETS = {
     "W8A16": {"granularity": "group:128", "format": "int8"},
 }
 
+# Several in one file, by rules; one of them may ask for rounded inputs.
+MIXED: dict[str, dict[str, Any]] = {
+    "MXFP4 and MXFP8": {"granularity": "mx", "format": "e2m1", "rules": {"*down_proj*": "e4m3fn"}},
+    "NVFP4A16 and FP8A16": {"granularity": "nvfp4", "format": "e2m1", "rules": {"*self_attn*": "e4m3fn"}},
+    "W4A16, W8A16 and FP8A16": {
+        "granularity": "group:32", "format": "int4", "rules": {"*o_proj*": "int8", "*down_proj*": "e4m3fn"}
+    },
+}  # fmt: skip
 # Of seven matrices: 288 inputs are no whole groups of 128, in which one asks for inputs and one has its scales.
-NUM_CODED = {**dict.fromkeys(PRESETS, 7), "FP8_BLOCK": 6, "W8A16": 6}
+NUM_CODED = {**dict.fromkeys((*PRESETS, *MIXED), 7), "FP8_BLOCK": 6, "W8A16": 6}
 
 
 def opened_without_lpconv(
@@ -75,7 +85,9 @@ def opened_without_lpconv(
 
 
 def compressed(source: Path, output: Path, **options: object) -> Path:
-    given = {"format": "e4m3fn", "layout": "compressed-tensors", "verify": "weights", **options}
+    given: dict[str, Any] = {"format": "e4m3fn", "layout": "compressed-tensors", "verify": "weights", **options}
+    rules = dict(given.get("rules", ()))
+    given["rules"] = tuple(FormatRule(pattern=p, format=f) for p, f in rules.items())
     convert(str(source), output, ConvertOptions(**given))  # type: ignore[arg-type]  # options by name
     return output
 
@@ -106,7 +118,7 @@ def presets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     model.model.layers[0].mlp.up_proj.weight.data[7] *= 1000
     model.model.layers[0].mlp.up_proj.weight.data[9] = 0
     model.save_pretrained(folder / "source")
-    return {n: compressed(folder / "source", folder / n, **asked) for n, asked in PRESETS.items()}
+    return {n: compressed(folder / "source", folder / n, **asked) for n, asked in (PRESETS | MIXED).items()}
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -170,6 +182,31 @@ def test_plain_transformers_opens_every_preset(presets: dict[str, Path]) -> None
             wanted = ours(input_ids=torch.arange(3, 35).view(2, 16)).logits
         assert torch.isfinite(logits).all()
         assert torch.equal(logits, wanted) == name.endswith("A16"), "inputs stay as they are"
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_formats_by_rule_are_read_as_they_were_written(name: str, presets: dict[str, Path], tmp_path: Path) -> None:
+    """Each weight in its own, by lpconv's own forms, sound to `inspect`; and saved again with the same bytes."""
+    path, asked = presets[name], MIXED[name]
+    config = json.loads((path / "config.json").read_text())["quantization_config"]
+    assert config["format"] == "mixed-precision"
+    assert len(config["config_groups"]) == 1 + len(asked["rules"])
+    with StoredTensors.open(path) as stored:
+        found = {n: form for n, form in stored.forms.items() if form.format is not None}
+    assert len(found) == 7
+    assert all(isinstance(form, Compressed | CompressedTiles) for form in found.values())
+    for weight, form in found.items():
+        fmt = next((f for p, f in asked["rules"].items() if matches(p, weight)), asked["format"])
+        assert form.format is not None
+        assert form.format.name == fmt
+    told = judged(inspect(path), path)
+    assert not told.problems
+    lpconv.load(path, resident=True).save_pretrained(tmp_path)
+    before, after = (load_file(folder / "model.safetensors") for folder in (path, tmp_path))
+    assert before.keys() == after.keys()
+    assert all(
+        torch.equal(x.view(-1).view(torch.uint8), after[n].view(-1).view(torch.uint8)) for n, x in before.items()
+    )
 
 
 def test_a_real_encoder_with_excluded_layers(tmp_path: Path) -> None:
