@@ -40,10 +40,8 @@ _BITS = {torch.float16: 11, torch.bfloat16: 8}  # of a significand; wider dtypes
 _HALF_STEP = {torch.float16: 2.0**-25}  # below the normal numbers
 _SLACK = 2.0**-50  # of ends in fp64; a scale may lie at one, where ties round to even
 _SAMPLE = 128
-_FEW, _COMMON = (
-    16,
-    ("int4", "e2m1", "e4m3fn", "int8"),
-)  # numbers that have one scale in every layout; the coarsest first
+_FEW = 16  # numbers that have one scale in every layout
+_COMMON = ("int4", "e2m1", "e4m3fn", "int8")  # the coarsest first
 # Of integers: the code that the least number may have, and what rounding to 16 bits may add to the largest one's.
 _STEPS = (*((step, 0) for step in range(1, 17)), *((step, more) for step in (1, 2, 3) for more in (1, -1)))
 
