@@ -52,7 +52,8 @@ def init(model: str, output: Path, options: InitOptions, *, progress: Progress |
     told = progress or Silent()
     place = config_place(model, options)
     found = _blueprint(place, options)
-    count = sum(p.numel() for p in found.empty().parameters())
+    with model_errors("config.json builds no model", hint=_HINT):
+        count = sum(p.numel() for p in found.empty().parameters())
     check_memory(count, copies=_COPIES, what="a fresh model")
     with _beside(output) as folder:
         source = folder / f"{output.name}-seed{options.seed}"

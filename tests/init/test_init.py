@@ -133,6 +133,15 @@ def test_an_op_without_a_rule_is_named_before_anything_is_published(tmp_path: Pa
     assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
 
 
+def test_a_config_that_builds_no_model_is_an_error_of_the_config(tmp_path: Path) -> None:
+    config = hf.BertConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, pad_token_id=99,
+                           architectures=["BertForMaskedLM"])  # fmt: skip
+    config.save_pretrained(tmp_path)
+    code, said = refused("init", tmp_path / "config.json", "-q", "-o", tmp_path / "out")
+    assert code == 4
+    assert "Padding_idx" in said
+
+
 def test_a_preset_needs_no_checkpoint_and_takes_a_tokenizer(tmp_path: Path) -> None:
     words = ("init", "bert-base", "--width", "64", "--layers", "1", "-q")
     assert lpconv_(*words, "-o", tmp_path / "bare").exit_code == 0
