@@ -18,7 +18,7 @@ from lpconv.checkpoint.resolve import resolve
 from lpconv.convert.files import plain_config
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.run import convert
-from lpconv.errors import InputError, UnsupportedError
+from lpconv.errors import InputError, ResourceError, UnsupportedError
 from lpconv.init.options import InitOptions, config_place
 from lpconv.init.sizes import resized
 from lpconv.models.empty import check_memory
@@ -114,12 +114,19 @@ def _check_trains(model: Any) -> None:
 
 
 def _copy_tokenizer(of: str | Path, target: Path) -> None:
-    """The tokenizer of a model, where it has one; a preset and a config file have none. Raises InputError where a
-    named model has none."""
+    """The tokenizer of a model, where it has one; a preset and a config file have none.
+
+    Raises InputError where a named model has none, and ResourceError for a folder in which none can be written.
+    """
     directory = resolve(of, headers_only=True).directory if isinstance(of, str) and of not in PRESETS else of
     tokenizer = read_tokenizer(directory) if isinstance(directory, Path) and directory.is_dir() else None
     if tokenizer is not None:
-        tokenizer.save_pretrained(target)
+        try:
+            tokenizer.save_pretrained(target)
+        except UnicodeEncodeError as e:
+            raise ResourceError(
+                "no tokenizer can be written below a folder whose name is not UTF-8", hint="choose another --output"
+            ) from e
     elif isinstance(of, str) and of not in PRESETS:
         raise InputError(f"`{of}` has no tokenizer", hint="name a model that has one to --tokenizer")
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from lpconv.report.plot import NARROW, NUM_SHAPES, Axis, Mark, Plot, Text, Tick, mark_path
 from lpconv.results import Series
@@ -62,14 +63,13 @@ def line_plot(name: str, title: str, description: str, lines: Sequence[Line], *,
 
 
 def _path(series: Series, across: Axis, up: Axis) -> str:
-    """Segments between finite points; a gap where a value is not finite."""
-    path, pen = "", "M"
-    for step, value in zip(series.steps, series.values, strict=True):
-        if not math.isfinite(value):
-            pen = "M"
-            continue
-        path += f"{pen}{across.at(step)} {up.at(value)}"
-        pen = "L"
+    """Segments between finite points, a dash where one stands alone; a gap where a value is not finite."""
+    points = zip(series.steps, series.values, strict=True)
+    path = ""
+    for is_finite, found in groupby(points, key=lambda p: math.isfinite(p[1])):
+        if is_finite:
+            ends = [f"{across.at(step)} {up.at(value)}" for step, value in found]
+            path += f"M{'L'.join(ends)}" + ("m-3 0h6" if len(ends) == 1 else "")
     return path
 
 

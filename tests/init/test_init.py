@@ -142,6 +142,12 @@ def test_a_config_that_builds_no_model_is_an_error_of_the_config(tmp_path: Path)
     assert "Padding_idx" in said
 
 
+def test_a_place_whose_name_is_no_text_is_refused(tmp_path: Path) -> None:
+    code, said = refused("init", "demo", "--reinit", *SMALL, "-q", "-o", tmp_path / "\udcff")
+    assert code == 7
+    assert "UTF-8" in said
+
+
 def test_a_preset_needs_no_checkpoint_and_takes_a_tokenizer(tmp_path: Path) -> None:
     words = ("init", "bert-base", "--width", "64", "--layers", "1", "-q")
     assert lpconv_(*words, "-o", tmp_path / "bare").exit_code == 0

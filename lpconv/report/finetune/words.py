@@ -38,8 +38,8 @@ __all__ = [
 _METRICS = {
     "eval_loss": "held-out loss",
     "eval_accuracy": "held-out accuracy",
-    "eval_loss_fp32": "held-out loss, trained weights in fp32",
-    "eval_accuracy_fp32": "held-out accuracy, trained weights in fp32",
+    "eval_loss_fp32": "held-out loss of the weights in fp32",
+    "eval_accuracy_fp32": "held-out accuracy of the weights in fp32",
 }
 _SHARES = ("eval_accuracy", "eval_accuracy_fp32")
 # The three products of a linear layer, by the roles of what they read.
@@ -180,7 +180,7 @@ def verdict(result: FinetuneResult) -> str:
     run = main_run(result)
     if not result.gaps:
         ends = [f"{metric_name(s.name)} {figure_text(s.name, s.values[-1])}" for s in run.evaluations]
-        return f"No twin was trained, so nothing says what precision cost. The run ended at {', '.join(ends)}."
+        return f"No twin was trained, so nothing says what precision cost. The run ended at {' and '.join(ends)}."
     by_metric = {g.metric: g for g in result.gaps}
     g = by_metric.get("eval_accuracy", result.gaps[0])
     text = (

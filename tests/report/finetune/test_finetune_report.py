@@ -177,7 +177,7 @@ def test_the_gap_of_weights_in_fp32_has_a_row_and_a_sentence() -> None:
     exact = GapRecord(metric="eval_loss_fp32", run=1.26, twin=1.25, gap=0.01)
     both = result(gaps=(*result().gaps, exact))
     assert [row[0] for row in gap_rows(both)] == [
-        "held-out loss", "held-out perplexity", "held-out loss, trained weights in fp32",
+        "held-out loss", "held-out perplexity", "held-out loss of the weights in fp32",
     ]  # fmt: skip
     assert verdict(both).startswith(verdict(result()))
     assert verdict(both).endswith("Its trained weights, computed with in fp32, have one of +0.01.")
