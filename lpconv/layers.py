@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["LinearLayer", "convolutions", "embeddings", "head", "linears", "weighted"]
+__all__ = ["LinearLayer", "blocks_of", "convolutions", "embeddings", "head", "linears", "weighted"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -93,3 +93,9 @@ def embeddings(model: nn.Module) -> dict[str, nn.Embedding]:
 def weighted(model: nn.Module) -> dict[str, Any]:
     """The modules with a `weight` of their own, by name: linear layers, embeddings, norms, convolutions."""
     return {name: m for name, m in model.named_modules() if isinstance(getattr(m, "weight", None), Tensor)}
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The repeated blocks of the model: the longest list of modules in it; the model itself where there is none."""
+    lists = [list(m) for m in model.modules() if isinstance(m, nn.ModuleList) and len(m)]
+    return max(lists, key=len) if lists else [model]

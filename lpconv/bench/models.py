@@ -11,7 +11,7 @@ from lpconv.bench.cases import Case
 from lpconv.bench.roofline import Gemm
 from lpconv.checkpoint.resolve import resolve
 from lpconv.errors import ResourceError, UsageError
-from lpconv.layers import head, linears
+from lpconv.layers import blocks_of, head, linears
 from lpconv.machine import available_memory
 from lpconv.models.inputs import max_length, random_ids, vocabulary_size
 from lpconv.models.opening import Blueprint, blueprint
@@ -20,7 +20,6 @@ from lpconv.report.numbers import share_text, size_text
 
 __all__ = [
     "available_bytes",
-    "blocks_of",
     "check_fits",
     "estimate_bytes",
     "find_model",
@@ -77,12 +76,6 @@ def step_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 def _has_head(model: Any) -> bool:
     own = model.module if isinstance(model, DistributedDataParallel) else model
     return own.get_output_embeddings() is not None
-
-
-def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of the model: the longest list of modules in it; the model itself where there is none."""
-    lists = [list(m) for m in model.modules() if isinstance(m, nn.ModuleList) and len(m)]
-    return max(lists, key=len) if lists else [model]
 
 
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}

@@ -6,8 +6,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lpconv.bench.cases import SCALED, Case
-from lpconv.bench.models import blocks_of, step_loss
+from lpconv.bench.models import step_loss
 from lpconv.errors import UnsupportedError
+from lpconv.layers import blocks_of
 
 __all__ = ["check_parallel", "join", "most", "spread"]
 

@@ -13,11 +13,12 @@ from torch._dynamo.utils import counters
 
 from lpconv.bench.cases import Case
 from lpconv.bench.memory import StepPeak, profile_step, storage_bytes
-from lpconv.bench.models import blocks_of, check_fits, estimate_bytes, find_model, gemms_of, make_batch, step_loss
+from lpconv.bench.models import check_fits, estimate_bytes, find_model, gemms_of, make_batch, step_loss
 from lpconv.bench.parallel import check_parallel, most, spread
 from lpconv.bench.recipes import apply_recipe, check_peers, is_emulated, make_optimizer
 from lpconv.bench.roofline import Gemm
 from lpconv.errors import LpconvError
+from lpconv.layers import blocks_of
 from lpconv.models.inputs import vocabulary_size
 from lpconv.models.opening import Blueprint, Opened
 from lpconv.results import NumericsRecord

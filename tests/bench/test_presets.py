@@ -4,9 +4,10 @@ import dataclasses
 
 import pytest
 
-from lpconv.bench.models import blocks_of, estimate_bytes, find_model, gemms_of
+from lpconv.bench.models import estimate_bytes, find_model, gemms_of
 from lpconv.bench.run import choose_model
 from lpconv.errors import UsageError
+from lpconv.layers import blocks_of
 from lpconv.models.presets import PRESETS
 
 CASE, _ = choose_model("demo", None, {"device": "cpu", "name": "CPU"})
