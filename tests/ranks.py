@@ -13,7 +13,7 @@ from torch.multiprocessing.spawn import start_processes
 
 __all__ = ["free_port", "on_ranks"]
 
-_PRELOADED = ["lpconv.train.prepare", "transformers.models.llama.modeling_llama", "torch.distributed.fsdp"]
+_PRELOADED = ["lpconv.train.run", "transformers.models.llama.modeling_llama", "torch.distributed.fsdp"]
 
 
 def on_ranks(world_size: int, function: Callable[..., Any], folder: Path, *arguments: object) -> Any:
@@ -36,7 +36,7 @@ def free_port() -> int:
 def _rank(
     rank: int, world_size: int, port: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> None:
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LPCONV_COMPILE": "never"}
     os.chdir(folder)
     torch.set_num_threads(1)

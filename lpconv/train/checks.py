@@ -65,6 +65,8 @@ def _why_not_allotted(arithmetic: Arithmetic) -> str | None:
 
 
 def _check_processes(options: FinetuneOptions) -> None:
+    if options.is_sharded:
+        _check_sharded(options)
     if num_processes() == 1:
         return
     if options.lca:
@@ -76,4 +78,18 @@ def _check_processes(options: FinetuneOptions) -> None:
         raise UsageError(
             f"--batch-size {options.batch_size} does not divide among {num_processes()} processes",
             hint="it counts the sequences of a step over all of them",
+        )
+
+
+def _check_sharded(options: FinetuneOptions) -> None:
+    if num_processes() == 1:
+        raise UsageError(
+            "--parallel fsdp2 of one process", hint="start it with torchrun: `torchrun --nproc-per-node 2 -m lpconv …`"
+        )
+    if options.compile:
+        raise UnsupportedError("--compile with --parallel fsdp2 has not been tried", hint="leave one of them out")
+    if options.track_every:
+        raise UnsupportedError(
+            "--track-every with --parallel fsdp2: no process sees the whole of a tensor",
+            hint="leave --track-every out, or record a run with --parallel ddp",
         )

@@ -23,7 +23,7 @@ from lpconv.results import PeakMemory
 from lpconv.scaled import ScaledTensor
 from lpconv.train.recipes import TRAINING_OPTIMIZERS, Arithmetic
 
-__all__ = ["StepMemory", "available_bytes", "check_room", "explained", "weight_bytes"]
+__all__ = ["StepMemory", "available_bytes", "check_room", "explained", "parameter_bytes", "weight_bytes"]
 
 _FIRST = 2  # in the first step the optimizer makes its state
 _PARTS = {
@@ -45,6 +45,12 @@ def available_bytes(limit: int | None) -> int:
 def weight_bytes(num_parameters: int, arithmetic: Arithmetic) -> int:
     """Weights, gradients and optimizer state."""
     return num_parameters * TRAINING_OPTIMIZERS[arithmetic.optimizer].bytes_per_parameter
+
+
+def parameter_bytes(num_parameters: int, arithmetic: Arithmetic, *, num_ranks: int) -> dict[str, int]:
+    """What one of the ranks that share the parameters keeps, by part; each has the whole model while it opens it."""
+    kept = {"weights, gradients and optimizer": weight_bytes(num_parameters, arithmetic) // num_ranks}
+    return kept if num_ranks == 1 else kept | {"the whole model, while it is opened": 4 * num_parameters}
 
 
 def check_room(needed: dict[str, int], limit: int | None) -> None:

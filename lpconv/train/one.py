@@ -27,15 +27,25 @@ from lpconv.train.clock import Clock
 from lpconv.train.exact import computes_in_fp32, in_fp32, renamed
 from lpconv.train.examples import Collator, Examples, Stream
 from lpconv.train.folder import Metrics, median_step_time
-from lpconv.train.memory import StepMemory, check_room, explained, weight_bytes
+from lpconv.train.memory import StepMemory, check_room, explained, parameter_bytes
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.prepare import Prepared, operand_scale_of, prepare
 from lpconv.train.processes import backend, is_main_process, num_processes, wait_for_all
 from lpconv.train.recipes import Arithmetic
+from lpconv.train.sharded import shard
 from lpconv.train.trainer import DivergedError, LowPrecisionTrainer, predicted
 from lpconv.train.watch import Watch, rate_of, tracked_records
 
-__all__ = ["MEASURED_BATCHES", "Finished", "TrainingJob", "Work", "first_batches", "open_start", "train_one"]
+__all__ = [
+    "MEASURED_BATCHES",
+    "Finished",
+    "TrainingJob",
+    "Work",
+    "first_batches",
+    "num_ranks",
+    "open_start",
+    "train_one",
+]
 
 MEASURED_BATCHES = 4  # by --calibrate and --critical auto
 
@@ -132,6 +142,8 @@ def train_one(job: TrainingJob, work: Work, progress: Progress) -> Finished:
             prepared = prepare(model.to(arguments.device), work.arithmetic, job.options, seed=work.seed)
             if job.options.calibrate and work.arithmetic.method == "unit":
                 _calibrate(job, work, prepared.model)
+        if job.options.is_sharded:
+            shard(prepared.model, work.arithmetic)
         if job.options.compile:
             # In place, so that its class, names and checkpoints stay; Trainer's `torch_compile` wraps it, and sets an
             # environment variable that later runs of a process would obey.
@@ -142,7 +154,7 @@ def train_one(job: TrainingJob, work: Work, progress: Progress) -> Finished:
         scale = operand_scale_of(arithmetic, job.options) if arithmetic.is_scaled_fp8 else "static"
         rate = rate_of(model, arithmetic, work.log2_scale, operand_scale=scale)
         watch = Watch(model, work.track_every, rate)
-        memory = None if job.options.compile else StepMemory(model)
+        memory = None if job.options.compile or job.options.is_sharded else StepMemory(model)
         loss_watch = _loss_watch(job, work, prepared.model) if work.lca else None
         trainer = LowPrecisionTrainer(
             prepared,
@@ -244,7 +256,7 @@ def _check_memory(job: TrainingJob, work: Work, model: Any) -> dict[str, int]:
     Activations are those of one sequence in fp32, times the batch: low precision needs fewer.
     """
     parameters = sum(p.numel() for p in model.parameters())
-    needed = {"weights, gradients and optimizer": weight_bytes(parameters, work.arithmetic)}
+    needed = parameter_bytes(parameters, work.arithmetic, num_ranks=num_ranks(job.options))
     if work.lca:
         needed["loss change allocation"] = 4 * NUM_COPIES * parameters
     check_room(needed, job.options.max_memory)
@@ -254,6 +266,11 @@ def _check_memory(job: TrainingJob, work: Work, model: Any) -> dict[str, int]:
         needed["activations"] = saved_bytes(model, {k: v.to(model.device) for k, v in batch.items()}) * share
     check_room(needed, job.options.max_memory)
     return needed
+
+
+def num_ranks(options: FinetuneOptions) -> int:
+    """How many processes share the parameters."""
+    return num_processes() if options.is_sharded else 1
 
 
 def _loss_watch(job: TrainingJob, work: Work, model: Any) -> LossWatch:

@@ -22,6 +22,7 @@ from lpconv.train.recipes import (
 
 __all__ = [
     "LOGGERS",
+    "PARALLEL",
     "SAVES",
     "SCHEDULES",
     "TASKS",
@@ -36,6 +37,7 @@ TASKS = ("auto", "mlm", "clm", "classification", "seq2seq")
 SCHEDULES = ("linear", "cosine", "constant")
 TWINS = ("fp32", "bf16", "none")
 SAVES = ("converted", "plain")
+PARALLEL = ("ddp", "fsdp2")
 
 
 # Where Trainer can report a run to: the names that transformers knows, which it takes seconds to ask.
@@ -176,6 +178,14 @@ class FinetuneOptions:
             "Memory above which a run is refused, by estimate, such as 8GB", default="what is free", panel=_TRAINING
         ),
     ] = None
+    parallel: Annotated[
+        str,
+        _train(
+            "Way in which the processes of torchrun share the model: a copy each, or a part each",
+            what="kind of parallelism",
+            choices=PARALLEL,
+        ),
+    ] = "ddp"
     log_to: Annotated[
         tuple[str, ...],
         _train("Place that Trainer reports to", default="none", what="place to log to", choices=LOGGERS),
@@ -219,8 +229,15 @@ class FinetuneOptions:
         """The patterns of `critical` that name modules."""
         return tuple(p for p in self.critical if p not in ("auto", "none"))
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each process keeps a part of the model."""
+        return self.parallel == "fsdp2"
+
     def every(self, what: str) -> int:
-        """The interval of "eval" or "track" in steps; 0 is never."""
+        """The interval of "eval" or "track" in steps; 0 is never. Nobody sees the whole of a sharded tensor."""
+        if what == "track" and self.is_sharded:
+            return 0
         asked: int | None = getattr(self, f"{what}_every")
         part, least = _INTERVALS[what]
         return max(least, self.steps // part) if asked is None else asked

@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from lpconv.errors import UsageError, VerificationError
 from lpconv.gates import FINETUNE_GATES, Gate
@@ -91,11 +91,14 @@ def batch_error(values: Sequence[float], sizes: Sequence[int]) -> float | None:
 def held_out_records(
     runs: Sequence[RunRecord], baseline: dict[str, float], *, num_available: int
 ) -> tuple[HeldOutRecord, ...]:
-    """A record for each role and metric, over the seeds of that role, which saw the same held-out batches."""
+    """A record for each role and metric, over the seeds of that role, which saw the same held-out batches.
+
+    There is none of a role that went on with another number of processes, whose batches are others then.
+    """
     found = []
     for role in dict.fromkeys(r.role for r in runs):
         evaluated = [r.held_out for r in runs if r.role == role]
-        if not all(len(e) == 2 for e in evaluated):
+        if not all(len(e) == 2 for e in evaluated) or not _alike(x for e in evaluated for x in e):
             continue
         sizes = evaluated[0][1].sizes
         for metric, figures in _FIGURES.items():
@@ -124,8 +127,15 @@ def gap_error(pairs: Sequence[tuple[RunRecord, RunRecord]], metric: str) -> floa
         return None
     figures = _FIGURES[metric]
     ends = [(run.held_out[-1], twin.held_out[-1]) for run, twin in pairs]
+    if not _alike(end for both in ends for end in both):
+        return None
     gaps = [tuple(a - b for a, b in zip(figures(run), figures(twin), strict=True)) for run, twin in ends]
     return batch_error(_over_seeds(gaps), ends[0][0].sizes)
+
+
+def _alike(evaluations: Iterable[EvaluationRecord]) -> bool:
+    """Whether all were made of batches of the same sizes."""
+    return len({e.sizes for e in evaluations}) == 1
 
 
 def _over_seeds(figures: Sequence[Figures]) -> list[float]:

@@ -15,7 +15,7 @@ from lpconv.loss_scale import LossScale, make_loss_scale
 from lpconv.optim import LowPrecisionAdamW, fp32_state_dict, start_from_fp32
 from lpconv.scaled import AdamW, HyperParameters, ScaledTensor, adaptive_scaling, equivalent, native_groups, scaled
 from lpconv.scaled.places import heads
-from lpconv.shards import is_sharded, local, placed_like
+from lpconv.shards import is_sharded, local, placed_like, whole
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.recipes import Arithmetic
 
@@ -102,7 +102,10 @@ class Prepared:
         return nullcontext() if self.autocast is None else torch.autocast(device, self.autocast)
 
     def values(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-        """The state of the model with its trained parameters as exactly as the optimizer keeps them, on the CPU."""
+        """The state of the model with its trained parameters as exactly as the optimizer keeps them, on the CPU.
+
+        A sharded one is gathered, so all ranks must call it.
+        """
         state: dict[str, Tensor] = dict(self.model.state_dict(keep_vars=True))
         kept: Mapping[str, Tensor]
         if isinstance(optimizer, ScaledLowPrecisionAdamW):
@@ -112,7 +115,7 @@ class Prepared:
         else:
             kept = {name: _kept(x, optimizer) for name, x in state.items()}
         by_parameter = {id(state[name]): x for name, x in kept.items()}  # tied names share one parameter
-        return {name: by_parameter.get(id(x), x).detach().cpu() for name, x in state.items()}
+        return {name: whole(by_parameter.get(id(x), x).detach()).cpu() for name, x in state.items()}
 
 
 def prepare(model: Any, arithmetic: Arithmetic, options: FinetuneOptions, *, seed: int) -> Prepared:
@@ -151,17 +154,20 @@ def _scaled(model: Any, arithmetic: Arithmetic, settings: dict[str, Any], option
     """Scaled parameters, kept in fp32 by `scaled.AdamW` or as the variant says; calibrated scales are static."""
     start: dict[str, Tensor] = {name: p.detach() for name, p in model.named_parameters()}
     has_fp16_state = arithmetic.optimizer == "fp16-state"
+    keeps_fp32 = options.is_sharded and arithmetic.variant is None  # what others keep in the optimizer
     places = ("layernorm_grad", "weight_grad") if arithmetic.method == "scalify" and has_fp16_state else None
     scaled(
         model, method=arithmetic.method, compute=arithmetic.precision, rescale=places,
         critical=options.critical_patterns, operand_scale=operand_scale_of(arithmetic, options),
+        carrier=torch.float32 if keeps_fp32 else None,
     )  # fmt: skip
     if arithmetic.variant is not None:
         return Prepared(model=model, make_optimizer=lambda: ScaledLowPrecisionAdamW(model, start, **settings))
     state_dtype = torch.float16 if has_fp16_state else torch.float32
 
     def make() -> AdamW:
-        values = {} if arithmetic.precision == "fp32" else {p: start[n] for n, p in model.named_parameters()}
+        has_copy = arithmetic.precision != "fp32" and not keeps_fp32
+        values = {p: start[n] for n, p in model.named_parameters()} if has_copy else {}
         start.clear()
         # Weights that were 16 bits from the first: updates below half a step reach the forward pass on average only so.
         is_on_grid = all(torch.equal(x, x.to(p.dtype).to(x.dtype)) for p, x in values.items())
@@ -202,7 +208,8 @@ def _on_fp16_grid(parameters: Iterable[nn.Parameter], **settings: Any) -> torch.
     @torch.no_grad()
     def round_weights(*_: Any) -> None:
         for p in kept:
-            fake_quantise(p, "fp16", overflow="inf", out=p)
+            own = local(p)
+            fake_quantise(own, "fp16", overflow="inf", out=own)
 
     round_weights()
     optimizer = torch.optim.AdamW(kept, **settings)
@@ -220,7 +227,8 @@ def _loss_scale(arithmetic: Arithmetic) -> LossScale:
 
 def _kept(x: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:
     """A parameter or buffer in full precision: the optimizer's copy of a scaled one where it keeps any."""
-    if not isinstance(x, ScaledTensor):
+    own = local(x)
+    if not isinstance(own, ScaledTensor):
         return x
     copy = optimizer.state.get(x, {}).get("master")
-    return x.dequantize() if copy is None else copy * x.scale
+    return placed_like(x, own.dequantize()) if copy is None else copy * own.scale

@@ -4,6 +4,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from lpconv.convert.run import convert
 from lpconv.models.quiet import quiet_transformers
 from lpconv.train.one import Finished, TrainingJob
 from lpconv.train.options import FinetuneOptions
+from lpconv.train.processes import is_main_process
 from lpconv.train.recipes import saved_as
 
 __all__ = ["form_of", "publish_model", "write_checksums"]
@@ -31,13 +33,20 @@ def form_of(options: FinetuneOptions) -> tuple[str, str]:
 
 
 def publish_model(output: Path, job: TrainingJob, finished: Finished) -> None:
-    """Write the model and the source's tokenizer into `output`; a converted form is checked against the trained one."""
+    """Write the model and the source's tokenizer into `output`; a converted form is checked against the trained one.
+
+    All processes call it, because they may have to gather what is written, and the main one writes.
+    """
+    values = finished.prepared.values(finished.optimizer)
+    if is_main_process():
+        _publish(output, job, finished.prepared.model, values)
+
+
+def _publish(output: Path, job: TrainingJob, model: Any, values: dict[str, Tensor]) -> None:
     method, format = form_of(job.options)
     trained = output / "runs" / "trained"
     shutil.rmtree(trained, ignore_errors=True)
-    values = finished.prepared.values(finished.optimizer)
     is_bf16 = (method, format) == ("plain", "bf16")
-    model = finished.prepared.model
     if job.examples.labels:
         model.config.id2label = dict(enumerate(job.examples.labels))
         model.config.label2id = {name: i for i, name in model.config.id2label.items()}

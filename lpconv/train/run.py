@@ -32,8 +32,8 @@ from lpconv.train.critical import critical_facts, with_critical
 from lpconv.train.data import read_rows
 from lpconv.train.examples import classification, packed, sequence_pairs
 from lpconv.train.folder import REPORT, held_folder, read_finished, remove_checkpoints, run_folder, write_finished
-from lpconv.train.memory import check_room, weight_bytes
-from lpconv.train.one import MEASURED_BATCHES, TrainingJob, Work, train_one
+from lpconv.train.memory import check_room, parameter_bytes
+from lpconv.train.one import MEASURED_BATCHES, TrainingJob, Work, num_ranks, train_one
 from lpconv.train.options import FinetuneOptions, check_options, check_start
 from lpconv.train.outcome import gaps, held_out_records, parse_gates
 from lpconv.train.processes import is_main_process, num_processes, wait_for_all
@@ -162,7 +162,7 @@ def _check_weights(contents: Contents, options: FinetuneOptions) -> None:
     """Before anything is loaded, from headers: whether weights, gradients and state have room."""
     with closing(open_source(contents)) as source:
         count = sum(math.prod(entry.info.shape) for entry in source.entries.values())
-    check_room({"weights, gradients and optimizer": weight_bytes(count, options.arithmetic)}, options.max_memory)
+    check_room(parameter_bytes(count, options.arithmetic, num_ranks=num_ranks(options)), options.max_memory)
 
 
 def _check_head(contents: Contents, options: FinetuneOptions, task: Task) -> None:
@@ -191,11 +191,11 @@ def _train_all(
                 record, missing = finished.record, finished.missing
                 for what, seconds in record.seconds.items():
                     clock.add(what, seconds)
+                if work.role == "run" and seed == options.seed:
+                    told.message("saving the model")
+                    with clock.spending("publishing"):
+                        publish_model(output, job, finished)
                 if is_main:
-                    if work.role == "run" and seed == options.seed:
-                        told.message("saving the model")
-                        with clock.spending("publishing"):
-                            publish_model(output, job, finished)
                     write_finished(work.folder, record)
                 del finished
                 wait_for_all()

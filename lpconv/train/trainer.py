@@ -16,6 +16,8 @@ from lpconv.errors import UnsupportedError, VerificationError
 from lpconv.loss_scale import largest_gradient, unscale_
 from lpconv.results import NonfiniteRecord, from_json, to_json
 from lpconv.scaled import StepGuard, from_disk, gradients_are_finite, scaling_of, to_disk
+from lpconv.shards import is_sharded, whole
+from lpconv.train import sharded
 from lpconv.train.clock import Clock
 from lpconv.train.memory import StepMemory
 from lpconv.train.prepare import Prepared
@@ -25,7 +27,7 @@ from lpconv.train.watch import first_nonfinite
 __all__ = ["MAX_SKIPPED", "DivergedError", "LowPrecisionTrainer", "predicted", "seed_step"]
 
 
-_WEIGHTS, _SCALER = "model.safetensors", "loss_scale.json"
+_WEIGHTS, _SCALER, _SCHEDULER = "model.safetensors", "loss_scale.json", "scheduler.pt"
 MAX_SKIPPED = 40  # in a row: what brings the largest initial scale of 2^16 to 2^-24
 
 
@@ -53,8 +55,10 @@ class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is unt
         self.optimizer: Any = None
         super().__init__(model=prepared.model, **kwargs)
         self.prepared, self.seed, self.memory, self.clock = prepared, seed, memory, clock
-        self._averages = self.accelerator.num_processes > 1 and needs_averaging(prepared.model)
-        if self._averages:
+        self._is_sharded = any(is_sharded(p) for p in prepared.model.parameters())
+        is_alone = self.accelerator.num_processes == 1
+        self._averages = not (is_alone or self._is_sharded) and needs_averaging(prepared.model)
+        if self._averages or self._is_sharded:
             self._keep_unwrapped()
         self.guard = StepGuard(prepared.model) if scaling_of(prepared.model) else None
         self.num_skipped = self.num_skipped_in_a_row = 0
@@ -66,10 +70,11 @@ class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is unt
     def _keep_unwrapped(self) -> None:
         """Let accelerate take the model as it is, so that gradients stay this process's own until they are averaged."""
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            kind = self.accelerator.distributed_type.value.lower()
             raise UnsupportedError(
-                f"{self.accelerator.distributed_type.value.lower()} with scaled tensors or 16-bit weights: only data "
-                "parallel training averages their gradients",
-                hint="start with torchrun and no accelerate config, or choose a recipe that keeps fp32 weights",
+                f"accelerate's {kind} knows no scaled tensors, and widens 16-bit weights",
+                hint="start with torchrun, no accelerate config, and --parallel fsdp2 or ddp; or choose a recipe that "
+                "keeps fp32 weights",
             )
         self.accelerator.prepare_model(self.model, evaluation_mode=True)
 
@@ -125,7 +130,7 @@ class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is unt
         An optimizer passes over parameters without a gradient, so dropping the gradients leaves the step out.
         """
         found = self._unscale()
-        norm = math.nan if found else float(super()._clip_grad_norm(model))
+        norm = math.nan if found else float(whole(super()._clip_grad_norm(model)))
         self.num_skipped += found
         self.num_skipped_in_a_row = self.num_skipped_in_a_row + 1 if found else 0
         self.last |= {"grad_norm": norm, "skipped": float(found)}
@@ -192,6 +197,30 @@ class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is unt
         error.since = since
         return error
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        if self._is_sharded:
+            sharded.save(Path(output_dir or self.args.output_dir), self.model, self._own_optimizer())
+        else:
+            super().save_model(output_dir, _internal_call)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not self._is_sharded:
+            super()._save_optimizer_and_scheduler(output_dir)
+        elif self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if not self._is_sharded or checkpoint is None:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        sharded.load_optimizer(Path(checkpoint), self.model, self._own_optimizer())
+        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / _SCHEDULER, weights_only=True))
+
+    def _own_optimizer(self) -> torch.optim.Optimizer:
+        """That in accelerate's wrapper."""
+        optimizer: torch.optim.Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        return optimizer
+
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """A checkpoint to resume from: scaled parameters as data and scale."""
         folder = Path(output_dir or self.args.output_dir)
@@ -202,7 +231,10 @@ class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is unt
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         self.create_optimizer()  # first, since one that keeps pairs sets the weights to their start
-        from_disk(self.model, load_file(Path(resume_from_checkpoint) / _WEIGHTS))
+        if self._is_sharded:
+            sharded.load_model(Path(resume_from_checkpoint), self.model)
+        else:
+            from_disk(self.model, load_file(Path(resume_from_checkpoint) / _WEIGHTS))
 
     def _save_scaler(self, output_dir: str) -> None:
         """What the loss scale and the counts of skipped steps have come to, in the place of GradScaler's state."""

@@ -1,0 +1,71 @@
+"""A run whose ranks each keep a part of the model, by FSDP2; and its checkpoints, which any number of ranks reads.
+
+Trainer's own `fsdp=True` trains unsharded on a CPU and says nothing, and accelerate widens 16-bit parameters to fp32.
+So the model is sharded here, before Trainer sees it, and accelerate takes it as it is.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from lpconv.layers import blocks_of
+from lpconv.scaled import from_disk, unscaled_state_dict
+from lpconv.scaled.model import COMPUTE
+from lpconv.train.prepare import ScaledLowPrecisionAdamW
+from lpconv.train.processes import num_processes
+from lpconv.train.recipes import Arithmetic
+
+__all__ = ["load_model", "load_optimizer", "save", "shard"]
+
+_MODEL, _OPTIMIZER = "model", "optimizer"
+
+
+def shard(model: nn.Module, arithmetic: Arithmetic) -> None:
+    """Leave on each rank its rows of every parameter, in place; a block's are gathered while it computes.
+
+    Scaled parameters that are kept in fp32 cross and compute in the precision of the arithmetic; everything else
+    crosses as it is kept. Gradients are summed in fp32.
+    """
+    keeps_fp32 = arithmetic.is_scaled and arithmetic.variant is None
+    carrier = COMPUTE[arithmetic.precision].carrier if keeps_fp32 else None
+    policy = MixedPrecisionPolicy(param_dtype=carrier, reduce_dtype=torch.float32)
+    mesh = init_device_mesh(next(model.parameters()).device.type, (num_processes(),))
+    for block in blocks_of(model):
+        if block is not model:
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Write what each rank has of weights and optimizer state below `folder`; all ranks call it together."""
+    state_dict_saver.save(unscaled_state_dict(model), checkpoint_id=folder / _MODEL)
+    state_dict_saver.save(_state_of(model, optimizer), checkpoint_id=folder / _OPTIMIZER)
+
+
+def load_model(folder: Path, model: nn.Module) -> None:
+    """Take each rank's part of the weights that `save` wrote, on any number of ranks."""
+    state = unscaled_state_dict(model)
+    state_dict_loader.load(state, checkpoint_id=folder / _MODEL)
+    from_disk(model, state)
+
+
+def load_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """The same of the optimizer's state."""
+    state = _state_of(model, optimizer)
+    state_dict_loader.load(state, checkpoint_id=folder / _OPTIMIZER)
+    set_optimizer_state_dict(_holder(model, optimizer), optimizer, state)
+
+
+def _state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return get_optimizer_state_dict(_holder(model, optimizer), optimizer)
+
+
+def _holder(model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
+    """The module whose parameters the optimizer steps."""
+    return optimizer.data if isinstance(optimizer, ScaledLowPrecisionAdamW) else model

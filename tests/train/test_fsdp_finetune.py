@@ -1,0 +1,57 @@
+"""`finetune --parallel fsdp2`: what one process trains, also by other ranks than those that began."""
+
+from pathlib import Path
+
+import fsdp_finetune_worker as worker
+import pytest
+import torch
+import torch.distributed as dist
+from fsdp_finetune_worker import COLLAGE, UNIT, options
+from ranks import on_ranks
+from torch.multiprocessing.spawn import ProcessExitedException
+
+from lpconv.checkpoint.contents import read_json
+from lpconv.errors import UnsupportedError, UsageError
+from lpconv.results import RunRecord, from_json
+from lpconv.train.run import finetune
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With what 2 ranks trained, and what 3 went on with after one of 2 had been killed."""
+    folder = tmp_path_factory.mktemp("fsdp")
+    with pytest.raises(ProcessExitedException, match="SIGKILL"):
+        on_ranks(2, worker.train_until_killed, folder, "unit", UNIT)
+    assert (folder / "unit/runs/run-seed0/checkpoint-2").is_dir()
+    assert not (folder / "unit/report.json").exists()
+    on_ranks(2, worker.train, folder, {"collage": COLLAGE})
+    on_ranks(3, worker.train, folder, {"unit": UNIT})
+    return folder
+
+
+@pytest.mark.parametrize(("case", "how", "tolerance"), [("unit", UNIT, 2e-6), ("collage", COLLAGE, 2e-2)])
+def test_ranks_train_what_one_process_does(
+    case: str, how: dict[str, str], tolerance: float, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums in another order are rounded to fp32; under fp8 each rank casts its own batch at scales of its own."""
+    monkeypatch.setenv("LPCONV_COMPILE", "never")
+    torch.set_num_threads(1)
+    one = finetune("demo", tmp_path / "one", options(how))
+    run = from_json(RunRecord, read_json(folder / case / "report.json")["runs"][0])
+    assert run.losses.values == pytest.approx(one.runs[0].losses.values, rel=tolerance)
+    expected = [pytest.approx(s.values, rel=tolerance) for s in one.runs[0].evaluations]
+    assert [s.values for s in run.evaluations] == expected
+    assert {p.name for p in (folder / case).iterdir()} == {p.name for p in (tmp_path / "one").iterdir()}
+    assert len((folder / case / "metrics.jsonl").read_text().splitlines()) == worker.STEPS + 1
+
+
+def test_what_cannot_be_sharded_is_refused_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match="of one process"):
+        finetune("demo", tmp_path / "run", options(UNIT, parallel="fsdp2"))
+    monkeypatch.setattr("lpconv.train.checks.num_processes", lambda: 2)
+    with pytest.raises(UnsupportedError, match="--compile with --parallel fsdp2"):
+        finetune("demo", tmp_path / "run", options(UNIT, parallel="fsdp2", compile=True))
+    with pytest.raises(UnsupportedError, match="--track-every with --parallel fsdp2"):
+        finetune("demo", tmp_path / "run", options(UNIT, parallel="fsdp2", track_every=2))
