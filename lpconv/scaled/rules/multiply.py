@@ -5,6 +5,7 @@ it costs no pass over the result.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -147,28 +148,15 @@ def add_matmul(call: Call, bias: Any, a: Any, b: Any, *, beta: float = 1, alpha:
     return Scaled(times(data, ratio(product_scale, scale)), scale)
 
 
-def convolution(call: Call, x: Any, weight: Any, bias: Any, stride: list[int], *args: Any) -> Scaled:
+def convolution(call: Call, x: Any, weight: Any, bias: Any, *settings: Any) -> Scaled:
     """(conv(d_x, d_w, b/(s_x·s_w)) / r, s_x·s_w·r) with r from the fan-in; the reference has no fan-in factor."""
     (data_x, scale_x), (data_w, scale_w) = pair(x), pair(weight)
     scale = multiplied(scale_x, scale_w)
     if bias is not None:
         data_bias, scale_bias = pair(bias)
         bias = times(data_bias, ratio(scale_bias, scale))
-    r = contraction_factor(call, _terms(data_w, stride, *args)[0])
-    out = at_half(call.op, data_x, data_w, bias, stride, *args)
-    return Scaled(times(out, 1 / r), multiplied(scale, r))
-
-
-def _terms(
-    weight: Tensor, stride: list[int], _: list[int], __: list[int], transposed: bool, ___: list[int], groups: int
-) -> tuple[float, float]:
-    """How many products an element of a convolution's result sums, and one of its input's gradient.
-
-    A stride of s leaves out all but 1/s of the places where the gradient of an element would come from, on average.
-    """
-    gathered = math.prod(weight.shape[1:])
-    scattered = weight[:, 0].numel() / groups / math.prod(stride)
-    return (scattered, gathered) if transposed else (gathered, scattered)
+    r = contraction_factor(call, _terms(data_w, settings)[0])
+    return Scaled(times(at_half(call.op, data_x, data_w, bias, *settings), 1 / r), multiplied(scale, r))
 
 
 def convolution_backward(
@@ -177,14 +165,26 @@ def convolution_backward(
     """Gradients of input, weight and bias at s_g·s_w, s_g·s_x and s_g, each with the √ of its number of terms."""
     (data_g, scale_g), (data_x, scale_x), (data_w, scale_w) = pair(grad), pair(x), pair(weight)
     grads = at_half(call.op, data_g, data_x, data_w, bias_sizes, *args)
-    met = data_x if args[3] else data_g  # of a transposed one a weight meets every position of the input
-    positions = [data.numel() / data.shape[1] for data in (met, data_g)]
-    terms = (_terms(data_w, *args[:-1])[1], *positions)
+    *settings, _ = args  # the last says which gradients are wanted
+    is_transposed = settings[3]
+    met = data_x if is_transposed else data_g  # what an element of the weight meets at every position
+    terms = (_terms(data_w, settings)[1], met.numel() / met.shape[1], data_g.numel() / data_g.shape[1])
     scales = (multiplied(scale_g, scale_w), multiplied(scale_g, scale_x), scale_g)
     return tuple(
         None if g is None else Scaled(times(g, 1 / r), multiplied(s, r))
         for g, s, r in zip(grads, scales, (contraction_factor(call, n) for n in terms), strict=True)
     )
+
+
+def _terms(weight: Tensor, settings: Sequence[Any]) -> tuple[float, float]:
+    """How many products an element of a convolution's result sums, and one of its input's gradient.
+
+    A stride of s leaves out all but 1/s of the places where the gradient of an element would come from, on average.
+    """
+    stride, _, _, is_transposed, _, groups = settings
+    gathered = math.prod(weight.shape[1:])
+    scattered = weight[:, 0].numel() / groups / math.prod(stride)
+    return (scattered, gathered) if is_transposed else (gathered, scattered)
 
 
 RULES: dict[Any, Rule] = {
