@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from character_models import KINDS, NORMS, RESIDUALS, CharacterLM, Shape
+from character_models import NORMS, RESIDUALS, CharacterLM, Shape
 from miniature import QUICK, Arm, Size, read_arguments, save, train
 from native import PLAIN, native_arm, plain_fp16
 from scaled_training import plain_fp8
@@ -48,10 +48,10 @@ class Run:
 
 
 def shapes() -> list[Shape]:
-    """Every place of norms at the running mean, and every way to add for attention; two layers of short recurrences."""
-    short = {"depth": 2, "length": 32}
-    found = [Shape(kind=kind, norm=norm, **(short if kind == "recurrence" else {})) for kind in KINDS for norm in NORMS]
-    return found + [Shape(residual=way) for way in RESIDUALS if way != "mean"]
+    """Every place of norms in convolutions and attention, every way to add in convolutions, and one short recurrence."""
+    found = [Shape(kind=kind, norm=norm) for kind in ("convolution", "attention") for norm in NORMS]
+    found.append(Shape(kind="recurrence", depth=2, length=32))
+    return found + [Shape(kind="convolution", residual=way) for way in RESIDUALS if way != "mean"]
 
 
 class Runs:
