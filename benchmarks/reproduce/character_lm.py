@@ -48,7 +48,7 @@ class Run:
 
 
 def shapes() -> list[Shape]:
-    """Every place of norms in convolutions and attention, every way to add in convolutions, and one short recurrence."""
+    """Every place of norms in convolutions and attention, every way to add in convolutions, one short recurrence."""
     found = [Shape(kind=kind, norm=norm) for kind in ("convolution", "attention") for norm in NORMS]
     found.append(Shape(kind="recurrence", depth=2, length=32))
     return found + [Shape(kind="convolution", residual=way) for way in RESIDUALS if way != "mean"]
