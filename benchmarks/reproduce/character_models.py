@@ -1,5 +1,5 @@
 """Language models over bytes in one form and three kinds, as in the character-LM sweep of unit scaling: convolution,
-attention or recurrence, norms before or after each branch or none, branches that are added in three ways."""
+attention or recurrence, norms before or after each branch or none, branches that are added in two ways."""
 
 import math
 from dataclasses import dataclass
@@ -9,15 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 
-__all__ = ["KINDS", "NORMS", "RESIDUALS", "VARIANTS", "CharacterLM", "Shape"]
+__all__ = ["KINDS", "NORMS", "VARIANTS", "CharacterLM", "Shape"]
 
 NUM_BYTES, HEAD_SIZE, KERNEL, GROUPS = 256, 32, 7, 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A model of the sweep. `residual` is "sum" for x + f(x), "half" for √½·x + √½·f(x) and "mean" for the running
-    mean √(1-τ)·x + √τ·f(x) with τ = 1/(1 + l) at branch l from 1 on; `norm` is "pre", "post" or "none"."""
+    """A model of the sweep. `residual` is "sum" for x + f(x) and "mean" for the running mean
+    √(1-τ)·x + √τ·f(x) with τ = 1/(1 + l) at branch l from 1 on; `norm` is "pre", "post" or "none"."""
 
     kind: str = "attention"
     norm: str = "pre"
@@ -92,7 +92,6 @@ class Feedforward(nn.Module):
 KINDS: dict[str, type[nn.Module]] = {"convolution": Convolution, "attention": Attention, "recurrence": Recurrence}
 VARIANTS = KINDS | {"recurrence by 1 - gate": RecurrenceByDifference}
 NORMS = ("pre", "post", "none")
-RESIDUALS = ("sum", "half", "mean")
 
 
 class Branch(nn.Module):
@@ -100,8 +99,8 @@ class Branch(nn.Module):
 
     def __init__(self, body: nn.Module, shape: Shape, index: int) -> None:
         super().__init__()
-        tau = {"sum": None, "half": 0.5, "mean": 1 / (1 + index)}[shape.residual]
-        self.weights = (1.0, 1.0) if tau is None else (math.sqrt(1 - tau), math.sqrt(tau))
+        tau = 1 / (1 + index)
+        self.weights = (1.0, 1.0) if shape.residual == "sum" else (math.sqrt(1 - tau), math.sqrt(tau))
         self.body, self.place = body, shape.norm
         self.norm = nn.Identity() if shape.norm == "none" else nn.LayerNorm(shape.width)
 
