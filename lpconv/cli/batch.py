@@ -5,9 +5,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lpconv.cli.command import Json, Quiet, print_result
+from lpconv.batch.options import BatchOptions
+from lpconv.cli.command import Json, Quiet, print_result, with_options
 from lpconv.cli.progress import progress_for
 from lpconv.errors import UsageError
+from lpconv.options import check
 
 if TYPE_CHECKING:
     from lpconv.batch.manifest import BatchJob, Manifest
@@ -16,8 +18,6 @@ if TYPE_CHECKING:
     from lpconv.results import BatchResult, JobResult
 
 __all__ = ["batch"]
-
-_EXECUTORS = ("local", "ray", "slurm")
 
 
 class _Events:
@@ -53,18 +53,10 @@ def _print_schema(wanted: bool) -> None:
     raise typer.Exit
 
 
+@with_options
 def batch(
     manifest: Annotated[str, typer.Argument(help="A YAML, TOML or JSON manifest.", metavar="FILE")],
-    only: Annotated[
-        list[str] | None, typer.Option("--only", help="Run this job only. Repeatable.", metavar="ID")
-    ] = None,
-    keep_going: Annotated[bool, typer.Option("--keep-going", help="Go on after a failed job; exit code 6.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan every job and write nothing.")] = False,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Skip what is up to date, continue what was interrupted.")
-    ] = False,
-    locked: Annotated[bool, typer.Option("--locked", help="Fail where anything differs from the lock file.")] = False,
-    junit: Annotated[str | None, typer.Option("--junit", help="Write JUnit XML.", metavar="FILE")] = None,
+    options: BatchOptions,
     schema: Annotated[
         bool,
         typer.Option(
@@ -73,26 +65,6 @@ def batch(
             is_eager=True,
             help="Print the JSON Schema of manifests, by which editors complete and check them, and exit.",
         ),
-    ] = False,
-    parallel: Annotated[
-        int | None,
-        typer.Option("--parallel", min=1, help="Run as many jobs at a time, within cores and memory.", metavar="N"),
-    ] = None,
-    executor: Annotated[
-        str, typer.Option("--executor", help="What places jobs: local, ray or slurm.", metavar="NAME")
-    ] = "local",
-    address: Annotated[
-        str | None,
-        typer.Option(
-            "--address", help="The Ray cluster (default: RAY_ADDRESS, else one on this machine).", metavar="HOST:PORT"
-        ),
-    ] = None,
-    shard: Annotated[
-        str | None,
-        typer.Option("--shard", help="Write part i of n of the conversion that --only names.", metavar="I/N"),
-    ] = None,
-    finish: Annotated[
-        bool, typer.Option("--finish", help="Put together the parts of the conversion that --only names.")
     ] = False,
     json: Json = False,
     quiet: Quiet = False,
@@ -110,60 +82,60 @@ def batch(
     from lpconv.batch.manifest import load_manifest
     from lpconv.checkpoint.partfile import check_file
 
-    if junit is not None:
-        check_file(Path(junit))
+    check(options)
+    if options.junit is not None:
+        check_file(Path(options.junit))
     loaded = load_manifest(Path(manifest))
-    if shard is not None or finish:
-        _check_alone(loaded, only or [], shard, finish)
-    from lpconv.batch.lock import Lock, read_lock
-    from lpconv.batch.run import run_batch, selected
-    from lpconv.batch.runners import FINISHING, RUNNERS, write_part
-    from lpconv.convert.shares import Part
-    from lpconv.report.convert.terminal import render_part
+    if options.shard is not None or options.finish:
+        _check_alone(loaded, options)
+    from lpconv.batch.run import run_batch
+    from lpconv.batch.runners import FINISHING, RUNNERS
 
     with progress_for(quiet=quiet) as progress:
-        if shard is not None:
-            (job,) = selected(loaded, only or [])
-            entry = (read_lock(loaded.lock_path) or Lock()).get(job.id) if locked else None
-            part = write_part(job, Part.parse(shard), entry=entry, resume=resume, progress=progress)
-            print_result(part, render_part, json=json)
+        if options.shard is not None:
+            _write_part(loaded, options, options.shard, progress, json=json)
             return
         run_batch(
             loaded,
-            FINISHING if finish else RUNNERS,
-            only=tuple(only or ()),
-            keep_going=keep_going,
-            dry_run=dry_run,
-            resume=resume,
-            locked=locked,
+            FINISHING if options.finish else RUNNERS,
+            only=options.only,
+            keep_going=options.keep_going,
+            dry_run=options.dry_run,
+            resume=options.resume,
+            locked=options.locked,
             progress=progress,
-            events=_Events(progress, junit, json),
-            executor=None
-            if dry_run
-            else _executor(loaded, executor, parallel, address, progress=progress, quiet=quiet),
+            events=_Events(progress, options.junit, json),
+            executor=None if options.dry_run else _executor(loaded, options, progress=progress, quiet=quiet),
         )
 
 
-def _check_alone(manifest: "Manifest", only: list[str], shard: str | None, finish: bool) -> None:
+def _write_part(manifest: "Manifest", options: BatchOptions, shard: str, progress: "Progress", *, json: bool) -> None:
+    from lpconv.batch.lock import Lock, read_lock
+    from lpconv.batch.run import selected
+    from lpconv.batch.runners import write_part
+    from lpconv.convert.shares import Part
+    from lpconv.report.convert.terminal import render_part
+
+    (job,) = selected(manifest, options.only)
+    entry = (read_lock(manifest.lock_path) or Lock()).get(job.id) if options.locked else None
+    part = write_part(job, Part.parse(shard), entry=entry, resume=options.resume, progress=progress)
+    print_result(part, render_part, json=json)
+
+
+def _check_alone(manifest: "Manifest", options: BatchOptions) -> None:
     """Parts are of one conversion."""
     from lpconv.convert.shares import Part
 
-    if shard is not None:
-        Part.parse(shard)
-    kinds = [job.kind for job in manifest.jobs if job.id in only]
-    if (
-        (shard is not None and finish) or len(only) != 1 or kinds not in ([], ["convert"])
-    ):  # an unknown id is refused by name
+    if options.shard is not None:
+        Part.parse(options.shard)
+    kinds = [job.kind for job in manifest.jobs if job.id in options.only]  # an unknown id is refused by name later
+    if (options.shard is not None and options.finish) or len(options.only) != 1 or kinds not in ([], ["convert"]):
         raise UsageError("--shard and --finish are for one conversion", hint="name it with --only")
 
 
-def _executor(
-    manifest: "Manifest", name: str, parallel: int | None, address: str | None, *, progress: "Progress", quiet: bool
-) -> "Executor | None":
-    """Where jobs run, None for this process. Raises UsageError for an executor that is not known."""
-    from lpconv.lookup import find
-
-    name = find("executor", name, {known: known for known in _EXECUTORS})
+def _executor(manifest: "Manifest", options: BatchOptions, *, progress: "Progress", quiet: bool) -> "Executor | None":
+    """Where jobs run, None for this process. Raises UsageError for an address without a cluster."""
+    name, address, parallel = options.executor, options.address, options.parallel
     if name == "local" and address is not None:
         raise UsageError("--address is that of a cluster", hint="add --executor ray")
     if name == "ray":

@@ -183,6 +183,7 @@ class FinetuneOptions:
         _train(
             "Way in which the processes of torchrun share the model: a copy each, or a part each",
             what="kind of parallelism",
+            only="command",  # processes are begun by torchrun, and jobs are not
             choices=PARALLEL,
         ),
     ] = "ddp"
