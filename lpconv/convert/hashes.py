@@ -1,6 +1,7 @@
 """The files of an output against the hashes that it lists."""
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from lpconv.checkpoint.partfile import sha256_of
@@ -22,10 +23,11 @@ def check_hashes(directory: Path, progress: Progress) -> HashCheck:
     progress.start("hashing", sum(there.values()))
     weights = {p.relative_to(directory).as_posix() for p in directory.rglob("*.safetensors")}
     mismatched = sorted({"config.json", MARKER, *weights} - files.keys())
-    for name, digest in files.items():
-        if name not in there or sha256_of(directory / name) != digest:
-            mismatched.append(name)
-        progress.advance(there.get(name, 0))
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # hashing lets other threads run
+        found = pool.map(lambda n: sha256_of(directory / n) if n in there else None, files)
+        for (name, digest), hashed in zip(files.items(), found, strict=True):
+            mismatched += [] if hashed == digest else [name]
+            progress.advance(there.get(name, 0))
     return HashCheck(num_files=len(files), mismatched=tuple(mismatched))
 
 

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,11 +23,8 @@ from lpconv.convert.plan import PlannedTensor
 from lpconv.convert.reader import OutputReader
 from lpconv.convert.tensor_records import planned_record, tensor_record
 from lpconv.convert.workers import Block, Workers, blocks_of
-from lpconv.forms import Form
 from lpconv.forms.blocks import Workspace, as_float32, block_error, block_stats
 from lpconv.forms.facts import BlockError, BlockStats, Measured
-from lpconv.forms.ranges import CHECKED_ELEMENTS
-from lpconv.forms.stored import Side
 from lpconv.progress import Progress
 from lpconv.results import TensorRecord, WeightsCheck
 
@@ -186,23 +184,15 @@ def _compare(
     stats = again.stats or BlockStats()
     if right and implied is None:  # the codes are those of the encoder, and so is their error
         error = again.error or BlockError()
-        right = _is_right(form, value, got, start, found.side)
+        right = form.is_right(value, got, start, found.side)
         return _Compared(right=right, stats=stats, error=error, implied=error)
-    right = right and _is_right(form, value, got, start, found.side)
+    right = right and form.is_right(value, got, start, found.side)
     if torch.isnan(got).any():
         got = torch.where(torch.isnan(got) & torch.isfinite(value), math.inf, got)  # a lost number is no small error
     error = block_error(value, got)
     wanted = (again if implied is None else form.encode(x, start, implied, work)).error or BlockError()
     right = right and error.sum_squares <= wanted.sum_squares * (1 + _SHARE)
     return _Compared(right=right, stats=stats, error=error, implied=wanted)
-
-
-def _is_right(form: Form, value: Tensor, got: Tensor, start: int, side: Side) -> bool:
-    """`Form.is_right` of a block, some rows at a time, so that its fp64 temporaries stay in a cache."""
-    cols = max(form.cols, 1)  # of an empty tensor 0
-    rows = max(CHECKED_ELEMENTS // cols, 1) * cols
-    pieces = range(0, value.numel(), rows)
-    return all(form.is_right(value[i : i + rows], got[i : i + rows], start + i, side) for i in pieces)
 
 
 def _is_close(measured: TensorRecord, record: TensorRecord) -> bool:
@@ -218,4 +208,5 @@ def _is_close(measured: TensorRecord, record: TensorRecord) -> bool:
 
 def _same_bytes(a: Iterable[Tensor], b: Iterable[Tensor]) -> bool:
     pairs = zip(a, b, strict=True)
-    return all(torch.equal(x.reshape(-1).view(torch.uint8), y.reshape(-1).view(torch.uint8)) for x, y in pairs)
+    raw = ((x.reshape(-1).view(torch.uint8).numpy(), y.reshape(-1).view(torch.uint8).numpy()) for x, y in pairs)
+    return all(np.array_equal(x, y) for x, y in raw)

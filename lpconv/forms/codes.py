@@ -7,6 +7,7 @@ or, where tiles do not divide rows, [rows, cols].
 import functools
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,9 +17,10 @@ from lpconv.formats.spec import Format
 from lpconv.forms.blocks import Workspace, as_float32, block_error, error_of, num_zeros, room
 from lpconv.forms.facts import BlockError, BlockStats
 from lpconv.forms.lookup import LEAST_ELEMENTS, Tables, beginnings, binades, look_up, numbers, table
+from lpconv.forms.ranges import checked_ranges
 from lpconv.kernels.decode import decode as decode_fp8
 
-__all__ = ["decode", "encode", "rows_of", "wanted", "wanted_of_bf16"]
+__all__ = ["decode", "encode", "rows_of", "wanted"]
 
 
 def rows_of(x: Tensor, scale: float | Tensor) -> Tensor:
@@ -61,19 +63,45 @@ def decode(codes: Tensor, scale: float | Tensor, *, out: Tensor | None = None) -
 
 
 def wanted(value: Tensor, scale: float | Tensor, fmt: Format) -> Tensor:
-    """What fp32 numbers become, by the slow reference."""
-    unit = rows_of(value, scale) / scale
-    if not fmt.has_inf:
-        unit = unit.masked_fill(torch.isinf(unit), math.nan)
-    if fmt.twos_complement:  # which has one number more below, to which `cast` does not round
-        return (torch.where(unit < -fmt.max - 0.5, -fmt.max - 1, cast(unit, fmt)) * scale).view(-1)
-    return (cast(unit, fmt, overflow="inf" if fmt.has_inf else "saturate") * scale).view(-1)
+    """What fp32 numbers, 1-D, become by the slow reference; bf16 numbers are looked up in what it says of all of them,
+    where scales are one or powers of two near each other."""
+    if int(np.bitwise_or.reduce(value.numpy().view(np.int32))) & 0xFFFF:
+        return _reference(value, scale, fmt)
+    patterns = value.view(torch.int32) >> 16
+    if isinstance(scale, float):
+        return _of_all_bf16(fmt, scale).index_select(0, patterns.add_(2**15))
+    span = binades(scale)
+    if span is None:
+        return _reference(value, scale, fmt)
+    rows_of(patterns, scale).add_(beginnings(scale, span[0]).add_(2**15))
+    return _of_binades(fmt, *span).index_select(0, patterns)
 
 
 @functools.lru_cache(maxsize=8)
-def wanted_of_bf16(fmt: Format, scale: float) -> Tensor:
-    """What every bf16 number becomes, by its bits: no tensor, however large, has more than these 65,536."""
-    return wanted((torch.arange(2**16, dtype=torch.int32) << 16).view(torch.float32), scale, fmt)
+def _of_all_bf16(fmt: Format, scale: float) -> Tensor:
+    """What every bf16 number becomes, by its bits as a signed integer; no tensor, however large, has more of them."""
+    return _reference((torch.arange(-(2**15), 2**15, dtype=torch.int32) << 16).view(torch.float32), scale, fmt)
+
+
+@functools.lru_cache(maxsize=4)
+def _of_binades(fmt: Format, first: int, count: int) -> Tensor:
+    """The same for so many powers of two, behind each other, from a biased exponent on."""
+    return torch.cat([_of_all_bf16(fmt, math.ldexp(1.0, e - 127)) for e in range(first, first + count)])
+
+
+def _reference(value: Tensor, scale: float | Tensor, fmt: Format) -> Tensor:
+    cols = 1 if isinstance(scale, float) or not len(scale) else value.numel() // len(scale)
+    done = torch.empty_like(value)
+    for start, stop in checked_ranges(value.numel(), cols):
+        part = scale if isinstance(scale, float) else scale[start // cols : stop // cols]
+        unit = rows_of(value[start:stop], part) / part
+        if not fmt.has_inf:
+            unit.masked_fill_(torch.isinf(unit), math.nan)
+        rounded = cast(unit, fmt, overflow="inf" if fmt.has_inf else "saturate")
+        if fmt.twos_complement:  # which has one number more below, to which `cast` does not round
+            rounded = torch.where(unit < -fmt.max - 0.5, -fmt.max - 1, rounded)
+        done[start:stop] = (rounded * part).view(-1)
+    return done
 
 
 def _rounded(

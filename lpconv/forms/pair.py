@@ -15,6 +15,7 @@ from lpconv.errors import InputError
 from lpconv.formats.spec import FORMATS, Format
 from lpconv.forms.facts import Component, Encoded, Headers, Measured, Settings
 from lpconv.forms.form import Form
+from lpconv.forms.ranges import checked_ranges
 from lpconv.forms.stored import Side, Summand
 from lpconv.lookup import find
 
@@ -84,6 +85,9 @@ class Pair(Form):
         return self._rule().merge(*data)
 
     def is_right(self, value: Tensor, got: Tensor, start: int, side: Side) -> bool:
+        return all(self._is_close(value[a:b], got[a:b]) for a, b in checked_ranges(value.numel()))
+
+    def _is_close(self, value: Tensor, got: Tensor) -> bool:
         """Within the bound that the residual promises; infinite exactly where the source is, or rounds to it."""
         import torch
 

@@ -15,6 +15,7 @@ from lpconv.errors import InputError
 from lpconv.formats.spec import FORMATS, Format
 from lpconv.forms.facts import BlockStats, Component, Encoded, Headers, Measured, Settings
 from lpconv.forms.form import Form, Over
+from lpconv.forms.ranges import checked_ranges
 from lpconv.forms.scaled import SCALE_SUFFIX, Scaled
 from lpconv.forms.stored import Side
 from lpconv.mcf.point_layout import PointLayout, point_layout
@@ -154,6 +155,10 @@ class PointRows(Form):
         return multipoint.decode(coded, self._points_of(start, stop, side), self.format).view(-1)
 
     def is_right(self, value: Tensor, got: Tensor, start: int, side: Side) -> bool:
+        parts = checked_ranges(value.numel(), self.cols)
+        return all(self._is_sum(value[a:b], got[a:b], start + a, side) for a, b in parts)
+
+    def _is_sum(self, value: Tensor, got: Tensor, start: int, side: Side) -> bool:
         """The sums of points with the stored scales, by the reference rounding; zeros may lose their sign in a sum."""
         import torch
 

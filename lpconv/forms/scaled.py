@@ -108,18 +108,10 @@ class Scaled(Form):
         return decode(data[0], self.factor(side, start, stop))
 
     def is_right(self, value: Tensor, got: Tensor, start: int, side: Side) -> bool:
-        import torch
-
         from lpconv.forms.blocks import same_numbers
-        from lpconv.forms.codes import wanted, wanted_of_bf16
+        from lpconv.forms.codes import wanted
 
-        scale = self.factor(side, start, start + value.numel())
-        bits = value.view(torch.int32)
-        if isinstance(scale, float) and not (bits & 0xFFFF).any():
-            right = wanted_of_bf16(self.format, scale).index_select(0, (bits >> 16) & 0xFFFF)
-        else:
-            right = wanted(value, scale, self.format)
-        return same_numbers(got, right)
+        return same_numbers(got, wanted(value, self.factor(side, start, start + value.numel()), self.format))
 
     def summands(self, data: Sequence[Tensor], side: Side) -> tuple[Summand, ...]:
         return ((data[0], float(side[self.name + SCALE_SUFFIX])),)

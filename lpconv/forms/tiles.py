@@ -195,6 +195,8 @@ class Tiles(Scaled):
         return found.repeat_interleave(width, 1)[:, :cols] if width and cols % width else found.unsqueeze(2)
 
     def decode(self, data: Sequence[Tensor], start: int, stop: int, side: Side) -> Tensor:
+        if self.format.name not in _PACKED:
+            return super().decode(data, start, stop, side)
         grid, (first, _) = self.grid, self.place(start, stop, side)
         fetch = _fetcher({**side, self.codes.name: data[0]}, {self.codes.name: first})
         return grid.decode(grid.read(fetch, start, stop, side), start, stop, side)
