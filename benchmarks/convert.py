@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-__all__ = ["CASES", "Case", "Measurement", "Subject", "measure", "table"]
+__all__ = ["CASES", "Case", "Measurement", "Subject", "machine", "measure", "subject_in", "table", "versions"]
 
 _RESULTS = Path(__file__).parent / "results"
 _SYNTHETIC = Path(__file__).with_name("synthetic.py")
@@ -180,7 +180,7 @@ def _size_bytes(directory: Path) -> int:
     return sum(p.stat().st_size for p in directory.rglob("*") if p.is_file())
 
 
-def _subject(work: Path, size: str, dtype: str) -> Subject:
+def subject_in(work: Path, size: str, dtype: str) -> Subject:
     """The checkpoint below `work`, made if it is not there. In a process of its own: peak RSS is inherited on exec."""
     directory = work / f"llama-{size}-{dtype}"
     if not directory.exists():
@@ -206,7 +206,7 @@ def _runs(
                 yield m
 
 
-def _machine(work: Path) -> dict[str, object]:
+def machine(work: Path) -> dict[str, object]:
     models = [s for s in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if s.startswith("model name")]
     disk = subprocess.run(["df", "--output=source,fstype", str(work)], capture_output=True, text=True, check=True)
     return {
@@ -219,7 +219,7 @@ def _machine(work: Path) -> dict[str, object]:
     }
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
     return {"python": platform.python_version(), **{p: metadata.version(p) for p in ("torch", "transformers")}}
 
 
@@ -254,9 +254,9 @@ def _main() -> None:
     parser.add_argument("--results", type=Path, default=_RESULTS)
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
-    context = {"command": _command(args), **_machine(args.work), **_versions()}
+    context = {"command": _command(args), **machine(args.work), **versions()}
     cases = [CASES[name] for name in args.cases]
-    subjects = [_subject(args.work, size, dtype) for size in args.sizes for dtype in args.dtypes]
+    subjects = [subject_in(args.work, size, dtype) for size in args.sizes for dtype in args.dtypes]
     with tempfile.TemporaryDirectory(dir=args.work) as folder:
         runs = _runs(subjects, cases, Path(folder) / "output", rounds=args.rounds, rest_s=args.rest)
         measurements = list(runs)
