@@ -54,7 +54,7 @@ def seconds(form: Form, x: Tensor, work: Workspace) -> float:
     """Processor time of the first pass and all codes of a matrix, 1-D."""
     blocks = [(x[start:stop], start) for start, stop in block_ranges(x.numel(), form.cols)]
     started = time.process_time()
-    found = form.measure(lambda job: [job(block, work) for block, _ in blocks])
+    found = form.measure(lambda job: [job(block, start, work) for block, start in blocks])
     for block, start in blocks:
         form.encode(block, start, found, work)
     return time.process_time() - started
