@@ -26,6 +26,7 @@ _COMMON = ("--method", "unit", "--format", "e4m3fn", "--granularity", "row", "--
 _PEER = """
 import sys
 sys.path.append(sys.argv[3])
+sys.stdout = sys.stderr
 from llmcompressor.entrypoints.model_free import model_free_ptq
 ignore = ["lm_head", "re:.*embed_tokens.*"]
 count = int(sys.argv[4])
