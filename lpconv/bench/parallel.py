@@ -15,10 +15,21 @@ __all__ = ["check_parallel", "join", "most", "spread"]
 
 def check_parallel(case: Case) -> None:
     """Raise UnsupportedError where the case's gradients cannot be averaged over processes."""
-    if case.processes > 1 and case.mode == "train" and case.method in SCALED:
+    if case.processes == 1 or case.mode != "train" or case.method not in SCALED:
+        return
+    if case.parallel != "fsdp2":
         raise UnsupportedError(
-            "torch averages plain gradients over processes, and those of scaled tensors are none",
-            hint=f"measure {case.method} in one process",
+            "DistributedDataParallel averages plain gradients, and those of scaled tensors are none",
+            hint="--parallel fsdp2 sums their values",
+        )
+    if case.format == "fp16":
+        raise UnsupportedError(
+            "FSDP keeps gradients in the dtype of their parameter, and fp16 holds them at a scale only",
+            hint=f"measure {case.method} in fp16 in one process, or in fp8",
+        )
+    if case.compiled != "off":
+        raise UnsupportedError(
+            "scaled tensors under --parallel fsdp2 have not been tried compiled", hint="pass --compile off"
         )
 
 
@@ -56,13 +67,14 @@ def spread(model: nn.Module, case: Case, batch: dict[str, Tensor]) -> nn.Module:
 
 def _sharded(model: nn.Module, case: Case) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh  # a second to import
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if case.method in SCALED else None)
     mesh = init_device_mesh(torch.device(case.device).type, (case.processes,))
     for block in blocks_of(model):
         if block is not model:
-            fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
     return model
 
 

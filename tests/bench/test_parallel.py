@@ -68,9 +68,14 @@ def test_gradients_are_the_average_of_those_of_the_processes(tmp_path: Path) -> 
         assert number == 4
 
 
-def test_scaled_tensors_do_not_train_together() -> None:
+def test_scaled_tensors_train_together_by_parts_only() -> None:
     with pytest.raises(UnsupportedError, match="averages plain gradients"):
-        check_parallel(case(format="fp8", method="scalify"))
+        check_parallel(case(format="fp8", method="scalify", parallel="ddp"))
+    with pytest.raises(UnsupportedError, match="fp16 holds them at a scale only"):
+        check_parallel(case(format="fp16", method="scalify", parallel="fsdp2"))
+    with pytest.raises(UnsupportedError, match="not been tried compiled"):
+        check_parallel(case(format="fp8", method="scalify", parallel="fsdp2", compiled="default"))
+    check_parallel(case(format="fp8", method="scalify", parallel="fsdp2", compiled="off"))
     check_parallel(case(format="fp8", method="scalify", mode="infer"))
 
 
