@@ -90,6 +90,7 @@ if TYPE_CHECKING:
         LossAllocation as LossAllocation,
         NonfiniteRecord as NonfiniteRecord,
         PeakMemory as PeakMemory,
+        RecipeMemory as RecipeMemory,
         RunRecord as RunRecord,
         Series as Series,
         TrackedRecord as TrackedRecord,

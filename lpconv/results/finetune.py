@@ -15,6 +15,7 @@ __all__ = [
     "LossAllocation",
     "NonfiniteRecord",
     "PeakMemory",
+    "RecipeMemory",
     "RunRecord",
     "Series",
     "TrackedRecord",
@@ -128,6 +129,20 @@ class EvaluationRecord:
     sizes: tuple[int, ...]
     losses: tuple[float, ...]
     accuracies: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeMemory:
+    """What a step of a recipe needs of each of the ranks that share the model, by part, in bytes."""
+
+    recipe: str
+    num_ranks: int
+    parts: dict[str, int]
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all parts."""
+        return sum(self.parts.values())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,12 +21,12 @@ def saved_bytes(model: nn.Module, batch: Mapping[str, Any]) -> int:
     """
     # Storages, not tensors: of those, one that an op saves of its own output would keep the graph, for ever.
     kept: dict[int, torch.UntypedStorage] = {}
-    own = {_inner(p).untyped_storage().data_ptr() for p in model.parameters()}
+    own = {_inner(p).untyped_storage()._cdata for p in model.parameters()}  # known of tensors without memory too
 
     def keep(x: Tensor) -> Tensor:
         storage = _inner(x).untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage
+        if storage._cdata not in own:
+            kept[storage._cdata] = storage
         return x.detach()
 
     scaling = scaling_of(model)

@@ -246,7 +246,9 @@ def leave_outputs(outputs: Any, scaling: Scaling) -> Any:
 
 
 def weight_scale(name: str, weight: Tensor) -> float:
-    """σ = 2^⌊log2 RMS⌋; 2^-6 for an all-zero tensor, whose values training will choose."""
+    """σ = 2^⌊log2 RMS⌋; 2^-6 for an all-zero tensor, whose values training will choose, and for one without memory."""
+    if weight.is_meta:
+        return ZERO_SCALE
     rms = float(weight.double().square().mean().sqrt()) if weight.numel() else 0.0
     if not rms < MAX_SCALE:
         raise UsageError(

@@ -7,7 +7,7 @@ The optimizer's own temporary tensors are left out: its compiled step does not r
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -21,9 +21,19 @@ from lpconv.machine import available_memory, out_of_memory
 from lpconv.report.numbers import size_text
 from lpconv.results import PeakMemory
 from lpconv.scaled import ScaledTensor
+from lpconv.shards import local
 from lpconv.train.recipes import TRAINING_OPTIMIZERS, Arithmetic
 
-__all__ = ["StepMemory", "available_bytes", "check_room", "explained", "parameter_bytes", "weight_bytes"]
+__all__ = [
+    "StepMemory",
+    "available_bytes",
+    "check_room",
+    "explained",
+    "kept_bytes",
+    "largest_sum",
+    "parameter_bytes",
+    "weight_bytes",
+]
 
 _FIRST = 2  # in the first step the optimizer makes its state
 _PARTS = {
@@ -108,7 +118,7 @@ class StepMemory:
             if torch.cuda.is_available():
                 torch.cuda.reset_peak_memory_stats()
             else:
-                self._kept_bytes = _kept_bytes(self.model, optimizer)
+                self._kept_bytes = kept_bytes((*self.model.parameters(), *self.model.buffers()), optimizer)
                 self._profile = self._stack.enter_context(
                     profile(activities=[ProfilerActivity.CPU], profile_memory=True)
                 )
@@ -141,7 +151,7 @@ class StepMemory:
         elif torch.cuda.is_available():
             self._peak_bytes = torch.cuda.max_memory_allocated()
         else:
-            self._peak_bytes = self._kept_bytes + _largest_sum(self._profile)
+            self._peak_bytes = self._kept_bytes + largest_sum(self._profile)
             self._profile = None
 
 
@@ -149,7 +159,7 @@ def _instrument() -> str:
     return "torch.cuda.max_memory_allocated" if torch.cuda.is_available() else "torch.profiler"
 
 
-def _largest_sum(profiled: Any) -> int:
+def largest_sum(profiled: Any) -> int:
     """The most that was allocated at once and not yet freed, since the profile began."""
     events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
     now = largest = 0
@@ -171,11 +181,11 @@ def _parts(tracker: Any) -> dict[str, int]:
     return parts
 
 
-def _kept_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Parameters, buffers, and every tensor of the optimizer's state, each storage once."""
+def kept_bytes(tensors: Iterable[torch.Tensor], optimizer: torch.optim.Optimizer) -> int:
+    """Of `tensors` and every tensor of the optimizer's state on this rank, each storage once."""
     state = (x for values in optimizer.state.values() for x in values.values() if isinstance(x, torch.Tensor))
     storages = {}
-    for x in (*model.parameters(), *model.buffers(), *state):
+    for x in map(local, (*tensors, *state)):
         data = x.data_part if isinstance(x, ScaledTensor) else x
         storages[data.untyped_storage().data_ptr()] = data.untyped_storage().nbytes()
     return sum(storages.values())
