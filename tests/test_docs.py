@@ -85,7 +85,7 @@ def test_commands_of_a_page(page: str, tmp_path: Path, monkeypatch: pytest.Monke
     Path("text.txt").write_text("To be, or not to be, that is the question.\n" * 100)
     runner = CliRunner()
     for name in OUTPUTS:
-        assert runner.invoke(app, ["convert", "MODEL", "--verify", "none", "-o", name, "-q"]).exit_code == 0
+        assert runner.invoke(app, ["convert", "MODEL", "--verify", "weights", "-o", name, "-q"]).exit_code == 0
     found = commands_to_run(page)
     assert found
     for command in found:

@@ -10,7 +10,7 @@ from lpconv.errors import InputError
 from lpconv.progress import Progress
 from lpconv.results import HashCheck
 
-__all__ = ["check_hashes"]
+__all__ = ["check_hashes", "listed_files"]
 
 
 def check_hashes(directory: Path, progress: Progress) -> HashCheck:
@@ -29,6 +29,11 @@ def check_hashes(directory: Path, progress: Progress) -> HashCheck:
             mismatched += [] if hashed == digest else [name]
             progress.advance(there.get(name, 0))
     return HashCheck(num_files=len(files), mismatched=tuple(mismatched))
+
+
+def listed_files(directory: Path) -> dict[str, str]:
+    """The names and digests that SHA256SUMS lists."""
+    return _read_sums(directory / SUMS)
 
 
 def _read_sums(path: Path) -> dict[str, str]:

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
         LogitsCheck as LogitsCheck,
         PartResult as PartResult,
         PlanResult as PlanResult,
+        PushResult as PushResult,
         RepairedTensor as RepairedTensor,
         RepairResult as RepairResult,
         RestoreResult as RestoreResult,
