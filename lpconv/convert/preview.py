@@ -87,7 +87,7 @@ def _noise(job: Job, t: PlannedTensor, shape: tuple[int, int], work: Workspace) 
     form = job.plan.form.of(t.name, shape, t.format, settings_for(job.plan.options, job.plan.method))
     if x.numel() > work.value.numel():
         raise InputError(f"rows of `{t.name}` are longer than a block", hint="exclude it")
-    found = form.measure(lambda each: [each(x, work)]) if form.needs_first_pass else Measured()
+    found = form.measure(lambda each: [each(x, 0, work)]) if form.needs_first_pass else Measured()
     encoded = form.encode(x, 0, found, work)
     stats = found.stats + (encoded.stats or BlockStats())
     error = encoded.error or BlockError()
