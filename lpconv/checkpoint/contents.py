@@ -11,9 +11,10 @@ from typing import Any
 from lpconv.checkpoint.gguf import GGUF, WEIGHTS, as_directory, is_view
 from lpconv.errors import InputError
 
-__all__ = ["QUANTIZATION_FILES", "Contents", "check_inside", "read_contents", "read_json"]
+__all__ = ["QUANTIZATION_FILES", "Contents", "check_config", "check_inside", "read_contents", "read_json"]
 
 _INDEX_SUFFIX = ".index.json"
+_LAYERS, _MOST_LAYERS = re.compile(r"layers?$"), 10_000  # which transformers makes one by one
 # Weight files of any framework, and what training leaves behind: never copied as side files.
 _WEIGHT_FILE = re.compile(
     r"""(?x) .*\.(safetensors|h5|msgpack|onnx|gguf|ggml|pt|pth|ckpt|npz|ot|tflite|mlmodel)(\.index\.json)?
@@ -56,7 +57,7 @@ def read_contents(directory: Path) -> Contents:
         raise InputError(f"`{directory}` has no config.json", hint="is it a Hugging Face checkpoint directory?")
     check_inside(directory, config_path.name)
     config = _with_quantization(read_json(config_path), directory)
-    _check_config(config, config_path)
+    check_config(config, config_path)
     kind, files, weight_map = _weights(directory)
     for name in files if kind != GGUF else ():  # a view links to its file
         check_inside(directory, name)
@@ -102,13 +103,20 @@ def _with_quantization(config: dict[str, Any], directory: Path) -> dict[str, Any
     return config
 
 
-def _check_config(config: dict[str, Any], path: Path) -> None:
-    """The keys that lpconv itself reads have the types that transformers gives them."""
+def check_config(config: dict[str, Any], path: Path) -> None:
+    """The keys that lpconv itself reads have the types that transformers gives them, and layers have an end.
+
+    Raises InputError for what is damaged.
+    """
     architectures = config.get("architectures") or []
     if not isinstance(architectures, list) or not all(isinstance(a, str) for a in architectures):
         raise InputError(f"`{path}`: architectures is no list of names", hint="fetch the file again")
     if not isinstance(config.get("model_type", ""), str):
         raise InputError(f"`{path}`: model_type is no name", hint="fetch the file again")
+    nested = [part for part in config.values() if isinstance(part, dict)]  # such as text_config
+    for key, value in (item for part in (config, *nested) for item in part.items()):
+        if _LAYERS.search(key) and isinstance(value, int) and value > _MOST_LAYERS:
+            raise InputError(f"`{path}`: {key} is more than {_MOST_LAYERS}", hint="fetch the file again")
 
 
 def _weights(directory: Path) -> tuple[str, tuple[str, ...], dict[str, str] | None]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import transformers
 
-from lpconv.checkpoint.contents import read_contents, read_json
+from lpconv.checkpoint.contents import check_config, read_contents, read_json
 from lpconv.checkpoint.holding import hold, is_held
 from lpconv.checkpoint.partfile import write_error, write_small
 from lpconv.checkpoint.resolve import resolve
@@ -80,6 +80,7 @@ def _blueprint(place: str | Path, options: InitOptions) -> Blueprint:
             settings["architectures"] = [preset.model_class]
         else:
             settings = plain_config(read_contents(place)) if place.is_dir() else read_json(place)
+            check_config(settings, place)
         if not settings.get("architectures"):
             raise UnsupportedError("config.json names no architecture", hint="add it under `architectures`")
         settings = resized(settings, width=options.width, layers=options.layers)

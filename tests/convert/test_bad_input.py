@@ -120,7 +120,8 @@ class TestConfig:
     @pytest.mark.parametrize(
         "text",
         ["", "{", "[]", "3", '"x"', "null", '{"architectures": 5}', '{"architectures": [1]}', '{"architectures": "A"}',
-         '{"model_type": 5}', '{"x": "\\ud800"}', "[" * 100_000, '{"x": %s}' % ("9" * 5000)],
+         '{"model_type": 5}', '{"text_config": {"num_hidden_layers": 1%s}}' % ("0" * 60), '{"x": "\\ud800"}',
+         "[" * 100_000, '{"x": %s}' % ("9" * 5000)],
         ids=lambda text: text[:24] or "empty",
     )  # fmt: skip
     def test_not_a_config(self, run: Run, source: Path, output: Path, text: str) -> None:
