@@ -27,7 +27,7 @@ EXTRAS: dict[str, tuple[str, tuple[str, ...]]] = {
     "slurm": ("batches on Slurm", ("submitit",)),
     "peers": (
         "benchmarks, with the libraries they compare",
-        ("torchao", "torch-optimi", "unit-scaling", "matplotlib"),
+        ("torchao", "torch-optimi", "unit-scaling", "matplotlib", "scikit-learn"),
     ),
     "test": (
         "run lpconv's own tests",

@@ -60,9 +60,9 @@ def test_the_bytes_are_those_of_a_local_output(store: Store, source: Path, tmp_p
 
 def test_its_report_is_shown(store: Store, source: Path) -> None:
     run(source)
-    said = CliRunner().invoke(app, ["report", URL])
+    said = CliRunner().invoke(app, ["report", URL, "--json"])
     assert said.exit_code == 0, said.stderr
-    assert f"→ {URL}" in said.stdout
+    assert [r["output"] for r in json.loads(said.stdout)["runs"]] == [URL]
     del store.objects["out/report.json"]
     assert CliRunner().invoke(app, ["report", URL]).exit_code == 3
 

@@ -53,6 +53,7 @@ UNTRIED = {
     "models/coded.py:": "asks whether autocast is on; codes that stay have run on a CPU only",
     "optim/base.py:": "counts steps, which fake tensors cannot; its kernels are rehearsed by optimizer_steps",
     "report/doctor.py:": "what a processor is called; `tests/doctor/test_doctor.py`",
+    "scaled/model.py: Scaling.around_forward": "autocast, for adaptive scaling; `tests/scaled/test_adaptive.py`",
     "scaled/rules/": "a table; the rules in it are rehearsed by attention, and `tests/scaled/test_cuda_attention.py`",
     "train/": _HOST,
     "train/memory.py:": _ALLOCATOR,
