@@ -40,7 +40,7 @@ class PointRows(Form):
     kind: ClassVar[str] = "points"
     suffixes: ClassVar[tuple[str, ...]] = (SCALE_SUFFIX, POINTS_SUFFIX)
     holds_one_format: ClassVar[bool] = True
-    encoded_per_second: ClassVar[float] = 1.2e7
+    encoded_per_second: ClassVar[float] = 6e6
     checked_per_second: ClassVar[float] = 5e5  # rows are fitted again
 
     format: Format
