@@ -19,6 +19,7 @@ from lpconv.errors import UsageError
 from lpconv.lookup import find
 
 __all__ = [
+    "PARALLEL",
     "Declared",
     "Force",
     "Group",
@@ -239,6 +240,9 @@ def parse_size(text: str) -> int:
 size_option = functools.partial(
     Option, metavar="SIZE", parse=parse_size, given=int | str, expects="a size", example="4GB, 512MiB or 1000000"
 )
+
+# How several processes train one model: each has a copy (DistributedDataParallel), or a part (fully_shard).
+PARALLEL = ("ddp", "fsdp2")
 
 # Options that several commands have.
 Revision = Annotated[str | None, Option("Branch, tag or commit hash of a model on the hub")]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from lpconv.errors import UsageError
 from lpconv.lookup import find
+from lpconv.options import PARALLEL
 
 __all__ = [
     "BASELINES",
@@ -16,7 +17,6 @@ __all__ = [
     "BENCH_OPTIMIZERS",
     "COMPILE_MODES",
     "MODES",
-    "PARALLEL",
     "PLAIN",
     "SCALED",
     "Case",
@@ -31,8 +31,6 @@ MODES = ("infer", "train")
 # What torch.compile is given: each block of the model (compiled once, since they share their code), the whole model,
 # the whole model to be replayed as CUDA graphs, or nothing.
 COMPILE_MODES = ("blocks", "model", "graphs", "off")
-# How several processes train one model: each has a copy (DistributedDataParallel), or a part (fully_shard).
-PARALLEL = ("ddp", "fsdp2")
 BASELINES = ("bf16+compile", "bf16", "fp16+compile", "fp16", "fp32+compile", "fp32")
 PLAIN = "plain"
 

@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import Annotated
 
-from lpconv.bench.cases import BASELINES, BENCH_FORMATS, BENCH_METHODS, BENCH_OPTIMIZERS, COMPILE_MODES, MODES, PARALLEL
+from lpconv.bench.cases import BASELINES, BENCH_FORMATS, BENCH_METHODS, BENCH_OPTIMIZERS, COMPILE_MODES, MODES
 from lpconv.errors import UsageError
-from lpconv.options import Group, Option
+from lpconv.options import PARALLEL, Group, Option
 
 __all__ = ["BenchOptions", "Effort"]
 

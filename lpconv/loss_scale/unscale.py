@@ -6,9 +6,9 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from lpconv.errors import UnsupportedError, UsageError
+from lpconv.shards import local
 
 __all__ = ["largest_gradient", "unscale_"]
 
@@ -55,7 +55,7 @@ def _local_gradients(parameters: list[Tensor]) -> list[Tensor]:
             raise UnsupportedError(
                 f"cannot unscale a {gradient.layout} gradient", hint="make it dense (for embeddings: sparse=False)"
             )
-        found.append(gradient.to_local() if isinstance(gradient, DTensor) else gradient)
+        found.append(local(gradient))
     return found
 
 

@@ -14,7 +14,7 @@ from lpconv.mcf.pairs import nearest_by_cast
 from lpconv.mcf.split import split_bf16
 from lpconv.optim.base import LowPrecisionOptimizer
 from lpconv.optim.storage import Storage, store, total
-from lpconv.shards import local
+from lpconv.shards import local, whole
 
 __all__ = ["fp32_state_dict", "start_from_checkpoint", "start_from_fp32"]
 
@@ -67,10 +67,10 @@ def fp32_state_dict(optimizer: LowPrecisionOptimizer, model: nn.Module) -> dict[
 
     DTensors are gathered, so every rank must call it.
     """
-    state = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in model.state_dict().items()}
+    state = {n: whole(t) for n, t in model.state_dict().items()}
     for p, names in _all_named(optimizer, model):
         parts = optimizer.parts(p)[0]
-        full = tuple(t.full_tensor() if isinstance(t, DTensor) else t for t in parts)
+        full = tuple(whole(t) for t in parts)
         state |= dict.fromkeys(names, total(optimizer.storages(p)[0], full) * optimizer.weight_scale(p))
     return state
 

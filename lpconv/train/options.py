@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from lpconv.errors import UnsupportedError, UsageError
-from lpconv.options import Force, Group, Option, Resume, Revision, check, size_option
+from lpconv.options import PARALLEL, Force, Group, Option, Resume, Revision, check, size_option
 from lpconv.scaled.choices import LEARNING_RATES, NATIVE_MARK, OPERAND_SCALES
 from lpconv.train.recipes import (
     LOSS_SCALES,
@@ -22,7 +22,6 @@ from lpconv.train.recipes import (
 
 __all__ = [
     "LOGGERS",
-    "PARALLEL",
     "SAVES",
     "SCHEDULES",
     "TASKS",
@@ -37,7 +36,6 @@ TASKS = ("auto", "mlm", "clm", "classification", "seq2seq")
 SCHEDULES = ("linear", "cosine", "constant")
 TWINS = ("fp32", "bf16", "none")
 SAVES = ("converted", "plain")
-PARALLEL = ("ddp", "fsdp2")
 
 
 # Where Trainer can report a run to: the names that transformers knows, which it takes seconds to ask.

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import spawn
 
-from lpconv.bench.cases import PARALLEL, Case
+from lpconv.bench.cases import Case
 from lpconv.bench.models import find_model, make_batch, step_loss
 from lpconv.bench.parallel import check_parallel, join, most, spread
 from lpconv.bench.run import choose_model
 from lpconv.errors import UnsupportedError
+from lpconv.options import PARALLEL
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 SIZES = ("demo", "--layers", "1", "--batch", "1", "--seq", "16", "--min-iters", "4", "--min-time", "0", "--rounds", "2",
