@@ -26,11 +26,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import typer.main
+
 from benchmarks.forked import Ended, command_line, forked, import_everything
 from benchmarks.fuzz_inputs import ATTACKS
 from benchmarks.fuzz_material import make_material
+from lpconv.cli.main import app
 
-__all__ = ["Found", "fault_of", "fuzz", "is_finished", "summary"]
+__all__ = ["Found", "asks_json", "fault_of", "fuzz", "is_finished", "summary"]
 
 _CODES = {0, 2, 3, 4, 5, 6, 7, 8}
 
@@ -97,7 +100,7 @@ def fault_of(arguments: Sequence[str], ended: Ended) -> str | None:
         return f"exit {code}"
     if code == 0:
         return None
-    if "--json" in arguments:
+    if asks_json(arguments):
         try:
             if json.loads(out)["error"]["code"] != code:
                 return "another code in JSON"
@@ -105,6 +108,15 @@ def fault_of(arguments: Sequence[str], ended: Ended) -> str | None:
             return "no JSON document"
     is_parsed = "Usage: " in err  # typer's words, which name the option and --help
     return None if is_parsed or ("error: " in err and "hint: " in err) else "no hint"
+
+
+def asks_json(arguments: Sequence[str]) -> bool:
+    """Whether `--json` stands there as an option, and not as what an option before it is given."""
+    if "--json" not in arguments:
+        return False
+    parameters = typer.main.get_command(app).commands[arguments[0]].params  # type: ignore[attr-defined]
+    takes_value = {o for p in parameters for o in p.opts if o.startswith("-") and not getattr(p, "is_flag", False)}
+    return any(a == "--json" and arguments[i] not in takes_value for i, a in enumerate(arguments[1:]))
 
 
 def is_finished(output: Path) -> bool:
