@@ -1,6 +1,6 @@
 """Native unit scaling of unmodified architectures: sizes at initialisation, and training from scratch.
 
-    python benchmarks/reproduce/native.py --out benchmarks/results/native [--seeds 3] [--only sizes|training]
+    python benchmarks/reproduce/native.py --out benchmarks/results/native [--seeds 3] [--only sizes|training|masked]
 
 1. Sizes: the root mean square of the data of every linear layer's output, of the gradient that reaches it and of its
    weight's gradient, for BERT, GPT-2 and Llama of 12 layers and width 128, on random tokens; the share within [1/2, 2].
@@ -9,9 +9,10 @@
 2. Rates: the held-out loss of plain and native fp32 over learning rates, by the paper's rule and by u-μP's, one seed.
 3. Training from scratch: fp32, native in fp32, fp16 and fp8 without a loss scale, plain fp8 and fp16 with none and with
    the best of a few constant ones.
+4. The same of a BERT on masked bytes, for long enough to leave the entropy of single bytes behind.
 
 The papers: Blake et al. 2023, arXiv 2303.11257; u-μP's rates: Blake et al. 2024, arXiv 2407.17465. Writes a folder for
-sizes and one for training, and figure.png. `--quick` is for trying the script.
+each, and figure.png. `--quick` is for trying the script.
 """
 
 import argparse
@@ -19,7 +20,7 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from typing import Any
 import torch
 import transformers as hf
 import unit_scaling as uu
+from byte_models import corpus
 from figures import panels, plot_training
 from miniature import (
     QUICK,
@@ -49,9 +51,31 @@ from lpconv.scaled import AdamW, ScaledTensor, native, native_groups, scaled
 WIDTH, LAYERS, VOCABULARY, HEADS, LENGTH = 128, 12, 512, 4, 64
 WITHIN = (0.5, 2.0)
 PLAIN_RATES = [2.0**e for e in (-9, -8, -7)]
-NATIVE_RATES = {"unit": [2.0**e for e in (-7, -6, -5)], "u-mup": [2.0**e for e in (-3, -2, -1)]}
-SMALL = Size(hidden=64, layers=2)
+UNIT_RATES = [2.0**e for e in (-7, -6, -5)]
 LOSS_SCALES = (2.0**4, 2.0**8, 2.0**12)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A model that learns from scratch, its size, and the rates that native runs choose from by rule."""
+
+    kind: str
+    size: Size
+    native_rates: Mapping[str, Sequence[float]]
+
+
+TASKS = {
+    "training": Task(
+        kind="llama",
+        size=Size(hidden=64, layers=2),
+        native_rates={"unit": UNIT_RATES, "u-mup": [2.0**e for e in (-3, -2, -1)]},
+    ),
+    "masked": Task(
+        kind="bert",
+        size=Size(hidden=64, layers=2, batch=32, length=32, steps=3000, evaluate_every=500),
+        native_rates={"unit": UNIT_RATES},
+    ),
+}
 
 
 def architectures(attention: str) -> dict[str, Callable[[], nn.Module]]:
@@ -179,8 +203,8 @@ class Run:
 class Runs:
     """Runs by rule or arm, rate and seed, kept in a file as they end: the same command goes on where it stopped."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, kind: str) -> None:
+        self.path, self.kind = path, kind
         self.done: dict[str, Run] = {}
         if path.exists():
             for key, run in json.loads(path.read_text(encoding="utf-8")).items():
@@ -189,16 +213,16 @@ class Runs:
     def get(self, arm: Arm, lr: float, seed: int, size: Size) -> Run:
         key = f"{arm.name}, rate {lr}, seed {seed}"
         if key not in self.done:
-            curve, model = train(arm, "llama", seed, replace(size, lr=lr))
-            self.done[key] = Run(lr=lr, curve=curve, sizes=along(model, size))
+            curve, model = train(arm, self.kind, seed, replace(size, lr=lr))
+            self.done[key] = Run(lr=lr, curve=curve, sizes=along(model, self.kind, size))
             self.path.write_text(json.dumps({k: asdict(r) for k, r in self.done.items()}), encoding="utf-8")
         print(f"{key}: {self.done[key].loss:.4f}", file=sys.stderr, flush=True)
         return self.done[key]
 
 
-def along(model: nn.Module, size: Size) -> dict[str, list[float]]:
+def along(model: nn.Module, kind: str, size: Size) -> dict[str, list[float]]:
     """Sizes of the data of activations, first to last, and of the gradients that reach them."""
-    seen = observe(model, draw("llama", size))
+    seen = observe(model, draw(kind, size))
     return {d: [v for (_, which), v in seen.items() if which == d] for d in ("activation", "gradient")}
 
 
@@ -215,10 +239,10 @@ PLAIN = Arm(name="fp32", prepare=lambda m: m)
 PLAIN_LOW: dict[str, Callable[[nn.Module], nn.Module]] = {"fp8": plain_fp8, "fp16": plain_fp16}
 
 
-def sweep(runs: Runs, size: Size) -> dict[str, list[Run]]:
+def sweep(runs: Runs, task: Task, size: Size) -> dict[str, list[Run]]:
     """One seed at each learning rate, by rule."""
     found = {"plain": [runs.get(PLAIN, lr, 0, size) for lr in PLAIN_RATES]}
-    for rule, rates in NATIVE_RATES.items():
+    for rule, rates in task.native_rates.items():
         found[rule] = [runs.get(native_arm(f"native fp32 ({rule})", "fp32", rule, lr), lr, 0, size) for lr in rates]
     return found
 
@@ -227,17 +251,17 @@ def best(runs: list[Run]) -> Run:
     return min(runs, key=lambda r: r.loss)
 
 
-def rates_table(found: dict[str, list[Run]]) -> str:
+def rates_table(kind: str, found: dict[str, list[Run]]) -> str:
     lines = ["| rule |" + 3 * " learning rate: loss |", "|---" * 4 + "|"]
     for rule, runs in found.items():
         lines.append(f"| {rule} | " + " | ".join(f"2^{math.log2(r.lr):.0f}: {r.loss:.3f}" for r in runs) + " |")
-    return "\n".join(["Held-out loss in fp32 over learning rates, Llama, seed 0", "", *lines, ""])
+    return "\n".join([f"Held-out loss in fp32 over learning rates, {kind}, seed 0", "", *lines, ""])
 
 
 def training(runs: Runs, size: Size, rates: dict[str, list[Run]]) -> list[Curve]:
     """Every arm at the best rate of its rule, seed by seed."""
     plain = best(rates["plain"]).lr
-    rule = min(NATIVE_RATES, key=lambda r: best(rates[r]).loss)
+    rule = min((r for r in rates if r != "plain"), key=lambda r: best(rates[r]).loss)
     own = best(rates[rule]).lr
     arms = [
         (PLAIN, plain),
@@ -267,28 +291,40 @@ def figure(fresh: dict[str, list[float]], trained: dict[str, list[float]], curve
         plot_training(right, "llama", curves)
 
 
+def train_task(task: Task, folder: Path, size: Size) -> tuple[dict[str, list[Run]], list[Curve]]:
+    """The sweep of rates and every arm, written into a folder that keeps runs as they end."""
+    folder.mkdir(parents=True, exist_ok=True)
+    runs = Runs(folder / "runs.json", task.kind)
+    rates = sweep(runs, task, size)
+    curves = training(runs, size, rates)
+    counts = torch.bincount(corpus("train")).double()
+    entropy = float(torch.special.entr(counts / counts.sum()).sum())
+    title = f"Training from scratch, {task.kind}, at the best rates (entropy of single bytes {entropy:.2f} nats)"
+    tables = [rates_table(task.kind, rates), training_table(title, curves)]
+    write(folder, asdict(size), {"runs": {k: asdict(r) for k, r in runs.done.items()}}, tables)
+    return rates, curves
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--only", choices=("sizes", "training"))
+    parser.add_argument("--only", choices=("sizes", *TASKS))
     options = parser.parse_args()
-    size = replace(QUICK if options.quick else SMALL, seeds=options.seeds)
-    if options.only != "training":
+    if options.only in (None, "sizes"):
         found = measure_sizes(options.seeds)
         write(options.out / "sizes", {"width": WIDTH, "layers": LAYERS}, {"sizes": [asdict(s) for s in found]},
               [sizes_table(found)])  # fmt: skip
-    if options.only != "sizes":
-        options.out.mkdir(parents=True, exist_ok=True)
-        runs = Runs(options.out / "runs.json")
-        rates = sweep(runs, size)
-        curves = training(runs, size, rates)
-        tables = [rates_table(rates), training_table("Training from scratch, llama, at the best rates", curves)]
-        write(options.out / "training", asdict(size), {"runs": {k: asdict(r) for k, r in runs.done.items()}}, tables)
-        trained = best([r for rule in NATIVE_RATES for r in rates[rule]])
-        fresh = drawn("fp32")(start_model("llama", size, 0))
-        figure(along(fresh, size), trained.sizes, curves, options.out / "figure.png")
+    for name, task in TASKS.items():
+        if options.only not in (None, name):
+            continue
+        size = replace(QUICK if options.quick else task.size, seeds=options.seeds)
+        rates, curves = train_task(task, options.out / name, size)
+        if name == "training":
+            trained = best([r for rule in task.native_rates for r in rates[rule]])
+            fresh = drawn("fp32")(start_model(task.kind, size, 0))
+            figure(along(fresh, task.kind, size), trained.sizes, curves, options.out / "figure.png")
 
 
 def write(folder: Path, settings: dict[str, Any], raw: dict[str, Any], tables: list[str]) -> None:
