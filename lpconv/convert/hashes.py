@@ -1,6 +1,7 @@
 """The files of an output against the hashes that it lists."""
 
 import os
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -10,38 +11,36 @@ from lpconv.errors import InputError
 from lpconv.progress import Progress
 from lpconv.results import HashCheck
 
-__all__ = ["check_hashes", "listed_files"]
+__all__ = ["check_files", "check_hashes", "listed_files"]
 
 
 def check_hashes(directory: Path, progress: Progress) -> HashCheck:
     """Every file that SHA256SUMS lists, and must list. Raises InputError where there is no such list."""
-    path = directory / SUMS
-    if not path.exists():
-        raise InputError(f"`{directory}` has no {SUMS}", hint="pass an output of `lpconv convert`")
-    files = _read_sums(path)
-    there = {n: (directory / n).stat().st_size for n in files if os.path.isfile(directory / n)}
+    return check_files(directory, listed_files(directory), progress)
+
+
+def check_files(directory: Path, digests: Mapping[str, str], progress: Progress) -> HashCheck:
+    """Files against their digests, by name; the weights, the config and the record must be among them."""
+    there = {n: (directory / n).stat().st_size for n in digests if os.path.isfile(directory / n)}
     progress.start("hashing", sum(there.values()))
     weights = {p.relative_to(directory).as_posix() for p in directory.rglob("*.safetensors")}
-    mismatched = sorted({"config.json", MARKER, *weights} - files.keys())
+    mismatched = sorted({"config.json", MARKER, *weights} - digests.keys())
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # hashing lets other threads run
-        found = pool.map(lambda n: sha256_of(directory / n) if n in there else None, files)
-        for (name, digest), hashed in zip(files.items(), found, strict=True):
+        found = pool.map(lambda n: sha256_of(directory / n) if n in there else None, digests)
+        for (name, digest), hashed in zip(digests.items(), found, strict=True):
             mismatched += [] if hashed == digest else [name]
             progress.advance(there.get(name, 0))
-    return HashCheck(num_files=len(files), mismatched=tuple(mismatched))
+    return HashCheck(num_files=len(digests), mismatched=tuple(mismatched))
 
 
 def listed_files(directory: Path) -> dict[str, str]:
-    """The names and digests that SHA256SUMS lists."""
-    return _read_sums(directory / SUMS)
-
-
-def _read_sums(path: Path) -> dict[str, str]:
-    """Names and digests of a list that `sha256sum` writes."""
-    files = {}
+    """The names and digests of the list that `sha256sum` writes. Raises InputError where there is none."""
+    path, digests = directory / SUMS, {}
+    if not path.exists():
+        raise InputError(f"`{directory}` has no {SUMS}", hint="pass an output of `lpconv convert`")
     for line in path.read_bytes().decode("utf-8", "replace").splitlines():
         digest, separator, name = line.partition("  ")
         if not separator:
             raise InputError(f"`{path}` has the line {line[:80]!r}, not a hash and a name", hint="fetch the file again")
-        files[name] = digest
-    return files
+        digests[name] = digest
+    return digests

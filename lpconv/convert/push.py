@@ -5,7 +5,7 @@ from pathlib import Path
 from lpconv.checkpoint.contents import read_json
 from lpconv.checkpoint.hub_commit import check_repository, commit_files
 from lpconv.checkpoint.staging import MARKER, SUMS
-from lpconv.convert.hashes import check_hashes, listed_files
+from lpconv.convert.hashes import check_files, listed_files
 from lpconv.convert.reader import read_provenance
 from lpconv.errors import InputError, UnsupportedError, VerificationError
 from lpconv.progress import Progress
@@ -36,13 +36,13 @@ def push(directory: Path, repo_id: str, *, private: bool, dry_run: bool, progres
     The reports stay here, they name folders of this machine. With `dry_run` nothing is asked of the network.
     """
     verify = check_pushable(directory, repo_id)
-    hashes = check_hashes(directory, progress)
+    digests = listed_files(directory)
+    hashes = check_files(directory, digests, progress)
     if hashes.mismatched:
         raise VerificationError(
             f"{len(hashes.mismatched)} files do not match their SHA-256, first `{hashes.mismatched[0]}`",
             hint="convert again, or fetch the output again",
         )
-    digests = listed_files(directory)
     outside = [n for n in digests if not (directory / n).resolve().is_relative_to(directory.resolve())]
     if outside:
         raise InputError(f"`{SUMS}` lists `{outside[0]}`, which lies elsewhere", hint="fetch the output again")

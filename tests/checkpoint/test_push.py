@@ -134,3 +134,16 @@ def test_offline_nothing_is_sent(made: Path, monkeypatch: pytest.MonkeyPatch) ->
     said = pushed(str(made), REPO)
     assert said.exit_code == 3
     assert "--dry-run" in said.stderr
+
+
+def test_the_list_is_read_once(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is sent is what was hashed, even if the list changes meanwhile."""
+    read, count = Path.read_bytes, []
+
+    def watched(path: Path) -> bytes:
+        count.append(path.name == "SHA256SUMS")
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", watched)
+    assert pushed(str(made), REPO, "--dry-run").exit_code == 0
+    assert sum(count) == 1
