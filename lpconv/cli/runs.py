@@ -22,8 +22,9 @@ from lpconv.report.bench.html import html_bench
 from lpconv.report.bench.terminal import render_bench
 from lpconv.report.bench.text import ratio_text
 from lpconv.report.convert.html import html_compare, html_report
-from lpconv.report.convert.terminal import render_compare, render_convert
-from lpconv.report.convert.words import method_name, size_sentence, verdict as verdict_of
+from lpconv.report.convert.terminal import render_compare, render_convert, render_verify
+from lpconv.report.convert.verify import html_verify
+from lpconv.report.convert.words import method_name, size_sentence, verdict as verdict_of, verify_sentence
 from lpconv.report.finetune.compare import finetune_figures, html_finetunes
 from lpconv.report.finetune.html import html_finetune
 from lpconv.report.finetune.terminal import render_finetune
@@ -32,7 +33,7 @@ from lpconv.report.numbers import listed, plural
 from lpconv.report.probe.html import html_probe
 from lpconv.report.probe.terminal import render_probe
 from lpconv.report.terminal import SideBySide
-from lpconv.results import BenchResult, ConvertResult, FinetuneResult, ProbeReport, from_json
+from lpconv.results import BenchResult, ConvertResult, FinetuneResult, ProbeReport, Verification, from_json
 from lpconv.train.folder import REPORT, find_finetune
 
 __all__ = ["CONVERSIONS", "PROBES", "Kind", "ask_probe", "kind_of", "name_of", "one_kind", "runs_in"]
@@ -97,7 +98,7 @@ def runs_in(folder: Path, depth: int = _DEPTH) -> Iterator[tuple[Kind, Path, Any
             found = list(_read(path))
             yield from found if found or depth == 1 else runs_in(path, depth=depth - 1)
         elif path.suffix == ".json":
-            yield from (run for run in _read(path) if run[0].find is find_bench)
+            yield from (run for run in _read(path) if run[0].find in _FILES)
 
 
 def _read(path: Path) -> Iterator[tuple[Kind, Path, Any]]:
@@ -138,11 +139,27 @@ def _line_of_conversion(result: ConvertResult) -> tuple[str, str]:
     return what, f"{size_sentence(result)} Verification: {verdict_of(result.verify)}."
 
 
+def _verification(path: Path) -> dict[str, Any]:
+    """The document of `lpconv verify --json`; one that failed stands in its error."""
+    document = read_json(path)
+    error = document.get("error")
+    details = error.get("details") if isinstance(error, dict) else None
+    return details if isinstance(details, dict) else document
+
+
+def _find_verification(run: str) -> Path | None:
+    path = Path(run)
+    is_one = path.is_file() and path.suffix == ".json" and _verification(path).get("kind") == "verify"
+    return path if is_one else None
+
+
 def _find_conversion(run: str) -> Path | None:
     path = Path(run) / REPORT if Path(run).is_dir() else Path(run)
     return path if path.exists() else None
 
 
+# Runs that are a file of their own, wherever they were written.
+_FILES = (find_bench, _find_verification)
 # Conversions last: any other report.json is taken for one, and said to be none when it is read.
 _KINDS = (
     Kind(
@@ -181,6 +198,14 @@ _KINDS = (
         line=lambda result: (title(result), verdict(result)),
         pages=html_finetunes,
         tables=lambda results, names: SideBySide(names=tuple(names), figures=finetune_figures(results)),
+    ),
+    Kind(
+        name="Verifications",
+        find=_find_verification,
+        read=lambda path: from_json(Verification, _verification(path)),
+        page=html_verify,
+        table=render_verify,
+        line=lambda result: (result.path, verify_sentence(result)),
     ),
     Kind(
         name=CONVERSIONS,

@@ -46,10 +46,11 @@ def verify(
     before_verifying(directory, options, Path(html) if html is not None else None)
     from lpconv.convert.verify_output import verify_output  # torch takes seconds to import
     from lpconv.report.convert.terminal import render_verify
-    from lpconv.results import to_json
+    from lpconv.results import Verification, to_json
+    from lpconv.version import __version__
 
     with progress_for(quiet=quiet) as progress:
-        result = verify_output(
+        found = verify_output(
             directory,
             against=options.against,
             level=options.level,
@@ -60,14 +61,13 @@ def verify(
             seq_len=options.seq_len,
             max_tokens=options.max_tokens,
         )
+    command = shlex.join(["lpconv", *sys.argv[1:]])
+    result = Verification(**vars(found), path=path, against=options.against, command=command, version=__version__)
     if html is not None:
         from lpconv.checkpoint.partfile import write_small
         from lpconv.report.convert.verify import html_verify
-        from lpconv.version import __version__
 
-        command = shlex.join(["lpconv", *sys.argv[1:]])
-        page = html_verify(result, path, against=options.against, command=command, version=__version__)
-        write_small(Path(html), page)
+        write_small(Path(html), html_verify(result))
     if result.passed or not json:  # else the error's details hold the result
         print_result(result, render_verify, json=json)
     if not result.passed:

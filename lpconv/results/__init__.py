@@ -59,6 +59,7 @@ if TYPE_CHECKING:
         RepairResult as RepairResult,
         RestoreResult as RestoreResult,
         TensorRecord as TensorRecord,
+        Verification as Verification,
         VerifyResult as VerifyResult,
         WeightsCheck as WeightsCheck,
         WrittenShard as WrittenShard,

@@ -20,6 +20,7 @@ __all__ = [
     "RepairedTensor",
     "RestoreResult",
     "TensorRecord",
+    "Verification",
     "VerifyResult",
     "WeightsCheck",
     "WrittenShard",
@@ -167,6 +168,18 @@ class VerifyResult:
     def failures(self) -> tuple[str, ...]:
         """The problems, and the gates that failed with the values they met."""
         return (*self.problems, *(f"gate `{g.expression}` met {g.value}" for g in self.gates if not g.passed))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verification(VerifyResult):
+    """A run of `lpconv verify`: of the output or checkpoint `path`, beside the model `against` where one was named."""
+
+    schema_version: int = SCHEMA_VERSION
+    kind: str = "verify"
+    path: str
+    against: str | None = None
+    command: str
+    version: str
 
 
 @dataclass(frozen=True, kw_only=True)

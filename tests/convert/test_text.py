@@ -114,7 +114,11 @@ def test_the_command_says_it_and_gates_ask_for_it(tmp_path: Path, monkeypatch: p
     assert said.exit_code == 0, said.stderr
     assert "perplexity" in said.stdout
     assert "96 tokens" in said.stdout.replace("\n", " ")
-    assert CliRunner().invoke(app, [*common, "--gate", "kl<=1e-9", "--html", "page.html"]).exit_code == 5
+    failed = CliRunner().invoke(app, [*common, "--gate", "kl<=1e-9", "--html", "page.html", "--json"])
+    assert failed.exit_code == 5
+    (tmp_path / "verify.json").write_text(failed.stdout)
+    assert CliRunner().invoke(app, ["report", "verify.json", "--html", "again.html"]).exit_code == 0
+    assert (tmp_path / "again.html").read_text() == (tmp_path / "page.html").read_text()
     page = html.unescape((tmp_path / "page.html").read_text())
     tensors = [t for t in json.loads((tmp_path / "out/lpconv.json").read_text())["tensors"] if t["action"] != "tie"]
     rows = re.findall(r'<td class="left name">(.*?)</td><td data-sort="(.*?)">', page)

@@ -44,7 +44,7 @@ from lpconv.results import (
     Series,
     TrackedRecord,
     UpdateQuality,
-    VerifyResult,
+    Verification,
     WeightsCheck,
 )
 
@@ -208,14 +208,12 @@ def example_pages() -> dict[str, str]:
         "finetunes": html_finetunes([finetune(), finetune(recipe="bf16")], ["bert-large-unit-fp8-collage", "bf16"]),
         "benches": html_benches([bench(), bench()], ["monday", "tuesday"]),
         "advice": html_advice(advice()),
-        "verify": html_verify(
-            verification(), "out/" + LAYERS[0], against="llama", command="lpconv verify", version="1"
-        ),
+        "verify": html_verify(verification()),
         "index": html_index("runs", [_entry(name) for name in LAYERS[:5]], {"Conversions": "index-conversions.html"}),
     }
 
 
-def verification() -> VerifyResult:
+def verification() -> Verification:
     """Two checkpoints by their weights and on a text; a tensor that is wrong, one that is equal, a gate that failed."""
     tensors = [
         ComparedTensor(
@@ -226,7 +224,8 @@ def verification() -> VerifyResult:
         )
         for i, name in enumerate(LAYERS)
     ]  # fmt: skip
-    return VerifyResult(
+    return Verification(
+        path="out/" + LAYERS[0], against="llama", command="lpconv verify", version="1",
         level="values", passed=False, tensors=tuple(tensors), problems=(f"`{tensors[0].name}`: {tensors[0].problem}",),
         weights=WeightsCheck(max_rel_error=0.5, min_sqnr_db=3.0, worst=tensors[0].name, num_tensors=len(tensors),
                              num_elements_checked=10**8, mismatched=(tensors[0].name,)),

@@ -5,11 +5,12 @@ import re
 from pathlib import Path
 
 import pytest
-from page_examples import bench, finetune
+from page_examples import bench, finetune, verification
 from report_examples import bert_result
 from typer.testing import CliRunner
 
 from lpconv.cli.main import app
+from lpconv.report.convert.verify import html_verify
 from lpconv.results import json_text
 
 
@@ -22,6 +23,7 @@ def folder(tmp_path: Path) -> Path:
         "tuned-b/report.json": finetune(output="tuned-b", recipe="collage-bf16"),
         "monday.json": bench(),
         "tuesday.json": bench(),
+        "verify.json": verification(),
     }
     for name, record in runs.items():
         path = tmp_path / name
@@ -69,6 +71,15 @@ def test_benches_are_drawn_together(folder: Path) -> None:
     assert "fp8 mx: tuesday" in speeds
 
 
+def test_a_verification_is_shown_again(folder: Path) -> None:
+    text = report(folder / "verify.json", "--html", folder / "page.html")
+    assert "failed (level values)" in text
+    assert (folder / "page.html").read_text() == html_verify(verification())
+    assert json.loads(report(folder / "verify.json", "--json"))["against"] == "llama"
+    (folder / "verify.json").write_text('{"kind": "verify"}')
+    assert "not a Verification document" in report(folder / "verify.json", code=3)
+
+
 def test_runs_of_two_kinds_are_refused(folder: Path) -> None:
     assert "conversions and fine-tunings cannot be compared" in report(folder / "unit", folder / "tuned-a", code=2)
     assert "not a ConvertResult document" in report(folder / "unit", folder / "notes.json", code=3)
@@ -79,7 +90,7 @@ def test_a_folder_gets_an_index_with_a_way_to_every_page(folder: Path) -> None:
     index = folder / "pages" / "index.html"
     index.parent.mkdir()
     text = report(folder, "--html", index)
-    for name in ("unit", "more/collage", "tuned-a", "monday.json", "tuesday.json"):
+    for name in ("unit", "more/collage", "tuned-a", "monday.json", "tuesday.json", "verify.json"):
         assert name in text
     assert re.search("^broken .*cannot", text, flags=re.MULTILINE)
     assert re.search("^cut .*cannot", text, flags=re.MULTILINE)

@@ -6,24 +6,24 @@ from lpconv.report.convert.plot import sqnr_plot
 from lpconv.report.convert.words import OUTCOME, checks, percent, verdict, verify_sentence
 from lpconv.report.numbers import MISSING, count_text, error_text, sqnr_text
 from lpconv.report.page import Tile, breakable, page
-from lpconv.report.printable import printable, printable_record
-from lpconv.results import LogitsCheck, VerifyResult
+from lpconv.report.printable import printable_record
+from lpconv.results import LogitsCheck, Verification, VerifyResult
 
 __all__ = ["html_verify"]
 
 
-def html_verify(result: VerifyResult, path: str, *, against: str | None, command: str, version: str) -> str:
-    """The page of one verification of `path`; `against` is what it was compared with, None for its own hashes."""
-    result, path, command = printable_record(result), printable(path), printable(command)
+def html_verify(result: Verification) -> str:
+    """The page of one verification."""
+    result = printable_record(result)
     logits = result.logits if result.logits and not result.logits.skipped else None
-    plot = sqnr_plot([(path, result.tensors)], of="tensor")
+    plot = sqnr_plot([(result.path, result.tensors)], of="tensor")
     return page(
         "verify",
         result=result,
-        name=PurePath(path).name or path,
-        beside=printable(against) if against else None,
-        version=version,
-        command=command,
+        name=PurePath(result.path).name or result.path,
+        beside=result.against,
+        version=result.version,
+        command=result.command,
         summary=verify_sentence(result),
         tiles=_tiles(result, logits),
         verdict=verdict(result),
