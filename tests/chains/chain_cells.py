@@ -53,8 +53,13 @@ def _must(*words: object) -> Result:
 
 
 def _words(settings: Mapping[str, object]) -> list[object]:
-    """Settings of a manifest as options of the command line."""
-    return [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", value)]
+    """Settings of a manifest as options of the command line; one that is repeated there is a list here, and plural."""
+    pairs = [
+        pair
+        for name, value in settings.items()
+        for pair in ([(name.removesuffix("s"), v) for v in value] if isinstance(value, list) else [(name, value)])
+    ]
+    return [word for name, value in pairs for word in (f"--{name.replace('_', '-')}", value)]
 
 
 def _shallow_demo(target: Path) -> None:
@@ -118,6 +123,11 @@ _JOBS: Mapping[str, tuple[str, Mapping[str, object]]] = {
     "MXFP4": ("convert", {"format": "e2m1", "granularity": "mx", "layout": "compressed-tensors"}),
     "NVFP4": ("convert", {"format": "e2m1", "granularity": "nvfp4", "layout": "compressed-tensors"}),
     "W4A16": ("convert", {"format": "int4", "granularity": "group:32", "layout": "compressed-tensors"}),
+    "mixed": ("convert", {"format": "e2m1", "granularity": "mx", "rules": ["*mlp*=e4m3fn", "*o_proj*=keep"]}),
+    "mixed-precision": (
+        "convert",
+        {"format": "e2m1", "granularity": "nvfp4", "layout": "compressed-tensors", "rules": ["*self_attn*=e4m3fn"]},
+    ),
     "tuned unit-fp8": ("finetune", {"recipe": "unit-fp8", **_TUNED}),
     "tuned collage-bf16": ("finetune", {"recipe": "collage-bf16", **_TUNED}),
     "tuned plain": ("finetune", {"recipe": "unit-fp8", "save": "plain", **_TUNED}),
