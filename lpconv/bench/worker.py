@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
@@ -29,6 +29,7 @@ from lpconv.kernels.matmul import matmul
 from lpconv.machine import peak_rss_bytes
 from lpconv.report.numbers import plural
 from lpconv.results import PeakRecord
+from lpconv.stdout import own_stdout
 from lpconv.version import __version__
 
 __all__ = ["Worker", "answer", "main", "measure_peaks"]
@@ -217,8 +218,7 @@ def answer(worker: Worker, request: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Answer until stdin ends."""
-    answers: TextIO = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
+    answers = own_stdout()
     worker = Worker()
     for line in sys.stdin:
         print(json.dumps(answer(worker, json.loads(line))), file=answers)

@@ -128,7 +128,7 @@ def _fail(error: LpconvError, as_json: bool) -> None:
         try:
             print(json.dumps({"schema_version": 1, "error": error.to_dict()}, indent=2, default=str), flush=True)
         except BrokenPipeError:  # the reader of our output left; Python would complain while closing stdout
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     _say("error", error.message)
     if error.hint:
         _say("hint", error.hint)

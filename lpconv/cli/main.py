@@ -3,6 +3,7 @@
 import importlib
 import logging
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
@@ -11,6 +12,7 @@ import typer
 from lpconv.cli.handling import Commands, handled
 from lpconv.cli.progress import VERBOSE
 from lpconv.cli.questions import first_screen
+from lpconv.stdout import own_stdout
 from lpconv.version import __version__
 
 __all__ = ["COMMANDS", "app", "main", "run"]
@@ -93,4 +95,5 @@ def main(
 
 def run() -> None:
     """The console script."""
+    sys.stdout = own_stdout()
     app()
