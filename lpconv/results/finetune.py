@@ -114,11 +114,15 @@ class NonfiniteRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """A figure over the steps of a run, counted from 1; step 0 is the model before training."""
+    """A figure over the steps of a run, counted from 1, one value each; step 0 is the model before training."""
 
     name: str
-    steps: tuple[int, ...] = ()
-    values: tuple[float, ...] = ()
+    steps: tuple[int, ...]
+    values: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.steps) != len(self.values):
+            raise ValueError(f"{len(self.values)} values of `{self.name}` for {len(self.steps)} steps")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +153,8 @@ class RecipeMemory:
 class RunRecord:
     """One training run; `evaluations` has one series per held-out metric, `held_out` the first and the last of them.
 
+    `losses` and `evaluations` are not empty.
+
     Metrics are those of the run's own arithmetic; the last figures of its trained weights in fp32 follow under the same
     names with ``_fp32``.
 
@@ -172,6 +178,11 @@ class RunRecord:
     loss_allocation: LossAllocation | None = None
     fallbacks: dict[str, int] = field(default_factory=dict)
     held_out: tuple[EvaluationRecord, ...] = ()
+
+    def __post_init__(self) -> None:
+        for series in (self.losses, *self.evaluations):
+            if not series.steps:
+                raise ValueError(f"`{series.name}` of a run has no values")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,10 +2,12 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 import yaml
 
+from lpconv.errors import InputError
 from lpconv.report.charts import Line, line_plot
 from lpconv.report.finetune.card import finetune_card
 from lpconv.report.finetune.html import html_finetune
@@ -148,7 +150,7 @@ def test_a_line_breaks_where_a_value_is_not_finite() -> None:
     assert plot.marks[0].path.count("M") == 2
     assert plot.marks[0].path.count("L") == 1
     assert len({tick.label for tick in plot.y_ticks}) == len(plot.y_ticks)
-    assert line_plot("x", "X", "", [Line(series=Series(name="x"), colour=0)]) is None
+    assert line_plot("x", "X", "", [Line(series=Series(name="x", steps=(), values=()), colour=0)]) is None
 
 
 def tracked(layer: str, role: str, sqnr_db: float | None, clipped: float) -> TrackedRecord:
@@ -181,3 +183,28 @@ def test_the_gap_of_weights_in_fp32_has_a_row_and_a_sentence() -> None:
     ]  # fmt: skip
     assert verdict(both).startswith(verdict(result()))
     assert verdict(both).endswith("Its trained weights, computed with in fp32, have one of +0.01.")
+
+
+@pytest.mark.parametrize(
+    ("series", "harm", "words"),
+    [
+        ("losses", {"values": []}, "0 values of `loss` for 3 steps"),
+        ("losses", {"values": [], "steps": []}, "`loss` of a run has no values"),
+        ("loss_scales", {"steps": [1]}, "3 values of `loss_scale` for 1 steps"),
+    ],
+)
+def test_a_document_with_steps_and_values_that_disagree_is_refused(
+    series: str, harm: dict[str, Any], words: str
+) -> None:
+    document = to_json(result())
+    document["runs"][0][series] |= harm
+    with pytest.raises(InputError, match=words):
+        from_json(FinetuneResult, document)
+
+
+@pytest.mark.parametrize("field", ["steps", "values"])
+def test_a_series_without_its_figures_is_refused(field: str) -> None:
+    document = to_json(result())
+    del document["runs"][0]["evaluations"][0][field]
+    with pytest.raises(InputError, match=field):
+        from_json(FinetuneResult, document)
