@@ -14,7 +14,7 @@ import re
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any
@@ -168,9 +168,10 @@ def put(url: str, name: str, data: bytes, *, create: bool = False) -> RemoteObje
 
 
 def delete(url: str, names: Sequence[str]) -> None:
-    """Delete objects in this order. Raises ResourceError."""
+    """Delete objects in this order, those that are there. Raises ResourceError."""
     for name in names:  # at once they would go in any order
-        with remote_errors(url, name, writing=True):
+        # Another writer may have deleted it, of which S3 says nothing, and others do.
+        with remote_errors(url, name, writing=True), suppress(FileNotFoundError):
             store_at(url).delete(name)
 
 

@@ -126,9 +126,10 @@ class RemoteStaging(Staging):
         names = sorted(set(paths) - {*self._tags, *_LAST, JOURNAL})
         for name in [*names, "config.json"]:
             put(self.url, name, paths[name].read_bytes())
-        if put(self.url, MARKER, paths[MARKER].read_bytes(), create=True) is None:
+        is_first = put(self.url, MARKER, paths[MARKER].read_bytes(), create=True) is not None
+        tidy(self.url)  # also of what came after the other run had tidied up
+        if not is_first:
             raise OutputExistsError(f"another run has just finished `{self.url}`", hint="choose another --output")
-        tidy(self.url)
         shutil.rmtree(self.directory)
 
     def set_aside(self) -> str:

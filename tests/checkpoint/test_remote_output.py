@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import REPORTS, files_of, write_checkpoint
+from obstore.store import LocalStore
 from stores import offered
 from typer.testing import CliRunner
 
@@ -170,6 +171,15 @@ def test_of_two_writers_one_loses(store: Store, source: Path, tmp_path: Path, mo
     with pytest.raises(OutputExistsError, match="has just finished"):
         run(source)
     assert store.objects["out/lpconv.json"] == b"{}"
+    assert not any(UNFINISHED in name for name in store.objects)  # records that it wrote after the other tidied up
+
+
+def test_what_another_writer_deleted_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """S3 says nothing of an object that is not there; other stores do, as a folder does."""
+    (tmp_path / "b").touch()
+    monkeypatch.setattr(remote, "store_at", lambda _: LocalStore(tmp_path))
+    remote.delete("s3://bucket", ["a", "b"])
+    assert not (tmp_path / "b").exists()
 
 
 def test_two_new_writers(store: Store, source: Path) -> None:
