@@ -3,6 +3,7 @@
     LpconvError
     ├── UsageError           2   the request itself is wrong: an option, a pattern, a manifest
     ├── InputError           3   an input is missing, unreadable, corrupt or not what its hash says
+    │   └── UnreadError      3   disk or network failed while it was read, so nobody can say what it holds
     ├── UnsupportedError     4   understood, but this format, architecture, extra or device is not there
     ├── VerificationError    5   the output failed its verification or a gate; nothing was published
     ├── BatchError           6   a batch ran to its end and some jobs failed
@@ -26,6 +27,7 @@ __all__ = [
     "LpconvError",
     "OutputExistsError",
     "ResourceError",
+    "UnreadError",
     "UnsupportedError",
     "UsageError",
     "VerificationError",
@@ -76,6 +78,10 @@ class InputError(LpconvError):
 
     exit_code = 3
     kind = "input"
+
+
+class UnreadError(InputError):
+    """Disk or network failed while an input was read: what it holds is not known, and it is not judged."""
 
 
 class UnsupportedError(LpconvError):

@@ -16,7 +16,7 @@ from contextlib import closing
 from pathlib import Path
 
 from lpconv.checkpoint.place import open_file
-from lpconv.errors import InputError, LpconvError, OutputExistsError, ResourceError, UnsupportedError
+from lpconv.errors import InputError, LpconvError, OutputExistsError, ResourceError, UnreadError, UnsupportedError
 from lpconv.results import FileRecord
 
 __all__ = [
@@ -213,7 +213,8 @@ def hash_of(path: Path, digest: "hashlib._Hash") -> str:
 def read_error(e: OSError, path: Path) -> InputError:
     """A failed read as an error of ours: exit code 3, with what to do about it."""
     hint = "check the disk, and fetch the file again" if e.errno == errno.EIO else "check the path and its permissions"
-    return InputError(f"cannot read `{path}`: {e.strerror or e}", hint=hint)
+    kind = InputError if isinstance(e, FileNotFoundError) else UnreadError
+    return kind(f"cannot read `{path}`: {e.strerror or e}", hint=hint)
 
 
 def fsync_directory(path: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lpconv.checkpoint.remote import RemoteFile
-from lpconv.errors import InputError
+from lpconv.errors import InputError, UnreadError
 
 __all__ = ["MIN_POINTER_BYTES", "LocalFile", "RangedFile", "cache_folder", "is_pointer", "open_file", "write_pointer"]
 
@@ -51,7 +51,7 @@ class LocalFile:
             try:
                 count = os.preadv(self._fd, [out[done:]], start + done)
             except OSError as e:
-                raise InputError(f"reading `{self._name}` failed: {e.strerror}", hint="check the disk") from e
+                raise UnreadError(f"reading `{self._name}` failed: {e.strerror}", hint="check the disk") from e
             if count == 0:
                 raise InputError(f"`{self._name}` became shorter while it was read", hint="is it still downloading?")
             done += count

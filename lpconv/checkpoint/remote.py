@@ -21,7 +21,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from lpconv.checkpoint.hub import files_url
-from lpconv.errors import InputError, LpconvError, ResourceError, UnsupportedError, UsageError
+from lpconv.errors import InputError, LpconvError, ResourceError, UnreadError, UnsupportedError, UsageError
 
 __all__ = [
     "UNFINISHED",
@@ -47,7 +47,10 @@ _HELD, _AHEAD = 24, 8  # pieces that are kept, and fetched before they are asked
 _PART, _AT_A_TIME, _MOST_PARTS = 8 * 2**20, 4, 9_000  # bytes of a part of an upload; S3 takes 10,000 of them
 _LITTLE, _FEW = 2**18, 2  # so few reads of so few bytes are not worth a piece: a header and its length
 _STALLED, _WHOLE = datetime.timedelta(seconds=30), datetime.timedelta(minutes=5)  # for a read, for an answer
-_RETRIES = {"max_retries": 6, "retry_timeout": datetime.timedelta(minutes=2)}
+# Each pause is drawn between the first and three times the one before: some ten seconds in all, in which a server that
+# throttles becomes free again.
+_PAUSES = {"init_backoff": datetime.timedelta(seconds=0.1), "max_backoff": datetime.timedelta(seconds=15), "base": 3}
+_RETRIES = {"max_retries": 10, "retry_timeout": datetime.timedelta(minutes=2), "backoff": _PAUSES}
 _CREDENTIALS = {
     "s3": "set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION, or AWS_SKIP_SIGNATURE=true for a public bucket",
     "gs": "set GOOGLE_SERVICE_ACCOUNT or GOOGLE_APPLICATION_CREDENTIALS to a file of credentials",
@@ -301,8 +304,8 @@ def _failed(error: Exception, where: str, writing: bool) -> LpconvError:
     first = re.sub(r"\?\S+", "", str(error).partition("\n")[0])
     if re.search(r"status code: 40[13]\b", first):  # beside it stands how many milliseconds that took
         hint = _CREDENTIALS.get(urlsplit(where).scheme, "is it public?")
-        return InputError(f"there is no access to `{where}`", hint=hint)
-    kind, done = (ResourceError, "written") if writing else (InputError, "read")
+        return UnreadError(f"there is no access to `{where}`", hint=hint)
+    kind, done = (ResourceError, "written") if writing else (UnreadError, "read")
     return kind(
         f"`{where}` cannot be {done}: {first:.240}",
         hint=_CREDENTIALS.get(urlsplit(where).scheme, "check the URL and the network") + "; then run again",

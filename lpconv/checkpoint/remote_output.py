@@ -129,7 +129,11 @@ class RemoteStaging(Staging):
         is_first = put(self.url, MARKER, paths[MARKER].read_bytes(), create=True) is not None
         tidy(self.url)  # also of what came after the other run had tidied up
         if not is_first:
-            raise OutputExistsError(f"another run has just finished `{self.url}`", hint="choose another --output")
+            # This run's own may be among them, where the answer to its first request was lost.
+            raise OutputExistsError(
+                f"another run has just finished `{self.url}`",
+                hint="the same command with --resume says whether that is its output; or choose another --output",
+            )
         shutil.rmtree(self.directory)
 
     def set_aside(self) -> str:

@@ -138,11 +138,14 @@ def _has(view: Path, o: RemoteObject) -> bool:
 
 
 def _put(url: str, o: RemoteObject, view: Path, *, whole: bool) -> None:
-    """Write a pointer to an object or its bytes, with its time; the file appears by a rename."""
+    """Write a pointer to an object or its bytes, with its time; the file appears by a rename.
+
+    It is made beside the view: what is in there when a process is killed would be taken for a file of the checkpoint.
+    """
     path = view / o.name
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, made = tempfile.mkstemp(dir=path.parent, prefix=".fetching-")
+        handle, made = tempfile.mkstemp(dir=view.parent, prefix=".fetching-")
         os.close(handle)
         try:
             if o.name.endswith(".safetensors") and not whole and o.size_bytes >= MIN_POINTER_BYTES:

@@ -15,7 +15,7 @@ from lpconv.convert.plan import Plan, PlannedTensor
 from lpconv.convert.policy import settings_for
 from lpconv.convert.reader import OutputReader
 from lpconv.convert.verify_written import check_outputs, check_stored, output_problems, weights_problems
-from lpconv.errors import InputError, UnsupportedError, UsageError
+from lpconv.errors import InputError, UnreadError, UnsupportedError, UsageError
 from lpconv.formats.spec import FORMATS
 from lpconv.forms import Kept
 from lpconv.gates import CONVERT_GATES, Gate
@@ -64,12 +64,14 @@ def check_source(
 ) -> VerifyResult:
     """`result`, of the hashes of an output, with what the source of `job` says, and gates.
 
-    Raises InputError where the source is not the one that was converted.
+    Raises InputError where the source is not the one that was converted, UnreadError where disk or network fail.
     """
     records = from_json(tuple[TensorRecord, ...], provenance["tensors"])
     _check_same_tensors(job, records)
     try:
         found = _check_weights(job, directory, provenance, {r.name: r for r in records}, result, progress)
+    except UnreadError:
+        raise
     except (InputError, UnsupportedError) as e:  # the files cannot even be read as what they should be
         return dataclasses.replace(result, level="weights", passed=False, problems=(*result.problems, e.message))
     depth = job.plan.options.verify

@@ -11,7 +11,7 @@ from lpconv.convert.plan import PlannedTensor
 from lpconv.convert.reader import OutputReader
 from lpconv.convert.verify import check_weights, whole_tensors
 from lpconv.convert.workers import SingleThreadedTorch, Workers
-from lpconv.errors import InputError, LpconvError, UnsupportedError
+from lpconv.errors import InputError, LpconvError, UnreadError, UnsupportedError
 from lpconv.gates import CONVERT_GATES, needs_logits
 from lpconv.machine import out_of_memory
 from lpconv.progress import Progress
@@ -25,7 +25,7 @@ _SECONDS = 5  # of one core, for comparing weights before publishing: whole tens
 def verify_written(job: Job, directory: Path, tensors: Sequence[TensorRecord], progress: Progress) -> VerifyResult:
     """Check the files in `directory` as the job's options ask, and its gates.
 
-    Raises InputError where a disk fails while it is read: what was written is not judged then, and can be resumed.
+    Raises UnreadError where disk or network fail meanwhile: what was written is not judged then, and can be resumed.
     """
     level = job.plan.options.verify
     if level == "none" and not job.gates:
@@ -34,9 +34,9 @@ def verify_written(job: Job, directory: Path, tensors: Sequence[TensorRecord], p
     try:
         with OutputReader(directory, tensors, find_residual(directory)) as output:
             weights = check_stored(job, output, planned, progress, whole=whole_tensors(planned.values(), _SECONDS))
+    except UnreadError:
+        raise
     except InputError as e:  # of the source too: it cannot be compared with
-        if isinstance(e.__cause__, OSError):
-            raise
         return VerifyResult(level="weights", passed=False, problems=(e.message,))
     problems = weights_problems(weights)
     logits = None

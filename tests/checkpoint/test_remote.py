@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from stores import offered
 
 from benchmarks.object_store import BUCKET, ENVIRONMENT, Fault, Request, Store
-from lpconv.checkpoint import remote
+from lpconv.checkpoint import remote, remote_view
 from lpconv.checkpoint.contents import read_contents
 from lpconv.checkpoint.partfile import check_writable, sha256_of
 from lpconv.checkpoint.resolve import directory_of, resolve
@@ -29,9 +29,10 @@ from lpconv.convert.options import ConvertOptions
 from lpconv.convert.run import convert
 from lpconv.convert.verify_output import verify_output
 from lpconv.data import demo_checkpoint
-from lpconv.errors import InputError, LpconvError, UnsupportedError, UsageError
+from lpconv.errors import InputError, LpconvError, UnreadError, UnsupportedError, UsageError
 from lpconv.models.load import load
 from lpconv.progress import Silent
+from lpconv.results import VerifyResult
 
 
 @pytest.fixture
@@ -57,6 +58,10 @@ def converted(model: str, output: Path) -> dict[str, bytes]:
     """The summed files of a conversion."""
     convert(model, output, ConvertOptions(format="e4m3fn", verify="weights", workers=2))
     return {line[66:]: (output / line[66:]).read_bytes() for line in (output / "SHA256SUMS").read_text().splitlines()}
+
+
+def verified(directory: Path, level: str, *, against: str | None = None) -> VerifyResult:
+    return verify_output(directory, against=against, level=level, gates=(), trust_remote_code=False, progress=Silent())
 
 
 def weights(directory: Path) -> dict[str, torch.Tensor]:
@@ -138,6 +143,21 @@ class TestReading:
         assert directory_of(url) == directory
         assert (directory / "tokenizer" / "a file.json").exists()
 
+    def test_what_a_kill_leaves_is_no_file_of_it(
+        self, store: Store, source: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        begun: list[Path] = []
+        copy = remote_view._copy
+
+        def noted(url: str, o: remote.RemoteObject, path: Path) -> None:
+            begun.append(path)
+            copy(url, o, path)
+
+        monkeypatch.setattr(remote_view, "_copy", noted)
+        directory = directory_of(store.put_folder("m", source))
+        assert begun
+        assert not any(path.is_relative_to(directory) for path in begun)
+
     def test_another_state_is_another_directory(self, store: Store, source: Path) -> None:
         url = store.put_folder("m", source)
         before = directory_of(url)
@@ -190,6 +210,15 @@ class TestTrouble:
         written = (tmp_path / "out.partial" / first).stat()
         convert(url, output, ConvertOptions(format="e4m3fn", verify="weights", workers=2, resume=True))
         assert os.path.samestat((output / first).stat(), written)
+
+    def test_while_verifying_judges_nothing(self, store: Store, source: Path, tmp_path: Path) -> None:
+        url = store.put_folder("m", source)
+        converted(url, tmp_path / "out")
+        store.fault = lambda r: Fault(status=503) if r.key.endswith(".safetensors") else None
+        with pytest.raises(UnreadError, match="503"):
+            verified(tmp_path / "out", "weights", against=url)
+        store.fault = lambda _: None
+        assert verified(tmp_path / "out", "weights", against=url).passed
 
     def test_a_source_that_changes_is_refused(self, store: Store, source: Path) -> None:
         url = store.put_folder("m", source)
@@ -265,14 +294,11 @@ class TestCommands:
         converted(str(source), tmp_path / "out")
         url = store.put_folder("out", tmp_path / "out")
         environment = {**ENVIRONMENT, "AWS_ENDPOINT_URL": store.endpoint, "XDG_CACHE_HOME": str(tmp_path / "cache")}
-        verified = run_cli("verify", url, "--json", **environment)
-        assert verified.returncode == 0, verified.stderr
-        assert json.loads(verified.stdout)["passed"]
+        done = run_cli("verify", url, "--json", **environment)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["passed"]
         store.objects["out/" + next(p.name for p in source.glob("*.safetensors"))] = b"damaged"
-        damaged = verify_output(
-            directory_of(url), against=None, level="hash", gates=(), trust_remote_code=False, progress=Silent()
-        )
-        assert not damaged.passed
+        assert not verified(directory_of(url), "hash").passed
 
     def test_a_local_path_asks_nobody(self, source: Path) -> None:
         code = (

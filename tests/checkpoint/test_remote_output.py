@@ -20,7 +20,15 @@ from lpconv.checkpoint.resolve import directory_of, resolve
 from lpconv.cli.main import app
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.run import convert, finish
-from lpconv.errors import InputError, LpconvError, OutputExistsError, ResourceError, UnsupportedError, VerificationError
+from lpconv.errors import (
+    InputError,
+    LpconvError,
+    OutputExistsError,
+    ResourceError,
+    UnreadError,
+    UnsupportedError,
+    VerificationError,
+)
 
 URL = "s3://bucket/out"
 
@@ -187,6 +195,23 @@ def test_two_new_writers(store: Store, source: Path) -> None:
     store.objects[f"out/{UNFINISHED}run.json"] = b"{}"
     with pytest.raises(OutputExistsError, match="another run is writing"):
         run(source)
+
+
+def test_a_network_that_fails_judges_nothing(store: Store, source: Path, tmp_path: Path) -> None:
+    """The verification reads back what was written, and cannot: the work goes on with --resume."""
+    is_written: list[str] = []
+
+    def fails_reading_back(r: Request) -> Fault | None:
+        is_written.extend(["yes"] if r.key == "out/model-00003-of-00003.safetensors" and r.method == "HEAD" else [])
+        return Fault(status=503) if is_written and r.method == "GET" and r.key.endswith(".safetensors") else None
+
+    store.fault = fails_reading_back
+    with pytest.raises(UnreadError, match="503"):
+        run(source)
+    store.fault = lambda _: None
+    run(source, resume=True)
+    convert(str(source), tmp_path / "local", ConvertOptions(format="e4m3fn", verify="weights"))
+    assert published(store)["SHA256SUMS"] == (tmp_path / "local" / "SHA256SUMS").read_bytes()
 
 
 def test_a_gate_that_fails_publishes_nothing(store: Store, source: Path) -> None:
