@@ -19,9 +19,9 @@ from lpconv.formats.spec import Format, get_format
 if TYPE_CHECKING:
     from lpconv.forms import Form
 
-__all__ = ["LPCONV", "METHODS", "Method"]
+__all__ = ["LPCONV", "METHODS", "TRANSFORMERS", "Method"]
 
-LPCONV = "lpconv"
+LPCONV, TRANSFORMERS = "lpconv", "transformers"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class Method:
         return FORMS[self.forms[layout]]
 
 
-_WITH_SCALES = {LPCONV: "tiles", COMPRESSED_TENSORS: "compressed tiles"}
+_WITH_SCALES = {LPCONV: "tiles", COMPRESSED_TENSORS: "compressed tiles", TRANSFORMERS: "fine-grained"}
 METHODS: dict[str, Method] = {
     m.name: m
     for m in (

@@ -29,13 +29,14 @@ MIXED = "mixed-precision"  # the `format` of what has several, each in its group
 
 @dataclass(frozen=True, kw_only=True)
 class LinearModules:
-    """The `Linear` modules of a model by name: `plain` are of that very class, `derived` of a subclass.
+    """The modules of a model that readers may take for quantised, by name.
 
-    A subclass may use its weight without calling it, so only the weights of plain ones can be codes.
+    Only the weights of `plain` ones can be codes. `others` are of a subclass of `Linear`, which may use its weight
+    without calling it, are kept in fp32, or hold experts.
     """
 
     plain: tuple[str, ...]
-    derived: tuple[str, ...]
+    others: tuple[str, ...]
 
     @property
     def weights(self) -> frozenset[str]:
@@ -45,7 +46,7 @@ class LinearModules:
     def without(self, quantised: Iterable[str]) -> tuple[str, ...]:
         """The modules whose weight is not among `quantised`: what `ignore` must name."""
         weights = set(quantised)
-        return tuple(name for name in (*self.plain, *self.derived) if f"{name}.weight" not in weights)
+        return tuple(name for name in (*self.plain, *self.others) if f"{name}.weight" not in weights)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lpconv.checkpoint.compressed import COMPRESSED_TENSORS, LinearModules
+from lpconv.checkpoint.compressed import LinearModules
 from lpconv.checkpoint.contents import Contents, read_contents
 from lpconv.checkpoint.remote import is_url
 from lpconv.checkpoint.remote_output import working_folder
@@ -19,7 +19,7 @@ from lpconv.checkpoint.source import Source
 from lpconv.checkpoint.staging import beside, check_apart
 from lpconv.checkpoint.ties import tie_candidates
 from lpconv.checkpoint.unchanged import Watch, watch, watched_files
-from lpconv.convert.files import plain_config
+from lpconv.convert.files import output_config, plain_config
 from lpconv.convert.memory import Memory, plan_memory
 from lpconv.convert.options import ConvertOptions, settings_of
 from lpconv.convert.plan import Plan, make_plan
@@ -65,7 +65,7 @@ def prepare(model: str, output: Path | str, options: ConvertOptions, *, headers_
     url = output if isinstance(output, str) and is_url(output) else None
     output = working_folder(url) if url is not None else Path(output)
     check_apart(resolved.directory, output)
-    linears = _linears(contents, options)
+    linears = _linears(contents) if method.form(options.layout).of_linears else None
     source = open_values(contents)
     if is_coded(contents):
         contents = dataclasses.replace(contents, config=plain_config(contents))
@@ -78,6 +78,7 @@ def prepare(model: str, output: Path | str, options: ConvertOptions, *, headers_
             metadata={"lpconv": __version__, "method": method.name},
             linears=linears,
         )
+        output_config(contents, made)  # what it refuses, it refuses now
         memory = plan_memory(made, contents, gates)
     except BaseException:
         source.close()
@@ -127,10 +128,8 @@ def _equal_bytes(source: Source, a: str, b: str) -> bool:
     return True
 
 
-def _linears(contents: Contents, options: ConvertOptions) -> LinearModules | None:
-    """What the layout has to know of the model; our own needs nothing."""
-    if options.layout != COMPRESSED_TENSORS:
-        return None
+def _linears(contents: Contents) -> LinearModules:
+    """What the layouts of others have to know of the model."""
     from lpconv.models.empty import linear_modules  # transformers takes seconds to import
 
     return linear_modules(contents)

@@ -11,13 +11,13 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated
 
-from lpconv.checkpoint.compressed import COMPRESSED_TENSORS, preset_of
+from lpconv.checkpoint.compressed import COMPRESSED_TENSORS
 from lpconv.errors import UsageError
 from lpconv.formats.grains import GRAINS, TENSOR, Grain, grain_of
 from lpconv.formats.spec import FORMATS, Format, get_format
 from lpconv.lookup import find, nearest
 from lpconv.mcf.point_layout import MAX_POINTS
-from lpconv.methods import LPCONV, METHODS, Method
+from lpconv.methods import LPCONV, METHODS, TRANSFORMERS, Method
 from lpconv.options import Force, Option, Resume, Revision, TrustRemoteCode, check, size_option
 
 __all__ = [
@@ -35,7 +35,12 @@ __all__ = [
     "settings_of",
 ]
 
-LAYOUTS = (LPCONV, COMPRESSED_TENSORS)
+LAYOUTS = (LPCONV, COMPRESSED_TENSORS, TRANSFORMERS)
+_LAYOUT_HINTS = {
+    LPCONV: f"use --layout {COMPRESSED_TENSORS}",
+    COMPRESSED_TENSORS: "use --method unit with --format e4m3fn, or --granularity mx, nvfp4 or group:N",
+    TRANSFORMERS: "use --method unit with --format e4m3fn and --granularity 128x128 or mx",
+}
 VERIFY_LEVELS = ("none", "weights", "logits", "auto")
 _POINTS_MAX = 3
 _RESIDUALS = (*dict.fromkeys(r for m in METHODS.values() for r in m.residuals), "fp16")
@@ -103,7 +108,7 @@ class ConvertOptions:
     layout: Annotated[
         str,
         _what(
-            "Layout of the files; plain transformers with that package and vLLM open compressed-tensors",
+            "Layout of the files; plain transformers and vLLM open its own fp8, and compressed-tensors",
             choices=LAYOUTS,
         ),
     ] = LPCONV
@@ -338,23 +343,17 @@ def _check_rule(rule: FormatRule, method: Method, grain: Grain | None) -> None:
 
 
 def _check_layout(options: ConvertOptions, method: Method, format_name: str, grain: Grain | None) -> None:
-    if options.layout != COMPRESSED_TENSORS:
-        if grain is not None and grain.has_factor:
-            raise UsageError(
-                f"layout `{options.layout}` has no {grain.name}", hint=f"use --layout {COMPRESSED_TENSORS}"
-            )
-        return
-    if options.layout not in method.forms or preset_of(format_name, grain) is None:
+    hint = _LAYOUT_HINTS[options.layout]
+    if options.layout not in method.forms or not method.form(options.layout).holds(FORMATS[format_name], grain):
         words = "" if grain is None else f" with {grain.words}"
-        raise UsageError(
-            f"layout `{options.layout}` does not hold {method.name} in {format_name}{words}",
-            hint="use --method unit with --format e4m3fn, or --granularity mx, nvfp4 or group:N",
-        )
-    for rule in options.rules:
-        if rule.format != "keep" and preset_of(rule.format, grain) is None:
+        raise UsageError(f"layout `{options.layout}` does not hold {method.name} in {format_name}{words}", hint=hint)
+    form = method.form(options.layout)
+    for rule in options.rules if form.of_linears else ():
+        if rule.format != "keep" and not form.holds(FORMATS[rule.format], grain):
+            one = "e4m3fn" if form.holds(FORMATS["e4m3fn"], grain) else format_name
             raise UsageError(
                 f"rule `{rule.pattern}={rule.format}`: layout `{options.layout}` does not hold that",
-                hint=f"use =keep, ={format_name} or =e4m3fn",
+                hint="use =keep, " + " or ".join(f"={n}" for n in dict.fromkeys((format_name, one))),
             )
 
 

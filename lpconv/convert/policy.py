@@ -11,7 +11,6 @@ from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
 
-from lpconv.checkpoint.compressed import preset_of
 from lpconv.checkpoint.header import DTYPE_BITS, TensorInfo
 from lpconv.convert.options import ConvertOptions, matches
 from lpconv.formats.grains import grain_of
@@ -49,11 +48,11 @@ def decide(
     """
     decision = _decide(info, options, method)
     fmt, reason = decision.format, decision.reason
+    kind, settings = method.form(options.layout), settings_for(options, method)
     if convertible is not None and info.name not in convertible:
         fmt, reason = None, f"no Linear weight: {options.layout} leaves it"
-    elif convertible is not None and fmt is not None and preset_of(fmt.name, grain_of(options.granularity)) is None:
+    elif convertible is not None and fmt is not None and not kind.holds(fmt, settings.grain):
         fmt = None  # 16 bits, of which the layout has no codes
-    kind, settings = method.form(options.layout), settings_for(options, method)
     refused = None if fmt is None else kind.refusal(info.shape, fmt, settings)
     if fmt is None or refused is not None:
         return Kept(name=info.name, shape=info.shape, dtype=info.dtype), refused or reason

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from lpconv.forms.compressed import Compressed, CompressedTiles
 from lpconv.forms.facts import Component, Headers, Settings
+from lpconv.forms.fine_grained import FineGrained
 from lpconv.forms.foreign import ACTIVATIONS, READ, find
 from lpconv.forms.foreign.grid import Grid
 from lpconv.forms.form import Form
@@ -20,7 +21,9 @@ from lpconv.forms.tiles import Tiles
 __all__ = ["FORMS", "Component", "Form", "Headers", "Kept", "Settings", "Stored", "grid_of", "recognise"]
 
 # In the order in which they are asked whether a stored tensor is theirs; what is nobody's keeps its bits.
-FORMS: dict[str, type[Form]] = {f.kind: f for f in (PointRows, Tiles, Scaled, Compressed, CompressedTiles, Pair, Kept)}
+FORMS: dict[str, type[Form]] = {
+    f.kind: f for f in (PointRows, Tiles, Scaled, Compressed, CompressedTiles, FineGrained, Pair, Kept)
+}
 
 
 def recognise(headers: Headers) -> Mapping[str, Stored]:
@@ -37,7 +40,9 @@ def recognise(headers: Headers) -> Mapping[str, Stored]:
 
 def grid_of(form: Stored) -> Grid | None:
     """A weight in a layout that others write too, as who reads it sees it; None for any other."""
-    return form.grid if isinstance(form, (Compressed, CompressedTiles)) else form if isinstance(form, Grid) else None
+    if isinstance(form, (Compressed, CompressedTiles, FineGrained)):
+        return form.grid
+    return form if isinstance(form, Grid) else None
 
 
 def _of(name: str, headers: Headers) -> Stored:

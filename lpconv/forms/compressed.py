@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from lpconv.checkpoint.compressed import COMPRESSED_TENSORS, preset_of, quantization_config
-from lpconv.formats.grains import grain_of
+from lpconv.formats.grains import Grain, grain_of
 from lpconv.formats.spec import FORMATS, Format
 from lpconv.forms.facts import Component, Headers, Settings
 from lpconv.forms.foreign.grid import Grid
@@ -33,7 +33,12 @@ class _Layout(Scaled):
     """What the layouts ask of a form, whatever has a scale."""
 
     quantised_by: ClassVar[str | None] = COMPRESSED_TENSORS
+    of_linears: ClassVar[bool] = True
     axis: ClassVar[tuple[int, ...]] = ()
+
+    @classmethod
+    def holds(cls, format: Format, grain: Grain | None) -> bool:
+        return preset_of(format.name, grain) is not None
 
     @classmethod
     def refusal(cls, shape: tuple[int, ...], format: Format, settings: Settings) -> str | None:

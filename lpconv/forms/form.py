@@ -35,7 +35,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar
 
-from lpconv.formats.grains import TENSOR
+from lpconv.formats.grains import TENSOR, Grain
 from lpconv.formats.spec import Format
 from lpconv.forms.facts import Encoded, Headers, Measured, Settings
 from lpconv.forms.stored import Side, Stored
@@ -66,8 +66,9 @@ class Form(Stored):
     `kind` is the key in `FORMS`, `suffixes` what follows the names of side tensors. `quantised_by` is the
     `quant_method` of the config of such checkpoints, None for ordinary ones. `holds_anything` says that a tensor of any
     shape loses too little by the form to be left out; `holds_one_format`, that all converted tensors of a checkpoint
-    have one format. `encoded_per_second` and `checked_per_second` are the elements of which a conversion writes, and a
-    check compares, so many a second on one core of a virtual machine of 2026, whose source was bf16.
+    have one format, and `of_linears`, that only weights of `Linear` modules
+    have it. `encoded_per_second` and `checked_per_second` are the elements of which a conversion writes, and a check
+    compares, so many a second on one core of a virtual machine of 2026, whose source was bf16.
     """
 
     kind: ClassVar[str]
@@ -77,11 +78,17 @@ class Form(Stored):
     quantised_by: ClassVar[str | None] = "lpconv"
     holds_anything: ClassVar[bool] = False
     holds_one_format: ClassVar[bool] = False
+    of_linears: ClassVar[bool] = False
 
     @classmethod
     @abstractmethod
     def of(cls, name: str, shape: tuple[int, ...], format: Format, settings: Settings) -> Form:
         """The form that a tensor gets in `format`. May be another one, where this form leaves some formats to it."""
+
+    @classmethod
+    def holds(cls, format: Format, grain: Grain | None) -> bool:
+        """Whether there are such forms of a format that the method writes, with scales of a granularity."""
+        return True
 
     @classmethod
     def refusal(cls, shape: tuple[int, ...], format: Format, settings: Settings) -> str | None:

@@ -51,6 +51,7 @@ class Tiles(Scaled):
     encoded_per_second: ClassVar[float] = 8e7
     suffixes: ClassVar[tuple[str, ...]] = (SCALE_SUFFIX, FACTOR_SUFFIX)
 
+    scale_suffix: ClassVar[str] = SCALE_SUFFIX
     # Whether readers keep the scales of integers in bf16.
     has_short_scales: ClassVar[bool] = False
 
@@ -67,11 +68,15 @@ class Tiles(Scaled):
     whole: ClassVar[type[Scaled]] = Scaled
 
     @classmethod
+    def holds(cls, format: Format, grain: Grain | None) -> bool:
+        return grain is None or not grain.has_factor
+
+    @classmethod
     def refusal(cls, shape: tuple[int, ...], format: Format, settings: Settings) -> str | None:
         grain, cols = settings.grain, shape[-1] if shape else 1
         if grain is None or not _holds(grain, format):
             return cls.whole.refusal(shape, format, settings)
-        if grain.has_factor and cls.quantised_by == Scaled.quantised_by:
+        if not cls.holds(format, grain):
             return f"{grain.name} is a layout of others"
         if cols > MAX_COLS:
             return f"rows of {cols} numbers are too long for {grain.words}"
@@ -120,7 +125,7 @@ class Tiles(Scaled):
     def scales(self) -> Component:
         """The component that has a scale for each tile."""
         shape = self.grain.grid(*self.matrix)
-        return Component(name=self.name + SCALE_SUFFIX, dtype=self.grain.scale_dtype, shape=shape)
+        return Component(name=self.name + self.scale_suffix, dtype=self.grain.scale_dtype, shape=shape)
 
     @property
     def whole_scale(self) -> Component | None:

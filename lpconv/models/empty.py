@@ -1,5 +1,7 @@
 """The model of a checkpoint without its weights: what the config alone says about modules, sizes and memory."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 
@@ -31,12 +33,21 @@ def num_parameters(contents: Contents) -> int:
 
 
 def linear_modules(contents: Contents) -> LinearModules:
-    """The `Linear` modules of a model. Raises UnsupportedError where it cannot be built."""
-    found = [x for x in linears(empty_model(contents)) if x.kind == "Linear"]
-    return LinearModules(
-        plain=tuple(x.name for x in found if x.is_plain),
-        derived=tuple(x.name for x in found if not x.is_plain),
-    )
+    """The modules of a model that readers may take for quantised. Raises UnsupportedError where it cannot be built.
+
+    Those that transformers keeps in fp32, whatever a config says, count with those that cannot be.
+    """
+    model = empty_model(contents)
+    wide = {*(getattr(model, "_keep_in_fp32_modules", None) or ())}
+    found = linears(model)
+    plain = [x.name for x in found if x.kind == "Linear" and x.is_plain and not _is_in(x.name, wide)]
+    others = dict.fromkeys(x.name for x in found if x.kind in ("Linear", "experts") and x.name not in plain)
+    return LinearModules(plain=tuple(plain), others=tuple(others))
+
+
+def _is_in(name: str, parts: Iterable[str]) -> bool:
+    """Whether a module's name has one of some parts of names."""
+    return any(f".{part}." in f".{name}." for part in parts)
 
 
 def check_fits(contents: Contents, stored_elements: int, *, copies: int, what: str) -> None:

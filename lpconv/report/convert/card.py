@@ -31,6 +31,14 @@ _AUTO_CLASSES = {
     "ForTokenClassification": "AutoModelForTokenClassification",
     "ForQuestionAnswering": "AutoModelForQuestionAnswering",
 }
+# How other layouts than ours are opened, by their names.
+_LAYOUTS = {
+    "compressed-tensors": "This directory has the layout of the compressed-tensors package: {codes}.\n"
+    "transformers opens it with `pip install compressed-tensors`, and needs no lpconv:",
+    "transformers": "This directory has transformers' own layout: {codes}.\n"
+    "transformers opens it with `pip install accelerate`, and needs no lpconv; without a GPU that multiplies fp8\n"
+    "it decodes the weights:",
+}
 _WORST = 5
 
 
@@ -72,8 +80,9 @@ def _is_hub_id(result: ConvertResult) -> bool:
 
 
 def _how_to_open(result: ConvertResult) -> str:
-    if result.options.get("layout") == "compressed-tensors":
-        return _open_compressed(result)
+    layout = result.options.get("layout")
+    if layout in _LAYOUTS:
+        return _open_plainly(result, _LAYOUTS[layout].format(codes=f"{result.format} codes with {scale_words(result)}"))
     return _open_collage(result) if result.method == "collage" else _open_codes(result)
 
 
@@ -95,12 +104,11 @@ Plain transformers refuses these weights on purpose. The codes mean nothing with
 with one more axis than the model's weights have, and loading them without lpconv stops with a size mismatch."""
 
 
-def _open_compressed(result: ConvertResult) -> str:
+def _open_plainly(result: ConvertResult, words: str) -> str:
     auto = _auto_class(result)
     return f"""## How to open it
 
-This directory has the layout of the compressed-tensors package: {result.format} codes with {scale_words(result)}.
-transformers opens it with `pip install compressed-tensors`, and needs no lpconv:
+{words}
 
 ```python
 from transformers import {auto}

@@ -1,0 +1,71 @@
+"""transformers' own fp8 and mxfp8, as lpconv writes them: e4m3fn codes in the weight's own shape, a scale for a block.
+
+What lies where, and the config, is in `foreign/fp8.py`, which reads the layout when others wrote it. Blocks are whole:
+transformers divides a weight by the number of its scales, and takes smaller last blocks for equal ones.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from lpconv.errors import UnsupportedError
+from lpconv.formats.grains import Grain, grain_of
+from lpconv.formats.spec import Format
+from lpconv.forms.facts import Headers, Settings
+from lpconv.forms.foreign.fp8 import METHODS, SCALE_INV, grain_in, quantization_config
+from lpconv.forms.tiles import Tiles
+
+__all__ = ["FineGrained"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FineGrained(Tiles):
+    """With scales for 32 numbers of a row the config says "mxfp8" instead."""
+
+    kind: ClassVar[str] = "fine-grained"
+    scale_suffix: ClassVar[str] = SCALE_INV
+    suffixes: ClassVar[tuple[str, ...]] = (SCALE_INV,)
+    quantised_by: ClassVar[str | None] = METHODS[0]
+    of_linears: ClassVar[bool] = True
+    axis: ClassVar[tuple[int, ...]] = ()
+
+    @classmethod
+    def holds(cls, format: Format, grain: Grain | None) -> bool:
+        return format.name == "e4m3fn" and grain is not None and grain.name in ("128x128", "mx")
+
+    @classmethod
+    def refusal(cls, shape: tuple[int, ...], format: Format, settings: Settings) -> str | None:
+        grain = settings.grain
+        if grain is None or not cls.holds(format, grain):
+            return f"the layout holds no {format.name} codes with {grain.words if grain else 'one scale'}"
+        height, width = grain.tile
+        if len(shape) < 2 or shape[-2] % height or shape[-1] % width:
+            return f"no whole blocks of {height} x {width}, in which transformers decodes"
+        return super().refusal(shape, format, settings)
+
+    @classmethod
+    def recognise(cls, name: str, headers: Headers) -> Self | None:
+        grain = grain_in(headers.quantization)
+        return None if grain is None else cls._of_codes(name, name, grain, "", headers)
+
+    @classmethod
+    def configured(
+        cls,
+        config: Mapping[str, Any],
+        settings: Mapping[str, Any],
+        formats: Mapping[str, str],
+        ignored: Iterable[str] | None,
+    ) -> dict[str, Any]:
+        """Raises UnsupportedError where the name of a module that is not quantised ends or begins that of one that is:
+        transformers leaves out both."""
+        grain = grain_of(settings["granularity"])
+        assert ignored is not None and grain is not None, "refused"  # noqa: PT018
+        ignored = list(ignored)
+        for module in (n.removesuffix(".weight") for n in formats):
+            taken = next((n for n in ignored if module.endswith(n) or module.startswith(n + ".")), None)
+            if taken is not None:
+                raise UnsupportedError(
+                    f"transformers would leave `{module}` out with `{taken}`, which is not quantised",
+                    hint=f"--exclude '{module}.weight', or use another --layout",
+                )
+        return {"quantization_config": quantization_config(grain, ignored)}
