@@ -1,14 +1,14 @@
 """Charts that several pages draw: lines over the steps of a run, and bars with names. Both are narrow."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from lpconv.report.plot import NARROW, NUM_SHAPES, Axis, Mark, Plot, Text, Tick, mark_path
+from lpconv.report.plot import CHARACTER, NARROW, NUM_SHAPES, Axis, Mark, Plot, Text, Tick, mark_path
 from lpconv.results import Series
 
-__all__ = ["Bar", "Line", "bar_plot", "line_plot"]
+__all__ = ["Bar", "Line", "bar_plot", "line_plot", "uncut"]
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70.0, 476.0, 14.0, 190.0
 _BELOW = 46.0  # room for the labels of the axis
@@ -50,7 +50,7 @@ def line_plot(name: str, title: str, description: str, lines: Sequence[Line], *,
         title=title,
         description=description,
         x_label=x_label,
-        x_ticks=tuple(Tick(position=across.at(s), label=str(s)) for s in _step_ticks(last)),
+        x_ticks=uncut(Tick(position=across.at(s), label=str(s)) for s in _step_ticks(last)),
         y_ticks=_value_ticks(up),
         marks=tuple(Mark(kind=line.kind, path=_path(line.series, across, up), title=line.label) for line in lines),
         legend=tuple(Mark(kind=line.kind, path="M1 7H13", title=line.label) for line in lines if line.label),
@@ -86,6 +86,12 @@ def _value_ticks(axis: Axis, text: Callable[[float], str] | None = None) -> tupl
     leading = math.floor(math.log10(max(abs(axis.low), abs(axis.high)))) + digits
     form = f".{max(0, digits)}f" if digits <= _MAX_DIGITS else f".{max(0, leading)}e"
     return axis.ticks(step, text or (lambda value: format(value, form)))
+
+
+def uncut(ticks: Iterable[Tick]) -> tuple[Tick, ...]:
+    """Those whose labels, which lie around their places on the axis below, do not leave the picture."""
+    halves = ((tick, len(tick.label) * CHARACTER / 2) for tick in ticks)
+    return tuple(tick for tick, half in halves if half <= tick.position <= NARROW - half)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +137,7 @@ def bar_plot(
         title=title,
         description=description,
         x_label=x_label,
-        x_ticks=_value_ticks(axis, tick),
+        x_ticks=uncut(_value_ticks(axis, tick)),
         y_ticks=(),
         marks=tuple(marks),
         texts=tuple(text for i, bar in enumerate(bars) for text in _bar_texts(bar, _TOP + (i + 0.4) * _ROW)),

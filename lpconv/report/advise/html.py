@@ -4,7 +4,7 @@ import math
 from pathlib import PurePath
 
 from lpconv.report.advise.words import COLUMNS, HEADINGS, PART_COLUMNS, cells, gap_text, of_purpose, part_rows, unit_of
-from lpconv.report.charts import Bar, bar_plot
+from lpconv.report.charts import Bar, bar_plot, uncut
 from lpconv.report.numbers import duration_text, plural, size_text
 from lpconv.report.page import Tile, page
 from lpconv.report.plot import NARROW, Axis, Mark, Plot, Text, Tick, mark_path
@@ -72,7 +72,7 @@ def front_plot(result: AdviceResult, purpose: str) -> Plot | None:
         title=f"{HEADINGS[purpose]}: quality against {taken}",
         description="Lower and further left is better. Bars are 95 % intervals, the line is the budget.",
         x_label="size on disk" if purpose == "infer" else "memory of a step",
-        x_ticks=_size_ticks(across),
+        x_ticks=uncut(_size_ticks(across)),
         y_ticks=up.ticks(1, lambda e: f"1e{e}"),
         marks=tuple(marks),
         texts=tuple(_label(r, across, up) for r in rows if (purpose, r.name) in advised),

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from lpconv.errors import InputError
-from lpconv.report.charts import Line, line_plot
+from lpconv.report.charts import Bar, Line, bar_plot, line_plot
 from lpconv.report.finetune.card import finetune_card
 from lpconv.report.finetune.html import html_finetune
 from lpconv.report.finetune.words import gap_rows, nothing_learned, verdict, worst_tracked
@@ -151,6 +151,15 @@ def test_a_line_breaks_where_a_value_is_not_finite() -> None:
     assert plot.marks[0].path.count("L") == 1
     assert len({tick.label for tick in plot.y_ticks}) == len(plot.y_ticks)
     assert line_plot("x", "X", "", [Line(series=Series(name="x", steps=(), values=()), colour=0)]) is None
+
+
+@pytest.mark.parametrize("interval", [(-0.00006, 0.000287), (-0.000287, 0.00006)])
+def test_a_label_at_an_end_of_the_axis_is_left_out_rather_than_cut(interval: tuple[float, float]) -> None:
+    plot = bar_plot("x", "X", "", [Bar(name="a", text="", lengths=(0.001,), interval=interval)], x_label="gap")
+    assert plot is not None
+    halves = [(tick.position, 7 * len(tick.label) / 2) for tick in plot.x_ticks]
+    assert len(halves) >= 3
+    assert all(half <= x <= plot.width - half for x, half in halves)
 
 
 def tracked(layer: str, role: str, sqnr_db: float | None, clipped: float) -> TrackedRecord:
