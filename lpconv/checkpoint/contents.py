@@ -193,11 +193,29 @@ def _check_file_name(directory: Path, name: str) -> None:
 
 
 def _side_files(directory: Path, weights: set[str]) -> Iterator[str]:
+    modules = set(_modules(directory))
     for path in directory.rglob("*"):
         name = path.relative_to(directory).as_posix()
         if path.is_dir() and not path.is_symlink():
             continue
-        if name in weights or name in _OURS or name == "config.json" or _WEIGHT_FILE.fullmatch(name):
+        if name in weights or name in _OURS or name == "config.json":
+            continue
+        if _WEIGHT_FILE.fullmatch(name) and path.parent not in modules:
             continue
         if _IGNORED_FOLDERS.isdisjoint(path.relative_to(directory).parts[:-1]):
             yield name
+
+
+def _modules(directory: Path) -> Iterator[Path]:
+    """The folders of the modules that sentence-transformers runs after the model, whose weights belong to it."""
+    path = directory / "modules.json"
+    if not path.is_file():
+        return
+    try:
+        modules = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):  # another program's file, which is copied as it is
+        return
+    for module in modules if isinstance(modules, list) else ():
+        name = module.get("path") if isinstance(module, dict) else None
+        if isinstance(name, str) and _is_plain(name):
+            yield directory / name

@@ -90,9 +90,12 @@ def wanted_files(files: Iterable[str]) -> list[str]:
     is_chosen = _SAFETENSORS if any(_SAFETENSORS.fullmatch(n) for n in names) else _PICKLES
     unwanted_index = _INDEXES[1] if is_chosen is _SAFETENSORS else _INDEXES[0]
     side = [n for n in names if Path(n).suffix.lower() not in _OTHER_WEIGHTS and n != unwanted_index]
-    # What lpconv's own collage method keeps beside the root checkpoint.
-    residuals = [n for n in names if re.fullmatch(r"collage/residual.*\.safetensors", n)]
-    return [n for n in names if is_chosen.fullmatch(n)] + residuals + side
+    # What lpconv's own collage method keeps beside the root checkpoint, and what sentence-transformers runs after it.
+    beside = r"collage/residual.*\.safetensors"
+    if "modules.json" in names:
+        beside += r"|\d+_\w+/(model\.safetensors|pytorch_model\.bin)"
+    others = [n for n in names if re.fullmatch(beside, n)]
+    return [n for n in names if is_chosen.fullmatch(n)] + others + side
 
 
 def download(repo_id: str, revision: str | None) -> Path:

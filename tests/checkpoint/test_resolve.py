@@ -292,6 +292,11 @@ class TestWantedFiles:
         side = ["README.md", "1_Pooling/config.json", "merges.txt", "modeling_x.py", "spiece.model"]
         assert set(side) < set(wanted_files(["model.safetensors", *side]))
 
+    def test_weights_of_modules_of_sentence_transformers_come_along(self) -> None:
+        dense = "2_Dense/model.safetensors"
+        assert dense in wanted_files(["model.safetensors", "modules.json", dense])
+        assert dense not in wanted_files(["model.safetensors", dense])
+
     def test_the_residual_of_an_output_of_ours_comes_along(self) -> None:
         assert "collage/residual.safetensors" in wanted_files(["model.safetensors", "collage/residual.safetensors"])
 

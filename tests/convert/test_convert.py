@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import rehash
+from checkpoints import rehash, write_checkpoint
 from convert_models import albert, minilm, tiny
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from lpconv.convert.options import ConvertOptions, FormatRule
 from lpconv.convert.reader import OutputReader
@@ -151,6 +151,25 @@ def test_a_tied_weight_written_twice_is_stored_once(tmp_path: Path) -> None:
     save_file(state, source / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(InputError, match="values differ"):
         run(source, tmp_path / "other", method="unit")
+
+
+def test_modules_that_sentence_transformers_runs_after_the_model_keep_their_weights(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source")
+    for name in ("2_Dense", "onnx"):
+        (source / name).mkdir()
+        save_file({"linear.weight": torch.ones(2, 2)}, source / name / "model.safetensors")
+    (source / "modules.json").write_text('[{"idx": 0, "path": ""}, {"idx": 1, "path": "2_Dense"}]')
+    run(source, tmp_path / "out")
+    dense = "2_Dense/model.safetensors"
+    assert (tmp_path / "out" / dense).read_bytes() == (source / dense).read_bytes()
+    assert dense in (tmp_path / "out/SHA256SUMS").read_text()
+    assert not (tmp_path / "out/onnx").exists()
+    checked = verify_output(
+        tmp_path / "out", against=str(source), level=None, gates=(), trust_remote_code=False, progress=Silent()
+    )
+    assert checked.passed
+    restore(tmp_path / "out", tmp_path / "back", force=False, progress=Silent())
+    assert (tmp_path / "back" / dense).exists()
 
 
 def test_shards_rules_and_plan(tmp_path: Path) -> None:
