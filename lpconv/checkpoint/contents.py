@@ -10,11 +10,15 @@ from typing import Any
 
 from lpconv.checkpoint.gguf import GGUF, WEIGHTS, as_directory, is_view
 from lpconv.errors import InputError
+from lpconv.lookup import no_directory
 
 __all__ = ["QUANTIZATION_FILES", "Contents", "check_config", "check_inside", "read_contents", "read_json"]
 
 _INDEX_SUFFIX = ".index.json"
 _LAYERS, _MOST_LAYERS = re.compile(r"layers?$"), 10_000  # which transformers makes one by one
+# Without a number in these, transformers makes as many as the class is used to, with random weights.
+_NUM_LAYERS = {"num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers"}
+_ADAPTER, _SHOWN = "adapter_config.json", 5
 # Weight files of any framework, and what training leaves behind: never copied as side files.
 _WEIGHT_FILE = re.compile(
     r"""(?x) .*\.(safetensors|h5|msgpack|onnx|gguf|ggml|pt|pth|ckpt|npz|ot|tflite|mlmodel)(\.index\.json)?
@@ -51,10 +55,10 @@ def read_contents(directory: Path) -> Contents:
     """
     directory = as_directory(directory)
     if not directory.is_dir():
-        raise InputError(f"`{directory}` is no directory", hint="pass a checkpoint directory or a hub id")
+        raise no_directory(directory, hint="pass a checkpoint directory or a hub id")
     config_path = directory / "config.json"
     if not config_path.exists():
-        raise InputError(f"`{directory}` has no config.json", hint="is it a Hugging Face checkpoint directory?")
+        raise _no_checkpoint(directory)
     check_inside(directory, config_path.name)
     config = _with_quantization(read_json(config_path), directory)
     check_config(config, config_path)
@@ -115,8 +119,27 @@ def check_config(config: dict[str, Any], path: Path) -> None:
         raise InputError(f"`{path}`: model_type is no name", hint="fetch the file again")
     nested = [part for part in config.values() if isinstance(part, dict)]  # such as text_config
     for key, value in (item for part in (config, *nested) for item in part.items()):
+        if key in _NUM_LAYERS and value is None:
+            raise InputError(f"`{path}`: {key} is null", hint="write the number of layers into it")
         if _LAYERS.search(key) and isinstance(value, int) and value > _MOST_LAYERS:
             raise InputError(f"`{path}`: {key} is more than {_MOST_LAYERS}", hint="fetch the file again")
+
+
+def _no_checkpoint(directory: Path) -> InputError:
+    """The refusal of a directory without config.json: what it holds instead, where that is known."""
+    if (directory / _ADAPTER).is_file():
+        base = read_json(directory / _ADAPTER).get("base_model_name_or_path")
+        return InputError(
+            f"`{directory}` holds an adapter of peft for `{base}`, not a model",
+            hint="merge the two first, with peft: model.merge_and_unload().save_pretrained(DIR), then pass DIR",
+        )
+    folders = sorted(p.parent for p in directory.glob("*/config.json"))
+    inner = [f.name for f in folders if any(map(_WEIGHT_FILE.fullmatch, os.listdir(f)))]
+    if inner:
+        hint = "pass one of those below it: " + ", ".join(inner[:_SHOWN]) + (", …" if len(inner) > _SHOWN else "")
+    else:
+        hint = "is it a Hugging Face checkpoint directory?"
+    return InputError(f"`{directory}` has no config.json", hint=hint)
 
 
 def _weights(directory: Path) -> tuple[str, tuple[str, ...], dict[str, str] | None]:

@@ -19,7 +19,7 @@ from lpconv.checkpoint.remote import check_url, hub_names, is_url
 from lpconv.checkpoint.remote_view import view_of
 from lpconv.data import demo_checkpoint
 from lpconv.errors import InputError, UsageError
-from lpconv.lookup import nearest
+from lpconv.lookup import nearest, nearest_beside, no_directory
 
 __all__ = ["DEMO", "Resolved", "base_name", "directory_of", "looks_like_path", "resolve"]
 
@@ -67,7 +67,7 @@ def resolve(name: str, *, revision: str | None = None, headers_only: bool = Fals
     if name and (os.path.isdir(path) or os.path.isfile(path)):
         return _local(name, path, revision)
     if looks_like_path(name):
-        raise InputError(f"no directory `{name}`", hint="pass a directory that exists, a hub id or an alias")
+        raise no_directory(name, hint="pass a directory that exists, a hub id or an alias")
     return _from_hub(name, revision, headers_only=headers_only)
 
 
@@ -129,7 +129,13 @@ def _from_hub(name: str, revision: str | None, *, headers_only: bool) -> Resolve
             return _snapshot(name, cached_id, snapshot, headers_only=headers_only)
     if "/" not in repo_id:
         raise _unknown_name(name)
-    return _snapshot(name, repo_id, download(repo_id, revision), headers_only=False)
+    try:
+        return _snapshot(name, repo_id, download(repo_id, revision), headers_only=False)
+    except InputError as e:
+        near = nearest_beside(Path(name))
+        if near is None:
+            raise
+        raise InputError(e.message, hint=f"did you mean the directory `{near}`? {e.hint}") from e
 
 
 def _snapshot(name: str, repo_id: str, directory: Path, *, headers_only: bool) -> Resolved:
@@ -139,8 +145,9 @@ def _snapshot(name: str, repo_id: str, directory: Path, *, headers_only: bool) -
 
 
 def _unknown_name(name: str) -> InputError:
-    near = nearest(name, ALIASES)
+    near, beside = nearest(name, ALIASES), nearest_beside(Path(name))
     meant = f"did you mean `{near}` ({ALIASES[near].repo_id})? " if near else ""
+    meant += f"did you mean the directory `{beside}`? " if beside else ""
     return InputError(
         f"no directory and no model called `{name}`",
         hint=f"{meant}`lpconv doctor --aliases` lists the short names; other models need OWNER/NAME",

@@ -23,6 +23,7 @@ from lpconv.checkpoint.gguf import file_at
 from lpconv.checkpoint.holding import hold, is_held
 from lpconv.checkpoint.partfile import PartFile, check_writable, fsync_directory, sha256_of, write_error
 from lpconv.errors import InputError, OutputExistsError, UnsupportedError, UsageError
+from lpconv.lookup import no_directory
 
 __all__ = [
     "JOURNAL",
@@ -226,6 +227,8 @@ def check_marked(directory: Path) -> None:
     """Raise UnsupportedError for a checkpoint that is no output, InputError for what is none, or lost its marker."""
     if (directory / MARKER).exists():
         return
+    if not os.path.exists(directory):
+        raise no_directory(directory, hint="pass an output of `lpconv convert`")
     if (directory / SUMS).exists() or not ((directory / "config.json").exists() or file_at(directory)):
         raise InputError(f"`{directory}` has no {MARKER}", hint="pass an output of `lpconv convert`")
     raise UnsupportedError(

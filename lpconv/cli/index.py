@@ -30,7 +30,8 @@ def show_folder(folder: Path, html: str | None, *, json: bool) -> None:
     found = list(runs_in(folder))
     if not found:
         raise InputError(
-            f"`{folder}` has no report.json, and no run lies below it", hint="pass an output of `lpconv convert`"
+            f"`{folder}` has no report.json, and no run lies below it",
+            hint="pass what `convert`, `finetune`, `bench`, `probe` or `advise` wrote",
         )
     home = Path(html).parent if html is not None else folder
     entries = [_entry(kind, path, _line(kind, result), folder, home) for kind, path, result in found]

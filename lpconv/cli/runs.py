@@ -3,6 +3,7 @@
 Import this module lazily. What a probe says is worked out with torch, which is imported when one is read.
 """
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from lpconv.bench.outcome import find_bench, read_bench
 from lpconv.checkpoint.contents import read_json
 from lpconv.convert.tensor_records import format_ranges
 from lpconv.errors import InputError, UsageError
+from lpconv.lookup import no_directory
 from lpconv.probe.options import PROBE_FILE, find_probe
 from lpconv.report.advise.html import html_advice
 from lpconv.report.advise.terminal import render_advice
@@ -75,12 +77,17 @@ def one_kind(runs: Sequence[str]) -> tuple[Kind, list[Path]]:
         kind = kind_of(run)
         path = kind.find(run) if kind is not None else None
         if kind is None or path is None:
-            raise InputError(f"`{run}` has no report.json", hint="pass an output of `lpconv convert` or `lpconv probe`")
+            raise _no_run(Path(run))
         kinds[kind.name] = kind
         paths.append(path)
     if len(kinds) > 1:
         raise UsageError(f"{' and '.join(kinds)} cannot be compared".lower(), hint="pass several runs of one kind")
     return next(iter(kinds.values())), paths
+
+
+def _no_run(run: Path) -> InputError:
+    hint = "pass what `convert`, `finetune`, `bench`, `probe` or `advise` wrote"
+    return InputError(f"`{run}` has no report.json", hint=hint) if os.path.exists(run) else no_directory(run, hint=hint)
 
 
 def name_of(path: Path) -> str:

@@ -15,7 +15,7 @@ from lpconv.checkpoint.compressed import COMPRESSED_TENSORS
 from lpconv.errors import UsageError
 from lpconv.formats.grains import GRAINS, TENSOR, Grain, grain_of
 from lpconv.formats.spec import FORMATS, Format, get_format
-from lpconv.lookup import find, nearest
+from lpconv.lookup import find, nearest_name
 from lpconv.mcf.point_layout import MAX_POINTS
 from lpconv.methods import LPCONV, METHODS, TRANSFORMERS, Method
 from lpconv.options import Force, Option, Resume, Revision, TrustRemoteCode, check, size_option
@@ -390,7 +390,7 @@ def check_matches(pattern: str, names: Iterable[str], *, what: str = "tensor") -
     names = list(names)
     if any(matches(pattern, n) for n in names):
         return
-    near = nearest(pattern.removeprefix("re:").strip("*.^$"), names)
+    near = nearest_name(pattern.removeprefix("re:").strip("*.^$"), names)
     hint = f"did you mean `{near}`?" if near else "`lpconv inspect MODEL` lists the names"
     raise UsageError(f"pattern `{pattern}` matches no {what}", hint=hint)
 

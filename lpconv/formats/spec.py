@@ -172,8 +172,17 @@ BLOCK_FORMATS: dict[str, BlockFormat] = {
 }
 
 
+# What people call several formats, or a format with its scales, and what it is called here.
+_MEANT = {
+    "fp8": "`e4m3fn` or `e5m2`", "fp6": "`e3m2` or `e2m3`", "fp4": "`e2m1`", "mxfp8": "`e4m3fn` with --granularity mx",
+    "mxfp4": "`e2m1` with --granularity mx", "nvfp4": "`e2m1` with --granularity nvfp4",
+}  # fmt: skip
+
+
 def get_format(name: str | Format, *, error: type[LpconvError] = UsageError) -> Format:
     """The format called `name`, or `name` itself when it is one; an unknown name raises `error` with the nearest."""
+    if isinstance(name, str) and name in _MEANT:
+        raise error(f"unknown format `{name}`", hint=f"did you mean {_MEANT[name]}?")
     return name if isinstance(name, Format) else find("format", name, FORMATS, error=error)
 
 

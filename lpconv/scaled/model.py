@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lpconv.errors import UnsupportedError, UsageError
 from lpconv.formats.scale import pow2_floor
 from lpconv.layers import weighted
-from lpconv.lookup import find, nearest
+from lpconv.lookup import find, nearest_name
 from lpconv.scaled import ops
 from lpconv.scaled.choices import OperandScales, operand_scales
 from lpconv.scaled.fresh import averages_causally, native_scales
@@ -262,7 +262,7 @@ def exact_modules(model: nn.Module, patterns: tuple[str, ...]) -> list[nn.Module
     names = list(weighted(model))
     for pattern in patterns:
         if not fnmatch.filter(names, pattern):
-            near = nearest(pattern.strip("*."), names)
+            near = nearest_name(pattern.strip("*."), names)
             hint = f"did you mean `{near}`?" if near else "patterns match whole dotted names"
             raise UsageError(f"no module with a weight matches `{pattern}`", hint=hint)
     named = [model.get_submodule(n) for n in names if any(fnmatch.fnmatchcase(n, p) for p in patterns)]

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,11 @@ from lpconv.data import demo_checkpoint
 REFUSED: dict[str, tuple[int, str]] = {
     "convert demo --method units": (2, "unknown method `units`"),
     "convert demo --format fp61": (2, "unknown format `fp61`"),
+    "convert demo --format fp8": (2, "did you mean `e4m3fn` or `e5m2`?"),
+    "convert demo --format fp4": (2, "did you mean `e2m1`?"),
+    "convert demo --rule *emebd_tokens*=keep": (2, "did you mean `model.embed_tokens.weight`?"),
+    "convert adapter": (3, "holds an adapter of peft for `me/model`, not a model"),
+    "convert no-layers": (3, "num_hidden_layers is null"),
     "convert demo --residual int8": (2, "method `unit` has no residual"),
     "convert demo --verify hash": (2, "unknown verification level `hash`"),
     "convert demo --gate snr>1": (2, "unknown metric `snr`"),
@@ -47,15 +53,21 @@ REFUSED: dict[str, tuple[int, str]] = {
     "advise demo -o empty.txt/out": (7, "cannot write `empty.txt/out`"),
     "export onnx /no/such -o out": (3, "no directory `/no/such`"),
     "export onnx demo -o taken": (8, "`taken` exists"),
-    "repair /no/such -o out": (3, "`/no/such` is no directory"),
+    "repair /no/such -o out": (3, "no directory `/no/such`"),
     "repair demo-plain -o out": (4, "no scales that could be repaired"),
     "repair demo-fp8 -o out": (4, "this cannot be repaired: config.json says"),
-    "restore /no/such -o out": (3, "has no lpconv.json"),
-    "verify /no/such": (3, "has no lpconv.json"),
+    "restore /no/such -o out": (3, "no directory `/no/such`"),
+    "verify /no/such": (3, "no directory `/no/such`"),
     "verify taken --level hsah": (2, "unknown level `hsah`"),
     "batch none.yaml": (3, "cannot read"),
-    "report /no/such": (3, "has no report.json"),
+    "report /no/such": (3, "no directory `/no/such`"),
     "report empty": (3, "no run lies below it"),
+    "verify otu": (3, "did you mean `out`?"),
+    "report otu": (3, "did you mean `out`?"),
+    "inspect otu": (3, "did you mean the directory `out`?"),
+    "inspect ./otu": (3, "did you mean `out`?"),
+    "inspect models/lama": (3, "did you mean the directory `models/llama`?"),
+    "inspect models": (3, "pass one of those below it: llama"),
 }
 # What is done without them.
 DONE = [
@@ -84,8 +96,10 @@ for line in json.loads(sys.argv[1]):
 @pytest.fixture(scope="module")
 def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, list[str]]]:
     folder = tmp_path_factory.mktemp("early")
-    for name in ("taken", "empty"):
+    for name in ("taken", "empty", "adapter", "models"):
         (folder / name).mkdir()
+    (folder / "adapter" / "adapter_config.json").write_text('{"base_model_name_or_path": "me/model"}')
+    shutil.copytree(demo_checkpoint(), folder / "models" / "llama")
     (folder / "taken" / "mine").touch()
     for name, text in {
         "empty.txt": "",
@@ -95,7 +109,12 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, s
         "no-text.csv": "a,b\n1,2\n",
     }.items():
         (folder / name).write_text(text)
-    for name, settings in {"demo-plain": {}, "demo-fp8": {"quantization_config": {"quant_method": "fp8"}}}.items():
+    changes: dict[str, dict[str, Any]] = {
+        "demo-plain": {},
+        "demo-fp8": {"quantization_config": {"quant_method": "fp8"}},
+        "no-layers": {"num_hidden_layers": None},
+    }
+    for name, settings in changes.items():
         shutil.copytree(demo_checkpoint(), folder / name)
         config = json.loads((folder / name / "config.json").read_text())
         (folder / name / "config.json").write_text(json.dumps(config | settings))
@@ -103,7 +122,7 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, s
     command = [sys.executable, "-c", PROGRAM, json.dumps([*REFUSED, *DONE])]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
     there = sorted(p.name for p in folder.iterdir() if p.is_dir())
-    assert there == ["demo-fp8", "demo-plain", "empty", "out", "taken"]
+    assert there == ["adapter", "demo-fp8", "demo-plain", "empty", "models", "no-layers", "out", "taken"]
     return {line: (code, said, heavy) for line, code, said, heavy in map(json.loads, done.stdout.splitlines())}
 
 

@@ -83,7 +83,7 @@ def test_a_verification_is_shown_again(folder: Path) -> None:
 def test_runs_of_two_kinds_are_refused(folder: Path) -> None:
     assert "conversions and fine-tunings cannot be compared" in report(folder / "unit", folder / "tuned-a", code=2)
     assert "not a ConvertResult document" in report(folder / "unit", folder / "notes.json", code=3)
-    assert "no report.json" in report(folder / "unit", folder / "nowhere", code=3)
+    assert "no directory" in report(folder / "unit", folder / "nowhere", code=3)
 
 
 def test_a_folder_gets_an_index_with_a_way_to_every_page(folder: Path) -> None:
