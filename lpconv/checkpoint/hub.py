@@ -22,6 +22,7 @@ from lpconv.errors import InputError, LpconvError, ResourceError
 from lpconv.lookup import nearest
 
 __all__ = [
+    "MODULE_WEIGHTS",
     "bars_on_terminals_only",
     "cached_snapshot",
     "commit_of",
@@ -35,6 +36,7 @@ __all__ = [
 
 _SAFETENSORS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 _PICKLES = re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin")
+MODULE_WEIGHTS = re.compile(r"\d+_\w+/(model\.safetensors|pytorch_model\.bin)")  # of sentence-transformers
 _TIMEOUT_S = 20.0  # for an answer
 _CONNECT_S = 2.0  # for a connection; without a network, a name server may take half a minute to say so
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -91,10 +93,8 @@ def wanted_files(files: Iterable[str]) -> list[str]:
     unwanted_index = _INDEXES[1] if is_chosen is _SAFETENSORS else _INDEXES[0]
     side = [n for n in names if Path(n).suffix.lower() not in _OTHER_WEIGHTS and n != unwanted_index]
     # What lpconv's own collage method keeps beside the root checkpoint, and what sentence-transformers runs after it.
-    beside = r"collage/residual.*\.safetensors"
-    if "modules.json" in names:
-        beside += r"|\d+_\w+/(model\.safetensors|pytorch_model\.bin)"
-    others = [n for n in names if re.fullmatch(beside, n)]
+    others = [n for n in names if re.fullmatch(r"collage/residual.*\.safetensors", n)]
+    others += [n for n in names if MODULE_WEIGHTS.fullmatch(n) and "modules.json" in names]
     return [n for n in names if is_chosen.fullmatch(n)] + others + side
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from lpconv.checkpoint.gguf import as_directory
-from lpconv.checkpoint.hub import files_at, wanted_files
+from lpconv.checkpoint.hub import MODULE_WEIGHTS, files_at, wanted_files
 from lpconv.checkpoint.partfile import write_error
 from lpconv.checkpoint.place import MIN_POINTER_BYTES, cache_folder, write_pointer
 from lpconv.checkpoint.remote import UNFINISHED, RemoteObject, fetch, head, hub_names, listing
@@ -148,7 +148,8 @@ def _put(url: str, o: RemoteObject, view: Path, *, whole: bool) -> None:
         handle, made = tempfile.mkstemp(dir=view.parent, prefix=".fetching-")
         os.close(handle)
         try:
-            if o.name.endswith(".safetensors") and not whole and o.size_bytes >= MIN_POINTER_BYTES:
+            is_read_there = o.name.endswith(".safetensors") and not MODULE_WEIGHTS.fullmatch(o.name)
+            if is_read_there and not whole and o.size_bytes >= MIN_POINTER_BYTES:
                 write_pointer(Path(made), o.size_bytes, store=url, name=o.name, e_tag=o.e_tag)
             else:
                 _copy(url, o, Path(made))

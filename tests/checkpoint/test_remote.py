@@ -100,6 +100,14 @@ class TestReading:
         name = next(p.name for p in source.glob("*.safetensors"))
         assert sha256_of(directory / name) == sha256_of(source / name)
 
+    def test_weights_of_a_module_after_the_model_are_copied(self, store: Store, source: Path) -> None:
+        (source / "2_Dense").mkdir()
+        (source / "2_Dense/model.safetensors").write_bytes(bytes(2**17))
+        (source / "modules.json").write_text('[{"path": "2_Dense"}]')
+        directory = directory_of(store.put_folder("m", source))
+        assert read_contents(directory).side_files == read_contents(source).side_files
+        assert (directory / "2_Dense/model.safetensors").read_bytes() == bytes(2**17)
+
     def test_a_model_opens(self, store: Store) -> None:
         url = store.put_folder("m", demo_checkpoint())
         here, there = load(demo_checkpoint()).state_dict(), load(url).state_dict()
