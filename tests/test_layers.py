@@ -2,6 +2,7 @@
 
 import ast
 import re
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,17 @@ def test_imports_go_down_the_layers(path: Path) -> None:
     row = ROWS[package]
     upward = {p for p in imports_of(path) - {package} if ROWS[p] > row or (ROWS[p] == row and row > 0)}
     assert not upward, f"{path.relative_to(ROOT)} (row {row}) imports {sorted(upward)}"
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    files = {".".join(("lpconv", *p.relative_to(ROOT).with_suffix("").parts)): p for p in modules()}
+    graph: dict[str, set[str]] = {}
+    for name, path in files.items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                found = {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+                graph.setdefault(name, set()).update(found & files.keys())
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the modules
 
 
 def test_no_relative_imports() -> None:

@@ -1,160 +1,48 @@
-"""Makes the view of a GGUF file that `gguf.py` tells of. Imports transformers and gguf, so only where one is needed.
+"""The view of a GGUF file as a checkpoint directory, made once for each file, in a cache."""
 
-Names, config, tokenizer and how tensors were rearranged are what transformers has for GGUF, asked through its own
-functions: what it opens with ``gguf_file=`` opens here, with the same values.
-"""
-
-import json
-import math
+import hashlib
+import importlib.metadata
+import importlib.util
 import os
-import shutil
-import tempfile
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-import torch
-import transformers
-from transformers.modeling_gguf_pytorch_utils import (
-    TENSOR_PROCESSORS,
-    TensorProcessor,
-    get_gguf_hf_weights_map,
-    load_gguf_checkpoint,
-)
-
-from lpconv.checkpoint.gguf import BLOCKS, GGUF, WEIGHTS
-from lpconv.checkpoint.partfile import write_error
+from lpconv.checkpoint.gguf import GGUF
+from lpconv.checkpoint.place import cache_folder
 from lpconv.errors import InputError, UnsupportedError
+from lpconv.version import __version__
 
-__all__ = ["make_view"]
-
-_KNOWN = "lpconv reads the architectures that transformers opens from GGUF, but for mixtures of experts"
-
-
-def make_view(file: Path, view: Path) -> None:
-    """Make the directory `view` of a GGUF file; raises as `gguf.as_directory` says."""
-    reader = _read(file)
-    with _as_error(f"transformers does not open `{file.name}`"):
-        parsed = load_gguf_checkpoint(str(file))["config"]
-        config = transformers.CONFIG_MAPPING[parsed["model_type"]].from_dict(dict(parsed))
-        with torch.device("meta"):
-            model = _model_class(config)(config)
-    architecture = reader.get_field("general.architecture").contents()
-    processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=parsed)
-    names = get_gguf_hf_weights_map(model, processor)
-    shapes = {n: list(x.shape) for n, x in model.state_dict().items()}
-    read = [t for t in reader.tensors if t.name in names]  # what has no name is of llama.cpp, as tables of rotations
-    tensors = {names[t.name]: _entry(t, shapes[names[t.name]], processor, file) for t in read}
-    _check_complete(tensors, model, file)
-    config.architectures, config.dtype = [type(model).__name__], torch.float32
-    settings = {"quant_method": GGUF, "architecture": architecture, "settings": parsed, "tensors": tensors}
-    try:
-        view.parent.mkdir(parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(dir=view.parent))
-        try:
-            _write(made, file, config, settings)
-            os.replace(made, view)
-        finally:
-            shutil.rmtree(made, ignore_errors=True)
-    except OSError as e:
-        if not (view / "config.json").exists():  # else another process was faster
-            raise write_error(e, view) from e
+__all__ = ["as_directory", "file_at"]
 
 
-def _read(file: Path) -> Any:
-    """The file's tables. Raises InputError where it is not sound, UnsupportedError for what is not read."""
-    from gguf import GGUFReader  # an extra of lpconv
+def as_directory(path: Path) -> Path:
+    """The view of a GGUF file, or of the only one in a directory without config.json; any other path as it is.
 
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # numpy's, of numbers that overflow in a damaged file
-            reader = GGUFReader(file)
-        unknown = sorted({t.tensor_type.name for t in reader.tensors} - BLOCKS.keys())
-        named = reader.get_field("general.architecture")
-        is_named = named is not None and isinstance(named.contents(), str)
-    except Exception as e:  # anything at all: ValueError, IndexError, OverflowError, KeyError
-        first = next(iter(str(e).splitlines()), "") or type(e).__name__
-        raise InputError(f"`{file}` is no sound GGUF file: {first:.120}", hint="fetch the file again") from e
-    if not is_named:
-        raise InputError(f"`{file}` does not name its architecture", hint="fetch the file again")
-    if reader.byte_order != "I":
-        raise UnsupportedError(f"`{file}` is of the other byte order", hint="convert it with the package gguf")
-    if unknown:
-        raise UnsupportedError(
-            f"`{file}` has tensors of type {', '.join(unknown)}", hint="lpconv reads " + ", ".join(BLOCKS)
-        )
-    return reader
+    Raises InputError for a file that is not sound, UnsupportedError for types and architectures that are not read.
+    """
+    file = file_at(path)
+    return path if file is None else _view(file)
 
 
-@contextmanager
-def _as_error(what: str) -> Iterator[None]:
-    verbosity = transformers.utils.logging.get_verbosity()
-    transformers.utils.logging.set_verbosity_error()
-    try:
-        yield
-    except Exception as e:  # transformers raises anything at all for metadata that it does not expect
-        first = next(iter(str(e).splitlines()), "") or type(e).__name__
-        raise UnsupportedError(f"{what}: {first:.160}", hint=_KNOWN) from e
-    finally:
-        transformers.utils.logging.set_verbosity(verbosity)
+def file_at(path: Path) -> Path | None:
+    """The GGUF file that a path names, or the only one in a directory without config.json; None where there is none."""
+    found = [path]
+    if path.is_dir() and not (path / "config.json").exists():
+        found = sorted(path.glob("*.gguf"))
+        if len(found) > 1:
+            raise InputError(f"`{path}` has {len(found)} GGUF files", hint="name one of them")
+    return next((f for f in found if f.suffix == ".gguf" and f.is_file()), None)
 
 
-def _model_class(config: Any) -> Any:
-    named = next(iter(config.architectures or ()), None)
-    return getattr(transformers, named) if named else transformers.AutoModelForCausalLM.from_config
+def _view(file: Path) -> Path:
+    stat, release = file.stat(), importlib.metadata.version("transformers")
+    known = f"{os.path.realpath(file)}\0{stat.st_size}\0{stat.st_mtime_ns}\0{__version__}\0{release}"
+    view = cache_folder(GGUF) / hashlib.sha256(known.encode()).hexdigest()[:24]
+    if not (view / "config.json").exists():
+        if importlib.util.find_spec("gguf") is None:
+            raise UnsupportedError(
+                "reading GGUF needs the package gguf", hint="install it with `pip install 'lpconv[gguf]'`"
+            )
+        from lpconv.checkpoint.gguf_make import make_view  # torch and transformers take seconds
 
-
-class _Unseen:
-    """Stands for weights that nobody looks at."""
-
-
-def _entry(t: Any, shape: list[int], processor: Any, file: Path) -> dict[str, Any]:
-    """Where a tensor lies, of what type and shape, and whether its values are processed after decoding."""
-    stored = [int(n) for n in reversed(t.shape)]
-    size, num_bytes = BLOCKS[t.tensor_type.name]
-    count = math.prod(stored)
-    end = int(t.data_offset) + count // size * num_bytes
-    if len(stored) > 2:
-        raise UnsupportedError(f"`{t.name}` holds several matrices, as of experts", hint=_KNOWN)
-    if count != math.prod(shape) or stored[-1] % size or end > file.stat().st_size:
-        raise InputError(
-            f"`{t.name}` has the shape {stored}, the model's weight has {shape}", hint="fetch the file again"
-        )
-    return {
-        "name": t.name, "type": t.tensor_type.name, "stored": stored, "shape": shape,
-        "processed": _is_processed(processor, t.name),
-        "begin": int(t.data_offset), "end": end,
-    }  # fmt: skip
-
-
-def _is_processed(processor: Any, name: str) -> bool:
-    """Whether transformers changes the values of a tensor: a processor that does has to look at them."""
-    unseen = _Unseen()
-    try:
-        return processor.process(weights=unseen, name=name).weights is not unseen
-    except Exception:  # whatever an object without values makes of it
-        return True
-
-
-def _check_complete(tensors: dict[str, Any], model: Any, file: Path) -> None:
-    tied = model.all_tied_weights_keys if model.config.tie_word_embeddings else {}
-    missing = [n for n in model.state_dict() if n not in tensors and n not in tied]
-    if missing:
-        raise UnsupportedError(f"`{file}` has no tensor for `{missing[0]}`, as transformers names it", hint=_KNOWN)
-
-
-def _write(folder: Path, file: Path, config: Any, settings: dict[str, Any]) -> None:
-    config.save_pretrained(folder)
-    document = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    document["quantization_config"] = settings
-    text = json.dumps(document, default=lambda x: x.tolist())
-    (folder / "config.json").write_text(text, encoding="utf-8")
-    (folder / WEIGHTS).symlink_to(file)
-    try:
-        with _as_error("the tokenizer does not open"):
-            tokenizer = transformers.AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
-            tokenizer.save_pretrained(folder)
-    except UnsupportedError:  # a model without one is still a model
-        pass
+        make_view(file.absolute(), view)
+    return view

@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
 
-from lpconv.checkpoint.gguf import as_directory
+from lpconv.checkpoint.gguf_view import as_directory
 from lpconv.checkpoint.hub import MODULE_WEIGHTS, files_at, wanted_files
 from lpconv.checkpoint.partfile import write_error
 from lpconv.checkpoint.place import MIN_POINTER_BYTES, cache_folder, write_pointer

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lpconv.checkpoint.aliases import ALIASES, find_alias
-from lpconv.checkpoint.gguf import as_directory
+from lpconv.checkpoint.gguf_view import as_directory
 from lpconv.checkpoint.hub import cached_snapshot, commit_of, download, wanted_files
 from lpconv.checkpoint.promised import check_promises
 from lpconv.checkpoint.remote import check_url, hub_names, is_url
