@@ -1,7 +1,7 @@
 """Run source and output on the same inputs and compare what they say.
 
 One model at a time is in memory. Inputs are made from the config alone with a fixed seed: token ids for text models,
-noise for images and audio. Where the head of the architecture has no weights in the checkpoint, the bare model's hidden
+noise for images and sound. Where the head of the architecture has no weights in the checkpoint, the bare model's hidden
 states are compared instead, because random heads would compare nothing.
 """
 
@@ -14,14 +14,16 @@ from torch import Tensor
 from lpconv.checkpoint.contents import Contents
 from lpconv.errors import UnsupportedError
 from lpconv.models.empty import check_fits
-from lpconv.models.inputs import describe, example_inputs
+from lpconv.models.inputs import describe, example_inputs, inputs_for
 from lpconv.models.load import load, open_in_files
-from lpconv.models.opening import open_to_run
+from lpconv.models.opening import open_to_run, read_config
 from lpconv.models.quiet import quiet_transformers
+from lpconv.models.tasks import architecture, concrete
 from lpconv.results import LogitsCheck
 
-__all__ = ["check_logits", "check_model", "compare", "outputs_of"]
+__all__ = ["check_inputs", "check_logits", "check_model", "compare", "outputs_of"]
 
+_OUTPUTS = ("logits", "last_hidden_state", "logits_per_image")
 _COPIES_IN_MEMORY = 2  # the model, and the values that it is given
 
 
@@ -29,6 +31,15 @@ def check_model(contents: Contents, stored_elements: int) -> None:
     """Refuse a model before it is built (`check_fits`); only its own code knows the size of one that brings some."""
     if "auto_map" not in contents.config:
         check_fits(contents, stored_elements, copies=_COPIES_IN_MEMORY, what="running the model")
+
+
+def check_inputs(contents: Contents, *, trust_remote_code: bool) -> None:
+    """Refuse a model that will not open, or that no inputs can be made for, before the work: by its config alone."""
+    if trust_remote_code and "auto_map" in contents.config:
+        return  # which only its own code knows
+    cls = architecture(contents.config)
+    config = read_config(contents, hint="use --verify weights")
+    inputs_for(concrete(cls, config), config)
 
 
 def check_logits(source: Path, output: Path, *, trust_remote_code: bool, in_files: bool = False) -> LogitsCheck:
@@ -63,7 +74,7 @@ def outputs_of(model: Any, inputs: dict[str, Tensor]) -> Tensor:
     """Logits in fp32, of a bare model its last hidden states. Raises UnsupportedError where it returns neither."""
     with torch.no_grad():
         out = model(**inputs)
-    found = next((out[k] for k in ("logits", "last_hidden_state") if out.get(k) is not None), None)
+    found = next((out[k] for k in _OUTPUTS if out.get(k) is not None), None)
     if found is None:
         raise UnsupportedError(f"{type(model).__name__} returns no logits", hint="use --verify weights")
     logits: Tensor = found.float()

@@ -7,7 +7,7 @@ from pathlib import Path
 from lpconv.checkpoint.card import inherited_facts
 from lpconv.checkpoint.partfile import write_small
 from lpconv.checkpoint.remote_output import RemoteStaging
-from lpconv.checkpoint.staging import Staging
+from lpconv.checkpoint.staging import Staging, check_free
 from lpconv.convert.files import CARD, copy_side_files, model_side_files, write_metadata, write_provenance, write_sums
 from lpconv.convert.finished import finished
 from lpconv.convert.job import Job, check_disk, disk_bytes, estimate_seconds, free_bytes, identity, prepare
@@ -23,6 +23,7 @@ from lpconv.convert.provenance import (
 )
 from lpconv.convert.tensor_records import format_ranges, planned_record
 from lpconv.errors import UnsupportedError, VerificationError
+from lpconv.gates import needs_logits
 from lpconv.machine import peak_rss_bytes
 from lpconv.progress import Progress, Silent
 from lpconv.report.convert.card import model_card
@@ -131,6 +132,7 @@ def _staged(
     job: Job, progress: Progress, command: str | None, started: float, *, finishing: bool, names_source: bool
 ) -> ConvertResult:
     """Write, judge and publish. Where parts are put together, none of their files is written again."""
+    _check_can_run(job)
     parts = checked_parts(job, progress) if finishing else ()
     if not finishing and job.url is None:
         check_disk(job.output, disk_bytes(job))
@@ -147,6 +149,20 @@ def _staged(
             )
         staging.publish()
     return result
+
+
+def _check_can_run(job: Job) -> None:
+    """Refuse, before the work, what is asked to compare outputs of models that do not run here."""
+    options = job.plan.options
+    if options.verify != "logits" and not needs_logits(job.gates):
+        return
+    if job.url is None:
+        check_free(job.output, resume=options.resume, force=options.force)
+    from lpconv.convert.logits import check_inputs, check_model  # transformers takes seconds to import
+
+    if not job.memory.in_files:
+        check_model(job.contents, sum(t.info.num_elements for t in job.plan.tensors))
+    check_inputs(job.contents, trust_remote_code=options.trust_remote_code)
 
 
 def _working_folder(job: Job) -> Staging:

@@ -19,6 +19,7 @@ from lpconv.results import LogitsCheck, TensorRecord, VerifyResult, WeightsCheck
 
 __all__ = ["check_outputs", "check_stored", "output_problems", "verify_written", "weights_problems"]
 
+_WITHOUT = "use --verify weights, with --resume to keep what is written"
 _SECONDS = 5  # of one core, for comparing weights before publishing: whole tensors within it, pieces of the others
 
 
@@ -95,6 +96,7 @@ def check_outputs(job: Job, directory: Path, *, automatic: bool) -> LogitsCheck:
     if skip is not None:
         return LogitsCheck(skipped=skip)
     from lpconv.convert.logits import check_logits, check_model  # transformers takes seconds to import
+    from lpconv.models.opening import first_line
 
     try:
         if not job.memory.in_files:
@@ -117,8 +119,7 @@ def check_outputs(job: Job, directory: Path, *, automatic: bool) -> LogitsCheck:
     except LpconvError:
         raise
     except Exception as e:  # transformers raises anything at all for checkpoints it does not know
-        text = f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"
+        text = f"the model could not be run: {first_line(e)}"
         if not automatic:
-            unsupported = UnsupportedError(f"the model could not be run: {text}", hint="use --verify weights")
-            raise out_of_memory(e) or unsupported from e
-        return LogitsCheck(skipped=f"the model could not be run: {text}")
+            raise out_of_memory(e) or UnsupportedError(text, hint=_WITHOUT) from e
+        return LogitsCheck(skipped=text)

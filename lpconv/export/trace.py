@@ -21,7 +21,7 @@ from lpconv.errors import UnsupportedError
 from lpconv.machine import out_of_memory
 from lpconv.models.empty import check_fits
 from lpconv.models.inputs import axes_of, tracing_inputs
-from lpconv.models.opening import open_to_trace
+from lpconv.models.opening import model_errors, open_to_trace
 
 __all__ = ["Traceable", "trace", "traceable"]
 
@@ -68,7 +68,7 @@ def traceable(contents: Contents, stored_elements: int) -> Traceable:
     check_fits(contents, stored_elements, copies=_COPIES_IN_MEMORY, what="exporting")
     opened = open_to_trace(contents.directory)
     inputs = tracing_inputs(opened.model)
-    with torch.inference_mode():
+    with torch.inference_mode(), model_errors("the model does not run", hint="this model cannot be exported"):
         out = opened.model(**inputs)
     output = next((k for k in ("logits", "last_hidden_state") if out.get(k) is not None), None)
     if output is None:

@@ -1,7 +1,7 @@
 """Inputs for a model by the kind of what it reads, made of its config alone with a fixed seed.
 
-A model reads token ids, pixels or a spectrogram; the table `_KINDS` has a line for each. Letters in shapes: B batch,
-L sequence length.
+A model reads token ids, pixels, a spectrogram or sound; the table `_KINDS` has a line for each. One that says which
+texts and images belong together reads two. Letters in shapes: B batch, L sequence length.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.models.auto.modeling_auto import MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES
 
 from lpconv.errors import UnsupportedError, UsageError
 
@@ -17,6 +18,7 @@ __all__ = [
     "axes_of",
     "describe",
     "example_inputs",
+    "inputs_for",
     "max_length",
     "other_inputs",
     "random_ids",
@@ -27,6 +29,8 @@ __all__ = [
 
 _BATCH, _LENGTH, _SEED = 2, 32, 0
 _SEQ_LEN = 128
+_SAMPLES = 8000  # of sound: half a second at the usual 16 kHz
+_TEXT_AND_IMAGE = frozenset(MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES.values())
 # Their positions count from the padding id on, so two of them are no tokens.
 _OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert", "xlm-roberta-xl", "mpnet")
 # No two axes of one length, nor of a length that a model's own axes are likely to have: torch.export would take strides
@@ -36,7 +40,7 @@ _TRACED = {"sequence": 13, "decoder_sequence": 11}
 
 @dataclass(frozen=True, kw_only=True)
 class _Kind:
-    """How to make the inputs of a kind of model, and the names of their dynamic axes by position."""
+    """How to make the inputs of a kind of model, and the names of their dynamic axes by position; none: not traced."""
 
     make: Callable[[Any, torch.Generator], dict[str, Tensor]]
     axes: Mapping[int, str]
@@ -71,15 +75,22 @@ def example_inputs(model: Any) -> dict[str, Tensor]:
 
     Raises UnsupportedError where the model reads something else.
     """
-    kind = _KINDS.get(model.main_input_name)
+    return inputs_for(type(model), model.config, main=model.main_input_name)
+
+
+def inputs_for(model_class: Any, config: Any, *, main: str | None = None) -> dict[str, Tensor]:
+    """`example_inputs` of a model that need not be there; `main` is what its objects say that they read."""
+    main = main or model_class.main_input_name
+    kind = _KINDS.get(main)
     if kind is None:
-        raise UnsupportedError(
-            f"no example inputs for a model that reads `{model.main_input_name}`", hint="use --verify weights"
-        )
-    inputs = kind.make(model.config, torch.Generator().manual_seed(_SEED))
-    if getattr(model.config, "is_encoder_decoder", False):
+        raise UnsupportedError(f"no example inputs for a model that reads `{main}`", hint="use --verify weights")
+    inputs = kind.make(config, torch.Generator().manual_seed(_SEED))
+    if model_class.__name__ in _TEXT_AND_IMAGE:
+        inputs |= _token_ids(config, torch.Generator().manual_seed(_SEED))
+        inputs |= _pixels(config.vision_config, torch.Generator().manual_seed(_SEED + 1))
+    if getattr(config, "is_encoder_decoder", False):
         generator = torch.Generator().manual_seed(_SEED + 1)
-        inputs["decoder_input_ids"] = _token_ids(model.config, generator)["input_ids"]
+        inputs["decoder_input_ids"] = _token_ids(config, generator)["input_ids"]
     return inputs
 
 
@@ -107,10 +118,15 @@ def _spectrogram(config: Any, generator: torch.Generator) -> dict[str, Tensor]:
     return {"input_features": torch.randn(_BATCH, config.num_mel_bins, frames, generator=generator)}
 
 
+def _sound(config: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    return {"input_values": torch.randn(_BATCH, _SAMPLES, generator=generator)}
+
+
 _KINDS = {
     "input_ids": _Kind(make=_token_ids, axes={0: "batch", 1: "sequence"}),
     "pixel_values": _Kind(make=_pixels, axes={0: "batch"}),
     "input_features": _Kind(make=_spectrogram, axes={0: "batch"}),
+    "input_values": _Kind(make=_sound, axes={}),
 }
 _DECODER_AXES = {0: "batch", 1: "decoder_sequence"}
 
@@ -124,6 +140,9 @@ def axes_of(name: str) -> dict[int, str]:
 def tracing_inputs(model: Any) -> dict[str, Tensor]:
     """`example_inputs` with kinds of tokens where the model has them, every dynamic axis of another length."""
     inputs = example_inputs(model)
+    fixed = next((name for name in inputs if not axes_of(name)), None)
+    if fixed is not None:
+        raise UnsupportedError(f"`{type(model).__name__}` reads `{fixed}`", hint="this model cannot be exported")
     if getattr(model.config, "type_vocab_size", 0) > 1 and "input_ids" in inputs:
         inputs["token_type_ids"] = torch.zeros_like(inputs["input_ids"])
     for name, x in inputs.items():

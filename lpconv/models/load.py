@@ -1,7 +1,7 @@
 """The model in a checkpoint directory, an output of any method included."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor
 
 from lpconv.checkpoint.compressed import quantized_by
-from lpconv.checkpoint.contents import read_contents
+from lpconv.checkpoint.contents import Contents, read_contents
 from lpconv.checkpoint.place import is_pointer
 from lpconv.checkpoint.residual import RESIDUAL_INDEX
 from lpconv.checkpoint.resolve import directory_of
@@ -55,7 +55,7 @@ def load_with_missing(
     """`load`, and the names of the parameters that the checkpoint does not hold: they are freshly initialised."""
     register()
     contents = read_contents(Path(path))
-    cls = model_class or architecture(contents.config)
+    cls = model_class or architecture(contents.config, trusted=_trusted(contents, kwargs))
     has_residual = (contents.directory / RESIDUAL_INDEX).exists()
     kwargs["output_loading_info"] = True
     is_elsewhere = any(is_pointer(contents.directory / name) for name in contents.weight_files)
@@ -77,8 +77,9 @@ def _load_resident(
     contents = read_contents(Path(path))
     if quantized_by(contents.config) is None:
         return load_with_missing(path, dtype=dtype, model_class=model_class, **kwargs)
+    trusted = _trusted(contents, kwargs)
     config, kwargs = _config(contents.directory, kwargs)
-    cls = concrete(model_class or architecture(contents.config), config)
+    cls = concrete(model_class or architecture(contents.config, trusted=trusted), config)
     settings = config.quantization_config
     with StoredTensors.open(contents.directory) as stored:
         state, others = {name: _resident(stored, name) for name in stored.forms}, stored.others()
@@ -122,6 +123,11 @@ def _resident(stored: StoredTensors, name: str) -> Tensor:
     if isinstance(form, Kept) or len(form.shape) < 2:
         return stored.tensor(name)
     return CodedTensor.whole(form, stored.parts(name))
+
+
+def _trusted(contents: Contents, kwargs: Mapping[str, Any]) -> Path | None:
+    """Where the checkpoint's own Python code lies, where it may run."""
+    return contents.directory if kwargs.get("trust_remote_code") else None
 
 
 def _config(directory: Path, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -180,8 +180,10 @@ def reads_text(contents: Contents, *, hint: str) -> Any:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of what a library said, with the kind of error where that is not plain."""
-    first = str(error).splitlines()[0] if str(error) else ""
+    """The first line of what a library said, with the kind of error where that is not plain; two where the first ends
+    in a colon."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    first = " ".join(lines[: 2 if lines[0].endswith(":") else 1])
     return first if isinstance(error, (ValueError, LpconvError)) else f"{type(error).__name__}: {first}"
 
 

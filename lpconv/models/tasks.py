@@ -2,9 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import transformers
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.auto_factory import _get_model_class
 
@@ -86,18 +88,37 @@ def find_task(config: Mapping[str, Any], name: str, *, has_labels: bool) -> Task
     )
 
 
-def architecture(config: Mapping[str, Any]) -> Any:
-    """The transformers class that config.json's `architectures` names; AutoModel where it names none."""
+def architecture(config: Mapping[str, Any], *, trusted: Path | None = None) -> Any:
+    """The transformers class that config.json's `architectures` names; AutoModel where it names none.
+
+    With `trusted`, the directory of the checkpoint, its own Python code may run, and a class may be from there.
+    """
     names = config.get("architectures") or []
     if not names:
         return transformers.AutoModel
     found = getattr(transformers, names[0], None)
+    own = config.get("auto_map")
+    if found is None and isinstance(own, Mapping):
+        if trusted is not None:
+            return _own_class(own, names[0], trusted)
+        raise UnsupportedError(
+            f"`{names[0]}` is Python code of the checkpoint's own",
+            hint="`convert` and `verify` run it with --trust-remote-code; other commands do not",
+        )
     if found is None:
         raise UnsupportedError(
             f"transformers {transformers.__version__} has no class `{names[0]}`",
-            hint="open it with the Auto class of your task and trust_remote_code=True",
+            hint="install the release of transformers that config.json names, or a newer one",
         )
     return found
+
+
+def _own_class(own: Mapping[str, Any], name: str, directory: Path) -> Any:
+    """A class of a checkpoint's own code, which this runs."""
+    for reference in (r for found in own.values() for r in (found if isinstance(found, list) else [found])):
+        if isinstance(reference, str) and reference.rpartition(".")[2] == name:
+            return get_class_from_dynamic_module(reference, directory)
+    raise UnsupportedError(f"auto_map of config.json does not say where `{name}` is", hint="add it there")
 
 
 def concrete(cls: Any, config: Any) -> Any:

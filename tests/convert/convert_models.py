@@ -26,6 +26,7 @@ def _package(name: str) -> Path:
     return Path(spec.submodule_search_locations[0])
 
 
+_SMALL = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
 _CONFIGS = {
     "gpt2": lambda: transformers.GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=96, n_positions=64),
     "llama": lambda: transformers.LlamaConfig(
@@ -44,12 +45,22 @@ _CONFIGS = {
     "vit": lambda: transformers.ViTConfig(
         num_hidden_layers=1, hidden_size=32, intermediate_size=64, num_attention_heads=2, image_size=32, patch_size=8,
     ),
+    "clip": lambda: transformers.CLIPConfig(
+        text_config={"vocab_size": 96, **_SMALL, "max_position_embeddings": 64, "eos_token_id": 1, "bos_token_id": 0},
+        vision_config={**_SMALL, "image_size": 16, "patch_size": 8}, projection_dim=16,
+    ),
+    "wav2vec2": lambda: transformers.Wav2Vec2Config(
+        **_SMALL, vocab_size=96, num_conv_pos_embeddings=8, num_conv_pos_embedding_groups=2, conv_dim=(16, 16),
+        conv_stride=(5, 4), conv_kernel=(10, 4),
+    ),
 }  # fmt: skip
 _CLASSES = {
     "gpt2": transformers.GPT2LMHeadModel,
     "llama": transformers.LlamaForCausalLM,
     "t5": transformers.T5ForConditionalGeneration,
     "mixtral": transformers.MixtralForCausalLM,
+    "clip": transformers.CLIPModel,
+    "wav2vec2": transformers.Wav2Vec2ForCTC,
     "vit": transformers.ViTForImageClassification,
 }
 

@@ -15,7 +15,7 @@ from lpconv.convert.reader import OutputReader
 from lpconv.convert.restore import restore
 from lpconv.convert.run import convert, plan
 from lpconv.convert.verify_output import verify_output
-from lpconv.errors import InputError, ResourceError, VerificationError
+from lpconv.errors import InputError, ResourceError, UnsupportedError, VerificationError
 from lpconv.mcf.split import RESIDUALS
 from lpconv.progress import Silent
 
@@ -123,7 +123,7 @@ def test_a_bin_checkpoint_with_shared_layers(tmp_path: Path, method: str, fmt: s
     assert not list((tmp_path / "out").glob("*.bin"))
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "mixtral", "t5", "vit"])
+@pytest.mark.parametrize("kind", ["clip", "gpt2", "llama", "mixtral", "t5", "vit", "wav2vec2"])
 @pytest.mark.parametrize("method", ["unit", "scalify", "collage"])
 def test_families_convert_and_run(tmp_path: Path, kind: str, method: str) -> None:
     fmt = "bf16" if method == "collage" else "fp32"
@@ -132,6 +132,44 @@ def test_families_convert_and_run(tmp_path: Path, kind: str, method: str) -> Non
     assert result.verify.passed
     assert result.verify.logits is not None
     assert result.verify.logits.bit_equal is (method != "collage")
+
+
+def test_a_model_that_does_not_run_here_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    source = tiny("llama", tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    own = {"architectures": ["MyLM"], "model_type": "my", "auto_map": {"AutoModelForCausalLM": "my.MyLM"}}
+    for changes, words in ((own, "Python code of the checkpoint's own"), ({"head_dim": "x"}, "head_dim': .*expected")):
+        (source / "config.json").write_text(json.dumps(config | changes))
+        for asked in ({"verify": "logits"}, {"gates": ("top1>=0.5",)}):
+            with pytest.raises(UnsupportedError, match=words):
+                run(source, tmp_path / "out", **asked)
+            assert [p.name for p in tmp_path.iterdir()] == ["source"]
+    assert run(source, tmp_path / "out").verify.level == "weights"
+
+
+OWN_CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class MyConfig(LlamaConfig):
+    model_type = "my"
+
+class MyLM(LlamaForCausalLM):
+    config_class = MyConfig
+"""
+
+
+@pytest.mark.parametrize(("method", "fmt"), [("unit", "fp32"), ("collage", "bf16")])
+def test_python_code_of_a_checkpoint_runs_where_it_is_trusted(tmp_path: Path, method: str, fmt: str) -> None:
+    source = tiny("llama", tmp_path / "source")
+    (source / "my.py").write_text(OWN_CODE)
+    config = json.loads((source / "config.json").read_text())
+    own = {"AutoConfig": "my.MyConfig", "AutoModelForCausalLM": "my.MyLM"}
+    config |= {"architectures": ["MyLM"], "model_type": "my", "auto_map": own}
+    (source / "config.json").write_text(json.dumps(config))
+    result = run(source, tmp_path / "out", method=method, format=fmt, trust_remote_code=True)
+    assert result.verify.logits is not None
+    assert result.verify.logits.model_class == "MyLM"
+    assert result.verify.logits.bit_equal is (method == "unit")
 
 
 def test_a_tied_weight_written_twice_is_stored_once(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import torch
 from checkpoints import write_checkpoint
 from export_models import tiny
 from torch import Tensor, nn
+from transformers import CLIPConfig, CLIPModel
 from typer.testing import CliRunner
 
 from lpconv.checkpoint.contents import read_contents
@@ -53,6 +54,16 @@ def test_a_missing_extra_names_the_line_that_installs_it(
     assert missing in text
     assert "pip install 'lpconv[onnx]'" in text
     assert not (tmp_path / "out").exists()
+
+
+def test_a_model_without_logits_is_refused(tmp_path: Path) -> None:
+    small = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
+    text = {**small, "vocab_size": 96, "eos_token_id": 1, "bos_token_id": 0}
+    vision = {**small, "image_size": 16, "patch_size": 8}
+    CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)).save_pretrained(tmp_path / "clip")
+    code, text_said = refused(tmp_path / "clip", "-o", tmp_path / "out")
+    assert code == 4
+    assert "CLIPModel returns no logits" in text_said
 
 
 @pytest.mark.parametrize(("opset", "words"), [(18, "--opset 19"), (7, "--opset 19"), (-3, "--opset 19")])
