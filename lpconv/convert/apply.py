@@ -1,8 +1,10 @@
 """Carry out a plan: read blocks, encode them on worker threads, hash and write them in order.
 
-Tensors whose form stores scales are read twice. The first pass finds the scales, the second encodes. Between the two
-they are known, so they can stand before the codes in the file, and everything is written, and hashed, front to back.
-The second pass comes from the page cache where the shard fits.
+Scales stand before the codes in the file, and everything is written, and hashed, front to back. So they have to be
+known before the first code: tensors whose form stores scales are read twice, from the page cache where the shard fits.
+The first pass finds the scales, the second encodes. Where a sample leaves no doubt of a scale, one pass does both, and
+what it saw of all blocks confirms the scale. A shard in which one was wrong is written again, with those that were
+found.
 
 Workers read, encode and write; the plan says where every block goes. The calling thread hashes what they wrote, in the
 order of the file, whatever order they finish in. So the output does not depend on the number of workers. Hashing is the
@@ -10,9 +12,10 @@ longest step that cannot be shared, which is why that thread does nothing else.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -25,7 +28,7 @@ from lpconv.convert.plan import OutputFile, PlannedShard, PlannedTensor
 from lpconv.convert.tensor_records import tensor_record
 from lpconv.convert.workers import Block, Workers, blocks_of
 from lpconv.forms.blocks import Workspace
-from lpconv.forms.facts import BlockError, BlockStats, Encoded, Measured
+from lpconv.forms.facts import BlockError, BlockStats, Encoded, Looked, Measured
 from lpconv.forms.form import Over
 from lpconv.progress import Progress
 from lpconv.results import FileRecord, TensorRecord
@@ -50,10 +53,13 @@ class _Output:
 
 
 class Engine:
-    """Runs plans. `source` is read from `workers` threads; `progress` hears of source bytes in both passes."""
+    """Runs plans. `source` is read from `workers` threads; `progress` hears of source bytes in both passes.
 
-    def __init__(self, source: Source, *, workers: int, progress: Progress) -> None:
-        self._workers, self._progress = Workers(source, workers), progress
+    With `guesses` scales are guessed by samples, many small pieces of a tensor.
+    """
+
+    def __init__(self, source: Source, *, workers: int, progress: Progress, guesses: bool = True) -> None:
+        self._workers, self._progress, self._guesses = Workers(source, workers), progress, guesses
         self._flusher = ThreadPoolExecutor(1, thread_name_prefix="lpconv-flush")
 
     def close(self) -> None:
@@ -63,19 +69,40 @@ class Engine:
 
     def write_shard(self, shard: PlannedShard, create: Create) -> tuple[list[FileRecord], list[TensorRecord]]:
         """Write one shard's files, made by `create`; returns the finished files and what happened to each tensor."""
-        first = (t for t in shard.tensors if t.form.needs_first_pass)
-        measured = {t.name: t.form.measure(self._over(t), [*map(self._over, t.fused)]) for t in first}
+        measured = {t.name: self._measured(t) for t in shard.tensors if t.form.needs_first_pass}
+        while True:
+            written = self._written(shard, create, measured)
+            if written is not None:
+                return written
+
+    def _written(
+        self, shard: PlannedShard, create: Create, measured: dict[str, Measured]
+    ) -> tuple[list[FileRecord], list[TensorRecord]] | None:
+        """As `write_shard`; None where a guess was wrong. What was found takes the place of guesses in `measured`."""
+        assumed = dict(measured)
         files: list[_Output] = []
         try:
             for planned in shard.files:
                 files.append(_Output(create, planned, self._flusher))
                 files[-1].part.append(planned.header)
             records = self._write_tensors(shard, files, measured)
-            return [f.part.finish() for f in files], records
+            if all(_is_confirmed(a, measured[n]) for n, a in assumed.items()):
+                return [f.part.finish() for f in files], records
+            for f in files:
+                f.part.abandon()
+            return None
         except BaseException:
             for f in files:
                 f.part.abandon()
             raise
+
+    def _measured(self, t: PlannedTensor) -> Measured:
+        """What the first pass over a tensor finds, or a guess of it."""
+        guess = self._workers.guessed(t) if self._guesses else None
+        if guess is None:
+            return t.form.measure(self._over(t), [*map(self._over, t.fused)])
+        self._progress.advance(t.info.num_bytes)
+        return guess
 
     def _over(self, t: PlannedTensor) -> Over:
         """What gives a form the blocks of a tensor. Only the first reading counts as progress."""
@@ -91,7 +118,7 @@ class Engine:
         return over
 
     def _write_tensors(
-        self, shard: PlannedShard, files: Sequence[_Output], measured: Mapping[str, Measured]
+        self, shard: PlannedShard, files: Sequence[_Output], measured: dict[str, Measured]
     ) -> list[TensorRecord]:
         """Everything in the order of the root file, where scales and counts of points stand between other tensors."""
         side = {n: data for m in measured.values() for n, data in m.side.items()}
@@ -105,26 +132,31 @@ class Engine:
         return records
 
     def _encode(
-        self, tensors: Sequence[PlannedTensor], files: Sequence[_Output], measured: Mapping[str, Measured]
+        self, tensors: Sequence[PlannedTensor], files: Sequence[_Output], measured: dict[str, Measured]
     ) -> list[TensorRecord]:
         errors: dict[str, BlockError] = {}
         sums: dict[str, BlockStats] = {name: m.stats for name, m in measured.items()}
+        looked: dict[str, list[Looked]] = {t.name: [] for t in tensors}
 
-        def encode(block: Block) -> tuple[Workspace, Encoded]:
+        def encode(block: Block) -> tuple[Workspace, Looked | None, Encoded]:
             work, form = self._workers.take(), block.tensor.form
             try:
-                found = measured.get(form.name, Measured())
-                encoded = form.encode(self._workers.read(block, work), block.start, found, work)
+                found, seen = measured.get(form.name, Measured()), None
+                x = self._workers.read(block, work)
+                if found.is_guess:
+                    seen = form.look(x, block.start, work)
+                    found = replace(found, stats=seen.stats)
+                encoded = form.encode(x, block.start, found, work)
                 first, _ = form.place(block.start, block.stop, found.side)
                 for file, part, data in zip(files, form.data, encoded.data, strict=False):  # only pairs have a residual
                     file.write(part.name, first, data)
-                return work, encoded
+                return work, seen, encoded
             except BaseException:
                 self._workers.give(work)
                 raise
 
         with closing(self._workers.in_order(blocks_of(tensors), encode)) as results:
-            for block, (work, encoded) in results:
+            for block, (work, seen, encoded) in results:
                 for file, data in zip(files, encoded.data, strict=False):
                     file.part.digest(_bytes(data))
                 self._workers.give(work)
@@ -133,13 +165,25 @@ class Engine:
                     errors[name] = errors.get(name, BlockError()) + encoded.error
                 if encoded.stats is not None:
                     sums[name] = sums.get(name, BlockStats()) + encoded.stats
+                if seen is not None:
+                    looked[name].append(seen)
                 self._progress.advance(block.source_bytes)
         records = []
         for t in tensors:
+            if looked[t.name]:
+                measured[t.name] = self._workers.concluded(t, looked[t.name])
+                sums[t.name] = measured[t.name].stats
             found = measured.get(t.name, Measured())
             scale, name = t.form.scale(found.side), t.name
             records.append(tensor_record(t, scale, sums.get(name), errors.get(name), found))
         return records
+
+
+def _is_confirmed(assumed: Measured, found: Measured) -> bool:
+    """Whether what was written by a guess is what would have been written without one."""
+    if not assumed.is_guess:
+        return True
+    return found.stats.is_finite and all(torch.equal(data, found.side[n]) for n, data in assumed.side.items())
 
 
 def _bytes(data: Tensor) -> memoryview:

@@ -24,7 +24,7 @@ from lpconv.convert.reader import OutputReader
 from lpconv.convert.tensor_records import planned_record, tensor_record
 from lpconv.convert.workers import Block, Workers, blocks_of
 from lpconv.forms.blocks import Workspace, as_float32, block_error, block_stats
-from lpconv.forms.facts import BlockError, BlockStats, Measured
+from lpconv.forms.facts import BlockError, BlockStats, Looked, Measured
 from lpconv.progress import Progress
 from lpconv.results import TensorRecord, WeightsCheck
 
@@ -122,8 +122,26 @@ def _summary(records: list[TensorRecord], total: int, checked: int, wrong: list[
 def _compare_whole(
     t: PlannedTensor, output: OutputReader, workers: Workers, progress: Progress
 ) -> tuple[TensorRecord, bool]:
-    """The record of a tensor as the files have it, and whether all of it is right."""
-    implied, side = workers.measured(t), output.side(t.name)
+    """The record of a tensor as the files have it, and whether all of it is right.
+
+    Its side tensors are taken for those that the source implies, until all blocks have been looked at; if they are not,
+    the blocks are compared again.
+    """
+    side = output.side(t.name)
+
+    def look(block: Block) -> tuple[Looked | None, _Compared]:
+        with workers.borrowed() as work:
+            x = workers.read(block, work)
+            seen = t.form.look(x, block.start, work) if t.form.needs_first_pass else None
+            found = Measured(stats=seen.stats if seen else BlockStats(), side=side)
+            return seen, _compare(block, x, output, found, None, work)
+
+    total, looked = _Compared(), list[Looked]()
+    for block, (seen, found) in workers.in_order(blocks_of([t]), look):
+        total = total + found
+        looked += [] if seen is None else [seen]
+        progress.advance(block.source_bytes)
+    implied = workers.concluded(t, looked) if t.form.needs_first_pass else Measured()
     same_side = _same_bytes(side.values(), (implied.side[n] for n in side))
 
     def compare(block: Block) -> _Compared:
@@ -131,10 +149,8 @@ def _compare_whole(
             x = workers.read(block, work)
             return _compare(block, x, output, replace(implied, side=side), None if same_side else implied, work)
 
-    total = _Compared()
-    for block, found in workers.in_order(blocks_of([t]), compare):
-        total = total + found
-        progress.advance(block.source_bytes)
+    if not (same_side and implied.stats.is_finite):
+        total = sum((found for _, found in workers.in_order(blocks_of([t]), compare)), _Compared())
     record = output.records[t.name]
     if t.format is None:
         return record, total.right and planned_record(t) == record

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from lpconv.checkpoint.place import is_pointer
 from lpconv.checkpoint.staging import Staging
 from lpconv.convert.apply import Engine
 from lpconv.convert.job import Job
@@ -20,7 +21,9 @@ def write_shards(
     done = {line["shard"]: line for line in staging.done}
     progress.start("converting", sum(s.bytes_read for s in shards))
     with SingleThreadedTorch():
-        engine = Engine(job.source, workers=job.memory.workers, progress=progress)
+        # Many small pieces of a remote file take longer than all of it.
+        is_here = not any(is_pointer(job.contents.directory / f) for f in job.contents.weight_files)
+        engine = Engine(job.source, workers=job.memory.workers, progress=progress, guesses=is_here)
         try:
             for shard in shards:
                 name = shard.root.name

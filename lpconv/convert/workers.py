@@ -6,8 +6,9 @@ way as there are workspaces, so memory is bounded whatever the tensors' sizes ar
 
 import contextlib
 import itertools
+import math
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -21,13 +22,16 @@ from lpconv.checkpoint.source import Source, read_range
 from lpconv.convert.memory import SPARE
 from lpconv.convert.plan import PlannedTensor
 from lpconv.forms.blocks import Workspace
-from lpconv.forms.facts import Measured
+from lpconv.forms.facts import Looked, Measured
 from lpconv.forms.form import Over
-from lpconv.forms.ranges import block_ranges
+from lpconv.forms.ranges import BLOCK_ELEMENTS, block_ranges
 
 __all__ = ["Block", "SingleThreadedTorch", "Workers", "blocks_of"]
 
 T = TypeVar("T")
+_PIECES, _PIECE = 64, 512  # of a sample, and their elements; of smaller tensors all blocks are looked at
+_LEAST_GUESSED = 2 * BLOCK_ELEMENTS
+_GOLDEN = (math.sqrt(5) - 1) / 2  # whose multiples lie evenly in [0, 1), in step with no row
 
 
 class SingleThreadedTorch:
@@ -112,11 +116,22 @@ class Workers:
 
     def measured(self, tensor: PlannedTensor) -> Measured:
         """What the first pass over a tensor finds; nothing where its form needs none."""
+        return tensor.form.measure(self._reading(tensor), [self._reading(t) for t in tensor.fused])
 
-        def reading(t: PlannedTensor) -> Over:
-            return lambda job, /: (found for _, found in self.over(t, job))
+    def guessed(self, tensor: PlannedTensor) -> Measured | None:
+        """What the first pass over a tensor will most likely find, by a sample; None where it had better be taken."""
+        count = tensor.info.num_elements
+        if count < _LEAST_GUESSED:
+            return None
+        starts = [int(i * _GOLDEN % 1 * (count - _PIECE)) for i in range(_PIECES)]
+        return tensor.form.guess(torch.stack([read_range(self._source, tensor.name, at, at + _PIECE) for at in starts]))
 
-        return tensor.form.measure(reading(tensor), [reading(t) for t in tensor.fused])
+    def concluded(self, tensor: PlannedTensor, looked: Sequence[Looked]) -> Measured:
+        """What the first pass would have found, of what was seen of all blocks."""
+        return tensor.form.conclude(looked, self._reading(tensor), [self._reading(t) for t in tensor.fused])
+
+    def _reading(self, tensor: PlannedTensor) -> Over:
+        return lambda job, /: (found for _, found in self.over(tensor, job))
 
     def in_order(self, blocks: Iterable[Block], job: Callable[[Block], T]) -> Generator[tuple[Block, T]]:
         """Results of `job` in the order of `blocks`, with at most as many under way as there are workspaces."""

@@ -15,7 +15,7 @@ from lpconv.formats.grains import Grain
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["BlockError", "BlockStats", "Component", "Encoded", "Headers", "Measured", "Settings"]
+__all__ = ["BlockError", "BlockStats", "Component", "Encoded", "Headers", "Looked", "Measured", "Settings"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,17 +154,27 @@ class BlockError:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Looked:
+    """What the first pass saw of a block: statistics, and whatever else the side tensors of its form depend on."""
+
+    stats: BlockStats
+    more: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Measured:
     """What the first pass over a tensor found: statistics, and the side tensors that are stored, by name.
 
     `on_grid` says that with these every number of the source is kept, as far as the dtype of its file has it; `grid` is
-    the format on whose grid it seems to lie otherwise.
+    the format on whose grid it seems to lie otherwise. With `is_guess` the side tensors are presumed, and statistics
+    are taken while blocks are encoded.
     """
 
     stats: BlockStats = field(default_factory=BlockStats)
     side: Mapping[str, Tensor] = field(default_factory=dict)
     on_grid: bool = False
     grid: str | None = None
+    is_guess: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

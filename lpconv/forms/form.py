@@ -8,7 +8,9 @@ conversion is planned, or `recognise`, from the headers of a checkpoint.
 *Data and sides.* A form stores data, as many elements as there are numbers or nearly so, which is written and read
 block by block: in the root checkpoint, and for pairs also in the residual files. Beside it may lie side tensors,
 small enough to be held whole: scales, and counts of points. They stand before the data in the file. So a form that has
-them needs a first pass over the tensor (`measure`), after which they are known and every block can be encoded alone.
+them needs a first pass over the tensor (`measure`), after which they are known and every block can be encoded alone:
+it looks at each block (`look`) and concludes from what it saw. Where the side tensors can be guessed before, looking
+and encoding are one pass, and the conclusion tells whether the guess was right.
 
 *Blocks.* A block is a range of elements in the tensor's own order, whole rows of `cols` of them. `place` says which
 elements of the stored data a range of numbers is: the same ones, unless rows are stored at several times their length.
@@ -37,7 +39,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar
 
 from lpconv.formats.grains import TENSOR, Grain
 from lpconv.formats.spec import Format
-from lpconv.forms.facts import Encoded, Headers, Measured, Settings
+from lpconv.forms.facts import Encoded, Headers, Looked, Measured, Settings
 from lpconv.forms.stored import Side, Stored
 
 if TYPE_CHECKING:
@@ -113,7 +115,22 @@ class Form(Stored):
     def measure(self, over: Over, fused: Sequence[Over] = ()) -> Measured:
         """The first pass. `fused` read the weights that readers put into one matrix with this one, where the form has a
         scale that these share. Raises InputError where the values cannot have this form."""
+        return self.conclude(list(over(self.look)), over, fused)
+
+    def look(self, x: Tensor, start: int, work: Workspace) -> Looked:
+        """What the first pass wants to know of a block. Raises InputError as `measure` does."""
+        from lpconv.forms.blocks import block_stats
+
+        return Looked(stats=block_stats(x, work))
+
+    def conclude(self, looked: Sequence[Looked], over: Over, fused: Sequence[Over] = ()) -> Measured:
+        """What follows from having looked at all blocks; `over` reads them again where more has to be known."""
         return Measured()
+
+    def guess(self, sample: Tensor) -> Measured | None:
+        """What the first pass will most likely find by a few numbers (rows of them, from all over the tensor), None
+        where it had better be taken."""
+        return None
 
     @abstractmethod
     def encode(self, x: Tensor, start: int, found: Measured, work: Workspace) -> Encoded:

@@ -186,13 +186,9 @@ class OnGrid:
             yield torch.where((low <= scale) & (scale <= -negative_high) & (scale < math.inf), scale, 0.0)
 
 
-def first_look(over: Over, rule: OnGrid | None) -> tuple[bool, str | None]:
+def first_look(x: Tensor, rule: OnGrid | None) -> tuple[bool, str | None]:
     """Whether the first block of a weight looks as `rule` wants it, and the grid on which it seems to lie."""
-
-    def look(x: Tensor, _: int, work: Workspace) -> tuple[bool, str | None]:
-        return rule is not None and rule.format.storage_bits <= 8 and rule.looks_so(x), _grid_of(x)
-
-    return next(iter(over(look)), (False, None))
+    return rule is not None and rule.format.storage_bits <= 8 and rule.looks_so(x), _grid_of(x)
 
 
 def _grid_of(x: Tensor) -> str | None:

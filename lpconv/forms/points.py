@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from lpconv.errors import InputError
 from lpconv.formats.spec import FORMATS, Format
-from lpconv.forms.facts import BlockStats, Component, Encoded, Headers, Measured, Settings
+from lpconv.forms.facts import BlockStats, Component, Encoded, Headers, Looked, Measured, Settings
 from lpconv.forms.form import Form, Over
 from lpconv.forms.ranges import checked_ranges
 from lpconv.forms.scaled import SCALE_SUFFIX, Scaled
@@ -108,27 +108,30 @@ class PointRows(Form):
             and bool(((scales > 0) & (scales < math.inf)).all())
         )
 
-    def measure(self, over: Over, fused: Sequence[Over] = ()) -> Measured:
-        """The scales and counts. Raises InputError where there are NaN or Inf."""
+    def look(self, x: Tensor, start: int, work: Workspace) -> Looked:
+        """How rows are fitted. Raises InputError where there are NaN or Inf."""
         from lpconv.forms.blocks import as_float32, block_stats
         from lpconv.mcf import multipoint
 
-        def fit(x: Tensor, start: int, work: Workspace) -> tuple[BlockStats, multipoint.Fit]:
-            stats = block_stats(x, work)
-            if not stats.is_finite:
-                raise InputError(
-                    f"tensor `{self.name}` has NaN or Inf, which no sum of {self.format.name} numbers is",
-                    hint=f"keep it with --exclude '{self.name}'",
-                )
-            return stats, multipoint.fit(as_float32(x, work).view(-1, self.cols), self.format, self.points_max)
+        stats = block_stats(x, work)
+        if not stats.is_finite:
+            raise InputError(
+                f"tensor `{self.name}` has NaN or Inf, which no sum of {self.format.name} numbers is",
+                hint=f"keep it with --exclude '{self.name}'",
+            )
+        fit = multipoint.fit(as_float32(x, work).view(-1, self.cols), self.format, self.points_max)
+        return Looked(stats=stats, more=fit)
 
-        found = list(over(fit))
-        points = multipoint.Fit.of_blocks([f for _, f in found]).allot(self.points_total)
+    def conclude(self, looked: Sequence[Looked], over: Over, fused: Sequence[Over] = ()) -> Measured:
+        """The scales and counts."""
+        from lpconv.mcf import multipoint
+
+        points = multipoint.Fit.of_blocks([each.more for each in looked]).allot(self.points_total)
         side = {
             self.name + SCALE_SUFFIX: points.scales_P,
             self.name + POINTS_SUFFIX: points.counts_R.view(self.shape[:-1]),
         }
-        return Measured(stats=sum((s for s, _ in found), BlockStats()), side=side)
+        return Measured(stats=sum((each.stats for each in looked), BlockStats()), side=side)
 
     def encode(self, x: Tensor, start: int, found: Measured, work: Workspace) -> Encoded:
         from lpconv.forms.blocks import as_float32, block_error

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from lpconv.errors import InputError
 from lpconv.formats.spec import FORMATS, Format
-from lpconv.forms.facts import BlockStats, Component, Encoded, Headers, Measured, Settings
+from lpconv.forms.facts import BlockStats, Component, Encoded, Headers, Looked, Measured, Settings
 from lpconv.forms.form import Form, Over
 from lpconv.forms.stored import Side, Summand
 
@@ -21,11 +21,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lpconv.forms.blocks import Workspace
+    from lpconv.forms.on_grid import OnGrid
 
 __all__ = ["OF_DTYPE", "SCALE_SUFFIX", "Scaled", "packed", "scale_for", "unpacked"]
 
 SCALE_SUFFIX = "_scale"
 _SCALE_EXPONENTS = (-126, 127)
+_SURE = 5.0  # standard errors between the mean square of a sample and the next power of four
 # The formats that are dtypes of files, by these.
 OF_DTYPE = {f.safetensors: f for f in FORMATS.values() if f.safetensors}
 
@@ -76,24 +78,49 @@ class Scaled(Form):
     def has_sound(self, side: Side) -> bool:
         return 0 < float(side[self.name + SCALE_SUFFIX]) < math.inf
 
-    def measure(self, over: Over, fused: Sequence[Over] = ()) -> Measured:
+    def look(self, x: Tensor, start: int, work: Workspace) -> Looked:
+        from lpconv.forms.blocks import block_stats
+        from lpconv.forms.on_grid import first_look
+
+        return Looked(stats=block_stats(x, work), more=first_look(x, self._on_grid()) if start == 0 else None)
+
+    def conclude(self, looked: Sequence[Looked], over: Over, fused: Sequence[Over] = ()) -> Measured:
         import torch
 
-        from lpconv.forms.blocks import block_stats
-        from lpconv.forms.on_grid import OnGrid, first_look
-
-        stats = sum(over(lambda x, _, work: block_stats(x, work)), BlockStats())
+        stats = sum((each.stats for each in looked), BlockStats())
         scale = scale_for(stats, self.format, pow2=self.has_pow2_scale)
         # fp32 codes promise the source's bits back; dividing tiny elements by a large scale could lose some.
         exact = self.format.name == "fp32" and self.has_pow2_scale
         if exact and scale > 1 and not all(over(lambda x, _, work: _fits_exactly(x, scale, work))):
             scale = 1.0
         side = torch.tensor([scale], dtype=torch.float32)
-        rule = OnGrid(format=self.format, has_pow2_scale=self.has_pow2_scale)
-        looks_so, grid = first_look(over, rule if stats.is_finite else None)
-        kept = rule.scales(over, torch.tensor([[stats.absmax]]), side.view(1, 1)) if looks_so else None
+        looks_so, grid = looked[0].more if looked else (False, None)
+        kept = None
+        if looks_so and stats.is_finite:
+            kept = self._on_grid().scales(over, torch.tensor([[stats.absmax]]), side.view(1, 1))
         side = side if kept is None else kept.view(1)
         return Measured(stats=stats, side={self.name + SCALE_SUFFIX: side}, on_grid=kept is not None, grid=grid)
+
+    def guess(self, sample: Tensor) -> Measured | None:
+        """The power of two below the RMS, where that of the sample lies well between two of them."""
+        import torch
+
+        if not self.has_pow2_scale:
+            return None
+        squares = sample.double().square().mean(1)
+        mean, slack = float(squares.mean()), _SURE * float(squares.std()) / math.sqrt(len(squares))
+        if not 0 < mean < math.inf or mean <= slack:
+            return None
+        low, high = (math.frexp(math.sqrt(s))[1] - 1 for s in (mean - slack, mean + slack))
+        if low != high or not _SCALE_EXPONENTS[0] <= low <= _SCALE_EXPONENTS[1]:
+            return None
+        scale = torch.tensor([math.ldexp(1.0, low)], dtype=torch.float32)
+        return Measured(side={self.name + SCALE_SUFFIX: scale}, is_guess=True)
+
+    def _on_grid(self) -> OnGrid:
+        from lpconv.forms.on_grid import OnGrid
+
+        return OnGrid(format=self.format, has_pow2_scale=self.has_pow2_scale)
 
     def encode(self, x: Tensor, start: int, found: Measured, work: Workspace) -> Encoded:
         from lpconv.forms.codes import encode

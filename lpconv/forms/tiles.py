@@ -22,7 +22,7 @@ from lpconv.checkpoint.header import DTYPE_BITS
 from lpconv.errors import InputError
 from lpconv.formats.grains import Grain, known_grain
 from lpconv.formats.spec import FORMATS, Format
-from lpconv.forms.facts import BlockStats, Component, Encoded, Headers, Measured, Settings
+from lpconv.forms.facts import BlockStats, Component, Encoded, Headers, Looked, Measured, Settings
 from lpconv.forms.foreign.grid import Grid
 from lpconv.forms.foreign.plane import Plane, one_by_one, stored_numbers
 from lpconv.forms.form import Form, Over
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lpconv.forms.blocks import Workspace
+    from lpconv.forms.on_grid import OnGrid
+    from lpconv.forms.tile_scales import TileScales
 
 __all__ = ["FACTOR_SUFFIX", "Tiles"]
 
@@ -220,22 +222,23 @@ class Tiles(Scaled):
         codes = encoded.data[0] if self.format.storage_bits == 8 else halved(encoded.data[0], work.residual)
         return replace(encoded, data=(codes.view(getattr(torch, _TORCH[self.codes.dtype])),))
 
-    def measure(self, over: Over, fused: Sequence[Over] = ()) -> Measured:
+    def look(self, x: Tensor, start: int, work: Workspace) -> Looked:
+        from lpconv.forms.blocks import as_float32, block_stats
+        from lpconv.forms.on_grid import first_look
+
+        value = as_float32(x, work)
+        parts, largest = self._rule().parts(value.view(-1, self.cols), work.coded)
+        first = first_look(x, self._on_grid() if self.grain.scale_dtype == "F32" else None) if start == 0 else None
+        return Looked(stats=block_stats(value, work, largest), more=(parts, first))
+
+    def conclude(self, looked: Sequence[Looked], over: Over, fused: Sequence[Over] = ()) -> Measured:
         """Raises InputError where there are NaN or Inf and the format has none."""
         import torch
 
-        from lpconv.forms.blocks import as_float32, block_stats
-        from lpconv.forms.tile_scales import Parts, TileScales
+        from lpconv.forms.blocks import block_stats
 
-        rule = TileScales(grain=self.grain, format=self.format, matrix=self.matrix, has_pow2_scale=self.has_pow2_scale)
-
-        def look(x: Tensor, _: int, work: Workspace) -> tuple[BlockStats, Parts]:
-            value = as_float32(x, work)
-            parts, largest = rule.parts(value.view(-1, self.cols), work.coded)
-            return block_stats(value, work, largest), parts
-
-        found = list(over(look))
-        stats = sum((s for s, _ in found), BlockStats())
+        rule = self._rule()
+        stats = sum((each.stats for each in looked), BlockStats())
         if not (stats.is_finite or self.format.has_nan):
             raise InputError(
                 f"tensor `{self.name}` has NaN or Inf, which no {self.format.name} number is",
@@ -244,9 +247,10 @@ class Tiles(Scaled):
         largest = max(
             [stats.absmax, *(s.absmax for others in fused for s in others(lambda x, _, work: block_stats(x, work)))]
         )
-        parts = rule.joined([parts for _, parts in found])
+        parts = rule.joined([each.more[0] for each in looked])
         scales, one = rule.stored(parts, largest)
-        kept, grid = self._kept(over, parts["absmax"], scales) if stats.is_finite else (None, None)
+        looks_so, grid = looked[0].more[1] if looked and stats.is_finite else (False, None)
+        kept = self._kept(over, parts["absmax"], scales) if looks_so else None
         side = {self.scales.name: scales if kept is None else kept}
         if self.whole_scale is not None and one is not None:
             side[self.whole_scale.name] = one
@@ -254,34 +258,33 @@ class Tiles(Scaled):
             side[self.size.name] = torch.tensor(self.matrix)
         return Measured(stats=stats, side=side, on_grid=kept is not None, grid=grid)
 
-    def _kept(self, over: Over, absmax: Tensor, usual: Tensor) -> tuple[Tensor | None, str | None]:
-        """The scales of a weight that lies on a grid of codes already, and the grid on which it seems to lie.
+    def guess(self, sample: Tensor) -> Measured | None:
+        return None
 
-        Those of MX need no search: the least power of two that clips nothing keeps whatever another one keeps.
-        """
+    def _rule(self) -> TileScales:
+        from lpconv.forms.tile_scales import TileScales
+
+        return TileScales(grain=self.grain, format=self.format, matrix=self.matrix, has_pow2_scale=self.has_pow2_scale)
+
+    def _on_grid(self) -> OnGrid:
+        """Those of MX need no search: the least power of two that clips nothing keeps whatever another one keeps."""
+        has_short_scales = self.has_short_scales and self.grain.is_fitted
+        return replace(super()._on_grid(), tile=self.grain.tile, cols=self.cols, has_short_scales=has_short_scales)
+
+    def _kept(self, over: Over, absmax: Tensor, usual: Tensor) -> Tensor | None:
+        """The scales of a weight that lies on a grid of codes already."""
         import torch
 
-        from lpconv.forms.on_grid import OnGrid, first_look
-
-        rule = OnGrid(
-            format=self.format,
-            has_pow2_scale=self.has_pow2_scale,
-            tile=self.grain.tile,
-            cols=self.cols,
-            has_short_scales=self.has_short_scales and self.grain.is_fitted,
-        )
-        looks_so, grid = first_look(over, rule if self.grain.scale_dtype == "F32" else None)
-        if not looks_so:
-            return None, grid
+        rule = self._on_grid()
         if self.grain.tile[0] != 1:
-            return rule.scales(over, absmax, usual), grid
+            return rule.scales(over, absmax, usual)
 
         def one_block(x: Tensor, start: int, work: Workspace) -> Tensor | None:  # rows have no tile in common
             rows = slice(start // self.cols, (start + len(x)) // self.cols)
             return rule.scales_of_rows(x, absmax[rows], usual[rows], work)
 
         found = list(over(one_block))
-        return None if any(f is None for f in found) else torch.cat([f for f in found if f is not None]), grid
+        return None if any(f is None for f in found) else torch.cat([f for f in found if f is not None])
 
 
 def _holds(grain: Grain, format: Format) -> bool:

@@ -103,7 +103,7 @@ def test_mx_keeps_its_own_without_a_search(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", ALL, ids=str)
 @pytest.mark.parametrize(("name", "grain"), [("int4", "group:32"), ("int8", "group:80"), ("e4m3fn", "row")])
-def test_other_weights_are_looked_at_once_more_and_change_nothing(name: str, grain: str, dtype: torch.dtype) -> None:
+def test_other_weights_are_read_once_and_change_nothing(name: str, grain: str, dtype: torch.dtype) -> None:
     x = quantised(name, grain, FORMATS[name].max, torch.float32).to(dtype)
     x[0, :40] += torch.randn(40, generator=torch.Generator().manual_seed(1)).to(dtype)
     form, found, _ = stored(x, name, grain)
@@ -116,7 +116,7 @@ def test_other_weights_are_looked_at_once_more_and_change_nothing(name: str, gra
             yield job(x.view(-1)[a:b], a, Workspace())
 
     form.measure(over)
-    assert blocks == [0, CUT * COLS, 0]
+    assert blocks == [0, CUT * COLS]
 
 
 def test_one_number_off_the_grid_in_the_last_tile_is_seen() -> None:

@@ -1,0 +1,88 @@
+"""Scales guessed by a sample: fewer reads, the same bytes, and another go where a guess was wrong."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import files_of, write_checkpoint
+
+from lpconv.checkpoint.source import SafetensorsSource
+from lpconv.convert.apply import Engine
+from lpconv.convert.options import ConvertOptions
+from lpconv.convert.run import convert
+from lpconv.convert.workers import Workers
+from lpconv.forms.facts import Measured
+from lpconv.results import ConvertResult
+
+SIZE = 768  # squared, it is large enough to be guessed
+USUAL = torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(0)) * 0.02
+
+
+def run(source: Path, output: Path, **options: Any) -> ConvertResult:
+    return convert(str(source), output, ConvertOptions(verify="weights", workers=2, **options))
+
+
+@pytest.fixture
+def attempts(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """What was guessed, each time that a shard was begun."""
+    begun: list[list[str]] = []
+    write = Engine._written
+
+    def counted(self: Engine, shard: Any, create: Any, measured: dict[str, Measured]) -> Any:
+        begun.append([n for n, m in measured.items() if m.is_guess])
+        return write(self, shard, create, measured)
+
+    monkeypatch.setattr(Engine, "_written", counted)
+    return begun
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("format", ["fp32", "fp16", "e4m3fn"])
+@pytest.mark.parametrize("unseen", [0.02, 9.0, float("nan"), float("inf")])
+def test_a_guess_changes_no_byte(
+    unseen: float,
+    dtype: torch.dtype,
+    format: str,
+    tmp_path: Path,
+    attempts: list[list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a number that no sample sees; the format may be too narrow for it at the scale that was guessed."""
+    weight = USUAL.clone()
+    weight[1, 7] = unseen
+    source = write_checkpoint(tmp_path / "source", {"v": USUAL.to(dtype), "w": weight.to(dtype)})
+    run(source, tmp_path / "guessed", format=format)
+    is_wrong = not abs(unseen) < (7 if format == "e4m3fn" else 1000)
+    assert attempts == ([["v", "w"], []] if is_wrong else [["v", "w"]])
+    monkeypatch.setattr(Workers, "guessed", lambda *_: None)
+    run(source, tmp_path / "measured", format=format)
+    assert attempts[-1] == []
+    assert files_of(tmp_path / "guessed") == files_of(tmp_path / "measured")
+
+
+def test_what_is_guessed_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_checkpoint(tmp_path / "source", {"w": USUAL})
+    sizes: list[int] = []
+    read_bytes = SafetensorsSource.read_bytes
+
+    def counted(self: SafetensorsSource, name: str, start: int, out: memoryview) -> None:
+        sizes.append(len(out))
+        read_bytes(self, name, start, out)
+
+    monkeypatch.setattr(SafetensorsSource, "read_bytes", counted)
+    convert(str(source), tmp_path / "out", ConvertOptions(format="fp16", verify="none"))
+    assert USUAL.nbytes < sum(sizes) < 1.1 * USUAL.nbytes
+
+
+def test_a_root_mean_square_near_a_power_of_two_is_measured(tmp_path: Path, attempts: list[list[str]]) -> None:
+    one = USUAL / USUAL.square().mean().sqrt()
+    source = write_checkpoint(tmp_path / "source", {"above": one * 1.002, "below": one * 0.998, "far": one * 1.4})
+    run(source, tmp_path / "out", format="fp16")
+    assert attempts == [["far"]]
+
+
+def test_exact_scales_are_measured(tmp_path: Path, attempts: list[list[str]]) -> None:
+    source = write_checkpoint(tmp_path / "source", {"w": USUAL})
+    run(source, tmp_path / "out", format="fp16", scale="exact")
+    assert attempts == [[]]
