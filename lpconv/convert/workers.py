@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from queue import SimpleQueue
+from queue import LifoQueue
 from typing import TypeVar
 
 import torch
@@ -74,7 +74,7 @@ class Workers:
         self._pool = ThreadPoolExecutor(
             count, thread_name_prefix="lpconv-encode", initializer=torch.set_num_threads, initargs=(1,)
         )
-        self._free: SimpleQueue[Workspace] = SimpleQueue()
+        self._free: LifoQueue[Workspace] = LifoQueue()  # the one used last is still in the cache
         self._window = count + SPARE
         for _ in range(self._window):
             self._free.put(Workspace())
