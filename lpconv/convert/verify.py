@@ -196,12 +196,12 @@ def _compare(
     right = _same_bytes(stored, again.data)
     if form.format is None:
         return _Compared(right=right)
-    value, got = as_float32(x, work), form.decode(stored, start, stop, found.side)
     stats = again.stats or BlockStats()
     if right and implied is None:  # the codes are those of the encoder, and so is their error
         error = again.error or BlockError()
-        right = form.is_right(value, got, start, found.side)
+        right = form.confirms(x, stored, start, found.side, work)
         return _Compared(right=right, stats=stats, error=error, implied=error)
+    value, got = as_float32(x, work), form.decode(stored, start, stop, found.side)
     right = right and form.is_right(value, got, start, found.side)
     if torch.isnan(got).any():
         got = torch.where(torch.isnan(got) & torch.isfinite(value), math.inf, got)  # a lost number is no small error

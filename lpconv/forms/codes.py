@@ -16,11 +16,11 @@ from lpconv.formats.narrow import coded_, num_zero_codes
 from lpconv.formats.spec import Format
 from lpconv.forms.blocks import Workspace, as_float32, block_error, error_of, num_zeros, room
 from lpconv.forms.facts import BlockError, BlockStats
-from lpconv.forms.lookup import LEAST_ELEMENTS, Tables, beginnings, binades, look_up, numbers, table
+from lpconv.forms.lookup import LEAST_ELEMENTS, Tables, beginnings, binades, look_up, numbers, patterns, table
 from lpconv.forms.ranges import checked_ranges
 from lpconv.kernels.decode import decode as decode_fp8
 
-__all__ = ["decode", "encode", "rows_of", "wanted"]
+__all__ = ["are_wanted", "decode", "encode", "rows_of", "wanted"]
 
 
 def rows_of(x: Tensor, scale: float | Tensor) -> Tensor:
@@ -87,6 +87,43 @@ def _of_all_bf16(fmt: Format, scale: float) -> Tensor:
 def _of_binades(fmt: Format, first: int, count: int) -> Tensor:
     """The same for so many powers of two, behind each other, from a biased exponent on."""
     return torch.cat([_of_all_bf16(fmt, math.ldexp(1.0, e - 127)) for e in range(first, first + count)])
+
+
+def are_wanted(x: Tensor, codes: Tensor, scale: float | Tensor, fmt: Format, work: Workspace) -> bool:
+    """Whether 8-bit codes of a block of 16-bit numbers are those that decode to what `wanted` says of them.
+
+    Looked up in what it says of all 16-bit numbers. False says nothing: not all scales, numbers and formats are here.
+    """
+    if x.itemsize != 2 or x.numel() < LEAST_ELEMENTS or codes.itemsize != 1 or codes.dtype == torch.uint8:
+        return False
+    span = None if isinstance(scale, float) else binades(scale)
+    if isinstance(scale, float):
+        table, begin = _wanted_codes(x.dtype, scale, fmt), None
+    elif span is not None:
+        table, begin = _wanted_of_binades(x.dtype, fmt, *span), beginnings(scale, span[0])
+    else:
+        return False
+    right = torch.index_select(table, 0, patterns(x, begin, work), out=room(work.residual, x.numel(), torch.uint8))
+    return np.array_equal(right.numpy(), codes.view(torch.uint8).numpy())
+
+
+@functools.lru_cache(maxsize=32)
+def _wanted_codes(dtype: torch.dtype, scale: float, fmt: Format) -> Tensor:
+    """The codes, as bytes, that decode to what each number of a 16-bit dtype should become; NaN where no finite one
+    does."""
+    assert fmt.nan_code is not None, fmt.name
+    codes = torch.arange(256, dtype=torch.int16).to(torch.uint8).view(_dtype(fmt))
+    codes = codes[codes.float().isfinite()]
+    decoded, order = decode(codes, scale).view(torch.int32).sort()
+    bits = _reference(numbers(dtype), scale, fmt).view(torch.int32)
+    at = torch.searchsorted(decoded, bits).clamp_(max=len(decoded) - 1)
+    return torch.where(decoded[at] == bits, codes.view(torch.uint8)[order][at], fmt.nan_code)
+
+
+@functools.lru_cache(maxsize=4)
+def _wanted_of_binades(dtype: torch.dtype, fmt: Format, first: int, count: int) -> Tensor:
+    """The same for so many powers of two, behind each other, from a biased exponent on."""
+    return torch.cat([_wanted_codes(dtype, math.ldexp(1.0, e - 127), fmt) for e in range(first, first + count)])
 
 
 def _reference(value: Tensor, scale: float | Tensor, fmt: Format) -> Tensor:

@@ -143,6 +143,13 @@ class Form(Stored):
         Both are 1-D, `value` in fp32; of what is kept both are in its own dtype.
         """
 
+    def confirms(self, x: Tensor, data: Sequence[Tensor], start: int, side: Side, work: Workspace) -> bool:
+        """Whether `is_right` says so of what stored data decode to, which `encode` would give of the source's `x`."""
+        from lpconv.forms.blocks import as_float32
+
+        got = self.decode(data, start, start + x.numel(), side)
+        return self.is_right(as_float32(x, work), got, start, side)
+
     @classmethod
     def configured(
         cls,

@@ -140,6 +140,12 @@ class Scaled(Form):
 
         return same_numbers(got, wanted(value, self.factor(side, start, start + value.numel()), self.format))
 
+    def confirms(self, x: Tensor, data: Sequence[Tensor], start: int, side: Side, work: Workspace) -> bool:
+        from lpconv.forms.codes import are_wanted
+
+        scale = self.factor(side, start, start + x.numel())
+        return are_wanted(x, data[0], scale, self.format, work) or super().confirms(x, data, start, side, work)
+
     def summands(self, data: Sequence[Tensor], side: Side) -> tuple[Summand, ...]:
         return ((data[0], float(side[self.name + SCALE_SUFFIX])),)
 

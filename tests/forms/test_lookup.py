@@ -1,5 +1,6 @@
 """Codes from a table are those of the encoder, and so is their error, to the last bit."""
 
+import functools
 import math
 
 import pytest
@@ -98,3 +99,34 @@ def test_an_error_is_the_same_where_flushed_numbers_are_known(flushed: float) ->
     wanted = torch.tensor([1.0, -2.0, 0.0, flushed, -flushed])
     got = torch.tensor([1.125, -2.0, 0.0, 0.0, -0.0])
     assert block_error(wanted, got.clone(), num_flushed=2) == block_error(wanted, got.clone())
+
+
+@pytest.mark.parametrize("fmt", ["e4m3fn", "e5m2"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", [2.0**-6, 0.013])
+def test_codes_are_wanted_where_the_reference_says_so_and_nowhere_else(
+    scale: float, dtype: torch.dtype, fmt: str
+) -> None:
+    x, work = NUMBERS.to(dtype), Workspace()
+    x[:2] = torch.tensor([0.0, -0.0])
+    codes = (x.float() / scale).to(getattr(torch, FORMATS[fmt].torch or "")).clone()
+    got = module.decode(codes, scale)
+    assert torch.equal(module.wanted(x.float(), scale, FORMATS[fmt]), got)
+    assert module.are_wanted(x, codes, scale, FORMATS[fmt], work)
+    for at in (0, 1, 7, NUM - 1):
+        for bit in (1, 128):
+            changed = codes.clone()
+            changed.view(torch.uint8)[at] ^= bit
+            assert not module.are_wanted(x, changed, scale, FORMATS[fmt], work)
+    x[9] = math.nan
+    assert not module.are_wanted(x, codes, scale, FORMATS[fmt], work)
+
+
+def test_codes_of_tiles_are_wanted_by_the_scale_of_each() -> None:
+    rows = (NUMBERS.view(256, 256) * torch.logspace(-4, 4, 256, base=2).view(-1, 1)).bfloat16()
+    scales = torch.exp2(torch.log2(rows.float().square().mean(1, keepdim=True).sqrt()).floor())
+    codes = (rows.float() / scales).to(torch.float8_e4m3fn)
+    check = functools.partial(module.are_wanted, rows.view(-1), fmt=FORMATS["e4m3fn"], work=Workspace())
+    assert check(codes.view(-1), scales)
+    assert not check(codes.view(-1), scales.roll(1))
+    assert not check(codes.view(-1), scales * 1.5), "those are not looked up"
