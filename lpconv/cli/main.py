@@ -1,5 +1,6 @@
 """The `lpconv` command. Starting it, and every `--help`, imports neither torch nor transformers."""
 
+import gc
 import importlib
 import logging
 import os
@@ -25,6 +26,9 @@ COMMANDS = [
 # torch reads them when it is imported; its profiler, which measures memory, would write stages and warnings to stderr.
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+# Made between two collections: importing torch and transformers makes half a million, and 700 would collect a thousand
+# times, a fifth of what that takes.
+_OBJECTS = 20_000
 # Loggers of libraries that transformers imports where they are installed; no user of ours can mend what they warn of.
 _TALKATIVE = ("torchao", "torch.utils._pytree")
 
@@ -96,4 +100,5 @@ def main(
 def run() -> None:
     """The console script."""
     sys.stdout = own_stdout()
+    gc.set_threshold(_OBJECTS)
     app()
