@@ -108,7 +108,7 @@ class ConvertOptions:
     layout: Annotated[
         str,
         _what(
-            "Layout of the files; plain transformers and vLLM open its own fp8, and compressed-tensors",
+            "Layout of the files; those of others open without lpconv",
             choices=LAYOUTS,
         ),
     ] = LPCONV
