@@ -31,6 +31,7 @@ __all__ = ["BINS", "ExponentHistogram", "Rates", "bin_of", "exponent_histogram_r
 
 BINS = 39  # per binade: 16 exact sixteenths and 16 open intervals, the last of which is cut into 8
 _SAMPLES = 37
+_EXPONENTS, _COUNTS = 2048, 2**62  # what a record may hold: more than the exponents of float64, less than int64 counts
 _EDGES = [1 + i / 16 for i in range(16)] + [2 - 2.0**-j for j in range(5, 12)]
 
 
@@ -175,14 +176,14 @@ class ExponentHistogram:
     def from_dict(cls, record: Mapping[str, Any]) -> "ExponentHistogram":
         """The inverse of `to_dict`; UsageError where the record is not one."""
         try:
-            rows = {int(e): row for e, row in record["counts"].items()}
+            rows = {_whole(e, -_EXPONENTS, _EXPONENTS): row for e, row in record["counts"].items()}
             first = min(rows, default=0)
             counts = torch.zeros(max(rows, default=-1) + 1 - first, BINS, dtype=torch.int64)
             for exponent, row in rows.items():
                 for position, number in row.items():
-                    counts[exponent - first, int(position)] = int(number)
-            zero, inf, nan = (int(record[key]) for key in ("zero", "inf", "nan"))
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+                    counts[exponent - first, _whole(position, 0, BINS - 1)] = _whole(number, 0, _COUNTS)
+            zero, inf, nan = (_whole(record[key], 0, _COUNTS) for key in ("zero", "inf", "nan"))
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise UsageError("this is no record of an exponent histogram", hint="write it with `to_dict`") from error
         return cls(counts=counts, first_exponent=first, num_zero=zero, num_inf=inf, num_nan=nan)
 
@@ -211,6 +212,14 @@ def exponent_histogram_reference(x: Tensor) -> ExponentHistogram:
         num_inf=int(values.isinf().sum()),
         num_nan=int(values.isnan().sum()),
     )
+
+
+def _whole(value: Any, least: int, most: int) -> int:
+    """The integer that a record holds, as a number or as a key; ValueError outside its bounds."""
+    number = int(value)
+    if number not in range(least, most + 1) or (isinstance(value, float) and value != number):
+        raise ValueError(f"{value} is no integer between {least} and {most}")
+    return number
 
 
 def bin_of(significand: Tensor) -> Tensor:

@@ -132,8 +132,16 @@ def test_what_it_cannot_answer_is_refused() -> None:
             h.rates(name)
     with pytest.raises(UsageError):
         h.rates("e4m3")
-    no_bin = {"counts": {"1": {"99": 1}}, "zero": 0, "inf": 0, "nan": 0}
-    records: list[dict[str, object]] = [{}, {"counts": {"a": {}}}, no_bin]
-    for record in records:
-        with pytest.raises(UsageError):
-            ExponentHistogram.from_dict(record)
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [{"a": {}}, {"1": {"99": 1}}, {"1": {"-1": 1}}, {"1": {"0": math.inf}}, {"1": {"0": 1.5}}, {"1": {"0": -1}},
+     {"1": {"0": 10**30}}, {"1000000000": {"0": 1}}, [], {"1": [1]}],
+    ids=str,
+)  # fmt: skip
+def test_a_record_that_is_none_is_refused(counts: object) -> None:
+    with pytest.raises(UsageError, match="no record of an exponent histogram"):
+        ExponentHistogram.from_dict({"counts": counts, "zero": 0, "inf": 0, "nan": 0})
+    with pytest.raises(UsageError, match="no record"):
+        ExponentHistogram.from_dict({"counts": {}})
