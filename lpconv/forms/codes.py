@@ -22,6 +22,8 @@ from lpconv.kernels.decode import decode as decode_fp8
 
 __all__ = ["are_wanted", "decode", "encode", "rows_of", "wanted"]
 
+_REACH = 1.25  # of the largest number, up to which scales of 4 bits and of integers let numbers lie: see `tile_scales`
+
 
 def rows_of(x: Tensor, scale: float | Tensor) -> Tensor:
     """A 1-D block as it is for one scale, as rows for a tensor of scales."""
@@ -136,7 +138,7 @@ def _reference(value: Tensor, scale: float | Tensor, fmt: Format) -> Tensor:
             unit.masked_fill_(torch.isinf(unit), math.nan)
         rounded = cast(unit, fmt, overflow="inf" if fmt.has_inf else "saturate")
         if fmt.twos_complement:  # which has one number more below, to which `cast` does not round
-            rounded = torch.where(unit < -fmt.max - 0.5, -fmt.max - 1, rounded)
+            rounded = torch.where(unit <= -fmt.max - 0.5, -fmt.max - 1, rounded)  # the tie is even
         done[start:stop] = (rounded * part).view(-1)
     return done
 
@@ -190,7 +192,7 @@ def _table(dtype: torch.dtype, scale: float, fmt: Format) -> Tensor | None:
     values = numbers(dtype)
     codes = torch.empty(len(values), dtype=_dtype(fmt))
     got = _rounded(values, scale, fmt, codes, Workspace(), is_finite=True)
-    return table(got - values, codes, values.abs() <= fmt.max * scale)
+    return table(got - values, codes, values.abs() <= _REACH * fmt.max * scale)
 
 
 def _dtype(fmt: Format) -> torch.dtype:

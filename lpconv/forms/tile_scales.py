@@ -24,6 +24,8 @@ Parts = Mapping[str, Tensor]
 # By how many last bits a root of up to 2^18 squares may be wrong in fp32; and where it has lost no square.
 _NEAR = 1 << 14
 _LOW, _HIGH = (127 - 40) << 23, (127 + 40) << 23
+_SIGN = -(2**31)
+_E2M1_END = 7.0  # half a step above its largest number
 _WIDE = 128  # columns from which on torch compares floating-point numbers as fast as integers
 
 
@@ -56,6 +58,8 @@ class TileScales:
             absmax = self._absmax(value, spare)
             missing = self._cut((~finite).float(), lambda t: t.sum(-1))
         parts = {"absmax": absmax}
+        if self.format.twos_complement:
+            parts["positive"], parts["negative"] = self._ends(value, spare)
         if not self.grain.is_fitted:
             parts["norm"] = self._norms(value)
             parts["missing"] = torch.zeros(absmax.shape) if missing is None else missing
@@ -84,6 +88,14 @@ class TileScales:
         bits = spare.view(torch.int32)[: value.numel()].view(value.shape)
         torch.bitwise_and(value.view(torch.int32), 0x7FFFFFFF, out=bits)
         return self._cut(bits, _amax).view(torch.float32)
+
+    def _ends(self, value: Tensor, spare: Tensor) -> tuple[Tensor, Tensor]:
+        """The largest number of each part and the negative of the least, 0 where there is none, in the same way."""
+        bits = value.view(torch.int32)
+        flipped = spare.view(torch.int32)[: value.numel()].view(value.shape)
+        torch.bitwise_xor(bits, _SIGN, out=flipped)
+        positive, negative = (self._cut(x, _amax).clamp_min_(0).view(torch.float32) for x in (bits, flipped))
+        return positive, negative
 
     def _norms(self, value: Tensor) -> Tensor:
         """Root of the sum of squares in fp64.
@@ -136,12 +148,21 @@ class TileScales:
         """The scale of each tile in fp32. One of zeros has 1.
 
         For formats of few exponents a tile's largest magnitude becomes the format's largest number, or less where the
-        scale is a power of two, rounded up so that nothing is clipped (RCEIL); for others as `scale_for` has it.
+        scale is a power of two, rounded up so that nothing is clipped (RCEIL); for others as `scale_for` has it. Of 4
+        bits it may lie beyond by less than half a step, and so be rounded to it as any other number is: the steps get
+        finer for all the others. The least integer has one step more.
         """
-        is_pow2 = self._is_pow2
+        is_pow2, top = self._is_pow2, self.format.max
         # Division in fp32 keeps numbers on their side of a power of two; those that are no powers are rounded once.
-        absmax = parts["absmax"] if is_pow2 else parts["absmax"].double()
-        floor = (absmax / self.format.max).clamp_min_(2.0**-126)
+        found = {k: x if is_pow2 else x.double() for k, x in parts.items() if k in ("absmax", "positive", "negative")}
+        if self.format.twos_complement:
+            top += 0.5 if self.format.storage_bits == 4 else 0.0
+            floor = torch.maximum(found["positive"] / top, found["negative"] / (top + 1))
+        elif self.format.storage_bits == 4:
+            floor = torch.nextafter(found["absmax"] / _E2M1_END, torch.tensor(math.inf))  # half a step is too much
+        else:
+            floor = found["absmax"] / top
+        floor = floor.clamp_min_(2.0**-126)
         scales = pow2_ceil(floor) if is_pow2 else floor
         if not self.grain.is_fitted:
             rms = parts["norm"] / (self._counts - parts["missing"]).clamp_min(1).sqrt()
@@ -189,6 +210,8 @@ def _last_bits(x: Tensor) -> Tensor:
 # How what rows have of a tile makes what the tile has.
 _JOIN: Mapping[str, Callable[[Tensor], Tensor]] = {
     "absmax": lambda x: x.amax(0),
+    "positive": lambda x: x.amax(0),
+    "negative": lambda x: x.amax(0),
     "norm": lambda x: x.square().sum(0).sqrt(),
     "missing": lambda x: x.sum(0),
     "last_bit": lambda x: x.amin(0),

@@ -356,7 +356,7 @@ def encode_scaled(weight: Tensor, scale: Tensor, fmt: str, tile: tuple[int, int]
         code = torch.bucketize(unit.abs(), torch.tensor(_E2M1_ENDS, device=unit.device))
         return _paired((code + 8 * torch.signbit(unit)).byte()).reshape(1, *weight.shape[:-1], -1)
     limit = max(NARROW_VALUES[fmt])
-    code = unit.clamp(-limit, limit).round().to(torch.int8).view(torch.uint8)
+    code = unit.clamp(-limit - 1, limit).round().to(torch.int8).view(torch.uint8)
     code = (_paired(code & 15) if fmt == "int4" else code) ^ _BIAS[fmt]
     return code.view(torch.int32).reshape(1, *weight.shape[:-1], -1)
 

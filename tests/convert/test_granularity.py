@@ -24,6 +24,7 @@ from lpconv.convert.verify_output import verify_output
 from lpconv.data import demo_checkpoint
 from lpconv.errors import InputError, UsageError
 from lpconv.export.stored import stored_weights
+from lpconv.forms.reader import StoredTensors
 from lpconv.progress import Silent
 from lpconv.results import ConvertResult
 
@@ -72,7 +73,8 @@ def test_each_tile_has_the_rms_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("element", ["e4m3fn", "e5m2", "e2m1"])
-def test_mx_is_what_torchao_makes_with_scales_rounded_up(element: str, tmp_path: Path) -> None:
+def test_mx_is_what_torchao_makes(element: str, tmp_path: Path) -> None:
+    """Scales of 8 bits are rounded up (RCEIL), those of 4 bits let the largest number round to 6 (EVEN)."""
     from torchao.prototype.mx_formats import mx_tensor
 
     x = torch.randn(512, 256, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 4, 512).unsqueeze(1)
@@ -83,12 +85,33 @@ def test_mx_is_what_torchao_makes_with_scales_rounded_up(element: str, tmp_path:
     assert run(tmp_path / "source", tmp_path / "out", format=element, granularity="mx").verify.passed
     stored = load_file(tmp_path / "out/model.safetensors")
     dtype = getattr(torch, lpconv.formats.FORMATS[element].torch or "")
-    scale, codes = mx_tensor.to_mx(x, dtype, 32, mx_tensor.ScaleCalculationMode.RCEIL)
+    mode = mx_tensor.ScaleCalculationMode.EVEN if element == "e2m1" else mx_tensor.ScaleCalculationMode.RCEIL
+    scale, codes = mx_tensor.to_mx(x, dtype, 32, mode)
     theirs = scale.view(torch.uint8).view(512, 8)
     assert (int(theirs[7, 0]), int(stored["w_scale"][7, 0])) == (0, 127)  # of zeros: theirs is 2^-127, ours 1
     theirs[7, 0] = 127
     assert torch.equal(stored["w_scale"], theirs)
     assert torch.equal(stored["w"].view(torch.uint8).view(512, -1), codes.view(torch.uint8).view(512, -1))
+
+
+@pytest.mark.parametrize("size", [32, 128])
+@pytest.mark.parametrize(("element", "ends"), [("int4", (7.5, 8.5)), ("int8", (127, 128))])
+def test_the_scale_of_integers_is_that_of_the_end_at_which_the_largest_lies(
+    element: str, ends: tuple[float, float], size: int, tmp_path: Path
+) -> None:
+    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 4, 64).unsqueeze(1)
+    x[3], x[4], x[5, :200] = x[3].abs(), -x[4].abs(), 0
+    write_checkpoint(tmp_path / "source", {"w": x})
+    done = run(tmp_path / "source", tmp_path / "out", format=element, granularity=f"group:{size}")
+    assert done.verify.passed
+    groups = x.double().view(64, -1, size)
+    wanted = torch.maximum(groups.amax(-1) / ends[0], -groups.amin(-1) / ends[1])
+    wanted = torch.where(wanted == 0, 1.0, wanted).float().bfloat16().float()
+    found = load_file(tmp_path / "out/model.safetensors")["w_scale"]
+    assert torch.equal(found, wanted)
+    with StoredTensors.open(tmp_path / "out") as stored:
+        error = (stored.tensor("w") - x).abs().view(64, -1, size) / found.unsqueeze(2)
+    assert error.max() <= 0.5 + ends[1] * 2.0**-8  # half a step, and what bf16 takes of a scale
 
 
 @pytest.mark.parametrize("shape", [(3, 0), (0, 3)], ids=str)
