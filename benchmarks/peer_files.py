@@ -1,0 +1,171 @@
+"""Files that other quantisers wrote, read by lpconv: every weight beside what they themselves, or its readers, decode.
+
+    python -m benchmarks.peer_files make --work DIRECTORY     # where llmcompressor and auto-round are installed
+    python -m benchmarks.peer_files read --work DIRECTORY --out benchmarks/results/peer-files.json
+
+`make` draws a small Llama in bf16 and lets llm-compressor (`oneshot`) and AutoRound (no tuning steps) round it, on a
+CPU, in every scheme of theirs that needs no calibration data. Beside the files of GPTQ and AWQ, which transformers
+opens with other packages only, it leaves the weights that AutoRound's own `QuantLinear` multiplies an identity by, and
+its `dequantize_gemm`. `read` opens the others by plain transformers, `dequantize=True`, and compares all of them with
+what lpconv decodes, in the dtype of theirs; then it asks `inspect --strict`, and `verify` for the signal to noise
+beside the source. Neither needs a network.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+_SCHEMES = ("FP8_DYNAMIC", "FP8_BLOCK", "MXFP8", "MXFP4A16", "NVFP4A16", "W4A16", "W8A16", "INT8")
+_EXPORTS = (("auto_gptq", "W4A16"), ("auto_awq", "W4A16"), ("llm_compressor", "MXFP4"), ("fp8", "FP8_BLOCK"))
+_THEIRS = "theirs.safetensors"
+
+
+def make(work: Path) -> None:
+    from auto_round import AutoRound  # type: ignore[import-not-found]
+    from llmcompressor import oneshot  # type: ignore[import-not-found]
+    from llmcompressor.modifiers.quantization import QuantizationModifier  # type: ignore[import-not-found]
+    from transformers import LlamaForCausalLM
+
+    source = draw(work / "source")
+    versions = {n: importlib.metadata.version(n) for n in ("llmcompressor", "auto-round", "compressed-tensors")}
+    (work / "versions.json").write_text(json.dumps(versions))
+    for scheme in _SCHEMES:
+        model = LlamaForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+        oneshot(model=model, recipe=QuantizationModifier(targets="Linear", scheme=scheme, ignore=["lm_head"]),
+                tokenizer=tokenizer(source))  # fmt: skip
+        model.save_pretrained(work / f"llm-compressor {scheme}", save_compressed=True)
+    for layout, scheme in _EXPORTS:
+        model, made = LlamaForCausalLM.from_pretrained(source, dtype=torch.bfloat16), work / "made"
+        found = AutoRound(model, tokenizer(source), scheme=scheme, iters=0, disable_opt_rtn=True, device_map="cpu")
+        found.quantize_and_save(str(made), format=layout)
+        (config,) = made.rglob("config.json")
+        target = work / f"AutoRound {layout} {scheme}"
+        shutil.copytree(config.parent, target)
+        shutil.rmtree(made)
+        if layout in ("auto_gptq", "auto_awq"):
+            save_file(decoded(load_file(target / "model.safetensors"), layout), work / f"{target.name}.{_THEIRS}")
+
+
+def draw(source: Path) -> Path:
+    """The model that all of them round: weights of a normal distribution, some rows larger, one of zeros."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=512, max_position_embeddings=128,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    for layer in model.model.layers:
+        layer.mlp.up_proj.weight.data[3] *= 30
+        layer.mlp.gate_proj.weight.data[5] = 0
+    model.save_pretrained(source)
+    return source
+
+
+def tokenizer(source: Path) -> Any:
+    """One of a few words, for packages that ask for one; nothing is tokenised."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{i}": i for i in range(512)}
+    made = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w0")), unk_token="w0")
+    made.name_or_path = str(source)
+    return made
+
+
+def decoded(stored: Mapping[str, Tensor], layout: str) -> dict[str, Tensor]:
+    """The weights of GPTQ and AWQ files, [out, in], as AutoRound multiplies by them."""
+    from auto_round.export.export_to_awq.utils import dequantize_gemm  # type: ignore[import-not-found]
+    from auto_round_extension.torch.qlinear_torch_zp import QuantLinear  # type: ignore[import-not-found]
+
+    found = {}
+    for module in (n.removesuffix(".qweight") for n in stored if n.endswith(".qweight")):
+        parts = {n.removeprefix(module + "."): x for n, x in stored.items() if n.startswith(module + ".")}
+        groups, out_features = parts["scales"].shape
+        if layout == "auto_awq":
+            in_features = len(parts["qweight"])
+            weight = dequantize_gemm(parts["qweight"], parts["qzeros"], parts["scales"], 4, in_features // groups)
+        else:
+            in_features = len(parts["qweight"]) * 8
+            size, order = in_features // groups, parts.pop("g_idx")
+            assert torch.equal(order, torch.arange(in_features).div(size, rounding_mode="floor").int())
+            layer = QuantLinear(4, size, in_features, out_features, bias=False)  # groups are neighbours
+            layer.load_state_dict(parts)
+            weight = layer(torch.eye(in_features, dtype=parts["scales"].dtype))
+        found[f"{module}.weight"] = weight.t().contiguous()
+    return found
+
+
+def read(work: Path) -> dict[str, Any]:
+    rows = {}
+    for path in sorted(p for p in work.iterdir() if p.is_dir() and p.name != "source"):
+        rows[path.name] = compared(path, work)
+        print(path.name, rows[path.name])
+    return {"versions": json.loads((work / "versions.json").read_text()), "rows": rows}
+
+
+def compared(path: Path, work: Path) -> dict[str, Any]:
+    from lpconv.convert.compare import compare
+    from lpconv.convert.inspect import inspect
+    from lpconv.forms.reader import StoredTensors
+    from lpconv.progress import Silent
+
+    theirs = their_weights(path, work)
+    with StoredTensors.open(path) as stored:
+        coded = [n for n, form in stored.forms.items() if form.format is not None]
+        equal = [torch.equal(stored.tensor(n).to(theirs[n].dtype), theirs[n]) for n in coded]
+        words = sorted({stored.forms[n].words for n in coded})
+    found = inspect(path)
+    verified = compare(path, work / "source", gates=(), progress=Silent())
+    assert verified.weights is not None
+    return {
+        "stored": words,
+        "weights": len(coded),
+        "equal": sum(equal),
+        "dtype": str(next(iter(theirs.values())).dtype),
+        "problems": found.problems,
+        "warnings": found.warnings,
+        "min_sqnr_db": verified.weights.min_sqnr_db,
+        "passed": verified.passed,
+    }
+
+
+def their_weights(path: Path, work: Path) -> dict[str, Tensor]:
+    """What the file means to others."""
+    import transformers
+
+    left = work / f"{path.name}.{_THEIRS}"
+    if left.exists():
+        return load_file(left)
+    method = json.loads((path / "config.json").read_text())["quantization_config"]["quant_method"]
+    config = {"fp8": transformers.FineGrainedFP8Config, "compressed-tensors": transformers.CompressedTensorsConfig}
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, quantization_config=config[method](dequantize=True))
+    return {n: p.detach() for n, p in model.named_parameters()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("make", "read"))
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--out", type=Path)
+    asked = parser.parse_args()
+    asked.work.mkdir(parents=True, exist_ok=True)
+    if asked.what == "make":
+        make(asked.work)
+        return
+    found = read(asked.work)
+    if asked.out is not None:
+        asked.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
