@@ -71,4 +71,4 @@ def verify(
     if result.passed or not json:  # else the error's details hold the result
         print_result(result, render_verify, json=json)
     if not result.passed:
-        raise VerificationError("; ".join(result.failures), hint="do not use this output", details=to_json(result))
+        raise VerificationError(result.failure, hint="do not use this output", details=to_json(result))

@@ -143,7 +143,7 @@ def _staged(
         if not result.verify.passed:
             kept = staging.set_aside()
             raise VerificationError(
-                "verification failed: " + "; ".join(result.verify.failures),
+                f"verification failed: {result.verify.failure}",
                 hint=f"the rejected output is in `{kept}`",
                 details=to_json(result.verify),
             )

@@ -5,7 +5,7 @@ from rich.text import Text
 
 from lpconv.report.numbers import duration_text, size_text
 from lpconv.report.printable import printable_record
-from lpconv.report.terminal import after_gap, facts_grid, heading, note_list, section, table_of
+from lpconv.report.terminal import facts_grid, heading, note_list, section, table_of
 from lpconv.results import ExportResult, OnnxCheck
 
 __all__ = ["render_export"]
@@ -21,13 +21,11 @@ def render_export(result: ExportResult) -> RenderableType:
         "Files": ", ".join(f"{f.name} {size_text(f.size_bytes)}" for f in result.files),
         "Time": duration_text(result.seconds),
     }
-    table = table_of("Stored as", "Tensors", "Size")
-    for count in result.weights:
-        table.add_row(count.form, str(count.num_tensors), size_text(count.size_bytes))
+    rows = ((w.form, str(w.num_tensors), size_text(w.size_bytes)) for w in result.weights)
     return Group(
         *heading(f"{result.source.name} → {result.output}"),
-        after_gap(facts_grid(facts)),
-        *section("Weights", table),
+        facts_grid(facts),
+        *section("Weights", table_of("Stored as", "Tensors", "Size", rows=rows)),
         *section("Validation", Text(_check(result.check))),
         *note_list("Warnings", result.warnings),
     )

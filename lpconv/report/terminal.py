@@ -13,7 +13,7 @@ from rich import box
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.measure import Measurement
 from rich.padding import Padding
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from lpconv.report.compare import Figure
@@ -24,7 +24,6 @@ __all__ = [
     "after_gap",
     "facts_grid",
     "heading",
-    "least_width",
     "note_list",
     "section",
     "show",
@@ -37,8 +36,8 @@ _ASCII = str.maketrans({"→": "->", "…": "~", "–": "-", "─": "-", "━": 
 
 _RUN_WIDTH = 24  # of a column of figures, at most
 
-# A name is abbreviated to about this width before other columns begin to wrap.
-_NAME_WIDTH = 30
+_MAX_WORD = 30  # of what may wrap in a table: a longer one is folded
+_GAP, _UNBOUNDED = 2, 10_000  # between two columns of a table; what any cell fits into
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,12 +54,7 @@ class Name:
         yield Text(_abbreviated(self.name, options.max_width), overflow="fold")
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        return Measurement(least_width(self.name), len(self.name))
-
-
-def least_width(name: str) -> int:
-    """The columns that a name takes where room is short."""
-    return min(len(_abbreviated(name, _NAME_WIDTH)), _NAME_WIDTH)
+        return Measurement(len(_abbreviated(self.name, 0)), len(self.name))
 
 
 def _abbreviated(name: str, width: int) -> str:
@@ -95,20 +89,71 @@ def facts_grid(facts: dict[str, str]) -> RenderableType:
     return grid
 
 
+class _Fitting(Table):
+    """A table that first breaks its headings where the width is too small for it, and then itself: into several, one
+    below the other, that all begin with the first column. No figure is cut."""
+
+    def __init__(self, headings: Sequence[str], cells: Sequence[tuple[Any, ...]]) -> None:
+        super().__init__(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="")
+        self._headings, self._cells = headings, cells
+        for i, heading in enumerate(headings):
+            left = i == 0 or heading.startswith("<")
+            self.add_column(
+                Text(heading.removeprefix("<")), justify="left" if left else "right", no_wrap=not left, overflow="fold"
+            )
+        for row in cells:
+            self.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        spans = [_span(column, console, options) for column in self.columns]
+        room = options.max_width - _GAP * (len(spans) - 1)
+        if sum(least for least, _ in spans) <= room:
+            self._share(spans, room)
+            yield from super().__rich_console__(console, options)
+            return
+        broken = tuple(heading.replace(" ", "\n") for heading in self._headings)
+        if broken != self._headings:
+            yield from _Fitting(broken, self._cells).__rich_console__(console, options)
+            return
+        count, used = 1, spans[0][0]
+        while count < 2 or used + spans[count][0] + _GAP <= options.max_width:
+            used += spans[count][0] + _GAP
+            count += 1
+        for part in (range(1, count), range(count, len(spans))):
+            if part:
+                cells = [(row[0], *(row[i] for i in part)) for row in self._cells]
+                table = _Fitting((self._headings[0], *(self._headings[i] for i in part)), cells)
+                yield from (Text(), table) if part.start > 1 else Table.__rich_console__(table, console, options)
+
+    def _share(self, spans: Sequence[tuple[int, int]], room: int) -> None:
+        """Give the columns widths within `room`: the least ones, the rest to those with most lines, to names last."""
+        widths = [least for least, _ in spans]
+        are_names = [any(isinstance(cell, Name) for cell in column.cells) for column in self.columns]
+        for turn in (False, True):
+            growing = [i for i, is_name in enumerate(are_names) if is_name is turn]
+            while sum(widths) < room and (growing := [i for i in growing if widths[i] < spans[i][1]]):
+                widths[max(growing, key=lambda i: spans[i][1] / max(1, widths[i]))] += 1
+        for column, width in zip(self.columns, widths, strict=True):
+            column.width = width
+
+
+def _span(column: Column, console: Console, options: ConsoleOptions) -> tuple[int, int]:
+    """The least width that a column needs, and the one that it would fill.
+
+    What may wrap needs its longest word, a very long one is folded.
+    """
+    wide = options.update(max_width=_UNBOUNDED)
+    found = [Measurement.get(console, wide, cell) for cell in (column.header, *column.cells)]
+    most = min(max(m.maximum for m in found), column.max_width or _UNBOUNDED)
+    return most if column.no_wrap else min(max(m.minimum for m in found), _MAX_WORD, most), most
+
+
 def table_of(*columns: str, rows: Iterable[Iterable[Any]] = ()) -> Table:
     """Columns by heading: ``<`` before it aligns left and may wrap; numbers align right and never wrap.
 
     The cells of a row are text, or what rich prints.
     """
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="")
-    for i, column in enumerate(columns):
-        left = i == 0 or column.startswith("<")
-        table.add_column(
-            Text(column.removeprefix("<")), justify="left" if left else "right", no_wrap=not left, overflow="fold"
-        )
-    for row in rows:
-        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
-    return table
+    return _Fitting(columns, [tuple(row) for row in rows])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -147,6 +147,9 @@ class ComparedTensor:
     problem: str | None = None
 
 
+_SHOWN = 3  # problems in the sentence of an error
+
+
 @dataclass(frozen=True, kw_only=True)
 class VerifyResult:
     """The outcome of verification. `level` is the deepest level that ran; `problems` says in words what failed.
@@ -167,7 +170,16 @@ class VerifyResult:
     @property
     def failures(self) -> tuple[str, ...]:
         """The problems, and the gates that failed with the values they met."""
-        return (*self.problems, *(f"gate `{g.expression}` met {g.value}" for g in self.gates if not g.passed))
+        missed = [g for g in self.gates if not g.passed]
+        values = ("nothing" if g.value is None else f"{g.value:.6g}" for g in missed)
+        gates = (f"gate `{g.expression}` met {value}" for g, value in zip(missed, values, strict=True))
+        return (*self.problems, *gates)
+
+    @property
+    def failure(self) -> str:
+        """The first of `failures`, and how many there are besides: a sentence for an error."""
+        shown, rest = self.failures[:_SHOWN], len(self.failures) - _SHOWN
+        return "; ".join(shown) + (f"; and {rest} more" if rest > 0 else "")
 
 
 @dataclass(frozen=True, kw_only=True)

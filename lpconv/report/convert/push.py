@@ -5,7 +5,7 @@ from rich.text import Text
 
 from lpconv.report.numbers import plural, size_text
 from lpconv.report.printable import printable_record
-from lpconv.report.terminal import Name, after_gap, facts_grid, heading, section, table_of
+from lpconv.report.terminal import Name, facts_grid, heading, section, table_of
 from lpconv.results import PushResult
 
 __all__ = ["render_push"]
@@ -24,7 +24,7 @@ def render_push(result: PushResult) -> RenderableType:
     rows = ((Name(name=f.name), size_text(f.size_bytes)) for f in result.files)
     return Group(
         *heading(f"{result.path} → {result.repo_id}"),
-        after_gap(facts_grid(facts)),
+        facts_grid(facts),
         *section("Files", table_of("File", "Size", rows=rows)),
         *([Text(), Text(result.url)] if result.url else []),
     )

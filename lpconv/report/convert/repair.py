@@ -4,7 +4,7 @@ from rich.console import Group, RenderableType
 
 from lpconv.report.numbers import error_text, plural, scale_text, share_text, sqnr_text
 from lpconv.report.printable import printable_record
-from lpconv.report.terminal import Name, after_gap, facts_grid, heading, note_list, section, table_of
+from lpconv.report.terminal import Name, facts_grid, heading, note_list, section, table_of
 from lpconv.results import RepairResult
 
 __all__ = ["render_repair"]
@@ -21,9 +21,8 @@ def render_repair(result: RepairResult) -> RenderableType:
         "Layout": result.layout,
         "Repaired": f"{len(result.tensors)} of {plural(result.num_tensors, 'weight')}; {numbers}",
     }
-    table = table_of("Weight", "What", "Scale", "Now", "Changed", "Largest", "SQNR")
-    for t in result.tensors:
-        table.add_row(
+    rows = (
+        (
             Name(name=t.name),
             t.what,
             scale_text(t.before),
@@ -32,9 +31,11 @@ def render_repair(result: RepairResult) -> RenderableType:
             error_text(t.max_rel_error) if t.num_changed else "–",
             sqnr_text(t.sqnr_db, " dB"),
         )
+        for t in result.tensors
+    )
     return Group(
         *heading(f"{result.path} → {result.output}"),
-        after_gap(facts_grid(facts)),
-        *section("Scales", table),
+        facts_grid(facts),
+        *section("Scales", table_of("Weight", "What", "Scale", "Now", "Changed", "Largest", "SQNR", rows=rows)),
         *note_list("What is left", result.left),
     )

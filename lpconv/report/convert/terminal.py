@@ -45,7 +45,6 @@ from lpconv.report.terminal import (
     after_gap,
     facts_grid,
     heading,
-    least_width,
     note_list,
     section,
     table_of,
@@ -134,10 +133,11 @@ def render_plan(plan: PlanResult) -> RenderableType:
 def render_verify(v: VerifyResult) -> RenderableType:
     """Every check that ran, its outcome in words, and what failed; of weights compared by values the worst."""
     v = printable_record(v)
+    inexact = [t for t in v.tensors if t.sqnr_db < math.inf or t.problem]
     rows: Iterable[tuple[str | Name, ...]] = (
-        (Name(name=t.name), sqnr_text(t.sqnr_db, " dB"), t.stored_as, t.reference) for t in v.tensors[:_WORST]
+        (Name(name=t.name), sqnr_text(t.sqnr_db, " dB"), t.stored_as, t.reference) for t in inexact[:_WORST]
     )
-    worst = section("Worst", table_of("Tensor", "SQNR", "<Stored", "<Reference", rows=rows)) if v.tensors else ()
+    worst = section("Worst", table_of("Tensor", "SQNR", "<Stored", "<Reference", rows=rows)) if inexact else ()
     return Group(*_verification(v)[1:], *worst)
 
 
@@ -195,9 +195,8 @@ def _worst(tensors: Sequence[TensorRecord]) -> tuple[RenderableType, ...]:
     rounding_alone = all(besides_rounding(t) == "nothing" for t in worst)
     last = -1 if rounding_alone else None
     rows: Iterable[tuple[str | Name, ...]] = ((Name(name=t.name), *worst_row(t)[1:last]) for t in worst)
-    table = table_of(*WORST_COLUMNS[:last], rows=rows)
-    table.columns[0].min_width = max(least_width(t.name) for t in worst)
-    return section("Lowest signal-to-noise" + (" (from rounding alone)" if rounding_alone else ""), table)
+    title = "Lowest signal-to-noise" + (" (from rounding alone)" if rounding_alone else "")
+    return section(title, table_of(*WORST_COLUMNS[:last], rows=rows))
 
 
 def _verification(v: VerifyResult) -> tuple[RenderableType, ...]:

@@ -17,9 +17,10 @@ from lpconv.report.convert.terminal import (
     render_plan,
     render_verify,
 )
-from lpconv.report.terminal import show
+from lpconv.report.terminal import Name, show, table_of
 from lpconv.results import (
     ByteCounts,
+    ComparedTensor,
     ConvertResult,
     DtypeRecord,
     FileRecord,
@@ -37,6 +38,29 @@ def text_of(renderable: RenderableType, width: int = 100) -> str:
     out = io.StringIO()
     Console(file=out, width=width, force_terminal=False).print(renderable)
     return out.getvalue()
+
+
+BENCH = ("Configuration", "Step", "Tokens/s", "Speed-up", "Peak", "Saved", "Output err.", "Grad. err.", "Emulated")
+FIGURES = ("fp8 static", "99.3 ms", "1,048,576", "0.27 [0.13, 0.55]", "846 kB", "131 kB", "3.8 %", "5.99 %", "yes")
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 120])
+def test_no_figure_of_a_table_is_cut(width: int) -> None:
+    text = text_of(table_of(*BENCH, rows=[FIGURES]), width=width)
+    assert all(figure in text for figure in FIGURES)
+    assert all(word in text for heading in BENCH for word in heading.split())
+    assert all(len(line.rstrip()) <= width for line in text.splitlines())
+    assert sum(line.startswith("fp8 static") for line in text.splitlines()) == (
+        1 if width > 80 else 2 if width > 50 else 4
+    )
+
+
+def test_names_give_way_before_other_words_wrap() -> None:
+    row = (Name(name="backbone.layers.0.mixer.dt_proj.weight"), "e4m3fn codes with one scale", "128 x 4")
+    text = text_of(table_of("Tensor", "<Numbers", "Shape", rows=[row]), width=70)
+    assert "e4m3fn codes with one scale" in text
+    assert "b.layers.0.mixer.dt_proj.weight" in text
+    assert "b.l.0.m.dt_proj.weight" in text_of(table_of("Tensor", "<Numbers", "Shape", rows=[row]), width=50)
 
 
 def words_of(renderable: RenderableType) -> str:
@@ -166,6 +190,21 @@ def test_an_ordinary_checkpoint_without_problems() -> None:
     text = words_of(render_inspect(InspectResult(path="x")))
     assert "an ordinary checkpoint" in text
     assert "none found in headers and index" in text
+
+
+def test_verify_names_tensors_that_are_not_exact_and_not_all_problems_in_one_sentence() -> None:
+    tensors = tuple(
+        ComparedTensor(name=f"{db}.weight", stored_as="F32", reference="F32", sqnr_db=db, max_rel_error=0.0)
+        for db in (30.0, math.inf)
+    )
+    compared = VerifyResult(level="values", passed=True, tensors=tensors)
+    assert "30.0.weight" in text_of(render_verify(compared))
+    assert "inf.weight" not in text_of(render_verify(compared))
+    assert "Worst" not in text_of(render_verify(replace(compared, tensors=tensors[1:])))
+    gate = GateRecord(expression="sqnr>=99", value=31.290275432845675, passed=False)
+    failed = VerifyResult(level="weights", passed=False, problems=tuple("abcd"), gates=(gate,))
+    assert failed.failures[-1] == "gate `sqnr>=99` met 31.2903"
+    assert failed.failure == "a; b; c; and 2 more"
 
 
 def test_compare_puts_every_run_side_by_side() -> None:
