@@ -30,6 +30,7 @@ __all__ = [
     "MARKER",
     "PARTS",
     "SUMS",
+    "TUNED",
     "Staging",
     "beside",
     "check_apart",
@@ -43,6 +44,7 @@ __all__ = [
 
 JOURNAL = "journal.jsonl"
 MARKER = "lpconv.json"  # what says that a directory is an output of ours
+TUNED = "finetune.json"  # what says that its weights were trained, by a fine-tuning of ours
 SUMS = "SHA256SUMS"
 PARTS = ".parts"  # of the folder beside an output where several workers leave what they wrote of it
 # Working folders beside an output, and the file in each that says whose it is.

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from lpconv.checkpoint.contents import read_json
 from lpconv.checkpoint.hub_commit import check_repository, commit_files
-from lpconv.checkpoint.staging import MARKER, SUMS
+from lpconv.checkpoint.staging import MARKER, SUMS, TUNED
 from lpconv.convert.hashes import check_files, listed_files
 from lpconv.convert.reader import read_provenance
 from lpconv.errors import InputError, UnsupportedError, VerificationError
@@ -68,4 +68,7 @@ def push(directory: Path, repo_id: str, *, private: bool, dry_run: bool, progres
 def _message(directory: Path) -> str:
     document = read_json(directory / MARKER)
     source = from_json(SourceRecord, document["source"])
-    return f"Add {source.name} in {document['format']}, by lpconv {document['method']}"
+    name = source.name
+    if (directory / TUNED).exists():  # of which the source is what training left
+        name = f"{Path(str(read_json(directory / TUNED).get('model'))).name}, fine-tuned,"
+    return f"Add {name} in {document['format']}, by lpconv {document['method']}"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lpconv.checkpoint.resolve import resolve
-from lpconv.checkpoint.staging import is_output
+from lpconv.checkpoint.staging import TUNED, is_output
 from lpconv.convert.hashes import check_hashes
 from lpconv.convert.reader import read_provenance
 from lpconv.errors import UsageError
@@ -40,7 +40,7 @@ def verify_output(
     needed and not found, or is another one.
 
     ``values`` compares the weights of any two checkpoints by what they stand for; it is the level of a `directory` that
-    is no output of a conversion.
+    is no output of a conversion, or was trained.
 
     With the text `data` both models say it besides (`text.py`), whatever their size: its first `max_tokens` tokens, in
     windows of `seq_len`.
@@ -48,7 +48,8 @@ def verify_output(
     if data is not None:
         if against is None:
             raise UsageError("a text needs a checkpoint to compare with", hint="name it with --against")
-        shallow = level or ("weights" if is_output(directory) else "values")
+        is_converted = is_output(directory) and not (directory / TUNED).exists()
+        shallow = level or ("weights" if is_converted else "values")
         found = verify_output(
             directory, against=against, level=shallow, gates=(), trust_remote_code=trust_remote_code, progress=progress
         )
@@ -57,7 +58,13 @@ def verify_output(
         )
     if level not in (None, *LEVELS):
         raise UsageError(f"unknown level `{level}`", hint="use " + ", ".join(LEVELS))
-    if level == "values" or (level is None and against is not None and not is_output(directory)):
+    is_tuned = (directory / TUNED).exists()
+    if is_tuned and level in ("weights", "logits"):
+        raise UsageError(
+            f"the weights of `{directory}` were trained, not converted: no other checkpoint has them",
+            hint="--level values with --against MODEL says how far it is from another one",
+        )
+    if level == "values" or (level is None and against is not None and (is_tuned or not is_output(directory))):
         if against is None:
             raise UsageError("comparing values needs a checkpoint to compare with", hint="name it with --against")
         from lpconv.convert.compare import compare  # torch takes seconds to import

@@ -21,7 +21,7 @@ from typing import Any
 from lpconv.checkpoint.contents import read_json
 from lpconv.checkpoint.holding import hold, is_held
 from lpconv.checkpoint.partfile import check_writable, read_error, write_error, write_small
-from lpconv.checkpoint.staging import is_unused
+from lpconv.checkpoint.staging import TUNED, is_unused
 from lpconv.errors import InputError, OutputExistsError
 from lpconv.results import RunRecord, Series, from_json, json_line, ordered_json_text, to_json
 from lpconv.train.options import FinetuneOptions
@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 
-MARKER, REPORT = "finetune.json", "report.json"
+MARKER, REPORT = TUNED, "report.json"
 _RUNS = "runs"
 # These say how a run goes or is judged, not what it is.
 _FREE = {"resume", "force", "max_memory", "log_to", "gates"}

@@ -14,9 +14,11 @@ import lpconv.hf
 from lpconv.checkpoint.contents import read_contents
 from lpconv.checkpoint.residual import RESIDUAL_INDEX
 from lpconv.convert.options import ConvertOptions
+from lpconv.convert.push import push
 from lpconv.convert.run import convert
 from lpconv.convert.verify_output import verify_output
 from lpconv.data import demo_checkpoint
+from lpconv.errors import UsageError
 from lpconv.models import find_task, open_to_train
 from lpconv.optim import fp32_state_dict
 from lpconv.progress import Silent
@@ -78,6 +80,17 @@ def test_every_form_trains_and_what_is_published_opens(
     if (out / "lpconv.json").exists():
         found = verify_output(out, against=None, level="hash", gates=(), trust_remote_code=False, progress=Silent())
         assert found.passed
+
+
+def test_a_trained_output_is_compared_by_values_and_pushed_under_its_models_name(tmp_path: Path) -> None:
+    finetune("demo", tmp_path / "out", _options("collage-bf16", save="converted"))
+    asked: dict[str, Any] = {"gates": (), "trust_remote_code": False, "progress": Silent()}
+    found = verify_output(tmp_path / "out", against="demo", level=None, **asked)
+    assert (found.level, found.passed) == ("values", True)
+    with pytest.raises(UsageError, match="were trained, not converted"):
+        verify_output(tmp_path / "out", against="demo", level="logits", **asked)
+    sent = push(tmp_path / "out", "me/x", private=False, dry_run=True, progress=Silent())
+    assert sent.message == "Add demo, fine-tuned, in bf16, by lpconv collage"
 
 
 @pytest.mark.parametrize(
