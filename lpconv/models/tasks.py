@@ -12,7 +12,7 @@ from transformers.models.auto.auto_factory import _get_model_class
 
 from lpconv.errors import UnsupportedError, UsageError
 
-__all__ = ["CLM", "MLM", "NONE", "TASKS", "Task", "architecture", "concrete", "find_task", "task_of"]
+__all__ = ["CLM", "MLM", "NONE", "TASKS", "Task", "architecture", "concrete", "find_task", "main_input", "task_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +82,8 @@ def find_task(config: Mapping[str, Any], name: str, *, has_labels: bool) -> Task
         return found
     if has_labels:
         return CLASSIFICATION
+    if "auto_map" in config:
+        architecture(config)
     raise UsageError(
         f"`{named or 'config.json'}` does not say what it is trained for",
         hint="pass --task mlm, clm, classification or seq2seq",
@@ -119,6 +121,12 @@ def _own_class(own: Mapping[str, Any], name: str, directory: Path) -> Any:
         if isinstance(reference, str) and reference.rpartition(".")[2] == name:
             return get_class_from_dynamic_module(reference, directory)
     raise UnsupportedError(f"auto_map of config.json does not say where `{name}` is", hint="add it there")
+
+
+def main_input(config: Mapping[str, Any]) -> str:
+    """The argument that the class of config.json's `architectures` reads; token ids where transformers has no such."""
+    found = getattr(transformers, (config.get("architectures") or [""])[0], None)
+    return str(getattr(found, "main_input_name", "input_ids"))
 
 
 def concrete(cls: Any, config: Any) -> Any:

@@ -61,7 +61,7 @@ def packed(
     return Examples(
         train=[{"input_ids": w} for w in train],
         held_out=[{"input_ids": w} for w in held_out],
-        words=f"{rows.words}: {len(train)} windows of {seq_len} tokens, {len(held_out)} held out",
+        words=f"{rows.words}: {len(train):,} windows of {seq_len} tokens, {len(held_out):,} held out",
     )
 
 
@@ -95,7 +95,7 @@ def classification(rows: Rows, tokenizer: Any, *, seq_len: int, vocab_size: int,
     return Examples(
         train=train,
         held_out=held_out,
-        words=f"{rows.words}: {len(train)} texts, {len(held_out)} held out, {len(names)} classes",
+        words=f"{rows.words}: {len(train):,} texts, {len(held_out):,} held out, {len(names)} classes",
         labels=names,
         notes=notes,
     )
@@ -104,7 +104,7 @@ def classification(rows: Rows, tokenizer: Any, *, seq_len: int, vocab_size: int,
 def sequence_pairs(rows: Rows, tokenizer: Any, *, seq_len: int, vocab_size: int) -> Examples:
     """Source texts and target texts, each cut to `seq_len`."""
     if rows.label is None:
-        raise UsageError("seq2seq needs a column of target texts", hint="--label-column")
+        raise UsageError("seq2seq needs a column of target texts", hint="--data FILE with --label-column NAME")
     if rows.held_out is None:
         raise InputError(f"{rows.words} has one row", hint="pass more rows, or --eval-data")
 
@@ -114,7 +114,9 @@ def sequence_pairs(rows: Rows, tokenizer: Any, *, seq_len: int, vocab_size: int)
         return [{"input_ids": x, "labels": y} for x, y in zip(sources, targets, strict=True)]
 
     train, held_out = examples(rows.train), examples(rows.held_out)
-    return Examples(train=train, held_out=held_out, words=f"{rows.words}: {len(train)} pairs, {len(held_out)} held out")
+    return Examples(
+        train=train, held_out=held_out, words=f"{rows.words}: {len(train):,} pairs, {len(held_out):,} held out"
+    )
 
 
 class Stream(Dataset[Example]):

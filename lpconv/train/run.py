@@ -17,7 +17,7 @@ from lpconv.errors import InputError, UnsupportedError, UsageError
 from lpconv.gates import FINETUNE_GATES
 from lpconv.models.inputs import sequence_length, vocabulary_size
 from lpconv.models.opening import read_config
-from lpconv.models.tasks import Task, find_task, task_of
+from lpconv.models.tasks import Task, find_task, main_input, task_of
 from lpconv.models.tokenizer import read_tokenizer, special_tokens
 from lpconv.progress import Progress, Silent
 from lpconv.report.finetune.card import finetune_card
@@ -117,6 +117,12 @@ def training_job(directory: Path, options: FinetuneOptions) -> TrainingJob:
     Raises an `LpconvError` for data that do not fit the model or the task, and where there is no room for its weights.
     """
     contents = read_contents(directory)
+    reads = main_input(contents.config)
+    if reads != "input_ids":
+        raise UnsupportedError(
+            f"`{directory.name}` reads `{reads}`, and only models of text are trained here",
+            hint="in Python, lpconv.scaled and lpconv.optim train any model",
+        )
     tokenizer = read_tokenizer(directory)
     if tokenizer is None:
         raise InputError(f"`{directory.name}` has no tokenizer", hint="copy its files beside the weights")
@@ -126,7 +132,7 @@ def training_job(directory: Path, options: FinetuneOptions) -> TrainingJob:
     task = find_task(contents.config, options.task, has_labels=rows.label is not None)
     _check_head(contents, options, task)
     if task.name == "classification" and rows.label is None:
-        raise UsageError("classification needs a column of labels", hint="--label-column")
+        raise UsageError("classification needs a column of labels", hint="--data FILE with --label-column NAME")
     config = read_config(contents, hint="lpconv trains what this release of transformers opens")
     seq_len = sequence_length(config, options.seq_len)
     sizes = {"seq_len": seq_len, "vocab_size": vocabulary_size(config)}

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from checkpoints import write_checkpoint
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from lpconv.errors import UsageError
+from lpconv.errors import UnsupportedError, UsageError
+from lpconv.models.tasks import find_task
 from lpconv.report.finetune.words import verdict
 from lpconv.results import FinetuneResult
 from lpconv.train.options import FinetuneOptions
@@ -110,6 +112,16 @@ def test_an_encoder_with_a_decoder_learns_targets(recipe: str, tmp_path: Path) -
     result = run(write_model(tmp_path / "t5", "t5"), recipe, tmp_path / "run", data=str(rows(tmp_path)))
     assert result.task == "seq2seq"
     assert result.runs[0].losses.values == pytest.approx(result.runs[1].losses.values, abs=0.1)
+
+
+def test_what_reads_no_text_is_refused_by_what_it_reads(tmp_path: Path) -> None:
+    config = {"model_type": "vit", "architectures": ["ViTForImageClassification"]}
+    write_checkpoint(tmp_path / "vit", config=config)
+    with pytest.raises(UnsupportedError, match="reads `pixel_values`, and only models of text are trained here"):
+        run(tmp_path / "vit", "fp32", tmp_path / "run")
+    own = {"architectures": ["MyLM"], "auto_map": {"AutoModel": "my.MyLM"}}
+    with pytest.raises(UnsupportedError, match="Python code of the checkpoint's own"):
+        find_task(own, "auto", has_labels=False)
 
 
 def test_what_a_bare_encoder_is_for_must_be_said(tmp_path: Path) -> None:

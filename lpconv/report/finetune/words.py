@@ -136,9 +136,10 @@ def held_out_words(result: FinetuneResult) -> str:
     if not result.held_out:
         return ""
     h = result.held_out[0]
+    examples = "example" if h.num_available == 1 else "examples"
     of_all = "" if h.num_examples == h.num_available else f" of {count_text(h.num_available)}"
     return (
-        f"On {count_text(h.num_examples)}{of_all} held-out examples; standard errors from batch to batch. "
+        f"On {count_text(h.num_examples)}{of_all} held-out {examples}; standard errors from batch to batch. "
         f"The guess is {guess(result)}, with the shares that training has."
     )
 

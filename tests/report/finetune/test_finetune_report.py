@@ -11,7 +11,7 @@ from lpconv.errors import InputError
 from lpconv.report.charts import Bar, Line, bar_plot, line_plot
 from lpconv.report.finetune.card import finetune_card
 from lpconv.report.finetune.html import html_finetune
-from lpconv.report.finetune.words import gap_rows, nothing_learned, verdict, worst_tracked
+from lpconv.report.finetune.words import gap_rows, held_out_words, nothing_learned, verdict, worst_tracked
 from lpconv.results import (
     FinetuneResult,
     GapRecord,
@@ -141,6 +141,11 @@ def test_the_card_names_base_model_and_licence_and_no_folder_of_this_machine() -
     assert (facts["license"], facts["base_model"], facts["base_model_relation"]) == ("mit", "a/b", "finetune")
     assert "/home/me" not in card
     assert "some/model fine-tuned" in finetune_card(result(card={"base_model": "some/model"}))
+
+
+def test_one_held_out_example_is_one() -> None:
+    one = dataclasses.replace(held_out("run", "eval_accuracy", 0.5, 0.6), num_examples=1, num_available=1)
+    assert held_out_words(result(held_out=(one,))).startswith("On 1 held-out example;")
 
 
 def test_a_line_breaks_where_a_value_is_not_finite() -> None:
