@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from lpconv.convert.options import ConvertOptions, parse_rule
+from lpconv.convert.options import ConvertOptions
+from lpconv.convert.patterns import parse_rule
 from lpconv.forms import FORMS
 from lpconv.methods import LPCONV, METHODS, Method
 from lpconv.options import make

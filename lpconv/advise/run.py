@@ -21,8 +21,8 @@ from lpconv.advise.subject import Subject, open_subject
 from lpconv.advise.time import Deadline
 from lpconv.advise.train import Trials
 from lpconv.bench.worker import measure_peaks
-from lpconv.convert.options import command_line
 from lpconv.convert.provenance import versions
+from lpconv.convert.settings import command_line
 from lpconv.errors import LpconvError
 from lpconv.models.quiet import quiet_transformers
 from lpconv.probe.answers import answer

@@ -15,7 +15,8 @@ from pydantic import WithJsonSchema
 from lpconv.bench.options import BenchOptions
 from lpconv.bench.outcome import problem, read_bench
 from lpconv.checkpoint.contents import read_json
-from lpconv.convert.options import ConvertOptions, settings_of
+from lpconv.convert.options import ConvertOptions
+from lpconv.convert.settings import settings_of
 from lpconv.errors import UsageError
 from lpconv.options import Declared, Option, make, options_of, size_option
 from lpconv.probe.options import ProbeOptions

@@ -20,7 +20,8 @@ from pydantic import (
 )
 
 from lpconv.batch.kinds import COMMON_FIELDS, DEFAULT_KIND, KINDS, MANIFEST_KEYS, MANIFEST_VERSION, SHARED_FIELDS
-from lpconv.convert.options import ConvertOptions, FormatRule, parse_rule
+from lpconv.convert.options import ConvertOptions
+from lpconv.convert.patterns import FormatRule, parse_rule
 from lpconv.errors import UsageError
 from lpconv.lookup import nearest
 from lpconv.options import Declared, check_value, options_of

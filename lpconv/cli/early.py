@@ -51,7 +51,7 @@ def before_conversion(
     """Of `lpconv convert`; gives back where to write. A dry run takes no place, a part one of its own."""
     from lpconv.checkpoint.remote_output import check_free_url
     from lpconv.checkpoint.staging import MARKER, check_apart, check_free
-    from lpconv.convert.options import settings_of
+    from lpconv.convert.settings import settings_of
 
     settings = settings_of(options)
     if output is not None and is_url(output):

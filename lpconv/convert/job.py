@@ -21,8 +21,9 @@ from lpconv.checkpoint.ties import tie_candidates
 from lpconv.checkpoint.unchanged import Watch, watch, watched_files
 from lpconv.convert.files import output_config, plain_config
 from lpconv.convert.memory import Memory, plan_memory
-from lpconv.convert.options import ConvertOptions, settings_of
+from lpconv.convert.options import ConvertOptions
 from lpconv.convert.plan import Plan, make_plan
+from lpconv.convert.settings import settings_of
 from lpconv.errors import InputError, ResourceError
 from lpconv.forms.decoded import is_coded, open_values
 from lpconv.gates import CONVERT_GATES, Gate

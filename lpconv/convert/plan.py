@@ -13,7 +13,8 @@ from lpconv.checkpoint.compressed import LinearModules
 from lpconv.checkpoint.header import DTYPE_BITS, TensorInfo, encode_header
 from lpconv.checkpoint.residual import RESIDUAL_FOLDER
 from lpconv.convert.defects import fused_groups
-from lpconv.convert.options import ConvertOptions, check_matches
+from lpconv.convert.options import ConvertOptions
+from lpconv.convert.patterns import check_matches
 from lpconv.convert.policy import decide
 from lpconv.errors import UnsupportedError
 from lpconv.formats.spec import Format

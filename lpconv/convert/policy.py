@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lpconv.checkpoint.header import DTYPE_BITS, TensorInfo
-from lpconv.convert.options import ConvertOptions, matches
+from lpconv.convert.options import ConvertOptions
+from lpconv.convert.patterns import matches
 from lpconv.formats.grains import grain_of
 from lpconv.formats.spec import FORMATS, Format
 from lpconv.forms import Form, Kept, Settings

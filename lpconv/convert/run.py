@@ -11,7 +11,7 @@ from lpconv.checkpoint.staging import Staging, check_free
 from lpconv.convert.files import CARD, copy_side_files, model_side_files, write_metadata, write_provenance, write_sums
 from lpconv.convert.finished import finished
 from lpconv.convert.job import Job, check_disk, disk_bytes, estimate_seconds, free_bytes, identity, prepare
-from lpconv.convert.options import ConvertOptions, command_line
+from lpconv.convert.options import ConvertOptions
 from lpconv.convert.parts import adopt_parts, checked_parts, remove_parts
 from lpconv.convert.provenance import (
     plan_warnings,
@@ -21,6 +21,7 @@ from lpconv.convert.provenance import (
     tensor_warnings,
     versions,
 )
+from lpconv.convert.settings import command_line
 from lpconv.convert.tensor_records import format_ranges, planned_record
 from lpconv.errors import UnsupportedError, VerificationError
 from lpconv.gates import needs_logits

@@ -10,10 +10,11 @@ from lpconv.checkpoint.contents import read_json
 from lpconv.checkpoint.staging import MARKER
 from lpconv.convert.files import INDEX, output_config, replaced_config, weight_index
 from lpconv.convert.job import Job, prepare
-from lpconv.convert.options import ConvertOptions, settings_of
+from lpconv.convert.options import ConvertOptions
 from lpconv.convert.plan import Plan, PlannedTensor
 from lpconv.convert.policy import settings_for
 from lpconv.convert.reader import OutputReader
+from lpconv.convert.settings import settings_of
 from lpconv.convert.verify_written import check_outputs, check_stored, output_problems, weights_problems
 from lpconv.errors import InputError, UnreadError, UnsupportedError, UsageError
 from lpconv.formats.spec import FORMATS

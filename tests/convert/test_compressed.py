@@ -18,7 +18,8 @@ import lpconv
 import lpconv.hf
 from lpconv.cli.main import app
 from lpconv.convert.inspect import inspect
-from lpconv.convert.options import ConvertOptions, FormatRule, matches
+from lpconv.convert.options import ConvertOptions
+from lpconv.convert.patterns import FormatRule, matches
 from lpconv.convert.run import convert, plan
 from lpconv.convert.scales import judged
 from lpconv.formats.grains import GRAINS

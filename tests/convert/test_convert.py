@@ -10,7 +10,8 @@ from checkpoints import rehash, write_checkpoint
 from convert_models import albert, minilm, tiny
 from safetensors.torch import load_file, save_file
 
-from lpconv.convert.options import ConvertOptions, FormatRule
+from lpconv.convert.options import ConvertOptions
+from lpconv.convert.patterns import FormatRule
 from lpconv.convert.reader import OutputReader
 from lpconv.convert.restore import restore
 from lpconv.convert.run import convert, plan

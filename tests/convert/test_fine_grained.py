@@ -23,7 +23,8 @@ from typer.testing import CliRunner
 import lpconv
 from lpconv.cli.main import app
 from lpconv.convert.inspect import inspect
-from lpconv.convert.options import ConvertOptions, FormatRule
+from lpconv.convert.options import ConvertOptions
+from lpconv.convert.patterns import FormatRule
 from lpconv.convert.run import convert
 from lpconv.errors import UnsupportedError
 from lpconv.forms.fine_grained import FineGrained

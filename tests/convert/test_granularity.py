@@ -17,9 +17,10 @@ import lpconv.formats
 import lpconv.hf
 from lpconv.checkpoint.contents import read_contents
 from lpconv.cli.main import app
-from lpconv.convert.options import ConvertOptions, command_line, settings_of
+from lpconv.convert.options import ConvertOptions
 from lpconv.convert.restore import restore
 from lpconv.convert.run import convert, plan
+from lpconv.convert.settings import command_line, settings_of
 from lpconv.convert.verify_output import verify_output
 from lpconv.data import demo_checkpoint
 from lpconv.errors import InputError, UsageError

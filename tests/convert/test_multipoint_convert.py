@@ -17,9 +17,11 @@ from transformers import AutoModelForCausalLM
 
 import lpconv.hf
 from lpconv.convert.inspect import inspect
-from lpconv.convert.options import ConvertOptions, FormatRule, settings_of
+from lpconv.convert.options import ConvertOptions
+from lpconv.convert.patterns import FormatRule
 from lpconv.convert.restore import restore
 from lpconv.convert.run import convert, plan
+from lpconv.convert.settings import settings_of
 from lpconv.convert.verify_output import verify_output
 from lpconv.data import demo_checkpoint
 from lpconv.errors import InputError, UnsupportedError, UsageError

@@ -8,7 +8,7 @@ import torch
 from checkpoints import Run, bits_of, refusal, write_checkpoint
 from safetensors.torch import load_file
 
-from lpconv.convert.options import FormatRule
+from lpconv.convert.patterns import FormatRule
 from lpconv.convert.reader import OutputReader
 from lpconv.convert.restore import restore
 from lpconv.errors import (

@@ -238,7 +238,7 @@ class TestRestoring:
     ids=str,
 )
 def test_a_pattern_that_matches_nothing(run: Run, output: Path, options: Any) -> None:
-    from lpconv.convert.options import FormatRule
+    from lpconv.convert.patterns import FormatRule
 
     asked = {"rules": (FormatRule(pattern="layer.wieght", format="keep"),)} if options == "rule" else options
     with pytest.raises(UsageError, match="matches no tensor") as caught:

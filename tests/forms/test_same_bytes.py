@@ -19,7 +19,8 @@ import torch
 from checkpoints import write_checkpoint
 from torch import Tensor
 
-from lpconv.convert.options import ConvertOptions, FormatRule
+from lpconv.convert.options import ConvertOptions
+from lpconv.convert.patterns import FormatRule
 from lpconv.convert.run import convert
 from lpconv.data import demo_checkpoint
 

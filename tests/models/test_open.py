@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM, MixtralConfig
 
 import lpconv.hf
-from lpconv.convert.options import ConvertOptions, FormatRule
+from lpconv.convert.options import ConvertOptions
+from lpconv.convert.patterns import FormatRule
 from lpconv.convert.run import convert
 from lpconv.data import demo_checkpoint
 

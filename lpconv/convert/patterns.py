@@ -1,0 +1,57 @@
+"""Which tensors a pattern means, and the format that a rule gives them."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from lpconv.errors import UsageError
+from lpconv.formats.spec import get_format
+from lpconv.lookup import nearest_name
+
+__all__ = ["FormatRule", "check_matches", "check_pattern", "matches", "parse_rule"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FormatRule:
+    """Tensors whose name matches `pattern` take `format`, or keep their own where it is ``keep``."""
+
+    pattern: str
+    format: str
+
+
+def parse_rule(text: str) -> FormatRule:
+    """``PATTERN=FORMAT`` as a rule; FORMAT may be ``keep``. The last ``=`` separates."""
+    pattern, separator, name = text.rpartition("=")
+    if not separator or not pattern:
+        raise UsageError(f"rule `{text}` is not PATTERN=FORMAT", hint="for example --rule 'lm_head*=keep'")
+    if name != "keep":
+        get_format(name)
+    return FormatRule(pattern=pattern, format=name)
+
+
+def check_pattern(pattern: str) -> None:
+    """Raise UsageError for what is no regular expression after ``re:``."""
+    if not pattern.startswith("re:"):
+        return
+    try:
+        re.compile(pattern[3:])
+    except (re.error, OverflowError, RecursionError) as e:
+        raise UsageError(f"pattern `{pattern}` is no regular expression: {e}", hint="escape dots as \\.") from e
+
+
+def check_matches(pattern: str, names: Iterable[str], *, what: str = "tensor") -> None:
+    """Raise UsageError, with the nearest name, unless a pattern matches one of `names`: a typo must not pass."""
+    names = list(names)
+    if any(matches(pattern, n) for n in names):
+        return
+    near = nearest_name(pattern.removeprefix("re:").strip("*.^$"), names)
+    hint = f"did you mean `{near}`?" if near else "`lpconv inspect MODEL` lists the names"
+    raise UsageError(f"pattern `{pattern}` matches no {what}", hint=hint)
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a tensor name fits a pattern: a glob over the whole name, or ``re:`` and an expression found anywhere."""
+    if pattern.startswith("re:"):
+        return re.search(pattern[3:], name) is not None
+    return fnmatchcase(name, pattern)
