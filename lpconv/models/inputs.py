@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.models.auto.modeling_auto import MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES
 
 from lpconv.errors import UnsupportedError, UsageError
+from lpconv.models.tasks import TEXT_AND_IMAGE
 
 __all__ = [
     "axes_of",
@@ -30,7 +30,6 @@ __all__ = [
 _BATCH, _LENGTH, _SEED = 2, 32, 0
 _SEQ_LEN = 128
 _SAMPLES = 8000  # of sound: half a second at the usual 16 kHz
-_TEXT_AND_IMAGE = frozenset(MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES.values())
 # Their positions count from the padding id on, so two of them are no tokens.
 _OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert", "xlm-roberta-xl", "mpnet")
 # No two axes of one length, nor of a length that a model's own axes are likely to have: torch.export would take strides
@@ -85,7 +84,7 @@ def inputs_for(model_class: Any, config: Any, *, main: str | None = None) -> dic
     if kind is None:
         raise UnsupportedError(f"no example inputs for a model that reads `{main}`", hint="use --verify weights")
     inputs = kind.make(config, torch.Generator().manual_seed(_SEED))
-    if model_class.__name__ in _TEXT_AND_IMAGE:
+    if model_class.__name__ in TEXT_AND_IMAGE:
         inputs |= _token_ids(config, torch.Generator().manual_seed(_SEED))
         inputs |= _pixels(config.vision_config, torch.Generator().manual_seed(_SEED + 1))
     if getattr(config, "is_encoder_decoder", False):

@@ -21,7 +21,7 @@ from lpconv.models.load import load_with_missing
 from lpconv.models.plugin import LpconvQuantizer
 from lpconv.models.presets import PRESETS
 from lpconv.models.quiet import quiet_transformers
-from lpconv.models.tasks import Task, architecture, concrete, task_of
+from lpconv.models.tasks import Task, architecture, concrete, main_input, task_of
 
 __all__ = [
     "Blueprint",
@@ -173,7 +173,7 @@ def reads_text(contents: Contents, *, hint: str) -> Any:
     cls = concrete(architecture(contents.config), config)
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedError(f"`{cls.__name__}` is an encoder with a decoder, which does not run here", hint=hint)
-    reads = getattr(cls, "main_input_name", "input_ids")
+    reads = main_input(contents.config)
     if reads != "input_ids":
         raise UnsupportedError(f"`{cls.__name__}` reads `{reads}`, not token ids", hint=hint)
     return config

@@ -12,7 +12,19 @@ from transformers.models.auto.auto_factory import _get_model_class
 
 from lpconv.errors import UnsupportedError, UsageError
 
-__all__ = ["CLM", "MLM", "NONE", "TASKS", "Task", "architecture", "concrete", "find_task", "main_input", "task_of"]
+__all__ = [
+    "CLM",
+    "MLM",
+    "NONE",
+    "TASKS",
+    "TEXT_AND_IMAGE",
+    "Task",
+    "architecture",
+    "concrete",
+    "find_task",
+    "main_input",
+    "task_of",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +73,8 @@ NONE = Task(
     auto=transformers.AutoModel,
     mapping={},
 )
+# Classes that say which texts and images belong together.
+TEXT_AND_IMAGE = frozenset(modeling_auto.MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES.values())
 TASKS = {t.name: t for t in (SEQ2SEQ, CLASSIFICATION, MLM, CLM)}
 
 
@@ -124,9 +138,11 @@ def _own_class(own: Mapping[str, Any], name: str, directory: Path) -> Any:
 
 
 def main_input(config: Mapping[str, Any]) -> str:
-    """The argument that the class of config.json's `architectures` reads; token ids where transformers has no such."""
-    found = getattr(transformers, (config.get("architectures") or [""])[0], None)
-    return str(getattr(found, "main_input_name", "input_ids"))
+    """What the class of config.json's `architectures` reads, by argument; token ids where transformers has none."""
+    name = (config.get("architectures") or [""])[0]
+    if name in TEXT_AND_IMAGE:
+        return "input_ids, pixel_values"
+    return str(getattr(getattr(transformers, name, None), "main_input_name", "input_ids"))
 
 
 def concrete(cls: Any, config: Any) -> Any:

@@ -33,8 +33,8 @@ class Line:
         return f"line series-{self.colour % NUM_SHAPES}" + (" dashed" if self.is_dashed else "")
 
 
-def line_plot(name: str, title: str, description: str, lines: Sequence[Line], *, x_label: str = "step") -> Plot | None:
-    """The finite points of the lines over a common axis, which the title names; None where there are none."""
+def line_plot(name: str, title: str, description: str, lines: Sequence[Line]) -> Plot | None:
+    """The finite points of the lines over the steps, on an axis that the title names; None where there are none."""
     points = [(s, v) for line in lines for s, v in zip(line.series.steps, line.series.values, strict=True)]
     points = [(s, v) for s, v in points if math.isfinite(v)]
     if not points:
@@ -49,7 +49,7 @@ def line_plot(name: str, title: str, description: str, lines: Sequence[Line], *,
         name=name,
         title=title,
         description=description,
-        x_label=x_label,
+        x_label="step",
         x_ticks=uncut(Tick(position=across.at(s), label=str(s)) for s in _step_ticks(last)),
         y_ticks=_value_ticks(up),
         marks=tuple(Mark(kind=line.kind, path=_path(line.series, across, up), title=line.label) for line in lines),

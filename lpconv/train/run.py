@@ -121,7 +121,7 @@ def training_job(directory: Path, options: FinetuneOptions) -> TrainingJob:
     if reads != "input_ids":
         raise UnsupportedError(
             f"`{directory.name}` reads `{reads}`, and only models of text are trained here",
-            hint="in Python, lpconv.scaled and lpconv.optim train any model",
+            hint="in Python, lpconv.scaled and lpconv.optim take any model",
         )
     tokenizer = read_tokenizer(directory)
     if tokenizer is None:

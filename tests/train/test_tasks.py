@@ -11,7 +11,7 @@ from checkpoints import write_checkpoint
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from lpconv.errors import UnsupportedError, UsageError
-from lpconv.models.tasks import find_task
+from lpconv.models.tasks import find_task, main_input
 from lpconv.report.finetune.words import verdict
 from lpconv.results import FinetuneResult
 from lpconv.train.options import FinetuneOptions
@@ -119,6 +119,7 @@ def test_what_reads_no_text_is_refused_by_what_it_reads(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "vit", config=config)
     with pytest.raises(UnsupportedError, match="reads `pixel_values`, and only models of text are trained here"):
         run(tmp_path / "vit", "fp32", tmp_path / "run")
+    assert main_input({"architectures": ["CLIPModel"]}) == "input_ids, pixel_values"
     own = {"architectures": ["MyLM"], "auto_map": {"AutoModel": "my.MyLM"}}
     with pytest.raises(UnsupportedError, match="Python code of the checkpoint's own"):
         find_task(own, "auto", has_labels=False)
