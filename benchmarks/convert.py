@@ -1,22 +1,29 @@
 """Time `lpconv convert` against `cp` and against transformers, on synthetic checkpoints.
 
     python benchmarks/convert.py --work DIRECTORY [--sizes 2GB,8GB] [--dtypes float32,bfloat16] [--rounds 5]
+    python benchmarks/convert.py --work DIRECTORY --sizes 13.5GB --dtypes bfloat16 --cases "cp,unit e4m3fn" --verify \
+        --before TREE --rounds 1
 
 Each case is a process of its own:
 
 - `cp` copies the checkpoint and syncs every file of the copy.
 - A method and format is `lpconv convert --verify weights` with its hashes, checks and reports; it syncs its output.
+- With `--verify` each output is compared by `lpconv verify --level weights` as well, which reads source and output.
 - `transformers` loads the checkpoint, casts it to float16 and saves it. It does not sync, which is in its favour.
 
 Cases take turns, once per round, so that whatever else the machine does hits all of them, and a case is compared with
-`cp` of the same round. A rate counts bytes read plus bytes written. The source is read once before the first round, so
-it comes from the page cache as long as memory allows. Outputs are removed after each run. Before each run the disk
-finishes what the last one left, and the machine rests for some seconds: a virtual machine may hand freed memory back to
-its host, and a run right after another that freed some would start with an advantage.
+`cp` of the same round. With `--before`, a folder with another lpconv, both convert in turn. `of SHA-256` is the time
+that one core takes to hash as many bytes as the output has, measured right before, over the time of the case. A rate
+counts bytes read plus bytes written. The source is read once before the first round, so it comes from the page cache as
+long as memory allows. Outputs are removed after each run. Before each run the disk finishes what the last one left, and
+the machine rests for some seconds: a virtual machine may hand freed memory back to its host, and a run right after
+another that freed some would start with an advantage. A checkpoint takes its size of disk, and as much again while one
+is copied.
 """
 
 import argparse
 import dataclasses
+import hashlib
 import json
 import os
 import platform
@@ -37,7 +44,8 @@ __all__ = ["CASES", "Case", "Measurement", "Subject", "machine", "measure", "sub
 _RESULTS = Path(__file__).parent / "results"
 _SYNTHETIC = Path(__file__).with_name("synthetic.py")
 _COLUMNS = ("source", "case", "GB in + out", "s", "least to most", "reported s", "GB/s", "of cp", "of transformers",
-            "CPU s", "peak RSS, MB")  # fmt: skip
+            "of SHA-256", "CPU s", "peak RSS, MB")  # fmt: skip
+_HERE = Path(__file__).parent.parent
 _SOURCE, _OUTPUT = "SOURCE", "OUTPUT"
 _COPY = 'cp -r "$0" "$1" && sync "$1"/*'
 _TRANSFORMERS = """
@@ -49,10 +57,14 @@ model.save_pretrained(sys.argv[2])
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Something to time: a command, in which the words SOURCE and OUTPUT stand for the two directories."""
+    """Something to time: a command, in which the words SOURCE and OUTPUT stand for the two directories.
+
+    `tree` is the folder whose lpconv runs, None for other commands.
+    """
 
     name: str
     command: tuple[str, ...]
+    tree: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +78,8 @@ class Subject:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One run. `cpu_s` is user and system time; `reported_s` is what lpconv itself says, None for other commands."""
+    """One run. `cpu_s` is user and system time; `reported_s` is what lpconv itself says, None for other commands;
+    `sha256_s` is what hashing the output takes on one core."""
 
     size: str
     dtype: str
@@ -78,6 +91,7 @@ class Measurement:
     cpu_s: float
     peak_rss_bytes: int
     reported_s: float | None
+    sha256_s: float | None = None
 
     @property
     def rate(self) -> float:
@@ -90,7 +104,13 @@ def _lpconv(method: str, fmt: str, residual: str | None = None) -> Case:
     command += ["--format", fmt, "--verify", "weights", "--json", "--quiet"]
     if residual is not None:
         command += ["--residual", residual]
-    return Case(name=f"{method} {residual or fmt}", command=tuple(command))
+    return Case(name=f"{method} {residual or fmt}", command=tuple(command), tree=_HERE)
+
+
+def _verifying(case: Case) -> Case:
+    """The check of the output that a conversion has just left."""
+    words = ("-m", "lpconv", "verify", _OUTPUT, "--against", _SOURCE, "--level", "weights", "--json", "--quiet")
+    return dataclasses.replace(case, name=f"verify {case.name}", command=(sys.executable, *words))
 
 
 CASES = {
@@ -106,13 +126,17 @@ CASES = {
 
 
 def measure(case: Case, subject: Subject, output: Path, *, index: int, rest_s: float) -> Measurement:
-    """Run a case once, in round `index`, and remove what it wrote. Raises RuntimeError where it fails."""
+    """Run a case once, in round `index`. Raises RuntimeError where it fails."""
     os.sync()
     time.sleep(rest_s)
+    hashing = _sha256_rate()
+    environment = os.environ if case.tree is None else os.environ | {"PYTHONPATH": str(case.tree)}
     words = {_SOURCE: str(subject.directory), _OUTPUT: str(output)}
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
         started = time.perf_counter()
-        process = subprocess.Popen([words.get(w, w) for w in case.command], stdout=stdout, stderr=stderr)
+        process = subprocess.Popen(
+            [words.get(w, w) for w in case.command], stdout=stdout, stderr=stderr, env=environment, cwd=output.parent
+        )
         _, status, usage = os.wait4(process.pid, 0)
         wall_s = time.perf_counter() - started
         process.returncode = os.waitstatus_to_exitcode(status)
@@ -122,7 +146,6 @@ def measure(case: Case, subject: Subject, output: Path, *, index: int, rest_s: f
         stdout.seek(0)
         printed = stdout.read()
     bytes_out = _size_bytes(output)
-    shutil.rmtree(output)
     report = json.loads(printed) if printed else {}
     return Measurement(
         size=subject.size,
@@ -136,7 +159,19 @@ def measure(case: Case, subject: Subject, output: Path, *, index: int, rest_s: f
         # What the system says of a child is never below what this process took when it started it.
         peak_rss_bytes=report.get("peak_rss_bytes", usage.ru_maxrss * 1024),
         reported_s=report.get("seconds"),
+        sha256_s=bytes_out / hashing,
     )
+
+
+def _sha256_rate() -> float:
+    """Bytes per second that one core hashes."""
+    data, rates = bytes(2**20), []
+    for _ in range(5):
+        started = time.perf_counter()
+        for _ in range(32):
+            hashlib.sha256(data)
+        rates.append(32 * len(data) / (time.perf_counter() - started))
+    return max(rates)
 
 
 def table(measurements: Sequence[Measurement]) -> str:
@@ -160,6 +195,7 @@ def _row(measurements: Sequence[Measurement], size: str, dtype: str, case: str) 
         _median([m.rate / 1e9 for m in runs]),
         _median(_ratios(runs, [m for m in of_subject if m.case == "cp"])),
         _median(_ratios(runs, [m for m in of_subject if m.case == "transformers"])),
+        _median([m.sha256_s / m.wall_s for m in runs if m.sha256_s is not None]),
         _median([m.cpu_s for m in runs]),
         f"{max(m.peak_rss_bytes for m in runs) / 1e6:.0f}",
     )
@@ -195,15 +231,25 @@ def _warm(directory: Path) -> None:
 
 
 def _runs(
-    subjects: Sequence[Subject], cases: Sequence[Case], output: Path, *, rounds: int, rest_s: float
+    subjects: Sequence[Subject], cases: Sequence[Case], output: Path, *, rounds: int, rest_s: float, verifies: bool
 ) -> Iterator[Measurement]:
     for subject in subjects:
         _warm(subject.directory)
         for index in range(rounds):
             for case in cases:
-                m = measure(case, subject, output, index=index, rest_s=rest_s)
-                print(f"{m.size} {m.dtype} {m.case}: {m.wall_s:.2f} s, {m.rate / 1e9:.2f} GB/s", file=sys.stderr)
-                yield m
+                for each in [case, _verifying(case)] if verifies and case.tree else [case]:
+                    m = measure(each, subject, output, index=index, rest_s=rest_s)
+                    print(f"{m.size} {m.dtype} {m.case}: {m.wall_s:.2f} s, {m.rate / 1e9:.2f} GB/s", file=sys.stderr)
+                    yield m
+                shutil.rmtree(output)
+
+
+def _in_turn(names: Sequence[str], before: Path | None) -> Iterator[Case]:
+    """The cases, those of lpconv by the other one first."""
+    for case in (CASES[n] for n in names):
+        if before is not None and case.tree is not None:
+            yield dataclasses.replace(case, name=f"{case.name}, before", tree=before.resolve())
+        yield case
 
 
 def machine(work: Path) -> dict[str, object]:
@@ -236,6 +282,7 @@ def _command(args: argparse.Namespace) -> str:
     """The command that made the results, with the work folder left open."""
     lists = {name: ",".join(getattr(args, name)) for name in ("sizes", "dtypes", "cases")}
     words = [word for name, value in lists.items() for word in (f"--{name}", value)]
+    words += (["--verify"] if args.verify else []) + (["--before", "TREE"] if args.before else [])
     return shlex.join(["python", "benchmarks/convert.py", "--work", "DIRECTORY", *words, "--rounds", str(args.rounds)])
 
 
@@ -249,17 +296,20 @@ def _main() -> None:
     parser.add_argument("--sizes", type=_names, default=["2GB", "8GB"])
     parser.add_argument("--dtypes", type=_names, default=["float32", "bfloat16"])
     parser.add_argument("--cases", type=_names, default=list(CASES), help=", ".join(CASES))
+    parser.add_argument("--verify", action="store_true", help="time `lpconv verify --level weights` too")
+    parser.add_argument("--before", type=Path, help="folder of another lpconv", metavar="TREE")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rest", type=float, default=3, help="seconds before each run", metavar="SECONDS")
     parser.add_argument("--results", type=Path, default=_RESULTS)
     args = parser.parse_args()
+    args.work = args.work.resolve()
     args.work.mkdir(parents=True, exist_ok=True)
     context = {"command": _command(args), **machine(args.work), **versions()}
-    cases = [CASES[name] for name in args.cases]
+    cases = list(_in_turn(args.cases, args.before))
     subjects = [subject_in(args.work, size, dtype) for size in args.sizes for dtype in args.dtypes]
     with tempfile.TemporaryDirectory(dir=args.work) as folder:
-        runs = _runs(subjects, cases, Path(folder) / "output", rounds=args.rounds, rest_s=args.rest)
-        measurements = list(runs)
+        output, rounds = Path(folder) / "output", args.rounds
+        measurements = list(_runs(subjects, cases, output, rounds=rounds, rest_s=args.rest, verifies=args.verify))
     _save(measurements, context, args.results)
     print(table(measurements), end="")
 

@@ -23,6 +23,7 @@ from benchmarks.convert import Case, Measurement, Subject, machine, measure, sub
 
 _COMMON = ("--method", "unit", "--format", "e4m3fn", "--granularity", "row", "--layout", "compressed-tensors",
            "--exclude", "lm_head*", "--exclude", "*embed_tokens*", "--json", "--quiet")  # fmt: skip
+_HERE = Path(__file__).parent.parent
 _PEER = """
 import sys
 sys.path.append(sys.argv[3])
@@ -38,7 +39,7 @@ def cases(site: Path) -> list[Case]:
     ours = (sys.executable, "-m", "lpconv", "convert", "SOURCE", "--output", "OUTPUT", *_COMMON)
     theirs = (sys.executable, "-c", _PEER, "SOURCE", "OUTPUT", str(site))
     return [
-        *(Case(name=f"lpconv --verify {v}", command=(*ours, "--verify", v)) for v in ("none", "weights")),
+        *(Case(name=f"lpconv --verify {v}", command=(*ours, "--verify", v), tree=_HERE) for v in ("none", "weights")),
         *(Case(name=f"model_free_ptq, max_workers={n}", command=(*theirs, n)) for n in ("1", "2")),
     ]
 
@@ -62,6 +63,7 @@ def _main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results/model-free.json")
     args = parser.parse_args()
+    args.work, args.site = args.work.resolve(), args.site.resolve()
     args.work.mkdir(parents=True, exist_ok=True)
     found: list[Measurement] = []
     subject: Subject = subject_in(args.work, args.size, "bfloat16")

@@ -74,9 +74,13 @@ def test_the_command_writes_results_and_leaves_only_the_checkpoint(tmp_path: Pat
     work, results = tmp_path / "work", tmp_path / "results"
     command = [sys.executable, "benchmarks/convert.py", "--work", str(work), "--results", str(results)]
     command += ["--sizes", "40MB", "--dtypes", "bfloat16", "--cases", "cp,unit e4m3fn", "--rounds", "1", "--rest", "0"]
+    command += ["--verify", "--before", str(ROOT)]
     subprocess.run(command, check=True, capture_output=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": "."})
     document = json.loads((results / "convert.json").read_text())
-    copied, converted = document["measurements"]
+    copied, before, _, converted, verified = document["measurements"]
+    assert [before["case"], verified["case"]] == ["unit e4m3fn, before", "verify unit e4m3fn"]
+    assert before["bytes_out"] == converted["bytes_out"] == verified["bytes_out"]
+    assert 0 < converted["sha256_s"] < converted["wall_s"]
     assert copied["bytes_out"] == copied["bytes_in"]
     assert converted["bytes_in"] * 0.4 < converted["bytes_out"] < converted["bytes_in"] * 1.1
     assert 0 < converted["reported_s"] < converted["wall_s"]
