@@ -8,11 +8,14 @@ import csv
 import functools
 import json
 import logging
+import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lpconv.checkpoint.hub import why_unreachable
 from lpconv.checkpoint.resolve import looks_like_path
 from lpconv.data import demo_text
 from lpconv.errors import InputError, UsageError
@@ -28,6 +31,7 @@ _BUILDERS = {
     ".parquet": "parquet",
 }  # fmt: skip
 _TEXTS, _LABELS = ("text", "sentence", "content", "source", "input"), ("label", "labels", "target", "output", "summary")
+_OFFLINE_HINT = "offline it must be in the cache; a local file is known by its ending, such as .jsonl"
 _QUICK_BYTES = 64 * 2**20  # read in about a second
 
 
@@ -42,9 +46,11 @@ def is_text(name: str) -> bool:
 
 
 def check_data(options: FinetuneOptions) -> None:
-    """Raises InputError for a file that is missing or empty, and UsageError for a column that its head lacks."""
+    """Raises InputError for a file that is missing or empty, or a data set that cannot be had, and UsageError for a
+    column that its head lacks."""
     for name in filter(None, (options.data, options.eval_data)):
         if not _is_file_name(name):
+            _check_within_reach(name)
             continue
         path = Path(name)
         if not path.is_file():
@@ -54,6 +60,26 @@ def check_data(options: FinetuneOptions) -> None:
         columns = _columns(path) if name == options.data else None
         if columns is not None:
             _choose_columns(columns, options)
+
+
+def _check_within_reach(name: str) -> None:
+    """Raises InputError for a data set that is in no cache while the hub cannot be asked.
+
+    `datasets` would take seconds to import, and try again and again.
+    """
+    from huggingface_hub import constants
+
+    cache = Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME, "datasets")).expanduser()
+    wanted = _plain(name.rpartition("/")[2])
+    if any(wanted == _plain(p.name.rpartition("___")[2]) for p in cache.glob("*")):
+        return
+    why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else why_unreachable(constants.ENDPOINT)
+    if why is not None:
+        raise InputError(f"cannot get the data set `{name}`: it is not in the cache, and {why}", hint=_OFFLINE_HINT)
+
+
+def _plain(name: str) -> str:
+    return re.sub("[^a-z0-9]", "", name.lower())  # the cache writes capitals in another way
 
 
 def _choose_columns(columns: Sequence[str], options: FinetuneOptions) -> tuple[str, str | None]:
@@ -170,7 +196,7 @@ def _splits(name: str) -> tuple[Any, Any | None]:
     except Exception as e:  # datasets raises a dozen kinds, connection errors among them
         raise InputError(
             f"cannot get the data set `{name}`: {str(e).splitlines()[0] if str(e) else type(e).__name__}",
-            hint="offline it must be in the cache; a local file is known by its ending, such as .jsonl",
+            hint=_OFFLINE_HINT,
         ) from e
     train = found.get("train") or next(iter(found.values()))
     return train, next((found[s] for s in ("validation", "test") if s in found), None)

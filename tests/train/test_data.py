@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from lpconv.data import demo_checkpoint
 from lpconv.errors import InputError, LpconvError, UsageError
-from lpconv.train.data import read_rows
+from lpconv.train.data import check_data, read_rows
 from lpconv.train.examples import Collator, Stream, classification, packed
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.recipes import arithmetic
@@ -101,6 +101,16 @@ def test_a_data_set_of_the_hub_offline_is_refused() -> None:
     with pytest.raises(InputError, match="cannot get the data set") as caught:
         read_rows(options("nobody/no-such-data"))
     assert "cache" in (caught.value.hint or "")
+
+
+def test_a_data_set_in_the_cache_is_left_to_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    (tmp_path / "nobody___no_such_data").mkdir()
+    check_data(options("nobody/No-Such-Data"))
+    for name in ("nobody/data", "nobody/no-such"):
+        with pytest.raises(InputError, match="HF_HUB_OFFLINE is set"):
+            check_data(options(name))
 
 
 def test_a_missing_column_names_the_nearest(tmp_path: Path) -> None:
