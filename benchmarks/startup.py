@@ -3,8 +3,9 @@
     python benchmarks/startup.py [--before TREE] [--rounds 5] [--only WORDS …] [--results FILE]
 
 `first` is when the first byte comes on stdout or stderr, `end` when the process has ended, `cpu` its user and system
-time, which says more than the others where something else runs. With `--before`, a folder with another lpconv, both
-take turns, so that whatever else the machine does hits both. Files of modules are compiled before the first round.
+time, which says more than the others where something else runs. Commands after which `without network` stands may ask
+the hub, at an address where none is; all others are told to be offline. With `--before`, a folder with another lpconv,
+both take turns, so that whatever else the machine does hits both. Files of modules are compiled before the first round.
 """
 
 import argparse
@@ -27,19 +28,31 @@ __all__ = ["ERRORS", "RESULTS", "Measurement", "measure", "table"]
 _HERE = Path(__file__).parent.parent
 _RESULTS = Path(__file__).parent / "results/startup.json"
 _OUT = "{new}"  # a folder that is not there yet
+_ASKING = ", without network"
+_NOWHERE = "http://192.0.2.1"  # reserved for documentation, RFC 5737
+_OFFLINE = {"HF_HUB_OFFLINE": "1"}
+_LOST = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": _NOWHERE}
 
 # What is found by arguments alone, or with a look at a file; then, what a name on the hub takes without a network.
 ERRORS = (
     "convert demo --method units", "convert demo --gate snr>1", "convert nosuch", "convert demo -o done",
     "finetune demo --data none.txt", "finetune demo --data a.csv --text-column txet", "finetune demo --gate los<=1",
     "finetune demo --log-to foo", "bench nosuch", "bench --mode trian", "probe demo --data none.txt",
-    "advise demo --budget quallity=1", "export onnx nosuch -o x", "restore nosuch -o x", "verify nosuch",
-    "batch none.yaml", "report nosuch", "inspect nosuch",
+    "advise demo --budget quallity=1", "advise nosuch", "export onnx nosuch -o x", "restore nosuch -o x",
+    "verify nosuch", "batch none.yaml", "report nosuch", "inspect nosuch", "init nosuch -o x", "repair nosuch -o x",
+    "push nosuch me/model", "doctor --alias", "demo --outputs x", "convert me/model", "finetune demo --data me/data",
+    f"convert me/model{_ASKING}", f"finetune demo --data me/data{_ASKING}", f"advise me/model{_ASKING}",
+    f"bench me/model{_ASKING}", f"init me/model --reinit -o x{_ASKING}", f"push verified me/model{_ASKING}",
 )  # fmt: skip
 RESULTS = (
     "--help", "", "doctor", "doctor --aliases", "inspect demo", "inspect done", "report done", "report done other",
     "convert demo --dry-run", "convert demo --verify none -o {new}", "convert demo -o {new}", "verify done",
     "verify done --against demo --level weights", "restore done -o {new}", "probe demo -o {new} --steps 1",
+    "push verified me/model --dry-run", "repair layout -o {new}", "export onnx done -o {new}", "demo -o {new}",
+    "init demo --reinit --width 64 --layers 1 -o {new}", "batch jobs.yaml",
+    "batch jobs.yaml --dry-run", "advise demo -o {new} --budget minutes=1",
+    "finetune demo --recipe fp32 --steps 1 --seq-len 32 --batch-size 2 --eval-batches 1 --twin none -o {new}",
+    "bench demo --format bf16 --compile off --min-iters 1 --min-time 0 --rounds 1 --launches 1 --seq 32",
 )  # fmt: skip
 
 
@@ -58,9 +71,10 @@ class Measurement:
 def measure(command: str, tree: Path, folder: Path, *, label: str) -> Measurement:
     """Run a command of the lpconv in `tree` once, in `folder`."""
     new = Path(tempfile.mkdtemp(dir=folder)) / "new"
-    words = [sys.executable, "-m", "lpconv", *(str(new) if w == _OUT else w for w in command.split())]
+    arguments = command.removesuffix(_ASKING).split()
+    words = [sys.executable, "-m", "lpconv", *(str(new) if w == _OUT else w for w in arguments)]
     inherited = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
-    environment = inherited | {"PYTHONPATH": str(tree), "HF_HUB_OFFLINE": "1"}
+    environment = inherited | {"PYTHONPATH": str(tree)} | (_LOST if command.endswith(_ASKING) else _OFFLINE)
     started = time.perf_counter()
     process = subprocess.Popen(words, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     first_s = _first_output(process)
@@ -80,9 +94,10 @@ def measure(command: str, tree: Path, folder: Path, *, label: str) -> Measuremen
 def _first_output(process: "subprocess.Popen[bytes]") -> float:
     """When it came; everything is read, so that the process can end."""
     first = None
-    with selectors.DefaultSelector() as streams:
+    assert process.stdout is not None
+    assert process.stderr is not None
+    with selectors.DefaultSelector() as streams, process.stdout, process.stderr:
         for stream in (process.stdout, process.stderr):
-            assert stream is not None
             streams.register(stream, selectors.EVENT_READ)
         while streams.get_map():
             for key, _ in streams.select():
@@ -114,9 +129,12 @@ def _cells(runs: Sequence[Measurement]) -> Iterator[str]:
 
 def _prepared(folder: Path) -> None:
     (folder / "a.csv").write_text("text,label\nx,1\n", encoding="utf-8")
-    for name in ("done", "other"):
-        made = measure(f"convert demo --format e4m3fn --verify none -o {name}", _HERE, folder, label="")
-        assert made.exit_code == 0, made
+    job = {"id": "one", "model": "demo", "output": "job", "verify": "none", "force": True}
+    (folder / "jobs.yaml").write_text(json.dumps({"version": 1, "jobs": [job]}), encoding="utf-8")
+    made = {"done": "none", "other": "none", "verified": "weights", "layout": "none --layout compressed-tensors"}
+    for name, level in made.items():
+        done = measure(f"convert demo --format e4m3fn --verify {level} -o {name}", _HERE, folder, label="")
+        assert done.exit_code == 0, done
 
 
 def _main() -> None:
