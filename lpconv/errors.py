@@ -9,6 +9,7 @@
     ├── BatchError           6   a batch ran to its end and some jobs failed
     ├── ResourceError        7   not enough memory, disk or GPU memory
     ├── OutputExistsError    8   the output is there and neither resume nor force was asked for
+    ├── PeerLostError        9   another process of the same run has gone
     └── InterruptedRunError  130 or 143, by the signal
 
 Anything else that reaches the command line is a bug of ours and ends with exit code 1.
@@ -26,6 +27,7 @@ __all__ = [
     "InterruptedRunError",
     "LpconvError",
     "OutputExistsError",
+    "PeerLostError",
     "ResourceError",
     "UnreadError",
     "UnsupportedError",
@@ -37,6 +39,8 @@ __all__ = [
 
 # What a disk has no room for, or does not let anybody write.
 _NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
+# What torch says of ranks that it cannot talk to: by the type of the error, or, of gloo, by the file that raised it.
+_PEER_LOST = ("DistBackendError", "DistNetworkError", "DistStoreError")
 _NOT_WRITTEN_BY_TORCH = ("PytorchStreamWriter failed", "unexpected pos", "iostream error")  # torch.save names no reason
 
 
@@ -119,6 +123,13 @@ class OutputExistsError(LpconvError):
     kind = "output-exists"
 
 
+class PeerLostError(LpconvError):
+    """Another process of the same run has gone, and this one cannot go on without it."""
+
+    exit_code = 9
+    kind = "peer-lost"
+
+
 class InterruptedRunError(LpconvError):
     """A signal ended the run; the journal is valid, so the run can be resumed."""
 
@@ -138,6 +149,12 @@ def from_system(error: BaseException) -> LpconvError | None:
         number = re.search(r"\(os error (\d+)\)", str(error))
         if number:
             return from_system(OSError(int(number[1]), os.strerror(int(number[1]))))
+        if type(error).__name__ in _PEER_LOST or "/gloo/transport/" in str(error):
+            return PeerLostError(
+                "another process of the run has gone, or cannot be reached",
+                hint="its messages say why; under `torchrun --max-restarts N`, with --resume, all go on by themselves",
+                details={"library": str(error)[:300]},
+            )
         if any(words in str(error) for words in _NOT_WRITTEN_BY_TORCH):
             return ResourceError(f"cannot write a file: {error!s:.120}", hint="free some space, or write elsewhere")
         return None
