@@ -1,11 +1,14 @@
 """An object store on the loopback: the part of S3 that lpconv speaks, and what can go wrong with one.
 
-Objects live in memory, or are mapped files. A fault is a function of a request that says what is done to its answer, so
-a test can cut, slow down or refuse what it likes; requests are kept. `https://` sources are served from the same
-objects, without a listing. `python -m benchmarks.object_store FOLDER` serves a folder and prints where.
+Objects live in memory, or are mapped files; or another server has them, and this is a proxy. A fault is a function of a
+request that says what is done to its answer, so a test can cut, slow down or refuse what it likes; requests are kept.
+`https://` sources are served from the same objects, without a listing.
+
+`python -m benchmarks.object_store FOLDER` serves a folder and prints where.
 """
 
 import hashlib
+import http.client
 import mmap
 import sys
 import threading
@@ -40,16 +43,19 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """What is done to an answer: another status, a body cut after so many bytes, a pause before each piece of it."""
+    """What is done to an answer: another status, before the request is heeded or after that, a body cut after so many
+    bytes, a pause before each piece of it."""
 
     status: int | None = None
+    status_after: int | None = None
     cut: int | None = None
     pause_s: float = 0.0
 
 
 @dataclass(kw_only=True)
 class Store:
-    """A running store. `fault` looks at every request; None is an answer as it should be."""
+    """A running store. `fault` looks at every request; None is an answer as it should be. `upstream` is the address of
+    the server that answers instead, if one does."""
 
     objects: dict[str, Any]
     fault: Callable[[Request], Fault | None] = lambda _: None
@@ -57,6 +63,7 @@ class Store:
     uploads: dict[str, dict[int, bytes]] = field(default_factory=dict)
     etags: bool = True
     endpoint: str = ""
+    upstream: str | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def put_folder(self, prefix: str, folder: Path, *, is_mapped: bool = False) -> str:
@@ -127,11 +134,27 @@ class _Handler(BaseHTTPRequestHandler):
         if fault.status is not None:
             self._send(fault.status, b"<Error><Code>SlowDown</Code></Error>")
             return
-        with store.lock:
-            status, data, headers = self._found(request, parse_qs(url.query, keep_blank_values=True), body)
-        self._send(status, data, headers, fault)
+        if store.upstream is not None:
+            status, data, headers = self._handed_on(store.upstream, body)
+        else:
+            with store.lock:
+                status, data, headers = self._found(request, parse_qs(url.query, keep_blank_values=True), body)
+        self._send(fault.status_after or status, data, headers, fault)
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _answer
+
+    def _handed_on(self, upstream: str, body: bytes) -> tuple[int, bytes, dict[str, str]]:
+        """What another server answers. Signatures are of this server's address: that one must not look at them."""
+        connection = http.client.HTTPConnection(urlsplit(upstream).netloc, timeout=60)
+        sent = {k: v for k, v in self.headers.items() if k.lower() != "connection"}
+        try:
+            connection.request(self.command, self.path, body, sent)
+            answer = connection.getresponse()
+            data = answer.read()
+        finally:
+            connection.close()
+        kept = ("etag", "last-modified", "content-range", *(("content-length",) if self.command == "HEAD" else ()))
+        return answer.status, data, {k: v for k, v in answer.getheaders() if k.lower() in kept}
 
     def _found(self, r: Request, query: dict[str, list[str]], body: bytes) -> tuple[int, bytes, dict[str, str]]:
         objects = self.server.store.objects
@@ -199,7 +222,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_response(status)
             for key, value in (headers or {}).items():
                 self.send_header(key, value)
-            self.send_header("Content-Length", str(len(data)))
+            if "Content-Length" not in (headers or {}):
+                self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             if self.command == "HEAD":
                 return

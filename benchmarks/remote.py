@@ -34,7 +34,7 @@ from benchmarks.synthetic import make_checkpoint
 from lpconv.data import demo_checkpoint
 from lpconv.options import parse_size
 
-_SHAPE = ("--format", "e4m3fn", "--max-shard-size", "400KB", "--verify", "weights", "-q")
+SHAPE = ("--format", "e4m3fn", "--max-shard-size", "400KB", "--verify", "weights", "-q")
 _MOST = 5  # kills of one conversion
 _UNFINISHED = "lpconv-unfinished"
 
@@ -46,7 +46,7 @@ def store_of(folder: Path, endpoint: str | None) -> Iterator[None]:
     if endpoint is not None:
         os.environ["AWS_ENDPOINT_URL"] = endpoint
         for path in folder.iterdir():
-            _s3("put", f"source/{path.name}", str(path))
+            ask_store("put", f"source/{path.name}", str(path))
         yield
         return
     server = subprocess.Popen(
@@ -61,7 +61,7 @@ def store_of(folder: Path, endpoint: str | None) -> Iterator[None]:
         server.wait()
 
 
-def _s3(action: str, *arguments: str) -> str:
+def ask_store(action: str, *arguments: str) -> str:
     """Do something with the store in a process of its own: one that forks must not have obstore's threads."""
     done = forked(functools.partial(s3, action, *arguments))
     assert done.code == 0, done.err
@@ -69,7 +69,7 @@ def _s3(action: str, *arguments: str) -> str:
 
 
 def s3(action: str, *arguments: str) -> None:
-    """What `_s3` asks for: to put a file, to delete an output, or to tell the SHA-256 sums and names of one."""
+    """What `ask_store` asks for: to put a file, to delete an output, or to tell the SHA-256 sums and names of one."""
     import obstore.store
 
     store = obstore.store.from_url("s3://bucket", client_options={"allow_http": True})
@@ -113,13 +113,13 @@ def measure_rates(work: Path, size: int, endpoint: str | None) -> list[dict[str,
     return runs
 
 
-def _sums(output: Path) -> dict[str, str]:
+def sums_of(output: Path) -> dict[str, str]:
     return {line[66:]: line[:64] for line in (output / "SHA256SUMS").read_text().splitlines()}
 
 
-def _faults(wanted: dict[str, str], *, is_ended: bool) -> list[str]:
+def faults_of(wanted: dict[str, str], *, is_ended: bool) -> list[str]:
     """What is wrong with what lies in the store, at the end of a run or after a kill."""
-    found: dict[str, str] = json.loads(_s3("sums", "out"))
+    found: dict[str, str] = json.loads(ask_store("sums", "out"))
     if "lpconv.json" not in found:
         return ["there is no output"] if is_ended else []
     faults = [f"{name} has other bytes" for name, digest in wanted.items() if found.get(name) != digest]
@@ -131,7 +131,7 @@ def kill_one(
     arguments: Sequence[str], work: Path, takes_s: float, wanted: dict[str, str], draw: random.Random
 ) -> dict[str, Any]:
     """One conversion, killed and resumed until it is there; two resume at once in the end."""
-    _s3("delete", "out")
+    ask_store("delete", "out")
     moments, faults = [], []
     resume: tuple[str, ...] = ()
     for _ in range(draw.randint(1, _MOST)):
@@ -140,7 +140,7 @@ def kill_one(
         resume = ("--resume",)
         if ended.code not in (0, -9):
             faults.append(f"exit code {ended.code}: {ended.err[-200:]}")
-        faults += _faults(wanted, is_ended=False)
+        faults += faults_of(wanted, is_ended=False)
         if draw.random() < 0.5:
             shutil.rmtree(work / "cache", ignore_errors=True)  # as on another machine
     os.environ["XDG_CACHE_HOME"] = str(work / "cache-of-another")
@@ -153,7 +153,7 @@ def kill_one(
     return {
         "kills_s": [round(m, 2) for m in moments],
         "codes_of_two": codes,
-        "faults": faults + _faults(wanted, is_ended=True),
+        "faults": faults + faults_of(wanted, is_ended=True),
     }
 
 
@@ -165,18 +165,18 @@ def measure_kills(count: int, endpoint: str | None, seed: int) -> dict[str, Any]
         os.environ["XDG_CACHE_HOME"] = str(work / "cache")
         from lpconv.convert import run, verify_output  # noqa: F401  # once, for all that are forked
 
-        local = forked(functools.partial(command_line, ("convert", "demo", *_SHAPE, "-o", "local"), work))
+        local = forked(functools.partial(command_line, ("convert", "demo", *SHAPE, "-o", "local"), work))
         assert local.code == 0, local.err
-        wanted = _sums(work / "local")
-        arguments = ("convert", "s3://bucket/source", *_SHAPE, "-o", "s3://bucket/out")
-        _s3("delete", "out")
+        wanted = sums_of(work / "local")
+        arguments = ("convert", "s3://bucket/source", *SHAPE, "-o", "s3://bucket/out")
+        ask_store("delete", "out")
         started = time.perf_counter()
         whole = forked(functools.partial(command_line, arguments, work))
         assert whole.code == 0, whole.err
         takes_s = time.perf_counter() - started
-        wanted["lpconv.json"] = json.loads(_s3("sums", "out"))["lpconv.json"]  # which names another source
-        wanted["README.md"] = json.loads(_s3("sums", "out"))["README.md"]
-        assert not _faults(wanted, is_ended=True)
+        wanted["lpconv.json"] = json.loads(ask_store("sums", "out"))["lpconv.json"]  # which names another source
+        wanted["README.md"] = json.loads(ask_store("sums", "out"))["README.md"]
+        assert not faults_of(wanted, is_ended=True)
         while sum(len(r["kills_s"]) for r in runs) < count:
             runs.append(kill_one(arguments, work, takes_s, wanted, draw))
             print(json.dumps(runs[-1]), flush=True)
