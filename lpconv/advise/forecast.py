@@ -3,11 +3,11 @@
 from dataclasses import replace
 from typing import Any
 
-from lpconv.advise.devices import DEVICES, HERE
 from lpconv.advise.options import AdviseOptions
 from lpconv.bench.cases import PLAIN, Case
 from lpconv.bench.models import gemms_of, running_bytes
 from lpconv.bench.roofline import CASTS, step_gemm_seconds
+from lpconv.devices import DEVICES, HERE
 from lpconv.models.inputs import vocabulary_size
 from lpconv.results import AdviceRow, PeakRecord
 from lpconv.train.recipes import RECIPES

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from lpconv.advise.devices import DEVICES, HERE
 from lpconv.checkpoint.contents import read_json
 from lpconv.checkpoint.staging import check_replaceable
+from lpconv.devices import DEVICES, HERE
 from lpconv.errors import UsageError
 from lpconv.lookup import find
 from lpconv.options import Force, Option, Revision, check, parse_size

@@ -11,7 +11,6 @@ from typing import Any
 from lpconv.advise.bits import base_for, mixed
 from lpconv.advise.candidates import Conversion, convert_options
 from lpconv.advise.choice import best, judged, ranked
-from lpconv.advise.devices import DEVICES
 from lpconv.advise.forecast import Forecast
 from lpconv.advise.infer import Conversions, converted, job_of
 from lpconv.advise.manifest import gates_of
@@ -23,6 +22,7 @@ from lpconv.advise.train import Trials
 from lpconv.bench.worker import measure_peaks
 from lpconv.convert.provenance import versions
 from lpconv.convert.settings import command_line
+from lpconv.devices import DEVICES
 from lpconv.errors import LpconvError
 from lpconv.models.quiet import quiet_transformers
 from lpconv.probe.answers import answer
