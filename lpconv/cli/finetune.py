@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from lpconv.cli.command import Json, Model, Output, Quiet, print_result, with_options
-from lpconv.train.options import FinetuneOptions
+from lpconv.train.options import FinetuneOptions, check_options
 from lpconv.train.recipes import RECIPES
 
 __all__ = ["finetune"]
@@ -28,6 +28,15 @@ def _list_recipes(wanted: bool) -> None:
     raise typer.Exit
 
 
+def _show_plan(model: str, options: FinetuneOptions, *, json: bool) -> None:
+    """The memory that a step needs of each rank."""
+    check_options(options)
+    from lpconv.report.finetune.memory import render_memory
+    from lpconv.train.plan import plan  # torch and transformers take seconds to import
+
+    print_result(plan(model, options), render_memory, json=json)
+
+
 @with_options
 def finetune(
     model: Model,
@@ -40,6 +49,14 @@ def finetune(
             is_eager=True,
             help="Show the recipes.",
             rich_help_panel="Arithmetic",
+        ),
+    ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Show what a step needs of the memory of each GPU, from the config alone, and train nothing.",
+            rich_help_panel="Training",
         ),
     ] = False,
     output: Output = None,
@@ -56,8 +73,13 @@ def finetune(
 
       lpconv finetune gpt2 --precision fp8 --method unit --optimizer collage-plus --data corpus.txt
 
+      lpconv finetune llama-70b --dry-run --seq-len 2048
+
       torchrun --nproc-per-node 2 -m lpconv finetune gpt2 --recipe collage-bf16
     """
+    if dry_run:
+        _show_plan(model, options, json=json)
+        return
     from lpconv.cli.early import before_finetuning, output_of
     from lpconv.cli.progress import progress_for
     from lpconv.report.finetune.terminal import render_finetune

@@ -93,6 +93,7 @@ PRESETS: dict[str, Preset] = {
         _llama("llama-1b", 2048, 8192, 16, 32, 8, 128256, tied=True),
         _llama("llama-3b", 3072, 8192, 28, 24, 8, 128256, tied=True),
         _llama("llama-8b", 4096, 14336, 32, 32, 8, 128256, tied=False),
+        _llama("llama-70b", 8192, 28672, 80, 64, 8, 128256, tied=False),
         _llama("mistral-7b", 4096, 14336, 32, 32, 8, 32000, tied=False, family="Mistral", positions=32768),
         _llama("qwen-0.5b", 896, 4864, 24, 14, 2, 151936, tied=True, family="Qwen2", positions=32768),
         _llama("qwen-1.5b", 1536, 8960, 28, 12, 2, 151936, tied=True, family="Qwen2", positions=32768),

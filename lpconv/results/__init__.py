@@ -90,6 +90,7 @@ if TYPE_CHECKING:
         HeldOutRecord as HeldOutRecord,
         LayerChange as LayerChange,
         LossAllocation as LossAllocation,
+        MemoryPlan as MemoryPlan,
         NonfiniteRecord as NonfiniteRecord,
         PeakMemory as PeakMemory,
         RecipeMemory as RecipeMemory,

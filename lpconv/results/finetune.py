@@ -13,6 +13,7 @@ __all__ = [
     "HeldOutRecord",
     "LayerChange",
     "LossAllocation",
+    "MemoryPlan",
     "NonfiniteRecord",
     "PeakMemory",
     "RecipeMemory",
@@ -147,6 +148,26 @@ class RecipeMemory:
     def total_bytes(self) -> int:
         """Of all parts."""
         return sum(self.parts.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """What training a model needs, before anything is read but its config.
+
+    `memory` has every recipe on 1, 2, 4 … ranks that share the model; `gpus` for each recipe the smallest number of
+    devices, by their titles, of which each has room; None where no number has. `batch_size` is that of a step over all
+    ranks; each has at least one sequence of `seq_len` tokens. `recipe` is the one that was asked for.
+    """
+
+    schema_version: int = SCHEMA_VERSION
+    kind: str = "memory_plan"
+    name: str
+    recipe: str
+    num_parameters: int
+    batch_size: int
+    seq_len: int
+    memory: tuple[RecipeMemory, ...]
+    gpus: dict[str, dict[str, int | None]]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,12 +1,23 @@
 """What a sharded step needs, found on a model without memory: sizes that one can add up by hand."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from typer.testing import CliRunner
 
-from lpconv.train.plan import Passes, passes_of, recipe_memory, smallest_world
+from lpconv.cli.main import app
+from lpconv.errors import UnsupportedError, UsageError
+from lpconv.results import RecipeMemory
+from lpconv.scaled import saved_bytes
+from lpconv.train.options import FinetuneOptions
+from lpconv.train.passes import Passes, passes_of
+from lpconv.train.plan import plan, recipe_memory, smallest_world
+from lpconv.train.prepare import prepare
+from lpconv.train.recipes import RECIPES
 
 
 @pytest.fixture(scope="module")
@@ -28,35 +39,80 @@ ALL = 2 * TABLE + 16 + 3 * BLOCK
 )  # fmt: skip
 def test_weights_and_state_are_shared_out(recipe: str, weight: int, state: int, empty: Any) -> None:
     none = Passes(activations=0, num_logits=0)
-    for num_ranks in (1, 2, 4):
-        parts = recipe_memory(empty, recipe, num_ranks=num_ranks, passes=none).parts
+    for num_ranks in (2, 4):
+        parts = memory(empty, recipe, num_ranks, none).parts
         assert parts["weights"] == weight * ALL // num_ranks
         assert parts["optimizer"] == state * ALL // num_ranks
     # Rows are not torn: 100 over 64 ranks are 2 each at most, and every vector has an element.
-    assert recipe_memory(empty, recipe, num_ranks=128, passes=none).parts["weights"] > weight * ALL // 128
+    assert memory(empty, recipe, 128, none).parts["weights"] > weight * ALL // 128
+    # Alone, scaled weights have 16 bits, and lie beside a copy in fp32 where there is one.
+    alone = memory(empty, recipe, 1, none).parts
+    assert alone["gathered"] == 0
+    assert alone["weights"] == (4 if recipe == "fp32" else 2) * ALL
+    assert alone["weights"] + alone["optimizer"] >= (weight + state) * ALL
 
 
 def test_the_peak_is_where_most_is(empty: Any) -> None:
     rest = 2 * TABLE + 16
-    long = recipe_memory(empty, "fp32", num_ranks=2, passes=Passes(activations=10**9, num_logits=10**6)).parts
-    assert (long["activations"], long["gathered"], long["logits"]) == (10**9, 4 * rest, 4 * 10**6)
-    deep = recipe_memory(empty, "fp32", num_ranks=2, passes=Passes(activations=10**9, num_logits=0)).parts
-    assert (deep["activations"], deep["gathered"], deep["gradients"]) == (10**9, 4 * (rest + 2 * BLOCK), 8 * BLOCK)
-    few = recipe_memory(empty, "fp32", num_ranks=2, passes=Passes(activations=0, num_logits=0)).parts
-    assert (few["activations"], few["gradients"]) == (0, 4 * ALL // 2 + 8 * rest)
+    long = memory(empty, "fp32", 2, Passes(activations=10**9, num_logits=10**6)).parts
+    assert (long["activations"], long["gathered"], long["logits"]) == (10**9, 4 * rest, 8 * 10**6)
+    deep = memory(empty, "fp32", 2, Passes(activations=10**9, num_logits=0)).parts
+    own = BLOCK // 2
+    assert deep["gathered"] == 4 * (rest + 2 * BLOCK + own)
+    assert (deep["activations"], deep["gradients"]) == (10**9, 8 * BLOCK + 4 * own)
+    config = transformers.LlamaConfig(**{**empty.config.to_dict(), "num_hidden_layers": 12})
+    with torch.device("meta"):
+        many = transformers.LlamaForCausalLM(config)
+    last = memory(many, "fp32", 2, Passes(activations=0, num_logits=0)).parts
+    assert (last["activations"], last["gradients"]) == (
+        0,
+        4 * (ALL + 9 * BLOCK) // 2 + 8 * rest + 4 * (BLOCK + rest // 2),
+    )
 
 
-def test_activations_are_counted_without_memory(empty: Any) -> None:
-    kept = {r: passes_of(empty, r, (1, 8)) for r in ("fp32", "bf16", "unit-fp8")}
-    assert {p.num_logits for p in kept.values()} == {800}
-    assert 0 < kept["unit-fp8"].activations < kept["bf16"].activations < kept["fp32"].activations
-    assert passes_of(empty, "fp32", (2, 8)).activations == pytest.approx(2 * kept["fp32"].activations, rel=0.02)
+@pytest.mark.parametrize("recipe", ["fp32", "amp-bf16", "amp-fp16", "adaptive-fp16", "bf16", "unit-fp16", "unit-fp8"])
+def test_activations_counted_without_memory_are_those_of_a_model(recipe: str, empty: Any) -> None:
+    """Attention may keep a copy more. Under autocast they hold the weights' 16-bit copies."""
+    arithmetic = RECIPES[recipe].arithmetic
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(empty.config).train()
+    prepared = prepare(model, arithmetic, FinetuneOptions(arithmetic=arithmetic), seed=0)
+    ids = torch.zeros((1, 64), dtype=torch.long)
+    with prepared.around_forward("cpu"):
+        real = saved_bytes(prepared.model, {"input_ids": ids, "labels": ids})
+    counted = passes_of(empty, arithmetic, (1, 64))
+    assert counted.num_logits == 6400
+    assert real <= counted.activations <= 1.1 * real
     assert all(p.is_meta for p in empty.parameters())
     assert {p.dtype for p in empty.parameters()} == {torch.float32}
 
 
-def test_the_smallest_number_of_ranks_has_room_and_half_of_it_has_not(empty: Any) -> None:
-    passes = Passes(activations=1000, num_logits=10)
-    room = recipe_memory(empty, "fp32", num_ranks=4, passes=passes).total_bytes
-    assert smallest_world(empty, "fp32", passes=passes, memory_bytes=room) == 4
-    assert smallest_world(empty, "fp32", passes=passes, memory_bytes=1000) is None
+def test_the_smallest_number_of_ranks_has_room_and_half_of_it_has_not() -> None:
+    rows = [RecipeMemory(recipe="fp32", num_ranks=n, parts={"weights": 80 // n, "activations": 10}) for n in (1, 2, 4)]
+    assert smallest_world(rows, {"a": 30, "b": 29, "c": 1000}) == {"a": 4, "b": None, "c": 1}
+
+
+def test_a_large_model_is_planned_from_its_config_alone(tmp_path: Path) -> None:
+    settings = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 40}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    for model, room, count in ((tmp_path, "5TB", 1), (tmp_path / "config.json", "1GB", None)):
+        done = CliRunner().invoke(app, ["finetune", str(model), "--dry-run", "--max-memory", room, "--json"])
+        assert done.exit_code == 0, done.output
+        found = json.loads(done.stdout)
+        assert found["num_parameters"] > 8e9
+        assert found["gpus"]["unit-fp8"]["--max-memory"] == count
+        assert found["gpus"]["unit-fp8"]["h100"] in (1, 2, 4)
+    assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_what_cannot_be_planned_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="weights that `lpconv init` drew"):
+        plan("llama-8b", FinetuneOptions(arithmetic=RECIPES["native-fp8"].arithmetic))
+    with pytest.raises(UnsupportedError, match="classification"):
+        plan("bert-base", FinetuneOptions(arithmetic=RECIPES["fp32"].arithmetic, task="classification"))
+    with pytest.raises(UsageError, match="8192 positions"):
+        plan("llama-8b", FinetuneOptions(arithmetic=RECIPES["fp32"].arithmetic, seq_len=9000))
+
+
+def memory(empty: Any, recipe: str, num_ranks: int, passes: Passes) -> RecipeMemory:
+    return recipe_memory(empty, RECIPES[recipe].arithmetic, num_ranks=num_ranks, passes=passes)

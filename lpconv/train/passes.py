@@ -1,0 +1,107 @@
+"""What a forward pass leaves for the backward pass, counted on a model without memory.
+
+Ops on tensors without memory keep the shapes and dtypes of what they save. Two things they do not do as a device does:
+attention runs unfused, and saves its probabilities, and autocast passes over them. So attention is sent to the fused
+kernel where a device would take it, and recipes under autocast run on fake tensors of the CPU, which it casts.
+"""
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from lpconv.layers import blocks_of
+from lpconv.scaled import saved_bytes
+from lpconv.train.options import FinetuneOptions
+from lpconv.train.prepare import prepare
+from lpconv.train.recipes import Arithmetic
+
+__all__ = ["Passes", "passes_of"]
+
+_COUNTED = 2  # blocks: what one more adds is known of them
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passes:
+    """What a forward pass leaves for the backward pass on a rank, in bytes, and the number of logits it makes."""
+
+    activations: int
+    num_logits: int
+
+    def times(self, sequences: int) -> "Passes":
+        """Of so many sequences, where this is of one."""
+        return Passes(activations=sequences * self.activations, num_logits=sequences * self.num_logits)
+
+
+def passes_of(empty: Any, arithmetic: Arithmetic, batch_shape: tuple[int, int]) -> Passes:
+    """What an arithmetic leaves of a batch of token ids. Of blocks that are alike, two are counted."""
+    blocks = blocks_of(empty)
+    if len(blocks) <= _COUNTED or len({_shapes(block) for block in blocks}) > 1:
+        activations = _saved(empty, len(blocks), arithmetic, batch_shape)
+    else:
+        one, two = (_saved(empty, count, arithmetic, batch_shape) for count in (1, _COUNTED))
+        activations = one + (len(blocks) - 1) * (two - one)
+    return Passes(activations=activations, num_logits=batch_shape[0] * batch_shape[1] * empty.config.vocab_size)
+
+
+def _shapes(block: nn.Module) -> tuple[Any, ...]:
+    return (type(block), *(p.shape for p in block.parameters()))
+
+
+def _saved(empty: nn.Module, num_blocks: int, arithmetic: Arithmetic, batch_shape: tuple[int, int]) -> int:
+    """Of the first blocks, and what lies around them."""
+    if arithmetic.precision == "fp8" and not arithmetic.is_scaled:  # its kernels draw noise; they keep what bf16 does
+        arithmetic = replace(arithmetic, precision="bf16")
+    model = _with_blocks(empty, num_blocks).train()
+    has_autocast = arithmetic.variant is None and not arithmetic.is_scaled
+    with FakeTensorMode(allow_non_fake_inputs=True) if has_autocast else _Fused():
+        if has_autocast:
+            model = model.to_empty(device="cpu")
+        prepared = prepare(model, arithmetic, FinetuneOptions(arithmetic=arithmetic), seed=0)
+        ids = torch.zeros(batch_shape, dtype=torch.long, device="cpu" if has_autocast else "meta")
+        with prepared.around_forward("cpu") if has_autocast else nullcontext():
+            return saved_bytes(prepared.model, {"input_ids": ids, "labels": ids})
+
+
+def _with_blocks(empty: nn.Module, count: int) -> nn.Module:
+    """A copy of the model with its first blocks only."""
+    blocks = blocks_of(empty)
+    memo = {id(m): copy.copy(m) for m in empty.modules() if isinstance(m, nn.ModuleList) and m[0] is blocks[0]}
+    for shortened in memo.values():
+        shortened._modules = {str(i): copy.deepcopy(block) for i, block in enumerate(blocks[:count])}
+    return copy.deepcopy(empty, dict(memo))
+
+
+class _Fused(TorchFunctionMode):
+    """Sends attention without dropout to the CPU's fused kernel, which runs without memory too."""
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        is_fused = func is F.scaled_dot_product_attention and not kwargs.get("dropout_p")
+        return _attention(*args, **kwargs) if is_fused else func(*args, **kwargs)
+
+
+def _attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """`F.scaled_dot_product_attention`; the mask's dtype is one that the kernel takes."""
+    if enable_gqa:
+        times = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(times, -3), value.repeat_interleave(times, -3)
+    mask = None if attn_mask is None else attn_mask.to(query.dtype)
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return kernel(query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale)[0]
