@@ -69,6 +69,8 @@ FORMS_TRIED: dict[str, dict[str, Any]] = {
         "layout": "compressed-tensors",
         "granularity": "group:16",
     },
+    "fine-grained (mx)": {"format": "e4m3fn", "granularity": "mx", "layout": "transformers"},
+    "fine-grained (128x128)": {**_BLOCKS, "layout": "transformers"},
     "pair (bf16)": {"method": "collage", "residual": "bf16"},
     "pair (exact16)": {"method": "collage", "residual": "exact16"},
     "pair (int8)": {"method": "collage", "residual": "int8"},
@@ -186,7 +188,7 @@ def damages(output: Path) -> Iterator[Damage]:
     packed = _find(output, f"{WEIGHT}_packed") is not None
     parts = {
         "codes": f"{WEIGHT}_packed" if packed else WEIGHT,
-        "scales": f"{WEIGHT}_scale",
+        "scales": f"{WEIGHT}_scale_inv" if _find(output, f"{WEIGHT}_scale_inv") is not None else f"{WEIGHT}_scale",
         "counts": f"{WEIGHT}_points",
         "kept": VECTOR,
         **low,
