@@ -1,7 +1,7 @@
 """What a conversion takes of memory, known before it begins: blocks in work, then two models that run one by one.
 
-The bytes were measured on Linux with torch 2.13 and transformers 5.23 and are upper bounds: the peak of a run lies 5 to
-20 % below the sum. What torch takes is in what the process has, once it is loaded; a dry run is over before that.
+The bytes were measured on Linux with torch 2.13 and transformers 5.23 and are upper bounds: the peak of a run lies 1 to
+15 % below the sum. What torch takes is in what the process has, once it is loaded; a dry run is over before that.
 """
 
 import os
@@ -14,7 +14,7 @@ from lpconv.checkpoint.contents import Contents
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.plan import Plan
 from lpconv.errors import ResourceError
-from lpconv.forms.ranges import BLOCK_ELEMENTS, CHECKED_ELEMENTS, WORKSPACE_BYTES
+from lpconv.forms.ranges import BLOCK_ELEMENTS, CHECKED_ELEMENTS
 from lpconv.gates import Gate, needs_logits
 from lpconv.machine import available_memory
 
@@ -30,7 +30,8 @@ _OVERHEAD_BYTES, _TENSOR_BYTES = (
     8 * _MIB,
     8 * 2**10,
 )  # Python's own growth; a header's entry, a record, a row of a report
-_FITTING_BYTES = 48 * _MIB  # a worker's temporary tensors where rows are fitted to a budget of points
+_WORK_BYTES = 12  # an element of a workspace in fp32: its value, its code, its error; other pages are not touched
+_FITTING_BYTES = 192  # an element of a worker's temporary tensors where rows are fitted to a budget of points
 # An element of the largest block where it is decoded, and of those that are compared in fp64 with their reference.
 _DECODING_BYTES, _CHECKING_BYTES = 32, 96
 _TRANSFORMERS_BYTES = 140 * _MIB  # its code and that of one architecture
@@ -100,12 +101,14 @@ def why_no_logits(plan: Plan, contents: Contents) -> str | None:
 
 
 def _converting(plan: Plan, workers: int) -> int:
-    fitting = _FITTING_BYTES if plan.options.budget_bits is not None else 0
     largest = min(max((t.info.num_elements for t in plan.tensors), default=0), BLOCK_ELEMENTS)
+    fitting = _FITTING_BYTES * largest if plan.options.budget_bits is not None else 0
+    stored = max((-(-(t.info.num_bytes + t.bytes_out) // max(t.info.num_elements, 1)) for t in plan.tensors), default=0)
+    workspace = (stored + _WORK_BYTES) * largest
     checked = max((min(t.info.num_elements, max(CHECKED_ELEMENTS, t.form.cols)) for t in plan.tensors), default=0)
     temporary = workers * max(fitting, _DECODING_BYTES * largest + _CHECKING_BYTES * checked)
     sides = sum(c.num_bytes for t in plan.tensors for c in t.form.side) * _COPIES_OF_SIDES
-    return _OVERHEAD_BYTES + len(plan.tensors) * _TENSOR_BYTES + (workers + SPARE) * WORKSPACE_BYTES + temporary + sides
+    return _OVERHEAD_BYTES + len(plan.tensors) * _TENSOR_BYTES + (workers + SPARE) * workspace + temporary + sides
 
 
 def _running(plan: Plan, contents: Contents) -> int:

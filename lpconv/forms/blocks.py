@@ -42,11 +42,6 @@ class Workspace:
         self.value, self.coded, self.error = (torch.empty(BLOCK_ELEMENTS) for _ in range(3))
         self.split = torch.empty(SCRATCH_ELEMENTS)
 
-    @property
-    def num_bytes(self) -> int:
-        buffers = (self.raw, self.root, self.residual, self.value, self.coded, self.error, self.split)
-        return sum(b.numel() * b.element_size() for b in buffers)
-
 
 def room(buffer: Tensor, count: int, dtype: torch.dtype) -> Tensor:
     """The first `count` elements of a byte buffer as `dtype`."""

@@ -2,11 +2,10 @@
 
 from collections.abc import Iterator
 
-__all__ = ["BLOCK_ELEMENTS", "CHECKED_ELEMENTS", "WORKSPACE_BYTES", "block_ranges", "checked_ranges"]
+__all__ = ["BLOCK_ELEMENTS", "CHECKED_ELEMENTS", "block_ranges", "checked_ranges"]
 
 BLOCK_ELEMENTS = 2**18
 CHECKED_ELEMENTS = 2**15  # that are compared with the slow reference at once
-WORKSPACE_BYTES = 44 * BLOCK_ELEMENTS  # of a `Workspace`
 
 
 def block_ranges(num_elements: int, cols: int = 1) -> Iterator[tuple[int, int]]:

@@ -13,8 +13,6 @@ from convert_models import minilm
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.run import convert, plan
 from lpconv.errors import ResourceError
-from lpconv.forms.blocks import Workspace
-from lpconv.forms.ranges import WORKSPACE_BYTES
 
 MB = 10**6
 
@@ -48,6 +46,13 @@ def test_fewer_workers_take_less(tmp_path: Path) -> None:
     assert plan("demo", tmp_path / "out", options).workers < 8
 
 
+@pytest.mark.parametrize("method", ["collage", "multipoint"])
+def test_the_plan_is_what_other_methods_take(tmp_path: Path, method: str) -> None:
+    arguments = ("convert", "demo", "-o", tmp_path / "out", "--method", method, "--verify", "weights", "--json", "-q")
+    dry, done = (json.loads(run_cli(*arguments, *more).stdout) for more in (("--dry-run",), ()))
+    assert done["peak_rss_bytes"] <= dry["memory_bytes"] <= 1.2 * done["peak_rss_bytes"]
+
+
 @pytest.mark.parametrize("level", ["weights", "logits"])
 @pytest.mark.parametrize("model", ["demo", "minilm"])
 def test_the_plan_is_what_a_run_takes(tmp_path: Path, model: str, level: str) -> None:
@@ -68,7 +73,3 @@ def test_a_limit_of_the_process_is_no_bug(tmp_path: Path, kib: int) -> None:
     assert "bug" not in done.stderr
     assert "hint:" in done.stderr
     assert not published(tmp_path / "out")
-
-
-def test_buffers_are_as_large_as_planned() -> None:
-    assert Workspace().num_bytes == WORKSPACE_BYTES
