@@ -3,23 +3,24 @@
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from lpconv.report.numbers import MISSING, size_text
+from lpconv.report.numbers import MISSING, count_text, size_text
 from lpconv.report.printable import printable_record
 from lpconv.report.terminal import facts_grid, heading, section, table_of
 from lpconv.results import MemoryPlan
 
 __all__ = ["render_memory"]
 
-_LEFT_OUT = """
-Peaks of the two passes, by formula. The optimizer's own temporary tensors and what a device keeps for itself come on
-top, and each process opens the whole model once, in fp32, in the memory of its machine."""
+_LEFT_OUT = (
+    "Peaks of the two passes, by formula. The optimizer's own temporary tensors and what a device keeps for itself "
+    "come on top, and each process opens the whole model once, in fp32, in the memory of its machine."
+)
 
 
 def render_memory(plan: MemoryPlan) -> RenderableType:
     """How many GPUs have room under each recipe, and what one of them needs under the recipe asked for."""
     plan = printable_record(plan)
     facts = {
-        "Parameters": f"{plan.num_parameters / 1e9:.3g} billion",
+        "Parameters": count_text(plan.num_parameters),
         "A step": f"{plan.batch_size} sequences of {plan.seq_len} tokens over all GPUs, at least one on each",
         "Shared": "parameters, gradients and optimizer state, by `--parallel fsdp2` where there are several GPUs",
     }
@@ -27,12 +28,16 @@ def render_memory(plan: MemoryPlan) -> RenderableType:
     rows = [
         (recipe, *(MISSING if n is None else str(n) for n in found.values())) for recipe, found in plan.gpus.items()
     ]
+    most = max(m.num_ranks for m in plan.memory)
     return Group(
         *heading(f"{plan.name}: memory of a step"),
         facts_grid(facts),
-        *section("The smallest number of GPUs of which each has room", table_of("Recipe", *devices, rows=rows)),
+        *section(
+            f"The smallest number of GPUs of which each has room; {MISSING} where {most} have none",
+            table_of("Recipe", *devices, rows=rows),
+        ),
         *_of_ranks(plan),
-        Text(_LEFT_OUT),
+        Text(f"\n{_LEFT_OUT}"),
     )
 
 
