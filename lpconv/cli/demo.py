@@ -30,6 +30,7 @@ def demo(
       lpconv demo -o my-demo
     """
     from lpconv.checkpoint.partfile import write_small
+    from lpconv.checkpoint.staging import MARKER, check_replaceable
     from lpconv.convert.options import ConvertOptions
     from lpconv.convert.run import convert
     from lpconv.convert.tensor_records import format_ranges
@@ -37,6 +38,7 @@ def demo(
     from lpconv.report.convert.terminal import render_compare
 
     folder = Path(output)
+    check_replaceable(folder, f"{'-'.join(_RUNS[0])}/{MARKER}", what="demo", force=force)
     results = []
     with progress_for(quiet=quiet) as progress:
         for method, fmt in _RUNS:

@@ -48,6 +48,7 @@ REFUSED: dict[str, tuple[int, str]] = {
     "bench --compare none.json": (3, "none.json"),
     "probe demo --data none.txt": (3, "there is no file `none.txt`"),
     "probe demo -o taken": (8, "`taken` exists"),
+    "demo -o taken": (8, "`taken` exists and is no demo of ours"),
     "probe demo -o empty.txt/out": (7, "cannot write `empty.txt/out`"),
     "advise demo -o taken": (8, "`taken` exists"),
     "advise demo -o empty.txt/out": (7, "cannot write `empty.txt/out`"),
