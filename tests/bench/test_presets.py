@@ -17,8 +17,8 @@ PARAMETERS = {
     "bert-base": 109.5, "bert-large": 335.2, "roberta-base": 124.7, "roberta-large": 355.4, "gpt2": 124.4,
     "gpt2-medium": 354.8, "gpt2-large": 774.0, "gpt2-xl": 1557.6, "opt-125m": 125.2, "opt-1.3b": 1315.8,
     "opt-6.7b": 6658.5, "pythia-160m": 162.3, "pythia-410m": 405.3, "pythia-1.4b": 1414.6, "pythia-6.9b": 6857.3,
-    "smollm2-135m": 134.5, "llama-1b": 1235.8, "llama-3b": 3212.7, "llama-8b": 8030.3, "mistral-7b": 7241.7,
-    "qwen-0.5b": 494.0, "qwen-1.5b": 1543.7, "qwen-7b": 7615.6,
+    "smollm2-135m": 134.5, "llama-1b": 1235.8, "llama-3b": 3212.7, "llama-8b": 8030.3, "llama-70b": 70553.7,
+    "mistral-7b": 7241.7, "qwen-0.5b": 494.0, "qwen-1.5b": 1543.7, "qwen-7b": 7615.6,
 }  # fmt: skip
 
 
