@@ -10,7 +10,7 @@ from typing import Any
 
 from lpconv.checkpoint.partfile import check_file, write_small
 from lpconv.cli.command import print_result
-from lpconv.cli.runs import Kind, name_of, runs_in
+from lpconv.cli.runs import ANY_RUN, Kind, name_of, runs_in
 from lpconv.errors import InputError
 from lpconv.report.compare import run_names
 from lpconv.report.page import RunEntry, html_index
@@ -29,10 +29,7 @@ def show_folder(folder: Path, html: str | None, *, json: bool) -> None:
     """The runs in a folder; with `html`, an index of them with a page beside it for each kind that compares."""
     found = list(runs_in(folder))
     if not found:
-        raise InputError(
-            f"`{folder}` has no report.json, and no run lies below it",
-            hint="pass what `convert`, `finetune`, `bench`, `probe` or `advise` wrote",
-        )
+        raise InputError(f"`{folder}` has no report.json, and no run lies below it", hint=ANY_RUN)
     home = Path(html).parent if html is not None else folder
     entries = [_entry(kind, path, _line(kind, result), folder, home) for kind, path, result in found]
     if html is not None:

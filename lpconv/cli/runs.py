@@ -38,9 +38,10 @@ from lpconv.report.terminal import SideBySide
 from lpconv.results import BenchResult, ConvertResult, FinetuneResult, ProbeReport, Verification, from_json
 from lpconv.train.folder import REPORT, find_finetune
 
-__all__ = ["CONVERSIONS", "PROBES", "Kind", "ask_probe", "kind_of", "name_of", "one_kind", "runs_in"]
+__all__ = ["ANY_RUN", "CONVERSIONS", "PROBES", "Kind", "ask_probe", "kind_of", "name_of", "one_kind", "runs_in"]
 
 CONVERSIONS, PROBES = "Conversions", "Probes"
+ANY_RUN = "pass what `convert`, `finetune`, `bench`, `probe` or `advise` wrote"  # the hint where there is none
 
 _DEPTH = 3  # of folders in folders that are searched for runs
 
@@ -86,8 +87,9 @@ def one_kind(runs: Sequence[str]) -> tuple[Kind, list[Path]]:
 
 
 def _no_run(run: Path) -> InputError:
-    hint = "pass what `convert`, `finetune`, `bench`, `probe` or `advise` wrote"
-    return InputError(f"`{run}` has no report.json", hint=hint) if os.path.exists(run) else no_directory(run, hint=hint)
+    if not os.path.exists(run):
+        return no_directory(run, hint=ANY_RUN)
+    return InputError(f"`{run}` has no report.json", hint=ANY_RUN)
 
 
 def name_of(path: Path) -> str:
