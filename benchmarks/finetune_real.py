@@ -69,16 +69,19 @@ class Task:
     variants: dict[str, dict[str, Any]] = field(default_factory=dict)  # recipes with options, by the name of their rows
 
 
-VARIANTS: dict[str, dict[str, Any]] = {
-    "unit-fp8-all": {"recipe": "unit-fp8", "critical": ("none",)},
-    "unit-fp8-row": {"recipe": "unit-fp8", "operand_scale": "row"},
-    "unit-fp8-down": {"recipe": "unit-fp8", "operand_scale": "row", "critical": ("*.down_proj",)},
-    "unit-fp8-backward": {"recipe": "unit-fp8", "operand_scale": "output=carrier"},
+TENSOR: dict[str, dict[str, Any]] = {
+    f"{recipe}-tensor": {"recipe": recipe, "operand_scale": "tensor"}
+    for recipe in ("unit-fp8", "scalify-fp8", "unit-fp8-collage")
+}
+VARIANTS: dict[str, dict[str, Any]] = TENSOR | {
+    "unit-fp8-down": {"recipe": "unit-fp8", "critical": ("*.down_proj",)},
+    "unit-fp8-tensor-all": {"recipe": "unit-fp8", "operand_scale": "tensor", "critical": ("none",)},
+    "unit-fp8-tensor-backward": {"recipe": "unit-fp8", "operand_scale": "tensor,output=carrier"},
     "unit-fp8-calibrated": {"recipe": "unit-fp8", "calibrate": True},
 }
 
 
-NEAREST: dict[str, dict[str, Any]] = {"mpt-fp8-nearest": {"recipe": "mpt-fp8", "rounding": "nearest"}}
+SMALL: dict[str, dict[str, Any]] = TENSOR | {"mpt-fp8-nearest": {"recipe": "mpt-fp8", "rounding": "nearest"}}
 
 
 def package_folder(name: str) -> Path:
@@ -147,14 +150,14 @@ TASKS: dict[str, Task] = {
         settings={"steps": 60, "batch_size": 16, "seq_len": 32, "lr": 5e-4, "eval_batches": 50, "eval_every": 0},
         seeds=3,
         about="all-MiniLM-L6-v2, 45 supersenses of WordNet glosses",
-        variants=NEAREST,
+        variants=SMALL,
     ),
     "demo": Task(
         prepare=lambda folder: {"model": "demo"},
         settings={"steps": 30, "batch_size": 4, "seq_len": 64, "lr": 2e-4, "eval_batches": 32, "eval_every": 0},
         seeds=3,
         about="the demo checkpoint, its own plays",
-        variants=NEAREST,
+        variants=SMALL,
     ),
     "smollm2": SMOLLM2,
     "smollm2-40": replace(SMOLLM2, settings=SMOLLM2.settings | {"steps": 40}, about="SmolLM2-135M-Instruct, 40 steps"),

@@ -24,11 +24,11 @@ from lpconv.scaled import AdamW, ScaledTensor, scaled
 from lpconv.scaled.critical import critical_modules, input_risks
 from lpconv.train.exact import in_fp32
 from lpconv.train.examples import Collator
+from lpconv.train.job import training_job
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.recipes import arithmetic
-from lpconv.train.run import training_job
 
-_FORWARD_ONLY = "grad_input=carrier,grad_weight=carrier"
+_FORWARD_ONLY = "tensor,grad_input=carrier,grad_weight=carrier"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class Row:
     `options` are those of `scaled`, None for plain fp32; `starts` gives the fp32 copies the values of the source.
     """
 
-    options: dict[str, Any] | None = field(default_factory=dict)
+    options: dict[str, Any] | None = field(default_factory=lambda: {"operand_scale": "tensor"})
     starts: bool = True
     rounding: str = "nearest"
     is_auto: bool = False
@@ -51,8 +51,8 @@ ROWS = {
     "stochastic": Row(starts=False, rounding="stochastic"),
     "start, bf16": Row(options={"compute": "bf16"}),
     "start, forward only": Row(options={"operand_scale": _FORWARD_ONLY}),
-    "start, saved in bf16": Row(options={"save_codes": False}),
-    "start, fp32 carrier": Row(options={"carrier": torch.float32}),
+    "start, saved in bf16": Row(options={"operand_scale": "tensor", "save_codes": False}),
+    "start, fp32 carrier": Row(options={"operand_scale": "tensor", "carrier": torch.float32}),
     "start, row": Row(options={"operand_scale": "row"}),
     "start, auto": Row(is_auto=True),
     "start, row, auto": Row(options={"operand_scale": "row"}, is_auto=True),

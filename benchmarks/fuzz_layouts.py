@@ -1,4 +1,6 @@
-"""Seeded damage to checkpoints of others' layouts: python benchmarks/fuzz_layouts.py --rounds 200 --save FILE.json
+"""Seeded damage to checkpoints in others' layouts, made by them or by us.
+
+    python benchmarks/fuzz_layouts.py --rounds 200 --save FILE.json
 
 Of each layout so many damaged copies are inspected, opened and decoded whole, restored, repaired and converted. Each
 either works or ends in an error of ours with exit code 3 or 4 (5 where numbers became NaN), with nothing published. It
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -37,6 +40,8 @@ from lpconv.forms.reader import StoredTensors
 from lpconv.progress import Silent
 
 Tensors = dict[str, Tensor]
+# What `lpconv convert` writes for transformers itself, by the granularity.
+OURS = {"--layout transformers, 128x128": "128x128", "--layout transformers, mx": "mx"}
 ODD: tuple[Any, ...] = (
     None,
     True,
@@ -213,8 +218,26 @@ def small_source(folder: Path) -> Path:
     return folder
 
 
+def small_llama(folder: Path) -> Path:
+    """A plain model of whole blocks: its class says which weights are Linear's."""
+    if not folder.exists():
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 64, "num_hidden_layers": 1}
+        config = transformers.LlamaConfig(**sizes, num_attention_heads=2, dtype="bfloat16")
+        transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
+    return folder
+
+
 def make(layout: str, plain: Path, target: Path) -> Path:
     """A healthy checkpoint of a layout."""
+    if layout in OURS:
+        options = {"layout": "transformers", "granularity": OURS[layout], "verify": "none"}
+        convert(
+            str(small_llama(plain.with_name("llama"))),
+            target,
+            ConvertOptions(method="unit", format="e4m3fn", **options),
+        )
+        return target
     if layout != "mxfp4":
         return make_foreign(layout, plain, target)
     shutil.copytree(plain, target)
@@ -227,7 +250,7 @@ def make(layout: str, plain: Path, target: Path) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=200, help="damaged copies of each layout")
-    parser.add_argument("--layouts", nargs="*", default=[*MAKERS, "mxfp4"])
+    parser.add_argument("--layouts", nargs="*", default=[*MAKERS, "mxfp4", *OURS])
     parser.add_argument("--save", type=Path)
     args = parser.parse_args()
     warnings.simplefilter("ignore")

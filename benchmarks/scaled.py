@@ -1,7 +1,7 @@
 """Time, memory and compile error of scaled tensors beside the plain model.
 
     python benchmarks/scaled.py [--hidden 512] [--layers 4] [--rounds 20] [--out FILE.json]
-    python benchmarks/scaled.py --compute fp8 --operand-scale row --methods unit    # beside the plain model in bf16
+    python benchmarks/scaled.py --compute fp8 --methods unit    # beside the plain model in bf16
 
 Steps (forward and backward) of plain and scaled models are interleaved, and the median of the paired ratios is
 reported with its quartiles. Saved bytes are counted by saved-tensor hooks.
@@ -22,7 +22,7 @@ import transformers as hf
 from torch import nn
 
 from lpconv.scaled import ScaledTensor, saved_bytes, scaled
-from lpconv.scaled.choices import OPERAND_SCALES
+from lpconv.scaled.choices import OPERAND_SCALES, USUAL_OPERAND_SCALE
 
 Batch = dict[str, Any]
 
@@ -127,7 +127,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["bert", "gpt2", "llama"])
     parser.add_argument("--methods", nargs="+", default=["unit", "scalify"])
     parser.add_argument("--compute", choices=("fp32", "fp8"), default="fp32", help="fp8 is timed in eager mode only")
-    parser.add_argument("--operand-scale", choices=OPERAND_SCALES, default="tensor", help="of fp8 operands")
+    parser.add_argument("--operand-scale", choices=OPERAND_SCALES, default=USUAL_OPERAND_SCALE, help="of fp8 operands")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--out")
     options = parser.parse_args()

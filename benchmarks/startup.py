@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,12 +37,13 @@ _LOST = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": _NOWHERE}
 ERRORS = (
     "convert demo --method units", "convert demo --gate snr>1", "convert nosuch", "convert demo -o done",
     "finetune demo --data none.txt", "finetune demo --data a.csv --text-column txet", "finetune demo --gate los<=1",
-    "finetune demo --log-to foo", "bench nosuch", "bench --mode trian", "probe demo --data none.txt",
-    "advise demo --budget quallity=1", "advise nosuch", "export onnx nosuch -o x", "restore nosuch -o x",
-    "verify nosuch", "batch none.yaml", "report nosuch", "inspect nosuch", "init nosuch -o x", "repair nosuch -o x",
-    "push nosuch me/model", "doctor --alias", "demo --outputs x", "convert me/model", "finetune demo --data me/data",
-    f"convert me/model{_ASKING}", f"finetune demo --data me/data{_ASKING}", f"advise me/model{_ASKING}",
-    f"bench me/model{_ASKING}", f"init me/model --reinit -o x{_ASKING}", f"push verified me/model{_ASKING}",
+    "finetune demo --log-to foo", "bench nosuch", "bench --mode trian", "bench cut", "bench demo --save /proc/x",
+    "probe demo --data none.txt", "advise demo --budget quallity=1", "advise nosuch", "export onnx nosuch -o x",
+    "restore nosuch -o x", "verify nosuch", "batch none.yaml", "report nosuch", "inspect nosuch", "init nosuch -o x",
+    "repair nosuch -o x", "push nosuch me/model", "doctor --alias", "demo --outputs x", "convert me/model",
+    "finetune demo --data me/data", f"convert me/model{_ASKING}", f"finetune demo --data me/data{_ASKING}",
+    f"advise me/model{_ASKING}", f"bench me/model{_ASKING}", f"init me/model --reinit -o x{_ASKING}",
+    f"push verified me/model{_ASKING}",
 )  # fmt: skip
 RESULTS = (
     "--help", "", "doctor", "doctor --aliases", "inspect demo", "inspect done", "report done", "report done other",
@@ -132,9 +133,11 @@ def _prepared(folder: Path) -> None:
     job = {"id": "one", "model": "demo", "output": "job", "verify": "none", "force": True}
     (folder / "jobs.yaml").write_text(json.dumps({"version": 1, "jobs": [job]}), encoding="utf-8")
     made = {"done": "none", "other": "none", "verified": "weights", "layout": "none --layout compressed-tensors"}
-    for name, level in made.items():
+    for name, level in {"cut": "none", **made}.items():
         done = measure(f"convert demo --format e4m3fn --verify {level} -o {name}", _HERE, folder, label="")
         assert done.exit_code == 0, done
+    weights = folder / "cut/model.safetensors"
+    os.truncate(weights, weights.stat().st_size // 2)
 
 
 def _main() -> None:
@@ -147,26 +150,36 @@ def _main() -> None:
     trees = {"before": args.before.resolve()} if args.before else {}
     trees["after"] = _HERE
     commands = [c for c in (*ERRORS, *RESULTS) if c.startswith(tuple(args.only))]
+    told = (["--before", "TREE"] if args.before else []) + (["--only", *args.only] if args.only != [""] else [])
+    command = shlex.join(["python", "benchmarks/startup.py", *told, "--rounds", str(args.rounds)])
     found: list[Measurement] = []
     loads: list[float] = []
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         _prepared(folder)
-        for index in range(args.rounds + 1):
-            for command in commands:
-                runs = [measure(command, tree, folder, label=label) for label, tree in trees.items()]
-                found += runs if index else []  # the first round compiles modules
+        _round(commands, trees, folder)  # compiles modules
+        loads.append(round(os.getloadavg()[0], 1))
+        for _ in range(args.rounds):
+            found += _round(commands, trees, folder)
             loads.append(round(os.getloadavg()[0], 1))
-    told = (["--before", "TREE"] if args.before else []) + (["--only", *args.only] if args.only != [""] else [])
+            _save(command, loads, found, args.results)
+    print(table(found), end="")
+
+
+def _round(commands: Sequence[str], trees: Mapping[str, Path], folder: Path) -> list[Measurement]:
+    return [measure(c, tree, folder, label=label) for c in commands for label, tree in trees.items()]
+
+
+def _save(command: str, loads: Sequence[float], found: Sequence[Measurement], results: Path) -> None:
+    """After every round: one that is cut loses no other."""
     document = {
         "schema_version": 1,
-        "command": shlex.join(["python", "benchmarks/startup.py", *told, "--rounds", str(args.rounds)]),
+        "command": command,
         "cores": len(os.sched_getaffinity(0)),
         "load_averages": loads,
         "measurements": [dataclasses.asdict(m) for m in found],
     }
-    args.results.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    print(table(found), end="")
+    results.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

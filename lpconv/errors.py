@@ -34,6 +34,7 @@ __all__ = [
     "UsageError",
     "VerificationError",
     "from_system",
+    "peer_lost",
 ]
 
 
@@ -140,6 +141,17 @@ class InterruptedRunError(LpconvError):
         self.exit_code = 128 + signal_number  # type: ignore[misc]  # the one error whose code depends on its cause
 
 
+def peer_lost(error: BaseException) -> PeerLostError | None:
+    """What torch says where another process has gone, as an error of ours; None for any other error."""
+    if type(error).__name__ not in _PEER_LOST and "/gloo/transport/" not in str(error):
+        return None
+    return PeerLostError(
+        "another process of the run has gone, or cannot be reached",
+        hint="its messages say why; under `torchrun --max-restarts N`, with --resume, all go on by themselves",
+        details={"library": str(error)[:300]},
+    )
+
+
 def from_system(error: BaseException) -> LpconvError | None:
     """What the operating system refused, as an error of ours; None where it names neither a reason nor a file.
 
@@ -149,12 +161,9 @@ def from_system(error: BaseException) -> LpconvError | None:
         number = re.search(r"\(os error (\d+)\)", str(error))
         if number:
             return from_system(OSError(int(number[1]), os.strerror(int(number[1]))))
-        if type(error).__name__ in _PEER_LOST or "/gloo/transport/" in str(error):
-            return PeerLostError(
-                "another process of the run has gone, or cannot be reached",
-                hint="its messages say why; under `torchrun --max-restarts N`, with --resume, all go on by themselves",
-                details={"library": str(error)[:300]},
-            )
+        lost = peer_lost(error)
+        if lost is not None:
+            return lost
         if any(words in str(error) for words in _NOT_WRITTEN_BY_TORCH):
             return ResourceError(f"cannot write a file: {error!s:.120}", hint="free some space, or write elsewhere")
         return None

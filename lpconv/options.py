@@ -247,5 +247,5 @@ PARALLEL = ("ddp", "fsdp2")
 # Options that several commands have.
 Revision = Annotated[str | None, Option("Branch, tag or commit hash of a model on the hub")]
 Force = Annotated[bool, Option("Replace an existing output of lpconv")]
-Resume = Annotated[bool, Option("Go on with an interrupted run of the same command", only="command")]
+Resume = Annotated[bool, Option("Resume an interrupted run of the same command", only="command")]
 TrustRemoteCode = Annotated[bool, Option("Let the checkpoint's own Python files run for verification")]

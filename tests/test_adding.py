@@ -47,7 +47,7 @@ E3M4 = Format(
     has_inf=False,
     has_nan=True,
     storage_bits=8,
-)  # fmt: skipE3M3 = dataclasses.replace(E3M4, name="e3m3", mantissa_bits=3, max_mantissa=6, storage_bits=7)
+)
 
 E3M3 = dataclasses.replace(E3M4, name="e3m3", mantissa_bits=3, max_mantissa=6, storage_bits=7)
 SMALL = (
@@ -117,7 +117,7 @@ def test_an_optimizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """AdamW in another storage: a record of what is kept, and the name that `finetune` gives it."""
     toy = Variant(name="toy", weight=Storage.PAIR, first=Storage.FP32, second=Storage.PAIR)
     monkeypatch.setitem(VARIANTS, "toy", toy)
-    chosen = OptimizerChoice(keeps="a toy", bytes_per_parameter=toy.bytes_per_parameter(), variant="toy")
+    chosen = OptimizerChoice(bytes_per_parameter=toy.bytes_per_parameter(), variant="toy")
     monkeypatch.setitem(TRAINING_OPTIMIZERS, "toy", chosen)
 
     command = (

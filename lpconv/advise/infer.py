@@ -23,7 +23,7 @@ from lpconv.advise.time import Deadline
 from lpconv.convert.job import Job, prepare
 from lpconv.convert.logits import compare, outputs_of
 from lpconv.convert.preview import decoded_tensors, noise_of_sample
-from lpconv.errors import LpconvError
+from lpconv.errors import LpconvError, UnreadError
 from lpconv.models.inputs import example_inputs
 from lpconv.progress import Progress
 from lpconv.results import AdviceRow, TensorRecord
@@ -121,6 +121,8 @@ class Conversions:
                 total = sum(t.info.num_elements for t in job.plan.tensors if t.action == "convert")
                 row = replace(row, size_bytes=job.plan.bytes_out, noise=noise)
                 seconds = taken_s * total / max(elements, 1) / job.memory.workers
+        except UnreadError:  # which says nothing of a conversion
+            raise
         except LpconvError as e:
             return _Candidate(conversion=conversion, row=replace(row, status="failed", why=e.message))
         return _Candidate(conversion=conversion, row=row, seconds=seconds)
@@ -143,6 +145,8 @@ class Conversions:
             model, records = converted(subject, candidate.conversion, self._progress)
             gap = estimated(self._gaps(model, deadline))
             figures = self._figures(model)
+        except UnreadError:  # which says nothing of a conversion
+            raise
         except LpconvError as e:
             return replace(row, status="failed", why=e.message)
         if not math.isfinite(gap.value):

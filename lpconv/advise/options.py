@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from lpconv.checkpoint.contents import read_json
 from lpconv.checkpoint.staging import check_replaceable
 from lpconv.devices import DEVICES, HERE
 from lpconv.errors import UsageError
@@ -17,17 +16,15 @@ from lpconv.train.recipes import RECIPES, Arithmetic
 
 __all__ = [
     "ADVICE_FILE",
-    "PURPOSES",
     "AdviseOptions",
     "Budget",
     "check_advise",
     "check_free",
-    "find_advice",
     "parse_budget",
 ]
 
 ADVICE_FILE = "advice.json"  # in an output; says whose the folder is
-PURPOSES = ("infer", "train", "both")
+_PURPOSES = ("infer", "train", "both")
 _EVAL_BATCHES = 4  # run and twin see the same, so that their gap varies less than either
 _train = functools.partial(Option, panel="The training to advise on")
 
@@ -74,22 +71,22 @@ class AdviseOptions:
     """How to advise. `finetune` has what the runs of training are made of."""
 
     purpose: Annotated[
-        str, Option("What the model is for", name="purpose", flag="for", what="purpose", choices=PURPOSES)
+        str, Option("What the model is for", name="purpose", flag="for", what="purpose", choices=_PURPOSES)
     ] = "both"
     data: Annotated[
         str | None,
         Option(
-            "File (txt, jsonl, json, csv, tsv or parquet) with text of the kind that the model will meet",
+            "File (txt, jsonl, json, csv, tsv or parquet) with text like what the model will see",
             default="plays that ship with lpconv",
             metavar="FILE",
             is_path=True,
         ),
     ] = None
-    device: Annotated[str, Option("Device that time and memory are foretold for", choices=(HERE, *DEVICES))] = HERE
+    device: Annotated[str, Option("Device for which time and memory are estimated", choices=(HERE, *DEVICES))] = HERE
     budget: Annotated[
         Budget,
         Option(
-            "What it may cost: quality (nats of loss, or relative error), memory of a step, minutes of measuring",
+            "Limits: quality (nats of loss, or relative error), memory of a step, minutes of measuring",
             default="quality=0.01,minutes=10",
             metavar="quality=Q,memory=M,minutes=T",
             parse=parse_budget,
@@ -97,11 +94,16 @@ class AdviseOptions:
     ] = Budget()
     bits: Annotated[
         float | None,
-        Option("Bits per weight to choose formats layer by layer for", default="one format", above=4, below=32),
+        Option(
+            "Bits per weight, within which each layer gets its own format",
+            default="one format for all",
+            above=4,
+            below=32,
+        ),
     ] = None
     batch_size: Annotated[int, Option("Number of sequences in a step", least=1)] = 8
     seq_len: Annotated[
-        int | None, Option("Number of tokens in a sequence", default="128, or the model's most", least=2)
+        int | None, Option("Number of tokens in a sequence", default="128, or the model's maximum", least=2)
     ] = None
     task: Annotated[str, _train("Task that the model is trained for", choices=TASKS)] = "auto"
     steps: Annotated[int, _train("Number of optimizer steps", least=1)] = FinetuneOptions.steps
@@ -143,9 +145,3 @@ def check_advise(options: AdviseOptions) -> None:
 def check_free(directory: Path, *, force: bool) -> None:
     """Refuse a place that is taken, unless `force` is set and it holds an earlier advice, or that cannot be written."""
     check_replaceable(directory, ADVICE_FILE, what="advice", force=force)
-
-
-def find_advice(run: str) -> Path | None:
-    """The record that `run` means, a folder of `lpconv advise` or the file itself; None where it is something else."""
-    path = Path(run) / ADVICE_FILE if Path(run).is_dir() else Path(run)
-    return path if path.is_file() and path.suffix == ".json" and read_json(path).get("kind") == "advice" else None

@@ -12,12 +12,12 @@ from lpconv.errors import InputError
 from lpconv.report.advise.html import html_advice
 from lpconv.results import AdviceResult, from_json, json_text
 
-__all__ = ["PAGE", "kept", "read_advice", "write_advice"]
+__all__ = ["PAGE", "kept", "read_advice"]
 
 PAGE = "advice.html"
 
 
-def write_advice(directory: Path, result: AdviceResult, options: AdviseOptions) -> None:
+def _write_advice(directory: Path, result: AdviceResult, options: AdviseOptions) -> None:
     """What is known so far, each file in one go. A manifest is there once anything is recommended."""
     write_small(directory / ADVICE_FILE, json_text(result))
     write_small(directory / PAGE, html_advice(result))
@@ -36,7 +36,7 @@ def kept(
 
     def keep(result: AdviceResult) -> None:
         latest[:] = [result]
-        write_advice(directory, result, options)
+        _write_advice(directory, result, options)
 
     try:
         yield keep

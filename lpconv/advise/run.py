@@ -23,7 +23,7 @@ from lpconv.bench.worker import measure_peaks
 from lpconv.convert.provenance import versions
 from lpconv.convert.settings import command_line
 from lpconv.devices import DEVICES
-from lpconv.errors import LpconvError
+from lpconv.errors import LpconvError, UnreadError
 from lpconv.models.quiet import quiet_transformers
 from lpconv.probe.answers import answer
 from lpconv.probe.track import probe
@@ -81,7 +81,7 @@ class _Study:
         self._parts: tuple[LayerPart, ...] = ()
         self._parts_of: str | None = None
         self._findings: tuple[str, ...] = ()
-        self._warnings: list[str] = []
+        self._warnings = list(self._subject.prepared.batches.tokens.doubts)
         self._trials: Trials | None = None
         bits = options.bits if "infer" in options.purposes else None
         self._base = None if bits is None else base_for(self._subject, bits)
@@ -104,7 +104,7 @@ class _Study:
         try:
             yield
         except LpconvError as e:
-            if self._options.purpose == purpose:
+            if self._options.purpose == purpose or isinstance(e, UnreadError):
                 raise
             self._warnings.append(f"{words}: {e.message}" + (f" ({e.hint})" if e.hint else ""))
 

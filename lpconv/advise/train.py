@@ -20,14 +20,14 @@ from lpconv.advise.options import AdviseOptions
 from lpconv.advise.outlook import Ends, outlook
 from lpconv.advise.subject import Subject
 from lpconv.advise.time import Deadline
-from lpconv.errors import LpconvError
+from lpconv.errors import LpconvError, UnreadError
 from lpconv.progress import Progress, Silent
 from lpconv.results import AdviceRow, RunRecord
 from lpconv.train.critical import with_critical
+from lpconv.train.job import Work, training_job
 from lpconv.train.memory import weight_bytes
-from lpconv.train.one import Work, train_one
+from lpconv.train.one import train_one
 from lpconv.train.recipes import RECIPES, TRAINING_OPTIMIZERS
-from lpconv.train.run import training_job
 
 __all__ = ["Trials"]
 
@@ -129,6 +129,8 @@ class Trials:
         try:
             twin = self._twin(seed, self.steps).record
             run = self._run(name, seed, self.steps, role="run").record
+        except UnreadError:  # which says nothing of a recipe
+            raise
         except LpconvError as e:
             self._note(name, status="failed", why=e.message, gap=None)
             return

@@ -14,7 +14,7 @@ _EXECUTORS = ("local", "ray", "slurm")
 class BatchOptions:
     """Which jobs run, where, and what counts as done."""
 
-    only: Annotated[tuple[str, ...], Option("Job to run, and no other", metavar="ID")] = ()
+    only: Annotated[tuple[str, ...], Option("Job to run; the others are left out", metavar="ID")] = ()
     keep_going: Annotated[bool, Option("Go on after a failed job; exit code 6")] = False
     dry_run: Annotated[bool, Option("Plan every job and write nothing")] = False
     resume: Annotated[bool, Option("Skip what is up to date, continue what was interrupted")] = False
@@ -23,7 +23,7 @@ class BatchOptions:
     parallel: Annotated[
         int | None, Option("Number of jobs at a time, within cores and memory", metavar="N", default="one", least=1)
     ] = None
-    executor: Annotated[str, Option("Engine that places jobs", metavar="NAME", choices=_EXECUTORS)] = "local"
+    executor: Annotated[str, Option("Engine that runs jobs", metavar="NAME", choices=_EXECUTORS)] = "local"
     address: Annotated[
         str | None, Option("Ray cluster", default="RAY_ADDRESS, else one on this machine", metavar="HOST:PORT")
     ] = None

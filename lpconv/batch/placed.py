@@ -26,12 +26,12 @@ from lpconv.errors import UnsupportedError
 from lpconv.progress import Progress
 from lpconv.results.batch import FAILED, NOT_RUN, JobError, JobResult
 
-__all__ = ["Placement", "needs_of"]
+__all__ = ["Placement"]
 
 _MAX_LOST = 3  # machines that a task may lose
 
 
-def needs_of(job: BatchJob, executor: Executor) -> Needs:
+def _needs_of(job: BatchJob, executor: Executor) -> Needs:
     """What a job takes of a machine: what the manifest says, else its share; a bench has a machine for itself."""
     largest = Needs(cpus=max(m.cpus for m in executor.machines), memory=max(m.memory for m in executor.machines))
     bound = getattr(job.options, "max_memory", None) or executor.share.memory
@@ -45,7 +45,7 @@ def needs_of(job: BatchJob, executor: Executor) -> Needs:
 def _check_needs(jobs: Sequence[BatchJob], executor: Executor) -> None:
     """Refuse, before anything starts, a job that no machine has room for. Raises UnsupportedError."""
     for job in jobs:
-        needs = needs_of(job, executor)
+        needs = _needs_of(job, executor)
         if not any(needs.fits(machine) for machine in executor.machines):
             there = "; ".join(dict.fromkeys(map(str, executor.machines)))
             raise UnsupportedError(
@@ -155,7 +155,9 @@ class Placement:
 
     def _step(self, job: BatchJob, suffix: str = "", *more: str) -> _Step:
         arguments = (str(self._manifest), "--only", job.id, "--json", *self._flags, *more)
-        return _Step(job=job, task=Task(name=job.id + suffix, arguments=arguments, needs=needs_of(job, self._executor)))
+        return _Step(
+            job=job, task=Task(name=job.id + suffix, arguments=arguments, needs=_needs_of(job, self._executor))
+        )
 
     def _place(self, step: _Step) -> bool:
         """Whether a step needs not wait any more."""

@@ -20,7 +20,7 @@ from lpconv.batch.lock import (
 )
 from lpconv.batch.manifest import BatchJob, Manifest
 from lpconv.batch.placed import Placement
-from lpconv.batch.records import filled, held_back, job_error, job_result, stops
+from lpconv.batch.records import failed, filled, held_back, job_error, job_result, stops
 from lpconv.batch.runners import JobRunner
 from lpconv.batch.task import Executor
 from lpconv.errors import BatchError, InputError, OutputExistsError
@@ -246,5 +246,5 @@ def _attempt(run_job: Callable[[BatchJob], JobResult], job: BatchJob) -> tuple[J
         result = run_job(job)
     except BaseException as e:  # signals too: `_stops` ends the batch on them, and they are raised in the end
         error = e
-        result = replace(job_result(job, FAILED), error=job_error(e))
+        result = failed(job, job_error(e))
     return replace(result, seconds=time.monotonic() - started), error

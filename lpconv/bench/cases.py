@@ -15,6 +15,7 @@ __all__ = [
     "BENCH_FORMATS",
     "BENCH_METHODS",
     "BENCH_OPTIMIZERS",
+    "CODES",
     "COMPILE_MODES",
     "MODES",
     "PLAIN",
@@ -33,6 +34,7 @@ MODES = ("infer", "train")
 COMPILE_MODES = ("blocks", "model", "graphs", "off")
 BASELINES = ("bf16+compile", "bf16", "fp16+compile", "fp16", "fp32+compile", "fp32")
 PLAIN = "plain"
+CODES = "codes"  # those of the checkpoint itself, which stay what they are and are decoded to bf16 as they are used
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +62,7 @@ BENCH_FORMATS: dict[str, dict[str, Peer | None]] = {
         "torchao-rowwise": _TORCHAO,
         "te": _TE,
     },
+    CODES: {PLAIN: None},
 }
 BENCH_METHODS = {name: peer for methods in BENCH_FORMATS.values() for name, peer in methods.items()}
 BENCH_OPTIMIZERS: dict[str, Peer | None] = {
@@ -132,13 +135,15 @@ def expand(
         for (name, method), optimizer in itertools.product(runs, chosen):
             yield dataclasses.replace(
                 template, format=name, method=method, mode=mode, optimizer=optimizer, batch=batch, seq=seq,
-                compiled=_compiled(template, method),
+                compiled=_compiled(template, name, method),
             )  # fmt: skip
 
 
-def _compiled(template: Case, method: str) -> str:
+def _compiled(template: Case, format_name: str, method: str) -> str:
     """Scaled tensors cross the border of a compiled block in neither direction, and compiling a whole model of them
-    takes a CPU minutes."""
+    takes a CPU minutes; codes are not compiled."""
+    if format_name == CODES:
+        return "off"
     if method not in SCALED or template.compiled == "off":
         return template.compiled
     return "off" if template.device == "cpu" else "model"

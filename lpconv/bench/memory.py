@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from lpconv.models.coded import CodedTensor
 from lpconv.results import MemoryParts
 
 __all__ = ["Allocation", "StepPeak", "parts_at_peak", "profile_step", "storage_bytes"]
@@ -47,6 +48,10 @@ def storage_bytes(tensors: Iterable[Any]) -> int:
 
 def _storages(x: Any) -> Iterator[Any]:
     if not isinstance(x, Tensor):
+        return
+    if isinstance(x, CodedTensor):
+        for piece in x.pieces:
+            yield from (part.untyped_storage() for part in piece.parts.values())
         return
     inner = getattr(x, "__tensor_flatten__", None)
     if inner is None:

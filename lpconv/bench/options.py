@@ -31,12 +31,10 @@ class Effort:
     They are spread over as many `launches`, each of new processes.
     """
 
-    min_iterations: Annotated[int, _how("Least number of timed steps of each case", name="min_iters", least=1)] = 30
-    min_seconds: Annotated[float, _how("Least number of seconds of each case", name="min_time", least=0)] = 2.0
+    min_iterations: Annotated[int, _how("Smallest number of timed steps per case", name="min_iters", least=1)] = 30
+    min_seconds: Annotated[float, _how("Smallest number of seconds per case", name="min_time", least=0)] = 2.0
     rounds: Annotated[int, _how("Number of turns that baseline and variant take", least=1)] = 12
-    launches: Annotated[
-        int, _how("Number of times that both start in new processes, over which the turns are spread", least=1)
-    ] = 3
+    launches: Annotated[int, _how("Number of launches in new processes, over which the turns are spread", least=1)] = 3
     warm_up_iterations: int = 3
     warm_up_seconds: float = 0.3
 
@@ -70,8 +68,8 @@ class BenchOptions:
     methods: Annotated[
         tuple[str, ...],
         _what(
-            "Methods to run fp8 and fp16 by",
-            default=f"of fp8 {next(iter(BENCH_FORMATS['fp8']))}",
+            "Methods for fp8 and fp16",
+            default=f"for fp8 {next(iter(BENCH_FORMATS['fp8']))}",
             name="method",
             short=("-m",),
             choices=BENCH_METHODS,
@@ -100,7 +98,12 @@ class BenchOptions:
     baseline: Annotated[str, _how("Form that the others are compared with", choices=BASELINES)] = "bf16+compile"
     compiled: Annotated[
         str,
-        _how("Part of the model that torch.compile gets", name="compile", what="compile mode", choices=COMPILE_MODES),
+        _how(
+            "Part of the model that torch.compile takes at once",
+            name="compile",
+            what="compile mode",
+            choices=COMPILE_MODES,
+        ),
     ] = "blocks"
     device: Annotated[str | None, _how("Device: cpu, cuda or cuda:N", default="a GPU if there is one")] = None
     processes: Annotated[int | None, _how("Number of cooperating processes", default="torchrun's, or 1", least=1)] = (
@@ -108,13 +111,14 @@ class BenchOptions:
     )
     parallel: Annotated[
         str | None,
-        _how("Way in which processes share a model", default="ddp", what="kind of parallelism", choices=PARALLEL),
+        _how("Sharing of a model among processes", default="ddp", what="kind of parallelism", choices=PARALLEL),
     ] = None
     threads: Annotated[int | None, _how("Number of CPU threads of each process", default="torch's own", least=1)] = None
     effort: Annotated[Effort, Group(Effort)] = Effort()
     seed: Annotated[int, _how("Seed of weights and token ids", least=0)] = 0
     compare: Annotated[
-        str | None, _check("Older result, as JSON: fail on regressions against it", metavar="FILE", is_path=True)
+        str | None,
+        _check("Older result, as JSON, against which a regression is a failure", metavar="FILE", is_path=True),
     ] = None
     gates: Annotated[
         tuple[str, ...],

@@ -14,7 +14,7 @@ from lpconv.gates import BENCH_GATES, check_rows
 from lpconv.report.numbers import plural
 from lpconv.results import BenchChange, BenchResult, BenchRow, RatioRecord, from_json, json_text, to_json
 
-__all__ = ["compare", "find_bench", "judge_of", "kept", "problem", "read_bench"]
+__all__ = ["compare", "judge_of", "kept", "problem", "read_bench"]
 
 REGRESSION, IMPROVEMENT, SAME, NEW = "regression", "improvement", "within the intervals", "not in the older document"
 
@@ -125,12 +125,6 @@ def kept(
         for partial in latest:
             show_partial(partial)
         raise
-
-
-def find_bench(run: str) -> Path | None:
-    """The file that `run` means; None where it holds no bench."""
-    path = Path(run)
-    return path if path.is_file() and path.suffix == ".json" and read_json(path).get("kind") == "bench" else None
 
 
 def read_bench(path: Path) -> BenchResult:

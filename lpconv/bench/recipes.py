@@ -9,16 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lpconv.bench.cases import SCALED, Case
+from lpconv.bench.cases import CODES, SCALED, Case
 from lpconv.bench.models import step_loss
+from lpconv.checkpoint.compressed import quantized_by
+from lpconv.checkpoint.contents import read_contents
 from lpconv.errors import UnsupportedError
 from lpconv.kernels.fp8_linear import FP8_RECIPES, Fp8Linear, calibrate, convert_linears
 from lpconv.kernels.linear import FP16_LINEAR, use_recipe
 from lpconv.layers import head
+from lpconv.models.load import load
+from lpconv.models.opening import Blueprint
 from lpconv.optim import CollageAdamW
 from lpconv.scaled import AdamW as ScaledAdamW, scaled
 
-__all__ = ["apply_recipe", "check_peers", "is_emulated", "make_optimizer"]
+__all__ = ["apply_recipe", "check_codes", "check_peers", "is_emulated", "make_optimizer", "with_codes"]
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _FP8_CAPABILITY = (8, 9)
@@ -32,16 +36,37 @@ def check_peers(case: Case) -> None:
             raise UnsupportedError(f"{peer.module} is not installed", hint=peer.install)
 
 
+def check_codes(case: Case, known: Blueprint) -> None:
+    """Raise UnsupportedError where the codes of a checkpoint are to be measured and there are none, or in training."""
+    if case.format != CODES:
+        return
+    if case.mode == "train":
+        raise UnsupportedError("weights that stay codes do not train", hint="measure them in --mode infer")
+    if known.directory is None or quantized_by(read_contents(known.directory).config) is None:
+        raise UnsupportedError(
+            f"`{case.model}` has no codes", hint="`lpconv convert` writes them: --method unit --format e4m3fn"
+        )
+
+
 def is_emulated(case: Case) -> bool:
     """Whether the case's products run in a wider format than the one it names."""
     if case.format in ("fp32", "bf16"):
         return False
-    if not case.device.startswith("cuda"):
-        return True  # fp8 multiplies in bf16 and fp16 in fp32
+    if case.format == CODES or not case.device.startswith("cuda"):
+        return True  # codes and fp8 multiply in bf16, and fp16 in fp32
     if case.format == "fp16":
         return False
     # Block scales need tensor cores of capability 10, for which lpconv has no kernel yet.
     return case.method == "mx" or torch.cuda.get_device_capability() < _FP8_CAPABILITY
+
+
+def with_codes(known: Blueprint, case: Case) -> nn.Module:
+    """The model of a checkpoint whose weights stay codes, in bf16 beside them."""
+    assert known.directory is not None, "`check_codes` comes first"
+    model: nn.Module = load(
+        known.directory, dtype=torch.bfloat16, model_class=known.model_class, config=known.config, resident=True
+    )
+    return model.to(case.device)
 
 
 def apply_recipe(model: nn.Module, case: Case, batch: dict[str, Tensor]) -> nn.Module:

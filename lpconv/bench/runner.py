@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.utils import counters
 
-from lpconv.bench.cases import Case
+from lpconv.bench.cases import CODES, Case
 from lpconv.bench.memory import StepPeak, profile_step, storage_bytes
 from lpconv.bench.models import check_fits, estimate_bytes, find_model, gemms_of, make_batch, step_loss
 from lpconv.bench.parallel import check_parallel, most, spread
-from lpconv.bench.recipes import apply_recipe, check_peers, is_emulated, make_optimizer
+from lpconv.bench.recipes import apply_recipe, check_codes, check_peers, is_emulated, make_optimizer, with_codes
 from lpconv.bench.roofline import Gemm
 from lpconv.errors import LpconvError
 from lpconv.layers import blocks_of
@@ -39,6 +39,7 @@ class CaseRunner:
         check_peers(case)
         check_parallel(case)
         known = find_model(case)
+        check_codes(case, known)
         shadow = known.empty()
         self.case = case
         self.gemms: tuple[Gemm, ...] = gemms_of(shadow)
@@ -55,7 +56,11 @@ class CaseRunner:
         probe = make_batch(case, known.config, batch=_PROBE[0], seq=min(_PROBE[1], case.seq))
         watched = _watched(model) if case.mode == "train" else []
         reference = _observe(model, probe, watched)
-        model = apply_recipe(model, case, self._batch)
+        if case.format == CODES:
+            del opened, model
+            model = with_codes(known, case)
+        else:
+            model = apply_recipe(model, case, self._batch)
         self.numerics = _compare(reference, _observe(model, probe, watched))
         self._model = spread(model, case, probe)
         self._optimizer = make_optimizer(self._model, case) if case.mode == "train" else None

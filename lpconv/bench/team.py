@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from lpconv.bench.cases import Case
-from lpconv.errors import InputError, LpconvError, ResourceError, UnsupportedError, UsageError
+from lpconv.errors import InputError, LpconvError, PeerLostError, ResourceError, UnsupportedError, UsageError
 
 __all__ = ["Child", "Subject", "Team", "processes_of", "result_of"]
 
@@ -27,7 +27,10 @@ _KILLED = -9
 _OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 # glibc gives large blocks back to the system when they are freed, and every step faults them in again.
 _KEEP_THE_HEAP = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**33)}
-_ERRORS: dict[str, type[LpconvError]] = {e.kind: e for e in (UsageError, InputError, UnsupportedError, ResourceError)}
+_ERRORS: dict[str, type[LpconvError]] = {
+    e.kind: e for e in (UsageError, InputError, UnsupportedError, ResourceError, PeerLostError)
+}
+_PATIENCE_S = 5.0  # in which a process that others miss has ended, so that its end is known
 
 
 class Subject(Protocol):
@@ -167,15 +170,27 @@ class Team:
             raise
 
     def _answers(self) -> list[Any]:
-        """Of every process, in their order, but read as they come."""
+        """Of every process, in their order, but read as they come.
+
+        Where some miss another one, what became of that is raised, if it is known soon.
+        """
         found: dict[int, Any] = {}
+        lost: PeerLostError | None = None
         with selectors.DefaultSelector() as selector:
             for rank, child in enumerate(self._children):
                 selector.register(child, selectors.EVENT_READ, rank)
-            while len(found) < len(self._children):
-                for key, _ in selector.select():
-                    found[key.data] = self._children[key.data].receive()
+            while selector.get_map():
+                ready = selector.select(None if lost is None else _PATIENCE_S)
+                if not ready:
+                    break
+                for key, _ in ready:
                     selector.unregister(key.fileobj)
+                    try:
+                        found[key.data] = self._children[key.data].receive()
+                    except PeerLostError as e:
+                        lost = e
+        if lost is not None:
+            raise lost
         return [found[rank] for rank in range(len(self._children))]
 
     def close(self) -> None:

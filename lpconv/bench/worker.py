@@ -24,7 +24,7 @@ import torch
 from lpconv.bench.cases import Case
 from lpconv.bench.parallel import join
 from lpconv.bench.runner import CaseRunner
-from lpconv.errors import LpconvError, ResourceError, UnsupportedError, UsageError
+from lpconv.errors import LpconvError, ResourceError, UnsupportedError, UsageError, peer_lost
 from lpconv.kernels.matmul import matmul
 from lpconv.machine import peak_rss_bytes
 from lpconv.report.numbers import plural
@@ -213,7 +213,7 @@ def answer(worker: Worker, request: dict[str, Any]) -> dict[str, Any]:
         return {"error": found.to_dict()}
     except Exception as e:  # whatever a model, a compiler or a peer raises belongs to its row
         first = (str(e).splitlines() or [""])[0]
-        return {"error": LpconvError(f"{type(e).__name__}: {first}").to_dict()}
+        return {"error": (peer_lost(e) or LpconvError(f"{type(e).__name__}: {first}")).to_dict()}
 
 
 def main() -> None:

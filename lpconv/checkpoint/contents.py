@@ -10,6 +10,7 @@ from typing import Any
 
 from lpconv.checkpoint.gguf import GGUF, WEIGHTS, is_view
 from lpconv.checkpoint.gguf_view import as_directory
+from lpconv.checkpoint.partfile import read_error
 from lpconv.errors import InputError
 from lpconv.lookup import no_directory
 
@@ -81,12 +82,12 @@ def read_contents(directory: Path) -> Contents:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; InputError for anything else."""
+    """A JSON object from a file; InputError for anything else, of it UnreadError where the disk fails."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         json.dumps(document, ensure_ascii=False).encode()  # an escaped lone surrogate parses, and can never be written
     except OSError as e:
-        raise InputError(f"cannot read `{path}`: {e.strerror or e}", hint="check the path and its permissions") from e
+        raise read_error(e, path) from e
     except (ValueError, RecursionError) as e:
         raise InputError(f"`{path}` is not JSON: {e}", hint="fetch the file again") from e
     if not isinstance(document, dict):

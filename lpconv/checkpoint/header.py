@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lpconv.checkpoint.partfile import read_error
 from lpconv.checkpoint.place import open_file
 from lpconv.errors import InputError, UnsupportedError
 
@@ -69,7 +70,8 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    """The checked header of a safetensors file; InputError for anything unreadable, cut short or inconsistent."""
+    """The checked header of a safetensors file; InputError for anything unreadable, cut short or inconsistent, and
+    of it UnreadError where disk or network fail."""
     try:
         with closing(open_file(path)) as f:
             size = f.size_bytes
@@ -83,7 +85,7 @@ def read_header(path: Path) -> Header:
             raw = bytearray(length)
             f.read_into(8, memoryview(raw))
     except OSError as e:
-        raise InputError(f"cannot read `{path}`: {e.strerror or e}", hint="check the path and its permissions") from e
+        raise read_error(e, path) from e
     return parse_header(raw, file_size=size, path=path)
 
 

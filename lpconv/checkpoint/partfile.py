@@ -11,6 +11,8 @@ import errno
 import hashlib
 import os
 import re
+import stat
+import tempfile
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -20,6 +22,7 @@ from lpconv.errors import InputError, LpconvError, OutputExistsError, ResourceEr
 from lpconv.results import FileRecord
 
 __all__ = [
+    "NOT_A_FILE",
     "PartFile",
     "check_file",
     "check_writable",
@@ -31,6 +34,8 @@ __all__ = [
     "write_small",
 ]
 
+# Failed reads that no disk is to blame for.
+NOT_A_FILE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 _FLUSH_BYTES = 64 * 2**20
 _READ_BYTES = 4 * 2**20
 
@@ -174,21 +179,27 @@ def check_file(path: Path) -> None:
 def check_writable(path: Path) -> None:
     """Refuse, before the work, a place where nothing can be written, there or not. Raises ResourceError.
 
-    What can only be found by writing, such as a full disk, is not looked for. Raises UnsupportedError for a URL.
+    A file without a name is made beside it: permissions do not say what a file system lets root do. A disk that is full
+    is not looked for. Raises UnsupportedError for a URL.
     """
     if re.match("[a-z][a-z0-9]*:/", str(path)):  # of whose slashes a Path keeps one
         raise UnsupportedError(f"`{path}` is no folder of this machine", hint="write to one, and copy it")
     try:
-        os.stat(path)
+        mode = os.stat(path).st_mode
     except FileNotFoundError:
-        pass  # as it should be
+        mode = 0  # as it should be
     except OSError as e:  # a name too long, a link to itself, a file where a folder should be
         raise write_error(e, path) from e
+    if mode and not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        return  # a device or a pipe, which `write_small` writes to as it is
     folder = path.absolute().parent
     while not os.path.exists(folder):
         folder = folder.parent
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise ResourceError(f"cannot write below `{folder}`", hint="check the folder and its permissions")
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as e:
+        text = f"cannot write below `{folder}`: {e.strerror or e}"
+        raise ResourceError(text, hint="check the folder and its permissions") from e
 
 
 def sha256_of(path: Path) -> str:
@@ -213,7 +224,7 @@ def hash_of(path: Path, digest: "hashlib._Hash") -> str:
 def read_error(e: OSError, path: Path) -> InputError:
     """A failed read as an error of ours: exit code 3, with what to do about it."""
     hint = "check the disk, and fetch the file again" if e.errno == errno.EIO else "check the path and its permissions"
-    kind = InputError if isinstance(e, FileNotFoundError) else UnreadError
+    kind = InputError if isinstance(e, NOT_A_FILE) else UnreadError
     return kind(f"cannot read `{path}`: {e.strerror or e}", hint=hint)
 
 

@@ -10,13 +10,14 @@ import json
 import os
 import stat
 import struct
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
-from lpconv.checkpoint.remote import RemoteFile
+from lpconv.checkpoint.remote_file import RemoteFile
 from lpconv.errors import InputError, UnreadError
 
-__all__ = ["MIN_POINTER_BYTES", "LocalFile", "RangedFile", "cache_folder", "is_pointer", "open_file", "write_pointer"]
+__all__ = ["MIN_POINTER_BYTES", "LocalFile", "RangedFile", "any_pointer", "cache_folder", "open_file", "write_pointer"]
 
 MIN_POINTER_BYTES = 2**16  # smaller objects may be shorter than what points to them
 _MARK = b'{"lpconv_remote": '
@@ -66,9 +67,9 @@ def open_file(path: Path) -> RangedFile:
     return LocalFile(path) if pointer is None else RemoteFile(size_bytes=path.stat().st_size, **pointer)
 
 
-def is_pointer(path: Path) -> bool:
-    """Whether a file stands for an object elsewhere. Raises OSError where it does not open."""
-    return _pointer_in(path) is not None
+def any_pointer(directory: Path, names: Iterable[str]) -> bool:
+    """Whether any of these files stands for an object elsewhere. Raises OSError where one does not open."""
+    return any(_pointer_in(directory / name) is not None for name in names)
 
 
 def cache_folder(kind: str) -> Path:

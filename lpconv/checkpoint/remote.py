@@ -1,9 +1,7 @@
-"""Object stores and servers: what lies there, and ranged reads of it, through the package obstore.
+"""Object stores and servers: what lies there, and reads and writes of it, through the package obstore.
 
-obstore signs, connects, and repeats what a server refused or cut short. What is ours is the order of reading: a
-conversion asks for blocks of half a megabyte front to back, so whole pieces are fetched, some ahead of what is asked
-for, and kept for as long as the reader is near. Credentials are read by obstore, from the environment variables
-of each provider; none is ever part of a URL here, or of a message.
+obstore signs, connects, and repeats what a server refused or cut short. Credentials are read by obstore, from the
+environment variables of each provider; none is ever part of a URL here, or of a message.
 """
 
 import datetime
@@ -11,12 +9,9 @@ import functools
 import importlib.util
 import os
 import re
-from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from threading import Lock
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -25,7 +20,6 @@ from lpconv.errors import InputError, LpconvError, ResourceError, UnreadError, U
 
 __all__ = [
     "UNFINISHED",
-    "RemoteFile",
     "RemoteObject",
     "Upload",
     "check_url",
@@ -38,14 +32,12 @@ __all__ = [
     "put",
     "remote_errors",
     "store_at",
+    "upload_bytes",
 ]
 
 UNFINISHED = "lpconv-unfinished/"  # what a run has below its output until that is one
 _SCHEMES = ("s3", "gs", "az", "hf", "https", "http")
-_PIECE = 4 * 2**20  # bytes that are fetched at once
-_HELD, _AHEAD = 24, 8  # pieces that are kept, and fetched before they are asked for
 _PART, _AT_A_TIME, _MOST_PARTS = 8 * 2**20, 4, 9_000  # bytes of a part of an upload; S3 takes 10,000 of them
-_LITTLE, _FEW = 2**18, 2  # so few reads of so few bytes are not worth a piece: a header and its length
 _STALLED, _WHOLE = datetime.timedelta(seconds=30), datetime.timedelta(minutes=5)  # for a read, for an answer
 # Each pause is drawn between the first and three times the one before: some ten seconds in all, in which a server that
 # throttles becomes free again.
@@ -178,13 +170,22 @@ def delete(url: str, names: Sequence[str]) -> None:
             store_at(url).delete(name)
 
 
+def upload_bytes(size_bytes: int) -> int:
+    """Memory that the upload of an object takes: the parts on their way, and the one that is filled."""
+    return (_AT_A_TIME + 1) * _part_bytes(size_bytes)
+
+
+def _part_bytes(size_bytes: int) -> int:
+    return max(_PART, size_bytes // _MOST_PARTS)
+
+
 class Upload:
     """A large object that is sent in parts as it is written, and is there when it is closed."""
 
     def __init__(self, url: str, name: str, size_bytes: int) -> None:
         import obstore
 
-        part = max(_PART, size_bytes // _MOST_PARTS)
+        part = _part_bytes(size_bytes)
         self._errors = functools.partial(remote_errors, url, name, writing=True)
         with self._errors():
             self._writer = obstore.open_writer(store_at(url), name, buffer_size=part, max_concurrency=_AT_A_TIME)
@@ -198,84 +199,6 @@ class Upload:
         """Make it an object. Raises ResourceError."""
         with self._errors():
             self._writer.close()
-
-
-class RemoteFile:
-    """An object that is read by ranges, from any thread; `store` is a URL, `name` what it is called below that."""
-
-    def __init__(self, *, store: str, name: str, e_tag: str | None, size_bytes: int) -> None:
-        self.size_bytes = size_bytes
-        self._fetch = functools.partial(fetch, store, name, e_tag)
-        self._pieces = -(-size_bytes // _PIECE)
-        self._little = Counter[int]()
-
-    def read_into(self, start: int, out: memoryview) -> None:
-        if not len(out):
-            return
-        stop = start + len(out)
-        if stop > self.size_bytes:
-            raise InputError("a remote file is shorter than its header says", hint="fetch the checkpoint again")
-        first, last = start // _PIECE, (stop - 1) // _PIECE
-        if len(out) <= _LITTLE and self._little[first] < _FEW and not _window().holds(self, first):
-            self._little[first] += 1
-            out[:] = memoryview(self._fetch(span=(start, stop)))
-            return
-        for index in range(first, last + 1):
-            piece = memoryview(_window().piece(self, index).result())
-            begin = index * _PIECE
-            low, high = max(start, begin), min(stop, begin + len(piece))
-            out[low - start : high - start] = piece[low - begin : high - begin]
-
-    def fetch_piece(self, index: int) -> Any:
-        """The bytes of a piece."""
-        return self._fetch(span=(index * _PIECE, min((index + 1) * _PIECE, self.size_bytes)))
-
-    @property
-    def num_pieces(self) -> int:
-        return self._pieces
-
-    def close(self) -> None:
-        _window().forget(self)
-
-
-class _Window:
-    """The pieces of all files that were read last, or are on their way."""
-
-    def __init__(self) -> None:
-        self._lock, self._pool = Lock(), ThreadPoolExecutor(_AHEAD, thread_name_prefix="lpconv-fetch")
-        self._held: OrderedDict[tuple[RemoteFile, int], Future[Any]] = OrderedDict()
-
-    def holds(self, file: RemoteFile, index: int) -> bool:
-        """Whether a piece is here or on its way."""
-        with self._lock:
-            return (file, index) in self._held
-
-    def piece(self, file: RemoteFile, index: int) -> "Future[Any]":
-        """A piece; where the one before it was asked for too, those that follow are on their way."""
-        with self._lock:
-            is_going_on = (file, index - 1) in self._held
-            last = min(index + (_AHEAD if is_going_on else 1), file.num_pieces)
-            for n in range(index, last):
-                held = self._held.get((file, n))
-                if held is None or (held.done() and held.exception() is not None):
-                    self._held[file, n] = self._pool.submit(file.fetch_piece, n)
-                self._held.move_to_end((file, n))
-            self._held.move_to_end((file, index))
-            found = self._held[file, index]
-            while len(self._held) > _HELD:
-                self._held.popitem(last=False)
-            return found
-
-    def forget(self, file: RemoteFile) -> None:
-        """Let go of the pieces of a file."""
-        with self._lock:
-            for key in [k for k in self._held if k[0] is file]:
-                self._held.pop(key).cancel()
-
-
-@functools.cache
-def _window() -> _Window:
-    return _Window()
 
 
 @contextmanager

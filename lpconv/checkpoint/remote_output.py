@@ -5,6 +5,9 @@ uploaded; so everything reads it like one on a disk. In the store lie, in this o
 that says what is being written; weight files, each with a record of its hashes beside the claim; after the verification
 the small files, `config.json` the last of them; and `lpconv.json` by another conditional create, which makes it an
 output. Then claim and records are deleted. A run that resumes takes over what a claim like its own has records of.
+
+Two runs that resume at once write the same bytes, but for reports. The one that meets the output of the other ends
+before it writes anything more: small files are created, and replaced only while there is no output.
 """
 
 import hashlib
@@ -12,7 +15,7 @@ import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NoReturn
 
 from lpconv.checkpoint.partfile import PartFile
 from lpconv.checkpoint.place import MIN_POINTER_BYTES, cache_folder, write_pointer
@@ -77,7 +80,8 @@ class RemoteStaging(Staging):
         if force:
             names = [MARKER, *(n for n in there if n not in (MARKER, _CLAIM)), _CLAIM]
             delete(self.url, [n for n in names if n in there])
-        if put(self.url, _CLAIM, json.dumps(identity).encode(), create=True) is not None:
+        self._claim = put(self.url, _CLAIM, json.dumps(identity).encode(), create=True)
+        if self._claim is not None:
             return
         if not resume:
             raise OutputExistsError(f"another run is writing `{self.url}`", hint="choose another --output")
@@ -89,6 +93,7 @@ class RemoteStaging(Staging):
                 hint="repeat the command of that run with --resume, or start anew with --force",
                 details={"changed": changed},
             )
+        self._claim = head(self.url, _CLAIM)
         for name in (n for n in there if n.startswith(UNFINISHED) and n != _CLAIM):
             self._take_over(_read(self.url, name), there)
 
@@ -110,7 +115,24 @@ class RemoteStaging(Staging):
             write_pointer(path, o.size_bytes, store=self.url, name=o.name, e_tag=o.e_tag)
         self._tags[o.name] = o.e_tag
 
+    def check_alone(self) -> None:
+        """Raise OutputExistsError where another run has published meanwhile, or has begun anew with --force."""
+        if head(self.url, MARKER) is not None:
+            self._lose()
+        claim = head(self.url, _CLAIM)
+        if claim is None or self._claim is None or claim.e_tag != self._claim.e_tag:
+            raise OutputExistsError(f"another run has taken `{self.url}`", hint="choose another --output")
+
+    def _lose(self) -> NoReturn:
+        tidy(self.url)  # also of what came after the other run had tidied up
+        # This run's own may be there, where the answer to its first request was lost.
+        raise OutputExistsError(
+            f"another run has just finished `{self.url}`",
+            hint="the same command with --resume says whether that is its output; or choose another --output",
+        )
+
     def create(self, name: str, size_bytes: int, flusher: ThreadPoolExecutor) -> "_Upload":
+        self.check_alone()
         return _Upload(self, name, size_bytes)
 
     def append(self, line: dict[str, Any]) -> None:
@@ -124,17 +146,19 @@ class RemoteStaging(Staging):
         """Upload the small files, and last what makes them an output. Raises OutputExistsError where one is."""
         paths = {p.relative_to(self.directory).as_posix(): p for p in self.directory.rglob("*") if p.is_file()}
         names = sorted(set(paths) - {*self._tags, *_LAST, JOURNAL})
+        self.check_alone()
         for name in [*names, "config.json"]:
-            put(self.url, name, paths[name].read_bytes())
-        is_first = put(self.url, MARKER, paths[MARKER].read_bytes(), create=True) is not None
-        tidy(self.url)  # also of what came after the other run had tidied up
-        if not is_first:
-            # This run's own may be among them, where the answer to its first request was lost.
-            raise OutputExistsError(
-                f"another run has just finished `{self.url}`",
-                hint="the same command with --resume says whether that is its output; or choose another --output",
-            )
+            self._put_small(name, paths[name].read_bytes())
+        if put(self.url, MARKER, paths[MARKER].read_bytes(), create=True) is None:
+            self._lose()
+        tidy(self.url)
         shutil.rmtree(self.directory)
+
+    def _put_small(self, name: str, data: bytes) -> None:
+        """Create a small file, or replace one that a run left which did not come to its end."""
+        if put(self.url, name, data, create=True) is None and bytes(fetch(self.url, name)) != data:
+            self.check_alone()
+            put(self.url, name, data)
 
     def set_aside(self) -> str:
         """Leave what was uploaded, without what would make it an output."""
@@ -168,6 +192,7 @@ class _Upload(PartFile):
 
     def finish(self) -> FileRecord:
         assert self._hashed == self._size, (self._name, self._hashed, self._size)
+        self._staging.check_alone()
         self._writer.close()
         found = head(self._staging.url, self._name)
         if found is None or found.size_bytes != self._size:

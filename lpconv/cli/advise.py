@@ -1,10 +1,7 @@
 """`lpconv advise`."""
 
-import shlex
-import sys
-
 from lpconv.advise.options import AdviseOptions
-from lpconv.cli.command import Json, Model, Output, Quiet, print_result, with_options
+from lpconv.cli.command import Json, Model, Output, Quiet, command_line, print_result, with_options
 
 __all__ = ["advise"]
 
@@ -20,7 +17,7 @@ def advise(
     """Measure what low precision would buy a model and what it would cost, and say what to do.
 
     The output directory (NAME-advice) gets a page with plots, the figures as JSON, and jobs.yaml for `lpconv batch`.
-    What is measured when the minutes are over, or Ctrl-C is pressed, is kept.
+    What has been measured is kept when the time is up and when Ctrl-C is pressed.
 
     [bold]Examples[/bold]
 
@@ -41,12 +38,11 @@ def advise(
     from lpconv.advise.run import advise as measure
     from lpconv.report.advise.terminal import render_advice
 
-    command = shlex.join(["lpconv", *sys.argv[1:]])
     with kept(
         target, options, lambda partial: None if json else print_result(partial, render_advice, json=False)
     ) as keep:
         with progress_for(quiet=quiet) as progress:
-            result = measure(model, target, options, progress=progress, keep=keep, command=command)
+            result = measure(model, target, options, progress=progress, keep=keep, command=command_line())
         keep(result)
     print_result(result, render_advice, json=json)
     if json:

@@ -1,8 +1,6 @@
 """`lpconv bench`."""
 
 import dataclasses
-import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,7 +8,7 @@ import typer
 
 from lpconv.bench.cases import BENCH_FORMATS, parse_sweep
 from lpconv.bench.options import BenchOptions
-from lpconv.cli.command import Json, Quiet, print_result, with_options
+from lpconv.cli.command import Json, Quiet, command_line, print_result, with_options
 from lpconv.errors import UsageError
 from lpconv.lookup import find
 
@@ -28,7 +26,9 @@ def bench(
     options: BenchOptions,
     model: Annotated[
         str | None,
-        typer.Argument(help="A preset such as bert-large or llama-8b (random weights), a checkpoint, or demo."),
+        typer.Argument(
+            help="A preset such as bert-large or llama-8b (random weights), a checkpoint, or demo.", metavar="MODEL"
+        ),
     ] = None,
     rivals: Annotated[
         bool, typer.Option("--rivals", help="Add torchao and TransformerEngine.", rich_help_panel=_WHAT)
@@ -106,7 +106,7 @@ def _completed(
         batches=tuple(swept.get("batch", options.batches)),
         seqs=tuple(swept.get("seq", options.seqs)),
         processes=processes,
-        command=shlex.join(["lpconv", *sys.argv[1:]]),
+        command=command_line(),
     )
 
 

@@ -2,6 +2,8 @@
 
 import functools
 import inspect
+import shlex
+import sys
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -10,7 +12,18 @@ import typer
 from lpconv.convert.options import ConvertOptions
 from lpconv.options import Declared, make, options_of
 
-__all__ = ["Force", "Json", "Model", "Output", "Quiet", "Revision", "parameter_of", "print_result", "with_options"]
+__all__ = [
+    "Force",
+    "Json",
+    "Model",
+    "Output",
+    "Quiet",
+    "Revision",
+    "Target",
+    "command_line",
+    "print_result",
+    "with_options",
+]
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -37,7 +50,7 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     return spread
 
 
-def parameter_of(record: type[Any], name: str) -> Any:
+def _parameter_of(record: type[Any], name: str) -> Any:
     """One option of a record as an annotation, for a command that shares it with those that take the whole record."""
     return _parameter(options_of(record)[name]).annotation
 
@@ -79,6 +92,11 @@ def _value(declared: Declared, given: Any) -> Any:
     return declared.read(given) if isinstance(given, str) else given
 
 
+def command_line() -> str:
+    """The command as it was typed."""
+    return shlex.join(["lpconv", *sys.argv[1:]])
+
+
 def print_result(result: Any, render: Callable[[Any], Any], *, json: bool) -> None:
     """The result on stdout: one JSON object with a schema version, or what `render` makes of it for a terminal.
 
@@ -104,7 +122,9 @@ Model = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout instead of a table.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no messages on stderr, errors excepted.")]
-Output = Annotated[str | None, typer.Option("--output", "-o", help="The directory to write.", metavar="DIR")]
-Revision: Any = parameter_of(ConvertOptions, "revision")
-Force: Any = parameter_of(ConvertOptions, "force")
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress or messages on stderr, except errors.")]
+_OUTPUT: Any = typer.Option("--output", "-o", help="The directory to write.", metavar="DIR")
+Output = Annotated[str | None, _OUTPUT]  # with a name made of the model's where none is given
+Target = Annotated[str, _OUTPUT]
+Revision: Any = _parameter_of(ConvertOptions, "revision")
+Force: Any = _parameter_of(ConvertOptions, "force")

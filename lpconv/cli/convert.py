@@ -1,13 +1,11 @@
 """`lpconv convert`."""
 
-import shlex
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from lpconv.cli.command import Json, Model, Output, Quiet, print_result, with_options
+from lpconv.cli.command import Json, Model, Output, Quiet, command_line, print_result, with_options
 from lpconv.convert.options import ConvertOptions
 from lpconv.errors import UsageError
 
@@ -63,12 +61,13 @@ def convert(
     if dry_run:
         print_result(run.plan(model, target, options), render_plan, json=json)
         return
-    command = shlex.join(["lpconv", *sys.argv[1:]])
     with progress_for(quiet=quiet) as progress:
         if part is not None:
             print_result(
                 parts.convert_part(model, Path(target), options, part, progress=progress), render_part, json=json
             )
             return
-        result = (run.finish if finish else run.convert)(model, target, options, progress=progress, command=command)
+        result = (run.finish if finish else run.convert)(
+            model, target, options, progress=progress, command=command_line()
+        )
     print_result(result, render_convert, json=json)

@@ -1,11 +1,8 @@
 """`lpconv demo`."""
 
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from lpconv.cli.command import Force, Json, Quiet, print_result
+from lpconv.cli.command import Force, Json, Quiet, Target, print_result
 from lpconv.cli.progress import progress_for
 from lpconv.cli.questions import next_steps
 
@@ -16,9 +13,7 @@ _RUNS = (("unit", "fp32"), ("unit", "fp16"), ("unit", "e4m3fn"), ("scalify", "fp
 
 
 def demo(
-    output: Annotated[
-        str, typer.Option("--output", "-o", help="The directory to write.", metavar="DIR")
-    ] = "lpconv-demo",
+    output: Target = "lpconv-demo",
     force: Force = False,
     json: Json = False,
     quiet: Quiet = False,

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lpconv.checkpoint.contents import Contents, read_contents
+from lpconv.checkpoint.header import read_header
+from lpconv.checkpoint.place import any_pointer
 from lpconv.checkpoint.remote import is_url
 from lpconv.checkpoint.resolve import base_name, resolve
 from lpconv.errors import InputError, UnsupportedError, UsageError
@@ -101,8 +103,7 @@ def before_probe(model: str, output: Path, options: "ProbeOptions") -> None:
     from lpconv.probe.options import check_free
 
     check(options)
-    if options.data is not None and not options.data.is_file():
-        raise InputError(f"there is no file `{options.data}`", hint="pass a text file to --data")
+    _check_text(options.data)
     check_free(output, force=options.force)
     _contents(model, options.revision)
 
@@ -158,8 +159,7 @@ def before_verifying(path: Path, options: "VerifyOptions", page: Path | None = N
     if options.data is not None:
         if options.against is None:
             raise UsageError("a text needs a checkpoint to compare with", hint="name it with --against")
-        if not options.data.is_file():
-            raise InputError(f"there is no file `{options.data}`", hint="pass a text file to --data")
+        _check_text(options.data)
     if options.level == "values" or (options.level is None and options.against and not is_output(path)):
         if options.against is None:
             raise UsageError("comparing values needs a checkpoint to compare with", hint="name it with --against")
@@ -201,5 +201,15 @@ def before_restoring(path: Path, output: Path, *, force: bool) -> bool:
     return is_others
 
 
+def _check_text(file: Path | None) -> None:
+    if file is not None and not file.is_file():
+        raise InputError(f"there is no file `{file}`", hint="pass a text file to --data")
+
+
 def _contents(model: str, revision: str | None) -> Contents:
-    return read_contents(resolve(model, revision=revision, headers_only=True).directory)
+    """What a checkpoint has, its files as long as their headers say; those that lie elsewhere are not asked."""
+    contents = read_contents(resolve(model, revision=revision, headers_only=True).directory)
+    is_here = contents.kind == "safetensors" and not any_pointer(contents.directory, contents.weight_files)
+    for file in contents.weight_files if is_here else ():
+        read_header(contents.directory / file)
+    return contents

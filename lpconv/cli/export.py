@@ -1,19 +1,31 @@
 """`lpconv export`."""
 
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
-from lpconv.cli.command import Json, Model, Quiet, print_result, with_options
+from lpconv.cli.command import Json, Model, Quiet, Target, print_result, with_options
 from lpconv.cli.handling import handled
 from lpconv.cli.progress import progress_for
 from lpconv.export.options import ExportOptions
 
 __all__ = ["export", "onnx"]
 
+
+class _Runtimes(TyperGroup):
+    def resolve_command(self, context: Any, args: list[str]) -> Any:
+        """As typer has it, but for who names a model and no runtime."""
+        if args[0] not in self.commands and not get_close_matches(args[0], self.commands):
+            context.fail(f"`{args[0]}` is no runtime; try `lpconv export onnx {args[0]}`")
+        return super().resolve_command(context, args)
+
+
 export = typer.Typer(
     name="export",
+    cls=_Runtimes,
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
@@ -29,7 +41,7 @@ def _export() -> None:
 @with_options
 def onnx(
     model: Model,
-    output: Annotated[str, typer.Option("--output", "-o", help="The directory to write.", metavar="DIR")],
+    output: Target,
     options: ExportOptions,
     json: Json = False,
     quiet: Quiet = False,

@@ -1,12 +1,10 @@
 """`lpconv finetune`."""
 
-import shlex
-import sys
 from typing import Annotated
 
 import typer
 
-from lpconv.cli.command import Json, Model, Output, Quiet, print_result, with_options
+from lpconv.cli.command import Json, Model, Output, Quiet, command_line, print_result, with_options
 from lpconv.train.options import FinetuneOptions, check_options
 from lpconv.train.recipes import RECIPES
 
@@ -19,12 +17,8 @@ def _list_recipes(wanted: bool) -> None:
     from lpconv.report.finetune.terminal import render_recipes
     from lpconv.report.terminal import show
 
-    parts = {n: r.arithmetic for n, r in RECIPES.items()}
-    show(
-        render_recipes(
-            {n: (a.precision, a.method, a.optimizer, a.loss_scale, RECIPES[n].purpose) for n, a in parts.items()}
-        )
-    )
+    arithmetics = ((name, recipe.arithmetic, recipe.purpose) for name, recipe in RECIPES.items())
+    show(render_recipes((n, a.precision, a.method, a.optimizer, a.loss_scale, use) for n, a, use in arithmetics))
     raise typer.Exit
 
 
@@ -79,7 +73,11 @@ def finetune(
     """
     if dry_run:
         _show_plan(model, options, json=json)
-        return
+    else:
+        _train(model, options, output, json=json, quiet=quiet)
+
+
+def _train(model: str, options: FinetuneOptions, output: str | None, *, json: bool, quiet: bool) -> None:
     from lpconv.cli.early import before_finetuning, output_of
     from lpconv.cli.progress import progress_for
     from lpconv.report.finetune.terminal import render_finetune
@@ -91,10 +89,9 @@ def finetune(
     from lpconv.train import run  # torch and transformers take seconds to import
     from lpconv.train.processes import is_main_process
 
-    command = shlex.join(["lpconv", *sys.argv[1:]])
     is_main = is_main_process()
     with progress_for(quiet=quiet or not is_main) as progress:
-        result = run.finetune(model, target, options, progress=progress, command=command)
+        result = run.finetune(model, target, options, progress=progress, command=command_line())
     if not is_main:
         return
     error = gate_problem(result)

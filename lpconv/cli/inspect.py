@@ -21,8 +21,8 @@ def inspect(
 ) -> None:
     """Show what a checkpoint holds, from its headers: dtypes, sizes, scales, ties, and what is wrong with it.
 
-    Of a checkpoint that others quantised the scales are read too: unequal ones of weights that readers fuse, inverted
-    or lost ones and the like are named.
+    For a checkpoint that another tool quantised, the scales are read too: those that are inverted, missing, or unequal
+    in weights that readers fuse are named.
 
     [bold]Examples[/bold]
 

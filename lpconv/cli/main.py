@@ -42,7 +42,7 @@ class _Made(Mapping[str, Any]):
         command = getattr(importlib.import_module(f"lpconv.cli.{name}"), name)
         if not isinstance(command, typer.Typer):
             alone = typer.Typer(rich_markup_mode="rich", add_completion=False)
-            alone.command(name)(handled(command))
+            alone.command(name, help=_paragraphs(command.__doc__))(handled(command))
             command = alone
         return typer.main.get_command(command)
 
@@ -51,6 +51,11 @@ class _Made(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(COMMANDS)
+
+
+def _paragraphs(doc: str) -> str:
+    """A docstring with each paragraph on a line of its own, which the terminal wraps at its own width."""
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in doc.split("\n\n"))
 
 
 class _Program(Commands):

@@ -17,7 +17,8 @@ def probe(
 ) -> None:
     """Run a model forward and backward in fp32 and show what low-precision formats would lose, layer by layer.
 
-    The output directory (NAME-probe) gets the histograms, which `lpconv report` answers for any format, and a page.
+    The output directory (NAME-probe) gets a page and the histograms, from which `lpconv report --what-if` answers for
+    any format.
 
     [bold]Examples[/bold]
 

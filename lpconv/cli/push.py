@@ -20,9 +20,9 @@ def push(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Send a verified output to the Hugging Face hub in one commit, its card with the verification included.
+    """Send a verified output to the Hugging Face hub in one commit, with a card that says how it was verified.
 
-    All files are hashed first; reports stay here. The token is that of `hf auth login` or HF_TOKEN.
+    All files are hashed first; reports are not sent. The token is that of `hf auth login` or HF_TOKEN.
 
     [bold]Examples[/bold]
 

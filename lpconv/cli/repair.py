@@ -5,19 +5,19 @@ from typing import Annotated
 
 import typer
 
-from lpconv.cli.command import Force, Json, Quiet, print_result
+from lpconv.cli.command import Force, Json, Quiet, Target, print_result
 from lpconv.cli.progress import progress_for
 
 __all__ = ["repair"]
 
 
 def repair(
-    path: Annotated[str, typer.Argument(help="A checkpoint that others quantised.", metavar="PATH")],
-    output: Annotated[str, typer.Option("--output", "-o", help="The directory to write.", metavar="DIR")],
+    path: Annotated[str, typer.Argument(help="A checkpoint that another tool quantised.", metavar="PATH")],
+    output: Target,
     against: Annotated[
         str | None,
         typer.Option(
-            "--against", help="Model that was quantised: tells inverted scales from lost ones.", metavar="DIR"
+            "--against", help="Model before it was quantised; tells inverted scales from lost ones.", metavar="DIR"
         ),
     ] = None,
     force: Force = False,
@@ -26,8 +26,8 @@ def repair(
 ) -> None:
     """Write a checkpoint again with sound scales, and say what that changed.
 
-    Weights that readers fuse get one scale, exactly where their scales differ by powers of two; inverted scales are
-    turned round. What is lost is refused: scales that are zero, no number, or missing.
+    Weights that readers fuse get one scale, exactly so where their scales differ by powers of two; inverted scales are
+    inverted again. Scales that are zero, NaN or missing cannot be repaired, and are refused.
 
     [bold]Examples[/bold]
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lpconv.cli.command import Force, Json, Quiet
+from lpconv.cli.command import Force, Json, Quiet, Target
 from lpconv.cli.progress import progress_for
 
 if TYPE_CHECKING:
@@ -18,10 +18,12 @@ def restore(
     path: Annotated[
         str, typer.Argument(help="An output of `lpconv convert`, or a quantised checkpoint.", metavar="PATH")
     ],
-    output: Annotated[str, typer.Option("--output", "-o", help="The directory to write.", metavar="DIR")],
+    output: Target,
     dtype: Annotated[
         str | None,
-        typer.Option("--dtype", help="Dtype of weights that others quantised: fp32, bf16 or fp16; the config's."),
+        typer.Option(
+            "--dtype", help="Dtype of weights that another tool quantised: fp32, bf16 or fp16 (default: the config's)."
+        ),
     ] = None,
     force: Force = False,
     json: Json = False,
@@ -29,7 +31,7 @@ def restore(
 ) -> None:
     """Write the plain Hugging Face checkpoint back: bit-exact for unit fp32 and for Collage with exact16.
 
-    Of a checkpoint that others quantised, write what its codes stand for.
+    For a checkpoint that another tool quantised, write what its codes stand for.
 
     [bold]Examples[/bold]
 

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lpconv.advise.options import ADVICE_FILE, find_advice
+from lpconv.advise.options import ADVICE_FILE
 from lpconv.advise.record import PAGE, read_advice
-from lpconv.bench.outcome import find_bench, read_bench
+from lpconv.bench.outcome import read_bench
 from lpconv.checkpoint.contents import read_json
 from lpconv.convert.tensor_records import format_ranges
 from lpconv.errors import InputError, UsageError
 from lpconv.lookup import no_directory
-from lpconv.probe.options import PROBE_FILE, find_probe
+from lpconv.probe.options import PROBE_FILE
 from lpconv.report.advise.html import html_advice
 from lpconv.report.advise.terminal import render_advice
 from lpconv.report.bench.compare import bench_figures, html_benches
@@ -36,7 +36,7 @@ from lpconv.report.probe.html import html_probe
 from lpconv.report.probe.terminal import render_probe
 from lpconv.report.terminal import SideBySide
 from lpconv.results import BenchResult, ConvertResult, FinetuneResult, ProbeReport, Verification, from_json
-from lpconv.train.folder import REPORT, find_finetune
+from lpconv.train.folder import REPORT
 
 __all__ = ["ANY_RUN", "CONVERSIONS", "PROBES", "Kind", "ask_probe", "kind_of", "name_of", "one_kind", "runs_in"]
 
@@ -48,14 +48,16 @@ _DEPTH = 3  # of folders in folders that are searched for runs
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """One kind of run. `find` gives the file that a folder or file means, None where it is something else.
+    """One kind of run. Its file says that it is of the `kind`, None of any; it lies in a folder under the name `file`,
+    None where it is a file of its own.
 
     `page` and `table` show one result, `pages` and `tables` several under their names, where that is done; `page_file`
     is the page that its command wrote. `line` says what a run was and what it found.
     """
 
     name: str
-    find: Callable[[str], Path | None]
+    kind: str | None
+    file: str | None
     read: Callable[[Path], Any]
     page: Callable[[Any], str]
     table: Callable[[Any], Any]
@@ -63,6 +65,14 @@ class Kind:
     pages: Callable[[Sequence[Any], Sequence[str]], str] | None = None
     tables: Callable[[Sequence[Any], Sequence[str]], Any] | None = None
     page_file: str = "report.html"
+
+    def find(self, run: str) -> Path | None:
+        """The file that a folder or file means; None where it is something else."""
+        path = Path(run) / self.file if self.file and Path(run).is_dir() else Path(run)
+        if self.kind is None:
+            return path if path.exists() else None
+        is_document = path.is_file() and path.suffix == ".json"
+        return path if is_document and _document(path).get("kind") == self.kind else None
 
 
 def kind_of(run: str) -> Kind | None:
@@ -107,7 +117,7 @@ def runs_in(folder: Path, depth: int = _DEPTH) -> Iterator[tuple[Kind, Path, Any
             found = list(_read(path))
             yield from found if found or depth == 1 else runs_in(path, depth=depth - 1)
         elif path.suffix == ".json":
-            yield from (run for run in _read(path) if run[0].find in _FILES)
+            yield from (run for run in _read(path) if run[0].file is None)
 
 
 def _read(path: Path) -> Iterator[tuple[Kind, Path, Any]]:
@@ -148,32 +158,46 @@ def _line_of_conversion(result: ConvertResult) -> tuple[str, str]:
     return what, f"{size_sentence(result)} Verification: {verdict_of(result.verify)}."
 
 
-def _verification(path: Path) -> dict[str, Any]:
-    """The document of `lpconv verify --json`; one that failed stands in its error."""
+def _document(path: Path) -> dict[str, Any]:
+    """What a file holds; the result of a verification that failed stands in the details of its error."""
     document = read_json(path)
     error = document.get("error")
     details = error.get("details") if isinstance(error, dict) else None
     return details if isinstance(details, dict) else document
 
 
-def _find_verification(run: str) -> Path | None:
-    path = Path(run)
-    is_one = path.is_file() and path.suffix == ".json" and _verification(path).get("kind") == "verify"
-    return path if is_one else None
+def _read_conversion(path: Path) -> ConvertResult:
+    """The conversion in a file; InputError that says what else is in it, where lpconv wrote that."""
+    document = read_json(path)
+    error = document.get("error")
+    if isinstance(error, dict):
+        raise InputError(f"`{path}` holds the error of a command: {error.get('message')}", hint=ANY_RUN)
+    if document.get("kind") in _NO_RUNS:
+        raise InputError(f"`{path}` is {_NO_RUNS[document['kind']]}, not a run", hint=ANY_RUN)
+    return from_json(ConvertResult, document)
 
 
-def _find_conversion(run: str) -> Path | None:
-    path = Path(run) / REPORT if Path(run).is_dir() else Path(run)
-    return path if path.exists() else None
-
-
-# Runs that are a file of their own, wherever they were written.
-_FILES = (find_bench, _find_verification)
+# What else `--json` gives: said on the terminal without it, and not shown again.
+_NO_RUNS = {
+    "batch": "what `batch` did",
+    "batch-lock": "the lock file of a batch",
+    "doctor": "what `doctor` found",
+    "inspect": "what `inspect` saw",
+    "memory_plan": "what `finetune --dry-run` foretold",
+    "onnx": "what `export onnx` did",
+    "part": "what `convert --shard` wrote of an output",
+    "plan": "what `convert --dry-run` foretold",
+    "probe-report": "the answer of a probe, which is a folder",
+    "push": "what `push` sent",
+    "repair": "what `repair` did",
+    "restore": "what `restore` did",
+}
 # Conversions last: any other report.json is taken for one, and said to be none when it is read.
 _KINDS = (
     Kind(
         name="Advice",
-        find=find_advice,
+        kind="advice",
+        file=ADVICE_FILE,
         read=read_advice,
         page=html_advice,
         table=render_advice,
@@ -182,7 +206,8 @@ _KINDS = (
     ),
     Kind(
         name="Benches",
-        find=find_bench,
+        kind="bench",
+        file=None,
         read=read_bench,
         page=html_bench,
         table=render_bench,
@@ -192,7 +217,8 @@ _KINDS = (
     ),
     Kind(
         name=PROBES,
-        find=find_probe,
+        kind="probe",
+        file=PROBE_FILE,
         read=ask_probe,
         page=lambda result: html_probe(result, format_ranges()),
         table=render_probe,
@@ -200,7 +226,8 @@ _KINDS = (
     ),
     Kind(
         name="Fine-tunings",
-        find=find_finetune,
+        kind="finetune",
+        file=REPORT,
         read=lambda path: from_json(FinetuneResult, read_json(path)),
         page=html_finetune,
         table=render_finetune,
@@ -210,16 +237,18 @@ _KINDS = (
     ),
     Kind(
         name="Verifications",
-        find=_find_verification,
-        read=lambda path: from_json(Verification, _verification(path)),
+        kind="verify",
+        file=None,
+        read=lambda path: from_json(Verification, _document(path)),
         page=html_verify,
         table=render_verify,
         line=lambda result: (result.path, verify_sentence(result)),
     ),
     Kind(
         name=CONVERSIONS,
-        find=_find_conversion,
-        read=lambda path: from_json(ConvertResult, read_json(path)),
+        kind=None,
+        file=REPORT,
+        read=_read_conversion,
         page=lambda result: html_report(result, format_ranges()),
         table=render_convert,
         line=_line_of_conversion,

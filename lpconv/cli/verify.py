@@ -1,13 +1,11 @@
 """`lpconv verify`."""
 
-import shlex
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from lpconv.cli.command import Json, Quiet, print_result, with_options
+from lpconv.cli.command import Json, Quiet, command_line, print_result, with_options
 from lpconv.cli.progress import progress_for
 from lpconv.convert.options import VerifyOptions
 from lpconv.errors import VerificationError
@@ -27,7 +25,7 @@ def verify(
 ) -> None:
     """Check an output against its own hashes, and against the source's weights and outputs.
 
-    Of any other checkpoint, compare the weights that it stands for with those of another one, tensor by tensor.
+    For any other checkpoint, compare its decoded weights with those of another one, tensor by tensor.
 
     [bold]Examples[/bold]
 
@@ -61,8 +59,9 @@ def verify(
             seq_len=options.seq_len,
             max_tokens=options.max_tokens,
         )
-    command = shlex.join(["lpconv", *sys.argv[1:]])
-    result = Verification(**vars(found), path=path, against=options.against, command=command, version=__version__)
+    result = Verification(
+        **vars(found), path=path, against=options.against, command=command_line(), version=__version__
+    )
     if html is not None:
         from lpconv.checkpoint.partfile import write_small
         from lpconv.report.convert.verify import html_verify

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 import psutil
 
 from lpconv.checkpoint.contents import Contents
+from lpconv.checkpoint.place import any_pointer
+from lpconv.checkpoint.remote import upload_bytes
+from lpconv.checkpoint.remote_file import WINDOW_BYTES
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.plan import Plan
 from lpconv.errors import ResourceError
@@ -26,11 +29,12 @@ SPARE = 2  # blocks that wait for the writer while every worker is busy
 _MAX_WORKERS = 8
 _MIB = 2**20
 _TORCH_BYTES = 200 * _MIB
+_CLIENT_BYTES = 24 * _MIB  # obstore's code and connections
 _OVERHEAD_BYTES, _TENSOR_BYTES = (
     8 * _MIB,
     8 * 2**10,
 )  # Python's own growth; a header's entry, a record, a row of a report
-_WORK_BYTES = 12  # an element of a workspace in fp32: its value, its code, its error; other pages are not touched
+_WORK_BYTES = 12  # an element of a worker's fp32 scratch: its value, its code, its error
 _FITTING_BYTES = 192  # an element of a worker's temporary tensors where rows are fitted to a budget of points
 # An element of the largest block where it is decoded, and of those that are compared in fp64 with their reference.
 _DECODING_BYTES, _CHECKING_BYTES = 32, 96
@@ -55,15 +59,17 @@ class Memory:
     in_files: bool = False
 
 
-def plan_memory(plan: Plan, contents: Contents, gates: tuple[Gate, ...]) -> Memory:
+def plan_memory(plan: Plan, contents: Contents, gates: tuple[Gate, ...], *, uploads: bool = False) -> Memory:
     """As many workers as the options and memory allow, and what the run takes with them.
+
+    With `uploads` the output goes to a store.
 
     Raises ResourceError where one worker is too much, or where the options demand outputs and two models are, even with
     matrices that stay in their files.
     """
     options = plan.options
     taken = psutil.Process().memory_info().rss
-    now = taken + (0 if "torch" in sys.modules else _TORCH_BYTES)
+    now = taken + (0 if "torch" in sys.modules else _TORCH_BYTES) + _network(plan, contents, uploads=uploads)
     available = taken + available_memory()
     budget = min(options.max_memory or available, available)
     workers = options.workers or min(len(os.sched_getaffinity(0)), _MAX_WORKERS)
@@ -100,15 +106,24 @@ def why_no_logits(plan: Plan, contents: Contents) -> str | None:
     return None
 
 
+def _network(plan: Plan, contents: Contents, *, uploads: bool) -> int:
+    """What a store takes: pieces that are read of it, and parts on their way to it. What was uploaded is read back."""
+    downloads = any_pointer(contents.directory, contents.weight_files)
+    if not downloads and not uploads:
+        return 0
+    sent = max((sum(upload_bytes(f.size_bytes) for f in s.files) for s in plan.shards), default=0) if uploads else 0
+    return _CLIENT_BYTES + (WINDOW_BYTES + sent if downloads else max(WINDOW_BYTES, sent))
+
+
 def _converting(plan: Plan, workers: int) -> int:
     largest = min(max((t.info.num_elements for t in plan.tensors), default=0), BLOCK_ELEMENTS)
     fitting = _FITTING_BYTES * largest if plan.options.budget_bits is not None else 0
     stored = max((-(-(t.info.num_bytes + t.bytes_out) // max(t.info.num_elements, 1)) for t in plan.tensors), default=0)
-    workspace = (stored + _WORK_BYTES) * largest
+    buffers = ((workers + SPARE) * stored + workers * _WORK_BYTES) * largest  # as much of them as is touched
     checked = max((min(t.info.num_elements, max(CHECKED_ELEMENTS, t.form.cols)) for t in plan.tensors), default=0)
     temporary = workers * max(fitting, _DECODING_BYTES * largest + _CHECKING_BYTES * checked)
     sides = sum(c.num_bytes for t in plan.tensors for c in t.form.side) * _COPIES_OF_SIDES
-    return _OVERHEAD_BYTES + len(plan.tensors) * _TENSOR_BYTES + (workers + SPARE) * workspace + temporary + sides
+    return _OVERHEAD_BYTES + len(plan.tensors) * _TENSOR_BYTES + buffers + temporary + sides
 
 
 def _running(plan: Plan, contents: Contents) -> int:

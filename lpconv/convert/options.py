@@ -58,7 +58,7 @@ class ConvertOptions:
         str | None,
         _what(
             "Number format on disk",
-            default="fp16, of collage bf16, of multipoint int4",
+            default="fp16; bf16 for collage, int4 for multipoint",
             choices=_METHOD_FORMATS,
             short=("-f", "--element"),
         ),
@@ -75,12 +75,14 @@ class ConvertOptions:
     ] = LPCONV
     scale: Annotated[
         str | None,
-        _what("Scales as powers of two, or as they come", default="pow2, of integers exact", choices=("pow2", "exact")),
+        _what(
+            "Scales as powers of two, or as they come", default="pow2; exact for integers", choices=("pow2", "exact")
+        ),
     ] = None
     granularity: Annotated[
         str,
         _what(
-            f"What has a scale of its own, of unit and scalify: {TENSOR}, {', '.join(GRAINS)} or group:N",
+            f"Part of a tensor with a scale of its own, for unit and scalify: {TENSOR}, {', '.join(GRAINS)} or group:N",
             parse=_granularity,
             example="group:128",
         ),
@@ -88,14 +90,14 @@ class ConvertOptions:
     budget_bits: Annotated[
         float | None,
         _what(
-            "Stored bits per element of multipoint, scales and counts included",
+            "Stored bits per element, scales and counts included, for multipoint",
             default="half a bit above the format's",
             above=0,
             example="4.5",
         ),
     ] = None
     points_max: Annotated[
-        int | None, _what("Largest number of points of a row of multipoint", default=str(POINTS_MAX), least=1)
+        int | None, _what("Largest number of points of a row, for multipoint", default=str(POINTS_MAX), least=1)
     ] = None
     include: Annotated[
         tuple[str, ...],
@@ -181,7 +183,12 @@ class VerifyOptions:
         ),
     ] = None
     seq_len: Annotated[
-        int | None, Option("Number of tokens in a window of the text", default="128, or the model's most", least=2)
+        int | None,
+        Option(
+            "Number of tokens in a window of the text",
+            default="128, or the longest of the model where that is less",
+            least=2,
+        ),
     ] = None
     max_tokens: Annotated[int, Option("Number of tokens of the text to read at most", least=1)] = 4096
     trust_remote_code: TrustRemoteCode = False

@@ -11,7 +11,7 @@ Letters in shapes: N windows, L tokens of each, T tokens of a few, H hidden size
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +101,8 @@ def compare_on_text(
                 part = slice(i, i + _EXACT)
                 total = total + _compared(said[0][part], said[1][part], following[part] if has_next else None)
             progress.advance(ids.numel())
-        return _check(total, type(model).__name__, f"{data.name}, {total.num} tokens in windows of {length}")
+        words = f"{data.name}, {total.num} tokens in windows of {length}"
+        return _check(total, type(model).__name__, "; ".join((words, *tokens.doubts)))
 
 
 def _check(total: _Sums, model: str, inputs: str) -> LogitsCheck:
@@ -135,7 +136,7 @@ def _windows(
     with quiet_transformers():
         tokens = tokenize(data, tokenizer, seq_len=length, vocab_size=vocabulary_size(config))
     kept = tokens.windows[: max(max_tokens // length, 1)]
-    return Tokens(windows=kept, num_prefix=tokens.num_prefix, num_suffix=tokens.num_suffix), length
+    return replace(tokens, windows=kept), length
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from lpconv.checkpoint.place import is_pointer
+from lpconv.checkpoint.place import any_pointer
 from lpconv.checkpoint.staging import Staging
 from lpconv.convert.apply import Engine
 from lpconv.convert.job import Job
@@ -22,7 +22,7 @@ def write_shards(
     progress.start("converting", sum(s.bytes_read for s in shards))
     with SingleThreadedTorch():
         # Many small pieces of a remote file take longer than all of it.
-        is_here = not any(is_pointer(job.contents.directory / f) for f in job.contents.weight_files)
+        is_here = not any_pointer(job.contents.directory, job.contents.weight_files)
         engine = Engine(job.source, workers=job.memory.workers, progress=progress, guesses=is_here)
         try:
             for shard in shards:

@@ -17,11 +17,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from lpconv.checkpoint.dtypes import TORCH_DTYPES
 from lpconv.checkpoint.header import DTYPE_BITS
 from lpconv.checkpoint.source import Source, read_range
 from lpconv.convert.memory import SPARE
 from lpconv.convert.plan import PlannedTensor
-from lpconv.forms.blocks import Workspace
+from lpconv.forms.blocks import Scratch, Workspace
 from lpconv.forms.facts import Looked, Measured
 from lpconv.forms.form import Over
 from lpconv.forms.ranges import BLOCK_ELEMENTS, block_ranges
@@ -76,8 +77,9 @@ class Workers:
         )
         self._free: LifoQueue[Workspace] = LifoQueue()  # the one used last is still in the cache
         self._window = count + SPARE
+        scratch = Scratch()
         for _ in range(self._window):
-            self._free.put(Workspace())
+            self._free.put(Workspace(scratch))
 
     def close(self) -> None:
         """Stop the threads; blocks in flight are finished and dropped."""
@@ -120,11 +122,18 @@ class Workers:
 
     def guessed(self, tensor: PlannedTensor) -> Measured | None:
         """What the first pass over a tensor will most likely find, by a sample; None where it had better be taken."""
-        count = tensor.info.num_elements
-        if count < _LEAST_GUESSED:
+        if tensor.info.num_elements < _LEAST_GUESSED:
             return None
-        starts = [int(i * _GOLDEN % 1 * (count - _PIECE)) for i in range(_PIECES)]
-        return tensor.form.guess(torch.stack([read_range(self._source, tensor.name, at, at + _PIECE) for at in starts]))
+        return tensor.form.guess(lambda: self._sample(tensor))
+
+    def _sample(self, tensor: PlannedTensor) -> Tensor:
+        """Pieces from all over a tensor, each a row."""
+        size = DTYPE_BITS[tensor.info.dtype] // 8
+        raw = torch.empty((_PIECES, _PIECE * size), dtype=torch.uint8)
+        for i, row in enumerate(raw.numpy()):
+            start = int(i * _GOLDEN % 1 * (tensor.info.num_elements - _PIECE))
+            self._source.read_bytes(tensor.name, start * size, row.data)
+        return raw.view(TORCH_DTYPES[tensor.info.dtype])
 
     def concluded(self, tensor: PlannedTensor, looked: Sequence[Looked]) -> Measured:
         """What the first pass would have found, of what was seen of all blocks."""

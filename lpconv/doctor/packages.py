@@ -31,28 +31,11 @@ EXTRAS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "test": (
         "run lpconv's own tests",
-        (
-            "compressed-tensors",
-            "gguf",
-            "hatchling",
-            "onnxruntime",
-            "onnxscript",
-            "pytest",
-            "pytest-xdist",
-            "hypothesis",
-            "ml_dtypes",
-            "obstore",
-            "gfloat",
-            "matplotlib",
-            "torchao",
-            "unit-scaling",
-            "ruff",
-            "mypy",
-            "types-PyYAML",
-            "types-psutil",
-        ),
+        ("compressed-tensors", "gguf", "hatchling", "onnxruntime", "onnxscript", "pytest", "pytest-xdist", "hypothesis",
+         "ml_dtypes", "obstore", "gfloat", "matplotlib", "torchao", "unit-scaling", "ruff", "mypy", "types-PyYAML",
+         "types-psutil"),
     ),
-}
+}  # fmt: skip
 
 
 def packages() -> tuple[PackageRecord, ...]:

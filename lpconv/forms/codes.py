@@ -16,11 +16,21 @@ from lpconv.formats.narrow import coded_, num_zero_codes
 from lpconv.formats.spec import Format
 from lpconv.forms.blocks import Workspace, as_float32, block_error, error_of, num_zeros, room
 from lpconv.forms.facts import BlockError, BlockStats
-from lpconv.forms.lookup import LEAST_ELEMENTS, Tables, beginnings, binades, look_up, numbers, patterns, table
+from lpconv.forms.lookup import (
+    LEAST_ELEMENTS,
+    Tables,
+    beginnings,
+    binades,
+    differences,
+    look_up,
+    numbers,
+    patterns,
+    table,
+)
 from lpconv.forms.ranges import checked_ranges
 from lpconv.kernels.decode import decode as decode_fp8
 
-__all__ = ["are_wanted", "decode", "encode", "rows_of", "wanted"]
+__all__ = ["are_wanted", "decode", "decode_to", "encode", "rows_of", "wanted"]
 
 _REACH = 1.25  # of the largest number, up to which scales of 4 bits and of integers let numbers lie: see `tile_scales`
 
@@ -43,10 +53,10 @@ def encode(
     is_short = x.itemsize == 2 and codes.itemsize == 1 and x.numel() >= LEAST_ELEMENTS
     tables = _tables(x.dtype, scale, fmt, stats) if is_short and stats.is_finite else None
     if tables is not None:
-        difference = look_up(x, tables, codes, work)
-        return codes, error_of(
-            difference, lambda: as_float32(x, work), num_flushed=_num_zeros(codes, fmt) - num_zeros(x)
-        )
+        zeros = num_zeros(x)  # counted, as those of codes are, while they are in the cache
+        entries = look_up(x, tables, codes, work)
+        flushed = _num_zeros(codes, fmt) - zeros
+        return codes, error_of(differences(entries), lambda: as_float32(x, work), num_flushed=flushed)
     value = as_float32(x, work)
     got = _rounded(value, scale, fmt, codes, work, is_finite=stats.is_finite)
     flushed = _num_zeros(codes, fmt) - num_zeros(value) if codes.itemsize == 1 and stats.is_finite else 0
@@ -62,6 +72,22 @@ def decode(codes: Tensor, scale: float | Tensor, *, out: Tensor | None = None) -
     value = decode_fp8(codes, torch.float32, out=out) if codes.dtype.itemsize == 1 else out.copy_(codes)
     rows_of(value, scale).mul_(scale)
     return value
+
+
+def decode_to(out: Tensor, codes: Tensor, scale: float | Tensor) -> Tensor:
+    """`decode` rounded to the dtype of `out`, which is filled.
+
+    8-bit codes are numbers of 16 bits too, and their products with a scale that is one are rounded once either way:
+    torch multiplies those in fp32.
+    """
+    if out.dtype == torch.float32:
+        return decode(codes, scale, out=out)
+    short = scale.to(out.dtype) if isinstance(scale, Tensor) else scale
+    is_cut = isinstance(scale, Tensor) and not torch.equal(scale.to(out.dtype).float(), scale)
+    if is_cut or codes.dtype.itemsize != 1 or out.dtype.itemsize != 2:
+        return out.copy_(decode(codes, scale))
+    rows_of(decode_fp8(codes, out.dtype, out=out), scale).mul_(short)
+    return out
 
 
 def wanted(value: Tensor, scale: float | Tensor, fmt: Format) -> Tensor:

@@ -127,9 +127,9 @@ class Form(Stored):
         """What follows from having looked at all blocks; `over` reads them again where more has to be known."""
         return Measured()
 
-    def guess(self, sample: Tensor) -> Measured | None:
-        """What the first pass will most likely find by a few numbers (rows of them, from all over the tensor), None
-        where it had better be taken."""
+    def guess(self, sample: Callable[[], Tensor]) -> Measured | None:
+        """What the first pass will most likely find by a few numbers, None where it had better be taken. `sample` reads
+        them, rows from all over the tensor."""
         return None
 
     @abstractmethod

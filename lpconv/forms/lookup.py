@@ -15,7 +15,17 @@ from torch import Tensor
 from lpconv.formats.spec import FORMATS
 from lpconv.forms.blocks import Workspace
 
-__all__ = ["LEAST_ELEMENTS", "Tables", "beginnings", "binades", "look_up", "numbers", "patterns", "table"]
+__all__ = [
+    "LEAST_ELEMENTS",
+    "Tables",
+    "beginnings",
+    "binades",
+    "differences",
+    "look_up",
+    "numbers",
+    "patterns",
+    "table",
+]
 
 LEAST_ELEMENTS = 2**15  # of a block, for which a table pays
 _CODE = 0xFF
@@ -57,16 +67,24 @@ def beginnings(scales: Tensor, first: int) -> Tensor:
 
 
 def patterns(x: Tensor, begin: Tensor | None, work: Workspace) -> Tensor:
-    """At which entries of tables 16-bit numbers, 1-D, are looked up; `begin` is where each tile's begin."""
-    found = work.coded[: x.numel()].view(torch.int32).copy_(x.view(torch.uint16))
+    """At which entries of tables 16-bit numbers, 1-D, are looked up; `begin` is where each tile's begin.
+
+    They take the place of the numbers in fp32: what is in use of a workspace then nearly fits a core's own cache.
+    """
+    found = work.value[: x.numel()].view(torch.int32).copy_(x.view(torch.uint16))
     if begin is not None:
         found.view(*begin.shape[:-1], -1).add_(begin)
     return found
 
 
 def look_up(x: Tensor, tables: Tables, codes: Tensor, work: Workspace) -> Tensor:
-    """Write the codes of a block, 1-D, into `codes`, and return the differences that coding makes."""
+    """Write the codes of a block, 1-D, into `codes`, and return the entries, for `differences`."""
     found, begin = tables
     entries = torch.index_select(found, 0, patterns(x, begin, work), out=work.error[: x.numel()].view(torch.int32))
     codes.view(torch.uint8).copy_(entries)  # the lowest byte of each
+    return entries
+
+
+def differences(entries: Tensor) -> Tensor:
+    """The differences that coding makes, in the place of entries of a table."""
     return entries.bitwise_and_(~_CODE).view(torch.float32)

@@ -7,7 +7,7 @@ weights. `NAME_scale` [1] is fp32.
 from __future__ import annotations  # tensors are named below and not imported
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
@@ -101,13 +101,13 @@ class Scaled(Form):
         side = side if kept is None else kept.view(1)
         return Measured(stats=stats, side={self.name + SCALE_SUFFIX: side}, on_grid=kept is not None, grid=grid)
 
-    def guess(self, sample: Tensor) -> Measured | None:
+    def guess(self, sample: Callable[[], Tensor]) -> Measured | None:
         """The power of two below the RMS, where that of the sample lies well between two of them."""
         import torch
 
         if not self.has_pow2_scale:
             return None
-        squares = sample.double().square().mean(1)
+        squares = sample().double().square().mean(1)
         mean, slack = float(squares.mean()), _SURE * float(squares.std()) / math.sqrt(len(squares))
         if not 0 < mean < math.inf or mean <= slack:
             return None
@@ -133,6 +133,11 @@ class Scaled(Form):
         from lpconv.forms.codes import decode
 
         return decode(data[0], self.factor(side, start, stop))
+
+    def decode_to(self, out: Tensor, data: Sequence[Tensor], start: int, stop: int, side: Side) -> Tensor:
+        from lpconv.forms.codes import decode_to
+
+        return decode_to(out, data[0], self.factor(side, start, stop))
 
     def is_right(self, value: Tensor, got: Tensor, start: int, side: Side) -> bool:
         from lpconv.forms.blocks import same_numbers

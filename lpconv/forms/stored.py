@@ -91,6 +91,10 @@ class Stored(ABC):
     def decode(self, data: Sequence[Tensor], start: int, stop: int, side: Side) -> Tensor:
         """The numbers `start` to `stop` in fp32 from what was `read` of them, 1-D; what is kept in its own dtype."""
 
+    def decode_to(self, out: Tensor, data: Sequence[Tensor], start: int, stop: int, side: Side) -> Tensor:
+        """`decode` rounded to the dtype of `out`, 1-D, which is filled: bit for bit the same, and at times faster."""
+        return out.copy_(self.decode(data, start, stop, side))
+
     def has_sound(self, side: Side) -> bool:
         """Whether side tensors that were read make sense: scales are numbers, counts add up."""
         return True

@@ -13,7 +13,7 @@ from __future__ import annotations  # tensors are named below and not imported
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar, Self
@@ -204,9 +204,18 @@ class Tiles(Scaled):
     def decode(self, data: Sequence[Tensor], start: int, stop: int, side: Side) -> Tensor:
         if self.format.name not in _PACKED:
             return super().decode(data, start, stop, side)
-        grid, (first, _) = self.grid, self.place(start, stop, side)
+        return self.grid.decode(self._as_grid(data, start, stop, side), start, stop, side)
+
+    def decode_to(self, out: Tensor, data: Sequence[Tensor], start: int, stop: int, side: Side) -> Tensor:
+        if self.format.name not in _PACKED:
+            return super().decode_to(out, data, start, stop, side)
+        return self.grid.decode_to(out, self._as_grid(data, start, stop, side), start, stop, side)
+
+    def _as_grid(self, data: Sequence[Tensor], start: int, stop: int, side: Side) -> tuple[Tensor, ...]:
+        """What `grid` decodes of what was read."""
+        first, _ = self.place(start, stop, side)
         fetch = _fetcher({**side, self.codes.name: data[0]}, {self.codes.name: first})
-        return grid.decode(grid.read(fetch, start, stop, side), start, stop, side)
+        return self.grid.read(fetch, start, stop, side)
 
     def summands(self, data: Sequence[Tensor], side: Side) -> tuple[Summand, ...]:
         return Stored.summands(self, data, side)
@@ -258,7 +267,7 @@ class Tiles(Scaled):
             side[self.size.name] = torch.tensor(self.matrix)
         return Measured(stats=stats, side=side, on_grid=kept is not None, grid=grid)
 
-    def guess(self, sample: Tensor) -> Measured | None:
+    def guess(self, sample: Callable[[], Tensor]) -> Measured | None:
         return None
 
     def _rule(self) -> TileScales:

@@ -11,9 +11,9 @@ from lpconv.errors import UsageError
 from lpconv.models.presets import PRESETS
 from lpconv.options import Force, Option, Revision, check
 
-__all__ = ["INIT_METHODS", "InitOptions", "config_place"]
+__all__ = ["InitOptions", "config_place"]
 
-INIT_METHODS = {
+_INIT_METHODS = {
     "native": "unit normal weights, and scales by theory, for recipes such as native-fp8 (Blake et al. 2023)",
     "plain": "as transformers initialises the architecture, to train beside it",
 }
@@ -23,16 +23,19 @@ INIT_METHODS = {
 class InitOptions:
     """How weights are drawn, and of which size."""
 
-    method: Annotated[str, Option("Method that draws the weights", choices=INIT_METHODS, short=("-m",))] = "native"
+    method: Annotated[str, Option("Method that draws the weights", choices=_INIT_METHODS, short=("-m",))] = "native"
     width: Annotated[
         int | None,
-        Option("Width of the residual stream; heads keep their size, inner widths their ratio", default="own", least=1),
+        Option(
+            "Width of the residual stream; heads keep their size, inner widths their ratio", default="as it is", least=1
+        ),
     ] = None
-    layers: Annotated[int | None, Option("Number of layers", default="own", least=1)] = None
+    layers: Annotated[int | None, Option("Number of layers", default="as it is", least=1)] = None
     tokenizer: Annotated[
-        str | None, Option("Model whose tokenizer is copied", default="own, if it has one", metavar="MODEL")
+        str | None,
+        Option("Model whose tokenizer is copied", default="the architecture's own, if it has one", metavar="MODEL"),
     ] = None
-    reinit: Annotated[bool, Option("Take the architecture of a trained checkpoint, and draw its weights anew")] = False
+    reinit: Annotated[bool, Option("Take the architecture of a trained checkpoint, and draw new weights")] = False
     seed: Annotated[int, Option("Seed of the weights", least=0)] = 0
     revision: Revision = None
     force: Force = False

@@ -7,6 +7,7 @@ the patterns of floats are ordered as their values are, with Inf above numbers a
 under a compiler, which fuse, the plain expressions are used.
 """
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -83,10 +84,12 @@ def scaled_codes(x: Tensor, inverse: Tensor | None, spec: Format, *, saturate: b
 def scale_product_(out: Tensor, *scales: Tensor | float | None) -> Tensor:
     """`out` (…, M, N) times each scale (a number, (…, M, 1) or (…, 1, N), float32), in place; rounded once at most."""
     found = [torch.as_tensor(s, dtype=torch.float32, device=out.device) for s in scales if s is not None]
-    if not found or not _goes_by_pieces(out) or out.dtype == torch.float32 or not out.is_contiguous():
+    if not found or out.itemsize >= 4:
         for scale in found:
             out.mul_(scale)
         return out
+    if not _goes_by_pieces(out) or not out.is_contiguous():
+        return out.copy_(functools.reduce(torch.mul, found, out.float()))
     flat = out.view(-1, *out.shape[-2:])
     factors = [s.reshape(-1, *s.shape[-2:]) if s.dim() else s for s in found]
     for piece in _pieces(flat.shape):

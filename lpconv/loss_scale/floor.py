@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from lpconv.errors import UsageError
 
-__all__ = ["SMALLEST", "Floor"]
+__all__ = ["Floor"]
 
-SMALLEST = 2.0**-126  # the smallest normal fp32 number; below it a scale loses digits, then is 0 and stays there
+_SMALLEST = 2.0**-126  # the smallest normal fp32 number; below it a scale loses digits, then is 0 and stays there
 
 _HINT = "write one scale, or STEP:SCALE pairs in rising order of step, such as 0:1,40000:8192"
 
@@ -28,7 +28,7 @@ class Floor:
         if steps != sorted(set(steps)) or any(step < 0 for step in steps):
             raise UsageError(f"the steps of a loss-scale floor do not rise: {steps}", hint=_HINT)
         for _, scale in self.starts:
-            if not SMALLEST <= scale < math.inf:
+            if not _SMALLEST <= scale < math.inf:
                 raise UsageError(f"{scale} is no floor of a loss scale", hint=_HINT)
 
     @classmethod
@@ -50,4 +50,4 @@ class Floor:
 
     def at(self, step: int) -> float:
         """The floor of the step with this number, from 0."""
-        return next((scale for start, scale in reversed(self.starts) if step >= start), SMALLEST)
+        return next((scale for start, scale in reversed(self.starts) if step >= start), _SMALLEST)

@@ -14,26 +14,18 @@ from torch import Tensor
 from lpconv.errors import UsageError
 
 __all__ = [
-    "FP16_RESIDUAL_SCALE",
     "SCRATCH_ELEMENTS",
     "BlockMerge",
     "BlockSplit",
     "Work",
-    "merge_bf16_block",
+    "blocks",
     "merge_exact16_block",
-    "merge_fp16_block",
+    "merge_float_block",
     "merge_int8_block",
-    "run_merge",
-    "run_split",
-    "split_bf16_block",
     "split_exact16_block",
-    "split_fp16_block",
+    "split_float_block",
     "split_int8_block",
 ]
-
-# Half an fp16 ulp is 2^-11 of its number: the factor brings the residual back to the number's own size, where fp16 has
-# its full 11 bits. Unscaled, the residual of a weight below 2^-3 is subnormal or 0 in fp16.
-FP16_RESIDUAL_SCALE = 2.0**11
 
 _BLOCK = 2**17  # below it the calls cost more than the work, above it the four buffers (2 MiB) leave the cache
 SCRATCH_ELEMENTS = 4 * _BLOCK
@@ -43,15 +35,7 @@ BlockSplit: TypeAlias = Callable[[Tensor, Tensor, Tensor, Work], None]
 BlockMerge: TypeAlias = Callable[[Tensor, Tensor, Tensor, Work], None]
 
 
-def split_bf16_block(x: Tensor, hi: Tensor, lo: Tensor, work: Work) -> None:
-    _split_float_block(x, hi, lo, work, 1.0)
-
-
-def split_fp16_block(x: Tensor, hi: Tensor, lo: Tensor, work: Work) -> None:
-    _split_float_block(x, hi, lo, work, FP16_RESIDUAL_SCALE)
-
-
-def _split_float_block(x: Tensor, hi: Tensor, lo: Tensor, work: Work, scale: float) -> None:
+def split_float_block(x: Tensor, hi: Tensor, lo: Tensor, work: Work, scale: float) -> None:
     total, part, _ = work
     total.copy_(hi.copy_(x))
     _store_rest(x, total, lo, part, scale)
@@ -67,15 +51,7 @@ def _store_rest(x: Tensor, hi: Tensor, lo: Tensor, work: Tensor, scale: float) -
     lo.copy_(work.nan_to_num_(0.0, 0.0, 0.0).mul_(scale))  # Inf - Inf, and finite - Inf where hi overflowed
 
 
-def merge_bf16_block(hi: Tensor, lo: Tensor, out: Tensor, work: Work) -> None:
-    _merge_float_block(hi, lo, out, work, 1.0)
-
-
-def merge_fp16_block(hi: Tensor, lo: Tensor, out: Tensor, work: Work) -> None:
-    _merge_float_block(hi, lo, out, work, FP16_RESIDUAL_SCALE)
-
-
-def _merge_float_block(hi: Tensor, lo: Tensor, out: Tensor, work: Work, scale: float) -> None:
+def merge_float_block(hi: Tensor, lo: Tensor, out: Tensor, work: Work, scale: float) -> None:
     total, part, _ = work
     torch.add(total.copy_(hi), part.copy_(lo), alpha=1 / scale, out=part)
     torch.copysign(part, total, out=out)
@@ -131,50 +107,7 @@ def _join_bits(hi: Tensor, low: Tensor, out: Tensor, work: Work) -> None:
     torch.bitwise_or(upper, low.bitwise_and_(0xFFFF), out=out.view(torch.int32))
 
 
-def run_split(
-    block: BlockSplit,
-    x: Tensor,
-    dtypes: tuple[torch.dtype, torch.dtype],
-    out: tuple[Tensor, Tensor] | None,
-    scratch: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Split `x` into `out`, or new tensors of `dtypes`, by blocks. Raises UsageError for unfit inputs and buffers."""
-    if not x.is_floating_point():
-        raise UsageError(f"cannot split a tensor of {x.dtype}", hint="only floating-point tensors have a residual")
-    hi, residual = out or tuple(torch.empty(x.shape, dtype=d, device=x.device) for d in dtypes)
-    _check_buffer("out[0]", hi, x.shape, dtypes[0])
-    _check_buffer("out[1]", residual, x.shape, dtypes[1])
-    flat, flat_hi, flat_residual = x.reshape(-1), hi.view(-1), residual.view(-1)
-    for part, source, work in _blocks(x.numel(), scratch, x.device):
-        x_block = flat[part]
-        if x.dtype != torch.float32:
-            x_block = source.copy_(x_block)
-        block(x_block, flat_hi[part], flat_residual[part], work)
-    return hi, residual
-
-
-def run_merge(
-    block: BlockMerge,
-    hi: Tensor,
-    residual: Tensor,
-    dtypes: tuple[torch.dtype, torch.dtype],
-    out: Tensor | None,
-    scratch: Tensor | None,
-) -> Tensor:
-    """Merge into `out`, or a new fp32 tensor, by blocks. Raises UsageError for unfit inputs and buffers."""
-    if (hi.dtype, residual.dtype) != dtypes or hi.shape != residual.shape:
-        found = f"{hi.dtype} {tuple(hi.shape)} and {residual.dtype} {tuple(residual.shape)}"
-        raise UsageError(f"cannot merge {found}", hint=f"expected {dtypes[0]} and {dtypes[1]} of one shape")
-    if out is None:
-        out = torch.empty(hi.shape, dtype=torch.float32, device=hi.device)
-    _check_buffer("out", out, hi.shape, torch.float32)
-    flat_hi, flat_residual, flat_out = hi.reshape(-1), residual.reshape(-1), out.view(-1)
-    for part, _, work in _blocks(hi.numel(), scratch, hi.device):
-        block(flat_hi[part], flat_residual[part], flat_out[part], work)
-    return out
-
-
-def _blocks(numel: int, scratch: Tensor | None, device: torch.device) -> Iterator[tuple[slice, Tensor, Work]]:
+def blocks(numel: int, scratch: Tensor | None, device: torch.device) -> Iterator[tuple[slice, Tensor, Work]]:
     """For each block of a flat tensor: its slice and four fp32 buffers, one for the input and three to work in."""
     if scratch is None:
         scratch = torch.empty(4 * min(numel, _BLOCK), dtype=torch.float32, device=device)
@@ -184,9 +117,3 @@ def _blocks(numel: int, scratch: Tensor | None, device: torch.device) -> Iterato
         length = min(_BLOCK, numel - start)
         source, *work = scratch.view(-1)[: 4 * length].view(4, length)
         yield slice(start, start + length), source, (work[0], work[1], work[2])
-
-
-def _check_buffer(name: str, buffer: Tensor, shape: torch.Size, dtype: torch.dtype) -> None:
-    if buffer.shape != shape or buffer.dtype != dtype or not buffer.is_contiguous():
-        found = f"{buffer.dtype} {tuple(buffer.shape)}"
-        raise UsageError(f"unfit buffer `{name}`: {found}", hint=f"contiguous {dtype} {tuple(shape)} is needed")

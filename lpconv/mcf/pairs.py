@@ -44,7 +44,7 @@ def stochastic_by_bits(x: Tensor, random: Tensor) -> Tensor:
 def split(x: Tensor, nearest: Rounding = nearest_by_bits) -> tuple[Tensor, Tensor]:
     """fp32 `x` as bf16 (hi, lo): |x - hi - lo| <= max(2^-17 |x|, 2^-134) where hi is finite.
 
-    Unlike `mcf.split.split_bf16` it leaves lo at half an ulp where it rounds there (the sum is the same), and where hi
+    Unlike `mcf.split.BF16.split` it leaves lo at half an ulp where it rounds there (the sum is the same), and where hi
     is Inf or NaN so is lo: a kernel has nothing to gain from the checks.
     """
     hi = nearest(x)

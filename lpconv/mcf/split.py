@@ -13,58 +13,39 @@ rounded to fp32 first. The bounds below are against that fp32 value.
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from lpconv.errors import UsageError
 from lpconv.mcf.blocks import (
-    FP16_RESIDUAL_SCALE,
     SCRATCH_ELEMENTS,
-    merge_bf16_block,
+    BlockMerge,
+    BlockSplit,
+    blocks,
     merge_exact16_block,
-    merge_fp16_block,
+    merge_float_block,
     merge_int8_block,
-    run_merge,
-    run_split,
-    split_bf16_block,
     split_exact16_block,
-    split_fp16_block,
+    split_float_block,
     split_int8_block,
 )
 
 __all__ = [
+    "BF16",
+    "EXACT16",
+    "FP16",
     "FP16_RESIDUAL_SCALE",
+    "INT8",
     "RESIDUALS",
     "SCRATCH_ELEMENTS",
-    "Merge",
     "Residual",
-    "Split",
-    "merge_bf16",
-    "merge_exact16",
-    "merge_fp16",
-    "merge_int8",
-    "split_bf16",
-    "split_exact16",
-    "split_fp16",
-    "split_int8",
 ]
 
-
-class Split(Protocol):
-    """`split(x) -> (hi, residual)`, both contiguous with the shape of `x`."""
-
-    def __call__(
-        self, x: Tensor, *, out: tuple[Tensor, Tensor] | None = None, scratch: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]: ...
-
-
-class Merge(Protocol):
-    """`merge(hi, residual) -> fp32`, contiguous with the shape of `hi`."""
-
-    def __call__(
-        self, hi: Tensor, residual: Tensor, *, out: Tensor | None = None, scratch: Tensor | None = None
-    ) -> Tensor: ...
+# Half an fp16 ulp is 2^-11 of its number: the factor brings the residual back to the number's own size, where fp16 has
+# its full 11 bits. Unscaled, the residual of a weight below 2^-3 is subnormal or 0 in fp16.
+FP16_RESIDUAL_SCALE = 2.0**11
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,111 +57,121 @@ class Residual:
     """
 
     name: str
-    split: Split
-    merge: Merge
     hi_dtype: torch.dtype
     dtype: torch.dtype
+    split_block: BlockSplit
+    merge_block: BlockMerge
     relative_bound: float
     absolute_bound: float
     overflow: float
 
+    def split(
+        self, x: Tensor, *, out: tuple[Tensor, Tensor] | None = None, scratch: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(hi, residual), both contiguous with the shape of `x`: `out`, or new tensors.
 
-def split_bf16(
-    x: Tensor, *, out: tuple[Tensor, Tensor] | None = None, scratch: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """The nearest bf16 `hi` and the bf16 `lo` nearest to the rest, renormalised so that bf16(hi + lo) == hi.
+        `scratch` is fp32 with SCRATCH_ELEMENTS. Raises UsageError for other buffers and for inputs that are not
+        floating-point.
+        """
+        if not x.is_floating_point():
+            raise UsageError(f"cannot split a tensor of {x.dtype}", hint="only floating-point tensors have a residual")
+        dtypes = (self.hi_dtype, self.dtype)
+        hi, residual = out or tuple(torch.empty(x.shape, dtype=d, device=x.device) for d in dtypes)
+        _check_buffer("out[0]", hi, x.shape, self.hi_dtype)
+        _check_buffer("out[1]", residual, x.shape, self.dtype)
+        flat, flat_hi, flat_residual = x.reshape(-1), hi.view(-1), residual.view(-1)
+        for part, source, work in blocks(x.numel(), scratch, x.device):
+            x_block = flat[part]
+            if x.dtype != torch.float32:
+                x_block = source.copy_(x_block)
+            self.split_block(x_block, flat_hi[part], flat_residual[part], work)
+        return hi, residual
 
-    |x - hi - lo| <= max(2^-17 |x|, 2^-134). `hi` is x rounded to nearest even, but for about 0.1 % of values: where lo
-    rounds up to exactly half an ulp of an odd hi, the pair is rewritten as the even neighbour and minus half an ulp,
-    which is the same sum. Splitting a merged pair therefore gives that pair back. Zero (with its sign), Inf and NaN are
-    in hi with lo = 0, and so are the finite values from 0x1.feff8p127 on, whose hi is Inf.
+    def merge(
+        self, hi: Tensor, residual: Tensor, *, out: Tensor | None = None, scratch: Tensor | None = None
+    ) -> Tensor:
+        """The fp32 numbers that were split, contiguous with the shape of `hi`: `out`, or a new tensor.
 
-    `out` is (bf16, bf16), contiguous, shape of `x`; `scratch` is fp32 with SCRATCH_ELEMENTS. Raises UsageError for
-    other buffers and for inputs that are not floating-point.
-    """
-    return run_split(split_bf16_block, x, (torch.bfloat16, torch.bfloat16), out, scratch)
-
-
-def merge_bf16(hi: Tensor, residual: Tensor, *, out: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
-    """hi + lo in fp32, with the sign of hi: exact for every pair that `split_bf16` makes, -0 included.
-
-    A pair from other arithmetic is rounded to fp32 once. It must be normalised (|lo| <= ulp(hi) / 2).
-    """
-    return run_merge(merge_bf16_block, hi, residual, (torch.bfloat16, torch.bfloat16), out, scratch)
-
-
-def split_fp16(
-    x: Tensor, *, out: tuple[Tensor, Tensor] | None = None, scratch: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """The nearest fp16 `hi` and `lo` = fp16((x - hi) · 2^11), renormalised; x ~ hi + lo · 2^-11.
-
-    |x - hi - lo · 2^-11| <= max(2^-23 |x|, 2^-36) for |x| < 0x1.ffdffep15 (65519.996), which is full relative precision
-    from 2^-13 on; above it hi is Inf and lo = 0. Zero, Inf, NaN, `out` (fp16, fp16), `scratch` and errors as in
-    `split_bf16`.
-    """
-    return run_split(split_fp16_block, x, (torch.float16, torch.float16), out, scratch)
-
-
-def merge_fp16(hi: Tensor, residual: Tensor, *, out: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
-    """hi + lo · 2^-11 in fp32, with the sign of hi; exact for every pair that `split_fp16` makes."""
-    return run_merge(merge_fp16_block, hi, residual, (torch.float16, torch.float16), out, scratch)
-
-
-def split_exact16(
-    x: Tensor, *, out: tuple[Tensor, Tensor] | None = None, scratch: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """The nearest bf16 `hi`, ties away from zero, and the int16 difference of the bit patterns: nothing is lost.
-
-    bits(x) = (bits(hi) << 16) + residual for every finite value, both zeros and both infinities, so the merge is exact
-    bit for bit. (From 0x1.ffp127 on hi is Inf and the residual negative: the merge is still exact.) A NaN becomes a
-    quiet NaN in hi, with the residual holding its low 16 bits: a quiet NaN comes back bit for bit with its payload, a
-    signalling one comes back with its quiet bit set and otherwise unchanged.
-
-    `out` is (bf16, int16); `scratch` and errors as in `split_bf16`.
-    """
-    return run_split(split_exact16_block, x, (torch.bfloat16, torch.int16), out, scratch)
+        `scratch` and errors as in `split`.
+        """
+        if (hi.dtype, residual.dtype) != (self.hi_dtype, self.dtype) or hi.shape != residual.shape:
+            found = f"{hi.dtype} {tuple(hi.shape)} and {residual.dtype} {tuple(residual.shape)}"
+            raise UsageError(f"cannot merge {found}", hint=f"expected {self.hi_dtype} and {self.dtype} of one shape")
+        if out is None:
+            out = torch.empty(hi.shape, dtype=torch.float32, device=hi.device)
+        _check_buffer("out", out, hi.shape, torch.float32)
+        flat_hi, flat_residual, flat_out = hi.reshape(-1), residual.reshape(-1), out.view(-1)
+        for part, _, work in blocks(hi.numel(), scratch, hi.device):
+            self.merge_block(flat_hi[part], flat_residual[part], flat_out[part], work)
+        return out
 
 
-def merge_exact16(hi: Tensor, residual: Tensor, *, out: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
-    """The fp32 values that `split_exact16` took apart, bit for bit (see there for NaN)."""
-    return run_merge(merge_exact16_block, hi, residual, (torch.bfloat16, torch.int16), out, scratch)
+def _check_buffer(name: str, buffer: Tensor, shape: torch.Size, dtype: torch.dtype) -> None:
+    if buffer.shape != shape or buffer.dtype != dtype or not buffer.is_contiguous():
+        found = f"{buffer.dtype} {tuple(buffer.shape)}"
+        raise UsageError(f"unfit buffer `{name}`: {found}", hint=f"contiguous {dtype} {tuple(shape)} is needed")
 
 
-def split_int8(
-    x: Tensor, *, out: tuple[Tensor, Tensor] | None = None, scratch: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """The nearest bf16 `hi` and the rest in int8, in steps of 1/128 of half an ulp of hi.
+# The nearest bf16 `hi` and the bf16 `lo` nearest to the rest, renormalised so that bf16(hi + lo) == hi. `hi` is x
+# rounded to nearest even, but for about 0.1 % of values: where lo rounds up to exactly half an ulp of an odd hi, the
+# pair is rewritten as the even neighbour and minus half an ulp, which is the same sum. Splitting a merged pair
+# therefore gives that pair back. Zero (with its sign), Inf and NaN are in hi with lo = 0, and so are the finite values
+# whose hi is Inf. The merge is hi + lo with the sign of hi: exact for every pair that the split makes, -0 included. A
+# pair from other arithmetic is rounded to fp32 once. It must be normalised (|lo| <= ulp(hi) / 2).
+BF16 = Residual(
+    name="bf16",
+    hi_dtype=torch.bfloat16,
+    dtype=torch.bfloat16,
+    split_block=partial(split_float_block, scale=1.0),
+    merge_block=partial(merge_float_block, scale=1.0),
+    relative_bound=2.0**-17,
+    absolute_bound=2.0**-134,
+    overflow=float.fromhex("0x1.feff8p127"),
+)
 
-    x is first rounded to 16 significant bits (the fp32 pattern without its low 8 bits) and that is split exactly, so
-    |x - merge| <= max(2^-16 |x|, 2^-142) and the full range [-128, 127] is used. Scaling the rest to ±127 instead, as
-    FlashOptim does (arXiv 2602.23349), keeps hi the plain rounding of x but misses 2^-16 by 1 %. Here hi is within
-    0.502 ulp of x and differs from x rounded to even for about 0.2 % of values. From 0x1.ffffp127 on x becomes Inf. A
-    NaN comes back as a quiet NaN with the top 15 bits of its payload field.
+# The nearest fp16 `hi` and `lo` = fp16((x - hi) · 2^11), renormalised; x ~ hi + lo · 2^-11. Full relative precision
+# from 2^-13 on. Zero, Inf, NaN, the sign and exactness as in BF16.
+FP16 = Residual(
+    name="fp16",
+    hi_dtype=torch.float16,
+    dtype=torch.float16,
+    split_block=partial(split_float_block, scale=FP16_RESIDUAL_SCALE),
+    merge_block=partial(merge_float_block, scale=FP16_RESIDUAL_SCALE),
+    relative_bound=2.0**-23,
+    absolute_bound=2.0**-36,
+    overflow=float.fromhex("0x1.ffdffep15"),  # 65519.996
+)
 
-    `out` is (bf16, int8); `scratch` and errors as in `split_bf16`.
-    """
-    return run_split(split_int8_block, x, (torch.bfloat16, torch.int8), out, scratch)
+# The nearest bf16 `hi`, ties away from zero, and the int16 difference of the bit patterns: nothing is lost.
+# bits(x) = (bits(hi) << 16) + residual for every finite value, both zeros and both infinities, so the merge is exact
+# bit for bit. (From 0x1.ffp127 on hi is Inf and the residual negative: the merge is still exact.) A NaN becomes a quiet
+# NaN in hi, with the residual holding its low 16 bits: a quiet NaN comes back bit for bit with its payload, a
+# signalling one comes back with its quiet bit set and otherwise unchanged.
+EXACT16 = Residual(
+    name="exact16",
+    hi_dtype=torch.bfloat16,
+    dtype=torch.int16,
+    split_block=split_exact16_block,
+    merge_block=merge_exact16_block,
+    relative_bound=0.0,
+    absolute_bound=0.0,
+    overflow=math.inf,
+)
 
+# The nearest bf16 `hi` and the rest in int8, in steps of 1/128 of half an ulp of hi. x is first rounded to 16
+# significant bits (the fp32 pattern without its low 8 bits) and that is split exactly, so that the full range
+# [-128, 127] is used. Scaling the rest to ±127 instead, as FlashOptim does (arXiv 2602.23349), keeps hi the plain
+# rounding of x but misses 2^-16 by 1 %. Here hi is within 0.502 ulp of x and differs from x rounded to even for about
+# 0.2 % of values. A NaN comes back as a quiet NaN with the top 15 bits of its payload field.
+INT8 = Residual(
+    name="int8",
+    hi_dtype=torch.bfloat16,
+    dtype=torch.int8,
+    split_block=split_int8_block,
+    merge_block=merge_int8_block,
+    relative_bound=2.0**-16,
+    absolute_bound=2.0**-142,
+    overflow=float.fromhex("0x1.ffffp127"),
+)
 
-def merge_int8(hi: Tensor, residual: Tensor, *, out: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
-    """The 16-bit value that `split_int8` kept, in fp32."""
-    return run_merge(merge_int8_block, hi, residual, (torch.bfloat16, torch.int8), out, scratch)
-
-
-RESIDUALS: dict[str, Residual] = {
-    r.name: r
-    for r in (
-        Residual(name="bf16", split=split_bf16, merge=merge_bf16, hi_dtype=torch.bfloat16, dtype=torch.bfloat16,
-                 relative_bound=2.0**-17, absolute_bound=2.0**-134,
-                 overflow=float.fromhex("0x1.feff8p127")),
-        Residual(name="exact16", split=split_exact16, merge=merge_exact16, hi_dtype=torch.bfloat16, dtype=torch.int16,
-                 relative_bound=0.0, absolute_bound=0.0,
-                 overflow=math.inf),
-        Residual(name="int8", split=split_int8, merge=merge_int8, hi_dtype=torch.bfloat16, dtype=torch.int8,
-                 relative_bound=2.0**-16, absolute_bound=2.0**-142,
-                 overflow=float.fromhex("0x1.ffffp127")),
-        Residual(name="fp16", split=split_fp16, merge=merge_fp16, hi_dtype=torch.float16, dtype=torch.float16,
-                 relative_bound=2.0**-23, absolute_bound=2.0**-36,
-                 overflow=float.fromhex("0x1.ffdffep15")),
-    )
-}  # fmt: skip
+RESIDUALS: dict[str, Residual] = {r.name: r for r in (BF16, EXACT16, INT8, FP16)}

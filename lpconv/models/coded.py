@@ -29,11 +29,15 @@ from lpconv.checkpoint.dtypes import TORCH_DTYPES
 from lpconv.checkpoint.header import DTYPE_BITS
 from lpconv.errors import UnsupportedError
 from lpconv.forms import Component, Stored
+from lpconv.forms.blocks import room
 from lpconv.forms.reader import StoredTensors
+from lpconv.kernels.buffers import Buffers
 
 __all__ = ["CodedTensor", "Codes", "save_as_codes"]
 
-_BLOCK = 2**18  # numbers that are decoded at once: their fp32 values stay in a cache of a core
+_BLOCK = 2**18  # numbers that are decoded at once: they stay in a cache of a core
+# Room for the largest in fp32: matrices are cut into equal blocks, of up to half more numbers, and whole rows.
+_KEPT = Buffers(lambda device: (torch.empty(8 * _BLOCK, dtype=torch.uint8, device=device),))
 _HINT = "open the model without resident=True to train or change it"
 
 
@@ -75,15 +79,18 @@ class Codes:
     def to(self, device: torch.device) -> "Codes":
         return replace(self, parts={n: x.to(device) for n, x in self.parts.items()})
 
-    def values(self) -> Tensor:
-        """What the numbers are, 1-D in fp32."""
+    def decode_to(self, out: Tensor) -> Tensor:
+        """Fill `out`, 1-D, with what the numbers are, rounded from fp32 to its dtype."""
         if self.source is not None:
-            return self.source.values(self.form.name, self.start, self.stop).float()
+            return out.copy_(self.source.values(self.form.name, self.start, self.stop))
         form = self.form
         first = self.start // form.cols * form.cols
         last = min(-(-self.stop // form.cols) * form.cols, form.num_elements)
-        decoded = form.decode(form.read(self._fetch, first, last, self.parts), first, last, self.parts)
-        return decoded[self.start - first : self.stop - first]
+        data = form.read(self._fetch, first, last, self.parts)
+        if (first, last) == (self.start, self.stop):
+            return form.decode_to(out, data, first, last, self.parts)
+        decoded = form.decode(data, first, last, self.parts)
+        return out.copy_(decoded[self.start - first : self.stop - first])
 
     def _fetch(self, component: Component, start: int, stop: int) -> Tensor:
         first, last = (n * DTYPE_BITS[component.dtype] // 8 for n in (start, stop))
@@ -114,16 +121,26 @@ class CodedTensor(torch.Tensor):
         return cls((Codes.in_files(source, name),), source.forms[name].shape, torch.float32)
 
     def blocks(self) -> Iterator[tuple[int, Tensor]]:
-        """Decoded rows [rows, cols] in this dtype, block by block, with the number of the first row of each."""
+        """Decoded rows [rows, cols] in this dtype, block by block, with the number of the first row of each.
+
+        A block is gone when the next one is asked for: they share memory that this thread keeps.
+        """
         cols, row = self.shape[-1], 0
         for piece in self.pieces:
             unit = math.lcm(piece.form.cols, cols)  # blocks end where those of the stored tensor do
             step = -(-len(piece) // max(round(len(piece) / _BLOCK), 1) // unit) * unit
             inner = range(piece.start // unit * unit + step, piece.stop, step)
             for first, last in zip((piece.start, *inner), (*inner, piece.stop), strict=True):
-                values = replace(piece, start=first, stop=last).values().view(-1, cols).to(self.dtype)
-                yield row, values
-                row += len(values)
+                values = replace(piece, start=first, stop=last).decode_to(self._room(last - first))
+                yield row, values.view(-1, cols)
+                row += len(values) // cols
+
+    def _room(self, count: int) -> Tensor:
+        """Memory for so many numbers in this dtype: kept, since a heap that gives and takes it grows by gaps."""
+        (kept,) = _KEPT.on(self.device)
+        if count * self.dtype.itemsize > kept.numel():
+            return torch.empty(count, dtype=self.dtype, device=self.device)
+        return room(kept, count, self.dtype)
 
     def decoded(self) -> Tensor:
         """The weight as a plain tensor."""

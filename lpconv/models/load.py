@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lpconv.checkpoint.compressed import quantized_by
 from lpconv.checkpoint.contents import Contents, read_contents
-from lpconv.checkpoint.place import is_pointer
+from lpconv.checkpoint.place import any_pointer
 from lpconv.checkpoint.residual import RESIDUAL_INDEX
 from lpconv.checkpoint.resolve import directory_of
 from lpconv.forms import Kept
@@ -58,7 +58,7 @@ def load_with_missing(
     cls = model_class or architecture(contents.config, trusted=_trusted(contents, kwargs))
     has_residual = (contents.directory / RESIDUAL_INDEX).exists()
     kwargs["output_loading_info"] = True
-    is_elsewhere = any(is_pointer(contents.directory / name) for name in contents.weight_files)
+    is_elsewhere = any_pointer(contents.directory, contents.weight_files)
     if not (has_residual or is_elsewhere or quantized_by(contents.config) in READ):
         model, info = cls.from_pretrained(contents.directory, dtype=dtype or "auto", **kwargs)
         return model.eval(), tuple(sorted(info["missing_keys"]))

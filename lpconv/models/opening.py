@@ -14,7 +14,7 @@ import transformers
 from torch import nn
 
 from lpconv.checkpoint.contents import Contents, read_contents
-from lpconv.errors import LpconvError, UnsupportedError
+from lpconv.errors import LpconvError, UnsupportedError, peer_lost
 from lpconv.forms.foreign import check_readable
 from lpconv.machine import out_of_memory
 from lpconv.models.load import load_with_missing
@@ -58,13 +58,14 @@ class Opened:
 @contextmanager
 def model_errors(what: str, *, hint: str) -> Iterator[None]:
     """Turn what transformers raises inside, which is anything at all for checkpoints it does not know, into an error
-    of ours: UnsupportedError with `what` in front, ResourceError where memory ran out."""
+    of ours: UnsupportedError with `what` in front, ResourceError where memory ran out, PeerLostError where another
+    process of the run went."""
     try:
         yield
     except LpconvError:
         raise
     except Exception as e:
-        raise out_of_memory(e) or UnsupportedError(f"{what}: {first_line(e)}", hint=hint) from e
+        raise out_of_memory(e) or peer_lost(e) or UnsupportedError(f"{what}: {first_line(e)}", hint=hint) from e
 
 
 def check_runs(model: Any, inputs: Mapping[str, torch.Tensor]) -> None:

@@ -14,19 +14,30 @@ __all__ = ["Tokens", "tokenize"]
 
 # More text than any probe needs, and little enough to tokenise at once.
 _MAX_CHARACTERS = 4_000_000
+_MANY_UNKNOWN = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
     """Windows of token ids of shape (windows, L). `mask_id` is the tokenizer's mask token, None where it has none.
 
-    The first `num_prefix` and last `num_suffix` ids of a window are special tokens, which are never masked.
+    The first `num_prefix` and last `num_suffix` ids of a window are special tokens, which are never masked. `unknown`
+    is the share of the text's tokens that the tokenizer does not know.
     """
 
     windows: Tensor
     num_prefix: int = 0
     num_suffix: int = 0
     mask_id: int | None = None
+    unknown: float = 0.0
+
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """Why figures on this text may say little, in words; empty where there is no reason."""
+        if self.unknown < _MANY_UNKNOWN:
+            return ()
+        share = f"{self.unknown:.0%}".replace("%", " %")
+        return (f"{share} of the text's tokens are unknown to the tokenizer: give --data what the model reads",)
 
 
 def tokenize(path: Path, tokenizer: Any, *, seq_len: int, vocab_size: int) -> Tokens:
@@ -49,7 +60,14 @@ def tokenize(path: Path, tokenizer: Any, *, seq_len: int, vocab_size: int) -> To
     starts = range(0, len(ids) - room + 1, room)
     windows = torch.tensor([[*prefix, *ids[i : i + room], *suffix] for i in starts])
     mask_id = getattr(tokenizer, "mask_token_id", None)
-    return Tokens(windows=windows, num_prefix=len(prefix), num_suffix=len(suffix), mask_id=mask_id)
+    unknown_id = getattr(tokenizer, "unk_token_id", None)
+    return Tokens(
+        windows=windows,
+        num_prefix=len(prefix),
+        num_suffix=len(suffix),
+        mask_id=mask_id,
+        unknown=ids.count(unknown_id) / len(ids) if unknown_id is not None else 0.0,
+    )
 
 
 def _read_text(path: Path) -> str:

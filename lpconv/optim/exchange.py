@@ -11,7 +11,7 @@ from lpconv.errors import InputError
 from lpconv.forms.reader import StoredTensors
 from lpconv.lookup import nearest
 from lpconv.mcf.pairs import nearest_by_cast
-from lpconv.mcf.split import split_bf16
+from lpconv.mcf.split import BF16
 from lpconv.optim.base import LowPrecisionOptimizer
 from lpconv.optim.storage import Storage, store, total
 from lpconv.shards import local, whole
@@ -118,7 +118,7 @@ def _set_fp32(optimizer: LowPrecisionOptimizer, p: Tensor, value: Tensor) -> Non
     if isinstance(p, DTensor):
         value = local(distribute_tensor(value.to(p.device), p.device_mesh, p.placements))
     if storage in (Storage.PAIR, Storage.KAHAN):
-        hi, lo = split_bf16(value)
+        hi, lo = BF16.split(value)
         weight[0].copy_(hi)
         weight[1].copy_(lo)
     elif storage is Storage.STOCHASTIC:

@@ -9,7 +9,7 @@ from lpconv.probe.record import GRADIENT_ROLES, ROLES, ProbedTensor, ProbeResult
 from lpconv.report.numbers import ROLE_WORDS
 from lpconv.results import FormatRates, LossScaleRecord, ProbedRecord, ProbeReport
 
-__all__ = ["DEFAULT_FORMATS", "answer", "check_format"]
+__all__ = ["DEFAULT_FORMATS", "answer"]
 
 DEFAULT_FORMATS = ("fp16", "e5m2", "e4m3fn", "bf16")
 _FINDINGS = 3  # sentences per format
@@ -21,7 +21,7 @@ def answer(result: ProbeResult, formats: Sequence[str] = DEFAULT_FORMATS) -> Pro
     Raises UsageError for an unknown format and UnsupportedError for one that histograms do not resolve.
     """
     for name in formats:
-        check_format(name)
+        _check_format(name)
     scales = _loss_scales(result, formats)
     tensors = tuple(_record(t, formats, scales) for t in result.tensors)
     return ProbeReport(
@@ -74,7 +74,7 @@ def _rates(tensor: ProbedTensor, name: str, log2_scale: int) -> FormatRates:
     )
 
 
-def check_format(name: str) -> None:
+def _check_format(name: str) -> None:
     """Refuse names that are no format, with the nearest that is one, and block formats, which no histogram shows."""
     if name in BLOCK_FORMATS:
         raise UnsupportedError(

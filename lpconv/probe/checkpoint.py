@@ -159,7 +159,7 @@ def _warnings(prepared: Prepared) -> list[str]:
     if opened.missing:
         shown = ", ".join(opened.missing[:3]) + (" and more" if len(opened.missing) > 3 else "")
         found.append(f"not in the checkpoint, so random here: {shown}")
-    return found
+    return [*found, *prepared.batches.tokens.doubts]
 
 
 def _versions() -> dict[str, str]:

@@ -4,11 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from lpconv.checkpoint.contents import read_json
 from lpconv.checkpoint.staging import check_replaceable
 from lpconv.options import Force, Option, Revision
 
-__all__ = ["PROBE_FILE", "ProbeOptions", "check_free", "find_probe"]
+__all__ = ["PROBE_FILE", "ProbeOptions", "check_free"]
 
 PROBE_FILE = "probe.json"  # in an output; says whose the folder is
 
@@ -24,9 +23,9 @@ class ProbeOptions:
     steps: Annotated[int, Option("Number of forward and backward passes", least=1)] = 4
     batch_size: Annotated[int, Option("Number of sequences in a batch", least=1)] = 8
     seq_len: Annotated[
-        int | None, Option("Number of tokens in a sequence", default="128, or the model's most", least=2)
+        int | None, Option("Number of tokens in a sequence", default="128, or the model's maximum", least=2)
     ] = None
-    every: Annotated[int, Option("Number of steps from one record to the next", least=1)] = 1
+    every: Annotated[int, Option("Number of steps between records", least=1)] = 1
     calibrate: Annotated[bool, Option("Also write the scales that unit scaling should use (calibration.json)")] = False
     seed: Annotated[int, Option("Seed of masks and random ids", least=0)] = 0
     revision: Revision = None
@@ -37,11 +36,3 @@ class ProbeOptions:
 def check_free(directory: Path, *, force: bool) -> None:
     """Refuse a place that is taken, unless `force` is set and it holds an earlier probe, or that cannot be written."""
     check_replaceable(directory, PROBE_FILE, what="probe", force=force)
-
-
-def find_probe(run: str) -> Path | None:
-    """The record that `run` means, a folder of `lpconv probe` or the file itself; None where it is something else."""
-    path = Path(run) / PROBE_FILE if Path(run).is_dir() else Path(run)
-    if path.is_file() and (path.name == PROBE_FILE or read_json(path).get("kind") == "probe"):
-        return path
-    return None

@@ -29,9 +29,9 @@ from lpconv.kernels.histogram import count, prepare
 from lpconv.layers import weighted
 from lpconv.probe.advice import table
 from lpconv.probe.record import ROLES, ProbedTensor, ProbeResult
-from lpconv.scaled.tensor import ScaledTensor
+from lpconv.scaled.tensor import data_part
 
-__all__ = ["Tracker", "model_loss", "probe", "target_loss", "track", "tracked_layers"]
+__all__ = ["Tracker", "model_loss", "probe", "target_loss", "track"]
 
 
 _MAX_PENDING = 64  # counts that wait to be folded; with 16 threads 40 MiB
@@ -86,7 +86,7 @@ class Tracker:
     def result(self) -> ProbeResult:
         """What has been recorded, in the order of the model's layers."""
         self._fold()
-        layers = [name for name, _ in tracked_layers(self.model)]
+        layers = [name for name, _ in _tracked_layers(self.model)]
         tensors = tuple(
             ProbedTensor(layer=layer, role=role, histogram=self._histograms[layer, role].to_dict())
             for layer in layers
@@ -123,7 +123,7 @@ class Tracker:
 
     def _add_layer_hooks(self) -> None:
         seen: set[int] = set()
-        for name, layer in tracked_layers(self.model):
+        for name, layer in _tracked_layers(self.model):
             self._layer_handles += [
                 layer.register_forward_pre_hook(self._see_input(name)),
                 layer.register_forward_hook(self._see_output(name)),
@@ -205,10 +205,10 @@ class Tracker:
 
 
 def _count(tensor: Tensor) -> Callable[[], ExponentHistogram]:
-    return count(tensor.data_part if isinstance(tensor, ScaledTensor) else tensor)
+    return count(data_part(tensor))
 
 
-def tracked_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def _tracked_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The layers that `track` records, with their names, in the model's order."""
     return [
         (name, module)

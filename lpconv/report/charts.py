@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from lpconv.report.plot import CHARACTER, NARROW, NUM_SHAPES, Axis, Mark, Plot, Text, Tick, mark_path
+from lpconv.report.plot import CHARACTER, NARROW, NUM_SHAPES, Axis, Mark, Plot, Text, Tick, mark_path, round_step
 from lpconv.results import Series
 
 __all__ = ["Bar", "Line", "bar_plot", "line_plot", "uncut"]
@@ -78,10 +78,8 @@ def _step_ticks(last: int) -> list[int]:
 
 
 def _value_ticks(axis: Axis, text: Callable[[float], str] | None = None) -> tuple[Tick, ...]:
-    """Round numbers, multiples of 1, 2 or 5 times a power of ten, with as many digits as tell them apart."""
-    rough = (axis.high - axis.low) / _TICKS
-    exponent = math.floor(math.log10(rough))
-    step = next(m * 10.0**exponent for m in (1, 2, 5, 10) if m * 10.0**exponent >= rough)
+    """Round numbers, with as many digits as tell them apart."""
+    step = round_step((axis.high - axis.low) / _TICKS)
     digits = -math.floor(math.log10(step))
     leading = math.floor(math.log10(max(abs(axis.low), abs(axis.high)))) + digits
     form = f".{max(0, digits)}f" if digits <= _MAX_DIGITS else f".{max(0, leading)}e"

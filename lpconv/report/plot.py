@@ -25,6 +25,7 @@ __all__ = [
     "dash_path",
     "mark_path",
     "mark_radius",
+    "round_step",
 ]
 
 T = TypeVar("T", int, float)
@@ -142,6 +143,12 @@ class Axis:
         """A tick at every multiple of `step`."""
         multiples = (n * step for n in range(math.ceil(self.low / step), math.floor(self.high / step) + 1))
         return tuple(Tick(position=self.at(value), label=text(value)) for value in multiples)
+
+
+def round_step(rough: float) -> float:
+    """The smallest step not below `rough` that is 1, 2 or 5 times a power of ten."""
+    power = 10.0 ** math.floor(math.log10(rough))
+    return next(m * power for m in (1, 2, 5, 10) if m * power >= rough)
 
 
 def column_x(position: float, count: int) -> float:

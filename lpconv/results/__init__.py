@@ -47,11 +47,7 @@ if TYPE_CHECKING:
     )
     from lpconv.results.convert import (
         ByteCounts as ByteCounts,
-        ComparedTensor as ComparedTensor,
         ConvertResult as ConvertResult,
-        GateRecord as GateRecord,
-        HashCheck as HashCheck,
-        LogitsCheck as LogitsCheck,
         PartResult as PartResult,
         PlanResult as PlanResult,
         PushResult as PushResult,
@@ -59,9 +55,6 @@ if TYPE_CHECKING:
         RepairResult as RepairResult,
         RestoreResult as RestoreResult,
         TensorRecord as TensorRecord,
-        Verification as Verification,
-        VerifyResult as VerifyResult,
-        WeightsCheck as WeightsCheck,
         WrittenShard as WrittenShard,
     )
     from lpconv.results.doctor import (
@@ -104,6 +97,15 @@ if TYPE_CHECKING:
         LossScaleRecord as LossScaleRecord,
         ProbedRecord as ProbedRecord,
         ProbeReport as ProbeReport,
+    )
+    from lpconv.results.verify import (
+        ComparedTensor as ComparedTensor,
+        GateRecord as GateRecord,
+        HashCheck as HashCheck,
+        LogitsCheck as LogitsCheck,
+        Verification as Verification,
+        VerifyResult as VerifyResult,
+        WeightsCheck as WeightsCheck,
     )
 
 __all__ = lazily(__name__)

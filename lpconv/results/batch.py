@@ -4,8 +4,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lpconv.results.checkpoint import FileRecord, SourceRecord
-from lpconv.results.convert import ByteCounts, VerifyResult
+from lpconv.results.convert import ByteCounts
 from lpconv.results.documents import SCHEMA_VERSION
+from lpconv.results.verify import VerifyResult
 
 __all__ = [
     "DONE",

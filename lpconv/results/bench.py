@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from lpconv.results.convert import GateRecord
 from lpconv.results.documents import SCHEMA_VERSION
+from lpconv.results.verify import GateRecord
 
 __all__ = [
     "BenchChange",

@@ -1,6 +1,7 @@
 """Records as JSON and back: `to_json`, `from_json`, the texts of documents, and the version that they carry."""
 
 import dataclasses
+import functools
 import json
 import math
 import types
@@ -88,6 +89,11 @@ def _decode_record(cls: type, data: dict[str, Any]) -> Any:
     version = _checked(dict, data).get("schema_version", SCHEMA_VERSION)
     if version != SCHEMA_VERSION:
         raise ValueError(f"schema_version {version}, this lpconv reads {SCHEMA_VERSION}")
+    return cls(**{n: _decode(kind, data[n]) for n, kind in _kinds(cls) if n in data})
+
+
+@functools.cache
+def _kinds(cls: type) -> tuple[tuple[str, Any], ...]:
+    """The fields of a record and what they hold, by name: of hundreds of records they are looked up once."""
     hints = typing.get_type_hints(cls)
-    names = [f.name for f in dataclasses.fields(cls)]
-    return cls(**{n: _decode(hints[n], data[n]) for n in names if n in data})
+    return tuple((f.name, hints[f.name]) for f in dataclasses.fields(cls))

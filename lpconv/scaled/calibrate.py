@@ -1,12 +1,12 @@
 """Static scales from data: the magnitude of every edge, measured on a few batches and then fixed.
 
 Theory assumes independent unit inputs; trained weights and real data are neither. Here an edge is the output of a
-module with a weight. Its RMS and that of its gradient are measured, and a power of two per direction is written down
-that brings the data of both near 1, or an output's outliers to half of what e4m3fn holds: queries, keys and values are
-operands as they are. The input of a linear layer is no edge where activations lie between; there outliers have a power
-of two of its own, which leaves them the same room. Scales are bookkeeping, so any choice keeps
-values and gradients exact: the rule that all paths between two nodes carry the same product of factors (unit scaling
-§5.1) holds by construction.
+module with a weight of its own, embeddings included. Its RMS and that of its gradient are measured, and a power of two
+per direction is written down that brings the data of both near 1, or an output's outliers to half of what e4m3fn holds:
+queries, keys and values are operands as they are. The input of a linear layer is no edge where activations lie between;
+there outliers have a power of two of its own, which leaves them the same room. Scales are bookkeeping, so any choice
+keeps values and gradients exact: the rule that all paths between two nodes carry the same product of factors (unit
+scaling §5.1) holds by construction.
 """
 
 import functools
@@ -27,7 +27,7 @@ from lpconv.scaled.model import scaling_of
 from lpconv.scaled.scales import MAX_SCALE, MIN_SCALE, Scale
 from lpconv.scaled.tensor import ScaledTensor
 
-__all__ = ["EdgeFactors", "apply_factors", "calibrate", "edges", "own_loss"]
+__all__ = ["EdgeFactors", "apply_factors", "calibrate", "own_loss"]
 
 
 _LARGEST = get_format("e4m3fn").max
@@ -41,11 +41,6 @@ class EdgeFactors:
     forward: float = 1.0
     backward: float = 1.0
     input: float = 1.0
-
-
-def edges(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules whose output is an edge: those with a weight of their own, embeddings included."""
-    return weighted(model)
 
 
 def own_loss(output: Any) -> Tensor:
@@ -90,7 +85,7 @@ def calibrate(
             backward=factors.get((name, "backward"), 1.0),
             input=factors.get((name, "input"), 1.0),
         )
-        for name in edges(model)
+        for name in weighted(model)
         if (name, "forward") in factors
     }
     apply_factors(model, found)
@@ -99,7 +94,7 @@ def calibrate(
 
 def apply_factors(model: nn.Module, factors: Mapping[str, EdgeFactors]) -> None:
     """Fix factors that `calibrate` returned, on the same model or another of its architecture."""
-    known = edges(model)
+    known = weighted(model)
     for name, edge in factors.items():
         if name not in known:
             raise UsageError(f"the model has no edge `{name}`", hint="use factors of the same architecture")
@@ -140,12 +135,12 @@ def _run(
 
     handles: list[RemovableHandle] = [
         module.register_forward_pre_hook(lambda m, args, name=name: on_input(m, args, name))
-        for name, module in edges(model).items()
+        for name, module in weighted(model).items()
         if isinstance(module, (nn.Linear, Conv1D))
     ]
     handles += [
         module.register_forward_hook(lambda _, __, out, name=name: on_output(name, out))
-        for name, module in edges(model).items()
+        for name, module in weighted(model).items()
     ]
     try:
         for batch in batches:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lpconv.errors import UsageError
 from lpconv.scaled.model import scaling_of
 from lpconv.scaled.pair import Role
-from lpconv.scaled.tensor import ScaledTensor, scaled_tensor
+from lpconv.scaled.tensor import ScaledTensor, data_part, scaled_tensor
 from lpconv.shards import is_sharded, local
 
 __all__ = ["StepGuard", "gradients_are_finite"]
@@ -93,6 +93,4 @@ def gradients_are_finite(parameters: Iterable[Tensor]) -> bool:
 
 
 def _is_finite(grad: Tensor) -> Tensor:
-    own = local(grad)
-    data = own.data_part if isinstance(own, ScaledTensor) else own
-    return data.isfinite().all()
+    return data_part(local(grad)).isfinite().all()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lpconv.scaled.model import Scaling, scaling_of
 from lpconv.scaled.saved import SavedCodes
-from lpconv.scaled.tensor import ScaledTensor
+from lpconv.scaled.tensor import data_part
 
 __all__ = ["saved_bytes"]
 
@@ -21,10 +21,10 @@ def saved_bytes(model: nn.Module, batch: Mapping[str, Any]) -> int:
     """
     # Storages, not tensors: of those, one that an op saves of its own output would keep the graph, for ever.
     kept: dict[int, torch.UntypedStorage] = {}
-    own = {_inner(p).untyped_storage()._cdata for p in model.parameters()}  # known of tensors without memory too
+    own = {data_part(p).untyped_storage()._cdata for p in model.parameters()}  # known of tensors without memory too
 
     def keep(x: Tensor) -> Tensor:
-        storage = _inner(x).untyped_storage()
+        storage = data_part(x).untyped_storage()
         if storage._cdata not in own:
             kept[storage._cdata] = storage
         return x.detach()
@@ -58,7 +58,3 @@ def _count_codes(model: nn.Module, scaling: Scaling, batch: Mapping[str, Any], c
         model(**batch)
     finally:
         model.lpconv_scaling = scaling  # type: ignore[assignment]
-
-
-def _inner(x: Tensor) -> Tensor:
-    return x.data_part if isinstance(x, ScaledTensor) else x

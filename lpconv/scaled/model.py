@@ -15,7 +15,7 @@ from lpconv.formats.scale import pow2_floor
 from lpconv.layers import weighted
 from lpconv.lookup import find, nearest_name
 from lpconv.scaled import ops
-from lpconv.scaled.choices import OperandScales, operand_scales
+from lpconv.scaled.choices import USUAL_OPERAND_SCALE, OperandScales, operand_scales
 from lpconv.scaled.fresh import averages_causally, native_scales
 from lpconv.scaled.pair import Numerics, Role
 from lpconv.scaled.places import heads, install, place
@@ -28,14 +28,10 @@ __all__ = [
     "COMPUTE",
     "Compute",
     "Scaling",
-    "exact_modules",
     "fallbacks",
-    "leave_outputs",
     "leave_plain",
     "refuse_scaled",
-    "replace_parameters",
     "scaled",
-    "scaled_class",
     "scaling_of",
     "unscaled_state_dict",
     "weight_scale",
@@ -98,17 +94,16 @@ def scaled(
     carrier: torch.dtype | None = None,
     rescale: Iterable[str] | None = None,
     critical: Iterable[str] = (),
-    operand_scale: str | OperandScales = "tensor",
+    operand_scale: str | OperandScales = USUAL_OPERAND_SCALE,
     save_codes: bool = True,
     strict: bool = False,
 ) -> nn.Module:
     """`model`, changed in place so that it computes on (data, scale); the forward code and all names stay as they are.
 
     Every floating-point parameter W becomes a `ScaledTensor` σ·Ŵ with σ = 2^⌊log2 RMS(W)⌋, in the dtype of `compute`
-    ("fp8": `carrier`, bfloat16 unless given, with matmul operands in e4m3fn and their gradients in e5m2, or e4m3fn too
-    where a row has a scale). Outputs are
-    plain tensors; `loss.backward()` leaves scaled gradients, read with `p.grad.dequantize()`. Train with
-    `lpconv.scaled.AdamW` or SGD.
+    ("fp8": `carrier`, bfloat16 unless given, with matmul operands in e4m3fn, and incoming gradients in e5m2 unless
+    each row has a scale). Outputs are plain tensors; `loss.backward()` leaves scaled gradients, read with
+    `p.grad.dequantize()`. Train with `lpconv.scaled.AdamW` or SGD.
 
     - "unit" keeps every scale static.
     - "native" does too, at the sizes that theory gives a model drawn by `lpconv.scaled.native` (its docs say more).
@@ -142,13 +137,13 @@ def scaled(
         causal=method == "native" and averages_causally(model),
         strict=strict,
     )
-    exact = exact_modules(model, tuple(critical)) if chosen.operand else []
+    exact = _exact_modules(model, tuple(critical)) if chosen.operand else []
     saves_codes = save_codes and scales.grad_weight != "carrier"
     scaling = Scaling(
         method=method,
         compute=compute,
         numerics=numerics,
-        scales=replace_parameters(model, dtype, numerics, exact, native_scales(model) if numerics.native else {}),
+        scales=_replace_parameters(model, dtype, numerics, exact, native_scales(model) if numerics.native else {}),
         saved=SavedCodes(chosen.operand) if chosen.operand and saves_codes else None,
         unit=scaled_tensor(torch.ones(()), 1.0, role=Role.GRADIENT, numerics=numerics),
     )
@@ -167,7 +162,7 @@ def refuse_scaled(model: nn.Module) -> None:
 def leave_plain(model: nn.Module, scaling: Scaling) -> nn.Module:
     """`model` with its record, and a class whose forward lets outputs leave as plain tensors."""
     model.lpconv_scaling = scaling  # type: ignore[assignment]  # nn.Module types every attribute as a tensor or module
-    model.__class__ = scaled_class(type(model))
+    model.__class__ = _scaled_class(type(model))
     return model
 
 
@@ -200,7 +195,7 @@ def _unscaled(x: Tensor) -> Tensor:
     return placed_like(x, own.dequantize(x.dtype)) if isinstance(own, ScaledTensor) else x
 
 
-def scaled_class(base: type[nn.Module]) -> type[nn.Module]:
+def _scaled_class(base: type[nn.Module]) -> type[nn.Module]:
     """`base` with a forward whose outputs leave as plain tensors; its name and signature are those of `base`.
 
     A subclass, because a hook would stay outside the graph that `torch.compile` captures, and a forward set on the
@@ -213,7 +208,7 @@ def scaled_class(base: type[nn.Module]) -> type[nn.Module]:
         assert scaling is not None
         with _outside_inference_mode(), scaling.around_forward(next(self.parameters())):
             outputs = base.forward(self, *args, **kwargs)
-            return leave_outputs(outputs, scaling)
+            return _leave_outputs(outputs, scaling)
 
     return type(base.__name__, (base,), {"forward": forward, "__module__": base.__module__, "__doc__": base.__doc__})
 
@@ -228,7 +223,7 @@ def _outside_inference_mode() -> AbstractContextManager[Any]:
     return stack
 
 
-def leave_outputs(outputs: Any, scaling: Scaling) -> Any:
+def _leave_outputs(outputs: Any, scaling: Scaling) -> Any:
     """`outputs` with the scaled tensors in its tuples, lists and mappings made plain; other objects stay.
 
     A key-value cache therefore stays scaled and can be passed to the next call. Under autocast outputs are plain, and
@@ -238,9 +233,9 @@ def leave_outputs(outputs: Any, scaling: Scaling) -> Any:
     if isinstance(outputs, ScaledTensor) or is_plain_start:
         return ops.leave(outputs, scaling.unit, scaling.method not in STATIC_METHODS)
     if isinstance(outputs, dict):
-        return type(outputs)(**{k: leave_outputs(v, scaling) for k, v in outputs.items()})
+        return type(outputs)(**{k: _leave_outputs(v, scaling) for k, v in outputs.items()})
     if isinstance(outputs, (tuple, list)):
-        left = [leave_outputs(v, scaling) for v in outputs]
+        left = [_leave_outputs(v, scaling) for v in outputs]
         return type(outputs)(*left) if hasattr(outputs, "_fields") else type(outputs)(left)  # a NamedTuple
     return outputs
 
@@ -257,7 +252,7 @@ def weight_scale(name: str, weight: Tensor) -> float:
     return max(float(pow2_floor(rms)), MIN_SCALE) if rms > 0 else ZERO_SCALE
 
 
-def exact_modules(model: nn.Module, patterns: tuple[str, ...]) -> list[nn.Module]:
+def _exact_modules(model: nn.Module, patterns: tuple[str, ...]) -> list[nn.Module]:
     """The output head and the modules whose name matches a pattern: they multiply in the carrier dtype."""
     names = list(weighted(model))
     for pattern in patterns:
@@ -269,7 +264,7 @@ def exact_modules(model: nn.Module, patterns: tuple[str, ...]) -> list[nn.Module
     return [*named, *(head for head in heads(model) if head not in named)]
 
 
-def replace_parameters(
+def _replace_parameters(
     model: nn.Module,
     dtype: torch.dtype,
     numerics: Numerics,

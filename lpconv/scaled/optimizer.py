@@ -24,7 +24,7 @@ from lpconv.scaled.scales import MAX_SCALE, MIN_SCALE, Scale, ratio, times
 from lpconv.scaled.tensor import ScaledTensor
 from lpconv.shards import is_sharded, local, placed_like, whole
 
-__all__ = ["SCALE_POWERS", "AdamW", "HyperParameters", "equivalent"]
+__all__ = ["AdamW", "HyperParameters", "equivalent"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class HyperParameters:
 
 
 # (power of σ, power of c) of each factor, for W = σ·Ŵ and ĝ = c·∂L/∂W: lr, ε, weight decay.
-SCALE_POWERS: dict[str, tuple[tuple[int, int], tuple[int, int], tuple[int, int]]] = {
+_SCALE_POWERS: dict[str, tuple[tuple[int, int], tuple[int, int], tuple[int, int]]] = {
     "adamw": ((-1, 0), (0, 1), (1, 0)),
     "adam": ((-1, 0), (0, 1), (1, 1)),
     "sgd": ((-1, -1), (0, 0), (1, 1)),
@@ -53,7 +53,7 @@ def equivalent(
     `weight_scale` is σ, and `gradient_factor` is c, where the optimizer is fed ĝ = c·∂L/∂W (c = σ if autograd runs on Ŵ
     alone). For AdamW: lr/σ, c·ε, σ·wd. β, momentum and schedules stay; clip gradients by the norm of ĝ/c.
     """
-    powers = find("optimizer", optimizer, SCALE_POWERS)
+    powers = find("optimizer", optimizer, _SCALE_POWERS)
     lr, eps, decay = (weight_scale**a * gradient_factor**b for a, b in powers)
     return HyperParameters(lr=source.lr * lr, eps=source.eps * eps, weight_decay=source.weight_decay * decay)
 

@@ -6,6 +6,7 @@ exact in fp32. Under `torch.compile` the subclass is flattened into its data and
 scale is a constant of the graph.
 """
 
+import dataclasses
 import inspect
 from typing import Any
 
@@ -21,7 +22,7 @@ from lpconv.scaled.rules.own import rebalanced
 from lpconv.scaled.rules.table import IN_PLACE, NATIVE_RULES, RULES
 from lpconv.scaled.scales import Scale, clamped, ratio, times
 
-__all__ = ["ScaledTensor", "scaled_tensor"]
+__all__ = ["ScaledTensor", "data_part", "scaled_tensor"]
 
 
 class ScaledTensor(torch.Tensor):
@@ -126,18 +127,8 @@ class ScaledTensor(torch.Tensor):
     def _stable_hash_for_caching(self) -> str:
         """Everything but the data that decides what is compiled, for the caches of `torch.compile`."""
         scale = "dynamic" if isinstance(self._scale, Tensor) else self._scale.hex()
-        a = self._numerics
-        flags = (
-            a.unit_factors,
-            a.fit_joins,
-            a.cast_underflow,
-            a.headroom,
-            a.softmax_grad,
-            a.native,
-            a.causal,
-            a.strict,
-        )
-        return repr((scale, self._role, a.operand, a.gradient, a.operand_scales.kinds, flags))
+        numerics = [getattr(self._numerics, f.name) for f in dataclasses.fields(Numerics) if f.compare]
+        return repr((scale, self._role, numerics))
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -157,6 +148,11 @@ class ScaledTensor(torch.Tensor):
         result = _run(Call(op, numerics), pairs, named)
         is_gradient = any(t._role is Role.GRADIENT for t in found)
         return _wrap(result, is_gradient, numerics)
+
+
+def data_part(x: Tensor) -> Tensor:
+    """The data of a scaled tensor, and any other tensor itself."""
+    return x.data_part if isinstance(x, ScaledTensor) else x
 
 
 def scaled_tensor(

@@ -74,14 +74,14 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
         self.metrics.flush()
         self.started_s = time.perf_counter()
         step = state.global_step + 1
-        self.is_measured = self.memory is not None and self.memory.begin(step, _unwrapped(self.trainer.optimizer))
+        self.is_measured = self.memory is not None and self.memory.begin(step, self.trainer.own_optimizer)
         self.watch.begin(step)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.memory is not None:
             self.memory.end()
         if self.loss_watch is not None:
-            self.loss_watch.before_step(_unwrapped(self.trainer.optimizer))
+            self.loss_watch.before_step(self.trainer.own_optimizer)
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.loss_watch is not None:
@@ -108,7 +108,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
             row["tracked"] = tracked
         if self.is_measured:
             row["memory"] = to_json(self.memory.record) if self.memory is not None else None
-        self.metrics.begin(row | _updates(trainer.optimizer, state.global_step) | self.allotted)
+        self.metrics.begin(row | _updates(trainer.own_optimizer) | self.allotted)
         self.progress.advance(1, f"loss {last['loss']:.4f}")
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
@@ -134,17 +134,11 @@ def _learning_rate(trainer: LowPrecisionTrainer) -> float:
     return float(group["lr"]) * float(group.get("scale", 1.0))
 
 
-def _unwrapped(optimizer: Any) -> Any:
-    """The optimizer in accelerate's wrapper."""
-    return getattr(optimizer, "optimizer", optimizer)
-
-
-def _updates(optimizer: Any, step: int) -> dict[str, float]:
+def _updates(optimizer: Any) -> dict[str, float]:
     """What reached memory of the step's update, where the optimizer recorded that."""
-    inner = _unwrapped(optimizer)
-    if not isinstance(inner, LowPrecisionOptimizer) or not inner.records:
+    if not isinstance(optimizer, LowPrecisionOptimizer) or not optimizer.records:
         return {}
-    record = combine(inner.records)
+    record = combine(optimizer.records)
     if math.isnan(record.edq_full):
         return {}
     return {"edq": record.edq_full, "edq_weights": record.edq_hi, "lost": record.lost_full}

@@ -7,8 +7,8 @@ the last file is a list of hashes of the others.
 import shutil
 from pathlib import Path
 
-from lpconv.checkpoint.partfile import sha256_of, write_error, write_small
-from lpconv.errors import LpconvError
+from lpconv.checkpoint.partfile import NOT_A_FILE, read_error, sha256_of, write_error, write_small
+from lpconv.errors import LpconvError, UnreadError
 
 __all__ = ["drop_broken", "last_checkpoint", "seal_checkpoint", "step_of"]
 
@@ -54,9 +54,14 @@ def _checkpoints(folder: Path) -> list[Path]:
 
 
 def _is_whole(checkpoint: Path) -> bool:
+    """Whether every file is there as it was written. Raises UnreadError where the disk fails."""
     try:
         lines = (checkpoint / _SEAL).read_text(encoding="utf-8").splitlines()
         sums = [line.partition("  ")[::2] for line in lines]
         return bool(sums) and all(sha256_of(checkpoint / name) == digest for digest, name in sums)
-    except (OSError, ValueError, LpconvError):
+    except UnreadError:  # nobody knows, and nothing is deleted
+        raise
+    except (*NOT_A_FILE, ValueError, LpconvError):
         return False
+    except OSError as e:
+        raise read_error(e, checkpoint / _SEAL) from e

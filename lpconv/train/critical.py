@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from lpconv.models.quiet import quiet_transformers
 from lpconv.scaled.critical import InputRisk, critical_modules, input_risks
-from lpconv.train.one import MEASURED_BATCHES, TrainingJob, first_batches, open_start
+from lpconv.train.job import MEASURED_BATCHES, TrainingJob, first_batches, open_start
 
 __all__ = ["critical_facts", "with_critical"]
 

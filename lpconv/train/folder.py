@@ -31,7 +31,6 @@ __all__ = [
     "REPORT",
     "Metrics",
     "check_folder",
-    "find_finetune",
     "held_folder",
     "median_step_time",
     "read_finished",
@@ -124,12 +123,6 @@ def remove_checkpoints(output: Path) -> None:
     """Once everything is done, nothing is left to resume."""
     for path in (output / _RUNS).glob("*/checkpoint-*"):
         shutil.rmtree(path)
-
-
-def find_finetune(run: str) -> Path | None:
-    """The report that `run` means, a folder of `lpconv finetune` or the file itself; None for anything else."""
-    path = Path(run) / REPORT if Path(run).is_dir() else Path(run)
-    return path if path.is_file() and read_json(path).get("kind") == "finetune" else None
 
 
 _FINISHED = "run.json"

@@ -20,7 +20,7 @@ from lpconv.errors import ResourceError
 from lpconv.machine import available_memory, out_of_memory
 from lpconv.report.numbers import size_text
 from lpconv.results import PeakMemory
-from lpconv.scaled import ScaledTensor
+from lpconv.scaled.tensor import data_part
 from lpconv.shards import local
 from lpconv.train.recipes import TRAINING_OPTIMIZERS, Arithmetic
 
@@ -186,6 +186,6 @@ def kept_bytes(tensors: Iterable[torch.Tensor], optimizer: torch.optim.Optimizer
     state = (x for values in optimizer.state.values() for x in values.values() if isinstance(x, torch.Tensor))
     storages = {}
     for x in map(local, (*tensors, *state)):
-        data = x.data_part if isinstance(x, ScaledTensor) else x
-        storages[data.untyped_storage().data_ptr()] = data.untyped_storage().nbytes()
+        storage = data_part(x).untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())

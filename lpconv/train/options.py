@@ -22,10 +22,7 @@ from lpconv.train.recipes import (
 
 __all__ = [
     "LOGGERS",
-    "SAVES",
-    "SCHEDULES",
     "TASKS",
-    "TWINS",
     "ArithmeticOptions",
     "FinetuneOptions",
     "check_options",
@@ -33,9 +30,9 @@ __all__ = [
 ]
 
 TASKS = ("auto", "mlm", "clm", "classification", "seq2seq")
-SCHEDULES = ("linear", "cosine", "constant")
-TWINS = ("fp32", "bf16", "none")
-SAVES = ("converted", "plain")
+_SCHEDULES = ("linear", "cosine", "constant")
+_TWINS = ("fp32", "bf16", "none")
+_SAVES = ("converted", "plain")
 
 
 # Where Trainer can report a run to: the names that transformers knows, which it takes seconds to ask.
@@ -64,24 +61,25 @@ class ArithmeticOptions:
     recipe: Annotated[
         str | None,
         _how(
-            "Named arithmetic (--list-recipes explains them); the next seven options replace its parts",
+            "Named combination of the next seven options, each of which replaces a part of it (see --list-recipes)",
             default="unit-fp8",
             choices=RECIPES,
         ),
     ] = None
-    precision: Annotated[
-        str | None, _how("Format that products are computed in", default="the recipe's", choices=PRECISIONS)
-    ] = None
+    precision: Annotated[str | None, _how("Format of matrix products", default="the recipe's", choices=PRECISIONS)] = (
+        None
+    )
     method: Annotated[
         str | None, _how("Method that scales tensors", default="the recipe's", choices=TRAINING_METHODS, short=("-m",))
     ] = None
     optimizer: Annotated[
-        str | None, _how("AdamW by what it keeps between steps", default="the recipe's", choices=TRAINING_OPTIMIZERS)
+        str | None,
+        _how("AdamW, named by what it keeps between steps", default="the recipe's", choices=TRAINING_OPTIMIZERS),
     ] = None
     rounding: Annotated[
         str | None,
         _how(
-            "Rounding of bf16 weights when they are written back, or of operands in fp8 without scales",
+            "Rounding of bf16 weights as they are written back or, in fp8 without scales, of operands",
             default="the recipe's",
             choices=("nearest", "stochastic"),
         ),
@@ -102,8 +100,8 @@ class ArithmeticOptions:
     operand_scale: Annotated[
         str | None,
         _how(
-            f"Scale that operands of scaled fp8 products are cast at, of {', '.join(OPERAND_SCALES)}, or by product, "
-            "such as row,grad_weight=carrier",
+            f"Scale at which scaled fp8 casts operands: {', '.join(OPERAND_SCALES)}; or one by product, such as "
+            "row,grad_weight=carrier",
             default="the recipe's, or static with --calibrate",
             metavar="KIND",
         ),
@@ -122,8 +120,8 @@ class FinetuneOptions:
     critical: Annotated[
         tuple[str, ...],
         _how(
-            "Pattern of modules that keep 16-bit products in scaled fp8, such as '*.down_proj'; auto for those whose "
-            "inputs are measured to need it, up to 10 % of the work, or none",
+            "Pattern of modules whose products stay in 16 bits under scaled fp8, such as '*.down_proj'; auto for those "
+            "whose measured inputs need it, up to 10 % of the work; or none",
             default="auto",
             metavar="PATTERN",
         ),
@@ -142,44 +140,49 @@ class FinetuneOptions:
         ),
     ] = None
     eval_data: Annotated[
-        str | None, _data("Held-out data", default="a tenth, split off", metavar="FILE", is_path=True)
+        str | None, _data("Held-out data", default="a tenth of the data", metavar="FILE", is_path=True)
     ] = None
-    text_column: Annotated[str | None, _data("Column of texts", default="a usual name")] = None
-    label_column: Annotated[str | None, _data("Column of classes or targets", default="a usual name")] = None
+    text_column: Annotated[str | None, _data("Column of texts", default="one with a usual name")] = None
+    label_column: Annotated[str | None, _data("Column of classes or targets", default="one with a usual name")] = None
     seq_len: Annotated[
-        int | None, _data("Number of tokens in a sequence", default="128, or the model's most", least=2)
+        int | None, _data("Number of tokens in a sequence", default="128, or the model's maximum", least=2)
     ] = None
     steps: Annotated[int, _train("Number of optimizer steps", least=1)] = 100
     batch_size: Annotated[int, _train("Number of sequences in a step, over all processes", least=1)] = 8
     lr: Annotated[
         float | None,
-        _train("Highest learning rate", default="5e-5; of native recipes 0.25, a step on Ŵ", above=0, example="5e-5"),
+        _train(
+            "Highest learning rate",
+            default="5e-5; for native recipes 0.25, a step on unit weights",
+            above=0,
+            example="5e-5",
+        ),
     ] = None
     lr_rule: Annotated[
         str | None,
         _train("Rule that gives each parameter of a native recipe its rate", default="u-mup", choices=LEARNING_RATES),
     ] = None
-    schedule: Annotated[str, _train("Course of the learning rate after its rise", choices=SCHEDULES)] = "linear"
-    warmup: Annotated[float, _train("Share of the steps in which the learning rate rises", least=0, below=1)] = 0.1
+    schedule: Annotated[str, _train("Schedule of the learning rate after the warm-up", choices=_SCHEDULES)] = "linear"
+    warmup: Annotated[float, _train("Share of the steps over which the learning rate rises", least=0, below=1)] = 0.1
     weight_decay: Annotated[float, _train("Decoupled weight decay", least=0)] = 0.01
     beta2: Annotated[float, _train("Decay of the second moment", least=0, below=1, example="0.999")] = 0.999
-    clip: Annotated[float, _train("Largest norm of a step's gradient; 0 for any", least=0)] = 1.0
+    clip: Annotated[float, _train("Norm that gradients are clipped to; 0 for no clipping", least=0)] = 1.0
     seed: Annotated[int, _train("First seed", least=0)] = 0
     save_every: Annotated[
         int | None, _train("Number of steps between checkpoints; 0 for none", default="ten minutes' worth", least=0)
     ] = None
-    save: Annotated[str, _train("Form of the saved model", what="form to save", choices=SAVES)] = "converted"
+    save: Annotated[str, _train("Form of the saved model", what="form to save", choices=_SAVES)] = "converted"
     compile: Annotated[bool, _train("Train through torch.compile")] = False
     max_memory: Annotated[
         int | None,
         size_option(
-            "Memory above which a run is refused, by estimate, such as 8GB", default="what is free", panel=_TRAINING
+            "Largest estimated memory of a run that is begun, such as 8GB", default="what is free", panel=_TRAINING
         ),
     ] = None
     parallel: Annotated[
         str,
         _train(
-            "Way in which the processes of torchrun share the model: a copy each, or a part each",
+            "Sharing of the model among torchrun's processes: a copy each, or a part each",
             what="kind of parallelism",
             only="command",  # processes are begun by torchrun, and jobs are not
             choices=PARALLEL,
@@ -187,24 +190,30 @@ class FinetuneOptions:
     ] = "ddp"
     log_to: Annotated[
         tuple[str, ...],
-        _train("Place that Trainer reports to", default="none", what="place to log to", choices=LOGGERS),
+        _train("Service that Trainer reports to", default="none", what="place to log to", choices=LOGGERS),
     ] = ()
-    twin: Annotated[str, _check("Precision of the twin that the run is compared with", choices=TWINS)] = "fp32"
-    seeds: Annotated[int, _check("Number of seeds, whose spread is the noise", least=1)] = 1
+    twin: Annotated[str, _check("Precision of the twin that the run is compared with", choices=_TWINS)] = "fp32"
+    seeds: Annotated[int, _check("Number of seeds; their spread is the noise", least=1)] = 1
     eval_every: Annotated[
         int | None,
         _check(
-            "Number of steps between evaluations; 0 for the last only", default="a quarter of all, at least 10", least=0
+            "Number of steps between evaluations; 0 for the last only",
+            default="a quarter of the steps, at least 10",
+            least=0,
         ),
     ] = None
     eval_batches: Annotated[int, _check("Largest number of batches in an evaluation", least=1)] = 16
     track_every: Annotated[
         int | None,
-        _check("Number of steps between records of underflow; 0 for none", default="a tenth of all", least=0),
+        _check(
+            "Number of steps between records of underflow; 0 for none",
+            default="a tenth of the steps, at least 5",
+            least=0,
+        ),
     ] = None
-    lca: Annotated[bool, _check("Allot the loss change of every step to layers, and say what rounding took of it")] = (
-        False
-    )
+    lca: Annotated[
+        bool, _check("Allocate the loss change of every step to layers, and show what rounding took of it")
+    ] = False
     gates: Annotated[
         tuple[str, ...],
         _check(

@@ -15,7 +15,8 @@ from lpconv.convert.files import copy_side_files, model_side_files, write_sums
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.run import convert
 from lpconv.models.quiet import quiet_transformers
-from lpconv.train.one import Finished, TrainingJob
+from lpconv.train.job import TrainingJob
+from lpconv.train.one import Finished
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.processes import is_main_process
 from lpconv.train.recipes import saved_as

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from lpconv.errors import UsageError
 from lpconv.lookup import find
-from lpconv.scaled.choices import operand_scales
+from lpconv.scaled.choices import USUAL_OPERAND_SCALE, operand_scales
 
 __all__ = [
     "LOSS_SCALES",
@@ -36,47 +36,37 @@ LOSS_SCALES = ("none", "dynamic", "logmax", "adaptive")
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerChoice:
-    """An AdamW by what it keeps between steps. `variant` is that of `lpconv.optim`, None for weights in fp32.
+    """An AdamW. `variant` is that of `lpconv.optim` by which it keeps weights and moments, None for weights in fp32.
 
     `bytes_per_parameter` counts weight, gradient and state of one parameter trained in 16 bits, `needs_scales` says
     that it works on scaled parameters only.
     """
 
-    keeps: str
     bytes_per_parameter: int
     variant: str | None = None
     needs_scales: bool = False
 
 
+# By what they keep between steps.
 TRAINING_OPTIMIZERS: dict[str, OptimizerChoice] = {
-    "adamw": OptimizerChoice(keeps="fp32 weights, or an fp32 copy; fp32 moments", bytes_per_parameter=16),
-    "fp16-state": OptimizerChoice(
-        keeps="an fp32 copy of the weights, moments in fp16 with a scale", bytes_per_parameter=12, needs_scales=True
-    ),
-    "fp16-weights": OptimizerChoice(
-        keeps="weights rounded to fp16 at every step, fp32 moments", bytes_per_parameter=16
-    ),
-    "fp32-master": OptimizerChoice(
-        keeps="bf16 weights, an fp32 copy, fp32 moments", bytes_per_parameter=16, variant="fp32-master"
-    ),
-    "fp32-moments": OptimizerChoice(keeps="bf16 weights, fp32 moments", bytes_per_parameter=12, variant="fp32-moments"),
-    "collage-light": OptimizerChoice(
-        keeps="weights as pairs of bf16, bf16 moments", bytes_per_parameter=10, variant="light"
-    ),
-    "collage-plus": OptimizerChoice(
-        keeps="weights and second moment as pairs of bf16", bytes_per_parameter=12, variant="plus"
-    ),
-    "collage-full": OptimizerChoice(
-        keeps="weights and both moments as pairs of bf16", bytes_per_parameter=14, variant="full"
-    ),
-    "bf16": OptimizerChoice(keeps="bf16 weights and moments", bytes_per_parameter=8, variant="bf16"),
-    "bf16-sr": OptimizerChoice(
-        keeps="bf16 weights, rounded stochastically, and bf16 moments", bytes_per_parameter=8, variant="stochastic"
-    ),
-    "bf16-kahan": OptimizerChoice(
-        keeps="bf16 weights with Kahan's compensation, bf16 moments", bytes_per_parameter=10, variant="kahan"
-    ),
-}  # fmt: skip
+    # fp32 weights, or an fp32 copy; fp32 moments
+    "adamw": OptimizerChoice(bytes_per_parameter=16),
+    # an fp32 copy of the weights, moments in fp16 with a scale
+    "fp16-state": OptimizerChoice(bytes_per_parameter=12, needs_scales=True),
+    # weights rounded to fp16 at every step, fp32 moments
+    "fp16-weights": OptimizerChoice(bytes_per_parameter=16),
+    # bf16 weights, an fp32 copy, fp32 moments; and the same without the copy
+    "fp32-master": OptimizerChoice(bytes_per_parameter=16, variant="fp32-master"),
+    "fp32-moments": OptimizerChoice(bytes_per_parameter=12, variant="fp32-moments"),
+    # pairs of bf16: the weights; the second moment too; both moments too. What is no pair is bf16
+    "collage-light": OptimizerChoice(bytes_per_parameter=10, variant="light"),
+    "collage-plus": OptimizerChoice(bytes_per_parameter=12, variant="plus"),
+    "collage-full": OptimizerChoice(bytes_per_parameter=14, variant="full"),
+    # bf16 weights and moments; weights rounded stochastically; weights with Kahan's compensation
+    "bf16": OptimizerChoice(bytes_per_parameter=8, variant="bf16"),
+    "bf16-sr": OptimizerChoice(bytes_per_parameter=8, variant="stochastic"),
+    "bf16-kahan": OptimizerChoice(bytes_per_parameter=10, variant="kahan"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +82,7 @@ class Arithmetic:
     optimizer: str = "adamw"
     loss_scale: str = "none"
     loss_scale_floor: str | None = None
-    operand_scale: str = "tensor"
+    operand_scale: str = USUAL_OPERAND_SCALE
     operand_rounding: str = "nearest"
 
     @property
@@ -180,7 +170,7 @@ RECIPES: dict[str, Recipe] = {
     ),
     "unit-fp8": Recipe(
         arithmetic=Arithmetic(precision="fp8", method="unit"),
-        purpose="unit scaling: e4m3 products, e5m2 gradients, no loss scale",
+        purpose="unit scaling: e4m3fn products, a scale for each row, no loss scale",
     ),
     "scalify-fp8": Recipe(
         arithmetic=Arithmetic(precision="fp8", method="scalify", optimizer="fp16-state"),

@@ -4,21 +4,14 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 
 from lpconv.checkpoint.card import inherited_facts
-from lpconv.checkpoint.contents import Contents, read_contents
 from lpconv.checkpoint.partfile import write_small
 from lpconv.checkpoint.resolve import resolve
-from lpconv.checkpoint.source import open_source
 from lpconv.convert.provenance import versions
-from lpconv.errors import InputError, UnsupportedError, UsageError
 from lpconv.gates import FINETUNE_GATES
-from lpconv.models.inputs import sequence_length, vocabulary_size
-from lpconv.models.opening import read_config
-from lpconv.models.tasks import Task, find_task, main_input, task_of
-from lpconv.models.tokenizer import read_tokenizer, special_tokens
 from lpconv.progress import Progress, Silent
 from lpconv.report.finetune.card import finetune_card
 from lpconv.report.finetune.html import html_finetune
@@ -29,19 +22,17 @@ from lpconv.train.baseline import baselines
 from lpconv.train.checks import check_run
 from lpconv.train.clock import Clock
 from lpconv.train.critical import critical_facts, with_critical
-from lpconv.train.data import read_rows
-from lpconv.train.examples import classification, packed, sequence_pairs
 from lpconv.train.folder import REPORT, held_folder, read_finished, remove_checkpoints, run_folder, write_finished
-from lpconv.train.memory import check_room, parameter_bytes
-from lpconv.train.one import MEASURED_BATCHES, TrainingJob, Work, num_ranks, train_one
-from lpconv.train.options import FinetuneOptions, check_options, check_start
+from lpconv.train.job import MEASURED_BATCHES, TrainingJob, Work, training_job
+from lpconv.train.one import train_one
+from lpconv.train.options import FinetuneOptions, check_options
 from lpconv.train.outcome import gaps, held_out_records, parse_gates
 from lpconv.train.processes import is_main_process, num_processes, wait_for_all
 from lpconv.train.publish import form_of, publish_model, write_checksums
 from lpconv.train.recipes import RECIPES, Arithmetic
 from lpconv.train.watch import watches_run, watches_twin
 
-__all__ = ["finetune", "training_job"]
+__all__ = ["finetune"]
 
 
 def finetune(
@@ -109,76 +100,6 @@ def _twin_of(options: FinetuneOptions) -> Arithmetic:
     if options.arithmetic.is_native:
         return dataclasses.replace(RECIPES["native"].arithmetic, precision=options.twin)
     return RECIPES["fp32" if options.twin == "fp32" else "amp-bf16"].arithmetic
-
-
-def training_job(directory: Path, options: FinetuneOptions) -> TrainingJob:
-    """The task, and its examples in the tokens of the model in `directory`, which is not loaded.
-
-    Raises an `LpconvError` for data that do not fit the model or the task, and where there is no room for its weights.
-    """
-    contents = read_contents(directory)
-    reads = main_input(contents.config)
-    if reads != "input_ids":
-        raise UnsupportedError(
-            f"`{directory.name}` reads `{reads}`, and only models of text are trained here",
-            hint="in Python, lpconv.scaled and lpconv.optim take any model",
-        )
-    tokenizer = read_tokenizer(directory)
-    if tokenizer is None:
-        raise InputError(f"`{directory.name}` has no tokenizer", hint="copy its files beside the weights")
-    check_start(options, contents.config)
-    _check_weights(contents, options)
-    rows = read_rows(options)
-    task = find_task(contents.config, options.task, has_labels=rows.label is not None)
-    _check_head(contents, options, task)
-    if task.name == "classification" and rows.label is None:
-        raise UsageError("classification needs a column of labels", hint="--data FILE with --label-column NAME")
-    config = read_config(contents, hint="lpconv trains what this release of transformers opens")
-    seq_len = sequence_length(config, options.seq_len)
-    sizes = {"seq_len": seq_len, "vocab_size": vocabulary_size(config)}
-    mask_id = getattr(tokenizer, "mask_token_id", None)
-    keep = (0, 0)
-    if task.name == "classification":
-        trained = config.num_labels if "ForSequenceClassification" in str(config.architectures) else None
-        examples = classification(rows, tokenizer, **sizes, num_trained=trained)
-    elif task.name == "seq2seq":
-        examples = sequence_pairs(rows, tokenizer, **sizes)
-    else:
-        if task.name == "mlm" and mask_id is None:
-            raise UsageError(f"the tokenizer of `{directory.name}` has no mask token", hint="--task clm")
-        before, after = special_tokens(tokenizer) if task.name == "mlm" else ([], [])
-        keep = (len(before), len(after))
-        examples = packed(rows, tokenizer, **sizes, prefix=before, suffix=after)
-    pads = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
-    return TrainingJob(
-        directory=directory,
-        task=task,
-        examples=examples,
-        options=options,
-        seq_len=seq_len,
-        pad_id=next(p for p in pads if p is not None),
-        num_labels=len(examples.labels) or None,
-        mask_id=mask_id,
-        keep=keep,
-        num_targets=len(examples.labels) or vocabulary_size(config),
-    )
-
-
-def _check_weights(contents: Contents, options: FinetuneOptions) -> None:
-    """Before anything is loaded, from headers: whether weights, gradients and state have room."""
-    with closing(open_source(contents)) as source:
-        count = sum(math.prod(entry.info.shape) for entry in source.entries.values())
-    check_room(parameter_bytes(count, options.arithmetic, num_ranks=num_ranks(options)), options.max_memory)
-
-
-def _check_head(contents: Contents, options: FinetuneOptions, task: Task) -> None:
-    """Raises UnsupportedError where a native model would get a head that native unit scaling did not draw."""
-    drawn = (contents.config.get("architectures") or [""])[0]
-    if options.arithmetic.is_native and task_of(drawn) is not task:
-        raise UnsupportedError(
-            f"`{drawn}` has no head for {task.name}, and native unit scaling draws whole models",
-            hint="leave --task out, or choose a recipe such as unit-fp8",
-        )
 
 
 def _train_all(

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,10 @@ from lpconv.results import NonfiniteRecord, from_json, to_json
 from lpconv.scaled import StepGuard, from_disk, gradients_are_finite, scaling_of, to_disk
 from lpconv.shards import is_sharded, whole
 from lpconv.train import sharded
+from lpconv.train.averaging import GradientAverage, needs_averaging
 from lpconv.train.clock import Clock
 from lpconv.train.memory import StepMemory
 from lpconv.train.prepare import Prepared
-from lpconv.train.processes import average_gradients, needs_averaging
 from lpconv.train.watch import first_nonfinite
 
 __all__ = ["MAX_SKIPPED", "DivergedError", "LowPrecisionTrainer", "predicted", "seed_step"]
@@ -57,9 +57,10 @@ class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is unt
         self.prepared, self.seed, self.memory, self.clock = prepared, seed, memory, clock
         self._is_sharded = any(is_sharded(p) for p in prepared.model.parameters())
         is_alone = self.accelerator.num_processes == 1
-        self._averages = not (is_alone or self._is_sharded) and needs_averaging(prepared.model)
-        if self._averages or self._is_sharded:
+        averages = not (is_alone or self._is_sharded) and needs_averaging(prepared.model)
+        if averages or self._is_sharded:
             self._keep_unwrapped()
+        self.average = GradientAverage(prepared.model.parameters()) if averages else None
         self.guard = StepGuard(prepared.model) if scaling_of(prepared.model) else None
         self.num_skipped = self.num_skipped_in_a_row = 0
         self.last: dict[str, float] = {}
@@ -100,7 +101,8 @@ class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is unt
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         self._inputs = inputs
         seed_step(self.seed, self.state.global_step, self.args.process_index)
-        loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
+        with self.average.backward() if self.average else nullcontext():
+            loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
         scale = self.prepared.loss_scale.scale
         value = float(self.accelerator.gather(loss.detach().float() / scale).mean())
         self.last = {"loss": value, "loss_scale": self.guard.scale if self.guard else scale}
@@ -146,8 +148,8 @@ class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is unt
     def _unscale(self) -> bool:
         """Divide the gradients by the loss scale and choose the next one; whether any was not finite."""
         parameters = list(self.model.parameters())
-        if self._averages:
-            average_gradients(parameters)
+        if self.average is not None:
+            self.average.finish(parameters)
         if self.guard is not None:
             found = not self.agree(gradients_are_finite(parameters))
             if found:
@@ -199,7 +201,7 @@ class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is unt
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         if self._is_sharded:
-            sharded.save(Path(output_dir or self.args.output_dir), self.model, self._own_optimizer())
+            sharded.save(Path(output_dir or self.args.output_dir), self.model, self.own_optimizer)
         else:
             super().save_model(output_dir, _internal_call)
 
@@ -213,11 +215,12 @@ class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is unt
         if not self._is_sharded or checkpoint is None:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        sharded.load_optimizer(Path(checkpoint), self.model, self._own_optimizer())
+        sharded.load_optimizer(Path(checkpoint), self.model, self.own_optimizer)
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / _SCHEDULER, weights_only=True))
 
-    def _own_optimizer(self) -> torch.optim.Optimizer:
-        """That in accelerate's wrapper."""
+    @property
+    def own_optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer in accelerate's wrapper."""
         optimizer: torch.optim.Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         return optimizer
 

@@ -18,9 +18,10 @@ from lpconv.probe.advice import own_scale
 from lpconv.probe.record import GRADIENT_ROLES, ProbedTensor
 from lpconv.probe.track import Tracker, track
 from lpconv.results import TrackedRecord, from_json, to_json
-from lpconv.scaled import ScaledTensor, operand_scales
+from lpconv.scaled import operand_scales
 from lpconv.scaled.pair import Role
 from lpconv.scaled.places import heads
+from lpconv.scaled.tensor import data_part
 from lpconv.train.recipes import Arithmetic
 
 __all__ = [
@@ -202,8 +203,7 @@ def _tensors(output: Any) -> list[Tensor]:
 
 
 def _is_finite(x: Tensor) -> bool:
-    data = x.data_part if isinstance(x, ScaledTensor) else x
-    return bool(data.isfinite().all())
+    return bool(data_part(x).isfinite().all())
 
 
 def _uncompiled(model: Any) -> AbstractContextManager[Any]:

@@ -16,6 +16,8 @@ from typer.testing import CliRunner, Result
 
 from lpconv.bench.runner import CaseRunner
 from lpconv.cli.main import app
+from lpconv.convert.options import ConvertOptions
+from lpconv.convert.run import convert
 
 SHORT = ("--min-iters", "6", "--min-time", "0", "--rounds", "3", "--launches", "1")
 QUICK = ("--layers", "2", "--compile", "off", "--baseline", "bf16", *SHORT, "-q")
@@ -82,6 +84,25 @@ def test_the_error_is_that_of_the_format(trained: tuple[dict[str, Any], Path]) -
     for row in (static, rowwise):
         assert 0.01 < row["numerics"]["output_error"] < 0.15
         assert 0.02 < row["numerics"]["gradient_error"] < 0.4
+
+
+def test_the_codes_of_a_checkpoint_are_measured_as_they_are(tmp_path: Path) -> None:
+    convert("demo", tmp_path / "out", ConvertOptions(method="unit", format="e4m3fn", verify="none"))
+    result = run(tmp_path / "out", "--format", "codes", *QUICK, "--batch", "1", "--json")
+    assert result.exit_code == 0, result.output
+    base, codes = json.loads(result.stdout)["rows"]
+    assert (codes["format"], codes["compiled"], codes["emulated"], codes["layers"]) == ("codes", "off", True, 2)
+    assert codes["memory"]["parts"]["weights"] < 0.75 * base["memory"]["parts"]["weights"]  # vectors are no codes
+    assert 0 < codes["numerics"]["output_error"] < 0.02  # of bf16 arithmetic alone: the fp32 model has these weights
+
+
+@pytest.mark.parametrize("args", [("--mode", "train"), ()])
+def test_codes_do_not_train_and_a_plain_model_has_none(args: tuple[str, ...], tmp_path: Path) -> None:
+    model = "demo"
+    if args:
+        convert("demo", tmp_path / "out", ConvertOptions(method="unit", format="e4m3fn", verify="none"))
+        model = str(tmp_path / "out")
+    assert ("do not train" if args else "has no codes") in refused(4, model, "--format", "codes", *QUICK, *args)
 
 
 def test_the_parts_of_memory_sum_to_the_peak(trained: tuple[dict[str, Any], Path]) -> None:

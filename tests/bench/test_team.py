@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 from bench_records import CPU_PEAKS
 
+from lpconv.bench import team as team_module
 from lpconv.bench.cases import parallel_of
 from lpconv.bench.team import Child, Team, processes_of
 from lpconv.bench.worker import Worker
-from lpconv.errors import LpconvError, UnsupportedError, UsageError
+from lpconv.errors import LpconvError, PeerLostError, ResourceError, UnsupportedError, UsageError
 
 
 class Scripted(Child):
@@ -64,6 +65,21 @@ def test_what_one_process_fails_at_ends_the_others_who_would_wait_for_ever() -> 
         with pytest.raises(LpconvError, match="out of luck"):
             team.ask("measure", iterations=1, seconds=0)
     assert all(child.closed for child in children)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_what_became_of_a_lost_process_is_said(first: int) -> None:
+    """One says that the other has gone, and that one that it was killed."""
+    answers = [PeerLostError("another process has gone"), ResourceError("the system ended the process")]
+    with Team([Scripted(answers[first]), Scripted(answers[1 - first])]) as team, pytest.raises(ResourceError):
+        team.ask("measure")
+
+
+def test_a_lost_process_that_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(team_module, "_PATIENCE_S", 0.05)
+    children = [Scripted(PeerLostError("another process has gone")), Scripted(None)]
+    with Team(children) as team, pytest.raises(PeerLostError):
+        team.ask("measure")
 
 
 def test_the_cores_are_shared_among_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,13 +85,21 @@ def test_a_place_for_no_file_is_found_before_the_work(tmp_path: Path, place: str
     assert caught.value.hint
 
 
-def test_a_folder_without_leave_to_write_is_found_before_the_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_where_nothing_can_be_written_is_found_before_the_work(tmp_path: Path) -> None:
+    """Nobody writes below /proc, and yet root has leave to."""
     check_writable(tmp_path / "new" / "deeper")
-    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
-    with pytest.raises(ResourceError, match="cannot write below"):
-        check_writable(tmp_path / "new" / "deeper")
+    assert not any(tmp_path.iterdir())
+    with pytest.raises(ResourceError, match="cannot write below `/proc`") as caught:
+        check_writable(Path("/proc/new/deeper"))
+    assert caught.value.hint
+
+
+def test_a_pipe_may_be_written_to_where_no_file_can_be_made() -> None:
+    """As /dev/fd/3, which a shell gives a command for `>(cat)`."""
+    reader, writer = os.pipe()
+    check_file(Path(f"/proc/self/fd/{writer}"))
+    os.close(reader)
+    os.close(writer)
 
 
 def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """Checkpoints at a URL, from stores on the loopback: the bytes of a local one, whatever the network does."""
 
+import dataclasses
 import importlib.util
 import json
+import mmap
 import os
 import shutil
 import subprocess
@@ -12,21 +14,25 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import files_of, run_cli, write_checkpoint
+from checkpoints import files_of, published, run_cli, write_checkpoint
 from hub_server import COMMIT, serving as serving_hub
 from huggingface_hub import constants
 from safetensors import SafetensorError, safe_open
 from stores import offered
+from typer.testing import CliRunner
 
 from benchmarks.object_store import BUCKET, ENVIRONMENT, Fault, Request, Store
 from lpconv.checkpoint import remote, remote_view
 from lpconv.checkpoint.contents import read_contents
 from lpconv.checkpoint.partfile import check_writable, sha256_of
+from lpconv.checkpoint.remote_file import WINDOW_BYTES
 from lpconv.checkpoint.resolve import directory_of, resolve
 from lpconv.checkpoint.source import open_source, read_tensor
+from lpconv.cli.main import app
 from lpconv.convert.inspect import inspect
+from lpconv.convert.memory import _CLIENT_BYTES
 from lpconv.convert.options import ConvertOptions
-from lpconv.convert.run import convert
+from lpconv.convert.run import convert, plan
 from lpconv.convert.verify_output import verify_output
 from lpconv.data import demo_checkpoint
 from lpconv.errors import InputError, LpconvError, UnreadError, UnsupportedError, UsageError
@@ -228,6 +234,35 @@ class TestTrouble:
         store.fault = lambda _: None
         assert verified(tmp_path / "out", "weights", against=url).passed
 
+    @pytest.mark.parametrize(
+        ("command", "more"),
+        {
+            "inspect": (),
+            "convert": ("--verify", "weights", "-o", "out"),
+            "verify": (),
+            "restore": ("-o", "out"),
+            "repair": ("-o", "out"),
+            "probe": ("-o", "out"),
+            "finetune": ("--steps", "1", "--twin", "none", "-o", "out"),
+            "export onnx": ("-o", "out"),
+            "advise": ("--budget", "minutes=0.1", "-o", "out"),
+            "push": ("owner/name", "--dry-run"),
+        }.items(),
+    )
+    def test_is_an_input_that_could_not_be_read(
+        self, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, more: tuple[str, ...]
+    ) -> None:
+        """In every command: not one that is damaged, or lacks something, or is not supported."""
+        monkeypatch.chdir(tmp_path)
+        convert("demo", tmp_path / "made", ConvertOptions(format="e4m3fn", verify="weights"))
+        url = store.put_folder("m", tmp_path / "made")
+        store.fault = lambda r: Fault(status=403) if r.key.endswith(".safetensors") and r.method == "GET" else None
+        done = CliRunner().invoke(app, [*command.split(), url, *more])
+        assert done.exit_code == 3, done.stderr
+        assert "there is no access to" in done.stderr
+        assert "AWS_ACCESS_KEY_ID" in done.stderr
+        assert not published(tmp_path / "out")
+
     def test_a_source_that_changes_is_refused(self, store: Store, source: Path) -> None:
         url = store.put_folder("m", source)
         directory = directory_of(url)
@@ -280,6 +315,48 @@ class TestTrouble:
     def test_a_url_is_no_file(self, name: str) -> None:
         with pytest.raises(UnsupportedError, match="no folder of this machine"):
             check_writable(Path(name))
+
+
+class TestMemory:
+    def test_reading_takes_no_more_than_is_foretold(self, store: Store, tmp_path: Path) -> None:
+        """In a process of its own: far more than the window is read, by two threads and front to back."""
+        size = 3 * WINDOW_BYTES
+        store.objects["large"] = mmap.mmap(-1, size)
+        code = (
+            "import psutil, sys; from concurrent.futures import ThreadPoolExecutor; from lpconv.machine import *;"
+            "from lpconv.checkpoint import remote, remote_file;"
+            "remote.head('s3://bucket', 'large'); before = psutil.Process().memory_info().rss;"
+            "size, step = int(sys.argv[1]), 2**20;"
+            "file = remote_file.RemoteFile(store='s3://bucket', name='large', e_tag=None, size_bytes=size);"
+            "read = lambda at: file.read_into(at, memoryview(bytearray(step)));"
+            "list(ThreadPoolExecutor(2).map(read, range(0, size, step))); print(peak_rss_bytes() - before)"
+        )
+        done = subprocess.run([sys.executable, "-c", code, str(size)], capture_output=True, text=True, check=True)
+        assert WINDOW_BYTES / 3 < int(done.stdout) < WINDOW_BYTES + _CLIENT_BYTES
+
+    def test_is_foretold_and_bounded(self, store: Store, source: Path, tmp_path: Path) -> None:
+        url = store.put_folder("m", source)
+        environment = {**ENVIRONMENT, "AWS_ENDPOINT_URL": store.endpoint, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+        asked = ("--verify", "weights", "--workers", "1", "--json", "-q")
+        foretold = {}
+        for model, output in ((source, tmp_path / "out"), (source, "s3://bucket/out"), (url, "s3://bucket/out")):
+            done = run_cli("convert", model, "-o", output, *asked, "--dry-run", **environment)
+            foretold[model, output] = json.loads(done.stdout)["memory_bytes"]
+        here, there, both = foretold.values()
+        assert here + WINDOW_BYTES < there < both
+        done = run_cli("convert", url, "-o", "s3://bucket/out", *asked, "--max-memory", str(there), **environment)
+        assert done.returncode == 7
+        assert not any(name.startswith("out/") for name in store.objects)
+        done = run_cli(
+            "convert", url, "-o", "s3://bucket/out", *asked, "--max-memory", str(both + 2**25), **environment
+        )
+        assert json.loads(done.stdout)["peak_rss_bytes"] < both
+
+    def test_a_copy_is_read_like_any_file(self, store: Store, source: Path, tmp_path: Path) -> None:
+        url, options = store.put_folder("m", source), ConvertOptions(verify="weights", workers=1)
+        there = plan(url, tmp_path / "out", options).memory_bytes
+        copied = plan(url, tmp_path / "out", dataclasses.replace(options, cache=True)).memory_bytes
+        assert copied < there - WINDOW_BYTES / 2
 
 
 class TestHub:

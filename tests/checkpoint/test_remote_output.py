@@ -182,6 +182,54 @@ def test_of_two_writers_one_loses(store: Store, source: Path, tmp_path: Path, mo
     assert not any(UNFINISHED in name for name in store.objects)  # records that it wrote after the other tidied up
 
 
+_RECORD = f"out/{UNFINISHED}model-00001-of-00003.safetensors.json"
+
+
+@pytest.mark.parametrize("moment", [_RECORD, "out/README.md", "out/report.json"])
+def test_who_loses_writes_nothing_more(store: Store, source: Path, moment: str) -> None:
+    """The other one publishes when this one has written a file of weights, or is at its first small file, or report."""
+    run(source)
+    winner = {name: b"of the winner: " + name.encode() for name in published(store)}
+    store.objects.clear()
+
+    def published_meanwhile(r: Request) -> Fault | None:
+        if r.method in ("PUT", "POST") and r.key == moment and "out/lpconv.json" not in store.objects:
+            store.objects.update({f"out/{name}": data for name, data in winner.items()})
+        return None
+
+    store.fault = published_meanwhile
+    with pytest.raises(OutputExistsError, match="has just finished"):
+        run(source)
+    assert published(store) == winner
+
+
+def test_a_report_that_was_left_is_replaced(store: Store, source: Path) -> None:
+    """By a run that was killed before it was an output."""
+    store.fault = lambda r: Fault(status=400) if r.method == "PUT" and r.key == "out/config.json" else None
+    with pytest.raises(ResourceError):
+        run(source)
+    store.fault = lambda _: None
+    left = published(store)["report.json"]
+    run(source, resume=True)
+    assert published(store)["report.json"] != left
+
+
+def test_who_is_replaced_writes_nothing_more(store: Store, source: Path) -> None:
+    """Another run with --force begins while this one writes."""
+    forced = {f"out/{UNFINISHED}run.json": b"{}"}
+
+    def forced_meanwhile(r: Request) -> Fault | None:
+        if r.key == _RECORD and r.method == "PUT":
+            store.objects.clear()
+            store.objects.update(forced)
+        return None
+
+    store.fault = forced_meanwhile
+    with pytest.raises(OutputExistsError, match="has taken"):
+        run(source)
+    assert store.objects.keys() == {*forced, _RECORD}
+
+
 def test_what_another_writer_deleted_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """S3 says nothing of an object that is not there; other stores do, as a folder does."""
     (tmp_path / "b").touch()

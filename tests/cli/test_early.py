@@ -1,6 +1,7 @@
 """What a command refuses before torch, transformers or datasets are imported, which takes seconds."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -8,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from lpconv.cli.main import app
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.run import convert
 from lpconv.data import demo_checkpoint
@@ -46,6 +49,12 @@ REFUSED: dict[str, tuple[int, str]] = {
     "bench --mode trian": (2, "unknown mode `trian`"),
     "bench --batch x": (2, "--batch x: expected a whole number"),
     "bench --compare none.json": (3, "none.json"),
+    "bench demo --save /proc/x": (7, "cannot write below `/proc`"),
+    "bench cut": (3, "the file is cut short"),
+    "probe cut": (3, "the file is cut short"),
+    "advise cut": (3, "the file is cut short"),
+    "finetune cut": (3, "the file is cut short"),
+    "export onnx cut -o onnx": (3, "the file is cut short"),
     "probe demo --data none.txt": (3, "there is no file `none.txt`"),
     "probe demo -o taken": (8, "`taken` exists"),
     "demo -o taken": (8, "`taken` exists and is no demo of ours"),
@@ -119,11 +128,13 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, s
         shutil.copytree(demo_checkpoint(), folder / name)
         config = json.loads((folder / name / "config.json").read_text())
         (folder / name / "config.json").write_text(json.dumps(config | settings))
+    shutil.copytree(demo_checkpoint(), folder / "cut")
+    os.truncate(folder / "cut" / "model.safetensors", 5000)
     convert("demo", folder / "out", ConvertOptions(verify="none"))
     command = [sys.executable, "-c", PROGRAM, json.dumps([*REFUSED, *DONE])]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
     there = sorted(p.name for p in folder.iterdir() if p.is_dir())
-    assert there == ["adapter", "demo-fp8", "demo-plain", "empty", "models", "no-layers", "out", "taken"]
+    assert there == ["adapter", "cut", "demo-fp8", "demo-plain", "empty", "models", "no-layers", "out", "taken"]
     return {line: (code, said, heavy) for line, code, said, heavy in map(json.loads, done.stdout.splitlines())}
 
 
@@ -134,6 +145,12 @@ def test_it_is_refused_before_torch(line: str, refusals: dict[str, tuple[int, st
     assert (found, heavy) == (code, []), said
     assert words in said
     assert "hint:" in said
+
+
+def test_an_export_without_a_runtime_says_how() -> None:
+    done = CliRunner().invoke(app, ["export", "demo"], env={"TERMINAL_WIDTH": "120"})
+    assert done.exit_code == 2
+    assert "lpconv export onnx demo" in done.stderr
 
 
 @pytest.mark.parametrize("line", DONE)

@@ -8,9 +8,8 @@ from torch import Tensor
 
 from lpconv.errors import UnsupportedError
 from lpconv.mcf.expansion import add, components, expand_scalar, grow, mul, mul_scalar, renormalise
-from lpconv.mcf.fp8 import merge_fp8, split_fp8
 from lpconv.mcf.pairs import join, nearest_by_bits, nearest_by_cast, split, stochastic_by_bits
-from lpconv.mcf.split import split_bf16
+from lpconv.mcf.split import BF16
 from lpconv.mcf.transforms import EXACT_OPTIONS, compile_keeps_roundings
 
 U = 2.0**-8
@@ -26,7 +25,7 @@ def value(*parts: Tensor) -> Tensor:
 
 
 def test_grow_bound() -> None:
-    x = split_bf16(randn())
+    x = BF16.split(randn())
     a = (x[0].float() * torch.rand(len(x[0]), generator=torch.Generator().manual_seed(1)) * 2 - x[0].float()).bfloat16()
     error = (value(*grow(x, a)) - value(*x, a)).abs()
     assert bool((error <= 3 * U**2 * x[0].double().abs()).all())
@@ -34,13 +33,13 @@ def test_grow_bound() -> None:
 
 
 def test_add_bound() -> None:
-    x, y = split_bf16(randn()), split_bf16(randn(seed=1))
+    x, y = BF16.split(randn()), BF16.split(randn(seed=1))
     error = (value(*add(x, y)) - value(*x, *y)).abs()
     assert bool((error <= 4 * U**2 * (value(*x).abs() + value(*y).abs())).all())
 
 
 def test_mul_bounds() -> None:
-    x, y = split_bf16(randn()), split_bf16(randn(seed=1))
+    x, y = BF16.split(randn()), BF16.split(randn(seed=1))
     exact = value(*x) * value(*y)
     assert float(((value(*mul(x, y)) - exact).abs() / exact.abs()).max()) <= 8 * U**2
     scalar = expand_scalar(0.999)
@@ -50,7 +49,7 @@ def test_mul_bounds() -> None:
 
 def test_mul_leaves_its_operands_alone() -> None:
     """The aliasing error of the released code of the paper: v decays to a third of the true value."""
-    v, dv = split_bf16(torch.full((100,), 1e-4))
+    v, dv = BF16.split(torch.full((100,), 1e-4))
     kept = v.clone(), dv.clone()
     beta2, pair = expand_scalar(0.95), (v, dv)
     for _ in range(50):
@@ -135,29 +134,3 @@ def test_stochastic_rounding_is_unbiased_and_keeps_bf16_numbers() -> None:
     assert float(rounded.double().mean()) == pytest.approx(float(x[0]), abs=2.0**-23)
     exact = torch.tensor([1.5, -0.0, torch.inf, -torch.inf])
     assert torch.equal(stochastic_by_bits(exact, torch.full((4,), 0xFFFF, dtype=torch.int32)).float(), exact)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "largest", "bits", "lowest", "step"),
-    [(torch.float8_e4m3fn, 448.0, 5, 10, 4), (torch.float8_e5m2, 57344.0, 4, 17, 3)],
-)
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_fp8_components_bound(
-    dtype: torch.dtype, largest: float, bits: int, lowest: int, step: int, count: int
-) -> None:
-    x = randn().clamp(-largest, largest)
-    parts = split_fp8(x, count, dtype)
-    error = (x.double() - merge_fp8(parts).double()).abs()
-    bound = (2.0 ** -(bits * count - 1) * x.double().abs()).clamp(min=2.0 ** -(lowest + step * (count - 1)))
-    assert len(parts) == count
-    assert all(p.dtype == dtype for p in parts)
-    assert bool((error <= bound).all())
-    assert float((error / bound).max()) > 0.9
-
-
-def test_fp8_specials() -> None:
-    parts = split_fp8(torch.tensor([torch.nan, torch.inf, -1e9, 0.0]))
-    assert torch.equal(merge_fp8(parts).nan_to_num(7.0), torch.tensor([7.0, 448.0, -448.0, 0.0]))
-    assert not bool(parts[1].float().any())
-    with pytest.raises(UnsupportedError):
-        split_fp8(torch.ones(1), dtype=torch.float16)

@@ -7,19 +7,7 @@ from hypothesis import given, strategies as st
 from torch import Tensor
 
 from lpconv.errors import UsageError
-from lpconv.mcf.split import (
-    FP16_RESIDUAL_SCALE,
-    RESIDUALS,
-    SCRATCH_ELEMENTS,
-    Residual,
-    merge_bf16,
-    merge_exact16,
-    merge_int8,
-    split_bf16,
-    split_exact16,
-    split_fp16,
-    split_int8,
-)
+from lpconv.mcf.split import BF16, EXACT16, FP16, FP16_RESIDUAL_SCALE, INT8, RESIDUALS, SCRATCH_ELEMENTS, Residual
 
 ALL = pytest.mark.parametrize("residual", RESIDUALS.values(), ids=RESIDUALS)
 # Subnormal, smallest normal, around the absolute bf16 bound, fp16's smallest normal, 1, fp16's largest, largest.
@@ -87,7 +75,7 @@ def test_splitting_a_merged_pair_gives_the_pair_back(residual: Residual, exponen
 
 def test_bf16_pair_differs_from_plain_rounding_only_by_the_tie() -> None:
     x = every_mantissa(127)
-    hi, lo = split_bf16(x)
+    hi, lo = BF16.split(x)
     moved = hi != x.bfloat16()
     assert 0.0005 < float(moved.double().mean()) < 0.002
     assert bool(((hi.double() - x.bfloat16().double()).abs()[moved] == 2.0**-7).all()), "one ulp, to the even neighbour"
@@ -96,7 +84,7 @@ def test_bf16_pair_differs_from_plain_rounding_only_by_the_tie() -> None:
 
 def test_exact16_hi_is_nearest_with_ties_away() -> None:
     x = every_mantissa(127)
-    hi, residual = split_exact16(x)
+    hi, residual = EXACT16.split(x)
     distance = (x.double() - hi.double()).abs()
     assert float(distance.max()) == 2.0**-8
     ties = distance == 2.0**-8
@@ -106,14 +94,14 @@ def test_exact16_hi_is_nearest_with_ties_away() -> None:
 
 def test_int8_uses_its_whole_range_and_hi_stays_nearest() -> None:
     x = every_mantissa(127)
-    hi, residual = split_int8(x)
+    hi, residual = INT8.split(x)
     assert (int(residual.min()), int(residual.max())) == (-128, 127)
     assert float((x.double() - hi.double()).abs().max()) <= 0.502 * 2.0**-7
     assert float((hi != x.bfloat16()).double().mean()) < 0.003
 
 
 def test_fp16_residual_is_scaled() -> None:
-    hi, lo = split_fp16(torch.tensor([0.02]))
+    hi, lo = FP16.split(torch.tensor([0.02]))
     exact = (torch.tensor([0.02]).double() - hi.double()) * FP16_RESIDUAL_SCALE
     assert float(lo) == float(exact.half())
     assert 2.0**-14 < abs(float(lo)) < 0.02
@@ -138,19 +126,19 @@ def test_nan_stays_nan_in_hi_and_merge(residual: Residual) -> None:
 
 def test_exact16_gives_quiet_nans_back_bit_for_bit_and_quietens_the_others() -> None:
     patterns = [0x7FC00000, 0x7FC12345, 0x7FFFFFFF, 0xFFC08000, 0xFFFFFFFF, 0x7F800001, 0x7F808000, 0xFFBFFFFF]
-    back = bits(merge_exact16(*split_exact16(from_bits(*patterns))))
+    back = bits(EXACT16.merge(*EXACT16.split(from_bits(*patterns))))
     assert back == [p | 0x00400000 for p in patterns]
 
 
 def test_int8_keeps_the_top_of_a_nan_payload() -> None:
     patterns = [0x7FC12345, 0x7FFFFFFF, 0xFFC08000]
-    assert bits(merge_int8(*split_int8(from_bits(*patterns)))) == [p & 0xFFFFFF00 for p in patterns]
+    assert bits(INT8.merge(*INT8.split(from_bits(*patterns)))) == [p & 0xFFFFFF00 for p in patterns]
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=64))
 def test_exact16_is_exact_for_any_bit_pattern(patterns: list[int]) -> None:
     x = from_bits(*patterns)
-    back = bits(merge_exact16(*split_exact16(x)))
+    back = bits(EXACT16.merge(*EXACT16.split(x)))
     for pattern, value, found in zip(patterns, x, back, strict=True):
         assert found == (pattern | 0x00400000 if value.isnan() else pattern)
 
@@ -223,14 +211,14 @@ def test_wrong_buffers_and_dtypes_are_refused_with_a_hint() -> None:
     x = torch.randn(4)
     bf16, int16 = torch.empty(4, dtype=torch.bfloat16), torch.empty(4, dtype=torch.int16)
     for call in (
-        lambda: split_bf16(torch.arange(4)),
-        lambda: split_bf16(x, out=(bf16, int16)),
-        lambda: split_bf16(x, out=(bf16, torch.empty(5, dtype=torch.bfloat16))),
-        lambda: split_bf16(x, out=(bf16, torch.empty(8, dtype=torch.bfloat16)[::2])),
-        lambda: split_bf16(x, scratch=torch.empty(10)),
-        lambda: merge_bf16(bf16, int16),
-        lambda: merge_exact16(bf16, torch.empty(3, dtype=torch.int16)),
-        lambda: merge_exact16(bf16, int16, out=torch.empty(4, dtype=torch.float64)),
+        lambda: BF16.split(torch.arange(4)),
+        lambda: BF16.split(x, out=(bf16, int16)),
+        lambda: BF16.split(x, out=(bf16, torch.empty(5, dtype=torch.bfloat16))),
+        lambda: BF16.split(x, out=(bf16, torch.empty(8, dtype=torch.bfloat16)[::2])),
+        lambda: BF16.split(x, scratch=torch.empty(10)),
+        lambda: BF16.merge(bf16, int16),
+        lambda: EXACT16.merge(bf16, torch.empty(3, dtype=torch.int16)),
+        lambda: EXACT16.merge(bf16, int16, out=torch.empty(4, dtype=torch.float64)),
     ):
         with pytest.raises(UsageError) as caught:
             call()

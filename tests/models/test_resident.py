@@ -16,6 +16,8 @@ import lpconv
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.run import convert
 from lpconv.errors import UnsupportedError
+from lpconv.forms import Kept
+from lpconv.forms.reader import StoredTensors
 from lpconv.models.coded import CodedTensor
 
 OURS: dict[str, dict[str, Any]] = {
@@ -118,6 +120,28 @@ def test_our_outputs(tmp_path: Path, options: dict[str, Any]) -> None:
 def test_the_layouts_of_others(tmp_path: Path, layout: str) -> None:
     directory = make_foreign(layout, plain(tmp_path), tmp_path / "out")
     check(directory, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("layout", [*OURS, *THEIRS])
+def test_a_decoded_weight_is_rounded_once_from_fp32(tmp_path: Path, layout: str, dtype: torch.dtype) -> None:
+    """Zeros of both signs, rows of a millionth, of 1e-30 and of thousands included: subnormal and infinite in fp16."""
+    source = plain(tmp_path)
+    tensors = load_file(source / "model.safetensors")
+    for x in tensors.values():
+        if x.ndim == 2:
+            x[:6] *= torch.tensor([[0.0], [-0.0], [1e-6], [1e-30], [3e3], [1e5]])
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    if layout in OURS:
+        convert(str(source), tmp_path / "out", ConvertOptions(verify="none", **OURS[layout]))
+    else:
+        make_foreign(layout, source, tmp_path / "out")
+    with StoredTensors.open(tmp_path / "out") as stored:
+        names = [n for n, form in stored.forms.items() if not isinstance(form, Kept) and len(form.shape) == 2]
+        assert names
+        for name in names:
+            got = CodedTensor.whole(stored.forms[name], stored.parts(name)).to(dtype).decoded()
+            assert same_bytes({"": got}, {"": stored.tensor(name).to(dtype)}), name
 
 
 @pytest.mark.parametrize("model", [m for m in MODELS if m != "llama"])

@@ -9,7 +9,9 @@ from page_examples import bench, finetune, verification
 from report_examples import bert_result
 from typer.testing import CliRunner
 
+from lpconv import results
 from lpconv.cli.main import app
+from lpconv.cli.runs import _NO_RUNS
 from lpconv.report.convert.verify import html_verify
 from lpconv.results import json_text
 
@@ -46,6 +48,22 @@ def report(*arguments: object, code: int = 0) -> str:
     done = CliRunner().invoke(app, ["report", *map(str, arguments)], env={"COLUMNS": "200"})
     assert done.exit_code == code, done.stderr
     return done.stdout if code == 0 else done.stderr
+
+
+def test_what_is_no_run_is_named(tmp_path: Path) -> None:
+    """Every document of --json that `report` does not draw, and an error."""
+    path = tmp_path / "said.json"
+    for arguments, words in {
+        ("finetune", "demo", "--dry-run"): "is what `finetune --dry-run` foretold, not a run",
+        ("convert", "demo", "--dry-run"): "is what `convert --dry-run` foretold, not a run",
+        ("inspect", "demo"): "is what `inspect` saw, not a run",
+        ("convert", "demo", "--method", "none"): "the error of a command: unknown method",
+    }.items():
+        path.write_text(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
+        assert words in report(path, code=3)
+    written = {f.default for r in vars(results).values() for f in getattr(r, "__dataclass_fields__", {}).values()
+               if f.name == "kind" and isinstance(f.default, str)}  # fmt: skip
+    assert written - {"convert", "finetune", "bench", "verify", "advice"} <= _NO_RUNS.keys()
 
 
 def test_fine_tunings_are_drawn_together(folder: Path) -> None:

@@ -138,7 +138,7 @@ def test_zeros_and_nothing_have_codes(kind: str) -> None:
     ("text", "kinds"),
     [
         ("row", ("row", "row", "row")),
-        ("grad_weight=carrier", ("tensor", "tensor", "carrier")),
+        ("grad_weight=carrier", ("row", "row", "carrier")),
         ("row, grad-weight=carrier", ("row", "row", "carrier")),
         ("output=row,grad_input=max,grad_weight=tensor", ("row", "max", "tensor")),
     ],

@@ -14,6 +14,7 @@ from lpconv.train.run import finetune
 STEPS = 4
 UNIT = {"precision": "fp32", "method": "unit"}
 COLLAGE = {"recipe": "unit-fp8-collage"}
+NATIVE = {"recipe": "native-fp8"}  # of the folder `fresh`
 
 
 def options(how: dict[str, str], **changes: object) -> FinetuneOptions:
@@ -40,7 +41,12 @@ class _KillAt(Silent):
 def train(runs: dict[str, dict[str, str]]) -> None:
     """Each of the runs, into a folder of its name, sharded; it goes on with what is there."""
     for folder, how in runs.items():
-        finetune("demo", Path(folder), options(how, parallel="fsdp2", resume=True))
+        finetune(model_of(how), Path(folder), options(how, parallel="fsdp2", resume=True))
+
+
+def model_of(how: dict[str, str]) -> str:
+    """What a run trains; native recipes take a fresh model, in the folder of the ranks."""
+    return "fresh" if how == NATIVE else "demo"
 
 
 def train_until_killed(folder: str, how: dict[str, str]) -> None:

@@ -1,10 +1,12 @@
 """Checkpoints of a run: whole ones are used, and no others."""
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
 
-from lpconv.errors import InputError
+from lpconv.errors import InputError, UnreadError
 from lpconv.train.checkpoints import drop_broken, last_checkpoint, seal_checkpoint, step_of
 from lpconv.train.folder import Metrics
 
@@ -54,6 +56,18 @@ def test_what_is_not_whole_makes_room(tmp_path: Path) -> None:
     drop_broken(tmp_path)
     assert sorted(tmp_path.iterdir()) == [whole, tmp_path / "checkpoint-x"]
     drop_broken(tmp_path / "none")
+
+
+def test_what_cannot_be_read_is_not_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = write(tmp_path, 2)
+
+    def fails(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", fails)
+    with pytest.raises(UnreadError):
+        drop_broken(tmp_path)
+    assert (checkpoint / "weights").exists()
 
 
 def test_two_are_kept_whatever_the_clock_says(tmp_path: Path) -> None:

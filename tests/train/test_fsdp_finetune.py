@@ -6,12 +6,14 @@ import fsdp_finetune_worker as worker
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_finetune_worker import COLLAGE, UNIT, options
+from fsdp_finetune_worker import COLLAGE, NATIVE, UNIT, model_of, options
 from ranks import on_ranks
 from torch.multiprocessing.spawn import ProcessExitedException
 
 from lpconv.checkpoint.contents import read_json
 from lpconv.errors import UnsupportedError, UsageError
+from lpconv.init.options import InitOptions
+from lpconv.init.run import init
 from lpconv.results import RunRecord, from_json
 from lpconv.train.run import finetune
 
@@ -26,19 +28,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         on_ranks(2, worker.train_until_killed, folder, "unit", UNIT)
     assert (folder / "unit/runs/run-seed0/checkpoint-2").is_dir()
     assert not (folder / "unit/report.json").exists()
-    on_ranks(2, worker.train, folder, {"collage": COLLAGE})
+    init("demo", folder / "fresh", InitOptions(reinit=True))
+    on_ranks(2, worker.train, folder, {"collage": COLLAGE, "native": NATIVE})
     on_ranks(3, worker.train, folder, {"unit": UNIT})
     return folder
 
 
-@pytest.mark.parametrize(("case", "how", "tolerance"), [("unit", UNIT, 2e-6), ("collage", COLLAGE, 2e-2)])
+@pytest.mark.parametrize(
+    ("case", "how", "tolerance"), [("unit", UNIT, 2e-6), ("collage", COLLAGE, 2e-2), ("native", NATIVE, 1e-2)]
+)
 def test_ranks_train_what_one_process_does(
     case: str, how: dict[str, str], tolerance: float, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sums in another order are rounded to fp32; under fp8 each rank casts its own batch at scales of its own."""
     monkeypatch.setenv("LPCONV_COMPILE", "never")
     torch.set_num_threads(1)
-    one = finetune("demo", tmp_path / "one", options(how))
+    monkeypatch.chdir(folder)
+    one = finetune(model_of(how), tmp_path / "one", options(how))
     run = from_json(RunRecord, read_json(folder / case / "report.json")["runs"][0])
     assert run.losses.values == pytest.approx(one.runs[0].losses.values, rel=tolerance)
     expected = [pytest.approx(s.values, rel=tolerance) for s in one.runs[0].evaluations]

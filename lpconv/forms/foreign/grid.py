@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from lpconv.formats.spec import Format
 from lpconv.forms.facts import Component
-from lpconv.forms.foreign.plane import Plane, Span
+from lpconv.forms.foreign.plane import SHORT, Plane, Span, fill
 from lpconv.forms.stored import Fetch, Side, Stored
 
 if TYPE_CHECKING:
@@ -125,6 +125,23 @@ class Grid(Stored):
         raw = iter(data)
         found = [self._values([next(raw) for _ in self.planes], span, side) for span in self.spans(start, stop)]
         return found[0] if len(found) == 1 else torch.cat(found) if found else torch.empty(0)
+
+    def decode_to(self, out: Tensor, data: Sequence[Tensor], start: int, stop: int, side: Side) -> Tensor:
+        import torch
+
+        spans = tuple(self.spans(start, stop))
+        plain = self.codes.kind in SHORT and self.zeros is None and self.order is None and not self.on_its_side
+        plain = plain and out.dtype.itemsize <= 4 and len(spans) == 1
+        if not plain or self.matrix[1] % max(self.block[1], self.codes.per_word):
+            return super().decode_to(out, data, start, stop, side)
+        (span,) = spans
+        scales = self.scales.by_rows(self.scales_of(data[1], span, side), span)
+        short = scales.to(out.dtype)
+        if not torch.equal(short.float(), scales):
+            return super().decode_to(out, data, start, stop, side)
+        fill(out.view(span.shape), data[0], self.codes.kind)
+        out.view(len(scales), scales.shape[1], -1).mul_(short.unsqueeze(2))  # one rounding, as of fp32 numbers
+        return out
 
     def codes_of(self, data: Sequence[Tensor], start: int, stop: int) -> Tensor:
         """The codes alone of what was `read` of some elements, 1-D, in the order of the file."""

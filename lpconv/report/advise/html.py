@@ -7,7 +7,7 @@ from lpconv.report.advise.words import COLUMNS, HEADINGS, PART_COLUMNS, cells, g
 from lpconv.report.charts import Bar, bar_plot, uncut
 from lpconv.report.numbers import duration_text, plural, size_text
 from lpconv.report.page import Tile, page
-from lpconv.report.plot import NARROW, Axis, Mark, Plot, Text, Tick, mark_path
+from lpconv.report.plot import NARROW, Axis, Mark, Plot, Text, mark_path, round_step
 from lpconv.report.printable import printable_record
 from lpconv.results import AdviceResult, AdviceRow
 
@@ -72,7 +72,7 @@ def front_plot(result: AdviceResult, purpose: str) -> Plot | None:
         title=f"{HEADINGS[purpose]}: quality against {taken}",
         description="Lower and further left is better. Bars are 95 % intervals, the line is the budget.",
         x_label="size on disk" if purpose == "infer" else "memory of a step",
-        x_ticks=uncut(_size_ticks(across)),
+        x_ticks=uncut(across.ticks(round_step(across.high / 4), size_text)),
         y_ticks=up.ticks(1, lambda e: f"1e{e}"),
         marks=tuple(marks),
         texts=tuple(_label(r, across, up) for r in rows if (purpose, r.name) in advised),
@@ -132,10 +132,3 @@ def _label(row: AdviceRow, across: Axis, up: Axis) -> Text:
     x, y = across.at(_x(row)), _y(row.gap.value, up) - 10
     is_left = x < (_LEFT + _RIGHT) / 2
     return Text(x=x + (9 if is_left else -9), y=y, text=row.name, anchor="start" if is_left else "end", kind="ink")
-
-
-def _size_ticks(axis: Axis) -> tuple[Tick, ...]:
-    rough = axis.high / 4
-    exponent = math.floor(math.log10(rough))
-    step = next(m * 10.0**exponent for m in (1, 2, 5, 10) if m * 10.0**exponent >= rough)
-    return axis.ticks(step, size_text)

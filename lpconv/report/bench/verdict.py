@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from lpconv.report.bench.text import ratio_text
 from lpconv.report.numbers import plural, share_text
 from lpconv.results import BenchRow, GemmRecord
 
@@ -53,7 +54,7 @@ def _emulation(low: Sequence[BenchRow], roofline: StepRoofline) -> Iterator[str]
 
 def _measured(row: BenchRow) -> str:
     assert row.ratio is not None
-    interval = f"{row.ratio.value:.2f} [{row.ratio.low:.2f}, {row.ratio.high:.2f}]"
+    interval = ratio_text(row.ratio)
     if row.ratio.low > 1:
         outcome = f"{row.name} is faster than {row.baseline}: {interval} times its speed"
     elif row.ratio.high < 1:

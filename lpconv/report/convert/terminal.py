@@ -62,11 +62,7 @@ from lpconv.results import (
 
 __all__ = ["render_compare", "render_convert", "render_inspect", "render_part", "render_plan", "render_verify"]
 
-_WORST = 8
-_GROUPS = 12
-_SHARDS = 8
-_WORST = 10  # tensors
-# The widest column of a run in a comparison.
+_WORST, _GROUPS, _SHARDS = 10, 12, 8  # that are shown: tensors, groups of tensors, files
 _STYLES = {"passed": "bold green", "failed": "bold red", "not run": "yellow"}
 
 

@@ -3,7 +3,7 @@
 Import this module lazily: it loads rich.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -74,7 +74,6 @@ def _memory(result: FinetuneResult) -> tuple[RenderableType, ...]:
     return section("Memory of a step at its peak", table_of("Part", "Size", "Of the peak", rows=rows)) if rows else ()
 
 
-def render_recipes(recipes: Mapping[str, tuple[str, str, str, str, str]]) -> RenderableType:
-    """The table of recipes: precision, method, optimizer, loss scale and purpose by name."""
-    rows = [(name, *cells) for name, cells in recipes.items()]
-    return table_of("Recipe", "<Precision", "<Method", "<Optimizer", "<Loss scale", "<What it is for", rows=rows)
+def render_recipes(recipes: Iterable[tuple[str, ...]]) -> RenderableType:
+    """The table of recipes: name, precision, method, optimizer, loss scale and purpose of each."""
+    return table_of("Recipe", "<Precision", "<Method", "<Optimizer", "<Loss scale", "<What it is for", rows=recipes)

@@ -23,7 +23,7 @@ from lpconv.report.probe.words import (
 )
 from lpconv.results import FormatRates, ProbedRecord, ProbeReport
 
-__all__ = ["exponent_plots", "heatmap", "held_plot", "html_probe"]
+__all__ = ["exponent_plots", "heatmap", "html_probe"]
 
 # Page units of a histogram: two stand side by side.
 _LEFT, _RIGHT, _TOP, _BASE = 66.0, 470.0, 12.0, 150.0
@@ -43,7 +43,7 @@ def html_probe(report: ProbeReport, ranges: Mapping[str, FormatRange]) -> str:
         name=PurePath(report.name).name or report.name,
         version=None,
         tiles=_tiles(report),
-        held=held_plot(report),
+        held=_held_plot(report),
         plots=exponent_plots(report, ranges),
         heat=heatmap(report),
         fits=fit_rows(report),
@@ -180,7 +180,7 @@ def _strip(held: FormatRange, y: float, x: Callable[[float], float]) -> Iterator
             yield Band(kind=kind, x=left, y=y, width=round(right - left, 1), height=_STRIP_HEIGHT, label="")
 
 
-def held_plot(report: ProbeReport) -> Plot | None:
+def _held_plot(report: ProbeReport) -> Plot | None:
     """For each format, how many tensors it holds as they are, how many with a scale of their own, and how many not."""
     bars = []
     for i, name in enumerate(report.formats):

@@ -42,6 +42,13 @@ def at_scale(data: Any, scale: Scale, target: Scale) -> Any:
     return data * factor
 
 
+def _at_larger(a: Any, b: Any) -> tuple[Any, Any, Scale]:
+    """The data of two operands at the larger of their scales, and that."""
+    (data_a, scale_a), (data_b, scale_b) = pair(a), pair(b)
+    scale = larger(scale_a, scale_b)
+    return at_scale(data_a, scale_a, scale), at_scale(data_b, scale_b, scale), scale
+
+
 def add(call: Call, a: Any, b: Any, *, alpha: float = 1) -> Scaled:
     """(d_a·s_a/s + alpha·d_b·s_b/s, s), s = max(s_a, s_b): the larger is √(s_a² + s_b²) floored to a power of two."""
     (data_a, scale_a), (data_b, scale_b) = pair(a), pair(b)
@@ -114,32 +121,26 @@ def where(call: Call, condition: Tensor, a: Any, b: Any) -> Scaled:
         return a.with_data(call.op(condition, a.data, in_units(b, a)))
     if isinstance(b, Scaled) and not isinstance(a, Scaled) and a.dim() == 0:
         return b.with_data(call.op(condition, in_units(a, b), b.data))
-    (data_a, scale_a), (data_b, scale_b) = pair(a), pair(b)
-    scale = larger(scale_a, scale_b)
-    return Scaled(call.op(condition, at_scale(data_a, scale_a, scale), at_scale(data_b, scale_b, scale)), scale)
+    data_a, data_b, scale = _at_larger(a, b)
+    return Scaled(call.op(condition, data_a, data_b), scale)
 
 
 def index_put(call: Call, base: Any, indices: Any, values: Any, accumulate: bool = False) -> Scaled:
     """Both at the larger scale; the zeros that an index's backward pass starts from have any scale."""
-    (data_base, scale_base), (data_values, scale_values) = pair(base), pair(values)
-    scale = larger(scale_base, scale_values)
-    at_one = at_scale(data_base, scale_base, scale), indices, at_scale(data_values, scale_values, scale)
-    return Scaled(call.op(*at_one, accumulate), scale)
+    data_base, data_values, scale = _at_larger(base, values)
+    return Scaled(call.op(data_base, indices, data_values, accumulate), scale)
 
 
 def scattered(call: Call, base: Any, dim: int, index: Tensor, values: Any, **kwargs: Any) -> Scaled:
     """scatter, scatter_add and index_add, both at the larger scale; what gathering ops do in their backward pass."""
-    (data_base, scale_base), (data_values, scale_values) = pair(base), pair(values)
-    scale = larger(scale_base, scale_values)
-    data = at_scale(data_base, scale_base, scale)
-    return Scaled(call.op(data, dim, index, at_scale(data_values, scale_values, scale), **kwargs), scale)
+    data_base, data_values, scale = _at_larger(base, values)
+    return Scaled(call.op(data_base, dim, index, data_values, **kwargs), scale)
 
 
 def extremum(call: Call, a: Any, b: Any) -> Scaled:
     """maximum and minimum at the larger scale."""
-    (data_a, scale_a), (data_b, scale_b) = pair(a), pair(b)
-    scale = larger(scale_a, scale_b)
-    return Scaled(call.op(at_scale(data_a, scale_a, scale), at_scale(data_b, scale_b, scale)), scale)
+    data_a, data_b, scale = _at_larger(a, b)
+    return Scaled(call.op(data_a, data_b), scale)
 
 
 def sum_dims(call: Call, x: Any, dims: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:

@@ -1,0 +1,137 @@
+"""What a verification found, of a conversion or by `lpconv verify`, and the gates that results are held against."""
+
+from dataclasses import dataclass
+
+from lpconv.results.documents import SCHEMA_VERSION
+
+__all__ = [
+    "ComparedTensor",
+    "GateRecord",
+    "HashCheck",
+    "LogitsCheck",
+    "Verification",
+    "VerifyResult",
+    "WeightsCheck",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HashCheck:
+    """Files compared with SHA256SUMS."""
+
+    num_files: int
+    mismatched: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightsCheck:
+    """Stored weights compared with the source's. `min_sqnr_db` belongs to tensor `worst`; infinite means exact.
+
+    `num_elements_checked` of `num_elements` were converted again, and decoded from the file and compared with the
+    reference cast. `miss_probability` is the chance that one bad block somewhere in the weights was not among them.
+    """
+
+    max_rel_error: float
+    min_sqnr_db: float
+    worst: str | None
+    num_tensors: int
+    num_elements_checked: int
+    num_elements: int | None = None
+    miss_probability: float | None = None
+    mismatched: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogitsCheck:
+    """Outputs of source and result on the same inputs. All None, with a `skipped` reason, where it was not run.
+
+    `max_abs_diff` and `rel_error` (‖y - ŷ‖/‖y‖) are over all outputs that are finite of the source, and are infinite or
+    NaN where the result's are; `top1_agreement` is the share of positions whose
+    largest output has the same index; `mean_kl` is KL(source ‖ result) in nats per position. On a text `reverse_kl` is
+    KL(result ‖ source), and the perplexities are of the next token, None where a model predicts another one.
+    """
+
+    max_abs_diff: float | None = None
+    rel_error: float | None = None
+    bit_equal: bool | None = None
+    top1_agreement: float | None = None
+    mean_kl: float | None = None
+    reverse_kl: float | None = None
+    perplexity: float | None = None
+    source_perplexity: float | None = None
+    model_class: str | None = None
+    inputs: str | None = None
+    skipped: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateRecord:
+    """One ``--gate``: the expression, the value it met, and whether that passed."""
+
+    expression: str
+    value: float | None
+    passed: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedTensor:
+    """One weight beside a reference's, each in whatever form. `num_off` of `num_groups` are off by a factor.
+
+    Where a conversion was made again, no groups are asked: what is stored is right, or `problem`.
+    """
+
+    name: str
+    stored_as: str
+    reference: str
+    sqnr_db: float
+    max_rel_error: float
+    num_groups: int = 0
+    num_off: int = 0
+    problem: str | None = None
+
+
+_SHOWN = 3  # problems in the sentence of an error
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyResult:
+    """The outcome of verification. `level` is the deepest level that ran; `problems` says in words what failed.
+
+    `tensors` are those that were compared, the worst first: at the level ``values``, which compares any two
+    checkpoints, those of both.
+    """
+
+    level: str
+    passed: bool
+    hash: HashCheck | None = None
+    weights: WeightsCheck | None = None
+    logits: LogitsCheck | None = None
+    gates: tuple[GateRecord, ...] = ()
+    problems: tuple[str, ...] = ()
+    tensors: tuple[ComparedTensor, ...] = ()
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """The problems, and the gates that failed with the values they met."""
+        missed = [g for g in self.gates if not g.passed]
+        values = ("nothing" if g.value is None else f"{g.value:.6g}" for g in missed)
+        gates = (f"gate `{g.expression}` met {value}" for g, value in zip(missed, values, strict=True))
+        return (*self.problems, *gates)
+
+    @property
+    def failure(self) -> str:
+        """The first of `failures`, and how many there are besides: a sentence for an error."""
+        shown, rest = self.failures[:_SHOWN], len(self.failures) - _SHOWN
+        return "; ".join(shown) + (f"; and {rest} more" if rest > 0 else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verification(VerifyResult):
+    """A run of `lpconv verify`: of the output or checkpoint `path`, beside the model `against` where one was named."""
+
+    schema_version: int = SCHEMA_VERSION
+    kind: str = "verify"
+    path: str
+    against: str | None = None
+    command: str
+    version: str

@@ -1,0 +1,180 @@
+"""What the training runs of one command share, and which of them a run is."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lpconv.checkpoint.contents import Contents, read_contents
+from lpconv.checkpoint.source import open_source
+from lpconv.errors import InputError, UnsupportedError, UsageError
+from lpconv.models.inputs import sequence_length, vocabulary_size
+from lpconv.models.opening import Opened, open_to_train, read_config
+from lpconv.models.tasks import Task, find_task, main_input, task_of
+from lpconv.models.tokenizer import read_tokenizer, special_tokens
+from lpconv.train.data import read_rows
+from lpconv.train.examples import Collator, Examples, Stream, classification, packed, sequence_pairs
+from lpconv.train.memory import check_room, parameter_bytes
+from lpconv.train.options import FinetuneOptions, check_start
+from lpconv.train.processes import num_processes
+from lpconv.train.recipes import Arithmetic
+
+__all__ = ["MEASURED_BATCHES", "TrainingJob", "Work", "first_batches", "num_ranks", "open_start", "training_job"]
+
+MEASURED_BATCHES = 4  # by --calibrate and --critical auto
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingJob:
+    """What all runs of a command share. `num_labels` is set for classification, `mask_id` for masked models.
+
+    `keep` counts the special tokens before and after a window, `num_targets` the classes or tokens there are.
+    """
+
+    directory: Path
+    task: Task
+    examples: Examples
+    options: FinetuneOptions
+    seq_len: int
+    pad_id: int
+    num_labels: int | None
+    mask_id: int | None
+    keep: tuple[int, int]
+    num_targets: int
+
+    def targets(self) -> Iterator[Any]:
+        """What a loss is taken of in each training example."""
+        first, last = self.keep
+        for x in self.examples.train:
+            yield x["labels"] if "labels" in x else x["input_ids"][first : len(x["input_ids"]) - last]
+
+    def stream(self, seed: int, *, held_out: bool) -> Stream:
+        """The examples of a run in their order, or the held-out ones, which are the same for all seeds."""
+        o = self.options
+        examples = self.examples.held_out if held_out else self.examples.train
+        count = min(len(examples), o.eval_batches * o.batch_size) if held_out else o.steps * o.batch_size
+        return Stream(
+            examples,
+            count,
+            seed=-1 % 2**32 if held_out else seed,
+            shuffled=not held_out,
+            mask=self.mask_id if self.task.name == "mlm" else None,
+            keep=self.keep,
+            causal=self.task.name == "clm",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """Which run of a job: its role, seed and arithmetic, where its files go, and what is recorded of its values.
+
+    Values are held against the formats of the job's arithmetic, gradients at 2^log2_scale(step). `lca` says that the
+    loss change of its steps is allotted to layers.
+    """
+
+    role: str
+    seed: int
+    arithmetic: Arithmetic
+    folder: Path
+    metrics: Path
+    track_every: int
+    log2_scale: Callable[[int], int]
+    lca: bool = False
+
+    @property
+    def words(self) -> str:
+        """For the progress bar."""
+        return f"{self.role} ({self.arithmetic.name}), seed {self.seed}"
+
+
+def training_job(directory: Path, options: FinetuneOptions) -> TrainingJob:
+    """The task, and its examples in the tokens of the model in `directory`, which is not loaded.
+
+    Raises an `LpconvError` for data that do not fit the model or the task, and where there is no room for its weights.
+    """
+    contents = read_contents(directory)
+    reads = main_input(contents.config)
+    if reads != "input_ids":
+        raise UnsupportedError(
+            f"`{directory.name}` reads `{reads}`, and only models of text are trained here",
+            hint="in Python, lpconv.scaled and lpconv.optim take any model",
+        )
+    tokenizer = read_tokenizer(directory)
+    if tokenizer is None:
+        raise InputError(f"`{directory.name}` has no tokenizer", hint="copy its files beside the weights")
+    check_start(options, contents.config)
+    _check_weights(contents, options)
+    rows = read_rows(options)
+    task = find_task(contents.config, options.task, has_labels=rows.label is not None)
+    _check_head(contents, options, task)
+    if task.name == "classification" and rows.label is None:
+        raise UsageError("classification needs a column of labels", hint="--data FILE with --label-column NAME")
+    config = read_config(contents, hint="lpconv trains what this release of transformers opens")
+    seq_len = sequence_length(config, options.seq_len)
+    sizes = {"seq_len": seq_len, "vocab_size": vocabulary_size(config)}
+    mask_id = getattr(tokenizer, "mask_token_id", None)
+    if task.name == "mlm" and mask_id is None:
+        raise UsageError(f"the tokenizer of `{directory.name}` has no mask token", hint="--task clm")
+    before, after = special_tokens(tokenizer) if task.name == "mlm" else ([], [])
+    if task.name == "classification":
+        trained = config.num_labels if "ForSequenceClassification" in str(config.architectures) else None
+        examples = classification(rows, tokenizer, **sizes, num_trained=trained)
+    elif task.name == "seq2seq":
+        examples = sequence_pairs(rows, tokenizer, **sizes)
+    else:
+        examples = packed(rows, tokenizer, **sizes, prefix=before, suffix=after)
+    pads = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+    return TrainingJob(
+        directory=directory,
+        task=task,
+        examples=examples,
+        options=options,
+        seq_len=seq_len,
+        pad_id=next(p for p in pads if p is not None),
+        num_labels=len(examples.labels) or None,
+        mask_id=mask_id,
+        keep=(len(before), len(after)),
+        num_targets=len(examples.labels) or vocabulary_size(config),
+    )
+
+
+def _check_weights(contents: Contents, options: FinetuneOptions) -> None:
+    """Before anything is loaded, from headers: whether weights, gradients and state have room."""
+    with closing(open_source(contents)) as source:
+        count = sum(math.prod(entry.info.shape) for entry in source.entries.values())
+    check_room(parameter_bytes(count, options.arithmetic, num_ranks=num_ranks(options)), options.max_memory)
+
+
+def _check_head(contents: Contents, options: FinetuneOptions, task: Task) -> None:
+    """Raises UnsupportedError where a native model would get a head that native unit scaling did not draw."""
+    drawn = (contents.config.get("architectures") or [""])[0]
+    if options.arithmetic.is_native and task_of(drawn) is not task:
+        raise UnsupportedError(
+            f"`{drawn}` has no head for {task.name}, and native unit scaling draws whole models",
+            hint="leave --task out, or choose a recipe such as unit-fp8",
+        )
+
+
+def num_ranks(options: FinetuneOptions) -> int:
+    """How many processes share the parameters."""
+    return num_processes() if options.is_sharded else 1
+
+
+def open_start(job: TrainingJob, seed: int) -> Opened:
+    """The model that a run starts from, in fp32."""
+    opened = open_to_train(job.task, job.directory, seed=seed, num_labels=job.num_labels)
+    if opened.model.config.pad_token_id is None:
+        opened.model.config.pad_token_id = job.pad_id
+    return opened
+
+
+def first_batches(job: TrainingJob, stream: Stream, count: int, device: torch.device) -> list[dict[str, Any]]:
+    """The first batches of a stream, at most `count`."""
+    size, collate = job.options.batch_size, Collator(pad_id=job.pad_id)
+    starts = range(0, min(len(stream), count * size), size)
+    batches = (collate([stream[i] for i in range(s, min(s + size, len(stream)))]) for s in starts)
+    return [{k: v.to(device) for k, v in batch.items()} for batch in batches]
