@@ -1,7 +1,7 @@
 """`lpconv advise`."""
 
 from lpconv.advise.options import AdviseOptions
-from lpconv.cli.command import Json, Model, Output, Quiet, command_line, print_result, with_options
+from lpconv.cli.command import Json, Model, Output, Quiet, print_result, typed_command, with_options
 
 __all__ = ["advise"]
 
@@ -42,7 +42,7 @@ def advise(
         target, options, lambda partial: None if json else print_result(partial, render_advice, json=False)
     ) as keep:
         with progress_for(quiet=quiet) as progress:
-            result = measure(model, target, options, progress=progress, keep=keep, command=command_line())
+            result = measure(model, target, options, progress=progress, keep=keep, command=typed_command())
         keep(result)
     print_result(result, render_advice, json=json)
     if json:

@@ -8,7 +8,7 @@ import typer
 
 from lpconv.bench.cases import BENCH_FORMATS, parse_sweep
 from lpconv.bench.options import BenchOptions
-from lpconv.cli.command import Json, Quiet, command_line, print_result, with_options
+from lpconv.cli.command import Json, Quiet, print_result, typed_command, with_options
 from lpconv.errors import UsageError
 from lpconv.lookup import find
 
@@ -106,7 +106,7 @@ def _completed(
         batches=tuple(swept.get("batch", options.batches)),
         seqs=tuple(swept.get("seq", options.seqs)),
         processes=processes,
-        command=command_line(),
+        command=typed_command(),
     )
 
 

@@ -20,8 +20,8 @@ __all__ = [
     "Quiet",
     "Revision",
     "Target",
-    "command_line",
     "print_result",
+    "typed_command",
     "with_options",
 ]
 
@@ -92,7 +92,7 @@ def _value(declared: Declared, given: Any) -> Any:
     return declared.read(given) if isinstance(given, str) else given
 
 
-def command_line() -> str:
+def typed_command() -> str:
     """The command as it was typed."""
     return shlex.join(["lpconv", *sys.argv[1:]])
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from lpconv.cli.command import Json, Model, Output, Quiet, command_line, print_result, with_options
+from lpconv.cli.command import Json, Model, Output, Quiet, print_result, typed_command, with_options
 from lpconv.convert.options import ConvertOptions
 from lpconv.errors import UsageError
 
@@ -68,6 +68,6 @@ def convert(
             )
             return
         result = (run.finish if finish else run.convert)(
-            model, target, options, progress=progress, command=command_line()
+            model, target, options, progress=progress, command=typed_command()
         )
     print_result(result, render_convert, json=json)

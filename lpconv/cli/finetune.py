@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from lpconv.cli.command import Json, Model, Output, Quiet, command_line, print_result, with_options
+from lpconv.cli.command import Json, Model, Output, Quiet, print_result, typed_command, with_options
 from lpconv.train.options import FinetuneOptions, check_options
 from lpconv.train.recipes import RECIPES
 
@@ -91,7 +91,7 @@ def _train(model: str, options: FinetuneOptions, output: str | None, *, json: bo
 
     is_main = is_main_process()
     with progress_for(quiet=quiet or not is_main) as progress:
-        result = run.finetune(model, target, options, progress=progress, command=command_line())
+        result = run.finetune(model, target, options, progress=progress, command=typed_command())
     if not is_main:
         return
     error = gate_problem(result)

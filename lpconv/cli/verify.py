@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from lpconv.cli.command import Json, Quiet, command_line, print_result, with_options
+from lpconv.cli.command import Json, Quiet, print_result, typed_command, with_options
 from lpconv.cli.progress import progress_for
 from lpconv.convert.options import VerifyOptions
 from lpconv.errors import VerificationError
@@ -60,7 +60,7 @@ def verify(
             max_tokens=options.max_tokens,
         )
     result = Verification(
-        **vars(found), path=path, against=options.against, command=command_line(), version=__version__
+        **vars(found), path=path, against=options.against, command=typed_command(), version=__version__
     )
     if html is not None:
         from lpconv.checkpoint.partfile import write_small

@@ -53,23 +53,7 @@ class Workspace:
 
     def __init__(self, scratch: Scratch | None = None) -> None:
         self.raw, self.root, self.residual = (torch.empty(BLOCK_ELEMENTS * 8, dtype=torch.uint8) for _ in range(3))
-        self._scratch = scratch or Scratch()
-
-    @property
-    def value(self) -> Tensor:
-        return self._scratch.value
-
-    @property
-    def coded(self) -> Tensor:
-        return self._scratch.coded
-
-    @property
-    def error(self) -> Tensor:
-        return self._scratch.error
-
-    @property
-    def split(self) -> Tensor:
-        return self._scratch.split
+        self.scratch = scratch or Scratch()
 
 
 def room(buffer: Tensor, count: int, dtype: torch.dtype) -> Tensor:
@@ -79,7 +63,7 @@ def room(buffer: Tensor, count: int, dtype: torch.dtype) -> Tensor:
 
 def as_float32(x: Tensor, work: Workspace) -> Tensor:
     """`x` (1-D, any floating dtype) in fp32: itself, or converted into the workspace. fp64 is rounded to fp32 first."""
-    return x if x.dtype == torch.float32 else work.value[: x.numel()].copy_(x)
+    return x if x.dtype == torch.float32 else work.scratch.value[: x.numel()].copy_(x)
 
 
 def block_stats(x: Tensor, work: Workspace, absmax: float | None = None) -> BlockStats:

@@ -174,21 +174,21 @@ def _rounded(
 ) -> Tensor:
     """Write the codes of fp32 numbers into `codes`; returns what they stand for."""
     count = value.numel()
-    coded = codes if codes.dtype == torch.float32 else work.coded[:count]
+    coded = codes if codes.dtype == torch.float32 else work.scratch.coded[:count]
     # Powers of two have an exact reciprocal; dividing is right for every scale but slower.
     if isinstance(scale, float) and math.frexp(scale)[0] == 0.5:
         torch.mul(value, 1 / scale, out=coded)
     else:
         torch.div(rows_of(value, scale), scale, out=rows_of(coded, scale))
     if codes.dtype == torch.uint8:
-        coded_(coded, fmt, codes, (work.error[:count], work.residual[:count]))
+        coded_(coded, fmt, codes, (work.scratch.error[:count], work.residual[:count]))
         rows_of(coded, scale).mul_(scale)
         return coded
     if not is_finite and not fmt.has_inf:
         coded.masked_fill_(torch.isinf(coded), math.nan)
     if coded is not codes:
         codes.copy_(coded)
-    return decode(codes, scale, out=work.error[:count])
+    return decode(codes, scale, out=work.scratch.error[:count])
 
 
 def _tables(dtype: torch.dtype, scale: float | Tensor, fmt: Format, stats: BlockStats) -> Tables | None:

@@ -71,7 +71,7 @@ def patterns(x: Tensor, begin: Tensor | None, work: Workspace) -> Tensor:
 
     They take the place of the numbers in fp32: what is in use of a workspace then nearly fits a core's own cache.
     """
-    found = work.value[: x.numel()].view(torch.int32).copy_(x.view(torch.uint16))
+    found = work.scratch.value[: x.numel()].view(torch.int32).copy_(x.view(torch.uint16))
     if begin is not None:
         found.view(*begin.shape[:-1], -1).add_(begin)
     return found
@@ -80,7 +80,8 @@ def patterns(x: Tensor, begin: Tensor | None, work: Workspace) -> Tensor:
 def look_up(x: Tensor, tables: Tables, codes: Tensor, work: Workspace) -> Tensor:
     """Write the codes of a block, 1-D, into `codes`, and return the entries, for `differences`."""
     found, begin = tables
-    entries = torch.index_select(found, 0, patterns(x, begin, work), out=work.error[: x.numel()].view(torch.int32))
+    out = work.scratch.error[: x.numel()].view(torch.int32)
+    entries = torch.index_select(found, 0, patterns(x, begin, work), out=out)
     codes.view(torch.uint8).copy_(entries)  # the lowest byte of each
     return entries
 

@@ -77,8 +77,8 @@ class Pair(Form):
         high, low = room(work.root, x.numel(), rule.hi_dtype), room(work.residual, x.numel(), rule.dtype)
         stats = block_stats(x, work)
         value = as_float32(x, work)
-        rule.split(value, out=(high, low), scratch=work.split)
-        merged = rule.merge(high, low, out=work.error[: x.numel()], scratch=work.split)
+        rule.split(value, out=(high, low), scratch=work.scratch.split)
+        merged = rule.merge(high, low, out=work.scratch.error[: x.numel()], scratch=work.scratch.split)
         return Encoded(data=(high, low), stats=stats, error=block_error(value, merged))
 
     def decode(self, data: Sequence[Tensor], start: int, stop: int, side: Side) -> Tensor:

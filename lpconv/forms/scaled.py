@@ -206,8 +206,8 @@ def _fits_exactly(x: Tensor, scale: float, work: Workspace) -> bool:
     from lpconv.forms.blocks import as_float32
 
     value = as_float32(x, work)
-    coded = torch.mul(value, 1 / scale, out=work.coded[: x.numel()])
-    back = torch.mul(coded, scale, out=work.error[: x.numel()])
+    coded = torch.mul(value, 1 / scale, out=work.scratch.coded[: x.numel()])
+    back = torch.mul(coded, scale, out=work.scratch.error[: x.numel()])
     return torch.equal(back.view(torch.int32), value.view(torch.int32)) or torch.equal(
         torch.nan_to_num(back), torch.nan_to_num(value)
     )

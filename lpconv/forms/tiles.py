@@ -236,7 +236,7 @@ class Tiles(Scaled):
         from lpconv.forms.on_grid import first_look
 
         value = as_float32(x, work)
-        parts, largest = self._rule().parts(value.view(-1, self.cols), work.coded)
+        parts, largest = self._rule().parts(value.view(-1, self.cols), work.scratch.coded)
         first = first_look(x, self._on_grid() if self.grain.scale_dtype == "F32" else None) if start == 0 else None
         return Looked(stats=block_stats(value, work, largest), more=(parts, first))
 
