@@ -6,11 +6,15 @@ from typing import Any
 
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.patterns import parse_rule
+from lpconv.formats.grains import GRAINS, grain_of
 from lpconv.forms import FORMS
 from lpconv.methods import LPCONV, METHODS, Method
 from lpconv.options import make
 
 __all__ = ["Conversion", "conversions", "convert_options", "described"]
+
+_GRANULARITIES = (*GRAINS, "group:128", "group:32")  # the groups that runtimes have kernels for
+_WORDS = {"row": "rows", "mx": "MX", "nvfp4": "NVFP4", "group:128": "groups of 128", "group:32": "groups of 32"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +53,19 @@ def _settings(method: Method) -> Iterator[dict[str, Any]]:
             yield from (settings | {"budget_bits": bits + spare} for spare in (0.5, bits / 2))
         else:
             yield settings
-            if method.has_granularity:
-                yield settings | {"granularity": "row"}
+    if method.has_granularity:
+        for granularity in _GRANULARITIES:
+            for fmt in _formats_with(method, granularity):
+                yield {"method": method.name, "format": fmt, "granularity": granularity}
+
+
+def _formats_with(method: Method, granularity: str) -> tuple[str, ...]:
+    """The formats worth a granularity: blocks cost formats of 16 bits and more what rows cost, and gain nothing."""
+    grain = grain_of(granularity)
+    assert grain is not None
+    if grain.formats or not grain.tile[1]:
+        return grain.formats or method.formats
+    return tuple(f for f in method.formats if method.format(f).storage_bits <= 8)
 
 
 def described(settings: dict[str, Any]) -> str:
@@ -60,6 +75,6 @@ def described(settings: dict[str, Any]) -> str:
         words += f" + {settings['residual']}"
     if "budget_bits" in settings:
         words += f", {settings['budget_bits']:g} bits"
-    if settings.get("granularity") == "row":
-        words += ", rows"
+    if "granularity" in settings:
+        words += f", {_WORDS.get(settings['granularity'], settings['granularity'])}"
     return words

@@ -2,8 +2,8 @@
 
 A sample of each tensor's rows gives noise over signal and the plan gives the size: what is larger and noisier than
 another is pruned. The others are encoded in memory, and the model is run with what they decode to, beside itself on
-the same windows of text; so the gap is a mean of paired differences. One of the smaller third goes first, then smaller
-ones as long as the budget of quality is met, else larger ones.
+the same windows of text; so the gap is a mean of paired differences. The smallest with little noise goes first, then
+smaller ones as long as the budget of quality is met, else larger ones.
 """
 
 import math
@@ -28,11 +28,12 @@ from lpconv.models.inputs import example_inputs
 from lpconv.progress import Progress
 from lpconv.results import AdviceRow, TensorRecord
 
-__all__ = ["Conversions", "converted", "job_of"]
+__all__ = ["Conversions", "converted", "job_of", "pruned"]
 
 _SAMPLE = 2**13  # elements of a tensor
 _FEW = 4  # windows of the first look
 _SAME_SIZE, _SAME_NOISE = 1.01, 10**0.1  # 1 % of the size, 1 dB
+_LITTLE_NOISE = 1e-3  # of the signal: 30 dB, as e4m3fn has
 
 
 @contextmanager
@@ -100,10 +101,11 @@ class Conversions:
         for conversion in candidates:
             found.append(self._sampled(conversion))
             self._progress.advance(1)
-        pruned = sorted((replace(c, row=_beaten(c.row, [f.row for f in found])) for c in found), key=_size)
-        for c in pruned:
+        rows = pruned([c.row for c in found])
+        screened = sorted((replace(c, row=row) for c, row in zip(found, rows, strict=True)), key=_size)
+        for c in screened:
             self._told(c.row)
-        return pruned
+        return screened
 
     def _sampled(self, conversion: Conversion) -> _Candidate:
         row = AdviceRow(
@@ -128,12 +130,12 @@ class Conversions:
         return _Candidate(conversion=conversion, row=row, seconds=seconds)
 
     def _next(self, left: Sequence[_Candidate], last: AdviceRow | None) -> _Candidate:
-        """Begin a third up the sizes; then the next smaller one where the last met the quality, else a larger one.
+        """Begin with the smallest of little noise; then the next smaller where the last met the quality, else a larger.
 
         `left` is sorted by size.
         """
         if last is None or last.gap is None or last.size_bytes is None:
-            return left[len(left) // 3]
+            return next((c for c in left if c.row.noise is not None and c.row.noise <= _LITTLE_NOISE), left[-1])
         smaller = [c for c in left if c.size_bytes < (last.size_bytes or 0)]
         larger = [c for c in left if c not in smaller]
         return smaller[-1] if not larger or (smaller and last.gap.high <= self._quality) else larger[0]
@@ -179,15 +181,18 @@ def _size(candidate: _Candidate) -> float:
     return candidate.row.size_bytes or math.inf
 
 
-def _beaten(row: AdviceRow, others: Sequence[AdviceRow]) -> AdviceRow:
-    """The row; pruned, and by which other one, where that is as good in size and noise and better in either."""
-    if row.size_bytes is None or row.noise is None:
-        return row
-    for r in others:
-        if r.size_bytes is None or r.noise is None or r is row:
-            continue
-        no_worse = r.size_bytes <= row.size_bytes * _SAME_SIZE and r.noise <= row.noise * _SAME_NOISE
-        better = r.size_bytes * _SAME_SIZE < row.size_bytes or r.noise * _SAME_NOISE < row.noise
-        if no_worse and better:
-            return replace(row, status="pruned", why=f"beaten by {r.name} in size and weights")
-    return row
+def pruned(rows: Sequence[AdviceRow]) -> list[AdviceRow]:
+    """The rows, pruned where another one is as good in size and noise and better in either, or alike and before it."""
+    found: list[AdviceRow] = []
+    for row in rows:
+        better = next((r.name for r in rows if _no_worse(r, row) and not _no_worse(row, r)), None)
+        alike = next((r.name for r in found if r.status != "pruned" and _no_worse(r, row)), None)
+        why = f"beaten by {better}" if better else f"no better than {alike}" if alike else ""
+        found.append(replace(row, status="pruned", why=f"{why} in size and weights") if why else row)
+    return found
+
+
+def _no_worse(row: AdviceRow, than: AdviceRow) -> bool:
+    if row.size_bytes is None or row.noise is None or than.size_bytes is None or than.noise is None:
+        return False
+    return row.size_bytes <= than.size_bytes * _SAME_SIZE and row.noise <= than.noise * _SAME_NOISE

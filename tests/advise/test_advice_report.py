@@ -46,12 +46,15 @@ def test_what_is_not_known_is_said() -> None:
         assert words in said
 
 
-def test_terminal_and_page_hold_every_candidate_and_the_command() -> None:
+def test_terminal_and_page_hold_the_command_and_every_candidate_that_none_beats() -> None:
     pruned = a_row("unit e5m2", status="pruned", why="unit e4m3fn is no larger", gap=None)
     result = an_advice(a_row(), a_row("unit fp16", size_bytes=2_000_000, gap=gap(1e-6, 1e-6)), pruned)
     for text in (printed(result), html_advice(result)):
-        for words in ("unit e4m3fn, rows", "unit fp16", "unit e5m2", "lpconv x", "a.weight"):
+        for words in ("unit e4m3fn, rows", "unit fp16", "lpconv x", "a.weight"):
             assert words in text.replace("<wbr>", "")
+    assert "unit e5m2" in html_advice(result)
+    assert "unit e5m2" not in printed(result)
+    assert "1 more is no better in size and weights" in printed(result)
 
 
 def test_the_front_marks_what_is_recommended_and_leaves_out_what_was_not_measured() -> None:

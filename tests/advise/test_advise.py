@@ -35,6 +35,9 @@ def test_every_method_and_format_is_a_candidate_once() -> None:
     named = [c.name for c in candidates.conversions()]
     assert len(set(named)) == len(named)
     assert {"unit e4m3fn, rows", "collage bf16 + exact16", "multipoint int4, 4.5 bits"} <= set(named)
+    finer = {"unit e4m3fn, 128x128", "unit e4m3fn, MX", "unit e2m1, MX", "unit e2m1, NVFP4", "unit int4, groups of 128"}
+    assert finer <= set(named)
+    assert "unit fp16, 128x128" not in named
     assert not any(name.startswith("scalify") for name in named)  # it stores the bytes of unit
 
 

@@ -8,6 +8,7 @@ import pytest
 from advice_examples import a_row, gap
 
 from lpconv.advise.choice import best, judged, ranked
+from lpconv.advise.infer import pruned
 from lpconv.advise.interval import estimated
 from lpconv.advise.manifest import gates_of, manifest_text
 from lpconv.advise.options import AdviseOptions, Budget, parse_budget
@@ -15,6 +16,7 @@ from lpconv.advise.outlook import Ends, outlook
 from lpconv.batch.manifest import load_manifest
 from lpconv.convert.options import ConvertOptions
 from lpconv.errors import UsageError
+from lpconv.results import AdviceRow
 from lpconv.train.options import FinetuneOptions
 
 
@@ -101,3 +103,22 @@ def test_the_manifest_is_one_that_batch_takes(tmp_path: Path) -> None:
     assert isinstance(finetune, FinetuneOptions)
     assert finetune.arithmetic.name == "unit-fp8"
     assert (finetune.steps, finetune.lr, finetune.seq_len, finetune.data) == (options.steps, options.lr, 32, __file__)
+
+
+def test_what_is_no_better_is_pruned_and_of_equals_the_first_stays() -> None:
+    def sampled(name: str, size: int, noise: float) -> AdviceRow:
+        return replace(a_row(name, size_bytes=size, status="unmeasured", gap=None), noise=noise)
+
+    rows = pruned(
+        [
+            sampled("plain", 1000, 1e-3),
+            sampled("blocks", 1004, 0.95e-3),
+            sampled("larger", 1100, 1.1e-3),
+            sampled("finer", 1100, 0.5e-3),
+            sampled("smaller", 500, 1e-2),
+        ]
+    )
+    assert {r.name: r.why for r in rows if r.status == "pruned"} == {
+        "blocks": "no better than plain in size and weights",
+        "larger": "beaten by plain in size and weights",
+    }

@@ -3,6 +3,8 @@
 Import this module lazily: it loads rich.
 """
 
+from collections.abc import Iterator
+
 from rich.console import Group, RenderableType
 from rich.text import Text
 
@@ -22,9 +24,7 @@ def render_advice(result: AdviceResult) -> RenderableType:
         parts += section(HEADINGS[advised.purpose], Text(advised.words))
         if advised.command:
             parts.append(Text(f"  {advised.command}", overflow="fold"))
-        rows = of_purpose(result, advised.purpose)
-        if rows:
-            parts += [Text(), table_of(*COLUMNS[advised.purpose], rows=(cells(result, r) for r in rows))]
+        parts += _table(result, advised.purpose)
     if result.parts:
         rows_of_parts = ((Name(name=name), *rest) for name, *rest in part_rows(result))
         parts += section(f"Where {result.parts_of} costs most", table_of(*PART_COLUMNS, rows=rows_of_parts))
@@ -32,3 +32,15 @@ def render_advice(result: AdviceResult) -> RenderableType:
     parts += note_list("What this does not know", result.unknowns)
     parts += note_list("Warnings", result.warnings)
     return Group(*parts)
+
+
+def _table(result: AdviceResult, purpose: str) -> Iterator[RenderableType]:
+    """The candidates of a purpose; of conversions only those that no other one beats, which are many."""
+    rows = of_purpose(result, purpose)
+    shown = [r for r in rows if purpose != "infer" or r.status != "pruned"]
+    if shown:
+        yield Text()
+        yield table_of(*COLUMNS[purpose], rows=(cells(result, r) for r in shown))
+    if len(shown) < len(rows):
+        count = len(rows) - len(shown)
+        yield Text(f"{count} more {'is' if count == 1 else 'are'} no better in size and weights than one of these.")
