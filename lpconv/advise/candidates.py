@@ -56,7 +56,9 @@ def _settings(method: Method) -> Iterator[dict[str, Any]]:
     if method.has_granularity:
         for granularity in _GRANULARITIES:
             for fmt in _formats_with(method, granularity):
-                yield {"method": method.name, "format": fmt, "granularity": granularity}
+                layout = _layout_for(method, fmt, granularity)
+                written = {} if layout == LPCONV else {"layout": layout}
+                yield {"method": method.name, "format": fmt, "granularity": granularity} | written
 
 
 def _formats_with(method: Method, granularity: str) -> tuple[str, ...]:
@@ -66,6 +68,12 @@ def _formats_with(method: Method, granularity: str) -> tuple[str, ...]:
     if grain.formats or not grain.tile[1]:
         return grain.formats or method.formats
     return tuple(f for f in method.formats if method.format(f).storage_bits <= 8)
+
+
+def _layout_for(method: Method, fmt: str, granularity: str) -> str:
+    """The first layout that holds a format with a granularity: ours, but for NVFP4."""
+    grain = grain_of(granularity)
+    return next(name for name in method.forms if method.form(name).holds(method.format(fmt, grain), grain))
 
 
 def described(settings: dict[str, Any]) -> str:
