@@ -146,6 +146,8 @@ class Conversions:
         try:
             model, records = converted(subject, candidate.conversion, self._progress)
             gap = estimated(self._gaps(model, deadline))
+            if subject.metric == "output":
+                gap = replace(gap, low=max(gap.low, 0.0))  # a relative error
             figures = self._figures(model)
         except UnreadError:  # which says nothing of a conversion
             raise

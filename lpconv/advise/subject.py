@@ -26,6 +26,7 @@ from lpconv.train.data import is_text, read_rows
 __all__ = ["Subject", "open_subject"]
 
 Window = dict[str, Tensor]
+_NO_TEXT = "`lpconv convert MODEL --verify logits` says what a conversion does to its outputs"
 _MAX_WINDOWS = 64
 _PROBED = 2  # windows in the step that is looked into
 
@@ -89,7 +90,7 @@ def open_subject(name: str, options: AdviseOptions, progress: Progress) -> Subje
             seed=options.seed,
             revision=options.revision,
         )
-        prepared = prepare_run(name, asked, progress)
+        prepared = prepare_run(name, asked, progress, hint=_NO_TEXT)
     if options.data is not None:
         prepared = replace(prepared, data_words=Path(options.data).name)
     one = replace(prepared.batches, batch_size=1, tokens=_shuffled(prepared.batches.tokens, options.seed))

@@ -53,12 +53,12 @@ class Prepared:
         return target_loss(output, seed=0) if self.task is NONE else model_loss(output)
 
 
-def prepare_run(name: str, options: ProbeOptions, told: Progress) -> Prepared:
-    """Open the model called `name` and cut its text into batches."""
+def prepare_run(name: str, options: ProbeOptions, told: Progress, *, hint: str = _OWN_LOOP) -> Prepared:
+    """Open the model called `name` and cut its text into batches. `hint` is for models that read no text."""
     source = resolve(name, revision=options.revision)
     contents = read_contents(source.directory)
     told.start("opening the model", 0)
-    reads_text(contents, hint=_OWN_LOOP)
+    reads_text(contents, hint=hint)
     check_memory(num_parameters(contents), copies=_COPIES_IN_MEMORY, what="probing")
     opened = open_to_run(source.directory)
     task = opened.task if opened.task in (CLM, MLM) else NONE

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import ViTConfig, ViTForImageClassification
 from typer.testing import CliRunner
 
 from lpconv.advise import candidates, infer, train
@@ -14,6 +15,7 @@ from lpconv.batch.manifest import load_manifest
 from lpconv.cli.main import app
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.run import convert
+from lpconv.errors import UnsupportedError
 from lpconv.progress import Silent
 from lpconv.results import AdviceResult, from_json
 from lpconv.train.recipes import RECIPES
@@ -108,3 +110,11 @@ def test_of_an_output_of_ours_what_was_measured_before_an_interrupt_is_kept(
     assert result.interrupted
     assert sorted(r.status for r in result.rows) == ["measured", "pruned", "unmeasured"]
     assert "Inference" in done.stdout
+
+
+def test_a_model_that_reads_no_text_is_refused_with_what_can_be_asked_of_it(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    ViTForImageClassification(ViTConfig(image_size=16, patch_size=8, **sizes)).save_pretrained(tmp_path / "vit")
+    with pytest.raises(UnsupportedError, match="reads `pixel_values`, not token ids") as refused:
+        advise(str(tmp_path / "vit"), tmp_path / "advice", AdviseOptions(purpose="infer"))
+    assert "--verify logits" in (refused.value.hint or "")
