@@ -87,3 +87,41 @@ def test_a_conversion_knows_heads_and_embeddings_by_the_names_of_their_weights(n
             info = TensorInfo(name=stored, dtype="F32", shape=tuple(parameter.shape), begin=0, end=0)
             by_name = "16 bits by default" in decide(info, options, METHODS["unit"])[1]
             assert by_name == (id(parameter) in special or id(parameter) not in inside), stored
+
+
+STATES = {"mixer.A_log", "mixer.dt_proj.weight", "mixer.conv1d.weight"}
+EXPERTS = {"num_experts": 4, "moe_intermediate_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("cls", "settings", "left"),
+    [
+        ("MixtralForCausalLM", {**TINY, "num_local_experts": 4}, {"mlp.gate.weight"}),
+        ("GraniteMoeForCausalLM", {**TINY, "num_local_experts": 4}, {"block_sparse_moe.router.weight"}),
+        ("LlamaForCausalLM", TINY, set()),
+        ("MambaForCausalLM", {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 96}, STATES),
+        (
+            "GptOssForCausalLM",
+            {**TINY, "num_local_experts": 4, "head_dim": 8},
+            {"mlp.router.weight", "mlp.experts.gate_up_proj_bias", "mlp.experts.down_proj_bias"},
+        ),
+        (
+            "Qwen3NextForCausalLM",
+            {**TINY, **EXPERTS, "layer_types": ["linear_attention", "full_attention"]},
+            {"mlp.gate.weight", "mlp.shared_expert_gate.weight", "linear_attn.in_proj_ba.weight",
+             "linear_attn.conv1d.weight"},
+        ),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", ["F32", "BF16"])
+def test_a_conversion_leaves_what_decides_much_in_16_bits(
+    cls: str, settings: dict[str, object], left: set[str], dtype: str
+) -> None:
+    model = on_meta(getattr(transformers, cls).config_class(**settings), cls)
+    found = {}
+    for name, p in model.named_parameters():
+        info = TensorInfo(name=name, dtype=dtype, shape=tuple(p.shape), begin=0, end=0)
+        form, reason = decide(info, ConvertOptions(format="e4m3fn"), METHODS["unit"])
+        if ".layers." in name and "16 bits by default" in reason:
+            found[name.split(".", 3)[-1]] = form.format.name if form.format else dtype
+    assert found == dict.fromkeys(left, "fp16" if dtype == "F32" else dtype)

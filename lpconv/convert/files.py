@@ -11,6 +11,7 @@ from lpconv.checkpoint.partfile import sha256_of, write_error, write_small
 from lpconv.checkpoint.residual import RESIDUAL_FOLDER, RESIDUAL_INDEX, residual_index
 from lpconv.checkpoint.staging import MARKER, SUMS, read_marker
 from lpconv.convert.plan import Plan
+from lpconv.convert.policy import left_wide
 from lpconv.results import ConvertResult, FileRecord, ordered_json_text, to_json
 
 __all__ = [
@@ -59,11 +60,18 @@ def output_config(contents: Contents, plan: Plan) -> dict[str, Any]:
     """
     settings = {n: getattr(plan.options, n) for n in ("method", "format", "scale", "granularity")}
     formats = {t.name: t.format.name for t in plan.tensors if t.format is not None}
-    ignored = None if plan.linears is None else plan.linears.without(formats)
+    ignored = None if plan.linears is None else tuple(dict.fromkeys([*plan.linears.without(formats), *_wide(plan)]))
     config = contents.config | plan.form.configured(contents.config, settings, formats, ignored)
     if plan.form.quantised_by == "lpconv" and "auto_map" not in config and "model_type" in config:
         config["auto_map"] = {"AutoConfig": f"{LOADER.removesuffix('.py')}.Config"}
     return config
+
+
+def _wide(plan: Plan) -> list[str]:
+    """Modules of other classes in transformers which other readers build as `Linear`, routers first of all, by the
+    names that files have."""
+    kept = [t.info for t in plan.tensors if t.format is None and len(t.info.shape) > 1 and t.name.endswith(".weight")]
+    return [info.name.removesuffix(".weight") for info in kept if left_wide(info) not in (None, "embedding")]
 
 
 def replaced_config(contents: Contents, plan: Plan) -> dict[str, Any]:

@@ -1,9 +1,10 @@
 """Which tensor is converted to what, and why. Decided from names, shapes and dtypes alone.
 
 In order: what is not floating point is kept; `--exclude` keeps; `--rule` decides; `--include` keeps what it does not
-name; then the default of the method's form. For codes it converts matrices, and 8-bit formats leave embeddings and
-output heads in 16 bits. A form that holds anything, Collage's pair, takes every tensor wider than 16 bits: nothing is
-lost, because the residual holds what rounding took.
+name; then the default of the method's form. For codes it converts matrices, and formats of at most 8 bits leave in 16
+what is small and decides much: embeddings, output heads, routers, filters, the states of state space models. A form
+that holds anything, Collage's pair, takes every tensor wider than 16 bits: nothing is lost, because the residual holds
+what rounding took.
 """
 
 import re
@@ -19,15 +20,20 @@ from lpconv.formats.spec import FORMATS, Format
 from lpconv.forms import Form, Kept, Settings
 from lpconv.methods import Method
 
-__all__ = ["decide", "settings_for"]
+__all__ = ["decide", "left_wide", "settings_for"]
 
-# Name parts of embeddings and output heads across architectures; unknown architectures fall back to the matrix rule.
-_EMBEDDING = re.compile(
-    r"(^|\.)(embeddings?|shared|embed_\w+|\w+_embeddings?|\w+_embed|wte|wpe|embed|relative_attention_bias)(\.|$)"
-)
-_HEAD = re.compile(
-    r"(^|\.)(lm_head|\w*_lm_head|embed_out|predictions|classifier|score|qa_outputs|vocab_projector)(\.|$)"
-)
+# What is left in 16 bits, by the parts of names that architectures give it; those of unknown ones fall back to the rule
+# for matrices. Who serves such models quantises the same: NVIDIA's ModelOpt 0.47, `default_disabled_quantizers.yaml`.
+_WIDE = {
+    what: re.compile(rf"(^|\.)({parts})(\.|$)")
+    for what, parts in {
+        "embedding": r"embeddings?|shared|embed_\w+|\w+_embeddings?|\w+_embed|wte|wpe|embed|relative_attention_bias",
+        "output head": r"lm_head|\w*_lm_head|embed_out|predictions|classifier|score|qa_outputs|vocab_projector",
+        "router": r"gate|shared_expert_gate|\w*router",
+        "state": r"A_log|dt_proj(_weight)?|in_proj_(a|b|ba)",  # how long a state space model remembers, and what
+        "bias": r"\w*bias",  # of experts, a row each
+    }.items()
+}
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 _NARROW = 16
 
@@ -98,9 +104,16 @@ def _any_default(info: TensorInfo, wanted: Format) -> _Decision:
 def _codes_default(info: TensorInfo, wanted: Format) -> _Decision:
     if len(info.shape) < 2:
         return _Decision(format=None, reason="norm, bias or other vector")
-    what = "embedding" if _EMBEDDING.search(info.name) else "output head" if _HEAD.search(info.name) else None
+    what = left_wide(info)
     if wanted.storage_bits >= _NARROW or what is None:
         return _Decision(format=wanted, reason=what or "matrix")
     if DTYPE_BITS[info.dtype] <= _NARROW:
         return _Decision(format=None, reason=f"{what}: 16 bits by default")
     return _Decision(format=FORMATS["fp16"], reason=f"{what}: 16 bits by default")
+
+
+def left_wide(info: TensorInfo) -> str | None:
+    """What a tensor is that 8 bits are too few for, None where it is none of these."""
+    named = next((what for what, parts in _WIDE.items() if parts.search(info.name)), None)
+    is_filter = len(info.shape) > 2 and info.shape[1] == 1  # each output sees one channel: few numbers, used everywhere
+    return named or ("filter of one channel" if is_filter else None)

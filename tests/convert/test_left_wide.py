@@ -1,0 +1,73 @@
+"""What 8-bit formats leave in 16 bits, through whole conversions: kept as it is, named in the config, or overruled."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from lpconv.convert.inspect import inspect
+from lpconv.convert.options import ConvertOptions
+from lpconv.convert.patterns import FormatRule
+from lpconv.convert.run import convert
+
+TINY = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2}
+MIXTRAL = {**TINY, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 4}
+
+
+def source(tmp_path: Path, cls: str, settings: dict[str, int]) -> Path:
+    torch.manual_seed(0)
+    model = getattr(transformers, cls)(getattr(transformers, cls).config_class(**settings))
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "source")
+    return tmp_path / "source"
+
+
+def compressed(path: Path, out: Path, *rules: FormatRule) -> list[str]:
+    """The modules that the config of a conversion says are not quantised."""
+    asked = ConvertOptions(format="e4m3fn", granularity="row", layout="compressed-tensors", rules=rules)
+    assert convert(str(path), out, asked).verify.passed
+    assert not inspect(out).problems
+    found: list[str] = json.loads((out / "config.json").read_text())["quantization_config"]["ignore"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("cls", "settings", "left"),
+    [
+        ("MixtralForCausalLM", MIXTRAL, ("block_sparse_moe.gate.weight",)),
+        ("MambaForCausalLM", TINY, ("mixer.A_log", "mixer.conv1d.weight", "mixer.dt_proj.weight")),
+    ],
+)
+def test_bits_of_what_is_left_are_the_sources(
+    cls: str, settings: dict[str, int], left: tuple[str, ...], tmp_path: Path
+) -> None:
+    path = source(tmp_path, cls, settings)
+    result = convert(str(path), tmp_path / "out", ConvertOptions(format="e4m3fn"))
+    assert result.verify.passed
+    before, after = load_file(path / "model.safetensors"), load_file(tmp_path / "out/model.safetensors")
+    names = [n for n in before if n.endswith(left)]
+    assert len(names) == 2 * len(left)
+    for name in names:
+        assert torch.equal(before[name].view(torch.uint8), after[name].view(torch.uint8)), name
+    assert any(x.dtype == torch.float8_e4m3fn for x in after.values())
+
+
+def test_routers_are_named_as_files_have_them(tmp_path: Path) -> None:
+    """vLLM makes `Linear` modules of them, by the names of the files; transformers has another class for them."""
+    ignored = compressed(source(tmp_path, "MixtralForCausalLM", MIXTRAL), tmp_path / "out")
+    assert {f"model.layers.{i}.block_sparse_moe.gate" for i in range(2)} < {*ignored}
+    assert len(ignored) == len({*ignored})
+
+
+def test_a_rule_converts_what_would_be_left(tmp_path: Path) -> None:
+    path = source(tmp_path, "MambaForCausalLM", TINY)
+    names = {f"backbone.layers.{i}.mixer.dt_proj" for i in range(2)}
+    assert names < {*compressed(path, tmp_path / "default")}
+    ruled = compressed(path, tmp_path / "ruled", FormatRule(pattern="*dt_proj.weight", format="e4m3fn"))
+    assert not names & {*ruled}
+    own = ConvertOptions(format="e4m3fn", rules=(FormatRule(pattern="*.A_log", format="e4m3fn"),))
+    convert(str(path), tmp_path / "own", own)
+    stored = load_file(tmp_path / "own/model.safetensors")
+    assert stored["backbone.layers.0.mixer.A_log"].dtype == torch.float8_e4m3fn
