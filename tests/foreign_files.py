@@ -142,6 +142,24 @@ def _modelopt_fp8(name: str, w: Tensor, amax: float) -> Tensors:
     return {name: (w / scale).to(torch.float8_e4m3fn), name + "_scale": scale}
 
 
+def _modelopt_mxfp4(name: str, w: Tensor, amax: float) -> Tensors:
+    scales = _scales(w, (1, 32), 6.0)
+    exponents = torch.where(scales == 0, 0.0, torch.ceil(torch.log2(scales)))
+    codes = _fp4(w / _spread(torch.exp2(exponents), (1, 32), w.shape))
+    return {name: _pairs(codes), name + "_scale": (exponents + 127).to(torch.uint8)}
+
+
+def _modelopt_blocks(name: str, w: Tensor, amax: float) -> Tensors:
+    scales = _scales(w, (128, 128), 448.0)
+    codes = (w / _spread(scales, (128, 128), w.shape)).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return {name: codes, name + "_scale": scales[:, None, :, None]}
+
+
+def _modelopt_int8(name: str, w: Tensor, amax: float) -> Tensors:
+    scales = _scales(w, _rows(w), 127.0)
+    return {name: (w / scales).round().to(torch.int8), name + "_scale": scales.flatten()}
+
+
 def _gptq(name: str, w: Tensor, amax: float, *, group: int = 32, version: int = 1, shuffled: bool = False) -> Tensors:
     """AutoGPTQ: [in, out] words of eight inputs, zero points less one. Shuffled: as desc_act leaves the groups."""
     w_KN, stem = w.t(), name.removesuffix("weight")
@@ -226,6 +244,9 @@ MAKERS: Mapping[str, tuple[Maker, Callable[[], dict[str, Any]]]] = {
         lambda: {"quant_method": "mxfp8", "weight_block_size": [1, 32], "scale_fmt": "ue8m0"},
     ),
     "modelopt FP8": (_modelopt_fp8, lambda: {"quant_method": "modelopt", "quant_algo": "FP8"}),
+    "modelopt FP8 blocks": (_modelopt_blocks, lambda: {"quant_method": "modelopt", "quant_algo": "fp8_pb_wo"}),
+    "modelopt INT8": (_modelopt_int8, lambda: {"quant_method": "modelopt", "quant_algo": "W8A16"}),
+    "modelopt MXFP4": (_modelopt_mxfp4, lambda: {"quant_method": "modelopt", "quant_algo": "mxfp4"}),
     "modelopt NVFP4": (_modelopt_nvfp4, lambda: {"quant_method": "modelopt", "quant_algo": "NVFP4"}),
     "gptq": (_gptq, lambda: {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}),
     "gptq desc_act": (

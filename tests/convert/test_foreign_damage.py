@@ -250,7 +250,7 @@ _PLANTED = {
         ("no quantization_config", "no quantization_config", lambda t, c: c.clear()),
     ],
 }
-WITH_BLOCKS = ("ct FP8_BLOCK", "fp8", "fp8 bf16", "fp8 ue8m0")
+WITH_BLOCKS = ("modelopt FP8 blocks", "ct FP8_BLOCK", "fp8", "fp8 bf16", "fp8 ue8m0")
 PLANTED = [Planted(layout, *found) for layout, several in _PLANTED.items() for found in several]
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lpconv.checkpoint.contents import read_contents
 from lpconv.checkpoint.source import SafetensorsSource, read_range
+from lpconv.errors import InputError
 from lpconv.forms.decoded import open_values
 from lpconv.forms.foreign.grid import Grid
 from lpconv.forms.reader import StoredTensors
@@ -98,6 +99,39 @@ def test_torchao_decodes_the_same_nvfp4(tmp_path: Path) -> None:
         tensors[NAME], tensors[NAME + "_scale"], 16, torch.float32, tensors[NAME + "_scale_2"]
     ).dequantize()
     assert torch.equal(decoded(tmp_path), theirs)
+
+
+def test_modelopt_has_two_numbers_of_a_group_in_a_byte(tmp_path: Path) -> None:
+    """As compressed-tensors' MXFP4, by other names."""
+    from compressed_tensors.compressors.base import BaseCompressor
+
+    tensors = written("modelopt MXFP4", tmp_path, edges())
+    state = {"weight_packed": tensors[NAME], "weight_scale": tensors[NAME + "_scale"]}
+    kind = BaseCompressor.get_value_from_registry("mxfp4-pack-quantized")
+    theirs = kind.decompress(state, scheme_of("MXFP4"))["weight"]
+    assert torch.equal(decoded(tmp_path).to(theirs.dtype), theirs)
+
+
+@pytest.mark.parametrize(("layout", "rows", "cols"), [("modelopt FP8 blocks", 128, 128), ("modelopt INT8", 1, 512)])
+def test_modelopt_has_a_scale_for_a_block_or_a_row(layout: str, rows: int, cols: int, tmp_path: Path) -> None:
+    tensors = written(layout, tmp_path, edges(256, 512))
+    scales = tensors[NAME + "_scale"].reshape(256 // rows, 512 // cols)
+    wide = scales.repeat_interleave(rows, 0).repeat_interleave(cols, 1)
+    assert torch.equal(decoded(tmp_path), tensors[NAME].float() * wide)
+
+
+@pytest.mark.parametrize("algorithm", ["NVFP4_AWQ", "W4A16_AWQ"])
+def test_modelopts_other_files_are_refused(algorithm: str, tmp_path: Path) -> None:
+    """Weights whose inputs are multiplied would decode to other numbers, and so would two rows in a byte."""
+    w, stem = edges(256, 512), NAME.removesuffix("weight")
+    if algorithm == "NVFP4_AWQ":
+        tensors = MAKERS["modelopt NVFP4"][0](NAME, w, float(w.abs().max()))
+        tensors[stem + "pre_quant_scale"] = torch.ones(512)
+    else:
+        tensors = {NAME: torch.zeros(128, 512, dtype=torch.uint8), NAME + "_scale": torch.ones(256, 4)}
+    store(tmp_path, tensors, {"quant_method": "modelopt", "quant_algo": algorithm})
+    with pytest.raises(InputError, match="in a form that lpconv knows"):
+        StoredTensors.open(tmp_path)
 
 
 def _gptq_number(t: Tensors, n: int, k: int, *, first_version: bool) -> float:
