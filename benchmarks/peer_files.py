@@ -2,20 +2,25 @@
 
     python -m benchmarks.peer_files make --work DIRECTORY     # where llmcompressor and auto-round are installed
     python -m benchmarks.peer_files read --work DIRECTORY --out benchmarks/results/peer-files.json
+    python -m benchmarks.peer_files make --peers modelopt --work OTHER     # where nvidia-modelopt and requests are
+    python -m benchmarks.peer_files read --work OTHER --out benchmarks/results/peer-files-modelopt.json
 
-`make` draws a small Llama in bf16 and lets llm-compressor (`oneshot`) and AutoRound (no tuning steps) round it, on a
-CPU, in every scheme of theirs that needs no calibration data. Beside the files of GPTQ and AWQ, which transformers
-opens with other packages only, it leaves the weights that AutoRound's own `QuantLinear` multiplies an identity by, and
-its `dequantize_gemm`. `read` opens the others by plain transformers, `dequantize=True`, and compares all of them with
-what lpconv decodes, in the dtype of theirs; then it asks `inspect --strict`, and `verify` for the signal to noise
-beside the source. Neither needs a network.
+`make` draws a small Llama in bf16 and lets llm-compressor (`oneshot`), AutoRound (no tuning steps) and ModelOpt
+(`quantize` on random ids, `export_hf_checkpoint`) round it, on a CPU; of the first two in every scheme of theirs that
+needs no calibration data. Beside the files of GPTQ and AWQ, which transformers opens with other packages only, it
+leaves the weights that AutoRound's own `QuantLinear` multiplies an identity by, and its `dequantize_gemm`; beside
+ModelOpt's, which transformers does not open, what ModelOpt's own tensors decode the file to in fp32. `read` opens the
+others by plain transformers, `dequantize=True`, and compares all of them with what lpconv decodes, in the dtype of
+theirs; then it asks `inspect --strict`, and `verify` for the signal to noise beside the source. What lpconv refuses is
+listed with what it says. Neither needs a network.
 """
 
 import argparse
+import copy
 import importlib.metadata
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,23 +30,38 @@ from torch import Tensor
 
 _SCHEMES = ("FP8_DYNAMIC", "FP8_BLOCK", "MXFP8", "MXFP4A16", "NVFP4A16", "W4A16", "W8A16", "INT8")
 _EXPORTS = (("auto_gptq", "W4A16"), ("auto_awq", "W4A16"), ("llm_compressor", "MXFP4"), ("fp8", "FP8_BLOCK"))
+_MODELOPT = (
+    "FP8_DEFAULT", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_2D_BLOCKWISE_WEIGHT_ONLY", "MXFP8_DEFAULT", "MXFP4_DEFAULT",
+    "W4A8_MXFP4_FP8", "NVFP4_DEFAULT", "W4A16_NVFP4", "W4A8_NVFP4_FP8", "INT8_DEFAULT", "INT8_WEIGHT_ONLY",
+    "INT4_BLOCKWISE_WEIGHT_ONLY", "INT4_AWQ", "W4A8_AWQ_BETA",
+)  # fmt: skip
 _THEIRS = "theirs.safetensors"
 
 
-def make(work: Path) -> None:
-    from auto_round import AutoRound  # type: ignore[import-not-found]
+def make(work: Path, peers: Sequence[str]) -> None:
+    source, packages = draw(work / "source"), [p for peer in peers for p in _PEERS[peer][1]]
+    versions = {n: importlib.metadata.version(n) for n in (*packages, "torch", "transformers")}
+    (work / "versions.json").write_text(json.dumps(versions))
+    for peer in peers:
+        _PEERS[peer][0](source, work)
+
+
+def llm_compressor(source: Path, work: Path) -> None:
     from llmcompressor import oneshot  # type: ignore[import-not-found]
     from llmcompressor.modifiers.quantization import QuantizationModifier  # type: ignore[import-not-found]
     from transformers import LlamaForCausalLM
 
-    source = draw(work / "source")
-    versions = {n: importlib.metadata.version(n) for n in ("llmcompressor", "auto-round", "compressed-tensors")}
-    (work / "versions.json").write_text(json.dumps(versions))
     for scheme in _SCHEMES:
         model = LlamaForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
         oneshot(model=model, recipe=QuantizationModifier(targets="Linear", scheme=scheme, ignore=["lm_head"]),
                 tokenizer=tokenizer(source))  # fmt: skip
         model.save_pretrained(work / f"llm-compressor {scheme}", save_compressed=True)
+
+
+def auto_round(source: Path, work: Path) -> None:
+    from auto_round import AutoRound  # type: ignore[import-not-found]
+    from transformers import LlamaForCausalLM
+
     for layout, scheme in _EXPORTS:
         model, made = LlamaForCausalLM.from_pretrained(source, dtype=torch.bfloat16), work / "made"
         found = AutoRound(model, tokenizer(source), scheme=scheme, iters=0, disable_opt_rtn=True, device_map="cpu")
@@ -52,6 +72,27 @@ def make(work: Path) -> None:
         shutil.rmtree(made)
         if layout in ("auto_gptq", "auto_awq"):
             save_file(decoded(load_file(target / "model.safetensors"), layout), work / f"{target.name}.{_THEIRS}")
+
+
+def modelopt(source: Path, work: Path) -> None:
+    import modelopt.torch.quantization as mtq  # type: ignore[import-not-found]
+    from modelopt.torch.export import export_hf_checkpoint  # type: ignore[import-not-found]
+    from transformers import LlamaForCausalLM
+
+    for scheme in _MODELOPT:
+        torch.manual_seed(0)
+        model, ids = LlamaForCausalLM.from_pretrained(source, dtype=torch.bfloat16), torch.randint(0, 512, (2, 64))
+        mtq.quantize(model, copy.deepcopy(getattr(mtq, f"{scheme}_CFG")), lambda m, ids=ids: m(input_ids=ids))
+        target = work / f"ModelOpt {scheme}"
+        export_hf_checkpoint(model, export_dir=target)
+        save_file(decoded_by_modelopt(load_file(target / "model.safetensors")), work / f"{target.name}.{_THEIRS}")
+
+
+_PEERS: Mapping[str, tuple[Callable[[Path, Path], None], tuple[str, ...]]] = {
+    "llm-compressor": (llm_compressor, ("llmcompressor", "compressed-tensors")),
+    "auto-round": (auto_round, ("auto-round",)),
+    "modelopt": (modelopt, ("nvidia-modelopt",)),
+}
 
 
 def draw(source: Path) -> Path:
@@ -105,6 +146,41 @@ def decoded(stored: Mapping[str, Tensor], layout: str) -> dict[str, Tensor]:
     return found
 
 
+def decoded_by_modelopt(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights in fp32 as the classes of ModelOpt's tensors decode them, but for the integers of 4 bits."""
+    from modelopt.torch.quantization.qtensor import (  # type: ignore[import-not-found]
+        FP8QTensor,
+        INT8QTensor,
+        MXFP4QTensor,
+        MXFP8QTensor,
+        NVFP4QTensor,
+    )
+
+    found = {}
+    for name, scale in ((n.removesuffix("_scale"), x) for n, x in stored.items() if n.endswith(".weight_scale")):
+        codes, second = stored[name], stored.get(name + "_scale_2")
+        settings: dict[str, Any] = {"scale": scale}
+        if codes.dtype == torch.int8:
+            kind, settings["scale"] = INT8QTensor, scale[:, None]
+        elif scale.dtype == torch.uint8:
+            kind = MXFP4QTensor if codes.dtype == torch.uint8 else MXFP8QTensor
+            settings["block_sizes"] = {-1: 32}
+        elif scale.dtype == torch.float8_e4m3fn:
+            kind = NVFP4QTensor
+            settings |= {"double_scale": second, "block_sizes": {-1: codes.shape[-1] * 2 // scale.shape[-1]}}
+        elif codes.dtype == torch.uint8:
+            continue
+        elif scale.dim() == 4:
+            kind = FP8QTensor
+            settings = {"scale": scale.squeeze((1, 3)), "block_sizes": {-1: 128, -2: 128}}
+        else:
+            kind = FP8QTensor
+            settings["scale"] = scale[:, None] if scale.dim() else scale
+        shape = torch.Size((codes.shape[0], codes.shape[1] * (2 if codes.dtype == torch.uint8 else 1)))
+        found[name] = kind(shape, torch.float32, codes).dequantize(dtype=torch.float32, **settings).contiguous()
+    return found
+
+
 def read(work: Path) -> dict[str, Any]:
     rows = {}
     for path in sorted(p for p in work.iterdir() if p.is_dir() and p.name != "source"):
@@ -116,11 +192,16 @@ def read(work: Path) -> dict[str, Any]:
 def compared(path: Path, work: Path) -> dict[str, Any]:
     from lpconv.convert.compare import compare
     from lpconv.convert.inspect import inspect
+    from lpconv.errors import LpconvError
     from lpconv.forms.reader import StoredTensors
     from lpconv.progress import Silent
 
     theirs = their_weights(path, work)
-    with StoredTensors.open(path) as stored:
+    try:
+        opened = StoredTensors.open(path)
+    except LpconvError as e:
+        return {"refused": str(e)}
+    with opened as stored:
         coded = [n for n, form in stored.forms.items() if form.format is not None]
         equal = [torch.equal(stored.tensor(n).to(theirs[n].dtype), theirs[n]) for n in coded]
         words = sorted({stored.forms[n].words for n in coded})
@@ -157,10 +238,11 @@ def main() -> None:
     parser.add_argument("what", choices=("make", "read"))
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--peers", nargs="*", choices=_PEERS, default=["llm-compressor", "auto-round"])
     asked = parser.parse_args()
     asked.work.mkdir(parents=True, exist_ok=True)
     if asked.what == "make":
-        make(asked.work)
+        make(asked.work, asked.peers)
         return
     found = read(asked.work)
     if asked.out is not None:
