@@ -157,6 +157,7 @@ class DecodeScaled(ConversionOps):  # type: ignore[misc]
                     self.hf_quantizer.merged_scales[name] = scale.cpu()
                 else:
                     self.hf_quantizer.scales[full_layer_name] = scale.cpu()
+                    self.hf_quantizer.formats[full_layer_name] = self.hf_quantizer.format_of(name)
             decoded[pattern] = [
                 (self._decoded(name, tensors[name], scales[name]) if name in scales else tensors[name]).to(dtype)
                 for name, _ in pairs
@@ -182,6 +183,7 @@ class LpconvQuantizer(HfQuantizer):  # type: ignore[misc]
     def __init__(self, quantization_config: LpconvConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         self.scales: dict[str, Tensor] = {}  # by the model's name
+        self.formats: dict[str, str] = {}  # the same
         self.merged_scales: dict[str, Tensor] = {}  # by the stored name, of tensors that the model merges or splits
         self._added: set[int] = set()
 
@@ -246,7 +248,7 @@ class LpconvQuantizer(HfQuantizer):  # type: ignore[misc]
         merged = self._merged(model, tensors)
         state, encoded = {}, {}
         for name, scale in self.scales.items():
-            encoded[tensors[name].data_ptr()] = self._encoded(name, tensors[name], scale)
+            encoded[tensors[name].data_ptr()] = self._encoded(tensors[name], scale, self.formats[name])
             state[name + SCALE_SUFFIX] = scale
         for name, tensor in tensors.items():
             if name not in merged:
@@ -260,7 +262,7 @@ class LpconvQuantizer(HfQuantizer):  # type: ignore[misc]
                 state[name] = tensor
                 continue
             scale = self.merged_scales[stored]
-            state[name] = self._encoded(stored, tensor, scale)
+            state[name] = self._encoded(tensor, scale, self.format_of(stored))
             state[name + SCALE_SUFFIX] = scale
         return state, {}
 
@@ -271,8 +273,8 @@ class LpconvQuantizer(HfQuantizer):  # type: ignore[misc]
         back = [c.reverse_transform() for c in model._weight_conversions if isinstance(c, WeightConverter)]
         return {n: t for n, t in tensors.items() if any(c.rename_source_key(n)[1] is not None for c in back)}
 
-    def _encoded(self, name: str, weight: Tensor, scale: Tensor) -> Tensor:
-        return encode_scaled(weight.detach(), scale, self.format_of(name), self.tile)
+    def _encoded(self, weight: Tensor, scale: Tensor, fmt: str) -> Tensor:
+        return encode_scaled(weight.detach(), scale, fmt, self.tile)
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -281,7 +283,7 @@ class LpconvQuantizer(HfQuantizer):  # type: ignore[misc]
         return (1, int(count)) if count else TILES[kind]
 
     def format_of(self, name: str) -> str:
-        """The format of a parameter; its name and the stored one may differ by the base model's prefix."""
+        """The format of a stored tensor, whose name may have the base model's prefix more or less."""
         for stored, fmt in self.quantization_config.exceptions.items():
             if stored == name or stored.endswith("." + name) or name.endswith("." + stored):
                 return str(fmt)
