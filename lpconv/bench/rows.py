@@ -117,7 +117,7 @@ class BenchRun:
                 description = team.receive()
                 base_samples, samples = interleave(group.team, team, self.options.effort.of_a_launch())
                 row = row or self._row(group, case, team, description)
-            except UsageError:
+            except (UsageError, InputError):  # which no other row can do without
                 raise
             except LpconvError as e:
                 self._keep_error(group, case, e, _status(e))

@@ -14,10 +14,12 @@ from bench_in_process import without_processes
 from torch._inductor.exc import InductorError
 from typer.testing import CliRunner, Result
 
+from lpconv.bench.cases import Case
 from lpconv.bench.runner import CaseRunner
 from lpconv.cli.main import app
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.run import convert
+from lpconv.errors import InputError
 
 SHORT = ("--min-iters", "6", "--min-time", "0", "--rounds", "3", "--launches", "1")
 QUICK = ("--layers", "2", "--compile", "off", "--baseline", "bf16", *SHORT, "-q")
@@ -176,6 +178,24 @@ def test_a_baseline_that_fails_fails_its_rows_and_the_sweep_goes_on(monkeypatch:
     rows = json.loads(result.stdout)["error"]["details"]["result"]["rows"]
     assert [(r["batch"], r["status"]) for r in rows] == [(1, "failed"), (1, "failed"), (2, "ok"), (2, "ok")]
     assert "--compile off" in rows[0]["reason"]
+
+
+def test_a_model_that_is_no_longer_read_ends_the_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here it goes once the baseline has been built. What was measured before is in the file."""
+    saved, build = tmp_path / "bench.json", CaseRunner.__init__
+
+    def damaged(runner: CaseRunner, case: Case, *, memory_share: float) -> None:
+        if case.batch == 2 and case.method == "static":
+            raise InputError("`model.safetensors` is shorter than its header says", hint="fetch it again")
+        build(runner, case, memory_share=memory_share)
+
+    monkeypatch.setattr("lpconv.bench.runner.CaseRunner.__init__", damaged)
+
+    said = refused(3, "demo", "--method", "static", "--sweep", "batch=1,2 seq=16", *QUICK, "--save", saved)
+
+    assert "is shorter than its header says" in said
+    document = json.loads(saved.read_text())
+    assert [(r["batch"], r["status"]) for r in document["rows"]] == [(1, "ok"), (1, "ok")]
 
 
 def test_an_interrupted_run_keeps_the_rows_it_has(tmp_path: Path) -> None:
