@@ -80,7 +80,7 @@ def prepare(model: str, output: Path | str, options: ConvertOptions, *, headers_
             linears=linears,
         )
         output_config(contents, made)  # what it refuses, it refuses now
-        memory = plan_memory(made, contents, gates, uploads=url is not None)
+        memory = plan_memory(made, contents, gates, output=output, uploads=url is not None)
     except BaseException:
         source.close()
         raise

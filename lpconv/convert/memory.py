@@ -7,6 +7,7 @@ The bytes were measured on Linux with torch 2.13 and transformers 5.23 and are u
 import os
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
@@ -59,17 +60,19 @@ class Memory:
     in_files: bool = False
 
 
-def plan_memory(plan: Plan, contents: Contents, gates: tuple[Gate, ...], *, uploads: bool = False) -> Memory:
+def plan_memory(
+    plan: Plan, contents: Contents, gates: tuple[Gate, ...], *, output: Path, uploads: bool = False
+) -> Memory:
     """As many workers as the options and memory allow, and what the run takes with them.
 
-    With `uploads` the output goes to a store.
+    With `uploads` the output goes to a store. What is verified lies at `output` already, with pointers if it is in one.
 
     Raises ResourceError where one worker is too much, or where the options demand outputs and two models are, even with
     matrices that stay in their files.
     """
     options = plan.options
     taken = psutil.Process().memory_info().rss
-    now = taken + (0 if "torch" in sys.modules else _TORCH_BYTES) + _network(plan, contents, uploads=uploads)
+    now = taken + (0 if "torch" in sys.modules else _TORCH_BYTES) + _network(plan, contents, output, uploads=uploads)
     available = taken + available_memory()
     budget = min(options.max_memory or available, available)
     workers = options.workers or min(len(os.sched_getaffinity(0)), _MAX_WORKERS)
@@ -106,9 +109,10 @@ def why_no_logits(plan: Plan, contents: Contents) -> str | None:
     return None
 
 
-def _network(plan: Plan, contents: Contents, *, uploads: bool) -> int:
+def _network(plan: Plan, contents: Contents, output: Path, *, uploads: bool) -> int:
     """What a store takes: pieces that are read of it, and parts on their way to it. What was uploaded is read back."""
-    downloads = any_pointer(contents.directory, contents.weight_files)
+    written = [p.name for p in output.glob("*.safetensors")]
+    downloads = any_pointer(contents.directory, contents.weight_files) or any_pointer(output, written)
     if not downloads and not uploads:
         return 0
     sent = max((sum(upload_bytes(f.size_bytes) for f in s.files) for s in plan.shards), default=0) if uploads else 0

@@ -16,10 +16,13 @@ from typer.testing import CliRunner
 from benchmarks.object_store import ENVIRONMENT, Fault, Request, Store
 from lpconv.checkpoint import remote
 from lpconv.checkpoint.remote import UNFINISHED
+from lpconv.checkpoint.remote_file import WINDOW_BYTES
 from lpconv.checkpoint.resolve import directory_of, resolve
 from lpconv.cli.main import app
 from lpconv.convert.options import ConvertOptions
+from lpconv.convert.reader import read_provenance
 from lpconv.convert.run import convert, finish
+from lpconv.convert.verify_source import prepare_again
 from lpconv.errors import (
     InputError,
     LpconvError,
@@ -291,3 +294,16 @@ def test_places_that_are_not_written(store: Store, source: Path, url: str) -> No
 def test_parts_are_put_together_in_folders(store: Store, source: Path) -> None:
     with pytest.raises(UnsupportedError, match="parts"):
         finish(str(source), URL, ConvertOptions())
+
+
+def test_verifying_counts_what_it_reads_of_a_store(store: Store, source: Path, tmp_path: Path) -> None:
+    """The source lies here, so that it is the output that takes the window."""
+    run(source)
+    convert(str(source), tmp_path / "local", ConvertOptions(format="e4m3fn", verify="none"))
+    needed = {}
+    for output in (tmp_path / "local", resolve(URL).directory):
+        job = prepare_again(read_provenance(output), output, str(source), verify="weights", trust_remote_code=False)
+        job.source.close()
+        needed[output] = job.memory.needed_bytes
+    here, there = needed.values()
+    assert WINDOW_BYTES <= there - here < 2 * WINDOW_BYTES
