@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, TypeGuard
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Placement
 
-__all__ = ["is_sharded", "local", "placed_like", "whole"]
+__all__ = ["is_sharded", "local", "placed_like", "placed_on", "whole"]
 
 
 def is_sharded(x: object) -> "TypeGuard[DTensor]":
@@ -29,9 +30,20 @@ def placed_like(x: Tensor, part: Tensor) -> Tensor:
     """`part`, which this rank has of a tensor of the shape of `x`, placed as `x` is: a DTensor where that is one."""
     if not is_sharded(x):
         return part
+    return _placed(part, x.device_mesh, x.placements, x)
+
+
+def placed_on(mesh: "DeviceMesh", rows: Tensor, x: Tensor) -> "DTensor":
+    """The DTensor of the shape of `x`, contiguous, of which this rank of the mesh has these rows."""
+    from torch.distributed.tensor import Shard
+
+    return _placed(rows, mesh, (Shard(0),), x)
+
+
+def _placed(part: Tensor, mesh: "DeviceMesh", placements: "tuple[Placement, ...]", x: Tensor) -> "DTensor":
     from torch.distributed.tensor import DTensor
 
-    return DTensor.from_local(part, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride())
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=x.shape, stride=x.stride())
 
 
 def whole(x: Tensor) -> Tensor:

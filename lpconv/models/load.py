@@ -23,7 +23,7 @@ from lpconv.models.plugin import LOADER, register
 from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import architecture, concrete
 
-__all__ = ["from_state", "load", "load_with_missing", "open_in_files"]
+__all__ = ["from_files", "from_state", "load", "load_with_missing", "open_in_files"]
 
 
 def load(
@@ -100,13 +100,21 @@ def open_in_files(path: str | Path) -> Iterator[tuple[Any, tuple[str, ...]]]:
     again. The model runs inside the context only.
     """
     contents = read_contents(Path(path))
-    config, _ = _config(contents.directory, {})
     with StoredTensors.open(contents.directory) as stored, quiet_transformers():
-        state = {name: _in_files(stored, name) for name in stored.forms}
-        cls = concrete(architecture(contents.config), config)
-        model, missing = from_state(cls, config, state, dtype=torch.float32, experts_implementation="eager")
+        cls = architecture(contents.config)
+        model, missing = from_files(contents, stored, model_class=cls, experts_implementation="eager")
         model.config.use_cache = False  # keys and values of past tokens would be kept for nothing
         yield model, missing
+
+
+def from_files(
+    contents: Contents, stored: StoredTensors, *, model_class: Any, **kwargs: Any
+) -> tuple[Any, tuple[str, ...]]:
+    """The model in fp32 of open tensors, whose matrices stay in their files until somebody reads them."""
+    config, kwargs = _config(contents.directory, kwargs)
+    state = {name: _in_files(stored, name) for name in stored.forms}
+    model, missing = from_state(concrete(model_class, config), config, state, dtype=torch.float32, **kwargs)
+    return _with_generation(model, contents.directory), missing
 
 
 def _in_files(stored: StoredTensors, name: str) -> Tensor:

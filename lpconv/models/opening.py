@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from lpconv.checkpoint.contents import Contents, read_contents
 from lpconv.errors import LpconvError, UnsupportedError, peer_lost
@@ -21,6 +22,7 @@ from lpconv.models.load import load_with_missing
 from lpconv.models.plugin import LpconvQuantizer
 from lpconv.models.presets import PRESETS
 from lpconv.models.quiet import quiet_transformers
+from lpconv.models.rows import load_rows
 from lpconv.models.tasks import Task, architecture, concrete, main_input, task_of
 
 __all__ = [
@@ -44,10 +46,14 @@ _WHAT_OPENS = "lpconv runs what this release of transformers opens; does config.
 
 @dataclass(frozen=True, kw_only=True)
 class Opened:
-    """A model in evaluation mode, and its task. `missing` names parameters that the checkpoint lacks: random ones."""
+    """A model in evaluation mode, and its task. `missing` names parameters that the checkpoint lacks: random ones.
+
+    `read_whole` names matrices of which a rank was to open its rows, and held all for a while.
+    """
 
     model: Any
     missing: tuple[str, ...] = ()
+    read_whole: tuple[str, ...] = ()
 
     @property
     def task(self) -> Task:
@@ -98,11 +104,14 @@ def open_to_trace(directory: Path) -> Opened:
     return opened
 
 
-def open_to_train(task: Task, directory: Path, *, seed: int, num_labels: int | None = None) -> Opened:
+def open_to_train(
+    task: Task, directory: Path, *, seed: int, num_labels: int | None = None, mesh: DeviceMesh | None = None
+) -> Opened:
     """The model in fp32 with the task's head; what the checkpoint does not hold is drawn from `seed`.
 
     So a run and its twin begin alike. Codes, of lpconv or of others, are opened as the weights that they stand for.
-    Raises UnsupportedError for models that the task has no class for, and for layouts that lpconv does not read.
+    Of a mesh every rank opens its rows, and the model runs once it is sharded. Raises UnsupportedError for models that
+    the task has no class for, and for layouts that lpconv does not read.
     """
     check_readable(read_contents(directory).config)
     with quiet_transformers(), model_errors(_DOES_NOT_OPEN, hint=_WHAT_OPENS):
@@ -116,6 +125,9 @@ def open_to_train(task: Task, directory: Path, *, seed: int, num_labels: int | N
             ) from e
         torch.manual_seed(seed)
         options = {} if num_labels is None else {"num_labels": num_labels, "ignore_mismatched_sizes": True}
+        if mesh is not None:
+            model, missing, read_whole = load_rows(directory, mesh, model_class=model_class, **options)
+            return Opened(model=_without_cache(model), missing=missing, read_whole=read_whole)
         model, missing = load_with_missing(directory, dtype=torch.float32, model_class=model_class, **options)
     if isinstance(getattr(model, "hf_quantizer", None), LpconvQuantizer):
         model.dequantize()  # the weights are decoded already: this only lets go of the codes' scales

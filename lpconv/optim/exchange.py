@@ -14,18 +14,18 @@ from lpconv.mcf.pairs import nearest_by_cast
 from lpconv.mcf.split import BF16
 from lpconv.optim.base import LowPrecisionOptimizer
 from lpconv.optim.storage import Storage, store, total
-from lpconv.shards import local, whole
+from lpconv.shards import local, placed_like, whole
 
-__all__ = ["fp32_state_dict", "start_from_checkpoint", "start_from_fp32"]
+__all__ = ["fp32_state_dict", "fp32_values", "start_from_checkpoint", "start_from_fp32"]
 
 
 @torch.no_grad()
 def start_from_fp32(optimizer: LowPrecisionOptimizer, model: nn.Module, values: Mapping[str, Tensor]) -> None:
     """Set the model's parameters to fp32 `values`, with what bf16 drops in the optimizer's low parts.
 
-    `values` has one full tensor per parameter name (a tied parameter under any of its names); other entries are left
-    alone, so a whole state dict will do. Raises InputError where one is missing or has another shape, and changes
-    nothing then.
+    `values` has one tensor per parameter name, full or sharded as the parameter is (a tied parameter under any of its
+    names); other entries are left alone, so a whole state dict will do. Raises InputError where one is missing or has
+    another shape, and changes nothing then.
     """
     found = [(p, _value_for(names, p, values)) for p, names in _all_named(optimizer, model)]
     for p, value in found:
@@ -67,11 +67,16 @@ def fp32_state_dict(optimizer: LowPrecisionOptimizer, model: nn.Module) -> dict[
 
     DTensors are gathered, so every rank must call it.
     """
-    state = {n: whole(t) for n, t in model.state_dict().items()}
+    return {name: whole(x) for name, x in fp32_values(optimizer, model).items()}
+
+
+@torch.no_grad()
+def fp32_values(optimizer: LowPrecisionOptimizer, model: nn.Module) -> dict[str, Tensor]:
+    """`fp32_state_dict` with DTensors left on their ranks."""
+    state: dict[str, Tensor] = dict(model.state_dict())
     for p, names in _all_named(optimizer, model):
-        parts = optimizer.parts(p)[0]
-        full = tuple(whole(t) for t in parts)
-        state |= dict.fromkeys(names, total(optimizer.storages(p)[0], full) * optimizer.weight_scale(p))
+        kept = total(optimizer.storages(p)[0], tuple(local(x) for x in optimizer.parts(p)[0]))
+        state |= dict.fromkeys(names, placed_like(p, kept * optimizer.weight_scale(p)))
     return state
 
 

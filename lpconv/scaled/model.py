@@ -22,7 +22,7 @@ from lpconv.scaled.places import heads, install, place
 from lpconv.scaled.saved import SavedCodes
 from lpconv.scaled.scales import MAX_SCALE, MIN_SCALE
 from lpconv.scaled.tensor import ScaledTensor, scaled_tensor
-from lpconv.shards import local, placed_like
+from lpconv.shards import local, placed_like, whole
 
 __all__ = [
     "COMPUTE",
@@ -278,14 +278,15 @@ def _replace_parameters(
     """
     exact_ids = {id(p) for module in exact for p in module.parameters(recurse=False)}
     owned = list(_owned_parameters(model))
-    scales = {id(p): given.get(id(p)) or weight_scale(name, p.detach()) for name, _, _, p in owned}
+    scales = {id(p): given.get(id(p)) or weight_scale(name, whole(p.detach())) for name, _, _, p in owned}
     hats: dict[int, nn.Parameter] = {}
     for _, module, key, parameter in owned:
         if id(parameter) not in hats:
-            data = (parameter.detach() / scales[id(parameter)]).to(dtype)
+            data = (local(parameter.detach()) / scales[id(parameter)]).to(dtype)
             role = Role.EXACT if id(parameter) in exact_ids else Role.WEIGHT
             hat = scaled_tensor(data, scales[id(parameter)], role=role, numerics=numerics)
-            hats[id(parameter)] = nn.Parameter(hat, requires_grad=parameter.requires_grad)
+            placed = placed_like(parameter, hat)
+            hats[id(parameter)] = nn.Parameter(placed, requires_grad=parameter.requires_grad)
         module._parameters[key] = hats[id(parameter)]
     return {name: scales[id(p)] for name, _, _, p in owned}
 

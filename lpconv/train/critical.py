@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 from lpconv.models.quiet import quiet_transformers
 from lpconv.scaled.critical import InputRisk, critical_modules, input_risks
-from lpconv.train.job import MEASURED_BATCHES, TrainingJob, first_batches, open_start
+from lpconv.train.job import MEASURED_BATCHES, TrainingJob, first_batches
+from lpconv.train.sharded import start_in_fp32
 
 __all__ = ["critical_facts", "with_critical"]
 
@@ -19,7 +20,7 @@ def with_critical(job: TrainingJob) -> tuple[TrainingJob, tuple[InputRisk, ...]]
     chosen: tuple[InputRisk, ...] = ()
     if "auto" in options.critical and options.arithmetic.is_scaled_fp8:
         with quiet_transformers():
-            model = open_start(job, options.seed).model
+            model = start_in_fp32(job, options.seed)
             batches = first_batches(job, job.stream(options.seed, held_out=False), MEASURED_BATCHES, model.device)
             chosen = critical_modules(input_risks(model.eval(), batches))
     critical = tuple(dict.fromkeys((*options.critical_patterns, *(r.layer for r in chosen))))

@@ -20,7 +20,7 @@ from lpconv.train.data import read_rows
 from lpconv.train.examples import Collator, Examples, Stream, classification, packed, sequence_pairs
 from lpconv.train.memory import check_room, parameter_bytes
 from lpconv.train.options import FinetuneOptions, check_start
-from lpconv.train.processes import num_processes
+from lpconv.train.processes import mesh, num_processes
 from lpconv.train.recipes import Arithmetic
 
 __all__ = ["MEASURED_BATCHES", "TrainingJob", "Work", "first_batches", "num_ranks", "open_start", "training_job"]
@@ -145,8 +145,9 @@ def training_job(directory: Path, options: FinetuneOptions) -> TrainingJob:
 def _check_weights(contents: Contents, options: FinetuneOptions) -> None:
     """Before anything is loaded, from headers: whether weights, gradients and state have room."""
     with closing(open_source(contents)) as source:
-        count = sum(math.prod(entry.info.shape) for entry in source.entries.values())
-    check_room(parameter_bytes(count, options.arithmetic, num_ranks=num_ranks(options)), options.max_memory)
+        sizes = [math.prod(entry.info.shape) for entry in source.entries.values()]
+    needed = parameter_bytes(sum(sizes), max(sizes), options.arithmetic, num_ranks=num_ranks(options))
+    check_room(needed, options.max_memory)
 
 
 def _check_head(contents: Contents, options: FinetuneOptions, task: Task) -> None:
@@ -165,8 +166,9 @@ def num_ranks(options: FinetuneOptions) -> int:
 
 
 def open_start(job: TrainingJob, seed: int) -> Opened:
-    """The model that a run starts from, in fp32."""
-    opened = open_to_train(job.task, job.directory, seed=seed, num_labels=job.num_labels)
+    """The model that a run starts from, in fp32; of a sharded run this rank's rows."""
+    shared = mesh() if job.options.is_sharded else None
+    opened = open_to_train(job.task, job.directory, seed=seed, num_labels=job.num_labels, mesh=shared)
     if opened.model.config.pad_token_id is None:
         opened.model.config.pad_token_id = job.pad_id
     return opened

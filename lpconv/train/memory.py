@@ -22,6 +22,7 @@ from lpconv.report.numbers import size_text
 from lpconv.results import PeakMemory
 from lpconv.scaled.tensor import data_part
 from lpconv.shards import local
+from lpconv.train.processes import is_main_process
 from lpconv.train.recipes import TRAINING_OPTIMIZERS, Arithmetic
 
 __all__ = [
@@ -57,10 +58,17 @@ def weight_bytes(num_parameters: int, arithmetic: Arithmetic) -> int:
     return num_parameters * TRAINING_OPTIMIZERS[arithmetic.optimizer].bytes_per_parameter
 
 
-def parameter_bytes(num_parameters: int, arithmetic: Arithmetic, *, num_ranks: int) -> dict[str, int]:
-    """What one of the ranks that share the parameters keeps, by part; each has the whole model while it opens it."""
-    kept = {"weights, gradients and optimizer": weight_bytes(num_parameters, arithmetic) // num_ranks}
-    return kept if num_ranks == 1 else kept | {"the whole model, while it is opened": 4 * num_parameters}
+def parameter_bytes(num_parameters: int, largest: int, arithmetic: Arithmetic, *, num_ranks: int) -> dict[str, int]:
+    """What this one of the ranks that share the parameters keeps, by part; the `largest` of them has so many numbers.
+
+    The first rank saves the model; of GPUs that takes no memory.
+    """
+    needed = {"weights, gradients and optimizer": weight_bytes(num_parameters, arithmetic) // num_ranks}
+    if num_ranks > 1:
+        needed["the largest parameter, gathered"] = 4 * largest
+        if is_main_process() and not torch.cuda.is_available():
+            needed["the whole model, while it is saved"] = 4 * num_parameters
+    return needed
 
 
 def check_room(needed: dict[str, int], limit: int | None) -> None:

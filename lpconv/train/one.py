@@ -30,8 +30,9 @@ from lpconv.train.memory import StepMemory, check_room, explained, parameter_byt
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.prepare import Prepared, operand_scale_of, prepare
 from lpconv.train.processes import backend, is_main_process, num_processes, wait_for_all
+from lpconv.train.recipes import RECIPES
 from lpconv.train.record import run_record
-from lpconv.train.sharded import shard
+from lpconv.train.sharded import running_copy, shard, start_in_fp32
 from lpconv.train.trainer import DivergedError, LowPrecisionTrainer, predicted
 from lpconv.train.watch import Watch, rate_of
 
@@ -40,12 +41,12 @@ __all__ = ["Finished", "train_one"]
 
 @dataclass(frozen=True, kw_only=True)
 class Finished:
-    """A run that is done, with the model and optimizer it left."""
+    """A run that is done, with the model and optimizer it left. `opened` says how it began."""
 
     record: RunRecord
     prepared: Prepared
     optimizer: torch.optim.Optimizer
-    missing: tuple[str, ...]
+    opened: Opened
 
 
 def train_one(job: TrainingJob, work: Work, progress: Progress) -> Finished:
@@ -72,7 +73,7 @@ def train_one(job: TrainingJob, work: Work, progress: Progress) -> Finished:
     with quiet_transformers(), clock.spending("evaluating in fp32"):
         exact = _in_fp32(job, work, prepared, optimizer, record)
     record = dataclasses.replace(record, evaluations=(*record.evaluations, *exact))
-    return Finished(record=record, prepared=prepared, optimizer=optimizer, missing=opened.missing)
+    return Finished(record=record, prepared=prepared, optimizer=optimizer, opened=opened)
 
 
 def _prepared(
@@ -145,7 +146,7 @@ def _in_fp32(
         return renamed(record.evaluations)
     device = prepared.model.device
     batches = first_batches(job, job.stream(work.seed, held_out=True), job.options.eval_batches, device)
-    model, values = open_start(job, work.seed).model.to(device), prepared.values(optimizer)
+    model, values = start_in_fp32(job, work.seed).to(device), prepared.values(optimizer)
     return in_fp32(model, values, batches, step=job.options.steps, accuracy=bool(job.num_labels))
 
 
@@ -202,14 +203,16 @@ def _check_memory(job: TrainingJob, work: Work, model: Any) -> dict[str, int]:
     Activations are those of one sequence in fp32, times the batch: low precision needs fewer.
     """
     parameters = sum(p.numel() for p in model.parameters())
-    needed = parameter_bytes(parameters, work.arithmetic, num_ranks=num_ranks(job.options))
+    largest = max(p.numel() for p in model.parameters())
+    needed = parameter_bytes(parameters, largest, work.arithmetic, num_ranks=num_ranks(job.options))
     if work.lca:
         needed["loss change allocation"] = 4 * NUM_COPIES * parameters
     check_room(needed, job.options.max_memory)
     batch = Collator(pad_id=job.pad_id)([job.stream(work.seed, held_out=False)[0]])
     share = job.options.batch_size // num_processes()
     with model_errors("the model does not run", hint="do config.json and tokenizer belong to the weights?"):
-        needed["activations"] = saved_bytes(model, {k: v.to(model.device) for k, v in batch.items()}) * share
+        running = running_copy(model) if job.options.is_sharded else model
+        needed["activations"] = saved_bytes(running, {k: v.to(model.device) for k, v in batch.items()}) * share
     check_room(needed, job.options.max_memory)
     return needed
 
@@ -222,7 +225,10 @@ def _loss_watch(job: TrainingJob, work: Work, model: Any) -> LossWatch:
 def _calibrate(job: TrainingJob, work: Work, model: Any) -> None:
     """Fix scales measured on the run's first batches: in fp32, where nothing overflows and nothing vanishes."""
     batches = first_batches(job, job.stream(work.seed, held_out=False), MEASURED_BATCHES, model.device)
-    apply_factors(model, calibrate(scaled(open_start(job, work.seed).model.to(model.device), method="unit"), batches))
+    measured = scaled(open_start(job, work.seed).model.to(model.device), method="unit")
+    if job.options.is_sharded:
+        shard(measured, RECIPES["fp32"].arithmetic)
+    apply_factors(model, calibrate(measured, batches))
 
 
 def _accuracy(found: Any) -> dict[str, float]:

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from lpconv.kernels.linear import E5M2_LINEAR, E5M2_STOCHASTIC, use_recipe
 from lpconv.kernels.quantise import fake_quantise
 from lpconv.loss_scale import LossScale, make_loss_scale
-from lpconv.optim import LowPrecisionAdamW, fp32_state_dict, start_from_fp32
+from lpconv.optim import LowPrecisionAdamW, start_from_fp32
+from lpconv.optim.exchange import fp32_values
 from lpconv.scaled import AdamW, HyperParameters, ScaledTensor, adaptive_scaling, equivalent, native_groups, scaled
 from lpconv.scaled.places import heads
-from lpconv.shards import is_sharded, local, placed_like, whole
+from lpconv.shards import is_sharded, local, placed_like
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.recipes import Arithmetic
 
@@ -27,7 +28,7 @@ class ScaledLowPrecisionAdamW(LowPrecisionAdamW):
 
     `start` holds the fp32 values of the source model: what bf16 drops of them goes to the low parts at once. One
     parameter group per scale, so that schedulers work; `group["scale"]` gives lr back as lr·scale. The model may be
-    sharded by FSDP2; `start` is whole all the same.
+    sharded by FSDP2, and `start` whole or sharded alike.
     """
 
     def __init__(
@@ -75,9 +76,9 @@ class ScaledLowPrecisionAdamW(LowPrecisionAdamW):
         self.model.zero_grad(set_to_none)
 
     def values(self) -> dict[str, Tensor]:
-        """The trained parameters in fp32 by their names in the model, exactly as kept."""
+        """The trained parameters in fp32 by their names in the model, exactly as kept, and where they are."""
         self._follow()
-        kept = fp32_state_dict(self, self.data)
+        kept = fp32_values(self, self.data)
         return {name: kept[name.replace(".", "/")] * scale for name, scale in self._scales.items()}
 
 
@@ -102,20 +103,20 @@ class Prepared:
         return nullcontext() if self.autocast is None else torch.autocast(device, self.autocast)
 
     def values(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-        """The state of the model with its trained parameters as exactly as the optimizer keeps them, on the CPU.
+        """The state of the model with its trained parameters as exactly as the optimizer keeps them.
 
-        A sharded one is gathered, so all ranks must call it.
+        Each rank has its rows of a sharded one. Tied names share one tensor.
         """
         state: dict[str, Tensor] = dict(self.model.state_dict(keep_vars=True))
         kept: Mapping[str, Tensor]
         if isinstance(optimizer, ScaledLowPrecisionAdamW):
             kept = optimizer.values()
         elif isinstance(optimizer, LowPrecisionAdamW):
-            kept = fp32_state_dict(optimizer, self.model)
+            kept = fp32_values(optimizer, self.model)
         else:
             kept = {name: _kept(x, optimizer) for name, x in state.items()}
-        by_parameter = {id(state[name]): x for name, x in kept.items()}  # tied names share one parameter
-        return {name: whole(by_parameter.get(id(x), x).detach()).cpu() for name, x in state.items()}
+        values = {id(x): x.detach() for x in state.values()} | {id(state[n]): x.detach() for n, x in kept.items()}
+        return {name: values[id(x)] for name, x in state.items()}
 
 
 def prepare(model: Any, arithmetic: Arithmetic, options: FinetuneOptions, *, seed: int) -> Prepared:

@@ -4,8 +4,9 @@ import os
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-__all__ = ["backend", "is_main_process", "num_processes", "wait_for_all"]
+__all__ = ["backend", "is_main_process", "mesh", "num_processes", "wait_for_all"]
 
 
 def is_main_process() -> bool:
@@ -21,6 +22,11 @@ def num_processes() -> int:
 def wait_for_all() -> None:
     """Until all processes are here."""
     _state().wait_for_everyone()
+
+
+def mesh() -> DeviceMesh:
+    """All of them in a row."""
+    return init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", (num_processes(),))
 
 
 def backend() -> str | None:

@@ -15,6 +15,7 @@ from lpconv.convert.files import copy_side_files, model_side_files, write_sums
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.run import convert
 from lpconv.models.quiet import quiet_transformers
+from lpconv.shards import whole
 from lpconv.train.job import TrainingJob
 from lpconv.train.one import Finished
 from lpconv.train.options import FinetuneOptions
@@ -36,11 +37,17 @@ def form_of(options: FinetuneOptions) -> tuple[str, str]:
 def publish_model(output: Path, job: TrainingJob, finished: Finished) -> None:
     """Write the model and the source's tokenizer into `output`; a converted form is checked against the trained one.
 
-    All processes call it, because they may have to gather what is written, and the main one writes.
+    All processes call it, because they may have to gather what is written, tensor by tensor; the main one keeps and
+    writes it.
     """
     values = finished.prepared.values(finished.optimizer)
+    whole_values = {}
+    for x in {id(x): x for x in values.values()}.values():
+        found = whole(x)  # by all ranks together
+        if is_main_process():
+            whole_values[id(x)] = found.cpu()
     if is_main_process():
-        _publish(output, job, finished.prepared.model, values)
+        _publish(output, job, finished.prepared.model, {name: whole_values[id(x)] for name, x in values.items()})
 
 
 def _publish(output: Path, job: TrainingJob, model: Any, values: dict[str, Tensor]) -> None:

@@ -12,6 +12,7 @@ from lpconv.checkpoint.partfile import write_small
 from lpconv.checkpoint.resolve import resolve
 from lpconv.convert.provenance import versions
 from lpconv.gates import FINETUNE_GATES
+from lpconv.models.opening import Opened
 from lpconv.progress import Progress, Silent
 from lpconv.report.finetune.card import finetune_card
 from lpconv.report.finetune.html import html_finetune
@@ -57,7 +58,7 @@ def finetune(
         wait_for_all()
         with clock.spending("measuring inputs"):
             job, chosen = with_critical(job)
-        runs, missing = _train_all(job, output, told, is_main, clock)
+        runs, notes = _train_all(job, output, told, is_main, clock)
         wait_for_all()
         guess = baselines(job.targets(), job.stream(0, held_out=True), num_targets=job.num_targets)
         result = FinetuneResult(
@@ -77,7 +78,7 @@ def finetune(
             versions=versions(),
             command=command,
             card=inherited_facts(source.directory, source.resolved if source.revision else None),
-            warnings=_warnings(job, runs, missing),
+            warnings=_warnings(job, runs, notes),
         )
         found = (*result.warnings, *nothing_learned(result))
         result = dataclasses.replace(result, gates=FINETUNE_GATES.check(gates, result), warnings=found)
@@ -108,14 +109,14 @@ def _train_all(
     """Every run of every seed, twins after their runs; those that an earlier command finished are read."""
     options = job.options
     records: list[RunRecord] = []
-    missing: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     for seed in range(options.seed, options.seed + options.seeds):
         done: list[RunRecord] = []  # of this seed
         for work in _works(job, output, seed, done):
             record = read_finished(work.folder)
             if record is None:
                 finished = train_one(job, work, told)
-                record, missing = finished.record, finished.missing
+                record, notes = finished.record, _notes(finished.opened)
                 for what, seconds in record.seconds.items():
                     clock.add(what, seconds)
                 if work.role == "run" and seed == options.seed:
@@ -128,7 +129,7 @@ def _train_all(
                 wait_for_all()
             done.append(record)
         records += done
-    return tuple(records), missing
+    return tuple(records), notes
 
 
 def _works(job: TrainingJob, output: Path, seed: int, done: Sequence[RunRecord]) -> Sequence[Work]:
@@ -176,11 +177,21 @@ def _facts(job: TrainingJob, resolved: str) -> dict[str, str]:
     }
 
 
-def _warnings(job: TrainingJob, runs: Sequence[RunRecord], missing: Sequence[str]) -> tuple[str, ...]:
-    found = list(job.examples.notes)
-    if missing:
-        shown = ", ".join(missing[:3]) + (" and more" if len(missing) > 3 else "")
-        found.append(f"not in the checkpoint, so drawn from the seed: {shown}")
+def _notes(opened: Opened) -> tuple[str, ...]:
+    """What is to be said of how the model was opened."""
+    found = {
+        "not in the checkpoint, so drawn from the seed": opened.missing,
+        "transformers makes these of others, so each process held them whole for a while": opened.read_whole,
+    }
+    return tuple(f"{what}: {_few(names)}" for what, names in found.items() if names)
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (" and more" if len(names) > 3 else "")
+
+
+def _warnings(job: TrainingJob, runs: Sequence[RunRecord], notes: Sequence[str]) -> tuple[str, ...]:
+    found = [*job.examples.notes, *notes]
     rounds = job.options.steps * job.options.batch_size / len(job.examples.train)
     if rounds > 1:
         found.append(f"the data were seen {rounds:.3g} times")

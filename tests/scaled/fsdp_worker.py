@@ -86,7 +86,7 @@ class Run:
             warnings.filterwarnings("ignore", message="variant")
             if how:
                 scaled_adamw = ScaledLowPrecisionAdamW(model, start, weight_decay=0.01, **settings)
-                return scaled_adamw, scaled_adamw.values
+                return scaled_adamw, lambda: {n: whole(x) for n, x in scaled_adamw.values().items()}
             optimizer = LowPrecisionAdamW(model.parameters(), **settings)
         start_from_fp32(optimizer, model, start)
         return optimizer, lambda: fp32_state_dict(optimizer, model)

@@ -15,6 +15,8 @@ from lpconv.errors import UnsupportedError, UsageError
 from lpconv.init.options import InitOptions
 from lpconv.init.run import init
 from lpconv.results import RunRecord, from_json
+from lpconv.train.memory import parameter_bytes
+from lpconv.train.recipes import arithmetic
 from lpconv.train.run import finetune
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
@@ -51,6 +53,16 @@ def test_ranks_train_what_one_process_does(
     assert [s.values for s in run.evaluations] == expected
     assert {p.name for p in (folder / case).iterdir()} == {p.name for p in (tmp_path / "one").iterdir()}
     assert len((folder / case / "metrics.jsonl").read_text().splitlines()) == worker.STEPS + 1
+
+
+@pytest.mark.parametrize(("is_first", "num_whole"), [(True, 1), (False, 0)])
+def test_a_rank_needs_its_share_and_the_first_one_the_model_to_save(
+    is_first: bool, num_whole: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lpconv.train.memory.is_main_process", lambda: is_first)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    needed = parameter_bytes(8000, 500, arithmetic(recipe="fp32"), num_ranks=4)
+    assert sum(needed.values()) == 16 * 8000 // 4 + 4 * 500 + num_whole * 4 * 8000
 
 
 def test_what_cannot_be_sharded_is_refused_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

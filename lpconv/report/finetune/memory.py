@@ -12,7 +12,7 @@ __all__ = ["render_memory"]
 
 _LEFT_OUT = (
     "Peaks of the two passes, by formula. The optimizer's own temporary tensors and what a device keeps for itself "
-    "come on top, and each process opens the whole model once, in fp32, in the memory of its machine."
+    "come on top. To publish the model, the first process gathers it in fp32 in the memory of its machine."
 )
 
 

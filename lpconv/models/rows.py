@@ -1,0 +1,66 @@
+"""A model of which each rank of a mesh opens its own rows: the rest stays in the files.
+
+transformers is given tensors that it can rename, stack and join without a number being read. What it does beyond that
+reads a tensor whole; its name is told.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lpconv.checkpoint.contents import read_contents
+from lpconv.forms.reader import StoredTensors
+from lpconv.models.coded import CodedTensor
+from lpconv.models.load import from_files
+from lpconv.shards import placed_on
+
+__all__ = ["load_rows"]
+
+
+def load_rows(
+    path: str | Path, mesh: DeviceMesh, *, model_class: Any, **kwargs: Any
+) -> tuple[Any, tuple[str, ...], tuple[str, ...]]:
+    """The model in fp32 with the parameters of this rank as DTensors, dealt out as FSDP2 does; all values are those of
+    `load_with_missing`.
+
+    With the names of parameters that the checkpoint lacks, and of matrices that this rank held whole for a while.
+    Buffers and what is missing are whole too.
+    """
+    contents = read_contents(Path(path))
+    with StoredTensors.open(contents.directory) as stored:
+        model, missing = from_files(contents, stored, model_class=model_class, **kwargs)
+        read_whole = {n for n, p in model.named_parameters() if p.ndim > 1 and not isinstance(p, CodedTensor)}
+        _keep_rows(model, mesh)
+    return model, missing, tuple(sorted(read_whole.difference(missing)))
+
+
+def _keep_rows(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Leave this rank's rows of every parameter, and buffers whole, in place; tied ones stay one."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for key, p in module._parameters.items():
+            if p is not None and p not in made:
+                made[p] = nn.Parameter(_sharded(p.detach(), mesh), requires_grad=p.requires_grad)
+            if p is not None:
+                module._parameters[key] = made[p]
+        coded = {key: x.decoded() for key, x in module._buffers.items() if isinstance(x, CodedTensor)}
+        module._buffers.update(coded)
+
+
+def _sharded(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    size = -(-len(x) // mesh.size())
+    start, stop = (min(i * size, len(x)) for i in (mesh.get_local_rank(), mesh.get_local_rank() + 1))
+    return placed_on(mesh, _rows(x, start, stop).to(mesh.device_type), x)
+
+
+def _rows(x: Tensor, start: int, stop: int) -> Tensor:
+    """Rows of `x` in memory of their own."""
+    if start == stop:
+        return torch.empty((0, *x.shape[1:]), dtype=x.dtype)
+    if not isinstance(x, CodedTensor):
+        return x[start:stop].clone()
+    row = x.numel() // len(x)
+    return x.part(start * row, stop * row, (stop - start, *x.shape[1:])).decoded()
