@@ -37,6 +37,7 @@ __all__ = [
     "weight_scale",
 ]
 
+_BLOCK = 2**20  # elements
 ZERO_SCALE = 2.0**-6  # for parameters that are all zero: the power of two below 0.02, the usual initializer_range
 
 
@@ -244,7 +245,9 @@ def weight_scale(name: str, weight: Tensor) -> float:
     """σ = 2^⌊log2 RMS⌋; 2^-6 for an all-zero tensor, whose values training will choose, and for one without memory."""
     if weight.is_meta:
         return ZERO_SCALE
-    rms = float(weight.double().square().mean().sqrt()) if weight.numel() else 0.0
+    blocks = torch.split(weight.reshape(-1), _BLOCK)  # all at once would take four times the weight
+    sums = [x.double().square().sum() for x in blocks]
+    rms = float((torch.stack(sums).sum() / weight.numel()).sqrt()) if weight.numel() else 0.0
     if not rms < MAX_SCALE:
         raise UsageError(
             f"parameter `{name}` is not finite", hint="find the step that broke it; nothing here repairs it"
