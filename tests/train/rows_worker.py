@@ -10,13 +10,14 @@ from torch import Tensor
 
 from lpconv.models.opening import Opened, open_to_train
 from lpconv.models.tasks import TASKS
+from lpconv.scaled import saved_bytes
 from lpconv.scaled.tensor import ScaledTensor
 from lpconv.shards import is_sharded, local, whole
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.prepare import prepare
 from lpconv.train.processes import mesh
 from lpconv.train.recipes import arithmetic
-from lpconv.train.sharded import shard
+from lpconv.train.sharded import running_copy, shard
 
 STEPS = 2
 
@@ -39,6 +40,17 @@ def _opened_unlike(folder: str, task: str, num_labels: int | None) -> list[str]:
     wrong += [] if ties[0] == ties[1] else ["ties"]
     wrong += [] if whole_one.missing == rows.missing else ["missing"]
     return wrong + [f"{n}: read whole" for n in rows.read_whole]
+
+
+def saved(models: Iterable[str]) -> dict[str, tuple[int, int]]:
+    """What a forward pass of each saves for its backward pass, whole and by rows."""
+    return {folder: (_saved(folder, by_rows=False), _saved(folder, by_rows=True)) for folder in models}
+
+
+def _saved(folder: str, *, by_rows: bool) -> int:
+    model = _open(folder, "clm", None, by_rows=by_rows).model
+    ids = torch.arange(1, 13)[None]
+    return saved_bytes(running_copy(model) if by_rows else model, {"input_ids": ids, "labels": ids})
 
 
 def trained_unlike(cases: dict[str, tuple[str, dict[str, str]]]) -> dict[str, list[str]]:

@@ -82,6 +82,11 @@ def test_rows_are_those_of_the_whole_model(folder: Path) -> None:
     assert on_ranks(3, worker.opened_unlike, folder, OPENED) == {name: [] for name, _, _ in OPENED}
 
 
+def test_activations_are_counted_without_the_parameters_that_were_gathered(folder: Path) -> None:
+    found = on_ranks(3, worker.saved, folder, ["llama", "tied", "gpt2"])
+    assert all(by_rows == whole for whole, by_rows in found.values()), found
+
+
 def test_runs_begun_from_rows_are_those_begun_from_the_whole_model(folder: Path) -> None:
     assert on_ranks(3, worker.trained_unlike, folder, TRAINED) == {name: [] for name in TRAINED}
 
