@@ -163,7 +163,13 @@ def _scaled(model: Any, arithmetic: Arithmetic, settings: dict[str, Any], option
         carrier=torch.float32 if keeps_fp32 else None,
     )  # fmt: skip
     if arithmetic.variant is not None:
-        return Prepared(model=model, make_optimizer=lambda: ScaledLowPrecisionAdamW(model, start, **settings))
+
+        def make_in_parts() -> ScaledLowPrecisionAdamW:
+            optimizer = ScaledLowPrecisionAdamW(model, start, **settings)
+            start.clear()
+            return optimizer
+
+        return Prepared(model=model, make_optimizer=make_in_parts)
     state_dtype = torch.float16 if has_fp16_state else torch.float32
 
     def make() -> AdamW:
