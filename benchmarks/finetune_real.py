@@ -76,6 +76,7 @@ TENSOR: dict[str, dict[str, Any]] = {
 VARIANTS: dict[str, dict[str, Any]] = TENSOR | {
     "unit-fp8-down": {"recipe": "unit-fp8", "critical": ("*.down_proj",)},
     "unit-fp8-tensor-all": {"recipe": "unit-fp8", "operand_scale": "tensor", "critical": ("none",)},
+    "unit-fp8-backward": {"recipe": "unit-fp8", "operand_scale": "output=carrier"},
     "unit-fp8-tensor-backward": {"recipe": "unit-fp8", "operand_scale": "tensor,output=carrier"},
     "unit-fp8-calibrated": {"recipe": "unit-fp8", "calibrate": True},
 }
