@@ -33,6 +33,7 @@ MODELS: dict[str, tuple[Any, Any, torch.dtype]] = {
     "pegasus": (hf.PegasusForConditionalGeneration,
                 hf.PegasusConfig(**_SEQ2SEQ, encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=9,
                                  decoder_ffn_dim=9, max_position_embeddings=16), torch.float32),
+    "hrm": (hf.HrmTextForCausalLM, hf.HrmTextConfig(**_LLAMA), torch.float32),
     "bert": (hf.BertForMaskedLM, hf.BertConfig(**_SMALL, intermediate_size=9), torch.float32),
 }  # fmt: skip
 CONVERTED = {
@@ -80,6 +81,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_rows_are_those_of_the_whole_model(folder: Path) -> None:
     """Whatever transformers renames, stacks, joins, ties, freezes or draws; buffers are whole."""
     assert on_ranks(3, worker.opened_unlike, folder, OPENED) == {name: [] for name, _, _ in OPENED}
+
+
+def test_what_transformers_takes_apart_is_read_whole_and_named(folder: Path) -> None:
+    """Queries, keys and values are one matrix in these files."""
+    found = on_ranks(2, worker.opened_unlike, folder, [("hrm", "clm", None)])["hrm"]
+    assert "model.L_module.layers.0.self_attn.q_proj.weight: read whole" in found
+    assert all(name.endswith("_proj.weight: read whole") for name in found)
 
 
 def test_activations_are_counted_without_the_parameters_that_were_gathered(folder: Path) -> None:
