@@ -19,9 +19,9 @@ from lpconv.formats.spec import Format, get_format
 if TYPE_CHECKING:
     from lpconv.forms import Form
 
-__all__ = ["LPCONV", "METHODS", "TRANSFORMERS", "Method"]
+__all__ = ["GPT_OSS", "LPCONV", "METHODS", "TRANSFORMERS", "Method"]
 
-LPCONV, TRANSFORMERS = "lpconv", "transformers"
+LPCONV, TRANSFORMERS, GPT_OSS = "lpconv", "transformers", "gpt-oss"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,9 @@ class Method:
         return FORMS[self.forms[layout]]
 
 
-_WITH_SCALES = {LPCONV: "tiles", COMPRESSED_TENSORS: "compressed tiles", TRANSFORMERS: "fine-grained"}
+_WITH_SCALES = {
+    LPCONV: "tiles", COMPRESSED_TENSORS: "compressed tiles", TRANSFORMERS: "fine-grained", GPT_OSS: "gpt-oss",
+}  # fmt: skip
 METHODS: dict[str, Method] = {
     m.name: m
     for m in (

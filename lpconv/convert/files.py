@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lpconv.checkpoint.contents import QUANTIZATION_FILES, Contents
+from lpconv.checkpoint.header import TensorInfo
 from lpconv.checkpoint.partfile import sha256_of, write_error, write_small
 from lpconv.checkpoint.residual import RESIDUAL_FOLDER, RESIDUAL_INDEX, residual_index
 from lpconv.checkpoint.staging import MARKER, SUMS, read_marker
@@ -60,18 +61,29 @@ def output_config(contents: Contents, plan: Plan) -> dict[str, Any]:
     """
     settings = {n: getattr(plan.options, n) for n in ("method", "format", "scale", "granularity")}
     formats = {t.name: t.format.name for t in plan.tensors if t.format is not None}
-    ignored = None if plan.linears is None else tuple(dict.fromkeys([*plan.linears.without(formats), *_wide(plan)]))
+    ignored = _kept_modules(plan)
     config = contents.config | plan.form.configured(contents.config, settings, formats, ignored)
     if plan.form.quantised_by == "lpconv" and "auto_map" not in config and "model_type" in config:
         config["auto_map"] = {"AutoConfig": f"{LOADER.removesuffix('.py')}.Config"}
     return config
 
 
-def _wide(plan: Plan) -> list[str]:
-    """Modules of other classes in transformers which other readers build as `Linear`, routers first of all, by the
-    names that files have."""
-    kept = [t.info for t in plan.tensors if t.format is None and len(t.info.shape) > 1 and t.name.endswith(".weight")]
-    return [info.name.removesuffix(".weight") for info in kept if left_wide(info) not in (None, "embedding")]
+def _kept_modules(plan: Plan) -> list[str]:
+    """The modules whose weights are not converted, by the names that files have.
+
+    Where the layout converts `Linear` modules only, these, and others which readers build as such, routers first of
+    all.
+    """
+    kept = [t.info for t in plan.tensors if t.format is None and len(t.info.shape) > 1]
+    if plan.linears is None:
+        return [*dict.fromkeys(i.name.rpartition(".")[0] for i in kept if len(i.shape) > 2 or _is_weight(i))]
+    wide = [i.name.removesuffix(".weight") for i in kept if _is_weight(i) and left_wide(i) not in (None, "embedding")]
+    formats = {t.name for t in plan.tensors if t.format is not None}
+    return [*dict.fromkeys([*plan.linears.without(formats), *wide])]
+
+
+def _is_weight(info: TensorInfo) -> bool:
+    return info.name.endswith(".weight")
 
 
 def replaced_config(contents: Contents, plan: Plan) -> dict[str, Any]:

@@ -4,6 +4,7 @@ The bytes were measured on Linux with torch 2.13 and transformers 5.23 and are u
 15 % below the sum. What torch takes is in what the process has, once it is loaded; a dry run is over before that.
 """
 
+import math
 import os
 import sys
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from pathlib import Path
 import psutil
 
 from lpconv.checkpoint.contents import Contents
+from lpconv.checkpoint.header import DTYPE_BITS
 from lpconv.checkpoint.place import any_pointer
 from lpconv.checkpoint.remote import upload_bytes
 from lpconv.checkpoint.remote_file import WINDOW_BYTES
@@ -22,11 +24,12 @@ from lpconv.forms.ranges import BLOCK_ELEMENTS, CHECKED_ELEMENTS
 from lpconv.gates import Gate, needs_logits
 from lpconv.machine import available_memory
 
-__all__ = ["AUTO_LOGITS_BYTES", "SPARE", "Memory", "plan_memory", "why_no_logits"]
+__all__ = ["AUTO_LOGITS_BYTES", "HELD_MATRICES", "SPARE", "Memory", "plan_memory", "why_no_logits"]
 
 # Up to this many weight bytes `--verify auto` also runs both models.
 AUTO_LOGITS_BYTES = 2 * 10**9
 SPARE = 2  # blocks that wait for the writer while every worker is busy
+HELD_MATRICES = 2  # of which all blocks are taken: workers may be at the end of one and at the beginning of the next
 _MAX_WORKERS = 8
 _MIB = 2**20
 _TORCH_BYTES = 200 * _MIB
@@ -126,8 +129,10 @@ def _converting(plan: Plan, workers: int) -> int:
     buffers = ((workers + SPARE) * stored + workers * _WORK_BYTES) * largest  # as much of them as is touched
     checked = max((min(t.info.num_elements, max(CHECKED_ELEMENTS, t.form.cols)) for t in plan.tensors), default=0)
     temporary = workers * max(fitting, _DECODING_BYTES * largest + _CHECKING_BYTES * checked)
+    matrices = (math.prod(t.info.shape[-2:]) * DTYPE_BITS[t.info.dtype] // 8 for t in plan.tensors if t.form.turned)
+    turned = (HELD_MATRICES + 1) * max(matrices, default=0)  # one more as it lies in the file
     sides = sum(c.num_bytes for t in plan.tensors for c in t.form.side) * _COPIES_OF_SIDES
-    return _OVERHEAD_BYTES + len(plan.tensors) * _TENSOR_BYTES + buffers + temporary + sides
+    return _OVERHEAD_BYTES + len(plan.tensors) * _TENSOR_BYTES + buffers + temporary + sides + turned
 
 
 def _running(plan: Plan, contents: Contents) -> int:

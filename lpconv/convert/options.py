@@ -9,7 +9,7 @@ from lpconv.checkpoint.compressed import COMPRESSED_TENSORS
 from lpconv.convert.patterns import FormatRule, parse_rule
 from lpconv.formats.grains import GRAINS, TENSOR, grain_of
 from lpconv.formats.spec import FORMATS
-from lpconv.methods import LPCONV, METHODS, TRANSFORMERS
+from lpconv.methods import GPT_OSS, LPCONV, METHODS, TRANSFORMERS
 from lpconv.options import Force, Option, Resume, Revision, TrustRemoteCode, size_option
 
 __all__ = [
@@ -20,7 +20,7 @@ __all__ = [
     "VerifyOptions",
 ]
 
-LAYOUTS = (LPCONV, COMPRESSED_TENSORS, TRANSFORMERS)
+LAYOUTS = (LPCONV, COMPRESSED_TENSORS, TRANSFORMERS, GPT_OSS)
 VERIFY_LEVELS = ("none", "weights", "logits", "auto")
 POINTS_MAX = 3
 _RESIDUALS = (*dict.fromkeys(r for m in METHODS.values() for r in m.residuals), "fp16")

@@ -60,6 +60,8 @@ def _decoded(t: PlannedTensor, workers: Workers) -> tuple[Tensor, TensorRecord]:
     for _, encoded in workers.in_order(blocks_of([t]), convert):
         error = error + (encoded.error or BlockError())
         stats = stats + (encoded.stats or BlockStats())
+    if t.form.turned:
+        values = values.view(*t.info.shape[:-2], *t.info.shape[:-3:-1]).mT.contiguous()
     return values.view(t.info.shape), tensor_record(t, t.form.scale(found.side), stats, error)
 
 

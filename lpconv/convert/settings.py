@@ -13,7 +13,7 @@ from lpconv.formats.grains import TENSOR, Grain, grain_of
 from lpconv.formats.spec import FORMATS, Format
 from lpconv.lookup import find
 from lpconv.mcf.point_layout import MAX_POINTS
-from lpconv.methods import LPCONV, METHODS, TRANSFORMERS, Method
+from lpconv.methods import GPT_OSS, LPCONV, METHODS, TRANSFORMERS, Method
 from lpconv.options import check
 
 __all__ = ["ConvertSettings", "PointBudget", "command_line", "settings_of"]
@@ -22,6 +22,7 @@ _LAYOUT_HINTS = {
     LPCONV: f"use --layout {COMPRESSED_TENSORS}",
     COMPRESSED_TENSORS: "use --method unit with --format e4m3fn, or --granularity mx, nvfp4 or group:N",
     TRANSFORMERS: "use --method unit with --format e4m3fn and --granularity 128x128 or mx",
+    GPT_OSS: "use --method unit with --format e2m1 and --granularity mx",
 }
 _SPARE_BITS = 0.5  # the default budget above the bits of an element: scales, and second points for some rows
 
@@ -148,7 +149,7 @@ def _check_layout(options: ConvertOptions, method: Method, format_name: str, gra
         words = "" if grain is None else f" with {grain.words}"
         raise UsageError(f"layout `{options.layout}` does not hold {method.name} in {format_name}{words}", hint=hint)
     form = method.form(options.layout)
-    for rule in options.rules if form.of_linears else ():
+    for rule in options.rules if options.layout != LPCONV else ():
         if rule.format != "keep" and not form.holds(FORMATS[rule.format], grain):
             one = "e4m3fn" if form.holds(FORMATS["e4m3fn"], grain) else format_name
             raise UsageError(

@@ -25,6 +25,7 @@ from lpconv.convert.tensor_records import planned_record, tensor_record
 from lpconv.convert.workers import Block, Workers, blocks_of
 from lpconv.forms.blocks import Workspace, as_float32, block_error, block_stats
 from lpconv.forms.facts import BlockError, BlockStats, Looked, Measured
+from lpconv.forms.stored import Side
 from lpconv.progress import Progress
 from lpconv.results import TensorRecord, WeightsCheck
 
@@ -87,7 +88,7 @@ def check_weights(
     records, wrong, checked = [], [n for n in output.records if n not in tensors], 0
     for name in names:
         t, record = tensors[name], output.records[name]
-        if output.forms[name].components != t.form.components:
+        if not output.holds(t.form):
             wrong.append(name)
             continue
         if whole is None or name in whole:
@@ -127,7 +128,7 @@ def _compare_whole(
     Its side tensors are taken for those that the source implies, until all blocks have been looked at; if they are not,
     the blocks are compared again.
     """
-    side = output.side(t.name)
+    side = _side(t, output)
 
     def look(block: Block) -> tuple[Looked | None, _Compared]:
         with workers.borrowed() as work:
@@ -162,16 +163,22 @@ def _compare_whole(
 
 def _compare_pieces(t: PlannedTensor, output: OutputReader, workers: Workers) -> tuple[int, bool]:
     """The first, a middle and the last piece of a tensor: how many elements, and whether they are right."""
-    count, right = 0, t.format is None or t.form.scale(output.side(t.name)) == output.records[t.name].scale
+    side = _side(t, output)
+    count, right = 0, t.format is None or t.form.scale(side) == output.records[t.name].scale
     for start, stop in _sample_ranges(t.info.num_elements):
-        first, last = output.widened(t.name, start, stop)
+        first, last = t.form.widened(start, stop)
         with workers.borrowed() as work:
             block = Block(tensor=t, start=first, stop=last)
             x = workers.read(block, work)
-            found = Measured(stats=block_stats(x, work) if t.format else BlockStats(), side=output.side(t.name))
+            found = Measured(stats=block_stats(x, work) if t.format else BlockStats(), side=side)
             right = _compare(block, x, output, found, None, work).right and right
         count += last - first
     return count, right
+
+
+def _side(t: PlannedTensor, output: OutputReader) -> Side:
+    """The stored side tensors, which who only reads may not have to hold whole."""
+    return output.side(t.name) or output.read_side(t.form)
 
 
 def _sample_ranges(num_elements: int) -> Iterator[tuple[int, int]]:
@@ -191,7 +198,7 @@ def _compare(
     """One block of the files beside `x`, the source's. `found` has the stored side tensors, `implied` others if the
     source implies others."""
     form, start, stop = block.tensor.form, block.start, block.stop
-    stored = output.stored(form.name, start, stop)
+    stored = output.read(form, start, stop, found.side)
     again = form.encode(x, start, found, work)
     right = _same_bytes(stored, again.data)
     if form.format is None:

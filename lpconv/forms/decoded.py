@@ -54,7 +54,7 @@ class DecodedSource:
             self._stored.read_bytes(name, start, out)
             return
         first, last = start // 4, (start + len(out)) // 4
-        begin, end = self._stored.widened(name, first, last)
+        begin, end = self._stored.forms[name].widened(first, last)
         out[:] = self._band(name, begin, end)[first - begin : last - begin].numpy().data.cast("B")
 
     def _band(self, name: str, begin: int, end: int) -> Tensor:

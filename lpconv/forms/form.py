@@ -69,7 +69,8 @@ class Form(Stored):
     `quant_method` of the config of such checkpoints, None for ordinary ones. `holds_anything` says that a tensor of any
     shape loses too little by the form to be left out; `holds_one_format`, that all converted tensors of a checkpoint
     have one format, and `of_linears`, that only weights of `Linear` modules
-    have it. `encoded_per_second` and `checked_per_second` are the elements of which a conversion writes, and a check
+    have it. `turned` says that a conversion goes through the transpose of each matrix: blocks are ranges of that.
+    `encoded_per_second` and `checked_per_second` are the elements of which a conversion writes, and a check
     compares, so many a second on one core of a virtual machine of 2026, whose source was bf16.
     """
 
@@ -81,6 +82,7 @@ class Form(Stored):
     holds_anything: ClassVar[bool] = False
     holds_one_format: ClassVar[bool] = False
     of_linears: ClassVar[bool] = False
+    turned: ClassVar[bool] = False
 
     @classmethod
     @abstractmethod
@@ -161,7 +163,7 @@ class Form(Stored):
         """What to add to config.json, so that such a checkpoint is opened as what it is.
 
         `settings` are method, format, scale and granularity of the conversion, `formats` those of the converted tensors
-        by name, `ignored` the `Linear` modules that are not converted, where a layout must know them.
+        by name, `ignored` the modules that are not converted, of a layout of others.
         """
         if cls.quantised_by is None:
             return {}

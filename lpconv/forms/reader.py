@@ -52,7 +52,7 @@ class StoredTensors:
                 residual=residuals.form if residuals is not None else "",
             )
             self.forms = recognise(self._headers)
-            self._sides: dict[str, Side] = {n: self._read_side(form) for n, form in self.forms.items() if form.side}
+            self._sides: dict[str, Side] = {n: self.read_side(form) for n, form in self.forms.items() if form.side}
             self._opened = opened.pop_all()
 
     @classmethod
@@ -111,20 +111,25 @@ class StoredTensors:
         """The side tensors of a tensor, empty where its form has none."""
         return self._sides.get(name, {})
 
-    def _read_side(self, form: Stored) -> Side:
+    def holds(self, form: Stored) -> bool:
+        """Whether a tensor is stored as `form` has it, with nothing beside."""
+        found = {c.name for c in self.forms[form.name].components}
+        return found == {c.name for c in form.components} and all(map(self._headers.holds, form.components))
+
+    def read_side(self, form: Stored) -> Side:
+        """The side tensors of a form. Raises InputError where they make no sense."""
         side = {c.name: read_tensor(self._root, c.name) for c in form.side}
         if not form.has_sound(side):
             raise InputError(f"the scales of `{form.name}` make no sense for its {form.words}", hint=FETCH_AGAIN)
         return side
 
-    def widened(self, name: str, start: int, stop: int) -> tuple[int, int]:
-        """The range of elements, widened to the rows it touches where the form stores whole rows."""
-        form = self.forms[name]
-        return start // form.cols * form.cols, min(-(-stop // form.cols) * form.cols, form.num_elements)
-
     def stored(self, name: str, start: int, stop: int) -> tuple[Tensor, ...]:
         """The data of elements `start` to `stop` as they lie in the files."""
-        return self.forms[name].read(self._fetch, start, stop, self.side(name))
+        return self.read(self.forms[name], start, stop, self.side(name))
+
+    def read(self, form: Stored, start: int, stop: int, side: Side) -> tuple[Tensor, ...]:
+        """What `form` needs of the files for elements `start` to `stop`."""
+        return form.read(self._fetch, start, stop, side)
 
     def parts(self, name: str) -> Side:
         """All that is stored of a tensor, whole, by the names in the files."""
@@ -151,7 +156,7 @@ class StoredTensors:
 
     def values(self, name: str, start: int, stop: int) -> Tensor:
         """Elements `start` to `stop` of a tensor, 1-D: decoded to fp32, or kept as they are."""
-        first, last = self.widened(name, start, stop)
+        first, last = self.forms[name].widened(start, stop)
         decoded = self.forms[name].decode(self.stored(name, first, last), first, last, self.side(name))
         return decoded if (first, last) == (start, stop) else decoded[start - first : stop - first]
 

@@ -78,6 +78,10 @@ class Stored(ABC):
         """The rows of codes that stand for all the tensor's own, None where each row is its own."""
         return None
 
+    def widened(self, start: int, stop: int) -> tuple[int, int]:
+        """A range of elements, widened to the rows that it touches where rows are stored whole."""
+        return start // self.cols * self.cols, min(-(-stop // self.cols) * self.cols, self.num_elements)
+
     def place(self, start: int, stop: int, side: Side) -> tuple[int, int]:
         """Where the numbers `start` to `stop` lie in the stored data, in its elements."""
         return start, stop

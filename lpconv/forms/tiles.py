@@ -160,13 +160,16 @@ class Tiles(Scaled):
     def grid(self) -> Grid:
         """The same as who reads layouts of others sees it."""
         _, kind, plus = _PACKED.get(self.format.name, ("", "", 0))
-        flat = replace(self.codes, shape=(self.matrix[0], self.codes.shape[-1] if self.shape else 1))
+        rows = self.matrix[0]
+        flat = replace(self.codes, shape=(rows, math.prod(self.codes.shape) // max(rows, 1)))
         return Grid(
             name=self.name,
             shape=self.matrix,
             format=self.format,
             codes=Plane(component=flat, kind=kind, plus=plus) if kind else one_by_one(flat),
-            scales=one_by_one(self.scales, self.grain.sizes(*self.matrix)),
+            scales=one_by_one(
+                replace(self.scales, shape=self.grain.grid(*self.matrix)), self.grain.sizes(*self.matrix)
+            ),
             factor=self.whole_scale,
             divides=self.grain.has_factor,
             size=self.size,

@@ -17,6 +17,7 @@ from lpconv.convert.restore import restore
 from lpconv.convert.run import convert, plan
 from lpconv.convert.verify_output import verify_output
 from lpconv.errors import InputError, ResourceError, UnsupportedError, VerificationError
+from lpconv.forms.stored import Side, Stored
 from lpconv.mcf.split import RESIDUALS
 from lpconv.progress import Silent
 
@@ -321,14 +322,14 @@ def test_verifying_reads_every_element_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, str]
 ) -> None:
     read: dict[str, int] = {}
-    stored = OutputReader.stored
+    plain = OutputReader.read
 
-    def counting(self: OutputReader, name: str, start: int, stop: int) -> tuple[torch.Tensor, ...]:
-        read[name] = read.get(name, 0) + stop - start
-        return stored(self, name, start, stop)
+    def counting(self: OutputReader, form: Stored, start: int, stop: int, side: Side) -> tuple[torch.Tensor, ...]:
+        read[form.name] = read.get(form.name, 0) + stop - start
+        return plain(self, form, start, stop, side)
 
     result = run("demo", tmp_path / "out", verify="none", **options)
-    monkeypatch.setattr(OutputReader, "stored", counting)
+    monkeypatch.setattr(OutputReader, "read", counting)
     found = verify_output(
         tmp_path / "out", against="demo", level="weights", gates=(), trust_remote_code=False, progress=Silent()
     )

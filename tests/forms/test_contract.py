@@ -31,8 +31,8 @@ from lpconv.forms.reader import StoredTensors
 from lpconv.mcf.split import RESIDUALS
 from lpconv.methods import METHODS, Method
 
-SHAPE = (2, 70, 160)  # more rows and columns than a tile has, and whole groups
-ROWS, COLS = 140, 160
+SHAPE = (2, 96, 160)  # more rows and columns than a tile has, and whole groups, of the transposes too
+ROWS, COLS = 192, 160
 NAME = "layer.weight"
 
 
@@ -77,15 +77,19 @@ every_form = pytest.mark.parametrize("form", EXAMPLES.values(), ids=EXAMPLES)
 
 def _values(dtype: torch.dtype = torch.float32) -> Tensor:
     """Rows of many sizes, one of zeros, with both zeros and tiny numbers in others; 1-D."""
-    x = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1)) * torch.logspace(-6, 2, ROWS).view(2, 70, 1)
+    x = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1)) * torch.logspace(-6, 2, ROWS).view(2, 96, 1)
     x[0, 3] = 0
     x[1, 1, :3] = torch.tensor([-0.0, 1e-40, -3e-39])
     return x.to(dtype).view(-1)
 
 
+def _cols(form: Form) -> int:
+    return SHAPE[-2] if form.turned else SHAPE[-1]
+
+
 def _store(form: Form, x: Tensor, rows: int) -> Stored:
     """`x` in a form, by blocks of so many rows, as a conversion writes it."""
-    work, size = Workspace(), rows * SHAPE[-1]
+    work, size = Workspace(), rows * _cols(form)
     ranges = [(a, min(a + size, x.numel())) for a in range(0, x.numel(), size)]
     found = form.measure(lambda job: [job(x[a:b], a, work) for a, b in ranges])
     data = tuple(torch.zeros(math.prod(c.shape), dtype=TORCH_DTYPES[c.dtype]) for c in form.data)
@@ -106,7 +110,11 @@ def _write(folder: Path, stored: Stored) -> Path:
     grain = vars(form).get("grain")
     settings["granularity"] = grain.name if grain else TENSOR
     formats = {NAME: form.format.name} if form.format else {}
-    config = form.configured({}, settings, formats, ()) if form.quantised_by or len(form.data) > 1 else {}
+    config = (
+        form.configured({"model_type": "gpt_oss"}, settings, formats, ())
+        if form.quantised_by or len(form.data) > 1
+        else {}
+    )
     (folder / "collage").mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -175,7 +183,8 @@ def test_blocks_make_the_same_bytes_as_the_whole(form: Form) -> None:
     else:  # the last bits of a sum of squares depend on the order, which a processor's BLAS chooses
         for name, side in whole.found.side.items():
             torch.testing.assert_close(blocks.found.side[name].float(), side.float(), rtol=2**-18, atol=0.0)
-    for start, stop in ((0, COLS), (3 * COLS, ROWS * COLS), (127 * COLS, 129 * COLS)):
+    cols = _cols(form)
+    for start, stop in ((0, cols), (3 * cols, ROWS * COLS), (127 * cols, 129 * cols)):
         first, last = form.place(start, stop, whole.found.side)
         part = form.decode([x[first:last] for x in whole.data], start, stop, whole.found.side)
         assert bits_of(part) == bits_of(whole.decoded()[start:stop])
@@ -194,19 +203,25 @@ def test_the_reference_sees_every_changed_number(form: Form) -> None:
 @every_form
 def test_the_reader_knows_it_and_reads_it(form: Form, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stored = _store(form, _values(), ROWS)
+    whole = stored.decoded()
+    if form.turned:
+        whole = whole.view(SHAPE[0], SHAPE[2], SHAPE[1]).mT.reshape(-1)
     with _open(_write(tmp_path / "c", stored), monkeypatch) as reader:
         (found,) = reader.forms.values()
-        assert (type(found), found.components, found.shape) == (type(form), form.components, form.shape)
-        assert bits_of(reader.tensor(NAME)) == bits_of(stored.decoded())
+        assert reader.holds(form)
+        assert found.shape == form.shape
+        # What is turned is read as that of others, by which its values are in the parameter's own order.
+        assert form.turned or (type(found), found.components) == (type(form), form.components)
+        assert bits_of(reader.tensor(NAME)) == bits_of(whole)
         assert tuple(reader.tensor(NAME).shape) == SHAPE
-        assert bits_of(reader.values(NAME, 50, 599)) == bits_of(stored.decoded()[50:599])
+        assert bits_of(reader.values(NAME, 50, 599)) == bits_of(whole[50:599])
         summed = sum((codes.float() * factor for codes, factor in reader.summands(NAME)), torch.zeros(SHAPE))
-        assert torch.equal(summed, stored.decoded().view(SHAPE))
+        assert torch.equal(summed, whole.view(SHAPE))
 
 
 @every_form
 def test_scales_that_are_none_are_refused(form: Form, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not form.side:
+    if not form.side or form.turned:
         return
     stored = _store(form, _values(), ROWS)
     name = next(n for n in stored.found.side if n.startswith(NAME + "_scale"))

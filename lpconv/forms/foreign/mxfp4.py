@@ -9,16 +9,16 @@ from lpconv.forms.facts import Component, Headers
 from lpconv.forms.foreign.grid import Grid
 from lpconv.forms.foreign.plane import Plane
 
-__all__ = ["METHODS", "find"]
+__all__ = ["BLOCKS", "METHODS", "SCALES", "find"]
 
 METHODS = ("mxfp4",)
-_BLOCKS, _GROUP = "_blocks", 32
+BLOCKS, SCALES, _GROUP = "_blocks", "_scales", 32
 
 
 def find(name: str, headers: Headers) -> Grid | None:
     """The weight whose codes are `name`."""
-    weight = name.removesuffix(_BLOCKS)
-    codes, scales = headers.component(name), headers.component(weight + "_scales")
+    weight = name.removesuffix(BLOCKS)
+    codes, scales = headers.component(name), headers.component(weight + SCALES)
     if weight == name or codes is None or scales is None or (codes.dtype, scales.dtype) != ("U8", "U8"):
         return None
     if len(codes.shape) != 4 or codes.shape[-1] != _GROUP // 2 or codes.shape[:-1] != scales.shape:
