@@ -17,7 +17,6 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import lpconv
-import lpconv.cli.convert  # its help lists the methods that there are when it is imported
 from lpconv.cli.main import app
 from lpconv.data import demo_checkpoint
 from lpconv.formats.cast import cast
