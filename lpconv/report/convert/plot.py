@@ -7,6 +7,7 @@ from itertools import groupby
 from typing import TypeAlias
 
 from lpconv.report.convert.grouping import converted, in_layer_order, modules_of
+from lpconv.report.convert.words import has_finer_scales
 from lpconv.report.numbers import number_text, scale_text, sqnr_text
 from lpconv.report.plot import (
     CHARACTER,
@@ -37,8 +38,11 @@ _Measured: TypeAlias = TensorRecord | ComparedTensor
 def rms_plot(result: ConvertResult, ranges: Mapping[str, FormatRange]) -> Plot | None:
     """Weight RMS before and after, each tensor over the range of the format it is stored in.
 
-    Before is the RMS of the source; after is the RMS of the codes, rms / scale. None where nothing was measured.
+    Before is the RMS of the source; after is the RMS of the codes, rms / scale. None where nothing was measured, and
+    where a tensor has many scales, so that no number says where its codes lie.
     """
+    if has_finer_scales(result):
+        return None
     tensors = [t for t in in_layer_order(converted(result.tensors)) if _as_stored(t, t.rms)]
     if not tensors:
         return None

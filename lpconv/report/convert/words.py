@@ -28,6 +28,7 @@ __all__ = [
     "checks",
     "done_row",
     "done_words",
+    "has_finer_scales",
     "method_name",
     "percent",
     "scale_words",
@@ -97,9 +98,13 @@ def _stored_form(result: ConvertResult) -> str:
         return f"{' or '.join(formats)} plus {'an' if result.residual[0] in 'aei' else 'a'} {result.residual} residual"
     if any(t.points for t in changed):
         return f"{' or '.join(formats)} codes, rows with a scale for each of their points"
-    tiled = result.options.get("granularity", "tensor") != "tensor"
-    scaled = tiled or any(t.scale is not None for t in changed)
+    scaled = has_finer_scales(result) or any(t.scale is not None for t in changed)
     return f"{' or '.join(formats)}{f' codes with {scale_words(result)}' if scaled else ''}"
+
+
+def has_finer_scales(result: ConvertResult) -> bool:
+    """Whether less than a tensor has a scale of its own."""
+    return bool(result.options.get("granularity", "tensor") != "tensor")
 
 
 def scale_words(result: ConvertResult) -> str:

@@ -1,5 +1,6 @@
 """The HTML report is one readable file: summary, verification, plots, tables, provenance, and nothing from outside."""
 
+import dataclasses
 import hashlib
 import math
 import os
@@ -144,6 +145,11 @@ def test_each_format_shades_its_own_tensors() -> None:
     assert len(bands) == 3, "fp16 embeddings, e4m3fn layers, fp16 head"
     edges = [(float(b["x"] or 0), float(b["x"] or 0) + float(b["width"] or 0)) for b in bands]
     assert all(right == pytest.approx(left) for (_, right), (left, _) in pairwise(edges))
+
+
+def test_codes_of_many_scales_are_not_drawn_by_one() -> None:
+    result = bert_result()
+    assert rms_plot(dataclasses.replace(result, options={**result.options, "granularity": "row"}), RANGES) is None
 
 
 def test_values_without_a_scale_have_no_before() -> None:
