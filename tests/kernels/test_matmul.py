@@ -115,6 +115,13 @@ def test_operands_meet_the_rules_of_cuda(shape: tuple[int, int, int]) -> None:
     assert torch.allclose(padded[:, :n], a.float() @ b.float(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
+def test_a_large_left_operand_on_its_side_gives_the_same_numbers(out_dtype: torch.dtype) -> None:
+    a, b = codes((1024, 1040), "e5m2", 0), codes((1024, 16), "e4m3fn", 1)
+    expected = a.float().t() @ b.float()
+    assert relative_error(matmul(a.t(), b, out_dtype=out_dtype), expected) < (1e-6 if out_dtype.itemsize > 2 else 4e-3)
+
+
 def test_operands_in_the_right_layout_are_not_copied() -> None:
     a, w = codes((16, 32), "e4m3fn", 9), codes((48, 32), "e4m3fn", 10)
     left, right = scaled_mm_operands(a, w.t())
