@@ -114,7 +114,7 @@ def why_no_logits(plan: Plan, contents: Contents) -> str | None:
 
 def _network(plan: Plan, contents: Contents, output: Path, *, uploads: bool) -> int:
     """What a store takes: pieces that are read of it, and parts on their way to it. What was uploaded is read back."""
-    written = [p.name for p in output.glob("*.safetensors")]
+    written = [p.name for p in output.glob("*.safetensors")] if os.path.isdir(output) else []
     downloads = any_pointer(contents.directory, contents.weight_files) or any_pointer(output, written)
     if not downloads and not uploads:
         return 0

@@ -177,8 +177,9 @@ def _compare_pieces(t: PlannedTensor, output: OutputReader, workers: Workers) ->
 
 
 def _side(t: PlannedTensor, output: OutputReader) -> Side:
-    """The stored side tensors, which who only reads may not have to hold whole."""
-    return output.side(t.name) or output.read_side(t.form)
+    """The stored side tensors of the planned form: who only reads may know the files by another, which holds fewer."""
+    held = output.side(t.name)
+    return held if held.keys() >= {c.name for c in t.form.side} else output.read_side(t.form)
 
 
 def _sample_ranges(num_elements: int) -> Iterator[tuple[int, int]]:
