@@ -6,7 +6,7 @@ from typing import Any
 
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.patterns import parse_rule
-from lpconv.formats.grains import GRAINS, grain_of
+from lpconv.formats.grains import GRAINS, Grain, grain_of
 from lpconv.forms import FORMS
 from lpconv.methods import LPCONV, METHODS, Method
 from lpconv.options import make
@@ -55,24 +55,23 @@ def _settings(method: Method) -> Iterator[dict[str, Any]]:
             yield settings
     if method.has_granularity:
         for granularity in _GRANULARITIES:
-            for fmt in _formats_with(method, granularity):
-                layout = _layout_for(method, fmt, granularity)
+            grain = grain_of(granularity)
+            assert grain is not None
+            for fmt in _formats_with(method, grain):
+                layout = _layout_for(method, fmt, grain)
                 written = {} if layout == LPCONV else {"layout": layout}
                 yield {"method": method.name, "format": fmt, "granularity": granularity} | written
 
 
-def _formats_with(method: Method, granularity: str) -> tuple[str, ...]:
+def _formats_with(method: Method, grain: Grain) -> tuple[str, ...]:
     """The formats worth a granularity: blocks cost formats of 16 bits and more what rows cost, and gain nothing."""
-    grain = grain_of(granularity)
-    assert grain is not None
     if grain.formats or not grain.tile[1]:
         return grain.formats or method.formats
     return tuple(f for f in method.formats if method.format(f).storage_bits <= 8)
 
 
-def _layout_for(method: Method, fmt: str, granularity: str) -> str:
+def _layout_for(method: Method, fmt: str, grain: Grain) -> str:
     """The first layout that holds a format with a granularity: ours, but for NVFP4."""
-    grain = grain_of(granularity)
     return next(name for name in method.forms if method.form(name).holds(method.format(fmt, grain), grain))
 
 

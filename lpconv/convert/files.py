@@ -61,15 +61,15 @@ def output_config(contents: Contents, plan: Plan) -> dict[str, Any]:
     """
     settings = {n: getattr(plan.options, n) for n in ("method", "format", "scale", "granularity")}
     formats = {t.name: t.format.name for t in plan.tensors if t.format is not None}
-    ignored = _kept_modules(plan)
+    ignored = _kept_modules(plan, formats)
     config = contents.config | plan.form.configured(contents.config, settings, formats, ignored)
     if plan.form.quantised_by == "lpconv" and "auto_map" not in config and "model_type" in config:
         config["auto_map"] = {"AutoConfig": f"{LOADER.removesuffix('.py')}.Config"}
     return config
 
 
-def _kept_modules(plan: Plan) -> list[str]:
-    """The modules whose weights are not converted, by the names that files have.
+def _kept_modules(plan: Plan, formats: Mapping[str, str]) -> list[str]:
+    """The modules whose weights are not among `formats`, those of converted tensors, by the names that files have.
 
     Where the layout converts `Linear` modules only, these, and others which readers build as such, routers first of
     all.
@@ -78,7 +78,6 @@ def _kept_modules(plan: Plan) -> list[str]:
     if plan.linears is None:
         return [*dict.fromkeys(i.name.rpartition(".")[0] for i in kept if len(i.shape) > 2 or _is_weight(i))]
     wide = [i.name.removesuffix(".weight") for i in kept if _is_weight(i) and left_wide(i) not in (None, "embedding")]
-    formats = {t.name for t in plan.tensors if t.format is not None}
     return [*dict.fromkeys([*plan.linears.without(formats), *wide])]
 
 
