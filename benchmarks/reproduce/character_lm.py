@@ -7,13 +7,14 @@ and branches added in two ways: plain and native (`lpconv.scaled.native`) from s
 learning rates in fp32; at that rate fp16 and fp8. Plain fp16 and fp8 run with the loss scales 1 and 2048, as in Blake
 et al. 2023 (arXiv 2303.11257), native ones with none. fp8 is for linear layers: convolutions stay in bf16.
 
-One seed: differences within a row of the table are between runs of one start and the same batches. Runs are kept in
-runs.jsonl as they end, and the same command goes on where it stopped. Writes results.json and table.md. `--quick` is
-for trying the script.
+Three seeds: differences are taken seed by seed, between runs of one start and the same batches, each seed at its own
+best rate. Runs are kept in runs.jsonl as they end, and the same command goes on where it stopped. Writes results.json
+and table.md. `--quick` is for trying the script.
 """
 
 import json
 import math
+import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -39,6 +40,7 @@ class Run:
     method: str
     arithmetic: str
     lr: float
+    seed: int
     loss: float
     time_s: float
 
@@ -59,20 +61,20 @@ class Runs:
 
     def __init__(self, path: Path, size: Size) -> None:
         self.path, self.size = path, size
-        self.done: dict[tuple[Shape, str, str, float], Run] = {}
+        self.done: dict[tuple[Shape, str, str, float, int], Run] = {}
         for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
             kept = json.loads(line)
             run = Run(shape=Shape(**kept.pop("shape")), **kept)
-            self.done[run.shape, run.method, run.arithmetic, run.lr] = run
+            self.done[run.shape, run.method, run.arithmetic, run.lr, run.seed] = run
 
-    def get(self, shape: Shape, method: str, arithmetic: str, arm: Arm, lr: float) -> Run:
-        key, size = (shape, method, arithmetic, lr), self.size
+    def get(self, shape: Shape, method: str, arithmetic: str, arm: Arm, lr: float, seed: int) -> Run:
+        key, size = (shape, method, arithmetic, lr, seed), self.size
         if key not in self.done:
             length = min(shape.length, size.length)
             own = replace(size, lr=lr, length=length, batch=size.batch * size.length // length)
-            curve, _ = train(arm, "llama", 0, own, lambda: CharacterLM(replace(shape, length=length)))
+            curve, _ = train(arm, "llama", seed, own, lambda: CharacterLM(replace(shape, length=length)))
             loss, time_s = curve.held_out_loss[-1], curve.time_s
-            run = Run(shape=shape, method=method, arithmetic=arithmetic, lr=lr, loss=loss, time_s=time_s)
+            run = Run(shape=shape, method=method, arithmetic=arithmetic, lr=lr, seed=seed, loss=loss, time_s=time_s)
             self.done[key] = run
             with self.path.open("a", encoding="utf-8") as kept:
                 kept.write(json.dumps(asdict(run)) + "\n")
@@ -84,32 +86,53 @@ def best(runs: Sequence[Run]) -> Run:
     return min(runs, key=lambda r: r.loss)
 
 
-def compare(shape: Shape, kept: Runs) -> list[Run]:
+def compare(shape: Shape, kept: Runs, seed: int) -> list[Run]:
     """Every run of one shape; recurrences take no part in fp8, whose products of single steps are slow to emulate."""
     formats = ["fp16"] if shape.kind == "recurrence" else list(LOW)
-    runs = [kept.get(shape, "plain", "fp32", PLAIN, lr) for lr in PLAIN_RATES]
+    runs = [kept.get(shape, "plain", "fp32", PLAIN, lr, seed) for lr in PLAIN_RATES]
     rate = best(runs).lr
     for compute in formats:
         for scale in LOSS_SCALES:
             arm = Arm(name=compute, prepare=LOW[compute], loss_scale=("constant", {"scale": float(scale)}))
-            runs.append(kept.get(shape, "plain", f"{compute}, scale {scale}", arm, rate))
-    native = [kept.get(shape, "native", "fp32", native_arm("", "fp32", "unit", lr), lr) for lr in NATIVE_RATES]
+            runs.append(kept.get(shape, "plain", f"{compute}, scale {scale}", arm, rate, seed))
+    native = [kept.get(shape, "native", "fp32", native_arm("", "fp32", "unit", lr), lr, seed) for lr in NATIVE_RATES]
     rate = best(native).lr
-    return runs + native + [kept.get(shape, "native", c, native_arm("", c, "unit", rate), rate) for c in formats]
+    runs += native
+    return runs + [kept.get(shape, "native", c, native_arm("", c, "unit", rate), rate, seed) for c in formats]
+
+
+def spread(values: Sequence[float], form: str) -> str:
+    """The mean of some seeds and their deviation."""
+    deviation = f" ± {statistics.stdev(values):{form.lstrip('+')}}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):{form}}{deviation}"
+
+
+def powers(rates: Sequence[float]) -> str:
+    """Learning rates of some seeds as powers of two: one, or the first and the last."""
+    found = sorted({f"2^{math.log2(lr):.0f}" for lr in rates}, key=lambda p: int(p[2:]))
+    return found[0] if len(found) == 1 else f"{found[0]} to {found[-1]}"
 
 
 def shape_table(runs: Sequence[Run]) -> str:
     """Losses of plain and native fp32 at their best rates, and what low precision adds to each."""
     low = [c for c in dict.fromkeys(r.column for r in runs) if not c.endswith("fp32")]
-    lines = ["| model | norm | branches | plain fp32 | native fp32 | " + " | ".join(low) + " |"]
-    lines.append("|---" * (5 + len(low)) + "|")
+    seeds = list(dict.fromkeys(r.seed for r in runs))
+    columns = ["plain fp32", "native fp32", "native over plain", *low]
+    lines = ["| model | norm | branches | " + " | ".join(columns) + " |", "|---" * (3 + len(columns)) + "|"]
     for shape in dict.fromkeys(r.shape for r in runs):
         here = [r for r in runs if r.shape == shape]
-        base = {m: best([r for r in here if r.column == f"{m} fp32"]) for m in ("plain", "native")}
-        found = {r.column: f"{r.loss - base[r.method].loss:+.4f}" for r in here}
-        cells = [f"{b.loss:.3f} (2^{math.log2(b.lr):.0f})" for b in base.values()] + [found.get(c, "") for c in low]
+        base = {
+            m: [best([r for r in here if (r.column, r.seed) == (f"{m} fp32", seed)]) for seed in seeds]
+            for m in ("plain", "native")
+        }
+        cells = [f"{spread([b.loss for b in bs], '.3f')} ({powers([b.lr for b in bs])})" for bs in base.values()]
+        cells.append(spread([n.loss - p.loss for p, n in zip(base["plain"], base["native"], strict=True)], "+.3f"))
+        for column in low:
+            added = {r.seed: r.loss - base[r.method][seeds.index(r.seed)].loss for r in here if r.column == column}
+            cells.append(spread(list(added.values()), "+.4f") if added else "")
         lines.append(f"| {shape.kind} | {shape.norm} | {shape.residual} | " + " | ".join(cells) + " |")
     title = "Held-out loss in fp32 (best rate of three), and what fp16 and fp8 add to it at that rate"
+    title += f", {len(seeds)} seeds"
     return "\n".join([title, "", *lines, ""])
 
 
@@ -123,7 +146,8 @@ def main() -> None:
     out, given = read_arguments(__doc__)
     size = sized(given, STEPS)
     kept = Runs(out / "runs.jsonl", size)
-    found = [run for shape in shapes()[:: 3 if given is QUICK else 1] for run in compare(shape, kept)]
+    tried = shapes()[:: 3 if given is QUICK else 1]
+    found = [run for seed in range(size.seeds) for shape in tried for run in compare(shape, kept, seed)]
     save(out, asdict(size), {"runs": [asdict(r) for r in found]}, [shape_table(found)])
 
 
