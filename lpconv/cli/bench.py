@@ -49,7 +49,9 @@ def bench(
     ] = "table",
     save: Annotated[
         str | None,
-        typer.Option("--save", help="Write the JSON here, after every row.", metavar="FILE", rich_help_panel=_RESULTS),
+        typer.Option(
+            "--save", "-o", help="Write the JSON here, after every row.", metavar="FILE", rich_help_panel=_RESULTS
+        ),
     ] = None,
     json: Json = False,
     quiet: Quiet = False,

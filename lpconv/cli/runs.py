@@ -70,9 +70,8 @@ class Kind:
         """The file that a folder or file means; None where it is something else."""
         path = Path(run) / self.file if self.file and Path(run).is_dir() else Path(run)
         if self.kind is None:
-            return path if path.exists() else None
-        is_document = path.is_file() and path.suffix == ".json"
-        return path if is_document and _document(path).get("kind") == self.kind else None
+            return path if _is_json(path) else None
+        return path if _is_json(path) and _document(path).get("kind") == self.kind else None
 
 
 def kind_of(run: str) -> Kind | None:
@@ -158,6 +157,17 @@ def _line_of_conversion(result: ConvertResult) -> tuple[str, str]:
     return what, f"{size_sentence(result)} Verification: {verdict_of(result.verify)}."
 
 
+def _is_json(path: Path) -> bool:
+    """Whether a file should be JSON, by its name or, where that says nothing, by how it begins."""
+    if path.suffix == ".json" or not path.is_file():
+        return path.is_file()
+    try:
+        with path.open("rb") as f:
+            return f.read(1) == b"{"
+    except OSError:
+        return True  # and reading it whole says why it cannot be read
+
+
 def _document(path: Path) -> dict[str, Any]:
     """What a file holds; the result of a verification that failed stands in the details of its error."""
     document = read_json(path)
@@ -174,6 +184,8 @@ def _read_conversion(path: Path) -> ConvertResult:
         raise InputError(f"`{path}` holds the error of a command: {error.get('message')}", hint=ANY_RUN)
     if document.get("kind") in _NO_RUNS:
         raise InputError(f"`{path}` is {_NO_RUNS[document['kind']]}, not a run", hint=ANY_RUN)
+    if not {"source", "tensors"} <= document.keys():
+        raise InputError(f"`{path}` is no record of a run", hint=ANY_RUN)
     return from_json(ConvertResult, document)
 
 

@@ -61,6 +61,8 @@ def test_what_is_no_run_is_named(tmp_path: Path) -> None:
     }.items():
         path.write_text(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
         assert words in report(path, code=3)
+    path.write_text('{"kind": "convert"}')
+    assert "is no record of a run" in report(path, code=3)
     written = {f.default for r in vars(results).values() for f in getattr(r, "__dataclass_fields__", {}).values()
                if f.name == "kind" and isinstance(f.default, str)}  # fmt: skip
     assert written - {"convert", "finetune", "bench", "verify", "advice"} <= _NO_RUNS.keys()
@@ -98,9 +100,16 @@ def test_a_verification_is_shown_again(folder: Path) -> None:
     assert "not a Verification document" in report(folder / "verify.json", code=3)
 
 
+def test_a_bench_saved_under_any_name_is_shown(folder: Path) -> None:
+    saved = (folder / "monday.json").rename(folder / "monday")
+    assert "Baseline" in report(saved)
+    (folder / "weights").write_bytes(b"\x93\x00")
+    assert "has no report.json" in report(folder / "weights", code=3)
+
+
 def test_runs_of_two_kinds_are_refused(folder: Path) -> None:
     assert "conversions and fine-tunings cannot be compared" in report(folder / "unit", folder / "tuned-a", code=2)
-    assert "not a ConvertResult document" in report(folder / "unit", folder / "notes.json", code=3)
+    assert "is no record of a run" in report(folder / "unit", folder / "notes.json", code=3)
     assert "no directory" in report(folder / "unit", folder / "nowhere", code=3)
 
 
@@ -113,7 +122,7 @@ def test_a_folder_gets_an_index_with_a_way_to_every_page(folder: Path) -> None:
     assert re.search("^broken .*cannot", text, flags=re.MULTILINE)
     assert re.search("^cut .*cannot", text, flags=re.MULTILINE)
     assert "cut.json" not in text
-    assert "cannot be shown: not a ConvertResult document" in text
+    assert "cannot be shown: " in text
     assert "tuned-a/runs" not in text
     assert "notes" not in text
     links = re.findall('href="([^#"]+)"', index.read_text())
