@@ -61,6 +61,8 @@ _FIGURES: dict[str, Callable[[ConvertResult], str]] = {
     "source": lambda r: r.source.name,
     "method": lambda r: r.method,
     "format": lambda r: r.format,
+    "granularity": lambda r: MISSING if r.residual else str(r.options.get("granularity", MISSING)),
+    "layout": lambda r: str(r.options.get("layout", MISSING)),
     "residual": lambda r: r.residual or MISSING,
     "size before": lambda r: size_text(r.bytes.read),
     "size after": lambda r: size_text(r.bytes.written),

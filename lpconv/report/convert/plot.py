@@ -166,11 +166,20 @@ def sqnr_plot(runs: Sequence[tuple[str, Sequence[_Measured]]], *, of: str = "con
     tensors = in_layer_order({n: t for run in measured.values() for n, t in run.items()}.values())
     if not tensors:
         return None
-    xs = {t.name: column_x(i + 0.5, len(tensors)) for i, t in enumerate(tensors)}
+    # Runs stand side by side in a tensor's column: equal figures would hide all runs but the last.
+    places = {t.name: i + 0.5 for i, t in enumerate(tensors)}
+    asides = [0.7 * ((i + 0.5) / len(runs) - 0.5) for i in range(len(runs))]
     axis, step, exact = _decibel_axis([d for run in measured.values() for d in _decibels(run)])
     radius = mark_radius(len(tensors))
     marks = [
-        _sqnr_mark(t, i, xs[t.name], axis.at(min(t.sqnr_db or 0.0, exact)), radius, run if len(runs) > 1 else "")
+        _sqnr_mark(
+            t,
+            i,
+            column_x(places[t.name] + asides[i], len(tensors)),
+            axis.at(min(t.sqnr_db or 0.0, exact)),
+            radius,
+            run if len(runs) > 1 else "",
+        )
         for i, (run, members) in enumerate(measured.items())
         for t in members.values()
     ]
