@@ -55,7 +55,6 @@ def bench(
     *,
     progress: Progress | None = None,
     on_result: Callable[[BenchResult], object] = lambda result: None,
-    monitor: GpuMonitor | None = None,
 ) -> BenchResult:
     """Measure every case of `options`. `on_result` gets what there is after every row, marked as interrupted.
 
@@ -80,7 +79,7 @@ def bench(
             told=told,
             on_result=on_result,
             notes=notes,
-            monitor=monitor or _monitor(device),
+            monitor=_monitor(device),
             peaks=_peaks(child, cases[0]),
             idle=child,
         )

@@ -40,14 +40,14 @@ def check_pattern(pattern: str) -> None:
         raise UsageError(f"pattern `{pattern}` is no regular expression: {e}", hint="escape dots as \\.") from e
 
 
-def check_matches(pattern: str, names: Iterable[str], *, what: str = "tensor") -> None:
-    """Raise UsageError, with the nearest name, unless a pattern matches one of `names`: a typo must not pass."""
+def check_matches(pattern: str, names: Iterable[str]) -> None:
+    """Raise UsageError, with the nearest name, unless a pattern matches one of the tensors: a typo must not pass."""
     names = list(names)
     if any(matches(pattern, n) for n in names):
         return
     near = nearest_name(pattern.removeprefix("re:").strip("*.^$"), names)
     hint = f"did you mean `{near}`?" if near else "`lpconv inspect MODEL` lists the names"
-    raise UsageError(f"pattern `{pattern}` matches no {what}", hint=hint)
+    raise UsageError(f"pattern `{pattern}` matches no tensor", hint=hint)
 
 
 def matches(pattern: str, name: str) -> bool:

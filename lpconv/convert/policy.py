@@ -55,7 +55,7 @@ def decide(
     """
     decision = _decide(info, options, method)
     fmt, reason = decision.format, decision.reason
-    kind, settings = method.form(options.layout), settings_for(options, method)
+    kind, settings = method.form(options.layout), settings_for(options)
     if convertible is not None and info.name not in convertible:
         fmt, reason = None, f"no Linear weight: {options.layout} leaves it"
     elif convertible is not None and fmt is not None and not kind.holds(fmt, settings.grain):
@@ -66,7 +66,7 @@ def decide(
     return kind.of(info.name, info.shape, fmt, settings), reason
 
 
-def settings_for(options: ConvertOptions, method: Method) -> Settings:
+def settings_for(options: ConvertOptions) -> Settings:
     """What forms need to know of the options; None is what the method's form does not ask for."""
     named = {"residual": options.residual, "budget_bits": options.budget_bits, "points_max": options.points_max}
     given: dict[str, Any] = {name: value for name, value in named.items() if value is not None}

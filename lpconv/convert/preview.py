@@ -2,7 +2,6 @@
 
 import dataclasses
 from contextlib import closing
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -20,8 +19,6 @@ from lpconv.progress import Progress
 from lpconv.results import TensorRecord
 
 __all__ = ["decoded_tensors", "noise_of_sample"]
-
-T = TypeVar("T")
 
 
 def decoded_tensors(job: Job, progress: Progress) -> tuple[dict[str, Tensor], tuple[TensorRecord, ...]]:
@@ -86,7 +83,7 @@ def noise_of_sample(job: Job, *, elements: int) -> tuple[float, int]:
 def _noise(job: Job, t: PlannedTensor, shape: tuple[int, int], work: Workspace) -> float:
     x = read_range(job.source, t.name, 0, shape[0] * shape[1])
     assert t.format is not None
-    form = job.plan.form.of(t.name, shape, t.format, settings_for(job.plan.options, job.plan.method))
+    form = job.plan.form.of(t.name, shape, t.format, settings_for(job.plan.options))
     if x.numel() > work.scratch.value.numel():
         raise InputError(f"rows of `{t.name}` are longer than a block", hint="exclude it")
     found = form.measure(lambda each: [each(x, 0, work)]) if form.needs_first_pass else Measured()

@@ -13,7 +13,6 @@ where they are not equal to the last bit, though close, may side tensors differ,
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -31,7 +30,6 @@ from lpconv.results import TensorRecord, WeightsCheck
 
 __all__ = ["check_weights", "whole_tensors"]
 
-T = TypeVar("T")
 _PIECE = 2**14  # elements of a sample
 # What another order of summing may change: of the figures in dB and as a share, and of a block's squared error.
 _DB, _SHARE = 0.01, 1e-3

@@ -22,8 +22,8 @@ _DEV = Path("/dev")
 _NVIDIA, _OTHERS = "nvidia[0-9]*", ("kfd", "dxg")  # AMD's, and what Linux in Windows has
 
 
-def examine(folder: Path | None = None) -> DoctorResult:
-    """What this machine can do; `folder` is where outputs would go, the working directory if None.
+def examine() -> DoctorResult:
+    """What this machine can do, with outputs in the working directory.
 
     torch, which takes seconds to import, is asked where a GPU may be.
     """
@@ -38,7 +38,7 @@ def examine(folder: Path | None = None) -> DoctorResult:
         formats=tuple(support for device in devices for support in format_support(device)),
         packages=required,
         extras=extras(),
-        machine=_machine(folder or Path.cwd()),
+        machine=_machine(Path.cwd()),
         cache=_cache(),
         products=tuple(product for device in devices for product in try_products(device)),
         problems=(*_package_problems(required), *gpu_problems),
