@@ -33,6 +33,7 @@ __all__ = [
     "UnsupportedError",
     "UsageError",
     "VerificationError",
+    "finding",
     "from_system",
     "peer_lost",
 ]
@@ -139,6 +140,13 @@ class InterruptedRunError(LpconvError):
     def __init__(self, signal_number: int, *, hint: str | None = None) -> None:
         super().__init__(f"interrupted by signal {signal_number}", hint=hint, details={"signal": signal_number})
         self.exit_code = 128 + signal_number  # type: ignore[misc]  # the one error whose code depends on its cause
+
+
+def finding(error: LpconvError) -> str:
+    """What an error says of what was being judged, in words. Raises an UnreadError again, which says nothing of it."""
+    if isinstance(error, UnreadError):
+        raise error
+    return error.message
 
 
 def peer_lost(error: BaseException) -> PeerLostError | None:

@@ -23,7 +23,7 @@ from lpconv.advise.time import Deadline
 from lpconv.convert.job import Job, prepare
 from lpconv.convert.logits import compare, outputs_of
 from lpconv.convert.preview import decoded_tensors, noise_of_sample
-from lpconv.errors import LpconvError, UnreadError
+from lpconv.errors import LpconvError, finding
 from lpconv.models.inputs import example_inputs
 from lpconv.progress import Progress
 from lpconv.results import AdviceRow, TensorRecord
@@ -123,10 +123,8 @@ class Conversions:
                 total = sum(t.info.num_elements for t in job.plan.tensors if t.action == "convert")
                 row = replace(row, size_bytes=job.plan.bytes_out, noise=noise)
                 seconds = taken_s * total / max(elements, 1) / job.memory.workers
-        except UnreadError:  # which says nothing of a conversion
-            raise
         except LpconvError as e:
-            return _Candidate(conversion=conversion, row=replace(row, status="failed", why=e.message))
+            return _Candidate(conversion=conversion, row=replace(row, status="failed", why=finding(e)))
         return _Candidate(conversion=conversion, row=row, seconds=seconds)
 
     def _next(self, left: Sequence[_Candidate], last: AdviceRow | None) -> _Candidate:
@@ -149,10 +147,8 @@ class Conversions:
             if subject.metric == "output":
                 gap = replace(gap, low=max(gap.low, 0.0))  # a relative error
             figures = self._figures(model)
-        except UnreadError:  # which says nothing of a conversion
-            raise
         except LpconvError as e:
-            return replace(row, status="failed", why=e.message)
+            return replace(row, status="failed", why=finding(e))
         if not math.isfinite(gap.value):
             return replace(row, status="failed", why="the model's outputs are not finite")
         sqnr = min((r.sqnr_db for r in records if r.action == "convert" and r.sqnr_db is not None), default=None)

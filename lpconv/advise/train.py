@@ -20,7 +20,7 @@ from lpconv.advise.options import AdviseOptions
 from lpconv.advise.outlook import Ends, outlook
 from lpconv.advise.subject import Subject
 from lpconv.advise.time import Deadline
-from lpconv.errors import LpconvError, UnreadError
+from lpconv.errors import LpconvError, finding
 from lpconv.progress import Progress, Silent
 from lpconv.results import AdviceRow, RunRecord
 from lpconv.train.critical import with_critical
@@ -129,10 +129,8 @@ class Trials:
         try:
             twin = self._twin(seed, self.steps).record
             run = self._run(name, seed, self.steps, role="run").record
-        except UnreadError:  # which says nothing of a recipe
-            raise
         except LpconvError as e:
-            self._note(name, status="failed", why=e.message, gap=None)
+            self._note(name, status="failed", why=finding(e), gap=None)
             return
         self._costs_s.append(time.perf_counter() - started)
         self._ends.setdefault(name, []).append(Ends.of(run, twin))

@@ -8,7 +8,7 @@ from lpconv.checkpoint.gguf import header_of
 from lpconv.checkpoint.header import TensorInfo
 from lpconv.checkpoint.staging import read_marker
 from lpconv.convert.defects import from_headers
-from lpconv.errors import InputError, LpconvError, UnreadError
+from lpconv.errors import InputError, LpconvError, finding
 from lpconv.forms import Headers, Stored, recognise
 from lpconv.results import DtypeRecord, FileRecord, InspectResult, StoredTensor, TensorRecord, from_json
 
@@ -84,10 +84,8 @@ def _read_headers(contents: Contents) -> tuple[list[tuple[TensorInfo, str]], lis
     for file in contents.weight_files:
         try:
             header = header_of(contents.directory / file, contents.config)
-        except UnreadError:  # which says nothing of the file
-            raise
         except LpconvError as e:
-            problems.append(e.message)
+            problems.append(finding(e))
             continue
         for info in header.tensors.values():
             if info.name in seen:

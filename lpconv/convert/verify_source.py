@@ -16,7 +16,7 @@ from lpconv.convert.policy import settings_for
 from lpconv.convert.reader import OutputReader
 from lpconv.convert.settings import settings_of
 from lpconv.convert.verify_written import check_outputs, check_stored, output_problems, weights_problems
-from lpconv.errors import InputError, UnreadError, UnsupportedError, UsageError
+from lpconv.errors import InputError, UnsupportedError, UsageError, finding
 from lpconv.formats.spec import FORMATS
 from lpconv.forms import Kept
 from lpconv.gates import CONVERT_GATES, Gate
@@ -71,10 +71,8 @@ def check_source(
     _check_same_tensors(job, records)
     try:
         found = _check_weights(job, directory, provenance, {r.name: r for r in records}, result, progress)
-    except UnreadError:
-        raise
     except (InputError, UnsupportedError) as e:  # the files cannot even be read as what they should be
-        return dataclasses.replace(result, level="weights", passed=False, problems=(*result.problems, e.message))
+        return dataclasses.replace(result, level="weights", passed=False, problems=(*result.problems, finding(e)))
     depth = job.plan.options.verify
     if depth != "weights":
         progress.start("running both models", 0)

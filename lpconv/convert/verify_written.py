@@ -11,7 +11,7 @@ from lpconv.convert.plan import PlannedTensor
 from lpconv.convert.reader import OutputReader
 from lpconv.convert.verify import check_weights, whole_tensors
 from lpconv.convert.workers import SingleThreadedTorch, Workers
-from lpconv.errors import InputError, LpconvError, UnreadError, UnsupportedError
+from lpconv.errors import InputError, LpconvError, UnsupportedError, finding
 from lpconv.gates import CONVERT_GATES, needs_logits
 from lpconv.machine import out_of_memory
 from lpconv.progress import Progress
@@ -35,10 +35,8 @@ def verify_written(job: Job, directory: Path, tensors: Sequence[TensorRecord], p
     try:
         with OutputReader(directory, tensors, find_residual(directory)) as output:
             weights = check_stored(job, output, planned, progress, whole=whole_tensors(planned.values(), _SECONDS))
-    except UnreadError:
-        raise
     except InputError as e:  # of the source too: it cannot be compared with
-        return VerifyResult(level="weights", passed=False, problems=(e.message,))
+        return VerifyResult(level="weights", passed=False, problems=(finding(e),))
     problems = weights_problems(weights)
     logits = None
     if level in ("logits", "auto") or needs_logits(job.gates):
