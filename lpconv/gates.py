@@ -9,15 +9,7 @@ from typing import Generic, TypeVar
 
 from lpconv.errors import UsageError
 from lpconv.lookup import find
-from lpconv.results import (
-    BenchRow,
-    FinetuneResult,
-    GapRecord,
-    GateRecord,
-    LogitsCheck,
-    VerifyResult,
-    WeightsCheck,
-)
+from lpconv.results import BenchRow, FinetuneResult, GapRecord, GateRecord, LogitsCheck, VerifyResult, WeightsCheck
 
 __all__ = ["BENCH_GATES", "CONVERT_GATES", "FINETUNE_GATES", "Gate", "GateTable", "check_rows", "needs_logits"]
 

@@ -14,14 +14,7 @@ from lpconv.options import Force, Option, Revision, check, parse_size
 from lpconv.train.options import TASKS, FinetuneOptions, check_options
 from lpconv.train.recipes import RECIPES, Arithmetic
 
-__all__ = [
-    "ADVICE_FILE",
-    "AdviseOptions",
-    "Budget",
-    "check_advise",
-    "check_free",
-    "parse_budget",
-]
+__all__ = ["ADVICE_FILE", "AdviseOptions", "Budget", "check_advise", "check_free", "parse_budget"]
 
 ADVICE_FILE = "advice.json"  # in an output; says whose the folder is
 _PURPOSES = ("infer", "train", "both")

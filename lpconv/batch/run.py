@@ -27,16 +27,7 @@ from lpconv.errors import BatchError, InputError, OutputExistsError
 from lpconv.lookup import find
 from lpconv.progress import Progress, Silent
 from lpconv.results import to_json
-from lpconv.results.batch import (
-    DONE,
-    FAILED,
-    NOT_RUN,
-    PLANNED,
-    UP_TO_DATE,
-    BatchResult,
-    JobOutcome,
-    JobResult,
-)
+from lpconv.results.batch import DONE, FAILED, NOT_RUN, PLANNED, UP_TO_DATE, BatchResult, JobOutcome, JobResult
 
 __all__ = ["BatchEvents", "JobsFailedError", "SilentEvents", "run_batch", "selected"]
 

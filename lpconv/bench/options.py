@@ -122,12 +122,7 @@ class BenchOptions:
     ] = None
     gates: Annotated[
         tuple[str, ...],
-        _check(
-            "Condition on every row, such as 'speedup>=1.2'",
-            flag="gate",
-            metavar="CONDITION",
-            parse=_gate,
-        ),
+        _check("Condition on every row, such as 'speedup>=1.2'", flag="gate", metavar="CONDITION", parse=_gate),
     ] = ()
     command: str | None = None
     resume: bool = False

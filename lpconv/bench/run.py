@@ -62,9 +62,8 @@ def bench(
     InputError for a request that no case can meet, UnsupportedError for a device that is not there.
     """
     told = progress or Silent()
-    _groups(
-        _cases(options, {"device": "cpu", "name": ""})[0], options
-    )  # wrong names are found before any process starts
+    # Wrong names are found before any process starts.
+    _groups(_cases(options, {"device": "cpu", "name": ""})[0], options)
     with Child() as child:
         device = child.ask("look", device=options.device, processes=options.num_processes)
         if options.compiled == "graphs" and device["device"] == "cpu":

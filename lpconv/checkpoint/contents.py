@@ -72,12 +72,7 @@ def read_contents(directory: Path) -> Contents:
         _check_file_name(directory, name)
         check_inside(directory, name)
     return Contents(
-        directory=directory,
-        kind=kind,
-        weight_files=files,
-        weight_map=weight_map,
-        config=config,
-        side_files=side_files,
+        directory=directory, kind=kind, weight_files=files, weight_map=weight_map, config=config, side_files=side_files
     )
 
 
@@ -204,8 +199,7 @@ def check_inside(directory: Path, name: str) -> None:
     inside_cache = root.parent.name == "snapshots" and target.is_relative_to(blobs)
     if not target.is_relative_to(root) and not inside_cache:
         raise InputError(
-            f"`{directory / name}` leads out of the checkpoint",
-            hint="replace a link by the file if you trust it",
+            f"`{directory / name}` leads out of the checkpoint", hint="replace a link by the file if you trust it"
         )
     if not target.is_file():
         raise InputError(f"`{directory / name}` is not a regular file", hint="remove it or fetch it again")

@@ -42,22 +42,9 @@ _CONNECT_S = 2.0  # for a connection; without a network, a name server may take 
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 # Weights that lpconv does not read, and training leftovers. `.bin` and `.safetensors` are chosen by name above.
 _OTHER_WEIGHTS = (
-    *(".safetensors", ".bin", ".h5", ".pb", ".msgpack", ".onnx", ".onnx_data", ".gguf", ".ggml", ".pt", ".pth"),
-    *(
-        ".ckpt",
-        ".tflite",
-        ".ot",
-        ".nemo",
-        ".mlmodel",
-        ".xml",
-        ".npz",
-        ".pkl",
-        ".engine",
-        ".params",
-        ".data",
-        ".parquet",
-    ),
-)
+    ".safetensors", ".bin", ".h5", ".pb", ".msgpack", ".onnx", ".onnx_data", ".gguf", ".ggml", ".pt", ".pth", ".ckpt",
+    ".tflite", ".ot", ".nemo", ".mlmodel", ".xml", ".npz", ".pkl", ".engine", ".params", ".data", ".parquet",
+)  # fmt: skip
 
 
 def cached_snapshot(repo_id: str, revision: str | None) -> Path | None:
@@ -204,9 +191,7 @@ def bars_on_terminals_only() -> Iterator[None]:
 def _explained(repo_id: str, revision: str | None, files: Sequence[str] = ()) -> Iterator[None]:
     try:
         yield
-    except (
-        Exception
-    ) as e:  # the hub client lets errors of its HTTP and transfer libraries through, which vary by version
+    except Exception as e:  # the client lets those of its HTTP and transfer libraries through, which vary by version
         raise _explain(repo_id, revision, e, files) from e
 
 

@@ -8,11 +8,7 @@ __all__ = ["advise"]
 
 @with_options
 def advise(
-    model: Model,
-    options: AdviseOptions,
-    output: Output = None,
-    json: Json = False,
-    quiet: Quiet = False,
+    model: Model, options: AdviseOptions, output: Output = None, json: Json = False, quiet: Quiet = False
 ) -> None:
     """Measure what low precision would buy a model and what it would cost, and say what to do.
 

@@ -12,12 +12,7 @@ __all__ = ["demo"]
 _RUNS = (("unit", "fp32"), ("unit", "fp16"), ("unit", "e4m3fn"), ("scalify", "fp16"), ("collage", "bf16"))
 
 
-def demo(
-    output: Target = "lpconv-demo",
-    force: Force = False,
-    json: Json = False,
-    quiet: Quiet = False,
-) -> None:
+def demo(output: Target = "lpconv-demo", force: Force = False, json: Json = False, quiet: Quiet = False) -> None:
     """Convert the embedded model with every method, verify each, and compare them. Under a minute, no network.
 
     [bold]Example[/bold]

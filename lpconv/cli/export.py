@@ -39,13 +39,7 @@ def _export() -> None:
 
 
 @with_options
-def onnx(
-    model: Model,
-    output: Target,
-    options: ExportOptions,
-    json: Json = False,
-    quiet: Quiet = False,
-) -> None:
+def onnx(model: Model, output: Target, options: ExportOptions, json: Json = False, quiet: Quiet = False) -> None:
     """Write an ONNX model whose weights stay in the format they are stored in, and run it in ONNX Runtime.
 
     [bold]Examples[/bold]

@@ -8,13 +8,7 @@ __all__ = ["probe"]
 
 
 @with_options
-def probe(
-    model: Model,
-    options: ProbeOptions,
-    output: Output = None,
-    json: Json = False,
-    quiet: Quiet = False,
-) -> None:
+def probe(model: Model, options: ProbeOptions, output: Output = None, json: Json = False, quiet: Quiet = False) -> None:
     """Run a model forward and backward in fp32 and show what low-precision formats would lose, layer by layer.
 
     The output directory (NAME-probe) gets a page and the histograms, from which `lpconv report --what-if` answers for

@@ -34,10 +34,8 @@ _MAX_WORKERS = 8
 _MIB = 2**20
 _TORCH_BYTES = 200 * _MIB
 _CLIENT_BYTES = 24 * _MIB  # obstore's code and connections
-_OVERHEAD_BYTES, _TENSOR_BYTES = (
-    8 * _MIB,
-    8 * 2**10,
-)  # Python's own growth; a header's entry, a record, a row of a report
+_OVERHEAD_BYTES = 8 * _MIB  # Python's own growth
+_TENSOR_BYTES = 8 * 2**10  # a header's entry, a record, a row of a report
 _WORK_BYTES = 12  # an element of a worker's fp32 scratch: its value, its code, its error
 _FITTING_BYTES = 192  # an element of a worker's temporary tensors where rows are fitted to a budget of points
 # An element of the largest block where it is decoded, and of those that are compared in fp64 with their reference.

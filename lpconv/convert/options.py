@@ -12,13 +12,7 @@ from lpconv.formats.spec import FORMATS
 from lpconv.methods import GPT_OSS, LPCONV, METHODS, TRANSFORMERS
 from lpconv.options import Force, Option, Resume, Revision, TrustRemoteCode, size_option
 
-__all__ = [
-    "LAYOUTS",
-    "POINTS_MAX",
-    "VERIFY_LEVELS",
-    "ConvertOptions",
-    "VerifyOptions",
-]
+__all__ = ["LAYOUTS", "POINTS_MAX", "VERIFY_LEVELS", "ConvertOptions", "VerifyOptions"]
 
 LAYOUTS = (LPCONV, COMPRESSED_TENSORS, TRANSFORMERS, GPT_OSS)
 VERIFY_LEVELS = ("none", "weights", "logits", "auto")
@@ -66,13 +60,7 @@ class ConvertOptions:
     residual: Annotated[
         str | None, _what("Form in which collage keeps the lost bits", default="bf16", choices=_RESIDUALS)
     ] = None
-    layout: Annotated[
-        str,
-        _what(
-            "Layout of the files; those of others open without lpconv",
-            choices=LAYOUTS,
-        ),
-    ] = LPCONV
+    layout: Annotated[str, _what("Layout of the files; those of others open without lpconv", choices=LAYOUTS)] = LPCONV
     scale: Annotated[
         str | None,
         _what(
@@ -128,12 +116,7 @@ class ConvertOptions:
     ] = "auto"
     gates: Annotated[
         tuple[str, ...],
-        _check(
-            "Condition to publish, such as 'sqnr>=25'",
-            flag="gate",
-            metavar="CONDITION",
-            parse=_gate,
-        ),
+        _check("Condition to publish, such as 'sqnr>=25'", flag="gate", metavar="CONDITION", parse=_gate),
     ] = ()
     revision: Revision = None
     max_memory: Annotated[
@@ -166,12 +149,7 @@ class VerifyOptions:
     ] = None
     gates: Annotated[
         tuple[str, ...],
-        Option(
-            "Condition to pass, such as 'top1>=0.99'",
-            flag="gate",
-            metavar="CONDITION",
-            parse=_gate,
-        ),
+        Option("Condition to pass, such as 'top1>=0.99'", flag="gate", metavar="CONDITION", parse=_gate),
     ] = ()
     data: Annotated[
         Path | None,

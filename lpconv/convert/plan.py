@@ -184,11 +184,7 @@ def make_plan(
 
 
 def _planned(
-    info: TensorInfo,
-    method: Method,
-    options: ConvertOptions,
-    tied_to: str | None,
-    convertible: Container[str] | None,
+    info: TensorInfo, method: Method, options: ConvertOptions, tied_to: str | None, convertible: Container[str] | None
 ) -> PlannedTensor:
     if tied_to is not None:
         kept = Kept(name=info.name, shape=info.shape, dtype=info.dtype)

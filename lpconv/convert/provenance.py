@@ -15,22 +15,10 @@ from lpconv.formats.spec import FORMATS
 from lpconv.forms.decoded import DecodedSource
 from lpconv.report.numbers import size_text
 from lpconv.report.printable import printable
-from lpconv.results import (
-    FileRecord,
-    SourceRecord,
-    TensorRecord,
-    to_json,
-)
+from lpconv.results import FileRecord, SourceRecord, TensorRecord, to_json
 from lpconv.version import __version__
 
-__all__ = [
-    "plan_warnings",
-    "public_source",
-    "shaping_options",
-    "source_record",
-    "tensor_warnings",
-    "versions",
-]
+__all__ = ["plan_warnings", "public_source", "shaping_options", "source_record", "tensor_warnings", "versions"]
 
 
 def source_record(job: Job) -> SourceRecord:

@@ -28,15 +28,7 @@ from lpconv.gates import needs_logits
 from lpconv.machine import peak_rss_bytes
 from lpconv.progress import Progress, Silent
 from lpconv.report.convert.card import model_card
-from lpconv.results import (
-    ByteCounts,
-    ConvertResult,
-    FileRecord,
-    PlanResult,
-    TensorRecord,
-    json_text,
-    to_json,
-)
+from lpconv.results import ByteCounts, ConvertResult, FileRecord, PlanResult, TensorRecord, json_text, to_json
 
 __all__ = ["convert", "finish", "plan"]
 

@@ -45,11 +45,7 @@ def verify_written(job: Job, directory: Path, tensors: Sequence[TensorRecord], p
         problems += output_problems(logits, tensors)
     ran = logits is not None and logits.skipped is None
     result = VerifyResult(
-        level="logits" if ran else "weights",
-        passed=not problems,
-        weights=weights,
-        logits=logits,
-        problems=problems,
+        level="logits" if ran else "weights", passed=not problems, weights=weights, logits=logits, problems=problems
     )
     gates = CONVERT_GATES.check(job.gates, result)
     return dataclasses.replace(result, gates=gates, passed=result.passed and all(g.passed for g in gates))

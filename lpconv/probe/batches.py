@@ -52,10 +52,7 @@ class Batches:
             covered_BL = torch.randint(self.vocab_size, ids_BL.shape, generator=generator)
         else:
             covered_BL = torch.full_like(ids_BL, self.tokens.mask_id)
-        return {
-            "input_ids": torch.where(chosen_BL, covered_BL, ids_BL),
-            "labels": torch.where(chosen_BL, ids_BL, -100),
-        }
+        return {"input_ids": torch.where(chosen_BL, covered_BL, ids_BL), "labels": torch.where(chosen_BL, ids_BL, -100)}
 
 
 def random_tokens(*, windows: int, seq_len: int, vocab_size: int, seed: int) -> Tokens:

@@ -4,15 +4,7 @@ from dataclasses import dataclass
 
 from lpconv.results.documents import SCHEMA_VERSION
 
-__all__ = [
-    "ComparedTensor",
-    "GateRecord",
-    "HashCheck",
-    "LogitsCheck",
-    "Verification",
-    "VerifyResult",
-    "WeightsCheck",
-]
+__all__ = ["ComparedTensor", "GateRecord", "HashCheck", "LogitsCheck", "Verification", "VerifyResult", "WeightsCheck"]
 
 
 @dataclass(frozen=True, kw_only=True)

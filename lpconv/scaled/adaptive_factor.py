@@ -47,13 +47,7 @@ class AdaptiveOptions:
 
 
 def adaptive_factor(
-    grad: Tensor,
-    weight: Tensor,
-    scale: Scale,
-    format: str,
-    options: AdaptiveOptions,
-    *,
-    num_terms: int | None = None,
+    grad: Tensor, weight: Tensor, scale: Scale, format: str, options: AdaptiveOptions, *, num_terms: int | None = None
 ) -> Tensor:
     """α, a power of two, for a raw `grad` against `weight`, of whose products an element handed down sums n [§3.2].
 

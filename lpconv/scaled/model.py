@@ -268,11 +268,7 @@ def _exact_modules(model: nn.Module, patterns: tuple[str, ...]) -> list[nn.Modul
 
 
 def _replace_parameters(
-    model: nn.Module,
-    dtype: torch.dtype,
-    numerics: Numerics,
-    exact: Iterable[nn.Module],
-    given: Mapping[int, float],
+    model: nn.Module, dtype: torch.dtype, numerics: Numerics, exact: Iterable[nn.Module], given: Mapping[int, float]
 ) -> dict[str, float]:
     """Replace every floating-point parameter by its scaled form, keeping ties, and return the scales by name.
 

@@ -20,14 +20,7 @@ from lpconv.train.recipes import (
     arithmetic,
 )
 
-__all__ = [
-    "LOGGERS",
-    "TASKS",
-    "ArithmeticOptions",
-    "FinetuneOptions",
-    "check_options",
-    "check_start",
-]
+__all__ = ["LOGGERS", "TASKS", "ArithmeticOptions", "FinetuneOptions", "check_options", "check_start"]
 
 TASKS = ("auto", "mlm", "clm", "classification", "seq2seq")
 _SCHEDULES = ("linear", "cosine", "constant")

@@ -40,11 +40,7 @@ def find(name: str, headers: Headers) -> Grid | None:
     if block is None:
         return None
     return Grid(
-        name=name,
-        shape=codes.shape,
-        format=FORMATS[fmt],
-        codes=one_by_one(codes),
-        scales=one_by_one(scale, block),
+        name=name, shape=codes.shape, format=FORMATS[fmt], codes=one_by_one(codes), scales=one_by_one(scale, block)
     )
 
 

@@ -100,10 +100,7 @@ def _verdict(verdict: VerdictRecord) -> tuple[RenderableType, ...]:
         cells += [gemm_text(g.gain), even] if more else []
         rows.append((Name(name=g.names[0]), *cells))
     table = table_of("Linear", "Count", "N", "K", "Tokens", "GFLOP", "<Bound by", *more, rows=rows)
-    return (
-        *section(f"Linears by shape: {verdict.title}", table),
-        *note_list("Verdict", verdict.sentences),
-    )
+    return (*section(f"Linears by shape: {verdict.title}", table), *note_list("Verdict", verdict.sentences))
 
 
 def _changes(result: BenchResult) -> tuple[RenderableType, ...]:

@@ -132,10 +132,7 @@ def bench_markdown(result: BenchResult) -> str:
     lines = [f"`{result.command}`", ""] if result.command else []
     lines += ["| " + " | ".join(COLUMNS) + " |", "|---|" + "---|" * (len(COLUMNS) - 1)]
     lines += ["| " + " | ".join(cell(r) for cell in COLUMNS.values()) + " |" for r in result.rows]
-    lines += [
-        "",
-        *(f"- {reason}" for reason in reasons(result.rows)),
-    ]
+    lines += ["", *(f"- {reason}" for reason in reasons(result.rows))]
     for verdict in result.verdicts:
         lines += ["", f"**{verdict.title}**", "", *(f"- {s}" for s in verdict.sentences)]
     return "\n".join(lines) + "\n"

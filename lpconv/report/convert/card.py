@@ -11,9 +11,7 @@ import yaml
 from lpconv.report.convert.compare import RUN_FIGURES, figures
 from lpconv.report.convert.grouping import converted, done_groups, worst_tensors
 from lpconv.report.convert.words import OUTCOME, checks, done_row, method_name, scale_words, summary, verdict, worst_row
-from lpconv.report.numbers import (
-    MISSING,
-)
+from lpconv.report.numbers import MISSING
 from lpconv.report.printable import code_span, escaped, fence_for, printable_record, table
 from lpconv.results import ConvertResult
 

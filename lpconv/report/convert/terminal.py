@@ -39,16 +39,7 @@ from lpconv.report.numbers import (
     sqnr_text,
 )
 from lpconv.report.printable import printable_record
-from lpconv.report.terminal import (
-    Name,
-    SideBySide,
-    after_gap,
-    facts_grid,
-    heading,
-    note_list,
-    section,
-    table_of,
-)
+from lpconv.report.terminal import Name, SideBySide, after_gap, facts_grid, heading, note_list, section, table_of
 from lpconv.results import (
     ConvertResult,
     FileRecord,

@@ -5,14 +5,7 @@ from functools import partial
 
 from lpconv.report.charts import Bar, Line, bar_plot, line_plot
 from lpconv.report.compare import Figure, figures_of
-from lpconv.report.finetune.words import (
-    figure_text,
-    gap_rows,
-    main_run,
-    metric_name,
-    noise_text,
-    verdict,
-)
+from lpconv.report.finetune.words import figure_text, gap_rows, main_run, metric_name, noise_text, verdict
 from lpconv.report.numbers import MISSING, count_text, duration_text, size_text
 from lpconv.report.page import html_runs
 from lpconv.report.plot import Plot
