@@ -156,8 +156,7 @@ class DecodeScaled(ConversionOps):  # type: ignore[misc]
                 if self.merging:
                     self.hf_quantizer.merged_scales[name] = scale.cpu()
                 else:
-                    self.hf_quantizer.scales[full_layer_name] = scale.cpu()
-                    self.hf_quantizer.formats[full_layer_name] = self.hf_quantizer.format_of(name)
+                    self.hf_quantizer.scales[full_layer_name] = scale.cpu(), self.hf_quantizer.format_of(name)
             decoded[pattern] = [
                 (self._decoded(name, tensors[name], scales[name]) if name in scales else tensors[name]).to(dtype)
                 for name, _ in pairs
@@ -182,8 +181,7 @@ class LpconvQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def __init__(self, quantization_config: LpconvConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
-        self.scales: dict[str, Tensor] = {}  # by the model's name
-        self.formats: dict[str, str] = {}  # the same
+        self.scales: dict[str, tuple[Tensor, str]] = {}  # with the format of the codes, by the model's name
         self.merged_scales: dict[str, Tensor] = {}  # by the stored name, of tensors that the model merges or splits
         self._added: set[int] = set()
 
@@ -247,8 +245,8 @@ class LpconvQuantizer(HfQuantizer):  # type: ignore[misc]
         tensors = model.state_dict()
         merged = self._merged(model, tensors)
         state, encoded = {}, {}
-        for name, scale in self.scales.items():
-            encoded[tensors[name].data_ptr()] = self._encoded(tensors[name], scale, self.formats[name])
+        for name, (scale, fmt) in self.scales.items():
+            encoded[tensors[name].data_ptr()] = self._encoded(tensors[name], scale, fmt)
             state[name + SCALE_SUFFIX] = scale
         for name, tensor in tensors.items():
             if name not in merged:
