@@ -13,6 +13,7 @@ from lpconv.checkpoint.residual import RESIDUAL_FOLDER, RESIDUAL_INDEX, residual
 from lpconv.checkpoint.staging import MARKER, SUMS, read_marker
 from lpconv.convert.plan import Plan
 from lpconv.convert.policy import left_wide
+from lpconv.forms.facts import Converted
 from lpconv.results import ConvertResult, FileRecord, ordered_json_text, to_json
 
 __all__ = [
@@ -62,7 +63,8 @@ def output_config(contents: Contents, plan: Plan) -> dict[str, Any]:
     settings = {n: getattr(plan.options, n) for n in ("method", "format", "scale", "granularity")}
     formats = {t.name: t.format.name for t in plan.tensors if t.format is not None}
     ignored = _kept_modules(plan, formats)
-    config = contents.config | plan.form.configured(contents.config, settings, formats, ignored)
+    made = Converted(config=contents.config, settings=settings, formats=formats, ignored=ignored)
+    config = contents.config | plan.form.configured(made)
     if plan.form.quantised_by == "lpconv" and "auto_map" not in config and "model_type" in config:
         config["auto_map"] = {"AutoConfig": f"{LOADER.removesuffix('.py')}.Config"}
     return config

@@ -7,14 +7,13 @@ the settings of other writers such weights are read as a layout of theirs.
 
 from __future__ import annotations  # tensors are named below and not imported
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from lpconv.checkpoint.compressed import COMPRESSED_TENSORS, preset_of, quantization_config
 from lpconv.formats.grains import Grain, grain_of
 from lpconv.formats.spec import FORMATS, Format
-from lpconv.forms.facts import Component, Headers, Settings
+from lpconv.forms.facts import Component, Converted, Headers, Settings
 from lpconv.forms.foreign.grid import Grid
 from lpconv.forms.foreign.plane import one_by_one
 from lpconv.forms.form import Form
@@ -52,19 +51,13 @@ class _Layout(Scaled):
         return super().refusal(shape, format, settings)
 
     @classmethod
-    def configured(
-        cls,
-        config: Mapping[str, Any],
-        settings: Mapping[str, Any],
-        formats: Mapping[str, str],
-        ignored: Iterable[str] | None,
-    ) -> dict[str, Any]:
-        assert ignored is not None, "the layout names what is not quantised"
-        grain = grain_of(settings["granularity"])
-        usual, found = preset_of(settings["format"], grain), {n: preset_of(f, grain) for n, f in formats.items()}
+    def configured(cls, made: Converted) -> dict[str, Any]:
+        grain = grain_of(made.settings["granularity"])
+        usual = preset_of(made.settings["format"], grain)
+        found = {n: preset_of(f, grain) for n, f in made.formats.items()}
         assert usual is not None, "refused"
         others = {n.removesuffix(_WEIGHT): p for n, p in found.items() if p is not None and p != usual}
-        return {"quantization_config": quantization_config(ignored, usual, others)}
+        return {"quantization_config": quantization_config(made.ignored, usual, others)}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations  # tensors are named below and not imported
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
@@ -15,7 +15,7 @@ from lpconv.formats.grains import Grain
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["BlockError", "BlockStats", "Component", "Encoded", "Headers", "Looked", "Measured", "Settings"]
+__all__ = ["BlockError", "BlockStats", "Component", "Converted", "Encoded", "Headers", "Looked", "Measured", "Settings"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +32,20 @@ class Settings:
     residual: str = "bf16"
     budget_bits: float = math.inf
     points_max: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Converted:
+    """What the config of a converted checkpoint may have to say.
+
+    `config` is that of the source, `settings` are method, format, scale and granularity of the conversion, `formats`
+    those of the converted tensors by name, and `ignored` the modules that are not converted, for layouts of others.
+    """
+
+    config: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    formats: Mapping[str, str]
+    ignored: Sequence[str]
 
 
 @dataclass(frozen=True, kw_only=True)

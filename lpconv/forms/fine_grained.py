@@ -4,14 +4,13 @@ What lies where, and the config, is in `foreign/fp8.py`, which reads the layout 
 transformers divides a weight by the number of its scales, and takes smaller last blocks for equal ones.
 """
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from lpconv.errors import UnsupportedError
 from lpconv.formats.grains import Grain, grain_of
 from lpconv.formats.spec import Format
-from lpconv.forms.facts import Headers, Settings
+from lpconv.forms.facts import Converted, Headers, Settings
 from lpconv.forms.foreign.fp8 import METHODS, SCALE_INV, grain_in, quantization_config
 from lpconv.forms.tiles import Tiles
 
@@ -49,23 +48,16 @@ class FineGrained(Tiles):
         return None if grain is None else cls._of_codes(name, name, grain, "", headers)
 
     @classmethod
-    def configured(
-        cls,
-        config: Mapping[str, Any],
-        settings: Mapping[str, Any],
-        formats: Mapping[str, str],
-        ignored: Iterable[str] | None,
-    ) -> dict[str, Any]:
+    def configured(cls, made: Converted) -> dict[str, Any]:
         """Raises UnsupportedError where the name of a module that is not quantised ends or begins that of one that is:
         transformers leaves out both."""
-        grain = grain_of(settings["granularity"])
-        assert ignored is not None and grain is not None, "refused"  # noqa: PT018
-        ignored = list(ignored)
-        for module in (n.removesuffix(".weight") for n in formats):
-            taken = next((n for n in ignored if module.endswith(n) or module.startswith(n + ".")), None)
+        grain = grain_of(made.settings["granularity"])
+        assert grain is not None, "refused"
+        for module in (n.removesuffix(".weight") for n in made.formats):
+            taken = next((n for n in made.ignored if module.endswith(n) or module.startswith(n + ".")), None)
             if taken is not None:
                 raise UnsupportedError(
                     f"transformers would leave `{module}` out with `{taken}`, which is not quantised",
                     hint=f"--exclude '{module}.weight', or use another --layout",
                 )
-        return {"quantization_config": quantization_config(grain, ignored)}
+        return {"quantization_config": quantization_config(grain, made.ignored)}

@@ -33,13 +33,13 @@ that transformers shall open as it lies must also be learnt by the loader module
 from __future__ import annotations  # tensors are named below and not imported
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar
 
 from lpconv.formats.grains import TENSOR, Grain
 from lpconv.formats.spec import Format
-from lpconv.forms.facts import Encoded, Headers, Looked, Measured, Settings
+from lpconv.forms.facts import Converted, Encoded, Headers, Looked, Measured, Settings
 from lpconv.forms.stored import Side, Stored
 
 if TYPE_CHECKING:
@@ -153,27 +153,17 @@ class Form(Stored):
         return self.is_right(as_float32(x, work), got, start, side)
 
     @classmethod
-    def configured(
-        cls,
-        config: Mapping[str, Any],
-        settings: Mapping[str, Any],
-        formats: Mapping[str, str],
-        ignored: Iterable[str] | None,
-    ) -> dict[str, Any]:
-        """What to add to config.json, so that such a checkpoint is opened as what it is.
-
-        `settings` are method, format, scale and granularity of the conversion, `formats` those of the converted tensors
-        by name, `ignored` the modules that are not converted, of a layout of others.
-        """
+    def configured(cls, made: Converted) -> dict[str, Any]:
+        """What to add to config.json, so that such a checkpoint is opened as what it is."""
         if cls.quantised_by is None:
             return {}
         # What has a scale is only said where sizes do not tell it.
-        told = {k: v for k, v in settings.items() if k != "granularity" or v not in (TENSOR, "row")}
+        told = {k: v for k, v in made.settings.items() if k != "granularity" or v not in (TENSOR, "row")}
         written = {
             "quant_method": cls.quantised_by,
             "format_version": 1,
             **told,
-            "leaves": sorted({n.rpartition(".")[2] for n in formats}) or ["weight"],
-            "exceptions": {n: f for n, f in formats.items() if f != settings["format"]},
+            "leaves": sorted({n.rpartition(".")[2] for n in made.formats}) or ["weight"],
+            "exceptions": {n: f for n, f in made.formats.items() if f != made.settings["format"]},
         }
         return {"quantization_config": written}

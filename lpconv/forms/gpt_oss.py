@@ -9,14 +9,14 @@ from __future__ import annotations  # tensors are named below and not imported
 
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from lpconv.errors import UnsupportedError
 from lpconv.formats.grains import GRAINS, Grain
 from lpconv.formats.spec import Format
-from lpconv.forms.facts import Component, Headers, Looked, Measured, Settings
+from lpconv.forms.facts import Component, Converted, Headers, Looked, Measured, Settings
 from lpconv.forms.foreign.mxfp4 import BLOCKS, METHODS, SCALES
 from lpconv.forms.form import Over
 from lpconv.forms.stored import Side
@@ -86,24 +86,17 @@ class GptOss(Tiles):
         return super().factor({self.scales.name: scales.view(-1, scales.shape[-1])}, start, stop)
 
     @classmethod
-    def configured(
-        cls,
-        config: Mapping[str, Any],
-        settings: Mapping[str, Any],
-        formats: Mapping[str, str],
-        ignored: Iterable[str] | None,
-    ) -> dict[str, Any]:
+    def configured(cls, made: Converted) -> dict[str, Any]:
         """Raises UnsupportedError for other models, and where half of a layer's experts is kept: no reader has that."""
-        if config.get("model_type") != _MODEL:
+        model_type = made.config.get("model_type")
+        if model_type != _MODEL:
             raise UnsupportedError(
-                f"the layout holds the experts of {_MODEL}, and the model is `{config.get('model_type')}`",
+                f"the layout holds the experts of {_MODEL}, and the model is `{model_type}`",
                 hint="use --layout compressed-tensors",
             )
-        assert ignored is not None, "the layout names what is not quantised"
-        ignored = list(ignored)
-        half = next((m for m in (n.rpartition(".")[0] for n in formats) if m in ignored), None)
+        half = next((m for m in (n.rpartition(".")[0] for n in made.formats) if m in made.ignored), None)
         if half is not None:
             raise UnsupportedError(
                 f"of `{half}` only one projection is converted", hint=f"--exclude '{half}.*', or convert both"
             )
-        return {"quantization_config": {"quant_method": METHODS[0], "modules_to_not_convert": ignored}}
+        return {"quantization_config": {"quant_method": METHODS[0], "modules_to_not_convert": list(made.ignored)}}

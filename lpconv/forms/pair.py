@@ -7,13 +7,13 @@ its own; how it is made and added back is a record in `lpconv.mcf.split.RESIDUAL
 from __future__ import annotations  # tensors are named below and not imported
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from lpconv.errors import InputError
 from lpconv.formats.spec import FORMATS, Format
-from lpconv.forms.facts import Component, Encoded, Headers, Measured, Settings
+from lpconv.forms.facts import Component, Converted, Encoded, Headers, Measured, Settings
 from lpconv.forms.form import Form
 from lpconv.forms.ranges import checked_ranges
 from lpconv.forms.stored import Side, Summand
@@ -116,12 +116,6 @@ class Pair(Form):
         return RESIDUALS[self.residual]
 
     @classmethod
-    def configured(
-        cls,
-        config: Mapping[str, Any],
-        settings: Mapping[str, Any],
-        formats: Mapping[str, str],
-        ignored: Iterable[str] | None,
-    ) -> dict[str, Any]:
-        key = "dtype" if "dtype" in config else "torch_dtype"  # every release of transformers reads the old name
-        return {key: FORMATS[settings["format"]].torch}
+    def configured(cls, made: Converted) -> dict[str, Any]:
+        key = "dtype" if "dtype" in made.config else "torch_dtype"  # every release of transformers reads the old name
+        return {key: FORMATS[made.settings["format"]].torch}

@@ -7,6 +7,7 @@ made on the meta device, and must have the tensors of the file, by name, dtype a
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from lpconv.convert.options import ConvertOptions
 from lpconv.convert.patterns import FormatRule
 from lpconv.convert.run import convert
 from lpconv.errors import UnsupportedError
+from lpconv.forms.facts import Converted
 from lpconv.forms.fine_grained import FineGrained
 from lpconv.forms.foreign import fp8
 from lpconv.forms.foreign.grid import Grid
@@ -179,12 +181,12 @@ def test_a_name_that_would_take_another_one_with_it_is_refused(tmp_path: Path) -
                                  num_attention_heads=2, num_key_value_heads=1)
     )  # fmt: skip
     model.save_pretrained(tmp_path / "source")
-    form = FineGrained.configured
-    told = {"method": "unit", "format": "e4m3fn", "scale": "pow2", "granularity": "mx"}
-    assert form({}, told, {"model.up.weight": "e4m3fn"}, ["model.down"])
+    settings = {"method": "unit", "format": "e4m3fn", "scale": "pow2", "granularity": "mx"}
+    made = Converted(config={}, settings=settings, formats={"model.up.weight": "e4m3fn"}, ignored=["model.down"])
+    assert FineGrained.configured(made)
     for ignored in ("up", "model"):
         with pytest.raises(UnsupportedError, match=f"`model.up` out with `{ignored}`"):
-            form({}, told, {"model.up.weight": "e4m3fn"}, [ignored])
+            FineGrained.configured(replace(made, ignored=[ignored]))
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from lpconv.formats.grains import GRAINS, TENSOR, Grain, known_grain
 from lpconv.formats.spec import FORMATS
 from lpconv.forms import FORMS, Form, Settings
 from lpconv.forms.blocks import Workspace, same_numbers
-from lpconv.forms.facts import Measured
+from lpconv.forms.facts import Converted, Measured
 from lpconv.forms.pair import RESIDUAL_DTYPES
 from lpconv.forms.reader import StoredTensors
 from lpconv.mcf.split import RESIDUALS
@@ -110,11 +110,8 @@ def _write(folder: Path, stored: Stored) -> Path:
     grain = vars(form).get("grain")
     settings["granularity"] = grain.name if grain else TENSOR
     formats = {NAME: form.format.name} if form.format else {}
-    config = (
-        form.configured({"model_type": "gpt_oss"}, settings, formats, ())
-        if form.quantised_by or len(form.data) > 1
-        else {}
-    )
+    made = Converted(config={"model_type": "gpt_oss"}, settings=settings, formats=formats, ignored=())
+    config = form.configured(made) if form.quantised_by or len(form.data) > 1 else {}
     (folder / "collage").mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
