@@ -44,6 +44,7 @@ def decoded_tensors(job: Job, progress: Progress) -> tuple[dict[str, Tensor], tu
 
 def _decoded(t: PlannedTensor, workers: Workers) -> tuple[Tensor, TensorRecord]:
     """One tensor encoded and decoded again, block by block."""
+    assert not t.form.turned, "no layout that can be advised stores transposes"
     found = workers.measured(t)
     values = torch.empty(t.info.num_elements)
 
@@ -57,8 +58,6 @@ def _decoded(t: PlannedTensor, workers: Workers) -> tuple[Tensor, TensorRecord]:
     for _, encoded in workers.in_order(blocks_of([t]), convert):
         error = error + (encoded.error or BlockError())
         stats = stats + (encoded.stats or BlockStats())
-    if t.form.turned:
-        values = values.view(*t.info.shape[:-2], *t.info.shape[:-3:-1]).mT.contiguous()
     return values.view(t.info.shape), tensor_record(t, t.form.scale(found.side), stats, error)
 
 
