@@ -84,8 +84,7 @@ class Codes:
         if self.source is not None:
             return out.copy_(self.source.values(self.form.name, self.start, self.stop))
         form = self.form
-        first = self.start // form.cols * form.cols
-        last = min(-(-self.stop // form.cols) * form.cols, form.num_elements)
+        first, last = form.widened(self.start, self.stop)
         data = form.read(self._fetch, first, last, self.parts)
         if (first, last) == (self.start, self.stop):
             return form.decode_to(out, data, first, last, self.parts)
