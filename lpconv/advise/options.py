@@ -3,10 +3,8 @@
 import functools
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
-from lpconv.checkpoint.staging import check_replaceable
 from lpconv.devices import DEVICES, HERE
 from lpconv.errors import UsageError
 from lpconv.lookup import find
@@ -14,7 +12,7 @@ from lpconv.options import Force, Option, Revision, check, parse_size
 from lpconv.train.options import TASKS, FinetuneOptions, check_options
 from lpconv.train.recipes import RECIPES, Arithmetic
 
-__all__ = ["ADVICE_FILE", "AdviseOptions", "Budget", "check_advise", "check_free", "parse_budget"]
+__all__ = ["ADVICE_FILE", "AdviseOptions", "Budget", "check_advise", "parse_budget"]
 
 ADVICE_FILE = "advice.json"  # in an output; says whose the folder is
 _PURPOSES = ("infer", "train", "both")
@@ -133,8 +131,3 @@ def check_advise(options: AdviseOptions) -> None:
     check(options)
     if "train" in options.purposes:
         check_options(options.training("fp32", steps=options.steps))
-
-
-def check_free(directory: Path, *, force: bool) -> None:
-    """Refuse a place that is taken, unless `force` is set and it holds an earlier advice, or that cannot be written."""
-    check_replaceable(directory, ADVICE_FILE, what="advice", force=force)

@@ -100,22 +100,24 @@ def before_init(model: str, output: Path, options: "InitOptions") -> None:
 
 def before_probe(model: str, output: Path, options: "ProbeOptions") -> None:
     """Of `lpconv probe`."""
-    from lpconv.probe.options import check_free
+    from lpconv.checkpoint.staging import check_replaceable
+    from lpconv.probe.options import PROBE_FILE
 
     check(options)
     _check_text(options.data)
-    check_free(output, force=options.force)
+    check_replaceable(output, PROBE_FILE, what="probe", force=options.force)
     _contents(model, options.revision)
 
 
 def before_advice(model: str, output: Path, options: "AdviseOptions") -> None:
     """Of `lpconv advise`."""
-    from lpconv.advise.options import check_advise, check_free
+    from lpconv.advise.options import ADVICE_FILE, check_advise
+    from lpconv.checkpoint.staging import check_replaceable
     from lpconv.train.data import check_data
 
     check_advise(options)
     check_data(options.training("fp32", steps=options.steps))
-    check_free(output, force=options.force)
+    check_replaceable(output, ADVICE_FILE, what="advice", force=options.force)
     _contents(model, options.revision)
 
 

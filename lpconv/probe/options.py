@@ -4,10 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from lpconv.checkpoint.staging import check_replaceable
 from lpconv.options import Force, Option, Revision
 
-__all__ = ["PROBE_FILE", "ProbeOptions", "check_free"]
+__all__ = ["PROBE_FILE", "ProbeOptions"]
 
 PROBE_FILE = "probe.json"  # in an output; says whose the folder is
 
@@ -31,8 +30,3 @@ class ProbeOptions:
     revision: Revision = None
     resume: bool = False
     force: Force = False
-
-
-def check_free(directory: Path, *, force: bool) -> None:
-    """Refuse a place that is taken, unless `force` is set and it holds an earlier probe, or that cannot be written."""
-    check_replaceable(directory, PROBE_FILE, what="probe", force=force)
