@@ -106,9 +106,10 @@ class BenchOptions:
         ),
     ] = "blocks"
     device: Annotated[str | None, _how("Device: cpu, cuda or cuda:N", default="a GPU if there is one")] = None
-    processes: Annotated[int | None, _how("Number of cooperating processes", default="torchrun's, or 1", least=1)] = (
-        None
-    )
+    processes: Annotated[
+        int | None,
+        _how("Number of cooperating processes", default="torchrun's, or 1", least=1),
+    ] = None
     parallel: Annotated[
         str | None,
         _how("Sharing of a model among processes", default="ddp", what="kind of parallelism", choices=PARALLEL),

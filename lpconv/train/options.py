@@ -59,9 +59,10 @@ class ArithmeticOptions:
             choices=RECIPES,
         ),
     ] = None
-    precision: Annotated[str | None, _how("Format of matrix products", default="the recipe's", choices=PRECISIONS)] = (
-        None
-    )
+    precision: Annotated[
+        str | None,
+        _how("Format of matrix products", default="the recipe's", choices=PRECISIONS),
+    ] = None
     method: Annotated[
         str | None, _how("Method that scales tensors", default="the recipe's", choices=TRAINING_METHODS, short=("-m",))
     ] = None
