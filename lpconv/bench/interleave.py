@@ -15,18 +15,9 @@ from lpconv.errors import UsageError, VerificationError
 from lpconv.results import RatioRecord, TimingRecord
 from lpconv.student import t_quantile
 
-__all__ = [
-    "MIN_P99_SAMPLES",
-    "Samples",
-    "bootstrap_ratio",
-    "interleave",
-    "quantile",
-    "ratio_of",
-    "ratio_over_launches",
-    "timing_of",
-]
+__all__ = ["Samples", "bootstrap_ratio", "interleave", "quantile", "ratio_of", "ratio_over_launches", "timing_of"]
 
-MIN_P99_SAMPLES = 100
+_MIN_P99_SAMPLES = 100
 _RESAMPLES = 2000
 
 
@@ -146,7 +137,7 @@ def timing_of(launches: Sequence[Samples], device: str) -> TimingRecord:
         median_s=quantile(times, 0.5),
         p10_s=quantile(times, 0.1),
         p90_s=quantile(times, 0.9),
-        p99_s=quantile(times, 0.99) if len(times) >= MIN_P99_SAMPLES else None,
+        p99_s=quantile(times, 0.99) if len(times) >= _MIN_P99_SAMPLES else None,
         wall_median_s=quantile([w for samples in launches for w in samples.walls], 0.5),
     )
 

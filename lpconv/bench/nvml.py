@@ -10,10 +10,10 @@ from typing import Any, Protocol
 
 from lpconv.results import EnergyRecord, GpuRecord
 
-__all__ = ["MIN_WINDOW_S", "GpuMonitor", "Nvml", "find_monitor", "measure_energy"]
+__all__ = ["GpuMonitor", "Nvml", "find_monitor", "measure_energy"]
 
 # The counter moves every 20 to 100 ms (NVML), so that a window of two seconds is off by 5 % at most.
-MIN_WINDOW_S = 2.0
+_MIN_WINDOW_S = 2.0
 
 
 class GpuMonitor(Protocol):
@@ -98,10 +98,10 @@ def measure_energy(
     is a counter that did not move.
     """
     before, start = monitor.energy_mj(), clock()
-    steps = spin(1.25 * MIN_WINDOW_S)
+    steps = spin(1.25 * _MIN_WINDOW_S)
     joules, window = (monitor.energy_mj() - before) / 1e3, clock() - start
-    if window < MIN_WINDOW_S:
-        return EnergyRecord(window_s=window, unavailable=f"the window was {window:.1f} s, under {MIN_WINDOW_S:.0f} s")
+    if window < _MIN_WINDOW_S:
+        return EnergyRecord(window_s=window, unavailable=f"the window was {window:.1f} s, under {_MIN_WINDOW_S:.0f} s")
     if joules <= 0 or steps < 1:
         return EnergyRecord(window_s=window, unavailable="the GPU's energy counter did not move")
     return EnergyRecord(

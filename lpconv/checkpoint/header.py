@@ -18,16 +18,7 @@ from lpconv.checkpoint.partfile import read_error
 from lpconv.checkpoint.place import open_file
 from lpconv.errors import InputError, UnsupportedError
 
-__all__ = [
-    "DTYPE_BITS",
-    "MAX_HEADER_BYTES",
-    "Header",
-    "TensorInfo",
-    "check_name",
-    "encode_header",
-    "parse_header",
-    "read_header",
-]
+__all__ = ["DTYPE_BITS", "MAX_HEADER_BYTES", "Header", "TensorInfo", "check_name", "encode_header", "read_header"]
 
 # The limit of the safetensors library itself.
 MAX_HEADER_BYTES = 100_000_000
@@ -86,10 +77,10 @@ def read_header(path: Path) -> Header:
             f.read_into(8, memoryview(raw))
     except OSError as e:
         raise read_error(e, path) from e
-    return parse_header(raw, file_size=size, path=path)
+    return _parse_header(raw, file_size=size, path=path)
 
 
-def parse_header(raw: bytes | bytearray, *, file_size: int, path: Path) -> Header:
+def _parse_header(raw: bytes | bytearray, *, file_size: int, path: Path) -> Header:
     """The checked header from its JSON bytes; `path` is for messages only."""
     document = _load_json(raw, path)
     metadata = document.pop(_METADATA, {})

@@ -30,7 +30,6 @@ __all__ = [
     "is_url",
     "listing",
     "put",
-    "remote_errors",
     "store_at",
     "upload_bytes",
 ]
@@ -101,7 +100,7 @@ def store_at(url: str) -> Any:
     endpoints = (os.environ.get(name, "") for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"))
     is_plain = parts.scheme == "http" or (parts.scheme == "s3" and any(e.startswith("http:") for e in endpoints))
     client: dict[str, Any] = {"allow_http": is_plain, "read_timeout": _STALLED, "timeout": _WHOLE}
-    with remote_errors(url):
+    with _remote_errors(url):
         if parts.scheme == "hf":
             address, headers = files_url(*hub_names(url))
             client |= {"default_headers": headers, "allow_http": address.startswith("http:")}
@@ -113,14 +112,14 @@ def store_at(url: str) -> Any:
 
 def listing(url: str) -> list[RemoteObject]:
     """All objects below a URL of a store that lists, in order of their names."""
-    with remote_errors(url):
+    with _remote_errors(url):
         found = [_object(meta, meta["path"]) for batch in store_at(url).list() for meta in batch]
     return sorted(found, key=lambda o: o.name)
 
 
 def head(url: str, name: str) -> RemoteObject | None:
     """What a server says of one object, None where there is none."""
-    with remote_errors(url, name):
+    with _remote_errors(url, name):
         try:
             return _object(store_at(url).head(name), name)
         except FileNotFoundError:
@@ -140,7 +139,7 @@ def fetch(url: str, name: str, e_tag: str | None = None, *, span: tuple[int, int
     options: dict[str, Any] = {} if e_tag is None else {"if_match": e_tag}
     if span is not None:
         options["range"] = span
-    with remote_errors(url, name):
+    with _remote_errors(url, name):
         answer = store_at(url).get(name, options=options)
         data = answer.bytes()
     if e_tag not in (None, answer.meta["e_tag"]):  # not every server heeds the condition
@@ -154,7 +153,7 @@ def put(url: str, name: str, data: bytes, *, create: bool = False) -> RemoteObje
     """Write a small object; None where it is to be created and there is one. Raises ResourceError."""
     import obstore.exceptions as raised
 
-    with remote_errors(url, name, writing=True):
+    with _remote_errors(url, name, writing=True):
         try:
             store_at(url).put(name, data, mode="create" if create else "overwrite")
         except raised.AlreadyExistsError:
@@ -166,7 +165,7 @@ def delete(url: str, names: Sequence[str]) -> None:
     """Delete objects in this order, those that are there. Raises ResourceError."""
     for name in names:  # at once they would go in any order
         # Another writer may have deleted it, of which S3 says nothing, and others do.
-        with remote_errors(url, name, writing=True), suppress(FileNotFoundError):
+        with _remote_errors(url, name, writing=True), suppress(FileNotFoundError):
             store_at(url).delete(name)
 
 
@@ -186,7 +185,7 @@ class Upload:
         import obstore
 
         part = _part_bytes(size_bytes)
-        self._errors = functools.partial(remote_errors, url, name, writing=True)
+        self._errors = functools.partial(_remote_errors, url, name, writing=True)
         with self._errors():
             self._writer = obstore.open_writer(store_at(url), name, buffer_size=part, max_concurrency=_AT_A_TIME)
 
@@ -202,7 +201,7 @@ class Upload:
 
 
 @contextmanager
-def remote_errors(url: str, name: str = "", *, writing: bool = False) -> Iterator[None]:
+def _remote_errors(url: str, name: str = "", *, writing: bool = False) -> Iterator[None]:
     """Turn what obstore raises inside into an error of ours, without anything that may be a secret."""
     import obstore.exceptions as raised
 

@@ -18,10 +18,10 @@ from lpconv.forms.foreign import ACTIVATIONS, READ, is_part
 from lpconv.forms.foreign.gguf import Blocks
 from lpconv.forms.foreign.grid import Grid
 
-__all__ = ["AGAIN", "FUSED", "Findings", "beyond_repair", "check_repairable", "from_headers", "fused_groups", "shown"]
+__all__ = ["AGAIN", "Findings", "beyond_repair", "check_repairable", "from_headers", "fused_groups", "shown"]
 
 # Modules that readers (vLLM, SGLang, TensorRT-LLM) put into one matrix, by the last parts of their names.
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("query", "key", "value"), ("w1", "w3"))
+_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("query", "key", "value"), ("w1", "w3"))
 # What a config that names a format promises of the codes, in words of ours and by number format.
 _FORMATS = {
     "float-quantized": {"e4m3fn"}, "mxfp8-quantized": {"e4m3fn"}, "int-quantized": {"int8"},
@@ -82,7 +82,7 @@ def shown(names: Iterable[str]) -> str:
 def fused_groups(names: Iterable[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Weights that readers fuse: where they lie, and their names, two or more."""
     there = set(names)
-    for members in FUSED:
+    for members in _FUSED:
         for name in sorted(there):
             stem, _, leaf = name.removesuffix(".weight").rpartition(".")
             if leaf == members[0]:

@@ -24,10 +24,10 @@ from lpconv.forms.ranges import BLOCK_ELEMENTS, CHECKED_ELEMENTS
 from lpconv.gates import Gate, needs_logits
 from lpconv.machine import available_memory
 
-__all__ = ["AUTO_LOGITS_BYTES", "HELD_MATRICES", "SPARE", "Memory", "plan_memory", "why_no_logits"]
+__all__ = ["HELD_MATRICES", "SPARE", "Memory", "plan_memory"]
 
 # Up to this many weight bytes `--verify auto` also runs both models.
-AUTO_LOGITS_BYTES = 2 * 10**9
+_AUTO_LOGITS_BYTES = 2 * 10**9
 SPARE = 2  # blocks that wait for the writer while every worker is busy
 HELD_MATRICES = 2  # of which all blocks are taken: workers may be at the end of one and at the beginning of the next
 _MAX_WORKERS = 8
@@ -90,18 +90,18 @@ def plan_memory(
         if running > budget:
             raise _too_much("running both models for their outputs", running, budget, options)
         return Memory(workers=workers, needed_bytes=max(needed, running), in_files=True)
-    why = why_no_logits(plan, contents)
+    why = _why_no_logits(plan, contents)
     if why is None and running > budget:
         why = _too_much("running both models", running, budget, options).message
     return Memory(workers=workers, needed_bytes=needed if why else max(needed, running), no_logits=why)
 
 
-def why_no_logits(plan: Plan, contents: Contents) -> str | None:
+def _why_no_logits(plan: Plan, contents: Contents) -> str | None:
     """Why `--verify auto` does not run the models, however much memory there is; None where it does."""
     options = plan.options
     if options.verify != "auto":
         return f"--verify {options.verify} does not run the models"
-    if plan.bytes_in > AUTO_LOGITS_BYTES:
+    if plan.bytes_in > _AUTO_LOGITS_BYTES:
         return f"{plan.bytes_in / 1e9:.1f} GB of weights are more than are run unasked; ask for the level logits"
     if "auto_map" in contents.config and not options.trust_remote_code:
         return "the checkpoint brings its own code, which needs --trust-remote-code"

@@ -11,10 +11,10 @@ from lpconv.errors import InputError, UnsupportedError, VerificationError
 from lpconv.progress import Progress
 from lpconv.results import FileRecord, PushResult, SourceRecord, VerifyResult, from_json
 
-__all__ = ["check_pushable", "push"]
+__all__ = ["push"]
 
 
-def check_pushable(directory: Path, repo_id: str) -> VerifyResult:
+def _check_pushable(directory: Path, repo_id: str) -> VerifyResult:
     """The verification that an output passed. Raises UsageError for a name that no repository can have, InputError and
     UnsupportedError for what is no output, VerificationError for one that was not verified or did not pass."""
     check_repository(repo_id)
@@ -35,7 +35,7 @@ def push(directory: Path, repo_id: str, *, private: bool, dry_run: bool, progres
 
     The reports stay here, they name folders of this machine. With `dry_run` nothing is asked of the network.
     """
-    verify = check_pushable(directory, repo_id)
+    verify = _check_pushable(directory, repo_id)
     digests = listed_files(directory)
     hashes = check_files(directory, digests, progress)
     if hashes.mismatched:

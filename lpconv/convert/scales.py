@@ -28,7 +28,6 @@ __all__ = [
     "FACTOR",
     "Scales",
     "fetch_from",
-    "from_scales",
     "fused_factors",
     "grids_of",
     "is_inverted",
@@ -69,7 +68,7 @@ class Scales:
         )
 
 
-def from_scales(contents: Contents) -> Findings:
+def _from_scales(contents: Contents) -> Findings:
     """All that the scales of the layouts of others tell. Raises InputError where files cannot be read."""
     with closing(open_source(contents)) as source:
         grids = grids_of(contents, source)
@@ -100,7 +99,7 @@ def unsound(
 
 def judged(found: InspectResult, directory: Path) -> InspectResult:
     """The record of a checkpoint with what its scales tell."""
-    told = from_scales(read_contents(directory))
+    told = _from_scales(read_contents(directory))
     return replace(found, problems=(*found.problems, *told.problems), warnings=(*found.warnings, *told.warnings))
 
 

@@ -10,12 +10,12 @@ from lpconv.forms.facts import BlockError, BlockStats, Measured
 from lpconv.report.plot import FormatRange
 from lpconv.results import TensorRecord
 
-__all__ = ["format_name", "format_ranges", "planned_record", "sqnr_db", "tensor_record"]
+__all__ = ["format_ranges", "planned_record", "sqnr_db", "tensor_record"]
 
 _NAMES = {f.safetensors: f.name for f in FORMATS.values() if f.safetensors}
 
 
-def format_name(dtype: str) -> str:
+def _format_name(dtype: str) -> str:
     """The format's name for a safetensors dtype; dtypes that are no format of ours go by their own name."""
     return _NAMES.get(dtype, dtype)
 
@@ -34,7 +34,7 @@ def planned_record(t: PlannedTensor) -> TensorRecord:
         shape=t.info.shape,
         source_dtype=t.info.dtype,
         action=t.action,
-        format=t.format.name if t.format else format_name(t.info.dtype),
+        format=t.format.name if t.format else _format_name(t.info.dtype),
         reason=t.reason,
         tied_to=t.tied_to,
         bytes_in=t.info.num_bytes,

@@ -16,9 +16,9 @@ from lpconv.gates import CONVERT_GATES, needs_logits
 from lpconv.progress import Progress
 from lpconv.results import VerifyResult
 
-__all__ = ["LEVELS", "verify_output"]
+__all__ = ["verify_output"]
 
-LEVELS = ("hash", "weights", "logits", "values")
+_LEVELS = ("hash", "weights", "logits", "values")
 
 
 def verify_output(
@@ -56,8 +56,8 @@ def verify_output(
         return _with_text(
             found, directory, resolve(against).directory, data, seq_len, max_tokens, gates=gates, progress=progress
         )
-    if level not in (None, *LEVELS):
-        raise UsageError(f"unknown level `{level}`", hint="use " + ", ".join(LEVELS))
+    if level not in (None, *_LEVELS):
+        raise UsageError(f"unknown level `{level}`", hint="use " + ", ".join(_LEVELS))
     is_tuned = (directory / TUNED).exists()
     if is_tuned and level in ("weights", "logits"):
         raise UsageError(

@@ -1,6 +1,6 @@
 """The codes of a block for one scale or one for every tile, one to an element: encoding, decoding, the slow reference.
 
-A scale is a number, or an fp32 tensor that broadcasts to what `rows_of` makes of a block: [rows, 1], [rows, tiles, 1]
+A scale is a number, or an fp32 tensor that broadcasts to what `_rows_of` makes of a block: [rows, 1], [rows, tiles, 1]
 or, where tiles do not divide rows, [rows, cols].
 """
 
@@ -30,12 +30,12 @@ from lpconv.forms.lookup import (
 from lpconv.forms.ranges import checked_ranges
 from lpconv.kernels.decode import decode as decode_fp8
 
-__all__ = ["are_wanted", "decode", "decode_to", "encode", "rows_of", "wanted"]
+__all__ = ["are_wanted", "decode", "decode_to", "encode", "wanted"]
 
 _REACH = 1.25  # of the largest number, up to which scales of 4 bits and of integers let numbers lie: see `tile_scales`
 
 
-def rows_of(x: Tensor, scale: float | Tensor) -> Tensor:
+def _rows_of(x: Tensor, scale: float | Tensor) -> Tensor:
     """A 1-D block as it is for one scale, as rows for a tensor of scales."""
     return x if isinstance(scale, float) else x.view(*scale.shape[:-1], -1)
 
@@ -70,7 +70,7 @@ def decode(codes: Tensor, scale: float | Tensor, *, out: Tensor | None = None) -
     if codes.dtype == torch.float32 and isinstance(scale, float):
         return torch.mul(codes, scale, out=out)
     value = decode_fp8(codes, torch.float32, out=out) if codes.dtype.itemsize == 1 else out.copy_(codes)
-    rows_of(value, scale).mul_(scale)
+    _rows_of(value, scale).mul_(scale)
     return value
 
 
@@ -86,7 +86,7 @@ def decode_to(out: Tensor, codes: Tensor, scale: float | Tensor) -> Tensor:
     is_cut = isinstance(scale, Tensor) and not torch.equal(scale.to(out.dtype).float(), scale)
     if is_cut or codes.dtype.itemsize != 1 or out.dtype.itemsize != 2:
         return out.copy_(decode(codes, scale))
-    rows_of(decode_fp8(codes, out.dtype, out=out), scale).mul_(short)
+    _rows_of(decode_fp8(codes, out.dtype, out=out), scale).mul_(short)
     return out
 
 
@@ -101,7 +101,7 @@ def wanted(value: Tensor, scale: float | Tensor, fmt: Format) -> Tensor:
     span = binades(scale)
     if span is None:
         return _reference(value, scale, fmt)
-    rows_of(patterns, scale).add_(beginnings(scale, span[0]).add_(2**15))
+    _rows_of(patterns, scale).add_(beginnings(scale, span[0]).add_(2**15))
     return _of_binades(fmt, *span).index_select(0, patterns)
 
 
@@ -159,7 +159,7 @@ def _reference(value: Tensor, scale: float | Tensor, fmt: Format) -> Tensor:
     done = torch.empty_like(value)
     for start, stop in checked_ranges(value.numel(), cols):
         part = scale if isinstance(scale, float) else scale[start // cols : stop // cols]
-        unit = rows_of(value[start:stop], part) / part
+        unit = _rows_of(value[start:stop], part) / part
         if not fmt.has_inf:
             unit.masked_fill_(torch.isinf(unit), math.nan)
         rounded = cast(unit, fmt, overflow="inf" if fmt.has_inf else "saturate")
@@ -179,10 +179,10 @@ def _rounded(
     if isinstance(scale, float) and math.frexp(scale)[0] == 0.5:
         torch.mul(value, 1 / scale, out=coded)
     else:
-        torch.div(rows_of(value, scale), scale, out=rows_of(coded, scale))
+        torch.div(_rows_of(value, scale), scale, out=_rows_of(coded, scale))
     if codes.dtype == torch.uint8:
         coded_(coded, fmt, codes, (work.scratch.error[:count], work.residual[:count]))
-        rows_of(coded, scale).mul_(scale)
+        _rows_of(coded, scale).mul_(scale)
         return coded
     if not is_finite and not fmt.has_inf:
         coded.masked_fill_(torch.isinf(coded), math.nan)

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from lpconv.forms.blocks import Workspace
     from lpconv.mcf.multipoint import Points
 
-__all__ = ["POINTS_SUFFIX", "PointRows"]
+__all__ = ["PointRows"]
 
-POINTS_SUFFIX = "_points"
+_POINTS_SUFFIX = "_points"
 _NARROW = 16  # bits from which numbers need no points
 _IN_BYTES = {f.name: f for f in FORMATS.values() if f.storage_bits <= 8}
 
@@ -38,7 +38,7 @@ class PointRows(Form):
     """`points_total` points in all, at most `points_max` a row where they are still to be fitted."""
 
     kind: ClassVar[str] = "points"
-    suffixes: ClassVar[tuple[str, ...]] = (SCALE_SUFFIX, POINTS_SUFFIX)
+    suffixes: ClassVar[tuple[str, ...]] = (SCALE_SUFFIX, _POINTS_SUFFIX)
     holds_one_format: ClassVar[bool] = True
     encoded_per_second: ClassVar[float] = 6e6
     checked_per_second: ClassVar[float] = 5e5  # rows are fitted again
@@ -65,7 +65,7 @@ class PointRows(Form):
 
     @classmethod
     def recognise(cls, name: str, headers: Headers) -> Self | None:
-        codes, counts = headers.root[name], headers.root.get(name + POINTS_SUFFIX)
+        codes, counts = headers.root[name], headers.root.get(name + _POINTS_SUFFIX)
         fmt = _IN_BYTES.get(headers.exceptions.get(name, headers.format))
         if headers.quantised_by != cls.quantised_by or counts is None or fmt is None or len(codes.shape) != 3:
             return None
@@ -82,7 +82,7 @@ class PointRows(Form):
         total, codes = self.points_total, self.format.safetensors or "U8"
         return (
             Component(name=self.name + SCALE_SUFFIX, dtype="F32", shape=(total,)),
-            Component(name=self.name + POINTS_SUFFIX, dtype="U8", shape=self.shape[:-1]),
+            Component(name=self.name + _POINTS_SUFFIX, dtype="U8", shape=self.shape[:-1]),
             Component(name=self.name, dtype=codes, shape=(1, total, self._row_bytes)),
         )
 
@@ -129,7 +129,7 @@ class PointRows(Form):
         points = multipoint.Fit.of_blocks([each.more for each in looked]).allot(self.points_total)
         side = {
             self.name + SCALE_SUFFIX: points.scales_P,
-            self.name + POINTS_SUFFIX: points.counts_R.view(self.shape[:-1]),
+            self.name + _POINTS_SUFFIX: points.counts_R.view(self.shape[:-1]),
         }
         return Measured(stats=sum((each.stats for each in looked), BlockStats()), side=side)
 
@@ -182,7 +182,7 @@ class PointRows(Form):
     def _points(self, side: Side) -> Points:
         from lpconv.mcf.multipoint import Points
 
-        return Points(counts_R=side[self.name + POINTS_SUFFIX].view(-1), scales_P=side[self.name + SCALE_SUFFIX])
+        return Points(counts_R=side[self.name + _POINTS_SUFFIX].view(-1), scales_P=side[self.name + SCALE_SUFFIX])
 
     def _points_of(self, start: int, stop: int, side: Side) -> Points:
         """The points of the rows of a block."""

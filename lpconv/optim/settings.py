@@ -14,10 +14,10 @@ from lpconv.lookup import find
 from lpconv.optim.rules import RULES, Rule
 from lpconv.optim.storage import VARIANTS, Storage, Variant
 
-__all__ = ["ARITHMETICS", "NONFINITE", "Settings", "check_group", "make_settings"]
+__all__ = ["Settings", "check_group", "make_settings"]
 
-ARITHMETICS = ("fused", "paper")
-NONFINITE = ("ignore", "skip", "raise")
+_ARITHMETICS = ("fused", "paper")
+_NONFINITE = ("ignore", "skip", "raise")
 
 # v · decay rounds back to v where 1 - decay is under half the relative spacing of bf16, 2^-9 to 2^-8.
 _LARGEST_BF16_DECAY = 0.998
@@ -76,8 +76,8 @@ def make_settings(
     found = Settings(
         rule=RULES[rule],
         variant=_with_state_dtype(find("variant", variant, VARIANTS), state_dtype),
-        arithmetic=find("arithmetic", arithmetic, {a: a for a in ARITHMETICS}),
-        nonfinite_gradients=find("nonfinite_gradients", nonfinite_gradients, {n: n for n in NONFINITE}),
+        arithmetic=find("arithmetic", arithmetic, {a: a for a in _ARITHMETICS}),
+        nonfinite_gradients=find("nonfinite_gradients", nonfinite_gradients, {n: n for n in _NONFINITE}),
         compiled=compiled,
         seed=seed,
         diagnostics_every=diagnostics_every,

@@ -11,7 +11,7 @@ from lpconv.errors import InputError
 from lpconv.optim.rules import RULES
 from lpconv.optim.storage import Parts, Storage, new_parts
 
-__all__ = ["check_state", "new_state", "parts_of", "state_names"]
+__all__ = ["check_state", "new_state", "parts_of"]
 
 _COMPANION_NAMES = {
     Storage.PAIR: "residual",
@@ -24,7 +24,7 @@ _COMPANION_NAMES = {
 
 
 @functools.cache
-def state_names(rule: str, storages: tuple[Storage, ...]) -> tuple[tuple[str, ...], ...]:
+def _state_names(rule: str, storages: tuple[Storage, ...]) -> tuple[tuple[str, ...], ...]:
     """The state entries that hold the weight and each moment: ("residual",), ("exp_avg",), ... for Collage.
 
     The weight itself is the parameter, so its own entries are its companion only.
@@ -36,7 +36,7 @@ def state_names(rule: str, storages: tuple[Storage, ...]) -> tuple[tuple[str, ..
 def new_state(p: Tensor, rule: str, storages: tuple[Storage, ...]) -> dict[str, Tensor]:
     """Step 0, moments of 0, and the weight's companion from the weight; like `p` in device, shape and placement."""
     state = {"step": torch.zeros((), dtype=torch.float32)}
-    weight, *moments = state_names(rule, storages)
+    weight, *moments = _state_names(rule, storages)
     state |= zip(weight, new_parts(storages[0], p.detach())[1:], strict=True)
     for names, storage in zip(moments, storages[1:], strict=True):
         state |= zip(names, new_parts(storage, torch.zeros_like(p, dtype=storage.dtype)), strict=True)
@@ -45,13 +45,13 @@ def new_state(p: Tensor, rule: str, storages: tuple[Storage, ...]) -> dict[str, 
 
 def parts_of(p: Tensor, state: Mapping[str, Tensor], rule: str, storages: tuple[Storage, ...]) -> Parts:
     """The tensors themselves: writing to them changes the parameter and its state."""
-    weight, *moments = state_names(rule, storages)
+    weight, *moments = _state_names(rule, storages)
     return (p.detach(), *[state[n] for n in weight]), *[tuple([state[n] for n in names]) for names in moments]
 
 
 def check_state(state: Mapping[str, Any], rule: str, storages: tuple[Storage, ...]) -> None:
     """Raise InputError unless the state has the entries and dtypes of these storages."""
-    weight, *moments = state_names(rule, storages)
+    weight, *moments = _state_names(rule, storages)
     expected: dict[str, torch.dtype | None] = {"step": torch.float32}
     expected |= dict.fromkeys(weight, storages[0].companion)
     for names, storage in zip(moments, storages[1:], strict=True):

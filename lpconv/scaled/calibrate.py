@@ -27,7 +27,7 @@ from lpconv.scaled.model import scaling_of
 from lpconv.scaled.scales import MAX_SCALE, MIN_SCALE, Scale
 from lpconv.scaled.tensor import ScaledTensor
 
-__all__ = ["EdgeFactors", "apply_factors", "calibrate", "own_loss"]
+__all__ = ["EdgeFactors", "apply_factors", "calibrate"]
 
 
 _LARGEST = get_format("e4m3fn").max
@@ -43,13 +43,13 @@ class EdgeFactors:
     input: float = 1.0
 
 
-def own_loss(output: Any) -> Tensor:
+def _own_loss(output: Any) -> Tensor:
     """The loss that a transformers model computed itself."""
     return output.loss  # type: ignore[no-any-return]
 
 
 def calibrate(
-    model: nn.Module, batches: Iterable[Mapping[str, Any]], *, loss: Callable[[Any], Tensor] = own_loss
+    model: nn.Module, batches: Iterable[Mapping[str, Any]], *, loss: Callable[[Any], Tensor] = _own_loss
 ) -> dict[str, EdgeFactors]:
     """Measure `model`, scaled by the method "unit", on labelled batches; fix the factors and return them by edge.
 

@@ -17,11 +17,11 @@ from lpconv.layers import LinearLayer, linears
 from lpconv.scaled.operands import encoded
 from lpconv.scaled.places import heads
 
-__all__ = ["MAX_CREST", "MAX_SHARE", "MIN_SQNR_DB", "InputRisk", "critical_modules", "input_risks"]
+__all__ = ["MAX_CREST", "InputRisk", "critical_modules", "input_risks"]
 
 MAX_CREST = 100.0
-MIN_SQNR_DB = 25.0  # e4m3fn leaves 31 of a tensor in its range
-MAX_SHARE = 0.1  # of the work of all products that are cast
+_MIN_SQNR_DB = 25.0  # e4m3fn leaves 31 of a tensor in its range
+_MAX_SHARE = 0.1  # of the work of all products that are cast
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +41,10 @@ class InputRisk:
     @property
     def is_critical(self) -> bool:
         """Whether it is beyond a bound."""
-        return self.crest > MAX_CREST or self.sqnr_db < MIN_SQNR_DB
+        return self.crest > MAX_CREST or self.sqnr_db < _MIN_SQNR_DB
 
 
-def critical_modules(risks: Sequence[InputRisk], *, max_share: float = MAX_SHARE) -> tuple[InputRisk, ...]:
+def critical_modules(risks: Sequence[InputRisk], *, max_share: float = _MAX_SHARE) -> tuple[InputRisk, ...]:
     """The layers to keep in 16 bits: the largest crests first, as far as the budget goes."""
     chosen: list[InputRisk] = []
     for risk in sorted(risks, key=lambda r: -r.crest):

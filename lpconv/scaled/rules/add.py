@@ -12,29 +12,12 @@ from lpconv.scaled.rules.multiply import contraction_factor
 from lpconv.scaled.rules.units import in_units
 from lpconv.scaled.scales import Scale, larger, multiplied, ratio, split_number, times
 
-__all__ = [
-    "RULES",
-    "add",
-    "at_scale",
-    "cat",
-    "clamp",
-    "clamp_tensor",
-    "common_scale",
-    "extremum",
-    "fitting_scale",
-    "index_put",
-    "rsub",
-    "scattered",
-    "sub",
-    "sum_all",
-    "sum_dims",
-    "where",
-]
+__all__ = ["RULES"]
 
 aten = torch.ops.aten
 
 
-def at_scale(data: Any, scale: Scale, target: Scale) -> Any:
+def _at_scale(data: Any, scale: Scale, target: Scale) -> Any:
     """`data` in units of `target` instead of `scale`; numbers stay numbers while both scales are static."""
     factor = ratio(scale, target)
     if isinstance(data, Tensor):
@@ -46,17 +29,17 @@ def _at_larger(a: Any, b: Any) -> tuple[Any, Any, Scale]:
     """The data of two operands at the larger of their scales, and that."""
     (data_a, scale_a), (data_b, scale_b) = pair(a), pair(b)
     scale = larger(scale_a, scale_b)
-    return at_scale(data_a, scale_a, scale), at_scale(data_b, scale_b, scale), scale
+    return _at_scale(data_a, scale_a, scale), _at_scale(data_b, scale_b, scale), scale
 
 
-def add(call: Call, a: Any, b: Any, *, alpha: float = 1) -> Scaled:
+def _add(call: Call, a: Any, b: Any, *, alpha: float = 1) -> Scaled:
     """(d_a·s_a/s + alpha·d_b·s_b/s, s), s = max(s_a, s_b): the larger is √(s_a² + s_b²) floored to a power of two."""
     (data_a, scale_a), (data_b, scale_b) = pair(a), pair(b)
     if alpha != 1:
         mantissa, power = split_number(float(alpha))
         data_b, scale_b = data_b * mantissa, multiplied(scale_b, power)
     fit = call.numerics.fit_joins and isinstance(data_a, Tensor) and isinstance(data_b, Tensor)
-    scale = fitting_scale(data_a, scale_a, data_b, scale_b) if fit else larger(scale_a, scale_b)
+    scale = _fitting_scale(data_a, scale_a, data_b, scale_b) if fit else larger(scale_a, scale_b)
     return Scaled(_sum(data_a, ratio(scale_a, scale), data_b, ratio(scale_b, scale)), scale)
 
 
@@ -72,17 +55,17 @@ def _sum(a: Any, factor_a: Scale, b: Any, factor_b: Scale) -> Any:
     )
 
 
-def sub(call: Call, a: Any, b: Any, *, alpha: float = 1) -> Scaled:
-    """As `add`, with b negated."""
-    return add(call, a, b, alpha=-alpha)
+def _sub(call: Call, a: Any, b: Any, *, alpha: float = 1) -> Scaled:
+    """As `_add`, with b negated."""
+    return _add(call, a, b, alpha=-alpha)
 
 
-def rsub(call: Call, a: Any, b: Any, alpha: float = 1) -> Scaled:
+def _rsub(call: Call, a: Any, b: Any, alpha: float = 1) -> Scaled:
     """b - alpha·a."""
-    return add(call, b, a, alpha=-alpha)
+    return _add(call, b, a, alpha=-alpha)
 
 
-def fitting_scale(data_a: Tensor, scale_a: Scale, data_b: Tensor, scale_b: Scale) -> Tensor:
+def _fitting_scale(data_a: Tensor, scale_a: Scale, data_b: Tensor, scale_b: Scale) -> Tensor:
     """The smallest power of two not below min(s_a, s_b) at which the sum of the largest magnitudes fits the dtype.
 
     Adaptive loss scaling §1.4 in our convention, where the loss scale is 1/s. The reference bounds the largest summand;
@@ -96,7 +79,7 @@ def fitting_scale(data_a: Tensor, scale_a: Scale, data_b: Tensor, scale_b: Scale
     return torch.where(smallest_fit.isfinite(), torch.maximum(finer, smallest_fit), finer)
 
 
-def common_scale(pieces: list[Any]) -> Scale:
+def _common_scale(pieces: list[Any]) -> Scale:
     """The largest scale among the pieces that hold elements."""
     scale: Scale = 0.0
     for piece in pieces:
@@ -105,13 +88,13 @@ def common_scale(pieces: list[Any]) -> Scale:
     return scale
 
 
-def cat(call: Call, pieces: list[Any], *args: Any) -> Scaled:
+def _cat(call: Call, pieces: list[Any], *args: Any) -> Scaled:
     """cat and stack of d_i·s_i/s at s = max s_i; empty pieces have no say."""
-    scale = common_scale(pieces)
-    return Scaled(call.op([at_scale(*pair(p), scale) for p in pieces], *args), scale)
+    scale = _common_scale(pieces)
+    return Scaled(call.op([_at_scale(*pair(p), scale) for p in pieces], *args), scale)
 
 
-def where(call: Call, condition: Tensor, a: Any, b: Any) -> Scaled:
+def _where(call: Call, condition: Tensor, a: Any, b: Any) -> Scaled:
     """where(c, d_a·s_a/s, d_b·s_b/s) at s = max(s_a, s_b); a plain 0-dim operand is a fill, at the other's scale.
 
     A fill of 0 (clamp's backward pass makes one) would otherwise lift a gradient to the scale 1, and finfo.min would
@@ -125,25 +108,25 @@ def where(call: Call, condition: Tensor, a: Any, b: Any) -> Scaled:
     return Scaled(call.op(condition, data_a, data_b), scale)
 
 
-def index_put(call: Call, base: Any, indices: Any, values: Any, accumulate: bool = False) -> Scaled:
+def _index_put(call: Call, base: Any, indices: Any, values: Any, accumulate: bool = False) -> Scaled:
     """Both at the larger scale; the zeros that an index's backward pass starts from have any scale."""
     data_base, data_values, scale = _at_larger(base, values)
     return Scaled(call.op(data_base, indices, data_values, accumulate), scale)
 
 
-def scattered(call: Call, base: Any, dim: int, index: Tensor, values: Any, **kwargs: Any) -> Scaled:
+def _scattered(call: Call, base: Any, dim: int, index: Tensor, values: Any, **kwargs: Any) -> Scaled:
     """scatter, scatter_add and index_add, both at the larger scale; what gathering ops do in their backward pass."""
     data_base, data_values, scale = _at_larger(base, values)
     return Scaled(call.op(data_base, dim, index, data_values, **kwargs), scale)
 
 
-def extremum(call: Call, a: Any, b: Any) -> Scaled:
+def _extremum(call: Call, a: Any, b: Any) -> Scaled:
     """maximum and minimum at the larger scale."""
     data_a, data_b, scale = _at_larger(a, b)
     return Scaled(call.op(data_a, data_b), scale)
 
 
-def sum_dims(call: Call, x: Any, dims: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+def _sum_dims(call: Call, x: Any, dims: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
     """(Σd / r, s·r) with r = 2^⌊log2 √n⌋. 16-bit data are summed in fp32: Σd itself may not fit."""
     if not isinstance(x, Scaled):
         return NotImplemented
@@ -155,8 +138,8 @@ def sum_dims(call: Call, x: Any, dims: Any = None, keepdim: bool = False, *, dty
     return Scaled(times(total, 1 / r).to(out), multiplied(x.scale, r), x.role)
 
 
-def sum_all(call: Call, x: Any, *, dtype: torch.dtype | None = None) -> Any:
-    """As `sum_dims`, over everything, in the order of the plain op."""
+def _sum_all(call: Call, x: Any, *, dtype: torch.dtype | None = None) -> Any:
+    """As `_sum_dims`, over everything, in the order of the plain op."""
     if not isinstance(x, Scaled):
         return NotImplemented
     r = contraction_factor(call, x.data.numel())
@@ -166,7 +149,7 @@ def sum_all(call: Call, x: Any, *, dtype: torch.dtype | None = None) -> Any:
     return Scaled(times(total, 1 / r).to(out), multiplied(x.scale, r), x.role)
 
 
-def clamp(call: Call, x: Any, low: Any = None, high: Any = None) -> Any:
+def _clamp(call: Call, x: Any, low: Any = None, high: Any = None) -> Any:
     """(clamp(d, low/s, high/s), s) with bounds kept finite; needs a static scale."""
     if not isinstance(x, Scaled):
         return NotImplemented
@@ -177,8 +160,8 @@ def clamp(call: Call, x: Any, low: Any = None, high: Any = None) -> Any:
     return x.with_data(call.op(x.data, *bounds))
 
 
-def clamp_tensor(call: Call, x: Any, low: Any = None, high: Any = None) -> Any:
-    """As `clamp`, for bounds that are plain tensors."""
+def _clamp_tensor(call: Call, x: Any, low: Any = None, high: Any = None) -> Any:
+    """As `_clamp`, for bounds that are plain tensors."""
     if not isinstance(x, Scaled) or isinstance(low, Scaled) or isinstance(high, Scaled):
         return NotImplemented
     bounds = [None if b is None else in_units(b, x) for b in (low, high)]
@@ -186,23 +169,23 @@ def clamp_tensor(call: Call, x: Any, low: Any = None, high: Any = None) -> Any:
 
 
 RULES: dict[Any, Rule] = {
-    aten.add.Tensor: add,
-    aten.add.Scalar: add,
-    aten.sub.Tensor: sub,
-    aten.sub.Scalar: sub,
-    aten.rsub.Scalar: rsub,
-    aten.rsub.Tensor: rsub,
-    aten.cat.default: cat,
-    aten.stack.default: cat,
-    aten.where.self: where,
-    aten.index_put.default: index_put,
-    aten.scatter.src: scattered,
-    aten.scatter_add.default: scattered,
-    aten.index_add.default: scattered,
-    aten.maximum.default: extremum,
-    aten.minimum.default: extremum,
-    aten.sum.dim_IntList: sum_dims,
-    aten.sum.default: sum_all,
-    aten.clamp.default: clamp,
-    aten.clamp.Tensor: clamp_tensor,
+    aten.add.Tensor: _add,
+    aten.add.Scalar: _add,
+    aten.sub.Tensor: _sub,
+    aten.sub.Scalar: _sub,
+    aten.rsub.Scalar: _rsub,
+    aten.rsub.Tensor: _rsub,
+    aten.cat.default: _cat,
+    aten.stack.default: _cat,
+    aten.where.self: _where,
+    aten.index_put.default: _index_put,
+    aten.scatter.src: _scattered,
+    aten.scatter_add.default: _scattered,
+    aten.index_add.default: _scattered,
+    aten.maximum.default: _extremum,
+    aten.minimum.default: _extremum,
+    aten.sum.dim_IntList: _sum_dims,
+    aten.sum.default: _sum_all,
+    aten.clamp.default: _clamp,
+    aten.clamp.Tensor: _clamp_tensor,
 }

@@ -11,16 +11,7 @@ from lpconv.scaled.rules import linear, nonlinear
 from lpconv.scaled.rules.units import moved
 from lpconv.scaled.scales import times
 
-__all__ = [
-    "RULES",
-    "attention",
-    "attention_backward",
-    "averaged",
-    "averaged_alike",
-    "chosen",
-    "softmax",
-    "softmax_backward",
-]
+__all__ = ["RULES", "averaged", "averaged_alike"]
 
 aten = torch.ops.aten
 
@@ -37,7 +28,7 @@ def averaged(num_keys: int, is_causal: bool) -> float:
     return math.sqrt(min(1.0, math.e * (math.log(num_keys) if is_causal and num_keys > math.e else 1.0) / num_keys))
 
 
-def chosen(num_keys: int, is_causal: bool) -> float:
+def _chosen(num_keys: int, is_causal: bool) -> float:
     """What the gradients of Q and K are predicted to be over `averaged`: rows of fewer than e keys leave no choice."""
     return math.sqrt(math.log(num_keys / math.e) / math.log(num_keys)) if is_causal and num_keys > 2 * math.e else 1.0
 
@@ -51,7 +42,7 @@ def averaged_alike(num_keys: int, is_causal: bool) -> float:
     return math.sqrt(averaged(num_keys, is_causal))
 
 
-def softmax(call: Call, x: Any, dim: int, *args: Any) -> Any:
+def _softmax(call: Call, x: Any, dim: int, *args: Any) -> Any:
     """(c·softmax(d·s), 1/c), c = √S over the size of what S keys average to: elements have size 1. c is at most 2^8.
 
     Raises `UnsupportedError` for scores that are predicted to be far from unit size: attention without its 1/√d.
@@ -69,26 +60,26 @@ def softmax(call: Call, x: Any, dim: int, *args: Any) -> Any:
     return Scaled(times(out, gain).to(x.data.dtype), 1 / gain)
 
 
-def softmax_backward(call: Call, grad: Any, output: Any, dim: int, dtype: torch.dtype) -> Any:
-    """(c·f(d_g, P)/`chosen`, …) with P's own gain c."""
+def _softmax_backward(call: Call, grad: Any, output: Any, dim: int, dtype: torch.dtype) -> Any:
+    """(c·f(d_g, P)/`_chosen`, …) with P's own gain c."""
     out = linear.softmax(call, grad, output, dim, dtype)
-    return moved(out, 1 / chosen(pair(output)[0].shape[dim], call.numerics.causal))
+    return moved(out, 1 / _chosen(pair(output)[0].shape[dim], call.numerics.causal))
 
 
-def attention(call: Call, query: Any, key: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
+def _attention(call: Call, query: Any, key: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
     """(c·sdpa(d_q, d_k, d_v), s_v/c), c = 1/`averaged_alike`."""
     out, *others = nonlinear.attention(call, query, key, v, *args, **kwargs)
     return (moved(out, 1 / averaged_alike(*_keys(call, (query, key, v, *args), kwargs))), *others)
 
 
-def attention_backward(rule: Rule) -> Rule:
+def _attention_backward(rule: Rule) -> Rule:
     """β_v = 1/`averaged`: each gradient is a sum of as many terms, weighted alike, as the output; β_q = β_k, and of a
-    bias, are that over `chosen`.
+    bias, are that over `_chosen`.
     """
 
     def backward(call: Call, *args: Any, **kwargs: Any) -> Any:
         keys = _keys(call, args, kwargs)
-        at_v, at_q = 1 / averaged(*keys), 1 / averaged(*keys) / chosen(*keys)
+        at_v, at_q = 1 / averaged(*keys), 1 / averaged(*keys) / _chosen(*keys)
         grads = rule(call, *args, **kwargs)
         return tuple(
             moved(g, factor) if isinstance(g, Scaled) else g
@@ -108,11 +99,11 @@ def _keys(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[in
 
 
 RULES: dict[Any, Rule] = {
-    **dict.fromkeys((aten._softmax.default, aten._safe_softmax.default), softmax),
-    aten._softmax_backward_data.default: softmax_backward,
-    **{op: attention for op, rule in nonlinear.RULES.items() if rule is nonlinear.attention},
+    **dict.fromkeys((aten._softmax.default, aten._safe_softmax.default), _softmax),
+    aten._softmax_backward_data.default: _softmax_backward,
+    **{op: _attention for op, rule in nonlinear.RULES.items() if rule is nonlinear.attention},
     **{
-        op: attention_backward(rule)
+        op: _attention_backward(rule)
         for op, rule in linear.RULES.items()
         if rule in (linear.attention_backward, linear.efficient_attention_backward)
     },

@@ -11,19 +11,7 @@ from lpconv.scaled.pair import Call, Rule, Scaled, value
 from lpconv.scaled.rules.units import in_units
 from lpconv.scaled.scales import multiplied, times
 
-__all__ = [
-    "RULES",
-    "embedding",
-    "filled",
-    "fitting",
-    "layout",
-    "listed",
-    "masked_fill",
-    "pad",
-    "to_copy",
-    "unchanged",
-    "with_indices",
-]
+__all__ = ["RULES", "layout", "with_indices"]
 
 aten = torch.ops.aten
 
@@ -35,7 +23,7 @@ def layout(call: Call, x: Any, *args: Any, **kwargs: Any) -> Any:
     return x.with_data(call.op(x.data, *args, **kwargs))
 
 
-def listed(call: Call, x: Any, *args: Any, **kwargs: Any) -> Any:
+def _listed(call: Call, x: Any, *args: Any, **kwargs: Any) -> Any:
     """[(op(d)_i, s)]: ops that return several pieces."""
     if not isinstance(x, Scaled):
         return NotImplemented
@@ -50,25 +38,25 @@ def with_indices(call: Call, x: Any, *args: Any, **kwargs: Any) -> Any:
     return (x.with_data(first), *rest)
 
 
-def embedding(call: Call, weight: Any, *args: Any, **kwargs: Any) -> Any:
+def _embedding(call: Call, weight: Any, *args: Any, **kwargs: Any) -> Any:
     """(rows of d, s). Rows of a table are activations, even if the table itself is an exact operand elsewhere."""
     if not isinstance(weight, Scaled):
         return NotImplemented
     return Scaled(call.op(weight.data, *args, **kwargs), weight.scale)
 
 
-def to_copy(call: Call, x: Scaled, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
+def _to_copy(call: Call, x: Scaled, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
     """(cast(d), s): a cast touches the data only [Scalify §1.1]; a cast to integers or bool leaves the scaled world."""
     if dtype is not None and dtype.is_complex:
         return NotImplemented  # ops on complex numbers have no rules, and their gradients come back real
     if dtype is not None and not dtype.is_floating_point:
         return call.op(value(x), dtype=dtype, **kwargs)
     if call.numerics.fit_joins and dtype is not None and dtype.itemsize < x.data.itemsize:
-        x = fitting(x, dtype, call.numerics.cast_underflow)
+        x = _fitting(x, dtype, call.numerics.cast_underflow)
     return x.with_data(call.op(x.data, dtype=dtype, **kwargs))
 
 
-def fitting(x: Scaled, dtype: torch.dtype, underflow: float = 0.0) -> Scaled:
+def _fitting(x: Scaled, dtype: torch.dtype, underflow: float = 0.0) -> Scaled:
     """`x` at the smallest scale, not below its own, at which the data fit `dtype`.
 
     With `underflow` at a smaller one where they leave room: the one at which this share of log-normal data lies below
@@ -94,48 +82,48 @@ def _lognormal_factor(data: Tensor, dtype: torch.dtype, underflow: float) -> Ten
     return torch.exp2(power.nan_to_num(0.0).floor().clamp(0, 64))
 
 
-def filled(x: Scaled, fill: float) -> float:
+def _filled(x: Scaled, fill: float) -> float:
     """`fill` in units of the static scale; finite fills stay finite in the dtype of the data (finfo.min is a mask)."""
     assert isinstance(x.scale, float)
     limit = torch.finfo(x.data.dtype).max
     return fill if math.isinf(fill) else min(max(fill / (x.scale or 1.0), -limit), limit)
 
 
-def pad(call: Call, x: Scaled, padding: list[int], fill: float = 0.0) -> Scaled:
+def _pad(call: Call, x: Scaled, padding: list[int], fill: float = 0.0) -> Scaled:
     """(pad(d, fill/s), s); under a dynamic scale a fill other than 0 gives (pad(value, fill), 1)."""
     if fill == 0:
         return x.with_data(call.op(x.data, padding, 0.0))
     if isinstance(x.scale, Tensor):
         return Scaled(call.op(value(x), padding, fill).to(x.data.dtype), 1.0)
-    return x.with_data(call.op(x.data, padding, filled(x, fill)))
+    return x.with_data(call.op(x.data, padding, _filled(x, fill)))
 
 
-def masked_fill(call: Call, x: Any, mask: Tensor, fill: Any) -> Any:
+def _masked_fill(call: Call, x: Any, mask: Tensor, fill: Any) -> Any:
     """(masked_fill(d, fill/s), s): the tensor keeps its scale whatever the mask constant is."""
     if not isinstance(x, Scaled) or isinstance(fill, Scaled):
         return NotImplemented
     if isinstance(x.scale, float) and not isinstance(fill, Tensor):
-        return x.with_data(aten.masked_fill.Scalar(x.data, mask, filled(x, float(fill))))
+        return x.with_data(aten.masked_fill.Scalar(x.data, mask, _filled(x, float(fill))))
     constant = torch.as_tensor(fill, dtype=torch.promote_types(x.data.dtype, torch.float32), device=x.data.device)
     return x.with_data(aten.masked_fill.Tensor(x.data, mask, in_units(constant, x)))
 
 
-def unchanged(call: Call, x: Scaled) -> Scaled:
+def _unchanged(call: Call, x: Scaled) -> Scaled:
     """The same pair: alias and detach differ for autograd only, which is above the rules."""
     return x
 
 
 RULES: dict[Any, Rule] = {
-    aten.detach.default: unchanged,
-    aten.alias.default: unchanged,
-    aten._to_copy.default: to_copy,
-    aten.embedding.default: embedding,
-    aten.constant_pad_nd.default: pad,
-    aten.masked_fill.Scalar: masked_fill,
-    aten.masked_fill.Tensor: masked_fill,
-    aten.split.Tensor: listed,
-    aten.split_with_sizes.default: listed,
-    aten.unbind.int: listed,
+    aten.detach.default: _unchanged,
+    aten.alias.default: _unchanged,
+    aten._to_copy.default: _to_copy,
+    aten.embedding.default: _embedding,
+    aten.constant_pad_nd.default: _pad,
+    aten.masked_fill.Scalar: _masked_fill,
+    aten.masked_fill.Tensor: _masked_fill,
+    aten.split.Tensor: _listed,
+    aten.split_with_sizes.default: _listed,
+    aten.unbind.int: _listed,
     aten.max.dim: with_indices,
     aten.min.dim: with_indices,
     aten.topk.default: with_indices,

@@ -11,18 +11,7 @@ from lpconv.scaled.rules.nonlinear import AttentionInputs, plain_operands
 from lpconv.scaled.rules.own import rebalanced
 from lpconv.scaled.scales import MIN_SCALE, Scale, multiplied, ratio, times
 
-__all__ = [
-    "RULES",
-    "attention_backward",
-    "batch_norm",
-    "efficient_attention_backward",
-    "linear",
-    "log_softmax",
-    "mean_squared",
-    "nll_loss",
-    "softmax",
-    "threshold",
-]
+__all__ = ["RULES", "attention_backward", "efficient_attention_backward", "linear", "softmax", "threshold"]
 
 aten = torch.ops.aten
 
@@ -35,7 +24,7 @@ def linear(call: Call, grad: Any, *args: Any, **kwargs: Any) -> Any:
     return Scaled(out.to(data.dtype), scale)
 
 
-def batch_norm(call: Call, grad: Any, x: Any, *args: Any) -> tuple[Scaled | None, ...]:
+def _batch_norm(call: Call, grad: Any, x: Any, *args: Any) -> tuple[Scaled | None, ...]:
     """(f(d_g, values of the rest), s_g) for the input, weight and bias; sums over the batch stay in fp32."""
     data, scale = pair(grad)
     grads = call.op(widened(data), *(widened(value(a)) for a in (x, *args)))
@@ -65,14 +54,14 @@ def softmax(call: Call, grad: Any, output: Any, dim: int, dtype: torch.dtype) ->
     return Scaled(times(out, gain).to(dtype), multiplied(scale, 1 / gain))
 
 
-def log_softmax(call: Call, grad: Any, output: Any, dim: int, dtype: torch.dtype) -> Any:
+def _log_softmax(call: Call, grad: Any, output: Any, dim: int, dtype: torch.dtype) -> Any:
     """(g - softmax·Σg, s_g), cast to the dtype of the logits at the end."""
     data, scale = pair(grad)
     wide = torch.promote_types(data.dtype, torch.float32)
     return Scaled(call.op(data.to(wide), value(output).to(wide), dim, wide).to(dtype), scale)
 
 
-def nll_loss(call: Call, grad: Any, logp: Any, target: Tensor, weight: Any, reduction: int, *args: Any) -> Any:
+def _nll_loss(call: Call, grad: Any, logp: Any, target: Tensor, weight: Any, reduction: int, *args: Any) -> Any:
     """(f(k·d_g), s_g/k): under mean reduction 1/rows is a constant and belongs in the scale, and so does 1/√V.
 
     One element in V is not zero, so its RMS is √V times smaller; that of softmax - onehot, which the next op makes of
@@ -91,7 +80,7 @@ def nll_loss(call: Call, grad: Any, logp: Any, target: Tensor, weight: Any, redu
     return Scaled(out, multiplied(scale, 1 / gain))
 
 
-def mean_squared(call: Call, grad: Any, x: Any, target: Any, reduction: int) -> Any:
+def _mean_squared(call: Call, grad: Any, x: Any, target: Any, reduction: int) -> Any:
     """(f(n·d_g, …), s_g/n), n = 2^⌊log2 elements⌋ under mean reduction."""
     (data, scale), x_value = pair(grad), value(x)
     count = pow2_floor(float(max(1, x_value.numel())))
@@ -147,11 +136,11 @@ def _attention_operands(
 RULES: dict[Any, Rule] = {
     aten.threshold_backward.default: threshold,
     aten._softmax_backward_data.default: softmax,
-    aten._log_softmax_backward_data.default: log_softmax,
-    aten.nll_loss_backward.default: nll_loss,
-    aten.nll_loss2d_backward.default: nll_loss,
-    aten.mse_loss_backward.default: mean_squared,
-    aten.native_batch_norm_backward.default: batch_norm,
+    aten._log_softmax_backward_data.default: _log_softmax,
+    aten.nll_loss_backward.default: _nll_loss,
+    aten.nll_loss2d_backward.default: _nll_loss,
+    aten.mse_loss_backward.default: _mean_squared,
+    aten.native_batch_norm_backward.default: _batch_norm,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: attention_backward,
     aten._scaled_dot_product_flash_attention_backward.default: attention_backward,
     aten._scaled_dot_product_cudnn_attention_backward.default: attention_backward,

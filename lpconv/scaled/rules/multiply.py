@@ -17,22 +17,7 @@ from lpconv.scaled.operands import product
 from lpconv.scaled.pair import Call, Rule, Scaled, pair, value
 from lpconv.scaled.scales import Scale, larger, multiplied, ratio, split_number, times
 
-__all__ = [
-    "RULES",
-    "add_matmul",
-    "contraction_factor",
-    "convolution",
-    "convolution_backward",
-    "div",
-    "matmul",
-    "mul",
-    "power",
-    "prod",
-    "reciprocal",
-    "rsqrt",
-    "sqrt",
-    "square_scale",
-]
+__all__ = ["RULES", "contraction_factor", "power"]
 
 aten = torch.ops.aten
 
@@ -49,7 +34,7 @@ def contraction_factor(call: Call, num_terms: float) -> float:
     return float(pow2_floor(math.sqrt(num_terms)))
 
 
-def mul(call: Call, a: Any, b: Any) -> Scaled:
+def _mul(call: Call, a: Any, b: Any) -> Scaled:
     """(d_a·d_b, s_a·s_b)."""
     (data_a, scale_a), (data_b, scale_b) = pair(a), pair(b)
     scale = multiplied(scale_a, scale_b)
@@ -58,7 +43,7 @@ def mul(call: Call, a: Any, b: Any) -> Scaled:
     return Scaled(times(data_a, data_b) if isinstance(data_a, Tensor) else times(data_b, data_a), scale)
 
 
-def div(call: Call, a: Any, b: Any) -> Scaled:
+def _div(call: Call, a: Any, b: Any) -> Scaled:
     """(d_a/d_b, s_a/s_b). A static zero below keeps the numerator's scale and gives inf or NaN."""
     (data_a, scale_a), (data_b, scale_b) = pair(a), pair(b)
     if isinstance(scale_b, float) and scale_b == 0:
@@ -68,30 +53,30 @@ def div(call: Call, a: Any, b: Any) -> Scaled:
     return Scaled(data_a / data_b, ratio(scale_a, scale_b))
 
 
-def reciprocal(call: Call, x: Scaled) -> Scaled:
+def _reciprocal(call: Call, x: Scaled) -> Scaled:
     """(1/d, 1/s)."""
     return Scaled(x.data.reciprocal(), ratio(1.0, x.scale))
 
 
-def square_scale(scale: Scale) -> tuple[Scale, Scale]:
+def _square_scale(scale: Scale) -> tuple[Scale, Scale]:
     """(h, f) with s = h²·f, h a power of two and f 1 or 2: an odd exponent leaves a factor 2 to the data."""
     half: Scale = pow2_floor(scale.sqrt()) if isinstance(scale, Tensor) else pow2_floor(math.sqrt(scale))
     return half, scale / half / half
 
 
-def sqrt(call: Call, x: Scaled) -> Scaled:
+def _sqrt(call: Call, x: Scaled) -> Scaled:
     """(√(f·d), h) where s = h²·f: the scale stays a power of two."""
     if isinstance(x.scale, float) and x.scale == 0:
         return x
-    half, factor = square_scale(x.scale)
+    half, factor = _square_scale(x.scale)
     return Scaled(torch.sqrt(times(x.data, factor)), half)
 
 
-def rsqrt(call: Call, x: Scaled) -> Any:
+def _rsqrt(call: Call, x: Scaled) -> Any:
     """(1/√(f·d), 1/h) where s = h²·f."""
     if isinstance(x.scale, float) and x.scale == 0:
         return NotImplemented
-    half, factor = square_scale(x.scale)
+    half, factor = _square_scale(x.scale)
     return Scaled(torch.rsqrt(times(x.data, factor)), ratio(1.0, half))
 
 
@@ -100,15 +85,15 @@ def power(call: Call, x: Any, exponent: Any) -> Any:
     if not isinstance(x, Scaled) or not isinstance(exponent, (int, float)):
         return NotImplemented
     if exponent == 0.5:
-        return sqrt(call, x)
+        return _sqrt(call, x)
     if exponent == -0.5:
-        return rsqrt(call, x)
+        return _rsqrt(call, x)
     if exponent != int(exponent) or not _can_raise(x.scale, int(exponent)):
         return Scaled(torch.pow(value(x), exponent).to(x.data.dtype), 1.0)
     return Scaled(torch.pow(x.data, exponent), x.scale ** int(exponent))
 
 
-def prod(call: Call, x: Scaled, *args: Any, **kwargs: Any) -> Scaled:
+def _prod(call: Call, x: Scaled, *args: Any, **kwargs: Any) -> Scaled:
     """(Πd, s^n) over n elements [Scalify §1.4, reduce_prod]; (Πvalue, 1) where s^n is no double."""
     num_factors = x.data.shape[args[0]] if args else x.data.numel()
     if not _can_raise(x.scale, num_factors):
@@ -123,14 +108,14 @@ def _can_raise(scale: Scale, exponent: int) -> bool:
     return exponent >= 0 if scale == 0 else abs(math.log2(scale) * exponent) <= 1000
 
 
-def matmul(call: Call, a: Any, b: Any) -> Scaled:
+def _matmul(call: Call, a: Any, b: Any) -> Scaled:
     """mm and bmm: (d_a·d_b / r, s_a·s_b·r)."""
     scale = multiplied(pair(a)[1], pair(b)[1])
     r = contraction_factor(call, pair(a)[0].shape[-1])
     return Scaled(product(call.numerics, a, b, alpha=1 / r), multiplied(scale, r))
 
 
-def add_matmul(call: Call, bias: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Scaled:
+def _add_matmul(call: Call, bias: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Scaled:
     """addmm and baddbmm: a product and its bias at the larger of their scales, both factors inside one BLAS call."""
     data_bias, scale_bias = pair(bias)
     (mantissa, power), (mantissa_bias, power_bias) = split_number(float(alpha)), split_number(float(beta))
@@ -148,7 +133,7 @@ def add_matmul(call: Call, bias: Any, a: Any, b: Any, *, beta: float = 1, alpha:
     return Scaled(times(data, ratio(product_scale, scale)), scale)
 
 
-def convolution(call: Call, x: Any, weight: Any, bias: Any, *settings: Any) -> Scaled:
+def _convolution(call: Call, x: Any, weight: Any, bias: Any, *settings: Any) -> Scaled:
     """(conv(d_x, d_w, b/(s_x·s_w)) / r, s_x·s_w·r) with r from the fan-in; the reference has no fan-in factor."""
     (data_x, scale_x), (data_w, scale_w) = pair(x), pair(weight)
     scale = multiplied(scale_x, scale_w)
@@ -159,7 +144,7 @@ def convolution(call: Call, x: Any, weight: Any, bias: Any, *settings: Any) -> S
     return Scaled(times(at_half(call.op, data_x, data_w, bias, *settings), 1 / r), multiplied(scale, r))
 
 
-def convolution_backward(
+def _convolution_backward(
     call: Call, grad: Any, x: Any, weight: Any, bias_sizes: list[int] | None, *args: Any
 ) -> tuple[Scaled | None, ...]:
     """Gradients of input, weight and bias at s_g·s_w, s_g·s_x and s_g, each with the √ of its number of terms."""
@@ -188,20 +173,20 @@ def _terms(weight: Tensor, settings: Sequence[Any]) -> tuple[float, float]:
 
 
 RULES: dict[Any, Rule] = {
-    aten.mul.Tensor: mul,
-    aten.mul.Scalar: mul,
-    aten.div.Tensor: div,
-    aten.div.Scalar: div,
-    aten.reciprocal.default: reciprocal,
-    aten.sqrt.default: sqrt,
-    aten.rsqrt.default: rsqrt,
+    aten.mul.Tensor: _mul,
+    aten.mul.Scalar: _mul,
+    aten.div.Tensor: _div,
+    aten.div.Scalar: _div,
+    aten.reciprocal.default: _reciprocal,
+    aten.sqrt.default: _sqrt,
+    aten.rsqrt.default: _rsqrt,
     aten.pow.Tensor_Scalar: power,
-    aten.prod.default: prod,
-    aten.prod.dim_int: prod,
-    aten.mm.default: matmul,
-    aten.bmm.default: matmul,
-    aten.addmm.default: add_matmul,
-    aten.baddbmm.default: add_matmul,
-    aten.convolution.default: convolution,
-    aten.convolution_backward.default: convolution_backward,
+    aten.prod.default: _prod,
+    aten.prod.dim_int: _prod,
+    aten.mm.default: _matmul,
+    aten.bmm.default: _matmul,
+    aten.addmm.default: _add_matmul,
+    aten.baddbmm.default: _add_matmul,
+    aten.convolution.default: _convolution,
+    aten.convolution_backward.default: _convolution_backward,
 }

@@ -23,22 +23,7 @@ from lpconv.scaled.rules.multiply import contraction_factor
 from lpconv.scaled.rules.units import moved
 from lpconv.scaled.scales import Scale, multiplied, ratio, times
 
-__all__ = [
-    "ACTIVATIONS",
-    "RULES",
-    "add",
-    "add_matmul",
-    "div",
-    "factored",
-    "mul",
-    "nll_loss",
-    "number",
-    "power",
-    "rsqrt",
-    "rsub",
-    "sqrt",
-    "sub",
-]
+__all__ = ["ACTIVATIONS", "RULES"]
 
 aten = torch.ops.aten
 
@@ -58,20 +43,20 @@ ACTIVATIONS: dict[str, tuple[float, float]] = {
 }
 
 
-def number(x: Any) -> tuple[Any, Scale]:
+def _number(x: Any) -> tuple[Any, Scale]:
     """(data, scale) as `pair` gives them, but a number is its sign and its magnitude."""
     if isinstance(x, (Scaled, Tensor)):
         return pair(x)
     return (math.copysign(1.0, x), abs(float(x))) if x and math.isfinite(x) else (float(x), 1.0)
 
 
-def add(call: Call, a: Any, b: Any, *, alpha: float = 1) -> Any:
+def _add(call: Call, a: Any, b: Any, *, alpha: float = 1) -> Any:
     """(d_a·s_a/s + alpha·d_b·s_b/s, s), s = √(s_a² + s_b²): the weighted add of sizes that the model itself has.
 
     In a residual stream s_a² grows with every branch of size s_b, which is the paper's running mean τ = s_b²/s².
     Beside a plain tensor, such as a mask, the scale stays.
     """
-    (data_a, scale_a), (data_b, scale_b) = number(a), number(b)
+    (data_a, scale_a), (data_b, scale_b) = _number(a), _number(b)
     data_b, scale_b = data_b * math.copysign(1.0, alpha), multiplied(scale_b, abs(float(alpha)))
     if any(isinstance(x, Tensor) and not isinstance(x, Scaled) for x in (a, b)):
         scale = scale_a if isinstance(a, Scaled) else scale_b
@@ -89,12 +74,12 @@ def _static(scale: Scale) -> float:
     return scale
 
 
-def sub(call: Call, a: Any, b: Any, *, alpha: float = 1) -> Any:
-    """As `add`, with b negated."""
-    return add(call, a, b, alpha=-alpha)
+def _sub(call: Call, a: Any, b: Any, *, alpha: float = 1) -> Any:
+    """As `_add`, with b negated."""
+    return _add(call, a, b, alpha=-alpha)
 
 
-def rsub(call: Call, a: Any, b: Any, alpha: float = 1) -> Any:
+def _rsub(call: Call, a: Any, b: Any, alpha: float = 1) -> Any:
     """b - alpha·a. From a number, s = max(|b - alpha·s_a|, alpha·s_a): 1 - gate is as large as the gate of size ½.
 
     √(b² + s_a²), for numbers of both signs, would be twice the size, at every step of a recurrence anew.
@@ -103,10 +88,10 @@ def rsub(call: Call, a: Any, b: Any, alpha: float = 1) -> Any:
         size = _static(a.scale)
         scale = max(abs(b - size), size) or 1.0
         return Scaled(b / scale - a.data * (size / scale), scale)
-    return add(call, b, a, alpha=-alpha)
+    return _add(call, b, a, alpha=-alpha)
 
 
-def mul(call: Call, a: Any, b: Any) -> Scaled:
+def _mul(call: Call, a: Any, b: Any) -> Scaled:
     """(d_a·d_b, s_a·s_b); a number moves into the scale whole, and a plain tensor has the size of a cosine.
 
     Plain tensors with axes that multiply scaled ones are the tables of rotary positions; x·cos + x'·sin keeps its size.
@@ -122,41 +107,41 @@ def mul(call: Call, a: Any, b: Any) -> Scaled:
 def _rotating(x: Any) -> tuple[Any, Scale]:
     if isinstance(x, Tensor) and x.dim() > 1:
         return x * math.sqrt(2), math.sqrt(0.5)
-    return number(x)
+    return _number(x)
 
 
-def div(call: Call, a: Any, b: Any) -> Scaled:
+def _div(call: Call, a: Any, b: Any) -> Scaled:
     """(d_a/d_b, s_a/s_b); a number moves into the scale whole."""
-    (data_a, scale_a), (data_b, scale_b) = number(a), number(b)
+    (data_a, scale_a), (data_b, scale_b) = _number(a), _number(b)
     return Scaled(data_a / data_b, ratio(scale_a, scale_b))
 
 
-def power(call: Call, x: Any, exponent: Any) -> Any:
+def _power(call: Call, x: Any, exponent: Any) -> Any:
     """(d^y, s^y) for every number y."""
     if not isinstance(x, Scaled) or not isinstance(exponent, (int, float)):
         return NotImplemented
     return Scaled(torch.pow(x.data, exponent), _static(x.scale) ** exponent)
 
 
-def sqrt(call: Call, x: Scaled) -> Scaled:
+def _sqrt(call: Call, x: Scaled) -> Scaled:
     """(√d, √s)."""
     return Scaled(torch.sqrt(x.data), math.sqrt(_static(x.scale)))
 
 
-def rsqrt(call: Call, x: Scaled) -> Scaled:
+def _rsqrt(call: Call, x: Scaled) -> Scaled:
     """(1/√d, 1/√s)."""
     return Scaled(torch.rsqrt(x.data), ratio(1.0, math.sqrt(_static(x.scale))))
 
 
-def add_matmul(call: Call, bias: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Scaled:
+def _add_matmul(call: Call, bias: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Scaled:
     """addmm and baddbmm at the scale of the product: a bias is zero at initialisation."""
-    (data_bias, scale_bias), r = number(bias), contraction_factor(call, pair(a)[0].shape[-1])
+    (data_bias, scale_bias), r = _number(bias), contraction_factor(call, pair(a)[0].shape[-1])
     scale = multiplied(multiplied(multiplied(pair(a)[1], pair(b)[1]), r), abs(float(alpha)))
     at_scale = times(data_bias, float(beta) * float(ratio(scale_bias, scale)))
     return Scaled(product(call.numerics, a, b, alpha=math.copysign(1 / r, alpha), bias=at_scale), scale)
 
 
-def factored(rule: Rule, factor: Callable[..., float]) -> Rule:
+def _factored(rule: Rule, factor: Callable[..., float]) -> Rule:
     """`rule` with its data times `factor(args)` and its scale over it."""
 
     def at_unit(call: Call, *args: Any, **kwargs: Any) -> Any:
@@ -174,7 +159,7 @@ def _constant(factor: float) -> Callable[..., float]:
     return lambda *args: factor
 
 
-def nll_loss(call: Call, grad: Any, logp: Any, target: Tensor, weight: Any, reduction: int, *args: Any) -> Any:
+def _nll_loss(call: Call, grad: Any, logp: Any, target: Tensor, weight: Any, reduction: int, *args: Any) -> Any:
     """(f(k·d_g), s_g/k), k = rows·V/√(V-1): the inverse size of softmax - onehot under mean reduction."""
     log_probabilities = value(logp)
     num_classes = log_probabilities.shape[1 if log_probabilities.dim() > 1 else 0]
@@ -202,27 +187,27 @@ _FORWARD = {
 _BACKWARD_OPS = {"relu": aten.threshold_backward.default}
 
 RULES: dict[Any, Rule] = {
-    **dict.fromkeys((aten.add.Tensor, aten.add.Scalar), add),
-    **dict.fromkeys((aten.sub.Tensor, aten.sub.Scalar), sub),
-    **dict.fromkeys((aten.rsub.Tensor, aten.rsub.Scalar), rsub),
-    **dict.fromkeys((aten.mul.Tensor, aten.mul.Scalar), mul),
-    **dict.fromkeys((aten.div.Tensor, aten.div.Scalar), div),
-    aten.pow.Tensor_Scalar: power,
-    aten.sqrt.default: sqrt,
-    aten.rsqrt.default: rsqrt,
-    **dict.fromkeys((aten.addmm.default, aten.baddbmm.default), add_matmul),
+    **dict.fromkeys((aten.add.Tensor, aten.add.Scalar), _add),
+    **dict.fromkeys((aten.sub.Tensor, aten.sub.Scalar), _sub),
+    **dict.fromkeys((aten.rsub.Tensor, aten.rsub.Scalar), _rsub),
+    **dict.fromkeys((aten.mul.Tensor, aten.mul.Scalar), _mul),
+    **dict.fromkeys((aten.div.Tensor, aten.div.Scalar), _div),
+    aten.pow.Tensor_Scalar: _power,
+    aten.sqrt.default: _sqrt,
+    aten.rsqrt.default: _rsqrt,
+    **dict.fromkeys((aten.addmm.default, aten.baddbmm.default), _add_matmul),
     **averages.RULES,
-    aten.nll_loss_backward.default: nll_loss,
-    aten.nll_loss2d_backward.default: nll_loss,
-    aten.embedding_dense_backward.default: factored(linear.linear, _rows_per_use),
-    aten.native_dropout.default: factored(layout.with_indices, _kept),
-    aten.native_dropout_backward.default: factored(layout.layout, lambda grad, mask, scale: 1 / math.sqrt(scale)),
+    aten.nll_loss_backward.default: _nll_loss,
+    aten.nll_loss2d_backward.default: _nll_loss,
+    aten.embedding_dense_backward.default: _factored(linear.linear, _rows_per_use),
+    aten.native_dropout.default: _factored(layout.with_indices, _kept),
+    aten.native_dropout_backward.default: _factored(layout.layout, lambda grad, mask, scale: 1 / math.sqrt(scale)),
     **{
-        getattr(aten, name).default: factored(rule, _constant(ACTIVATIONS[name][0]))
+        getattr(aten, name).default: _factored(rule, _constant(ACTIVATIONS[name][0]))
         for name, rule in _FORWARD.items()
     },
     **{
-        op: factored(linear.RULES[op], _constant(ACTIVATIONS[name][1]))
+        op: _factored(linear.RULES[op], _constant(ACTIVATIONS[name][1]))
         for name in _FORWARD
         for op in (_BACKWARD_OPS.get(name) or getattr(aten, f"{name}_backward").default,)
     },

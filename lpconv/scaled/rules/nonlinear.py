@@ -9,17 +9,7 @@ from lpconv.formats.scale import pow2_floor
 from lpconv.scaled.pair import Call, Role, Rule, Scaled, pair, value
 from lpconv.scaled.scales import ratio, times
 
-__all__ = [
-    "RULES",
-    "AttentionInputs",
-    "activation",
-    "attention",
-    "log_softmax",
-    "plain_operands",
-    "power",
-    "softmax",
-    "unit",
-]
+__all__ = ["RULES", "AttentionInputs", "activation", "attention", "plain_operands", "unit"]
 
 aten = torch.ops.aten
 
@@ -44,7 +34,7 @@ def activation(call: Call, x: Any, *args: Any, **kwargs: Any) -> Any:
     return Scaled(times(out, ratio(1.0, x.scale)).to(x.data.dtype), x.scale)
 
 
-def softmax(call: Call, x: Any, dim: int, *args: Any) -> Any:
+def _softmax(call: Call, x: Any, dim: int, *args: Any) -> Any:
     """(c·softmax(d·s), 1/c), c = 2^⌊log2 S⌋ for S keys: uniform attention has data 1 [unit scaling A.2].
 
     c stops at 2^8, the one-hot limit of e4m3fn.
@@ -56,7 +46,7 @@ def softmax(call: Call, x: Any, dim: int, *args: Any) -> Any:
     return Scaled(times(out, gain).to(x.data.dtype), 1 / gain)
 
 
-def log_softmax(call: Call, x: Any, dim: int, half_to_float: bool) -> Any:
+def _log_softmax(call: Call, x: Any, dim: int, half_to_float: bool) -> Any:
     """(log_softmax(d·s), 1), exact: the loss head is where the backward pass begins.
 
     16-bit data give fp16, bf16 data too: log-probabilities fit its range, and bf16 would be 8 times coarser.
@@ -67,7 +57,7 @@ def log_softmax(call: Call, x: Any, dim: int, half_to_float: bool) -> Any:
     return Scaled(out.half() if x.data.itemsize == 2 else out, 1.0, Role.EXACT)
 
 
-def power(call: Call, x: Any, exponent: Any) -> Any:
+def _power(call: Call, x: Any, exponent: Any) -> Any:
     """((d·s)^y, 1) for exponents that no scale can follow."""
     operands = (value(x), value(exponent))
     return Scaled(torch.pow(*operands).to((x if isinstance(x, Scaled) else exponent).data.dtype), 1.0)
@@ -115,11 +105,11 @@ def attention(call: Call, query: Any, key: Any, v: Any, *args: Any, scale: float
 
 
 RULES: dict[Any, Rule] = {
-    aten._softmax.default: softmax,
-    aten._safe_softmax.default: softmax,
-    aten._log_softmax.default: log_softmax,
-    aten.pow.Tensor_Tensor: power,
-    aten.pow.Scalar: power,
+    aten._softmax.default: _softmax,
+    aten._safe_softmax.default: _softmax,
+    aten._log_softmax.default: _log_softmax,
+    aten.pow.Tensor_Tensor: _power,
+    aten.pow.Scalar: _power,
     aten._scaled_dot_product_flash_attention_for_cpu.default: attention,
     aten._scaled_dot_product_flash_attention.default: attention,
     aten._scaled_dot_product_cudnn_attention.default: attention,

@@ -12,14 +12,14 @@ from lpconv.scaled.pair import Call, Rule, Scaled, data_of, pair, value, widened
 from lpconv.scaled.rules.multiply import contraction_factor
 from lpconv.scaled.scales import Scale, larger, multiplied, ratio, times
 
-__all__ = ["RULES", "layer_norm", "layer_norm_backward", "on_data"]
+__all__ = ["RULES"]
 
 aten = torch.ops.aten
 
 SAFE = 2.0**40  # ε/s² must stay a normal fp32 number for any usual ε
 
 
-def on_data(x: Any, eps: float) -> tuple[Any, float, Scale]:
+def _on_data(x: Any, eps: float) -> tuple[Any, float, Scale]:
     """(data, ε, scale) to normalise: the data with ε/s² while s is static and moderate, the value otherwise."""
     data, scale = pair(x)
     if isinstance(scale, float) and 1 / SAFE <= scale <= SAFE:
@@ -27,9 +27,9 @@ def on_data(x: Any, eps: float) -> tuple[Any, float, Scale]:
     return value(x).to(data.dtype), eps, 1.0
 
 
-def layer_norm(call: Call, x: Any, shape: list[int], weight: Any, bias: Any, eps: float) -> Any:
+def _layer_norm(call: Call, x: Any, shape: list[int], weight: Any, bias: Any, eps: float) -> Any:
     """(norm(d_x; ε/s_x²)·d_w + d_b, max(s_w, s_b)) with mean at s_x and 1/σ at 1/s_x, in at least fp32."""
-    data, data_eps, scale_x = on_data(x, eps)
+    data, data_eps, scale_x = _on_data(x, eps)
     scale: Scale = 0.0
     for a in (weight, bias):
         scale = scale if a is None else larger(scale, pair(a)[1])
@@ -39,7 +39,7 @@ def layer_norm(call: Call, x: Any, shape: list[int], weight: Any, bias: Any, eps
     return Scaled(out.to(data.dtype), scale), Scaled(mean, scale_x), Scaled(rstd, ratio(1.0, scale_x))
 
 
-def layer_norm_backward(
+def _layer_norm_backward(
     call: Call, grad: Any, x: Any, shape: list[int], mean: Any, rstd: Any, weight: Any, bias: Any, mask: list[bool]
 ) -> tuple[Scaled | None, ...]:
     """Linear in g: the input's gradient at s_g·s_w/s_x, those of weight and bias at s_g·r for r = 2^⌊log2 √rows⌋."""
@@ -60,6 +60,6 @@ def layer_norm_backward(
 
 
 RULES: dict[Any, Rule] = {
-    aten.native_layer_norm.default: layer_norm,
-    aten.native_layer_norm_backward.default: layer_norm_backward,
+    aten.native_layer_norm.default: _layer_norm,
+    aten.native_layer_norm_backward.default: _layer_norm_backward,
 }

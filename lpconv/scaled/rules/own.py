@@ -10,7 +10,7 @@ from lpconv.scaled import ops
 from lpconv.scaled.pair import Call, Role, Rule, Scaled, pair, static, value, widened
 from lpconv.scaled.scales import MAX_SCALE, MIN_SCALE, multiplied, times
 
-__all__ = ["RULES", "STATISTICS", "as_exact", "leave", "rebalance", "rebalanced", "recentre", "seed"]
+__all__ = ["RULES", "STATISTICS", "rebalanced"]
 
 STATISTICS = {
     "max": lambda data: data.abs().amax(),
@@ -36,19 +36,19 @@ def rebalanced(x: Scaled, statistic: str, *, smallest: float = SMALLEST_NORM, he
     return Scaled(times(x.data, 1 / norm), old * norm, x.role)
 
 
-def rebalance(call: Call, x: Scaled, forward: str, backward: str) -> Scaled:
+def _rebalance(call: Call, x: Scaled, forward: str, backward: str) -> Scaled:
     """`rebalanced` by the forward statistic, if there is one; gradients with the headroom of the numerics."""
     if not forward:
         return x
     return rebalanced(x, forward, headroom=call.numerics.headroom if x.role is Role.GRADIENT else 1.0)
 
 
-def leave(call: Call, x: Any, unit: Any, dynamic: bool) -> Any:
+def _leave(call: Call, x: Any, unit: Any, dynamic: bool) -> Any:
     """value(x), in its dtype; a copy of a plain x."""
     return value(x).to(x.data.dtype) if isinstance(x, Scaled) else x.clone()
 
 
-def seed(call: Call, grad: Any, unit: Any, dynamic: bool) -> Scaled:
+def _seed(call: Call, grad: Any, unit: Any, dynamic: bool) -> Scaled:
     """(g/s, s) with s = 2^⌊log2 max|g|⌋, so that a factor on the loss moves into the scale and cannot underflow.
 
     1/s is what others call the loss scale. Eager static methods read max|g| once per output and backward pass; with
@@ -67,12 +67,12 @@ def seed(call: Call, grad: Any, unit: Any, dynamic: bool) -> Scaled:
     return Scaled(times(start.data, 1 / headroom), multiplied(start.scale, headroom), Role.GRADIENT)
 
 
-def recentre(call: Call, x: Scaled, forward: float, backward: float) -> Scaled:
+def _recentre(call: Call, x: Scaled, forward: float, backward: float) -> Scaled:
     """(d/f, s·f) for a static power of two f."""
     return Scaled(times(x.data, 1 / forward), multiplied(x.scale, forward), x.role)
 
 
-def as_exact(call: Call, x: Scaled) -> Scaled:
+def _as_exact(call: Call, x: Scaled) -> Scaled:
     """The same pair with the role EXACT."""
     return Scaled(x.data, x.scale, Role.EXACT)
 
@@ -80,10 +80,10 @@ def as_exact(call: Call, x: Scaled) -> Scaled:
 RULES: dict[Any, Rule] = {
     op._opoverload: rule
     for op, rule in (
-        (ops.leave, leave),
-        (ops.seed, seed),
-        (ops.rebalance, rebalance),
-        (ops.as_exact, as_exact),
-        (ops.recentre, recentre),
+        (ops.leave, _leave),
+        (ops.seed, _seed),
+        (ops.rebalance, _rebalance),
+        (ops.as_exact, _as_exact),
+        (ops.recentre, _recentre),
     )
 }

@@ -6,73 +6,73 @@ import torch
 
 from lpconv.scaled.pair import Call, Role, Rule, Scaled, data_of, static, value
 
-__all__ = ["RULES", "classified", "fresh", "loss", "nll_loss", "on_data", "on_values", "vector_norm", "zeros"]
+__all__ = ["RULES", "loss"]
 
 aten = torch.ops.aten
 
 
-def on_values(call: Call, *args: Any, **kwargs: Any) -> Any:
+def _on_values(call: Call, *args: Any, **kwargs: Any) -> Any:
     """op(values): comparisons and the like give plain booleans or integers [Scalify §1.4]."""
     return call.op(*map(value, args), **{k: value(v) for k, v in kwargs.items()})
 
 
-def on_data(call: Call, *args: Any, **kwargs: Any) -> Any:
+def _on_data(call: Call, *args: Any, **kwargs: Any) -> Any:
     """op(data): argmax and isnan do not change under a positive factor; empty_like and its kind ask for a shape."""
     return call.op(*map(data_of, args), **kwargs)
 
 
-def classified(call: Call, x: Scaled) -> Any:
+def _classified(call: Call, x: Scaled) -> Any:
     """isnan, isinf and isfinite: of the data under a static scale, which is finite; of the value otherwise."""
     return call.op(x.data if static(x.scale) else value(x))
 
 
-def zeros(call: Call, x: Scaled, *args: Any, **kwargs: Any) -> Scaled:
+def _zeros(call: Call, x: Scaled, *args: Any, **kwargs: Any) -> Scaled:
     """(op(d), 0): a zero known before the run has any scale, and so has memory that a copy will fill."""
     return Scaled(call.op(x.data, *args, **kwargs), 0.0, x.role)
 
 
-def fresh(call: Call, x: Scaled, *args: Any, **kwargs: Any) -> Scaled:
-    """`zeros`; of a parameter at its own scale, because they are to hold a part of it."""
-    made = zeros(call, x, *args, **kwargs)
+def _fresh(call: Call, x: Scaled, *args: Any, **kwargs: Any) -> Scaled:
+    """`_zeros`; of a parameter at its own scale, because they are to hold a part of it."""
+    made = _zeros(call, x, *args, **kwargs)
     return Scaled(made.data, x.scale, x.role) if x.role in (Role.WEIGHT, Role.EXACT) else made
 
 
-def nll_loss(call: Call, logp: Any, target: Any, weight: Any, reduction: int, ignore_index: int) -> Any:
+def _nll_loss(call: Call, logp: Any, target: Any, weight: Any, reduction: int, ignore_index: int) -> Any:
     """((loss, 1), total weight): the loss stays scaled, or its backward pass would begin with plain tensors."""
     loss, total = call.op(value(logp), target, value(weight), reduction, ignore_index)
     return Scaled(loss, 1.0), total
 
 
 def loss(call: Call, x: Any, target: Any, *args: Any) -> Scaled:
-    """(loss of the values, 1), for the reason given at `nll_loss`."""
+    """(loss of the values, 1), for the reason given at `_nll_loss`."""
     return Scaled(call.op(value(x), value(target), *args), 1.0)
 
 
-def vector_norm(call: Call, x: Scaled, *args: Any, **kwargs: Any) -> Any:
+def _vector_norm(call: Call, x: Scaled, *args: Any, **kwargs: Any) -> Any:
     """The norm as a plain fp32 tensor: norm(d)·s."""
     dtype = torch.promote_types(x.data.dtype, torch.float32)
     return value(x.with_data(call.op(x.data.to(dtype), *args, **kwargs)))
 
 
 RULES: dict[Any, Rule] = {
-    aten.nll_loss_forward.default: nll_loss,
-    aten.nll_loss2d_forward.default: nll_loss,
+    aten.nll_loss_forward.default: _nll_loss,
+    aten.nll_loss2d_forward.default: _nll_loss,
     aten.mse_loss.default: loss,
     aten.binary_cross_entropy_with_logits.default: loss,
-    aten.linalg_vector_norm.default: vector_norm,
-    aten.new_empty_strided.default: zeros,
-    aten.isnan.default: classified,
-    aten.isinf.default: classified,
-    aten.isfinite.default: classified,
-    aten.zeros_like.default: zeros,
-    aten.new_zeros.default: fresh,
+    aten.linalg_vector_norm.default: _vector_norm,
+    aten.new_empty_strided.default: _zeros,
+    aten.isnan.default: _classified,
+    aten.isinf.default: _classified,
+    aten.isfinite.default: _classified,
+    aten.zeros_like.default: _zeros,
+    aten.new_zeros.default: _fresh,
     **dict.fromkeys(
         (
             aten.argmax.default, aten.argmin.default, aten.sign.default, aten.sgn.default, aten.is_same_size.default,
             aten.empty_like.default, aten.ones_like.default, aten.full_like.default, aten.rand_like.default,
             aten.new_empty.default, aten.new_ones.default, aten.new_full.default,
         ),
-        on_data,
+        _on_data,
     ),
     **dict.fromkeys(
         (
@@ -81,6 +81,6 @@ RULES: dict[Any, Rule] = {
             *(getattr(aten, n).Tensor for n in ("eq", "ne", "lt", "le", "gt", "ge")),
             *(getattr(aten, n).Scalar for n in ("eq", "ne", "lt", "le", "gt", "ge")),
         ),
-        on_values,
+        _on_values,
     ),
 }  # fmt: skip
