@@ -91,7 +91,7 @@ class BenchRun:
                     raise
                 except LpconvError as e:  # there is no baseline, and so nothing is comparable
                     for case in [base_case, *variants]:
-                        self._keep_error(group, case, e, _status(e))
+                        self._keep_error(group, case, e)
                     break
         rows = [row for (base, _), row in self.rows.items() if base == base_case]
         found = verdict(rows, group.gemms, self.peaks)
@@ -120,7 +120,7 @@ class BenchRun:
             except (UsageError, InputError):  # which no other row can do without
                 raise
             except LpconvError as e:
-                self._keep_error(group, case, e, _status(e))
+                self._keep_error(group, case, e)
                 return
             self._keep_baseline(group, base_samples)
             self._keep(group, case, row, base_samples, samples)
@@ -155,12 +155,12 @@ class BenchRun:
         )
         self.on_result(self.result(interrupted=True))
 
-    def _keep_error(self, group: "_Group", case: Case, error: LpconvError, status: str) -> None:
+    def _keep_error(self, group: "_Group", case: Case, error: LpconvError) -> None:
         """A row that says what went wrong; one that an earlier launch measured stays."""
         if (group.case, case) in self.rows:
             self.told.message(f"{group.title}: {case.format} {case.method}: {error.message}")
             return
-        self.rows[group.case, case] = self._bare_row(case, group, status, error)
+        self.rows[group.case, case] = self._bare_row(case, group, error)
         self.on_result(self.result(interrupted=True))
 
     def _row(self, group: "_Group", case: Case, team: Team, description: dict[str, Any]) -> BenchRow:
@@ -168,7 +168,7 @@ class BenchRun:
         self.versions = description["versions"]
         memory = from_json(MemoryRecord, team.ask("memory"))
         return dataclasses.replace(
-            self._bare_row(case, group, OK, None),
+            self._bare_row(case, group),
             weights=description["weights"],
             layers=description["num_layers"],
             device=description["device"],
@@ -190,7 +190,7 @@ class BenchRun:
             return EnergyRecord(unavailable="it is measured of one process on one GPU")
         return measure_energy(self.monitor, lambda seconds: int(team.ask("spin", seconds=seconds)), case.tokens)
 
-    def _bare_row(self, case: Case, group: "_Group", status: str, error: LpconvError | None) -> BenchRow:
+    def _bare_row(self, case: Case, group: "_Group", error: LpconvError | None = None) -> BenchRow:
         return BenchRow(
             model=case.model,
             weights="",
@@ -208,7 +208,7 @@ class BenchRun:
             emulated=False,
             baseline=group.name,
             is_baseline=case == group.case,
-            status=status,
+            status=OK if error is None else _status(error),
             reason=None if error is None else f"{error.message} ({error.hint})" if error.hint else error.message,
             estimate_bytes=_estimate(error),
             command=self.options.command,
