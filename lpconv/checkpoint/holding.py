@@ -8,7 +8,9 @@ import fcntl
 import os
 from pathlib import Path
 
-__all__ = ["hold", "is_held", "wait_for"]
+from lpconv.errors import OutputExistsError
+
+__all__ = ["held_by_another", "hold", "is_held", "wait_for"]
 
 
 def hold(descriptor: int) -> bool:
@@ -31,6 +33,11 @@ def is_held(path: Path) -> bool:
         return not _lock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two that ask do not deceive each other
     finally:
         os.close(descriptor)
+
+
+def held_by_another(place: Path) -> OutputExistsError:
+    """The refusal of a place that another run holds."""
+    return OutputExistsError(f"another run is writing `{place}`", hint="wait for it, or choose another --output")
 
 
 def _lock(descriptor: int, how: int) -> bool:

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from lpconv.checkpoint.partfile import PartFile
 from lpconv.checkpoint.place import MIN_POINTER_BYTES, cache_folder, write_pointer
 from lpconv.checkpoint.remote import UNFINISHED, RemoteObject, Upload, check_url, delete, fetch, head, listing, put
-from lpconv.checkpoint.staging import JOURNAL, MARKER, Staging
+from lpconv.checkpoint.staging import JOURNAL, MARKER, Staging, check_same_run
 from lpconv.errors import InputError, OutputExistsError, ResourceError, UnsupportedError
 from lpconv.results import FileRecord
 
@@ -85,14 +85,7 @@ class RemoteStaging(Staging):
             return
         if not resume:
             raise OutputExistsError(f"another run is writing `{self.url}`", hint="choose another --output")
-        claimed = _read(self.url, _CLAIM)
-        changed = sorted(k for k in {*identity, *claimed} if identity.get(k) != claimed.get(k))
-        if changed:
-            raise OutputExistsError(
-                f"`{self.url}` was begun with other {', '.join(changed)}",
-                hint="repeat the command of that run with --resume, or start anew with --force",
-                details={"changed": changed},
-            )
+        check_same_run(self.url, identity, _read(self.url, _CLAIM))
         self._claim = head(self.url, _CLAIM)
         for name in (n for n in there if n.startswith(UNFINISHED) and n != _CLAIM):
             self._take_over(_read(self.url, name), there)

@@ -12,7 +12,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +20,7 @@ from typing import Any, Self
 
 from lpconv.checkpoint.contents import read_json
 from lpconv.checkpoint.gguf_view import file_at
-from lpconv.checkpoint.holding import hold, is_held
+from lpconv.checkpoint.holding import held_by_another, hold, is_held
 from lpconv.checkpoint.partfile import PartFile, check_writable, fsync_directory, sha256_of, write_error
 from lpconv.errors import InputError, OutputExistsError, UnsupportedError, UsageError
 from lpconv.lookup import no_directory
@@ -37,6 +37,8 @@ __all__ = [
     "check_free",
     "check_marked",
     "check_replaceable",
+    "check_same_run",
+    "differing",
     "is_output",
     "is_unused",
     "read_marker",
@@ -78,9 +80,7 @@ class Staging:
     def _lock(self) -> None:
         if not hold(self._journal.fileno()):
             self._journal.close()
-            raise OutputExistsError(
-                f"another run is writing `{self.directory}`", hint="wait for it, or choose another --output"
-            )
+            raise held_by_another(self.directory)
         # The other run may have published between our opening of the journal and our lock.
         if not _is_at(self._journal.fileno(), self.directory / JOURNAL):
             self._journal.close()
@@ -89,13 +89,7 @@ class Staging:
     def _begin(self, identity: dict[str, Any], *, resume: bool) -> None:
         lines, size = _read_journal(self.directory / JOURNAL)
         if resume and lines:
-            changed = sorted(k for k in {*identity, *lines[0]} if identity.get(k) != lines[0].get(k))
-            if changed:
-                raise OutputExistsError(
-                    f"`{self.directory}` was begun with other {', '.join(changed)}",
-                    hint="repeat the command of that run with --resume, or start anew with --force",
-                    details={"changed": changed},
-                )
+            check_same_run(self.directory, identity, lines[0])
             os.ftruncate(self._journal.fileno(), size)  # a line cut short would swallow the next one
             self.done = [line for line in lines[1:] if self._is_intact(line)]
             _clear(self.directory, {JOURNAL, *(f["name"] for line in self.done for f in line["files"])})
@@ -181,10 +175,26 @@ def check_free(output: Path, *, resume: bool, force: bool) -> None:
     if not os.path.lexists(partial) or resume or force:
         return  # and whoever goes on meets the lock of a run that is alive
     if is_held(partial / JOURNAL):
-        raise OutputExistsError(f"another run is writing `{partial}`", hint="wait for it, or choose another --output")
+        raise held_by_another(partial)
     raise OutputExistsError(
         f"`{partial}` is left from an interrupted run", hint="--resume continues it, --force starts anew"
     )
+
+
+def check_same_run(place: Path | str, asked: Mapping[str, Any], begun: Mapping[str, Any]) -> None:
+    """Refuse to go on in a place with another run than was begun there. Raises OutputExistsError."""
+    changed = differing(asked, begun)
+    if changed:
+        raise OutputExistsError(
+            f"`{place}` was begun with other {', '.join(changed)}",
+            hint="repeat the command of that run with --resume, or start anew with --force",
+            details={"changed": changed},
+        )
+
+
+def differing(asked: Mapping[str, Any], begun: Mapping[str, Any]) -> list[str]:
+    """In what two runs are not the same, of all that identifies them."""
+    return sorted(k for k in {*asked, *begun} if asked.get(k) != begun.get(k))
 
 
 def is_unused(directory: Path) -> bool:

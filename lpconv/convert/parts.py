@@ -16,7 +16,7 @@ from typing import Any
 
 from lpconv.checkpoint.contents import read_json
 from lpconv.checkpoint.partfile import fsync_directory, sha256_of, write_error, write_small
-from lpconv.checkpoint.staging import MARKER, PARTS, Staging, beside, check_free, read_marker
+from lpconv.checkpoint.staging import MARKER, PARTS, Staging, beside, check_free, differing, read_marker
 from lpconv.convert.job import Job, check_disk, identity, prepare
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.plan import PlannedShard
@@ -126,7 +126,7 @@ def _checked(job: Job, part: Part, folder: Path, progress: Progress) -> PartResu
     if (result.part, result.parts) != (part.number, part.count):
         raise OutputExistsError(f"`{folder}` holds part {result.part}/{result.parts} once more", hint=anew)
     wanted: dict[str, Any] = to_json(_identity(job))
-    changed = sorted(k for k in {*wanted, *result.identity} if wanted.get(k) != result.identity.get(k))
+    changed = differing(wanted, result.identity)
     if changed:
         raise OutputExistsError(
             f"part {part} in `{folder}` was made with other {', '.join(changed)}",

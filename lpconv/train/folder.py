@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from lpconv.checkpoint.contents import read_json
-from lpconv.checkpoint.holding import hold, is_held
+from lpconv.checkpoint.holding import held_by_another, hold, is_held
 from lpconv.checkpoint.partfile import check_writable, read_error, write_error, write_small
-from lpconv.checkpoint.staging import TUNED, is_unused
+from lpconv.checkpoint.staging import TUNED, check_same_run, is_unused
 from lpconv.errors import InputError, OutputExistsError
 from lpconv.results import RunRecord, Series, from_json, json_line, ordered_json_text, to_json
 from lpconv.train.options import FinetuneOptions
@@ -51,13 +51,13 @@ def check_folder(output: Path, model: str, options: FinetuneOptions) -> None:
     with the same options, and no other run is at it. Raises ResourceError for one that cannot be written."""
     check_writable(output)
     if is_held(output):
-        raise _held(output)
+        raise held_by_another(output)
     if is_unused(output):
         return
     if not (output / MARKER).is_file():
         raise OutputExistsError(f"`{output}` exists and is no run of ours", hint="choose another --output")
     if options.resume:
-        _check_same(output, _identity(model, options))
+        check_same_run(output, _identity(model, options), read_json(output / MARKER))
     elif not options.force:
         raise OutputExistsError(f"`{output}` exists", hint="--resume goes on with it, --force starts anew")
 
@@ -73,17 +73,13 @@ def held_folder(output: Path, model: str, options: FinetuneOptions) -> Iterator[
         raise write_error(e, output) from e
     try:
         if not hold(folder):
-            raise _held(output)
+            raise held_by_another(output)
         if options.force and not options.resume:
             _clear(output)
         write_small(output / MARKER, ordered_json_text(_identity(model, options)))
         yield
     finally:
         os.close(folder)
-
-
-def _held(output: Path) -> OutputExistsError:
-    return OutputExistsError(f"another run is writing `{output}`", hint="wait for it, or choose another --output")
 
 
 def _clear(output: Path) -> None:
@@ -101,17 +97,6 @@ def _clear(output: Path) -> None:
 def _identity(model: str, options: FinetuneOptions) -> dict[str, Any]:
     fields = (f.name for f in dataclasses.fields(options) if f.name not in _FREE)
     return {"model": model, **{name: to_json(getattr(options, name)) for name in fields}}
-
-
-def _check_same(output: Path, asked: dict[str, Any]) -> None:
-    begun = read_json(output / MARKER)
-    changed = sorted(k for k in {*asked, *begun} if asked.get(k) != begun.get(k))
-    if changed:
-        raise OutputExistsError(
-            f"`{output}` was begun with other {', '.join(changed)}",
-            hint="repeat the command of that run with --resume, or start anew with --force",
-            details={"changed": changed},
-        )
 
 
 def run_folder(output: Path, role: str, seed: int) -> Path:
