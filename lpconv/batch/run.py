@@ -235,7 +235,7 @@ def _attempt(run_job: Callable[[BatchJob], JobResult], job: BatchJob) -> tuple[J
     error: BaseException | None = None
     try:
         result = run_job(job)
-    except BaseException as e:  # signals too: `_stops` ends the batch on them, and they are raised in the end
+    except BaseException as e:  # signals too: `stops` ends the batch on them, and they are raised in the end
         error = e
         result = failed(job, job_error(e))
     return replace(result, seconds=time.monotonic() - started), error

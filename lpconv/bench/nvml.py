@@ -94,8 +94,8 @@ def measure_energy(
 ) -> EnergyRecord:
     """Energy of steps run without a pause. `spin` runs them for so many seconds and says how many there were.
 
-    Nothing is subtracted for an idle GPU. A window under two seconds is no measurement, nor
-    is a counter that did not move.
+    Nothing is subtracted for an idle GPU. A window under two seconds is no measurement, nor is a counter that did not
+    move.
     """
     before, start = monitor.energy_mj(), clock()
     steps = spin(1.25 * _MIN_WINDOW_S)

@@ -1,4 +1,4 @@
-"""What a format and method make of a model and its optimizer. A new recipe is a function and a line in `_APPLY`."""
+"""What a format and method make of a model and its optimizer. A peer is a function and a line in `_PEERS`."""
 
 import dataclasses
 import importlib

@@ -1,5 +1,5 @@
-"""Makes the view of a GGUF file that `gguf.py` tells of, for `gguf_view.py`. Imports transformers and
-gguf, so only where one is needed.
+"""Makes the view of a GGUF file that `gguf.py` tells of, for `gguf_view.py`. Imports transformers and gguf, so only
+where one is needed.
 
 Names, config, tokenizer and how tensors were rearranged are what transformers has for GGUF, asked through its own
 functions: what it opens with ``gguf_file=`` opens here, with the same values.

@@ -36,8 +36,8 @@ __all__ = ["restore"]
 def restore(directory: Path, output: Path, *, force: bool, progress: Progress) -> RestoreResult:
     """Write the plain checkpoint of a converted one into `output`; shards, side files and config as the source had.
 
-    A small `lpconv.json` beside them says what was restored, and that `force` may replace it.
-    Raises InputError for a directory that is no output of ours, or whose files are not what SHA256SUMS says.
+    A small `lpconv.json` beside them says what was restored, and that `force` may replace it. Raises InputError for a
+    directory that is no output of ours, or whose files are not what SHA256SUMS says.
     """
     check_apart(directory, output)
     provenance = read_provenance(directory)

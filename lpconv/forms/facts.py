@@ -23,8 +23,7 @@ class Settings:
     """What a conversion chooses once for all tensors.
 
     `scale` is ``pow2`` or ``exact``, `grain` what has a scale of its own (None: the tensor), `residual` a key of
-    `RESIDUALS`. Points have a budget of `budget_bits` an element
-    and at most `points_max` a row.
+    `RESIDUALS`. Points have a budget of `budget_bits` an element and at most `points_max` a row.
     """
 
     scale: str = "pow2"

@@ -1,8 +1,8 @@
 """Collage AdamW in the paper's own arithmetic: every operation in bf16, rounded (arXiv 2405.03637, Algorithm 2).
 
-For fidelity and comparison. The fused step is more accurate, because the first moment and the update are
-rounded once there and at every operation here. The weight decay is inside the update ("compact" in the released code):
-applied to the weight before or after, as torch does, it rounds away in bf16, 1 - 1e-5 being 1.
+For fidelity and comparison. The fused step is more accurate, because the first moment and the update are rounded once
+there and at every operation here. The weight decay is inside the update ("compact" in the released code): applied to
+the weight before or after, as torch does, it rounds away in bf16, 1 - 1e-5 being 1.
 
 A bf16 operation is one fp32 operation on bf16 numbers and one rounding, which is how PyTorch computes it. Written out
 like that the step can be compiled and checked as every other, and gives the bits of `mcf.transforms` and

@@ -38,9 +38,9 @@ class LogitsCheck:
     """Outputs of source and result on the same inputs. All None, with a `skipped` reason, where it was not run.
 
     `max_abs_diff` and `rel_error` (‖y - ŷ‖/‖y‖) are over all outputs that are finite of the source, and are infinite or
-    NaN where the result's are; `top1_agreement` is the share of positions whose
-    largest output has the same index; `mean_kl` is KL(source ‖ result) in nats per position. On a text `reverse_kl` is
-    KL(result ‖ source), and the perplexities are of the next token, None where a model predicts another one.
+    NaN where the result's are; `top1_agreement` is the share of positions whose largest output has the same index;
+    `mean_kl` is KL(source ‖ result) in nats per position. On a text `reverse_kl` is KL(result ‖ source), and the
+    perplexities are of the next token, None where a model predicts another one.
     """
 
     max_abs_diff: float | None = None

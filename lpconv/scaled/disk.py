@@ -49,9 +49,9 @@ def to_disk(model: nn.Module) -> dict[str, Tensor]:
 def from_disk(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Fill the parameters of a scaled model from `to_disk` or a converted checkpoint; each keeps its own scale.
 
-    Under FSDP2 every rank takes its own rows, of whole tensors or of those of `unscaled_state_dict`.
-    Values move between scales exactly where both are powers of two and the dtype of the data holds them. Raises
-    `InputError` for a missing parameter or a shape that does not fit.
+    Under FSDP2 every rank takes its own rows, of whole tensors or of those of `unscaled_state_dict`. Values move
+    between scales exactly where both are powers of two and the dtype of the data holds them. Raises `InputError` for a
+    missing parameter or a shape that does not fit.
     """
     seen: set[int] = set()
     for name, x in model.state_dict(keep_vars=True).items():

@@ -2,8 +2,8 @@
 
 For W = σ·Ŵ the step of AdamW on W is a step on Ŵ with lr/σ; with power-of-two σ and fp32 state the two are the same bit
 for bit. State of 16 bits is kept as (data, scale) with the scale reset by its root mean square at every step. The
-second moment is then kept as its square root, which spans half as many binades, rounded stochastically: at
-beta2 = 0.999 one step's decay of it is half an fp16 ulp, so that rounding to nearest would keep it from falling.
+second moment is then kept as its square root, which spans half as many binades, rounded stochastically: at beta2 =
+0.999 one step's decay of it is half an fp16 ulp, so that rounding to nearest would keep it from falling.
 """
 
 import math
@@ -64,9 +64,9 @@ class AdamW(torch.optim.Optimizer):
     All hyper-parameters are those of the source model; the step on the data divides lr by the parameter's scale.
     Gradients may have any scale, static or dynamic. 16-bit parameters keep an fp32 copy of their data in the state
     unless `master` is False. The copy begins with what `start` holds for a parameter, its value in fp32: rounded data
-    lie on the grid of 16 bits, where updates below half a step are rounded away until many have added up.
-    If `rounding` is "stochastic" data are rounded so at each step, which brings such updates to the forward pass on
-    average, whatever they begin with. With `state_dtype` of 16 bits the moments are stored as data and scale.
+    lie on the grid of 16 bits, where updates below half a step are rounded away until many have added up. If `rounding`
+    is "stochastic" data are rounded so at each step, which brings such updates to the forward pass on average, whatever
+    they begin with. With `state_dtype` of 16 bits the moments are stored as data and scale.
 
     Under FSDP2 state tensors are DTensors, placed as their parameters are, and a step does not depend on how many ranks
     there are, but for the noise of stochastic rounding.

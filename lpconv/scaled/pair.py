@@ -34,15 +34,14 @@ class Numerics:
     """How the rules compute. Tensors carry it, because a backward pass may run in a thread that knows no context.
 
     `operand` and `gradient` name the formats of matmul operands (None: the dtype of the data), `operand_scales` the
-    scales that they are cast at. `unit_factors` moves the √K of each contraction from
-    the data to the scale; without it data keep the raw magnitudes. `fit_joins` makes an addition choose the smallest
-    scale whose data fit `join_limit` (adaptive loss scaling), and a cast to 16 bits one that loses a share of at most
-    `cast_underflow`, where data leave room for it. Gradients start, and are rescaled, at data of
-    1/`headroom`: a power of two that `StepGuard` raises after an overflow. `softmax_grad` rescales what softmax hands
-    down. With `native` factors are square roots themselves, as unit scaling has them, and rules that predict sizes at
-    initialisation stand in for some (`rules.native`); `causal` tells them how far attention averages where a mask hides
-    it. `counts` collects fall-backs and saturations; it is shared by all tensors of a model and takes no part in
-    equality.
+    scales that they are cast at. `unit_factors` moves the √K of each contraction from the data to the scale; without it
+    data keep the raw magnitudes. `fit_joins` makes an addition choose the smallest scale whose data fit their dtype
+    (adaptive loss scaling), and a cast to 16 bits one that loses a share of at most `cast_underflow`, where data leave
+    room for it. Gradients start, and are rescaled, at data of 1/`headroom`: a power of two that `StepGuard` raises
+    after an overflow. `softmax_grad` rescales what softmax hands down. With `native` factors are square roots
+    themselves, as unit scaling has them, and rules that predict sizes at initialisation stand in for some
+    (`rules.native`); `causal` tells them how far attention averages where a mask hides it. `counts` collects fall-backs
+    and saturations; it is shared by all tensors of a model and takes no part in equality.
     """
 
     operand: str | None = None
