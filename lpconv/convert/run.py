@@ -33,6 +33,18 @@ from lpconv.results import ByteCounts, ConvertResult, FileRecord, PlanResult, Te
 __all__ = ["convert", "finish", "plan"]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """What a call asks for beside the options: whom to tell how far it is, the command that reports name, whether they
+    name the source, and whether parts are put together."""
+
+    progress: Progress
+    command: str | None
+    names_source: bool = True
+    finishing: bool = False
+    started: float = dataclasses.field(default_factory=time.perf_counter)
+
+
 def plan(model: str, output: Path | str, options: ConvertOptions) -> PlanResult:
     """What `convert` would do with the same arguments, from headers alone; nothing is written."""
     job = prepare(model, output, options, headers_only=True)
@@ -72,7 +84,8 @@ def convert(
     lies, if `names_source`. Raises an `LpconvError` for every failure that is not a bug: see the exit codes in
     `lpconv.errors`.
     """
-    return _published(model, output, options, progress, command, names_source=names_source)
+    asked = _Asked(progress=progress or Silent(), command=command, names_source=names_source)
+    return _published(model, output, options, asked)
 
 
 def finish(
@@ -88,50 +101,37 @@ def finish(
     Arguments and errors are those of `convert`. Every part is checked before anything is written; parts are deleted
     when the output is published, and stay where a gate fails.
     """
-    return _published(model, output, options, progress, command, finishing=True)
+    return _published(model, output, options, _Asked(progress=progress or Silent(), command=command, finishing=True))
 
 
-def _published(
-    model: str,
-    output: Path | str,
-    options: ConvertOptions,
-    progress: Progress | None,
-    command: str | None,
-    *,
-    finishing: bool = False,
-    names_source: bool = True,
-) -> ConvertResult:
-    started = time.perf_counter()
-    progress = progress or Silent()
+def _published(model: str, output: Path | str, options: ConvertOptions, asked: _Asked) -> ConvertResult:
     job = prepare(model, output, options)
     if job.resolved.revision is not None:
-        progress.message(f"{model} is {job.resolved.resolved} at {job.resolved.revision}")
+        asked.progress.message(f"{model} is {job.resolved.resolved} at {job.resolved.revision}")
     try:
-        if finishing and job.url is not None:
+        if asked.finishing and job.url is not None:
             raise UnsupportedError("parts are put together in a folder", hint="finish there, and copy the output")
-        result = finished(job, progress) if options.resume else None
+        result = finished(job, asked.progress) if options.resume else None
         if result is not None:
-            progress.message(f"`{result.output}` is complete: there is nothing to resume")
+            asked.progress.message(f"`{result.output}` is complete: there is nothing to resume")
         else:
-            result = _staged(job, progress, command, started, finishing=finishing, names_source=names_source)
-        if finishing:
+            result = _staged(job, asked)
+        if asked.finishing:
             remove_parts(job.output)
         return result
     finally:
         job.source.close()
 
 
-def _staged(
-    job: Job, progress: Progress, command: str | None, started: float, *, finishing: bool, names_source: bool
-) -> ConvertResult:
+def _staged(job: Job, asked: _Asked) -> ConvertResult:
     """Write, judge and publish. Where parts are put together, none of their files is written again."""
     _check_can_run(job)
-    parts = checked_parts(job, progress) if finishing else ()
-    if not finishing and job.url is None:
+    parts = checked_parts(job, asked.progress) if asked.finishing else ()
+    if not asked.finishing and job.url is None:
         check_disk(job.output, disk_bytes(job))
     with _working_folder(job) as staging:
         adopt_parts(job, parts, staging)
-        result = _carry_out(job, staging, progress, command, started, names_source=names_source)
+        result = _carry_out(job, staging, asked)
         job.watch.check()
         if not result.verify.passed:
             kept = staging.set_aside()
@@ -165,20 +165,18 @@ def _working_folder(job: Job) -> Staging:
     return Staging(job.output, known, resume=options.resume, force=options.force)
 
 
-def _carry_out(
-    job: Job, staging: Staging, progress: Progress, command: str | None, started: float, *, names_source: bool
-) -> ConvertResult:
+def _carry_out(job: Job, staging: Staging, asked: _Asked) -> ConvertResult:
     from lpconv.convert.verify_written import verify_written  # torch takes seconds to import
     from lpconv.report.convert.html import html_report
 
     before = time.perf_counter()
     others_wrote = bool(staging.done)  # an interrupted run, or the workers of parts
-    files, tensors = _write_weights(job, staging, progress)
+    files, tensors = _write_weights(job, staging, asked.progress)
     weights_seconds = None if others_wrote else time.perf_counter() - before
     write_metadata(staging.directory, job.contents, job.plan, files)
     names = sorted({*model_side_files(job.contents), *({CARD} & set(job.contents.side_files))})
     side_files = copy_side_files(staging.directory, job.contents, names, renamed={CARD: "README.source.md"})
-    verify = verify_written(job, staging.directory, tensors, progress)
+    verify = verify_written(job, staging.directory, tensors, asked.progress)
     result = ConvertResult(
         method=job.plan.method.name,
         format=job.plan.format_name,
@@ -190,24 +188,23 @@ def _carry_out(
         files=files,
         side_files=side_files,
         bytes=ByteCounts(read=job.plan.bytes_in, written=job.plan.bytes_out),
-        seconds=time.perf_counter() - started,
+        seconds=time.perf_counter() - asked.started,
         weights_seconds=weights_seconds,
         peak_rss_bytes=peak_rss_bytes(),
         verify=verify,
         options=shaping_options(job.plan.options),
         versions=versions(),
-        command=command,
+        command=asked.command,
         card=inherited_facts(job.contents.directory, job.resolved.resolved if job.resolved.revision else None),
         warnings=(*plan_warnings(job), *tensor_warnings(tensors)),
     )
     public = public_source(result.source)
-    published = dataclasses.replace(
-        result, source=public, command=command and command_line(public.name, job.plan.options)
-    )
+    command = asked.command and command_line(public.name, job.plan.options)
+    published = dataclasses.replace(result, source=public, command=command)
     write_small(staging.directory / "README.md", model_card(published))
     write_provenance(staging.directory, published, job.contents, job.plan)
     write_sums(staging.directory, files)
-    if not names_source:
+    if not asked.names_source:
         result = dataclasses.replace(result, source=public)
     write_small(staging.directory / "report.html", html_report(result, format_ranges()))
     write_small(staging.directory / "report.json", json_text(result))
