@@ -75,9 +75,7 @@ def _blueprint(place: str | Path, options: InitOptions) -> Blueprint:
     """The model to draw, from a preset, a config file or a checkpoint directory. Raises UnsupportedError."""
     with quiet_transformers(), model_errors("config.json builds no model", hint=_HINT):
         if isinstance(place, str):
-            preset = PRESETS[place]
-            settings = getattr(transformers, preset.config_class)(**preset.settings).to_dict()
-            settings["architectures"] = [preset.model_class]
+            settings = PRESETS[place].config().to_dict()
         else:
             settings = plain_config(read_contents(place)) if place.is_dir() else read_json(place)
             check_config(settings, place)

@@ -13,15 +13,8 @@ _INNER = ("intermediate_size", "n_inner", "ffn_dim", "d_ff", "encoder_ffn_dim", 
           "word_embed_proj_dim", "embedding_size")  # fmt: skip
 _HEADS = ("num_attention_heads", "num_key_value_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads",
           "decoder_attention_heads")  # fmt: skip
-_LAYERS = (
-    "num_hidden_layers",
-    "n_layer",
-    "n_layers",
-    "num_layers",
-    "num_decoder_layers",
-    "encoder_layers",
-    "decoder_layers",
-)
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers", "encoder_layers",
+           "decoder_layers")  # fmt: skip
 
 
 def resized(settings: dict[str, Any], *, width: int | None, layers: int | None) -> dict[str, Any]:

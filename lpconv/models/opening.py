@@ -166,8 +166,7 @@ def blueprint(preset_or_directory: str | Path) -> Blueprint:
     """What a preset's name or a checkpoint directory describes; UnsupportedError for what does not read token ids."""
     if isinstance(preset_or_directory, str):
         preset = PRESETS[preset_or_directory]
-        config = getattr(transformers, preset.config_class)(**preset.settings)
-        return Blueprint(model_class=getattr(transformers, preset.model_class), config=config, directory=None)
+        return Blueprint(model_class=getattr(transformers, preset.model_class), config=preset.config(), directory=None)
     contents = read_contents(preset_or_directory)
     config = reads_text(contents, hint="choose a preset of about its size: " + ", ".join(PRESETS))
     model_class = concrete(architecture(contents.config), config)

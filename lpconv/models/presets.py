@@ -5,6 +5,7 @@ The numbers are those of the models' own config.json files; weights are random, 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 __all__ = ["PRESETS", "Preset"]
 
@@ -17,6 +18,12 @@ class Preset:
     config_class: str
     model_class: str
     settings: Mapping[str, object]
+
+    def config(self) -> Any:
+        """The config as transformers has it, which is imported now."""
+        import transformers
+
+        return getattr(transformers, self.config_class)(**self.settings, architectures=[self.model_class])
 
 
 def _bert(name: str, hidden: int, layers: int) -> Preset:

@@ -89,9 +89,8 @@ def _settings(model: str, revision: str | None) -> dict[str, Any]:
     """What config.json says of a model, wherever that is."""
     path = Path(os.path.expanduser(model))
     if model in PRESETS and not path.is_dir():
-        preset = PRESETS[model]
-        settings: dict[str, Any] = getattr(transformers, preset.config_class)(**preset.settings).to_dict()
-        return settings | {"architectures": [preset.model_class]}
+        settings: dict[str, Any] = PRESETS[model].config().to_dict()
+        return settings
     if path.is_dir() and (path / "config.json").is_file():
         path = path / "config.json"
     if path.is_file() and path.suffix == ".json":
