@@ -1,4 +1,4 @@
-"""How long work says where it is. The command line draws bars from it; the library is silent by default."""
+"""How long work says how far it is. The command line draws bars from it; the library is silent by default."""
 
 from typing import Protocol
 

@@ -1,4 +1,4 @@
-"""Stdout for this program's own lines."""
+"""Stdout kept for this program's own lines: libraries in other languages write there too."""
 
 import os
 import sys

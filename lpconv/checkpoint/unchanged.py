@@ -1,4 +1,4 @@
-"""A source that changes while it is read would give an output that is neither the old one nor the new."""
+"""Whether a source is what it was: one that changes under a reader gives an output that is neither old nor new."""
 
 import hashlib
 import struct

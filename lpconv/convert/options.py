@@ -1,4 +1,4 @@
-"""What the user asked for, checked. Plain Python; nothing here reads a file."""
+"""What a conversion and a verification are asked for. Plain Python; nothing here reads a file."""
 
 import functools
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What a result says of itself: source, options, versions, warnings, memory."""
+"""What a result says of itself: source, options, versions, warnings."""
 
 import dataclasses
 import importlib.metadata

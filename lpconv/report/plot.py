@@ -1,4 +1,4 @@
-"""What a plot of the HTML page is made of, the geometry that plots share.
+"""What a plot of the HTML page is made of, and the geometry that plots share.
 
 The template draws the plots as inline SVG, not matplotlib, for three reasons: their colours follow the page's light and
 dark themes, every mark carries its tensor's name, and equal results give equal bytes. A plot is wide, over the tensors

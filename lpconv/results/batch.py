@@ -1,4 +1,4 @@
-"""What a batch did, as plain frozen records; `lpconv.results.to_json` turns them into JSON."""
+"""What a batch did."""
 
 from dataclasses import dataclass, field
 from typing import Any

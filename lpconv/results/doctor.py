@@ -1,4 +1,4 @@
-"""What `lpconv doctor` found, as plain frozen records; `lpconv.results.to_json` turns them into JSON."""
+"""What `lpconv doctor` found."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""What an export found, as plain frozen records."""
+"""What `lpconv export` did."""
 
 from dataclasses import dataclass, field
 

@@ -1,4 +1,4 @@
-"""One HTML file per result: readable in a browser, on paper and by a screen reader, with nothing to load.
+"""The pages of a conversion and of several: a file that browsers, paper and screen readers show, with nothing to load.
 
 All text is escaped by jinja2; the templates hold the only markup, style and script there is.
 """

@@ -1,4 +1,5 @@
-"""Records as rich renderables. They fit 80 columns, use what a wider terminal gives, and mean nothing by colour alone.
+"""What was converted, planned, verified, compared and inspected, on the terminal: in 80 columns or what there is, and
+with no meaning in colour alone.
 
 Import this module lazily: it loads rich.
 """

@@ -1,4 +1,4 @@
-"""Records in sentences: what was done, what it cost and how it was checked. Shared by all the renderers."""
+"""A conversion in sentences: what was done, what it cost and how it was checked. Shared by all the renderers."""
 
 import math
 from collections.abc import Iterable, Sequence
