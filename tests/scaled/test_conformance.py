@@ -6,12 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lpconv.errors import UsageError
 from lpconv.formats.codes import decode, encode
 from lpconv.formats.scale import pow2_floor
 from lpconv.scaled import ScaledTensor, dynamic_rescale, scaled_tensor
 from lpconv.scaled.operands import encoded
-from lpconv.scaled.rescale import set_scale
 from lpconv.scaled.scales import split_number
 
 
@@ -153,16 +151,6 @@ def test_rescaling_data_that_are_not_finite_keeps_scale_and_data(statistic: str,
     out = dynamic_rescale(x, statistic)
     assert float(out.scale) == 2.0
     assert torch.equal(out.data_part.isfinite(), x.data_part.isfinite())
-
-
-def test_set_scale_keeps_the_value() -> None:
-    out = set_scale(st([-1.0, 2.0], 2.0), 4.0)
-    assert (out.scale, values(out)) == (4.0, [-2.0, 4.0])
-    assert torch.equal(set_scale(st([-1.0, 2.0], 2.0), 2.0).data_part, torch.tensor([-1.0, 2.0]))
-    zero = set_scale(st([-1.0, 2.0], 2.0), 0.0)
-    assert (zero.scale, values(zero)) == (0.0, [0.0, 0.0])
-    with pytest.raises(UsageError):
-        set_scale(st([1.0], 1.0), -2.0)
 
 
 def test_the_gradient_of_a_mean_has_its_length_in_the_scale() -> None:
