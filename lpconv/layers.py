@@ -17,8 +17,8 @@ class LinearLayer:
     """A weight W that inputs are multiplied by, y = x Wᵀ with W of (`out_features`, `in_features`).
 
     `module`, called `name`, owns it under `parameter`. `kind` is "Linear", "Conv1D" (GPT-2's, which stores Wᵀ) or
-    "experts": `num_experts` such weights in one parameter of three axes, of which every token meets a few. `is_plain`
-    says that the module is of that very class; one of a derived class may use its weight without being called.
+    "experts": several such weights in one parameter of three axes, of which every token meets a few. `is_plain` says
+    that the module is of that very class; one of a derived class may use its weight without being called.
     """
 
     name: str
@@ -27,7 +27,6 @@ class LinearLayer:
     kind: str
     in_features: int
     out_features: int
-    num_experts: int = 1
     is_plain: bool = True
 
     @property
@@ -59,10 +58,10 @@ def _linears_of(name: str, module: Any) -> list[LinearLayer]:
     swapped = getattr(module, "is_transposed", False)  # as transformers marks those that store Wᵀ
     return [
         LinearLayer(
-            name=name, module=module, parameter=key, kind="experts", num_experts=count,
+            name=name, module=module, parameter=key, kind="experts",
             in_features=n if swapped else k, out_features=k if swapped else n,
         )
-        for key, (count, n, k) in stacks.items()
+        for key, (_, n, k) in stacks.items()
     ]  # fmt: skip
 
 

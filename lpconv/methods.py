@@ -1,10 +1,12 @@
 """The conversion methods: four records, listed in `METHODS`. Plain Python, so that planning needs no torch.
 
-- unit: Unit scaling (Blake et al. 2023, arXiv 2303.11257).
-- scalify: Scalify (Balanca et al. 2024, arXiv 2407.17353), unit scaling's container with scales that propagate as the
-  model runs.
-- collage: Collage (Yu et al. 2024, arXiv 2405.03637).
-- multipoint: Multipoint quantisation (Liu et al. 2020, arXiv 2002.09049).
+- unit: unit scaling (Blake et al. 2023, arXiv 2303.11257), codes of unit RMS with power-of-two scales that are fixed
+  before the run.
+- scalify: Scalify (Balanca et al. 2024, arXiv 2407.17353), the same codes with scales that propagate as the model runs.
+- collage: Collage (Yu et al. 2024, arXiv 2405.03637), an ordinary 16-bit checkpoint that any tool opens, and what its
+  rounding lost in files beside it.
+- multipoint: Multipoint quantisation (Liu et al. 2020, arXiv 2002.09049), each row of a matrix as one or more rows of
+  few bits with a scale each, as many as a bit budget pays for.
 """
 
 from collections.abc import Mapping
@@ -35,8 +37,6 @@ class Method:
     """
 
     name: str
-    title: str
-    summary: str
     forms: Mapping[str, str]
     formats: tuple[str, ...]
     default_format: str
@@ -76,8 +76,6 @@ METHODS: dict[str, Method] = {
     for m in (
         Method(
             name="unit",
-            title="unit scaling",
-            summary="Weights as unit-RMS codes with one power-of-two scale per tensor, fixed before the run.",
             forms=_WITH_SCALES,
             has_granularity=True,
             formats=("fp32", "fp16", "bf16", "e4m3fn", "e5m2"),
@@ -85,8 +83,6 @@ METHODS: dict[str, Method] = {
         ),
         Method(
             name="scalify",
-            title="Scalify",
-            summary="Weights as unit-RMS codes with one power-of-two scale per tensor, propagated when the model runs.",
             forms=_WITH_SCALES,
             has_granularity=True,
             formats=("fp32", "fp16", "bf16", "e4m3fn", "e5m2"),
@@ -94,9 +90,6 @@ METHODS: dict[str, Method] = {
         ),
         Method(
             name="collage",
-            title="Collage",
-            summary="An ordinary 16-bit checkpoint that any tool opens, "
-            "with the rounding error kept in a residual file.",
             forms={LPCONV: "pair"},
             formats=("bf16", "fp16"),
             default_format="bf16",
@@ -104,9 +97,6 @@ METHODS: dict[str, Method] = {
         ),
         Method(
             name="multipoint",
-            title="Multipoint",
-            summary="Each row of a matrix as one or more low-bit rows with a scale each, "
-            "as many as a bit budget pays for.",
             forms={LPCONV: "points"},
             formats=("int4", "int8", "e4m3fn", "e2m1"),
             default_format="int4",

@@ -77,9 +77,7 @@ class Rounded(Form):
         return torch.equal(got, cast(value, "bf16"))
 
 
-TOY = Method(
-    name="toy", title="Toy", summary="A toy.", forms={LPCONV: "rounded"}, formats=("bf16",), default_format="bf16"
-)
+TOY = Method(name="toy", forms={LPCONV: "rounded"}, formats=("bf16",), default_format="bf16")
 
 
 @pytest.fixture
