@@ -33,7 +33,7 @@ class Forecast:
         """A conversion with its memory and time: weights opened in 16 bits, or fp32 where they hold more than that."""
         fmt = str(row.settings["format"])
         is_narrow = fmt in _NARROW and "residual" not in row.settings
-        case = self._case("bf16" if is_narrow else "fp32", "infer")
+        case = self._case("bf16" if is_narrow else "fp32")
         memory = running_bytes(self._model, case, vocabulary_size(self._model.config))
         opened = "opened in 16 bits" if is_narrow else "opened in fp32"
         method = "static" if fmt in _CODES and self._peaks.fp8_flops is not None else None
@@ -63,8 +63,8 @@ class Forecast:
         tokens = self._options.batch_size * self._seq_len
         return step_gemm_seconds(self._gemms, tokens, peaks, method=method, train=train)
 
-    def _case(self, fmt: str, mode: str) -> Case:
+    def _case(self, fmt: str) -> Case:
         return Case(
-            model="", layers=None, format=fmt, method=PLAIN, mode=mode, optimizer=None, seq=self._seq_len,
+            model="", layers=None, format=fmt, method=PLAIN, mode="infer", optimizer=None, seq=self._seq_len,
             batch=self._options.batch_size, compiled="off", device="cpu",
         )  # fmt: skip

@@ -15,7 +15,7 @@ code of -8 or -128 decodes to it, but nothing rounds there.
 import math
 from dataclasses import dataclass
 
-from lpconv.errors import LpconvError, UsageError
+from lpconv.errors import UsageError
 from lpconv.lookup import find
 
 __all__ = ["BLOCK_FORMATS", "FORMATS", "BlockFormat", "Format", "get_block_format", "get_format"]
@@ -179,13 +179,13 @@ _MEANT = {
 }  # fmt: skip
 
 
-def get_format(name: str | Format, *, error: type[LpconvError] = UsageError) -> Format:
-    """The format called `name`, or `name` itself when it is one; an unknown name raises `error` with the nearest."""
+def get_format(name: str | Format) -> Format:
+    """The format called `name`, or `name` itself when it is one; UsageError with the nearest for an unknown name."""
     if isinstance(name, str) and name in _MEANT:
-        raise error(f"unknown format `{name}`", hint=f"did you mean {_MEANT[name]}?")
-    return name if isinstance(name, Format) else find("format", name, FORMATS, error=error)
+        raise UsageError(f"unknown format `{name}`", hint=f"did you mean {_MEANT[name]}?")
+    return name if isinstance(name, Format) else find("format", name, FORMATS)
 
 
-def get_block_format(name: str | BlockFormat, *, error: type[LpconvError] = UsageError) -> BlockFormat:
+def get_block_format(name: str | BlockFormat) -> BlockFormat:
     """The block format called `name`, or `name` itself when it is one; unknown names as in `get_format`."""
-    return name if isinstance(name, BlockFormat) else find("block format", name, BLOCK_FORMATS, error=error)
+    return name if isinstance(name, BlockFormat) else find("block format", name, BLOCK_FORMATS)
