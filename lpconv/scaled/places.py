@@ -15,17 +15,7 @@ from lpconv.scaled.rescale import dynamic_rescale_grad
 from lpconv.scaled.tensor import ScaledTensor
 from lpconv.shards import is_sharded
 
-__all__ = [
-    "PLACES",
-    "every",
-    "heads",
-    "install",
-    "layernorm_grad",
-    "logits_grad",
-    "norm_modules",
-    "place",
-    "weight_grad",
-]
+__all__ = ["heads", "install", "norm_modules", "place"]
 
 
 def norm_modules(model: nn.Module) -> Iterable[nn.Module]:
@@ -33,7 +23,7 @@ def norm_modules(model: nn.Module) -> Iterable[nn.Module]:
     return (m for m in model.modules() if type(m).__name__.endswith(("LayerNorm", "RMSNorm")))
 
 
-def layernorm_grad(model: nn.Module) -> None:
+def _layernorm_grad(model: nn.Module) -> None:
     """l2 on the gradient that reaches each norm: twice per block, the paper's only rescaling for fp16 and fp8.
 
     The paper rescales where the norm's backward pass ends. Here it is where that begins: a norm written in several ops
@@ -43,13 +33,13 @@ def layernorm_grad(model: nn.Module) -> None:
         module.register_forward_hook(lambda _, __, output: dynamic_rescale_grad(output))
 
 
-def logits_grad(model: nn.Module) -> None:
+def _logits_grad(model: nn.Module) -> None:
     """l2 on the gradient of the output head's result."""
     for module in heads(model):
         module.register_forward_hook(lambda _, __, output: dynamic_rescale_grad(output))
 
 
-def weight_grad(model: nn.Module) -> None:
+def _weight_grad(model: nn.Module) -> None:
     """l2 on every finished parameter gradient, for optimizer state of 16 bits."""
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -61,7 +51,7 @@ def _rebalanced_grad(grad: Tensor) -> Tensor:
     return rebalanced
 
 
-def every(model: nn.Module, num_steps: int) -> None:
+def _every(model: nn.Module, num_steps: int) -> None:
     """l2 on every parameter, before each `num_steps`-th forward pass in training, for weights that outgrow their scale.
 
     The hook belongs to the whole model, so it stays outside what `torch.compile` captures.
@@ -85,22 +75,22 @@ def _rescale_parameters(model: nn.Module, _: Any, *, num_steps: int) -> None:
                 parameter.rebalance_()
 
 
-PLACES: dict[str, Callable[[nn.Module], None]] = {
-    "layernorm_grad": layernorm_grad,
-    "logits_grad": logits_grad,
+_PLACES: dict[str, Callable[[nn.Module], None]] = {
+    "layernorm_grad": _layernorm_grad,
+    "logits_grad": _logits_grad,
     "softmax_grad": lambda model: None,  # no module holds the scores: the rule does it, see `Numerics.softmax_grad`
-    "weight_grad": weight_grad,
+    "weight_grad": _weight_grad,
 }
 
 
 def place(name: str) -> Callable[[nn.Module], None]:
-    """What installs a named place: one of `PLACES`, or ``every:N``. Raises `UsageError` for any other name."""
+    """What installs a named place: one of `_PLACES`, or ``every:N``. Raises `UsageError` for any other name."""
     kind, _, number = name.partition(":")
     if kind != "every":
-        return find("place", name, PLACES)
+        return find("place", name, _PLACES)
     if not number.isdecimal() or int(number) == 0:
         raise UsageError(f"`{name}` names no number of steps", hint="write every:N, such as every:100")
-    return functools.partial(every, num_steps=int(number))
+    return functools.partial(_every, num_steps=int(number))
 
 
 def heads(model: nn.Module) -> Sequence[nn.Module]:
