@@ -11,11 +11,12 @@ order of the file, whatever order they finish in. So the output does not depend 
 longest step that cannot be shared, which is why that thread does nothing else.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import torch
@@ -134,49 +135,62 @@ class Engine:
     def _encode(
         self, tensors: Sequence[PlannedTensor], files: Sequence[_Output], measured: dict[str, Measured]
     ) -> list[TensorRecord]:
-        errors: dict[str, BlockError] = {}
-        sums: dict[str, BlockStats] = {name: m.stats for name, m in measured.items()}
-        looked: dict[str, list[Looked]] = {t.name: [] for t in tensors}
-
-        def encode(block: Block) -> tuple[Workspace, Looked | None, Encoded]:
-            work, form = self._workers.take(), block.tensor.form
-            try:
-                found, seen = measured.get(form.name, Measured()), None
-                x = self._workers.read(block, work)
-                if found.is_guess:
-                    seen = form.look(x, block.start, work)
-                    found = replace(found, stats=seen.stats)
-                encoded = form.encode(x, block.start, found, work)
-                first, _ = form.place(block.start, block.stop, found.side)
-                for file, part, data in zip(files, form.data, encoded.data, strict=False):  # only pairs have a residual
-                    file.write(part.name, first, data)
-                return work, seen, encoded
-            except BaseException:
-                self._workers.give(work)
-                raise
-
+        sums = {t.name: _Sums(stats=measured[t.name].stats if t.name in measured else None) for t in tensors}
+        encode = functools.partial(self._encode_block, files=files, measured=measured)
         with closing(self._workers.in_order(blocks_of(tensors), encode)) as results:
             for block, (work, seen, encoded) in results:
                 for file, data in zip(files, encoded.data, strict=False):
                     file.part.digest(_bytes(data))
                 self._workers.give(work)
-                name = block.tensor.name
-                if encoded.error is not None:
-                    errors[name] = errors.get(name, BlockError()) + encoded.error
-                if encoded.stats is not None:
-                    sums[name] = sums.get(name, BlockStats()) + encoded.stats
-                if seen is not None:
-                    looked[name].append(seen)
+                sums[block.tensor.name].add(seen, encoded)
                 self._progress.advance(block.source_bytes)
-        records = []
-        for t in tensors:
-            if looked[t.name]:
-                measured[t.name] = self._workers.concluded(t, looked[t.name])
-                sums[t.name] = measured[t.name].stats
-            found = measured.get(t.name, Measured())
-            scale, name = t.form.scale(found.side), t.name
-            records.append(tensor_record(t, scale, sums.get(name), errors.get(name), found))
-        return records
+        return [self._record(t, sums[t.name], measured) for t in tensors]
+
+    def _encode_block(
+        self, block: Block, *, files: Sequence[_Output], measured: dict[str, Measured]
+    ) -> tuple[Workspace, Looked | None, Encoded]:
+        """Read, encode and write a block. The workspace holds what was encoded, and is given back by who hashes it."""
+        work, form = self._workers.take(), block.tensor.form
+        try:
+            found, seen = measured.get(form.name, Measured()), None
+            x = self._workers.read(block, work)
+            if found.is_guess:
+                seen = form.look(x, block.start, work)
+                found = replace(found, stats=seen.stats)
+            encoded = form.encode(x, block.start, found, work)
+            first, _ = form.place(block.start, block.stop, found.side)
+            for file, part, data in zip(files, form.data, encoded.data, strict=False):  # only pairs have a residual
+                file.write(part.name, first, data)
+            return work, seen, encoded
+        except BaseException:
+            self._workers.give(work)
+            raise
+
+    def _record(self, t: PlannedTensor, sums: "_Sums", measured: dict[str, Measured]) -> TensorRecord:
+        """What happened to a tensor. What all blocks say takes the place of a guess in `measured`."""
+        if sums.looked:
+            measured[t.name] = self._workers.concluded(t, sums.looked)
+            sums.stats = measured[t.name].stats
+        found = measured.get(t.name, Measured())
+        return tensor_record(t, t.form.scale(found.side), sums.stats, sums.error, found)
+
+
+@dataclass(kw_only=True)
+class _Sums:
+    """Of the blocks of a tensor so far; None is what nobody measured. `looked` is what a guess will be judged by."""
+
+    stats: BlockStats | None
+    error: BlockError | None = None
+    looked: list[Looked] = field(default_factory=list)
+
+    def add(self, seen: Looked | None, encoded: Encoded) -> None:
+        """One more block."""
+        if encoded.error is not None:
+            self.error = (self.error or BlockError()) + encoded.error
+        if encoded.stats is not None:
+            self.stats = (self.stats or BlockStats()) + encoded.stats
+        if seen is not None:
+            self.looked.append(seen)
 
 
 def _is_confirmed(assumed: Measured, found: Measured) -> bool:
