@@ -48,17 +48,7 @@ def verify(
     from lpconv.version import __version__
 
     with progress_for(quiet=quiet) as progress:
-        found = verify_output(
-            directory,
-            against=options.against,
-            level=options.level,
-            gates=options.gates,
-            trust_remote_code=options.trust_remote_code,
-            progress=progress,
-            data=options.data,
-            seq_len=options.seq_len,
-            max_tokens=options.max_tokens,
-        )
+        found = verify_output(directory, options, progress=progress)
     result = Verification(
         **vars(found), path=path, against=options.against, command=typed_command(), version=__version__
     )

@@ -4,36 +4,24 @@ What each level sees is told, and shown by planted damage, in docs/verify.md.
 """
 
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
 
 from lpconv.checkpoint.resolve import resolve
 from lpconv.checkpoint.staging import TUNED, is_output
 from lpconv.convert.hashes import check_hashes
+from lpconv.convert.options import VerifyOptions
 from lpconv.convert.reader import read_provenance
 from lpconv.errors import UsageError
 from lpconv.gates import CONVERT_GATES, needs_logits
+from lpconv.options import check
 from lpconv.progress import Progress
 from lpconv.results import VerifyResult
 
 __all__ = ["verify_output"]
 
-_LEVELS = ("hash", "weights", "logits", "values")
 
-
-def verify_output(
-    directory: Path,
-    *,
-    against: str | None,
-    level: str | None,
-    gates: Sequence[str],
-    trust_remote_code: bool,
-    progress: Progress,
-    data: Path | None = None,
-    seq_len: int | None = None,
-    max_tokens: int = 4096,
-) -> VerifyResult:
-    """Check a published output up to `level`; deeper levels include the shallower ones.
+def verify_output(directory: Path, options: VerifyOptions, *, progress: Progress) -> VerifyResult:
+    """Check a published output up to a level; deeper levels include the shallower ones.
 
     None is ``hash``; but with `against` ``weights``, and ``logits`` where the models are small. ``weights`` and
     ``logits`` need the source, `against` or else the one that lpconv.json names. Raises InputError where a source is
@@ -45,20 +33,16 @@ def verify_output(
     With the text `data` both models say it besides (`text.py`), whatever their size: its first `max_tokens` tokens, in
     windows of `seq_len`.
     """
-    if data is not None:
+    check(options)
+    against, level = options.against, options.level
+    is_tuned = (directory / TUNED).exists()
+    if options.data is not None:
         if against is None:
             raise UsageError("a text needs a checkpoint to compare with", hint="name it with --against")
-        is_converted = is_output(directory) and not (directory / TUNED).exists()
-        shallow = level or ("weights" if is_converted else "values")
-        found = verify_output(
-            directory, against=against, level=shallow, gates=(), trust_remote_code=trust_remote_code, progress=progress
-        )
-        return _with_text(
-            found, directory, resolve(against).directory, data, seq_len, max_tokens, gates=gates, progress=progress
-        )
-    if level not in (None, *_LEVELS):
-        raise UsageError(f"unknown level `{level}`", hint="use " + ", ".join(_LEVELS))
-    is_tuned = (directory / TUNED).exists()
+        shallow = level or ("weights" if is_output(directory) and not is_tuned else "values")
+        before = dataclasses.replace(options, level=shallow, gates=(), data=None)
+        found = verify_output(directory, before, progress=progress)
+        return _with_text(found, directory, resolve(against).directory, options.data, options, progress)
     if is_tuned and level in ("weights", "logits"):
         raise UsageError(
             f"the weights of `{directory}` were trained, not converted: no other checkpoint has them",
@@ -69,8 +53,8 @@ def verify_output(
             raise UsageError("comparing values needs a checkpoint to compare with", hint="name it with --against")
         from lpconv.convert.compare import compare  # torch takes seconds to import
 
-        return compare(directory, resolve(against).directory, gates=gates, progress=progress)
-    parsed = [CONVERT_GATES.parse(g) for g in gates]
+        return compare(directory, resolve(against).directory, gates=options.gates, progress=progress)
+    parsed = [CONVERT_GATES.parse(g) for g in options.gates]
     provenance = read_provenance(directory)
     hashes = check_hashes(directory, progress)
     problems = tuple(f"`{n}` does not match its SHA-256" for n in hashes.mismatched)
@@ -82,7 +66,7 @@ def verify_output(
     from lpconv.convert.verify_source import check_source, prepare_again  # torch takes seconds to import
 
     depth = "logits" if asked else "auto" if automatic else "weights"
-    job = prepare_again(provenance, directory, against, verify=depth, trust_remote_code=trust_remote_code)
+    job = prepare_again(provenance, directory, against, verify=depth, trust_remote_code=options.trust_remote_code)
     try:
         return check_source(job, directory, provenance, result, gates=parsed, progress=progress)
     finally:
@@ -90,22 +74,16 @@ def verify_output(
 
 
 def _with_text(
-    found: VerifyResult,
-    directory: Path,
-    reference: Path,
-    data: Path,
-    seq_len: int | None,
-    max_tokens: int,
-    *,
-    gates: Sequence[str],
-    progress: Progress,
+    found: VerifyResult, directory: Path, reference: Path, data: Path, options: VerifyOptions, progress: Progress
 ) -> VerifyResult:
     """`found` with what both models say of a text; gates ask for that."""
     from lpconv.convert.text import compare_on_text  # transformers takes seconds to import
     from lpconv.convert.verify_written import output_problems
 
-    parsed = [CONVERT_GATES.parse(g) for g in gates]
-    logits = compare_on_text(directory, reference, data, seq_len=seq_len, max_tokens=max_tokens, progress=progress)
+    parsed = [CONVERT_GATES.parse(g) for g in options.gates]
+    logits = compare_on_text(
+        directory, reference, data, seq_len=options.seq_len, max_tokens=options.max_tokens, progress=progress
+    )
     unknown = dataclasses.replace(logits, bit_equal=None)  # nothing is said here of whether they should be equal
     result = dataclasses.replace(found, logits=logits, problems=(*found.problems, *output_problems(unknown, ())))
     met = CONVERT_GATES.check(parsed, result)

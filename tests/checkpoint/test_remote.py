@@ -31,7 +31,7 @@ from lpconv.checkpoint.source import open_source, read_tensor
 from lpconv.cli.main import app
 from lpconv.convert.inspect import inspect
 from lpconv.convert.memory import _CLIENT_BYTES
-from lpconv.convert.options import ConvertOptions
+from lpconv.convert.options import ConvertOptions, VerifyOptions
 from lpconv.convert.run import convert, plan
 from lpconv.convert.verify_output import verify_output
 from lpconv.data import demo_checkpoint
@@ -67,7 +67,7 @@ def converted(model: str, output: Path) -> dict[str, bytes]:
 
 
 def verified(directory: Path, level: str, *, against: str | None = None) -> VerifyResult:
-    return verify_output(directory, against=against, level=level, gates=(), trust_remote_code=False, progress=Silent())
+    return verify_output(directory, VerifyOptions(against=against, level=level), progress=Silent())
 
 
 def weights(directory: Path) -> dict[str, torch.Tensor]:

@@ -20,7 +20,7 @@ from checkpoints import rehash
 from lpconv.checkpoint.header import TensorInfo, read_header
 from lpconv.convert.hashes import check_hashes
 from lpconv.convert.logits import check_logits
-from lpconv.convert.options import ConvertOptions
+from lpconv.convert.options import ConvertOptions, VerifyOptions
 from lpconv.convert.reader import OutputReader
 from lpconv.convert.run import convert
 from lpconv.convert.verify_output import verify_output
@@ -162,7 +162,7 @@ def seen_in_outputs(damage: Damage, pair: Pair) -> bool:
 def _weights_notice(pair: Pair) -> bool:
     try:
         return not verify_output(
-            pair.output, against=str(pair.source), level="weights", gates=(), trust_remote_code=False, progress=Silent()
+            pair.output, VerifyOptions(against=str(pair.source), level="weights"), progress=Silent()
         ).passed
     except LpconvError:
         return True

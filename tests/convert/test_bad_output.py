@@ -8,6 +8,7 @@ import torch
 from checkpoints import Run, published, rehash, write_checkpoint
 from safetensors.torch import load_file, save_file
 
+from lpconv.convert.options import VerifyOptions
 from lpconv.convert.restore import restore
 from lpconv.convert.verify_output import verify_output
 from lpconv.errors import (
@@ -21,9 +22,7 @@ class TestReadingAnOutput:
     """`verify` and `restore` trust an output no more than `convert` trusts a source."""
 
     def check(self, output: Path, source: Path, level: str = "hash") -> VerifyResult:
-        return verify_output(
-            output, against=str(source), level=level, gates=(), trust_remote_code=False, progress=Silent()
-        )
+        return verify_output(output, VerifyOptions(against=str(source), level=level), progress=Silent())
 
     def test_a_file_that_was_changed_or_taken_away(self, run: Run, source: Path, output: Path) -> None:
         (source / "tokenizer.json").write_text("[]")

@@ -10,7 +10,7 @@ from checkpoints import rehash, write_checkpoint
 from convert_models import albert, minilm, tiny
 from safetensors.torch import load_file, save_file
 
-from lpconv.convert.options import ConvertOptions
+from lpconv.convert.options import ConvertOptions, VerifyOptions
 from lpconv.convert.patterns import FormatRule
 from lpconv.convert.reader import OutputReader
 from lpconv.convert.restore import restore
@@ -204,9 +204,7 @@ def test_modules_that_sentence_transformers_runs_after_the_model_keep_their_weig
     assert (tmp_path / "out" / dense).read_bytes() == (source / dense).read_bytes()
     assert dense in (tmp_path / "out/SHA256SUMS").read_text()
     assert not (tmp_path / "out/onnx").exists()
-    checked = verify_output(
-        tmp_path / "out", against=str(source), level=None, gates=(), trust_remote_code=False, progress=Silent()
-    )
+    checked = verify_output(tmp_path / "out", VerifyOptions(against=str(source)), progress=Silent())
     assert checked.passed
     restore(tmp_path / "out", tmp_path / "back", force=False, progress=Silent())
     assert (tmp_path / "back" / dense).exists()
@@ -249,9 +247,7 @@ def test_verify_finds_a_flipped_bit(tmp_path: Path) -> None:
     run(minilm(), tmp_path / "out", method="unit", format="fp16", verify="none")
 
     def check(level: str):  # type: ignore[no-untyped-def]
-        return verify_output(
-            tmp_path / "out", against=str(minilm()), level=level, gates=(), trust_remote_code=False, progress=Silent()
-        )
+        return verify_output(tmp_path / "out", VerifyOptions(against=str(minilm()), level=level), progress=Silent())
 
     result = check("weights")
     assert result.passed
@@ -302,9 +298,7 @@ def test_the_model_of_a_config_that_is_not_the_weights_is_never_built(tmp_path: 
     with pytest.raises(InputError, match="the weight files hold"):
         run(source, tmp_path / "asked", verify="logits")
     with pytest.raises(InputError, match="the weight files hold"):
-        verify_output(
-            tmp_path / "auto", against=str(source), level="logits", gates=(), trust_remote_code=False, progress=Silent()
-        )
+        verify_output(tmp_path / "auto", VerifyOptions(against=str(source), level="logits"), progress=Silent())
 
 
 def test_models_that_memory_does_not_hold_are_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,8 +324,6 @@ def test_verifying_reads_every_element_once(
 
     result = run("demo", tmp_path / "out", verify="none", **options)
     monkeypatch.setattr(OutputReader, "read", counting)
-    found = verify_output(
-        tmp_path / "out", against="demo", level="weights", gates=(), trust_remote_code=False, progress=Silent()
-    )
+    found = verify_output(tmp_path / "out", VerifyOptions(against="demo", level="weights"), progress=Silent())
     assert found.passed
     assert read == {t.name: math.prod(t.shape) for t in result.tensors if t.action != "tie"}

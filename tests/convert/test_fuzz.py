@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from benchmarks.damaged import BYTES, Damage, cut, drop, odd_value, retype
 from lpconv.convert.inspect import inspect
-from lpconv.convert.options import ConvertOptions
+from lpconv.convert.options import ConvertOptions, VerifyOptions
 from lpconv.convert.restore import restore
 from lpconv.convert.run import convert
 from lpconv.convert.verify_output import verify_output
@@ -109,9 +109,8 @@ class TestHeader:
             result = convert(str(source), outputs / "out", ConvertOptions(format=format, verify="weights", workers=1))
             assert result.verify.passed
             again = verify_output(
-                outputs / "out", against=str(source), level="weights", gates=(), trust_remote_code=False,
-                progress=Silent(),
-            )  # fmt: skip
+                outputs / "out", VerifyOptions(against=str(source), level="weights"), progress=Silent()
+            )
             assert again.problems == ()
             forget(outputs)
 
@@ -198,9 +197,7 @@ class TestOutput:
         damages = (*BYTES, *([odd_value] * 6 if name.endswith(".json") else ()))
 
         def verify(level: str) -> None:
-            found = verify_output(
-                output, against=str(source), level=level, gates=(), trust_remote_code=False, progress=Silent()
-            )
+            found = verify_output(output, VerifyOptions(against=str(source), level=level), progress=Silent())
             if name != "SHA256SUMS":  # a list with other line breaks is the same list
                 assert found.passed == ((output / name).read_bytes() == sound)
 

@@ -19,7 +19,7 @@ from lpconv.checkpoint.contents import read_contents
 from lpconv.checkpoint.source import open_source
 from lpconv.cli.main import app
 from lpconv.convert.inspect import inspect
-from lpconv.convert.options import ConvertOptions
+from lpconv.convert.options import ConvertOptions, VerifyOptions
 from lpconv.convert.patterns import FormatRule
 from lpconv.convert.restore import restore
 from lpconv.convert.run import convert
@@ -126,9 +126,7 @@ def test_the_weights_are_those_of_the_layout_of_rows_turned(source: Path, output
 
 
 def test_damage_is_seen_and_what_is_sound_is_restored(source: Path, output: Path, tmp_path: Path) -> None:
-    assert verify_output(
-        output, against=str(source), level="weights", gates=(), trust_remote_code=False, progress=Silent()
-    ).passed
+    assert verify_output(output, VerifyOptions(against=str(source), level="weights"), progress=Silent()).passed
     restore(output, tmp_path / "back", force=False, progress=Silent())
     back, values = load_file(tmp_path / "back/model.safetensors"), decoded(output)
     assert all(torch.equal(x.float(), values[n].to(x.dtype).float()) for n, x in back.items())
@@ -141,9 +139,7 @@ def test_damage_is_seen_and_what_is_sound_is_restored(source: Path, output: Path
         stored[CODED[3] + part].view(-1)[7] ^= 1
         save_file(stored, damaged / "model.safetensors", metadata={"format": "pt"})
         rehash(damaged)
-        found = verify_output(
-            damaged, against=str(source), level="weights", gates=(), trust_remote_code=False, progress=Silent()
-        )
+        found = verify_output(damaged, VerifyOptions(against=str(source), level="weights"), progress=Silent())
         assert not found.passed
         assert any(CODED[3] in p for p in found.problems)
 

@@ -17,7 +17,7 @@ import lpconv.formats
 import lpconv.hf
 from lpconv.checkpoint.contents import read_contents
 from lpconv.cli.main import app
-from lpconv.convert.options import ConvertOptions
+from lpconv.convert.options import ConvertOptions, VerifyOptions
 from lpconv.convert.restore import restore
 from lpconv.convert.run import convert, plan
 from lpconv.convert.settings import command_line, settings_of
@@ -143,9 +143,7 @@ def test_every_way_of_reading_gives_the_same_values(outputs: dict[str, Path], fm
     opened = lpconv.hf.load(outputs[fmt]).state_dict()
     exported = {w.name: w.value for w in stored_weights(read_contents(outputs[fmt]))}
     assert all(torch.equal(x, opened[n]) and torch.equal(x, exported[n]) for n, x in plain.items())
-    verified = verify_output(
-        outputs[fmt], against="demo", level="weights", gates=(), trust_remote_code=False, progress=Silent()
-    )
+    verified = verify_output(outputs[fmt], VerifyOptions(against="demo", level="weights"), progress=Silent())
     assert verified.passed
 
 

@@ -10,7 +10,7 @@ import torch
 from checkpoints import files_of, write_checkpoint
 from safetensors.torch import load_file
 
-from lpconv.convert.options import ConvertOptions
+from lpconv.convert.options import ConvertOptions, VerifyOptions
 from lpconv.convert.restore import restore
 from lpconv.convert.run import convert, plan
 from lpconv.convert.verify_output import verify_output
@@ -64,9 +64,7 @@ def test_a_method_keeps_what_it_promises(asked: dict[str, Any], source: Path, tm
     assert restored.exact == all(torch.equal(back[name], x) for name, x in wanted.items())
     error = (back["layer.weight"].double() - wanted["layer.weight"].double()).square().sum().sqrt()
     assert float(error) <= 0.2 * float(wanted["layer.weight"].double().square().sum().sqrt())
-    verified = verify_output(
-        tmp_path / "out", against=str(source), level="weights", gates=(), trust_remote_code=False, progress=Silent()
-    )
+    verified = verify_output(tmp_path / "out", VerifyOptions(against=str(source), level="weights"), progress=Silent())
     assert verified.passed
 
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import lpconv.hf
 from lpconv.convert.inspect import inspect
-from lpconv.convert.options import ConvertOptions
+from lpconv.convert.options import ConvertOptions, VerifyOptions
 from lpconv.convert.patterns import FormatRule
 from lpconv.convert.restore import restore
 from lpconv.convert.run import convert, plan
@@ -88,9 +88,7 @@ def test_every_way_of_reading_gives_the_same_values(outputs: dict[str, Path], el
         assert torch.equal(plain[name], opened[name]), name
         if name + "_points" in tensors:
             assert torch.equal(plain[name], value(tensors, name, element)), name
-    verified = verify_output(
-        outputs[element], against="demo", level="weights", gates=(), trust_remote_code=False, progress=Silent()
-    )
+    verified = verify_output(outputs[element], VerifyOptions(against="demo", level="weights"), progress=Silent())
     assert verified.passed
 
 
@@ -212,9 +210,7 @@ def test_verify_finds_a_broken_part(run: Run, source: Path, output: Path, part: 
     flat = broken.view(-1)
     flat[0] = flat[0] * 2 if part == "_scale" else flat[0] ^ 3
     save_file({**tensors, name + part: broken}, path, metadata={"format": "pt"})
-    verified = verify_output(
-        output, against=str(source), level="weights", gates=(), trust_remote_code=False, progress=Silent()
-    )
+    verified = verify_output(output, VerifyOptions(against=str(source), level="weights"), progress=Silent())
     assert not verified.passed
     assert any(name in p for p in verified.problems)
 

@@ -20,7 +20,7 @@ from lpconv.checkpoint.header import TensorInfo
 from lpconv.cli.main import app
 from lpconv.convert.inspect import inspect
 from lpconv.convert.logits import compare
-from lpconv.convert.options import ConvertOptions
+from lpconv.convert.options import ConvertOptions, VerifyOptions
 from lpconv.convert.plan import PlannedTensor
 from lpconv.convert.restore import restore
 from lpconv.convert.run import convert
@@ -43,7 +43,7 @@ def rewritten(output: Path, change: Callable[[dict[str, Tensor]], None]) -> None
 
 
 def verified(output: Path, source: Path, level: str | None = "weights") -> VerifyResult:
-    return verify_output(output, against=str(source), level=level, gates=(), trust_remote_code=False, progress=Silent())
+    return verify_output(output, VerifyOptions(against=str(source), level=level), progress=Silent())
 
 
 def lpconv(*arguments: Any) -> Any:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lpconv.convert.options import ConvertOptions
+from lpconv.convert.options import ConvertOptions, VerifyOptions
 from lpconv.convert.run import convert
 from lpconv.convert.verify_output import verify_output
 from lpconv.formats.grains import grain_of
@@ -152,6 +152,7 @@ def test_the_record_says_so_and_verification_finds_it_again(tmp_path: Path) -> N
     noise = records["a.weight"].sqnr_db
     assert noise is not None
     assert 50 < noise < math.inf  # what rounding to bf16 took
-    found = verify_output(tmp_path / "out", against=str(tmp_path / "source"), level="weights", gates=(),
-                          trust_remote_code=False, progress=Silent())  # fmt: skip
+    found = verify_output(
+        tmp_path / "out", VerifyOptions(against=str(tmp_path / "source"), level="weights"), progress=Silent()
+    )
     assert found.passed

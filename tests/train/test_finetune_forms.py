@@ -13,7 +13,7 @@ from torch import Tensor
 import lpconv.hf
 from lpconv.checkpoint.contents import read_contents
 from lpconv.checkpoint.residual import RESIDUAL_INDEX
-from lpconv.convert.options import ConvertOptions
+from lpconv.convert.options import ConvertOptions, VerifyOptions
 from lpconv.convert.push import push
 from lpconv.convert.run import convert
 from lpconv.convert.verify_output import verify_output
@@ -78,17 +78,16 @@ def test_every_form_trains_and_what_is_published_opens(
     assert any(not torch.equal(x, before[n]) for n, x in tuned.items())
     assert (out / "tokenizer_config.json").exists() == (demo_checkpoint() / "tokenizer_config.json").exists()
     if (out / "lpconv.json").exists():
-        found = verify_output(out, against=None, level="hash", gates=(), trust_remote_code=False, progress=Silent())
+        found = verify_output(out, VerifyOptions(level="hash"), progress=Silent())
         assert found.passed
 
 
 def test_a_trained_output_is_compared_by_values_and_pushed_under_its_models_name(tmp_path: Path) -> None:
     finetune("demo", tmp_path / "out", _options("collage-bf16", save="converted"))
-    asked: dict[str, Any] = {"gates": (), "trust_remote_code": False, "progress": Silent()}
-    found = verify_output(tmp_path / "out", against="demo", level=None, **asked)
+    found = verify_output(tmp_path / "out", VerifyOptions(against="demo"), progress=Silent())
     assert (found.level, found.passed) == ("values", True)
     with pytest.raises(UsageError, match="were trained, not converted"):
-        verify_output(tmp_path / "out", against="demo", level="logits", **asked)
+        verify_output(tmp_path / "out", VerifyOptions(against="demo", level="logits"), progress=Silent())
     sent = push(tmp_path / "out", "me/x", private=False, dry_run=True, progress=Silent())
     assert sent.message == "Add demo, fine-tuned, in bf16, by lpconv collage"
 
