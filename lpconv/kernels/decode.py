@@ -82,6 +82,8 @@ def _trick_works(codes: Tensor, spec: Format, target: Format) -> bool:
 def _pieces(codes: Tensor, out: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     if codes.is_contiguous() and out.is_contiguous():
         return zip(torch.split(codes.view(-1), _PIECE), torch.split(out.view(-1), _PIECE), strict=True)
+    if codes.dim() == 2 and codes.t().is_contiguous() and out.t().is_contiguous():
+        return _pieces(codes.t(), out.t())
     return iter([(codes, out)])
 
 

@@ -33,9 +33,10 @@ from torch.nn import functional as F
 from lpconv.errors import UsageError
 from lpconv.formats.scale import pow2_nearest
 from lpconv.formats.spec import Format, get_format
+from lpconv.kernels.buffers import operand_like
 from lpconv.kernels.decode import decode
 from lpconv.kernels.matmul import matmul
-from lpconv.kernels.scaled_cast import largest_magnitude, scaled_codes
+from lpconv.kernels.scaled_cast import largest_magnitude, scaled_codes, scaled_values
 from lpconv.layers import linears
 from lpconv.lookup import find
 
@@ -70,7 +71,10 @@ _FORWARD = get_format("e4m3fn")
 
 
 class _Operand(NamedTuple):
-    """Codes (R, C) to be multiplied along C; the scale is one number, (R, 1), or (R, C/32)."""
+    """Codes (R, C) to be multiplied along C; the scale is one number, (R, 1), or (R, C/32).
+
+    What is not kept beyond its product and multiplied on a CPU may be the codes' values in bfloat16 instead.
+    """
 
     codes: Tensor
     scale: Tensor
@@ -103,7 +107,7 @@ class Fp8Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x (..., K) to (..., N)."""
         if self._frozen is not None:
-            x_MK = _quantise(x.reshape(-1, x.shape[-1]), _FORWARD, self.recipe, self.input_state)
+            x_MK = _quantise(x.reshape(-1, x.shape[-1]), _FORWARD, self.recipe, self.input_state, into="left")
             y_MN = _multiply(x_MK, self._frozen, x.dtype)
             y_MN = y_MN if self.bias is None else y_MN + self.bias
             return y_MN.view(*x.shape[:-1], self.out_features)
@@ -125,8 +129,10 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, layer: Fp8Linear) -> Tensor:
         recipe = layer.recipe
         flat_MK = x.reshape(-1, x.shape[-1])
-        x_MK, x_KM = _both_ways(flat_MK, _FORWARD, recipe, layer.input_state)
-        w_NK = _quantise(weight, _FORWARD, recipe, layer.weight_state)
+        once = recipe.granularity == "tensor"  # its codes serve both ways
+        x_MK = _quantise(flat_MK, _FORWARD, recipe, layer.input_state, into=None if once else "left")
+        x_KM = _other_way(x_MK, flat_MK, _FORWARD, recipe, layer.input_state)
+        w_NK = _quantise(weight, _FORWARD, recipe, layer.weight_state, into="right")
         ctx.save_for_backward(*x_KM, weight, w_NK.scale)
         ctx.layer = layer
         return _multiply(x_MK, w_NK, x.dtype).view(*x.shape[:-1], weight.shape[0])
@@ -136,32 +142,35 @@ class _Product(torch.autograd.Function):
         x_codes, x_scale, weight, w_scale = ctx.saved_tensors
         layer = ctx.layer
         flat_MN = grad.reshape(-1, grad.shape[-1])
-        g_MN, g_NM = _both_ways(flat_MN, layer.gradient_format, layer.recipe, layer.gradient_state)
+        how = layer.gradient_format, layer.recipe, layer.gradient_state
+        g_MN = _quantise(flat_MN, *how, into="left")
         dx = dw = None
         if ctx.needs_input_grad[0]:
             w_KN = _transposed(weight, _FORWARD, layer.recipe, w_scale)
             dx = _multiply(g_MN, w_KN, grad.dtype).view(*grad.shape[:-1], weight.shape[1])
         if ctx.needs_input_grad[1]:
+            g_NM = _other_way(g_MN, flat_MN, *how, into="left")
             dw = _multiply(g_NM, _Operand(x_codes, x_scale), weight.dtype)
         return dx, dw, None
 
 
-def _both_ways(x: Tensor, spec: Format, recipe: Fp8Recipe, state: Tensor) -> tuple[_Operand, _Operand]:
-    """`x` (R, C) quantised along C, and its transpose (C, R) quantised along R."""
-    along = _quantise(x, spec, recipe, state)
+def _other_way(
+    along: _Operand, x: Tensor, spec: Format, recipe: Fp8Recipe, state: Tensor, *, into: str | None = None
+) -> _Operand:
+    """The transpose (C, R) of `x` quantised along R, where `along` is `x` (R, C) quantised along C."""
     if recipe.granularity == "tensor":
-        return along, _Operand(_laid_out(along.codes.t()), along.scale)
-    return along, _quantise(x.t(), spec, recipe, state)
+        return _Operand(_laid_out(along.codes.t()), along.scale)
+    return _quantise(x.t(), spec, recipe, state, into=into)
 
 
 def _transposed(x: Tensor, spec: Format, recipe: Fp8Recipe, scale: Tensor) -> _Operand:
-    """The second of `_both_ways` from the tensor itself, at the scale of the first where one serves both.
+    """`_other_way` of a weight, from the tensor itself, at the scale of the first where one serves both.
 
     Turned before it is cast: a compiler that saw the same cast twice would keep the codes in between.
     """
     if recipe.granularity == "tensor":
-        return _Operand(_laid_out(_cast_at(x.t(), scale, spec, recipe)), scale)
-    return _quantise(x.t(), spec, recipe, scale)
+        return _Operand(_laid_out(_cast_at(x.t(), scale, spec, recipe, into="right")), scale)
+    return _quantise(x.t(), spec, recipe, scale, into="right")
 
 
 def _laid_out(codes: Tensor) -> Tensor:
@@ -169,22 +178,28 @@ def _laid_out(codes: Tensor) -> Tensor:
     return codes.contiguous() if codes.is_cuda else codes
 
 
-def _quantise(x: Tensor, spec: Format, recipe: Fp8Recipe, state: Tensor) -> _Operand:
+def _quantise(x: Tensor, spec: Format, recipe: Fp8Recipe, state: Tensor, *, into: str | None = None) -> _Operand:
     if recipe.granularity == "block":
         return _quantise_blocks(x, spec)
     if recipe.source == "static":
-        return _Operand(_cast_at(x, state, spec, recipe), state)
+        return _Operand(_cast_at(x, state, spec, recipe, into=into), state)
     found = largest_magnitude(x, -1 if recipe.granularity == "row" else None)
     if recipe.source == "delayed":
         found = _delayed(found, state)
     scale = found.clamp(min=_SMALLEST_AMAX) / spec.max
-    return _Operand(_cast_at(x, scale, spec, recipe), scale)
+    return _Operand(_cast_at(x, scale, spec, recipe, into=into), scale)
 
 
-def _cast_at(x: Tensor, scale: Tensor, spec: Format, recipe: Fp8Recipe) -> Tensor:
-    """`x` / `scale` in codes. Static scales are powers of two, exact in x's dtype; dynamic ones let nothing clip."""
+def _cast_at(x: Tensor, scale: Tensor, spec: Format, recipe: Fp8Recipe, *, into: str | None = None) -> Tensor:
+    """`x` / `scale` in codes, or their values on a CPU `into` memory of that name, where they do not stay.
+
+    Static scales are powers of two, exact in x's dtype; dynamic ones let nothing clip.
+    """
     inverse = (1 / scale).to(x.dtype if recipe.source == "static" else torch.float32)
-    return scaled_codes(x, inverse, spec, saturate=recipe.source != "dynamic")
+    saturate = recipe.source != "dynamic"
+    if into is None or x.dtype != torch.bfloat16 or x.device.type != "cpu" or torch.compiler.is_compiling():
+        return scaled_codes(x, inverse, spec, saturate=saturate)
+    return scaled_values(x, inverse, spec, saturate=saturate, out=operand_like(into, x, x.dtype))
 
 
 def _delayed(found: Tensor, history: Tensor) -> Tensor:
@@ -209,7 +224,14 @@ def _multiply(a: _Operand, b: _Operand, dtype: torch.dtype) -> Tensor:
         # No tensor core below compute capability 10 has block scales; in bfloat16 the values are exact.
         return torch.mm(_block_values(a), _block_values(b).t()).to(dtype)
     scale_b = b.scale.t() if b.scale.ndim == 2 else b.scale
-    return matmul(a.codes, b.codes.t(), scale_a=a.scale, scale_b=scale_b, out_dtype=dtype)
+    left, right = a.codes, b.codes
+    if left.dtype != right.dtype and torch.bfloat16 in (left.dtype, right.dtype):
+        left, right = _values("left", left), _values("right", right)
+    return matmul(left, right.t(), scale_a=a.scale, scale_b=scale_b, out_dtype=dtype)
+
+
+def _values(name: str, x: Tensor) -> Tensor:
+    return x if x.dtype == torch.bfloat16 else decode(x, out=operand_like(name, x, torch.bfloat16))
 
 
 def _block_values(x: _Operand) -> Tensor:

@@ -15,15 +15,17 @@ from torch.nn import functional as F
 
 from lpconv.errors import UsageError
 from lpconv.formats.spec import FORMATS
+from lpconv.kernels.buffers import operand, operand_like
 from lpconv.kernels.decode import decode
+from lpconv.kernels.fused import fused_turn
 from lpconv.kernels.scaled_cast import scale_product_
 
 __all__ = ["matmul", "scaled_mm_operands", "why_not_scaled_mm"]
 
 _FP8 = {getattr(torch, f.torch) for f in FORMATS.values() if f.bits == 8 and f.has_sign and f.torch}
 _WIDE = {torch.bfloat16, torch.float16}
-# Elements of a left operand that is worth turning while it is codes: oneDNN multiplies a large transposed one at half
-# the rate or less (2048 cubed in bfloat16 with AMX: 40 ms in place of 16, turning the codes 3), with the same bits.
+# Elements of a left operand that is worth turning: oneDNN multiplies a large transposed one more slowly, with AMX at
+# half the rate or less (2048 cubed in bfloat16: 40 ms in place of 16), with the same bits.
 _LARGE = 1 << 20
 _ALIGNMENT = 16  # bytes, and so fp8 elements, that cuBLASLt wants rows to be multiples of
 _TENSOR_WISE, _ROW_WISE = F.ScalingType.TensorWise.value, F.ScalingType.RowWise.value
@@ -120,11 +122,17 @@ def _wide_matmul(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
     """The product in bfloat16, or in float32 where more is asked for; the result has the dtype it was computed in."""
     if a.dtype in _FP8:
         wide = torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32
-        if a.device.type == "cpu" and a.numel() >= _LARGE:
-            a = a.view(torch.uint8).contiguous().view(a.dtype)
-        return torch.mm(decode(a, wide), decode(b, wide))
+        left, right = operand_like("left", a, wide), operand_like("right", b, wide)
+        return _mm(decode(a, wide, out=left), decode(b, wide, out=right))
     if (a.device.type == "cpu" and a.dtype == torch.float16) or out_dtype != a.dtype:
         return torch.mm(a.float(), b.float())
+    return _mm(a, b)
+
+
+def _mm(a: Tensor, b: Tensor) -> Tensor:
+    if a.device.type == "cpu" and a.dtype == torch.bfloat16 and a.numel() >= _LARGE and not a.is_contiguous():
+        out = operand("turned", a.shape, a.dtype)
+        a = out.copy_(a) if fused_turn(a, out) is None else out
     return torch.mm(a, b)
 
 

@@ -16,8 +16,10 @@ from torch import Tensor
 from lpconv.formats.codes import code_dtype
 from lpconv.formats.spec import Format
 from lpconv.kernels.buffers import Buffers
+from lpconv.kernels.decode import decode
+from lpconv.kernels.fused import fused_codes, fused_product_, fused_values
 
-__all__ = ["largest_magnitude", "scale_product_", "scaled_codes"]
+__all__ = ["largest_magnitude", "scale_product_", "scaled_codes", "scaled_values"]
 
 _PIECE = 1 << 18  # elements: half a megabyte in 16 bits, and twice that in float32
 _BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
@@ -68,6 +70,8 @@ def scaled_codes(x: Tensor, inverse: Tensor | None, spec: Format, *, saturate: b
     if _is_turned(x):
         turned = inverse.mT if inverse is not None and inverse.dim() else inverse
         return scaled_codes(x.mT, turned, spec, saturate=saturate).mT
+    if not saturate and inverse is not None and (done := fused_codes(x, inverse, spec)) is not None:
+        return done
     x = x.contiguous()
     codes = torch.empty_like(x, dtype=code_dtype(spec))
     for piece, factor, out in _with_factors(x, inverse, codes):
@@ -81,6 +85,15 @@ def scaled_codes(x: Tensor, inverse: Tensor | None, spec: Format, *, saturate: b
     return codes
 
 
+def scaled_values(x: Tensor, inverse: Tensor, spec: Format, *, saturate: bool, out: Tensor) -> Tensor:
+    """What the codes of `scaled_codes` stand for, in `out`, which is bfloat16, shaped and laid out like `x`."""
+    if _is_turned(x):
+        turned = inverse.mT if inverse.dim() else inverse
+        return scaled_values(x.mT, turned, spec, saturate=saturate, out=out.mT).mT
+    done = None if saturate else fused_values(x.detach(), inverse, spec, out)
+    return decode(scaled_codes(x, inverse, spec, saturate=saturate), out=out) if done is None else out
+
+
 def scale_product_(out: Tensor, *scales: Tensor | float | None) -> Tensor:
     """`out` (…, M, N) times each scale (a number, (…, M, 1) or (…, 1, N), float32), in place; rounded once at most."""
     found = [torch.as_tensor(s, dtype=torch.float32, device=out.device) for s in scales if s is not None]
@@ -90,6 +103,8 @@ def scale_product_(out: Tensor, *scales: Tensor | float | None) -> Tensor:
         return out
     if not _goes_by_pieces(out) or not out.is_contiguous():
         return out.copy_(functools.reduce(torch.mul, found, out.float()))
+    if len(found) == 2 and (done := fused_product_(out, *found)) is not None:
+        return done
     flat = out.view(-1, *out.shape[-2:])
     factors = [s.reshape(-1, *s.shape[-2:]) if s.dim() else s for s in found]
     for piece in _pieces(flat.shape):

@@ -1,0 +1,140 @@
+"""Passes of an fp8 training step on a CPU, compiled into one each, for large bfloat16 matrices.
+
+Eagerly each is a chain of operations over pieces that stay in cache; compiled it reads once and writes once. What the
+compiler writes for 16-bit numbers stalls where their bits are looked at as another type, so values are rounded in
+pairs: two bfloat16 numbers are one int32, and each half of it, moved to the top, is the same number in float32. Factors
+are always one for each row and one for each column, whichever of them differ, since a product with 1 is exact; so one
+compiled kernel serves every scale.
+
+Each function takes tensors on a CPU, and gives None where its kernel does not apply or was seen to change a bit
+(`CheckedKernel`): what calls it has a way without.
+"""
+
+import functools
+import math
+
+import torch
+from torch import Tensor
+
+from lpconv.formats.codes import code_dtype
+from lpconv.formats.spec import FORMATS, Format, get_format
+from lpconv.kernels.compiled import CheckedKernel
+
+__all__ = ["fused_codes", "fused_product_", "fused_turn", "fused_values"]
+
+_BF16, _INT32, _SAVED = torch.bfloat16, torch.int32, get_format("e4m3fn")
+_SIGNS = -0x7FFF8000  # 0x80008000, of both halves
+
+
+def fused_values(x: Tensor, inverse: Tensor, spec: Format, out: Tensor) -> Tensor | None:
+    """The values of `fused_codes` in `out`, which is bfloat16; `spec` is any fp8 format with -0."""
+    if not _fits(_VALUES, x, _INT32) or x.shape[1] % 2 or x.storage_offset() % 2:
+        return None
+    if inverse.dtype != torch.float32 or not spec.has_negative_zero:
+        return None
+    row, column = _factors(inverse, x)
+    even, odd = column[::2].contiguous(), column[1::2].contiguous()
+    _VALUES(x.view(_INT32), out.view(_INT32), row, even, odd, *_step(spec))
+    return out
+
+
+def fused_codes(x: Tensor, inverse: Tensor, spec: Format) -> Tensor | None:
+    """Codes of x (R, C) · `inverse`, a float32 number, (R, 1) or (1, C); none may be too large by half a step."""
+    if not _fits(_CODES, x) or spec != _SAVED or inverse.dtype != torch.float32:
+        return None
+    return _CODES(x, torch.empty_like(x, dtype=code_dtype(spec)), *_factors(inverse, x))
+
+
+def fused_product_(out: Tensor, rows: Tensor, columns: Tensor) -> Tensor | None:
+    """`out` (R, C) · `rows` · `columns` in place; float32 numbers, or (R, 1) and (1, C)."""
+    shapes = (len(out), 1), (1, out.shape[1])
+    if not _fits(_PRODUCT, out) or rows.shape not in ((), shapes[0]) or columns.shape not in ((), shapes[1]):
+        return None
+    return _PRODUCT(out, _filled(rows, shapes[0]), _filled(columns, shapes[1]))
+
+
+def fused_turn(x: Tensor, out: Tensor) -> Tensor | None:
+    """x (R, C), whose transpose is contiguous, in the contiguous `out`."""
+    return _TURN(x.t(), out) if _fits(_TURN, x.t()) else None
+
+
+def _fits(kernel: CheckedKernel, x: Tensor, dtype: torch.dtype | None = None) -> bool:
+    is_matrix = x.dtype == _BF16 and x.dim() == 2 and x.is_contiguous() and min(x.shape) > 1
+    return is_matrix and kernel.wants(x, dtype)
+
+
+def _factors(factor: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """What x (R, C) is multiplied by: of each row (R, 1), of each column (C,)."""
+    rows, columns = (len(x), 1), x.shape[1:]
+    if factor.dim() and factor.shape[0] == 1:
+        return torch.ones(rows), _filled(factor, columns)
+    return _filled(factor, rows), torch.ones(columns)
+
+
+def _filled(factor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return torch.empty(shape).copy_(factor.view(shape) if factor.dim() else factor)
+
+
+@functools.cache
+def _step(spec: Format) -> tuple[Tensor, Tensor]:
+    """What a number's power of two is multiplied by to leave no room below one step, and the smallest such power."""
+    return torch.tensor(1.5 * 2.0 ** (FORMATS["fp32"].mantissa_bits - spec.mantissa_bits)), torch.tensor(
+        spec.min_normal
+    )
+
+
+def _values(x: Tensor, out: Tensor, row: Tensor, even: Tensor, odd: Tensor, magic: Tensor, floor: Tensor) -> Tensor:
+    low = _rounded((x << 16).view(torch.float32) * row * even, magic, floor)
+    high = _rounded((x & -0x10000).view(torch.float32) * row * odd, magic, floor)
+    return out.copy_((high & -0x10000) | ((low >> 16) & 0xFFFF) | (x & _SIGNS))
+
+
+def _rounded(y: Tensor, magic: Tensor, floor: Tensor) -> Tensor:
+    """The bits of `y` rounded to nearest even, as in `quantise`: the sum has no room below one step."""
+    power = (y.view(_INT32) & 0x7F800000).view(torch.float32)
+    shift = torch.maximum(power, floor) * magic
+    return ((y + shift) - shift).view(_INT32)
+
+
+def _codes(x: Tensor, out: Tensor, row: Tensor, column: Tensor) -> Tensor:
+    return out.copy_((x.float() * row * column).to(out.dtype))
+
+
+def _product(out: Tensor, row: Tensor, column: Tensor) -> Tensor:
+    return out.copy_((out.float() * row * column).to(out.dtype))
+
+
+def _turn(x: Tensor, out: Tensor) -> Tensor:
+    return out.copy_(x.t())
+
+
+def _example() -> tuple[Tensor, Tensor, Tensor]:
+    """Ties, subnormals, both zeros, the largest number and what is not finite; factors that are not powers of two."""
+    steps = torch.arange(-480, 480) / 16
+    special = torch.tensor([math.inf, -math.inf, math.nan, -0.0])
+    row = torch.cat([steps, steps * 2.0**-9, steps * 14.9, special.repeat(8)]).to(_BF16)
+    rows, columns = torch.tensor([1.0, 0.37, 1.0])[:, None], torch.ones(len(row))
+    columns[::3] = 0.73
+    return row.repeat(3, 1), rows, columns
+
+
+def _values_example(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    x, row, column = _example()
+    even, odd = column[::2].contiguous(), column[1::2].contiguous()
+    return x.view(_INT32), torch.empty_like(x).view(_INT32), row, even, odd, *_step(_SAVED)
+
+
+def _codes_example(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    x, *factors = _example()
+    return x, torch.empty_like(x, dtype=code_dtype(_SAVED)), *factors
+
+
+def _turn_example(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    x = _example()[0]
+    return x, x.new_empty(x.t().shape)
+
+
+_VALUES = CheckedKernel(_values, _values_example)
+_CODES = CheckedKernel(_codes, _codes_example)
+_PRODUCT = CheckedKernel(_product, lambda dtype, device: _example())
+_TURN = CheckedKernel(_turn, _turn_example)
