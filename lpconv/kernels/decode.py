@@ -17,8 +17,10 @@ from torch import Tensor
 
 from lpconv.errors import UsageError
 from lpconv.formats.spec import FORMATS, Format
+from lpconv.kernels.buffers import operand_like
+from lpconv.kernels.fused import fused_decode
 
-__all__ = ["decode", "decode_reference"]
+__all__ = ["decode", "decode_operand", "decode_reference"]
 
 _FP8 = {getattr(torch, f.torch): f for f in FORMATS.values() if f.bits == 8 and f.has_sign and f.torch}
 _TARGETS = {
@@ -61,6 +63,17 @@ def decode(codes: Tensor, dtype: torch.dtype = torch.bfloat16, *, out: Tensor | 
             values.copy_(bits.view(torch.float16))
         values.mul_(factor)
     return out
+
+
+def decode_operand(codes: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    """`decode` for a product, in memory that is taken again for the next operand of that `name` (`operand_like`)."""
+    out = operand_like(name, codes, dtype)
+    if dtype == torch.bfloat16 and codes.device.type == "cpu" and not torch.compiler.is_compiling():
+        raw, values = (codes, out) if codes.is_contiguous() else (codes.mT, out.mT)
+        spec, (target, _) = _FP8[codes.dtype], _TARGETS[dtype]
+        if raw.is_contiguous() and _trick_works(raw, spec, target) and fused_decode(raw, spec, values) is not None:
+            return out
+    return decode(codes, dtype, out=out)
 
 
 def decode_reference(codes: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:

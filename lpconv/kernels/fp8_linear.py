@@ -34,7 +34,7 @@ from lpconv.errors import UsageError
 from lpconv.formats.scale import pow2_nearest
 from lpconv.formats.spec import Format, get_format
 from lpconv.kernels.buffers import operand_like
-from lpconv.kernels.decode import decode
+from lpconv.kernels.decode import decode, decode_operand
 from lpconv.kernels.matmul import matmul
 from lpconv.kernels.scaled_cast import largest_magnitude, scaled_codes, scaled_values
 from lpconv.layers import linears
@@ -226,12 +226,9 @@ def _multiply(a: _Operand, b: _Operand, dtype: torch.dtype) -> Tensor:
     scale_b = b.scale.t() if b.scale.ndim == 2 else b.scale
     left, right = a.codes, b.codes
     if left.dtype != right.dtype and torch.bfloat16 in (left.dtype, right.dtype):
-        left, right = _values("left", left), _values("right", right)
+        left = left if left.dtype == torch.bfloat16 else decode_operand(left, torch.bfloat16, "left")
+        right = right if right.dtype == torch.bfloat16 else decode_operand(right, torch.bfloat16, "right")
     return matmul(left, right.t(), scale_a=a.scale, scale_b=scale_b, out_dtype=dtype)
-
-
-def _values(name: str, x: Tensor) -> Tensor:
-    return x if x.dtype == torch.bfloat16 else decode(x, out=operand_like(name, x, torch.bfloat16))
 
 
 def _block_values(x: _Operand) -> Tensor:

@@ -20,17 +20,16 @@ from lpconv.formats.codes import code_dtype
 from lpconv.formats.spec import FORMATS, Format, get_format
 from lpconv.kernels.compiled import CheckedKernel
 
-__all__ = ["fused_codes", "fused_product_", "fused_turn", "fused_values"]
+__all__ = ["fused_codes", "fused_decode", "fused_largest", "fused_product_", "fused_turn", "fused_values"]
 
 _BF16, _INT32, _SAVED = torch.bfloat16, torch.int32, get_format("e4m3fn")
 _SIGNS = -0x7FFF8000  # 0x80008000, of both halves
+_REPEATS = 32  # of an example: the compiler lets no threads share what gives each of them less than 512 rounds
 
 
 def fused_values(x: Tensor, inverse: Tensor, spec: Format, out: Tensor) -> Tensor | None:
     """The values of `fused_codes` in `out`, which is bfloat16; `spec` is any fp8 format with -0."""
-    if not _fits(_VALUES, x, _INT32) or x.shape[1] % 2 or x.storage_offset() % 2:
-        return None
-    if inverse.dtype != torch.float32 or not spec.has_negative_zero:
+    if not _fits_pairs(_VALUES, x) or inverse.dtype != torch.float32 or not spec.has_negative_zero:
         return None
     row, column = _factors(inverse, x)
     even, odd = column[::2].contiguous(), column[1::2].contiguous()
@@ -43,6 +42,25 @@ def fused_codes(x: Tensor, inverse: Tensor, spec: Format) -> Tensor | None:
     if not _fits(_CODES, x) or spec != _SAVED or inverse.dtype != torch.float32:
         return None
     return _CODES(x, torch.empty_like(x, dtype=code_dtype(spec)), *_factors(inverse, x))
+
+
+def fused_decode(codes: Tensor, spec: Format, out: Tensor) -> Tensor | None:
+    """The values of finite `codes` of the fp8 format `spec` in `out`, which is bfloat16; both contiguous."""
+    if codes.numel() % 4 or codes.storage_offset() % 4 or out.storage_offset() % 4 or not _DECODE.wants(codes, _INT32):
+        return None
+    _DECODE(codes.view(torch.uint8).view(-1).view(_INT32), out.view(-1).view(torch.int64), *_place(spec))
+    return out
+
+
+def fused_largest(x: Tensor, axis: int) -> Tensor | None:
+    """The largest magnitudes along `axis`, -1 or -2, of x (R, C) in bfloat16, (R,) or (C,); NaN where there is one."""
+    if axis == -1:
+        return _ROWS(x, x.new_empty(len(x))) if _fits(_ROWS, x) else None
+    if not _fits_pairs(_COLUMNS, x):
+        return None
+    out = x.new_empty(x.shape[1])
+    _COLUMNS(x.view(_INT32), out.view(_INT32))
+    return out
 
 
 def fused_product_(out: Tensor, rows: Tensor, columns: Tensor) -> Tensor | None:
@@ -61,6 +79,10 @@ def fused_turn(x: Tensor, out: Tensor) -> Tensor | None:
 def _fits(kernel: CheckedKernel, x: Tensor, dtype: torch.dtype | None = None) -> bool:
     is_matrix = x.dtype == _BF16 and x.dim() == 2 and x.is_contiguous() and min(x.shape) > 1
     return is_matrix and kernel.wants(x, dtype)
+
+
+def _fits_pairs(kernel: CheckedKernel, x: Tensor) -> bool:
+    return _fits(kernel, x, _INT32) and x.shape[1] % 2 == 0 and x.storage_offset() % 2 == 0
 
 
 def _factors(factor: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -100,12 +122,45 @@ def _codes(x: Tensor, out: Tensor, row: Tensor, column: Tensor) -> Tensor:
     return out.copy_((x.float() * row * column).to(out.dtype))
 
 
+@functools.cache
+def _place(spec: Format) -> tuple[Tensor, Tensor, Tensor]:
+    """How far a code in the top byte goes down to its place in float32, its mask there, and what rights the value."""
+    fp32 = FORMATS["fp32"]
+    mask = 0x7F << (fp32.mantissa_bits - spec.mantissa_bits)
+    return (
+        torch.tensor(1 + spec.mantissa_bits, dtype=_INT32),
+        torch.tensor(mask, dtype=_INT32),
+        torch.tensor(2.0 ** (fp32.bias - spec.bias)),
+    )
+
+
+def _decode(codes: Tensor, out: Tensor, down: Tensor, mask: Tensor, factor: Tensor) -> Tensor:
+    """Of the four codes in an int32, the first is in the lowest byte."""
+
+    def bits(code: Tensor) -> Tensor:
+        return (((((code >> down) & mask) | (code & -0x80000000)).view(torch.float32)) * factor).view(_INT32)
+
+    low = (bits(codes << 16) & -0x10000) | ((bits(codes << 24) >> 16) & 0xFFFF)
+    high = (bits(codes) & -0x10000) | ((bits(codes << 8) >> 16) & 0xFFFF)
+    return out.copy_((low.long() & 0xFFFFFFFF) | (high.long() << 32))
+
+
+def _rows(x: Tensor, out: Tensor) -> Tensor:
+    return out.copy_(x.abs().amax(-1))
+
+
+def _columns(x: Tensor, out: Tensor) -> Tensor:
+    """Without their sign the patterns of floats are ordered as their values are, with NaN at the end."""
+    return out.copy_((x & 0x7FFF).amax(0) | (x & 0x7FFF0000).amax(0))
+
+
 def _product(out: Tensor, row: Tensor, column: Tensor) -> Tensor:
     return out.copy_((out.float() * row * column).to(out.dtype))
 
 
 def _turn(x: Tensor, out: Tensor) -> Tensor:
-    return out.copy_(x.t())
+    out.t().copy_(x)  # the compiler writes rows and reads columns then, in half of the time of the other way round
+    return out
 
 
 def _example() -> tuple[Tensor, Tensor, Tensor]:
@@ -113,9 +168,9 @@ def _example() -> tuple[Tensor, Tensor, Tensor]:
     steps = torch.arange(-480, 480) / 16
     special = torch.tensor([math.inf, -math.inf, math.nan, -0.0])
     row = torch.cat([steps, steps * 2.0**-9, steps * 14.9, special.repeat(8)]).to(_BF16)
-    rows, columns = torch.tensor([1.0, 0.37, 1.0])[:, None], torch.ones(len(row))
+    rows, columns = torch.tensor([1.0, 0.37, 1.0]).repeat(_REPEATS)[:, None], torch.ones(len(row))
     columns[::3] = 0.73
-    return row.repeat(3, 1), rows, columns
+    return row.repeat(len(rows), 1), rows, columns
 
 
 def _values_example(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
@@ -129,6 +184,23 @@ def _codes_example(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ..
     return x, torch.empty_like(x, dtype=code_dtype(_SAVED)), *factors
 
 
+def _decode_example(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    codes = torch.arange(256).to(torch.uint8).repeat(64 * _REPEATS)
+    return codes.view(_INT32), torch.empty(len(codes), dtype=_BF16).view(torch.int64), *_place(_SAVED)
+
+
+def _rows_example(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    x = _example()[0]
+    x = torch.cat([x, x.where(x.isfinite(), 0)])
+    return x, x.new_empty(len(x))
+
+
+def _columns_example(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    x, rows, _ = _example()
+    x = x * rows.to(_BF16)
+    return x.view(_INT32), x.new_empty(x.shape[1]).view(_INT32)
+
+
 def _turn_example(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
     x = _example()[0]
     return x, x.new_empty(x.t().shape)
@@ -136,5 +208,8 @@ def _turn_example(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...
 
 _VALUES = CheckedKernel(_values, _values_example)
 _CODES = CheckedKernel(_codes, _codes_example)
+_DECODE = CheckedKernel(_decode, _decode_example)
+_ROWS = CheckedKernel(_rows, _rows_example)
+_COLUMNS = CheckedKernel(_columns, _columns_example)
 _PRODUCT = CheckedKernel(_product, lambda dtype, device: _example())
 _TURN = CheckedKernel(_turn, _turn_example)

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from lpconv.errors import UsageError
 from lpconv.formats.spec import FORMATS
-from lpconv.kernels.buffers import operand, operand_like
-from lpconv.kernels.decode import decode
+from lpconv.kernels.buffers import operand
+from lpconv.kernels.decode import decode_operand
 from lpconv.kernels.fused import fused_turn
 from lpconv.kernels.scaled_cast import scale_product_
 
@@ -122,8 +122,7 @@ def _wide_matmul(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
     """The product in bfloat16, or in float32 where more is asked for; the result has the dtype it was computed in."""
     if a.dtype in _FP8:
         wide = torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32
-        left, right = operand_like("left", a, wide), operand_like("right", b, wide)
-        return _mm(decode(a, wide, out=left), decode(b, wide, out=right))
+        return _mm(decode_operand(a, wide, "left"), decode_operand(b, wide, "right"))
     if (a.device.type == "cpu" and a.dtype == torch.float16) or out_dtype != a.dtype:
         return torch.mm(a.float(), b.float())
     return _mm(a, b)

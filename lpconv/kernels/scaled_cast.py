@@ -17,7 +17,7 @@ from lpconv.formats.codes import code_dtype
 from lpconv.formats.spec import Format
 from lpconv.kernels.buffers import Buffers
 from lpconv.kernels.decode import decode
-from lpconv.kernels.fused import fused_codes, fused_product_, fused_values
+from lpconv.kernels.fused import fused_codes, fused_largest, fused_product_, fused_values
 
 __all__ = ["largest_magnitude", "scale_product_", "scaled_codes", "scaled_values"]
 
@@ -39,6 +39,8 @@ def largest_magnitude(x: Tensor, axis: int | None = None) -> Tensor:
         return torch.maximum(high, -low).float()
     if axis is not None and _is_turned(x):
         return largest_magnitude(x.mT, -3 - axis).mT
+    if (found := fused_largest(x, axis or -1)) is not None:
+        return found.amax().float() if axis is None else found.float().unsqueeze(axis)
     bits = x.contiguous().view(_BITS[x.dtype])
     if axis is None:
         return (

@@ -7,13 +7,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lpconv.formats.codes import code_dtype
 from lpconv.formats.spec import get_format
-from lpconv.kernels import buffers
+from lpconv.kernels import buffers, fused
 from lpconv.kernels.buffers import operand, operand_like
-from lpconv.kernels.decode import decode
+from lpconv.kernels.decode import decode, decode_operand
 from lpconv.kernels.fp8_linear import Fp8Linear
-from lpconv.kernels.fused import fused_codes, fused_product_, fused_turn, fused_values
-from lpconv.kernels.scaled_cast import scale_product_, scaled_codes
+from lpconv.kernels.fused import fused_codes, fused_largest, fused_product_, fused_turn, fused_values
+from lpconv.kernels.scaled_cast import largest_magnitude, scale_product_, scaled_codes
 
 BF16 = torch.bfloat16
 
@@ -73,6 +74,31 @@ def test_an_overflow_whose_scale_is_infinite_is_seen() -> None:
         assert found.float().isnan().tolist() == [[False, True], [True, True]]
 
 
+@pytest.mark.parametrize("format", ["e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz"])
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_operands_are_decoded(format: str, is_turned: bool, compiled: pytest.MonkeyPatch) -> None:
+    spec = get_format(format)
+    codes = torch.arange(256).to(torch.uint8).repeat(3).view(12, 64).view(code_dtype(spec))
+    codes = codes.t() if is_turned else codes
+    finite = codes.float().isfinite()
+    raw = codes.view(torch.uint8) * finite
+
+    for x in (codes, raw.view(codes.dtype)):
+        assert same(decode_operand(x, BF16, "a test's"), x.to(BF16))
+    assert not fused._DECODE.fallback_reason
+
+
+@pytest.mark.usefixtures("compiled")
+def test_the_largest_magnitudes() -> None:
+    x = torch.randn(70, 52).to(BF16)
+    x[1, 2], x[3, 4], x[5], x[:, 6] = float("nan"), -float("inf"), 0, -0.0
+    for axis in (-1, -2):
+        assert same(fused_largest(x, axis), x.abs().amax(axis))
+    assert same(largest_magnitude(x), torch.tensor(float("nan")))
+    assert same(largest_magnitude(x[6:]), x[6:].abs().amax().float())
+    assert same(largest_magnitude(x.t(), -1), x.t().abs().amax(-1, keepdim=True).float())
+
+
 def test_a_product_takes_its_scales_in_order(compiled: pytest.MonkeyPatch) -> None:
     out = torch.randn(70, 51).to(BF16)
     for scales in (
@@ -117,8 +143,8 @@ def test_a_training_step_has_the_same_bits(
         y = layer(leaf)
         return y, *torch.autograd.grad(y, (leaf, layer.weight), grad)
 
-    for fused, plain in zip(step("always"), step("never"), strict=True):
-        assert same(fused, plain)
+    for found, plain in zip(step("always"), step("never"), strict=True):
+        assert same(found, plain)
 
 
 def test_an_operands_memory_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
