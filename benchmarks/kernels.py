@@ -358,7 +358,13 @@ def rounding_step(model: torch.nn.Module, x: Tensor, weight: Tensor, grad: Tenso
     error = (model(x).float() - exact).norm() / exact.norm()
     if not 0.01 < error < 0.2:
         raise RuntimeError(f"relative error {error:.2g}: this is no fp8 product")
-    return lambda: model(x).backward(grad)
+
+    def run() -> None:
+        x.grad = None
+        model.zero_grad()
+        model(x).backward(grad)
+
+    return run
 
 
 def half_products(size: int) -> list[Group]:
