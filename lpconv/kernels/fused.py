@@ -100,9 +100,8 @@ def _filled(factor: Tensor, shape: tuple[int, ...]) -> Tensor:
 @functools.cache
 def _step(spec: Format) -> tuple[Tensor, Tensor]:
     """What a number's power of two is multiplied by to leave no room below one step, and the smallest such power."""
-    return torch.tensor(1.5 * 2.0 ** (FORMATS["fp32"].mantissa_bits - spec.mantissa_bits)), torch.tensor(
-        spec.min_normal
-    )
+    magic = 1.5 * 2.0 ** (FORMATS["fp32"].mantissa_bits - spec.mantissa_bits)
+    return torch.tensor(magic), torch.tensor(spec.min_normal)
 
 
 def _values(x: Tensor, out: Tensor, row: Tensor, even: Tensor, odd: Tensor, magic: Tensor, floor: Tensor) -> Tensor:
