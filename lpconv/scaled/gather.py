@@ -20,7 +20,7 @@ from lpconv.formats.spec import get_format
 from lpconv.kernels.decode import decode
 from lpconv.kernels.scaled_cast import scaled_codes
 from lpconv.layers import linears
-from lpconv.scaled.pair import Numerics, Role, Scaled, static, value
+from lpconv.scaled.pair import Numerics, Role, Scaled, data_of, static
 
 __all__ = ["from_ranks", "reduced", "to_ranks"]
 
@@ -69,15 +69,24 @@ def _crosses_as_codes(x: Scaled, numerics: Numerics, module: nn.Module) -> bool:
     return any(layer.module is module and layer.is_replaceable for layer in linears(module))
 
 
-def reduced(op: OpOverload, pairs: list[Any], kwargs: dict[str, Any]) -> Any:
-    """FSDP's copy of gradients into the buffer that it reduces: of their values.
+def reduced(op: OpOverload, pairs: list[Any], kwargs: dict[str, Any]) -> None:
+    """FSDP's copy of gradients into the buffer that it reduces, a row for each rank: of their values.
 
+    They are widened on the way and multiplied where they arrive, so that no copy of them is made beside the buffer's.
     Raises UnsupportedError for a buffer of fp16, in which small values are 0.
     """
     gradients, *rest = pairs
-    if kwargs["out"].dtype == torch.float16:
+    buffer: Tensor = kwargs["out"]
+    if buffer.dtype == torch.float16:
         raise UnsupportedError(
             "FSDP sums gradients in fp16, which holds them at a scale only",
             hint="MixedPrecisionPolicy(…, reduce_dtype=torch.float32)",
         )
-    return op([value(g).float() for g in gradients], *rest, **kwargs)
+    op([data_of(g) for g in gradients], *rest, **kwargs)
+    num_ranks, start = len(buffer), 0
+    for g in gradients:
+        shape = data_of(g).shape
+        width = math.ceil(shape[0] / num_ranks) * math.prod(shape[1:])
+        if isinstance(g, Scaled):
+            buffer[:, start : start + width].mul_(g.scale)
+        start += width

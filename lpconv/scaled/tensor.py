@@ -239,7 +239,8 @@ def _in_place(
     other tensors may share its old data.
     """
     if op.namespace == "fsdp":
-        return gather.reduced(op, pairs, kwargs)
+        gather.reduced(op, pairs, kwargs)
+        return None
     target = args[0]
     if isinstance(target, Tensor) and not isinstance(target, ScaledTensor):
         if op is torch.ops.aten.copy_.default:
