@@ -4,9 +4,14 @@
 
 A small model, for each of eight recipes: what is kept, counted by storage, and the most that the forward and
 backward pass of the second step allocate beside it, by PyTorch's profiler. The optimizer's step is left out.
+
+Ranks exchange in place, as NCCL does it: gloo's own collectives copy what they send, and its threads let go of the
+copies when the machine has time for them, so that one and the same pass has other peaks. With these it is measured
+too.
 """
 
 import argparse
+import copy
 import json
 import os
 from collections.abc import Sequence
@@ -18,6 +23,8 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.profiler import ProfilerActivity, profile
 
 from lpconv.shards import local
@@ -35,7 +42,7 @@ _RECIPES = ("fp32", "amp-bf16", "bf16", "collage-bf16", "unit-fp16", "unit-fp8",
 
 @dataclass(frozen=True, kw_only=True)
 class _Case:
-    """A model, and the batch of each rank. Mistral was not measured before the formulas were settled."""
+    """A model, and the batch of each rank. Phi-3 and Gemma were not measured before the formulas were settled."""
 
     model: Any
     config: Any
@@ -82,6 +89,20 @@ _CASES = {
             max_position_embeddings=256,
         ),
     ),
+    "phi3": _Case(
+        model=transformers.Phi3ForCausalLM, shape=(2, 128),
+        config=transformers.Phi3Config(
+            vocab_size=3500, hidden_size=320, intermediate_size=832, num_hidden_layers=7, num_attention_heads=5,
+            num_key_value_heads=5, max_position_embeddings=256, pad_token_id=0,
+        ),
+    ),
+    "gemma": _Case(
+        model=transformers.GemmaForCausalLM, shape=(1, 224),
+        config=transformers.GemmaConfig(
+            vocab_size=6000, hidden_size=256, intermediate_size=1536, num_hidden_layers=6, num_attention_heads=4,
+            num_key_value_heads=1, head_dim=64, max_position_embeddings=256,
+        ),
+    ),
     "wide-qwen2": _Case(
         model=transformers.Qwen2ForCausalLM, shape=(2, 64),
         config=transformers.Qwen2Config(
@@ -90,6 +111,32 @@ _CASES = {
         ),
     ),
 }  # fmt: skip
+
+
+class _Gather(AllGather):
+    """Each rank's part, which lies in the output already, is sent to the others."""
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
+        for rank, part in enumerate(output_tensor.chunk(dist.get_world_size())):
+            dist.broadcast(part, rank)
+
+
+class _ReduceScatter(ReduceScatter):
+    """The parts of the input, which is spent, are summed where they lie."""
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        parts = input_tensor.chunk(dist.get_world_size())
+        for rank, part in enumerate(parts):
+            dist.reduce(part, rank)
+        output_tensor.copy_(parts[dist.get_rank()])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -122,13 +169,15 @@ def _row(case: _Case, recipe: str) -> dict[str, Any]:
         empty = case.model(case.config)
     passes = passes_of(empty, options.arithmetic, case.shape)
     foretold = recipe_memory(empty, options.arithmetic, num_ranks=dist.get_world_size(), passes=passes)
-    kept, peaks = _measured(case, options)
+    kept, peaks = _measured(case, options, in_place=True)
+    _, of_gloo = _measured(case, options, in_place=False)
     most = min(peaks)
     return {
         "recipe": recipe,
         "foretold_bytes": foretold.total_bytes,
         "measured_bytes": kept + most,
         "measured_peaks_bytes": [kept + peak for peak in peaks],
+        "measured_gloo_peaks_bytes": [kept + peak for peak in of_gloo],
         "foretold_kept_bytes": foretold.parts["weights"] + foretold.parts["optimizer"],
         "measured_kept_bytes": kept,
         "parts": foretold.parts,
@@ -136,12 +185,18 @@ def _row(case: _Case, recipe: str) -> dict[str, Any]:
     }
 
 
-def _measured(case: _Case, options: FinetuneOptions) -> tuple[int, list[int]]:
+def _measured(case: _Case, options: FinetuneOptions, *, in_place: bool) -> tuple[int, list[int]]:
     """Weights and optimizer state of this rank, and the most that two passes allocate, several times."""
     torch.manual_seed(0)
-    prepared = prepare(case.model(case.config), options.arithmetic, options, seed=0)
+    model = case.model(copy.deepcopy(case.config))
+    model.config.use_cache = False  # as where a model is opened to train
+    prepared = prepare(model, options.arithmetic, options, seed=0)
     if dist.get_world_size() > 1:
         shard(prepared.model, options.arithmetic)
+    for module in prepared.model.modules():
+        if in_place and isinstance(module, FSDPModule):
+            module.set_custom_all_gather(_Gather())
+            module.set_custom_reduce_scatter(_ReduceScatter())
     optimizer = prepared.make_optimizer()
     ids = torch.randint(0, case.config.vocab_size, case.shape)
 
@@ -155,7 +210,7 @@ def _measured(case: _Case, options: FinetuneOptions) -> tuple[int, list[int]]:
     optimizer.zero_grad()
     kept = kept_bytes([local(p) for p in prepared.model.parameters()], optimizer)
     peaks = []
-    for _ in range(_REPEATS):  # what waits to be sent differs from time to time
+    for _ in range(_REPEATS):
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
             passes()
         prepared.model.zero_grad()

@@ -8,7 +8,7 @@ kernel where a device would take it, and recipes under autocast run on fake tens
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -30,14 +30,19 @@ _COUNTED = 2  # blocks: what one more adds is known of them
 
 @dataclass(frozen=True, kw_only=True)
 class Passes:
-    """What a forward pass leaves for the backward pass on a rank, in bytes, and the number of logits it makes."""
+    """What a forward pass leaves for the backward pass on a rank, in bytes, and of how many tokens and logits.
+
+    `block_activations` are those of one block; all of them are in `activations`.
+    """
 
     activations: int
+    block_activations: int
+    num_tokens: int
     num_logits: int
 
     def times(self, sequences: int) -> "Passes":
         """Of so many sequences, where this is of one."""
-        return Passes(activations=sequences * self.activations, num_logits=sequences * self.num_logits)
+        return Passes(**{name: sequences * count for name, count in asdict(self).items()})
 
 
 def passes_of(empty: Any, arithmetic: Arithmetic, batch_shape: tuple[int, int]) -> Passes:
@@ -45,10 +50,18 @@ def passes_of(empty: Any, arithmetic: Arithmetic, batch_shape: tuple[int, int]) 
     blocks = blocks_of(empty)
     if len(blocks) <= _COUNTED or len({_shapes(block) for block in blocks}) > 1:
         activations = _saved(empty, len(blocks), arithmetic, batch_shape)
+        each = activations // len(blocks)
     else:
         one, two = (_saved(empty, count, arithmetic, batch_shape) for count in (1, _COUNTED))
-        activations = one + (len(blocks) - 1) * (two - one)
-    return Passes(activations=activations, num_logits=batch_shape[0] * batch_shape[1] * empty.config.vocab_size)
+        each = two - one
+        activations = one + (len(blocks) - 1) * each
+    num_tokens = batch_shape[0] * batch_shape[1]
+    return Passes(
+        activations=activations,
+        block_activations=each,
+        num_tokens=num_tokens,
+        num_logits=num_tokens * empty.config.vocab_size,
+    )
 
 
 def _shapes(block: nn.Module) -> tuple[Any, ...]:
@@ -65,6 +78,7 @@ def _saved(empty: nn.Module, num_blocks: int, arithmetic: Arithmetic, batch_shap
         if has_autocast:
             model = model.to_empty(device="cpu")
         prepared = prepare(model, arithmetic, FinetuneOptions(arithmetic=arithmetic), seed=0)
+        prepared.model.config.use_cache = True  # without, masks look for packed sequences, which takes values
         ids = torch.zeros(batch_shape, dtype=torch.long, device="cpu" if has_autocast else "meta")
         with prepared.around_forward("cpu") if has_autocast else nullcontext():
             return saved_bytes(prepared.model, {"input_ids": ids, "labels": ids})

@@ -1,6 +1,7 @@
 """What a sharded step needs, found on a model without memory: sizes that one can add up by hand."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ def empty() -> Any:
         return transformers.LlamaForCausalLM(config)
 
 
+NONE = Passes(activations=0, block_activations=0, num_tokens=0, num_logits=0)
 TABLE, BLOCK = 100 * 16, 4 * 16 * 16 + 3 * 16 * 32 + 2 * 16
 ALL = 2 * TABLE + 16 + 3 * BLOCK
 
@@ -38,36 +40,54 @@ ALL = 2 * TABLE + 16 + 3 * BLOCK
                                     ("collage-bf16", 2, 8), ("unit-fp8-collage", 2, 8)],
 )  # fmt: skip
 def test_weights_and_state_are_shared_out(recipe: str, weight: int, state: int, empty: Any) -> None:
-    none = Passes(activations=0, num_logits=0)
     for num_ranks in (2, 4):
-        parts = memory(empty, recipe, num_ranks, none).parts
+        parts = memory(empty, recipe, num_ranks, NONE).parts
         assert parts["weights"] == weight * ALL // num_ranks
         assert parts["optimizer"] == state * ALL // num_ranks
     # Rows are not torn: 100 over 64 ranks are 2 each at most, and every vector has an element.
-    assert memory(empty, recipe, 128, none).parts["weights"] > weight * ALL // 128
+    assert memory(empty, recipe, 128, NONE).parts["weights"] > weight * ALL // 128
     # Alone, scaled weights have 16 bits, and lie beside a copy in fp32 where there is one.
-    alone = memory(empty, recipe, 1, none).parts
+    alone = memory(empty, recipe, 1, NONE).parts
     assert alone["gathered"] == 0
     assert alone["weights"] == (4 if recipe == "fp32" else 2) * ALL
     assert alone["weights"] + alone["optimizer"] >= (weight + state) * ALL
 
 
 def test_the_peak_is_where_most_is(empty: Any) -> None:
-    rest = 2 * TABLE + 16
-    long = memory(empty, "fp32", 2, Passes(activations=10**9, num_logits=10**6)).parts
-    assert (long["activations"], long["gathered"], long["logits"]) == (10**9, 4 * rest, 8 * 10**6)
-    deep = memory(empty, "fp32", 2, Passes(activations=10**9, num_logits=0)).parts
-    own = BLOCK // 2
-    assert deep["gathered"] == 4 * (rest + 2 * BLOCK + own)
-    assert (deep["activations"], deep["gradients"]) == (10**9, 8 * BLOCK + 4 * own)
-    config = transformers.LlamaConfig(**{**empty.config.to_dict(), "num_hidden_layers": 12})
+    rest, own = 2 * TABLE + 16, BLOCK // 2
+    # Of the loss: the last block's buffer waits for the model to return.
+    found = memory(empty, "fp32", 2, replace(NONE, activations=10**9, num_logits=10**6)).parts
+    assert (found["activations"], found["gathered"], found["logits"]) == (10**9, 4 * (rest + BLOCK), 8 * 10**6)
+    # Of the last block's backward pass: two blocks are gathered, the head has its gradient.
+    found = memory(empty, "fp32", 2, replace(NONE, activations=10**9, num_tokens=7, block_activations=10**8)).parts
+    assert (found["gathered"], found["gradients"]) == (4 * (rest + 2 * BLOCK), 4 * TABLE)
+    assert found["temporary"] == 4 * 16 * 32 + 2 * 4 * 7 * 32
+    # Of the block before it, where the last one's activations are few and its sums are on their way.
+    found = memory(empty, "fp32", 2, replace(NONE, activations=10**9, num_tokens=7)).parts
+    assert found["gradients"] == 4 * TABLE + 4 * own + 4 * BLOCK
+    # Of the first block, where rows of gradients are more than a block's activations.
+    found = memory(like(empty, num_hidden_layers=40), "fp32", 2, replace(NONE, num_tokens=7)).parts
+    assert (found["gathered"], found["activations"]) == (4 * (rest + 2 * BLOCK), 0)
+    assert found["gradients"] == 4 * TABLE + 39 * 4 * own + 4 * BLOCK
+    # Of the end, where blocks are little beside the tables.
+    rest = 2 * 5000 * 16 + 16
+    found = memory(like(empty, num_hidden_layers=1, vocab_size=5000), "fp32", 2, NONE).parts
+    assert (found["gathered"], found["gradients"]) == (0, 4 * own + 8 * rest + 4 * rest // 2)
+
+
+@pytest.mark.parametrize(("recipe", "per_number"), [("bf16", 6), ("unit-fp8", 8), ("scalify-fp8", 14)])
+def test_a_table_that_is_the_head_too_has_two_gradients_and_their_sum(recipe: str, per_number: int, empty: Any) -> None:
+    """Scaled ones are widened to fp32 for the sum, where scales that follow the data differ."""
+    tied = like(empty, num_hidden_layers=1, vocab_size=5000, tie_word_embeddings=True)
+    found = memory(tied, recipe, 2, NONE).parts
+    weight = 2 if recipe == "bf16" else 4
+    assert found["gradients"] == weight * BLOCK // 2 + 4 * BLOCK + per_number * 5000 * 16
+
+
+def like(model: Any, **settings: Any) -> Any:
+    config = transformers.LlamaConfig(**model.config.to_dict() | settings)
     with torch.device("meta"):
-        many = transformers.LlamaForCausalLM(config)
-    last = memory(many, "fp32", 2, Passes(activations=0, num_logits=0)).parts
-    assert (last["activations"], last["gradients"]) == (
-        0,
-        4 * (ALL + 9 * BLOCK) // 2 + 8 * rest + 4 * (BLOCK + rest // 2),
-    )
+        return transformers.LlamaForCausalLM(config)
 
 
 @pytest.mark.parametrize("recipe", ["fp32", "amp-bf16", "amp-fp16", "adaptive-fp16", "bf16", "unit-fp16", "unit-fp8"])
@@ -93,7 +113,8 @@ def test_the_smallest_number_of_ranks_has_room_and_half_of_it_has_not() -> None:
 
 
 def test_a_large_model_is_planned_from_its_config_alone(tmp_path: Path) -> None:
-    settings = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 40}
+    settings: dict[str, Any] = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 40}
+    settings["use_cache"] = False  # as in many checkpoints
     (tmp_path / "config.json").write_text(json.dumps(settings))
     for model, room, count in ((tmp_path, "5TB", 1), (tmp_path / "config.json", "1GB", None)):
         done = CliRunner().invoke(app, ["finetune", str(model), "--dry-run", "--max-memory", room, "--json"])
