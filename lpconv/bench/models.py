@@ -98,9 +98,13 @@ def gemms_of(model: nn.Module) -> tuple[Gemm, ...]:
     return tuple(Gemm(names=tuple(names), n=n, k=k, is_head=head) for (n, k, head), names in found.items())
 
 
-def estimate_bytes(model: nn.Module, case: Case, vocab_size: int) -> int:
-    """`running_bytes`, or those of the build, which passes through fp32 weights and may be the most there is."""
-    return max(4 * sum(p.numel() for p in model.parameters()), running_bytes(model, case, vocab_size))
+def estimate_bytes(model: nn.Module, case: Case, vocab_size: int, *, by_rows: bool = False) -> int:
+    """`running_bytes`, or those of the build, which passes through fp32 weights and may be the most there is.
+
+    `by_rows` says that each process builds its part of the model.
+    """
+    build = 4 * sum(p.numel() for p in model.parameters()) // (case.processes if by_rows else 1)
+    return max(build, running_bytes(model, case, vocab_size))
 
 
 def running_bytes(model: nn.Module, case: Case, vocab_size: int) -> int:

@@ -3,14 +3,15 @@
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from lpconv.bench.cases import SCALED, Case
 from lpconv.bench.models import step_loss
 from lpconv.errors import UnsupportedError
-from lpconv.layers import blocks_of
+from lpconv.models.opening import Blueprint
 
-__all__ = ["check_parallel", "join", "most", "spread"]
+__all__ = ["check_parallel", "in_fp32", "join", "most", "rows_of", "spread"]
 
 
 def check_parallel(case: Case) -> None:
@@ -65,16 +66,35 @@ def spread(model: nn.Module, case: Case, batch: dict[str, Tensor]) -> nn.Module:
     return DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
 
 
+def rows_of(case: Case, known: Blueprint) -> DeviceMesh | None:
+    """The processes of which each opens its rows of the model; None where each needs it whole at first.
+
+    That is so but for FSDP2: where weights are drawn, and where layers are replaced and calibrated before they are
+    shared out.
+    """
+    is_cast = case.format != "fp8" or case.method in SCALED
+    return _mesh(case) if case.parallel == "fsdp2" and known.directory is not None and is_cast else None
+
+
+def in_fp32(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """What runs a model opened by rows before it is cast."""
+    from lpconv.models.sharing import running_copy
+
+    copied: nn.Module = running_copy(model, mesh)
+    return copied
+
+
+def _mesh(case: Case) -> DeviceMesh:
+    return init_device_mesh(torch.device(case.device).type, (case.processes,))
+
+
 def _sharded(model: nn.Module, case: Case) -> nn.Module:
-    from torch.distributed.device_mesh import init_device_mesh  # a second to import
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy  # a second to import
+
+    from lpconv.models.sharing import share_out
 
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if case.method in SCALED else None)
-    mesh = init_device_mesh(torch.device(case.device).type, (case.processes,))
-    for block in blocks_of(model):
-        if block is not model:
-            fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    share_out(model, _mesh(case), policy)
     return model
 
 

@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from lpconv.bench.cases import CODES, Case
 from lpconv.bench.memory import StepPeak, profile_step, storage_bytes
 from lpconv.bench.models import check_fits, estimate_bytes, find_model, gemms_of, make_batch, step_loss
-from lpconv.bench.parallel import check_parallel, most, spread
+from lpconv.bench.parallel import check_parallel, in_fp32, most, rows_of, spread
 from lpconv.bench.recipes import apply_recipe, check_codes, check_peers, is_emulated, make_optimizer, with_codes
 from lpconv.bench.roofline import Gemm
 from lpconv.errors import LpconvError
@@ -23,6 +23,7 @@ from lpconv.models.inputs import vocabulary_size
 from lpconv.models.opening import Blueprint, Opened
 from lpconv.results import NumericsRecord
 from lpconv.scaled import ScaledTensor
+from lpconv.shards import whole
 
 __all__ = ["CaseRunner"]
 
@@ -43,10 +44,11 @@ class CaseRunner:
         shadow = known.empty()
         self.case = case
         self.gemms: tuple[Gemm, ...] = gemms_of(shadow)
-        self.estimate_bytes = estimate_bytes(shadow, case, vocabulary_size(known.config))
+        ranks = rows_of(case, known)
+        self.estimate_bytes = estimate_bytes(shadow, case, vocabulary_size(known.config), by_rows=ranks is not None)
         check_fits(self.estimate_bytes, case, memory_share)
         torch.manual_seed(case.seed)
-        opened = known.build(case.device)
+        opened = known.build(case.device, ranks)
         model: nn.Module = opened.model
         self.weights = _weights(known, opened)
         self.num_layers = len(blocks_of(model))
@@ -55,14 +57,18 @@ class CaseRunner:
         self._batch = make_batch(case, known.config)
         probe = make_batch(case, known.config, batch=_PROBE[0], seq=min(_PROBE[1], case.seq))
         watched = _watched(model) if case.mode == "train" else []
-        reference = _observe(model, probe, watched)
+        reference = _observe(model if ranks is None else in_fp32(model, ranks), probe, watched)
         if case.format == CODES:
             del opened, model
             model = with_codes(known, case)
         else:
             model = apply_recipe(model, case, self._batch)
-        self.numerics = _compare(reference, _observe(model, probe, watched))
-        self._model = spread(model, case, probe)
+        if ranks is None:
+            self.numerics = _compare(reference, _observe(model, probe, watched))
+            self._model = spread(model, case, probe)
+        else:  # nobody has the whole model to run
+            self._model = spread(model, case, probe)
+            self.numerics = _compare(reference, _observe(self._model, probe, watched))
         self._optimizer = make_optimizer(self._model, case) if case.mode == "train" else None
         self.compile_s = self._compile()
 
@@ -250,7 +256,8 @@ def _observe(model: nn.Module, batch: dict[str, Tensor], watched: list[str]) -> 
         return output, None
     step_loss(model, batch).backward()  # type: ignore[no-untyped-call]
     parameters = dict(model.named_parameters())
-    found = [parameters[name].grad for name in watched]
+    grads = [parameters[name].grad for name in watched]
+    found = [None if g is None else whole(g) for g in grads]
     values = [g.dequantize() if isinstance(g, ScaledTensor) else g for g in found if g is not None]
     gradient = torch.cat([g.float().flatten() for g in values]).cpu()
     model.zero_grad(set_to_none=True)

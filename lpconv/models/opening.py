@@ -148,10 +148,14 @@ class Blueprint:
             model: nn.Module = self.model_class(self.config)
         return model
 
-    def build(self, device: str) -> Opened:
-        """The model in fp32 on `device`."""
+    def build(self, device: str, mesh: DeviceMesh | None = None) -> Opened:
+        """The model in fp32 on `device`; of a mesh, which a checkpoint only may have, every rank opens its rows."""
         missing: tuple[str, ...] = ()
         with quiet_transformers():
+            if mesh is not None:
+                assert self.directory is not None, "random weights are drawn whole"
+                model, missing, _ = load_rows(self.directory, mesh, model_class=self.model_class, config=self.config)
+                return Opened(model=model.eval(), missing=missing)
             if self.directory is not None:
                 model, missing = load_with_missing(
                     self.directory, dtype=torch.float32, model_class=self.model_class, config=self.config

@@ -15,6 +15,7 @@ from transformers.trainer_callback import PrinterCallback
 from lpconv.kernels.half import HalfProducts
 from lpconv.models.opening import Opened, model_errors
 from lpconv.models.quiet import quiet_transformers
+from lpconv.models.sharing import running_copy
 from lpconv.progress import Progress
 from lpconv.results import RunRecord, Series
 from lpconv.scaled import apply_factors, calibrate, saved_bytes, scaled
@@ -29,10 +30,10 @@ from lpconv.train.job import MEASURED_BATCHES, TrainingJob, Work, first_batches,
 from lpconv.train.memory import StepMemory, check_room, explained, parameter_bytes
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.prepare import Prepared, operand_scale_of, prepare
-from lpconv.train.processes import backend, is_main_process, num_processes, wait_for_all
+from lpconv.train.processes import backend, is_main_process, mesh, num_processes, wait_for_all
 from lpconv.train.recipes import RECIPES
 from lpconv.train.record import run_record
-from lpconv.train.sharded import running_copy, shard, start_in_fp32
+from lpconv.train.sharded import shard, start_in_fp32
 from lpconv.train.trainer import DivergedError, LowPrecisionTrainer, predicted
 from lpconv.train.watch import Watch, rate_of
 
@@ -211,7 +212,7 @@ def _check_memory(job: TrainingJob, work: Work, model: Any) -> dict[str, int]:
     batch = Collator(pad_id=job.pad_id)([job.stream(work.seed, held_out=False)[0]])
     share = job.options.batch_size // num_processes()
     with model_errors("the model does not run", hint="do config.json and tokenizer belong to the weights?"):
-        running = running_copy(model) if job.options.is_sharded else model
+        running = running_copy(model, mesh()) if job.options.is_sharded else model
         needed["activations"] = saved_bytes(running, {k: v.to(model.device) for k, v in batch.items()}) * share
     check_room(needed, job.options.max_memory)
     return needed

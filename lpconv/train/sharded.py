@@ -4,9 +4,6 @@ Trainer's own `fsdp=True` trains unsharded on a CPU and says nothing, and accele
 So the model is sharded here, before Trainer sees it, and accelerate takes it as it is.
 """
 
-import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +11,17 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from lpconv.layers import blocks_of
+from lpconv.models.sharing import share_out
 from lpconv.scaled import from_disk, unscaled_state_dict
 from lpconv.scaled.model import COMPUTE
-from lpconv.shards import is_sharded
 from lpconv.train.job import TrainingJob, open_start
 from lpconv.train.prepare import ScaledLowPrecisionAdamW
 from lpconv.train.processes import mesh
 from lpconv.train.recipes import RECIPES, Arithmetic
 
-__all__ = ["load_model", "load_optimizer", "running_copy", "save", "shard", "start_in_fp32"]
+__all__ = ["load_model", "load_optimizer", "save", "shard", "start_in_fp32"]
 
 _MODEL, _OPTIMIZER = "model", "optimizer"
 
@@ -40,12 +36,7 @@ def shard(model: nn.Module, arithmetic: Arithmetic) -> None:
     keeps_fp32 = arithmetic.is_scaled and arithmetic.variant is None
     carrier = COMPUTE[arithmetic.precision].carrier if keeps_fp32 else None
     policy = MixedPrecisionPolicy(param_dtype=carrier, reduce_dtype=torch.float32)
-    ranks = mesh()
-    with _whole_in_outline(model):
-        for block in blocks_of(model):
-            if block is not model:
-                fully_shard(block, mesh=ranks, mp_policy=policy)
-        fully_shard(model, mesh=ranks, mp_policy=policy)
+    share_out(model, mesh(), policy)
 
 
 def start_in_fp32(job: TrainingJob, seed: int) -> Any:
@@ -54,34 +45,6 @@ def start_in_fp32(job: TrainingJob, seed: int) -> Any:
     if job.options.is_sharded:
         shard(model, RECIPES["fp32"].arithmetic)
     return model
-
-
-def running_copy(model: nn.Module) -> Any:
-    """A copy of a model opened by rows, with the same tensors, that computes in fp32 and lets go of all it gathers."""
-    copied: Any = copy.deepcopy(model, {id(x): x for x in (*model.parameters(), *model.buffers())})
-    shard(copied, RECIPES["fp32"].arithmetic)
-    copied.set_reshard_after_forward(True)
-    return copied
-
-
-@contextmanager
-def _whole_in_outline(model: nn.Module) -> Iterator[None]:
-    """Rows give way to whole parameters without memory, which FSDP takes apart, and come back in the place of those.
-
-    It pads them at the first forward pass, as it does with all that was exchanged.
-    """
-    rows: list[tuple[nn.Module, str, Any]] = [
-        (module, key, p) for module in model.modules() for key, p in module._parameters.items() if is_sharded(p)
-    ]
-    outlines: dict[int, nn.Parameter] = {}
-    for module, key, p in rows:
-        if id(p) not in outlines:
-            empty = torch.empty(p.shape, dtype=p.dtype, device="meta")
-            outlines[id(p)] = nn.Parameter(empty, requires_grad=p.requires_grad)
-        module._parameters[key] = outlines[id(p)]
-    yield
-    for module, key, p in rows:
-        module._parameters[key] = p
 
 
 def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

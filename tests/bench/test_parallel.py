@@ -17,7 +17,7 @@ from torch.multiprocessing.spawn import spawn
 
 from lpconv.bench.cases import Case
 from lpconv.bench.models import find_model, make_batch, step_loss
-from lpconv.bench.parallel import check_parallel, join, most, spread
+from lpconv.bench.parallel import check_parallel, join, most, rows_of, spread
 from lpconv.bench.run import choose_model
 from lpconv.errors import UnsupportedError
 from lpconv.options import PARALLEL
@@ -54,6 +54,10 @@ def two_ranks(rank: int, folder: str) -> None:
         average /= 2
         found = gradients(spread(model, mine, batch), batch)
         errors[kind] = float((found - average).norm() / average.norm())
+    rows = plan.build("cpu", rows_of(mine, plan)).model
+    assert all(isinstance(p, DTensor) for p in rows.parameters())
+    found = gradients(spread(rows, mine, batch), batch)
+    errors["by rows"] = float((found - average).norm() / average.norm())
     torch.save((errors, most(3 + rank)), f"{folder}/{rank}.pt")
     dist.barrier()
     os._exit(0)  # gloo's threads now and then abort an ordinary exit
@@ -64,7 +68,7 @@ def test_gradients_are_the_average_of_those_of_the_processes(tmp_path: Path) -> 
 
     for rank in range(2):
         errors, number = torch.load(tmp_path / f"{rank}.pt")
-        assert set(errors) == set(PARALLEL)
+        assert set(errors) == {*PARALLEL, "by rows"}
         assert max(errors.values()) < 1e-5
         assert number == 4
 
@@ -78,6 +82,12 @@ def test_scaled_tensors_train_together_by_parts_only() -> None:
         check_parallel(case(format="fp8", method="scalify", parallel="fsdp2", compiled="default"))
     check_parallel(case(format="fp8", method="scalify", parallel="fsdp2", compiled="off"))
     check_parallel(case(format="fp8", method="scalify", mode="infer"))
+
+
+def test_what_is_drawn_or_calibrated_is_opened_whole() -> None:
+    for changes in ({"model": "gpt2"}, {"format": "fp8", "method": "tensorwise"}, {"parallel": "ddp"}):
+        mine = case(**{"parallel": "fsdp2", **changes})
+        assert rows_of(mine, find_model(mine)) is None
 
 
 def test_a_bench_under_torchrun(tmp_path: Path) -> None:

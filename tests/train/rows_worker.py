@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lpconv.models.opening import Opened, open_to_train
+from lpconv.models.sharing import running_copy
 from lpconv.models.tasks import TASKS
 from lpconv.scaled import saved_bytes
 from lpconv.scaled.tensor import ScaledTensor
@@ -17,7 +18,7 @@ from lpconv.train.options import FinetuneOptions
 from lpconv.train.prepare import prepare
 from lpconv.train.processes import mesh
 from lpconv.train.recipes import arithmetic
-from lpconv.train.sharded import running_copy, shard
+from lpconv.train.sharded import shard
 
 STEPS = 2
 
@@ -50,7 +51,7 @@ def saved(models: Iterable[str]) -> dict[str, tuple[int, int]]:
 def _saved(folder: str, *, by_rows: bool) -> int:
     model = _open(folder, "clm", None, by_rows=by_rows).model
     ids = torch.arange(1, 13)[None]
-    return saved_bytes(running_copy(model) if by_rows else model, {"input_ids": ids, "labels": ids})
+    return saved_bytes(running_copy(model, mesh()) if by_rows else model, {"input_ids": ids, "labels": ids})
 
 
 def trained_unlike(cases: dict[str, tuple[str, dict[str, str]]]) -> dict[str, list[str]]:

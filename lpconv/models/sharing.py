@@ -1,0 +1,57 @@
+"""A model whose ranks each keep rows of every parameter, by FSDP2. Import this module lazily: that takes a second."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from lpconv.layers import blocks_of
+from lpconv.shards import is_sharded
+
+__all__ = ["running_copy", "share_out"]
+
+
+def share_out(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
+    """Leave on each rank of the mesh its rows of every parameter, by FSDP2, in place; a block's are gathered while it
+    computes.
+
+    The model is whole on all ranks, or was opened by rows.
+    """
+    with _whole_in_outline(model):
+        for block in blocks_of(model):
+            if block is not model:
+                fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def running_copy(model: nn.Module, mesh: DeviceMesh) -> Any:
+    """A copy of a model opened by rows, with the same tensors, that computes in fp32 and lets go of all it gathers."""
+    copied: Any = copy.deepcopy(model, {id(x): x for x in (*model.parameters(), *model.buffers())})
+    share_out(copied, mesh, MixedPrecisionPolicy(reduce_dtype=torch.float32))
+    copied.set_reshard_after_forward(True)
+    return copied
+
+
+@contextmanager
+def _whole_in_outline(model: nn.Module) -> Iterator[None]:
+    """Rows give way to whole parameters without memory, which FSDP takes apart, and come back in the place of those.
+
+    It pads them at the first forward pass, as it does with all that was exchanged.
+    """
+    rows: list[tuple[nn.Module, str, Any]] = [
+        (module, key, p) for module in model.modules() for key, p in module._parameters.items() if is_sharded(p)
+    ]
+    outlines: dict[int, nn.Parameter] = {}
+    for module, key, p in rows:
+        if id(p) not in outlines:
+            empty = torch.empty(p.shape, dtype=p.dtype, device="meta")
+            outlines[id(p)] = nn.Parameter(empty, requires_grad=p.requires_grad)
+        module._parameters[key] = outlines[id(p)]
+    yield
+    for module, key, p in rows:
+        module._parameters[key] = p
