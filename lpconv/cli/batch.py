@@ -38,8 +38,8 @@ class _Events:
 
         if self._junit is not None:
             write_small(Path(self._junit), junit_xml(result))
-        if not (self._json and result.failed):  # whose document stands inside the error
-            print_result(result, render_batch, json=self._json)
+        if not self._json:  # one document is printed at the end, of the result or of an error
+            print_result(result, render_batch, json=False)
 
 
 def _print_schema(wanted: bool) -> None:
@@ -95,7 +95,7 @@ def batch(
         if options.shard is not None:
             _write_part(loaded, options, options.shard, progress, json=json)
             return
-        run_batch(
+        result = run_batch(
             loaded,
             FINISHING if options.finish else RUNNERS,
             only=options.only,
@@ -107,6 +107,10 @@ def batch(
             events=_Events(progress, options.junit, json),
             executor=None if options.dry_run else _executor(loaded, options, progress=progress, quiet=quiet),
         )
+    if json:
+        from lpconv.report.batch import render_batch
+
+        print_result(result, render_batch, json=True)
 
 
 def _write_part(manifest: "Manifest", options: BatchOptions, shard: str, progress: "Progress", *, json: bool) -> None:

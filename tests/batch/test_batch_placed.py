@@ -250,6 +250,17 @@ def test_an_interruption_stops_what_runs(folder: Path) -> None:
     assert executor.is_stopped
 
 
+def test_an_interruption_before_any_failure_says_one_document(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted(Executor):
+        def submit(self, task: Task) -> Future[Answer]:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("lpconv.cli.batch._executor", lambda *_, **__: Interrupted())
+    said = CliRunner().invoke(app, ["batch", str(manifest(folder, {"id": "a"}).path), "--json"])
+    assert said.exit_code == 130
+    assert json.loads(said.stdout)["error"]["kind"] == "interrupted"
+
+
 def test_only_conversions_are_split(folder: Path) -> None:
     with pytest.raises(UsageError, match=r"jobs\[0\]\.split: a probe job is not shared out"):
         manifest(folder, {"id": "a", "kind": "probe", "split": 2})

@@ -70,7 +70,8 @@ def test_a_batch_on_two_nodes(tmp_path: Path, address: str) -> None:
     lock, outputs = (tmp_path / "jobs.lock.json").read_bytes(), {j: files_of(tmp_path / "out" / j) for j in "abc"}
     (tmp_path / "out").rename(tmp_path / "placed")
     alone = batch(path)
-    assert alone.wait() == 0
+    _, err = alone.communicate()
+    assert alone.returncode == 0, err
     assert {j: files_of(tmp_path / "out" / j) for j in "abc"} == outputs
     assert (tmp_path / "jobs.lock.json").read_bytes() == lock
 
