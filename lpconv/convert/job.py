@@ -27,6 +27,7 @@ from lpconv.convert.settings import settings_of
 from lpconv.errors import InputError, ResourceError
 from lpconv.forms.decoded import is_coded, open_values
 from lpconv.gates import CONVERT_GATES, Gate
+from lpconv.models.known import known_linears
 from lpconv.version import __version__
 
 __all__ = ["Job", "check_disk", "disk_bytes", "estimate_seconds", "free_bytes", "identity", "prepare"]
@@ -66,11 +67,11 @@ def prepare(model: str, output: Path | str, options: ConvertOptions, *, headers_
     url = output if isinstance(output, str) and is_url(output) else None
     output = working_folder(url) if url is not None else Path(output)
     check_apart(resolved.directory, output)
-    linears = _linears(contents) if method.form(options.layout).of_linears else None
     source = open_values(contents)
     if is_coded(contents):
         contents = dataclasses.replace(contents, config=plain_config(contents))
     try:
+        linears = _linears(contents, source) if method.form(options.layout).of_linears else None
         made = make_plan(
             {n: (e.info, e.file) for n, e in source.entries.items()},
             method,
@@ -129,8 +130,11 @@ def _equal_bytes(source: Source, a: str, b: str) -> bool:
     return True
 
 
-def _linears(contents: Contents) -> LinearModules:
+def _linears(contents: Contents, source: Source) -> LinearModules:
     """What the layouts of others have to know of the model."""
+    known = known_linears(contents.config, {n: e.info.shape for n, e in source.entries.items()})
+    if known is not None:
+        return known
     from lpconv.models.empty import linear_modules  # transformers takes seconds to import
 
     return linear_modules(contents)

@@ -1,0 +1,66 @@
+"""The `Linear` modules of decoder families whose names say all, without transformers, which takes seconds to import.
+
+Every layer of these models has the same modules, whatever else its config says, and all other matrices are the
+embedding. That this is what transformers builds is tested for each of them.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from lpconv.checkpoint.compressed import LinearModules
+
+__all__ = ["FAMILIES", "known_linears"]
+
+_EMBEDDING, _HEAD = "model.embed_tokens", "lm_head"
+_QKVO = tuple(f"self_attn.{x}_proj" for x in "qkvo")
+_GATED = (*_QKVO, "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+_UNGATED = (*_QKVO, "mlp.up_proj", "mlp.down_proj")
+_MERGED = (*_QKVO, "mlp.gate_up_proj", "mlp.down_proj")
+
+# The modules of one layer, in the order of the model, by class and `model_type` of config.json.
+FAMILIES: Mapping[tuple[str, str], tuple[str, ...]] = {
+    ("ArceeForCausalLM", "arcee"): _UNGATED,
+    ("Cohere2ForCausalLM", "cohere2"): _GATED,
+    ("CohereForCausalLM", "cohere"): _GATED,
+    ("Ernie4_5ForCausalLM", "ernie4_5"): _GATED,
+    ("Exaone4ForCausalLM", "exaone4"): _GATED,
+    ("Gemma2ForCausalLM", "gemma2"): _GATED,
+    ("Gemma3ForCausalLM", "gemma3_text"): _GATED,
+    ("GemmaForCausalLM", "gemma"): _GATED,
+    ("Glm4ForCausalLM", "glm4"): _MERGED,
+    ("GlmForCausalLM", "glm"): _MERGED,
+    ("GraniteForCausalLM", "granite"): _GATED,
+    ("HeliumForCausalLM", "helium"): _GATED,
+    ("LlamaForCausalLM", "llama"): _GATED,
+    ("Ministral3ForCausalLM", "ministral3"): _GATED,
+    ("MistralForCausalLM", "mistral"): _GATED,
+    ("Olmo2ForCausalLM", "olmo2"): _GATED,
+    ("Olmo3ForCausalLM", "olmo3"): _GATED,
+    ("OlmoForCausalLM", "olmo"): _GATED,
+    ("Phi3ForCausalLM", "phi3"): ("self_attn.o_proj", "self_attn.qkv_proj", "mlp.gate_up_proj", "mlp.down_proj"),
+    ("PhiForCausalLM", "phi"): (*_QKVO[:3], "self_attn.dense", "mlp.fc1", "mlp.fc2"),
+    ("Qwen2ForCausalLM", "qwen2"): _GATED,
+    ("Qwen3ForCausalLM", "qwen3"): _GATED,
+    ("SeedOssForCausalLM", "seed_oss"): _GATED,
+    ("SmolLM3ForCausalLM", "smollm3"): _GATED,
+    ("StableLmForCausalLM", "stablelm"): _GATED,
+    ("Starcoder2ForCausalLM", "starcoder2"): (*_QKVO, "mlp.c_fc", "mlp.c_proj"),
+}
+
+
+def known_linears(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> LinearModules | None:
+    """What `empty.linear_modules` says of the model of a config and of stored tensors by name, None where names do not.
+
+    They do where the files hold just the matrices of the family. The head may be missing, as where it is tied.
+    """
+    if {"auto_map", "quantization_config"} & config.keys():
+        return None
+    named = config.get("architectures") or [""]
+    layer = FAMILIES.get((named[0], config.get("model_type", ""))) if len(named) == 1 else None
+    count = config.get("num_hidden_layers")
+    if layer is None or not isinstance(count, int):
+        return None
+    names = (*(f"model.layers.{i}.{module}" for i in range(count) for module in layer), _HEAD)
+    expected = {f"{name}.weight" for name in (*names, _EMBEDDING)}
+    missing = expected ^ {name for name, shape in shapes.items() if len(shape) > 1}
+    return LinearModules(plain=names, others=()) if missing <= {f"{_HEAD}.weight"} else None

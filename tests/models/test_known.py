@@ -1,0 +1,70 @@
+"""Models whose modules are known by name: they are what transformers builds."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from safetensors.torch import save_file
+
+from lpconv.checkpoint.contents import read_contents
+from lpconv.models.empty import empty_model, linear_modules
+from lpconv.models.known import FAMILIES, known_linears
+
+# Some configs have no default of their own for these.
+SMALL = {"num_hidden_layers": 3, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+SMALL |= {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": 128, "pad_token_id": 0}
+
+
+def config_of(family: tuple[str, str]) -> dict[str, Any]:
+    config: dict[str, Any] = transformers.AutoConfig.for_model(family[1], **SMALL).to_dict()
+    return {**config, "architectures": [family[0]]}
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family[1])
+def test_what_is_known_of_a_family_is_what_transformers_builds(tmp_path: Path, family: tuple[str, str]) -> None:
+    config = config_of(family)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({}, tmp_path / "model.safetensors")
+    contents = read_contents(tmp_path)
+    stored = {name: tuple(x.shape) for name, x in empty_model(contents).state_dict().items()}
+    assert known_linears(config, stored) == linear_modules(contents)
+    del stored["lm_head.weight"]  # as where it is tied
+    assert known_linears(config, stored) == linear_modules(contents)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"architectures": ["LlamaModel"]},
+        {"architectures": None},
+        {"architectures": ["LlamaForCausalLM", "LlamaModel"]},
+        {"model_type": "mistral"},
+        {"num_hidden_layers": None},
+        {"num_hidden_layers": 2},
+        {"num_hidden_layers": 4},
+        {"auto_map": {"AutoConfig": "own.Config"}},
+        {"quantization_config": {"quant_method": "fp8"}},
+    ],
+)
+def test_nothing_is_known_of_an_unusual_config(change: dict[str, Any]) -> None:
+    config = config_of(("LlamaForCausalLM", "llama"))
+    stored = shapes(config)
+    assert known_linears(config, stored) is not None
+    assert known_linears(config | change, stored) is None
+
+
+def test_nothing_is_known_of_other_matrices() -> None:
+    config = config_of(("LlamaForCausalLM", "llama"))
+    stored = shapes(config)
+    assert known_linears(config, stored | {"model.layers.0.bias": (5,)}) is not None
+    assert known_linears(config, stored | {"model.layers.0.mlp.router.weight": (4, 32)}) is None
+    assert known_linears(config, {n: s for n, s in stored.items() if "embed" not in n}) is None
+    assert known_linears(config, {f"base.{n}": s for n, s in stored.items()}) is None
+
+
+def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    layer = FAMILIES[config["architectures"][0], config["model_type"]]
+    names = [f"model.layers.{i}.{module}.weight" for i in range(config["num_hidden_layers"]) for module in layer]
+    return dict.fromkeys(("model.embed_tokens.weight", *names, "lm_head.weight"), (32, 32))
