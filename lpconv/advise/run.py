@@ -24,8 +24,10 @@ from lpconv.convert.provenance import versions
 from lpconv.convert.settings import command_line
 from lpconv.devices import DEVICES
 from lpconv.errors import LpconvError, UnreadError
+from lpconv.kernels.compiled import eagerly
 from lpconv.models.quiet import quiet_transformers
-from lpconv.probe.answers import answer
+from lpconv.probe.answers import findings, loss_scales
+from lpconv.probe.record import GRADIENT_ROLES
 from lpconv.probe.track import probe
 from lpconv.progress import Progress, Silent
 from lpconv.report.advise.words import findings_of, recommendation, unknowns
@@ -109,12 +111,15 @@ class _Study:
             self._warnings.append(f"{words}: {e.message}" + (f" ({e.hint})" if e.hint else ""))
 
     def _probe(self) -> None:
-        """One step forward and backward; its gradients say what training needs, its weights what formats hold."""
+        """One step forward and backward; its gradients say what training needs, the rest what formats hold."""
         self._told.start("one step forward and backward", 0)
         prepared = self._subject.prepared
-        with quiet_transformers():
+        with quiet_transformers(), eagerly():
             found = probe(self._subject.model, self._subject.batches, steps=1, loss=prepared.loss)
-        self._findings = findings_of(answer(found))
+        if "train" not in self._options.purposes:
+            asked = tuple(t for t in found.tensors if t.role not in GRADIENT_ROLES)
+            found = dataclasses.replace(found, tensors=asked)
+        self._findings = findings_of(findings(found), loss_scales(found).values())
 
     def _infer(self, deadline: Deadline) -> None:
         with job_of(self._subject, Conversion(name="any")):

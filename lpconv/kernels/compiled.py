@@ -11,14 +11,28 @@ function is used from then on, a warning says so once, and `fallback_reason` kee
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-__all__ = ["MIN_ELEMENTS", "CheckedKernel"]
+__all__ = ["MIN_ELEMENTS", "CheckedKernel", "eagerly"]
 
 MIN_ELEMENTS = 1 << 20  # below, eager takes about a millisecond, and compiling takes seconds
+
+_eager = False
+
+
+@contextmanager
+def eagerly() -> Iterator[None]:
+    """Nothing is compiled inside, in any thread: for what takes less time than a compiler."""
+    global _eager
+    before, _eager = _eager, True
+    try:
+        yield
+    finally:
+        _eager = before
 
 
 class CheckedKernel:
@@ -45,7 +59,7 @@ class CheckedKernel:
     def wants(self, x: Tensor, dtype: torch.dtype | None = None) -> bool:
         """Whether `x` is large enough, and its device and the environment willing, to run compiled (in `dtype`)."""
         mode = os.environ.get("LPCONV_COMPILE", "auto")
-        if mode == "never" or torch.compiler.is_compiling() or x.device.type not in ("cpu", "cuda"):
+        if _eager or mode == "never" or torch.compiler.is_compiling() or x.device.type not in ("cpu", "cuda"):
             return False
         return (mode == "always" or x.numel() >= self.min_elements) and _kind(x, dtype) not in self.fallback_reason
 

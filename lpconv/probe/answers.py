@@ -1,6 +1,6 @@
 """A probe's record, answered for a few formats: what a report shows, now or long after the run."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from lpconv.errors import UnsupportedError
 from lpconv.formats.spec import BLOCK_FORMATS, get_format
@@ -9,7 +9,7 @@ from lpconv.probe.record import GRADIENT_ROLES, ROLES, ProbedTensor, ProbeResult
 from lpconv.report.numbers import ROLE_WORDS
 from lpconv.results import FormatRates, LossScaleRecord, ProbedRecord, ProbeReport
 
-__all__ = ["DEFAULT_FORMATS", "answer"]
+__all__ = ["DEFAULT_FORMATS", "answer", "findings", "loss_scales"]
 
 DEFAULT_FORMATS = ("fp16", "e5m2", "e4m3fn", "bf16")
 _FINDINGS = 3  # sentences per format
@@ -22,7 +22,7 @@ def answer(result: ProbeResult, formats: Sequence[str] = DEFAULT_FORMATS) -> Pro
     """
     for name in formats:
         _check_format(name)
-    scales = _loss_scales(result, formats)
+    scales = loss_scales(result, formats)
     tensors = tuple(_record(t, formats, scales) for t in result.tensors)
     return ProbeReport(
         name=str(result.options.get("model", "tracked model")),
@@ -35,10 +35,15 @@ def answer(result: ProbeResult, formats: Sequence[str] = DEFAULT_FORMATS) -> Pro
         overhead=result.overhead,
         tensors=tensors,
         loss_scales=tuple(scales.values()),
-        findings={name: _findings(result, name) for name in formats},
+        findings=findings(result, formats),
         at_risk=at_risk(result),
         warnings=(*result.options.get("warnings", ()), *_nonfinite(tensors)),
     )
+
+
+def findings(result: ProbeResult, formats: Sequence[str] = DEFAULT_FORMATS) -> dict[str, tuple[str, ...]]:
+    """The worst tensors of each format in words, worst first; none where it loses nothing."""
+    return {name: tuple(_findings(result, name)) for name in formats}
 
 
 def _record(tensor: ProbedTensor, formats: Sequence[str], scales: Mapping[str, LossScaleRecord]) -> ProbedRecord:
@@ -85,18 +90,17 @@ def _check_format(name: str) -> None:
     get_format(name)
 
 
-def _loss_scales(result: ProbeResult, formats: Sequence[str]) -> dict[str, LossScaleRecord]:
+def loss_scales(result: ProbeResult, formats: Sequence[str] = DEFAULT_FORMATS) -> dict[str, LossScaleRecord]:
     """The recommendation for each format, or none at all where no gradient was recorded."""
     if not any(t.role in GRADIENT_ROLES and t.exponents.num_nonzero for t in result.tensors):
         return {}
     return {name: recommend_loss_scale(result, name) for name in formats}
 
 
-def _findings(result: ProbeResult, name: str) -> tuple[str, ...]:
-    """The worst tensors of one format in words; none where it loses nothing."""
+def _findings(result: ProbeResult, name: str) -> Iterator[str]:
     by_place = {(t.layer, t.role): t for t in result.tensors}
     worst = assess(result, name)[:_FINDINGS]
-    return tuple(sentence(by_place[a.layer, a.role], name) for a in worst if a.lost > 0)
+    return (sentence(by_place[a.layer, a.role], name) for a in worst if a.lost > 0)
 
 
 def _nonfinite(tensors: Sequence[ProbedRecord]) -> tuple[str, ...]:

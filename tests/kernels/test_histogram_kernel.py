@@ -6,6 +6,7 @@ import torch
 from lpconv.errors import UsageError
 from lpconv.formats.histogram import ExponentHistogram, exponent_histogram_reference
 from lpconv.kernels import histogram
+from lpconv.kernels.compiled import eagerly
 from lpconv.kernels.histogram import exponent_histogram
 
 
@@ -87,3 +88,13 @@ def test_nan_and_inf_in_every_position(value: float, dtype: torch.dtype) -> None
 def test_integers_are_refused() -> None:
     with pytest.raises(UsageError):
         exponent_histogram(torch.ones(3, dtype=torch.int32))
+
+
+def test_nothing_is_compiled_where_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LPCONV_COMPILE", "always")
+    with eagerly():
+        assert not histogram._BINS_OF_FLOAT32.wants(patterns())
+        with eagerly():
+            pass
+        assert not histogram._BINS_OF_FLOAT32.wants(patterns())
+    assert histogram._BINS_OF_FLOAT32.wants(patterns())

@@ -1,10 +1,10 @@
 """An advice in words: recommendations, what is not known, and the cells of its table."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from lpconv.report.numbers import MISSING, change_text, duration_text, number_text, plural, size_text, sqnr_text
-from lpconv.results import AdviceResult, AdviceRow, GapEstimate, ProbeReport
+from lpconv.results import AdviceResult, AdviceRow, GapEstimate, LossScaleRecord
 
 __all__ = [
     "COLUMNS",
@@ -162,12 +162,10 @@ def _unknowns(result: AdviceResult) -> Iterator[str]:
         yield "The measurements were stopped before their end."
 
 
-def findings_of(report: ProbeReport) -> tuple[str, ...]:
+def findings_of(findings: Mapping[str, tuple[str, ...]], loss_scales: Iterable[LossScaleRecord]) -> tuple[str, ...]:
     """What one step forward and backward says of formats: the worst tensor of each, and loss scales."""
-    worst = [f"{name}: {found[0]}" for name, found in report.findings.items() if found]
-    scales = [
-        f"{s.format} gradients need a loss scale of 2^{s.log2_scale}" for s in report.loss_scales if s.log2_scale > 0
-    ]
+    worst = [f"{name}: {found[0]}" for name, found in findings.items() if found]
+    scales = [f"{s.format} gradients need a loss scale of 2^{s.log2_scale}" for s in loss_scales if s.log2_scale > 0]
     return (*worst, *scales)
 
 
