@@ -28,6 +28,8 @@ def advise(
 
     target = output_of(output, model, "advice")
     before_advice(model, target, options)
+    progress = progress_for(quiet=quiet)
+    progress.message(f"measuring {model}, {options.budget.minutes:g} minutes at most")
     # torch and transformers, from here on, take seconds to import
     from lpconv.advise.manifest import MANIFEST
     from lpconv.advise.record import PAGE, kept
@@ -37,7 +39,7 @@ def advise(
     with kept(
         target, options, lambda partial: None if json else print_result(partial, render_advice, json=False)
     ) as keep:
-        with progress_for(quiet=quiet) as progress:
+        with progress:
             result = measure(model, target, options, progress=progress, keep=keep, command=typed_command())
         keep(result)
     print_result(result, render_advice, json=json)
