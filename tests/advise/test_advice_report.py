@@ -2,6 +2,7 @@
 
 import io
 import math
+import re
 from dataclasses import replace
 
 from advice_examples import a_row, an_advice, gap
@@ -61,6 +62,19 @@ def test_the_front_marks_what_is_recommended_and_leaves_out_what_was_not_measure
     result = an_advice(a_row(), a_row("b", size_bytes=2_000_000), a_row("c", status="unmeasured", gap=None))
     plot = front_plot(result, "infer")
     assert plot is not None
-    assert {m.title for m in plot.marks} == {"budget", "unit e4m3fn, rows", "b"}
+    assert {m.title for m in plot.marks} == {"budget", "the model itself", "unit e4m3fn, rows", "b"}
     assert sum("series-1" in m.kind for m in plot.marks) == 2  # its bar and its mark
-    assert front_plot(replace(result, rows=result.rows[:1]), "infer") is None
+    assert front_plot(replace(result, rows=result.rows[2:]), "infer") is None
+
+
+def test_in_the_front_gaps_below_zero_lie_below_it() -> None:
+    result = an_advice(a_row(gap=gap(-0.002, 0.001)), a_row("b", size_bytes=2_000_000, gap=gap(0.2, 0.1)))
+    plot = front_plot(result, "infer")
+    assert plot is not None
+    heights = {t.label: t.position for t in plot.y_ticks}
+    assert list(heights) == ["-0.001", "0", "0.001", "0.01", "0.1"]
+    assert sorted(heights.values(), reverse=True) == list(heights.values())
+    top, bottom = (float(y) for y in re.findall(r"[ V]([\d.]+)", plot.marks[2].path))
+    assert heights["0"] < top
+    assert heights["-0.001"] == top  # the upper end of -0.002 ± 0.001
+    assert top < bottom < plot.bottom

@@ -1,13 +1,14 @@
 """The page of an advice: recommendations, quality against what it takes, every candidate, each layer's part."""
 
 import math
+from collections.abc import Callable
 from pathlib import PurePath
 
 from lpconv.report.advise.words import COLUMNS, HEADINGS, PART_COLUMNS, cells, gap_text, of_purpose, part_rows, unit_of
 from lpconv.report.charts import Bar, bar_plot, uncut
 from lpconv.report.numbers import duration_text, plural, size_text
 from lpconv.report.page import Tile, page
-from lpconv.report.plot import NARROW, Axis, Mark, Plot, Text, mark_path, round_step
+from lpconv.report.plot import NARROW, Axis, Mark, Plot, Text, Tick, mark_path, round_step
 from lpconv.report.printable import printable_record
 from lpconv.results import AdviceResult, AdviceRow
 
@@ -15,8 +16,8 @@ __all__ = ["front_plot", "html_advice"]
 
 _LEFT, _RIGHT, _TOP, _BOTTOM, _HEIGHT = 62.0, 476.0, 14.0, 240.0, 286.0
 _RADIUS = 4.5
-_LEAST = 1e-5  # a gap below is drawn there: the axis is logarithmic
 _PARTS = 8  # tensors in the plot
+_ITSELF = Mark(kind="series-2", path=mark_path(1, 7, 7, 4), title="the model itself")
 
 
 def html_advice(result: AdviceResult) -> str:
@@ -52,33 +53,46 @@ def _tiles(result: AdviceResult) -> tuple[Tile, ...]:
 
 
 def front_plot(result: AdviceResult, purpose: str) -> Plot | None:
-    """Gap against size, of training against memory, with intervals; None where fewer than two were measured."""
+    """Gap against size, of training against memory, with intervals; None where there are not two to compare.
+
+    Gaps on both sides of zero have their place: the axis is linear up to a tenth of the budget's power of ten, and
+    logarithmic beyond (asinh).
+    """
     rows = [r for r in of_purpose(result, purpose) if _is_drawn(r)]
-    if len(rows) < 2:
+    start = float(result.source_bytes) if purpose == "infer" else 0.0
+    if len(rows) + bool(start) < 2 or not rows:
         return None
     quality = float(result.options["budget"]["quality"])
-    gaps = [g for r in rows if r.gap for g in (r.gap.value, r.gap.high)] + [quality]
-    low, high = (math.log10(max(f(gaps), _LEAST)) for f in (min, max))
-    up = Axis(low=math.floor(low), high=math.ceil(high + 0.01), start=_BOTTOM, end=_TOP)
-    across = Axis(low=0.0, high=1.05 * max(_x(r) for r in rows), start=_LEFT, end=_RIGHT)
+    unit = 10.0 ** (math.floor(math.log10(quality)) - 1)
+    ends = [0.0, quality, *(e for r in rows if r.gap for e in (r.gap.low, r.gap.high))]
+    low, high = math.asinh(min(ends) / unit) - 0.3, math.asinh(max(ends) / unit) + 0.3
+    up = Axis(low=low, high=high, start=_BOTTOM, end=_TOP)
+    across = Axis(low=0.0, high=1.05 * max(start, *(_x(r) for r in rows)), start=_LEFT, end=_RIGHT)
+
+    def y(gap: float) -> float:
+        return up.at(math.asinh(gap / unit))
+
     advised = {(a.purpose, a.row) for a in result.recommendations}
-    limit = up.at(math.log10(quality))
-    marks = [Mark(kind="move", path=f"M{_LEFT} {limit}H{_RIGHT}", title="budget")]
+    marks = [Mark(kind="move", path=f"M{_LEFT} {y(quality)}H{_RIGHT}", title="budget")]
+    if start:
+        marks.append(Mark(kind=_ITSELF.kind, path=mark_path(1, across.at(start), y(0.0), _RADIUS), title=_ITSELF.title))
     for r in rows:
-        marks += _marks(r, across, up, is_advised=(purpose, r.name) in advised)
+        marks += _marks(r, across.at(_x(r)), y, is_advised=(purpose, r.name) in advised)
     taken = "size" if purpose == "infer" else "memory"
     return Plot(
         name=f"front-{purpose}",
         title=f"{HEADINGS[purpose]}: quality against {taken}",
-        description="Lower and further left is better. Bars are 95 % intervals, the line is the budget.",
+        description="Lower and further left is better. Bars are 95 % intervals, the line is the budget. The scale of "
+        f"gaps is linear around zero and logarithmic beyond {unit:g}.",
         x_label="size on disk" if purpose == "infer" else "memory of a step",
         x_ticks=uncut(across.ticks(round_step(across.high / 4), size_text)),
-        y_ticks=up.ticks(1, lambda e: f"1e{e}"),
+        y_ticks=tuple(Tick(position=y(g), label=f"{g:g}") for g in _gap_ticks(unit, min(ends), max(ends))),
         marks=tuple(marks),
-        texts=tuple(_label(r, across, up) for r in rows if (purpose, r.name) in advised),
+        texts=tuple(_label(r, across.at(_x(r)), y) for r in rows if (purpose, r.name) in advised),
         legend=(
             Mark(kind="series-1", path=mark_path(3, 7, 7, 5), title="recommended"),
             Mark(kind="series-0", path=mark_path(0, 7, 7, 4), title="gap, measured"),
+            *([_ITSELF] if start else []),
         ),
         width=NARROW,
         height=_HEIGHT,
@@ -86,6 +100,12 @@ def front_plot(result: AdviceResult, purpose: str) -> Plot | None:
         right=_RIGHT,
         bottom=_BOTTOM,
     )
+
+
+def _gap_ticks(unit: float, low: float, high: float) -> list[float]:
+    """Zero, and powers of ten from `unit` on, on either side as far as the gaps go."""
+    powers = [unit * 10.0**n for n in range(20)]
+    return [*(-p for p in powers if -p >= low), 0.0, *(p for p in powers if p <= high)]
 
 
 def _parts_plot(result: AdviceResult) -> Plot | None:
@@ -110,25 +130,19 @@ def _is_drawn(row: AdviceRow) -> bool:
     return row.status == "measured" and row.gap is not None and math.isfinite(row.gap.high) and _x(row) > 0
 
 
-def _y(gap: float, up: Axis) -> float:
-    return up.at(math.log10(max(gap, _LEAST)))
-
-
-def _marks(row: AdviceRow, across: Axis, up: Axis, *, is_advised: bool) -> list[Mark]:
+def _marks(row: AdviceRow, x: float, y: Callable[[float], float], *, is_advised: bool) -> list[Mark]:
     assert row.gap is not None
-    x, y = across.at(_x(row)), _y(row.gap.value, up)
     colour = 1 if is_advised else 0
-    bar = f"M{x} {_y(row.gap.high, up)}V{_y(row.gap.low, up)}"
-    shape = mark_path(3 if is_advised else 0, x, y, _RADIUS + 2 * is_advised)
+    shape = mark_path(3 if is_advised else 0, x, y(row.gap.value), _RADIUS + 2 * is_advised)
     return [
-        Mark(kind=f"line series-{colour}", path=bar, title=row.name),
+        Mark(kind=f"line series-{colour}", path=f"M{x} {y(row.gap.high)}V{y(row.gap.low)}", title=row.name),
         Mark(kind=f"series-{colour}", path=shape, title=row.name),
     ]
 
 
-def _label(row: AdviceRow, across: Axis, up: Axis) -> Text:
+def _label(row: AdviceRow, x: float, y: Callable[[float], float]) -> Text:
     """The name beside a mark, on the side where there is room."""
     assert row.gap is not None
-    x, y = across.at(_x(row)), _y(row.gap.value, up) - 10
     is_left = x < (_LEFT + _RIGHT) / 2
-    return Text(x=x + (9 if is_left else -9), y=y, text=row.name, anchor="start" if is_left else "end", kind="ink")
+    anchor = "start" if is_left else "end"
+    return Text(x=x + (9 if is_left else -9), y=y(row.gap.value) - 10, text=row.name, anchor=anchor, kind="ink")
