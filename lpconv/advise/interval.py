@@ -10,10 +10,10 @@ from lpconv.student import t_quantile
 __all__ = ["estimated"]
 
 
-def estimated(gaps: Sequence[float]) -> GapEstimate:
-    """The mean of paired differences, with Student's 95 % interval, which has no ends for one or what is not finite."""
+def estimated(gaps: Sequence[float], confidence: float = 0.95) -> GapEstimate:
+    """The mean of paired differences, with Student's interval, which has no ends for one or what is not finite."""
     mean, count = statistics.fmean(gaps), len(gaps)
     if count == 1 or not math.isfinite(mean):
         return GapEstimate(value=mean, low=-math.inf, high=math.inf, count=1)
-    width = t_quantile(count - 1) * statistics.stdev(gaps) / count**0.5
+    width = t_quantile(count - 1, confidence) * statistics.stdev(gaps) / count**0.5
     return GapEstimate(value=mean, low=mean - width, high=mean + width, count=count)

@@ -143,8 +143,10 @@ class _Study:
             known = row if row.size_bytes is None else self._forecast.of_inference(row)
         else:
             known = self._forecast.of_training(row)
-        self._rows[row.purpose, row.name] = judged(known, self._options.budget, self._forecast.memory_bytes)
-        self._keep(self.result(interrupted=True))
+        known = judged(known, self._options.budget, self._forecast.memory_bytes)
+        self._rows[row.purpose, row.name] = known
+        if row.status in ("measured", "failed"):
+            self._keep(self.result(interrupted=True))
 
     def _ranked(self) -> tuple[AdviceRow, ...]:
         return ranked(self._rows.values())

@@ -1,6 +1,7 @@
 """What a conversion would store, decoded in memory: nothing is written."""
 
 import dataclasses
+import statistics
 from contextlib import closing
 
 import torch
@@ -61,22 +62,25 @@ def _decoded(t: PlannedTensor, workers: Workers) -> tuple[Tensor, TensorRecord]:
     return values.view(t.info.shape), tensor_record(t, t.form.scale(found.side), stats, error)
 
 
-def noise_of_sample(job: Job, *, elements: int) -> tuple[float, int]:
-    """The mean over all weights of noise over signal, of the first rows of each converted tensor; and their elements.
+def noise_of_sample(job: Job, *, elements: int) -> float:
+    """The mean over all weights of noise over signal, of the first rows of a few converted tensors.
 
-    `elements` bounds the rows of one tensor; at least one is taken. What is kept has no noise. Raises InputError for
-    values that the form cannot hold.
+    Of those with one shape and format, two stand for all. `elements` bounds the rows of one tensor; at least one is
+    taken. What is kept has no noise. Raises InputError for values that the form cannot hold.
     """
-    work, noise, weights, taken = Workspace(), 0.0, 0, 0
+    work, noise = Workspace(), 0.0
+    stored = [t for t in job.plan.tensors if t.action != "tie" and t.info.num_elements]
+    alike: dict[object, list[PlannedTensor]] = {}
+    for t in stored:
+        if t.action == "convert":
+            alike.setdefault((t.info.shape, t.info.dtype, t.format), []).append(t)
     with SingleThreadedTorch():
-        for t in job.plan.tensors:
-            weights += t.info.num_elements if t.action != "tie" else 0
-            if t.action == "convert" and t.info.num_elements:
-                cols = t.info.shape[-1] if t.info.shape else 1
-                shape = (max(1, min(t.info.num_elements, elements) // cols), cols)
-                noise += t.info.num_elements * _noise(job, t, shape, work)
-                taken += shape[0] * cols
-    return noise / weights if weights else 0.0, taken
+        for group in alike.values():
+            size, cols = group[0].info.num_elements, (group[0].info.shape or (1,))[-1]
+            shape = (max(1, min(size, elements) // cols), cols)
+            two = group[len(group) // 4 :: (len(group) + 1) // 2]
+            noise += len(group) * size * statistics.fmean(_noise(job, t, shape, work) for t in two)
+    return noise / max(sum(t.info.num_elements for t in stored), 1)
 
 
 def _noise(job: Job, t: PlannedTensor, shape: tuple[int, int], work: Workspace) -> float:

@@ -55,7 +55,7 @@ def test_terminal_and_page_hold_the_command_and_every_candidate_that_none_beats(
             assert words in text.replace("<wbr>", "")
     assert "unit e5m2" in html_advice(result)
     assert "unit e5m2" not in printed(result)
-    assert "1 more is no better in size and weights" in printed(result)
+    assert "1 more cannot be better than these" in printed(result)
 
 
 def test_the_front_marks_what_is_recommended_and_leaves_out_what_was_not_measured() -> None:

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from lpconv.progress import Silent
 from lpconv.results import AdviceResult, from_json
 from lpconv.train.recipes import RECIPES
 
-FEW = ("unit e4m3fn", "unit fp16", "unit e5m2")
+FEW = ("unit e4m3fn", "unit fp16", "unit e5m2", "multipoint e2m1, 6 bits", "multipoint int4, 4.5 bits")
 
 
 @pytest.fixture(autouse=True)
@@ -52,10 +53,10 @@ def test_the_command_advises_and_its_gates_hold(tmp_path: Path) -> None:
     result = from_json(AdviceResult, json.loads(done.stdout))
     rows = {r.name: r for r in result.rows}
     assert rows["unit e5m2"].status == "pruned"
-    assert rows["unit e4m3fn"].gap is not None
-    assert rows["unit fp16"].gap is not None
-    assert rows["unit fp16"].gap.high < rows["unit e4m3fn"].gap.high
-    assert rows["unit fp16"].gap.high < 1e-3
+    assert rows["unit e4m3fn"].meets
+    assert (rows["unit fp16"].status, rows["unit fp16"].why) == (
+        "pruned", "larger than unit e4m3fn, which keeps the quality",
+    )  # fmt: skip
     mixed = next(r for r in result.rows if "rules" in r.settings)
     assert mixed.status == "measured"
     assert len(mixed.settings["rules"]) > 0
@@ -70,6 +71,29 @@ def test_the_command_advises_and_its_gates_hold(tmp_path: Path) -> None:
     assert converted.bytes.written == rows[result.recommendations[0].row].size_bytes
     assert CliRunner().invoke(app, ["report", str(out)]).exit_code == 0
     assert CliRunner().invoke(app, command).exit_code == 8
+
+
+def asked(quality: float, **changed: Any) -> AdviseOptions:
+    return AdviseOptions(budget=Budget(quality=quality), seq_len=32, **changed)
+
+
+def test_where_little_noise_is_too_much_what_has_more_is_not_tried(tmp_path: Path) -> None:
+    result = advise("demo", tmp_path, asked(1e-4, purpose="infer"))
+    rows = {r.name: r for r in result.rows}
+    assert rows["unit e4m3fn"].meets is False
+    assert rows["unit fp16"].meets
+    for name in ("multipoint e2m1, 6 bits", "multipoint int4, 4.5 bits"):
+        assert rows[name].why.startswith("noisier than unit e4m3fn, which does not keep the quality")
+    assert result.recommendations[0].row == "unit fp16"
+
+
+def test_windows_are_run_until_the_quality_is_decided(tmp_path: Path) -> None:
+    gaps = {r.name: r.gap for r in advise("demo", tmp_path, asked(0.03, purpose="infer")).rows if r.gap is not None}
+    assert all(gap.high <= 0.03 for gap in gaps.values())
+    counts = {gap.count for gap in gaps.values()}
+    assert min(counts) == 8
+    assert counts <= {16, 8, 32, 64}
+    assert gaps["unit e4m3fn"].count < gaps["multipoint int4, 4.5 bits"].count < 64
 
 
 def test_a_recipe_is_tried_from_several_seeds_beside_its_twin(tmp_path: Path) -> None:
@@ -108,7 +132,10 @@ def test_of_an_output_of_ours_what_was_measured_before_an_interrupt_is_kept(
     assert done.exit_code == 130, done.stderr
     result = from_json(AdviceResult, json.loads((out / "advice.json").read_text()))
     assert result.interrupted
-    assert sorted(r.status for r in result.rows) == ["measured", "pruned", "unmeasured"]
+    assert {r.name: r.status for r in result.rows} == {
+        "unit e4m3fn": "measured", "unit fp16": "pruned", "unit e5m2": "pruned",
+        "multipoint e2m1, 6 bits": "unmeasured", "multipoint int4, 4.5 bits": "unmeasured",
+    }  # fmt: skip
     assert "Inference" in done.stdout
 
 

@@ -35,7 +35,7 @@ def render_advice(result: AdviceResult) -> RenderableType:
 
 
 def _table(result: AdviceResult, purpose: str) -> Iterator[RenderableType]:
-    """The candidates of a purpose; of conversions only those that no other one beats, which are many."""
+    """The candidates of a purpose; of conversions only those that were looked at, for there are many."""
     rows = of_purpose(result, purpose)
     shown = [r for r in rows if purpose != "infer" or r.status != "pruned"]
     if shown:
@@ -43,4 +43,4 @@ def _table(result: AdviceResult, purpose: str) -> Iterator[RenderableType]:
         yield table_of(*COLUMNS[purpose], rows=(cells(result, r) for r in shown))
     if len(shown) < len(rows):
         count = len(rows) - len(shown)
-        yield Text(f"{count} more {'is' if count == 1 else 'are'} no better in size and weights than one of these.")
+        yield Text(f"{count} more cannot be better than these: the page and the JSON say of each why.")
