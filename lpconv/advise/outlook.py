@@ -2,8 +2,8 @@
 
 The interval is that of one new run at the end of the training. Three things widen it:
 
-- *Seeds.* Runs of one recipe differ from seed to seed; the spread is pooled over all recipes that ran from several,
-  and a recipe whose own is larger has its own.
+- *Seeds.* Runs of one recipe differ from seed to seed. A recipe that ran from several has its own spread; for one that
+  ran from one it is pooled over those.
 - *Drift.* Where the gap still changed in the second half of the steps, it may change as much with each doubling.
 - *Lost updates.* A 16-bit optimizer that drops part of each intended update (1 - EDQ, arXiv 2405.03637 §4.2) may fall
   behind by that part of what the twin will still learn. It shows late, so that few steps do not measure it.
@@ -18,7 +18,7 @@ from typing import Self
 from lpconv.results import GapEstimate, RunRecord
 from lpconv.student import t_quantile
 
-__all__ = ["Ends", "outlook"]
+__all__ = ["Ends", "least_high", "outlook"]
 
 _METRIC = "eval_loss"
 
@@ -59,17 +59,28 @@ def outlook(ends: Mapping[str, Sequence[Ends]], *, steps: int, horizon: int) -> 
     return {name: _foretold(found, pooled, freedom, doublings) for name, found in ends.items()}
 
 
+def least_high(found: Sequence[Ends], *, steps: int, horizon: int) -> float:
+    """The upper end of the gap of a recipe after `horizon` steps, if all seeds gave the same."""
+    drift, behind = _later(found, math.log2(horizon / steps))
+    return statistics.fmean(e.last for e in found) + drift + behind
+
+
 def _foretold(found: Sequence[Ends], pooled: float, freedom: int, doublings: float) -> GapEstimate:
     gaps = [e.last for e in found]
     mean, count = statistics.fmean(gaps), len(gaps)
     if freedom == 0:
         return GapEstimate(value=mean, low=-math.inf, high=math.inf, count=count)
-    own = statistics.stdev(gaps) if count > 1 else 0.0
-    seeds = t_quantile(freedom) * max(pooled, own) * math.sqrt(1 + 1 / count)
+    spread, freedom = (statistics.stdev(gaps), count - 1) if count > 1 else (pooled, freedom)
+    seeds = t_quantile(freedom) * spread * math.sqrt(1 + 1 / count)
+    drift, behind = _later(found, doublings)
+    return GapEstimate(value=mean, low=mean - seeds - drift, high=mean + seeds + drift + behind, count=count)
+
+
+def _later(found: Sequence[Ends], doublings: float) -> tuple[float, float]:
+    """What the gap may change by in either direction, and what it may grow by, in the steps that are still to come."""
     drift = abs(statistics.fmean(e.last - e.half for e in found)) * doublings
     lost = 1 - statistics.fmean(e.kept for e in found)
-    behind = lost * max(0.0, statistics.fmean(e.learnt for e in found)) * doublings
-    return GapEstimate(value=mean, low=mean - seeds - drift, high=mean + seeds + drift + behind, count=count)
+    return drift, lost * max(0.0, statistics.fmean(e.learnt for e in found)) * doublings
 
 
 def _pooled(groups: Sequence[Sequence[float]]) -> tuple[float, int]:

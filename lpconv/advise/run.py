@@ -137,8 +137,8 @@ class _Study:
             self._parts = parts_of(self._subject, model, records, deadline, self._told)
             self._parts_of = chosen.name
 
-    def _hear(self, row: AdviceRow) -> None:
-        """A row that is new, or known better."""
+    def _hear(self, row: AdviceRow) -> AdviceRow:
+        """A row that is new, or known better; it comes back judged."""
         if row.purpose == "infer":
             known = row if row.size_bytes is None else self._forecast.of_inference(row)
         else:
@@ -147,6 +147,7 @@ class _Study:
         self._rows[row.purpose, row.name] = known
         if row.status in ("measured", "failed"):
             self._keep(self.result(interrupted=True))
+        return known
 
     def _ranked(self) -> tuple[AdviceRow, ...]:
         return ranked(self._rows.values())

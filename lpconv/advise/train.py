@@ -1,9 +1,9 @@
 """Recipes tried on a model: a few steps of the training beside the fp32 twin, on the same batches.
 
-A pilot of the twin says what a step costs, and so how many steps every recipe can have within the time. The recipes
-that keep least memory come first. Each trains from one seed; the first that look as if they stay within the quality
-also from two more, whose spread says what a single run of any recipe may differ by. So the answer is there early, and
-what time is left tells more about the alternatives.
+A pilot of the twin says what a step costs, and so how many steps a few recipes can have from three seeds within the
+time. Those that keep least memory come first. Each trains from one seed; if that leaves hope for the quality, from two
+more, whose spread says what a single run of any recipe may differ by. The first that keeps the quality is the answer:
+what is left keeps more memory.
 
 What the steps of the whole training will change is not measured but allowed for (`lpconv.advise.outlook`).
 """
@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lpconv.advise.options import AdviseOptions
-from lpconv.advise.outlook import Ends, outlook
+from lpconv.advise.outlook import Ends, least_high, outlook
 from lpconv.advise.subject import Subject
 from lpconv.advise.time import Deadline
 from lpconv.errors import LpconvError, finding
@@ -34,7 +34,7 @@ __all__ = ["Trials"]
 _TWIN = "fp32"
 _PILOT_STEPS = 6  # the least that times and measures memory
 _MORE_SEEDS = 2
-_WITH_MORE = 3  # recipes that run from them
+_PLANNED = 3  # recipes that there should be time for, from all seeds
 _SLOWER = 2.0  # a step in low precision beside the twin's, where it is emulated
 _TRAIN = "train"
 
@@ -48,10 +48,13 @@ class _Run:
 
 
 class Trials:
-    """The runs of one advice. Raises as `training_job` does for data and tasks that do not fit."""
+    """The runs of one advice. Raises as `training_job` does for data and tasks that do not fit.
+
+    `told` hears of each row, again as more is known, and gives it back judged.
+    """
 
     def __init__(
-        self, subject: Subject, options: AdviseOptions, told: Callable[[AdviceRow], None], progress: Progress
+        self, subject: Subject, options: AdviseOptions, told: Callable[[AdviceRow], AdviceRow], progress: Progress
     ) -> None:
         self._options, self._told, self._progress = options, told, progress
         self._directory = subject.prepared.source.directory
@@ -72,20 +75,22 @@ class Trials:
         return f"{self._job.task.name}, {o.steps} steps of {o.batch_size} x {self._job.seq_len} tokens, lr {o.lr:g}"
 
     def run(self, deadline: Deadline) -> None:
-        """Try recipes, the first in any case, until the time is over; `told` hears of rows as more is known."""
+        """Try recipes, the first in any case, until one stays within the budget or the time is over."""
         for row in self._rows.values():
             self._told(row)
         o = self._options
         pilot = self._twin(o.seed, min(_PILOT_STEPS, o.steps))
         waiting = self._within_memory()
-        self.steps = self._longest(pilot, len(waiting) + _WITH_MORE * _MORE_SEEDS, deadline)
-        known = 0  # recipes that ran from more seeds
-        for name in waiting:
-            self._try(name, o.seed, deadline)
-            if known < _WITH_MORE and self._is_promising(name):
-                known += 1
-                for seed in range(o.seed + 1, o.seed + 1 + _MORE_SEEDS):
+        self.steps = self._longest(pilot, _PLANNED * (1 + _MORE_SEEDS), deadline)
+        while waiting:
+            name = waiting.pop(0)
+            for seed in range(o.seed, o.seed + 1 + _MORE_SEEDS):
+                if seed == o.seed or self._is_promising(name):
                     self._try(name, seed, deadline)
+            if self._rows[name].meets:
+                break
+        for other in waiting:
+            self._note(other, status="pruned", why=f"keeps no less memory than {name}, which keeps the quality")
 
     def _begun(self, name: str) -> AdviceRow:
         arithmetic = RECIPES[name].arithmetic
@@ -118,8 +123,10 @@ class Trials:
         return max(min(_PILOT_STEPS, self._options.steps), min(most, self._options.steps))
 
     def _is_promising(self, name: str) -> bool:
-        """Whether one run leaves hope that the recipe stays within the quality."""
-        return name in self._ends and self._ends[name][0].last <= 2 * self._options.budget.quality
+        """Whether the runs so far leave hope that the recipe keeps the quality."""
+        found = self._ends.get(name)
+        quality = self._options.budget.quality
+        return found is not None and least_high(found, steps=self.steps, horizon=self._options.steps) <= quality
 
     def _try(self, name: str, seed: int, deadline: Deadline) -> None:
         """One more run of a recipe, if there is time for one."""
@@ -152,8 +159,8 @@ class Trials:
             self._note(name, gap=gap)
 
     def _note(self, name: str, **changed: object) -> None:
-        self._rows[name] = replace(self._rows[name], **changed)  # type: ignore[arg-type]  # fields of the record
-        self._told(self._rows[name])
+        row = replace(self._rows[name], **changed)  # type: ignore[arg-type]  # fields of the record
+        self._rows[name] = self._told(row)
 
     def _twin(self, seed: int, steps: int) -> _Run:
         if (seed, steps) not in self._twins:

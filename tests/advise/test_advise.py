@@ -96,6 +96,27 @@ def test_windows_are_run_until_the_quality_is_decided(tmp_path: Path) -> None:
     assert gaps["unit e4m3fn"].count < gaps["multipoint int4, 4.5 bits"].count < 64
 
 
+def test_the_first_recipe_that_keeps_the_quality_ends_the_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train, "RECIPES", {n: RECIPES[n] for n in ("fp32", "amp-bf16", "collage-bf16", "bf16-sr")})
+    result = advise("demo", tmp_path, asked(2, purpose="train", steps=4, batch_size=2))
+    rows = {r.name: r for r in result.rows}
+    assert (rows["bf16-sr"].status, rows["bf16-sr"].meets) == ("measured", True)
+    for name in ("collage-bf16", "amp-bf16"):
+        assert rows[name].status == "pruned"
+        assert rows[name].why == "keeps no less memory than bf16-sr, which keeps the quality"
+        assert rows[name].memory_bytes
+
+
+def test_a_recipe_without_hope_after_one_seed_gets_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "least_high", lambda found, *, steps, horizon: 2.5)
+    result = advise("demo", tmp_path, asked(2, purpose="train", steps=4, batch_size=2))
+    (row,) = result.rows
+    assert row.gap is not None
+    assert (row.status, row.gap.count, row.meets) == ("measured", 1, False)
+
+
 def test_a_recipe_is_tried_from_several_seeds_beside_its_twin(tmp_path: Path) -> None:
     options = AdviseOptions(purpose="train", steps=4, batch_size=2, seq_len=16, budget=Budget(quality=2))
     result = advise("demo", tmp_path, options)

@@ -12,7 +12,7 @@ from lpconv.advise.infer import pruned
 from lpconv.advise.interval import estimated
 from lpconv.advise.manifest import gates_of, manifest_text
 from lpconv.advise.options import AdviseOptions, Budget, parse_budget
-from lpconv.advise.outlook import Ends, outlook
+from lpconv.advise.outlook import Ends, least_high, outlook
 from lpconv.batch.manifest import load_manifest
 from lpconv.convert.options import ConvertOptions
 from lpconv.errors import UsageError
@@ -50,6 +50,19 @@ def test_seeds_of_one_recipe_tell_what_another_varies_by() -> None:
     assert found["b"].value == 0.5
     assert found["b"].high - 0.5 == pytest.approx(4.303 * 0.1 * math.sqrt(2), rel=1e-3)  # a new run beside one
     assert found["a"].high - 0.1 == pytest.approx(4.303 * 0.1 * math.sqrt(1 + 1 / 3), rel=1e-3)
+
+
+def test_a_recipe_of_several_seeds_has_its_own_spread() -> None:
+    found = outlook(
+        {"a": [ends(0.0), ends(0.1), ends(0.2)], "b": [ends(0.0), ends(0.01), ends(0.02)]}, steps=8, horizon=8
+    )
+    assert found["b"].high - 0.01 == pytest.approx(4.303 * 0.01 * math.sqrt(1 + 1 / 3), rel=1e-3)
+
+
+def test_the_least_that_an_upper_end_can_be_has_no_spread_of_seeds() -> None:
+    seeds = [replace(ends(x, kept=0.8), half=x - 0.01) for x in (0.0, 0.1, 0.2)]
+    assert least_high(seeds, steps=8, horizon=8) == pytest.approx(0.1)
+    assert least_high(seeds, steps=8, horizon=32) == pytest.approx(0.1 + 2 * 0.01 + 2 * 0.2 * 0.5)
 
 
 def test_from_one_seed_of_each_nothing_is_certain() -> None:
