@@ -35,6 +35,7 @@ _SAMPLE = 2**13  # elements of a tensor
 # is four chances to be wrong: at 1 % each and 2 % in the end, what is told holds in 95 % of cases (Bonferroni).
 _FIRST_LOOK = 8
 _EARLY, _LAST = 0.99, 0.98
+_SHARE = 1 / 3  # of the time that is left, for the windows of one candidate: what is left then is enough for another
 _SAME_SIZE, _SAME_NOISE = 1.01, 10**0.1  # 1 % of the size, 1 dB
 _LITTLE_NOISE = 1e-3  # of the signal: 30 dB, as e4m3fn has
 
@@ -76,7 +77,7 @@ class Conversions:
         taken_s = -math.inf  # by the last
         while not (kept and missed) and (left := smaller if kept else larger) and taken_s <= deadline.left_s:
             before_s = deadline.left_s
-            row = self._measured(left.pop(-1 if kept else 0), deadline.part(0.5))
+            row = self._measured(left.pop(-1 if kept else 0), deadline.part(_SHARE))
             taken_s = before_s - deadline.left_s
             if row.gap is not None and row.gap.high <= self._quality:
                 self._rule_out(larger, f"larger than {row.name}, which keeps the quality")
