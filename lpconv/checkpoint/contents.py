@@ -13,6 +13,7 @@ from lpconv.checkpoint.gguf_view import as_directory
 from lpconv.checkpoint.partfile import read_error
 from lpconv.errors import InputError
 from lpconv.lookup import no_directory
+from lpconv.report.numbers import listed
 
 __all__ = ["QUANTIZATION_FILES", "Contents", "check_config", "check_inside", "read_contents", "read_json"]
 
@@ -20,7 +21,7 @@ _INDEX_SUFFIX = ".index.json"
 _LAYERS, _MOST_LAYERS = re.compile(r"layers?$"), 10_000  # which transformers makes one by one
 # Without a number in these, transformers makes as many as the class is used to, with random weights.
 _NUM_LAYERS = {"num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers"}
-_ADAPTER, _SHOWN = "adapter_config.json", 5
+_ADAPTER = "adapter_config.json"
 # Weight files of any framework, and what training leaves behind: never copied as side files.
 _WEIGHT_FILE = re.compile(
     r"""(?x) .*\.(safetensors|h5|msgpack|onnx|gguf|ggml|pt|pth|ckpt|npz|ot|tflite|mlmodel)(\.index\.json)?
@@ -133,7 +134,7 @@ def _no_checkpoint(directory: Path) -> InputError:
     folders = sorted(p.parent for p in directory.glob("*/config.json"))
     inner = [f.name for f in folders if any(map(_WEIGHT_FILE.fullmatch, os.listdir(f)))]
     if inner:
-        hint = "pass one of those below it: " + ", ".join(inner[:_SHOWN]) + (", …" if len(inner) > _SHOWN else "")
+        hint = "pass one of those below it: " + listed(inner)
     else:
         hint = "is it a Hugging Face checkpoint directory?"
     return InputError(f"`{directory}` has no config.json", hint=hint)

@@ -16,7 +16,6 @@ from lpconv.checkpoint.contents import read_contents
 from lpconv.checkpoint.header import DTYPE_BITS
 from lpconv.checkpoint.source import Source, read_range
 from lpconv.checkpoint.ties import tie_candidates
-from lpconv.convert.defects import shown
 from lpconv.convert.tensor_records import sqnr_db
 from lpconv.forms import Stored
 from lpconv.forms.decoded import DecodedSource
@@ -24,6 +23,7 @@ from lpconv.forms.ranges import block_ranges
 from lpconv.forms.reader import StoredTensors
 from lpconv.gates import CONVERT_GATES
 from lpconv.progress import Progress
+from lpconv.report.numbers import shown
 from lpconv.results import ComparedTensor, VerifyResult, WeightsCheck
 
 __all__ = ["compare"]

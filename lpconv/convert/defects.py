@@ -17,8 +17,9 @@ from lpconv.forms import Headers, Kept, Stored, grid_of
 from lpconv.forms.foreign import ACTIVATIONS, READ, is_part
 from lpconv.forms.foreign.gguf import Blocks
 from lpconv.forms.foreign.grid import Grid
+from lpconv.report.numbers import shown
 
-__all__ = ["AGAIN", "Findings", "beyond_repair", "check_repairable", "from_headers", "fused_groups", "shown"]
+__all__ = ["AGAIN", "Findings", "beyond_repair", "check_repairable", "from_headers", "fused_groups"]
 
 # Modules that readers (vLLM, SGLang, TensorRT-LLM) put into one matrix, by the last parts of their names.
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("query", "key", "value"), ("w1", "w3"))
@@ -29,7 +30,6 @@ _FORMATS = {
 }  # fmt: skip
 _ALGORITHMS = {"FP8": {"e4m3fn"}, "NVFP4": {"e2m1"}}
 _SURELY_CODES = (".weight_packed", ".qweight")
-_EXAMPLES = 3
 AGAIN = "quantise it again from its source; nothing in the file says what its scales were"
 
 
@@ -70,13 +70,6 @@ def check_repairable(contents: Contents, problems: tuple[str, ...]) -> None:
 def beyond_repair(what: str) -> UnsupportedError:
     """The error that says what cannot be made up."""
     return UnsupportedError(f"this cannot be repaired: {what}", hint=AGAIN)
-
-
-def shown(names: Iterable[str]) -> str:
-    """A few names, and how many more there are."""
-    listed = list(names)
-    more = f" and {len(listed) - _EXAMPLES} more" if len(listed) > _EXAMPLES else ""
-    return ", ".join(f"`{n}`" for n in listed[:_EXAMPLES]) + more
 
 
 def fused_groups(names: Iterable[str]) -> Iterator[tuple[str, tuple[str, ...]]]:

@@ -7,13 +7,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from lpconv.convert.defects import shown
 from lpconv.convert.job import Job
 from lpconv.convert.options import ConvertOptions
 from lpconv.formats.grains import TENSOR
 from lpconv.formats.spec import FORMATS
 from lpconv.forms.decoded import DecodedSource
-from lpconv.report.numbers import size_text
+from lpconv.report.numbers import shown, size_text
 from lpconv.report.printable import printable
 from lpconv.results import FileRecord, SourceRecord, TensorRecord, to_json
 from lpconv.version import __version__

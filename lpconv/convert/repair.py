@@ -29,7 +29,7 @@ from lpconv.checkpoint.source import Source, open_source, read_range
 from lpconv.checkpoint.staging import MARKER, SUMS, Staging, check_apart
 from lpconv.checkpoint.unchanged import watch, watched_files
 from lpconv.convert.compare import compare
-from lpconv.convert.defects import AGAIN, beyond_repair, check_repairable, shown
+from lpconv.convert.defects import AGAIN, beyond_repair, check_repairable
 from lpconv.convert.files import copy_side_files, write_sums
 from lpconv.convert.inspect import inspect
 from lpconv.convert.mend import Changes, Mend, pieces
@@ -50,6 +50,7 @@ from lpconv.forms.decoded import open_values
 from lpconv.forms.foreign.grid import Grid
 from lpconv.forms.ranges import block_ranges
 from lpconv.progress import Progress
+from lpconv.report.numbers import shown
 from lpconv.results import FileRecord, RepairedTensor, RepairResult, ordered_json_text, to_json
 from lpconv.version import __version__
 

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from lpconv.checkpoint.contents import Contents, read_contents
 from lpconv.checkpoint.source import Source, open_source, read_range, read_tensor
-from lpconv.convert.defects import Findings, fused_groups, shown
+from lpconv.convert.defects import Findings, fused_groups
 from lpconv.forms import Component, Headers, grid_of, recognise
 from lpconv.forms.foreign.grid import Grid
 from lpconv.forms.foreign.plane import Span
 from lpconv.forms.stored import Fetch, Side
+from lpconv.report.numbers import shown
 from lpconv.results import InspectResult
 
 __all__ = [

@@ -26,7 +26,7 @@ from lpconv.export.trace import Traceable, trace, traceable
 from lpconv.export.validate import Case, check_file, compare
 from lpconv.models.inputs import other_inputs
 from lpconv.progress import Progress, Silent
-from lpconv.report.numbers import listed
+from lpconv.report.numbers import shown
 from lpconv.results import ExportResult, FileRecord, OnnxCheck, SourceRecord, ordered_json_text, to_json
 from lpconv.version import __version__
 
@@ -161,12 +161,10 @@ def _warnings(opened: Traceable, rewritten: Rewritten) -> tuple[str, ...]:
     found = []
     random = [n for n in rewritten.unmatched if n in opened.missing]
     if random:
-        found.append(f"not in the checkpoint, so random here: {listed([f'`{n}`' for n in random])}")
+        found.append(f"not in the checkpoint, so random here: {shown(random)}")
     merged = [n for n in rewritten.unmatched if n not in opened.missing]
     if merged:
-        found.append(
-            f"in fp32, because no stored tensor has exactly these values: {listed([f'`{n}`' for n in merged])}"
-        )
+        found.append(f"in fp32, because no stored tensor has exactly these values: {shown(merged)}")
     return tuple(found)
 
 

@@ -27,6 +27,7 @@ from lpconv.probe.options import ProbeOptions
 from lpconv.probe.record import ProbeResult
 from lpconv.probe.track import model_loss, probe, target_loss
 from lpconv.progress import Progress, Silent
+from lpconv.report.numbers import listed
 from lpconv.scaled import EdgeFactors, calibrate, scaled
 from lpconv.version import __version__
 
@@ -157,8 +158,7 @@ def _warnings(prepared: Prepared) -> list[str]:
     if prepared.task is NONE and named and named != type(opened.model).__name__:
         found.append(f"the checkpoint does not hold all of `{named}`; {type(opened.model).__name__} was probed instead")
     if opened.missing:
-        shown = ", ".join(opened.missing[:3]) + (" and more" if len(opened.missing) > 3 else "")
-        found.append(f"not in the checkpoint, so random here: {shown}")
+        found.append(f"not in the checkpoint, so random here: {listed(opened.missing)}")
     return [*found, *prepared.batches.tokens.doubts]
 
 

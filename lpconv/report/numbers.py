@@ -5,7 +5,7 @@ A missing number is a dash, an infinite SQNR is "exact", sizes are decimal (1 MB
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -28,6 +28,7 @@ __all__ = [
     "scale_text",
     "shape_text",
     "share_text",
+    "shown",
     "size_text",
     "sqnr_text",
 ]
@@ -161,5 +162,10 @@ def gate_lines(gates: "Sequence[GateRecord]") -> tuple[str, ...]:
 
 def listed(items: Sequence[str]) -> str:
     """The first names of a list, and how many more there are: "a, b, c and 4 more"."""
-    shown = ", ".join(items[:_NAMES])
-    return f"{shown} and {len(items) - _NAMES} more" if len(items) > _NAMES else shown
+    first = ", ".join(items[:_NAMES])
+    return f"{first} and {len(items) - _NAMES} more" if len(items) > _NAMES else first
+
+
+def shown(names: Iterable[str]) -> str:
+    """The same with names as code: "`a`, `b`, `c` and 4 more"."""
+    return listed([f"`{n}`" for n in names])

@@ -17,7 +17,7 @@ from lpconv.progress import Progress, Silent
 from lpconv.report.finetune.card import finetune_card
 from lpconv.report.finetune.html import html_finetune
 from lpconv.report.finetune.words import nothing_learned
-from lpconv.report.numbers import plural
+from lpconv.report.numbers import listed, plural
 from lpconv.results import FinetuneResult, RunRecord, json_text, to_json
 from lpconv.train.baseline import baselines
 from lpconv.train.checks import check_run
@@ -183,11 +183,7 @@ def _notes(opened: Opened) -> tuple[str, ...]:
         "not in the checkpoint, so drawn from the seed": opened.missing,
         "transformers makes these of others, so each process held them whole for a while": opened.read_whole,
     }
-    return tuple(f"{what}: {_few(names)}" for what, names in found.items() if names)
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (" and more" if len(names) > 3 else "")
+    return tuple(f"{what}: {listed(names)}" for what, names in found.items() if names)
 
 
 def _warnings(job: TrainingJob, runs: Sequence[RunRecord], notes: Sequence[str]) -> tuple[str, ...]:
