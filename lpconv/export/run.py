@@ -7,7 +7,6 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import onnx_ir as ir
 
@@ -16,7 +15,7 @@ from lpconv.checkpoint.partfile import sha256_of, write_error, write_small
 from lpconv.checkpoint.resolve import Resolved, resolve
 from lpconv.checkpoint.staging import MARKER, Staging, check_apart, read_marker
 from lpconv.checkpoint.unchanged import watch, watched_files
-from lpconv.convert.files import LOADER, copy_side_files, model_side_files
+from lpconv.convert.files import copy_side_files, model_side_files, plain_config
 from lpconv.convert.provenance import public_source, versions
 from lpconv.errors import VerificationError
 from lpconv.export.options import MAX_INLINE_BYTES, ExportOptions, choose_opset
@@ -183,17 +182,9 @@ def _check(path: Path, cases: Sequence[Case], options: ExportOptions) -> OnnxChe
 
 
 def _write_side_files(directory: Path, contents: Contents, result: ExportResult) -> None:
-    """Tokenizer and other side files, the plain config, and the provenance, which holds no times."""
+    """Tokenizer and other side files, the config of the values, and the provenance, which holds no times."""
     copy_side_files(directory, contents, model_side_files(contents), renamed={})
-    write_small(directory / "config.json", ordered_json_text(_plain_config(contents.config)))
+    write_small(directory / "config.json", ordered_json_text(plain_config(contents)))
     public = dataclasses.replace(result, source=public_source(result.source))
     document = {k: v for k, v in to_json(public).items() if k not in ("output", "seconds")}
     write_small(directory / MARKER, ordered_json_text({"format_version": 1, **document}))
-
-
-def _plain_config(config: dict[str, Any]) -> dict[str, Any]:
-    """config.json for tokenizers and pipelines: without what makes `from_pretrained` look for our weights."""
-    left_out = {"quantization_config"}
-    if LOADER.removesuffix(".py") in str(config.get("auto_map", "")):
-        left_out.add("auto_map")
-    return {k: v for k, v in config.items() if k not in left_out}

@@ -95,7 +95,12 @@ def test_the_file_says_where_it_comes_from_and_names_no_path(exported: tuple[Exp
     for path in done.directory.iterdir():
         assert str(done.directory.parent).encode() not in path.read_bytes(), path.name
         assert b"site-packages" not in path.read_bytes(), path.name
-    assert "quantization_config" not in json.loads((done.directory / "config.json").read_text())
+
+
+def test_the_config_is_that_of_the_model_that_was_converted(exported: tuple[Exported, Any]) -> None:
+    done, _ = exported
+    source = done.converted.with_name("source")
+    assert json.loads((done.directory / "config.json").read_text()) == json.loads((source / "config.json").read_text())
 
 
 def test_weights_that_are_tied_or_large_lie_once_and_where_they_should(exported: tuple[Exported, Any]) -> None:
