@@ -24,7 +24,6 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.profiler import ProfilerActivity, profile
 
 from lpconv.shards import local
@@ -113,7 +112,7 @@ _CASES = {
 }  # fmt: skip
 
 
-class _Gather(AllGather):
+class _Gather:
     """Each rank's part, which lies in the output already, is sent to the others."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -124,7 +123,7 @@ class _Gather(AllGather):
             dist.broadcast(part, rank)
 
 
-class _ReduceScatter(ReduceScatter):
+class _ReduceScatter:
     """The parts of the input, which is spent, are summed where they lie."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -195,8 +194,8 @@ def _measured(case: _Case, options: FinetuneOptions, *, in_place: bool) -> tuple
         shard(prepared.model, options.arithmetic)
     for module in prepared.model.modules():
         if in_place and isinstance(module, FSDPModule):
-            module.set_custom_all_gather(_Gather())
-            module.set_custom_reduce_scatter(_ReduceScatter())
+            module.set_custom_all_gather(_Gather())  # type: ignore[arg-type]  # torch's base class is private
+            module.set_custom_reduce_scatter(_ReduceScatter())  # type: ignore[arg-type]  # as well
     optimizer = prepared.make_optimizer()
     ids = torch.randint(0, case.config.vocab_size, case.shape)
 
