@@ -192,13 +192,14 @@ def check(options: Any) -> None:
     other, whoever made the record."""
     if getattr(options, "resume", False) and getattr(options, "force", False):
         raise UsageError("--resume and --force exclude each other", hint="resume continues a run, force starts anew")
+    known = options_of(type(options))
     for field, group, option in _fields(type(options)):
         value = getattr(options, field.name)
         if group is not None and isinstance(value, group.record):
             check(value)
         if option is None or value is None:
             continue
-        declared = options_of(type(options))[option.name or field.name]
+        declared = known[option.name or field.name]
         for one in value if declared.is_many else (value,):
             check_value(declared, one)
 
