@@ -21,7 +21,7 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 from adaptive import Sweep, adaptive, sweep, sweep_table
-from miniature import QUICK, Arm, amp_fp16, read_arguments, save
+from miniature import QUICK, Arm, amp_fp16, read_arguments, save, spread
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
@@ -163,12 +163,11 @@ def training_table(net: str, runs: Sequence[Run]) -> str:
             here = [r for r in runs if (r.net, r.setting, r.arm) == (net, setting, arm)]
             base = [r for r in runs if (r.net, r.setting, r.arm) == (net, setting, "fp32")]
             excess = [r.held_out_loss - b.held_out_loss for r, b in zip(here, base, strict=True)]
-            spread = statistics.stdev(excess) if len(excess) > 1 else 0.0
             loss, right = (
                 statistics.fmean(v) for v in zip(*((r.held_out_loss, r.accuracy) for r in here), strict=True)
             )
             skipped = statistics.fmean(r.skipped for r in here)
-            cells.append(f"{loss:.4f} | {statistics.fmean(excess):+.4f} ± {spread:.4f} | {right:.1%} | {skipped:.1f}")
+            cells.append(f"{loss:.4f} | {spread(excess, '+.4f')} | {right:.1%} | {skipped:.1f}")
         lines.append(f"| {arm} | " + " | ".join(cells) + " |")
     return "\n".join([f"Training, {net}, {len({r.seed for r in runs})} seeds", "", *lines, ""])
 

@@ -14,14 +14,13 @@ and table.md. `--quick` is for trying the script.
 
 import json
 import math
-import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from character_models import NORMS, CharacterLM, Shape
-from miniature import QUICK, Arm, Size, read_arguments, save, train
+from miniature import QUICK, Arm, Size, read_arguments, save, spread, train
 from native import PLAIN, native_arm, plain_fp16
 from scaled_training import plain_fp8
 from torch import nn
@@ -99,12 +98,6 @@ def compare(shape: Shape, kept: Runs, seed: int) -> list[Run]:
     rate = best(native).lr
     runs += native
     return runs + [kept.get(shape, "native", c, native_arm("", c, "unit", rate), rate, seed) for c in formats]
-
-
-def spread(values: Sequence[float], form: str) -> str:
-    """The mean of some seeds and their deviation."""
-    deviation = f" ± {statistics.stdev(values):{form.lstrip('+')}}" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):{form}}{deviation}"
 
 
 def powers(rates: Sequence[float]) -> str:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 from halp import ROWS, windows
-from miniature import QUICK, read_arguments, save
+from miniature import QUICK, read_arguments, save, spread
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -104,11 +104,8 @@ def table(traces: list[Trace]) -> str:
     for method, runs in by_method.items():
         losses = [t.losses[-1] for t in runs]
         excess = [a - b for a, b in zip(losses, base, strict=True)]
-        spread = f" ± {statistics.stdev(excess):.4f}" if len(excess) > 1 else ""
         norm = statistics.median(t.norms[-1] for t in runs)
-        lines.append(
-            f"| {method} | {statistics.fmean(losses):.4f} | {statistics.fmean(excess):+.4f}{spread} | {norm:.1e} |"
-        )
+        lines.append(f"| {method} | {statistics.fmean(losses):.4f} | {spread(excess, '+.4f')} | {norm:.1e} |")
     return "\n".join([f"Network, {len(base)} seeds, means and the median norm", "", *lines, ""])
 
 

@@ -12,10 +12,10 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from character_lm import Run, Runs, sized, spread
+from character_lm import Run, Runs, sized
 from character_models import Shape
 from figures import panels
-from miniature import QUICK, read_arguments, save
+from miniature import QUICK, read_arguments, save, spread
 from native import PLAIN, native_arm
 
 WIDTHS, STEPS = (32, 96, 256), 120

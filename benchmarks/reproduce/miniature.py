@@ -32,6 +32,7 @@ __all__ = [
     "read_arguments",
     "rms",
     "save",
+    "spread",
     "start_model",
     "train",
     "train_all",
@@ -183,6 +184,12 @@ def train_all(arms: Sequence[Arm], kind: str, size: Size) -> Iterator[tuple[Curv
             yield curve, model
 
 
+def spread(values: Sequence[float], form: str) -> str:
+    """The mean of some seeds and their deviation."""
+    deviation = f" ± {statistics.stdev(values):{form.lstrip('+')}}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):{form}}{deviation}"
+
+
 def training_table(title: str, curves: Sequence[Curve]) -> str:
     """Means over seeds at the last step; the excess over the first arm is taken seed by seed, ± its deviation."""
     by_arm = {arm: [c for c in curves if c.arm == arm] for arm in dict.fromkeys(c.arm for c in curves)}
@@ -190,9 +197,8 @@ def training_table(title: str, curves: Sequence[Curve]) -> str:
     lines = [f"| arithmetic | held-out loss | over {base[0].arm} | steps skipped |", "|---|---|---|---|"]
     for arm, runs in by_arm.items():
         excess = [c.held_out_loss[-1] - b.held_out_loss[-1] for c, b in zip(runs, base, strict=True)]
-        spread = statistics.stdev(excess) if len(excess) > 1 else 0.0
         loss, skipped = statistics.fmean(c.held_out_loss[-1] for c in runs), statistics.fmean(c.skipped for c in runs)
-        lines.append(f"| {arm} | {loss:.4f} | {statistics.fmean(excess):+.4f} ± {spread:.4f} | {skipped:.1f} |")
+        lines.append(f"| {arm} | {loss:.4f} | {spread(excess, '+.4f')} | {skipped:.1f} |")
     return "\n".join([f"{title}, {len(base)} seeds", "", *lines, ""])
 
 
