@@ -3,8 +3,9 @@
 A sample of each tensor's rows gives noise over signal and the plan gives the size: what is larger and noisier than
 another is pruned, so that of the rest the larger has less noise. They are encoded in memory, and the model is run with
 what they decode to, beside itself on the same windows of text; so the gap is a mean of paired differences. The first is
-the smallest with little noise. Where it keeps the quality the next smaller one follows, until one does not keep it;
-else larger ones, until one does. What is left is larger than the answer, or noisier than what did not keep the quality.
+the smallest with little noise. Where it keeps the quality the next smaller one follows, until one does not keep it, or
+has so much more noise that it cannot; else larger ones, until one does. What is left is larger than the answer, or
+noisier than what did not keep the quality.
 """
 
 import math
@@ -28,7 +29,7 @@ from lpconv.models.inputs import example_inputs
 from lpconv.progress import Progress
 from lpconv.results import AdviceRow, GapEstimate, TensorRecord
 
-__all__ = ["Conversions", "converted", "job_of", "pruned"]
+__all__ = ["Conversions", "converted", "job_of", "least_gap", "pruned"]
 
 _SAMPLE = 2**13  # elements of a tensor
 # After 8, 16, 32 and 64 windows an interval is looked at, and is the last if it says whether the quality is kept. That
@@ -38,6 +39,7 @@ _EARLY, _LAST = 0.99, 0.98
 _SHARE = 1 / 3  # of the time that is left, for the windows of one candidate: what is left then is enough for another
 _SAME_SIZE, _SAME_NOISE = 1.01, 10**0.1  # 1 % of the size, 1 dB
 _LITTLE_NOISE = 1e-3  # of the signal: 30 dB, as e4m3fn has
+_DOUBT = 4.0  # by which a gap that noise foretells must exceed the quality to be ruled out
 
 
 @contextmanager
@@ -82,6 +84,9 @@ class Conversions:
             if row.gap is not None and row.gap.high <= self._quality:
                 self._rule_out(larger, f"larger than {row.name}, which keeps the quality")
                 kept = True
+                if smaller and least_gap(smaller[-1], row, self._subject.metric) > _DOUBT * self._quality:
+                    self._rule_out(smaller, f"far noisier than {row.name}, whose gap would grow beyond the quality")
+                    missed = True
             elif row.gap is not None:
                 sure = "" if row.gap.low > self._quality else " for certain"
                 self._rule_out(smaller, f"noisier than {row.name}, which does not keep the quality{sure}")
@@ -162,6 +167,18 @@ class Conversions:
             check = compare(outputs_of(self._subject.model, inputs), outputs_of(model, inputs), "", "")
         name, value = ("kl", check.mean_kl) if self._subject.metric == "loss" else ("logits_rel_error", check.rel_error)
         return {} if value is None else {name: value}
+
+
+def least_gap(row: AdviceRow, measured: AdviceRow, metric: str) -> float:
+    """The least gap that a conversion should have, from another that was measured.
+
+    Small noise of weights changes outputs in proportion to its root, and the loss of a trained model, whose gradient
+    is small, in proportion to itself.
+    """
+    if row.noise is None or not measured.noise or measured.gap is None:
+        return 0.0
+    growth = row.noise / measured.noise
+    return measured.gap.low * (math.sqrt(growth) if metric == "output" else growth)
 
 
 def pruned(rows: Sequence[AdviceRow]) -> list[AdviceRow]:

@@ -1,24 +1,28 @@
 """Whole advices on the embedded model, with few candidates."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from advice_examples import gap
 from transformers import ViTConfig, ViTForImageClassification
 from typer.testing import CliRunner
 
 from lpconv.advise import candidates, infer, train
+from lpconv.advise.infer import Conversions
 from lpconv.advise.options import AdviseOptions, Budget
 from lpconv.advise.run import advise
+from lpconv.advise.time import Deadline
 from lpconv.batch.manifest import load_manifest
 from lpconv.cli.main import app
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.run import convert
 from lpconv.errors import UnsupportedError
 from lpconv.progress import Silent
-from lpconv.results import AdviceResult, from_json
+from lpconv.results import AdviceResult, AdviceRow, from_json
 from lpconv.train.recipes import RECIPES
 
 FEW = ("unit e4m3fn", "unit fp16", "unit e5m2", "multipoint e2m1, 6 bits", "multipoint int4, 4.5 bits")
@@ -85,6 +89,18 @@ def test_where_little_noise_is_too_much_what_has_more_is_not_tried(tmp_path: Pat
     for name in ("multipoint e2m1, 6 bits", "multipoint int4, 4.5 bits"):
         assert rows[name].why.startswith("noisier than unit e4m3fn, which does not keep the quality")
     assert result.recommendations[0].row == "unit fp16"
+
+
+def test_what_has_far_more_noise_than_a_gap_allows_is_not_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(self: Conversions, row: AdviceRow, deadline: Deadline) -> AdviceRow:
+        return replace(row, status="measured", gap=gap(0.009, 0.0005))
+
+    monkeypatch.setattr(Conversions, "_measured", measured)
+    rows = advise("demo", tmp_path, asked(0.01, purpose="infer")).rows
+    assert [r.name for r in rows if r.status == "measured"] == ["unit e4m3fn"]
+    assert next(r for r in rows if r.name == "multipoint e2m1, 6 bits").why.startswith("far noisier than unit e4m3fn")
 
 
 def test_windows_are_run_until_the_quality_is_decided(tmp_path: Path) -> None:

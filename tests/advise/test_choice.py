@@ -8,7 +8,7 @@ import pytest
 from advice_examples import a_row, gap
 
 from lpconv.advise.choice import best, judged, ranked
-from lpconv.advise.infer import pruned
+from lpconv.advise.infer import least_gap, pruned
 from lpconv.advise.interval import estimated
 from lpconv.advise.manifest import gates_of, manifest_text
 from lpconv.advise.options import AdviseOptions, Budget, parse_budget
@@ -135,3 +135,12 @@ def test_what_is_no_better_is_pruned_and_of_equals_the_first_stays() -> None:
         "blocks": "no better than plain in size and weights",
         "larger": "beaten by plain in size and weights",
     }
+
+
+def test_a_gap_grows_with_the_noise_of_weights_and_that_of_outputs_with_its_root() -> None:
+    known = replace(a_row("known"), noise=1e-4, gap=gap(0.02, 0.01))
+    noisy = replace(a_row("noisy"), noise=1e-2)
+    assert known.gap is not None
+    assert least_gap(noisy, known, "loss") == pytest.approx(100 * known.gap.low)
+    assert least_gap(noisy, known, "output") == pytest.approx(10 * known.gap.low)
+    assert least_gap(noisy, replace(known, noise=0.0), "loss") == 0.0
