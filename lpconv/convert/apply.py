@@ -3,8 +3,8 @@
 Scales stand before the codes in the file, and everything is written, and hashed, front to back. So they have to be
 known before the first code: tensors whose form stores scales are read twice, from the page cache where the shard fits.
 The first pass finds the scales, the second encodes. Where a sample leaves no doubt of a scale, one pass does both, and
-what it saw of all blocks confirms the scale. A shard in which one was wrong is written again, with those that were
-found.
+what it saw of all blocks confirms the scale. Where each block says its own scales, one pass does both as well, and the
+scales stand behind the codes. A shard in which one was wrong is written again, with those that were found.
 
 Workers read, encode and write; the plan says where every block goes. The calling thread hashes what they wrote, in the
 order of the file, whatever order they finish in. So the output does not depend on the number of workers. Hashing is the
@@ -16,7 +16,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
@@ -28,7 +28,7 @@ from lpconv.checkpoint.source import Source
 from lpconv.convert.plan import OutputFile, PlannedShard, PlannedTensor
 from lpconv.convert.tensor_records import tensor_record
 from lpconv.convert.workers import Block, Workers, blocks_of
-from lpconv.forms.blocks import Workspace
+from lpconv.forms.blocks import Workspace, finite_absmax
 from lpconv.forms.facts import BlockError, BlockStats, Encoded, Looked, Measured
 from lpconv.forms.form import Over
 from lpconv.progress import Progress
@@ -62,6 +62,7 @@ class Engine:
     def __init__(self, source: Source, *, workers: int, progress: Progress, guesses: bool = True) -> None:
         self._workers, self._progress, self._guesses = Workers(source, workers), progress, guesses
         self._flusher = ThreadPoolExecutor(1, thread_name_prefix="lpconv-flush")
+        self._magnitudes: dict[str, float] = {}
 
     def close(self) -> None:
         """Stop the threads; blocks in flight are finished and dropped."""
@@ -99,11 +100,19 @@ class Engine:
 
     def _measured(self, t: PlannedTensor) -> Measured:
         """What the first pass over a tensor finds, or a guess of it."""
+        if t.form.late:
+            return t.form.begin(max(map(self._largest, (t, *t.fused))) if t.form.shares else 0.0)
         guess = self._workers.guessed(t) if self._guesses else None
         if guess is None:
             return t.form.measure(self._over(t), [*map(self._over, t.fused)])
         self._progress.advance(t.info.num_bytes)
         return guess
+
+    def _largest(self, t: PlannedTensor) -> float:
+        """The largest magnitude of a tensor, which is read once, however many share a scale with it."""
+        if t.name not in self._magnitudes:
+            self._magnitudes[t.name] = max(self._over(t)(lambda x, _, work: finite_absmax(x, work)), default=0.0)
+        return self._magnitudes[t.name]
 
     def _over(self, t: PlannedTensor) -> Over:
         """What gives a form the blocks of a tensor. Only the first reading counts as progress."""
@@ -121,13 +130,14 @@ class Engine:
     def _write_tensors(
         self, shard: PlannedShard, files: Sequence[_Output], measured: dict[str, Measured]
     ) -> list[TensorRecord]:
-        """Everything in the order of the root file, where scales and counts of points stand between other tensors."""
-        side = {n: data for m in measured.values() for n, data in m.side.items()}
+        """Everything in the order of the root file, where scales and counts of points stand between other tensors: by
+        the time that theirs are encoded they are in `measured`."""
+        owners = {c.name: t.name for t in shard.tensors for c in t.form.side}
         by_name = {t.form.data[0].name: t for t in shard.tensors}
         records: list[TensorRecord] = []
-        for is_side, infos in itertools.groupby(shard.root.tensors, lambda i: i.name in side):
+        for is_side, infos in itertools.groupby(shard.root.tensors, lambda i: i.name in owners):
             if is_side:
-                files[0].part.append(b"".join(_bytes(side[i.name]) for i in infos))
+                files[0].part.append(b"".join(_bytes(measured[owners[i.name]].side[i.name]) for i in infos))
             else:
                 records += self._encode([by_name[i.name] for i in infos], files, measured)
         return records
@@ -155,9 +165,9 @@ class Engine:
             found, seen = measured.get(form.name, Measured()), None
             x = self._workers.read(block, work)
             if found.is_guess:
-                seen = form.look(x, block.start, work)
-                found = replace(found, stats=seen.stats)
-            encoded = form.encode(x, block.start, found, work)
+                seen, encoded = form.look_and_encode(x, block.start, found, work)
+            else:
+                encoded = form.encode(x, block.start, found, work)
             first, _ = form.place(block.start, block.stop, found.side)
             for file, part, data in zip(files, form.data, encoded.data, strict=False):  # only pairs have a residual
                 file.write(part.name, first, data)
@@ -197,7 +207,11 @@ def _is_confirmed(assumed: Measured, found: Measured) -> bool:
     """Whether what was written by a guess is what would have been written without one."""
     if not assumed.is_guess:
         return True
-    return found.stats.is_finite and all(torch.equal(data, found.side[n]) for n, data in assumed.side.items())
+    return (
+        found.stats.is_finite
+        and not found.is_other
+        and all(torch.equal(data, found.side[n]) for n, data in assumed.side.items())
+    )
 
 
 def _bytes(data: Tensor) -> memoryview:

@@ -62,10 +62,8 @@ class PlannedTensor:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes that encoding reads of the source: twice the tensor where its scales come first, and once what shares
-        one."""
-        own = self.info.num_bytes * (2 if self.form.needs_first_pass else 1)
-        return own + sum(t.info.num_bytes for t in self.fused)
+        """Bytes that encoding reads of the source: twice the tensor where a scale has to be known first."""
+        return self.info.num_bytes * self.form.num_readings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +83,8 @@ class OutputFile:
 class PlannedShard:
     """Tensors that are written together: one root file, and a residual file for pairs that have one.
 
-    `tensors` stand in the order of their data in the files. Side tensors come first in the root file.
+    `tensors` stand in the order of their data in the files. Side tensors come first in the root file, or right behind
+    the data that says what they are.
     """
 
     root: OutputFile
@@ -233,9 +232,7 @@ def _shard(
     name: str, tensors: Sequence[PlannedTensor], options: ConvertOptions, metadata: Mapping[str, str]
 ) -> PlannedShard:
     stored = [(c, t) for t in tensors for c in t.root]
-    # Widest dtype first, scales and counts before the other tensors of their width, then by name: everything is aligned
-    # and a sequential hash can be taken while the codes are written.
-    stored.sort(key=lambda it: (-DTYPE_BITS[it[0].dtype], it[0] in it[1].form.data, it[0].name))
+    stored.sort(key=lambda it: (*_order(*it), it[0].name))
     ordered = tuple(t for c, t in stored if c in t.form.data)
     root = _output_file(name, [c for c, _ in stored], {"format": "pt", **metadata})
     residual = None
@@ -247,6 +244,19 @@ def _shard(
             {"format": "lpconv-residual", "residual": str(options.residual), **metadata},
         )
     return PlannedShard(root=root, residual=residual, tensors=ordered)
+
+
+def _order(component: Component, tensor: PlannedTensor) -> tuple[int, int]:
+    """Where a component stands among the others of a file, those of one place by name.
+
+    Widest dtype first, scales and counts before the other tensors of their width, and those that data tell behind it,
+    with it among those of their width: everything is aligned, and a sequential hash can be taken while the codes are
+    written.
+    """
+    late, is_data = tensor.form.late, component in tensor.form.data
+    if component in late or (late and is_data):
+        return -max(DTYPE_BITS[c.dtype] for c in (component, *late)), 2 if is_data else 3
+    return -DTYPE_BITS[component.dtype], int(is_data)
 
 
 def _output_file(name: str, stored: Iterable[Component], metadata: Mapping[str, str]) -> OutputFile:

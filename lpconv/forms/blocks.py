@@ -26,6 +26,7 @@ __all__ = [
     "block_error",
     "block_stats",
     "error_of",
+    "finite_absmax",
     "num_zeros",
     "room",
     "same_numbers",
@@ -86,6 +87,12 @@ def block_stats(x: Tensor, work: Workspace, absmax: float | None = None) -> Bloc
         num_nan=num_nan,
         num_inf=x.numel() - finite.numel() - num_nan,
     )
+
+
+def finite_absmax(x: Tensor, work: Workspace) -> float:
+    """The largest magnitude among the finite numbers of a block (1-D, any floating dtype), 0 where there is none."""
+    absmax = _absmax(x) if x.itemsize in (2, 4) and x.numel() else math.inf
+    return absmax if math.isfinite(absmax) else block_stats(x, work).absmax
 
 
 def _absmax(x: Tensor) -> float:

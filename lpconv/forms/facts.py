@@ -179,8 +179,9 @@ class Measured:
     """What the first pass over a tensor found: statistics, and the side tensors that are stored, by name.
 
     `on_grid` says that with these every number of the source is kept, as far as the dtype of its file has it; `grid` is
-    the format on whose grid it seems to lie otherwise. With `is_guess` the side tensors are presumed, and statistics
-    are taken while blocks are encoded.
+    the format on whose grid it seems to lie otherwise. With `is_guess` the side tensors are presumed, or follow block
+    by block, and statistics are taken while blocks are encoded; `is_other` says of what all blocks then tell that it is
+    not what they were encoded with.
     """
 
     stats: BlockStats = field(default_factory=BlockStats)
@@ -188,6 +189,7 @@ class Measured:
     on_grid: bool = False
     grid: str | None = None
     is_guess: bool = False
+    is_other: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,8 @@ block by block: in the root checkpoint, and for pairs also in the residual files
 small enough to be held whole: scales, and counts of points. They stand before the data in the file. So a form that has
 them needs a first pass over the tensor (`measure`), after which they are known and every block can be encoded alone:
 it looks at each block (`look`) and concludes from what it saw. Where the side tensors can be guessed before, looking
-and encoding are one pass, and the conclusion tells whether the guess was right.
+and encoding are one pass, and the conclusion tells whether the guess was right. So they are where each block says its
+own part of the side tensors, as those of rows do: these stand behind the data (`late`).
 
 *Blocks.* A block is a range of elements in the tensor's own order, whole rows of `cols` of them. `place` says which
 elements of the stored data a range of numbers is: the same ones, unless rows are stored at several times their length.
@@ -34,12 +35,12 @@ from __future__ import annotations  # tensors are named below and not imported
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar
 
 from lpconv.formats.grains import TENSOR, Grain
 from lpconv.formats.spec import Format
-from lpconv.forms.facts import Converted, Encoded, Headers, Looked, Measured, Settings
+from lpconv.forms.facts import Component, Converted, Encoded, Headers, Looked, Measured, Settings
 from lpconv.forms.stored import Side, Stored
 
 if TYPE_CHECKING:
@@ -110,6 +111,16 @@ class Form(Stored):
         return bool(self.side)
 
     @property
+    def late(self) -> tuple[Component, ...]:
+        """The side tensors that stand behind the data: a block says its own part of them."""
+        return ()
+
+    @property
+    def num_readings(self) -> int:
+        """How often a conversion reads the tensor."""
+        return 2 if self.needs_first_pass and (self.shares or not self.late) else 1
+
+    @property
     def shares(self) -> bool:
         """Whether one of its scales is that of all weights which readers fuse."""
         return False
@@ -134,9 +145,19 @@ class Form(Stored):
         them, rows from all over the tensor."""
         return None
 
+    def begin(self, largest: float) -> Measured:
+        """What precedes the first block of a form with `late` side tensors. `largest` is the largest magnitude of the
+        weights that share a scale, where it `shares` one."""
+        return Measured(is_guess=True)
+
     @abstractmethod
     def encode(self, x: Tensor, start: int, found: Measured, work: Workspace) -> Encoded:
         """One block of the source, 1-D in its own dtype, from element `start` on."""
+
+    def look_and_encode(self, x: Tensor, start: int, found: Measured, work: Workspace) -> tuple[Looked, Encoded]:
+        """Both in one go, where what was found is a guess, or what `begin` says."""
+        seen = self.look(x, start, work)
+        return seen, self.encode(x, start, replace(found, stats=seen.stats), work)
 
     @abstractmethod
     def is_right(self, value: Tensor, got: Tensor, start: int, side: Side) -> bool:

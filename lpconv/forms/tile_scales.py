@@ -8,24 +8,28 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lpconv.formats.grains import Grain
-from lpconv.formats.scale import pow2_ceil, pow2_floor
+from lpconv.formats.scale import pow2_floor
 from lpconv.formats.spec import FORMATS, Format
 
 __all__ = ["Parts", "TileScales"]
 
 # What rows have of tiles, by what it is: [rows, tiles beside each other].
 Parts = Mapping[str, Tensor]
+Array = np.ndarray[Any, Any]
 # By how many last bits a root of up to 2^18 squares may be wrong in fp32; and where it has lost no square.
 _NEAR = 1 << 14
 _LOW, _HIGH = (127 - 40) << 23, (127 + 40) << 23
 _SIGN = -(2**31)
+_ENDS = ("positive", "negative")
 _E2M1_END = 7.0  # half a step above its largest number
+_OF_SCALES = FORMATS["e4m3fn"]
 _WIDE = 128  # columns from which on torch compares floating-point numbers as fast as integers
 
 
@@ -49,20 +53,17 @@ class TileScales:
 
         `spare` is an fp32 buffer of that size.
         """
-        absmax = self._absmax(value, spare)
-        largest = float(absmax.max()) if absmax.numel() else 0.0
+        parts = self._magnitudes(value, spare)
+        largest = float(parts["absmax"].max()) if parts["absmax"].numel() else 0.0
         missing = None
         if not math.isfinite(largest):
             finite = torch.isfinite(value)
             value = value.masked_fill(~finite, 0.0)
-            absmax = self._absmax(value, spare)
+            parts = self._magnitudes(value, spare)
             missing = self._cut((~finite).float(), lambda t: t.sum(-1))
-        parts = {"absmax": absmax}
-        if self.format.twos_complement:
-            parts["positive"], parts["negative"] = self._ends(value, spare)
         if not self.grain.is_fitted:
             parts["norm"] = self._norms(value)
-            parts["missing"] = torch.zeros(absmax.shape) if missing is None else missing
+            parts["missing"] = torch.zeros(parts["absmax"].shape) if missing is None else missing
         if self._keeps_all:
             parts["last_bit"] = self._cut(_last_bits(value), _amin)
         return parts, largest
@@ -71,14 +72,29 @@ class TileScales:
         """The parts of all rows as those of tiles: [tiles below each other, tiles beside each other]."""
         return {k: self._rows(torch.cat([p[k] for p in found]), f) for k, f in _JOIN.items() if k in found[0]}
 
-    def stored(self, parts: Parts, largest: float) -> tuple[Tensor, Tensor | None]:
-        """The scales as they are stored, and the one that divides them where the grain has that; `largest` is the
-        largest magnitude of all weights that share it."""
-        if self.grain.has_factor:
-            return self._divided(parts["absmax"], largest)
+    def factor(self, largest: float) -> Tensor | None:
+        """The scale that divides all others, fp32 [1], where the grain has that: it makes the largest scale the largest
+        number of its format, or less where it is a power of two. `largest` is the largest magnitude of all weights that
+        share it."""
+        if not self.grain.has_factor:
+            return None
+        factor = min(_OF_SCALES.max * self.format.max / largest, 2.0**127) if largest else 1.0
+        return torch.tensor([pow2_floor(factor) if self.has_pow2_scale else factor], dtype=torch.float32)
+
+    def stored(self, parts: Parts, factor: Tensor | None) -> Tensor:
+        """The scales as they are stored; `factor` divides them where there is one."""
+        if factor is not None:
+            return self._divided(parts["absmax"], factor)
         scales = self._scales(parts)
         is_exponent = self.grain.scale_dtype == "U8"
-        return (scales.view(torch.int32) >> 23).to(torch.uint8) if is_exponent else scales, None
+        return (scales.view(torch.int32) >> 23).to(torch.uint8) if is_exponent else scales
+
+    def _magnitudes(self, value: Tensor, spare: Tensor) -> dict[str, Tensor]:
+        """The largest magnitudes, of integers on both sides of 0 as well: that of either is that of all."""
+        if not self.format.twos_complement:
+            return {"absmax": self._absmax(value, spare)}
+        ends = self._ends(value, spare)
+        return {"absmax": torch.maximum(*ends), **dict(zip(_ENDS, ends, strict=True))}
 
     def _absmax(self, value: Tensor, spare: Tensor) -> Tensor:
         """The largest magnitudes. Of short parts as integers, which torch compares many times faster: without a sign
@@ -132,13 +148,6 @@ class TileScales:
         cut = [reduce(x[:, :whole].view(height, -1, width))] if whole else []
         return torch.cat([*cut, reduce(x[:, whole:].unsqueeze(1))], 1)
 
-    @property
-    def _counts(self) -> Tensor:
-        """How many numbers each tile has: [tiles below each other, tiles beside each other]."""
-        sizes = zip(self.matrix, self.grain.sizes(*self.matrix), strict=True)
-        rows, cols = (torch.arange(0, whole, n).sub_(whole).neg_().clamp_max_(n).float() for whole, n in sizes)
-        return torch.outer(rows, cols)
-
     def _rows(self, parts: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
         """The parts of rows [rows, tiles] reduced over the rows of a tile."""
         height, _ = self.grain.sizes(*self.matrix)
@@ -154,35 +163,52 @@ class TileScales:
         """
         is_pow2, top = self._is_pow2, self.format.max
         # Division in fp32 keeps numbers on their side of a power of two; those that are no powers are rounded once.
-        found = {k: x if is_pow2 else x.double() for k, x in parts.items() if k in ("absmax", "positive", "negative")}
+        dtype = np.float32 if is_pow2 else np.float64
+        found: dict[str, Array] = {
+            k: parts[k].numpy().astype(dtype, copy=False) for k in ("absmax", *_ENDS) if k in parts
+        }
         if self.format.twos_complement:
             top += 0.5 if self.format.storage_bits == 4 else 0.0
-            floor = torch.maximum(found["positive"] / top, found["negative"] / (top + 1))
+            floor = np.maximum(found["positive"] / top, found["negative"] / (top + 1))
         elif self.format.storage_bits == 4:
-            floor = torch.nextafter(found["absmax"] / _E2M1_END, torch.tensor(math.inf))  # half a step is too much
+            floor = np.nextafter(found["absmax"] / _E2M1_END, math.inf)  # half a step is too much
         else:
             floor = found["absmax"] / top
-        floor = floor.clamp_min_(2.0**-126)
-        scales = pow2_ceil(floor) if is_pow2 else floor
+        floor = np.maximum(floor, 2.0**-126)
+        scales = _pow2_ceil(floor) if is_pow2 else floor
         if not self.grain.is_fitted:
-            rms = parts["norm"] / (self._counts - parts["missing"]).clamp_min(1).sqrt()
-            scales = torch.maximum(pow2_floor(rms) if is_pow2 else rms, scales.double())
-        scales = torch.where(parts["absmax"] == 0, 1.0, scales.clamp_max(2.0**127)).float()
-        if self.grain.is_fitted and not is_pow2:
-            scales = scales.bfloat16().float()  # in which readers may keep them
+            counts = _counts(self.matrix, self.grain.sizes(*self.matrix)) - parts["missing"].numpy()
+            rms = parts["norm"].numpy() / np.sqrt(np.maximum(counts, np.float32(1)))
+            scales = np.maximum(_pow2_floor(rms) if is_pow2 else rms, scales)
+        scales = np.where(found["absmax"] == 0, 1.0, np.minimum(scales, 2.0**127)).astype(np.float32)
         if self._keeps_all:
-            scales = torch.where(parts["last_bit"] / scales > 0, scales, 1.0)
-        return scales
+            scales = np.where(parts["last_bit"].numpy() / scales > 0, scales, np.float32(1))
+        stored = torch.from_numpy(scales)
+        is_short = self.grain.is_fitted and not is_pow2  # readers may keep them in bf16
+        return stored.bfloat16().float() if is_short else stored
 
-    def _divided(self, absmax: Tensor, largest: float) -> tuple[Tensor, Tensor]:
-        """Scales in e4m3fn, and the one that divides them: it makes the largest scale the format's largest number, or
-        less where it is a power of two. Scales are rounded to nearest, as NVIDIA's recipe and torchao have it."""
-        of_scales = FORMATS["e4m3fn"]
-        factor = min(of_scales.max * self.format.max / largest, 2.0**127) if largest else 1.0
-        factor = pow2_floor(factor) if self.has_pow2_scale else factor
-        one = torch.tensor([factor], dtype=torch.float32)
-        scales = (absmax.double() / self.format.max * one.double()).float()
-        return scales.clamp(of_scales.min_subnormal, of_scales.max).to(torch.float8_e4m3fn), one
+    def _divided(self, absmax: Tensor, factor: Tensor) -> Tensor:
+        """Scales in e4m3fn, rounded to nearest, as NVIDIA's recipe and torchao have it."""
+        scales = (absmax.double() / self.format.max * factor.double()).float()
+        return scales.clamp(_OF_SCALES.min_subnormal, _OF_SCALES.max).to(torch.float8_e4m3fn)
+
+
+@functools.lru_cache(maxsize=8)
+def _counts(matrix: tuple[int, int], tile: tuple[int, int]) -> Array:
+    """How many numbers each tile of a matrix has, in fp32: [tiles below each other, tiles beside each other]."""
+    sizes = zip(matrix, tile, strict=True)
+    rows, cols = (np.minimum(whole - np.arange(0, whole, n), n).astype(np.float32) for whole, n in sizes)
+    return np.multiply.outer(rows, cols)
+
+
+def _pow2_ceil(x: Array) -> Array:
+    """The least power of two that is no less than each positive normal fp32 number, by their bits."""
+    return ((x.view(np.int32) + 0x7FFFFF) & 0x7F800000).view(np.float32)
+
+
+def _pow2_floor(x: Array) -> Array:
+    """The largest power of two that is no more than each positive fp64 number, by their bits; 0 for subnormal ones."""
+    return (x.view(np.int64) & 0x7FF << 52).view(np.float64)
 
 
 def _amax(x: Tensor) -> Tensor:

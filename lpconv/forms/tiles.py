@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from lpconv.forms.blocks import Workspace
     from lpconv.forms.on_grid import OnGrid
-    from lpconv.forms.tile_scales import TileScales
+    from lpconv.forms.tile_scales import Parts, TileScales
 
 __all__ = ["FACTOR_SUFFIX", "Tiles"]
 
@@ -43,6 +43,16 @@ FACTOR_SUFFIX = "_global_scale"
 # The dtype that packed codes are stored in, the kind of their plane, and what it adds to a code.
 _PACKED = {"e2m1": ("U8", "e2m1", 0), "int4": ("I32", "uint4", -8), "int8": ("I32", "uint8", -128)}
 _TORCH = {"U8": "uint8", "I32": "int32"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Seen:
+    """What a look at a block tells of its tiles; and the scales that it was encoded with, where it was."""
+
+    parts: Parts
+    first: tuple[bool, str | None] | None
+    scales: Tensor | None = None
+    factor: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,6 +190,12 @@ class Tiles(Scaled):
         return start * bits // width, stop * bits // width
 
     @property
+    def late(self) -> tuple[Component, ...]:
+        """The scales of tiles within rows, of which blocks are whole ones, where they are aligned behind the codes."""
+        is_aligned = self.codes.num_bytes * 8 % DTYPE_BITS[self.scales.dtype] == 0
+        return (self.scales,) if self.grain.tile[0] == 1 and is_aligned else ()
+
+    @property
     def shares(self) -> bool:
         return self.grain.has_factor
 
@@ -234,49 +250,72 @@ class Tiles(Scaled):
         codes = encoded.data[0] if self.format.storage_bits == 8 else halved(encoded.data[0], work.residual)
         return replace(encoded, data=(codes.view(getattr(torch, _TORCH[self.codes.dtype])),))
 
+    def begin(self, largest: float) -> Measured:
+        return Measured(side=self._same_for_all(self._rule().factor(largest)), is_guess=True)
+
+    def _same_for_all(self, factor: Tensor | None) -> dict[str, Tensor]:
+        """The side tensors that are no tile's, by name."""
+        import torch
+
+        found = {} if self.whole_scale is None or factor is None else {self.whole_scale.name: factor}
+        return found if self.size is None else {**found, self.size.name: torch.tensor(self.matrix)}
+
     def look(self, x: Tensor, start: int, work: Workspace) -> Looked:
+        """Raises InputError where there are NaN or Inf and the format has none."""
         from lpconv.forms.blocks import as_float32, block_stats
         from lpconv.forms.on_grid import first_look
 
         value = as_float32(x, work)
         parts, largest = self._rule().parts(value.view(-1, self.cols), work.scratch.coded)
         first = first_look(x, self._on_grid() if self.grain.scale_dtype == "F32" else None) if start == 0 else None
-        return Looked(stats=block_stats(value, work, largest), more=(parts, first))
-
-    def conclude(self, looked: Sequence[Looked], over: Over, fused: Sequence[Over] = ()) -> Measured:
-        """Raises InputError where there are NaN or Inf and the format has none."""
-        import torch
-
-        from lpconv.forms.blocks import block_stats
-
-        rule = self._rule()
-        stats = sum((each.stats for each in looked), BlockStats())
+        stats = block_stats(value, work, largest)
         if not (stats.is_finite or self.format.has_nan):
             raise InputError(
                 f"tensor `{self.name}` has NaN or Inf, which no {self.format.name} number is",
                 hint=f"keep it with --exclude '{self.name}'",
             )
-        largest = max(
-            [stats.absmax, *(s.absmax for others in fused for s in others(lambda x, _, work: block_stats(x, work)))]
-        )
-        parts = rule.joined([each.more[0] for each in looked])
-        scales, one = rule.stored(parts, largest)
-        looks_so, grid = looked[0].more[1] if looked and stats.is_finite else (False, None)
+        return Looked(stats=stats, more=_Seen(parts=parts, first=first))
+
+    def look_and_encode(self, x: Tensor, start: int, found: Measured, work: Workspace) -> tuple[Looked, Encoded]:
+        seen = self.look(x, start, work)
+        factor = found.side.get(self.name + FACTOR_SUFFIX)
+        scales = self._rule(x.numel() // self.cols).stored(seen.more.parts, factor)
+        more = _Seen(parts=seen.more.parts, first=seen.more.first, scales=scales, factor=factor)
+        mine = Measured(stats=seen.stats, side={**found.side, self.name + self.scale_suffix: scales})
+        return Looked(stats=seen.stats, more=more), self.encode(x, 0, mine, work)
+
+    def conclude(self, looked: Sequence[Looked], over: Over, fused: Sequence[Over] = ()) -> Measured:
+        """Fused weights are read only where blocks have not been encoded yet."""
+        import torch
+
+        from lpconv.forms.blocks import finite_absmax
+
+        rule, seen = self._rule(), [each.more for each in looked]
+        stats = sum((each.stats for each in looked), BlockStats())
+        parts = rule.joined([s.parts for s in seen])
+        is_encoded = bool(seen) and seen[0].scales is not None
+        if is_encoded:
+            factor, scales = seen[0].factor, torch.cat([s.scales for s in seen])
+        else:
+            others = (absmax for each in fused for absmax in each(lambda x, _, work: finite_absmax(x, work)))
+            factor = rule.factor(max([stats.absmax, *others]))
+            scales = rule.stored(parts, factor)
+        looks_so, grid = seen[0].first if seen and stats.is_finite else (False, None)
         kept = self._kept(over, parts["absmax"], scales) if looks_so else None
-        side = {self.scales.name: scales if kept is None else kept}
-        if self.whole_scale is not None and one is not None:
-            side[self.whole_scale.name] = one
-        if self.size is not None:
-            side[self.size.name] = torch.tensor(self.matrix)
-        return Measured(stats=stats, side=side, on_grid=kept is not None, grid=grid)
+        side = {**self._same_for_all(factor), self.scales.name: scales if kept is None else kept}
+        is_other = is_encoded and kept is not None and not torch.equal(kept, scales)
+        return Measured(stats=stats, side=side, on_grid=kept is not None, grid=grid, is_other=is_other)
 
     def guess(self, sample: Callable[[], Tensor]) -> Measured | None:
         return None
 
-    def _rule(self) -> TileScales:
+    def _rule(self, num_rows: int | None = None) -> TileScales:
+        """That of all rows, or of so many."""
         from lpconv.forms.tile_scales import TileScales
 
-        return TileScales(grain=self.grain, format=self.format, matrix=self.matrix, has_pow2_scale=self.has_pow2_scale)
+        rows, cols = self.matrix
+        matrix = (rows if num_rows is None else num_rows, cols)
+        return TileScales(grain=self.grain, format=self.format, matrix=matrix, has_pow2_scale=self.has_pow2_scale)
 
     def _on_grid(self) -> OnGrid:
         """Those of MX need no search: the least power of two that clips nothing keeps whatever another one keeps."""

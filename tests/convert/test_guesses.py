@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import files_of, write_checkpoint
+from safetensors import safe_open
 
 from lpconv.checkpoint.source import SafetensorsSource
 from lpconv.convert.apply import Engine
@@ -73,6 +74,43 @@ def test_what_is_guessed_is_read_once(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(SafetensorsSource, "read_bytes", counted)
     convert(str(source), tmp_path / "out", ConvertOptions(format="fp16", verify="none"))
     assert USUAL.nbytes < sum(sizes) < 1.1 * USUAL.nbytes
+
+
+@pytest.mark.parametrize("granularity", ["row", "mx"])
+def test_scales_of_rows_need_no_pass_of_their_own(
+    granularity: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_checkpoint(tmp_path / "source", {"w": USUAL})
+    sizes: list[int] = []
+    read_bytes = SafetensorsSource.read_bytes
+
+    def counted(self: SafetensorsSource, name: str, start: int, out: memoryview) -> None:
+        sizes.append(len(out))
+        read_bytes(self, name, start, out)
+
+    monkeypatch.setattr(SafetensorsSource, "read_bytes", counted)
+    options = ConvertOptions(format="e4m3fn", granularity=granularity, verify="none")
+    convert(str(source), tmp_path / "out", options)
+    assert sum(sizes) == USUAL.nbytes
+    with safe_open(tmp_path / "out/model.safetensors", "pt") as f:
+        assert f.offset_keys() == ["w", "w_scale"]
+
+
+@pytest.mark.parametrize("lies", [True, False])
+def test_a_weight_on_a_grid_of_rows_is_written_again_with_its_own_scales(
+    lies: bool, tmp_path: Path, attempts: list[list[str]]
+) -> None:
+    """One whose first row alone lies on it is not."""
+    codes = torch.randint(-7, 8, (SIZE, SIZE), generator=torch.Generator().manual_seed(1)).float()
+    weight = codes * torch.linspace(0.01, 0.02, SIZE).view(-1, 1)
+    if not lies:
+        weight[1:] = USUAL[1:]
+    source = write_checkpoint(tmp_path / "source", {"w": weight, "v": USUAL})
+    options: dict[str, Any] = {"format": "int8", "granularity": f"group:{SIZE}", "layout": "lpconv", "scale": "exact"}
+    result = run(source, tmp_path / "out", **options)
+    assert attempts == ([["v", "w"], []] if lies else [["v", "w"]])
+    (record,) = (t for t in result.tensors if t.name == "w")
+    assert (record.sqnr_db is None or record.sqnr_db > 100) == lies
 
 
 def test_a_root_mean_square_near_a_power_of_two_is_measured(tmp_path: Path, attempts: list[list[str]]) -> None:

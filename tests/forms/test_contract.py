@@ -72,6 +72,7 @@ EXAMPLES = {
     f"{f.kind} {' '.join(str(v) for v in vars(f).values() if isinstance(v, (str, bool)))} {f.words}": f
     for f in _forms()
 }
+LATE = {name: form for name, form in EXAMPLES.items() if form.late}
 every_form = pytest.mark.parametrize("form", EXAMPLES.values(), ids=EXAMPLES)
 
 
@@ -150,6 +151,30 @@ def test_what_is_stored_is_what_was_planned(form: Form) -> None:
     assert form.num_bytes == sizes
     assert all(c.name.removeprefix(NAME) in form.suffixes for c in form.side)
     assert form.needs_first_pass == bool(form.side)
+
+
+@pytest.mark.parametrize("form", LATE.values(), ids=LATE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_blocks_that_say_their_scales_are_those_of_two_passes(form: Form, dtype: torch.dtype) -> None:
+    x, work, size = _values(dtype), Workspace(), 7 * _cols(form)
+    wanted = _store(form, x, ROWS)
+    begun = form.begin(float(x.abs().max()))
+    assert begun.side.keys() == {c.name for c in form.side} - {c.name for c in form.late}
+    looked = []
+    for start in range(0, x.numel(), size):
+        block = x[start : start + size]
+        seen, encoded = form.look_and_encode(block, start, begun, work)
+        first, last = form.place(start, start + len(block), begun.side)
+        assert bits_of(encoded.data[0]) == bits_of(wanted.data[0][first:last])
+        looked.append(seen)
+    found = form.conclude(looked, _unread, [_unread])
+    assert found.side.keys() == wanted.found.side.keys()
+    assert all(bits_of(found.side[n]) == bits_of(side) for n, side in wanted.found.side.items())
+    assert not found.is_other
+
+
+def _unread(job: object) -> list[Any]:
+    raise AssertionError("blocks have said all")
 
 
 @every_form
