@@ -18,13 +18,15 @@ from lpconv.forms.blocks import Workspace, as_float32, block_error, error_of, nu
 from lpconv.forms.facts import BlockError, BlockStats
 from lpconv.forms.lookup import (
     LEAST_ELEMENTS,
+    Span,
     Tables,
     beginnings,
-    binades,
     differences,
     look_up,
     numbers,
     patterns,
+    scales_of,
+    spanned,
     table,
 )
 from lpconv.forms.ranges import checked_ranges
@@ -92,17 +94,17 @@ def decode_to(out: Tensor, codes: Tensor, scale: float | Tensor) -> Tensor:
 
 def wanted(value: Tensor, scale: float | Tensor, fmt: Format) -> Tensor:
     """What fp32 numbers, 1-D, become by the slow reference; bf16 numbers are looked up in what it says of all of them,
-    where scales are one or powers of two near each other."""
+    where scales are one or few (`lookup.spanned`)."""
     if int(np.bitwise_or.reduce(value.numpy().view(np.int32))) & 0xFFFF:
         return _reference(value, scale, fmt)
     patterns = value.view(torch.int32) >> 16
     if isinstance(scale, float):
         return _of_all_bf16(fmt, scale).index_select(0, patterns.add_(2**15))
-    span = binades(scale)
+    span = spanned(scale)
     if span is None:
         return _reference(value, scale, fmt)
-    _rows_of(patterns, scale).add_(beginnings(scale, span[0]).add_(2**15))
-    return _of_binades(fmt, *span).index_select(0, patterns)
+    _rows_of(patterns, scale).add_(beginnings(scale, span).add_(2**15))
+    return _of_span(fmt, span).index_select(0, patterns)
 
 
 @functools.lru_cache(maxsize=8)
@@ -112,9 +114,9 @@ def _of_all_bf16(fmt: Format, scale: float) -> Tensor:
 
 
 @functools.lru_cache(maxsize=4)
-def _of_binades(fmt: Format, first: int, count: int) -> Tensor:
-    """The same for so many powers of two, behind each other, from a biased exponent on."""
-    return torch.cat([_of_all_bf16(fmt, math.ldexp(1.0, e - 127)) for e in range(first, first + count)])
+def _of_span(fmt: Format, span: Span) -> Tensor:
+    """The same for the scales of a span, behind each other."""
+    return torch.cat([_of_all_bf16(fmt, scale) for scale in scales_of(span)])
 
 
 def are_wanted(x: Tensor, codes: Tensor, scale: float | Tensor, fmt: Format, work: Workspace) -> bool:
@@ -124,11 +126,11 @@ def are_wanted(x: Tensor, codes: Tensor, scale: float | Tensor, fmt: Format, wor
     """
     if x.itemsize != 2 or x.numel() < LEAST_ELEMENTS or codes.itemsize != 1 or codes.dtype == torch.uint8:
         return False
-    span = None if isinstance(scale, float) else binades(scale)
+    span = None if isinstance(scale, float) else spanned(scale)
     if isinstance(scale, float):
         table, begin = _wanted_codes(x.dtype, scale, fmt), None
     elif span is not None:
-        table, begin = _wanted_of_binades(x.dtype, fmt, *span), beginnings(scale, span[0])
+        table, begin = _wanted_of_span(x.dtype, fmt, span), beginnings(scale, span)
     else:
         return False
     right = torch.index_select(table, 0, patterns(x, begin, work), out=room(work.residual, x.numel(), torch.uint8))
@@ -149,9 +151,9 @@ def _wanted_codes(dtype: torch.dtype, scale: float, fmt: Format) -> Tensor:
 
 
 @functools.lru_cache(maxsize=4)
-def _wanted_of_binades(dtype: torch.dtype, fmt: Format, first: int, count: int) -> Tensor:
-    """The same for so many powers of two, behind each other, from a biased exponent on."""
-    return torch.cat([_wanted_codes(dtype, math.ldexp(1.0, e - 127), fmt) for e in range(first, first + count)])
+def _wanted_of_span(dtype: torch.dtype, fmt: Format, span: Span) -> Tensor:
+    """The same for the scales of a span, behind each other."""
+    return torch.cat([_wanted_codes(dtype, scale, fmt) for scale in scales_of(span)])
 
 
 def _reference(value: Tensor, scale: float | Tensor, fmt: Format) -> Tensor:
@@ -196,17 +198,17 @@ def _tables(dtype: torch.dtype, scale: float | Tensor, fmt: Format, stats: Block
     if isinstance(scale, float):
         found = _table(dtype, scale, fmt) if stats.absmax <= fmt.max * scale else None
         return None if found is None else (found, None)
-    span = binades(scale)
-    found = None if span is None else _joined(dtype, fmt, *span)
-    return None if span is None or found is None else (found, beginnings(scale, span[0]))
+    span = spanned(scale)
+    found = None if span is None else _joined(dtype, fmt, span)
+    return None if span is None or found is None else (found, beginnings(scale, span))
 
 
 @functools.lru_cache(maxsize=4)
-def _joined(dtype: torch.dtype, fmt: Format, first: int, count: int) -> Tensor | None:
-    """The tables of so many powers of two behind each other, from a biased exponent on."""
-    found = [_table(dtype, math.ldexp(1.0, e - 127), fmt) for e in range(first, first + count)]
+def _joined(dtype: torch.dtype, fmt: Format, span: Span) -> Tensor | None:
+    """The tables of the scales of a span behind each other."""
+    found = [_table(dtype, scale, fmt) for scale in scales_of(span)]
     tables = [t for t in found if t is not None]
-    return torch.cat(tables) if len(tables) == count else None
+    return torch.cat(tables) if len(tables) == len(found) else None
 
 
 @functools.lru_cache(maxsize=32)

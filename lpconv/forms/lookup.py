@@ -1,9 +1,9 @@
 """Codes of at most 8 bits for numbers of 16, from a table: no tensor, however large, has more than 65,536 of these.
 
 The encoder fills the table, so that what is looked up has its very bits. An entry is the difference that coding makes,
-in fp32, whose lowest byte is 0 where scales are powers of two; the code lies in it. One gather then gives both. Where
-tiles have a scale each, a number is looked up in the table of its tile's: of all weights these are a few neighbouring
-powers of two, whose tables lie behind each other.
+in fp32, whose lowest byte is 0 where scales are powers of two, or have few bits; the code lies in it. One gather then
+gives both. Where tiles have a scale each, a number is looked up in the table of its tile's: of all weights these are a
+few neighbouring powers of two, or such e4m3fn numbers over one power of two, whose tables lie behind each other.
 """
 
 import functools
@@ -17,13 +17,15 @@ from lpconv.forms.blocks import Workspace
 
 __all__ = [
     "LEAST_ELEMENTS",
+    "Span",
     "Tables",
     "beginnings",
-    "binades",
     "differences",
     "look_up",
     "numbers",
     "patterns",
+    "scales_of",
+    "spanned",
     "table",
 ]
 
@@ -31,9 +33,12 @@ LEAST_ELEMENTS = 2**15  # of a block, for which a table pays
 _CODE = 0xFF
 _MANTISSA_BITS = FORMATS["fp32"].mantissa_bits
 _MANTISSA = (1 << _MANTISSA_BITS) - 1
-_BINADES, _MOST_BINADES = 8, 32  # tables lie behind each other by so many, and no more
+# For scales of so many bits of a significand below its first tables lie behind each other by so many, and no more.
+_BY_BITS = {0: (8, 32), FORMATS["e4m3fn"].mantissa_bits: (32, 64)}
 # Tables behind each other; and where they are more, at which entry each tile's begins, which broadcasts as scales do.
 Tables = tuple[Tensor, Tensor | None]
+# The scales that have tables: the bits of the lowest without its last ones, how many scales, and how many such bits.
+Span = tuple[int, int, int]
 
 
 @functools.lru_cache(maxsize=2)
@@ -49,21 +54,33 @@ def table(difference: Tensor, codes: Tensor, used: Tensor) -> Tensor | None:
     return None if (bits[used] & _CODE).any() else bits & ~_CODE | codes.view(torch.uint8)
 
 
-def binades(scales: Tensor) -> tuple[int, int] | None:
-    """The powers of two for which fp32 scales need tables, by the lowest biased exponent and their number; None where
-    they are not all powers of two, or lie too far apart."""
+def spanned(scales: Tensor) -> Span | None:
+    """The scales for which some fp32 ones need tables; None where they have too many bits, or lie too far apart."""
     bits = scales.numpy().view(np.int32)
-    if not bits.size or int(np.bitwise_or.reduce(bits, axis=None)) & _MANTISSA:
-        return None
-    low, high = int(bits.min()) >> _MANTISSA_BITS, int(bits.max()) >> _MANTISSA_BITS
-    first = low // _BINADES * _BINADES
-    count = (high // _BINADES + 1) * _BINADES - first
-    return (first, count) if low > 0 and high < 0xFF and count <= _MOST_BINADES else None
+    any_bits = int(np.bitwise_or.reduce(bits, axis=None)) & _MANTISSA if bits.size else _MANTISSA
+    for kept, (by, most) in _BY_BITS.items():
+        dropped = _MANTISSA_BITS - kept
+        if not any_bits & (1 << dropped) - 1:
+            low, high = int(bits.min()), int(bits.max())
+            first = (low >> dropped) // by * by
+            count = ((high >> dropped) // by + 1) * by - first
+            is_normal = low >> _MANTISSA_BITS > 0 and high >> _MANTISSA_BITS < 0xFF
+            return (first, count, dropped) if is_normal and count <= most else None
+    return None
 
 
-def beginnings(scales: Tensor, first: int) -> Tensor:
-    """At which entry of tables from the exponent `first` on that of each scale begins."""
-    return (scales.view(torch.int32) >> _MANTISSA_BITS).sub_(first).mul_(2**16)
+def scales_of(span: Span) -> list[float]:
+    """The scales of a span in order."""
+    first, count, dropped = span
+    bits = np.arange(first, first + count, dtype=np.int32) << dropped
+    scales: list[float] = bits.view(np.float32).tolist()
+    return scales
+
+
+def beginnings(scales: Tensor, span: Span) -> Tensor:
+    """At which entry of the tables of a span that of each scale begins."""
+    first, _, dropped = span
+    return (scales.view(torch.int32) >> dropped).sub_(first).mul_(2**16)
 
 
 def patterns(x: Tensor, begin: Tensor | None, work: Workspace) -> Tensor:

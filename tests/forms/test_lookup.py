@@ -79,6 +79,30 @@ def test_tiles_with_scales_far_apart_are_looked_up_too(
     assert error == wanted_error
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scales_in_e4m3fn_over_a_power_of_two_are_looked_up_too(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = (NUMBERS.view(256, 256) * torch.logspace(-1, 0, 256, base=2).view(-1, 1)).view(-1).to(dtype)
+    codes, error, looked = tiled(x, "e2m1", "nvfp4")
+    assert looked
+    monkeypatch.setattr(module, "LEAST_ELEMENTS", NUM + 1)
+    wanted, wanted_error, looked = tiled(x, "e2m1", "nvfp4")
+    assert not looked
+    assert torch.equal(codes.view(torch.uint8), wanted.view(torch.uint8))
+    assert error == wanted_error
+    assert not tiled(x, "e2m1", "nvfp4", "exact")[2]
+
+
+def test_what_is_wanted_of_scales_in_e4m3fn_is_what_the_reference_says() -> None:
+    rows = (NUMBERS.view(-1, 16) * 0.5).bfloat16().float()
+    scales = (rows.abs().amax(1, keepdim=True) / 6 * 2**12).to(torch.float8_e4m3fn).float() / 2**12
+    value = rows.view(-1)
+    wanted = module.wanted(value, scales.view(-1, 1), FORMATS["e2m1"])
+    assert module.spanned(scales) is not None
+    assert torch.equal(wanted, module._reference(value, scales, FORMATS["e2m1"]))
+
+
 @pytest.mark.parametrize(("scale", "spread"), [("pow2", 80), ("exact", 1)])
 def test_scales_too_far_apart_and_others_than_powers_of_two_are_not_looked_up(scale: str, spread: int) -> None:
     x = (NUMBERS.view(256, 256) * torch.logspace(-spread, 0, 256, base=2).view(-1, 1)).view(-1).bfloat16()
