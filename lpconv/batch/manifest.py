@@ -20,6 +20,8 @@ from lpconv.batch.kinds import (
 from lpconv.batch.reading import read_mapping, read_setting
 from lpconv.checkpoint.remote import is_url
 from lpconv.checkpoint.resolve import DEMO, looks_like_path
+from lpconv.convert.options import ConvertOptions
+from lpconv.convert.shares import check_shareable
 from lpconv.errors import UsageError
 from lpconv.lookup import find
 from lpconv.options import Declared
@@ -142,6 +144,8 @@ def _job(
         raise UsageError(f"{place}.split: a {kind} job is not shared out", hint="only conversions are")
     with _at(f"{place} ({job_id})"):
         options = KINDS[kind].options(settings)
+        if own.get("split", 1) > 1 and isinstance(options, ConvertOptions):
+            check_shareable(options)
     return BatchJob(
         id=job_id,
         kind=kind,

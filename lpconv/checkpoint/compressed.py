@@ -17,6 +17,7 @@ __all__ = [
     "LinearModules",
     "Preset",
     "Presets",
+    "input_scale_of",
     "preset_of",
     "presets_in",
     "quantization_config",
@@ -54,7 +55,8 @@ class Preset:
     """A layout by the package's own name for it: codes of `number`, a scale for each tile of `grain` (None: one).
 
     `format` is what the package calls the way they lie in files. `weights` says of them what all presets say and what
-    this one adds; `inputs` is what it asks readers to do with inputs, None where these stay as they are.
+    this one adds; `inputs` is what it asks readers to do with inputs, None where these stay as they are. Where it
+    `is_calibrated`, each module has a scale of its inputs in the file, which calibration on a text finds.
     """
 
     name: str
@@ -63,6 +65,11 @@ class Preset:
     grain: Grain | None
     weights: Mapping[str, Any]
     inputs: Mapping[str, Any] | None = None
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether inputs have a scale that is known before they are: alone, or beside those of their groups."""
+        return input_scale_of(self.inputs) is not None
 
     @property
     def title(self) -> str:
@@ -77,11 +84,20 @@ def _args(bits: int, kind: str, strategy: str, **more: object) -> dict[str, Any]
 _FP8 = (8, "float")
 _MX: dict[str, Any] = {"group_size": 32, "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
 _E4M3 = "torch.float8_e4m3fn"
-# Where inputs are quantised they are as readers do it on the way, so that a file holds nothing of them: vLLM multiplies
-# in fp8 only where it is asked to, and takes the weights of others as they are.
+_NVFP4 = _args(4, "float", "tensor_group", group_size=16, scale_dtype=_E4M3, zp_dtype=_E4M3)
+# Who is not asked to quantise inputs takes weights as they are: vLLM multiplies in low precision only where it is.
+# Mostly readers scale inputs on the way, so that a file holds nothing of them; else it `is_calibrated`.
 _PRESETS = (
     Preset(
         name="FP8", format="float-quantized", number="e4m3fn", grain=None, weights=_args(*_FP8, "tensor")
+    ),
+    Preset(
+        name="FP8",
+        format="float-quantized",
+        number="e4m3fn",
+        grain=None,
+        weights=_args(*_FP8, "tensor"),
+        inputs={**_args(*_FP8, "tensor"), "observer": "static_minmax"},
     ),
     Preset(
         name="FP8_DYNAMIC",
@@ -119,22 +135,40 @@ _PRESETS = (
         format="nvfp4-pack-quantized",
         number="e2m1",
         grain=GRAINS["nvfp4"],
-        weights=_args(4, "float", "tensor_group", group_size=16, scale_dtype=_E4M3, zp_dtype=_E4M3),
+        weights=_NVFP4,
+    ),
+    Preset(
+        name="NVFP4",
+        format="nvfp4-pack-quantized",
+        number="e2m1",
+        grain=GRAINS["nvfp4"],
+        weights=_NVFP4,
+        inputs={**_NVFP4, "dynamic": "local", "observer": "static_minmax"},
     ),
 )  # fmt: skip
+
+
+def input_scale_of(inputs: Mapping[str, Any] | None) -> str | None:
+    """The name, in its module, of the scale that what a config asks of inputs needs; None where it needs none."""
+    if inputs is None or inputs.get("dynamic") is True:
+        return None
+    return "input_global_scale" if inputs.get("dynamic") == "local" else "input_scale"
+
 
 _INTEGERS = {"int4": 4, "int8": 8}
 
 
-def preset_of(number: str, grain: Grain | None) -> Preset | None:
-    """The layout of codes of a format with scales of a granularity, None where there is none.
+def preset_of(number: str, grain: Grain | None, *, calibrated: bool = False) -> Preset | None:
+    """The layout of codes of a format with scales of a granularity, None where there is none; with `calibrated` the one
+    that has scales of inputs, too.
 
     A format that the granularity is not for has one scale for the tensor.
     """
     grain = grain if grain is None or not grain.formats or number in grain.formats else None
     if grain is not None and number in _INTEGERS and number in grain.formats:
-        return _integers(number, grain)
-    return next((p for p in _PRESETS if (p.number, p.grain) == (number, grain)), None)
+        return None if calibrated else _integers(number, grain)
+    asked = (number, grain, calibrated)
+    return next((p for p in _PRESETS if (p.number, p.grain, p.is_calibrated) == asked), None)
 
 
 def _integers(number: str, grain: Grain) -> Preset:
@@ -208,12 +242,13 @@ def presets_in(config: Mapping[str, Any]) -> Presets | None:
 
 def _preset_in(group: Any) -> Preset | None:
     """The preset that a group of the config is of."""
-    weights, targets = (group.get(n) for n in ("weights", "targets")) if isinstance(group, dict) else (None, None)
+    names = ("weights", "input_activations", "targets")
+    weights, inputs, targets = map(group.get, names) if isinstance(group, dict) else (None, None, None)
     if not isinstance(weights, dict) or not isinstance(targets, list) or not all(isinstance(t, str) for t in targets):
         return None
     grain = known_grain(f"group:{weights.get('group_size')}")
     known = [*_PRESETS, *(_integers(n, grain) for n in _INTEGERS if grain is not None)]
-    return next((p for p in known if p.weights == weights), None)
+    return next((p for p in known if (p.weights, p.inputs) == (weights, inputs)), None)
 
 
 def quantized_by(config: Mapping[str, Any]) -> str | None:

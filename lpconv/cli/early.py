@@ -54,8 +54,14 @@ def before_conversion(
     from lpconv.checkpoint.remote_output import check_free_url
     from lpconv.checkpoint.staging import MARKER, check_apart, check_free
     from lpconv.convert.settings import settings_of
+    from lpconv.convert.shares import check_shareable
+    from lpconv.data import text_at
 
     settings = settings_of(options)
+    if options.calibrate is not None:
+        _check_text(text_at(options.calibrate), "--calibrate")
+    if part is not None:
+        check_shareable(options)
     if output is not None and is_url(output):
         if part is not None:
             raise UnsupportedError("parts are written to a folder", hint="write them there, and copy the output")
@@ -203,9 +209,9 @@ def before_restoring(path: Path, output: Path, *, force: bool) -> bool:
     return is_others
 
 
-def _check_text(file: Path | None) -> None:
+def _check_text(file: Path | None, flag: str = "--data") -> None:
     if file is not None and not file.is_file():
-        raise InputError(f"there is no file `{file}`", hint="pass a text file to --data")
+        raise InputError(f"there is no file `{file}`", hint=f"pass a text file to {flag}")
 
 
 def _contents(model: str, revision: str | None) -> Contents:

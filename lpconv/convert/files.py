@@ -63,7 +63,10 @@ def output_config(contents: Contents, plan: Plan) -> dict[str, Any]:
     settings = {n: getattr(plan.options, n) for n in ("method", "format", "scale", "granularity")}
     formats = {t.name: t.format.name for t in plan.tensors if t.format is not None}
     ignored = _kept_modules(plan, formats)
-    made = Converted(config=contents.config, settings=settings, formats=formats, ignored=ignored)
+    is_calibrated = plan.options.calibrate is not None
+    made = Converted(
+        config=contents.config, settings=settings, formats=formats, ignored=ignored, calibrated=is_calibrated
+    )
     config = contents.config | plan.form.configured(made)
     if plan.form.quantised_by == "lpconv" and "auto_map" not in config and "model_type" in config:
         config["auto_map"] = {"AutoConfig": f"{LOADER.removesuffix('.py')}.Config"}
@@ -171,6 +174,7 @@ def write_provenance(directory: Path, result: ConvertResult, contents: Contents,
     document: Mapping[str, Any] = to_json(result)
     left_out = {"schema_version", "kind", "output", "seconds", "weights_seconds", "peak_rss_bytes", "command"}
     changed = replaced_config(contents, plan)
+    left_out |= {"calibration"} if result.calibration is None else set()
     kept = {k: v for k, v in document.items() if k not in left_out}
     write_small(directory / MARKER, ordered_json_text({"format_version": 1, **kept, "source_config": changed}))
 

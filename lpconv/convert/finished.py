@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lpconv.checkpoint.contents import read_json
+from lpconv.checkpoint.partfile import sha256_of
 from lpconv.checkpoint.remote import check_url, head
 from lpconv.checkpoint.remote_output import tidy
 from lpconv.checkpoint.remote_view import view_of
@@ -13,6 +14,7 @@ from lpconv.checkpoint.staging import JOURNAL, MARKER, read_marker
 from lpconv.convert.hashes import check_hashes
 from lpconv.convert.job import Job
 from lpconv.convert.provenance import public_source, shaping_options, source_record, versions
+from lpconv.data import text_at
 from lpconv.errors import OutputExistsError
 from lpconv.progress import Progress
 from lpconv.results import ConvertResult, from_json, to_json
@@ -60,6 +62,9 @@ def _changed(job: Job, record: dict[str, Any]) -> list[str]:
         "versions": versions(),
     }
     found = [name for name, value in wanted.items() if record.get(name) != json.loads(json.dumps(value))]
+    text = job.plan.options.calibrate
+    if text is not None and (record.get("calibration") or {}).get("sha256") != sha256_of(text_at(text)):
+        found.append("calibration text")
     verify: dict[str, Any] = record.get("verify") or {}
     gates = [g.get("expression") for g in verify.get("gates") or ()]
     if gates != [g.expression for g in job.gates]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from lpconv.checkpoint.compressed import LinearModules
 from lpconv.checkpoint.contents import Contents, read_contents
+from lpconv.checkpoint.partfile import sha256_of
 from lpconv.checkpoint.remote import is_url
 from lpconv.checkpoint.remote_output import working_folder
 from lpconv.checkpoint.residual import residual_files
@@ -24,6 +25,7 @@ from lpconv.convert.memory import Memory, plan_memory
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.plan import Plan, make_plan
 from lpconv.convert.settings import settings_of
+from lpconv.data import text_at
 from lpconv.errors import InputError, ResourceError
 from lpconv.forms.decoded import is_coded, open_values
 from lpconv.gates import CONVERT_GATES, Gate
@@ -170,7 +172,9 @@ def check_disk(output: Path, needed: int) -> None:
 def identity(job: Job) -> dict[str, Any]:
     """What must be unchanged for a resume."""
     stats = [(f, (job.contents.directory / f).stat()) for f in job.contents.weight_files]
+    text = job.plan.options.calibrate
     return {
+        **({} if text is None else {"calibration text": sha256_of(text_at(text))}),
         "lpconv version": __version__,
         "torch version": importlib.metadata.version("torch"),
         "options": job.plan.fingerprint,

@@ -24,7 +24,7 @@ from lpconv.forms.ranges import BLOCK_ELEMENTS, CHECKED_ELEMENTS
 from lpconv.gates import Gate, needs_logits
 from lpconv.machine import available_memory
 
-__all__ = ["HELD_MATRICES", "SPARE", "Memory", "plan_memory"]
+__all__ = ["CALIBRATING_BYTES", "HELD_MATRICES", "SPARE", "Memory", "plan_memory"]
 
 # Up to this many weight bytes `--verify auto` also runs both models.
 _AUTO_LOGITS_BYTES = 2 * 10**9
@@ -44,6 +44,7 @@ _TRANSFORMERS_BYTES = 140 * _MIB  # its code and that of one architecture
 _COPIES_OF_SIDES = 2  # scales that were found, and those that are read back to be compared
 _ROWS_BYTES = 80 * _MIB  # rows of weights as they are used, their activations, and what multiplying takes
 _COPIES_IN_MEMORY = 2  # the model, and the values that it is given
+CALIBRATING_BYTES = 256 * _MIB  # activations of the windows that a calibration runs together, one at least
 # 2 x 32 tokens: both models' logits in fp32, their difference and four tables of probabilities in fp64.
 _LOGITS_BYTES_PER_WORD = 2 * 32 * (2 * 4 + 6 * 8)
 
@@ -82,6 +83,10 @@ def plan_memory(
     needed = now + _converting(plan, workers)
     if needed > budget:
         raise _too_much("the conversion", needed, budget, options)
+    if options.calibrate is not None:
+        needed = max(needed, now + _OVERHEAD_BYTES + _TRANSFORMERS_BYTES + _in_files(plan) + CALIBRATING_BYTES)
+        if needed > budget:
+            raise _too_much("running the model for the scales of its inputs", needed, budget, options)
     running = now + _running(plan, contents)
     if options.verify == "logits" or needs_logits(gates):
         if running <= budget:
@@ -147,8 +152,12 @@ def _running_in_files(plan: Plan, contents: Contents) -> int:
     """
     if "auto_map" in contents.config:
         return _running(plan, contents)
-    vectors = sum(4 * t.info.num_elements for t in plan.tensors if len(t.info.shape) < 2)
-    return _OVERHEAD_BYTES + _TRANSFORMERS_BYTES + _ROWS_BYTES + vectors + _outputs(contents)
+    return _OVERHEAD_BYTES + _TRANSFORMERS_BYTES + _in_files(plan) + _outputs(contents)
+
+
+def _in_files(plan: Plan) -> int:
+    """What a model takes whose matrices stay in its files: vectors, and a few rows."""
+    return _ROWS_BYTES + sum(4 * t.info.num_elements for t in plan.tensors if len(t.info.shape) < 2)
 
 
 def _outputs(contents: Contents) -> int:

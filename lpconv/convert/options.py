@@ -12,11 +12,12 @@ from lpconv.formats.spec import FORMATS
 from lpconv.methods import GPT_OSS, LPCONV, METHODS, TRANSFORMERS
 from lpconv.options import Force, Option, Resume, Revision, TrustRemoteCode, size_option
 
-__all__ = ["LAYOUTS", "POINTS_MAX", "VERIFY_LEVELS", "ConvertOptions", "VerifyOptions"]
+__all__ = ["CALIBRATION_TOKENS", "LAYOUTS", "POINTS_MAX", "VERIFY_LEVELS", "ConvertOptions", "VerifyOptions"]
 
 LAYOUTS = (LPCONV, COMPRESSED_TENSORS, TRANSFORMERS, GPT_OSS)
 VERIFY_LEVELS = ("none", "weights", "logits", "auto")
 POINTS_MAX = 3
+CALIBRATION_TOKENS = 4096  # of a text, at most
 _RESIDUALS = (*dict.fromkeys(r for m in METHODS.values() for r in m.residuals), "fp16")
 _METHOD_FORMATS = [f for f in FORMATS if any(f in m.formats for m in METHODS.values())]
 
@@ -43,8 +44,8 @@ class ConvertOptions:
     """Settings of one conversion, as asked. `settings_of` (`settings.py`) decides what is None.
 
     Patterns are globs on dotted tensor names, or regular expressions after ``re:`` (matched anywhere in the name).
-    Only `method`, `format`, `residual`, `layout`, `scale`, `granularity`, `budget_bits`, `points_max`, `include`,
-    `exclude`, `rules` and `max_shard_size` shape the bytes.
+    Only `method`, `format`, `residual`, `layout`, `scale`, `granularity`, `calibrate`, `budget_bits`, `points_max`,
+    `include`, `exclude`, `rules` and `max_shard_size` shape the bytes.
     """
 
     method: Annotated[str, _what("Method that rewrites the weights", choices=METHODS, short=("-m",))] = "unit"
@@ -75,6 +76,16 @@ class ConvertOptions:
             example="group:128",
         ),
     ] = TENSOR
+    calibrate: Annotated[
+        str | None,
+        _what(
+            f"Text file on whose first {CALIBRATION_TOKENS} tokens to find scales of inputs, for NVFP4 and e4m3fn with "
+            "one scale; demo: the plays that ship with lpconv",
+            default="inputs stay as they are",
+            metavar="FILE",
+            is_path=True,
+        ),
+    ] = None
     budget_bits: Annotated[
         float | None,
         _what(

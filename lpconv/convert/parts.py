@@ -20,7 +20,7 @@ from lpconv.checkpoint.staging import MARKER, PARTS, Staging, beside, check_free
 from lpconv.convert.job import Job, check_disk, identity, prepare
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.plan import PlannedShard
-from lpconv.convert.shares import Part, part_folders, share_of
+from lpconv.convert.shares import Part, check_shareable, part_folders, share_of
 from lpconv.errors import InputError, OutputExistsError
 from lpconv.machine import peak_rss_bytes
 from lpconv.progress import Progress, Silent
@@ -41,6 +41,7 @@ def convert_part(
 
     started = time.perf_counter()
     progress = progress or Silent()
+    check_shareable(options)
     folder = part.folder(output)
     # What is verified is the whole, when it is put together: no worker needs memory for both models.
     job = prepare(model, output, dataclasses.replace(options, verify="none", gates=()))

@@ -42,6 +42,11 @@ class PlannedTensor:
         return self.info.name
 
     @property
+    def module(self) -> str:
+        """The module whose weight it is."""
+        return self.name.rpartition(".")[0]
+
+    @property
     def format(self) -> Format | None:
         """The number format that it is converted to, None where it is kept."""
         return self.form.format
@@ -62,8 +67,10 @@ class PlannedTensor:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes that encoding reads of the source: twice the tensor where a scale has to be known first."""
-        return self.info.num_bytes * self.form.num_readings
+        """Bytes that encoding reads of the source: twice the tensor where a scale has to be known first, and once those
+        that share one with it, unless what is known of them is kept."""
+        shared = () if self.form.late else self.fused
+        return self.info.num_bytes * self.form.num_readings + sum(t.info.num_bytes for t in shared)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +140,20 @@ class Plan:
         return sum(f.size_bytes for f in self.files)
 
     @property
+    def num_calibrated(self) -> int:
+        """How many tensors have a scale of their inputs beside them."""
+        return sum(t.form.has_input_scale for t in self.tensors)
+
+    def with_inputs(self, absmax: Mapping[str, float]) -> "Plan":
+        """The plan with the largest input of every module that has a scale of its inputs, as calibration found it."""
+
+        def given(t: PlannedTensor) -> PlannedTensor:
+            return replace(t, form=t.form.with_inputs(absmax[t.module])) if t.form.has_input_scale else t
+
+        shards = tuple(replace(s, tensors=tuple(map(given, s.tensors))) for s in self.shards)
+        return replace(self, tensors=tuple(map(given, self.tensors)), shards=shards)
+
+    @property
     def form(self) -> type[Form]:
         """The form that converted tensors have, or that decides which other one they get."""
         return self.method.form(self.options.layout)
@@ -166,20 +187,25 @@ def make_plan(
     """
     suffixes = method.form(options.layout).suffixes
     taken = [n for n in entries for s in suffixes if n.endswith(s) and n.removesuffix(s) in entries]
-    if taken:
-        raise UnsupportedError(
-            f"the source already has scales, first `{taken[0]}`", hint="convert from the unquantised checkpoint"
-        )
+    _check_free_names(taken)
     for pattern in (*options.include, *options.exclude, *(r.pattern for r in options.rules)):
         check_matches(pattern, entries)
     convertible = None if linears is None else linears.weights
     planned = {n: _planned(info, method, options, ties.get(n), convertible) for n, (info, _) in entries.items()}
+    _check_free_names([c.name for t in planned.values() for c in t.form.side if c.name in entries])
     planned |= {t.name: t for t in _fused(planned)}
     stored = [t for t in planned.values() if t.action != "tie"]
     groups = _groups(stored, {n: f for n, (_, f) in entries.items()}, options.max_shard_size)
     names = shard_names(len(groups))
     shards = tuple(_shard(n, g, options, metadata) for n, g in zip(names, groups, strict=True))
     return Plan(method=method, options=options, tensors=tuple(planned.values()), shards=shards, linears=linears)
+
+
+def _check_free_names(taken: Sequence[str]) -> None:
+    if taken:
+        raise UnsupportedError(
+            f"the source already has scales, first `{taken[0]}`", hint="convert from the unquantised checkpoint"
+        )
 
 
 def _planned(

@@ -70,7 +70,10 @@ def settings_for(options: ConvertOptions) -> Settings:
     """What forms need to know of the options; None is what the method's form does not ask for."""
     named = {"residual": options.residual, "budget_bits": options.budget_bits, "points_max": options.points_max}
     given: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
-    return Settings(scale=options.scale or "pow2", grain=grain_of(options.granularity), **given)
+    is_calibrated = options.calibrate is not None
+    return Settings(
+        scale=options.scale or "pow2", grain=grain_of(options.granularity), calibrated=is_calibrated, **given
+    )
 
 
 def _decide(info: TensorInfo, options: ConvertOptions, method: Method) -> _Decision:

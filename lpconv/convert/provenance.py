@@ -43,7 +43,8 @@ def shaping_options(options: ConvertOptions) -> dict[str, Any]:
     """The options that decide which bytes are written."""
     names = ("method", "format", "residual", "layout", "scale", "granularity", "budget_bits", "points_max", "include",
              "exclude", "rules", "max_shard_size")  # fmt: skip
-    return {n: to_json(getattr(options, n)) for n in names}
+    shaping = {n: to_json(getattr(options, n)) for n in names}
+    return shaping if options.calibrate is None else shaping | {"calibrate": Path(options.calibrate).name}
 
 
 def versions() -> dict[str, str]:

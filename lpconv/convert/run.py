@@ -22,15 +22,28 @@ from lpconv.convert.provenance import (
     versions,
 )
 from lpconv.convert.settings import command_line
+from lpconv.convert.shares import check_shareable
 from lpconv.convert.tensor_records import format_ranges, planned_record
 from lpconv.errors import UnsupportedError, VerificationError
 from lpconv.gates import needs_logits
 from lpconv.machine import peak_rss_bytes
 from lpconv.progress import Progress, Silent
 from lpconv.report.convert.card import model_card
-from lpconv.results import ByteCounts, ConvertResult, FileRecord, PlanResult, TensorRecord, json_text, to_json
+from lpconv.results import (
+    ByteCounts,
+    CalibrationRecord,
+    ConvertResult,
+    FileRecord,
+    PlanResult,
+    TensorRecord,
+    from_json,
+    json_text,
+    to_json,
+)
 
 __all__ = ["convert", "finish", "plan"]
+
+_CALIBRATION = "calibration"  # a line of the journal among those of weight files
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,6 +118,8 @@ def finish(
 
 
 def _published(model: str, output: Path | str, options: ConvertOptions, asked: _Asked) -> ConvertResult:
+    if asked.finishing:
+        check_shareable(options)
     job = prepare(model, output, options)
     if job.resolved.revision is not None:
         asked.progress.message(f"{model} is {job.resolved.resolved} at {job.resolved.revision}")
@@ -126,12 +141,19 @@ def _published(model: str, output: Path | str, options: ConvertOptions, asked: _
 def _staged(job: Job, asked: _Asked) -> ConvertResult:
     """Write, judge and publish. Where parts are put together, none of their files is written again."""
     _check_can_run(job)
+    if job.plan.options.calibrate is not None:
+        from lpconv.convert.calibrate import check_calibration  # transformers takes seconds to import
+
+        check_calibration(job)
     parts = checked_parts(job, asked.progress) if asked.finishing else ()
     if not asked.finishing and job.url is None:
         check_disk(job.output, disk_bytes(job))
     with _working_folder(job) as staging:
         adopt_parts(job, parts, staging)
-        result = _carry_out(job, staging, asked)
+        calibration = _calibration(job, staging, asked.progress)
+        if calibration is not None:
+            job = dataclasses.replace(job, plan=job.plan.with_inputs(calibration.absmax))
+        result = _carry_out(job, staging, asked, calibration)
         job.watch.check()
         if not result.verify.passed:
             kept = staging.set_aside()
@@ -165,7 +187,23 @@ def _working_folder(job: Job) -> Staging:
     return Staging(job.output, known, resume=options.resume, force=options.force)
 
 
-def _carry_out(job: Job, staging: Staging, asked: _Asked) -> ConvertResult:
+def _calibration(job: Job, staging: Staging, progress: Progress) -> CalibrationRecord | None:
+    """What the scales of inputs come from: of the run that is resumed, or found now and kept for one that resumes this.
+    None where the plan has no such scales."""
+    if not job.plan.num_calibrated:
+        return None
+    known = next((line for line in staging.done if line["shard"] == _CALIBRATION), None)
+    if known is not None:
+        return from_json(CalibrationRecord, known[_CALIBRATION])
+    from lpconv.convert.calibrate import calibrate  # torch takes seconds to import
+
+    with staging.discarded_on_failure():
+        found = calibrate(job, progress)
+    staging.append({"shard": _CALIBRATION, "files": [], _CALIBRATION: to_json(found)})
+    return found
+
+
+def _carry_out(job: Job, staging: Staging, asked: _Asked, calibration: CalibrationRecord | None) -> ConvertResult:
     from lpconv.convert.verify_written import verify_written  # torch takes seconds to import
     from lpconv.report.convert.html import html_report
 
@@ -192,6 +230,7 @@ def _carry_out(job: Job, staging: Staging, asked: _Asked) -> ConvertResult:
         weights_seconds=weights_seconds,
         peak_rss_bytes=peak_rss_bytes(),
         verify=verify,
+        calibration=calibration,
         options=shaping_options(job.plan.options),
         versions=versions(),
         command=asked.command,

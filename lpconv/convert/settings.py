@@ -4,8 +4,9 @@ import dataclasses
 import math
 import shlex
 from dataclasses import dataclass
+from pathlib import Path
 
-from lpconv.checkpoint.compressed import COMPRESSED_TENSORS
+from lpconv.checkpoint.compressed import COMPRESSED_TENSORS, preset_of
 from lpconv.convert.options import POINTS_MAX, ConvertOptions
 from lpconv.convert.patterns import FormatRule, check_pattern
 from lpconv.errors import UsageError
@@ -67,6 +68,8 @@ def settings_of(options: ConvertOptions) -> ConvertSettings:
                 hint="use =keep, or another --format",
             )
     _check_layout(options, method, fmt.name, grain)
+    if options.calibrate is not None:
+        _check_calibration(options, fmt.name, grain)
     for pattern in (*options.include, *options.exclude, *(r.pattern for r in options.rules)):
         check_pattern(pattern)
     filled = dataclasses.replace(
@@ -90,6 +93,7 @@ def command_line(model: str, options: ConvertOptions) -> str:
         ("layout", options.layout if options.layout != LPCONV else None),
         ("scale", options.scale if options.scale != usual else None),
         ("granularity", options.granularity if options.granularity != TENSOR else None),
+        ("calibrate", options.calibrate and Path(options.calibrate).name),
         ("budget-bits", options.budget_bits),
         ("points-max", options.points_max),
         ("revision", options.revision),
@@ -156,6 +160,20 @@ def _check_layout(options: ConvertOptions, method: Method, format_name: str, gra
                 f"rule `{rule.pattern}={rule.format}`: layout `{options.layout}` does not hold that",
                 hint="use =keep, " + " or ".join(f"={n}" for n in dict.fromkeys((format_name, one))),
             )
+
+
+def _check_calibration(options: ConvertOptions, format_name: str, grain: Grain | None) -> None:
+    """Inputs have scales in the files of two layouts only."""
+    if options.layout == COMPRESSED_TENSORS and preset_of(format_name, grain, calibrated=True) is not None:
+        return
+    known = preset_of(format_name, grain) if options.layout == COMPRESSED_TENSORS else None
+    if known is not None and known.inputs is not None:
+        words = f"readers of {known.name} scale inputs as they come: there is nothing to calibrate"
+        hint = "leave --calibrate out"
+    else:
+        words = "only NVFP4, and e4m3fn with one scale, have scales of inputs, in the layout compressed-tensors"
+        hint = f"use --layout {COMPRESSED_TENSORS} with --granularity nvfp4 or --format e4m3fn, or leave it out"
+    raise UsageError(f"--calibrate: {words}", hint=hint)
 
 
 def _budget(method: Method, fmt: Format, budget_bits: float | None, points_max: int | None) -> PointBudget | None:

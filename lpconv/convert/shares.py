@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lpconv.checkpoint.staging import PARTS, beside
+from lpconv.convert.options import ConvertOptions
 from lpconv.convert.plan import Plan, PlannedShard
 from lpconv.errors import UsageError
 
-__all__ = ["Part", "part_folders", "share_of"]
+__all__ = ["Part", "check_shareable", "part_folders", "share_of"]
 
 _FOLDER = re.compile(r"([1-9]\d*)-of-([1-9]\d*)")
 
@@ -38,6 +39,15 @@ class Part:
     def folder(self, output: Path) -> Path:
         """Where this part of `output` is published."""
         return beside(output, PARTS) / f"{self.number}-of-{self.count}"
+
+
+def check_shareable(options: ConvertOptions) -> None:
+    """Refuse what workers would each do whole, and not all alike. Raises UsageError."""
+    if options.calibrate is not None:
+        raise UsageError(
+            "a conversion with --calibrate is not shared out: its workers would each run the whole model",
+            hint="convert by one process; memory is that of activations, however large the model is",
+        )
 
 
 def part_folders(output: Path) -> dict[Part, Path]:

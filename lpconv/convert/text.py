@@ -9,7 +9,7 @@ Letters in shapes: N windows, L tokens of each, T tokens of a few, H hidden size
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,10 +32,10 @@ from lpconv.models.tokenizer import read_tokenizer
 from lpconv.progress import Progress
 from lpconv.results import LogitsCheck
 
-__all__ = ["compare_on_text"]
+__all__ = ["AT_ONCE", "compare_on_text", "window_bytes", "windows_of"]
 
 _HINT = "verify by weights: leave --data out"
-_AT_ONCE = 1024  # tokens that bodies run on together
+AT_ONCE = 1024  # tokens that bodies run on together
 _HEAD_BYTES, _EXACT = 2**26, 16  # what the outputs of a head may take; tokens whose outputs are compared in fp64
 _FIXED_BYTES = 150_000_000  # rows of weights, and what libraries take as they run
 
@@ -83,7 +83,7 @@ def compare_on_text(
     """
     ours, theirs = read_contents(directory), read_contents(reference)
     config = reads_text(ours, hint=_HINT)
-    tokens, length = _windows((theirs, ours), config, data, seq_len, max_tokens)
+    tokens, length = windows_of((theirs, ours), config, data, seq_len, max_tokens)
     at_once = _at_once(config, length)
     progress.start("running both models on the text", 3 * tokens.windows.numel())
     with (
@@ -124,15 +124,16 @@ def _exp(x: float) -> float:
     return math.exp(x) if x < 700 else math.inf
 
 
-def _windows(
-    where: tuple[Contents, ...], config: Any, data: Path, seq_len: int | None, max_tokens: int
+def windows_of(
+    where: Sequence[Contents], config: Any, data: Path, seq_len: int | None, max_tokens: int
 ) -> tuple[Tokens, int]:
-    """The text in windows, and their length."""
+    """A text in windows, and their length. Raises InputError where no checkpoint has a tokenizer."""
     length = sequence_length(config, seq_len)
     found = (t for c in where if (t := read_tokenizer(c.directory)) is not None)
     tokenizer = next(found, None)
     if tokenizer is None:
-        raise InputError("neither checkpoint has a tokenizer to read the text with", hint="copy its files beside one")
+        who = "neither checkpoint has a" if len(where) > 1 else f"`{where[0].directory.name}` has no"
+        raise InputError(f"{who} tokenizer to read the text with", hint="copy its files beside the weights")
     with quiet_transformers():
         tokens = tokenize(data, tokenizer, seq_len=length, vocab_size=vocabulary_size(config))
     kept = tokens.windows[: max(max_tokens // length, 1)]
@@ -148,21 +149,26 @@ def _opened(contents: Contents) -> Iterator[Any]:
         yield model
 
 
-def _at_once(config: Any, length: int) -> int:
-    """Windows that bodies run on together, by the memory that is free."""
+def window_bytes(config: Any, length: int) -> int:
+    """What the activations of a body take for a window of so many tokens."""
     text = config.get_text_config()
     hidden: int = text.hidden_size
     inner: int | list[int] = getattr(text, "intermediate_size", None) or 4 * hidden
     # In fp32: the residual, its norm, queries, keys, values, a sum or two; three of the inner size.
-    window_bytes = 4 * length * (8 * hidden + 3 * (max(inner) if isinstance(inner, list) else inner))
+    return 4 * length * (8 * hidden + 3 * (max(inner) if isinstance(inner, list) else inner))
+
+
+def _at_once(config: Any, length: int) -> int:
+    """Windows that bodies run on together, by the memory that is free."""
+    needed = window_bytes(config, length)
     free = available_memory() - _FIXED_BYTES - 3 * _HEAD_BYTES
-    if window_bytes > free:
+    if needed > free:
         raise ResourceError(
-            f"a window of {length} tokens needs {window_bytes / 1e6:.0f} MB, {max(free, 0) / 1e6:.0f} MB are free",
+            f"a window of {length} tokens needs {needed / 1e6:.0f} MB, {max(free, 0) / 1e6:.0f} MB are free",
             hint="free some memory, or pass a smaller --seq-len",
-            details={"needed_bytes": window_bytes, "available_bytes": max(free, 0)},
+            details={"needed_bytes": needed, "available_bytes": max(free, 0)},
         )
-    return max(min(_AT_ONCE // length, free // 2 // window_bytes), 1)
+    return max(min(AT_ONCE // length, free // 2 // needed), 1)
 
 
 def _hidden(model: Any, windows_NL: Tensor, at_once: int, progress: Progress) -> Tensor:

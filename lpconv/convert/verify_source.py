@@ -22,7 +22,7 @@ from lpconv.forms import Kept
 from lpconv.gates import CONVERT_GATES, Gate
 from lpconv.lookup import find
 from lpconv.progress import Progress
-from lpconv.results import ComparedTensor, SourceRecord, TensorRecord, VerifyResult, from_json
+from lpconv.results import CalibrationRecord, ComparedTensor, SourceRecord, TensorRecord, VerifyResult, from_json
 
 __all__ = ["check_source", "prepare_again"]
 
@@ -104,6 +104,8 @@ def _check_weights(
 ) -> VerifyResult:
     """`result` with what the weights, the config and the index are found to be."""
     plan = _as_recorded(job.plan, records)
+    if plan.num_calibrated:
+        plan = _calibrated(plan, provenance)
     with OutputReader.from_directory(directory) as output:
         planned = {t.name: t for t in plan.tensors if t.action != "tie"}
         weights = check_stored(job, output, planned, progress)
@@ -153,6 +155,15 @@ def _as_recorded(plan: Plan, records: Mapping[str, TensorRecord]) -> Plan:
             form = plan.form.of(t.name, t.info.shape, fmt, settings)
         tensors.append(dataclasses.replace(t, form=form, reason=record.reason, tied_to=record.tied_to))
     return dataclasses.replace(plan, tensors=tuple(tensors))
+
+
+def _calibrated(plan: Plan, provenance: Mapping[str, Any]) -> Plan:
+    """A plan with what calibration found: the text is not read again."""
+    found = from_json(CalibrationRecord, provenance.get("calibration")).absmax
+    missing = [t.module for t in plan.tensors if t.form.has_input_scale and t.module not in found]
+    if missing:
+        raise InputError(f"{MARKER} has no largest input of `{missing[0]}`", hint="fetch the output again")
+    return plan.with_inputs(found)
 
 
 def _document_problems(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lpconv.lookup import find
 
-__all__ = ["demo_checkpoint", "demo_text"]
+__all__ = ["demo_checkpoint", "demo_text", "text_at"]
 
 TEXTS = {"train": "train.txt", "heldout": "heldout.txt"}
 
@@ -20,6 +20,11 @@ def demo_checkpoint() -> Path:
     `metrics.json` in it holds the figures of its training, held-out bits per byte first.
     """
     return Path(str(files(__name__) / "demo"))
+
+
+def text_at(name: str) -> Path:
+    """The text file that a name stands for: a path, or ``demo``, the plays that the demo checkpoint trained on."""
+    return demo_text("train") if name == "demo" else Path(name)
 
 
 def demo_text(split: str) -> Path:

@@ -3,22 +3,30 @@
 Plain transformers with that package, and vLLM, open them. Only weights of `Linear` modules can be codes; the config
 says which modules are not, and which have another format than the others. More in `lpconv.checkpoint.compressed`. With
 the settings of other writers such weights are read as a layout of theirs.
+
+Beside a weight may lie the scale of the inputs that meet it: `MODULE.input_scale`, or `MODULE.input_global_scale`, by
+which those of their groups are divided. It comes from the largest input that calibration saw.
 """
 
 from __future__ import annotations  # tensors are named below and not imported
 
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from lpconv.checkpoint.compressed import COMPRESSED_TENSORS, preset_of, quantization_config
 from lpconv.formats.grains import Grain, grain_of
 from lpconv.formats.spec import FORMATS, Format
-from lpconv.forms.facts import Component, Converted, Headers, Settings
+from lpconv.forms.facts import BlockStats, Component, Converted, Headers, Looked, Measured, Settings
 from lpconv.forms.foreign.grid import Grid
 from lpconv.forms.foreign.plane import one_by_one
-from lpconv.forms.form import Form
-from lpconv.forms.scaled import SCALE_SUFFIX, Scaled
+from lpconv.forms.form import Form, Over
+from lpconv.forms.scaled import SCALE_SUFFIX, Scaled, scale_for
 from lpconv.forms.tiles import FACTOR_SUFFIX, Tiles
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["Compressed", "CompressedTiles"]
 
@@ -29,11 +37,26 @@ _WEIGHT, _PACKED_SUFFIX, _SIZE_SUFFIX = ".weight", "_packed", "_shape"
 
 @dataclass(frozen=True, kw_only=True)
 class _Layout(Scaled):
-    """What the layouts ask of a form, whatever has a scale."""
+    """What the layouts ask of a form, whatever has a scale.
+
+    `input_absmax` is the largest input, None where no calibration has said it: then `input_scale`, where there is one,
+    can be read and not written.
+    """
 
     quantised_by: ClassVar[str | None] = COMPRESSED_TENSORS
     of_linears: ClassVar[bool] = True
     axis: ClassVar[tuple[int, ...]] = ()
+
+    has_input_scale: bool = False
+    input_absmax: float | None = None
+
+    input_suffix: ClassVar[str]
+
+    @classmethod
+    def of(cls, name: str, shape: tuple[int, ...], format: Format, settings: Settings) -> Form:
+        form = super().of(name, shape, format, settings)
+        assert isinstance(form, _Layout)
+        return replace(form, has_input_scale=settings.calibrated)
 
     @classmethod
     def holds(cls, format: Format, grain: Grain | None) -> bool:
@@ -41,7 +64,7 @@ class _Layout(Scaled):
 
     @classmethod
     def refusal(cls, shape: tuple[int, ...], format: Format, settings: Settings) -> str | None:
-        preset = preset_of(format.name, settings.grain)
+        preset = preset_of(format.name, settings.grain, calibrated=settings.calibrated)
         if preset is None:
             words = settings.grain.words if settings.grain else "one scale"
             return f"the layout holds no {format.name} codes with {words}"
@@ -53,11 +76,45 @@ class _Layout(Scaled):
     @classmethod
     def configured(cls, made: Converted) -> dict[str, Any]:
         grain = grain_of(made.settings["granularity"])
-        usual = preset_of(made.settings["format"], grain)
-        found = {n: preset_of(f, grain) for n, f in made.formats.items()}
+        usual = preset_of(made.settings["format"], grain, calibrated=made.calibrated)
+        found = {n: preset_of(f, grain, calibrated=made.calibrated) for n, f in made.formats.items()}
         assert usual is not None, "refused"
         others = {n.removesuffix(_WEIGHT): p for n, p in found.items() if p is not None and p != usual}
         return {"quantization_config": quantization_config(made.ignored, usual, others)}
+
+    @property
+    def input_scale(self) -> Component:
+        """The component that has the scale of the inputs."""
+        return Component(name=self.name.removesuffix(_WEIGHT) + self.input_suffix, dtype="F32", shape=(1,))
+
+    @property
+    def _of_inputs(self) -> tuple[Component, ...]:
+        return (self.input_scale,) if self.has_input_scale else ()
+
+    def _as_stored(self, headers: Headers) -> Self:
+        """The form with the scale of inputs that is there, where the config says so."""
+        presets = headers.presets
+        is_calibrated = presets is not None and presets.of(self.name.removesuffix(_WEIGHT)).is_calibrated
+        return replace(self, has_input_scale=is_calibrated and headers.holds(self.input_scale))
+
+    def with_inputs(self, absmax: float) -> Self:
+        return replace(self, input_absmax=absmax)
+
+    @abstractmethod
+    def scale_of_inputs(self, absmax: float) -> Tensor:
+        """The scale of inputs of up to `absmax`, fp32 [1]; 1 where all are zero."""
+
+    def begin(self, largest: float) -> Measured:
+        return self._with_input_scale(super().begin(largest))
+
+    def conclude(self, looked: Sequence[Looked], over: Over, fused: Sequence[Over] = ()) -> Measured:
+        return self._with_input_scale(super().conclude(looked, over, fused))
+
+    def _with_input_scale(self, found: Measured) -> Measured:
+        if not self.has_input_scale:
+            return found
+        assert self.input_absmax is not None, "not calibrated"
+        return replace(found, side={**found.side, self.input_scale.name: self.scale_of_inputs(self.input_absmax)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +122,7 @@ class Compressed(_Layout):
     """`scale_dtype` is F32 in what lpconv writes; the package saves it again in the dtype of the model."""
 
     kind: ClassVar[str] = "compressed"
+    input_suffix: ClassVar[str] = ".input_scale"
 
     scale_dtype: str = "F32"
 
@@ -79,20 +137,50 @@ class Compressed(_Layout):
         codes, scale = headers.root[name], headers.root.get(name + SCALE_SUFFIX)
         if headers.quantised_by != cls.quantised_by or codes.dtype != _E4M3FN.safetensors or scale is None:
             return None
-        form = cls(name=name, shape=codes.shape, format=_E4M3FN, scale_dtype=scale.dtype)
+        form = cls(name=name, shape=codes.shape, format=_E4M3FN, scale_dtype=scale.dtype)._as_stored(headers)
         return form if scale.dtype in _SCALE_DTYPES and all(map(headers.holds, form.components)) else None
 
     @property
     def components(self) -> tuple[Component, ...]:
         scale, codes = super().components
-        return replace(scale, dtype=self.scale_dtype), codes
+        return replace(scale, dtype=self.scale_dtype), *self._of_inputs, codes
+
+    @property
+    def shares(self) -> bool:
+        """Readers that multiply in fp8 take one scale for weights that they fuse, and round again what has another."""
+        return self.has_input_scale
+
+    def conclude(self, looked: Sequence[Looked], over: Over, fused: Sequence[Over] = ()) -> Measured:
+        import torch
+
+        from lpconv.forms.blocks import block_stats
+
+        found = super().conclude(looked, over, fused)
+        if not fused:
+            return found
+        others = [sum(each(lambda x, _, work: block_stats(x, work)), BlockStats()) for each in fused]
+        scales = [scale_for(stats, self.format, pow2=self.has_pow2_scale) for stats in (found.stats, *others)]
+        name, one = self.name + SCALE_SUFFIX, torch.tensor([max(scales)], dtype=torch.float32)
+        on_grid = found.on_grid and torch.equal(one, found.side[name])
+        return replace(found, side={**found.side, name: one}, on_grid=on_grid)
+
+    def guess(self, sample: Callable[[], Tensor]) -> Measured | None:
+        return None if self.shares else super().guess(sample)
+
+    def scale_of_inputs(self, absmax: float) -> Tensor:
+        import torch
+
+        from lpconv.formats.scale import pow2_ceil
+
+        scale = max(absmax / self.format.max, 2.0**-126) if absmax else 1.0
+        return torch.tensor([pow2_ceil(scale) if self.has_pow2_scale else scale], dtype=torch.float32)
 
     @property
     def grid(self) -> Grid | None:
         """The same as who reads layouts of others sees it; None for what is no matrix."""
         if len(self.shape) != 2 or 0 in self.shape:
             return None
-        scale, codes = self.components
+        scale, codes = self.components[0], self.components[-1]
         return Grid(
             name=self.name,
             shape=self.shape,
@@ -110,6 +198,7 @@ class CompressedTiles(_Layout, Tiles):
     suffixes: ClassVar[tuple[str, ...]] = (SCALE_SUFFIX, FACTOR_SUFFIX, _PACKED_SUFFIX, _SIZE_SUFFIX)
     whole: ClassVar[type[Scaled]] = Compressed
     has_short_scales: ClassVar[bool] = True
+    input_suffix: ClassVar[str] = ".input_global_scale"
 
     @classmethod
     def recognise(cls, name: str, headers: Headers) -> Self | None:
@@ -121,7 +210,7 @@ class CompressedTiles(_Layout, Tiles):
         if preset.grain is None or not name.endswith(suffix):
             return None
         found = cls._of_codes(name.removesuffix(suffix), name, preset.grain, preset.number, headers)
-        return found if found and found.format.name == preset.number else None
+        return found._as_stored(headers) if found and found.format.name == preset.number else None
 
     @property
     def codes(self) -> Component:
@@ -131,6 +220,15 @@ class CompressedTiles(_Layout, Tiles):
     def size(self) -> Component | None:
         is_integer = self.format.twos_complement
         return Component(name=self.name + _SIZE_SUFFIX, dtype="I64", shape=(2,)) if is_integer else None
+
+    @property
+    def side(self) -> tuple[Component, ...]:
+        return (*super().side, *self._of_inputs)
+
+    def scale_of_inputs(self, absmax: float) -> Tensor:
+        from lpconv.forms.tile_scales import dividing_factor
+
+        return dividing_factor(self.format, absmax, pow2=self.has_pow2_scale)
 
 
 def _suffix(format: Format) -> str:

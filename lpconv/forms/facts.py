@@ -23,7 +23,8 @@ class Settings:
     """What a conversion chooses once for all tensors.
 
     `scale` is ``pow2`` or ``exact``, `grain` what has a scale of its own (None: the tensor), `residual` a key of
-    `RESIDUALS`. Points have a budget of `budget_bits` an element and at most `points_max` a row.
+    `RESIDUALS`. Points have a budget of `budget_bits` an element and at most `points_max` a row. `calibrated` says that
+    inputs have scales in the file, too.
     """
 
     scale: str = "pow2"
@@ -31,6 +32,7 @@ class Settings:
     residual: str = "bf16"
     budget_bits: float = math.inf
     points_max: int = 1
+    calibrated: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,12 +41,14 @@ class Converted:
 
     `config` is that of the source, `settings` are method, format, scale and granularity of the conversion, `formats`
     those of the converted tensors by name, and `ignored` the modules that are not converted, for layouts of others.
+    `calibrated` is as in `Settings`.
     """
 
     config: Mapping[str, Any]
     settings: Mapping[str, Any]
     formats: Mapping[str, str]
     ignored: Sequence[str]
+    calibrated: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

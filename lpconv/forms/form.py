@@ -121,6 +121,15 @@ class Form(Stored):
         return 2 if self.needs_first_pass and (self.shares or not self.late) else 1
 
     @property
+    def has_input_scale(self) -> bool:
+        """Whether a scale of the inputs that meet the weight lies beside it."""
+        return False
+
+    def with_inputs(self, absmax: float) -> Form:
+        """The form of a weight that meets inputs of up to `absmax`, by which their scale is made."""
+        return self
+
+    @property
     def shares(self) -> bool:
         """Whether one of its scales is that of all weights which readers fuse."""
         return False

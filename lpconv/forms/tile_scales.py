@@ -18,7 +18,7 @@ from lpconv.formats.grains import Grain
 from lpconv.formats.scale import pow2_floor
 from lpconv.formats.spec import FORMATS, Format
 
-__all__ = ["Parts", "TileScales"]
+__all__ = ["Parts", "TileScales", "dividing_factor"]
 
 # What rows have of tiles, by what it is: [rows, tiles beside each other].
 Parts = Mapping[str, Tensor]
@@ -76,10 +76,7 @@ class TileScales:
         """The scale that divides all others, fp32 [1], where the grain has that: it makes the largest scale the largest
         number of its format, or less where it is a power of two. `largest` is the largest magnitude of all weights that
         share it."""
-        if not self.grain.has_factor:
-            return None
-        factor = min(_OF_SCALES.max * self.format.max / largest, 2.0**127) if largest else 1.0
-        return torch.tensor([pow2_floor(factor) if self.has_pow2_scale else factor], dtype=torch.float32)
+        return dividing_factor(self.format, largest, pow2=self.has_pow2_scale) if self.grain.has_factor else None
 
     def stored(self, parts: Parts, factor: Tensor | None) -> Tensor:
         """The scales as they are stored; `factor` divides them where there is one."""
@@ -209,6 +206,12 @@ def _pow2_ceil(x: Array) -> Array:
 def _pow2_floor(x: Array) -> Array:
     """The largest power of two that is no more than each positive fp64 number, by their bits; 0 for subnormal ones."""
     return (x.view(np.int64) & 0x7FF << 52).view(np.float64)
+
+
+def dividing_factor(format: Format, largest: float, *, pow2: bool) -> Tensor:
+    """What divides the e4m3fn scales of groups of numbers up to `largest`, fp32 [1]; 1 where all are zero."""
+    factor = min(_OF_SCALES.max * format.max / largest, 2.0**127) if largest else 1.0
+    return torch.tensor([pow2_floor(factor) if pow2 else factor], dtype=torch.float32)
 
 
 def _amax(x: Tensor) -> Tensor:

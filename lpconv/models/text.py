@@ -54,7 +54,7 @@ def tokenize(path: Path, tokenizer: Any, *, seq_len: int, vocab_size: int) -> To
     if len(ids) < room:
         raise InputError(
             f"`{path}` has {len(ids)} tokens, fewer than one sequence of {seq_len}",
-            hint="pass a longer text or a smaller --seq-len",
+            hint="pass a longer text, or shorter sequences by --seq-len where that is an option",
         )
     check_largest_id(max(*ids, *prefix, *suffix, 0), vocab_size)
     starts = range(0, len(ids) - room + 1, room)
@@ -75,6 +75,6 @@ def _read_text(path: Path) -> str:
         with path.open(encoding="utf-8") as f:
             return f.read(_MAX_CHARACTERS)
     except OSError as e:
-        raise InputError(f"cannot read `{path}`: {e.strerror or e}", hint="pass a text file to --data") from e
+        raise InputError(f"cannot read `{path}`: {e.strerror or e}", hint="pass a text file") from e
     except UnicodeDecodeError as e:
-        raise InputError(f"`{path}` is no UTF-8 text", hint="pass a text file to --data") from e
+        raise InputError(f"`{path}` is no UTF-8 text", hint="pass a text file") from e

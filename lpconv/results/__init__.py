@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     )
     from lpconv.results.convert import (
         ByteCounts as ByteCounts,
+        CalibrationRecord as CalibrationRecord,
         ConvertResult as ConvertResult,
         PartResult as PartResult,
         PlanResult as PlanResult,

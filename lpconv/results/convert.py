@@ -9,6 +9,7 @@ from lpconv.results.verify import VerifyResult
 
 __all__ = [
     "ByteCounts",
+    "CalibrationRecord",
     "ConvertResult",
     "PartResult",
     "PlanResult",
@@ -89,12 +90,25 @@ class PlanResult:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CalibrationRecord:
+    """What the scales of inputs come from: a text, by the name and the SHA-256 of its file, of which `num_tokens` were
+    read in windows of `seq_len`; and `absmax`, the largest magnitude among the inputs of each module."""
+
+    text: str
+    sha256: str
+    num_tokens: int
+    seq_len: int
+    absmax: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
 class ConvertResult:
     """One finished conversion: what was asked, what was written, what it cost and how it was checked.
 
     `seconds` is the whole run, `weights_seconds` the part that read, encoded and wrote weights (None where it was not
     measured). `options` are the settings that shaped the bytes, `architecture` is config.json's first, `versions` the
-    libraries'. `card` is what the model card repeats of the source's: base model and licence.
+    libraries'. `card` is what the model card repeats of the source's: base model and licence. `calibration` is None
+    where inputs have no scales in the files.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -113,6 +127,7 @@ class ConvertResult:
     weights_seconds: float | None = None
     peak_rss_bytes: int
     verify: VerifyResult
+    calibration: CalibrationRecord | None = None
     options: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     command: str | None = None

@@ -292,6 +292,11 @@ class TestKinds:
             ({"kind": "finetune", "lr": 0}, r"jobs\[0\].lr: expected a number above zero", ""),
             ({"kind": "finetune", "warmup": 2}, r"jobs\[0\].warmup: expected a number from zero on below 1", "0.1"),
             ({"kind": "finetune", "recipe": "fp32", "optimizer": "collage-plus"}, r"jobs\[0\] \(a\): opti", "--prec"),
+            (
+                {"format": "e4m3fn", "layout": "compressed-tensors", "calibrate": "demo", "split": 2},
+                r"jobs\[0\] \(a\): a conversion with --calibrate is not shared out",
+                "by one process",
+            ),
             ({"kind": "bench", "mode": ["infer", "trian"]}, r"jobs\[0\].mode\[1\]: unknown mode `trian`", "`train`"),
             ({"kind": "bench", "batch": [1, 0]}, r"jobs\[0\].batch\[1\]: expected a whole number", ""),
             ({"kind": "probe", "gates": "x"}, r"jobs\[0\].gates: unknown key", "setting of"),
@@ -314,7 +319,7 @@ class TestKinds:
 EXAMPLES: dict[str, dict[str, Any]] = {
     "convert": {
         "method": "scalify", "format": "e5m2", "residual": "int8", "layout": "compressed-tensors", "scale": "exact",
-        "granularity": "row",
+        "granularity": "row", "calibrate": "demo",
         "include": ["a.*"], "exclude": "b.*",
         "rules": ["a=keep"], "revision": "v1", "max_memory": "1GB", "workers": 2, "max_shard_size": 1000,
         "verify": "none", "gates": ["sqnr>=1"], "force": True, "trust_remote_code": True, "budget_bits": 5.25,
@@ -345,6 +350,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
 BESIDE: dict[tuple[str, str], dict[str, Any]] = {
     ("convert", "layout"): {"format": "e4m3fn"},
     ("convert", "residual"): {"method": "collage"},
+    ("convert", "calibrate"): {"format": "e4m3fn", "layout": "compressed-tensors"},
     ("convert", "budget_bits"): {"method": "multipoint"},
     ("convert", "points_max"): {"method": "multipoint"},
     ("finetune", "rounding"): {"optimizer": "bf16", "precision": "bf16"},

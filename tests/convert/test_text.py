@@ -59,7 +59,7 @@ def source(folder: Path, kind: str) -> Path:
 @pytest.mark.parametrize("kind", ["demo", "gemma2", "bert"])
 def test_it_is_what_whole_models_say(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bodies on two windows at once, heads on a few tokens that do not end with a window."""
-    monkeypatch.setattr(text_module, "_AT_ONCE", 2 * LENGTH)
+    monkeypatch.setattr(text_module, "AT_ONCE", 2 * LENGTH)
     monkeypatch.setattr(text_module, "_HEAD_BYTES", 2**17)
     reference, out = source(tmp_path, kind), tmp_path / "out"
     convert(str(reference), out, ConvertOptions(method="unit", format="e4m3fn", verify="none"))

@@ -84,6 +84,9 @@ def done_words(result: ConvertResult) -> str:
     if on_grid:
         verb = "is" if on_grid == 1 else "are"
         parts.append(f"{count_text(on_grid)} of these lay on such a grid already and {verb} kept exactly")
+    if result.calibration:
+        tokens = count_text(result.calibration.num_tokens)
+        parts.append(f"inputs have scales in the file, of {tokens} tokens of {result.calibration.text}")
     if kept:
         parts.append(f"{count_text(kept)} kept {'its' if kept == 1 else 'their'} bits")
     if tied:

@@ -1,0 +1,105 @@
+"""Scales of inputs that lie in a file: from the largest input that each layer meets when the source runs on a text.
+
+The source runs once, in fp32, its matrices read from its files as they are multiplied by (`models/load.py`,
+`open_in_files`), so that memory is that of activations. How many windows run together depends on the model alone:
+the same machine finds the same numbers, however much memory is free.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lpconv.checkpoint.partfile import sha256_of
+from lpconv.convert.defects import shown
+from lpconv.convert.job import Job
+from lpconv.convert.memory import CALIBRATING_BYTES
+from lpconv.convert.options import CALIBRATION_TOKENS
+from lpconv.convert.text import AT_ONCE, window_bytes, windows_of
+from lpconv.data import text_at
+from lpconv.errors import InputError, UnsupportedError
+from lpconv.models.inputs import vocabulary_size
+from lpconv.models.load import open_in_files
+from lpconv.models.opening import model_errors, reads_text
+from lpconv.models.text import Tokens
+from lpconv.progress import Progress
+from lpconv.results import CalibrationRecord
+
+__all__ = ["calibrate", "check_calibration"]
+
+_HINT = "leave --calibrate out: inputs then stay as they are"
+
+
+def check_calibration(job: Job) -> None:
+    """Refuse, before the work, a model that does not read text, and a text that its tokenizer does not read."""
+    _text(job)
+
+
+def calibrate(job: Job, progress: Progress) -> CalibrationRecord:
+    """The largest inputs of the modules whose weights get a scale of inputs, on the job's text.
+
+    Raises InputError for inputs that are NaN or infinite, UnsupportedError for modules that the text never reaches.
+    """
+    config, tokens, length = _text(job)
+    modules = [t.module for t in job.plan.tensors if t.form.has_input_scale]
+    progress.start("calibrating", tokens.windows.numel())
+    found = _largest_inputs(job.resolved.directory, modules, config, tokens.windows, progress)
+    missed = [n for n in modules if n not in found]
+    if missed:
+        raise UnsupportedError(
+            f"the text never reaches {shown(missed)}: their inputs have no scale",
+            hint=f"keep them as they are with --exclude '{missed[0]}.weight'",
+        )
+    path = text_at(str(job.plan.options.calibrate))
+    return CalibrationRecord(
+        text=path.name, sha256=sha256_of(path), num_tokens=tokens.windows.numel(), seq_len=length, absmax=found
+    )
+
+
+def _text(job: Job) -> tuple[Any, Tokens, int]:
+    """The config of the model, the text in windows, and their length."""
+    config = reads_text(job.contents, hint=_HINT)
+    path = text_at(str(job.plan.options.calibrate))
+    return config, *windows_of((job.contents,), config, path, None, CALIBRATION_TOKENS)
+
+
+def _largest_inputs(
+    directory: Path, modules: Sequence[str], config: Any, windows_NL: Tensor, progress: Progress
+) -> dict[str, float]:
+    found: dict[str, float] = {}
+    with (
+        model_errors("the model does not run on the text", hint=_HINT),
+        open_in_files(directory) as (model, missing),
+        torch.no_grad(),
+    ):
+        if missing:
+            raise UnsupportedError(f"the source lacks `{missing[0]}` of its model", hint=_HINT)
+        watched = {name: model.get_submodule(name) for name in modules}
+        for name, module in watched.items():
+            module.register_forward_pre_hook(partial(_note, found, name), with_kwargs=True)
+        inner = set(model.base_model.modules())
+        has_head = any(module not in inner for module in watched.values())
+        size = window_bytes(config, windows_NL.shape[1])
+        size += 4 * windows_NL.shape[1] * vocabulary_size(config) if has_head else 0
+        at_once = max(min(AT_ONCE // windows_NL.shape[1], CALIBRATING_BYTES // size), 1)
+        for ids_NL in torch.split(windows_NL, at_once):
+            (model if has_head else model.base_model)(input_ids=ids_NL, attention_mask=torch.ones_like(ids_NL))
+            progress.advance(ids_NL.numel())
+    return {name: found[name] for name in modules if name in found}
+
+
+def _note(found: dict[str, float], name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    x = args[0] if args else kwargs["input"]
+    if not x.numel():
+        return
+    largest = float(x.abs().amax())
+    if not math.isfinite(largest):
+        raise InputError(
+            f"inputs of `{name}` are NaN or infinite on the text: no scale holds them",
+            hint="`lpconv inspect --stats` says whether its weights are finite",
+        )
+    found[name] = max(found.get(name, 0.0), largest)
