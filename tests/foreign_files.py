@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from lpconv.checkpoint.compressed import input_scale_of
 from lpconv.convert.defects import fused_groups
 
 __all__ = ["AWQ_ORDER", "MAKERS", "Maker", "make_foreign", "pack_words", "quantised"]
@@ -93,9 +94,15 @@ def _ct(preset: str, block: Callable[[Tensor], tuple[int, int]], limit: float, *
             state["weight_zero_point"] = (-8 - low / state["weight_scale"]).round().clamp(-8, 7).to(torch.int8)
         written = BaseCompressor.get_value_from_registry(_FORMATS[preset]).compress(state, scheme)
         stem = name.removesuffix("weight")
-        return {stem + k: v.contiguous() for k, v in written.items()}
+        inputs = {leaf: torch.tensor([4.0])} if (leaf := input_scale_of(_settings_of_inputs(scheme))) else {}
+        return {stem + k: v.contiguous() for k, v in (written | inputs).items()}
 
     return make
+
+
+def _settings_of_inputs(scheme: Any) -> dict[str, Any] | None:
+    inputs = scheme.input_activations
+    return None if inputs is None else json.loads(inputs.model_dump_json())
 
 
 def _range_of_groups(w: Tensor, group: int) -> tuple[Tensor, Tensor]:
@@ -106,8 +113,8 @@ def _range_of_groups(w: Tensor, group: int) -> tuple[Tensor, Tensor]:
 _FORMATS = {
     "FP8": "float-quantized", "FP8_DYNAMIC": "float-quantized", "FP8_BLOCK": "float-quantized",
     "W8A8": "int-quantized", "MXFP8": "mxfp8-quantized", "MXFP4": "mxfp4-pack-quantized",
-    "NVFP4A16": "nvfp4-pack-quantized", "W4A16": "pack-quantized", "W4A16_ASYM": "pack-quantized",
-    "W8A16": "pack-quantized",
+    "NVFP4A16": "nvfp4-pack-quantized", "NVFP4": "nvfp4-pack-quantized", "W4A16": "pack-quantized",
+    "W4A16_ASYM": "pack-quantized", "W8A16": "pack-quantized",
 }  # fmt: skip
 
 
@@ -230,6 +237,7 @@ MAKERS: Mapping[str, tuple[Maker, Callable[[], dict[str, Any]]]] = {
     "ct MXFP8": (_ct("MXFP8", _group(32), 448.0), lambda: _ct_config("MXFP8")),
     "ct MXFP4": (_ct("MXFP4", _group(32), 6.0), lambda: _ct_config("MXFP4")),
     "ct NVFP4": (_ct("NVFP4A16", _group(16), 6.0), lambda: _ct_config("NVFP4A16")),
+    "ct NVFP4, inputs": (_ct("NVFP4", _group(16), 6.0), lambda: _ct_config("NVFP4")),
     "ct W4A16": (_ct("W4A16", _group(32), 7.0, **_W4), lambda: _ct_config("W4A16", **_W4)),
     "ct W4A16_ASYM": (_ct("W4A16_ASYM", _group(32), 7.0, **_W4), lambda: _ct_config("W4A16_ASYM", **_W4)),
     "ct W8A16": (_ct("W8A16", _group(32), 127.0, **_W4), lambda: _ct_config("W8A16", **_W4)),

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lpconv.checkpoint.compressed import COMPRESSED_TENSORS, quantized_by
+from lpconv.checkpoint.compressed import COMPRESSED_TENSORS, input_scale_of, quantized_by
 from lpconv.checkpoint.contents import Contents
 from lpconv.errors import UnsupportedError
 from lpconv.forms import Headers, Kept, Stored, grid_of
@@ -103,6 +103,7 @@ def _against_config(headers: Headers, forms: Mapping[str, Stored]) -> Iterator[s
         if other:
             yield f"config.json says `{said}`, and {shown(other)} has {coded[other[0]].words}"
     yield from _sizes(config, coded)
+    yield from _inputs(headers, coded)
     ignored = _ignored(config)
     named = [n for n in coded if _is_ignored(n.removesuffix(".weight"), ignored)]
     if named:
@@ -142,6 +143,20 @@ def _sizes(config: Mapping[str, Any], coded: Mapping[str, Stored]) -> Iterator[s
         yield f"config.json says symmetric: true, and {shown(with_zeros)} has zero points"
     if symmetric is False and without:
         yield f"config.json says symmetric: false, and {shown(without)} has no zero points"
+
+
+def _inputs(headers: Headers, coded: Iterable[str]) -> Iterator[str]:
+    """Scales of inputs that are not there, where one scheme of the config, or one of ours, needs them."""
+    groups = headers.quantization.get("config_groups")
+    schemes = [g for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []
+    modules, missing = [n.removesuffix(".weight") for n in coded], []
+    for module in modules if len(schemes) == 1 or headers.presets is not None else ():
+        inputs = headers.presets.of(module).inputs if headers.presets else schemes[0].get("input_activations")
+        leaf = input_scale_of(inputs) if inputs is None or isinstance(inputs, Mapping) else None
+        if leaf is not None and f"{module}.{leaf}" not in headers.root:
+            missing.append(f"{module}.{leaf}")
+    if missing:
+        yield f"config.json asks for inputs with a scale that is known before, and {shown(missing)} is not there"
 
 
 def _ignored(config: Mapping[str, Any]) -> tuple[str, ...]:

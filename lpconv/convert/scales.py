@@ -41,6 +41,7 @@ __all__ = [
 
 # No weight of a trained model is so large; what is larger than others' by so much has lost its scale.
 _LARGEST, FACTOR = 1e4, 256.0
+_INPUT_SCALES = (".input_scale", ".input_global_scale")
 _UNEQUAL = 1.001  # of scales that went through bf16 and back, nothing is left beyond that
 
 
@@ -75,7 +76,24 @@ def _from_scales(contents: Contents) -> Findings:
         grids = grids_of(contents, source)
         found = scales_in(grids, source)
         problems = [*unsound(found, grids, source, contents), *_inverted(found, grids)]
-        return Findings(problems=tuple(problems), warnings=(*_unequal(found), *lost(found)))
+        told = Findings(problems=tuple(problems), warnings=(*_unequal(found), *lost(found)))
+        return told + (_of_inputs(source) if grids else Findings())
+
+
+def _of_inputs(source: Source) -> Findings:
+    """What the scales of inputs tell: those of weights that readers fuse meet the same inputs."""
+    names = {n: n.rpartition(".") for n in source.entries if n.endswith(_INPUT_SCALES)}
+    found = {f"{module}.weight": read_tensor(source, n).float() for n, (module, _, _) in names.items()}
+    wrong = [n for n, x in zip(names, found.values(), strict=True) if not bool(((x > 0) & (x < math.inf)).all())]
+    if wrong:
+        return Findings(problems=(f"{shown(wrong)}: scales of inputs that are zero, negative or no number",))
+    ends = {stem: [float(found[n].max()) for n in fused] for stem, fused in fused_groups(found)}
+    ratios = {stem: max(x) / min(x) for stem, x in ends.items()}
+    unequal = sorted((s for s in ratios if ratios[s] > _UNEQUAL), key=lambda s: -ratios[s])
+    if not unequal:
+        return Findings()
+    words = f"by a factor of up to {ratios[unequal[0]]:.3g} in {shown(unequal)}: they meet the same inputs"
+    return Findings(warnings=(f"weights that readers fuse have unequal scales of inputs, {words}",))
 
 
 def grids_of(contents: Contents, source: Source) -> dict[str, Grid]:

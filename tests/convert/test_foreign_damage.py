@@ -133,6 +133,9 @@ _PLANTED = {
         ("a negative scale", "negative", times(Q + "weight_scale", -1.0)),
         ("a scale of 1", "all scales are 1", put(Q + "weight_scale", 1.0)),
         ("a scale that was dropped", "no whole weight", drop(Q + "weight_scale")),
+        ("a scale of inputs of zero", "scales of inputs that are zero", put(Q + "input_scale", 0.0)),
+        ("a scale of inputs that is NaN", "scales of inputs that are zero", put(Q + "input_scale", torch.nan)),
+        ("a scale of inputs that was dropped", "is not there", drop(Q + "input_scale")),
         ("a weight without rows", Q + "weight", change(Q + "weight", lambda x: x[:0])),
         ("codes that are NaN", "NaN or Inf", change(Q + "weight", lambda x: with_byte(x, 0x7F))),
     ],
@@ -188,6 +191,16 @@ _PLANTED = {
         ),
         ("a scale that is NaN", "no number", change(Q + "weight_scale", lambda x: with_byte(x, 0x7F))),
         ("another format in config.json", "mxfp8-quantized", config(format="mxfp8-quantized")),
+    ],
+    "ct NVFP4, inputs": [
+        (
+            "unequal scales of inputs",
+            "unequal scales of inputs, by a factor of up to 3",
+            times(K + "input_global_scale", 3.0),
+        ),
+        ("a negative scale of inputs", "negative or no number", times(GATE + "input_global_scale", -1.0)),
+        ("an infinite scale of inputs", "negative or no number", put(Q + "input_global_scale", torch.inf)),
+        ("a scale of inputs that was dropped", "is not there", drop(GATE + "input_global_scale")),
     ],
     "ct W4A16": [
         ("nibbles from the other end", "wrong packing", change(Q + "weight_packed", reverse_words)),
