@@ -122,6 +122,10 @@ _JOBS: Mapping[str, tuple[str, Mapping[str, object]]] = {
     "FP8_BLOCK": ("convert", {"format": "e4m3fn", "granularity": "128x128", "layout": "compressed-tensors"}),
     "MXFP4": ("convert", {"format": "e2m1", "granularity": "mx", "layout": "compressed-tensors"}),
     "NVFP4": ("convert", {"format": "e2m1", "granularity": "nvfp4", "layout": "compressed-tensors"}),
+    "NVFP4, inputs too": (
+        "convert",
+        {"format": "e2m1", "granularity": "nvfp4", "layout": "compressed-tensors", "calibrate": "demo"},
+    ),
     "W4A16": ("convert", {"format": "int4", "granularity": "group:32", "layout": "compressed-tensors"}),
     "fp8 of transformers": (
         "convert",
