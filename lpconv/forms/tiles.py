@@ -14,7 +14,7 @@ from __future__ import annotations  # tensors are named below and not imported
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar, Self
 
@@ -47,10 +47,10 @@ _TORCH = {"U8": "uint8", "I32": "int32"}
 
 @dataclass(frozen=True, kw_only=True)
 class _Seen:
-    """What a look at a block tells of its tiles; and the scales that it was encoded with, where it was."""
+    """What a look at a block tells of its tiles; or the scales that it was encoded with, where it was."""
 
-    parts: Parts
     first: tuple[bool, str | None] | None
+    parts: Parts = field(default_factory=dict)
     scales: Tensor | None = None
     factor: Tensor | None = None
 
@@ -280,7 +280,7 @@ class Tiles(Scaled):
         seen = self.look(x, start, work)
         factor = found.side.get(self.name + FACTOR_SUFFIX)
         scales = self._rule(x.numel() // self.cols).stored(seen.more.parts, factor)
-        more = _Seen(parts=seen.more.parts, first=seen.more.first, scales=scales, factor=factor)
+        more = _Seen(first=seen.more.first, scales=scales, factor=factor)  # parts would take more memory than scales
         mine = Measured(stats=seen.stats, side={**found.side, self.name + self.scale_suffix: scales})
         return Looked(stats=seen.stats, more=more), self.encode(x, 0, mine, work)
 
@@ -292,16 +292,18 @@ class Tiles(Scaled):
 
         rule, seen = self._rule(), [each.more for each in looked]
         stats = sum((each.stats for each in looked), BlockStats())
-        parts = rule.joined([s.parts for s in seen])
         is_encoded = bool(seen) and seen[0].scales is not None
         if is_encoded:
             factor, scales = seen[0].factor, torch.cat([s.scales for s in seen])
         else:
             others = (absmax for each in fused for absmax in each(lambda x, _, work: finite_absmax(x, work)))
             factor = rule.factor(max([stats.absmax, *others]))
-            scales = rule.stored(parts, factor)
+            scales = rule.stored(rule.joined([s.parts for s in seen]), factor)
         looks_so, grid = seen[0].first if seen and stats.is_finite else (False, None)
-        kept = self._kept(over, parts["absmax"], scales) if looks_so else None
+        kept = None
+        if looks_so:
+            every = [each.more for each in over(self.look)] if is_encoded else seen
+            kept = self._kept(over, rule.joined([s.parts for s in every])["absmax"], scales)
         side = {**self._same_for_all(factor), self.scales.name: scales if kept is None else kept}
         is_other = is_encoded and kept is not None and not torch.equal(kept, scales)
         return Measured(stats=stats, side=side, on_grid=kept is not None, grid=grid, is_other=is_other)
