@@ -37,6 +37,8 @@ _CLIENT_BYTES = 24 * _MIB  # obstore's code and connections
 _OVERHEAD_BYTES = 8 * _MIB  # Python's own growth
 _TENSOR_BYTES = 8 * 2**10  # a header's entry, a record, a row of a report
 _WORK_BYTES = 12  # an element of a worker's fp32 scratch: its value, its code, its error
+# The tables of scales in e4m3fn, codes and references: two spans of 64 each, and one of each under way in two threads.
+_TABLES_BYTES = (2 + 2 + 4) * 64 * 2**18
 _FITTING_BYTES = 192  # an element of a worker's temporary tensors where rows are fitted to a budget of points
 # An element of the largest block where it is decoded, and of those that are compared in fp64 with their reference.
 _DECODING_BYTES, _CHECKING_BYTES = 32, 96
@@ -135,7 +137,8 @@ def _converting(plan: Plan, workers: int) -> int:
     matrices = (math.prod(t.info.shape[-2:]) * DTYPE_BITS[t.info.dtype] // 8 for t in plan.tensors if t.form.turned)
     turned = (HELD_MATRICES + 1) * max(matrices, default=0)  # one more as it lies in the file
     sides = sum(c.num_bytes for t in plan.tensors for c in t.form.side) * _COPIES_OF_SIDES
-    return _OVERHEAD_BYTES + len(plan.tensors) * _TENSOR_BYTES + buffers + temporary + sides + turned
+    tables = _TABLES_BYTES if any(t.form.shares for t in plan.tensors) else 0
+    return _OVERHEAD_BYTES + len(plan.tensors) * _TENSOR_BYTES + buffers + temporary + sides + turned + tables
 
 
 def _running(plan: Plan, contents: Contents) -> int:

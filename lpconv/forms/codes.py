@@ -113,7 +113,7 @@ def _of_all_bf16(fmt: Format, scale: float) -> Tensor:
     return _reference((torch.arange(-(2**15), 2**15, dtype=torch.int32) << 16).view(torch.float32), scale, fmt)
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=2)
 def _of_span(fmt: Format, span: Span) -> Tensor:
     """The same for the scales of a span, behind each other."""
     return torch.cat([_of_all_bf16(fmt, scale) for scale in scales_of(span)])
@@ -203,7 +203,7 @@ def _tables(dtype: torch.dtype, scale: float | Tensor, fmt: Format, stats: Block
     return None if span is None or found is None else (found, beginnings(scale, span))
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=2)
 def _joined(dtype: torch.dtype, fmt: Format, span: Span) -> Tensor | None:
     """The tables of the scales of a span behind each other."""
     found = [_table(dtype, scale, fmt) for scale in scales_of(span)]
