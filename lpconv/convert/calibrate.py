@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from lpconv.checkpoint.partfile import sha256_of
-from lpconv.convert.defects import shown
 from lpconv.convert.job import Job
 from lpconv.convert.memory import CALIBRATING_BYTES
 from lpconv.convert.options import CALIBRATION_TOKENS
@@ -27,6 +26,7 @@ from lpconv.models.load import open_in_files
 from lpconv.models.opening import model_errors, reads_text
 from lpconv.models.text import Tokens
 from lpconv.progress import Progress
+from lpconv.report.numbers import shown
 from lpconv.results import CalibrationRecord
 
 __all__ = ["calibrate", "check_calibration"]
