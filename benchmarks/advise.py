@@ -48,7 +48,7 @@ from lpconv.advise.subject import Subject, open_subject
 from lpconv.data import demo_text
 from lpconv.errors import LpconvError
 from lpconv.progress import Silent
-from lpconv.results import AdviceResult, AdviceRow, RunRecord, from_json, to_json
+from lpconv.results import AdviceResult, GapEstimate, RunRecord, from_json, to_json
 from lpconv.student import t_quantile
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.outcome import gaps
@@ -227,9 +227,10 @@ def judged(document: dict[str, Any]) -> dict[str, Any]:
     """How many figures lay in their interval and how many candidates were rightly left out, the choice beside the best
     by exhaustive runs, and the share of time."""
     advice = from_json(AdviceResult, document["advice"])
-    rows = {r.name: r for r in advice.rows if r.gap is not None and r.status == "measured"}
+    measured = {r.name: r.gap for r in advice.rows if r.gap is not None and r.status == "measured"}
+    known = {name: gap for name, gap in measured.items() if math.isfinite(gap.high)}  # of one run nothing is foretold
     truth = {t["name"]: t for t in document["truth"] if "failed" not in t}
-    inside = [x for n, t in truth.items() if n in rows for x in _inside(rows[n], t)]
+    inside = [x for n, t in truth.items() if n in known for x in _inside(known[n], t)]
     chosen = advice.recommendations[0].row
     quality = float(advice.options["budget"]["quality"])
     within = [t for t in truth.values() if _high(t) <= quality]
@@ -268,13 +269,12 @@ def _taken(truth: dict[str, Any]) -> float:
     return float(f"{truth.get('size_bytes') or truth.get('memory_bytes') or 0:.1e}")
 
 
-def _inside(row: AdviceRow, truth: dict[str, Any]) -> list[bool]:
+def _inside(gap: GapEstimate, truth: dict[str, Any]) -> list[bool]:
     """Of inference the mean of other windows, whose own error counts too; of training every single run."""
-    assert row.gap is not None
     if "gaps" in truth:
-        return [row.gap.low <= g <= row.gap.high for g in truth["gaps"]]
-    half = ((row.gap.high - row.gap.low) ** 2 / 4 + (2 * truth["error"]) ** 2) ** 0.5
-    return [abs(truth["gap"] - row.gap.value) <= half + 1e-9]
+        return [gap.low <= g <= gap.high for g in truth["gaps"]]
+    half = ((gap.high - gap.low) ** 2 / 4 + (2 * truth["error"]) ** 2) ** 0.5
+    return [abs(truth["gap"] - gap.value) <= half + 1e-9]
 
 
 def table(out: Path) -> str:

@@ -16,7 +16,6 @@ __all__ = ["ADVICE_FILE", "AdviseOptions", "Budget", "check_advise", "parse_budg
 
 ADVICE_FILE = "advice.json"  # in an output; says whose the folder is
 _PURPOSES = ("infer", "train", "both")
-_EVAL_BATCHES = 4  # run and twin see the same, so that their gap varies less than either
 _train = functools.partial(Option, panel="The training to advise on")
 
 
@@ -109,7 +108,8 @@ class AdviseOptions:
         return ("infer", "train") if self.purpose == "both" else (self.purpose,)
 
     def training(self, recipe: str, *, steps: int) -> FinetuneOptions:
-        """A run of the training in a recipe: no checkpoints, a short evaluation in the middle and at the end."""
+        """A run of the training in a recipe: no checkpoints, and evaluations only at the end, and in the middle of what
+        is shorter than the training."""
         return FinetuneOptions(
             arithmetic=RECIPES[recipe].arithmetic,
             task=self.task,
@@ -120,8 +120,7 @@ class AdviseOptions:
             lr=self.lr,
             seed=self.seed,
             save_every=0,
-            eval_every=max(1, steps // 2),
-            eval_batches=_EVAL_BATCHES,
+            eval_every=steps if steps == self.steps else max(1, steps // 2),
             track_every=max(1, steps - 1),
         )
 

@@ -2,8 +2,7 @@
 
 The interval is that of one new run at the end of the training. Three things widen it:
 
-- *Seeds.* Runs of one recipe differ from seed to seed. A recipe that ran from several has its own spread; for one that
-  ran from one it is pooled over those.
+- *Seeds.* Runs of one recipe differ from seed to seed; one run alone says nothing about another.
 - *Drift.* Where the gap still changed in the second half of the steps, it may change as much with each doubling.
 - *Lost updates.* A 16-bit optimizer that drops part of each intended update (1 - EDQ, arXiv 2405.03637 §4.2) may fall
   behind by that part of what the twin will still learn. It shows late, so that few steps do not measure it.
@@ -11,7 +10,7 @@ The interval is that of one new run at the end of the training. Three things wid
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -52,11 +51,15 @@ def _losses(run: RunRecord) -> tuple[float, ...]:
     return next(s.values for s in run.evaluations if s.name == _METRIC)
 
 
-def outlook(ends: Mapping[str, Sequence[Ends]], *, steps: int, horizon: int) -> dict[str, GapEstimate]:
-    """The gap of each recipe after `horizon` steps, from runs of `steps`."""
-    doublings = math.log2(horizon / steps)
-    pooled, freedom = _pooled([[e.last for e in found] for found in ends.values()])
-    return {name: _foretold(found, pooled, freedom, doublings) for name, found in ends.items()}
+def outlook(found: Sequence[Ends], *, steps: int, horizon: int) -> GapEstimate:
+    """The gap of a recipe after `horizon` steps, from runs of `steps`; of one run the interval has no ends."""
+    gaps = [e.last for e in found]
+    mean, count = statistics.fmean(gaps), len(gaps)
+    if count == 1:
+        return GapEstimate(value=mean, low=-math.inf, high=math.inf, count=1)
+    seeds = t_quantile(count - 1) * statistics.stdev(gaps) * math.sqrt(1 + 1 / count)
+    drift, behind = _later(found, math.log2(horizon / steps))
+    return GapEstimate(value=mean, low=mean - seeds - drift, high=mean + seeds + drift + behind, count=count)
 
 
 def least_high(found: Sequence[Ends], *, steps: int, horizon: int) -> float:
@@ -65,26 +68,8 @@ def least_high(found: Sequence[Ends], *, steps: int, horizon: int) -> float:
     return statistics.fmean(e.last for e in found) + drift + behind
 
 
-def _foretold(found: Sequence[Ends], pooled: float, freedom: int, doublings: float) -> GapEstimate:
-    gaps = [e.last for e in found]
-    mean, count = statistics.fmean(gaps), len(gaps)
-    if freedom == 0:
-        return GapEstimate(value=mean, low=-math.inf, high=math.inf, count=count)
-    spread, freedom = (statistics.stdev(gaps), count - 1) if count > 1 else (pooled, freedom)
-    seeds = t_quantile(freedom) * spread * math.sqrt(1 + 1 / count)
-    drift, behind = _later(found, doublings)
-    return GapEstimate(value=mean, low=mean - seeds - drift, high=mean + seeds + drift + behind, count=count)
-
-
 def _later(found: Sequence[Ends], doublings: float) -> tuple[float, float]:
     """What the gap may change by in either direction, and what it may grow by, in the steps that are still to come."""
     drift = abs(statistics.fmean(e.last - e.half for e in found)) * doublings
     lost = 1 - statistics.fmean(e.kept for e in found)
     return drift, lost * max(0.0, statistics.fmean(e.learnt for e in found)) * doublings
-
-
-def _pooled(groups: Sequence[Sequence[float]]) -> tuple[float, int]:
-    """The standard deviation within groups, and its degrees of freedom."""
-    squares = sum((x - statistics.fmean(g)) ** 2 for g in groups for x in g)
-    freedom = sum(len(g) - 1 for g in groups)
-    return (math.sqrt(squares / freedom), freedom) if freedom else (0.0, 0)

@@ -2,7 +2,7 @@
 
 A pilot of the twin says what a step costs, and so how many steps a few recipes can have from three seeds within the
 time. Those that keep least memory come first. Each trains from one seed; if that leaves hope for the quality, from two
-more, whose spread says what a single run of any recipe may differ by. The first that keeps the quality is the answer:
+more, whose spread says what a single run may differ by. The first that keeps the quality is the answer:
 what is left keeps more memory.
 
 What the steps of the whole training will change is not measured but allowed for (`lpconv.advise.outlook`).
@@ -141,8 +141,8 @@ class Trials:
             return
         self._costs_s.append(time.perf_counter() - started)
         self._ends.setdefault(name, []).append(Ends.of(run, twin))
-        self._note(name, **self._measured(run))
-        self._foretell()
+        gap = outlook(self._ends[name], steps=self.steps, horizon=self._options.steps)
+        self._note(name, gap=gap, **self._measured(run))
 
     def _measured(self, run: RunRecord) -> Mapping[str, object]:
         memory = run.memory
@@ -151,12 +151,6 @@ class Trials:
         if memory is not None:
             found |= {"memory_bytes": memory.measured_bytes, "memory_from": f"measured by {memory.instrument}"}
         return found
-
-    def _foretell(self) -> None:
-        """The gaps of the whole training, again: what one recipe varies by from seed to seed is known of all."""
-        found = outlook(self._ends, steps=self.steps, horizon=self._options.steps)
-        for name, gap in found.items():
-            self._note(name, gap=gap)
 
     def _note(self, name: str, **changed: object) -> None:
         row = replace(self._rows[name], **changed)  # type: ignore[arg-type]  # fields of the record
