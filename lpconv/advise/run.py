@@ -36,7 +36,7 @@ from lpconv.results import AdviceResult, AdviceRow, LayerPart, Recommendation, t
 __all__ = ["advise"]
 
 _INFER_SHARE = 0.4  # of the time, where there is training to advise on as well
-_PARTS_SHARE = 0.3  # of that, for the parts of layers
+_PARTS_SHARE = 0.3  # of what conversions take, for the parts of layers, which no choice depends on
 
 
 def advise(
@@ -124,7 +124,7 @@ class _Study:
     def _infer(self, deadline: Deadline) -> None:
         with job_of(self._subject, Conversion(name="any")):
             pass  # what no conversion takes is refused at once
-        quality = self._options.budget.quality
+        quality, before_s = self._options.budget.quality, deadline.left_s
         tried = Conversions(self._subject, quality=quality, told=self._hear, progress=self._told)
         tried.run(deadline.part(1 - _PARTS_SHARE))
         if self._base is not None:
@@ -134,7 +134,9 @@ class _Study:
         if chosen is not None and deadline.left_s > 0:
             conversion = Conversion(name=chosen.name, settings=chosen.settings)
             model, records = converted(self._subject, conversion, self._told)
-            self._parts = parts_of(self._subject, model, records, deadline, self._told)
+            taken_s = before_s - deadline.left_s
+            most = Deadline(min(deadline.left_s, taken_s * _PARTS_SHARE / (1 - _PARTS_SHARE)))
+            self._parts = parts_of(self._subject, model, records, most, self._told)
             self._parts_of = chosen.name
 
     def _hear(self, row: AdviceRow) -> AdviceRow:
