@@ -17,11 +17,11 @@ from typer.testing import CliRunner, Result
 
 import lpconv
 from lpconv.cli.main import app
-from lpconv.convert import run as run_module
+from lpconv.convert import memory, run as run_module
 from lpconv.convert.inspect import inspect
 from lpconv.convert.options import CALIBRATION_TOKENS, ConvertOptions
 from lpconv.convert.patterns import parse_rule
-from lpconv.convert.run import convert, plan
+from lpconv.convert.run import convert
 from lpconv.convert.scales import judged
 from lpconv.data import demo_checkpoint, demo_text
 from lpconv.errors import OutputExistsError
@@ -335,12 +335,14 @@ def test_the_plays_that_ship_are_a_text(tmp_path: Path) -> None:
     assert (found["text"], found["num_tokens"], found["seq_len"]) == (demo_text("train").name, CALIBRATION_TOKENS, 128)
 
 
-def test_memory_that_is_too_little_is_refused_before_the_work(plain: Path, tmp_path: Path) -> None:
+def test_memory_that_is_too_little_is_refused_before_the_work(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Activations count, beside what converting takes."""
-    options = ConvertOptions(layout="compressed-tensors", verify="none", **FP8)
-    enough = plan(str(plain), tmp_path / "out", options).memory_bytes + 10**8
-    asked = ("--format", "e4m3fn", "--verify", "none", "--calibrate", text(tmp_path))
-    done = convert_demo(tmp_path / "out", plain, *asked, "--max-memory", enough)
+    monkeypatch.setattr(memory, "CALIBRATING_BYTES", 2**50)
+    asked = ("--format", "e4m3fn", "--verify", "none")
+    assert convert_demo(tmp_path / "out", plain, *asked).exit_code == 0
+    done = convert_demo(tmp_path / "calibrated", plain, *asked, "--calibrate", text(tmp_path))
     assert done.exit_code == 7
     assert "scales of its inputs" in " ".join(done.stderr.split())
-    assert not (tmp_path / "out.partial").exists()
+    assert not (tmp_path / "calibrated.partial").exists()
