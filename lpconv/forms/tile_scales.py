@@ -62,7 +62,7 @@ class TileScales:
             parts = self._magnitudes(value, spare)
             missing = self._cut((~finite).float(), lambda t: t.sum(-1))
         if not self.grain.is_fitted:
-            parts["norm"] = self._norms(value)
+            parts["norm"] = self._norms(value, spare)
             parts["missing"] = torch.zeros(parts["absmax"].shape) if missing is None else missing
         if self._keeps_all:
             parts["last_bit"] = self._cut(_last_bits(value), _amin)
@@ -110,21 +110,21 @@ class TileScales:
         positive, negative = (self._cut(x, _amax).clamp_min_(0).view(torch.float32) for x in (bits, flipped))
         return positive, negative
 
-    def _norms(self, value: Tensor) -> Tensor:
+    def _norms(self, value: Tensor, spare: Tensor) -> Tensor:
         """Root of the sum of squares in fp64.
 
         Of rows of their own fp32 tells the power of two below it in a third of the time; where it may be wrong, close
         to one or far from what squares can be, they are summed again.
         """
         if not self._is_pow2 or self.grain.tile != (1, 0):
-            return self._cut(value, _norm)
+            return self._cut(value, functools.partial(_norm, spare=spare))
         found: Tensor = torch.linalg.vector_norm(value, dim=-1, keepdim=True)
         rms = (found / math.sqrt(self._width)).numpy().view(np.int32)
         unsure = ((rms + _NEAR & 0x7FFFFF) < 2 * _NEAR) | (rms < _LOW) | (rms > _HIGH)
         norms = found.double()
         if unsure.any():
             rows = torch.from_numpy(unsure[:, 0])
-            norms[rows, 0] = _norm(value[rows])
+            norms[rows, 0] = _norm(value[rows], spare)
         return norms
 
     @property
@@ -218,9 +218,16 @@ def _amax(x: Tensor) -> Tensor:
     return x.amax(-1)
 
 
-def _norm(x: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64)
-    return norm
+def _norm(x: Tensor, spare: Tensor) -> Tensor:
+    """Along the last axis, in fp64. As many rows at once as `spare` has room for: a buffer of their own for each block,
+    freed between what is kept of blocks, would leave holes in the heap that nothing fills."""
+    room = spare.view(torch.float64)
+    found = torch.empty(x.shape[:-1], dtype=torch.float64)
+    count = max(room.numel() // max(x[:1].numel(), 1), 1)
+    for part, norms in zip(torch.split(x, count), torch.split(found, count), strict=True):
+        wide = room[: part.numel()].view(part.shape).copy_(part) if part.numel() <= room.numel() else part.double()
+        torch.linalg.vector_norm(wide, dim=-1, out=norms)
+    return found
 
 
 def _amin(x: Tensor) -> Tensor:
