@@ -137,7 +137,7 @@ def _converting(plan: Plan, workers: int) -> int:
     matrices = (math.prod(t.info.shape[-2:]) * DTYPE_BITS[t.info.dtype] // 8 for t in plan.tensors if t.form.turned)
     turned = (HELD_MATRICES + 1) * max(matrices, default=0)  # one more as it lies in the file
     sides = sum(c.num_bytes for t in plan.tensors for c in t.form.side) * _COPIES_OF_SIDES
-    tables = _TABLES_BYTES if any(t.form.shares for t in plan.tensors) else 0
+    tables = _TABLES_BYTES if any(t.form.shares and t.form.late for t in plan.tensors) else 0
     return _OVERHEAD_BYTES + len(plan.tensors) * _TENSOR_BYTES + buffers + temporary + sides + turned + tables
 
 
