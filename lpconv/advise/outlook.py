@@ -11,11 +11,11 @@ The interval is that of one new run at the end of the training. Three things wid
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
+from lpconv.advise.interval import estimated
 from lpconv.results import GapEstimate, RunRecord
-from lpconv.student import t_quantile
 
 __all__ = ["Ends", "least_high", "outlook"]
 
@@ -53,13 +53,10 @@ def _losses(run: RunRecord) -> tuple[float, ...]:
 
 def outlook(found: Sequence[Ends], *, steps: int, horizon: int) -> GapEstimate:
     """The gap of a recipe after `horizon` steps, from runs of `steps`; of one run the interval has no ends."""
-    gaps = [e.last for e in found]
-    mean, count = statistics.fmean(gaps), len(gaps)
-    if count == 1:
-        return GapEstimate(value=mean, low=-math.inf, high=math.inf, count=1)
-    seeds = t_quantile(count - 1) * statistics.stdev(gaps) * math.sqrt(1 + 1 / count)
+    known = estimated([e.last for e in found])
+    seeds = (known.high - known.value) * math.sqrt(known.count + 1)  # of one new run, not of their mean
     drift, behind = _later(found, math.log2(horizon / steps))
-    return GapEstimate(value=mean, low=mean - seeds - drift, high=mean + seeds + drift + behind, count=count)
+    return replace(known, low=known.value - seeds - drift, high=known.value + seeds + drift + behind)
 
 
 def least_high(found: Sequence[Ends], *, steps: int, horizon: int) -> float:
