@@ -62,8 +62,9 @@ def test_a_guess_changes_no_byte(
     assert files_of(tmp_path / "guessed") == files_of(tmp_path / "measured")
 
 
-def test_what_is_guessed_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = write_checkpoint(tmp_path / "source", {"w": USUAL})
+@pytest.fixture
+def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes of each piece that is read of a source."""
     sizes: list[int] = []
     read_bytes = SafetensorsSource.read_bytes
 
@@ -72,23 +73,18 @@ def test_what_is_guessed_is_read_once(tmp_path: Path, monkeypatch: pytest.Monkey
         read_bytes(self, name, start, out)
 
     monkeypatch.setattr(SafetensorsSource, "read_bytes", counted)
+    return sizes
+
+
+def test_what_is_guessed_is_read_once(tmp_path: Path, sizes: list[int]) -> None:
+    source = write_checkpoint(tmp_path / "source", {"w": USUAL})
     convert(str(source), tmp_path / "out", ConvertOptions(format="fp16", verify="none"))
     assert USUAL.nbytes < sum(sizes) < 1.1 * USUAL.nbytes
 
 
 @pytest.mark.parametrize("granularity", ["row", "mx"])
-def test_scales_of_rows_need_no_pass_of_their_own(
-    granularity: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scales_of_rows_need_no_pass_of_their_own(granularity: str, tmp_path: Path, sizes: list[int]) -> None:
     source = write_checkpoint(tmp_path / "source", {"w": USUAL})
-    sizes: list[int] = []
-    read_bytes = SafetensorsSource.read_bytes
-
-    def counted(self: SafetensorsSource, name: str, start: int, out: memoryview) -> None:
-        sizes.append(len(out))
-        read_bytes(self, name, start, out)
-
-    monkeypatch.setattr(SafetensorsSource, "read_bytes", counted)
     options = ConvertOptions(format="e4m3fn", granularity=granularity, verify="none")
     convert(str(source), tmp_path / "out", options)
     assert sum(sizes) == USUAL.nbytes
