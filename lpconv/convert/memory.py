@@ -42,7 +42,7 @@ _TABLES_BYTES = (2 + 2 + 4) * 64 * 2**18
 _FITTING_BYTES = 192  # an element of a worker's temporary tensors where rows are fitted to a budget of points
 # An element of the largest block where it is decoded, and of those that are compared in fp64 with their reference.
 _DECODING_BYTES, _CHECKING_BYTES = 32, 96
-_TRANSFORMERS_BYTES = 140 * _MIB  # its code and that of one architecture
+_TRANSFORMERS_BYTES = 160 * _MIB  # its code and that of one architecture, and what the heap keeps of blocks
 _COPIES_OF_SIDES = 2  # scales that were found, and those that are read back to be compared
 _ROWS_BYTES = 80 * _MIB  # rows of weights as they are used, their activations, and what multiplying takes
 _COPIES_IN_MEMORY = 2  # the model, and the values that it is given

@@ -27,13 +27,13 @@ from lpconv.convert.turned import TurnedMatrices
 from lpconv.forms.blocks import Scratch, Workspace
 from lpconv.forms.facts import Looked, Measured
 from lpconv.forms.form import Over
-from lpconv.forms.ranges import BLOCK_ELEMENTS, block_ranges
+from lpconv.forms.ranges import block_ranges
 
 __all__ = ["Block", "SingleThreadedTorch", "Workers", "blocks_of"]
 
 T = TypeVar("T")
 _PIECES, _PIECE = 64, 512  # of a sample, and their elements; of smaller tensors all blocks are looked at
-_LEAST_GUESSED = 2 * BLOCK_ELEMENTS
+_LEAST_GUESSED = 2**19
 _GOLDEN = (math.sqrt(5) - 1) / 2  # whose multiples lie evenly in [0, 1), in step with no row
 
 

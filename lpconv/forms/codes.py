@@ -61,7 +61,9 @@ def encode(
         return codes, error_of(differences(entries), lambda: as_float32(x, work), num_flushed=flushed)
     value = as_float32(x, work)
     got = _rounded(value, scale, fmt, codes, work, is_finite=stats.is_finite)
-    flushed = _num_zeros(codes, fmt) - num_zeros(value) if codes.itemsize == 1 and stats.is_finite else 0
+    flushed = 0
+    if codes.itemsize == 1 and stats.is_finite:
+        flushed = _num_zeros(codes, fmt) - num_zeros(x if x.itemsize == 2 else value)
     return codes, block_error(value, got, num_flushed=flushed)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lpconv.errors import UsageError
 from lpconv.formats.spec import FORMATS, Format
-from lpconv.kernels.buffers import operand_like
+from lpconv.kernels.buffers import operand, operand_like
 from lpconv.kernels.fused import fused_decode
 
 __all__ = ["decode", "decode_operand", "decode_reference"]
@@ -56,7 +56,7 @@ def decode(codes: Tensor, dtype: torch.dtype = torch.bfloat16, *, out: Tensor | 
     mask = (-1 << (place.bits - 1)) | (0x7F << shift)
     factor = math.ldexp(1.0, place.bias - spec.bias)
     for piece, values in _pieces(codes.view(torch.int8), out):
-        bits = values.view(integer) if place is target else torch.empty(piece.shape, dtype=integer)
+        bits = values.view(integer) if place is target else operand("codes as float16", piece.shape, integer)
         # The copy extends the sign to the top bit. The product is a left shift, at twice the speed of torch's shift.
         bits.copy_(piece).mul_(1 << shift).bitwise_and_(mask)
         if place is not target:
