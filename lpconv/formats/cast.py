@@ -74,12 +74,12 @@ def _round(x64: Tensor, spec: Format, rounding: Rounding, generator: torch.Gener
     """`x64` on the format's grid, as if exponents had no upper end."""
     # floor(log2|x|) from the exponent field. Zero and float64's subnormals give -1023 and rise to the format's minimum;
     # Inf and NaN give 1024, lowered so that the step stays finite and they come out as they went in.
-    exponent = ((x64.view(torch.int64) >> 52) & 0x7FF) - 1023
-    exponent = exponent.clamp(min=spec.min_exponent, max=1023) - spec.mantissa_bits
-    step = ((exponent + 1023) << 52).view(torch.float64)
+    exponent = (x64.view(torch.int64) >> 52).bitwise_and_(0x7FF).sub_(1023)
+    exponent.clamp_(min=spec.min_exponent, max=1023).sub_(spec.mantissa_bits)
+    step = exponent.add_(1023).bitwise_left_shift_(52).view(torch.float64)
     steps = x64 / step  # a power of two: exact
     if rounding == "nearest":
-        return steps.round() * step  # torch rounds halves to even
+        return steps.round_().mul_(step)  # torch rounds halves to even
     whole = steps.trunc()
     if rounding == "stochastic":
         draw = torch.rand(steps.shape, dtype=torch.float64, device=steps.device, generator=generator)

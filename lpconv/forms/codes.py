@@ -164,11 +164,13 @@ def _reference(value: Tensor, scale: float | Tensor, fmt: Format) -> Tensor:
     for start, stop in checked_ranges(value.numel(), cols):
         part = scale if isinstance(scale, float) else scale[start // cols : stop // cols]
         unit = _rows_of(value[start:stop], part) / part
-        if not fmt.has_inf:
+        least, largest = (float(end) for end in (unit.amin(), unit.amax()))  # what is rare takes most of the time
+        if not fmt.has_inf and not (math.isfinite(least) and math.isfinite(largest)):
             unit.masked_fill_(torch.isinf(unit), math.nan)
         rounded = cast(unit, fmt, overflow="inf" if fmt.has_inf else "saturate")
-        if fmt.twos_complement:  # which has one number more below, to which `cast` does not round
-            rounded = torch.where(unit <= -fmt.max - 0.5, -fmt.max - 1, rounded)  # the tie is even
+        if fmt.twos_complement and not least > -fmt.max - 0.5:
+            # One number more below, to which `cast` does not round; the tie is even.
+            rounded = torch.where(unit <= -fmt.max - 0.5, -fmt.max - 1, rounded)
         done[start:stop] = (rounded * part).view(-1)
     return done
 
