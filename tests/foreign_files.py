@@ -167,6 +167,25 @@ def _modelopt_int8(name: str, w: Tensor, amax: float) -> Tensors:
     return {name: (w / scales).round().to(torch.int8), name + "_scale": scales.flatten()}
 
 
+def _modelopt_int4(name: str, w: Tensor, amax: float, *, w4a8: bool = False) -> Tensors:
+    """Rows 2i and 2i + 1 in the halves of a byte; the columns of what no norm stands before were divided by powers."""
+    stem, extra, columns = name.removesuffix("weight"), {}, torch.ones(w.shape[1])
+    if name.endswith(("o_proj.weight", "down_proj.weight")):
+        columns = torch.exp2(torch.arange(w.shape[1]) % 3 - 1.0)
+        extra = {stem + "pre_quant_scale": columns.bfloat16()}
+    if w4a8:
+        extra |= {name + "_scale_2": torch.tensor(amax / 448.0), stem + "input_scale": torch.tensor(0.01)}
+    scales = _scales(w / columns, (1, 32), 7.0)
+    codes = (w / columns / _spread(scales, (1, 32), w.shape)).round().clamp(-8, 7).to(torch.int8)
+    return {name: (codes[0::2] & 15 | codes[1::2] << 4).view(torch.uint8), name + "_scale": scales, **extra}
+
+
+def _modelopt_nvfp4_awq(name: str, w: Tensor, amax: float) -> Tensors:
+    columns = torch.exp2(torch.arange(w.shape[1]) % 3 - 1.0)
+    found = _modelopt_nvfp4(name, w / columns, 2 * amax)
+    return found | {name.removesuffix("weight") + "pre_quant_scale": columns.bfloat16()}
+
+
 def _gptq(name: str, w: Tensor, amax: float, *, group: int = 32, version: int = 1, shuffled: bool = False) -> Tensors:
     """AutoGPTQ: [in, out] words of eight inputs, zero points less one. Shuffled: as desc_act leaves the groups."""
     w_KN, stem = w.t(), name.removesuffix("weight")
@@ -255,6 +274,12 @@ MAKERS: Mapping[str, tuple[Maker, Callable[[], dict[str, Any]]]] = {
     "modelopt FP8 blocks": (_modelopt_blocks, lambda: {"quant_method": "modelopt", "quant_algo": "fp8_pb_wo"}),
     "modelopt INT8": (_modelopt_int8, lambda: {"quant_method": "modelopt", "quant_algo": "W8A16"}),
     "modelopt MXFP4": (_modelopt_mxfp4, lambda: {"quant_method": "modelopt", "quant_algo": "mxfp4"}),
+    "modelopt W4A16_AWQ": (_modelopt_int4, lambda: {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"}),
+    "modelopt W4A8_AWQ": (
+        lambda name, w, amax: _modelopt_int4(name, w, amax, w4a8=True),
+        lambda: {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"},
+    ),
+    "modelopt NVFP4_AWQ": (_modelopt_nvfp4_awq, lambda: {"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}),
     "modelopt NVFP4": (_modelopt_nvfp4, lambda: {"quant_method": "modelopt", "quant_algo": "NVFP4"}),
     "gptq": (_gptq, lambda: {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}),
     "gptq desc_act": (

@@ -28,7 +28,9 @@ _FORMATS = {
     "float-quantized": {"e4m3fn"}, "mxfp8-quantized": {"e4m3fn"}, "int-quantized": {"int8"},
     "nvfp4-pack-quantized": {"e2m1"}, "mxfp4-pack-quantized": {"e2m1"}, "pack-quantized": {"int4", "int8"},
 }  # fmt: skip
-_ALGORITHMS = {"FP8": {"e4m3fn"}, "NVFP4": {"e2m1"}}
+_ALGORITHMS = {
+    "FP8": {"e4m3fn"}, "NVFP4": {"e2m1"}, "NVFP4_AWQ": {"e2m1"}, "W4A16_AWQ": {"int4"}, "W4A8_AWQ": {"int4"},
+}  # fmt: skip
 _SURELY_CODES = (".weight_packed", ".qweight")
 AGAIN = "quantise it again from its source; nothing in the file says what its scales were"
 

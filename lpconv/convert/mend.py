@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lpconv.checkpoint.header import TensorInfo
 from lpconv.checkpoint.source import Source, read_range, read_tensor
-from lpconv.convert.scales import fetch_from
+from lpconv.convert.scales import fetch_from, side_of
 from lpconv.convert.tensor_records import sqnr_db
 from lpconv.formats.narrow import packed
 from lpconv.formats.spec import FORMATS
@@ -140,9 +140,9 @@ def pieces(
 
 
 def _recoded(source: Source, mend: Mend, changes: Changes) -> Iterator[Tensor]:
-    grid, fetch = mend.grid, fetch_from(source)
+    grid, fetch, side = mend.grid, fetch_from(source), side_of(mend.grid, source)
     for start, stop in block_ranges(grid.num_elements, grid.cols):
         for span in grid.spans(start, stop):
             made, before, after = mend.codes(grid.codes.fetch(fetch, span), grid.scales.fetch(fetch, span), span)
-            changes.add(before, after)
+            changes.add(grid.with_columns(before, side), grid.with_columns(after, side))
             yield made

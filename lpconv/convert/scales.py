@@ -19,7 +19,7 @@ from lpconv.checkpoint.contents import Contents, read_contents
 from lpconv.checkpoint.source import Source, open_source, read_range, read_tensor
 from lpconv.convert.defects import Findings, fused_groups
 from lpconv.forms import Component, Headers, grid_of, recognise
-from lpconv.forms.foreign.grid import Grid
+from lpconv.forms.foreign.grid import Grid, is_positive
 from lpconv.forms.foreign.plane import Span
 from lpconv.forms.stored import Fetch, Side
 from lpconv.report.numbers import shown
@@ -35,6 +35,7 @@ __all__ = [
     "judged",
     "lost",
     "scales_in",
+    "side_of",
     "unsound",
     "usual_bound",
 ]
@@ -48,7 +49,8 @@ _UNEQUAL = 1.001  # of scales that went through bf16 and back, nothing is left b
 @dataclass(frozen=True, kw_only=True)
 class Scales:
     """Of one weight: the least and largest scale with all factors, how many are zero and no number, and `one`, the
-    scale or factor that the whole tensor has, where there is one. `bound` is what its largest code would become."""
+    scale or factor that the whole tensor has, where there is one. `bound` is what its largest code would become, in the
+    column with the least factor where columns have any: no more is sure, since smoothing gives large codes to those."""
 
     least: float = math.inf
     most: float = 0.0
@@ -84,7 +86,7 @@ def _of_inputs(source: Source) -> Findings:
     """What the scales of inputs tell: those of weights that readers fuse meet the same inputs."""
     names = {n: n.rpartition(".") for n in source.entries if n.endswith(_INPUT_SCALES)}
     found = {f"{module}.weight": read_tensor(source, n).float() for n, (module, _, _) in names.items()}
-    wrong = [n for n, x in zip(names, found.values(), strict=True) if not bool(((x > 0) & (x < math.inf)).all())]
+    wrong = [n for n, x in zip(names, found.values(), strict=True) if not is_positive(x)]
     if wrong:
         return Findings(problems=(f"{shown(wrong)}: scales of inputs that are zero, negative or no number",))
     ends = {stem: [float(found[n].max()) for n in fused] for stem, fused in fused_groups(found)}
@@ -138,24 +140,34 @@ def _whole(grid: Grid) -> Iterator[Span]:
         yield Span(index=index, top=0, bottom=rows, left=0, right=cols)
 
 
-def _side(grid: Grid, source: Source) -> Side:
+def side_of(grid: Grid, source: Source) -> Side:
+    """What a weight has beside codes and scales, read."""
     return {c.name: read_tensor(source, c.name) for c in grid.side}
 
 
 def _look(grid: Grid, source: Source) -> Scales:
-    side, fetch = _side(grid, source), fetch_from(source)
+    side, fetch = side_of(grid, source), fetch_from(source)
     one = None if grid.factor is None else float(side[grid.factor.name])
     total = Scales(one=one)
     for span in _whole(grid):
         scales = grid.scales_of(grid.scales.fetch(fetch, span), span, side)
-        total = total + _count(scales, grid.format.max)
+        total = total + _count(scales, scales * _columns(grid, side), grid.format.max)
         if grid.factor is None and grid.scales.component.shape in ((), (1,)):  # [1, 1] may be a block
             total = replace(total, one=float(scales))
     return total
 
 
-def _count(scales: Tensor, largest_code: float) -> Scales:
-    sound = scales[torch.isfinite(scales) & (scales > 0)]
+def _columns(grid: Grid, side: Side) -> Tensor:
+    """The least factor of the columns of each block, [blocks of a row]; 1 where they have none."""
+    if grid.columns is None:
+        return torch.ones(1)
+    numbers, width = side[grid.columns.name].float(), grid.block[1]
+    return torch.nn.functional.pad(numbers, (0, -len(numbers) % width), value=math.inf).view(-1, width).amin(1)
+
+
+def _count(scales: Tensor, with_columns: Tensor, largest_code: float) -> Scales:
+    is_sound = torch.isfinite(scales) & (scales > 0)
+    sound = scales[is_sound]
     zeros = int((scales == 0).sum())
     return Scales(
         least=float(sound.min()) if sound.numel() else math.inf,
@@ -163,7 +175,7 @@ def _count(scales: Tensor, largest_code: float) -> Scales:
         num=scales.numel(),
         num_zero=zeros,
         num_bad=scales.numel() - zeros - sound.numel(),
-        bound=float(sound.max()) * largest_code if sound.numel() else 0.0,
+        bound=float(with_columns[is_sound].max()) * largest_code if sound.numel() else 0.0,
     )
 
 
@@ -205,12 +217,15 @@ def _inverted(found: Mapping[str, Scales], grids: Mapping[str, Grid]) -> Iterato
 def _parts(grids: Mapping[str, Grid], source: Source, config: Mapping[str, object]) -> Iterator[str]:
     """Shapes, orders of groups and zero points that contradict the rest."""
     for name, grid in grids.items():
-        side = _side(grid, source)
+        side = side_of(grid, source)
         if grid.size is not None and tuple(side[grid.size.name].tolist()) != grid.shape:
             said = tuple(side[grid.size.name].tolist())
             yield f"`{name}`: `{grid.size.name}` says {said}, the codes are {grid.shape}"
         elif grid.order is not None and not grid.has_sound(side):
             yield f"`{name}`: `{grid.order.name}` names groups that have no scale"
+        wrong = [c.name for c in (grid.columns, grid.beside) if c is not None and not is_positive(side[c.name])]
+        if wrong:
+            yield f"`{name}`: `{wrong[0]}` is zero, negative or no number"
         if grid.zeros is not None and config.get("sym") is True:
             span = next(_whole(grid))
             zeros = grid.zeros.numbers(grid.zeros.fetch(fetch_from(source), span), span)

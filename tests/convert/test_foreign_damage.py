@@ -23,7 +23,7 @@ from lpconv.progress import Silent
 
 Config = dict[str, Any]
 ATTENTION, MLP = "model.layers.0.self_attn.", "model.layers.0.mlp."
-Q, K, GATE = f"{ATTENTION}q_proj.", f"{ATTENTION}k_proj.", f"{MLP}gate_proj."
+Q, K, GATE, DOWN = f"{ATTENTION}q_proj.", f"{ATTENTION}k_proj.", f"{MLP}gate_proj.", f"{MLP}down_proj."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +97,11 @@ def repack(order: tuple[int, ...] | None, axis: int) -> Callable[[Tensor], Tenso
         return pack_words(numbers, 4, axis, order)
 
     return do
+
+
+def doubled_half(x: Tensor) -> Tensor:
+    """The first half doubled."""
+    return torch.cat([x[: len(x) // 2] * 2, x[len(x) // 2 :]])
 
 
 def scheme(c: Config) -> Config:
@@ -244,6 +249,25 @@ _PLANTED = {
         ),
         ("a second scale that was dropped", "no whole weight", drop(Q + "weight_scale_2")),
         ("swapped nibbles", "wrong packing", change(Q + "weight", swap_halves)),
+    ],
+    "modelopt W4A16_AWQ": [
+        ("swapped rows", "wrong packing", change(GATE + "weight", swap_halves)),
+        ("factors of half of the columns doubled", "off by a factor", change(DOWN + "pre_quant_scale", doubled_half)),
+        ("factors of columns that were dropped", "off by a factor", drop(DOWN + "pre_quant_scale")),
+        ("a factor of a column of zero", "is zero, negative or no number", put(DOWN + "pre_quant_scale", 0.0)),
+        ("a factor that is NaN", "is zero, negative or no number", put(DOWN + "pre_quant_scale", torch.nan)),
+        ("factors of other columns", "no whole weight", change(DOWN + "pre_quant_scale", lambda x: x[1:])),
+        ("a scale that was dropped", "no whole weight", drop(Q + "weight_scale")),
+        ("another group in config.json", "groups of 64", config(group_size=64)),
+        ("the other algorithm in config.json", "`NVFP4_AWQ`", config(quant_algo="NVFP4_AWQ")),
+    ],
+    "modelopt W4A8_AWQ": [
+        ("a second scale that was dropped", "no whole weight", drop(Q + "weight_scale_2")),
+        ("a second scale of zero", "is zero, negative or no number", put(Q + "weight_scale_2", 0.0)),
+        ("unequal scales of inputs", "unequal scales of inputs", times(K + "input_scale", 3.0)),
+    ],
+    "modelopt NVFP4_AWQ": [
+        ("factors of columns that were dropped", "off by a factor", drop(Q + "pre_quant_scale")),
     ],
     "gptq": [
         ("zero points of the other version", "zero points are off", config(checkpoint_format="gptq_v2")),

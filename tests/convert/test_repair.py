@@ -22,7 +22,7 @@ from lpconv.results import RepairResult
 
 Plant = Callable[[Tensors, dict[str, Any]], object]
 SECOND, SECOND_2 = "weight_global_scale", "weight_scale_2"
-LAYOUTS = ("ct FP8", "ct NVFP4", "modelopt NVFP4", "modelopt FP8", "fp8", "ct W4A16")
+LAYOUTS = ("ct FP8", "ct NVFP4", "modelopt NVFP4", "modelopt NVFP4_AWQ", "modelopt FP8", "fp8", "ct W4A16")
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +83,9 @@ REPAIRED: Mapping[str, tuple[str, Plant, bool, int]] = {
     ),
     "a second scale that multiplies, half as large": (
         "modelopt NVFP4", both(times(K + SECOND_2, 0.5), times(GATE + SECOND_2, 0.5)), True, 2,
+    ),
+    "a second scale beside factors of columns, half as large": (
+        "modelopt NVFP4_AWQ", both(times(K + SECOND_2, 0.5), times(GATE + SECOND_2, 0.5)), True, 2,
     ),
     "one second scale inverted": ("ct NVFP4", change(Q + SECOND, lambda x: 1 / x), True, 1),
     "one second scale that multiplies inverted": ("modelopt NVFP4", change(Q + SECOND_2, lambda x: 1 / x), True, 1),

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lpconv.checkpoint.contents import read_contents
 from lpconv.checkpoint.source import SafetensorsSource, read_range
-from lpconv.errors import InputError
+from lpconv.errors import InputError, UnsupportedError
 from lpconv.forms.decoded import open_values
 from lpconv.forms.foreign.grid import Grid
 from lpconv.forms.reader import StoredTensors
@@ -120,17 +120,73 @@ def test_modelopt_has_a_scale_for_a_block_or_a_row(layout: str, rows: int, cols:
     assert torch.equal(decoded(tmp_path), tensors[NAME].float() * wide)
 
 
-@pytest.mark.parametrize("algorithm", ["NVFP4_AWQ", "W4A16_AWQ"])
-def test_modelopts_other_files_are_refused(algorithm: str, tmp_path: Path) -> None:
-    """Weights whose inputs are multiplied would decode to other numbers, and so would two rows in a byte."""
-    w, stem = edges(256, 512), NAME.removesuffix("weight")
-    if algorithm == "NVFP4_AWQ":
-        tensors = MAKERS["modelopt NVFP4"][0](NAME, w, float(w.abs().max()))
-        tensors[stem + "pre_quant_scale"] = torch.ones(512)
-    else:
-        tensors = {NAME: torch.zeros(128, 512, dtype=torch.uint8), NAME + "_scale": torch.ones(256, 4)}
+@pytest.mark.parametrize("second", [{}, {"weight_scale_2": torch.tensor(0.003)}], ids=["W4A16", "W4A8"])
+def test_modelopt_has_two_rows_of_integers_in_a_byte(second: Tensors, tmp_path: Path) -> None:
+    """Every byte, and a column's factor after the scale. The second scale, of products in fp8, changes nothing."""
+    codes = torch.arange(256, dtype=torch.uint8).repeat(4, 1)
+    scales = torch.rand(8, 2, generator=torch.Generator().manual_seed(0)) + 1e-3
+    columns = (torch.rand(256, generator=torch.Generator().manual_seed(1)) * 9 + 0.1).bfloat16()
+    named = {"weight": codes, "weight_scale": scales, "pre_quant_scale": columns, **second}
+    tensors = {NAME.removesuffix("weight") + n: x for n, x in named.items()}
+    store(tmp_path, tensors, {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ" if second else "W4A16_AWQ"})
+    got = decoded(tmp_path)
+    for n in range(8):
+        for k in range(256):
+            nibble = int(codes[n // 2, k]) >> 4 * (n % 2) & 15
+            wanted = (nibble - 16 * (nibble > 7)) * scales[n, k // 128] * columns[k].float()
+            assert float(got[n, k]) == float(wanted), (n, k)
+
+
+def test_a_factor_of_inputs_is_one_of_the_weight(tmp_path: Path) -> None:
+    """NVFP4 whose inputs readers multiply: what they compute is what the decoded weight does."""
+    from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor
+
+    tensors = written("modelopt NVFP4_AWQ", tmp_path, edges(256, 512))
+    codes, scales, second = tensors[NAME], tensors[NAME + "_scale"], tensors[NAME + "_scale_2"]
+    columns = tensors[NAME.removesuffix("weight") + "pre_quant_scale"].float()
+    theirs = NVFP4Tensor(codes, scales, 16, torch.float32, second).dequantize()
+    x = torch.randn(3, 512, generator=torch.Generator().manual_seed(0))
+    got = decoded(tmp_path)
+    assert torch.equal(got, theirs * columns)
+    assert torch.allclose(x @ got.t(), (x * columns) @ theirs.t(), rtol=1e-5)
+
+
+_REFUSED: dict[str, tuple[str, Tensors, str]] = {
+    "two numbers of a row in a byte": ("W4A16_AWQ", {"weight_scale": torch.ones(128, 4)}, NAME),
+    "no scales": ("W4A16_AWQ", {}, NAME),
+    "scales of another matrix": ("W4A16_AWQ", {"weight_scale": torch.ones(256, 5)}, NAME),
+    "factors of other columns": (
+        "W4A16_AWQ",
+        {"weight_scale": torch.ones(256, 4), "pre_quant_scale": torch.ones(256)},
+        NAME,
+    ),
+    "no scale of products": ("W4A8_AWQ", {"weight_scale": torch.ones(256, 4)}, NAME),
+    "factors of a plain weight": (
+        "W4A16_AWQ",
+        {"weight": torch.ones(8, 512), "pre_quant_scale": torch.ones(512)},
+        "pre_quant_scale",
+    ),
+    "a part as two thin matrices": (
+        "W4A16_AWQ",
+        {"weight_scale": torch.ones(256, 4), "svdquant_lora_a": torch.ones(2, 512)},
+        NAME,
+    ),
+}
+
+
+@pytest.mark.parametrize("what", _REFUSED)
+def test_what_modelopts_integers_lack_is_refused(what: str, tmp_path: Path) -> None:
+    algorithm, parts, named = _REFUSED[what]
+    parts = {"weight": torch.zeros(128, 512, dtype=torch.uint8), **parts}
+    tensors = {NAME.removesuffix("weight") + n: x for n, x in parts.items()}
     store(tmp_path, tensors, {"quant_method": "modelopt", "quant_algo": algorithm})
-    with pytest.raises(InputError, match="in a form that lpconv knows"):
+    with pytest.raises(InputError, match=named):
+        StoredTensors.open(tmp_path)
+
+
+def test_modelopts_thin_matrices_are_refused_by_name(tmp_path: Path) -> None:
+    store(tmp_path, {NAME: torch.ones(2, 2)}, {"quant_method": "modelopt", "quant_algo": "NVFP4_SVD"})
+    with pytest.raises(UnsupportedError, match="two thin matrices"):
         StoredTensors.open(tmp_path)
 
 

@@ -36,6 +36,7 @@ THEIRS = (
     "ct W4A16_ASYM",
     "fp8 ue8m0",
     "modelopt NVFP4",
+    "modelopt W4A8_AWQ",
     "gptq desc_act",
     "awq",
 )

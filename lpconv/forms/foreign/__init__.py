@@ -28,8 +28,8 @@ ACTIVATIONS = frozenset(
 )  # fmt: skip
 # What follows the name of a weight or of its module. Some of a model's own tensors end in these.
 _ALSO_MODELS = ("_scale", "_shape", "_scales", ".scales")
-_PARTS = ("_scale_inv", "_scale_2", "_global_scale", "_zero_point", "_packed", "_g_idx", "_blocks", ".qweight",
-          ".qzeros", ".g_idx", *_ALSO_MODELS)  # fmt: skip
+_PARTS = ("_scale_inv", "_scale_2", "_global_scale", "_zero_point", "_packed", "_g_idx", "_blocks", ".pre_quant_scale",
+          ".qweight", ".qzeros", ".g_idx", *_ALSO_MODELS)  # fmt: skip
 
 
 def find(name: str, headers: Headers) -> Grid | Blocks | None:
@@ -45,7 +45,7 @@ def is_part(name: str, dtype: str, weights: Container[str]) -> bool:
         base = name.removesuffix(part)
         if base != name and (part not in _ALSO_MODELS or base in weights or base.endswith(".weight")):
             return True
-    return dtype.startswith(("F8", "F6", "F4"))
+    return dtype.startswith(("F8", "F6", "F4")) or (name.endswith(".weight") and dtype in ("U8", "I8"))
 
 
 def check_readable(config: Mapping[str, Any]) -> None:
@@ -55,4 +55,11 @@ def check_readable(config: Mapping[str, Any]) -> None:
         raise UnsupportedError(
             f"the checkpoint is quantised by `{method}`, which lpconv does not read",
             hint="it reads " + ", ".join(sorted(READ)) + "; else start from the unquantised checkpoint",
+        )
+    settings = config.get("quantization_config")
+    if isinstance(settings, dict) and settings.get("quant_algo") == modelopt.SVD:
+        raise UnsupportedError(
+            f"the weights are quantised by ModelOpt's {modelopt.SVD}, which lpconv does not read: a part of each is "
+            "the product of two thin matrices",
+            hint="start from the unquantised checkpoint",
         )

@@ -6,7 +6,9 @@ a band of the file's columns, read row by row, and `cols` is a band, so that no 
 
 Values are computed in fp32: codes and zero points are small integers or fp8, whose difference is exact, and the product
 with the scale is rounded once. A scale of two factors (NVFP4) is their product or quotient in fp32, as its readers have
-it.
+it. Where readers multiply inputs by a number for each column first (AWQ), the weight is what the model has without it:
+value[n, k] = (code[n, k] · scale) · column[k], since (code · scale) · (x[k] · column[k]) is that times x[k]. The second
+product is rounded, too.
 """
 
 from __future__ import annotations  # tensors are named below and not imported
@@ -24,7 +26,7 @@ from lpconv.forms.stored import Fetch, Side, Stored
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Grid", "block_of"]
+__all__ = ["Grid", "block_of", "is_positive"]
 
 _WIDE, _INTEGERS = {"F32", "F16", "BF16"}, {"I32", "I64"}
 _BAND = 2**21  # numbers of a weight on its side that are read at once
@@ -35,7 +37,8 @@ class Grid(Stored):
     """`factor` is one more scale for all, by which `divides` says to divide.
 
     `order` has the group of each column, where groups are not neighbours. `size` is a tensor that repeats the shape of
-    the weight. `on_its_side` says that the file has the transpose.
+    the weight. `columns` has the number of each column by which readers multiply inputs; `beside` is one that they
+    divide by and multiply by again, so that no value depends on it. `on_its_side` says that the file has the transpose.
     """
 
     format: Format
@@ -46,6 +49,8 @@ class Grid(Stored):
     divides: bool = False
     order: Component | None = None
     size: Component | None = None
+    columns: Component | None = None
+    beside: Component | None = None
     on_its_side: bool = False
 
     @property
@@ -53,7 +58,7 @@ class Grid(Stored):
         rows, cols = self.block
         shape = "the tensor" if (rows, cols) == self.matrix else "a row" if (rows, cols) == (1, self.matrix[1]) else ""
         shape = shape or (f"{cols} of a row" if rows == 1 else f"{rows} x {cols}")
-        return f"{self.format.name} codes, a scale for {shape}"
+        return f"{self.format.name} codes, a scale for {shape}" + (", a factor for each column" if self.columns else "")
 
     @property
     def matrix(self) -> tuple[int, int]:
@@ -76,7 +81,8 @@ class Grid(Stored):
 
     @property
     def side(self) -> tuple[Component, ...]:
-        return tuple(c for c in (self.factor, self.order, self.size) if c is not None)
+        parts = (self.factor, self.order, self.size, self.columns, self.beside)
+        return tuple(c for c in parts if c is not None)
 
     @property
     def components(self) -> tuple[Component, ...]:
@@ -96,18 +102,20 @@ class Grid(Stored):
     def agrees(self) -> bool:
         """Whether all parts have the dtypes and sizes that the weight needs."""
         lead, matrix = math.prod(self.shape[:-2]), self.matrix[::-1] if self.on_its_side else self.matrix
-        factor, order, size = self.factor, self.order, self.size
+        order, size, columns = self.order, self.size, self.columns
+        ones = [c for c in (self.factor, self.beside) if c is not None]
         return (
             0 not in self.shape
             and all(p.holds(matrix) and math.prod(p.component.shape[:-2]) == lead for p in self.planes)
-            and (factor is None or (math.prod(factor.shape) == 1 and factor.dtype in _WIDE))
+            and all(math.prod(c.shape) == 1 and c.dtype in _WIDE for c in ones)
+            and (columns is None or (columns.shape == self.shape[1:] and columns.dtype in _WIDE))
             and (order is None or (order.shape == self.matrix[1:] and order.dtype in _INTEGERS))
             and (size is None or (size.shape == (len(self.shape),) and size.dtype in _INTEGERS))
         )
 
     def has_sound(self, side: Side) -> bool:
-        """Whether the one factor is a positive number, each group has a scale, and the shape is right."""
-        if self.factor is not None and not 0 < float(side[self.factor.name]) < math.inf:
+        """Whether all factors are positive numbers, each group has a scale, and the shape is right."""
+        if any(not is_positive(side[c.name]) for c in (self.factor, self.columns, self.beside) if c is not None):
             return False
         if self.size is not None and tuple(side[self.size.name].tolist()) != self.shape:
             return False
@@ -130,8 +138,8 @@ class Grid(Stored):
         import torch
 
         spans = tuple(self.spans(start, stop))
-        plain = self.codes.kind in SHORT and self.zeros is None and self.order is None and not self.on_its_side
-        plain = plain and out.dtype.itemsize <= 4 and len(spans) == 1
+        plain = self.codes.kind in SHORT and self.zeros is None and self.order is None and self.columns is None
+        plain = plain and not self.on_its_side and out.dtype.itemsize <= 4 and len(spans) == 1
         if not plain or self.matrix[1] % max(self.block[1], self.codes.per_word):
             return super().decode_to(out, data, start, stop, side)
         (span,) = spans
@@ -170,7 +178,11 @@ class Grid(Stored):
         if self.zeros is not None:
             x = x - self._spread(self.zeros, self.zeros.numbers(raw[2], span), span, side)
         x = x * self.factors(raw[1], span, side)
-        return (x.t() if self.on_its_side else x).reshape(-1)
+        return self.with_columns(x.t() if self.on_its_side else x, side).reshape(-1)
+
+    def with_columns(self, x: Tensor, side: Side) -> Tensor:
+        """Whole rows of the weight with the number that each column has, where there are any."""
+        return x if self.columns is None else x * side[self.columns.name].float()
 
     def _spread(self, plane: Plane, x: Tensor, span: Span, side: Side) -> Tensor:
         """Numbers of groups for each element of a span, which has all groups: they run along the rows of a weight."""
@@ -191,6 +203,11 @@ class Grid(Stored):
             else:
                 yield Span(index=index, top=row, bottom=row + count, left=0, right=cols)
             first += count
+
+
+def is_positive(x: Tensor) -> bool:
+    """Whether all are numbers above zero."""
+    return bool(((x > 0) & (x < math.inf)).all())
 
 
 def block_of(shape: tuple[int, ...], size: tuple[int, int], hint: tuple[int, ...] = ()) -> tuple[int, int] | None:

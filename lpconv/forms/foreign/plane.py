@@ -28,13 +28,13 @@ _PIECE = 2**17  # bytes whose numbers are looked up at once
 
 # Unsigned integers of so many bits, 32 / bits in a word of 32, the first in the lowest bits.
 INTEGERS = {2: "uint2", 4: "uint4", 8: "uint8"}
-_PER_WORD = {"e2m1": 2, "uint2": 16, "uint4": 8, "uint8": 4, "awq": 8}
+_PER_WORD = {"e2m1": 2, "int4": 2, "uint2": 16, "uint4": 8, "uint8": 4, "awq": 8}
 # AWQ's kernels want even numbers of a word in its lower half: where the number k of a word lies, in nibbles.
 _AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _DTYPES = {
     "fp8": {"F8_E4M3", "F8_E5M2"}, "wide": {"F16", "BF16", "F32", "I8"}, "e8m0": {"U8", "F8_E8M0"}, "e2m1": {"U8"},
-    "uint2": {"I32"}, "uint4": {"I32"}, "uint8": {"I32"}, "awq": {"I32"},
+    "int4": {"U8"}, "uint2": {"I32"}, "uint4": {"I32"}, "uint8": {"I32"}, "awq": {"I32"},
 }  # fmt: skip
 
 
@@ -86,6 +86,8 @@ class Plane:
     @property
     def ends(self) -> tuple[float, float]:
         """The least and the largest number that a code can be."""
+        if self.kind == "int4":
+            return -8.0, 7.0
         if self.kind in _PER_WORD and self.kind != "e2m1":
             return self.plus, self.plus + 2 ** (32 // self.per_word) - 1
         largest = {"e2m1": 6.0, "F8_E4M3": 448.0, "F8_E5M2": 57344.0, "I8": 127.0}
@@ -161,7 +163,8 @@ def stored_numbers(raw: Tensor, kind: str, axis: int) -> Tensor:
     """Stored elements [h, w] as fp32 numbers.
 
     ``fp8`` and ``wide`` are numbers of their dtype, ``e8m0`` bytes 2^(byte - 127), of which 255 is NaN (OCP MX 1.0,
-    5.4.1), ``e2m1`` two to a byte, the first in the lower half; the others are unsigned integers in words of 32 bits.
+    5.4.1), ``e2m1`` two to a byte, the first in the lower half, ``int4`` likewise, of two's complement; the others are
+    unsigned integers in words of 32 bits.
     """
     import torch
 
@@ -174,9 +177,13 @@ def stored_numbers(raw: Tensor, kind: str, axis: int) -> Tensor:
     if axis == 1 and kind in ("uint4", "uint8"):  # the bytes of words lie in the order of their numbers
         raw = raw.contiguous().view(torch.uint8)
         return (raw if kind == "uint8" else torch.stack((raw & 15, raw >> 4), dim=2).flatten(1)).float()
-    bits = 32 // _PER_WORD[kind]
-    places = _AWQ_NIBBLES if kind == "awq" else range(_PER_WORD[kind])
-    parts = [((raw >> (place * bits)) & (2**bits - 1)).float() for place in places]
+    if kind == "int4":
+        signed = raw.view(torch.int8)
+        parts = [(signed << 4 >> 4).float(), (signed >> 4).float()]
+    else:
+        bits = 32 // _PER_WORD[kind]
+        places = _AWQ_NIBBLES if kind == "awq" else range(_PER_WORD[kind])
+        parts = [((raw >> (place * bits)) & (2**bits - 1)).float() for place in places]
     return torch.stack(parts, dim=2).flatten(1) if axis == 1 else torch.stack(parts, dim=1).flatten(0, 1)
 
 
