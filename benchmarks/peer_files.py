@@ -9,10 +9,11 @@
 (`quantize` on random ids, `export_hf_checkpoint`) round it, on a CPU; of the first two in every scheme of theirs that
 needs no calibration data. Beside the files of GPTQ and AWQ, which transformers opens with other packages only, it
 leaves the weights that AutoRound's own `QuantLinear` multiplies an identity by, and its `dequantize_gemm`; beside
-ModelOpt's, which transformers does not open, what ModelOpt's own tensors decode the file to in fp32. `read` opens the
-others by plain transformers, `dequantize=True`, and compares all of them with what lpconv decodes, in the dtype of
-theirs; then it asks `inspect --strict`, and `verify` for the signal to noise beside the source. What lpconv refuses is
-listed with what it says. Neither needs a network.
+ModelOpt's, which transformers does not open, what ModelOpt's own tensors decode the file to in fp32. It has none for
+integers of 4 bits: of these its packing function is asked what pair each byte is, and its model for logits before it is
+written. `read` opens the others by plain transformers, `dequantize=True`, and compares all of them with what lpconv
+decodes, in the dtype of theirs; then it asks `inspect --strict`, and `verify` for signal to noise beside the source.
+What lpconv refuses is listed with what it says. Neither needs a network.
 """
 
 import argparse
@@ -35,7 +36,7 @@ _MODELOPT = (
     "W4A8_MXFP4_FP8", "NVFP4_DEFAULT", "W4A16_NVFP4", "W4A8_NVFP4_FP8", "INT8_DEFAULT", "INT8_WEIGHT_ONLY",
     "INT4_BLOCKWISE_WEIGHT_ONLY", "INT4_AWQ", "W4A8_AWQ_BETA",
 )  # fmt: skip
-_THEIRS = "theirs.safetensors"
+_THEIRS, _IDS, _LOGITS = "theirs.safetensors", "ids", "logits"
 
 
 def make(work: Path, peers: Sequence[str]) -> None:
@@ -77,15 +78,24 @@ def auto_round(source: Path, work: Path) -> None:
 def modelopt(source: Path, work: Path) -> None:
     import modelopt.torch.quantization as mtq  # type: ignore[import-not-found]
     from modelopt.torch.export import export_hf_checkpoint  # type: ignore[import-not-found]
+    from modelopt.torch.export.unified_export_hf import (  # type: ignore[import-not-found]
+        requantize_resmooth_fused_llm_layers,
+    )
     from transformers import LlamaForCausalLM
 
     for scheme in _MODELOPT:
         torch.manual_seed(0)
         model, ids = LlamaForCausalLM.from_pretrained(source, dtype=torch.bfloat16), torch.randint(0, 512, (2, 64))
         mtq.quantize(model, copy.deepcopy(getattr(mtq, f"{scheme}_CFG")), lambda m, ids=ids: m(input_ids=ids))
+        said = {}
+        if scheme.startswith("INT4"):  # inputs as they are, and on a CPU
+            requantize_resmooth_fused_llm_layers(model)  # as the export does first: factors go into norms
+            with torch.inference_mode():
+                said = {_IDS: ids, _LOGITS: model(input_ids=ids).logits.clone()}
         target = work / f"ModelOpt {scheme}"
         export_hf_checkpoint(model, export_dir=target)
-        save_file(decoded_by_modelopt(load_file(target / "model.safetensors")), work / f"{target.name}.{_THEIRS}")
+        theirs = decoded_by_modelopt(load_file(target / "model.safetensors"))
+        save_file(theirs | said, work / f"{target.name}.{_THEIRS}")
 
 
 _PEERS: Mapping[str, tuple[Callable[[Path, Path], None], tuple[str, ...]]] = {
@@ -147,7 +157,7 @@ def decoded(stored: Mapping[str, Tensor], layout: str) -> dict[str, Tensor]:
 
 
 def decoded_by_modelopt(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights in fp32 as the classes of ModelOpt's tensors decode them, but for the integers of 4 bits."""
+    """The weights in fp32 as the classes of ModelOpt's tensors decode them; it has none for the integers of 4 bits."""
     from modelopt.torch.quantization.qtensor import (  # type: ignore[import-not-found]
         FP8QTensor,
         INT8QTensor,
@@ -169,6 +179,9 @@ def decoded_by_modelopt(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
             kind = NVFP4QTensor
             settings |= {"double_scale": second, "block_sizes": {-1: codes.shape[-1] * 2 // scale.shape[-1]}}
         elif codes.dtype == torch.uint8:
+            columns = stored.get(f"{name.removesuffix('weight')}pre_quant_scale", torch.ones(1))
+            wide = scale.repeat_interleave(codes.shape[1] // scale.shape[1], dim=1)
+            found[name] = unpacked(codes) * wide * columns.float()
             continue
         elif scale.dim() == 4:
             kind = FP8QTensor
@@ -179,6 +192,17 @@ def decoded_by_modelopt(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
         shape = torch.Size((codes.shape[0], codes.shape[1] * (2 if codes.dtype == torch.uint8 else 1)))
         found[name] = kind(shape, torch.float32, codes).dequantize(dtype=torch.float32, **settings).contiguous()
     return found
+
+
+def unpacked(codes: Tensor) -> Tensor:
+    """The integers that ModelOpt's `pack_int4_in_uint8` makes such bytes of, [2 rows, cols]."""
+    from modelopt.torch.export.quant_utils import pack_int4_in_uint8  # type: ignore[import-not-found]
+
+    numbers = torch.arange(-8, 8).float()
+    pairs = torch.stack((numbers.repeat(16), numbers.repeat_interleave(16)))
+    made = pack_int4_in_uint8(pairs, torch.ones(2, 1), 256).view(-1)
+    found = pairs[:, made.argsort()][:, codes.long()]
+    return found.movedim(0, 1).reshape(-1, codes.shape[1])
 
 
 def read(work: Path) -> dict[str, Any]:
@@ -205,6 +229,7 @@ def compared(path: Path, work: Path) -> dict[str, Any]:
         coded = [n for n, form in stored.forms.items() if form.format is not None]
         equal = [torch.equal(stored.tensor(n).to(theirs[n].dtype), theirs[n]) for n in coded]
         words = sorted({stored.forms[n].words for n in coded})
+    logits = {"logits_rms_difference": logits_difference(path, theirs)} if _LOGITS in theirs else {}
     found = inspect(path)
     verified = compare(path, work / "source", gates=(), progress=Silent())
     assert verified.weights is not None
@@ -212,12 +237,23 @@ def compared(path: Path, work: Path) -> dict[str, Any]:
         "stored": words,
         "weights": len(coded),
         "equal": sum(equal),
-        "dtype": str(next(iter(theirs.values())).dtype),
+        "dtype": str(theirs[coded[0]].dtype),
         "problems": found.problems,
         "warnings": found.warnings,
         "min_sqnr_db": verified.weights.min_sqnr_db,
         "passed": verified.passed,
+        **logits,
     }
+
+
+def logits_difference(path: Path, theirs: Mapping[str, Tensor]) -> float:
+    """How far the logits of the weights that lpconv reads, in bf16 as theirs, are from theirs: rms over rms."""
+    import lpconv
+
+    with torch.inference_mode():
+        ours = lpconv.load(path, dtype=torch.bfloat16)(input_ids=theirs[_IDS]).logits.float()
+    wanted = theirs[_LOGITS].float()
+    return float((ours - wanted).norm() / wanted.norm())
 
 
 def their_weights(path: Path, work: Path) -> dict[str, Tensor]:
