@@ -10,6 +10,7 @@ Two runs that resume at once write the same bytes, but for reports. The one that
 before it writes anything more: small files are created, and replaced only while there is no output.
 """
 
+import contextlib
 import hashlib
 import json
 import shutil
@@ -21,7 +22,7 @@ from lpconv.checkpoint.partfile import PartFile
 from lpconv.checkpoint.place import MIN_POINTER_BYTES, cache_folder, write_pointer
 from lpconv.checkpoint.remote import UNFINISHED, RemoteObject, Upload, check_url, delete, fetch, head, listing, put
 from lpconv.checkpoint.staging import JOURNAL, MARKER, Staging, check_same_run
-from lpconv.errors import InputError, OutputExistsError, ResourceError, UnsupportedError
+from lpconv.errors import InputError, LpconvError, OutputExistsError, ResourceError, UnsupportedError
 from lpconv.results import FileRecord
 
 __all__ = ["RemoteStaging", "check_free_url", "tidy", "working_folder"]
@@ -152,6 +153,14 @@ class RemoteStaging(Staging):
         if put(self.url, name, data, create=True) is None and bytes(fetch(self.url, name)) != data:
             self.check_alone()
             put(self.url, name, data)
+
+    def discard(self) -> None:
+        """Delete the folder, and what this run has in the store; a store that fails meanwhile keeps it."""
+        super().discard()
+        with contextlib.suppress(LpconvError):  # what failed before is told, not this
+            self.check_alone()
+            delete(self.url, sorted(self._tags))
+            tidy(self.url)
 
     def set_aside(self) -> str:
         """Leave what was uploaded, without what would make it an output."""

@@ -138,12 +138,16 @@ class Staging:
 
     @contextlib.contextmanager
     def discarded_on_failure(self) -> Iterator[None]:
-        """Delete the folder where the block fails: for work that nothing resumes."""
+        """`discard` where the block fails: for work that nothing resumes."""
         try:
             yield
         except BaseException:
-            shutil.rmtree(self.directory, ignore_errors=True)
+            self.discard()
             raise
+
+    def discard(self) -> None:
+        """Delete the folder."""
+        shutil.rmtree(self.directory, ignore_errors=True)
 
     def set_aside(self) -> Path | str:
         """Keep a failed output for inspection as `OUT.failed`, never as OUT."""

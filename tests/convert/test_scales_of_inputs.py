@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,14 @@ import transformers
 from checkpoints import files_of
 from convert_models import tiny
 from safetensors.torch import load_file, save_file
+from stores import offered
 from test_compressed import opened_without_lpconv
 from typer.testing import CliRunner, Result
 
 import lpconv
+from benchmarks.object_store import Fault, Request, Store
+from lpconv.checkpoint import remote
+from lpconv.checkpoint.remote import UNFINISHED
 from lpconv.cli.main import app
 from lpconv.convert import memory, run as run_module
 from lpconv.convert.inspect import inspect
@@ -24,7 +29,7 @@ from lpconv.convert.patterns import parse_rule
 from lpconv.convert.run import convert
 from lpconv.convert.scales import judged
 from lpconv.data import demo_checkpoint, demo_text
-from lpconv.errors import OutputExistsError
+from lpconv.errors import InputError, LpconvError, OutputExistsError
 from lpconv.forms.compressed import Compressed, CompressedTiles
 from lpconv.forms.reader import StoredTensors
 from lpconv.models.text import tokenize
@@ -34,6 +39,7 @@ NVFP4: dict[str, Any] = {"format": "e2m1", "granularity": "nvfp4"}
 FP8: dict[str, Any] = {"format": "e4m3fn"}
 MIXED = {**NVFP4, "rules": (parse_rule("*self_attn*=e4m3fn"),)}
 ASKED = {"NVFP4": NVFP4, "FP8": FP8, "mixed": MIXED}
+BUCKET = "s3://bucket"
 SCALES = (".input_scale", ".input_global_scale")
 HEAD = "lm_head"
 
@@ -58,9 +64,13 @@ def text(folder: Path, words: str = "To be, or not to be, that is the question:\
     return path
 
 
-def calibrated(model: Path, output: Path, data: Path | str, **asked: Any) -> Path:
+def calibrate_to(output: Path | str, model: Path | str, data: Path | str, **asked: Any) -> None:
     given = {"layout": "compressed-tensors", "verify": "weights", "calibrate": str(data), **asked}
     convert(str(model), output, ConvertOptions(**given))
+
+
+def calibrated(model: Path, output: Path, data: Path | str, **asked: Any) -> Path:
+    calibrate_to(output, model, data, **asked)
     return output
 
 
@@ -346,3 +356,62 @@ def test_memory_that_is_too_little_is_refused_before_the_work(
     assert done.exit_code == 7
     assert "scales of its inputs" in " ".join(done.stderr.split())
     assert not (tmp_path / "calibrated.partial").exists()
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    monkeypatch.setattr(remote, "_RETRIES", remote._RETRIES | {"max_retries": 2})
+    with offered(monkeypatch, tmp_path) as store:
+        yield store
+
+
+def sums_of(store: Store, name: str) -> str:
+    return store.objects[f"{name}/SHA256SUMS"].decode()
+
+
+def test_outputs_in_an_object_store_are_the_local_ones(made: dict[str, Path], plain: Path, store: Store) -> None:
+    """Of a source that lies there, too; and `verify` reads both there."""
+    for name, content in files_of(plain).items():
+        store.objects[f"plain/{name}"] = content
+    for name, model in (("out", str(plain)), ("again", f"{BUCKET}/plain")):
+        calibrate_to(f"{BUCKET}/{name}", model, plain.parent / "text.txt", **NVFP4)
+        assert store.objects[f"{name}/model.safetensors"] == (made["NVFP4"] / "model.safetensors").read_bytes()
+        assert "tokens of text.txt" in store.objects[f"{name}/README.md"].decode()
+        done = CliRunner().invoke(app, ["verify", f"{BUCKET}/{name}", "--against", model, "--level", "weights"])
+        assert done.exit_code == 0, done.stderr
+    assert sums_of(store, "out") == (made["NVFP4"] / "SHA256SUMS").read_text()
+    assert not any(UNFINISHED in key for key in store.objects)
+
+
+@pytest.mark.parametrize("moment", range(0, 12, 2))
+def test_a_run_to_an_object_store_goes_on_with_its_calibration(
+    made: dict[str, Path], plain: Path, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: int
+) -> None:
+    """On another machine as well, which has nothing of it."""
+    data, left = plain.parent / "text.txt", [moment]
+
+    def breaks(r: Request) -> Fault | None:
+        left[0] -= r.method != "GET"
+        return Fault(status=400) if left[0] < 0 else None
+
+    store.fault = breaks
+    with pytest.raises(LpconvError):
+        calibrate_to(f"{BUCKET}/out", plain, data, **NVFP4)
+    store.fault = lambda _: None
+    shutil.rmtree(tmp_path / "cache", ignore_errors=True)
+    is_calibrated = f"out/{UNFINISHED}calibration.json" in store.objects
+    if is_calibrated:
+        monkeypatch.setattr("lpconv.convert.calibrate.calibrate", None)  # called, it ends the run
+    calibrate_to(f"{BUCKET}/out", plain, data, resume=True, **NVFP4)
+    assert sums_of(store, "out") == (made["NVFP4"] / "SHA256SUMS").read_text()
+    assert is_calibrated or moment < 4
+
+
+def test_nothing_is_left_in_an_object_store_of_inputs_that_have_no_scale(store: Store, tmp_path: Path) -> None:
+    model = source(tmp_path / "nan")
+    state = load_file(model / "model.safetensors")
+    state["model.embed_tokens.weight"][:] = torch.nan
+    save_file(state, model / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InputError, match="NaN or infinite"):
+        calibrate_to(f"{BUCKET}/out", model, text(tmp_path), **NVFP4)
+    assert not store.objects
