@@ -14,6 +14,9 @@ from lpconv.formats.grains import GRAINS, Grain, known_grain
 
 __all__ = [
     "COMPRESSED_TENSORS",
+    "INPUT_GLOBAL_SCALE",
+    "INPUT_SCALE",
+    "INPUT_SCALES",
     "LinearModules",
     "Preset",
     "Presets",
@@ -25,6 +28,8 @@ __all__ = [
 ]
 
 COMPRESSED_TENSORS = "compressed-tensors"
+# The scale of a module's inputs, by its name there: alone, or of the scales that groups get as inputs come.
+INPUT_SCALE, INPUT_GLOBAL_SCALE = INPUT_SCALES = ("input_scale", "input_global_scale")
 MIXED = "mixed-precision"  # the `format` of what has several, each in its group
 
 
@@ -152,7 +157,7 @@ def input_scale_of(inputs: Mapping[str, Any] | None) -> str | None:
     """The name, in its module, of the scale that what a config asks of inputs needs; None where it needs none."""
     if inputs is None or inputs.get("dynamic") is True:
         return None
-    return "input_global_scale" if inputs.get("dynamic") == "local" else "input_scale"
+    return INPUT_GLOBAL_SCALE if inputs.get("dynamic") == "local" else INPUT_SCALE
 
 
 _INTEGERS = {"int4": 4, "int8": 8}

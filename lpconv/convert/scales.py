@@ -15,6 +15,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
+from lpconv.checkpoint.compressed import INPUT_SCALES
 from lpconv.checkpoint.contents import Contents, read_contents
 from lpconv.checkpoint.source import Source, open_source, read_range, read_tensor
 from lpconv.convert.defects import Findings, fused_groups
@@ -42,7 +43,6 @@ __all__ = [
 
 # No weight of a trained model is so large; what is larger than others' by so much has lost its scale.
 _LARGEST, FACTOR = 1e4, 256.0
-_INPUT_SCALES = (".input_scale", ".input_global_scale")
 _UNEQUAL = 1.001  # of scales that went through bf16 and back, nothing is left beyond that
 
 
@@ -84,8 +84,8 @@ def _from_scales(contents: Contents) -> Findings:
 
 def _of_inputs(source: Source) -> Findings:
     """What the scales of inputs tell: those of weights that readers fuse meet the same inputs."""
-    names = {n: n.rpartition(".") for n in source.entries if n.endswith(_INPUT_SCALES)}
-    found = {f"{module}.weight": read_tensor(source, n).float() for n, (module, _, _) in names.items()}
+    names = {n: n.rpartition(".")[0] for n in source.entries if n.rpartition(".")[2] in INPUT_SCALES}
+    found = {f"{module}.weight": read_tensor(source, n).float() for n, module in names.items()}
     wrong = [n for n, x in zip(names, found.values(), strict=True) if not is_positive(x)]
     if wrong:
         return Findings(problems=(f"{shown(wrong)}: scales of inputs that are zero, negative or no number",))

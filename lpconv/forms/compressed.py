@@ -15,7 +15,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from lpconv.checkpoint.compressed import COMPRESSED_TENSORS, preset_of, quantization_config
+from lpconv.checkpoint.compressed import (
+    COMPRESSED_TENSORS,
+    INPUT_GLOBAL_SCALE,
+    INPUT_SCALE,
+    preset_of,
+    quantization_config,
+)
 from lpconv.formats.grains import Grain, grain_of
 from lpconv.formats.spec import FORMATS, Format
 from lpconv.forms.facts import BlockStats, Component, Converted, Headers, Looked, Measured, Settings
@@ -50,7 +56,7 @@ class _Layout(Scaled):
     has_input_scale: bool = False
     input_absmax: float | None = None
 
-    input_suffix: ClassVar[str]
+    input_name: ClassVar[str]
 
     @classmethod
     def of(cls, name: str, shape: tuple[int, ...], format: Format, settings: Settings) -> Form:
@@ -85,7 +91,7 @@ class _Layout(Scaled):
     @property
     def input_scale(self) -> Component:
         """The component that has the scale of the inputs."""
-        return Component(name=self.name.removesuffix(_WEIGHT) + self.input_suffix, dtype="F32", shape=(1,))
+        return Component(name=self.name.removesuffix(_WEIGHT) + f".{self.input_name}", dtype="F32", shape=(1,))
 
     @property
     def _of_inputs(self) -> tuple[Component, ...]:
@@ -122,7 +128,7 @@ class Compressed(_Layout):
     """`scale_dtype` is F32 in what lpconv writes; the package saves it again in the dtype of the model."""
 
     kind: ClassVar[str] = "compressed"
-    input_suffix: ClassVar[str] = ".input_scale"
+    input_name: ClassVar[str] = INPUT_SCALE
 
     scale_dtype: str = "F32"
 
@@ -198,7 +204,7 @@ class CompressedTiles(_Layout, Tiles):
     suffixes: ClassVar[tuple[str, ...]] = (SCALE_SUFFIX, FACTOR_SUFFIX, _PACKED_SUFFIX, _SIZE_SUFFIX)
     whole: ClassVar[type[Scaled]] = Compressed
     has_short_scales: ClassVar[bool] = True
-    input_suffix: ClassVar[str] = ".input_global_scale"
+    input_name: ClassVar[str] = INPUT_GLOBAL_SCALE
 
     @classmethod
     def recognise(cls, name: str, headers: Headers) -> Self | None:

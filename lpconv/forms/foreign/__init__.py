@@ -7,7 +7,7 @@ one weight; its line in `_LAYOUTS` is all else. `docs/layouts.md` says what is r
 from collections.abc import Container, Mapping
 from typing import Any
 
-from lpconv.checkpoint.compressed import quantized_by
+from lpconv.checkpoint.compressed import INPUT_SCALES, quantized_by
 from lpconv.errors import UnsupportedError
 from lpconv.forms.facts import Headers
 from lpconv.forms.foreign import awq, compressed_tensors, fp8, gguf, gptq, modelopt, mxfp4
@@ -23,7 +23,7 @@ _BY_METHOD = {method: layout for layout in _LAYOUTS for method in layout.METHODS
 READ = frozenset(_BY_METHOD)
 # Last parts of names: what belongs to activations and caches, which no weight needs, and what is part of a weight.
 ACTIVATIONS = frozenset(
-    {"input_scale", "input_global_scale", "input_zero_point", "output_scale", "output_zero_point", "activation_scale",
+    {*INPUT_SCALES, "input_zero_point", "output_scale", "output_zero_point", "activation_scale",
      "k_scale", "v_scale", "q_scale", "prob_scale"}
 )  # fmt: skip
 # What follows the name of a weight or of its module. Some of a model's own tensors end in these.
