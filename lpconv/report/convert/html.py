@@ -58,6 +58,7 @@ def html_report(result: ConvertResult, ranges: Mapping[str, FormatRange]) -> str
         done=[(*done_row(g), breakable(g.example)) for g in done_groups(result.tensors)],
         layers=layer_groups(result.tensors),
         tensors=in_layer_order(result.tensors),
+        inputs={f"{m}.weight": x for m, x in result.calibration.absmax.items()} if result.calibration else {},
         provenance=_provenance(result),
         files=[("source", f) for f in result.source.files] + [("output", f) for f in result.files],
     )
@@ -103,7 +104,8 @@ def _outputs_tile(result: ConvertResult) -> Tile:
         return label, MISSING, logits.skipped if logits and logits.skipped else "not compared"
     if logits.bit_equal:
         return label, "bit-equal", "to the source's"
-    return label, error_text(logits.rel_error), "relative error to the source's"
+    as_they_are = ", inputs not rounded" if result.calibration else ""
+    return label, error_text(logits.rel_error), f"relative error to the source's{as_they_are}"
 
 
 def _provenance(result: ConvertResult) -> dict[str, str]:
@@ -115,6 +117,9 @@ def _provenance(result: ConvertResult) -> dict[str, str]:
         "Output": result.output,
         "Copied as is": ", ".join(result.side_files) or MISSING,
     }
+    if (found := result.calibration) is not None:
+        windows = f"{count_text(found.num_tokens)} tokens in windows of {found.seq_len}"
+        facts["Inputs calibrated on"] = f"{found.text}, {windows}, SHA-256 {found.sha256}"
     facts |= {f"Option {name}": _option_text(value) for name, value in sorted(result.options.items())}
     return facts | {f"Version of {name}": version for name, version in sorted(result.versions.items())}
 

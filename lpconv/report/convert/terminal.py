@@ -22,6 +22,7 @@ from lpconv.report.convert.words import (
     checks,
     done_row,
     done_words,
+    inputs_sentence,
     method_name,
     verdict,
     worst_row,
@@ -70,7 +71,7 @@ def render_convert(result: ConvertResult) -> RenderableType:
     }
     return Group(
         *heading(f"{result.source.name} → {result.output}"),
-        Text(f"Rewritten with {done_words(result)}."),
+        Text(" ".join(filter(None, (f"Rewritten with {done_words(result)}.", inputs_sentence(result))))),
         after_gap(facts_grid(facts)),
         *_done(result.tensors),
         *_worst(result.tensors),

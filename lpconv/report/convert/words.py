@@ -29,6 +29,7 @@ __all__ = [
     "done_row",
     "done_words",
     "has_finer_scales",
+    "inputs_sentence",
     "method_name",
     "percent",
     "scale_words",
@@ -64,6 +65,7 @@ def summary(result: ConvertResult) -> str:
         size_sentence(result),
         _error_sentence(result.tensors),
         verify_sentence(result.verify),
+        inputs_sentence(result),
     )
     return " ".join(s for s in sentences if s)
 
@@ -84,14 +86,22 @@ def done_words(result: ConvertResult) -> str:
     if on_grid:
         verb = "is" if on_grid == 1 else "are"
         parts.append(f"{count_text(on_grid)} of these lay on such a grid already and {verb} kept exactly")
-    if result.calibration:
-        tokens = count_text(result.calibration.num_tokens)
-        parts.append(f"inputs have scales in the file, of {tokens} tokens of {result.calibration.text}")
     if kept:
         parts.append(f"{count_text(kept)} kept {'its' if kept == 1 else 'their'} bits")
     if tied:
         parts.append(f"{plural(tied, 'tied weight')} {'is' if tied == 1 else 'are'} stored once")
     return f"{method_name(result.method)}: {', '.join(parts)}"
+
+
+def inputs_sentence(result: ConvertResult) -> str:
+    """Where the scales of inputs come from, and what no figure of a conversion has; empty where there are none."""
+    if result.calibration is None:
+        return ""
+    tokens = f"{count_text(result.calibration.num_tokens)} tokens of {result.calibration.text}"
+    return (
+        f"Inputs have scales in the file, calibrated on {tokens}. Comparisons here leave inputs as they are: what "
+        "rounding them costs comes on top."
+    )
 
 
 def _stored_form(result: ConvertResult) -> str:

@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from report_examples import bert_result, llama_result
+from report_examples import bert_result, calibrated_result, llama_result
 
 import lpconv.report.page
 from lpconv.report.convert.html import html_compare, html_report
@@ -98,6 +98,23 @@ def test_a_person_finds_the_answers() -> None:
         "lpconv convert sentence-transformers/all-MiniLM-L6-v2 --method unit --format fp16",
     ):
         assert answer in words
+
+
+def test_a_calibration_says_on_what_and_what_it_found() -> None:
+    """And that no figure has what rounding inputs costs. No column is of dashes alone."""
+    page = report(calibrated_result())
+    for answer in (
+        "Inputs have scales in the file, calibrated on 4,096 tokens of plays.txt.",
+        "what rounding them costs comes on top",
+        "relative error to the source's, inputs not rounded",
+        "Inputs calibrated on plays.txt, 4,096 tokens in windows of 128, SHA-256 abab",
+    ):
+        assert answer in page.words()
+    heads, plain = ([text for tag, text in p.texts if tag == "th"] for p in (page, report(bert_result())))
+    assert ("Largest input" in heads, "Scale" in heads) == (True, False)
+    assert ("Largest input" in plain, "Scale" in plain) == (False, True)
+    cells = [text for tag, text in page.texts if tag == "td"]
+    assert [cells.count(text) for text in ("7.25", "8.25", "9.25")] == [1, 1, 1]
 
 
 def test_every_tensor_has_its_row() -> None:

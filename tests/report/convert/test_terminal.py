@@ -7,7 +7,7 @@ import sys
 from dataclasses import replace
 
 import pytest
-from report_examples import bert_result, llama_result, plan_of
+from report_examples import bert_result, calibrated_result, llama_result, plan_of
 from rich.console import Console, RenderableType
 
 from lpconv.report.convert.terminal import (
@@ -79,6 +79,12 @@ def test_convert_answers_the_first_questions() -> None:
     assert "Verification: passed (level logits)" in text
     assert "14 files match SHA256SUMS" in text
     assert "gate sqnr>=25" in text
+
+
+def test_convert_says_on_what_inputs_were_calibrated() -> None:
+    said = " ".join(text_of(render_convert(calibrated_result())).split())
+    assert "Inputs have scales in the file, calibrated on 4,096 tokens of plays.txt." in said
+    assert "calibrated" not in text_of(render_convert(bert_result()))
 
 
 def test_worst_tensors_come_with_the_cause() -> None:
