@@ -21,6 +21,7 @@ TUNE = ("--steps", "2", "--seq-len", "16", "--batch-size", "2", "--eval-batches"
 PROBE = ("--steps", "1", "--seq-len", "16", "--batch-size", "2", "-q")
 BENCH = ("--format", "bf16", "--compile", "off", "--min-iters", "1", "--min-time", "0", "--rounds", "1",
           "--launches", "1", "--seq", "16", "-q")  # fmt: skip
+_NVFP4 = ("--format", "e2m1", "--granularity", "nvfp4", "--layout", "compressed-tensors")
 FORMS: Mapping[str, Sequence[str]] = {
     "unit": ("--method", "unit", "--format", "fp16"),
     "rows": ("--method", "unit", "--format", "e4m3fn", "--granularity", "row"),
@@ -29,7 +30,8 @@ FORMS: Mapping[str, Sequence[str]] = {
     "blocks": ("--method", "unit", "--format", "e4m3fn", "--granularity", "128x128"),
     "mx": ("--method", "scalify", "--format", "e2m1", "--granularity", "mx"),
     "groups": ("--format", "int4", "--granularity", "group:16", "--layout", "compressed-tensors"),
-    "nvfp4": ("--format", "e2m1", "--granularity", "nvfp4", "--layout", "compressed-tensors"),
+    "nvfp4": _NVFP4,
+    "calibrated": (*_NVFP4, "--calibrate", "demo"),
     "points": ("--method", "multipoint", "--format", "int4", "--budget-bits", "7"),
     "compressed": ("--format", "e4m3fn", "--layout", "compressed-tensors"),
 }

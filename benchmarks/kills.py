@@ -50,6 +50,11 @@ COMMANDS: Mapping[str, _Command] = {
                    "--verify", "weights", "-q", "-o", "out"),
         again="--resume", output="out", reads=("sharded",),
     ),
+    "calibrate": _Command(
+        arguments=("convert", "llama", "--format", "e2m1", "--granularity", "nvfp4", "--layout", "compressed-tensors",
+                   "--calibrate", "demo", "--verify", "weights", "-q", "-o", "out"),
+        again="--resume", output="out", reads=("llama",),
+    ),
     "repair": _Command(
         arguments=("repair", "unequal", "-q", "-o", "out"), again="--force", output="out", reads=("unequal",)
     ),
