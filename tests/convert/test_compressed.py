@@ -11,6 +11,7 @@ import torch
 import transformers
 from checkpoints import files_of
 from convert_models import minilm, tiny
+from fresh_python import run_script
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
@@ -88,8 +89,7 @@ def opened_without_lpconv(
 ) -> list[tuple[torch.Tensor, int, dict[str, torch.Tensor]]]:
     """Of each model: its outputs, how many weights came as codes, and what weights it then computed with."""
     out = paths[0].with_suffix(".pt")
-    command = [sys.executable, "-c", SCRIPT, name, dtype, str(out), *map(str, paths)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_script(SCRIPT, name, dtype, out, *paths)
     assert done.returncode == 0, done.stderr
     found: list[tuple[torch.Tensor, int, dict[str, torch.Tensor]]] = torch.load(out)
     return found

@@ -5,8 +5,6 @@ made on the meta device, and must have the tensors of the file, by name, dtype a
 """
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import pytest
 import torch
 import transformers
 from checkpoints import files_of
+from fresh_python import run_script
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
@@ -86,8 +85,7 @@ def outputs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
 
 def opened_without_lpconv(*paths: Path) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
     out = paths[0].with_suffix(".pt")
-    command = [sys.executable, "-c", SCRIPT, str(out), *map(str, paths)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_script(SCRIPT, out, *paths)
     assert done.returncode == 0, done.stderr
     found: list[tuple[torch.Tensor, dict[str, torch.Tensor]]] = torch.load(out)
     return found

@@ -1,8 +1,6 @@
 """`--layout gpt-oss`: experts in MXFP4 on their side. Plain transformers decodes them to our bits."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +8,7 @@ import pytest
 import torch
 import transformers
 from checkpoints import files_of, rehash
+from fresh_python import run_script
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from typer.testing import CliRunner
@@ -86,8 +85,7 @@ def decoded(path: Path) -> dict[str, Tensor]:
 
 def test_plain_transformers_decodes_to_our_bits(output: Path) -> None:
     saved = output.with_suffix(".pt")
-    command = [sys.executable, "-c", SCRIPT, str(saved), str(output)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_script(SCRIPT, saved, output)
     assert done.returncode == 0, done.stderr
     logits, theirs = torch.load(saved)
     ours = decoded(output)

@@ -3,14 +3,13 @@
 import itertools
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from checkpoints import Run
 from convert_models import tiny
+from fresh_python import run_script
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -175,8 +174,7 @@ model.save_pretrained(target)
 def test_without_lpconv_the_loader_opens_it_and_plain_transformers_refuses(
     outputs: dict[str, Path], tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-c", SCRIPT, str(outputs["e2m1"]), str(tmp_path / "plain")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_script(SCRIPT, outputs["e2m1"], tmp_path / "plain")
     assert done.returncode == 0, done.stderr
     tensors, plain = stored(outputs["e2m1"]), stored(tmp_path / "plain")
     name = "model.layers.2.mlp.up_proj.weight"

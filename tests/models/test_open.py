@@ -1,11 +1,10 @@
 """Opening outputs in transformers: with the plug-in, through the loader module, and not at all without either."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from fresh_python import run_script
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM, MixtralConfig
 
@@ -126,18 +125,14 @@ print("opened", sum(p.numel() for p in model.parameters()))
 """
 
 
-def in_a_fresh_process(path: Path, way: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", SCRIPT, str(path), way], capture_output=True, text=True, check=False)
-
-
 def test_without_lpconv_a_scaled_output_raises(outputs: dict[tuple[str, str], Path]) -> None:
-    done = in_a_fresh_process(outputs["unit", "e4m3fn"], "plain")
+    done = run_script(SCRIPT, outputs["unit", "e4m3fn"], "plain")
     assert done.returncode != 0
     assert "size mismatch" in done.stderr
     assert "opened" not in done.stdout
 
 
 def test_the_loader_module_needs_no_lpconv(outputs: dict[tuple[str, str], Path]) -> None:
-    done = in_a_fresh_process(outputs["scalify", "e5m2"], "remote")
+    done = run_script(SCRIPT, outputs["scalify", "e5m2"], "remote")
     assert done.returncode == 0, done.stderr
     assert "opened" in done.stdout
