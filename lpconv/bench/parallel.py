@@ -11,7 +11,7 @@ from lpconv.bench.models import step_loss
 from lpconv.errors import UnsupportedError
 from lpconv.models.opening import Blueprint
 
-__all__ = ["check_parallel", "in_fp32", "join", "most", "rows_of", "spread"]
+__all__ = ["check_parallel", "join", "most", "rows_of", "spread"]
 
 
 def check_parallel(case: Case) -> None:
@@ -74,14 +74,6 @@ def rows_of(case: Case, known: Blueprint) -> DeviceMesh | None:
     """
     is_cast = case.format != "fp8" or case.method in SCALED
     return _mesh(case) if case.parallel == "fsdp2" and known.directory is not None and is_cast else None
-
-
-def in_fp32(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """What runs a model opened by rows before it is cast."""
-    from lpconv.models.sharing import running_copy
-
-    copied: nn.Module = running_copy(model, mesh)
-    return copied
 
 
 def _mesh(case: Case) -> DeviceMesh:

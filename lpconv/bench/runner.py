@@ -14,13 +14,14 @@ from torch._dynamo.utils import counters
 from lpconv.bench.cases import CODES, Case
 from lpconv.bench.memory import StepPeak, profile_step, storage_bytes
 from lpconv.bench.models import check_fits, estimate_bytes, find_model, gemms_of, make_batch, step_loss
-from lpconv.bench.parallel import check_parallel, in_fp32, most, rows_of, spread
+from lpconv.bench.parallel import check_parallel, most, rows_of, spread
 from lpconv.bench.recipes import apply_recipe, check_codes, check_peers, is_emulated, make_optimizer, with_codes
 from lpconv.bench.roofline import Gemm
 from lpconv.errors import LpconvError
 from lpconv.layers import blocks_of
 from lpconv.models.inputs import vocabulary_size
 from lpconv.models.opening import Blueprint, Opened
+from lpconv.models.sharing import running_copy
 from lpconv.results import NumericsRecord
 from lpconv.scaled import ScaledTensor
 from lpconv.shards import whole
@@ -57,7 +58,7 @@ class CaseRunner:
         self._batch = make_batch(case, known.config)
         probe = make_batch(case, known.config, batch=_PROBE[0], seq=min(_PROBE[1], case.seq))
         watched = _watched(model) if case.mode == "train" else []
-        reference = _observe(model if ranks is None else in_fp32(model, ranks), probe, watched)
+        reference = _observe(model if ranks is None else running_copy(model, ranks), probe, watched)
         if case.format == CODES:
             del opened, model
             model = with_codes(known, case)
