@@ -27,6 +27,7 @@ from pathlib import Path
 import matplotlib
 import torch
 from collage_tasks import TASKS, Task
+from miniature import spread
 from torch import nn
 
 from lpconv.optim import LowPrecisionAdamW
@@ -209,10 +210,9 @@ def training_table(task: str, curves: list[Curve]) -> str:
         if not runs:
             continue
         excess = [c.held_out_loss[-1] - base[c.seed] for c in runs]
-        spread = f" ± {statistics.stdev(excess):.4f}" if len(excess) > 1 else ""
         lines.append(
             f"| {arm} | {len(runs)} | {runs[0].bytes_formula}, {mean_of(runs, lambda c: c.bytes_measured):.2f} "
-            f"| {mean_of(runs, lambda c: c.held_out_loss[-1]):.4f} | {statistics.fmean(excess):+.4f}{spread} "
+            f"| {mean_of(runs, lambda c: c.held_out_loss[-1]):.4f} | {spread(excess, '+.4f')} "
             f"| {mean_of(runs, lambda c: statistics.fmean(c.edq_hi)):.3f} "
             f"| {mean_of(runs, lambda c: statistics.fmean(c.edq_full)):.4f} "
             f"| {mean_of(runs, lambda c: statistics.fmean(c.lost_hi)):.1%} "
