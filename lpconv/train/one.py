@@ -3,7 +3,8 @@
 import dataclasses
 import math
 import shutil
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ import torch
 from transformers import TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
+from lpconv.errors import UnsupportedError
 from lpconv.kernels.half import HalfProducts
-from lpconv.models.opening import Opened, model_errors
+from lpconv.models.opening import Opened, first_line, model_errors
 from lpconv.models.quiet import quiet_transformers
 from lpconv.models.sharing import running_copy
 from lpconv.progress import Progress
@@ -68,7 +70,8 @@ def train_one(job: TrainingJob, work: Work, progress: Progress) -> Finished:
         trainer.add_callback(Timetable(job.options, trainer))
         trainer.add_callback(Recorder(trainer, metrics, watch, loss_watch, progress))
         progress.start(work.words, job.options.steps, unit="steps", done=done)
-        _train(trainer, work, checkpoint, needed)
+        with _compiler_errors() if job.options.compile else nullcontext():
+            _train(trainer, work, checkpoint, needed)
     record = run_record(trainer, metrics, watch, role=work.role, seed=work.seed)
     optimizer = trainer.own_optimizer
     with quiet_transformers(), clock.spending("evaluating in fp32"):
@@ -123,6 +126,19 @@ def _trainer(
     )
     trainer.remove_callback(PrinterCallback)
     return trainer
+
+
+@contextmanager
+def _compiler_errors() -> Iterator[None]:
+    """Turn what torch.compile raises inside, at the first step, into UnsupportedError."""
+    from torch._dynamo.exc import TorchDynamoException  # takes seconds to import
+
+    try:
+        yield
+    except TorchDynamoException as e:
+        raise UnsupportedError(
+            f"torch.compile does not compile the model: {first_line(e)}", hint="leave --compile out"
+        ) from e
 
 
 def _train(trainer: LowPrecisionTrainer, work: Work, checkpoint: Path | None, needed: dict[str, int]) -> None:

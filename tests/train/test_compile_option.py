@@ -59,3 +59,16 @@ def test_what_cannot_be_compiled_is_refused(recipe: str, why: str, model: str, t
         pytest.skip("a GPU compiles fp16")
     with pytest.raises(UnsupportedError, match=why):
         run(model, tmp_path / "run", recipe, compile=True)
+
+
+def test_what_the_compiler_fails_on_is_no_bug_of_ours(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> None:
+        raise RuntimeError("C++ compile error")
+
+    compile_module = functools.partialmethod(torch.nn.Module.compile, backend=broken)
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_module)
+    with pytest.raises(UnsupportedError, match="C\\+\\+ compile error") as caught:
+        run(model, tmp_path / "run", "bf16", compile=True)
+    assert caught.value.hint == "leave --compile out"
