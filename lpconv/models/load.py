@@ -46,7 +46,8 @@ def load(
     codes is opened as ever: vectors, plain checkpoints, Collage's pairs.
     """
     opened = load_with_missing if not resident else _load_resident
-    return opened(directory_of(path), dtype=dtype, model_class=model_class, **kwargs)[0]
+    with torch.inference_mode(False):  # threads of transformers are never in that mode, and both kinds do not mix
+        return opened(directory_of(path), dtype=dtype, model_class=model_class, **kwargs)[0]
 
 
 def load_with_missing(

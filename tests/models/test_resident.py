@@ -197,6 +197,29 @@ def test_text_is_generated_and_the_tie_is_kept(directory: Path) -> None:
     assert type(model.model.layers[0].mlp.up_proj) is nn.Linear
 
 
+@pytest.mark.parametrize("layout", [*OURS, *THEIRS])
+def test_a_model_that_is_opened_in_inference_mode_generates_there_and_is_the_same(tmp_path: Path, layout: str) -> None:
+    path = ours(tmp_path, OURS[layout]) if layout in OURS else make_foreign(layout, plain(tmp_path), tmp_path / "out")
+    options = {"max_new_tokens": 6, "do_sample": False}
+    outside = lpconv.load(path, resident=True)
+    with torch.inference_mode():
+        model = lpconv.load(path, resident=True)
+        tokens = model.generate(IDS[:1], **options)
+    assert torch.equal(tokens, outside.generate(IDS[:1], **options))
+    assert len(coded(model)) == len(coded(outside)) > 0
+    assert same_bytes(model.state_dict(), outside.state_dict())
+    assert torch.equal(logits(model.bfloat16()), logits(outside.bfloat16()))
+
+
+@pytest.mark.parametrize("layout", ["fp16", "compressed-tensors", "awq"])
+def test_a_decoded_model_that_is_opened_in_inference_mode_trains_elsewhere(tmp_path: Path, layout: str) -> None:
+    path = ours(tmp_path, OURS[layout]) if layout in OURS else make_foreign(layout, plain(tmp_path), tmp_path / "out")
+    with torch.inference_mode():
+        model = lpconv.load(path, dtype=torch.float32)
+    model(IDS, labels=IDS).loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
 def test_another_dtype_and_a_copy_keep_the_codes(directory: Path) -> None:
     model = lpconv.load(directory, resident=True)
     wanted = logits(lpconv.load(directory).bfloat16())  # which also rounds what no checkpoint has
