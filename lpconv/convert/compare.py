@@ -17,8 +17,10 @@ from lpconv.checkpoint.header import DTYPE_BITS
 from lpconv.checkpoint.source import Source, read_range
 from lpconv.checkpoint.ties import tie_candidates
 from lpconv.convert.tensor_records import sqnr_db
-from lpconv.forms import Stored
+from lpconv.forms import Kept, Stored
 from lpconv.forms.decoded import DecodedSource
+from lpconv.forms.foreign.gguf import Blocks
+from lpconv.forms.pair import Pair
 from lpconv.forms.ranges import block_ranges
 from lpconv.forms.reader import StoredTensors
 from lpconv.gates import CONVERT_GATES
@@ -163,7 +165,7 @@ def _record(ours: Stored, theirs: Stored, found: _Sums) -> ComparedTensor:
         max_rel_error=found.relative,
         num_groups=found.groups,
         num_off=found.off,
-        problem=_problem(found, noise, bits),
+        problem=_problem(found, noise, bits, has_codes=_has_codes(ours) or _has_codes(theirs)),
     )
 
 
@@ -171,14 +173,22 @@ def _bits(form: Stored) -> int:
     return form.format.storage_bits if form.format else DTYPE_BITS[form.data[0].dtype]
 
 
-def _problem(found: _Sums, noise: float, bits: int) -> str | None:
+def _has_codes(form: Stored) -> bool:
+    """Whether numbers are stored that mean nothing without their packing and scales."""
+    if isinstance(form, Blocks):
+        return form.kind not in DTYPE_BITS  # GGUF's F32, F16 and BF16 are those of safetensors
+    return not isinstance(form, (Kept, Pair))
+
+
+def _problem(found: _Sums, noise: float, bits: int, *, has_codes: bool) -> str | None:
     least = _LEAST_DB[max((b for b in _LEAST_DB if b <= bits), default=2)]
     told = []
     if found.lost:
         return f"{found.lost} numbers are NaN or Inf, and the reference's are not"
     if noise < least:
-        told.append(f"{noise:.1f} dB, where {bits} bits leave {least:g} at least: wrong packing, zero points or scales")
-    if found.one_sided > _ONE_SIDED and bits <= _WIDEST and found.num >= _FEW:
+        why = "wrong packing, zero points or scales" if has_codes else "neither has codes; these are other numbers"
+        told.append(f"{noise:.1f} dB, where {bits} bits leave {least:g} at least: {why}")
+    if has_codes and found.one_sided > _ONE_SIDED and bits <= _WIDEST and found.num >= _FEW:
         told.append(f"{found.one_sided:.0%} of the noise is one shift of all: zero points are off")
     if found.off and bits >= _NARROWEST:
         told.append(f"{found.off} of {found.groups} groups of {_GROUP} are off by a factor that no rounding makes")

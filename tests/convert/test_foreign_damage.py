@@ -14,8 +14,11 @@ from foreign_files import AWQ_ORDER, MAKERS, Tensors, make_foreign, pack_words
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from lpconv.checkpoint.resolve import directory_of
 from lpconv.convert.compare import compare
 from lpconv.convert.inspect import inspect
+from lpconv.convert.options import ConvertOptions
+from lpconv.convert.run import convert
 from lpconv.convert.scales import judged
 from lpconv.convert.statistics import inspect_with_statistics
 from lpconv.data import demo_checkpoint
@@ -345,6 +348,45 @@ def test_a_planted_defect_is_named(folder: Path, tmp_path: Path, planted: Plante
     (tmp_path / "config.json").write_text(json.dumps(found))
     said = said_of(tmp_path, folder / "plain")
     assert planted.word in said
+
+
+def test_plain_tensors_that_differ_are_not_said_to_have_codes(folder: Path, tmp_path: Path) -> None:
+    """A norm that has taken factors of columns, as AWQ's do, beside a matrix whose codes are damaged."""
+    norm = "model.layers.0.input_layernorm.weight"
+    tensors = load_file(made(folder, "ct W4A16") / "model.safetensors")
+    tensors[norm] = tensors[norm] * (torch.arange(len(tensors[norm])) % 3 + 1)
+    tensors[Q + "weight_packed"] = reverse_words(tensors[Q + "weight_packed"])
+    save_file({n: x.contiguous() for n, x in tensors.items()}, tmp_path / "model.safetensors")
+    shutil.copyfile(folder / "ct W4A16" / "config.json", tmp_path / "config.json")
+    found = compare(tmp_path, folder / "plain", gates=(), progress=Silent())
+    said = {t.name: t.problem for t in found.tensors if t.problem}
+    assert said.keys() == {norm, Q + "weight"}
+    assert "neither has codes" in said[norm]
+    assert "wrong packing" not in said[norm]
+    assert "wrong packing" in said[Q + "weight"]
+
+
+@pytest.mark.parametrize("kind", ["collage", "gguf"])
+def test_two_parts_and_ggufs_floats_are_no_codes(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    norm, changed = "model.layers.0.input_layernorm.weight", tmp_path / "changed"
+    shutil.copytree(folder / "plain", changed)
+    tensors = load_file(changed / "model.safetensors")
+    save_file(tensors | {norm: tensors[norm] * 1.5}, changed / "model.safetensors", metadata={"format": "pt"})
+    if kind == "collage":
+        convert(str(changed), tmp_path / "out", ConvertOptions(method="collage", format="bf16", verify="none"))
+    else:
+        pytest.importorskip("gguf", reason="needs the package gguf (`lpconv[gguf]`)")
+        from gguf_files import rewrite_as_gguf
+
+        rewrite_as_gguf(changed, tmp_path / "out")
+    directory = directory_of(tmp_path / "out" if kind == "collage" else tmp_path / "out" / "model.gguf")
+    (said,) = compare(directory, folder / "plain", gates=(), progress=Silent()).failures
+    assert norm in said
+    assert "neither has codes" in said
+    assert "wrong packing" not in said
 
 
 @pytest.mark.parametrize("layout", ["ct FP8_DYNAMIC", "ct W4A16"])
