@@ -78,8 +78,17 @@ def _from_scales(contents: Contents) -> Findings:
         grids = grids_of(contents, source)
         found = scales_in(grids, source)
         problems = [*unsound(found, grids, source, contents), *_inverted(found, grids)]
-        told = Findings(problems=tuple(problems), warnings=(*_unequal(found), *lost(found)))
+        warnings = (*_unequal(found), *_of_products(grids, source), *lost(found))
+        told = Findings(problems=tuple(problems), warnings=warnings)
         return told + (_of_inputs(source) if grids else Findings())
+
+
+def _of_products(grids: Mapping[str, Grid], source: Source) -> Iterator[str]:
+    """Scales of no weight, by which readers divide those of several and multiply their sums."""
+    found = {n: read_tensor(source, grid.beside.name).float() for n, grid in grids.items() if grid.beside is not None}
+    sound = {n: x for n, x in found.items() if is_positive(x)}
+    why = "TensorRT-LLM takes one for them, and refuses others"
+    yield from _unequal_of_fused("scales of their products, `weight_scale_2`,", sound, why)
 
 
 def _of_inputs(source: Source) -> Findings:
@@ -89,13 +98,17 @@ def _of_inputs(source: Source) -> Findings:
     wrong = [n for n, x in zip(names, found.values(), strict=True) if not is_positive(x)]
     if wrong:
         return Findings(problems=(f"{shown(wrong)}: scales of inputs that are zero, negative or no number",))
+    return Findings(warnings=tuple(_unequal_of_fused("scales of inputs,", found, "they meet the same inputs")))
+
+
+def _unequal_of_fused(what: str, found: Mapping[str, Tensor], why: str) -> Iterator[str]:
+    """Positive scales by weight, where those of weights that readers fuse are not alike."""
     ends = {stem: [float(found[n].max()) for n in fused] for stem, fused in fused_groups(found)}
     ratios = {stem: max(x) / min(x) for stem, x in ends.items()}
     unequal = sorted((s for s in ratios if ratios[s] > _UNEQUAL), key=lambda s: -ratios[s])
-    if not unequal:
-        return Findings()
-    words = f"by a factor of up to {ratios[unequal[0]]:.3g} in {shown(unequal)}: they meet the same inputs"
-    return Findings(warnings=(f"weights that readers fuse have unequal scales of inputs, {words}",))
+    if unequal:
+        words = f"by a factor of up to {ratios[unequal[0]]:.3g} in {shown(unequal)}: {why}"
+        yield f"weights that readers fuse have unequal {what} {words}"
 
 
 def grids_of(contents: Contents, source: Source) -> dict[str, Grid]:

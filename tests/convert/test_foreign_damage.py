@@ -268,6 +268,11 @@ _PLANTED = {
         ("a second scale that was dropped", "no whole weight", drop(Q + "weight_scale_2")),
         ("a second scale of zero", "is zero, negative or no number", put(Q + "weight_scale_2", 0.0)),
         ("unequal scales of inputs", "unequal scales of inputs", times(K + "input_scale", 3.0)),
+        (
+            "unequal second scales",
+            "`weight_scale_2`, by a factor of up to 2 in `model.layers.0.self_attn`: TensorRT-LLM",
+            times(K + "weight_scale_2", 2.0),
+        ),
     ],
     "modelopt NVFP4_AWQ": [
         ("factors of columns that were dropped", "off by a factor", drop(Q + "pre_quant_scale")),
