@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lpconv.formats.grains import Grain
-from lpconv.formats.scale import pow2_floor
+from lpconv.formats.scale import normal_pow2_ceil, normal_pow2_floor, pow2_floor
 from lpconv.formats.spec import FORMATS, Format
 
 __all__ = ["Parts", "TileScales", "dividing_factor"]
@@ -172,11 +172,11 @@ class TileScales:
         else:
             floor = found["absmax"] / top
         floor = np.maximum(floor, 2.0**-126)
-        scales = _pow2_ceil(floor) if is_pow2 else floor
+        scales = normal_pow2_ceil(floor) if is_pow2 else floor
         if not self.grain.is_fitted:
             counts = _counts(self.matrix, self.grain.sizes(*self.matrix)) - parts["missing"].numpy()
             rms = parts["norm"].numpy() / np.sqrt(np.maximum(counts, np.float32(1)))
-            scales = np.maximum(_pow2_floor(rms) if is_pow2 else rms, scales)
+            scales = np.maximum(normal_pow2_floor(rms) if is_pow2 else rms, scales)
         scales = np.where(found["absmax"] == 0, 1.0, np.minimum(scales, 2.0**127)).astype(np.float32)
         if self._keeps_all:
             scales = np.where(parts["last_bit"].numpy() / scales > 0, scales, np.float32(1))
@@ -196,16 +196,6 @@ def _counts(matrix: tuple[int, int], tile: tuple[int, int]) -> Array:
     sizes = zip(matrix, tile, strict=True)
     rows, cols = (np.minimum(whole - np.arange(0, whole, n), n).astype(np.float32) for whole, n in sizes)
     return np.multiply.outer(rows, cols)
-
-
-def _pow2_ceil(x: Array) -> Array:
-    """The least power of two that is no less than each positive normal fp32 number, by their bits."""
-    return ((x.view(np.int32) + 0x7FFFFF) & 0x7F800000).view(np.float32)
-
-
-def _pow2_floor(x: Array) -> Array:
-    """The largest power of two that is no more than each positive fp64 number, by their bits; 0 for subnormal ones."""
-    return (x.view(np.int64) & 0x7FF << 52).view(np.float64)
 
 
 def dividing_factor(format: Format, largest: float, *, pow2: bool) -> Tensor:
