@@ -1,7 +1,7 @@
 """The model in a checkpoint directory, an output of any method included."""
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -63,12 +63,9 @@ def load_with_missing(
     if not (has_residual or is_elsewhere or quantized_by(contents.config) in READ):
         model, info = cls.from_pretrained(contents.directory, dtype=dtype or "auto", **kwargs)
         return model.eval(), tuple(sorted(info["missing_keys"]))
-    config, kwargs = _config(contents.directory, kwargs)
+    dtype = dtype or (torch.float32 if has_residual else None)
     with StoredTensors.open(contents.directory) as stored:
-        state = {name: stored.tensor(name) for name in stored.forms}
-    default = torch.float32 if has_residual else config.dtype
-    model, missing = from_state(concrete(cls, config), config, state, dtype=dtype or default, **kwargs)
-    return _with_generation(model, contents.directory), missing
+        return _assembled(contents, stored, StoredTensors.tensor, model_class=cls, dtype=dtype, **kwargs)
 
 
 def _load_resident(
@@ -78,19 +75,15 @@ def _load_resident(
     contents = read_contents(Path(path))
     if quantized_by(contents.config) is None:
         return load_with_missing(path, dtype=dtype, model_class=model_class, **kwargs)
-    trusted = _trusted(contents, kwargs)
-    config, kwargs = _config(contents.directory, kwargs)
-    cls = concrete(model_class or architecture(contents.config, trusted=trusted), config)
-    settings = config.quantization_config
-    with StoredTensors.open(contents.directory) as stored:
-        state, others = {name: _resident(stored, name) for name in stored.forms}, stored.others()
+    cls = model_class or architecture(contents.config, trusted=_trusted(contents, kwargs))
     kwargs.setdefault("experts_implementation", "eager")  # which takes one at a time
-    model, missing = from_state(cls, config, state, dtype=dtype or config.dtype, **kwargs)
-    model.config.quantization_config = settings
+    with StoredTensors.open(contents.directory) as stored:
+        model, missing = _assembled(contents, stored, _resident, model_class=cls, dtype=dtype, **kwargs)
+        save_as_codes(model, stored.others())
+    model.config.quantization_config = contents.config["quantization_config"]
     if LOADER in str(getattr(model.config, "auto_map", "")):  # which `save_pretrained` does not copy
         del model.config.auto_map
-    save_as_codes(model, others)
-    return _with_generation(model, contents.directory), missing
+    return model, missing
 
 
 @contextmanager
@@ -112,10 +105,30 @@ def from_files(
     contents: Contents, stored: StoredTensors, *, model_class: Any, **kwargs: Any
 ) -> tuple[Any, tuple[str, ...]]:
     """The model in fp32 of open tensors, whose matrices stay in their files until somebody reads them."""
-    config, kwargs = _config(contents.directory, kwargs)
-    state = {name: _in_files(stored, name) for name in stored.forms}
-    model, missing = from_state(concrete(model_class, config), config, state, dtype=torch.float32, **kwargs)
-    return _with_generation(model, contents.directory), missing
+    return _assembled(contents, stored, _in_files, model_class=model_class, dtype=torch.float32, **kwargs)
+
+
+def _assembled(
+    contents: Contents,
+    stored: StoredTensors,
+    tensor: Callable[[StoredTensors, str], Tensor],
+    *,
+    model_class: Any,
+    dtype: torch.dtype | None,
+    **kwargs: Any,
+) -> tuple[Any, tuple[str, ...]]:
+    """The model of open tensors, each as `tensor` gives it, in a dtype or the config's; and what is missing."""
+    config = copy.deepcopy(kwargs.pop("config", None))
+    if config is None:
+        config, kwargs = transformers.AutoConfig.from_pretrained(
+            contents.directory, return_unused_kwargs=True, **kwargs
+        )
+    state = {name: tensor(stored, name) for name in stored.forms}
+    cls = concrete(model_class, config)
+    model, missing = from_state(cls, config, state, dtype=dtype or config.dtype, **kwargs)
+    if model.can_generate() and (contents.directory / "generation_config.json").exists():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(contents.directory)
+    return model, missing
 
 
 def _in_files(stored: StoredTensors, name: str) -> Tensor:
@@ -137,22 +150,6 @@ def _resident(stored: StoredTensors, name: str) -> Tensor:
 def _trusted(contents: Contents, kwargs: Mapping[str, Any]) -> Path | None:
     """Where the checkpoint's own Python code lies, where it may run."""
     return contents.directory if kwargs.get("trust_remote_code") else None
-
-
-def _config(directory: Path, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The config that was passed, or that of a checkpoint; and the arguments that are not for it."""
-    config = copy.deepcopy(kwargs.pop("config", None))
-    if config is not None:
-        return config, kwargs
-    found, rest = transformers.AutoConfig.from_pretrained(directory, return_unused_kwargs=True, **kwargs)
-    return found, rest
-
-
-def _with_generation(model: Any, directory: Path) -> Any:
-    """The model with the settings of generation that lie beside its weights."""
-    if model.can_generate() and (directory / "generation_config.json").exists():
-        model.generation_config = transformers.GenerationConfig.from_pretrained(directory)
-    return model
 
 
 def from_state(

@@ -123,6 +123,16 @@ def test_the_layouts_of_others(tmp_path: Path, layout: str) -> None:
     check(directory, tmp_path)
 
 
+def test_settings_in_a_file_of_their_own_are_saved_in_the_config(tmp_path: Path) -> None:
+    directory = make_foreign("modelopt NVFP4", plain(tmp_path), tmp_path / "out")
+    config = json.loads((directory / "config.json").read_text())
+    settings = config.pop("quantization_config")
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "hf_quant_config.json").write_text(json.dumps({"quantization": settings}))
+    resident = check(directory, tmp_path)
+    assert resident.config.quantization_config == settings
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("layout", [*OURS, *THEIRS])
 def test_a_decoded_weight_is_rounded_once_from_fp32(tmp_path: Path, layout: str, dtype: torch.dtype) -> None:
