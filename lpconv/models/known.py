@@ -51,16 +51,22 @@ FAMILIES: Mapping[tuple[str, str], tuple[str, ...]] = {
 def known_linears(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> LinearModules | None:
     """What `empty.linear_modules` says of the model of a config and of stored tensors by name, None where names do not.
 
-    They do where the files hold just the matrices of the family. The head may be missing, as where it is tied.
+    They do where the files hold just the matrices of the family. The head may be missing, as where it is tied. Nor is
+    anything known of heads that do not share out a model's width: transformers may refuse to build that.
     """
     if {"auto_map", "quantization_config"} & config.keys():
         return None
     named = config.get("architectures") or [""]
     layer = FAMILIES.get((named[0], config.get("model_type", ""))) if len(named) == 1 else None
     count = config.get("num_hidden_layers")
-    if layer is None or not isinstance(count, int):
+    if layer is None or not isinstance(count, int) or not _has_whole_heads(config):
         return None
     names = (*(f"model.layers.{i}.{module}" for i in range(count) for module in layer), _HEAD)
     expected = {f"{name}.weight" for name in (*names, _EMBEDDING)}
     missing = expected ^ {name for name, shape in shapes.items() if len(shape) > 1}
     return LinearModules(plain=names, others=()) if missing <= {f"{_HEAD}.weight"} else None
+
+
+def _has_whole_heads(config: Mapping[str, Any]) -> bool:
+    width, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    return isinstance(width, int) and isinstance(heads, int) and heads > 0 and width % heads == 0

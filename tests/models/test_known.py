@@ -1,6 +1,7 @@
 """Models whose modules are known by name: they are what transformers builds."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,10 @@ import transformers
 from safetensors.torch import save_file
 
 from lpconv.checkpoint.contents import read_contents
+from lpconv.convert.options import ConvertOptions
+from lpconv.convert.run import convert
+from lpconv.data import demo_checkpoint
+from lpconv.errors import UnsupportedError
 from lpconv.models.empty import empty_model, linear_modules
 from lpconv.models.known import FAMILIES, known_linears
 
@@ -44,6 +49,11 @@ def test_what_is_known_of_a_family_is_what_transformers_builds(tmp_path: Path, f
         {"num_hidden_layers": None},
         {"num_hidden_layers": 2},
         {"num_hidden_layers": 4},
+        {"num_attention_heads": None},
+        {"num_attention_heads": 0},
+        {"num_attention_heads": "4"},
+        {"num_attention_heads": 5},
+        {"hidden_size": None},
         {"auto_map": {"AutoConfig": "own.Config"}},
         {"quantization_config": {"quant_method": "fp8"}},
     ],
@@ -53,6 +63,20 @@ def test_nothing_is_known_of_an_unusual_config(change: dict[str, Any]) -> None:
     stored = shapes(config)
     assert known_linears(config, stored) is not None
     assert known_linears(config | change, stored) is None
+
+
+@pytest.mark.parametrize("heads", [5, 0, "four"])
+def test_a_model_that_transformers_does_not_build_is_refused_before_it_is_converted(
+    tmp_path: Path, heads: object
+) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(demo_checkpoint(), source)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"num_attention_heads": heads}))
+    options = ConvertOptions(method="unit", format="e4m3fn", layout="compressed-tensors")
+    with pytest.raises(UnsupportedError, match=r"transformers does not open this model|builds no model"):
+        convert(str(source), tmp_path / "out", options)
+    assert not (tmp_path / "out").exists()
 
 
 def test_nothing_is_known_of_other_matrices() -> None:
