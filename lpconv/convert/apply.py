@@ -59,7 +59,7 @@ class Engine:
     With `guesses` scales are guessed by samples, many small pieces of a tensor.
     """
 
-    def __init__(self, source: Source, *, workers: int, progress: Progress, guesses: bool = True) -> None:
+    def __init__(self, source: Source, *, workers: int, progress: Progress, guesses: bool) -> None:
         self._workers, self._progress, self._guesses = Workers(source, workers), progress, guesses
         self._flusher = ThreadPoolExecutor(1, thread_name_prefix="lpconv-flush")
         self._magnitudes: dict[str, float] = {}
