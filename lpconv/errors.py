@@ -43,6 +43,7 @@ __all__ = [
 _NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 # What torch says of ranks that it cannot talk to: by the type of the error, or, of gloo, by the file that raised it.
 _PEER_LOST = ("DistBackendError", "DistNetworkError", "DistStoreError")
+_NO_TEMPORARY = "No usable temporary directory"  # Python's own, which names no file
 _NOT_WRITTEN_BY_TORCH = ("PytorchStreamWriter failed", "unexpected pos", "iostream error")  # torch.save names no reason
 
 
@@ -178,6 +179,10 @@ def from_system(error: BaseException) -> LpconvError | None:
     where = f"`{error.filename}`" if error.filename else "a file"
     if error.errno in _NOT_WRITTEN:
         return ResourceError(f"cannot write {where}: {error.strerror}", hint="free some space, or write elsewhere")
+    if _NO_TEMPORARY in str(error):
+        return ResourceError(
+            "no folder for temporary files can be written", hint="free some space, or name another one in TMPDIR"
+        )
     if error.errno == errno.EIO:
         return InputError(f"cannot read or write {where}: {error.strerror}", hint="check the disk")
     if error.errno is None or not error.filename:

@@ -96,14 +96,17 @@ class Child:
                 hint="take a smaller --batch or --seq, or fewer --layers",
             )
         self._stderr.seek(0)
-        last = self._stderr.read().strip().splitlines()[-1:] or ["it said nothing"]
-        return LpconvError(f"the measuring process ended with code {code}: {last[0]}")
+        said = self._stderr.read().strip().splitlines()
+        if not said and code > 0:
+            return ResourceError(
+                f"the measuring process ended with code {code}, and what it said could not be written",
+                hint="free some space for temporary files, or name another folder for them in TMPDIR",
+            )
+        return LpconvError(f"the measuring process ended with code {code}: {said[-1] if said else 'it said nothing'}")
 
     def close(self) -> None:
         """End the process."""
-        if self._process.returncode is not None:
-            return
-        self._process.kill()
+        self._process.kill()  # does nothing to one that has ended
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout, self._stderr):
             if stream is not None:

@@ -1,6 +1,9 @@
 """Processes that hold one case together, and who starts them."""
 
 import os
+import subprocess
+import sys
+import tempfile
 from typing import Any
 
 import pytest
@@ -39,6 +42,18 @@ class Scripted(Child):
 
     def close(self) -> None:
         self.closed = True
+
+
+class Ended(Child):
+    """A process that ran a line of Python, where no file may grow beyond some bytes."""
+
+    def __init__(self, line: str, most_bytes: int) -> None:
+        self._stderr = tempfile.TemporaryFile(mode="w+", encoding="utf-8")  # noqa: SIM115  # as its own
+        code = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({most_bytes}, {most_bytes})); {line}"
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr, text=True,
+        )  # fmt: skip
 
 
 def measured(*seconds: float, wall: float = 0.1, recompiles: int = 0) -> dict[str, Any]:
@@ -138,3 +153,13 @@ def test_what_processes_cannot_do_is_refused(processes: int, name: str | None, m
     with pytest.raises(UsageError) as refused:
         parallel_of(processes, name, modes=(mode,), compiled=compiled)
     assert refused.value.hint
+
+
+@pytest.mark.parametrize(("most_bytes", "kind", "said"), [(0, ResourceError, "temporary"), (999, LpconvError, "odd")])
+def test_what_became_of_a_process_is_said_where_it_could_not_say_it(
+    most_bytes: int, kind: type[LpconvError], said: str
+) -> None:
+    with Ended("raise ValueError('odd')", most_bytes) as child, pytest.raises(LpconvError) as caught:
+        child.receive()
+    assert type(caught.value) is kind
+    assert said in f"{caught.value} {caught.value.hint}"

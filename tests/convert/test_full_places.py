@@ -3,6 +3,7 @@
 import errno
 import os
 import resource
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,17 @@ def test_what_the_system_refuses_has_its_code(number: int, code: int) -> None:
     assert found is not None
     assert found.exit_code == code
     assert found.hint
+
+
+def test_without_a_folder_for_temporary_files_it_is_no_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/nowhere"])
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    with pytest.raises(FileNotFoundError) as caught:
+        tempfile.gettempdir()
+    found = from_system(caught.value)
+    assert found is not None
+    assert found.exit_code == 7
+    assert "TMPDIR" in str(found.hint)
 
 
 def test_an_error_without_reason_stays_a_bug() -> None:
