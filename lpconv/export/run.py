@@ -17,7 +17,7 @@ from lpconv.checkpoint.staging import MARKER, Staging, check_apart, read_marker
 from lpconv.checkpoint.unchanged import watch, watched_files
 from lpconv.convert.files import copy_side_files, model_side_files, plain_config
 from lpconv.convert.provenance import public_source, versions
-from lpconv.errors import VerificationError
+from lpconv.errors import ResourceError, VerificationError
 from lpconv.export.options import MAX_INLINE_BYTES, ExportOptions, choose_opset
 from lpconv.export.rewrite import Rewritten, rewrite
 from lpconv.export.stored import check_exportable, has_fp8, num_elements, stored_weights
@@ -43,6 +43,7 @@ def export_onnx(model: str, output: Path, options: ExportOptions, *, progress: P
     model's by more than the tolerance.
     """
     started = time.perf_counter()
+    _check_name(output)
     resolved = resolve(model, revision=options.revision)
     contents = read_contents(resolved.directory)
     watched = watch(contents.directory, watched_files(contents))
@@ -58,6 +59,16 @@ def export_onnx(model: str, output: Path, options: ExportOptions, *, progress: P
         watched.check()
         staging.publish()
     return result
+
+
+def _check_name(output: Path) -> None:
+    """Raise ResourceError for a place that the libraries of ONNX cannot name, where a conversion could be written."""
+    try:
+        str(output.absolute()).encode()
+    except UnicodeEncodeError as e:
+        raise ResourceError(
+            "no ONNX file can be written below a folder whose name is not UTF-8", hint="choose another --output"
+        ) from e
 
 
 def _write_model(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lpconv.errors import InputError, UsageError
-from lpconv.models.tokenizer import check_largest_id, special_tokens, token_ids
+from lpconv.models.tokenizer import check_largest_id, special_id, special_tokens, token_ids
 
 __all__ = ["Tokens", "tokenize"]
 
@@ -59,8 +59,7 @@ def tokenize(path: Path, tokenizer: Any, *, seq_len: int, vocab_size: int) -> To
     check_largest_id(max(*ids, *prefix, *suffix, 0), vocab_size)
     starts = range(0, len(ids) - room + 1, room)
     windows = torch.tensor([[*prefix, *ids[i : i + room], *suffix] for i in starts])
-    mask_id = getattr(tokenizer, "mask_token_id", None)
-    unknown_id = getattr(tokenizer, "unk_token_id", None)
+    mask_id, unknown_id = special_id(tokenizer, "mask"), special_id(tokenizer, "unk")
     return Tokens(
         windows=windows,
         num_prefix=len(prefix),

@@ -8,7 +8,7 @@ import transformers
 from lpconv.errors import InputError
 from lpconv.models.quiet import quiet_transformers
 
-__all__ = ["check_largest_id", "read_tokenizer", "special_tokens", "token_ids"]
+__all__ = ["check_largest_id", "read_tokenizer", "special_id", "special_tokens", "token_ids"]
 
 _FILES = (
     "tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
@@ -55,6 +55,21 @@ def check_largest_id(largest: int, vocab_size: int) -> None:
             f"the tokenizer makes ids up to {largest}, the model embeds {vocab_size}",
             hint="this is the tokenizer of another model",
         )
+
+
+def special_id(tokenizer: Any, name: str) -> int | None:
+    """The id of the token that a tokenizer has for ``mask``, ``unk``, ``pad`` or ``eos``; None where it has none.
+
+    Raises InputError where its settings name a token that it cannot look up.
+    """
+    try:
+        found: int | None = getattr(tokenizer, f"{name}_token_id", None)
+    except Exception as e:  # a token that is unknown is looked for as the unknown one, and so on
+        raise InputError(
+            f"the tokenizer's {name} token has no id: {type(e).__name__}",
+            hint="compare the files of the tokenizer with those of the original model",
+        ) from e
+    return found
 
 
 def special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:

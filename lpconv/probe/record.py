@@ -64,4 +64,8 @@ def read_probe(path: Path) -> ProbeResult:
     document = read_json(path)
     if document.get("kind") != "probe":
         raise InputError(f"`{path}` is no record of a probe", hint="pass an output of `lpconv probe`")
-    return from_json(ProbeResult, document)
+    result = from_json(ProbeResult, document)
+    odd = next((t.role for t in result.tensors if t.role not in ROLES), None)
+    if odd is not None:
+        raise InputError(f"`{path}`: nothing that a probe watches is called {odd!r}", hint="update lpconv")
+    return result

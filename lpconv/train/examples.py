@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lpconv.errors import InputError, UsageError
-from lpconv.models.tokenizer import check_largest_id, token_ids
+from lpconv.models.tokenizer import check_largest_id, special_id, token_ids
 from lpconv.probe.batches import MASK_RATE
 from lpconv.train.data import Rows
 
@@ -214,7 +214,8 @@ def _windows(
     room = seq_len - len(prefix) - len(suffix)
     if room < 2:
         raise UsageError(f"--seq-len {seq_len} leaves no room beside the special tokens", hint="pass a larger one")
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    eos = special_id(tokenizer, "eos")
+    end = [] if eos is None else [eos]
     texts, pieces = [t for t in rows.texts(part) if t], []
     for start in range(0, len(texts), _CHUNK):
         for ids in token_ids(tokenizer, text=texts[start : start + _CHUNK], add_special_tokens=False):

@@ -15,7 +15,7 @@ from lpconv.errors import InputError, UnsupportedError, UsageError
 from lpconv.models.inputs import sequence_length, vocabulary_size
 from lpconv.models.opening import Opened, open_to_train, read_config
 from lpconv.models.tasks import Task, find_task, main_input, task_of
-from lpconv.models.tokenizer import read_tokenizer, special_tokens
+from lpconv.models.tokenizer import read_tokenizer, special_id, special_tokens
 from lpconv.train.data import read_rows
 from lpconv.train.examples import Collator, Examples, Stream, classification, packed, sequence_pairs
 from lpconv.train.memory import check_room, parameter_bytes
@@ -116,7 +116,7 @@ def training_job(directory: Path, options: FinetuneOptions) -> TrainingJob:
     config = read_config(contents, hint="lpconv trains what this release of transformers opens")
     seq_len = sequence_length(config, options.seq_len)
     sizes = {"seq_len": seq_len, "vocab_size": vocabulary_size(config)}
-    mask_id = getattr(tokenizer, "mask_token_id", None)
+    mask_id = special_id(tokenizer, "mask")
     if task.name == "mlm" and mask_id is None:
         raise UsageError(f"the tokenizer of `{directory.name}` has no mask token", hint="--task clm")
     before, after = special_tokens(tokenizer) if task.name == "mlm" else ([], [])
@@ -127,7 +127,7 @@ def training_job(directory: Path, options: FinetuneOptions) -> TrainingJob:
         examples = sequence_pairs(rows, tokenizer, **sizes)
     else:
         examples = packed(rows, tokenizer, **sizes, prefix=before, suffix=after)
-    pads = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+    pads = (special_id(tokenizer, "pad"), special_id(tokenizer, "eos"), 0)
     return TrainingJob(
         directory=directory,
         task=task,

@@ -56,6 +56,13 @@ def test_a_missing_extra_names_the_line_that_installs_it(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_place_that_onnx_cannot_name_is_refused_before_the_work(llama: Path, tmp_path: Path) -> None:
+    code, text = refused(llama, "-o", tmp_path / "\udcff")
+    assert code == 7
+    assert "UTF-8" in text
+    assert list(tmp_path.iterdir()) == [llama]
+
+
 def test_a_model_without_logits_is_refused(tmp_path: Path) -> None:
     small = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
     text = {**small, "vocab_size": 96, "eos_token_id": 1, "bos_token_id": 0}

@@ -6,6 +6,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from lpconv.errors import InputError
 from lpconv.models.text import tokenize
 
 
@@ -19,3 +20,12 @@ def test_unknown_tokens_are_counted_and_doubted(tmp_path: Path, words: str, unkn
     assert found.unknown == unknown
     assert len(found.doubts) == bool(unknown)
     assert all(f"{100 * unknown:.0f} % of the text" in doubt for doubt in found.doubts)
+
+
+def test_an_unknown_token_that_is_unknown_itself_is_no_bug(tmp_path: Path) -> None:
+    inner = Tokenizer(models.WordPiece({"a": 0, "?": 1}, unk_token="?"))
+    path = tmp_path / "text.txt"
+    path.write_text("a a a")
+    odd = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="")
+    with pytest.raises(InputError, match="unk token has no id"):
+        tokenize(path, odd, seq_len=1, vocab_size=2)

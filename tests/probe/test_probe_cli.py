@@ -134,6 +134,8 @@ def test_unknown_formats_and_mixed_runs_are_refused(probed: tuple[Path, Result],
     broken = tmp_path / "probe.json"
     broken.write_text('{"kind": "probe", "tensors": [{"layer": "a"}]}')
     refused(3, "report", tmp_path)
+    broken.write_text((out / "probe.json").read_text().replace('"role":"output"', '"role":"outcome"', 1))
+    assert "'outcome'" in refused(3, "report", tmp_path, "--what-if", "e5m2")
 
 
 def test_what_is_not_a_probe_is_never_replaced(probed: tuple[Path, Result], tmp_path: Path) -> None:
