@@ -5,6 +5,7 @@ times that, and a code holds 448. An operand therefore has a scale of its own fr
 folds out of the result; `ScaledTensor`'s scale stays as it is.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from lpconv.kernels.scaled_cast import largest_magnitude, scale_product_, scaled
 from lpconv.scaled.pair import Numerics, Role, Scaled, data_of
 from lpconv.scaled.scales import Scale, times
 
-__all__ = ["Coded", "decoded", "encoded", "product", "scale_kind"]
+__all__ = ["Coded", "decoded", "encoded", "grouped_product", "product", "scale_kind"]
 
 aten = torch.ops.aten
 
@@ -52,6 +53,21 @@ def product(numerics: Numerics, a: object, b: object, *, alpha: float = 1.0, bia
     if dtype == torch.float16 and left.device.type == "cpu":  # a CPU multiplies fp16 50 times slower than fp32
         return _gemm(left.float(), right.float(), alpha, None if bias is None else bias.float()).to(dtype)
     return _gemm(left.to(dtype), right.to(dtype), alpha, None if bias is None else bias.to(dtype))
+
+
+def grouped_product(numerics: Numerics, a: object, b: object, multiply: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """`multiply(data_a, data_b)`, a product for each group of rows, of operands cast as `product` casts them.
+
+    Codes are decoded to the dtype of the result, on a GPU too; a scale that is not a power of two rounds once more.
+    """
+    left, right = data_of(a), data_of(b)
+    dtype = torch.promote_types(left.dtype, right.dtype)
+    kind = scale_kind(numerics, a, b)
+    if kind != "carrier":
+        left = _cast(a, numerics, kind, axis=-1).decoded(dtype)
+        right = _cast(b, numerics, kind, axis=-2).decoded(dtype)
+    wide = torch.float32 if dtype == torch.float16 and left.device.type == "cpu" else dtype
+    return multiply(left.to(wide), right.to(wide)).to(dtype)
 
 
 def scale_kind(numerics: Numerics, a: object, b: object) -> str:

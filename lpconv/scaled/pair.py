@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from lpconv.scaled.choices import OperandScales
-from lpconv.scaled.scales import Scale, split_number, times
+from lpconv.scaled.scales import Scale, split_number, times, uninitialised_like
 
 __all__ = ["Call", "Numerics", "Role", "Rule", "Scaled", "data_of", "pair", "static", "value", "widened"]
 
@@ -41,7 +41,8 @@ class Numerics:
     after an overflow. `softmax_grad` rescales what softmax hands down. With `native` factors are square roots
     themselves, as unit scaling has them, and rules that predict sizes at initialisation stand in for some
     (`rules.native`); `causal` tells them how far attention averages where a mask hides it. `counts` collects fall-backs
-    and saturations; it is shared by all tensors of a model and takes no part in equality.
+    and saturations, `places` the module where each op first fell back; all tensors of a model share them, and they take
+    no part in equality.
     """
 
     operand: str | None = None
@@ -56,6 +57,7 @@ class Numerics:
     causal: bool = False
     strict: bool = False
     counts: "Counter[str]" = field(default_factory=Counter, compare=False)
+    places: dict[str, str] = field(default_factory=dict, compare=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Numerics":
         """Itself: a deep copy of a model counts with the original, as its tensors do."""
@@ -114,8 +116,12 @@ def widened(x: Any) -> Any:
 def value(x: Any) -> Any:
     """data · scale, computed in at least fp32 (data of 16 bits with a scale of 2^-20 would vanish in 16 bits).
 
-    fp32 and fp64 data keep their dtype; everything that is not a pair passes unchanged.
+    fp32 and fp64 data keep their dtype; everything that is not a pair passes unchanged. The strides are those of the
+    data, slices too: torch's functions of contiguous and of strided memory differ in the last bit.
     """
     if not isinstance(x, Scaled):
         return x
-    return times(widened(x.data), x.scale)
+    out = times(widened(x.data), x.scale)
+    if out.stride() == x.data.stride() or 0 in x.data.stride() or torch.compiler.is_compiling():
+        return out
+    return uninitialised_like(x.data, out.dtype).copy_(out)

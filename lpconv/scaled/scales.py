@@ -13,22 +13,35 @@ from torch import Tensor
 
 from lpconv.formats.scale import pow2_floor
 
-__all__ = ["MAX_SCALE", "MIN_SCALE", "Scale", "clamped", "larger", "multiplied", "ratio", "split_number", "times"]
+__all__ = [
+    "MAX_SCALE",
+    "MIN_SCALE",
+    "Scale",
+    "clamped",
+    "larger",
+    "multiplied",
+    "ratio",
+    "split_number",
+    "times",
+    "uninitialised_like",
+]
 
 Scale = float | Tensor
 
 MIN_SCALE = 2.0**-126
 MAX_SCALE = 2.0**127
+_LARGEST_NUMBER = 2.0**64
 
 
 def split_number(x: float) -> tuple[float, float]:
     """`x` as (mantissa, scale) with 1 ≤ |mantissa| < 2 and a power-of-two scale; (0, 0) for zero.
 
-    Numbers whose exponent a scale cannot hold, infinities and NaN keep the scale 1.
+    Infinities, NaN and what stands for infinity (-1e38, a start for maxima) keep the scale 1: at theirs, what they meet
+    would vanish. So do numbers whose exponent a scale cannot hold.
     """
     if x == 0:
         return 0.0, 0.0
-    if not math.isfinite(x) or not MIN_SCALE <= abs(x) <= MAX_SCALE:
+    if not math.isfinite(x) or not MIN_SCALE <= abs(x) <= _LARGEST_NUMBER:
         return x, 1.0
     scale = pow2_floor(x)
     return x / scale, scale
@@ -81,6 +94,14 @@ def times(data: Tensor, factor: Scale) -> Tensor:
     """
     if isinstance(factor, float):
         return data if factor == 1.0 else data * factor
-    if data.dtype in (torch.float32, torch.float64):
+    if data.dtype in (torch.float32, torch.float64) or data.is_complex():
         return (data * factor).to(data.dtype)
     return (data.float() * factor).to(data.dtype)
+
+
+def uninitialised_like(data: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """New memory with the shape, strides and storage offset of `data`, which overlaps nowhere; gaps stay unused."""
+    sizes = zip(data.shape, data.stride(), strict=True)
+    span = data.storage_offset() + 1 + sum((size - 1) * stride for size, stride in sizes) if data.numel() else 0
+    memory = data.new_empty(span, dtype=dtype or data.dtype)
+    return memory.as_strided(data.shape, data.stride(), data.storage_offset())

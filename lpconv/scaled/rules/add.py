@@ -9,7 +9,7 @@ from torch import Tensor
 from lpconv.formats.scale import pow2_floor
 from lpconv.scaled.pair import Call, Rule, Scaled, data_of, pair, value
 from lpconv.scaled.rules.multiply import contraction_factor
-from lpconv.scaled.rules.units import in_units
+from lpconv.scaled.rules.units import in_units, measurable
 from lpconv.scaled.scales import Scale, larger, multiplied, ratio, split_number, times
 
 __all__ = ["RULES"]
@@ -44,11 +44,15 @@ def _add(call: Call, a: Any, b: Any, *, alpha: float = 1) -> Scaled:
 
 
 def _sum(a: Any, factor_a: Scale, b: Any, factor_b: Scale) -> Any:
-    """a·factor_a + b·factor_b; where one factor is 1, the other rides on the addition and costs no pass of its own."""
+    """a·factor_a + b·factor_b; if one factor is 1, the other rides on the addition and costs no pass of its own.
+
+    The strides of the sum are those of the first operand, so two that differ in theirs are not exchanged.
+    """
     if isinstance(a, Tensor) and isinstance(b, Tensor) and a.dim() and b.dim():
         if isinstance(factor_b, float) and isinstance(factor_a, float) and factor_a == 1.0:
             return torch.add(a, b, alpha=factor_b)
-        if isinstance(factor_b, float) and isinstance(factor_a, float) and factor_b == 1.0:
+        exchangeable = a.shape != b.shape or a.stride() == b.stride()
+        if isinstance(factor_b, float) and isinstance(factor_a, float) and factor_b == 1.0 and exchangeable:
             return torch.add(b, a, alpha=factor_a)
     return (times(a, factor_a) if isinstance(a, Tensor) else a * factor_a) + (
         times(b, factor_b) if isinstance(b, Tensor) else b * factor_b
@@ -101,9 +105,11 @@ def _where(call: Call, condition: Tensor, a: Any, b: Any) -> Scaled:
     overflow as a scale.
     """
     if isinstance(a, Scaled) and not isinstance(b, Scaled) and b.dim() == 0:
-        return a.with_data(call.op(condition, a.data, in_units(b, a)))
+        at = measurable(a)
+        return at.with_data(call.op(condition, at.data, in_units(b, at)))
     if isinstance(b, Scaled) and not isinstance(a, Scaled) and a.dim() == 0:
-        return b.with_data(call.op(condition, in_units(a, b), b.data))
+        at = measurable(b)
+        return at.with_data(call.op(condition, in_units(a, at), at.data))
     data_a, data_b, scale = _at_larger(a, b)
     return Scaled(call.op(condition, data_a, data_b), scale)
 
@@ -153,7 +159,8 @@ def _clamp(call: Call, x: Any, low: Any = None, high: Any = None) -> Any:
     """(clamp(d, low/s, high/s), s) with bounds kept finite; needs a static scale."""
     if not isinstance(x, Scaled):
         return NotImplemented
-    if isinstance(x.scale, Tensor) or x.scale == 0:
+    x = measurable(x)
+    if isinstance(x.scale, Tensor):
         return Scaled(call.op(value(x), low, high).to(x.data.dtype), 1.0, x.role)
     limit = torch.finfo(x.data.dtype).max
     bounds = [None if v is None else min(max(v / x.scale, -limit), limit) for v in (low, high)]
@@ -164,6 +171,7 @@ def _clamp_tensor(call: Call, x: Any, low: Any = None, high: Any = None) -> Any:
     """As `_clamp`, for bounds that are plain tensors."""
     if not isinstance(x, Scaled) or isinstance(low, Scaled) or isinstance(high, Scaled):
         return NotImplemented
+    x = measurable(x)
     bounds = [None if b is None else in_units(b, x) for b in (low, high)]
     return x.with_data(call.op(x.data, *bounds))
 

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from lpconv.formats.scale import pow2_floor
-from lpconv.scaled.pair import Call, Rule, Scaled, value
-from lpconv.scaled.rules.units import in_units
+from lpconv.scaled.pair import Call, Rule, Scaled, data_of, pair, value
+from lpconv.scaled.rules.units import in_units, measurable
 from lpconv.scaled.scales import multiplied, times
 
-__all__ = ["RULES", "layout", "with_indices"]
+__all__ = ["RULES", "SUMS", "layout", "with_indices"]
 
 aten = torch.ops.aten
 
@@ -20,14 +20,8 @@ def layout(call: Call, x: Any, *args: Any, **kwargs: Any) -> Any:
     """(op(d), s) [Scalify §1.4: reshape, transpose, slice, neg, abs, reduce_max]."""
     if not isinstance(x, Scaled):
         return NotImplemented
-    return x.with_data(call.op(x.data, *args, **kwargs))
-
-
-def _listed(call: Call, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """[(op(d)_i, s)]: ops that return several pieces."""
-    if not isinstance(x, Scaled):
-        return NotImplemented
-    return [x.with_data(piece) for piece in call.op(x.data, *args, **kwargs)]
+    out = call.op(x.data, *args, **kwargs)
+    return x.with_data(out) if isinstance(out, Tensor) else [x.with_data(piece) for piece in out]
 
 
 def with_indices(call: Call, x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -47,9 +41,7 @@ def _embedding(call: Call, weight: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _to_copy(call: Call, x: Scaled, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
     """(cast(d), s): a cast touches the data only [Scalify §1.1]; a cast to integers or bool leaves the scaled world."""
-    if dtype is not None and dtype.is_complex:
-        return NotImplemented  # ops on complex numbers have no rules, and their gradients come back real
-    if dtype is not None and not dtype.is_floating_point:
+    if dtype is not None and not (dtype.is_floating_point or dtype.is_complex):
         return call.op(value(x), dtype=dtype, **kwargs)
     if call.numerics.fit_joins and dtype is not None and dtype.itemsize < x.data.itemsize:
         x = _fitting(x, dtype, call.numerics.cast_underflow)
@@ -86,13 +78,14 @@ def _filled(x: Scaled, fill: float) -> float:
     """`fill` in units of the static scale; finite fills stay finite in the dtype of the data (finfo.min is a mask)."""
     assert isinstance(x.scale, float)
     limit = torch.finfo(x.data.dtype).max
-    return fill if math.isinf(fill) else min(max(fill / (x.scale or 1.0), -limit), limit)
+    return fill if math.isinf(fill) else min(max(fill / x.scale, -limit), limit)
 
 
 def _pad(call: Call, x: Scaled, padding: list[int], fill: float = 0.0) -> Scaled:
     """(pad(d, fill/s), s); under a dynamic scale a fill other than 0 gives (pad(value, fill), 1)."""
     if fill == 0:
         return x.with_data(call.op(x.data, padding, 0.0))
+    x = measurable(x)
     if isinstance(x.scale, Tensor):
         return Scaled(call.op(value(x), padding, fill).to(x.data.dtype), 1.0)
     return x.with_data(call.op(x.data, padding, _filled(x, fill)))
@@ -102,6 +95,7 @@ def _masked_fill(call: Call, x: Any, mask: Tensor, fill: Any) -> Any:
     """(masked_fill(d, fill/s), s): the tensor keeps its scale whatever the mask constant is."""
     if not isinstance(x, Scaled) or isinstance(fill, Scaled):
         return NotImplemented
+    x = measurable(x)
     if isinstance(x.scale, float) and not isinstance(fill, Tensor):
         return x.with_data(aten.masked_fill.Scalar(x.data, mask, _filled(x, float(fill))))
     constant = torch.as_tensor(fill, dtype=torch.promote_types(x.data.dtype, torch.float32), device=x.data.device)
@@ -113,7 +107,50 @@ def _unchanged(call: Call, x: Scaled) -> Scaled:
     return x
 
 
+def _scatter_number(call: Call, x: Any, dim: int, index: Tensor, fill: Any) -> Any:
+    """(scatter(d, fill/s), s), as `_masked_fill`."""
+    if not isinstance(x, Scaled):
+        return NotImplemented
+    x = measurable(x)
+    if isinstance(x.scale, Tensor):
+        return Scaled(call.op(value(x), dim, index, fill).to(x.data.dtype), 1.0)
+    return x.with_data(call.op(x.data, dim, index, _filled(x, float(fill))))
+
+
+def _conjugate(call: Call, x: Scaled) -> Scaled:
+    """(conj(d), s) in memory of its own: below autograd torch overlooks that a tensor is conjugate or negative."""
+    return x.with_data((aten.neg if call.op is aten._neg_view.default else aten.conj_physical)(x.data))
+
+
+def _copy(call: Call, target: Any, source: Any, *args: Any) -> Scaled:
+    """The source with the shape and dtype of what it is copied over."""
+    data, scale = pair(source)
+    return Scaled(data.to(data_of(target).dtype).expand_as(data_of(target)), scale)
+
+
+def _fill(call: Call, x: Any, number: Any) -> Scaled:
+    """(mantissa everywhere, its power of two)."""
+    data, scale = pair(number)
+    return Scaled(torch.ones_like(data_of(x)) * data, scale)
+
+
+# Sums whose size depends on how alike their terms are: no theory predicts it, so native unit scaling refuses them.
+SUMS = (
+    aten.avg_pool2d.default,
+    aten._adaptive_avg_pool2d.default,
+    aten.col2im.default,
+    aten._fft_c2c.default,
+    aten._fft_r2c.default,
+    aten._fft_c2r.default,
+)
+
 RULES: dict[Any, Rule] = {
+    aten.scatter.value: _scatter_number,
+    aten._conj.default: _conjugate,
+    aten._neg_view.default: _conjugate,
+    aten.copy.default: _copy,
+    aten.fill.Scalar: _fill,
+    aten.fill.Tensor: _fill,
     aten.detach.default: _unchanged,
     aten.alias.default: _unchanged,
     aten._to_copy.default: _to_copy,
@@ -121,14 +158,12 @@ RULES: dict[Any, Rule] = {
     aten.constant_pad_nd.default: _pad,
     aten.masked_fill.Scalar: _masked_fill,
     aten.masked_fill.Tensor: _masked_fill,
-    aten.split.Tensor: _listed,
-    aten.split_with_sizes.default: _listed,
-    aten.unbind.int: _listed,
     aten.max.dim: with_indices,
     aten.min.dim: with_indices,
     aten.topk.default: with_indices,
     aten.sort.default: with_indices,
     aten.native_dropout.default: with_indices,
+    aten.max_pool2d_with_indices.default: with_indices,
     **dict.fromkeys(
         (
             # other shapes and orders
@@ -137,12 +172,13 @@ RULES: dict[Any, Rule] = {
             aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.flip.default, aten.roll.default,
             # copies and parts
             aten.clone.default, aten.repeat.default, aten.unfold.default, aten.slice.Tensor, aten.select.int,
-            aten.index.Tensor, aten.index_select.default, aten.gather.default, aten.diagonal.default,
-            aten.tril.default, aten.triu.default,
+            aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int, aten.index.Tensor,
+            aten.index_select.default, aten.gather.default, aten.diagonal.default, aten.tril.default, aten.triu.default,
             # homogeneous functions, averages and extrema
             aten.neg.default, aten.abs.default, aten.relu.default, aten.leaky_relu.default, aten.cumsum.default,
             aten.mean.default, aten.mean.dim, aten.amax.default, aten.amin.default, aten.max.default, aten.min.default,
-            aten.upsample_bicubic2d.default, aten.upsample_bilinear2d.default,
+            aten.upsample_bicubic2d.default, aten.upsample_bilinear2d.default, aten.im2col.default,
+            aten.view_as_complex.default, *SUMS,
             # backward passes of some of these
             aten.slice_backward.default, aten.select_backward.default, aten.diagonal_backward.default,
             aten.unfold_backward.default, aten.native_dropout_backward.default,

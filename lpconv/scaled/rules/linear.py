@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lpconv.formats.scale import pow2_floor
-from lpconv.scaled.pair import Call, Rule, Scaled, data_of, pair, value, widened
+from lpconv.scaled.pair import Call, Role, Rule, Scaled, data_of, pair, value, widened
 from lpconv.scaled.rules.nonlinear import AttentionInputs, plain_operands
 from lpconv.scaled.rules.own import rebalanced
 from lpconv.scaled.scales import MIN_SCALE, Scale, multiplied, ratio, times
@@ -17,19 +17,19 @@ aten = torch.ops.aten
 
 
 def linear(call: Call, grad: Any, *args: Any, **kwargs: Any) -> Any:
-    """(f(d_g, values of the rest), s_g), computed in at least fp32."""
+    """(f(d_g, values of the rest), s_g), computed in at least fp32. Further results, the gradients of parameters and
+    sums over the batch, stay in fp32. Of an op that takes two gradients, or one that is not its first operand, nothing.
+    """
+    if any(isinstance(a, Scaled) and a.role is Role.GRADIENT for a in args):
+        return NotImplemented
     data, scale = pair(grad)
-    rest = [value(a) if isinstance(a, Scaled) else widened(a) for a in args]
+    rest = [widened(value(a)) for a in args]
     out = call.op(widened(data), *rest, **{k: value(v) for k, v in kwargs.items()})
-    return Scaled(out.to(data.dtype), scale)
-
-
-def _batch_norm(call: Call, grad: Any, x: Any, *args: Any) -> tuple[Scaled | None, ...]:
-    """(f(d_g, values of the rest), s_g) for the input, weight and bias; sums over the batch stay in fp32."""
-    data, scale = pair(grad)
-    grads = call.op(widened(data), *(widened(value(a)) for a in (x, *args)))
-    dtypes = (data.dtype, None, None)
-    return tuple(None if g is None else Scaled(g.to(d or g.dtype), scale) for g, d in zip(grads, dtypes, strict=True))
+    if isinstance(out, Tensor):
+        return Scaled(out.to(data.dtype), scale)
+    first, *others = out
+    grads = (first if first is None else first.to(data.dtype), *others)
+    return tuple(None if g is None else Scaled(g, scale) for g in grads)
 
 
 def threshold(call: Call, grad: Any, x: Any, threshold: float) -> Any:
@@ -133,14 +133,21 @@ def _attention_operands(
     )
 
 
+def _solve(call: Call, triangle: Any, x: Any, **kwargs: Any) -> Any:
+    """(A^-1·d, s): linear in what is solved for, in the forward pass and in the backward pass."""
+    data, scale = pair(x)
+    wide = widened(data)
+    return Scaled(call.op(value(triangle).to(wide.dtype), wide, **kwargs).to(data.dtype), scale)
+
+
 RULES: dict[Any, Rule] = {
+    aten.linalg_solve_triangular.default: _solve,
     aten.threshold_backward.default: threshold,
     aten._softmax_backward_data.default: softmax,
     aten._log_softmax_backward_data.default: _log_softmax,
     aten.nll_loss_backward.default: _nll_loss,
     aten.nll_loss2d_backward.default: _nll_loss,
     aten.mse_loss_backward.default: _mean_squared,
-    aten.native_batch_norm_backward.default: _batch_norm,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: attention_backward,
     aten._scaled_dot_product_flash_attention_backward.default: attention_backward,
     aten._scaled_dot_product_cudnn_attention_backward.default: attention_backward,

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from lpconv.formats.scale import pow2_floor
 from lpconv.kernels.half import at_half
-from lpconv.scaled.operands import product
+from lpconv.scaled.operands import grouped_product, product
 from lpconv.scaled.pair import Call, Rule, Scaled, pair, value
+from lpconv.scaled.rules.units import measurable
 from lpconv.scaled.scales import Scale, larger, multiplied, ratio, split_number, times
 
 __all__ = ["RULES", "contraction_factor", "power"]
@@ -55,6 +56,7 @@ def _div(call: Call, a: Any, b: Any) -> Scaled:
 
 def _reciprocal(call: Call, x: Scaled) -> Scaled:
     """(1/d, 1/s)."""
+    x = measurable(x)
     return Scaled(x.data.reciprocal(), ratio(1.0, x.scale))
 
 
@@ -133,6 +135,19 @@ def _add_matmul(call: Call, bias: Any, a: Any, b: Any, *, beta: float = 1, alpha
     return Scaled(times(data, ratio(product_scale, scale)), scale)
 
 
+def _grouped_matmul(
+    call: Call, a: Any, b: Any, offsets: Any = None, bias: Any = None, out_dtype: torch.dtype | None = None
+) -> Any:
+    """A product for each expert: (d_a·d_b / r, s_a·s_b·r). K is a mean if the experts share out the summed axis."""
+    if bias is not None:
+        return NotImplemented
+    (data_a, scale_a), (data_b, scale_b) = pair(a), pair(b)
+    num_terms = data_a.shape[-1] / (len(offsets) if data_a.dim() == data_b.dim() == 2 else 1)
+    out = grouped_product(call.numerics, a, b, lambda x, y: call.op(x, y, offsets))
+    r = contraction_factor(call, num_terms)
+    return Scaled(times(out, 1 / r).to(out_dtype or out.dtype), multiplied(multiplied(scale_a, scale_b), r))
+
+
 def _convolution(call: Call, x: Any, weight: Any, bias: Any, *settings: Any) -> Scaled:
     """(conv(d_x, d_w, b/(s_x·s_w)) / r, s_x·s_w·r) with r from the fan-in; the reference has no fan-in factor."""
     (data_x, scale_x), (data_w, scale_w) = pair(x), pair(weight)
@@ -187,6 +202,7 @@ RULES: dict[Any, Rule] = {
     aten.bmm.default: _matmul,
     aten.addmm.default: _add_matmul,
     aten.baddbmm.default: _add_matmul,
+    aten._grouped_mm.default: _grouped_matmul,
     aten.convolution.default: _convolution,
     aten.convolution_backward.default: _convolution_backward,
 }

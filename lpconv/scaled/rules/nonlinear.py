@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lpconv.formats.scale import pow2_floor
 from lpconv.scaled.pair import Call, Role, Rule, Scaled, pair, value
+from lpconv.scaled.rules.units import measurable
 from lpconv.scaled.scales import ratio, times
 
 __all__ = ["RULES", "AttentionInputs", "activation", "attention", "plain_operands", "unit"]
@@ -30,6 +31,7 @@ def activation(call: Call, x: Any, *args: Any, **kwargs: Any) -> Any:
     """
     if not isinstance(x, Scaled):
         return NotImplemented
+    x = measurable(x)
     out = call.op(value(x), *args, **kwargs)
     return Scaled(times(out, ratio(1.0, x.scale)).to(x.data.dtype), x.scale)
 

@@ -1,4 +1,4 @@
-"""Layer norm: ε/s² in place of ε makes it exact on the data alone (unit scaling §3.1, rule 5).
+"""Norms. Layer norm: ε/s² in place of ε makes it exact on the data alone (unit scaling §3.1, rule 5).
 
 Scalify C.2 drops ε instead, which changes the function; this is the exact form.
 """
@@ -59,7 +59,16 @@ def _layer_norm_backward(
     )
 
 
+def _batch_norm(call: Call, x: Any, weight: Any, bias: Any, *args: Any) -> Any:
+    """(norm of the values, 1): running means are values, so ε alone cannot make it exact on the data."""
+    out, *statistics = call.op(value(x), *(widened(value(a)) for a in (weight, bias)), *args)
+    return (Scaled(out.to(data_of(x).dtype), 1.0), *statistics)
+
+
 RULES: dict[Any, Rule] = {
+    aten.native_batch_norm.default: _batch_norm,
+    aten._native_batch_norm_legit.default: _batch_norm,
+    aten._native_batch_norm_legit.no_stats: _batch_norm,
     aten.native_layer_norm.default: _layer_norm,
     aten.native_layer_norm_backward.default: _layer_norm_backward,
 }

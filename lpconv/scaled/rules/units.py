@@ -6,7 +6,7 @@ from torch import Tensor
 from lpconv.scaled.pair import Scaled
 from lpconv.scaled.scales import ratio, times
 
-__all__ = ["in_units", "moved"]
+__all__ = ["in_units", "measurable", "moved"]
 
 
 def in_units(plain: Tensor, x: Scaled) -> Tensor:
@@ -20,3 +20,9 @@ def in_units(plain: Tensor, x: Scaled) -> Tensor:
 def moved(x: Scaled, factor: float) -> Scaled:
     """The same value: (d·factor, s/factor)."""
     return Scaled(times(x.data, factor), ratio(x.scale, factor), x.role)
+
+
+def measurable(x: Scaled) -> Scaled:
+    """`x` with a scale other than 0, at which a number beside it can be expressed: a static zero at the scale 1."""
+    is_zero = isinstance(x.scale, float) and x.scale == 0
+    return Scaled(torch.zeros_like(x.data), 1.0, x.role) if is_zero else x
