@@ -7,22 +7,48 @@ scale is a constant of the graph.
 """
 
 import dataclasses
-import inspect
-from typing import Any
+import sys
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
+from torch.utils._mode_utils import no_dispatch
 
 from lpconv.errors import UnsupportedError, UsageError
 from lpconv.formats.scale import pow2_floor
 from lpconv.scaled import gather
 from lpconv.scaled.pair import Call, Numerics, Role, Scaled, value
 from lpconv.scaled.rules.own import rebalanced
-from lpconv.scaled.rules.table import IN_PLACE, NATIVE_RULES, RULES
-from lpconv.scaled.scales import Scale, clamped, ratio, times
+from lpconv.scaled.rules.table import RULES, functional, rule_for
+from lpconv.scaled.scales import Scale, clamped, larger, ratio, times, uninitialised_like
 
 __all__ = ["ScaledTensor", "data_part", "scaled_tensor"]
+
+
+@dataclass
+class _Memory:
+    """Data and scale of a tensor that has views. A write to any of them replaces both, never the data in place: results
+    of other ops (a product with 2) may share the old data.
+    """
+
+    data: Tensor
+    scale: Scale
+
+
+class _View(NamedTuple):
+    """A view op and its arguments; `piece` says which of several results."""
+
+    op: OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    piece: int | None
+
+    def of(self, data: Tensor) -> Tensor:
+        out = self.op(data, *self.args, **self.kwargs)
+        return out if self.piece is None else out[self.piece]  # type: ignore[no-any-return]
 
 
 class ScaledTensor(torch.Tensor):
@@ -30,12 +56,18 @@ class ScaledTensor(torch.Tensor):
 
     Shape, strides, dtype and device are those of the data (any floating dtype). The scale is a Python float while it is
     static, and a 0-dim fp32 tensor on the device once data set it. Make one with `scaled_tensor`.
+
+    A view shares `_memory` with its base and knows the ops that lead there, `_views`. `_whole` is the data of the
+    memory that its own data were taken from; once the memory has other data, they are taken again.
     """
 
     _data: Tensor
     _scale: Scale
     _role: Role
     _numerics: Numerics
+    _memory: _Memory | None = None
+    _views: tuple[_View, ...] = ()
+    _whole: Tensor | None = None
 
     @staticmethod
     def __new__(cls, data: Tensor, scale: Scale, role: Role, numerics: Numerics) -> "ScaledTensor":
@@ -56,12 +88,12 @@ class ScaledTensor(torch.Tensor):
     @property
     def data_part(self) -> Tensor:
         """The data, in the dtype of the tensor."""
-        return self._data
+        return self._pair().data
 
     @property
     def scale(self) -> Scale:
         """The scale: a float if static, else a 0-dim fp32 tensor."""
-        return self._scale
+        return self._pair().scale
 
     @property
     def role(self) -> Role:
@@ -75,7 +107,7 @@ class ScaledTensor(torch.Tensor):
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The value as a plain tensor, without gradient: in fp32 (fp64 for fp64 data), or cast to `dtype`."""
-        out: Tensor = value(Scaled(self._data, self._scale))
+        out: Tensor = value(self._pair())
         return out if dtype is None else out.to(dtype)
 
     def compute_in(self, numerics: Numerics) -> None:
@@ -84,8 +116,66 @@ class ScaledTensor(torch.Tensor):
 
     def rebalance_(self) -> None:
         """Bring the data near 1 in place, by their root mean square; the value stays, and the scale becomes dynamic."""
-        data, self._scale, _ = rebalanced(Scaled(self._data, self._scale), "l2")
+        data, self._scale, _ = rebalanced(self._pair(), "l2")
         self._data.copy_(data)
+
+    def _pair(self) -> Scaled:
+        """Data, scale and role, after the writes to other views of the same memory."""
+        if self._memory is not None and self._memory.data is not self._whole:
+            self._whole, self._scale = self._memory.data, self._memory.scale
+            self._data = _viewed(self._whole, self._views)
+        return Scaled(self._data, self._scale, self._role)
+
+    def _keeps_scale(self) -> bool:
+        """Whether this is a parameter, or made like one."""
+        is_zero = isinstance(self._scale, float) and self._scale == 0
+        return self._role in (Role.WEIGHT, Role.EXACT) and not is_zero
+
+    def _share_with(self, view: "ScaledTensor", step: _View) -> None:
+        """Let `view`, which this view op made of the tensor, see its writes and it those of the view.
+
+        Parameters have no need of it: they keep their scale, and what is written goes into their storage.
+        """
+        if self._keeps_scale():
+            return
+        if self._memory is None:
+            self._memory, self._whole = _Memory(self._data, self._scale), self._data
+        view._memory, view._views, view._whole = self._memory, (*self._views, step), self._whole
+
+    def _reshape(self, op: OpOverload, step: _View) -> "ScaledTensor":
+        """The tensor itself, turned into a view of what it was: `squeeze_` and its kind."""
+        self._data = step.of(self._pair().data)
+        if self._memory is not None:
+            self._views = (*self._views, step)
+        with no_dispatch():
+            op(self, *step.args, **step.kwargs)
+        return self
+
+    def _write(self, result: Scaled) -> None:
+        """Replace the value, and that of the same elements in all views. A parameter keeps its scale and its storage.
+
+        Any other tensor takes the scale of the result, or, if it is a part of another, the larger of the two.
+        """
+        data, scale, _ = self._pair()
+        if self._keeps_scale():
+            data.copy_(times(result.data, ratio(result.scale, scale)))
+            return
+        if self._memory is None and self._is_view():
+            raise UnsupportedError(
+                f"in-place write through a view whose elements were copied (reached in {_where()})",
+                hint="write to the tensor itself",
+            )
+        whole, whole_scale = (data, result.scale) if self._memory is None else (self._memory.data, self._memory.scale)
+        new, new_scale = uninitialised_like(whole), result.scale
+        if self._views:
+            new_scale = larger(whole_scale, result.scale)
+            is_zero = isinstance(whole_scale, float) and whole_scale == 0  # and its data may be anything
+            new.zero_() if is_zero else new.copy_(times(whole, ratio(whole_scale, new_scale)))
+        target = _viewed(new, self._views)
+        target.copy_(times(result.data, ratio(result.scale, new_scale)) if self._views else result.data)
+        self._data, self._scale, self._whole = target, new_scale, new
+        if self._memory is not None:
+            self._memory.data, self._memory.scale = new, new_scale
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
@@ -113,9 +203,10 @@ class ScaledTensor(torch.Tensor):
         return f"ScaledTensor({self._data!r}, scale={self._scale!r}, role={self._role.value})"
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[float | None, Role, Numerics]]:
-        if isinstance(self._scale, Tensor):
+        _, scale, _ = self._pair()
+        if isinstance(scale, Tensor):
             return ["_data", "_scale"], (None, self._role, self._numerics)
-        return ["_data"], (self._scale, self._role, self._numerics)
+        return ["_data"], (scale, self._role, self._numerics)
 
     @staticmethod
     def __tensor_unflatten__(
@@ -137,17 +228,25 @@ class ScaledTensor(torch.Tensor):
         cls, op: OpOverload, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if op not in RULES and op not in IN_PLACE and (parts := op.decompose(*args, **kwargs)) is not NotImplemented:
+        if op not in RULES and (parts := op.decompose(*args, **kwargs)) is not NotImplemented:
             return parts  # composite ops arrive whole where autograd is off: inference mode, other dispatch modes
         found: list[ScaledTensor] = []
         pairs = [_to_pair(a, found) for a in args]
         named = {k: _to_pair(v, found) for k, v in kwargs.items()}
         numerics = found[0]._numerics
-        if op in IN_PLACE or op._schema.is_mutable:
+        if op._schema.is_mutable and op not in RULES:
             return _in_place(op, args, pairs, named, numerics)
-        result = _run(Call(op, numerics), pairs, named)
         is_gradient = any(t._role is Role.GRADIENT for t in found)
-        return _wrap(result, is_gradient, numerics)
+        out = _wrap(_run(Call(op, numerics), pairs, named), is_gradient, numerics)
+        if op.is_view and op not in _COPYING:
+            for index, view in enumerate(out) if isinstance(out, (list, tuple)) else ((None, out),):
+                if isinstance(view, ScaledTensor):
+                    found[0]._share_with(view, _View(op, args[1:], kwargs, index))
+        return out
+
+
+# Views in plain torch whose data are copies here, see `rules.layout`.
+_COPYING = (torch.ops.aten._conj.default, torch.ops.aten._neg_view.default)
 
 
 def data_part(x: Tensor) -> Tensor:
@@ -190,16 +289,32 @@ def scaled_tensor(
 def _to_pair(x: Any, found: list[ScaledTensor]) -> Any:
     if isinstance(x, ScaledTensor):
         found.append(x)
-        return Scaled(x._data, x._scale, x._role)
+        return x._pair()
     if isinstance(x, (list, tuple)):
         return [_to_pair(v, found) for v in x]
     return x
 
 
 def _run(call: Call, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    rule = (NATIVE_RULES if call.numerics.native else RULES).get(call.op)
+    rule = rule_for(call.op, call.numerics.native)
     result = NotImplemented if rule is None else rule(call, *args, **kwargs)
-    return _on_values(call, args, kwargs) if result is NotImplemented else result
+    if result is not NotImplemented:
+        return result
+    if torch._C._current_graph_task_id() >= 0 and any(isinstance(a, Scaled) and a.role is Role.GRADIENT for a in args):
+        raise UnsupportedError(
+            f"no rule takes gradients through `{call.op}` in the backward pass of {_node(call.numerics)}",
+            hint="add a rule in lpconv/scaled/rules, or compute that module in fp32 outside of `scaled`",
+        )
+    return _on_values(call, args, kwargs)
+
+
+def _node(numerics: Numerics) -> str:
+    """The autograd node that is running, and the module in which its forward op had no rule either."""
+    node = torch._C._current_autograd_node()
+    if node is None:
+        return "an unknown op"
+    place = numerics.places.get(node.name().partition("Backward")[0].lower())
+    return f"`{node.name()}`" + (f" (reached in {place})" if place else "")
 
 
 def _on_values(call: Call, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -210,6 +325,7 @@ def _on_values(call: Call, args: list[Any], kwargs: dict[str, Any]) -> Any:
             hint="add a rule in lpconv/scaled/rules, or run without strict=True to dequantise there and count it",
         )
     call.numerics.counts[f"fallback {call.op}"] += 1
+    call.numerics.places.setdefault(call.op._opname.replace("_", ""), _where())
     return call.op(*(_plain(a) for a in args), **{k: _plain(v) for k, v in kwargs.items()})
 
 
@@ -233,11 +349,7 @@ def _wrap(result: Any, is_gradient: bool, numerics: Numerics) -> Any:
 def _in_place(
     op: OpOverload, args: tuple[Any, ...], pairs: list[Any], kwargs: dict[str, Any], numerics: Numerics
 ) -> Any:
-    """Write the result of the functional twin into the first argument.
-
-    A parameter keeps its own scale and its storage. Anything else takes the result's scale and fresh data, because
-    other tensors may share its old data.
-    """
+    """Write the result of the functional twin into the first argument."""
     if op.namespace == "fsdp":
         gather.reduced(op, pairs, kwargs)
         return None
@@ -246,31 +358,34 @@ def _in_place(
         if op is torch.ops.aten.copy_.default:
             return target.copy_(value(pairs[1]))
         return _on_values(Call(op, numerics), pairs, kwargs)
-    if op is torch.ops.aten.copy_.default:
-        result = pairs[1]
-    elif op in IN_PLACE:
-        result = _run(Call(IN_PLACE[op], numerics), pairs, kwargs)
-    else:
+    twin = functional(op)
+    if twin is not None and torch.Tag.inplace_view in op.tags and isinstance(target, ScaledTensor):
+        return target._reshape(op, _View(twin, args[1:], kwargs, None))
+    if twin is None or rule_for(twin) is None or not isinstance(target, ScaledTensor):
         raise UnsupportedError(
             f"in-place `{op}` would drop the scale of a tensor (reached in {_where()})",
             hint="train scaled parameters with lpconv.scaled.AdamW or torch.optim.SGD",
         )
-    result = result if isinstance(result, Scaled) else Scaled(result, 1.0)
-    if target._role in (Role.WEIGHT, Role.EXACT):
-        own = 1.0 if isinstance(target._scale, float) and target._scale == 0 else target._scale
-        target._data.copy_(times(result.data, ratio(result.scale, own)))
-    else:
-        target._data, target._scale = result.data.to(target._data.dtype), result.scale
+    result = _run(Call(twin, numerics), pairs, kwargs)
+    target._write(result if isinstance(result, Scaled) else Scaled(result, 1.0))
     return target
+
+
+def _viewed(data: Tensor, views: tuple[_View, ...]) -> Tensor:
+    for view in views:
+        data = view.of(data)
+    return data
 
 
 def _where() -> str:
     """The innermost module on the stack, by its name in the outermost one."""
     modules: list[torch.nn.Module] = []
-    for frame in inspect.stack():
-        found = frame.frame.f_locals.get("self")
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        found = frame.f_locals.get("self")
         if isinstance(found, torch.nn.Module):
             modules.append(found)
+        frame = frame.f_back
     if not modules:
         return "the backward pass or outside any module"
     inner, root = modules[0], modules[-1]

@@ -11,7 +11,7 @@ from scaled_models import ARCHITECTURES, build, loss_and_grads
 from lpconv.errors import UnsupportedError
 from lpconv.scaled import fallbacks, scaled
 from lpconv.scaled.fresh import initialise
-from lpconv.scaled.rules.table import CLASSES, IN_PLACE
+from lpconv.scaled.rules.table import CLASSES
 
 HEAD = """# What scaled tensors cover
 
@@ -63,8 +63,7 @@ def op_rows() -> list[str]:
     for title, rules in CLASSES.items():
         names = sorted(str(op).removeprefix("aten.") for op in rules)
         lines += [f"### {title} ({len(names)})", "", ", ".join(f"`{n}`" for n in names), ""]
-    in_place = sorted(str(op).removeprefix("aten.") for op in IN_PLACE)
-    return [*lines, f"### in place ({len(in_place)})", "", ", ".join(f"`{n}`" for n in in_place), ""]
+    return lines
 
 
 def page() -> str:

@@ -1,13 +1,14 @@
-"""The one table of rules: ATen op to rule, and the class each op belongs to."""
+"""The one table of rules: ATen op to rule, and the class that each op belongs to."""
 
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 
 from lpconv.scaled.pair import Rule
 from lpconv.scaled.rules import add, layout, linear, multiply, native, nonlinear, norm, own, plain
 
-__all__ = ["CLASSES", "IN_PLACE", "NATIVE_RULES", "RULES"]
+__all__ = ["CLASSES", "NATIVE_RULES", "RULES", "functional", "rule_for"]
 
 aten = torch.ops.aten
 
@@ -24,25 +25,35 @@ CLASSES: dict[str, dict[Any, Rule]] = {
 
 RULES: dict[Any, Rule] = {op: rule for rules in CLASSES.values() for op, rule in rules.items()}
 
-NATIVE_RULES: dict[Any, Rule] = RULES | native.RULES
+NATIVE_RULES: dict[Any, Rule] = {op: r for op, r in RULES.items() if op not in layout.SUMS} | native.RULES
 
-# An in-place op on a scaled tensor computes as its functional twin and writes the result back.
-IN_PLACE: dict[Any, Any] = {
-    aten.add_.Tensor: aten.add.Tensor,
-    aten.sub_.Tensor: aten.sub.Tensor,
-    aten.mul_.Tensor: aten.mul.Tensor,
-    aten.mul_.Scalar: aten.mul.Scalar,
-    aten.div_.Tensor: aten.div.Tensor,
-    aten.div_.Scalar: aten.div.Scalar,
-    aten.index_put_.default: aten.index_put.default,
-    aten.index_add_.default: aten.index_add.default,
-    aten.scatter_.src: aten.scatter.src,
-    aten.scatter_add_.default: aten.scatter_add.default,
-    aten.neg_.default: aten.neg.default,
-    aten.zero_.default: aten.zeros_like.default,
-    aten.masked_fill_.Scalar: aten.masked_fill.Scalar,
-    aten.masked_fill_.Tensor: aten.masked_fill.Tensor,
-    aten.clamp_.default: aten.clamp.default,
-    aten.relu_.default: aten.relu.default,
-    aten.silu_.default: aten.silu.default,
-}
+# What an in-place op writes, for those whose functional twin has another name.
+_TWINS: dict[Any, Any] = {aten.zero_.default: aten.zeros_like.default}
+
+
+def rule_for(op: OpOverload, is_native: bool = False) -> Rule | None:
+    """The rule of the table, or that of the class of ops that this one is of; None if there is neither.
+
+    A view moves elements and nothing else, unless it reads their bits as another type. An op called `…_backward`
+    multiplies a gradient by a Jacobian, and is linear in it.
+    """
+    rule = (NATIVE_RULES if is_native else RULES).get(op)
+    if rule is not None:
+        return rule
+    if op.is_view and op is not aten.view.dtype:
+        return layout.layout
+    return linear.linear if op._opname.endswith("_backward") else None
+
+
+def functional(op: OpOverload) -> OpOverload | None:
+    """The op that returns what this in-place op writes: its name without the underscore. None if there is none.
+
+    Ops that change the shape of a tensor in place have none either.
+    """
+    if op in _TWINS:
+        return _TWINS[op]  # type: ignore[no-any-return]
+    if not op._opname.endswith("_") or op.namespace != "aten":
+        return None
+    twin = getattr(getattr(aten, op._opname[:-1], None), op._overloadname, None)
+    changes_shape = torch.Tag.inplace_view in op.tags  # the twin of `resize_` is no view
+    return twin if twin is not None and twin.is_view >= changes_shape else None

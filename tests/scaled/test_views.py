@@ -1,0 +1,203 @@
+"""Writes in place reach all views of the memory, as in plain PyTorch, and gradients come back through them."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lpconv.errors import UnsupportedError
+from lpconv.scaled import ScaledTensor, fallbacks, scaled, scaled_tensor
+from lpconv.scaled.pair import Role
+
+
+def _column(h: Tensor) -> Tensor:
+    out = torch.zeros_like(h)
+    out[:, 0] = h[:, 0]
+    return out
+
+
+def _columns_of_other_sizes(h: Tensor) -> Tensor:
+    out = torch.zeros_like(h)
+    for i in range(h.shape[1]):
+        out[:, i] = h[:, i] * 10.0**i
+    return out
+
+
+def _view_before_the_write(h: Tensor) -> Tensor:
+    out = h * 3
+    row, seen = out[1], out.t()
+    row.mul_(1000)
+    return out.sum(0) + seen.sum(1)
+
+
+def _write_to_the_base(h: Tensor) -> Tensor:
+    out = h * 3
+    row = out[0]
+    out[:, 1:3] = 7
+    return row * 2 + out.mean(0)
+
+
+def _views_of_views(h: Tensor) -> Tensor:
+    out = h.clone()
+    out.view(2, 2, 4)[1].t()[0].add_(h[0, :2] * 5)
+    left, right = out[:, :2], out[:, 2:]
+    left.copy_(right * 100)
+    return out
+
+
+def _diagonal(h: Tensor) -> Tensor:
+    out = h.clone()
+    out.diagonal().fill_(0.5)
+    return out
+
+
+def _by_mask(h: Tensor) -> Tensor:
+    out = h.clone()
+    out[:, 1:][h[:, 1:] > 0] = 2
+    return out
+
+
+def _shared_by_a_product(h: Tensor) -> Tensor:
+    """A product with a power of two may share the data of its operand; a write to one must not reach the other."""
+    out = h.clone()
+    doubled = out * 2
+    out[0] = 0
+    return out + doubled
+
+
+def _in_place_functions(h: Tensor) -> Tensor:
+    out = (h * 2).add_(h).sub_(0.25)
+    out[1:].neg_().div_(3).clamp_(max=0.2)
+    return (out / 4).tanh_()
+
+
+def _reshaped_in_place(h: Tensor) -> Tensor:
+    out = (h * 3).unsqueeze_(0)
+    row = out[0, 1]
+    out[0, 1:] = 5
+    return out.squeeze_(0).t_() + row
+
+
+def _plain_target(h: Tensor) -> Tensor:
+    out = torch.zeros(h.shape)
+    out[1] = h[1]
+    return out * h
+
+
+WRITES = [
+    _column,
+    _columns_of_other_sizes,
+    _view_before_the_write,
+    _write_to_the_base,
+    _views_of_views,
+    _diagonal,
+    _by_mask,
+    _shared_by_a_product,
+    _in_place_functions,
+    _reshaped_in_place,
+    _plain_target,
+]
+
+
+class Writing(nn.Module):
+    """Two linear layers with a write in place between them."""
+
+    def __init__(self, write: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.write, self.first, self.last = write, nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.write(self.first(x)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("method", ["unit", "scalify"])
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_in_place_reaches_all_views_and_gradients_come_back(
+    write: Callable[[Tensor], Tensor], method: str
+) -> None:
+    torch.manual_seed(0)
+    plain = Writing(write)
+    ours = scaled(copy.deepcopy(plain), method=method)
+    x, target = torch.randn(4, 4), torch.randn(4, 4)
+
+    losses = [torch.nn.functional.mse_loss(model(x).expand(4, 4), target) for model in (plain, ours)]
+    for loss in losses:
+        loss.backward()
+
+    assert torch.equal(*losses)
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(ours.get_parameter(name).grad.dequantize(), parameter.grad), name
+
+
+def test_writes_have_rules() -> None:
+    ours = scaled(Writing(_views_of_views), strict=True)
+    ours(torch.randn(4, 4)).sum().backward()
+    assert fallbacks(ours) == {}
+
+
+OF_ZEROS: dict[str, Callable[[Tensor], Tensor]] = {
+    "masked fill": lambda z: z.masked_fill(torch.tensor([True, False, True]), 7.0),
+    "masked fill with a tensor": lambda z: z.masked_fill(torch.tensor([True, False, True]), torch.tensor(7.0)),
+    "where": lambda z: torch.where(torch.tensor([True, False, True]), z, 2.0),
+    "pad": lambda z: torch.nn.functional.pad(z, (1, 1), value=3.0),
+    "clamp": lambda z: z.clamp(min=1) + z.clamp(torch.tensor(2.0)),
+    "scatter": lambda z: z.scatter(1, torch.tensor([[0], [2]]), 5.0),
+    "scatter in place": lambda z: z.scatter_(1, torch.tensor([[0], [2]]), 5.0),
+    "fill in place": lambda z: z.fill_(3.0),
+    "add in place": lambda z: z.add_(3.0),
+    "logsumexp": lambda z: z.logsumexp(1),
+    "reciprocal": lambda z: z.reciprocal(),
+    "power": lambda z: z**2 + z**0 + 2.0**z,
+    "functions": lambda z: z.cos() + z.exp() + z.sigmoid() + z.softmax(1) + z.log_softmax(1) + z.sqrt(),
+    "maximum": lambda z: torch.maximum(z, torch.full((2, 3), -1e38)) + torch.maximum(z - 1e38, torch.ones(2, 3)),
+}
+
+
+@pytest.mark.parametrize("name", OF_ZEROS)
+@pytest.mark.parametrize("role", [Role.ACTIVATION, Role.WEIGHT])
+def test_functions_of_fresh_zeros_are_those_of_zeros(name: str, role: Role) -> None:
+    like = scaled_tensor(torch.randn(2, 3), 4.0, role=role)
+    got = OF_ZEROS[name](torch.zeros_like(like))
+    expected = OF_ZEROS[name](torch.zeros(2, 3))
+    assert torch.equal(got.dequantize() if isinstance(got, ScaledTensor) else got, expected)
+
+
+def test_writes_to_zeros_made_like_a_parameter_are_kept() -> None:
+    zeros = torch.zeros_like(scaled_tensor(torch.randn(2, 3), 4.0, role=Role.WEIGHT))
+    zeros[0] = scaled_tensor(torch.ones(3), 8.0)
+    zeros[1, 1:].fill_(0.5)
+    assert torch.equal(zeros.dequantize(), torch.tensor([[8.0, 8.0, 8.0], [0.0, 0.5, 0.5]]))
+
+
+def test_complex_numbers_turn_as_they_do_in_plain_torch() -> None:
+    class Rotary(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(4, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            turned = torch.view_as_complex(self.first(x).view(4, 4, 2)) * torch.polar(torch.ones(4), torch.arange(4.0))
+            return torch.view_as_real(turned * turned.conj()).flatten(1) + torch.fft.fft(turned).real.repeat(1, 2)
+
+    torch.manual_seed(0)
+    plain = Rotary()
+    ours = scaled(copy.deepcopy(plain), strict=True)
+    for model in (plain, ours):
+        model(torch.arange(16.0).view(4, 4)).square().mean().backward()
+    torch.testing.assert_close(ours.first.weight.grad.dequantize(), plain.first.weight.grad, rtol=1e-6, atol=1e-6)
+
+
+def test_a_function_of_the_gradient_without_a_rule_is_refused() -> None:
+    class Solving(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(torch.linalg.solve(x + 4 * torch.eye(4), self.first(x)))  # type: ignore[no-any-return]
+
+    loss = scaled(Solving())(torch.randn(4, 4)).sum()
+    with pytest.raises(UnsupportedError, match=r"linalg_lu_solve.*in the backward pass of `LinalgSolveExBackward0`"):
+        loss.backward()
