@@ -16,6 +16,7 @@ from lpconv.formats.scale import pow2_floor
 __all__ = [
     "MAX_SCALE",
     "MIN_SCALE",
+    "MODERATE_SCALE",
     "Scale",
     "clamped",
     "larger",
@@ -30,6 +31,7 @@ Scale = float | Tensor
 
 MIN_SCALE = 2.0**-126
 MAX_SCALE = 2.0**127
+MODERATE_SCALE = 2.0**40  # a recurrence can double its scale at every step; beyond this, data would begin to vanish
 _LARGEST_NUMBER = 2.0**64
 
 
@@ -72,19 +74,22 @@ def multiplied(a: Scale, b: Scale) -> Scale:
     return a * b
 
 
-def clamped(scale: Scale, counts: "Counter[str]") -> tuple[Scale, float]:
-    """`scale` brought into [2^-126, 2^127], and the factor that the data must take over for the value to stay.
+def clamped(
+    scale: Scale, counts: "Counter[str]", least: float = MIN_SCALE, most: float = MAX_SCALE
+) -> tuple[Scale, float]:
+    """`scale` brought into [least, most], and the factor that the data must take over for the value to stay.
 
-    Static scales only report a factor other than 1, and each is counted as ``scale saturated``. A dynamic scale is
-    clamped on the device, without reading it and therefore without a factor.
+    A factor other than 1 is counted as ``scale saturated``. A dynamic scale on a GPU, and in a compiled graph, is not
+    read: it is kept above 2^-126, and one beyond 2^127 becomes infinite, so that an overflow is seen.
     """
-    if isinstance(scale, Tensor):
-        return torch.clamp(scale, MIN_SCALE, MAX_SCALE), 1.0
-    if scale == 0 or MIN_SCALE <= scale <= MAX_SCALE:
+    if isinstance(scale, Tensor) and (scale.device.type != "cpu" or torch.compiler.is_compiling()):
+        return torch.clamp(scale, min=MIN_SCALE), 1.0
+    power = float(scale)
+    if power == 0 or least <= power <= most or (isinstance(scale, Tensor) and not math.isfinite(power)):
         return scale, 1.0
     counts["scale saturated"] += 1
-    inside = min(max(scale, MIN_SCALE), MAX_SCALE)
-    return inside, scale / inside
+    inside = min(max(power, least), most)
+    return torch.full_like(scale, inside) if isinstance(scale, Tensor) else inside, power / inside
 
 
 def times(data: Tensor, factor: Scale) -> Tensor:

@@ -23,7 +23,7 @@ from lpconv.scaled import gather
 from lpconv.scaled.pair import Call, Numerics, Role, Scaled, value
 from lpconv.scaled.rules.own import rebalanced
 from lpconv.scaled.rules.table import RULES, functional, rule_for
-from lpconv.scaled.scales import Scale, clamped, larger, ratio, times, uninitialised_like
+from lpconv.scaled.scales import MIN_SCALE, MODERATE_SCALE, Scale, clamped, larger, ratio, times, uninitialised_like
 
 __all__ = ["ScaledTensor", "data_part", "scaled_tensor"]
 
@@ -338,8 +338,9 @@ def _plain(x: Any) -> Any:
 
 def _wrap(result: Any, is_gradient: bool, numerics: Numerics) -> Any:
     if isinstance(result, Scaled):
-        scale, factor = clamped(result.scale, numerics.counts)
         role = Role.GRADIENT if is_gradient else result.role
+        least = MIN_SCALE if role is Role.GRADIENT else 1 / MODERATE_SCALE
+        scale, factor = clamped(result.scale, numerics.counts, least, MODERATE_SCALE)
         return ScaledTensor(times(result.data, factor), scale, role, numerics)
     if isinstance(result, (list, tuple)):
         return type(result)(_wrap(r, is_gradient, numerics) for r in result)

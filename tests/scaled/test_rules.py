@@ -14,7 +14,7 @@ from lpconv.errors import UnsupportedError, UsageError
 from lpconv.scaled import ScaledTensor, dynamic_rescale, fallbacks, scaled, scaled_tensor
 from lpconv.scaled.pair import Numerics, Role
 from lpconv.scaled.rules.table import CLASSES, RULES
-from lpconv.scaled.scales import MAX_SCALE, MIN_SCALE
+from lpconv.scaled.scales import MAX_SCALE, MIN_SCALE, MODERATE_SCALE
 
 TARGET = torch.tensor([1, 0, 3, 2])
 MASK = torch.tensor([[True, False, True, True, False, True]])
@@ -220,11 +220,22 @@ def test_scales_saturate_at_the_ends_of_their_range_and_are_counted() -> None:
     numerics = Numerics()
     small, large = (scaled_tensor(torch.tensor([1.5]), s, numerics=numerics) for s in (MIN_SCALE, MAX_SCALE))
 
-    assert (small * small).scale == MIN_SCALE
-    assert (large * large).scale == MAX_SCALE
+    assert (small * small).scale == 1 / MODERATE_SCALE
+    assert (large * large).scale == MODERATE_SCALE
     assert numerics.counts["scale saturated"] == 2
     back = small * scaled_tensor(torch.tensor([1.0]), 2.0**-10, numerics=numerics)
     assert float(back) == 1.5 * 2.0**-136  # a subnormal number: the data took over what the scale could not hold
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_recurrence_whose_scale_grows_at_every_step_keeps_its_value(dynamic: bool) -> None:
+    scale = torch.tensor(8.0) if dynamic else 8.0
+    state = expected = torch.tensor([1.5, -0.25])
+    state = scaled_tensor(state, 1.0)
+    factor = scaled_tensor(torch.full((2,), 0.125), scale)  # 1, at a scale of 8
+    for _ in range(200):
+        state = state * factor
+    assert torch.equal(state.dequantize(), expected)
 
 
 @pytest.mark.parametrize("scale", [-1.0, 3.0, math.inf, math.nan, 2.0**-127, 2.0**128])
