@@ -5,6 +5,8 @@ noise for images and sound. Where the head of the architecture has no weights in
 states are compared instead, because random heads would compare nothing.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,12 @@ import torch
 from torch import Tensor
 
 from lpconv.checkpoint.contents import Contents
-from lpconv.errors import UnsupportedError
+from lpconv.errors import LpconvError, UnsupportedError, VerificationError
+from lpconv.machine import out_of_memory
 from lpconv.models.empty import check_fits
 from lpconv.models.inputs import describe, example_inputs, inputs_for
 from lpconv.models.load import load, open_in_files
-from lpconv.models.opening import open_to_run, read_config
+from lpconv.models.opening import first_line, open_to_run, read_config
 from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import architecture, concrete
 from lpconv.results import LogitsCheck
@@ -56,7 +59,8 @@ def check_logits(source: Path, output: Path, *, trust_remote_code: bool, in_file
         inputs, cls = example_inputs(model), type(model)
         wanted = outputs_of(model, inputs)
         del model
-        got = outputs_of(load(output, dtype=torch.float32, model_class=cls, **options), inputs)
+        with _opening():
+            got = outputs_of(load(output, dtype=torch.float32, model_class=cls, **options), inputs)
     return compare(wanted, got, cls.__name__, describe(inputs))
 
 
@@ -66,8 +70,20 @@ def _check_in_files(source: Path, output: Path) -> LogitsCheck:
             raise UnsupportedError(f"the source lacks `{missing[0]}` of its model", hint="use --verify weights")
         inputs, cls = example_inputs(model), type(model)
         wanted = outputs_of(model, inputs)
-    with open_in_files(output) as (model, _):
+    with _opening(), open_in_files(output) as (model, _):
         return compare(wanted, outputs_of(model, inputs), cls.__name__, describe(inputs))
+
+
+@contextmanager
+def _opening() -> Iterator[None]:
+    """Raise VerificationError if a model does not open or run inside: the source's did."""
+    try:
+        yield
+    except LpconvError:
+        raise
+    except Exception as e:  # transformers raises anything at all
+        said = f"the source opens and the output does not: {first_line(e)}"
+        raise out_of_memory(e) or VerificationError(said, hint="report it, or use another --layout") from e
 
 
 def outputs_of(model: Any, inputs: dict[str, Tensor]) -> Tensor:

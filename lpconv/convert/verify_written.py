@@ -11,7 +11,7 @@ from lpconv.convert.plan import PlannedTensor
 from lpconv.convert.reader import OutputReader
 from lpconv.convert.verify import check_weights, whole_tensors
 from lpconv.convert.workers import SingleThreadedTorch, Workers
-from lpconv.errors import InputError, LpconvError, UnsupportedError, finding
+from lpconv.errors import InputError, LpconvError, UnsupportedError, VerificationError, finding
 from lpconv.gates import CONVERT_GATES, needs_logits
 from lpconv.machine import out_of_memory
 from lpconv.progress import Progress
@@ -41,7 +41,10 @@ def verify_written(job: Job, directory: Path, tensors: Sequence[TensorRecord], p
     logits = None
     if level in ("logits", "auto") or needs_logits(job.gates):
         progress.start("running both models", 0)
-        logits = check_outputs(job, directory, automatic=level == "auto" and not needs_logits(job.gates))
+        try:
+            logits = check_outputs(job, directory, automatic=level == "auto" and not needs_logits(job.gates))
+        except VerificationError as e:
+            logits, problems = LogitsCheck(skipped=e.message), (*problems, e.message)
         problems += output_problems(logits, tensors)
     ran = logits is not None and logits.skipped is None
     result = VerifyResult(

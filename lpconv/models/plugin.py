@@ -13,6 +13,7 @@ conversion; so such a model is not saved as codes, only plainly, after `model.de
 This file is copied into each output as its loader module for `trust_remote_code=True`; keep it free of other imports.
 """
 
+import re
 from typing import Any
 
 import torch
@@ -207,7 +208,8 @@ class LpconvQuantizer(HfQuantizer):  # type: ignore[misc]
         suffixes = (SCALE_SUFFIX, POINTS_SUFFIX) if self._has_points else (SCALE_SUFFIX,)
         renamings = [WeightRenaming(f"{leaf}{suffix}$", leaf) for leaf in leaves for suffix in suffixes]
         converters = [self._decode_first(c) if isinstance(c, WeightConverter) else c for c in weight_conversions]
-        plain = [ScaledConverter(leaf, leaf, [DecodeScaled(self)]) for leaf in leaves]
+        given = _renamed_leaves(leaves, weight_conversions)
+        plain = [ScaledConverter(leaf, leaf, [DecodeScaled(self)]) for leaf in dict.fromkeys((*leaves, *given))]
         self._added = {id(t) for t in (*renamings, *plain)}
         return [*renamings, *converters, *plain]
 
@@ -245,17 +247,18 @@ class LpconvQuantizer(HfQuantizer):  # type: ignore[misc]
         tensors = model.state_dict()
         merged = self._merged(model, tensors)
         state, encoded = {}, {}
+        back = [c.reverse_transform() for c in model._weight_conversions or () if isinstance(c, WeightRenaming)][::-1]
         for name, (scale, fmt) in self.scales.items():
             encoded[tensors[name].data_ptr()] = self._encoded(tensors[name], scale, fmt)
-            state[name + SCALE_SUFFIX] = scale
+            stored, beside = _renamed(name, back), name + SCALE_SUFFIX
+            # A name whose last part is undone takes no suffix along.
+            state[beside if _renamed(beside, back) == stored + SCALE_SUFFIX else stored + SCALE_SUFFIX] = scale
         for name, tensor in tensors.items():
             if name not in merged:
                 state[name] = encoded.get(tensor.data_ptr(), tensor)
         renamings = [c for c in model._weight_conversions or () if isinstance(c, WeightRenaming)]
         for stored, tensor in revert_weight_conversion(model, merged).items():
-            name = stored
-            for renaming in renamings:  # transformers is about to undo them
-                name, _ = renaming.rename_source_key(name)
+            name = _renamed(stored, renamings)  # transformers is about to undo it
             if stored not in self.merged_scales:
                 state[name] = tensor
                 continue
@@ -300,6 +303,23 @@ class LpconvQuantizer(HfQuantizer):  # type: ignore[misc]
     @property
     def is_compileable(self) -> bool:
         return True
+
+
+def _renamed(name: str, renamings: list[WeightRenaming]) -> str:
+    for renaming in renamings:
+        name, _ = renaming.rename_source_key(name)
+    return name
+
+
+def _renamed_leaves(leaves: list[str], conversions: list[WeightTransform]) -> list[str]:
+    """The last name parts that a model's renamings give to tensors with one of `leaves` (GraniteMoE's experts)."""
+    pairs = [
+        (re.split(r"\W+", source)[-1], re.split(r"\W+", target)[-1])
+        for c in conversions
+        if isinstance(c, WeightRenaming) and len(c._original_source_patterns) == len(c._original_target_patterns)
+        for source, target in zip(c._original_source_patterns, c._original_target_patterns, strict=True)
+    ]
+    return [target for source, target in pairs if source in leaves and target]
 
 
 def decode_points(codes: Tensor, scales: Tensor, counts: Tensor, fmt: str) -> Tensor:

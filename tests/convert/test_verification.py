@@ -97,6 +97,18 @@ def test_damage_between_writing_and_checking(run: Run, output: Path, monkeypatch
         assert not published(output)
 
 
+def test_an_output_that_does_not_open_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its weights are right, and the source opens."""
+
+    def refuse(*args: Any, **options: Any) -> None:
+        raise RuntimeError("size mismatch for experts")
+
+    monkeypatch.setattr("lpconv.convert.logits.load", refuse)
+    with pytest.raises(VerificationError, match=r"the source opens and the output does not: .*size mismatch"):
+        convert(str(tiny("llama", tmp_path / "source")), tmp_path / "out", ConvertOptions())
+    assert not published(tmp_path / "out")
+
+
 def test_a_disk_that_fails_while_it_is_read_back_judges_nothing(
     run: Run, output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from fresh_python import run_script
 from safetensors.torch import load_file
-from transformers import AutoModel, AutoModelForCausalLM, MixtralConfig
+from transformers import AutoModel, AutoModelForCausalLM, GraniteMoeConfig, MixtralConfig
 
 import lpconv.hf
 from lpconv.convert.options import ConvertOptions
@@ -68,6 +68,27 @@ def test_experts_are_decoded_before_they_are_merged_and_saved_as_they_were(tmp_p
     name = "model.layers.0.block_sparse_moe.experts.1.w2.weight"
     expert = stored[name][0].float() * stored[name + "_scale"]
     assert torch.equal(model.model.layers[0].mlp.experts.down_proj[1], expert)
+    model.save_pretrained(tmp_path / "again")
+    again = load_file(tmp_path / "again/model.safetensors")
+    assert again.keys() == stored.keys()
+    assert all(torch.equal(v.view(torch.uint8), stored[k].view(torch.uint8)) for k, v in again.items())
+
+
+def test_experts_that_a_model_renames_are_decoded_and_saved_as_they_were(tmp_path: Path) -> None:
+    """GraniteMoE stores `input_linear.weight`, and its model has it as `experts.gate_up_proj`."""
+    config = GraniteMoeConfig(
+        num_hidden_layers=1, hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=96, num_local_experts=3, max_position_embeddings=64,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "source")
+    found = convert(str(tmp_path / "source"), tmp_path / "out", ConvertOptions(method="unit", format="e4m3fn"))
+    assert found.verify.level == "logits"
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values())
+    stored = load_file(tmp_path / "out/model.safetensors")
+    name = "model.layers.0.block_sparse_moe.input_linear.weight"
+    experts = model.model.layers[0].block_sparse_moe.experts.gate_up_proj
+    assert torch.equal(experts, stored[name][0].float() * stored[name + "_scale"])
     model.save_pretrained(tmp_path / "again")
     again = load_file(tmp_path / "again/model.safetensors")
     assert again.keys() == stored.keys()
