@@ -12,9 +12,11 @@ from typing import Any
 
 __all__ = ["TieCandidate", "tie_candidates"]
 
-# Input embeddings, the first found is the one that is kept; then heads and copies that may be tied to it.
+# Input embeddings, the first found is the one that is kept; then heads that may be tied to it. Other embeddings are
+# tied to a shared one only: those of T5Gemma's encoder and decoder are two matrices, whatever its config ties.
+_SHARED = r"(^|\.)shared\.weight$"
 _EMBEDDINGS = (
-    r"(^|\.)shared\.weight$",
+    _SHARED,
     r"(^|\.)(embed_tokens|word_embeddings|wte|embed_in|tok_embeddings|word_embedding)\.weight$",
 )
 _HEADS = r"(^|\.)(lm_head|embed_out|generator_lm_head|predictions\.decoder|lm_head\.decoder|vocab_projector)\.weight$"
@@ -37,7 +39,8 @@ def tie_candidates(
     declared = config.get("tie_word_embeddings", _nested(config))
     if keep is None or declared is False:
         return ()
-    others = (n for n in shapes if n != keep and shapes[n] == shapes[keep] and _may_be_tied(n))
+    may_be_tied = (*_EMBEDDINGS, _HEADS) if re.search(_SHARED, keep) else (_HEADS,)
+    others = (n for n in shapes if n != keep and shapes[n] == shapes[keep] and _matches(n, may_be_tied))
     return tuple(TieCandidate(name=n, keep=keep, declared=declared) for n in others)
 
 
@@ -55,5 +58,5 @@ def _first_embedding(names: Iterable[str]) -> str | None:
     return None
 
 
-def _may_be_tied(name: str) -> bool:
-    return any(re.search(p, name) for p in (*_EMBEDDINGS, _HEADS))
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(re.search(p, name) for p in patterns)

@@ -160,3 +160,15 @@ class TestTensors:
         tensors = {"wte.weight": torch.ones(4, 4), "lm_head.weight": torch.zeros(4, 4)}
         write_checkpoint(source, tensors, config={"tie_word_embeddings": True})
         assert "their values differ" in refusal(run, output).message
+
+    def test_embeddings_of_encoder_and_decoder_are_tied_to_a_shared_one_only(
+        self, run: Run, source: Path, output: Path
+    ) -> None:
+        """A T5Gemma has two of them, and a config that ties the decoder's to the head."""
+        tensors = {f"{part}.embed_tokens.weight": torch.ones(4, 4) for part in ("encoder", "decoder")}
+        for changed, shared, num_ties in ((1.0, False, 0), (2.0, False, 0), (1.0, True, 2)):
+            tensors["encoder.embed_tokens.weight"].fill_(changed)
+            more = {"shared.weight": torch.ones(4, 4)} if shared else {}
+            write_checkpoint(source, tensors | more, config={"tie_word_embeddings": True})
+            found = run(verify="weights", force=True)
+            assert sum(t.action == "tie" for t in found.tensors) == num_ties
