@@ -7,7 +7,7 @@ The config names what is not quantised, because a reader takes every other `Line
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from lpconv.formats.grains import GRAINS, Grain, known_grain
@@ -37,12 +37,18 @@ MIXED = "mixed-precision"  # the `format` of what has several, each in its group
 class LinearModules:
     """The modules of a model that readers may take for quantised, by name.
 
-    Only the weights of `plain` ones can be codes. `others` are of a subclass of `Linear`, which may use its weight
-    without calling it, are kept in fp32, or hold experts.
+    Only the weights of `plain` ones can be codes: by the names that files have, with `in_model` where the model has
+    another. `others` are of a subclass of `Linear`, which may use its weight without calling it, are kept in fp32, or
+    hold experts. `tables` are the modules that look ids up. `experts` are weights of one expert each, with the module
+    that has all of them in memory; `fused` are stored tensors that hold several experts.
     """
 
     plain: tuple[str, ...]
     others: tuple[str, ...]
+    tables: frozenset[str] = frozenset()
+    in_model: Mapping[str, str] = field(default_factory=dict)
+    experts: Mapping[str, str] = field(default_factory=dict)
+    fused: frozenset[str] = frozenset()
 
     @property
     def weights(self) -> frozenset[str]:
@@ -50,9 +56,10 @@ class LinearModules:
         return frozenset(f"{name}.weight" for name in self.plain)
 
     def without(self, quantised: Iterable[str]) -> tuple[str, ...]:
-        """The modules whose weight is not among `quantised`: what `ignore` must name."""
+        """The modules whose weight is not among `quantised`: what `ignore` must name, as files and the model do."""
         weights = set(quantised)
-        return tuple(name for name in (*self.plain, *self.others) if f"{name}.weight" not in weights)
+        kept = [name for name in self.plain if f"{name}.weight" not in weights]
+        return tuple(dict.fromkeys(n for name in (*kept, *self.others) for n in (name, self.in_model.get(name, name))))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 import importlib.resources
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ from lpconv.checkpoint.partfile import sha256_of, write_error, write_small
 from lpconv.checkpoint.residual import RESIDUAL_FOLDER, RESIDUAL_INDEX, residual_index
 from lpconv.checkpoint.staging import MARKER, SUMS, read_marker
 from lpconv.convert.plan import Plan
-from lpconv.convert.policy import left_wide
 from lpconv.forms.facts import Converted
 from lpconv.results import ConvertResult, FileRecord, ordered_json_text, to_json
 
@@ -64,8 +63,14 @@ def output_config(contents: Contents, plan: Plan) -> dict[str, Any]:
     formats = {t.name: t.format.name for t in plan.tensors if t.format is not None}
     ignored = _kept_modules(plan, formats)
     is_calibrated = plan.options.calibrate is not None
+    experts = () if plan.linears is None else plan.linears.experts
     made = Converted(
-        config=contents.config, settings=settings, formats=formats, ignored=ignored, calibrated=is_calibrated
+        config=contents.config,
+        settings=settings,
+        formats=formats,
+        ignored=ignored,
+        experts=experts,
+        calibrated=is_calibrated,
     )
     config = contents.config | plan.form.configured(made)
     if plan.form.quantised_by == "lpconv" and "auto_map" not in config and "model_type" in config:
@@ -76,14 +81,22 @@ def output_config(contents: Contents, plan: Plan) -> dict[str, Any]:
 def _kept_modules(plan: Plan, formats: Mapping[str, str]) -> list[str]:
     """The modules whose weights are not among `formats`, those of converted tensors, by the names that files have.
 
-    Where the layout converts `Linear` modules only, these, and others which readers build as such, routers first of
-    all.
+    Where the layout converts `Linear` modules only, these as the model names them, too, and all else with a weight but
+    what looks ids up: readers may build it as such, also what the model of transformers lacks.
     """
     kept = [t.info for t in plan.tensors if t.format is None and len(t.info.shape) > 1]
+    modules = dict.fromkeys(i.name.rpartition(".")[0] for i in kept if len(i.shape) > 2 or _is_weight(i))
     if plan.linears is None:
-        return [*dict.fromkeys(i.name.rpartition(".")[0] for i in kept if len(i.shape) > 2 or _is_weight(i))]
-    wide = [i.name.removesuffix(".weight") for i in kept if _is_weight(i) and left_wide(i) not in (None, "embedding")]
-    return [*dict.fromkeys([*plan.linears.without(formats), *wide])]
+        return [*modules]
+    inside = {parent for n in formats for parent in _parents(n.rpartition(".")[0])}
+    others = [m for m in modules if m not in plan.linears.tables and m not in inside]
+    return [*dict.fromkeys([*plan.linears.without(formats), *others])]
+
+
+def _parents(module: str) -> Iterator[str]:
+    while module:
+        module = module.rpartition(".")[0]
+        yield module
 
 
 def _is_weight(info: TensorInfo) -> bool:

@@ -139,7 +139,7 @@ def _linears(contents: Contents, source: Source) -> LinearModules:
         return known
     from lpconv.models.empty import linear_modules  # transformers takes seconds to import
 
-    return linear_modules(contents)
+    return linear_modules(contents, source.entries)
 
 
 def disk_bytes(job: Job) -> int:

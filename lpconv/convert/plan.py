@@ -6,7 +6,8 @@ output all come from this one object.
 
 import hashlib
 import json
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lpconv.checkpoint.compressed import LinearModules
@@ -182,16 +183,17 @@ def make_plan(
     """The plan for source tensors `entries` (name → header entry, file); `ties` maps dropped names to kept ones.
     `linears` are the model's `Linear` modules, for a layout that converts nothing else.
 
-    Raises UnsupportedError where a scale would take the name of a tensor that the source has, UsageError for a pattern
-    that matches no tensor.
+    Raises UnsupportedError where a scale would take the name of a tensor that the source has, and where no reader opens
+    what would be written; UsageError for a pattern that matches no tensor.
     """
     suffixes = method.form(options.layout).suffixes
     taken = [n for n in entries for s in suffixes if n.endswith(s) and n.removesuffix(s) in entries]
     _check_free_names(taken)
     for pattern in (*options.include, *options.exclude, *(r.pattern for r in options.rules)):
         check_matches(pattern, entries)
-    convertible = None if linears is None else linears.weights
-    planned = {n: _planned(info, method, options, ties.get(n), convertible) for n, (info, _) in entries.items()}
+    planned = {n: _planned(info, method, options, ties.get(n), linears) for n, (info, _) in entries.items()}
+    if linears is not None:
+        _check_readable(planned, linears, options)
     _check_free_names([c.name for t in planned.values() for c in t.form.side if c.name in entries])
     planned |= {t.name: t for t in _fused(planned)}
     stored = [t for t in planned.values() if t.action != "tie"]
@@ -209,13 +211,37 @@ def _check_free_names(taken: Sequence[str]) -> None:
 
 
 def _planned(
-    info: TensorInfo, method: Method, options: ConvertOptions, tied_to: str | None, convertible: Container[str] | None
+    info: TensorInfo, method: Method, options: ConvertOptions, tied_to: str | None, linears: LinearModules | None
 ) -> PlannedTensor:
     if tied_to is not None:
         kept = Kept(name=info.name, shape=info.shape, dtype=info.dtype)
         return PlannedTensor(info=info, form=kept, reason=f"tied to `{tied_to}`", tied_to=tied_to)
-    form, reason = decide(info, options, method, convertible=convertible)
+    form, reason = decide(info, options, method, linears=linears)
     return PlannedTensor(info=info, form=form, reason=reason)
+
+
+def _check_readable(planned: Mapping[str, PlannedTensor], linears: LinearModules, options: ConvertOptions) -> None:
+    """Raise UnsupportedError unless a weight is converted, and all experts of a layer in the same format."""
+    if all(t.format is None for t in planned.values()):
+        reasons = Counter(t.reason for t in planned.values() if len(t.info.shape) > 1).most_common(2)
+        raise UnsupportedError(
+            f"no tensor would be converted: {', '.join(f'{reason} ({n})' for reason, n in reasons) or 'no matrix'}",
+            hint="use --layout lpconv, or another --granularity; does config.json name the class of these weights?",
+        )
+    formats: dict[str, set[Format | None]] = {}
+    for name, module in linears.experts.items():
+        formats.setdefault(module, set()).add(planned[name].format)
+        if planned[name].form.has_input_scale:
+            raise UnsupportedError(
+                f"--calibrate does not reach the inputs of experts (`{name}`)",
+                hint="leave it out, or --exclude '*.experts.*'",
+            )
+    mixed = next((m for m, found in formats.items() if len(found) > 1), None)
+    if mixed is not None:
+        raise UnsupportedError(
+            f"the experts of `{mixed}` would be stored in several ways, and readers take all of a layer in one",
+            hint=f"--exclude '{mixed}.*' keeps them; sizes may not fit the --granularity {options.granularity}",
+        )
 
 
 def _fused(planned: Mapping[str, PlannedTensor]) -> Iterator[PlannedTensor]:

@@ -8,19 +8,20 @@ what rounding took.
 """
 
 import re
-from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
 
+from lpconv.checkpoint.compressed import LinearModules
 from lpconv.checkpoint.header import DTYPE_BITS, TensorInfo
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.patterns import matches
+from lpconv.errors import UnsupportedError
 from lpconv.formats.grains import grain_of
 from lpconv.formats.spec import FORMATS, Format
 from lpconv.forms import Form, Kept, Settings
 from lpconv.methods import Method
 
-__all__ = ["decide", "left_wide", "settings_for"]
+__all__ = ["decide", "settings_for"]
 
 # What is left in 16 bits, by the parts of names that architectures give it; those of unknown ones fall back to the rule
 # for matrices. Who serves such models quantises the same: NVIDIA's ModelOpt 0.47, `default_disabled_quantizers.yaml`.
@@ -47,18 +48,25 @@ class _Decision:
 
 
 def decide(
-    info: TensorInfo, options: ConvertOptions, method: Method, *, convertible: Container[str] | None = None
+    info: TensorInfo, options: ConvertOptions, method: Method, *, linears: LinearModules | None = None
 ) -> tuple[Form, str]:
     """The form that one tensor gets, and why. `options` have their defaults filled in.
 
-    `convertible` are the names that the layout has a form for, None where it has all.
+    `linears` are the modules whose weights the layout has a form for, None where it has one for all. Raises
+    UnsupportedError for several experts in one tensor, unless the options keep it.
     """
     decision = _decide(info, options, method)
     fmt, reason = decision.format, decision.reason
-    kind, settings = method.form(options.layout), settings_for(options)
-    if convertible is not None and info.name not in convertible:
+    kind, settings = method.form(options.layout), settings_for(options, linears, info.name)
+    if linears is not None and info.name in linears.fused and fmt is not None:
+        block = info.name.removesuffix(".weight").rpartition(".")[0].rpartition(".")[2]
+        raise UnsupportedError(
+            f"`{info.name}` holds all experts of a layer, of which plain transformers decodes no codes in this layout",
+            hint=f"--exclude '*{block}*' keeps them; --layout lpconv converts them, --layout gpt-oss those of gpt-oss",
+        )
+    if linears is not None and info.name not in linears.weights:
         fmt, reason = None, f"no Linear weight: {options.layout} leaves it"
-    elif convertible is not None and fmt is not None and not kind.holds(fmt, settings.grain):
+    elif linears is not None and fmt is not None and not kind.holds(fmt, settings.grain):
         fmt = None  # 16 bits, of which the layout has no codes
     refused = None if fmt is None else kind.refusal(info.shape, fmt, settings)
     if fmt is None or refused is not None:
@@ -66,13 +74,17 @@ def decide(
     return kind.of(info.name, info.shape, fmt, settings), reason
 
 
-def settings_for(options: ConvertOptions) -> Settings:
-    """What forms need to know of the options; None is what the method's form does not ask for."""
+def settings_for(options: ConvertOptions, linears: LinearModules | None = None, name: str = "") -> Settings:
+    """What the form of a tensor needs to know of the options; None is what the method's form does not ask for."""
     named = {"residual": options.residual, "budget_bits": options.budget_bits, "points_max": options.points_max}
     given: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
     is_calibrated = options.calibrate is not None
     return Settings(
-        scale=options.scale or "pow2", grain=grain_of(options.granularity), calibrated=is_calibrated, **given
+        scale=options.scale or "pow2",
+        grain=grain_of(options.granularity),
+        calibrated=is_calibrated,
+        is_expert=linears is not None and name in linears.experts,
+        **given,
     )
 
 
@@ -107,7 +119,7 @@ def _any_default(info: TensorInfo, wanted: Format) -> _Decision:
 def _codes_default(info: TensorInfo, wanted: Format) -> _Decision:
     if len(info.shape) < 2:
         return _Decision(format=None, reason="norm, bias or other vector")
-    what = left_wide(info)
+    what = _left_wide(info)
     if wanted.storage_bits >= _NARROW or what is None:
         return _Decision(format=wanted, reason=what or "matrix")
     if DTYPE_BITS[info.dtype] <= _NARROW:
@@ -115,7 +127,7 @@ def _codes_default(info: TensorInfo, wanted: Format) -> _Decision:
     return _Decision(format=FORMATS["fp16"], reason=f"{what}: 16 bits by default")
 
 
-def left_wide(info: TensorInfo) -> str | None:
+def _left_wide(info: TensorInfo) -> str | None:
     """What a tensor is that 8 bits are too few for, None where it is none of these."""
     named = next((what for what, parts in _WIDE.items() if parts.search(info.name)), None)
     is_filter = len(info.shape) > 2 and info.shape[1] == 1  # each output sees one channel: few numbers, used everywhere

@@ -86,7 +86,7 @@ def noise_of_sample(job: Job, *, elements: int) -> float:
 def _noise(job: Job, t: PlannedTensor, shape: tuple[int, int], work: Workspace) -> float:
     x = read_range(job.source, t.name, 0, shape[0] * shape[1])
     assert t.format is not None
-    form = job.plan.form.of(t.name, shape, t.format, settings_for(job.plan.options))
+    form = job.plan.form.of(t.name, shape, t.format, settings_for(job.plan.options, job.plan.linears, t.name))
     if x.numel() > work.scratch.value.numel():
         raise InputError(f"rows of `{t.name}` are longer than a block", hint="exclude it")
     found = form.measure(lambda each: [each(x, 0, work)]) if form.needs_first_pass else Measured()

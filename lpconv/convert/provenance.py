@@ -7,8 +7,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from lpconv.checkpoint.compressed import COMPRESSED_TENSORS
 from lpconv.convert.job import Job
 from lpconv.convert.options import ConvertOptions
+from lpconv.convert.plan import Plan
 from lpconv.formats.grains import TENSOR
 from lpconv.formats.spec import FORMATS
 from lpconv.forms.decoded import DecodedSource
@@ -77,9 +79,34 @@ def plan_warnings(job: Job) -> tuple[str, ...]:
     is_integer = any(t.format is not None and t.format.twos_complement for t in plan.tensors)
     if plan.options.granularity != TENSOR and plan.options.scale == "pow2" and is_integer:
         warnings.append("integers lose up to 6 dB where scales are powers of two: --scale exact keeps them")
+    warnings += _of_experts(plan)
     if plan.options.residual is not None and not any(s.residual for s in plan.shards):
         warnings.append(f"the source is {plan.options.format} already: nothing is lost, and there is no residual")
     return tuple(warnings)
+
+
+def _of_experts(plan: Plan) -> Iterator[str]:
+    """What plain transformers does not do with experts in the layouts of compressed-tensors."""
+    experts = () if plan.linears is None else plan.linears.experts
+    forms = [t.form for t in plan.tensors if t.name in experts and plan.options.layout == COMPRESSED_TENSORS]
+    if not forms:
+        return
+    fmt, granularity = forms[0].format, plan.options.granularity
+    if fmt is None:  # of packed weights it knows no other ones
+        is_read = all(t.format is None or t.format.name == "e4m3fn" for t in plan.tensors)
+    else:
+        is_read = fmt.name != "e4m3fn" or granularity not in ("128x128", "mx")
+    if not is_read:
+        yield "plain transformers 5.23 stops at experts that are stored so; lpconv opens them, and vLLM by its source"
+    if fmt is not None and granularity == "nvfp4" and fmt.name == "e2m1":
+        yield (
+            "plain transformers leaves the second scale of experts out (huggingface/transformers#48371): "
+            + (
+                "it is 1, which costs up to 3 dB; --scale exact keeps it, for vLLM and lpconv"
+                if plan.options.scale == "pow2"
+                else "it computes with wrong weights; vLLM and lpconv do not. --scale pow2 is for all readers"
+            )
+        )
 
 
 def tensor_warnings(tensors: Sequence[TensorRecord]) -> tuple[str, ...]:

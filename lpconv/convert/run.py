@@ -10,6 +10,7 @@ from lpconv.checkpoint.remote_output import RemoteStaging
 from lpconv.checkpoint.staging import Staging, check_free
 from lpconv.convert.files import CARD, copy_side_files, model_side_files, write_metadata, write_provenance, write_sums
 from lpconv.convert.finished import finished
+from lpconv.convert.inspect import inspect
 from lpconv.convert.job import Job, check_disk, disk_bytes, estimate_seconds, free_bytes, identity, prepare
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.parts import adopt_parts, checked_parts, remove_parts
@@ -204,7 +205,8 @@ def _calibration(job: Job, staging: Staging, progress: Progress) -> CalibrationR
 
 
 def _carry_out(job: Job, staging: Staging, asked: _Asked, calibration: CalibrationRecord | None) -> ConvertResult:
-    from lpconv.convert.verify_written import verify_written  # torch takes seconds to import
+    from lpconv.convert.scales import judged  # torch takes seconds to import
+    from lpconv.convert.verify_written import verify_written
     from lpconv.report.convert.html import html_report
 
     before = time.perf_counter()
@@ -215,6 +217,9 @@ def _carry_out(job: Job, staging: Staging, asked: _Asked, calibration: Calibrati
     names = sorted({*model_side_files(job.contents), *({CARD} & set(job.contents.side_files))})
     side_files = copy_side_files(staging.directory, job.contents, names, renamed={CARD: "README.source.md"})
     verify = verify_written(job, staging.directory, tensors, asked.progress)
+    problems = judged(inspect(staging.directory), staging.directory, is_written=True).problems
+    if problems:
+        verify = dataclasses.replace(verify, passed=False, problems=(*verify.problems, *problems))
     result = ConvertResult(
         method=job.plan.method.name,
         format=job.plan.format_name,

@@ -143,8 +143,9 @@ def _compared(
 
 def _as_recorded(plan: Plan, records: Mapping[str, TensorRecord]) -> Plan:
     """A plan with the decisions that the records name: another release of lpconv may decide otherwise."""
-    settings, tensors = settings_for(plan.options), []
+    tensors = []
     for t in plan.tensors:
+        settings = settings_for(plan.options, plan.linears, t.name)
         record = records[t.name]
         form: Any = Kept(name=t.name, shape=t.info.shape, dtype=t.info.dtype)
         if record.action == "convert":

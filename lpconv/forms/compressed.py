@@ -22,6 +22,7 @@ from lpconv.checkpoint.compressed import (
     preset_of,
     quantization_config,
 )
+from lpconv.errors import UnsupportedError
 from lpconv.formats.grains import Grain, grain_of
 from lpconv.formats.spec import FORMATS, Format
 from lpconv.forms.facts import BlockStats, Component, Converted, Headers, Looked, Measured, Settings
@@ -34,10 +35,14 @@ from lpconv.forms.tiles import FACTOR_SUFFIX, Tiles
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from lpconv.forms.tile_scales import TileScales
+
 __all__ = ["Compressed", "CompressedTiles"]
 
 _E4M3FN = FORMATS["e4m3fn"]
 _SCALE_DTYPES = {"F32", "F16", "BF16"}
+# Scales of groups of 16 normal numbers are a third of that, and the least one is 2^-9: NVFP4 keeps 17 dB of 20.
+_LEAST_RMS = 0.005
 _WEIGHT, _PACKED_SUFFIX, _SIZE_SUFFIX = ".weight", "_packed", "_shape"
 
 
@@ -81,8 +86,15 @@ class _Layout(Scaled):
 
     @classmethod
     def configured(cls, made: Converted) -> dict[str, Any]:
+        """Raises UnsupportedError for experts in several formats: transformers reads all by the usual one."""
         grain = grain_of(made.settings["granularity"])
-        usual = preset_of(made.settings["format"], grain, calibrated=made.calibrated)
+        of_experts = {made.formats[n] for n in made.experts if n in made.formats} or {made.settings["format"]}
+        if len(of_experts) > 1:
+            raise UnsupportedError(
+                f"transformers reads experts in one format, and these have {', '.join(sorted(of_experts))}",
+                hint="let --rule give all of them the same",
+            )
+        usual = preset_of(of_experts.pop(), grain, calibrated=made.calibrated)
         found = {n: preset_of(f, grain, calibrated=made.calibrated) for n, f in made.formats.items()}
         assert usual is not None, "refused"
         others = {n.removesuffix(_WEIGHT): p for n, p in found.items() if p is not None and p != usual}
@@ -198,13 +210,38 @@ class Compressed(_Layout):
 
 @dataclass(frozen=True, kw_only=True)
 class CompressedTiles(_Layout, Tiles):
-    """What `Preset` says, as lpconv writes it."""
+    """What `Preset` says, as lpconv writes it.
+
+    Plain transformers stacks experts, and leaves NVFP4's one scale for all out (huggingface/transformers#48371). So
+    with scales that every reader takes as they are, powers of two, the one of an expert (`is_expert`) is 1.
+    """
 
     kind: ClassVar[str] = "compressed tiles"
     suffixes: ClassVar[tuple[str, ...]] = (SCALE_SUFFIX, FACTOR_SUFFIX, _PACKED_SUFFIX, _SIZE_SUFFIX)
     whole: ClassVar[type[Scaled]] = Compressed
     has_short_scales: ClassVar[bool] = True
     input_name: ClassVar[str] = INPUT_GLOBAL_SCALE
+
+    is_expert: bool = False
+
+    @classmethod
+    def of(cls, name: str, shape: tuple[int, ...], format: Format, settings: Settings) -> Form:
+        form = super().of(name, shape, format, settings)
+        return replace(form, is_expert=settings.is_expert) if isinstance(form, CompressedTiles) else form
+
+    def _rule(self, num_rows: int | None = None) -> TileScales:
+        return replace(super()._rule(num_rows), has_factor=not (self.is_expert and self.has_pow2_scale))
+
+    def conclude(self, looked: Sequence[Looked], over: Over, fused: Sequence[Over] = ()) -> Measured:
+        """Raises UnsupportedError for experts that need more of the scale than plain transformers reads."""
+        found = super().conclude(looked, over, fused)
+        if self.grain.has_factor and not self._rule().has_factor and 0 < found.stats.rms < _LEAST_RMS:
+            raise UnsupportedError(
+                f"`{self.name}`: numbers of {found.stats.rms:.1g} are too small for e4m3fn scales alone, and plain "
+                "transformers leaves the second scale of experts out",
+                hint="--scale exact keeps it, for vLLM and lpconv; or use --granularity mx",
+            )
+        return found
 
     @classmethod
     def recognise(cls, name: str, headers: Headers) -> Self | None:

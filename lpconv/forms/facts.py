@@ -4,7 +4,7 @@ from __future__ import annotations  # tensors are named below and not imported
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
@@ -24,7 +24,7 @@ class Settings:
 
     `scale` is ``pow2`` or ``exact``, `grain` what has a scale of its own (None: the tensor), `residual` a key of
     `RESIDUALS`. Points have a budget of `budget_bits` an element and at most `points_max` a row. `calibrated` says that
-    inputs have scales in the file, too.
+    inputs have scales in the file, too, `is_expert` that the weight is that of one of several experts.
     """
 
     scale: str = "pow2"
@@ -33,6 +33,7 @@ class Settings:
     budget_bits: float = math.inf
     points_max: int = 1
     calibrated: bool = False
+    is_expert: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,13 +42,14 @@ class Converted:
 
     `config` is that of the source, `settings` are method, format, scale and granularity of the conversion, `formats`
     those of the converted tensors by name, and `ignored` the modules that are not converted, for layouts of others.
-    `calibrated` is as in `Settings`.
+    `experts` are the weights of one expert each. `calibrated` is as in `Settings`.
     """
 
     config: Mapping[str, Any]
     settings: Mapping[str, Any]
     formats: Mapping[str, str]
     ignored: Sequence[str]
+    experts: Iterable[str] = ()
     calibrated: bool = False
 
 

@@ -35,12 +35,16 @@ _WIDE = 128  # columns from which on torch compares floating-point numbers as fa
 
 @dataclass(frozen=True, kw_only=True)
 class TileScales:
-    """The rule for the scales of a matrix of so many rows and columns, whose codes are numbers of `format`."""
+    """The rule for the scales of a matrix of so many rows and columns, whose codes are numbers of `format`.
+
+    `has_factor` says whether the scale that divides all others, where the grain has it, may be another one than 1.
+    """
 
     grain: Grain
     format: Format
     matrix: tuple[int, int]
     has_pow2_scale: bool
+    has_factor: bool = True
 
     @property
     def _keeps_all(self) -> bool:
@@ -76,7 +80,9 @@ class TileScales:
         """The scale that divides all others, fp32 [1], where the grain has that: it makes the largest scale the largest
         number of its format, or less where it is a power of two. `largest` is the largest magnitude of all weights that
         share it."""
-        return dividing_factor(self.format, largest, pow2=self.has_pow2_scale) if self.grain.has_factor else None
+        if not self.grain.has_factor:
+            return None
+        return dividing_factor(self.format, largest if self.has_factor else 0.0, pow2=self.has_pow2_scale)
 
     def stored(self, parts: Parts, factor: Tensor | None) -> Tensor:
         """The scales as they are stored; `factor` divides them where there is one."""

@@ -1,14 +1,17 @@
 """The model of a checkpoint without its weights: what the config alone says about modules, sizes and memory."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from lpconv.checkpoint.compressed import LinearModules
 from lpconv.checkpoint.contents import Contents
 from lpconv.errors import InputError, ResourceError
-from lpconv.layers import linears
+from lpconv.layers import embeddings, linears
 from lpconv.machine import available_memory
 from lpconv.models.opening import model_errors, read_config
 from lpconv.models.quiet import quiet_transformers
@@ -32,17 +35,50 @@ def num_parameters(contents: Contents) -> int:
     return sum(p.numel() for p in empty_model(contents).parameters())
 
 
-def linear_modules(contents: Contents) -> LinearModules:
+def linear_modules(contents: Contents, names: Iterable[str]) -> LinearModules:
     """The modules of a model that readers may take for quantised. Raises UnsupportedError where it cannot be built.
 
-    Those that transformers keeps in fp32, whatever a config says, count with those that cannot be.
+    `names` are those of the tensors in the files. Modules that transformers keeps in fp32, whatever a config says,
+    count with those that cannot be.
     """
     model = empty_model(contents)
     wide = {*(getattr(model, "_keep_in_fp32_modules", None) or ())}
-    found = linears(model)
-    plain = [x.name for x in found if x.kind == "Linear" and x.is_plain and not _is_in(x.name, wide)]
-    others = dict.fromkeys(x.name for x in found if x.kind in ("Linear", "experts") and x.name not in plain)
-    return LinearModules(plain=tuple(plain), others=tuple(others))
+    stored = _stored_names(model, names)
+    plain: dict[str, str] = {}  # with the model's names
+    others, experts, fused = [], {}, set()
+    for x in linears(model):
+        found = stored.get(f"{x.name}.{x.parameter}", {})
+        if x.kind == "Linear" and x.is_plain and not _is_in(x.name, wide):
+            plain |= {n.removesuffix(".weight"): x.name for n, op in found.items() if op is None} or {x.name: x.name}
+        elif x.kind == "experts" and all(op == "MergeModulelist" and n.endswith(".weight") for n, op in found.items()):
+            plain |= {n.removesuffix(".weight"): x.name for n in found}
+            experts |= dict.fromkeys(found, x.name)
+            others += [] if found else [x.name]
+        elif x.kind in ("Linear", "experts"):
+            others.append(x.name)
+            fused |= {*found} if x.kind == "experts" else set()
+    return LinearModules(
+        plain=tuple(plain),
+        others=tuple(dict.fromkeys(others)),
+        tables=frozenset(n.rpartition(".")[0] for t in embeddings(model) for n in stored.get(f"{t}.weight", ())),
+        in_model={name: other for name, other in plain.items() if name != other},
+        experts=experts,
+        fused=frozenset(fused),
+    )
+
+
+def _stored_names(model: Any, names: Iterable[str]) -> dict[str, dict[str, str | None]]:
+    """The stored tensors that transformers makes each tensor of a model from, with the first operation of those that it
+    does not take as they are."""
+    conversions = get_model_conversion_mapping(model)
+    converters = [c for c in conversions if isinstance(c, WeightConverter)]
+    renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
+    first = {p: type(c.operations[0]).__name__ for c in converters for p in c.source_patterns}
+    there, found = model.state_dict(), {}
+    for name in names:
+        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, there)
+        found.setdefault(target, {})[name] = None if pattern is None else first[pattern]
+    return found
 
 
 def _is_in(name: str, parts: Iterable[str]) -> bool:

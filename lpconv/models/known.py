@@ -64,7 +64,8 @@ def known_linears(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...
     names = (*(f"model.layers.{i}.{module}" for i in range(count) for module in layer), _HEAD)
     expected = {f"{name}.weight" for name in (*names, _EMBEDDING)}
     missing = expected ^ {name for name, shape in shapes.items() if len(shape) > 1}
-    return LinearModules(plain=names, others=()) if missing <= {f"{_HEAD}.weight"} else None
+    tables = frozenset((_EMBEDDING,))
+    return LinearModules(plain=names, others=(), tables=tables) if missing <= {f"{_HEAD}.weight"} else None
 
 
 def _has_whole_heads(config: Mapping[str, Any]) -> bool:

@@ -23,6 +23,7 @@ from lpconv.convert.options import ConvertOptions
 from lpconv.convert.patterns import FormatRule, matches
 from lpconv.convert.run import convert, plan
 from lpconv.convert.scales import judged
+from lpconv.errors import UnsupportedError
 from lpconv.formats.grains import GRAINS
 from lpconv.formats.spec import FORMATS
 from lpconv.forms.blocks import Workspace
@@ -232,14 +233,11 @@ def test_a_real_encoder_with_excluded_layers(tmp_path: Path) -> None:
     assert (found - wanted).abs().max() <= 2.0**-8 * wanted.abs().max()
 
 
-def test_only_linear_weights_become_codes(tmp_path: Path) -> None:
+def test_what_would_convert_nothing_is_refused(tmp_path: Path) -> None:
     """GPT-2's matrices belong to `Conv1D`: codes in them would be read as numbers."""
-    planned = plan(str(tiny("gpt2", tmp_path / "gpt2")), tmp_path / "out", ConvertOptions(
-        format="e4m3fn", layout="compressed-tensors", verify="none",
-    ))  # fmt: skip
-    assert {t.action for t in planned.tensors} <= {"keep", "tie"}
-    assert any("no Linear weight" in t.reason for t in planned.tensors)
-    assert any("no tensor is converted" in w for w in planned.warnings)
+    options = ConvertOptions(format="e4m3fn", layout="compressed-tensors", verify="none")
+    with pytest.raises(UnsupportedError, match="no tensor would be converted: no Linear weight"):
+        plan(str(tiny("gpt2", tmp_path / "gpt2")), tmp_path / "out", options)
 
 
 def test_the_other_commands_understand_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,29 +147,39 @@ def test_the_modules_of_a_gpu_have_the_tensors_of_the_file(method: str, outputs:
 
 
 @pytest.mark.parametrize(
-    ("name", "sizes", "kept"),
+    ("name", "sizes", "kept", "exclude"),
     [
-        ("MixtralForCausalLM", {"num_local_experts": 2, "intermediate_size": 64}, ".mlp.experts"),
-        ("T5ForConditionalGeneration", {"d_model": 64, "d_ff": 64, "d_kv": 32, "num_heads": 2, "num_layers": 1}, ".wo"),
+        ("MixtralForCausalLM", {"num_local_experts": 2, "intermediate_size": 64}, ".gate", ()),
+        ("MixtralForCausalLM", {"num_local_experts": 2, "intermediate_size": 64}, ".mlp.experts", ("*.experts.*",)),
+        (
+            "T5ForConditionalGeneration",
+            {"d_model": 64, "d_ff": 64, "d_kv": 32, "num_heads": 2, "num_layers": 1},
+            ".wo",
+            (),
+        ),
     ],
 )
-def test_what_a_gpu_keeps_is_kept(name: str, sizes: dict[str, int], kept: str, tmp_path: Path) -> None:
-    """Experts, which lpconv leaves as they are, are named; what a model's class has in fp32 is not quantised."""
+def test_what_a_gpu_keeps_is_kept(
+    name: str, sizes: dict[str, int], kept: str, exclude: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Experts are codes, stacked there, or named; what a model's class has in fp32 is not quantised."""
     common = {"vocab_size": 96}
     if name.startswith("Mixtral"):
         common |= {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
     cls = getattr(transformers, name)
     torch.manual_seed(0)
     cls(cls.config_class(**common, **sizes)).save_pretrained(tmp_path / "source")
-    path = fine_grained(tmp_path / "source", tmp_path / "out", "mxfp8")
+    path = fine_grained(tmp_path / "source", tmp_path / "out", "mxfp8", exclude=exclude)
     ignored = json.loads((path / "config.json").read_text())["quantization_config"]["modules_to_not_convert"]
     assert any(n.endswith(kept) for n in ignored)
     wanted = modules_of(path)
     found = load_file(path / "model.safetensors")
     codes = {n for n, (dtype, _) in wanted.items() if dtype == torch.float8_e4m3fn}
     assert codes
-    assert codes == {n for n, x in found.items() if x.dtype == torch.float8_e4m3fn}
-    assert all(n + "_scale_inv" in found for n in codes)
+    coded = {n for n, x in found.items() if x.dtype == torch.float8_e4m3fn}
+    assert {n for n in codes if "experts" not in n} == {n for n in coded if "experts" not in n}
+    assert sum("experts" in n for n in codes) == (2 if any("experts" in n for n in coded) else 0)
+    assert all(n + "_scale_inv" in found for n in coded)
 
 
 def test_a_name_that_would_take_another_one_with_it_is_refused(tmp_path: Path) -> None:

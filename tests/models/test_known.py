@@ -34,9 +34,9 @@ def test_what_is_known_of_a_family_is_what_transformers_builds(tmp_path: Path, f
     save_file({}, tmp_path / "model.safetensors")
     contents = read_contents(tmp_path)
     stored = {name: tuple(x.shape) for name, x in empty_model(contents).state_dict().items()}
-    assert known_linears(config, stored) == linear_modules(contents)
+    assert known_linears(config, stored) == linear_modules(contents, stored)
     del stored["lm_head.weight"]  # as where it is tied
-    assert known_linears(config, stored) == linear_modules(contents)
+    assert known_linears(config, stored) == linear_modules(contents, stored)
 
 
 @pytest.mark.parametrize(
