@@ -40,7 +40,8 @@ class LinearModules:
     Only the weights of `plain` ones can be codes: by the names that files have, with `in_model` where the model has
     another. `others` are of a subclass of `Linear`, which may use its weight without calling it, are kept in fp32, or
     hold experts. `tables` are the modules that look ids up. `experts` are weights of one expert each, with the module
-    that has all of them in memory; `fused` are stored tensors that hold several experts.
+    that has all of them in memory, `joined` these and others that readers do not take as they are; `fused` are stored
+    tensors that hold several experts.
     """
 
     plain: tuple[str, ...]
@@ -48,6 +49,7 @@ class LinearModules:
     tables: frozenset[str] = frozenset()
     in_model: Mapping[str, str] = field(default_factory=dict)
     experts: Mapping[str, str] = field(default_factory=dict)
+    joined: frozenset[str] = frozenset()
     fused: frozenset[str] = frozenset()
 
     @property
@@ -99,64 +101,23 @@ _E4M3 = "torch.float8_e4m3fn"
 _NVFP4 = _args(4, "float", "tensor_group", group_size=16, scale_dtype=_E4M3, zp_dtype=_E4M3)
 # Who is not asked to quantise inputs takes weights as they are: vLLM multiplies in low precision only where it is.
 # Mostly readers scale inputs on the way, so that a file holds nothing of them; else it `is_calibrated`.
-_PRESETS = (
-    Preset(
-        name="FP8", format="float-quantized", number="e4m3fn", grain=None, weights=_args(*_FP8, "tensor")
-    ),
-    Preset(
-        name="FP8",
-        format="float-quantized",
-        number="e4m3fn",
-        grain=None,
-        weights=_args(*_FP8, "tensor"),
-        inputs={**_args(*_FP8, "tensor"), "observer": "static_minmax"},
-    ),
-    Preset(
-        name="FP8_DYNAMIC",
-        format="float-quantized",
-        number="e4m3fn",
-        grain=GRAINS["row"],
-        weights=_args(*_FP8, "channel"),
-        inputs={**_args(*_FP8, "token"), "dynamic": True},
-    ),
-    Preset(
-        name="FP8_BLOCK",
-        format="float-quantized",
-        number="e4m3fn",
-        grain=GRAINS["128x128"],
-        weights=_args(*_FP8, "block", block_structure=[128, 128]),
-        inputs={**_args(*_FP8, "group", group_size=128), "dynamic": True},
-    ),
-    Preset(
-        name="MXFP8",
-        format="mxfp8-quantized",
-        number="e4m3fn",
-        grain=GRAINS["mx"],
-        weights=_args(*_FP8, "group", **_MX),
-        inputs={**_args(*_FP8, "group", **_MX), "dynamic": True},
-    ),
-    Preset(
-        name="MXFP4A16",
-        format="mxfp4-pack-quantized",
-        number="e2m1",
-        grain=GRAINS["mx"],
-        weights=_args(4, "float", "group", **_MX),
-    ),
-    Preset(
-        name="NVFP4A16",
-        format="nvfp4-pack-quantized",
-        number="e2m1",
-        grain=GRAINS["nvfp4"],
-        weights=_NVFP4,
-    ),
-    Preset(
-        name="NVFP4",
-        format="nvfp4-pack-quantized",
-        number="e2m1",
-        grain=GRAINS["nvfp4"],
-        weights=_NVFP4,
-        inputs={**_NVFP4, "dynamic": "local", "observer": "static_minmax"},
-    ),
+_PRESETS = tuple(
+    Preset(name=name, format=layout, number=number, grain=GRAINS.get(grain), weights=weights, inputs=inputs)
+    for name, layout, number, grain, weights, inputs in (
+        ("FP8", "float-quantized", "e4m3fn", "", _args(*_FP8, "tensor"), None),
+        ("FP8", "float-quantized", "e4m3fn", "", _args(*_FP8, "tensor"),
+         {**_args(*_FP8, "tensor"), "observer": "static_minmax"}),
+        ("FP8_DYNAMIC", "float-quantized", "e4m3fn", "row", _args(*_FP8, "channel"),
+         {**_args(*_FP8, "token"), "dynamic": True}),
+        ("FP8_BLOCK", "float-quantized", "e4m3fn", "128x128", _args(*_FP8, "block", block_structure=[128, 128]),
+         {**_args(*_FP8, "group", group_size=128), "dynamic": True}),
+        ("MXFP8", "mxfp8-quantized", "e4m3fn", "mx", _args(*_FP8, "group", **_MX),
+         {**_args(*_FP8, "group", **_MX), "dynamic": True}),
+        ("MXFP4A16", "mxfp4-pack-quantized", "e2m1", "mx", _args(4, "float", "group", **_MX), None),
+        ("NVFP4A16", "nvfp4-pack-quantized", "e2m1", "nvfp4", _NVFP4, None),
+        ("NVFP4", "nvfp4-pack-quantized", "e2m1", "nvfp4", _NVFP4,
+         {**_NVFP4, "dynamic": "local", "observer": "static_minmax"}),
+    )
 )  # fmt: skip
 
 

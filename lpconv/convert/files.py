@@ -2,7 +2,7 @@
 
 import importlib.resources
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +61,7 @@ def output_config(contents: Contents, plan: Plan) -> dict[str, Any]:
     """
     settings = {n: getattr(plan.options, n) for n in ("method", "format", "scale", "granularity")}
     formats = {t.name: t.format.name for t in plan.tensors if t.format is not None}
-    ignored = _kept_modules(plan, formats)
-    is_calibrated = plan.options.calibrate is not None
+    ignored, calibrated = _kept_modules(plan, formats), plan.options.calibrate is not None
     experts = () if plan.linears is None else plan.linears.experts
     made = Converted(
         config=contents.config,
@@ -70,7 +69,7 @@ def output_config(contents: Contents, plan: Plan) -> dict[str, Any]:
         formats=formats,
         ignored=ignored,
         experts=experts,
-        calibrated=is_calibrated,
+        calibrated=calibrated,
     )
     config = contents.config | plan.form.configured(made)
     if plan.form.quantised_by == "lpconv" and "auto_map" not in config and "model_type" in config:
@@ -85,18 +84,10 @@ def _kept_modules(plan: Plan, formats: Mapping[str, str]) -> list[str]:
     what looks ids up: readers may build it as such, also what the model of transformers lacks.
     """
     kept = [t.info for t in plan.tensors if t.format is None and len(t.info.shape) > 1]
-    modules = dict.fromkeys(i.name.rpartition(".")[0] for i in kept if len(i.shape) > 2 or _is_weight(i))
     if plan.linears is None:
-        return [*modules]
-    inside = {parent for n in formats for parent in _parents(n.rpartition(".")[0])}
-    others = [m for m in modules if m not in plan.linears.tables and m not in inside]
-    return [*dict.fromkeys([*plan.linears.without(formats), *others])]
-
-
-def _parents(module: str) -> Iterator[str]:
-    while module:
-        module = module.rpartition(".")[0]
-        yield module
+        return [*dict.fromkeys(i.name.rpartition(".")[0] for i in kept if len(i.shape) > 2 or _is_weight(i))]
+    modules = (i.name.rpartition(".")[0] for i in kept if _is_weight(i) or ".experts." in i.name)
+    return [*dict.fromkeys([*plan.linears.without(formats), *(m for m in modules if m not in plan.linears.tables)])]
 
 
 def _is_weight(info: TensorInfo) -> bool:

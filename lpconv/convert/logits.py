@@ -5,8 +5,6 @@ noise for images and sound. Where the head of the architecture has no weights in
 states are compared instead, because random heads would compare nothing.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +12,11 @@ import torch
 from torch import Tensor
 
 from lpconv.checkpoint.contents import Contents
-from lpconv.errors import LpconvError, UnsupportedError, VerificationError
-from lpconv.machine import out_of_memory
+from lpconv.errors import UnsupportedError, VerificationError
 from lpconv.models.empty import check_fits
 from lpconv.models.inputs import describe, example_inputs, inputs_for
 from lpconv.models.load import load, open_in_files
-from lpconv.models.opening import first_line, open_to_run, read_config
+from lpconv.models.opening import model_errors, open_to_run, read_config
 from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import architecture, concrete
 from lpconv.results import LogitsCheck
@@ -27,6 +24,7 @@ from lpconv.results import LogitsCheck
 __all__ = ["check_inputs", "check_logits", "check_model", "compare", "outputs_of"]
 
 _OUTPUTS = ("logits", "last_hidden_state", "logits_per_image")
+_UNLIKE, _REPORT = "the source opens and the output does not", "report this, or use another --layout"
 _COPIES_IN_MEMORY = 2  # the model, and the values that it is given
 
 
@@ -59,7 +57,7 @@ def check_logits(source: Path, output: Path, *, trust_remote_code: bool, in_file
         inputs, cls = example_inputs(model), type(model)
         wanted = outputs_of(model, inputs)
         del model
-        with _opening():
+        with model_errors(_UNLIKE, hint=_REPORT, error=VerificationError):
             got = outputs_of(load(output, dtype=torch.float32, model_class=cls, **options), inputs)
     return compare(wanted, got, cls.__name__, describe(inputs))
 
@@ -70,20 +68,8 @@ def _check_in_files(source: Path, output: Path) -> LogitsCheck:
             raise UnsupportedError(f"the source lacks `{missing[0]}` of its model", hint="use --verify weights")
         inputs, cls = example_inputs(model), type(model)
         wanted = outputs_of(model, inputs)
-    with _opening(), open_in_files(output) as (model, _):
+    with model_errors(_UNLIKE, hint=_REPORT, error=VerificationError), open_in_files(output) as (model, _):
         return compare(wanted, outputs_of(model, inputs), cls.__name__, describe(inputs))
-
-
-@contextmanager
-def _opening() -> Iterator[None]:
-    """Raise VerificationError if a model does not open or run inside: the source's did."""
-    try:
-        yield
-    except LpconvError:
-        raise
-    except Exception as e:  # transformers raises anything at all
-        said = f"the source opens and the output does not: {first_line(e)}"
-        raise out_of_memory(e) or VerificationError(said, hint="report it, or use another --layout") from e
 
 
 def outputs_of(model: Any, inputs: dict[str, Tensor]) -> Tensor:

@@ -231,17 +231,13 @@ def _check_readable(planned: Mapping[str, PlannedTensor], linears: LinearModules
     formats: dict[str, set[Format | None]] = {}
     for name, module in linears.experts.items():
         formats.setdefault(module, set()).add(planned[name].format)
-        if planned[name].form.has_input_scale:
+        if planned[name].form.has_input_scale or len(formats[module]) > 1:
             raise UnsupportedError(
-                f"--calibrate does not reach the inputs of experts (`{name}`)",
-                hint="leave it out, or --exclude '*.experts.*'",
-            )
-    mixed = next((m for m, found in formats.items() if len(found) > 1), None)
-    if mixed is not None:
-        raise UnsupportedError(
-            f"the experts of `{mixed}` would be stored in several ways, and readers take all of a layer in one",
-            hint=f"--exclude '{mixed}.*' keeps them; sizes may not fit the --granularity {options.granularity}",
-        )
+                f"`{name}`: "
+                + ("readers take all experts of a layer in one format" if len(formats[module]) > 1
+                   else "--calibrate does not reach the inputs of experts"),
+                hint="--exclude '*.experts.*' keeps all of them; do sizes fit the --granularity?",
+            )  # fmt: skip
 
 
 def _fused(planned: Mapping[str, PlannedTensor]) -> Iterator[PlannedTensor]:

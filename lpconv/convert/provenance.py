@@ -79,33 +79,29 @@ def plan_warnings(job: Job) -> tuple[str, ...]:
     is_integer = any(t.format is not None and t.format.twos_complement for t in plan.tensors)
     if plan.options.granularity != TENSOR and plan.options.scale == "pow2" and is_integer:
         warnings.append("integers lose up to 6 dB where scales are powers of two: --scale exact keeps them")
-    warnings += _of_experts(plan)
+    warnings += _of_joined(plan)
     if plan.options.residual is not None and not any(s.residual for s in plan.shards):
         warnings.append(f"the source is {plan.options.format} already: nothing is lost, and there is no residual")
     return tuple(warnings)
 
 
-def _of_experts(plan: Plan) -> Iterator[str]:
-    """What plain transformers does not do with experts in the layouts of compressed-tensors."""
-    experts = () if plan.linears is None else plan.linears.experts
-    forms = [t.form for t in plan.tensors if t.name in experts and plan.options.layout == COMPRESSED_TENSORS]
-    if not forms:
+def _of_joined(plan: Plan) -> Iterator[str]:
+    """What plain transformers does not do with weights that it joins, in the layouts of compressed-tensors."""
+    if plan.linears is None or plan.options.layout != COMPRESSED_TENSORS:
         return
-    fmt, granularity = forms[0].format, plan.options.granularity
-    if fmt is None:  # of packed weights it knows no other ones
-        is_read = all(t.format is None or t.format.name == "e4m3fn" for t in plan.tensors)
-    else:
-        is_read = fmt.name != "e4m3fn" or granularity not in ("128x128", "mx")
-    if not is_read:
+    joined = {t.format and t.format.name for t in plan.tensors if t.name in plan.linears.joined}
+    is_packed = any(t.format is not None and t.format.name != "e4m3fn" for t in plan.tensors)
+    granularity = plan.options.granularity
+    if (None in joined and is_packed) or ("e4m3fn" in joined and granularity in ("128x128", "mx")):
         yield "plain transformers 5.23 stops at experts that are stored so; lpconv opens them, and vLLM by its source"
-    if fmt is not None and granularity == "nvfp4" and fmt.name == "e2m1":
+    if "e2m1" in joined and granularity == "nvfp4":
+        is_one = plan.options.scale == "pow2"
+        costs = (
+            "it is 1, which costs up to 3 dB" if is_one else "it computes with wrong weights, vLLM and lpconv do not"
+        )
         yield (
             "plain transformers leaves the second scale of experts out (huggingface/transformers#48371): "
-            + (
-                "it is 1, which costs up to 3 dB; --scale exact keeps it, for vLLM and lpconv"
-                if plan.options.scale == "pow2"
-                else "it computes with wrong weights; vLLM and lpconv do not. --scale pow2 is for all readers"
-            )
+            f"{costs}; --scale {'exact keeps it, for vLLM and lpconv' if is_one else 'pow2 makes it 1'}"
         )
 
 

@@ -205,8 +205,7 @@ def _calibration(job: Job, staging: Staging, progress: Progress) -> CalibrationR
 
 
 def _carry_out(job: Job, staging: Staging, asked: _Asked, calibration: CalibrationRecord | None) -> ConvertResult:
-    from lpconv.convert.scales import judged  # torch takes seconds to import
-    from lpconv.convert.verify_written import verify_written
+    from lpconv.convert.verify_written import verify_written  # torch takes seconds to import
     from lpconv.report.convert.html import html_report
 
     before = time.perf_counter()
@@ -217,9 +216,9 @@ def _carry_out(job: Job, staging: Staging, asked: _Asked, calibration: Calibrati
     names = sorted({*model_side_files(job.contents), *({CARD} & set(job.contents.side_files))})
     side_files = copy_side_files(staging.directory, job.contents, names, renamed={CARD: "README.source.md"})
     verify = verify_written(job, staging.directory, tensors, asked.progress)
-    problems = judged(inspect(staging.directory), staging.directory, is_written=True).problems
-    if problems:
-        verify = dataclasses.replace(verify, passed=False, problems=(*verify.problems, *problems))
+    if job.plan.options.layout != "lpconv":  # scales have been compared with the source, where they were to be
+        problems = (*verify.problems, *inspect(staging.directory).problems)
+        verify = dataclasses.replace(verify, passed=verify.passed and not problems, problems=problems)
     result = ConvertResult(
         method=job.plan.method.name,
         format=job.plan.format_name,

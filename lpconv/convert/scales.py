@@ -72,12 +72,12 @@ class Scales:
         )
 
 
-def _from_scales(contents: Contents, *, is_written: bool) -> Findings:
+def _from_scales(contents: Contents) -> Findings:
     """All that the scales of the layouts of others tell. Raises InputError where files cannot be read."""
     with closing(open_source(contents)) as source:
         grids = grids_of(contents, source)
         found = scales_in(grids, source)
-        problems = [*unsound(found, grids, source, contents), *(() if is_written else _inverted(found, grids))]
+        problems = [*unsound(found, grids, source, contents), *_inverted(found, grids)]
         warnings = (*_unequal(found), *_of_products(grids, source), *lost(found))
         told = Findings(problems=tuple(problems), warnings=warnings)
         return told + (_of_inputs(source) if grids else Findings())
@@ -131,10 +131,9 @@ def unsound(
     yield from _parts(grids, source, contents.config.get("quantization_config") or {})
 
 
-def judged(found: InspectResult, directory: Path, *, is_written: bool = False) -> InspectResult:
-    """The record of a checkpoint with what its scales tell. Of one that `is_written` here by its source, large weights
-    are not guessed to have lost a scale."""
-    told = _from_scales(read_contents(directory), is_written=is_written)
+def judged(found: InspectResult, directory: Path) -> InspectResult:
+    """The record of a checkpoint with what its scales tell."""
+    told = _from_scales(read_contents(directory))
     return replace(found, problems=(*found.problems, *told.problems), warnings=(*found.warnings, *told.warnings))
 
 

@@ -19,6 +19,7 @@ from lpconv.models.tasks import architecture, concrete
 
 __all__ = ["check_fits", "check_memory", "empty_model", "linear_modules", "num_parameters"]
 
+_STACKED, _ALONE = "MergeModulelist", "renamed"
 _HINT = "lpconv builds the models of this release of transformers"
 
 
@@ -45,18 +46,18 @@ def linear_modules(contents: Contents, names: Iterable[str]) -> LinearModules:
     wide = {*(getattr(model, "_keep_in_fp32_modules", None) or ())}
     stored = _stored_names(model, names)
     plain: dict[str, str] = {}  # with the model's names
-    others, experts, fused = [], {}, set()
+    others, fused = list[str](), set[str]()
     for x in linears(model):
         found = stored.get(f"{x.name}.{x.parameter}", {})
-        if x.kind == "Linear" and x.is_plain and not _is_in(x.name, wide):
-            plain |= {n.removesuffix(".weight"): x.name for n, op in found.items() if op is None} or {x.name: x.name}
-        elif x.kind == "experts" and all(op == "MergeModulelist" and n.endswith(".weight") for n, op in found.items()):
-            plain |= {n.removesuffix(".weight"): x.name for n in found}
-            experts |= dict.fromkeys(found, x.name)
-            others += [] if found else [x.name]
-        elif x.kind in ("Linear", "experts"):
+        if x.kind == "Linear" and x.is_plain and not _is_in(x.name, wide) and all(op is None for op in found.values()):
+            plain |= {n.removesuffix(".weight"): x.name for n in found} or {x.name: x.name}
+        elif x.kind != "Conv1D" and _STACKED not in found.values():
             others.append(x.name)
             fused |= {*found} if x.kind == "experts" else set()
+    joined = {n: (t.rpartition(".")[0], op) for t, found in stored.items() for n, op in found.items() if op != _ALONE}
+    joined = {n: (t, op) for n, (t, op) in joined.items() if op is not None and n.endswith(".weight")}
+    experts = {n: module for n, (module, op) in joined.items() if op == _STACKED}
+    plain |= {n.removesuffix(".weight"): module for n, module in experts.items()}
     return LinearModules(
         plain=tuple(plain),
         others=tuple(dict.fromkeys(others)),
@@ -64,20 +65,25 @@ def linear_modules(contents: Contents, names: Iterable[str]) -> LinearModules:
         in_model={name: other for name, other in plain.items() if name != other},
         experts=experts,
         fused=frozenset(fused),
+        joined=frozenset(joined),
     )
 
 
 def _stored_names(model: Any, names: Iterable[str]) -> dict[str, dict[str, str | None]]:
-    """The stored tensors that transformers makes each tensor of a model from, with the first operation of those that it
-    does not take as they are."""
+    """The stored tensors that transformers makes each tensor of a model from; what it does first with those that it
+    does not take as they are, or `_ALONE` where it would not rename a scale beside them."""
     conversions = get_model_conversion_mapping(model)
     converters = [c for c in conversions if isinstance(c, WeightConverter)]
     renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
     first = {p: type(c.operations[0]).__name__ for c in converters for p in c.source_patterns}
-    there, found = model.state_dict(), {}
+    there = model.state_dict()
+    found: dict[str, dict[str, str | None]] = {}
     for name in names:
         target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, there)
-        found.setdefault(target, {})[name] = None if pattern is None else first[pattern]
+        renamed, beside = (rename_source_key(n, renamings, [])[0] for n in (name, f"{name}_scale"))
+        alone = None if beside == f"{renamed}_scale" else _ALONE
+        if target in there:
+            found.setdefault(target, {})[name] = alone if pattern is None else first[pattern]
     return found
 
 

@@ -62,16 +62,16 @@ class Opened:
 
 
 @contextmanager
-def model_errors(what: str, *, hint: str) -> Iterator[None]:
+def model_errors(what: str, *, hint: str, error: type[LpconvError] = UnsupportedError) -> Iterator[None]:
     """Turn what transformers raises inside, which is anything at all for checkpoints it does not know, into an error
-    of ours: UnsupportedError with `what` in front, ResourceError where memory ran out, PeerLostError where another
+    of ours: `error` with `what` in front, ResourceError where memory ran out, PeerLostError where another
     process of the run went."""
     try:
         yield
     except LpconvError:
         raise
     except Exception as e:
-        raise out_of_memory(e) or peer_lost(e) or UnsupportedError(f"{what}: {first_line(e)}", hint=hint) from e
+        raise out_of_memory(e) or peer_lost(e) or error(f"{what}: {first_line(e)}", hint=hint) from e
 
 
 def check_runs(model: Any, inputs: Mapping[str, torch.Tensor]) -> None:

@@ -250,9 +250,8 @@ class LpconvQuantizer(HfQuantizer):  # type: ignore[misc]
         back = [c.reverse_transform() for c in model._weight_conversions or () if isinstance(c, WeightRenaming)][::-1]
         for name, (scale, fmt) in self.scales.items():
             encoded[tensors[name].data_ptr()] = self._encoded(tensors[name], scale, fmt)
-            stored, beside = _renamed(name, back), name + SCALE_SUFFIX
-            # A name whose last part is undone takes no suffix along.
-            state[beside if _renamed(beside, back) == stored + SCALE_SUFFIX else stored + SCALE_SUFFIX] = scale
+            stored, beside = _renamed(name, back) + SCALE_SUFFIX, name + SCALE_SUFFIX
+            state[beside if _renamed(beside, back) == stored else stored] = scale  # a last part takes no suffix along
         for name, tensor in tensors.items():
             if name not in merged:
                 state[name] = encoded.get(tensor.data_ptr(), tensor)
@@ -313,13 +312,10 @@ def _renamed(name: str, renamings: list[WeightRenaming]) -> str:
 
 def _renamed_leaves(leaves: list[str], conversions: list[WeightTransform]) -> list[str]:
     """The last name parts that a model's renamings give to tensors with one of `leaves` (GraniteMoE's experts)."""
-    pairs = [
-        (re.split(r"\W+", source)[-1], re.split(r"\W+", target)[-1])
-        for c in conversions
-        if isinstance(c, WeightRenaming) and len(c._original_source_patterns) == len(c._original_target_patterns)
-        for source, target in zip(c._original_source_patterns, c._original_target_patterns, strict=True)
-    ]
-    return [target for source, target in pairs if source in leaves and target]
+    renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
+    pairs = (p for c in renamings for p in zip(c._original_source_patterns, c._original_target_patterns, strict=False))
+    last = ([re.split(r"\W+", pattern)[-1] for pattern in pair] for pair in pairs)
+    return [target for source, target in last if source in leaves and target]
 
 
 def decode_points(codes: Tensor, scales: Tensor, counts: Tensor, fmt: str) -> Tensor:

@@ -130,9 +130,9 @@ def ignored_by(path: Path) -> list[str]:
         (
             "W4A16",
             {"exclude": ("*.experts.1.*",)},
-            "experts of `model.layers.0.mlp.experts` would be stored in several",
+            "readers take all experts of a layer in one format",
         ),
-        ("W4A16", {"rules": (FormatRule(pattern="*.w2*", format="int8"),)}, "would be stored in several ways"),
+        ("W4A16", {"rules": (FormatRule(pattern="*.w2*", format="int8"),)}, "all experts of a layer in one format"),
         ("FP8", {"calibrate": "demo"}, "does not reach the inputs of experts"),
     ],
 )
