@@ -1,25 +1,31 @@
 """Student's t distribution, for the intervals of small samples."""
 
 import math
-import statistics
 
 __all__ = ["t_quantile"]
 
 
 def t_quantile(freedom: int, confidence: float = 0.95) -> float:
-    """What a mean ± t · s / √n needs to hold with that confidence; `freedom` is n - 1, at least 1.
+    """Quantile t for which mean ± t · s / √n covers the true mean with this confidence.
 
-    Exact for one and two degrees of freedom; from three on by the Cornish-Fisher expansion (Abramowitz & Stegun
-    26.7.5), which at three is 0.7 % low of 95 %, 2 % low of 98 %, and closer beyond.
+    `freedom` is n - 1, at least 1.
     """
-    if freedom == 1:
-        return math.tan(confidence * math.pi / 2)
-    if freedom == 2:
-        return confidence * math.sqrt(2 / (1 - confidence**2))
-    z = statistics.NormalDist().inv_cdf((1 + confidence) / 2)
-    return (
-        z
-        + (z**3 + z) / (4 * freedom)
-        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
-        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * freedom**3)
-    )
+    low, high = 0.0, math.pi / 2
+    while low < (middle := (low + high) / 2) < high:
+        if _probability_within(middle, freedom) < confidence:
+            low = middle
+        else:
+            high = middle
+    return math.sqrt(freedom) * math.tan(low)
+
+
+def _probability_within(angle: float, freedom: int) -> float:
+    """P(|T| ≤ √freedom · tan(angle)), exactly: the regularised incomplete beta function, which for whole degrees of
+    freedom is a finite sum (Abramowitz & Stegun 26.7.3 and 26.7.4)."""
+    sine, cosine = math.sin(angle), math.cos(angle)
+    is_odd = freedom % 2
+    term, total = (cosine if is_odd else 1.0), 0.0
+    for power in range(1 + is_odd, freedom, 2):
+        total += term
+        term *= cosine**2 * power / (power + 1)
+    return 2 / math.pi * (angle + sine * total) if is_odd else sine * total
