@@ -35,16 +35,18 @@ __all__ = [
     "VerificationError",
     "finding",
     "from_system",
+    "os_error",
     "peer_lost",
 ]
 
 
 # What a disk has no room for, or does not let anybody write.
-_NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
+_UNNAMED = 0  # the reason that torch.save keeps to itself
+_NOT_WRITTEN = (_UNNAMED, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 # What torch says of ranks that it cannot talk to: by the type of the error, or, of gloo, by the file that raised it.
 _PEER_LOST = ("DistBackendError", "DistNetworkError", "DistStoreError")
 _NO_TEMPORARY = "No usable temporary directory"  # Python's own, which names no file
-_NOT_WRITTEN_BY_TORCH = ("PytorchStreamWriter failed", "unexpected pos", "iostream error")  # torch.save names no reason
+_NOT_WRITTEN_BY_TORCH = ("PytorchStreamWriter failed", "unexpected pos", "iostream error")
 
 
 class LpconvError(Exception):
@@ -161,30 +163,34 @@ def peer_lost(error: BaseException) -> PeerLostError | None:
     )
 
 
-def from_system(error: BaseException) -> LpconvError | None:
-    """What the operating system refused, as an error of ours; None where it names neither a reason nor a file.
+def os_error(error: BaseException) -> OSError | None:
+    """The operating system's refusal that an exception reports, or None.
 
-    Libraries in Rust and C++ say it in errors of their own.
+    Libraries in Rust and C++ report it in exceptions of their own.
     """
-    if not isinstance(error, OSError):
-        number = re.search(r"\(os error (\d+)\)", str(error))
-        if number:
-            return from_system(OSError(int(number[1]), os.strerror(int(number[1]))))
-        lost = peer_lost(error)
-        if lost is not None:
-            return lost
-        if any(words in str(error) for words in _NOT_WRITTEN_BY_TORCH):
-            return ResourceError(f"cannot write a file: {error!s:.120}", hint="free some space, or write elsewhere")
-        return None
-    where = f"`{error.filename}`" if error.filename else "a file"
-    if error.errno in _NOT_WRITTEN:
-        return ResourceError(f"cannot write {where}: {error.strerror}", hint="free some space, or write elsewhere")
-    if _NO_TEMPORARY in str(error):
+    if isinstance(error, OSError):
+        return error
+    number = re.search(r"\(os error (\d+)\)", str(error))
+    if number:
+        return OSError(int(number[1]), os.strerror(int(number[1])))
+    is_unwritten = any(words in str(error) for words in _NOT_WRITTEN_BY_TORCH)
+    return OSError(_UNNAMED, f"{error!s:.120}") if is_unwritten else None
+
+
+def from_system(error: BaseException) -> LpconvError | None:
+    """What the operating system refused, as an error of ours; None where it names neither a reason nor a file."""
+    refused = os_error(error)
+    if refused is None:
+        return peer_lost(error)
+    where = f"`{refused.filename}`" if refused.filename else "a file"
+    if refused.errno in _NOT_WRITTEN:
+        return ResourceError(f"cannot write {where}: {refused.strerror}", hint="free some space, or write elsewhere")
+    if _NO_TEMPORARY in str(refused):
         return ResourceError(
             "no folder for temporary files can be written", hint="free some space, or name another one in TMPDIR"
         )
-    if error.errno == errno.EIO:
-        return InputError(f"cannot read or write {where}: {error.strerror}", hint="check the disk")
-    if error.errno is None or not error.filename:
+    if refused.errno == errno.EIO:
+        return InputError(f"cannot read or write {where}: {refused.strerror}", hint="check the disk")
+    if refused.errno is None or not refused.filename:
         return None
-    return InputError(f"cannot use {where}: {error.strerror}", hint="check the path and its permissions")
+    return InputError(f"cannot use {where}: {refused.strerror}", hint="check the path and its permissions")

@@ -13,12 +13,21 @@ import os
 import re
 import stat
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
 from lpconv.checkpoint.place import open_file
-from lpconv.errors import InputError, LpconvError, OutputExistsError, ResourceError, UnreadError, UnsupportedError
+from lpconv.errors import (
+    InputError,
+    LpconvError,
+    OutputExistsError,
+    ResourceError,
+    UnreadError,
+    UnsupportedError,
+    os_error,
+)
 from lpconv.results import FileRecord
 
 __all__ = [
@@ -32,6 +41,7 @@ __all__ = [
     "sha256_of",
     "write_error",
     "write_small",
+    "writing",
 ]
 
 # Failed reads that no disk is to blame for.
@@ -93,15 +103,13 @@ class PartFile:
         """Wait until the bytes are on the disk, and give the file its name."""
         assert self._fd is not None
         assert self._hashed == self._size, (self._name, self._hashed, self._size)
-        try:
+        with writing(self._part):
             for flush in self._flushes:
                 flush.result()
             os.fsync(self._fd)
             self._close()
             os.rename(self._part, self._path)
             fsync_directory(self._path.parent)
-        except OSError as e:
-            raise write_error(e, self._part) from e
         return FileRecord(name=self._name, size_bytes=self._size, sha256=self._hash.hexdigest())
 
     def abandon(self) -> None:
@@ -131,6 +139,21 @@ def _write_back(fd: int, start: int, stop: int) -> None:
     os.posix_fadvise(fd, start, stop - start, os.POSIX_FADV_DONTNEED)
 
 
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn a write that fails inside, in whatever library, into `write_error` of `path` or of a file below it."""
+    try:
+        yield
+    except LpconvError:
+        raise
+    except Exception as e:
+        refused = os_error(e)
+        if refused is None:
+            raise
+        names = [Path(n) for n in (refused.filename2, refused.filename) if isinstance(n, str)]
+        raise write_error(refused, next((n for n in names if n.is_relative_to(path)), path)) from e
+
+
 def write_error(e: OSError, path: Path) -> LpconvError:
     """A failed write as an error of ours: exit code 7, with what to do about it."""
     if e.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -144,13 +167,11 @@ def write_error(e: OSError, path: Path) -> LpconvError:
 def write_small(path: Path, text: str) -> FileRecord:
     """Write a small text file in one go, durably. A device or a pipe, such as /dev/stdout, is written to as it is."""
     data = text.encode()
-    try:
+    with writing(path):
         if os.path.exists(path) and not os.path.isfile(path):
             path.write_bytes(data)
         else:
             _replace(path, data)
-    except OSError as e:
-        raise write_error(e, path) from e
     return FileRecord(name=path.name, size_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
 
 

@@ -21,7 +21,7 @@ from typing import Any, Self
 from lpconv.checkpoint.contents import read_json
 from lpconv.checkpoint.gguf_view import file_at
 from lpconv.checkpoint.holding import held_by_another, hold, is_held
-from lpconv.checkpoint.partfile import PartFile, check_writable, fsync_directory, sha256_of, write_error
+from lpconv.checkpoint.partfile import PartFile, check_writable, fsync_directory, sha256_of, writing
 from lpconv.errors import InputError, OutputExistsError, UnsupportedError, UsageError
 from lpconv.lookup import no_directory
 
@@ -65,11 +65,9 @@ class Staging:
         self.done: list[dict[str, Any]] = []
         self._force = force
         check_free(output, resume=resume, force=force)
-        try:
+        with writing(self.directory):
             self.directory.mkdir(parents=True, exist_ok=True)
             self._journal = (self.directory / JOURNAL).open("a+b")
-        except OSError as e:
-            raise write_error(e, self.directory) from e
         self._lock()
         try:
             self._begin(identity, resume=resume)
@@ -107,12 +105,10 @@ class Staging:
 
     def append(self, line: dict[str, Any]) -> None:
         """Add one line to the journal, durably."""
-        try:
+        with writing(self.directory / JOURNAL):
             self._journal.write(json.dumps(line).encode() + b"\n")
             self._journal.flush()
             os.fsync(self._journal.fileno())
-        except OSError as e:
-            raise write_error(e, self.directory / JOURNAL) from e
 
     def create(self, name: str, size_bytes: int, flusher: ThreadPoolExecutor) -> PartFile:
         """Begin a file of the folder."""
@@ -125,7 +121,7 @@ class Staging:
         """
         _check_output(self.output, force=self._force)
         old = beside(self.output, ".replaced")
-        try:
+        with writing(self.output):
             if self.output.exists():
                 _remove(old)
                 os.rename(self.output, old)
@@ -133,8 +129,6 @@ class Staging:
             fsync_directory(self.output.parent)
             (self.output / JOURNAL).unlink(missing_ok=True)  # a run that resumes this one tidies up too
             _remove(old)
-        except OSError as e:
-            raise write_error(e, self.output) from e
 
     @contextlib.contextmanager
     def discarded_on_failure(self) -> Iterator[None]:
@@ -152,12 +146,10 @@ class Staging:
     def set_aside(self) -> Path | str:
         """Keep a failed output for inspection as `OUT.failed`, never as OUT."""
         failed = beside(self.output, ".failed")
-        try:
+        with writing(failed):
             _remove(failed)
             os.rename(self.directory, failed)
             (failed / JOURNAL).unlink()
-        except OSError as e:
-            raise write_error(e, failed) from e
         return failed
 
     def __enter__(self) -> Self:

@@ -8,7 +8,7 @@ from typing import Any
 
 from lpconv.checkpoint.contents import QUANTIZATION_FILES, Contents
 from lpconv.checkpoint.header import TensorInfo
-from lpconv.checkpoint.partfile import sha256_of, write_error, write_small
+from lpconv.checkpoint.partfile import sha256_of, write_small, writing
 from lpconv.checkpoint.residual import RESIDUAL_FOLDER, RESIDUAL_INDEX, residual_index
 from lpconv.checkpoint.staging import MARKER, SUMS, read_marker
 from lpconv.convert.plan import Plan
@@ -164,11 +164,9 @@ def copy_side_files(
     copied = []
     for name in names:
         target = renamed.get(name, name)
-        try:
+        with writing(directory / target):
             (directory / target).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(contents.directory / name, directory / target)
-        except OSError as e:
-            raise write_error(e, directory / target) from e
         copied.append(target)
     return tuple(copied)
 
@@ -183,13 +181,13 @@ def write_provenance(directory: Path, result: ConvertResult, contents: Contents,
     write_small(directory / MARKER, ordered_json_text({"format_version": 1, **kept, "source_config": changed}))
 
 
-def write_sums(directory: Path, known: Iterable[FileRecord]) -> None:
-    """SHA256SUMS of every file of the output but the run's own reports; hashes that are known are not taken again."""
+def write_sums(directory: Path, known: Iterable[FileRecord], renamed: Mapping[str, str] | None = None) -> None:
+    """SHA256SUMS of every file of the output but the run's own reports; hashes that are known are not taken again.
+
+    Files that are about to be `renamed` stand under their new names.
+    """
     hashes = {f.name: f.sha256 for f in known}
-    names = sorted(p.relative_to(directory).as_posix() for p in directory.rglob("*") if p.is_file())
-    lines = []
-    for name in names:
-        if name in _NOT_SUMMED or name.startswith("journal."):
-            continue
-        lines.append(f"{hashes.get(name) or sha256_of(directory / name)}  {name}\n")
-    write_small(directory / SUMS, "".join(lines))
+    files = {p.relative_to(directory).as_posix(): p for p in directory.rglob("*") if p.is_file()}
+    named = sorted(((renamed or {}).get(name, name), p) for name, p in files.items())
+    kept = [(name, p) for name, p in named if name not in _NOT_SUMMED and not name.startswith("journal.")]
+    write_small(directory / SUMS, "".join(f"{hashes.get(name) or sha256_of(p)}  {name}\n" for name, p in kept))

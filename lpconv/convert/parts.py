@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lpconv.checkpoint.contents import read_json
-from lpconv.checkpoint.partfile import fsync_directory, sha256_of, write_error, write_small
+from lpconv.checkpoint.partfile import fsync_directory, sha256_of, write_small, writing
 from lpconv.checkpoint.staging import MARKER, PARTS, Staging, beside, check_free, differing, read_marker
 from lpconv.convert.job import Job, check_disk, identity, prepare
 from lpconv.convert.options import ConvertOptions
@@ -168,15 +168,13 @@ def adopt_parts(job: Job, parts: Sequence[PartResult], staging: Staging) -> None
 
 
 def _adopt(path: Path, target: Path) -> None:
-    try:
+    with writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
             os.link(path, target)
         except OSError:  # not every file system has links
             shutil.copyfile(path, target)
         fsync_directory(target.parent)
-    except OSError as e:
-        raise write_error(e, target) from e
 
 
 def remove_parts(output: Path) -> None:

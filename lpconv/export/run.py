@@ -11,7 +11,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from lpconv.checkpoint.contents import Contents, read_contents
-from lpconv.checkpoint.partfile import sha256_of, write_error, write_small
+from lpconv.checkpoint.partfile import sha256_of, write_small, writing
 from lpconv.checkpoint.resolve import Resolved, resolve
 from lpconv.checkpoint.staging import MARKER, Staging, check_apart, read_marker
 from lpconv.checkpoint.unchanged import watch, watched_files
@@ -153,10 +153,8 @@ def _save(graph: ir.Model, directory: Path, *, external: bool) -> tuple[FileReco
     """The graph, with its weights in it, or beside it where they are too many for one protobuf or that was asked."""
     size = sum(v.const_value.nbytes for v in graph.graph.initializers.values() if v.const_value is not None)
     beside = _DATA_FILE if external or size > MAX_INLINE_BYTES else None
-    try:
+    with writing(directory / MODEL_FILE):
         ir.save(graph, directory / MODEL_FILE, external_data=beside)
-    except OSError as e:
-        raise write_error(e, directory / MODEL_FILE) from e
     paths = [directory / name for name in (MODEL_FILE, beside) if name is not None and (directory / name).exists()]
     return tuple(FileRecord(name=p.name, size_bytes=p.stat().st_size, sha256=sha256_of(p)) for p in paths)
 

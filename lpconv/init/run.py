@@ -13,7 +13,7 @@ import transformers
 
 from lpconv.checkpoint.contents import check_config, read_contents, read_json
 from lpconv.checkpoint.holding import hold, is_held
-from lpconv.checkpoint.partfile import write_error, write_small
+from lpconv.checkpoint.partfile import write_small, writing
 from lpconv.checkpoint.resolve import resolve
 from lpconv.convert.files import plain_config
 from lpconv.convert.options import ConvertOptions
@@ -135,13 +135,11 @@ def _beside(output: Path) -> Iterator[Path]:
     """A folder on the disk of `output`, gone afterwards; those that killed runs left there go with it."""
     place = output.absolute()
     prefix = f".lpconv-init-{place.name[:200]}-"
-    try:
+    with writing(output):
         place.parent.mkdir(parents=True, exist_ok=True)
         left = [p for p in place.parent.iterdir() if p.name.startswith(prefix) and not is_held(p)]
         made = tempfile.TemporaryDirectory(prefix=prefix, dir=place.parent)
         descriptor = os.open(made.name, os.O_RDONLY)
-    except OSError as e:
-        raise write_error(e, output) from e
     try:
         hold(descriptor)
         for killed in left:

@@ -7,7 +7,7 @@ the last file is a list of hashes of the others.
 import shutil
 from pathlib import Path
 
-from lpconv.checkpoint.partfile import NOT_A_FILE, read_error, sha256_of, write_error, write_small
+from lpconv.checkpoint.partfile import NOT_A_FILE, read_error, sha256_of, write_small, writing
 from lpconv.errors import LpconvError, UnreadError
 
 __all__ = ["drop_broken", "last_checkpoint", "seal_checkpoint", "step_of"]
@@ -23,8 +23,9 @@ def seal_checkpoint(folder: Path, step: int) -> None:
     files = sorted(p for p in checkpoint.rglob("*") if p.is_file() and p.name != _SEAL)
     lines = [f"{sha256_of(p)}  {p.relative_to(checkpoint).as_posix()}\n" for p in files]
     write_small(checkpoint / _SEAL, "".join(lines))
-    for old in _checkpoints(folder)[_KEPT:]:
-        shutil.rmtree(old)
+    with writing(folder):
+        for old in _checkpoints(folder)[_KEPT:]:
+            shutil.rmtree(old)
 
 
 def last_checkpoint(folder: Path) -> Path | None:
@@ -34,12 +35,10 @@ def last_checkpoint(folder: Path) -> Path | None:
 
 def drop_broken(folder: Path) -> None:
     """Delete checkpoints that are not whole: they lie where later ones will be written."""
-    try:
+    with writing(folder):
         for checkpoint in _checkpoints(folder):
             if not _is_whole(checkpoint):
                 shutil.rmtree(checkpoint)
-    except OSError as e:
-        raise write_error(e, folder) from e
 
 
 def step_of(checkpoint: Path) -> int:

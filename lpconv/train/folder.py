@@ -4,7 +4,8 @@ OUT/finetune.json          what was asked for; says that the folder is ours
 OUT/metrics.jsonl          a row per step of the run (of the first seed), which a resumed run continues; step 0 is the
                            evaluation before training
 OUT/runs/NAME/             the other runs' metrics, checkpoints to resume from, and run.json once a run is done
-OUT/config.json …          the trained model
+OUT/runs/published/        the trained model, until all runs are done
+OUT/config.json …          the trained model, config.json last; no failed run leaves one
 OUT/report.{json,html}     written last, so that a folder with them is complete
 """
 
@@ -20,7 +21,7 @@ from typing import Any
 
 from lpconv.checkpoint.contents import read_json
 from lpconv.checkpoint.holding import held_by_another, hold, is_held
-from lpconv.checkpoint.partfile import check_writable, read_error, write_error, write_small
+from lpconv.checkpoint.partfile import check_writable, read_error, write_small, writing
 from lpconv.checkpoint.staging import TUNED, check_same_run, is_unused
 from lpconv.errors import InputError, OutputExistsError
 from lpconv.results import RunRecord, Series, from_json, json_line, ordered_json_text, to_json
@@ -28,7 +29,9 @@ from lpconv.train.options import FinetuneOptions
 
 __all__ = [
     "MARKER",
+    "PAGE",
     "REPORT",
+    "RUNS",
     "Metrics",
     "check_folder",
     "held_folder",
@@ -40,8 +43,7 @@ __all__ = [
 ]
 
 
-MARKER, REPORT = TUNED, "report.json"
-_RUNS = "runs"
+MARKER, REPORT, PAGE, RUNS = TUNED, "report.json", "report.html", "runs"
 # These say how a run goes or is judged, not what it is.
 _FREE = {"resume", "force", "max_memory", "log_to", "gates"}
 
@@ -66,11 +68,9 @@ def check_folder(output: Path, model: str, options: FinetuneOptions) -> None:
 def held_folder(output: Path, model: str, options: FinetuneOptions) -> Iterator[None]:
     """The folder, made or gone on in, and kept from other runs while the block works. Raises as `check_folder` does."""
     check_folder(output, model, options)
-    try:
+    with writing(output):
         output.mkdir(parents=True, exist_ok=True)
         folder = os.open(output, os.O_RDONLY)
-    except OSError as e:
-        raise write_error(e, output) from e
     try:
         if not hold(folder):
             raise held_by_another(output)
@@ -84,14 +84,12 @@ def held_folder(output: Path, model: str, options: FinetuneOptions) -> Iterator[
 
 def _clear(output: Path) -> None:
     """Empty the folder, which stays: it is what the lock is on."""
-    try:
+    with writing(output):
         for path in output.iterdir():
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:
                 path.unlink()
-    except OSError as e:
-        raise write_error(e, output) from e
 
 
 def _identity(model: str, options: FinetuneOptions) -> dict[str, Any]:
@@ -101,13 +99,14 @@ def _identity(model: str, options: FinetuneOptions) -> dict[str, Any]:
 
 def run_folder(output: Path, role: str, seed: int) -> Path:
     """Where one run keeps its checkpoints."""
-    return output / _RUNS / f"{role}-seed{seed}"
+    return output / RUNS / f"{role}-seed{seed}"
 
 
 def remove_checkpoints(output: Path) -> None:
     """Once everything is done, nothing is left to resume."""
-    for path in (output / _RUNS).glob("*/checkpoint-*"):
-        shutil.rmtree(path)
+    with writing(output / RUNS):
+        for path in (output / RUNS).glob("*/checkpoint-*"):
+            shutil.rmtree(path)
 
 
 _FINISHED = "run.json"
@@ -147,7 +146,7 @@ class Metrics:
             return
         self.rows.append(self._open_row)
         if self.path is not None:
-            with self.path.open("a", encoding="utf-8") as f:
+            with writing(self.path), self.path.open("a", encoding="utf-8") as f:
                 f.write(json_line(self._open_row))
         self._open_row = None
 

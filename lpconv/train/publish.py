@@ -2,7 +2,8 @@
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +11,23 @@ import torch
 from torch import Tensor
 
 from lpconv.checkpoint.contents import read_contents
+from lpconv.checkpoint.partfile import writing
 from lpconv.checkpoint.staging import MARKER
 from lpconv.convert.files import copy_side_files, model_side_files, write_sums
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.run import convert
 from lpconv.models.quiet import quiet_transformers
 from lpconv.shards import whole
+from lpconv.train.folder import PAGE, REPORT, RUNS
 from lpconv.train.job import TrainingJob
 from lpconv.train.one import Finished
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.processes import is_main_process
 from lpconv.train.recipes import saved_as
 
-__all__ = ["form_of", "publish_model", "write_checksums"]
+__all__ = ["form_of", "in_place", "publish_model"]
+
+_PUBLISHED = "published"
 
 # Of the source's side files, those that are about its own training.
 _NOT_COPIED = {"metrics.json"}
@@ -34,11 +39,11 @@ def form_of(options: FinetuneOptions) -> tuple[str, str]:
     return (method, format) if options.save == "converted" or method == "plain" else ("plain", "fp32")
 
 
-def publish_model(output: Path, job: TrainingJob, finished: Finished) -> None:
-    """Write the model and the source's tokenizer into `output`; a converted form is checked against the trained one.
+def publish_model(output: Path, job: TrainingJob, finished: Finished) -> Path:
+    """Write the model and the source's tokenizer into the folder that is returned, which is below `output`.
 
-    All processes call it, because they may have to gather what is written, tensor by tensor; the main one keeps and
-    writes it.
+    `in_place` moves them there. A converted form is checked against the trained one. All processes call
+    it, because they may have to gather what is written, tensor by tensor; the main one keeps and writes it.
     """
     values = finished.prepared.values(finished.optimizer)
     whole_values = {}
@@ -47,13 +52,16 @@ def publish_model(output: Path, job: TrainingJob, finished: Finished) -> None:
         if is_main_process():
             whole_values[id(x)] = found.cpu()
     if is_main_process():
-        _publish(output, job, finished.prepared.model, {name: whole_values[id(x)] for name, x in values.items()})
+        with writing(output / RUNS):
+            _publish(output, job, finished.prepared.model, {name: whole_values[id(x)] for name, x in values.items()})
+    return output / RUNS / _PUBLISHED
 
 
 def _publish(output: Path, job: TrainingJob, model: Any, values: dict[str, Tensor]) -> None:
     method, format = form_of(job.options)
-    trained = output / "runs" / "trained"
+    trained, published = output / RUNS / "trained", output / RUNS / _PUBLISHED
     shutil.rmtree(trained, ignore_errors=True)
+    shutil.rmtree(published, ignore_errors=True)
     is_bf16 = (method, format) == ("plain", "bf16")
     if job.examples.labels:
         model.config.id2label = dict(enumerate(job.examples.labels))
@@ -66,13 +74,11 @@ def _publish(output: Path, job: TrainingJob, model: Any, values: dict[str, Tenso
     contents = read_contents(job.directory)
     copy_side_files(trained, contents, (n for n in model_side_files(contents) if n not in _NOT_COPIED), renamed={})
     if method == "plain":
-        _move(trained, output)
+        os.rename(trained, published)
         return
-    converted = output / "runs" / "converted"
-    convert(str(trained), converted, ConvertOptions(method=method, format=format, verify="weights", force=True))
+    convert(str(trained), published, ConvertOptions(method=method, format=format, verify="weights", force=True))
     for name in ("README.md", "report.json", "report.html", "SHA256SUMS"):
-        (converted / name).unlink(missing_ok=True)
-    _move(converted, output)
+        (published / name).unlink(missing_ok=True)
     shutil.rmtree(trained)
 
 
@@ -84,17 +90,28 @@ def _rounded(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: made[x.data_ptr()] for name, x in values.items()}
 
 
-def write_checksums(output: Path) -> None:
-    """Of all files of a converted output, as `lpconv verify` wants them, the run's own included."""
-    if (output / MARKER).exists():
-        write_sums(output, ())
+@contextmanager
+def in_place(output: Path) -> Iterator[None]:
+    """Move what `publish_model` wrote into `output`, around the block that writes the reports.
 
-
-def _move(source: Path, target: Path) -> None:
-    """Move the files of one folder into another, which may hold some already."""
-    for path in sorted(source.rglob("*")):
-        if path.is_file():
-            place = target / path.relative_to(source)
+    SHA256SUMS of a converted form come before, as `lpconv verify` wants them, and config.json after it: a run that
+    fails leaves nothing that opens, and no reports. A second call goes on with what a first one left.
+    """
+    published = output / RUNS / _PUBLISHED
+    config = published / "config.json"
+    with writing(output):
+        for path in sorted(p for p in published.rglob("*") if p.is_file() and p != config):
+            place = output / path.relative_to(published)
             place.parent.mkdir(parents=True, exist_ok=True)
             os.replace(path, place)
-    shutil.rmtree(source)
+        if (output / MARKER).exists():
+            write_sums(output, (), renamed={config.relative_to(output).as_posix(): config.name})
+        try:
+            yield
+            if config.exists():
+                os.replace(config, output / config.name)
+        except BaseException:
+            for name in (REPORT, PAGE) if config.exists() else ():
+                (output / name).unlink(missing_ok=True)
+            raise
+        shutil.rmtree(published, ignore_errors=True)

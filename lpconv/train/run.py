@@ -23,13 +23,13 @@ from lpconv.train.baseline import baselines
 from lpconv.train.checks import check_run
 from lpconv.train.clock import Clock
 from lpconv.train.critical import critical_facts, with_critical
-from lpconv.train.folder import REPORT, held_folder, read_finished, remove_checkpoints, run_folder, write_finished
+from lpconv.train.folder import PAGE, REPORT, held_folder, read_finished, remove_checkpoints, run_folder, write_finished
 from lpconv.train.job import MEASURED_BATCHES, TrainingJob, Work, training_job
 from lpconv.train.one import train_one
 from lpconv.train.options import FinetuneOptions, check_options
 from lpconv.train.outcome import gaps, held_out_records, parse_gates
 from lpconv.train.processes import is_main_process, num_processes, wait_for_all
-from lpconv.train.publish import form_of, publish_model, write_checksums
+from lpconv.train.publish import form_of, in_place, publish_model
 from lpconv.train.recipes import RECIPES, Arithmetic
 from lpconv.train.watch import watches_run, watches_twin
 
@@ -91,9 +91,9 @@ def _write(output: Path, result: FinetuneResult) -> None:
     """All that lies beside the model; the report last, so that a folder with it is complete."""
     write_small(output / "README.md", finetune_card(result))
     remove_checkpoints(output)
-    write_checksums(output)
-    write_small(output / "report.html", html_finetune(result))
-    write_small(output / REPORT, json_text(result))
+    with in_place(output):
+        write_small(output / PAGE, html_finetune(result))
+        write_small(output / REPORT, json_text(result))
 
 
 def _twin_of(options: FinetuneOptions) -> Arithmetic:

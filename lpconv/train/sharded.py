@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -49,8 +50,11 @@ def start_in_fp32(job: TrainingJob, seed: int) -> Any:
 
 def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Write what each rank has of weights and optimizer state below `folder`; all ranks call it together."""
-    state_dict_saver.save(unscaled_state_dict(model), checkpoint_id=folder / _MODEL)
-    state_dict_saver.save(_state_of(model, optimizer), checkpoint_id=folder / _OPTIMIZER)
+    try:
+        state_dict_saver.save(unscaled_state_dict(model), checkpoint_id=folder / _MODEL)
+        state_dict_saver.save(_state_of(model, optimizer), checkpoint_id=folder / _OPTIMIZER)
+    except CheckpointException as e:  # which is no Exception, and wraps what each rank met
+        raise next(iter(e.failures.values()))[0] from e
 
 
 def load_model(folder: Path, model: nn.Module) -> None:

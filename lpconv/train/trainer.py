@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import Trainer
 
+from lpconv.checkpoint.partfile import writing
 from lpconv.errors import UnsupportedError, VerificationError
 from lpconv.loss_scale import largest_gradient, unscale_
 from lpconv.results import NonfiniteRecord, from_json, to_json
@@ -92,7 +93,7 @@ class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is unt
         return found
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        with self.clock.spending("checkpoints"):
+        with self.clock.spending("checkpoints"), writing(Path(self.args.output_dir)):
             super()._save_checkpoint(*args, **kwargs)
 
     def compute_loss_context_manager(self) -> AbstractContextManager[Any]:
