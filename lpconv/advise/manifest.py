@@ -21,7 +21,7 @@ _MARGIN = 1.1  # of figures that the number of threads may change
 def gates_of(row: AdviceRow) -> list[str]:
     """The conditions under which the advice held."""
     if row.purpose == "train":
-        return [] if row.gap is None else [f"loss_gap<={_rounded_up(row.gap.high)}"]
+        return [] if row.gap is None else [f"loss_gap_own<={_rounded_up(row.gap.high)}"]
     found = [f"{metric}<={_rounded_up(max(value, 1e-9) * _MARGIN)}" for metric, value in row.figures.items()]
     if row.sqnr_db is not None and math.isfinite(row.sqnr_db):
         found.insert(0, f"sqnr>={row.sqnr_db - _SQNR_DB:.1f}")

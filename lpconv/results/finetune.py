@@ -177,7 +177,8 @@ class RunRecord:
     `losses` and `evaluations` are not empty.
 
     Metrics are those of the run's own arithmetic; the last figures of its trained weights in fp32 follow under the same
-    names with ``_fp32``.
+    names with ``_fp32``, and those of the published model in fp32, as its files open, with ``_published``. Older
+    records lack the latter.
 
     `role` is ``run`` or ``twin``. `step_time_s` is the median over steps that recorded nothing, `overhead` the time of
     recording as a share of the rest. `seconds` says what wall time went into, since the last resumption.

@@ -1,17 +1,19 @@
-"""Held-out figures of trained weights in fp32: what low precision did to the training, apart from the evaluation."""
+"""Held-out figures of weights in fp32: what low precision did to the training, and publishing to what it gave."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lpconv.results import Series
 from lpconv.train.recipes import Arithmetic
 
-__all__ = ["IN_FP32", "computes_in_fp32", "in_fp32", "renamed"]
+__all__ = ["as_published", "computes_in_fp32", "in_fp32", "renamed"]
 
-IN_FP32 = "_fp32"  # behind the name of a metric
+IN_FP32, PUBLISHED = "_fp32", "_published"  # behind the name of a metric
 
 
 def computes_in_fp32(arithmetic: Arithmetic) -> bool:
@@ -24,18 +26,31 @@ def renamed(evaluations: Iterable[Series]) -> tuple[Series, ...]:
     return tuple(Series(name=s.name + IN_FP32, steps=s.steps[-1:], values=s.values[-1:]) for s in evaluations)
 
 
+def as_published(evaluations: Iterable[Series]) -> tuple[Series, ...]:
+    """The figures in fp32 under their names for the published model: a twin counts as published as it was trained."""
+    exact = (s for s in evaluations if s.name.endswith(IN_FP32))
+    return tuple(replace(s, name=s.name.removesuffix(IN_FP32) + PUBLISHED) for s in exact)
+
+
 @torch.no_grad()
 def in_fp32(
-    model: Any, values: Mapping[str, Tensor], batches: Iterable[Mapping[str, Tensor]], *, step: int, accuracy: bool
-) -> tuple[Series, ...]:
-    """Mean loss, and accuracy if asked for, of `model` with the given state; batches weigh by their examples."""
-    model.load_state_dict(values)
+    model: Any, values: Mapping[str, Tensor] | None, batches: Iterable[Mapping[str, Tensor]], *, step: int,
+    accuracy: bool,
+) -> tuple[Series, ...]:  # fmt: skip
+    """Mean loss, and accuracy if asked for, of `model` with the trained `values`; batches weigh by their examples.
+
+    Without values `model` is the published one, and its figures are named so.
+    """
+    if values is not None:
+        model.load_state_dict(values)
     model.eval()
-    losses, hits, count = 0.0, 0, 0
+    losses: list[float] = []  # of each example its batch's, whose mean is bit for bit what Trainer makes of them
+    hits = 0
     for batch in batches:
         out, labels = model(**batch), batch["labels"]
-        losses += float(out.loss) * len(labels)
+        losses += [float(out.loss)] * len(labels)
         hits += int((out.logits.argmax(-1) == labels).sum()) if accuracy else 0
-        count += len(labels)
-    found = {"eval_loss": losses / count} | ({"eval_accuracy": hits / count} if accuracy else {})
-    return tuple(Series(name=name + IN_FP32, steps=(step,), values=(value,)) for name, value in found.items())
+    found = {"eval_loss": float(np.array(losses, np.float32).mean())}
+    found |= {"eval_accuracy": hits / len(losses)} if accuracy else {}
+    behind = PUBLISHED if values is None else IN_FP32
+    return tuple(Series(name=name + behind, steps=(step,), values=(value,)) for name, value in found.items())

@@ -30,6 +30,7 @@ from lpconv.train.options import FinetuneOptions
 __all__ = [
     "MARKER",
     "PAGE",
+    "PUBLISHED",
     "REPORT",
     "RUNS",
     "Metrics",
@@ -37,13 +38,14 @@ __all__ = [
     "held_folder",
     "median_step_time",
     "read_finished",
-    "remove_checkpoints",
+    "remove_leftovers",
     "run_folder",
     "write_finished",
 ]
 
 
-MARKER, REPORT, PAGE, RUNS = TUNED, "report.json", "report.html", "runs"
+MARKER, REPORT, PAGE = TUNED, "report.json", "report.html"
+RUNS, PUBLISHED = "runs", "published"
 # These say how a run goes or is judged, not what it is.
 _FREE = {"resume", "force", "max_memory", "log_to", "gates"}
 
@@ -102,10 +104,10 @@ def run_folder(output: Path, role: str, seed: int) -> Path:
     return output / RUNS / f"{role}-seed{seed}"
 
 
-def remove_checkpoints(output: Path) -> None:
-    """Once everything is done, nothing is left to resume."""
+def remove_leftovers(output: Path) -> None:
+    """Delete checkpoints and the models of later seeds: once everything is done, nothing is left to resume."""
     with writing(output / RUNS):
-        for path in (output / RUNS).glob("*/checkpoint-*"):
+        for path in (*(output / RUNS).glob("*/checkpoint-*"), *(output / RUNS).glob(f"*/{PUBLISHED}")):
             shutil.rmtree(path)
 
 

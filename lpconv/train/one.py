@@ -3,13 +3,14 @@
 import dataclasses
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
@@ -39,7 +40,7 @@ from lpconv.train.sharded import shard, start_in_fp32
 from lpconv.train.trainer import DivergedError, LowPrecisionTrainer, predicted
 from lpconv.train.watch import Watch, rate_of
 
-__all__ = ["Finished", "train_one"]
+__all__ = ["Finished", "figures_in_fp32", "train_one"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +76,10 @@ def train_one(job: TrainingJob, work: Work, progress: Progress) -> Finished:
     record = run_record(trainer, metrics, watch, role=work.role, seed=work.seed)
     optimizer = trainer.own_optimizer
     with quiet_transformers(), clock.spending("evaluating in fp32"):
-        exact = _in_fp32(job, work, prepared, optimizer, record)
+        if computes_in_fp32(work.arithmetic):
+            exact = renamed(record.evaluations)
+        else:
+            exact = figures_in_fp32(job, work, prepared.model.device, prepared.values(optimizer))
     record = dataclasses.replace(record, evaluations=(*record.evaluations, *exact))
     return Finished(record=record, prepared=prepared, optimizer=optimizer, opened=opened)
 
@@ -155,15 +159,12 @@ def _train(trainer: LowPrecisionTrainer, work: Work, checkpoint: Path | None, ne
             trainer.memory.stop()
 
 
-def _in_fp32(
-    job: TrainingJob, work: Work, prepared: Prepared, optimizer: torch.optim.Optimizer, record: RunRecord
+def figures_in_fp32(
+    job: TrainingJob, work: Work, device: torch.device, values: Mapping[str, Tensor] | None
 ) -> tuple[Series, ...]:
-    """The held-out figures of the trained weights in fp32."""
-    if computes_in_fp32(work.arithmetic):
-        return renamed(record.evaluations)
-    device = prepared.model.device
+    """The held-out figures of the job's model in fp32, with trained values or, as published, without."""
     batches = first_batches(job, job.stream(work.seed, held_out=True), job.options.eval_batches, device)
-    model, values = start_in_fp32(job, work.seed).to(device), prepared.values(optimizer)
+    model = start_in_fp32(job, work.seed).to(device)
     return in_fp32(model, values, batches, step=job.options.steps, accuracy=bool(job.num_labels))
 
 

@@ -4,6 +4,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,16 @@ from lpconv.convert.files import copy_side_files, model_side_files, write_sums
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.run import convert
 from lpconv.models.quiet import quiet_transformers
+from lpconv.results import Series
 from lpconv.shards import whole
-from lpconv.train.folder import PAGE, REPORT, RUNS
-from lpconv.train.job import TrainingJob
-from lpconv.train.one import Finished
+from lpconv.train.folder import PAGE, PUBLISHED, REPORT, RUNS
+from lpconv.train.job import TrainingJob, Work
+from lpconv.train.one import Finished, figures_in_fp32
 from lpconv.train.options import FinetuneOptions
-from lpconv.train.processes import is_main_process
+from lpconv.train.processes import is_main_process, wait_for_all
 from lpconv.train.recipes import saved_as
 
 __all__ = ["form_of", "in_place", "publish_model"]
-
-_PUBLISHED = "published"
 
 # Of the source's side files, those that are about its own training.
 _NOT_COPIED = {"metrics.json"}
@@ -39,12 +39,14 @@ def form_of(options: FinetuneOptions) -> tuple[str, str]:
     return (method, format) if options.save == "converted" or method == "plain" else ("plain", "fp32")
 
 
-def publish_model(output: Path, job: TrainingJob, finished: Finished) -> Path:
-    """Write the model and the source's tokenizer into the folder that is returned, which is below `output`.
+def publish_model(output: Path, job: TrainingJob, work: Work, finished: Finished) -> tuple[Series, ...]:
+    """Publish the model of a run below `output`, with the source's tokenizer. Returns its held-out figures in fp32, as
+    it opens from its files.
 
-    `in_place` moves them there. A converted form is checked against the trained one. All processes call
-    it, because they may have to gather what is written, tensor by tensor; the main one keeps and writes it.
+    The first seed's is for `in_place`. A converted form is checked against the trained one. All processes call it,
+    because they may have to gather what is written, tensor by tensor; the main one keeps and writes it.
     """
+    folder = (output / RUNS if work.seed == job.options.seed else work.folder) / PUBLISHED
     values = finished.prepared.values(finished.optimizer)
     whole_values = {}
     for x in {id(x): x for x in values.values()}.values():
@@ -52,14 +54,17 @@ def publish_model(output: Path, job: TrainingJob, finished: Finished) -> Path:
         if is_main_process():
             whole_values[id(x)] = found.cpu()
     if is_main_process():
-        with writing(output / RUNS):
-            _publish(output, job, finished.prepared.model, {name: whole_values[id(x)] for name, x in values.items()})
-    return output / RUNS / _PUBLISHED
+        with writing(folder.parent):
+            _publish(folder, job, finished.prepared.model, {name: whole_values[id(x)] for name, x in values.items()})
+    del values, whole_values
+    wait_for_all()
+    with quiet_transformers():
+        return figures_in_fp32(replace(job, directory=folder), work, finished.prepared.model.device, None)
 
 
-def _publish(output: Path, job: TrainingJob, model: Any, values: dict[str, Tensor]) -> None:
+def _publish(published: Path, job: TrainingJob, model: Any, values: dict[str, Tensor]) -> None:
     method, format = form_of(job.options)
-    trained, published = output / RUNS / "trained", output / RUNS / _PUBLISHED
+    trained = published.with_name("trained")
     shutil.rmtree(trained, ignore_errors=True)
     shutil.rmtree(published, ignore_errors=True)
     is_bf16 = (method, format) == ("plain", "bf16")
@@ -97,7 +102,7 @@ def in_place(output: Path) -> Iterator[None]:
     SHA256SUMS of a converted form come before, as `lpconv verify` wants them, and config.json after it: a run that
     fails leaves nothing that opens, and no reports. A second call goes on with what a first one left.
     """
-    published = output / RUNS / _PUBLISHED
+    published = output / RUNS / PUBLISHED
     config = published / "config.json"
     with writing(output):
         for path in sorted(p for p in published.rglob("*") if p.is_file() and p != config):

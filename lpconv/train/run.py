@@ -23,7 +23,8 @@ from lpconv.train.baseline import baselines
 from lpconv.train.checks import check_run
 from lpconv.train.clock import Clock
 from lpconv.train.critical import critical_facts, with_critical
-from lpconv.train.folder import PAGE, REPORT, held_folder, read_finished, remove_checkpoints, run_folder, write_finished
+from lpconv.train.exact import as_published
+from lpconv.train.folder import PAGE, REPORT, held_folder, read_finished, remove_leftovers, run_folder, write_finished
 from lpconv.train.job import MEASURED_BATCHES, TrainingJob, Work, training_job
 from lpconv.train.one import train_one
 from lpconv.train.options import FinetuneOptions, check_options
@@ -90,7 +91,7 @@ def finetune(
 def _write(output: Path, result: FinetuneResult) -> None:
     """All that lies beside the model; the report last, so that a folder with it is complete."""
     write_small(output / "README.md", finetune_card(result))
-    remove_checkpoints(output)
+    remove_leftovers(output)
     with in_place(output):
         write_small(output / PAGE, html_finetune(result))
         write_small(output / REPORT, json_text(result))
@@ -119,10 +120,12 @@ def _train_all(
                 record, notes = finished.record, _notes(finished.opened)
                 for what, seconds in record.seconds.items():
                     clock.add(what, seconds)
-                if work.role == "run" and seed == options.seed:
+                figures = as_published(record.evaluations)
+                if work.role == "run":
                     told.message("saving the model")
                     with clock.spending("publishing"):
-                        publish_model(output, job, finished)
+                        figures = publish_model(output, job, work, finished)
+                record = dataclasses.replace(record, evaluations=(*record.evaluations, *figures))
                 if is_main:
                     write_finished(work.folder, record)
                 del finished

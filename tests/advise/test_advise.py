@@ -144,7 +144,7 @@ def test_a_recipe_is_tried_from_several_seeds_beside_its_twin(tmp_path: Path) ->
     assert row.memory_from == "measured by torch.profiler"
     assert result.steps_tried == 4
     assert result.recommendations[0].row == "amp-bf16"
-    assert "--gate 'loss_gap<=" in str(result.recommendations[0].command)
+    assert "--gate 'loss_gap_own<=" in str(result.recommendations[0].command)
 
 
 class Stop(Silent):

@@ -92,7 +92,7 @@ def test_what_does_not_fit_the_device_is_not_advised() -> None:
 def test_gates_are_the_figures_with_room_for_another_machine() -> None:
     assert gates_of(a_row(sqnr_db=30.24, figures={"kl": 0.002})) == ["sqnr>=29.7", "kl<=0.0022"]
     assert gates_of(a_row(sqnr_db=math.inf, figures={"kl": 0.0})) == ["kl<=1.1e-09"]
-    assert gates_of(a_row(purpose="train", gap=gap(0.01, 0.00234))) == ["loss_gap<=0.013"]
+    assert gates_of(a_row(purpose="train", gap=gap(0.01, 0.00234))) == ["loss_gap_own<=0.013"]
 
 
 def test_the_manifest_is_one_that_batch_takes(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import functools
 import json
 import os
 import shutil
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -121,7 +122,7 @@ def test_a_run_that_is_stopped_in_its_twin_has_published_nothing(tmp_path: Path)
 
 
 def test_a_sharded_checkpoint_fails_as_its_first_rank_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    failure = CheckpointException("save", {0: (OSError(errno.EIO, "x"), None)})
+    failure = CheckpointException("save", {0: (OSError(errno.EIO, "x"), traceback.StackSummary())})
     _refuse(monkeypatch, state_dict_saver, "save", failure, lambda *_: True)
     model = torch.nn.Linear(2, 2)
     with pytest.raises(ResourceError, match=r"cannot write .*: x"), writing(tmp_path):

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import lpconv.hf
+from lpconv.checkpoint.resolve import resolve
 from lpconv.cli.main import app
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.run import convert
@@ -20,6 +21,7 @@ from lpconv.kernels import buffers
 from lpconv.progress import Silent
 from lpconv.results import FinetuneResult, from_json
 from lpconv.train.folder import MARKER, held_folder
+from lpconv.train.job import first_batches, training_job
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.recipes import RECIPES, arithmetic
 from lpconv.train.run import finetune
@@ -124,7 +126,34 @@ def test_the_gap_of_weights_in_fp32_is_told_from_that_of_the_arithmetic(tmp_path
     assert twin["eval_loss_fp32"] == twin["eval_loss"]
     assert run["eval_loss_fp32"] == pytest.approx(twin["eval_loss"], rel=1e-5)
     assert abs(run["eval_loss"] - twin["eval_loss"]) > 1e-4
-    assert {g.metric for g in result.gaps} == {"eval_loss", "eval_loss_fp32"}
+    assert {g.metric for g in result.gaps} == {"eval_loss", "eval_loss_fp32", "eval_loss_published"}
+
+
+@pytest.mark.parametrize("recipe", ["unit-fp8", "collage-bf16", "bf16"])
+def test_the_published_model_is_evaluated_as_its_files_open_and_gated(recipe: str, tmp_path: Path) -> None:
+    asked = options(recipe, steps=2, twin="fp32", gates=("loss<=9", "loss_gap<=9", "loss_gap_own<=9"))
+    result = finetune("demo", tmp_path / "run", asked)
+    run, twin = ({s.name: s.values[-1] for s in r.evaluations} for r in result.runs)
+    model = lpconv.hf.load(tmp_path / "run", dtype=torch.float32)
+    job = training_job(resolve("demo").directory, asked)
+    with torch.no_grad():
+        losses = [float(model(**x).loss) for x in first_batches(job, job.stream(0, held_out=True), 2, model.device)]
+    assert run["eval_loss_published"] == pytest.approx(sum(losses) / 2, rel=1e-6)
+    assert (run["eval_loss_published"] == run["eval_loss_fp32"]) == (recipe != "unit-fp8")  # which rounds to e4m3fn
+    assert [g.value for g in result.gates] == [
+        run["eval_loss_published"],
+        run["eval_loss_published"] - twin["eval_loss_fp32"],
+        run["eval_loss"] - twin["eval_loss"],
+    ]
+    assert "held-out loss of the published model" in (tmp_path / "run/report.html").read_text()
+
+
+def test_later_seeds_are_published_to_be_evaluated_and_do_not_stay(tmp_path: Path) -> None:
+    result = finetune("demo", tmp_path / "run", options("unit-fp8", steps=1, seeds=2))
+    ends = [{s.name: s.values[-1] for s in r.evaluations} for r in result.runs]
+    assert len({e["eval_loss_published"] for e in ends}) == 2
+    assert all(e["eval_loss_published"] != e["eval_loss_fp32"] for e in ends)
+    assert not list((tmp_path / "run/runs").rglob("*.safetensors"))
 
 
 def test_a_kind_of_scale_reaches_the_products(tmp_path: Path) -> None:
@@ -303,9 +332,9 @@ def test_seeds_give_the_gap_an_interval(tmp_path: Path) -> None:
     result = finetune("demo", tmp_path / "run", asked)
     assert all(gate.passed for gate in result.gates)
     assert len(result.runs) == 4
-    gap = next(g for g in result.gaps if g.metric == "eval_loss")
+    gap = next(g for g in result.gaps if g.metric == "eval_loss_published")
     differences = [
-        a.evaluations[0].values[-1] - b.evaluations[0].values[-1]
+        a.evaluations[-1].values[-1] - b.evaluations[-1].values[-1]
         for a, b in zip(result.runs[::2], result.runs[1::2], strict=True)
     ]
     assert gap.gap == pytest.approx(sum(differences) / 2)

@@ -40,8 +40,10 @@ _METRICS = {
     "eval_accuracy": "held-out accuracy",
     "eval_loss_fp32": "held-out loss of the weights in fp32",
     "eval_accuracy_fp32": "held-out accuracy of the weights in fp32",
+    "eval_loss_published": "held-out loss of the published model",
+    "eval_accuracy_published": "held-out accuracy of the published model",
 }
-_SHARES = ("eval_accuracy", "eval_accuracy_fp32")
+_SHARES = ("eval_accuracy", "eval_accuracy_fp32", "eval_accuracy_published")
 # The three products of a linear layer, by the roles of what they read.
 _PRODUCTS = {
     "output": ("input", "weight"),
@@ -202,6 +204,9 @@ def verdict(result: FinetuneResult) -> str:
     exact = by_metric.get(f"{g.metric}_fp32")
     if exact is not None:
         text += f" Its trained weights, computed with in fp32, have one of {noise_text(exact)}."
+    published = by_metric.get(f"{g.metric}_published")
+    if published is not None:
+        text += f" The published model ({result.saved_as}), which gates judge, has one of {noise_text(published)}."
     return text
 
 

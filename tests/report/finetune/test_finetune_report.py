@@ -189,14 +189,19 @@ def test_products_come_worst_first_with_the_energy_that_was_clipped() -> None:
     assert "SQNR 28.0 dB" in found[3]
 
 
-def test_the_gap_of_weights_in_fp32_has_a_row_and_a_sentence() -> None:
+def test_the_gaps_in_fp32_have_rows_and_sentences() -> None:
     exact = GapRecord(metric="eval_loss_fp32", run=1.26, twin=1.25, gap=0.01)
-    both = result(gaps=(*result().gaps, exact))
-    assert [row[0] for row in gap_rows(both)] == [
+    published = GapRecord(metric="eval_loss_published", run=1.28, twin=1.25, gap=0.03)
+    every = result(gaps=(*result().gaps, exact, published), saved_as="unit e4m3fn")
+    assert [row[0] for row in gap_rows(every)] == [
         "held-out loss", "held-out perplexity", "held-out loss of the weights in fp32",
+        "held-out loss of the published model",
     ]  # fmt: skip
-    assert verdict(both).startswith(verdict(result()))
-    assert verdict(both).endswith("Its trained weights, computed with in fp32, have one of +0.01.")
+    assert verdict(every).startswith(verdict(result()))
+    assert verdict(every).endswith(
+        "Its trained weights, computed with in fp32, have one of +0.01. "
+        "The published model (unit e4m3fn), which gates judge, has one of +0.03."
+    )
 
 
 @pytest.mark.parametrize(
