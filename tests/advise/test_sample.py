@@ -1,6 +1,8 @@
 """The noise of a sample of the weights."""
 
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,12 +21,42 @@ def folder_of(folder: Path, tensors: dict[str, torch.Tensor]) -> str:
     return str(folder)
 
 
-def noise(model: str) -> float:
-    job = prepare(model, "out", ConvertOptions(format="e4m3fn", verify="none"), headers_only=True)
+def noise(model: str, **settings: Any) -> float:
+    options = ConvertOptions(**({"format": "e4m3fn"} | settings), verify="none")
+    job = prepare(model, "out", options, headers_only=True)
     try:
         return preview.noise_of_sample(job, elements=2**13)
     finally:
         job.source.close()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"method": "multipoint", "format": "int4", "budget_bits": 6.0},
+        {"method": "multipoint", "format": "int8", "budget_bits": 8.5},
+        {"method": "unit", "format": "int4", "granularity": "group:128"},
+        {"method": "unit", "format": "e4m3fn", "granularity": "128x128"},
+    ],
+)
+def test_the_sample_is_within_1_db_of_all_rows(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Of rows that differ, with outliers, as long as those of BERT's MLP, of which 2**13 elements are two."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(256, 3072, generator=generator) * torch.randn(256, 1, generator=generator).mul(0.4).exp()
+    x.view(-1)[torch.randint(x.numel(), (40,), generator=generator)] *= 8
+    model = folder_of(tmp_path / "model", {"a.weight": x})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(preview, "_MIN_ROWS", 256)
+        exact = noise(model, **settings)
+    assert 10 * abs(math.log10(noise(model, **settings) / exact)) < 1
+
+
+def test_rows_that_fill_more_than_one_block_are_sampled_alike(tmp_path: Path) -> None:
+    x = torch.randn(64, 12288, generator=torch.Generator().manual_seed(0))
+    wide, narrow = ({"a.weight": each} for each in (x, x.reshape(192, 4096)))
+    settings = {"method": "multipoint", "format": "int4", "budget_bits": 6.0}
+    noises = [noise(folder_of(tmp_path / str(len(m["a.weight"])), m), **settings) for m in (wide, narrow)]
+    assert noises[0] == pytest.approx(noises[1], rel=0.05)
 
 
 def test_two_tensors_stand_for_all_of_one_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
