@@ -3,9 +3,9 @@
 A sample of each tensor's rows gives noise over signal and the plan gives the size: what is larger and noisier than
 another is pruned, so that of the rest the larger has less noise. They are encoded in memory, and the model is run with
 what they decode to, beside itself on the same windows of text; so the gap is a mean of paired differences. The first is
-the smallest with little noise. Where it keeps the quality the next smaller one follows, until one does not keep it, or
-has so much more noise that it cannot; else larger ones, until one does. What is left is larger than the answer, or
-noisier than what did not keep the quality.
+the smallest with little noise. Where it keeps the quality the next smaller one follows, until one surely does not keep
+it, or has so much more noise that it cannot; else larger ones, until one does. What is left is larger than the answer,
+or noisier than what did not keep the quality. One whose interval leaves that open rules out nothing.
 """
 
 import math
@@ -84,12 +84,11 @@ class Conversions:
             if row.gap is not None and row.gap.high <= self._quality:
                 self._rule_out(larger, f"larger than {row.name}, which keeps the quality")
                 kept = True
-                if smaller and least_gap(smaller[-1], row, self._subject.metric) > _DOUBT * self._quality:
-                    self._rule_out(smaller, f"far noisier than {row.name}, whose gap would grow beyond the quality")
-                    missed = True
-            elif row.gap is not None:
-                sure = "" if row.gap.low > self._quality else " for certain"
-                self._rule_out(smaller, f"noisier than {row.name}, which does not keep the quality{sure}")
+            if row.gap is not None and row.gap.low > self._quality:
+                self._rule_out(smaller, f"noisier than {row.name}, which does not keep the quality")
+                missed = True
+            elif smaller and least_gap(smaller[-1], row, self._subject.metric) > _DOUBT * self._quality:
+                self._rule_out(smaller, f"far noisier than {row.name}, whose gap would grow beyond the quality")
                 missed = True
             self._told(row)
 

@@ -81,7 +81,13 @@ def asked(quality: float, **changed: Any) -> AdviseOptions:
     return AdviseOptions(budget=Budget(quality=quality), seq_len=32, **changed)
 
 
-def test_where_little_noise_is_too_much_what_has_more_is_not_tried(tmp_path: Path) -> None:
+def test_where_little_noise_is_too_much_what_has_more_is_not_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(self: Conversions, row: AdviceRow, deadline: Deadline) -> AdviceRow:
+        return replace(row, status="measured", gap=gap(0.0, 5e-5) if row.name == "unit fp16" else gap(0.002, 0.001))
+
+    monkeypatch.setattr(Conversions, "_measured", measured)
     result = advise("demo", tmp_path, asked(1e-4, purpose="infer"))
     rows = {r.name: r for r in result.rows}
     assert rows["unit e4m3fn"].meets is False
@@ -101,6 +107,20 @@ def test_what_has_far_more_noise_than_a_gap_allows_is_not_tried(
     rows = advise("demo", tmp_path, asked(0.01, purpose="infer")).rows
     assert [r.name for r in rows if r.status == "measured"] == ["unit e4m3fn"]
     assert next(r for r in rows if r.name == "multipoint e2m1, 6 bits").why.startswith("far noisier than unit e4m3fn")
+
+
+def test_an_undecided_candidate_rules_out_no_smaller_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    widths = {"unit e4m3fn": 0.0005, "multipoint int4, 4.5 bits": 0.0005}  # others may or may not keep 0.01
+
+    def measured(self: Conversions, row: AdviceRow, deadline: Deadline) -> AdviceRow:
+        return replace(row, status="measured", gap=gap(0.008, widths.get(row.name, 0.007)))
+
+    monkeypatch.setattr(Conversions, "_measured", measured)
+    monkeypatch.setattr(infer, "_DOUBT", 100.0)
+    result = advise("demo", tmp_path, asked(0.01, purpose="infer"))
+    undecided = [r.name for r in result.rows if r.status == "measured" and not r.meets]
+    assert undecided == ["multipoint e2m1, 6 bits"]
+    assert result.recommendations[0].row == "multipoint int4, 4.5 bits"
 
 
 def test_windows_are_run_until_the_quality_is_decided(tmp_path: Path) -> None:

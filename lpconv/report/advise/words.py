@@ -46,7 +46,7 @@ def _why(row: AdviceRow) -> str:
         return row.why if row.status in ("pruned", "unmeasured") else f"failed: {row.why}"
     counted = plural(row.gap.count, "window" if row.purpose == "infer" else "seed")
     is_known = math.isfinite(row.gap.high)
-    return counted if row.meets or not is_known else f"{counted}; beyond the budget"
+    return counted if row.meets or not is_known else f"{counted}; not certain to meet the budget"
 
 
 def unit_of(result: AdviceResult, row: AdviceRow) -> str:
