@@ -1,9 +1,10 @@
 """AdamW on scaled parameters, and the map of hyper-parameters that makes a scaled model train as its source would.
 
 For W = σ·Ŵ the step of AdamW on W is a step on Ŵ with lr/σ; with power-of-two σ and fp32 state the two are the same bit
-for bit. State of 16 bits is kept as (data, scale) with the scale reset by its root mean square at every step. The
-second moment is then kept as its square root, which spans half as many binades, rounded stochastically: at beta2 =
-0.999 one step's decay of it is half an fp16 ulp, so that rounding to nearest would keep it from falling.
+for bit. State of 16 bits is kept as (data, scale); at every step the scale puts the largest magnitude at the top of
+fp16's range, so that numbers down to 2^-28 of it keep all their bits, and those down to 2^-38 some. The second moment
+is kept as its square root, which spans half as many binades, rounded stochastically: at beta2 = 0.999 one step's decay
+of it is half an fp16 ulp, so that rounding to nearest would keep it from falling.
 """
 
 import math
@@ -12,17 +13,16 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lpconv.errors import UsageError
 from lpconv.formats.scale import pow2_floor
 from lpconv.kernels.quantise import fake_quantise
 from lpconv.lookup import find
-from lpconv.scaled.pair import Scaled
-from lpconv.scaled.rules.own import rebalanced
 from lpconv.scaled.scales import MAX_SCALE, MIN_SCALE, Scale, ratio, times
 from lpconv.scaled.tensor import ScaledTensor
-from lpconv.shards import is_sharded, local, placed_like, whole
+from lpconv.shards import is_sharded, local, placed_like
 
 __all__ = ["AdamW", "HyperParameters", "equivalent"]
 
@@ -184,13 +184,12 @@ class AdamW(torch.optim.Optimizer):
 
 
 def _balanced(values: Tensor, parameter: Tensor) -> tuple[Tensor, Scale]:
-    """`values`, of the shape of `parameter`, as data near 1 and a scale, which is that of all ranks."""
-    if not is_sharded(parameter):
-        data, scale, _ = rebalanced(Scaled(values, 1.0), "l2", smallest=MIN_SCALE)
-        return data, scale
-    squares = whole(placed_like(parameter, values).square().sum())
-    found = pow2_floor((squares / parameter.numel()).sqrt())
-    norm = torch.where(found.isfinite(), found.clamp(MIN_SCALE, MAX_SCALE), 1.0)
+    """`values`, of the shape of `parameter`, as data below 2^15 and a scale, which is that of all ranks."""
+    largest = values.abs().amax() if values.numel() else values.new_zeros(())
+    if is_sharded(parameter):
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=parameter.device_mesh.get_group())
+    norm = pow2_floor(largest) * 2.0**-14
+    norm = torch.where(norm.isfinite(), norm.clamp(MIN_SCALE, MAX_SCALE), 1.0)
     return times(values, 1 / norm), norm
 
 

@@ -65,6 +65,29 @@ def test_second_moments_follow_fp64_and_fall_with_the_gradients(name: str, beta2
         assert float((p.detach().double() - exact.detach()).norm() / exact.detach().norm()) < 0.1
 
 
+@pytest.mark.parametrize("is_by_row", [True, False])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float16, 2e-3), (torch.bfloat16, 1e-2)])
+def test_gradients_of_very_different_sizes_fit_one_scale(dtype: torch.dtype, bound: float, is_by_row: bool) -> None:
+    """Gradients from 1e-6 to 1e2 in one tensor: where 16-bit state moves the weights is where fp32 state does."""
+    rows, cols, steps = 64, 64, 30
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.logspace(-6, 2, rows * cols).view(rows, cols)
+    if not is_by_row:
+        sizes = sizes.view(-1)[torch.randperm(rows * cols, generator=generator)].view(rows, cols)
+    gradients = sizes * (torch.randn(steps, rows, cols, generator=generator) + 0.5)
+
+    def moved(state_dtype: torch.dtype) -> Tensor:
+        p = nn.Parameter(torch.zeros(rows, cols))
+        optimizer = AdamW([p], lr=LR, eps=1e-12, state_dtype=state_dtype)
+        for gradient in gradients:
+            p.grad = gradient.clone()
+            optimizer.step()
+        return p.detach()
+
+    wanted = moved(torch.float32)
+    assert float((moved(dtype) - wanted).norm() / wanted.norm()) < bound
+
+
 # In bf16 a decay of 1 % is 1.3 to 2.6 steps, rounded to whole ones.
 @pytest.mark.parametrize(
     ("variant", "decay", "bound"), [("light", 0.9, 0.03), ("light", 0.99, 0.15), ("full", 0.99, 1e-3)]
