@@ -118,11 +118,12 @@ def _residual(method: Method, format_name: str, residual: str | None) -> str | N
         if residual is not None:
             raise UsageError(f"method `{method.name}` has no residual", hint="--residual belongs to collage")
         return None
-    if format_name == "fp16":
-        if residual not in (None, "fp16"):
-            raise UsageError(f"residual `{residual}` needs format bf16", hint="leave --residual out with fp16")
-        return "fp16"
-    return find("residual", residual or method.residuals[0], {r: r for r in method.residuals})
+    allowed, other = (("fp16",), "bf16") if format_name == "fp16" else (method.residuals, "fp16")
+    found = find("residual", residual or allowed[0], {r: r for r in (*method.residuals, "fp16")})
+    if found not in allowed:
+        hint = f"--format {other}, or --residual {' or '.join(allowed)}"
+        raise UsageError(f"residual `{found}` needs format {other}; the format is {format_name}", hint=hint)
+    return found
 
 
 def _usual_scale(fmt: Format, grain: Grain | None) -> str:

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from lpconv.convert.options import ConvertOptions, VerifyOptions
 from lpconv.convert.restore import restore
 from lpconv.convert.run import convert, plan
 from lpconv.convert.verify_output import verify_output
+from lpconv.errors import UsageError
 from lpconv.formats.grains import GRAINS, TENSOR, known_grain
 from lpconv.forms.reader import StoredTensors
 from lpconv.methods import METHODS
@@ -75,3 +77,26 @@ def test_two_runs_write_the_same_bytes_whatever_the_workers(
     for workers in (1, 3):
         convert(str(source), tmp_path / str(workers), ConvertOptions(verify="none", workers=workers, **asked))
     assert files_of(tmp_path / "1") == files_of(tmp_path / "3")
+
+
+@pytest.mark.parametrize(
+    ("fmt", "residual", "says", "hint"),
+    [
+        (None, "fp16", "residual `fp16` needs format fp16; the format is bf16", "--format fp16, or --residual bf16 or"),
+        ("fp16", "int8", "residual `int8` needs format bf16; the format is fp16", "--format bf16, or --residual fp16"),
+        ("fp16", "bf17", "unknown residual `bf17`", "bf16"),
+    ],
+)
+def test_a_residual_that_does_not_go_with_the_format_is_refused_with_what_does(
+    fmt: str | None, residual: str, says: str, hint: str, source: Path
+) -> None:
+    with pytest.raises(UsageError, match=says) as caught:
+        plan(str(source), Path("unused"), ConvertOptions(method="collage", format=fmt, residual=residual))
+    assert hint in str(caught.value.hint)
+
+
+def test_fp16_may_name_its_residual(source: Path) -> None:
+    named = plan(str(source), Path("unused"), ConvertOptions(method="collage", format="fp16", residual="fp16"))
+    assert named == replace(
+        plan(str(source), Path("unused"), ConvertOptions(method="collage", format="fp16")), seconds=named.seconds
+    )
