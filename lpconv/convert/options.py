@@ -59,7 +59,7 @@ class ConvertOptions:
         ),
     ] = None
     residual: Annotated[
-        str | None, _what("Form in which collage keeps the lost bits", default="bf16; fp16 for fp16", choices=_RESIDUALS)
+        str | None, _what("Form in which collage keeps lost bits", default="bf16, fp16 for fp16", choices=_RESIDUALS)
     ] = None
     layout: Annotated[str, _what("Layout of the files; those of others open without lpconv", choices=LAYOUTS)] = LPCONV
     scale: Annotated[
