@@ -98,18 +98,35 @@ def _drawn(found: Blueprint, options: InitOptions) -> Any:
     return model
 
 
-def _check_trains(model: Any) -> None:
-    """One step forward and backward under native scaling, which ends `model`. Raises UnsupportedError where an op has
-    no native rule, and where the model does not run."""
+def _unit_shares(model: Any) -> dict[str, float]:
+    """Shares of outputs, gradients and weight gradients with data of a size within [1/2, 2], over one step on random
+    inputs under native scaling, which ends `model`.
+
+    The step begins with a gradient of unit normal numbers, of no loss. Raises UnsupportedError for an op that has no
+    native rule, for a model that does not run, and for sizes that are not finite.
+    """
     scaled(model, method="native", strict=True)
+    numerics = model.train().lpconv_scaling.numerics
+
+    def step() -> None:
+        inputs = example_inputs(model)
+        padding = getattr(model.config, "pad_token_id", None)  # its embedding is zero, where norms are steep
+        if "input_ids" in inputs and padding is not None:
+            ids = inputs["input_ids"]
+            ids[ids == padding] = (padding + 1) % vocabulary_size(model.config)
+        outputs = super(type(model), model).forward(**inputs)  # still scaled
+        first = outputs[0] if isinstance(outputs, tuple) else next(iter(outputs.values()))
+        unit = torch.randn(first.shape, generator=torch.Generator().manual_seed(0))
+        first.backward(scaled_tensor(unit, 1.0, role=Role.GRADIENT, numerics=numerics))
+
     try:
         with quiet_transformers(), model_errors("the model does not run", hint=_HINT):
-            outputs = model.train()(**example_inputs(model))
-            first = outputs[0] if isinstance(outputs, tuple) else next(iter(outputs.values()))
-            first.float().square().mean().backward()
+            sizes = data_sizes(model, step)
     except UnsupportedError as e:
-        hint = "`lpconv init --method plain` draws it for recipes such as unit-fp8, which take any architecture"
-        raise UnsupportedError(e.message, hint=hint) from e
+        raise UnsupportedError(e.message, hint=_PLAIN_HINT) from e
+    if not all(math.isfinite(size) for found in sizes.values() for size in found):
+        raise UnsupportedError("a fresh native model of this architecture overflows in fp32", hint=_PLAIN_HINT)
+    return {what: sum(0.5 <= s <= 2 for s in found) / max(1, len(found)) for what, found in sizes.items()}
 
 
 def _copy_tokenizer(of: str | Path, target: Path) -> None:

@@ -5,6 +5,7 @@ paper multiplies by α in the function; here it is the weight's scale, so the fu
 a fresh checkpoint is an ordinary one. Whoever opens it for training finds the scales again by the same rules.
 """
 
+import contextlib
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lpconv.errors import UnsupportedError, UsageError
-from lpconv.layers import embeddings, head, linears
+from lpconv.layers import LinearLayer, embeddings, head, linears
 from lpconv.scaled.choices import NATIVE_MARK
 from lpconv.scaled.places import norm_modules
 
@@ -26,7 +27,8 @@ _FEW_KINDS = 16
 def initialise(model: Any, *, seed: int = 0) -> None:
     """Draw the parameters of `model`, in place: Ŵ/√K, tables of unit size, biases 0; norms stay as they were made.
 
-    Where the head shares its weight with an embedding, 1/√K goes to the norm before it, or the logits would be √K.
+    Where the head shares its weight with an embedding, 1/√K goes to the norm before it, or the logits would be √K. A
+    norm that reads what an attention returns takes its 1/√L, or it would undo that.
     Raises `UsageError` for weights that were loaded, and `UnsupportedError` for a parameter that no rule covers.
     """
     path = str(getattr(model, "name_or_path", ""))
@@ -43,12 +45,11 @@ def initialise(model: Any, *, seed: int = 0) -> None:
     for table in embeddings(model).values():
         if table.padding_idx is not None and table.weight.requires_grad:
             table.weight[table.padding_idx] = 0
-    norm = _norm_of_tied_head(model)
-    if norm is not None:
-        model.get_submodule(norm).weight.mul_(_head_factor(model))
-        if _norm_of_tied_head(model) is not None:  # a norm that multiplies by 1 + weight
-            raise _no_norm(model)
-    setattr(getattr(model, "config", model), NATIVE_MARK, {"seed": seed, "head_norm": norm})
+    mark = {"seed": seed, **_norms_with_factors(model)}
+    for name, factor in _norm_factors(model, mark).items():
+        weight = model.get_submodule(name).weight
+        weight.copy_(torch.where(weight == 0, factor - 1, weight * factor))  # it is 0 in norms that multiply by 1 + it
+    setattr(getattr(model, "config", model), NATIVE_MARK, mark)
 
 
 def _centred(unit: Tensor, axes: tuple[int, ...]) -> Tensor:
@@ -75,8 +76,8 @@ def native_scales(model: nn.Module) -> dict[int, float]:
     scales = {id(drawn.parameter): drawn.size for drawn in _drawn(model)}
     for module in norm_modules(model):
         scales |= {id(p): 1.0 for p in module.parameters(recurse=False)}
-    if mark.get("head_norm"):
-        scales |= {id(p): _head_factor(model) for p in model.get_submodule(mark["head_norm"]).parameters()}
+    for name, factor in _norm_factors(model, mark).items():
+        scales |= {id(p): factor for p in model.get_submodule(name).parameters()}
     return scales
 
 
@@ -115,7 +116,7 @@ def _matrices(model: nn.Module) -> dict[int, _Drawn]:
     What all tokens share passes an average whole, and each layer would double it, until tokens are alike and the
     gradients of Q and K vanish. The paper's authors give attention a small share of the residual, τ ≈ 0.01, too.
     """
-    last = [linears(m)[-1] for m in _attentions(model)]
+    last = _ends(model)
     ends = {id(getattr(layer.module, layer.parameter)) for layer in last}
     found = {}
     for layer in linears(model):
@@ -125,6 +126,13 @@ def _matrices(model: nn.Module) -> dict[int, _Drawn]:
         size = (layer.in_features * share) ** -0.5
         found[id(weight)] = _Drawn(weight, size, fan_in=(-2 if is_transposed else -1,))
     return found
+
+
+def _ends(model: Any) -> list[LinearLayer]:
+    """The last matrix of each attention that writes into the stream: Phi-3 lists that of Q, K and V after it."""
+    width = getattr(getattr(model, "config", None), "hidden_size", None)
+    layers = [linears(m)[::-1] for m in _attentions(model)]
+    return [next((x for x in own if x.out_features == width), own[0]) for own in layers]
 
 
 def _attentions(model: nn.Module) -> list[nn.Module]:
@@ -138,8 +146,19 @@ def _attentions(model: nn.Module) -> list[nn.Module]:
 
 
 def _table(table: nn.Embedding) -> _Drawn:
-    """Of unit size; one of a few kinds, such as segments, adds the same to nearly all tokens and starts as a bias."""
-    return _Drawn(table.weight, 1.0, is_zero=table.num_embeddings <= _FEW_KINDS)
+    """Of unit size after the factor of its own class; one of a few kinds, such as segments, adds the same to nearly all
+    tokens and starts as a bias."""
+    return _Drawn(table.weight, 1 / _own_factor(table), is_zero=table.num_embeddings <= _FEW_KINDS)
+
+
+def _own_factor(table: nn.Embedding) -> float:
+    """What a class derived from `nn.Embedding` multiplies rows by, √K in Gemma: its result for a table of ones."""
+    if type(table).forward is not nn.Embedding.forward:
+        ones = table.weight.new_ones(1, 1)
+        with contextlib.suppress(TypeError, RuntimeError):  # tables of positions may take something else than ids
+            given = {"weight": ones.expand_as(table.weight)}
+            return float(torch.func.functional_call(table, given, (ones.long(),)).mean()) or 1.0
+    return 1.0
 
 
 def _other(name: str, module: nn.Module, key: str, parameter: Tensor) -> _Drawn:
@@ -156,7 +175,10 @@ def _other(name: str, module: nn.Module, key: str, parameter: Tensor) -> _Drawn:
 
 
 def _head_factor(model: nn.Module) -> float:
-    return math.sqrt(1 / _tied_head(model).weight.shape[1])
+    """The size of the head's input at which logits have unit size: 1/√K over the size of its table."""
+    weight = _tied_head(model).weight
+    size = next(_table(table).size for table in embeddings(model).values() if table.weight is weight)
+    return math.sqrt(1 / weight.shape[1]) / size
 
 
 def _tied_head(model: nn.Module) -> Any:
@@ -166,34 +188,44 @@ def _tied_head(model: nn.Module) -> Any:
     return found if any(getattr(found, "weight", None) is weight for weight in weights) else None
 
 
-def _norm_of_tied_head(model: Any) -> str | None:
-    """The norm whose output a tied head multiplies; None where no head is tied or what it multiplies is small enough.
+def _norm_factors(model: nn.Module, mark: Mapping[str, Any]) -> dict[str, float]:
+    """The factor of each norm that takes one, by its name."""
+    factors = {name: len(_ends(model)) ** -0.5 for name in mark.get("branch_norms", ())}
+    return factors | ({mark["head_norm"]: _head_factor(model)} if mark.get("head_norm") else {})
 
-    Found by one forward pass, for code says nothing about it: the norm's output is the very memory that the head reads.
+
+def _norms_with_factors(model: Any) -> dict[str, Any]:
+    """The norm whose output a tied head multiplies, None where no head is tied or what it multiplies is small enough,
+    and the norms that read the last matrix of an attention, if there are any.
+
+    Found by one forward pass, for code says nothing about it: one module returns the very memory that another reads.
     """
-    tied = _tied_head(model)
-    if tied is None:
-        return None
-    outputs: dict[int, str] = {}
-    fed: list[Tensor] = []
-    names = {id(m): name for name, m in model.named_modules()}
-    hooks = [
-        m.register_forward_hook(lambda m, _, out: outputs.__setitem__(out.data_ptr(), names[id(m)]))
-        for m in norm_modules(model)
-    ]
-    hooks.append(tied.register_forward_pre_hook(lambda _, args: fed.append(args[0])))
+    tied, norms, ends = _tied_head(model), set(norm_modules(model)), {layer.module for layer in _ends(model)}
+    names = {m: name for name, m in model.named_modules()}
+    returned: dict[int, tuple[Any, Any]] = {}  # with what was returned, or something else may come to lie there
+    read: list[tuple[Any, Any, Tensor]] = []  # (module, the one that returned what it read, that)
+
+    def on_output(module: Any, args: Any, out: Any) -> None:
+        read.append((module, returned.get(args[0].data_ptr(), (None, None))[0], args[0]))
+        returned[out.data_ptr()] = (module, out)
+
+    hooks = [m.register_forward_hook(on_output) for m in norms | ends | ({tied} - {None})]
     try:
         model(**model.dummy_inputs)
     except Exception as e:  # models that read pixels or sound fail in ways of their own
-        raise _no_norm(model) from e
+        if tied is not None:
+            raise _no_norm(model) from e
     finally:
         for hook in hooks:
             hook.remove()
-    if not fed or float(fed[-1].square().mean().sqrt()) < 2 * _head_factor(model):
-        return None
-    if fed[-1].data_ptr() not in outputs:
-        raise _no_norm(model)
-    return outputs[fed[-1].data_ptr()]
+    branch = [names[module] for module, source, _ in read if module in norms and source in ends]
+    fed = [(source, x) for module, source, x in read if module is tied]
+    head_norm = None
+    if fed and float(fed[-1][1].square().mean().sqrt()) >= 2 * _head_factor(model):
+        if fed[-1][0] not in norms:
+            raise _no_norm(model)
+        head_norm = names[fed[-1][0]]
+    return {"head_norm": head_norm, **({"branch_norms": branch} if branch else {})}
 
 
 def _no_norm(model: nn.Module) -> UnsupportedError:

@@ -148,6 +148,8 @@ def scaled(
         saved=SavedCodes(chosen.operand) if chosen.operand and saves_codes else None,
         unit=scaled_tensor(torch.ones(()), 1.0, role=Role.GRADIENT, numerics=numerics),
     )
+    if numerics.native:
+        _scale_constants(model, numerics)
     install(model, places if method == "scalify" else (), exact)
     return leave_plain(model, scaling)
 
@@ -288,6 +290,14 @@ def _replace_parameters(
             hats[id(parameter)] = nn.Parameter(placed, requires_grad=parameter.requires_grad)
         module._parameters[key] = hats[id(parameter)]
     return {name: scales[id(p)] for name, _, _, p in owned}
+
+
+def _scale_constants(model: nn.Module, numerics: Numerics) -> None:
+    """Scale buffers of one moderate number, such as Gemma's factor of embeddings; -1e9 is a mask."""
+    for module in model.modules():
+        for key, x in module._buffers.items():
+            if x is not None and x.dim() == 0 and x.is_floating_point() and 2.0**-20 < abs(x) < 2.0**20:
+                module._buffers[key] = scaled_tensor(x.sign(), float(x.abs()), numerics=numerics)
 
 
 def _owned_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:

@@ -5,19 +5,20 @@ it returns, so that the model's code stays: `initialise` draws the weights that 
 method "native" of `scaled` lets scales follow theory exactly (`rules.native`).
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
 
+from lpconv.layers import linears
 from lpconv.lookup import find
 from lpconv.scaled.choices import LEARNING_RATES
 from lpconv.scaled.fresh import initialise
 from lpconv.scaled.model import scaled
-from lpconv.scaled.tensor import ScaledTensor
+from lpconv.scaled.tensor import ScaledTensor, data_part
 from lpconv.shards import local
 
-__all__ = ["native", "native_groups"]
+__all__ = ["data_sizes", "native", "native_groups"]
 
 
 def native(model: nn.Module, *, seed: int = 0, **options: Any) -> nn.Module:
@@ -50,3 +51,27 @@ def native_groups(
             rate *= scale if scale < 1 else parameter.shape[-1] ** -0.5
         by_rate.setdefault(rate, []).append(parameter)
     return [{"params": alike, "lr": rate, **options} for rate, alike in by_rate.items()]
+
+
+def data_sizes(model: nn.Module, step: Callable[[], object]) -> dict[str, list[float]]:
+    """Root mean squares of the data of every linear layer's output, of the gradient that reaches it, and of the
+    gradient of every weight, over `step()`: one pass forward and backward.
+    """
+    sizes: dict[str, list[float]] = {"outputs": [], "gradients": [], "weight gradients": []}
+
+    def on_output(_: nn.Module, __: Any, out: Tensor) -> None:
+        sizes["outputs"].append(_size(out))
+        out.register_hook(lambda grad: sizes["gradients"].append(_size(grad)))
+
+    hooks = [x.module.register_forward_hook(on_output) for x in linears(model) if x.kind != "experts"]
+    try:
+        step()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    weights = [p.grad for p in model.parameters() if p.dim() > 1 and p.grad is not None]
+    return sizes | {"weight gradients": [_size(grad) for grad in weights]}
+
+
+def _size(x: Tensor) -> float:
+    return float(data_part(x.detach()).double().square().mean().sqrt())

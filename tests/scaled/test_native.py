@@ -75,7 +75,7 @@ def test_data_of_a_gated_recurrence_do_not_drift() -> None:
     hidden.backward(gradient=scaled_tensor(torch.randn(hidden.shape), 1.0, numerics=NATIVE))
     assert 0.5 < rms(hidden) < 2
     assert 0.5 < rms(w.grad) < 4
-    assert 0.5 < rms(x.grad[-1]) < 2
+    assert 0.5 < rms(x.grad) < 2  # of all steps, most of it in the last
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

@@ -19,13 +19,14 @@ LARGEST_SCORE = 4.0  # of the predicted sizes of what enters softmax; above, it 
 MAX_GAIN = nonlinear.SOFTMAX_MAX_GAIN
 
 
-def averaged(num_keys: int, is_causal: bool) -> float:
-    """The predicted size of attention's output over that of V, at scores of unit normal distribution.
+def averaged(num_keys: int, is_causal: bool, size: float = 1.0) -> float:
+    """The predicted size of attention's output over that of V, at scores of normal distribution of this size.
 
-    A row of n keys weighs them by e^z/Σe^z, whose squares sum to E[e^2z]/(n·E[e^z]²) = e/n; the mean over the rows of a
-    causal square of S is e·(ln S)/S. At most 1. unit-scaling 0.3.5 has the same without e, for scores near zero.
+    A row of n keys weighs them by e^z/Σe^z, whose squares sum to E[e^2z]/(n·E[e^z]²) = c/n for c = e^(size²); the mean
+    over the rows of a causal square of S is c·(1 + ln(S/c))/S. At most 1. unit-scaling 0.3.5 has c = 1 and ln S.
     """
-    return math.sqrt(min(1.0, math.e * (math.log(num_keys) if is_causal and num_keys > math.e else 1.0) / num_keys))
+    c = math.exp(min(size, LARGEST_SCORE) ** 2)
+    return math.sqrt(min(1.0, c * (1 + math.log(num_keys / c) if is_causal and num_keys > c else 1.0) / num_keys))
 
 
 def _chosen(num_keys: int, is_causal: bool) -> float:
@@ -33,13 +34,13 @@ def _chosen(num_keys: int, is_causal: bool) -> float:
     return math.sqrt(math.log(num_keys / math.e) / math.log(num_keys)) if is_causal and num_keys > 2 * math.e else 1.0
 
 
-def averaged_alike(num_keys: int, is_causal: bool) -> float:
+def averaged_alike(num_keys: int, is_causal: bool, size: float = 1.0) -> float:
     """The geometric mean of `averaged`, for independent values, and 1, for values alike or scores one-hot.
 
     What tokens have in common passes an average undiminished: biases and activations whose mean is not zero give all
     of them some. The differences alone come back as gradients, so that theory serves those as it is.
     """
-    return math.sqrt(averaged(num_keys, is_causal))
+    return math.sqrt(averaged(num_keys, is_causal, size))
 
 
 def _softmax(call: Call, x: Any, dim: int, *args: Any) -> Any:
@@ -56,7 +57,8 @@ def _softmax(call: Call, x: Any, dim: int, *args: Any) -> Any:
         )
     out = call.op(value(x), dim, *args)
     num_keys = out.shape[dim]
-    gain = min(math.sqrt(num_keys) / averaged(num_keys, call.numerics.causal), MAX_GAIN)
+    size = x.scale if isinstance(x.scale, float) else 1.0
+    gain = min(math.sqrt(num_keys) / averaged(num_keys, call.numerics.causal, size), MAX_GAIN)
     return Scaled(times(out, gain).to(x.data.dtype), 1 / gain)
 
 
@@ -74,28 +76,30 @@ def _attention(call: Call, query: Any, key: Any, v: Any, *args: Any, **kwargs: A
 
 def _attention_backward(rule: Rule) -> Rule:
     """β_v = 1/`averaged`: each gradient is a sum of as many terms, weighted alike, as the output; β_q = β_k, and of a
-    bias, are that over `_chosen`.
+    bias, are that over `_chosen`, and β_q = β_k over the size of the scores, which their factor is.
     """
 
     def backward(call: Call, *args: Any, **kwargs: Any) -> Any:
-        keys = _keys(call, args, kwargs)
-        at_v, at_q = 1 / averaged(*keys), 1 / averaged(*keys) / _chosen(*keys)
+        num_keys, is_causal, size = _keys(call, args, kwargs)
+        at_v = 1 / averaged(num_keys, is_causal, size)
+        at_bias = at_v / _chosen(num_keys, is_causal)
         grads = rule(call, *args, **kwargs)
-        return tuple(
-            moved(g, factor) if isinstance(g, Scaled) else g
-            for g, factor in zip(grads, (at_q, at_q, at_v, at_q), strict=False)
-        )
+        shared = math.sqrt(grads[2].data.shape[1] / grads[0].data.shape[1])  # a head of K and V for several of Q
+        factors = (at_bias / size, at_bias / size * shared, at_v * shared, at_bias)
+        return tuple(moved(g, f) if isinstance(g, Scaled) else g for g, f in zip(grads, factors, strict=False))
 
     return backward
 
 
-def _keys(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, bool]:
-    """How many keys attention averages over, and whether each query sees those before it only."""
+def _keys(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, bool, float]:
+    """How many keys attention averages over, whether each query sees those before it only, and the scores' size."""
     named = dict(zip((a.name for a in call.op._schema.arguments), args, strict=False)) | kwargs
-    num_queries, num_keys = (pair(named[n])[0].shape[-2] for n in ("query", "key"))
+    query, key = named["query"], named["key"]
+    (num_queries, width), num_keys = pair(query)[0].shape[-2:], pair(key)[0].shape[-2]
+    size = nonlinear.AttentionInputs.of(query, key, named.get("scale")).softmax_scale * math.sqrt(width)
     hides = any(named.get(n) is not None for n in ("attn_mask", "attn_bias"))
     is_causal = bool(named.get("is_causal")) or (hides and call.numerics.causal)
-    return num_keys, is_causal and num_queries == num_keys
+    return num_keys, is_causal and num_queries == num_keys, size
 
 
 RULES: dict[Any, Rule] = {

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lpconv.scaled.operands import product
-from lpconv.scaled.pair import Call, Rule, Scaled, pair, value
+from lpconv.scaled.pair import Call, Role, Rule, Scaled, pair, value
 from lpconv.scaled.rules import averages, layout, linear, nonlinear
 from lpconv.scaled.rules.multiply import contraction_factor
 from lpconv.scaled.rules.units import moved
@@ -54,15 +54,29 @@ def _add(call: Call, a: Any, b: Any, *, alpha: float = 1) -> Any:
     """(d_a·s_a/s + alpha·d_b·s_b/s, s), s = √(s_a² + s_b²): the weighted add of sizes that the model itself has.
 
     In a residual stream s_a² grows with every branch of size s_b, which is the paper's running mean τ = s_b²/s².
-    Beside a plain tensor, such as a mask, the scale stays.
+    Next to a plain tensor, such as a mask, the scale stays, and so it does next to a vector of parameters: a bias
+    starts at zero. For the weight w of a norm, 1 + w has the scale of w.
     """
     (data_a, scale_a), (data_b, scale_b) = _number(a), _number(b)
     data_b, scale_b = data_b * math.copysign(1.0, alpha), multiplied(scale_b, abs(float(alpha)))
-    if any(isinstance(x, Tensor) and not isinstance(x, Scaled) for x in (a, b)):
-        scale = scale_a if isinstance(a, Scaled) else scale_b
+    if _is_size_of_sum(a, b):
+        scale = scale_a
+    elif _is_size_of_sum(b, a):
+        scale = scale_b
     else:
         scale = math.hypot(_static(scale_a), _static(scale_b))
     return Scaled(_at(data_a, ratio(scale_a, scale)) + _at(data_b, ratio(scale_b, scale)), scale or 1.0)
+
+
+def _is_size_of_sum(x: Any, other: Any) -> bool:
+    """Whether `other` adds nothing to the size of `x`."""
+    if not isinstance(x, Scaled) or not isinstance(other, Scaled):
+        return isinstance(other, Tensor) or (isinstance(x, Scaled) and _is_vector(x))
+    return _is_vector(other) and x.data.dim() > 1
+
+
+def _is_vector(x: Scaled) -> bool:
+    return x.role in (Role.WEIGHT, Role.EXACT) and x.data.dim() == 1
 
 
 def _at(data: Any, factor: Scale) -> Any:
@@ -75,7 +89,9 @@ def _static(scale: Scale) -> float:
 
 
 def _sub(call: Call, a: Any, b: Any, *, alpha: float = 1) -> Any:
-    """As `_add`, with b negated."""
+    """As `_add`, with b negated; a statistic of a, such as its mean, leaves the scale of a."""
+    if isinstance(a, Scaled) and isinstance(b, Scaled) and b.data.numel() < a.data.numel():
+        return Scaled(a.data - _at(b.data, ratio(multiplied(b.scale, float(alpha)), a.scale)), a.scale)
     return _add(call, a, b, alpha=-alpha)
 
 
@@ -105,7 +121,7 @@ def _mul(call: Call, a: Any, b: Any) -> Scaled:
 
 
 def _rotating(x: Any) -> tuple[Any, Scale]:
-    if isinstance(x, Tensor) and x.dim() > 1:
+    if isinstance(x, Tensor) and x.dim() > 1 and x.shape[-1] > 1:  # a mask of rows has no features
         return x * math.sqrt(2), math.sqrt(0.5)
     return _number(x)
 
@@ -123,14 +139,10 @@ def _power(call: Call, x: Any, exponent: Any) -> Any:
     return Scaled(torch.pow(x.data, exponent), _static(x.scale) ** exponent)
 
 
-def _sqrt(call: Call, x: Scaled) -> Scaled:
-    """(√d, √s)."""
-    return Scaled(torch.sqrt(x.data), math.sqrt(_static(x.scale)))
-
-
-def _rsqrt(call: Call, x: Scaled) -> Scaled:
-    """(1/√d, 1/√s)."""
-    return Scaled(torch.rsqrt(x.data), ratio(1.0, math.sqrt(_static(x.scale))))
+def _root(call: Call, x: Scaled) -> Scaled:
+    """sqrt and rsqrt of both."""
+    root = math.sqrt(_static(x.scale))
+    return Scaled(call.op(x.data), root if call.op is aten.sqrt.default else ratio(1.0, root))
 
 
 def _add_matmul(call: Call, bias: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Scaled:
@@ -153,6 +165,28 @@ def _factored(rule: Rule, factor: Callable[..., float]) -> Rule:
         return at_one if rest is None else (at_one, *rest)
 
     return at_unit
+
+
+def _cat(call: Call, pieces: list[Any], *args: Any) -> Scaled:
+    """cat and stack at s = √(Σ n_i·s_i²/Σ n_i), the size of the whole; n_i elements in each piece."""
+    pairs = [pair(p) for p in pieces]
+    squares = sum(data.numel() * _static(scale) ** 2 for data, scale in pairs)
+    size = math.sqrt(squares / max(1, sum(data.numel() for data, _ in pairs)))
+    return Scaled(call.op([_at(data, ratio(scale, size)) for data, scale in pairs], *args), size)
+
+
+def _scattered(call: Call, base: Any, *args: Any, **kwargs: Any) -> Scaled:
+    """n values among N of a base, as gradients of indexing are scattered: s = √(s_base² + s_values²·n/N)."""
+    at = 1 if call.op is aten.index_put.default else 2
+    (data, scale_base), (values, scale_values) = pair(base), pair(args[at])
+    scale = math.hypot(_static(scale_base), _static(scale_values) * math.sqrt(values.numel() / max(1, data.numel())))
+    rest = (*args[:at], _at(values, ratio(scale_values, scale)), *args[at + 1 :])
+    return Scaled(call.op(_at(data, ratio(scale_base, scale)), *rest, **kwargs), scale)
+
+
+def _among_zeros(grad: Scaled, sizes: list[int], *_: Any) -> float:
+    """√(N/n) for a gradient of n elements that is the only part of N which is not zero."""
+    return math.sqrt(math.prod(sizes) / max(1, grad.data.numel()))
 
 
 def _constant(factor: float) -> Callable[..., float]:
@@ -193,10 +227,15 @@ RULES: dict[Any, Rule] = {
     **dict.fromkeys((aten.mul.Tensor, aten.mul.Scalar), _mul),
     **dict.fromkeys((aten.div.Tensor, aten.div.Scalar), _div),
     aten.pow.Tensor_Scalar: _power,
-    aten.sqrt.default: _sqrt,
-    aten.rsqrt.default: _rsqrt,
+    **dict.fromkeys((aten.sqrt.default, aten.rsqrt.default), _root),
     **dict.fromkeys((aten.addmm.default, aten.baddbmm.default), _add_matmul),
     **averages.RULES,
+    **dict.fromkeys((aten.cat.default, aten.stack.default), _cat),
+    **dict.fromkeys(
+        (aten.slice_backward.default, aten.select_backward.default, aten.diagonal_backward.default),
+        _factored(layout.layout, _among_zeros),
+    ),
+    **dict.fromkeys((aten.index_put.default, aten.scatter_add.default, aten.index_add.default), _scattered),
     aten.nll_loss_backward.default: _nll_loss,
     aten.nll_loss2d_backward.default: _nll_loss,
     aten.embedding_dense_backward.default: _factored(linear.linear, _rows_per_use),
