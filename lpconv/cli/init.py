@@ -46,5 +46,7 @@ def init(
         result = run.init(model, target, options, progress=progress)
     print_result(result, render_convert, json=json)
     if not json:
+        shares = ", ".join(f"{share:.0%} of {what}" for what, share in result.unit_shares.items())
+        print(f"\nData of a size within [1/2, 2]: {shares}" if shares else "")
         recipe = "native-fp8" if options.method == "native" else "fp32"
-        print(f"\nTo train it: lpconv finetune {target} --recipe {recipe}")
+        print(f"To train it: lpconv finetune {target} --recipe {recipe}")

@@ -1,6 +1,7 @@
 """`lpconv init` as a library call: a config, weights drawn for it, one step to see that it trains, an output."""
 
 import contextlib
+import math
 import os
 import shutil
 import tempfile
@@ -22,17 +23,20 @@ from lpconv.errors import InputError, ResourceError, UnsupportedError
 from lpconv.init.options import InitOptions, config_place
 from lpconv.init.sizes import resized
 from lpconv.models.empty import check_memory
-from lpconv.models.inputs import example_inputs
+from lpconv.models.inputs import example_inputs, vocabulary_size
 from lpconv.models.opening import Blueprint, model_errors
 from lpconv.models.presets import PRESETS
 from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import architecture, concrete
 from lpconv.models.tokenizer import read_tokenizer
 from lpconv.progress import Progress, Silent
-from lpconv.results import ConvertResult
+from lpconv.results import InitResult
 from lpconv.scaled.choices import NATIVE_MARK
 from lpconv.scaled.fresh import initialise
-from lpconv.scaled.model import scaled
+from lpconv.scaled.model import scaled, scaling_of
+from lpconv.scaled.native import data_sizes
+from lpconv.scaled.pair import Role
+from lpconv.scaled.tensor import scaled_tensor
 
 __all__ = ["init"]
 
@@ -40,9 +44,11 @@ _COPIES = 4  # of the model in memory: weights, their data under native scaling,
 # Of a config: what is about weights that it lay beside.
 _NOT_KEPT = {"dtype", "torch_dtype", "auto_map", "quantization_config", NATIVE_MARK}
 _HINT = "lpconv builds the models of this release of transformers"
+_PLAIN = "`lpconv init --method plain` draws it for recipes such as unit-fp8, which take any architecture"
+_FEWEST = 0.8  # of numbers that theory predicts right; below, init warns
 
 
-def init(model: str, output: Path, options: InitOptions, *, progress: Progress | None = None) -> ConvertResult:
+def init(model: str, output: Path, options: InitOptions, *, progress: Progress | None = None) -> InitResult:
     """Write a fresh checkpoint of the architecture of `model` into `output`, as `convert` writes one of method unit.
 
     `model` is a preset, a config file, a directory, or any model with `reinit`. Weights are fp32, bit for bit those
@@ -63,12 +69,15 @@ def init(model: str, output: Path, options: InitOptions, *, progress: Progress |
             fresh.save_pretrained(source)
             _copy_tokenizer(options.tokenizer or place, source)
         write_small(source / "README.md", _card(model, type(fresh).__name__, count, options))
+        shares: dict[str, float] = {}
         if options.method == "native":
             told.start("one step under native scaling", 0)
-            _check_trains(fresh)
+            shares = _unit_shares(fresh)
         del fresh
         as_unit = ConvertOptions(method="unit", format="fp32", verify="weights", force=options.force)
-        return convert(str(source), output, as_unit, progress=progress, names_source=False)
+        result = convert(str(source), output, as_unit, progress=progress, names_source=False)
+        said = {**vars(result), "warnings": (*result.warnings, *_share_warnings(shares))}
+        return InitResult(**said, unit_shares=shares)
 
 
 def _blueprint(place: str | Path, options: InitOptions) -> Blueprint:
@@ -106,27 +115,34 @@ def _unit_shares(model: Any) -> dict[str, float]:
     native rule, for a model that does not run, and for sizes that are not finite.
     """
     scaled(model, method="native", strict=True)
-    numerics = model.train().lpconv_scaling.numerics
+    scaling = scaling_of(model.train())
+    assert scaling is not None
 
     def step() -> None:
         inputs = example_inputs(model)
         padding = getattr(model.config, "pad_token_id", None)  # its embedding is zero, where norms are steep
-        if "input_ids" in inputs and padding is not None:
-            ids = inputs["input_ids"]
+        for ids in (x for name, x in inputs.items() if name.endswith("input_ids") and padding is not None):
             ids[ids == padding] = (padding + 1) % vocabulary_size(model.config)
         outputs = super(type(model), model).forward(**inputs)  # still scaled
         first = outputs[0] if isinstance(outputs, tuple) else next(iter(outputs.values()))
         unit = torch.randn(first.shape, generator=torch.Generator().manual_seed(0))
-        first.backward(scaled_tensor(unit, 1.0, role=Role.GRADIENT, numerics=numerics))
+        first.backward(scaled_tensor(unit, 1.0, role=Role.GRADIENT, numerics=scaling.numerics))
 
     try:
         with quiet_transformers(), model_errors("the model does not run", hint=_HINT):
             sizes = data_sizes(model, step)
     except UnsupportedError as e:
-        raise UnsupportedError(e.message, hint=_PLAIN_HINT) from e
+        raise UnsupportedError(e.message, hint=_PLAIN) from e
     if not all(math.isfinite(size) for found in sizes.values() for size in found):
-        raise UnsupportedError("a fresh native model of this architecture overflows in fp32", hint=_PLAIN_HINT)
+        raise UnsupportedError("a fresh native model of this architecture overflows in fp32", hint=_PLAIN)
     return {what: sum(0.5 <= s <= 2 for s in found) / max(1, len(found)) for what, found in sizes.items()}
+
+
+def _share_warnings(shares: dict[str, float]) -> list[str]:
+    """What falls short of `_FEWEST`. A warning, not a refusal: values and gradients are exact whatever their scales."""
+    few = ", ".join(f"{share:.0%} of {what}" for what, share in shares.items() if share < _FEWEST)
+    advice = "fp8 may lose digits there: train with native-fp16, or with native-fp8 and --operand-scale tensor"
+    return [f"only {few} have data of a size within [1/2, 2]; {advice}"] if few else []
 
 
 def _copy_tokenizer(of: str | Path, target: Path) -> None:

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
         ByteCounts as ByteCounts,
         CalibrationRecord as CalibrationRecord,
         ConvertResult as ConvertResult,
+        InitResult as InitResult,
         PartResult as PartResult,
         PlanResult as PlanResult,
         PushResult as PushResult,

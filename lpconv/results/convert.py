@@ -11,6 +11,7 @@ __all__ = [
     "ByteCounts",
     "CalibrationRecord",
     "ConvertResult",
+    "InitResult",
     "PartResult",
     "PlanResult",
     "PushResult",
@@ -133,6 +134,13 @@ class ConvertResult:
     command: str | None = None
     card: dict[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class InitResult(ConvertResult):
+    """A fresh checkpoint, and the shares of its numbers of each kind that have unit size at the first step."""
+
+    unit_shares: dict[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)

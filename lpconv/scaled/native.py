@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lpconv.formats.scale import rms
 from lpconv.layers import linears
 from lpconv.lookup import find
 from lpconv.scaled.choices import LEARNING_RATES
@@ -54,24 +55,23 @@ def native_groups(
 
 
 def data_sizes(model: nn.Module, step: Callable[[], object]) -> dict[str, list[float]]:
-    """Root mean squares of the data of every linear layer's output, of the gradient that reaches it, and of the
-    gradient of every weight, over `step()`: one pass forward and backward.
+    """Root mean squares of the data of every linear layer's output, of the gradient that reaches it and of every
+    weight's gradient, over `step()`: one pass forward and backward.
     """
     sizes: dict[str, list[float]] = {"outputs": [], "gradients": [], "weight gradients": []}
 
+    def note(what: str, x: Tensor) -> None:
+        sizes[what].append(float(rms(data_part(x.detach()))))
+
     def on_output(_: nn.Module, __: Any, out: Tensor) -> None:
-        sizes["outputs"].append(_size(out))
-        out.register_hook(lambda grad: sizes["gradients"].append(_size(grad)))
+        note("outputs", out)
+        out.register_hook(lambda grad: note("gradients", grad))
 
     hooks = [x.module.register_forward_hook(on_output) for x in linears(model) if x.kind != "experts"]
-    try:
-        step()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    weights = [p.grad for p in model.parameters() if p.dim() > 1 and p.grad is not None]
-    return sizes | {"weight gradients": [_size(grad) for grad in weights]}
-
-
-def _size(x: Tensor) -> float:
-    return float(data_part(x.detach()).double().square().mean().sqrt())
+    step()
+    for hook in hooks:
+        hook.remove()
+    for parameter in model.parameters():
+        if parameter.dim() > 1 and parameter.grad is not None:
+            note("weight gradients", parameter.grad)
+    return sizes
