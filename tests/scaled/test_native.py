@@ -11,12 +11,12 @@ import torch.nn.functional as F
 import transformers as hf
 from scaled_models import build
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from lpconv.data import demo_checkpoint
 from lpconv.errors import UnsupportedError, UsageError
 from lpconv.scaled import AdamW, ScaledTensor, fallbacks, native, native_groups, scaled, scaled_tensor
 from lpconv.scaled.fresh import initialise
+from lpconv.scaled.native import data_sizes
 from lpconv.scaled.pair import Numerics
 from lpconv.scaled.rules.averages import averaged, averaged_alike
 from lpconv.scaled.rules.native import ACTIVATIONS
@@ -191,27 +191,97 @@ def tiny(kind: str, layers: int = 6) -> nn.Module:
     return hf.LlamaForCausalLM(hf.LlamaConfig(intermediate_size=240, **sizes))
 
 
-def observed(model: nn.Module) -> dict[str, list[float]]:
-    """Sizes of the data of the linear layers' outputs, of the gradients that reach them and of their weights'."""
-    sizes: dict[str, list[float]] = {"outputs": [], "gradients": [], "weight gradients": []}
-
-    def on_output(_: nn.Module, __: Any, out: Tensor) -> None:
-        sizes["outputs"].append(rms(out))
-        out.register_hook(lambda grad: sizes["gradients"].append(rms(grad)))
-
-    for module in model.modules():
-        if isinstance(module, (nn.Linear, Conv1D)):
-            module.register_forward_hook(on_output)
-    ids = torch.randint(0, 200, (8, 48), generator=torch.Generator().manual_seed(0))
-    model(input_ids=ids, labels=ids).loss.backward()
-    sizes["weight gradients"] = [rms(p.grad) for p in model.parameters() if p.dim() == 2]
-    return sizes
+def observed(model: nn.Module, **inputs: Tensor) -> dict[str, list[float]]:
+    """Sizes over a step on random tokens, none of them for padding, or on other inputs."""
+    ids = torch.randint(3, 200, (8, 48), generator=torch.Generator().manual_seed(0))
+    given = inputs or {"input_ids": ids, "labels": ids}
+    return data_sizes(model, lambda: model(**given).loss.backward())
 
 
 @pytest.mark.parametrize(("kind", "share"), [("gpt2", 1.0), ("llama", 1.0), ("bert", 0.97)])
 def test_a_fresh_model_has_data_of_unit_size_in_both_passes(kind: str, share: float) -> None:
     for what, sizes in observed(native(tiny(kind))).items():
         assert sum(0.5 <= s <= 2 for s in sizes) >= share * len(sizes), (what, min(sizes), max(sizes))
+
+
+TEXT = {"vocab_size": 200, "hidden_size": 96, "num_hidden_layers": 4, "num_attention_heads": 3,
+        "intermediate_size": 240, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
+GROUPED = {**TEXT, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24}
+# Families that need more than BERT, GPT-2 and Llama do, by what that is.
+FAMILIES: dict[str, Callable[..., nn.Module]] = {
+    "table with a factor, norms of 1 + weight, tied": lambda **k: hf.GemmaForCausalLM(hf.GemmaConfig(**GROUPED, **k)),
+    "norms at the end of branches": lambda **k: hf.Gemma3ForCausalLM(
+        hf.Gemma3TextConfig(**GROUPED, query_pre_attn_scalar=24, **k)
+    ),
+    "factors of scores, branches and the table": lambda **k: hf.GraniteForCausalLM(
+        hf.GraniteConfig(
+            **TEXT, embedding_multiplier=12.0, residual_multiplier=0.22, attention_multiplier=1 / 32,
+            logits_scaling=8.0, tie_word_embeddings=False, **k,
+        )
+    ),
+    "a matrix for Q, K and V that is listed last": lambda **k: hf.Phi3ForCausalLM(hf.Phi3Config(**TEXT, **k)),
+    "a norm that subtracts its mean": lambda **k: hf.CohereForCausalLM(hf.CohereConfig(**TEXT, **k)),
+    "half of each head rotated": lambda **k: hf.StableLmForCausalLM(
+        hf.StableLmConfig(**TEXT, num_key_value_heads=3, partial_rotary_factor=0.5, **k)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("what", FAMILIES)
+def test_families_have_data_of_unit_size_and_gradients_of_the_plain_model(what: str, attention: str) -> None:
+    torch.manual_seed(0)
+    plain = FAMILIES[what](attn_implementation=attention)
+    initialise(plain)
+    ours = scaled(copy.deepcopy(plain), method="native", strict=True)
+    for kind, sizes in observed(ours).items():
+        assert sum(0.5 <= s <= 2 for s in sizes) >= 0.95 * len(sizes), (kind, min(sizes), max(sizes))
+    observed(plain)
+    for (name, p), q in zip(plain.named_parameters(), ours.parameters(), strict=True):
+        if float(p.grad.norm()) > 1e-7:  # that of a key's bias is zero
+            assert float((q.grad.dequantize() - p.grad).norm() / p.grad.norm()) < 1e-4, name
+
+
+@pytest.mark.parametrize("what", ["class", "image"])
+def test_gradients_that_enter_at_one_token_have_unit_size(what: str) -> None:
+    torch.manual_seed(0)
+    sizes = {**TEXT, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_labels": 50}
+    labels = torch.randint(0, 50, (16,))
+    if what == "class":
+        model = native(hf.BertForSequenceClassification(hf.BertConfig(**sizes)))
+        found = observed(model, input_ids=torch.randint(3, 200, (16, 40)), labels=labels)
+    else:
+        del sizes["vocab_size"]
+        model = native(hf.ViTForImageClassification(hf.ViTConfig(**sizes, image_size=24, patch_size=4)))
+        found = observed(model, pixel_values=torch.randn(16, 3, 24, 24), labels=labels)
+    for kind, of_kind in found.items():  # but for what is added to that token alone, or to all others
+        assert sum(0.4 <= s <= 2.5 for s in of_kind) >= len(of_kind) - 2, (kind, of_kind)
+
+
+@pytest.mark.parametrize("size", [0.1, 1.0, 1.4])
+def test_attention_factors_for_scores_of_another_size(size: float) -> None:
+    torch.manual_seed(0)
+    q, k, v = (at_unit((16, n, 128, 32)).requires_grad_() for n in (4, 2, 2))
+    factor = size / 32**0.5
+    out = F.scaled_dot_product_attention(q, k, v, scale=factor, enable_gqa=True)
+    out.backward(gradient=scaled_tensor(torch.randn(out.shape), 1.0, numerics=NATIVE))
+    assert rms(out) == pytest.approx(averaged(128, False, size) / averaged_alike(128, False, size), rel=0.3)
+    for x in (q, k, v):
+        assert rms(x.grad) == pytest.approx(1, rel=0.35)
+
+
+def test_parts_of_a_gradient_have_the_size_of_the_whole() -> None:
+    torch.manual_seed(0)
+    x, ids = at_unit((40, 60)).requires_grad_(), torch.randint(0, 40, (25,))
+    parts: dict[str, Function] = {
+        "slice": lambda x: x[:, 50:], "row": lambda x: x[3], "rows": lambda x: x[ids],
+        "gather": lambda x: x.gather(1, torch.randint(0, 60, (40, 7))),
+        "index_select": lambda x: x.index_select(0, ids),
+        "chunks": lambda x: torch.cat([2 * c for c in x.chunk(3, dim=1)], dim=1),
+    }  # fmt: skip
+    for name, part in parts.items():
+        _, found = data_and_grads(part, [x], torch.randn(part(x).shape))
+        assert rms(found) == pytest.approx(1, rel=0.1), name
 
 
 def test_scales_of_the_residual_stream_are_those_of_the_formulas() -> None:
@@ -314,9 +384,9 @@ def test_what_has_no_native_rule_is_named() -> None:
         native(Fourier())(torch.randn(2, 8))
     with pytest.raises(UnsupportedError, match=r"parameter `weight_ih_l0` of LSTM"):
         native(nn.LSTM(4, 4))
-    gemma, _ = build("gemma")
+    whisper, _ = build("whisper")
     with pytest.raises(UnsupportedError, match="shares its weight with an embedding"):
-        native(gemma)
+        native(whisper)
     config = hf.T5Config(vocab_size=64, d_model=32, d_kv=64, d_ff=64, num_layers=1, num_heads=1)
     with pytest.raises(UnsupportedError, match="over scores of size 8"):
         native(hf.T5ForConditionalGeneration(config))(input_ids=torch.ones(1, 4).long(), labels=torch.ones(1, 4).long())
