@@ -121,8 +121,9 @@ def _unit_shares(model: Any) -> dict[str, float]:
     def step() -> None:
         inputs = example_inputs(model)
         padding = getattr(model.config, "pad_token_id", None)  # its embedding is zero, where norms are steep
-        for ids in (x for name, x in inputs.items() if name.endswith("input_ids") and padding is not None):
-            ids[ids == padding] = (padding + 1) % vocabulary_size(model.config)
+        for name, ids in inputs.items() if isinstance(padding, int) else ():
+            if name.endswith("input_ids"):
+                ids[ids == padding] = (padding + 1) % vocabulary_size(model.config)
         outputs = super(type(model), model).forward(**inputs)  # still scaled
         first = outputs[0] if isinstance(outputs, tuple) else next(iter(outputs.values()))
         unit = torch.randn(first.shape, generator=torch.Generator().manual_seed(0))

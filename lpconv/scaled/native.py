@@ -65,7 +65,7 @@ def data_sizes(model: nn.Module, step: Callable[[], object]) -> dict[str, list[f
 
     def on_output(_: nn.Module, __: Any, out: Tensor) -> None:
         note("outputs", out)
-        out.register_hook(lambda grad: note("gradients", grad))
+        out.register_hook(lambda grad: note("gradients", grad))  # type: ignore[no-untyped-call]  # torch's
 
     hooks = [x.module.register_forward_hook(on_output) for x in linears(model) if x.kind != "experts"]
     step()

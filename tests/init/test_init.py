@@ -122,6 +122,20 @@ def test_what_does_not_go_with_native_recipes(words: tuple[str, ...], code: int,
     assert refused("finetune", out, "--lr-rule", "unit", *SHORT, "-o", tmp_path / "no")[0] == 2
 
 
+def test_shares_of_unit_size_are_reported_and_few_are_a_warning(tmp_path: Path) -> None:
+    done = lpconv_("init", "demo", "--reinit", *SMALL, "--json", "-q", "-o", tmp_path / "fine")
+    document = json.loads(done.stdout)
+    assert set(document["unit_shares"]) == {"outputs", "gradients", "weight gradients"}
+    assert min(document["unit_shares"].values()) > 0.9
+    assert document["warnings"] == []
+    config = hf.PersimmonConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+                                intermediate_size=128, architectures=["PersimmonForCausalLM"])  # fmt: skip
+    config.save_pretrained(tmp_path)  # squares of relu have no rule that predicts their size
+    done = lpconv_("init", tmp_path / "config.json", "--json", "-q", "-o", tmp_path / "few")
+    assert done.exit_code == 0, done.stderr
+    assert "have data of a size within [1/2, 2]" in json.loads(done.stdout)["warnings"][0]
+
+
 def test_an_op_without_a_rule_is_named_before_anything_is_published(tmp_path: Path) -> None:
     config = hf.FNetConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, intermediate_size=64,
                            max_position_embeddings=32, architectures=["FNetForMaskedLM"])  # fmt: skip

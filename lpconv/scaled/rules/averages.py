@@ -23,9 +23,10 @@ def averaged(num_keys: int, is_causal: bool, size: float = 1.0) -> float:
     """The predicted size of attention's output over that of V, at scores of normal distribution of this size.
 
     A row of n keys weighs them by e^z/Σe^z, whose squares sum to E[e^2z]/(n·E[e^z]²) = c/n for c = e^(size²); the mean
-    over the rows of a causal square of S is c·(1 + ln(S/c))/S. At most 1. unit-scaling 0.3.5 has c = 1 and ln S.
+    over the rows of a causal square of S is c·(1 + ln(S/c))/S. At most 1. unit-scaling 0.3.5 has c = 1 and ln S. With
+    large scores the largest of n decides: c is n^0.7 at most, found by simulation for sizes 2 to 4 and n up to 512.
     """
-    c = math.exp(min(size, LARGEST_SCORE) ** 2)
+    c = min(math.exp(min(size, LARGEST_SCORE) ** 2), num_keys**0.7)
     return math.sqrt(min(1.0, c * (1 + math.log(num_keys / c) if is_causal and num_keys > c else 1.0) / num_keys))
 
 

@@ -112,7 +112,7 @@ def _mul(call: Call, a: Any, b: Any) -> Scaled:
 
     Plain tensors with axes that multiply scaled ones are the tables of rotary positions; x·cos + x'·sin keeps its size.
     """
-    (data_a, scale_a), (data_b, scale_b) = (_rotating(x) for x in (a, b))
+    (data_a, scale_a), (data_b, scale_b) = (_rotating(*x) for x in ((a, b), (b, a)))
     if isinstance(data_a, float) or isinstance(data_b, float):
         return Scaled(
             _at(data_b, data_a) if isinstance(data_a, float) else _at(data_a, data_b), multiplied(scale_a, scale_b)
@@ -120,8 +120,9 @@ def _mul(call: Call, a: Any, b: Any) -> Scaled:
     return Scaled(data_a * data_b, multiplied(scale_a, scale_b))
 
 
-def _rotating(x: Any) -> tuple[Any, Scale]:
-    if isinstance(x, Tensor) and x.dim() > 1 and x.shape[-1] > 1:  # a mask of rows has no features
+def _rotating(x: Any, other: Any) -> tuple[Any, Scale]:
+    """A table of positions at the size of a cosine; a mask has rows of one feature, or of dropout the shape of all."""
+    if isinstance(x, Tensor) and x.dim() > 1 and x.shape[-1] > 1 and x.shape != other.data.shape:
         return x * math.sqrt(2), math.sqrt(0.5)
     return _number(x)
 
