@@ -120,7 +120,7 @@ def _unit_shares(model: Any) -> dict[str, float]:
 
     def step() -> None:
         inputs = example_inputs(model)
-        padding = getattr(model.config, "pad_token_id", None)  # its embedding is zero, where norms are steep
+        padding: Any = getattr(model.config, "pad_token_id", None)  # its embedding is zero, where norms are steep
         for name, ids in inputs.items() if isinstance(padding, int) else ():
             if name.endswith("input_ids"):
                 ids[ids == padding] = (padding + 1) % vocabulary_size(model.config)
