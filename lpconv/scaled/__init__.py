@@ -23,7 +23,11 @@ if TYPE_CHECKING:
         to_disk as to_disk,
         write_factors as write_factors,
     )
-    from lpconv.scaled.guard import StepGuard as StepGuard, gradients_are_finite as gradients_are_finite
+    from lpconv.scaled.guard import (
+        StepGuard as StepGuard,
+        check_gradients as check_gradients,
+        gradients_are_finite as gradients_are_finite,
+    )
     from lpconv.scaled.memory import saved_bytes as saved_bytes
     from lpconv.scaled.model import (
         fallbacks as fallbacks,

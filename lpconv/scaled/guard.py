@@ -1,19 +1,23 @@
-"""The guard that fp16 gradients still need: skip a step that overflowed, and start the next ones lower."""
+"""Guards of scaled training: gradients checked against the plain model's before it begins, and overflows on the way."""
 
-from collections.abc import Iterable, Mapping
+import copy
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lpconv.errors import UsageError
+from lpconv.errors import UnsupportedError, UsageError
 from lpconv.scaled.model import scaling_of
 from lpconv.scaled.pair import Role
 from lpconv.scaled.tensor import ScaledTensor, data_part, scaled_tensor
 from lpconv.shards import is_sharded, local
 
-__all__ = ["StepGuard", "gradients_are_finite"]
+__all__ = ["StepGuard", "check_gradients", "gradients_are_finite"]
+
+_TOLERANCE = 1e-3  # rounding of fp32 in deep models is below 1e-5; a wrong rule is above 1e-2
 
 
 class StepGuard:
@@ -94,3 +98,44 @@ def gradients_are_finite(parameters: Iterable[Tensor]) -> bool:
 
 def _is_finite(grad: Tensor) -> Tensor:
     return data_part(local(grad)).isfinite().all()
+
+
+def check_gradients(model: nn.Module, batch: Mapping[str, Any], scale: Callable[[nn.Module], nn.Module]) -> None:
+    """Raise `UnsupportedError` if a scaled copy of `model` computes another loss or other gradients, in fp32.
+
+    `scale` turns a copy of the plain fp32 model into the scaled one, such as ``lambda m: scaled(m, method="unit")``.
+    Both run in evaluation mode, without dropout. A gradient is wrong if it is further from the plain one than 1e-3 of
+    its norm; norms below 1/1000 of the largest count as that. The error names the wrong one nearest to the loss. Takes
+    memory for one more copy of the weights and two sets of gradients.
+    """
+    loss, grads = _step(model, batch)
+    our_loss, our_grads = _step(scale(copy.deepcopy(model)), batch)
+    largest = max((float(g.norm()) for g in grads.values()), default=0.0)
+    wrong = []
+    for name, grad in grads.items():
+        found = our_grads.get(name)
+        distance = float((grad if found is None else found - grad).norm()) / max(
+            float(grad.norm()), largest / 1000, 1e-30
+        )
+        if not distance <= _TOLERANCE:
+            wrong.append((name, distance))
+    if wrong or not abs(our_loss - loss) <= _TOLERANCE * abs(loss):
+        what = f"the gradient of `{wrong[-1][0]}` is {wrong[-1][1]:.2g} of its norm" if wrong else "the loss is"
+        raise UnsupportedError(
+            f"scaled tensors do not compute this model: {what} off the plain model's in fp32 (loss {our_loss:.6g} "
+            f"for {loss:.6g})",
+            hint="choose a recipe without scaled tensors, such as collage-bf16; please report the architecture",
+        )
+
+
+def _step(model: nn.Module, batch: Mapping[str, Any]) -> tuple[float, dict[str, Tensor]]:
+    """The loss of a batch and the values of all gradients; the model is left without any and in its own mode."""
+    was_training = model.training
+    model.eval()
+    loss = model(**batch).loss
+    loss.backward()
+    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    values = {n: g.dequantize() if isinstance(g, ScaledTensor) else g.float() for n, g in grads.items()}
+    model.zero_grad()
+    model.train(was_training)
+    return float(loss.detach()), values

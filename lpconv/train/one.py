@@ -1,6 +1,7 @@
 """One training run, from the model that is opened to the record of what it did."""
 
 import dataclasses
+import functools
 import math
 import shutil
 from collections.abc import Iterator, Mapping
@@ -21,7 +22,7 @@ from lpconv.models.quiet import quiet_transformers
 from lpconv.models.sharing import running_copy
 from lpconv.progress import Progress
 from lpconv.results import RunRecord, Series
-from lpconv.scaled import apply_factors, calibrate, saved_bytes, scaled
+from lpconv.scaled import adaptive_scaling, apply_factors, calibrate, check_gradients, saved_bytes, scaled
 from lpconv.train.allot import NUM_COPIES, PROBE_BATCHES, LossWatch
 from lpconv.train.callbacks import Recorder, Timetable
 from lpconv.train.checkpoints import drop_broken, last_checkpoint, step_of
@@ -30,7 +31,7 @@ from lpconv.train.exact import computes_in_fp32, in_fp32, renamed
 from lpconv.train.examples import Collator
 from lpconv.train.folder import Metrics
 from lpconv.train.job import MEASURED_BATCHES, TrainingJob, Work, first_batches, num_ranks, open_start
-from lpconv.train.memory import StepMemory, check_room, explained, parameter_bytes
+from lpconv.train.memory import StepMemory, available_bytes, check_room, explained, parameter_bytes
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.prepare import Prepared, operand_scale_of, prepare
 from lpconv.train.processes import backend, is_main_process, mesh, num_processes, wait_for_all
@@ -63,7 +64,7 @@ def train_one(job: TrainingJob, work: Work, progress: Progress) -> Finished:
         checkpoint = _start_of(work.folder)
         done = step_of(checkpoint) if checkpoint else 0
         arguments = _arguments(job.options, work, is_resumed=checkpoint is not None)
-        opened, prepared, needed = _prepared(job, work, arguments.device, clock)
+        opened, prepared, needed = _prepared(job, work, arguments.device, clock, is_resumed=checkpoint is not None)
         metrics = Metrics(work.metrics if arguments.process_index == 0 else None, step=done)
         watch = _watch(job, work, prepared.model)
         loss_watch = _loss_watch(job, work, prepared.model) if work.lca else None
@@ -85,13 +86,16 @@ def train_one(job: TrainingJob, work: Work, progress: Progress) -> Finished:
 
 
 def _prepared(
-    job: TrainingJob, work: Work, device: torch.device, clock: Clock
+    job: TrainingJob, work: Work, device: torch.device, clock: Clock, *, is_resumed: bool
 ) -> tuple[Opened, Prepared, dict[str, int]]:
     """The model as it was opened, made ready to train on a device, and what a step should need of its memory."""
     with clock.spending("opening the model"):
         opened = open_start(job, work.seed)
     with clock.spending("estimating memory"):
         needed = _check_memory(job, work, opened.model)
+    if not is_resumed and job.options.check_gradients and not job.options.is_sharded:
+        with clock.spending("checking gradients"):
+            _check_gradients(job, work, opened.model.to(device), needed)
     with clock.spending("preparing"):
         prepared = prepare(opened.model.to(device), work.arithmetic, job.options, seed=work.seed)
         if job.options.calibrate and work.arithmetic.method == "unit":
@@ -233,6 +237,20 @@ def _check_memory(job: TrainingJob, work: Work, model: Any) -> dict[str, int]:
         needed["activations"] = saved_bytes(running, {k: v.to(model.device) for k, v in batch.items()}) * share
     check_room(needed, job.options.max_memory)
     return needed
+
+
+def _check_gradients(job: TrainingJob, work: Work, model: Any, needed: dict[str, int]) -> None:
+    """Compare the gradients of one sequence with the plain model's, if the arithmetic scales and there is room."""
+    arithmetic, scale = work.arithmetic, None
+    if arithmetic.is_scaled:
+        scale = functools.partial(scaled, method=arithmetic.method)
+    elif arithmetic.loss_scale == "adaptive":
+        scale = functools.partial(adaptive_scaling, compute="fp32")
+    size = 12 * sum(p.numel() for p in model.parameters()) + needed["activations"]
+    if scale is None or size > available_bytes(job.options.max_memory):
+        return
+    (batch,) = first_batches(job, job.stream(work.seed, held_out=False), 1, model.device)
+    check_gradients(model, {k: v[:1] for k, v in batch.items()}, scale)
 
 
 def _loss_watch(job: TrainingJob, work: Work, model: Any) -> LossWatch:

@@ -205,6 +205,10 @@ class FinetuneOptions:
             least=0,
         ),
     ] = None
+    check_gradients: Annotated[
+        bool,
+        _check("Compare the gradients of one sequence with the plain model's, in fp32, before scaled tensors train"),
+    ] = True
     lca: Annotated[
         bool, _check("Allocate the loss change of every step to layers, and show what rounding took of it")
     ] = False

@@ -4,11 +4,13 @@ import copy
 
 import pytest
 import torch
+from scaled_models import build
 from torch import Tensor, nn
 
-from lpconv.errors import UsageError
+from lpconv.errors import UnsupportedError, UsageError
 from lpconv.formats.scale import rms
-from lpconv.scaled import StepGuard, scaled
+from lpconv.scaled import StepGuard, check_gradients, scaled
+from lpconv.scaled.rules.table import RULES
 
 
 def net_behind_a_norm() -> tuple[nn.Module, Tensor, Tensor]:
@@ -95,3 +97,30 @@ def test_the_guard_goes_on_where_its_state_was_taken() -> None:
 def test_a_model_that_is_not_scaled_has_no_guard() -> None:
     with pytest.raises(UsageError, match="not scaled"):
         StepGuard(nn.Linear(2, 2))
+
+
+def test_a_wrong_rule_is_found_before_training_and_the_gradient_nearest_to_the_loss_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, batch = build("bert-mlm")
+    op = torch.ops.aten.gelu_backward.default
+    right = RULES[op]
+    check_gradients(model, batch, scaled)
+
+    monkeypatch.setitem(
+        RULES, op, lambda call, grad, *args, **kw: right(call, grad._replace(scale=2 * grad.scale), *args, **kw)
+    )
+    with pytest.raises(UnsupportedError, match=r"cls\.predictions\.transform\.dense\.bias.* 1 of its norm"):
+        check_gradients(model, batch, scaled)
+
+    assert model.training
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_wrong_forward_pass_is_found_by_its_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = build("bert-mlm")
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter is model.cls.predictions.decoder.bias)
+    monkeypatch.setitem(RULES, torch.ops.aten.gelu.default, lambda call, x, **kw: x)
+    with pytest.raises(UnsupportedError, match="off the plain model's"):
+        check_gradients(model, batch, scaled)
