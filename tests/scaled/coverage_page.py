@@ -4,6 +4,8 @@ python tests/scaled/coverage_page.py > docs/coverage.md
 """
 
 import copy
+import json
+from pathlib import Path
 
 import torch
 from scaled_models import ARCHITECTURES, build, loss_and_grads
@@ -24,6 +26,18 @@ Small models built from their configs (two layers, hidden size 32), one training
 on values and counted, or raise an error with `strict=True`. "native": a fresh model under
 [native unit scaling](methods/native.md), where every op needs a native rule, has the gradients of the plain model with
 the same weights up to rounding; or why it is refused.
+"""
+
+
+SWEEP = Path(__file__).parents[2] / "benchmarks" / "results" / "architectures.json"
+SWEEP_HEAD = """## Every model class that transformers builds small
+
+`python -m benchmarks.architectures --one-per-type --out benchmarks/results/architectures.json` takes one class of each
+model type in the mappings of transformers {transformers}, shrinks its config by the names of its fields, and compares
+one training step of the plain model in fp32 with the scaled ones (torch {torch}). {built} of {classes} could be built
+and trained; the others need inputs or packages that the script does not make, and `architectures.json` says which.
+A class is within 1e-6 if no gradient is further than that, relative to its norm, from the plain one. "Different" must
+be 0. `lpconv finetune` makes the same comparison on the model at hand before it trains.
 """
 
 
@@ -57,6 +71,29 @@ def native_verdict(name: str) -> str:
     return "equal" if max(errors) < 1e-4 else "differs"
 
 
+def sweep_lines() -> list[str]:
+    """The counts of the sweep over transformers' model classes, and the classes that are not bitwise."""
+    document = json.loads(SWEEP.read_text(encoding="utf-8"))
+    records = document["records"]
+    lines = [SWEEP_HEAD.format(built=document["summary"]["built"], classes=document["summary"]["classes"],
+                               transformers=document["transformers"], torch=document["torch"])]  # fmt: skip
+    lines += ["| attention | method | bitwise | within 1e-6 | refused | different |", "|---" * 6 + "|"]
+    for attention in ("eager", "sdpa"):
+        for method in ("unit", "scalify"):
+            runs = [r for c in records for r in c["runs"] if (r["attention"], r["method"]) == (attention, method)]
+            counts = [sum(r["verdict"] == v for r in runs) for v in ("bitwise", "close", "refused")]
+            lines.append(
+                f"| {attention} | {method} | " + " | ".join(map(str, [*counts, len(runs) - sum(counts)])) + " |"
+            )
+    lines += ["", "Classes that are refused, or not bitwise:", ""]
+    for record in records:
+        found = {
+            (r["verdict"], r.get("reason") or f"{r['error']:.0e}") for r in record["runs"] if r["verdict"] != "bitwise"
+        }
+        lines += [f"- {record['class']}: {verdict}, {why}" for verdict, why in sorted(found)]
+    return lines
+
+
 def op_rows() -> list[str]:
     """The tables of ops by class."""
     lines = []
@@ -70,7 +107,10 @@ def page() -> str:
     """The whole of docs/coverage.md."""
     head = "| architecture | class | gradients | eager | sdpa | ops without a rule | native |\n" + "|---" * 7 + "|"
     rows = [architecture_row(name) for name in ARCHITECTURES]
-    return "\n".join([HEAD, head, *rows, "", "## Ops with a rule, by class", "", *op_rows()]).rstrip() + "\n"
+    return (
+        "\n".join([HEAD, head, *rows, "", *sweep_lines(), "", "## Ops with a rule, by class", "", *op_rows()]).rstrip()
+        + "\n"
+    )
 
 
 if __name__ == "__main__":
