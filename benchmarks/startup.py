@@ -40,16 +40,15 @@ ERRORS = (
     "finetune demo --log-to foo", "bench nosuch", "bench --mode trian", "bench cut", "bench demo --save /proc/x",
     "probe demo --data none.txt", "advise demo --budget quallity=1", "advise nosuch", "export onnx nosuch -o x",
     "restore nosuch -o x", "verify nosuch", "batch none.yaml", "report nosuch", "inspect nosuch", "init nosuch -o x",
-    "repair nosuch -o x", "push nosuch me/model", "doctor --alias", "demo --outputs x", "convert me/model",
+    "repair nosuch -o x", "doctor --alias", "demo --outputs x", "convert me/model",
     "finetune demo --data me/data", f"convert me/model{_ASKING}", f"finetune demo --data me/data{_ASKING}",
     f"advise me/model{_ASKING}", f"bench me/model{_ASKING}", f"init me/model --reinit -o x{_ASKING}",
-    f"push verified me/model{_ASKING}",
 )  # fmt: skip
 RESULTS = (
     "--help", "", "doctor", "doctor --aliases", "inspect demo", "inspect done", "report done", "report done other",
     "convert demo --dry-run", "convert demo --verify none -o {new}", "convert demo -o {new}", "verify done",
     "verify done --against demo --level weights", "restore done -o {new}", "probe demo -o {new} --steps 1",
-    "push verified me/model --dry-run", "repair layout -o {new}", "export onnx done -o {new}", "demo -o {new}",
+    "repair layout -o {new}", "export onnx done -o {new}", "demo -o {new}",
     "init demo --reinit --width 64 --layers 1 -o {new}", "batch jobs.yaml",
     "batch jobs.yaml --dry-run", "advise demo -o {new} --budget minutes=1",
     "finetune demo --recipe fp32 --steps 1 --seq-len 32 --batch-size 2 --eval-batches 1 --twin none -o {new}",
@@ -132,7 +131,7 @@ def _prepared(folder: Path) -> None:
     (folder / "a.csv").write_text("text,label\nx,1\n", encoding="utf-8")
     job = {"id": "one", "model": "demo", "output": "job", "verify": "none", "force": True}
     (folder / "jobs.yaml").write_text(json.dumps({"version": 1, "jobs": [job]}), encoding="utf-8")
-    made = {"done": "none", "other": "none", "verified": "weights", "layout": "none --layout compressed-tensors"}
+    made = {"done": "none", "other": "none", "layout": "none --layout compressed-tensors"}
     for name, level in {"cut": "none", **made}.items():
         done = measure(f"convert demo --format e4m3fn --verify {level} -o {name}", _HERE, folder, label="")
         assert done.exit_code == 0, done

@@ -23,7 +23,6 @@ from lpconv.lookup import nearest
 
 __all__ = [
     "MODULE_WEIGHTS",
-    "bars_on_terminals_only",
     "cached_snapshot",
     "commit_of",
     "download",
@@ -98,7 +97,7 @@ def download(repo_id: str, revision: str | None) -> Path:
             f"`{repo_id}` has no weights that lpconv reads",
             hint="it reads model*.safetensors and pytorch_model*.bin; name a repository that has one of them",
         )
-    with _explained(repo_id, revision, wanted), bars_on_terminals_only():
+    with _explained(repo_id, revision, wanted), _bars_on_terminals_only():
         return Path(snapshot_download(repo_id, revision=revision, allow_patterns=[glob.escape(n) for n in wanted]))
 
 
@@ -173,7 +172,7 @@ def _shards_exist(index: Path) -> bool:
 
 
 @contextmanager
-def bars_on_terminals_only() -> Iterator[None]:
+def _bars_on_terminals_only() -> Iterator[None]:
     """Inside, the hub's client shows progress on a terminal only."""
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 

@@ -1,7 +1,6 @@
 """The files of an output against the hashes that it lists."""
 
 import os
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,16 +10,15 @@ from lpconv.errors import InputError
 from lpconv.progress import Progress
 from lpconv.results import HashCheck
 
-__all__ = ["check_files", "check_hashes", "listed_files"]
+__all__ = ["check_hashes"]
 
 
 def check_hashes(directory: Path, progress: Progress) -> HashCheck:
-    """Every file that SHA256SUMS lists, and must list. Raises InputError where there is no such list."""
-    return check_files(directory, listed_files(directory), progress)
+    """Every file that SHA256SUMS lists; the weights, the config and the record must be among them.
 
-
-def check_files(directory: Path, digests: Mapping[str, str], progress: Progress) -> HashCheck:
-    """Files against their digests, by name; the weights, the config and the record must be among them."""
+    Raises InputError where there is no such list.
+    """
+    digests = _listed_files(directory)
     there = {n: (directory / n).stat().st_size for n in digests if os.path.isfile(directory / n)}
     progress.start("hashing", sum(there.values()))
     weights = {p.relative_to(directory).as_posix() for p in directory.rglob("*.safetensors")}
@@ -33,7 +31,7 @@ def check_files(directory: Path, digests: Mapping[str, str], progress: Progress)
     return HashCheck(num_files=len(digests), mismatched=tuple(mismatched))
 
 
-def listed_files(directory: Path) -> dict[str, str]:
+def _listed_files(directory: Path) -> dict[str, str]:
     """The names and digests of the list that `sha256sum` writes. Raises InputError where there is none."""
     path, digests = directory / SUMS, {}
     if not path.exists():

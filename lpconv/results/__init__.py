@@ -52,7 +52,6 @@ if TYPE_CHECKING:
         InitResult as InitResult,
         PartResult as PartResult,
         PlanResult as PlanResult,
-        PushResult as PushResult,
         RepairedTensor as RepairedTensor,
         RepairResult as RepairResult,
         RestoreResult as RestoreResult,

@@ -1,4 +1,4 @@
-"""What `lpconv convert`, `restore`, `repair` and `push` found."""
+"""What `lpconv convert`, `restore` and `repair` found."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +14,6 @@ __all__ = [
     "InitResult",
     "PartResult",
     "PlanResult",
-    "PushResult",
     "RepairResult",
     "RepairedTensor",
     "RestoreResult",
@@ -227,21 +226,3 @@ class RepairResult:
     def exact(self) -> bool:
         """Whether no number changed but by the inversion of its scale."""
         return not any(t.num_changed for t in self.tensors)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PushResult:
-    """Files that were sent to a repository of the hub; `commit` and `url` are None where they only would be.
-
-    `level` is that of the verification which the output passed.
-    """
-
-    schema_version: int = SCHEMA_VERSION
-    kind: str = "push"
-    path: str
-    repo_id: str
-    message: str
-    commit: str | None
-    url: str | None
-    level: str
-    files: tuple[FileRecord, ...]

@@ -1,12 +1,9 @@
 """A model hub on the loopback: what `huggingface_hub` asks of the real one, and what can go wrong with it.
 
-It takes commits: large files first, by the protocol of Git LFS, then all in one document.
-
 One repository with its files; every file may have one fault. Requests are counted and the server stops by itself, after
 so many of them or so long, so that a client that retries for ever ends a test and does not hang it.
 """
 
-import base64
 import hashlib
 import json
 import threading
@@ -15,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 from urllib.parse import unquote, urlsplit
 
 __all__ = ["COMMIT", "FAULTS", "Hub", "serving"]
@@ -37,8 +33,6 @@ class Hub:
     faults: dict[str, str] = field(default_factory=dict)
     requests: list[str] = field(default_factory=list)
     endpoint: str = ""
-    uploads: dict[str, bytes] = field(default_factory=dict)
-    commits: list[dict[str, bytes]] = field(default_factory=list)
 
     def digest(self, name: str) -> str:
         """What the hub promises of a file: the SHA-256 of weights, Git's hash of anything else."""
@@ -113,62 +107,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self._answer()
-
-    def do_PUT(self) -> None:
-        body = self._body_of_request()
-        self.server.hub.uploads[hashlib.sha256(body).hexdigest()] = body
-        self._status(200, {})
-
-    def do_POST(self) -> None:
-        hub, path, body = self.server.hub, unquote(urlsplit(self.path).path), self._body_of_request()
-        hub.requests.append(f"POST {path}")
-        if path == "/api/validate-yaml":  # of the card
-            self._json("api", {"errors": [], "warnings": []})
-        elif self._refuse("commit"):
-            return
-        elif path == "/api/repos/create":
-            self._json("api", {"url": f"{hub.endpoint}/{hub.repo_id}"})
-        elif path.endswith("/info/lfs/objects/batch"):
-            self._json(
-                "api", {"transfer": "basic", "objects": [self._upload_of(o) for o in json.loads(body)["objects"]]}
-            )
-        elif "/preupload/" in path:
-            asked = json.loads(body)["files"]
-            modes = [{"path": f["path"], "uploadMode": "lfs" if _is_large(f["path"]) else "regular"} for f in asked]
-            self._json("api", {"files": [{**m, "shouldIgnore": False} for m in modes]})
-        elif "/commit/" in path:
-            hub.commits.append(dict(self._committed(line) for line in body.splitlines()))
-            self._json("api", {"commitOid": COMMIT, "commitUrl": f"{hub.endpoint}/{hub.repo_id}/commit/{COMMIT}",
-                               "success": True})  # fmt: skip
-        else:
-            self._status(404, {})
-
-    def _upload_of(self, wanted: dict[str, Any]) -> dict[str, Any]:
-        href = f"{self.server.hub.endpoint}/upload/{wanted['oid']}"
-        return {**wanted, "authenticated": True, "actions": {"upload": {"href": href, "header": {}}}}
-
-    def _committed(self, line: bytes) -> tuple[str, bytes]:
-        """The name and bytes of a file of a commit; its header has none."""
-        document = json.loads(line)
-        value = document["value"]
-        if document["key"] == "header":
-            return "", value["summary"].encode()
-        data = (
-            self.server.hub.uploads[value["oid"]]
-            if document["key"] == "lfsFile"
-            else base64.b64decode(value["content"])
-        )
-        return value["path"], data
-
-    def _body_of_request(self) -> bytes:
-        if self.headers.get("Transfer-Encoding") != "chunked":
-            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        body = b""
-        while size := int(self.rfile.readline(), 16):
-            body += self.rfile.read(size)
-            self.rfile.readline()
-        self.rfile.readline()
-        return body
 
     def _answer(self) -> None:
         hub, path = self.server.hub, unquote(urlsplit(self.path).path)

@@ -246,7 +246,6 @@ class TestTrouble:
             "finetune": ("--steps", "1", "--twin", "none", "-o", "out"),
             "export onnx": ("-o", "out"),
             "advise": ("--budget", "minutes=0.1", "-o", "out"),
-            "push": ("owner/name", "--dry-run"),
         }.items(),
     )
     def test_is_an_input_that_could_not_be_read(

@@ -14,7 +14,6 @@ import lpconv.hf
 from lpconv.checkpoint.contents import read_contents
 from lpconv.checkpoint.residual import RESIDUAL_INDEX
 from lpconv.convert.options import ConvertOptions, VerifyOptions
-from lpconv.convert.push import push
 from lpconv.convert.run import convert
 from lpconv.convert.verify_output import verify_output
 from lpconv.data import demo_checkpoint
@@ -82,14 +81,12 @@ def test_every_form_trains_and_what_is_published_opens(
         assert found.passed
 
 
-def test_a_trained_output_is_compared_by_values_and_pushed_under_its_models_name(tmp_path: Path) -> None:
+def test_a_trained_output_is_compared_by_values(tmp_path: Path) -> None:
     finetune("demo", tmp_path / "out", _options("collage-bf16", save="converted"))
     found = verify_output(tmp_path / "out", VerifyOptions(against="demo"), progress=Silent())
     assert (found.level, found.passed) == ("values", True)
     with pytest.raises(UsageError, match="were trained, not converted"):
         verify_output(tmp_path / "out", VerifyOptions(against="demo", level="logits"), progress=Silent())
-    sent = push(tmp_path / "out", "me/x", private=False, dry_run=True, progress=Silent())
-    assert sent.message == "Add demo, fine-tuned, in bf16, by lpconv collage"
 
 
 @pytest.mark.parametrize(
