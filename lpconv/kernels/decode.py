@@ -20,7 +20,7 @@ from lpconv.formats.spec import FORMATS, Format
 from lpconv.kernels.buffers import operand, operand_like
 from lpconv.kernels.fused import fused_decode
 
-__all__ = ["decode", "decode_operand", "decode_reference"]
+__all__ = ["decode", "decode_operand"]
 
 _FP8 = {getattr(torch, f.torch): f for f in FORMATS.values() if f.bits == 8 and f.has_sign and f.torch}
 _TARGETS = {
@@ -74,12 +74,6 @@ def decode_operand(codes: Tensor, dtype: torch.dtype, name: str) -> Tensor:
         if raw.is_contiguous() and _trick_works(raw, spec, target) and fused_decode(raw, spec, values) is not None:
             return out
     return decode(codes, dtype, out=out)
-
-
-def decode_reference(codes: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """What `decode` gives, by torch's own cast."""
-    _check(codes, dtype, None)
-    return codes.to(dtype)
 
 
 def _trick_works(codes: Tensor, spec: Format, target: Format) -> bool:

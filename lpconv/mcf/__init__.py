@@ -1,17 +1,11 @@
-"""Multi-component floats: one number kept as an unevaluated sum of two or three low-precision ones."""
+"""Multi-component floats: one number kept as an unevaluated sum of low-precision ones."""
 
 from typing import TYPE_CHECKING
 
 from lpconv.lazy import lazily
 
 if TYPE_CHECKING:
-    from lpconv.mcf.expansion import (
-        add as add,
-        components as components,
-        grow as grow,
-        mul as mul,
-        renormalise as renormalise,
-    )
+    from lpconv.mcf.expansion import add as add, grow as grow, mul as mul
     from lpconv.mcf.multipoint import decode as decode, encode as encode, fit as fit
     from lpconv.mcf.pairs import join as join, split as split
     from lpconv.mcf.point_layout import PointLayout as PointLayout, point_layout as point_layout

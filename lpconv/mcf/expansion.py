@@ -4,8 +4,8 @@ u = 2^-8 is the unit roundoff of bf16. `grow` is Algorithm 1 of Collage (arXiv 2
 usual double-word operations (Dekker 1971; Joldes, Muller & Popescu 2017). All results are new tensors: the released
 code of the paper multiplies in place, reads the overwritten operand, and ends with a third of the true second moment.
 
-Everything holds in eager mode and under `transforms.compile_exact`. fp16 and fp8 pairs have no such arithmetic here:
-their low part carries a scale, and taking it off underflows. Merge them, compute in fp32, split again.
+Everything holds in eager mode and compiled with `transforms.EXACT_OPTIONS`. fp16 and fp8 pairs have no such arithmetic
+here: their low part carries a scale, and taking it off underflows. Merge them, compute in fp32, split again.
 """
 
 import math
@@ -13,11 +13,10 @@ import math
 import torch
 from torch import Tensor
 
-from lpconv.errors import UnsupportedError
 from lpconv.formats.spec import FORMATS, Format
-from lpconv.mcf.transforms import fast_two_sum, two_prod, two_prod_scalar, two_sum
+from lpconv.mcf.transforms import fast_two_sum, two_prod, two_sum
 
-__all__ = ["Pair", "add", "components", "expand_scalar", "grow", "mul", "mul_scalar", "renormalise"]
+__all__ = ["Pair", "add", "expand_scalar", "grow", "mul"]
 
 Pair = tuple[Tensor, Tensor]
 
@@ -42,41 +41,6 @@ def mul(x: Pair, y: Pair) -> Pair:
     """x · y with relative error at most 8 u^2, while the parts do not underflow (`two_prod`); dx · dy is dropped."""
     p, e = two_prod(x[0], y[0])
     return fast_two_sum(p, e + (x[0] * y[1] + x[1] * y[0]))
-
-
-def mul_scalar(x: Pair, y: tuple[float, float]) -> Pair:
-    """x · (y[0] + y[1]) for the expansion of a Python number (`expand_scalar`); bound as `mul`."""
-    p, e = two_prod_scalar(x[0], y[0])
-    return fast_two_sum(p, e + (x[0] * y[1] + x[1] * y[0]))
-
-
-def renormalise(parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The same sum with each part at most half an ulp of the one before (two parts), or nearly so (three).
-
-    One pass of TwoSum from the last part up, so the parts may come in any order of size; exact but for overflow.
-    """
-    *upper, carried = parts
-    lower: list[Tensor] = []
-    for part in reversed(upper):
-        carried, error = two_sum(part, carried)
-        lower.insert(0, error)
-    return carried, *lower
-
-
-def components(x: Tensor, count: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, ...]:
-    """x as `count` numbers of `dtype`, each nearest to what the ones before leave, for fp32 or fp64 `x`.
-
-    |x - sum| <= 2^-(9 count - 1) |x| in bf16 while the last part is normal; three bf16 parts hold any fp32 number of at
-    least 2^-110 exactly. The parts are in decreasing order and their sum must be formed in fp64.
-    """
-    if x.dtype not in (torch.float32, torch.float64):
-        raise UnsupportedError(f"cannot take {x.dtype} apart", hint="convert to float32 first, which is exact")
-    parts = []
-    for _ in range(count):
-        part = x.to(dtype)
-        x = x - part
-        parts.append(part)
-    return tuple(parts)
 
 
 def expand_scalar(value: float, dtype: torch.dtype = torch.bfloat16) -> tuple[float, float]:

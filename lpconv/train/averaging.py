@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lpconv.scaled import ScaledTensor, scaled_tensor, scaling_of
 
-__all__ = ["GradientAverage", "average_gradients", "needs_averaging"]
+__all__ = ["GradientAverage", "needs_averaging"]
 
 _BUCKET = 2**22  # elements: 16 MiB of fp32
 _IN_FLIGHT = 4  # buckets that are added up at a time: their fp32 copies are what this takes of memory
@@ -30,22 +30,12 @@ def needs_averaging(model: nn.Module) -> bool:
     return scaling_of(model) is not None or any(p.dtype != torch.float32 for p in model.parameters())
 
 
-@torch.no_grad()
-def average_gradients(parameters: Iterable[Any]) -> None:
-    """Replace each gradient by its mean over all processes, which must hold gradients of the same parameters.
+class GradientAverage:
+    """Replaces gradients by their means over all processes, begun inside of `backward` and ended by `finish`.
 
     The sum is taken in fp32 and rounded once, to the dtype of the gradient. Scaled gradients are first brought to the
     largest scale that any process has for them; scales are powers of two, so that this is exact, and no mean is larger
     than the largest of its terms. Inf and NaN of one process reach all.
-    """
-    for bucket in _buckets(list(parameters)):
-        under_way = _UnderWay(bucket)
-        under_way.add_up()
-        under_way.write_back()
-
-
-class GradientAverage:
-    """`average_gradients` of `parameters`, begun inside of `backward` and ended by `finish`.
 
     All processes send off the same buckets in the same order, whatever order gradients come in. A parameter that had no
     gradient in the step before is not waited for; where it has one again, that comes last.

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 import torch
+from exact_compile import compile_keeps_roundings
 from torch import Tensor, nn
 
 from lpconv.mcf.pairs import nearest_by_bits, nearest_by_cast
-from lpconv.mcf.transforms import compile_keeps_roundings
 from lpconv.optim import CollageAdamW, LowPrecisionAdamW, kernel
 from lpconv.optim.kernel import STEPS, Kernel, build_step, get_kernel
 from lpconv.optim.rules import RULES

@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
+from exact_compile import compile_keeps_roundings
 from torch import Tensor, nn
 
-from lpconv.mcf.expansion import expand_scalar, grow, mul_scalar
-from lpconv.mcf.transforms import compile_keeps_roundings
+from lpconv.mcf.expansion import expand_scalar, grow, mul
 from lpconv.optim import CollageAdamW
 
 LR, BETA1, BETA2, EPS, DECAY = 1e-3, 0.9, 0.95, 1e-8, 0.1
@@ -29,6 +29,7 @@ def add_scaled(a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 def algorithm_2(variant: str, steps: int) -> list[Tensor]:
     """Literally, with PyTorch's own bf16 operations and Python scalars; gives theta, d_theta, m, v, and d_v in plus."""
+    beta2 = [torch.full((COUNT,), part, dtype=torch.bfloat16) for part in expand_scalar(BETA2)]
     theta, d_theta, m, v, d_v = start(), *(torch.zeros(COUNT, dtype=torch.bfloat16) for _ in range(4))
     for t in range(1, steps + 1):
         g = gradient(t)
@@ -37,7 +38,7 @@ def algorithm_2(variant: str, steps: int) -> list[Tensor]:
             v = (v * BETA2).addcmul(g, g, value=1 - BETA2)
         else:
             square = torch.zeros_like(g).addcmul(g, g, value=1 - BETA2)
-            v, d_v = grow(mul_scalar((v, d_v), expand_scalar(BETA2)), square)
+            v, d_v = grow(mul((v, d_v), (beta2[0], beta2[1])), square)
         denominator = v.sqrt() / math.sqrt(1 - BETA2**t) + EPS
         update = add_scaled(m / denominator * (-LR / (1 - BETA1**t)), theta, -LR * DECAY)
         theta, d_theta = grow((theta, d_theta), update)

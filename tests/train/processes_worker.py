@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from lpconv.scaled import ScaledTensor, scaled_tensor
-from lpconv.train.averaging import average_gradients
+from lpconv.train.averaging import GradientAverage
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.recipes import arithmetic
 from lpconv.train.run import finetune
@@ -42,7 +42,7 @@ def averaged_gradients() -> list[tuple[torch.Tensor, float]]:
     scaled.grad = scaled_tensor(data, torch.tensor(2.0 ** (20 if rank else -20)))
     static.grad = scaled_tensor(data, 4.0 if rank else 1.0)
     parameters = [plain, half, scaled, static]
-    average_gradients(parameters)
+    GradientAverage(parameters).finish(parameters)
     return [_parts(p.grad) for p in parameters]
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lpconv.scaled import ScaledTensor, scaled
 from lpconv.train import averaging
-from lpconv.train.averaging import GradientAverage, average_gradients
+from lpconv.train.averaging import GradientAverage
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 
@@ -38,7 +38,7 @@ def averaged_both_ways(kind: str) -> dict[str, Any]:
     """Of four steps: whether gradients are equal, and how many buckets were sent off inside the backward pass."""
     averaging._BUCKET = 70  # a weight and a bias
     after, inside = model_of(kind), model_of(kind)
-    average = GradientAverage(inside.parameters())
+    average, afterwards = GradientAverage(inside.parameters()), GradientAverage(after.parameters())
     equal, begun = [], []
     for step, branches in enumerate((True, True, False, True)):
         generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
@@ -47,7 +47,7 @@ def averaged_both_ways(kind: str) -> dict[str, Any]:
         for model in (after, inside):
             model.zero_grad()
         after(x, branches=branches).square().sum().backward()
-        average_gradients(after.parameters())
+        afterwards.finish(after.parameters())
         with average.backward():
             inside(x, branches=branches).square().sum().backward()
         begun.append(average.num_begun)
