@@ -14,6 +14,7 @@ from torch import Tensor
 from lpconv.formats.scale import pow2_ceil, pow2_floor
 from lpconv.formats.spec import Format, get_format
 from lpconv.kernels.decode import decode
+from lpconv.kernels.half import at_half
 from lpconv.kernels.matmul import matmul
 from lpconv.kernels.scaled_cast import largest_magnitude, scale_product_, scaled_codes
 from lpconv.scaled.pair import Numerics, Role, Scaled, data_of
@@ -66,8 +67,8 @@ def grouped_product(numerics: Numerics, a: object, b: object, multiply: Callable
     if kind != "carrier":
         left = _cast(a, numerics, kind, axis=-1).decoded(dtype)
         right = _cast(b, numerics, kind, axis=-2).decoded(dtype)
-    wide = torch.float32 if dtype == torch.float16 and left.device.type == "cpu" else dtype
-    return multiply(left.to(wide), right.to(wide)).to(dtype)
+    out: Tensor = at_half(multiply, left.to(dtype), right.to(dtype))
+    return out
 
 
 def scale_kind(numerics: Numerics, a: object, b: object) -> str:
