@@ -32,8 +32,8 @@ _AUTO_CLASSES = {
 # How other layouts than ours are opened, by their names.
 _LAYOUTS = {
     "compressed-tensors": "This directory has the layout of the compressed-tensors package: {codes}.\n"
-    "vLLM reads it, too. On a CPU it has no kernel for FP8 with one scale per tensor, for int8 groups, and for MXFP8, MXFP4\n"
-    "and NVFP4; FP8 with a scale per row (FP8_DYNAMIC) and int4 groups (W4A16) are served there.\n\n"
+    "vLLM reads it, too. On a CPU it serves FP8 with a scale per row (FP8_DYNAMIC) and int4 in groups (W4A16), and\n"
+    "has no kernel for weight-only FP8 with one scale per tensor, int8 in groups, MXFP8, MXFP4 and NVFP4.\n\n"
     "transformers opens it with `pip install compressed-tensors`, and needs no lpconv:",
     "transformers": "This directory has transformers' own layout: {codes}.\n"
     "transformers opens it with `pip install accelerate`, and needs no lpconv; without a GPU that multiplies fp8\n"
