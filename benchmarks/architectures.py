@@ -47,6 +47,7 @@ _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_la
 
 # Sizes by the ending of a config field's name, first match.
 _SIZES: tuple[tuple[tuple[str, ...], int], ...] = (
+    (("rotary_dim",), 8),
     (("mamba_n_heads", "mamba_num_heads", "ssm_num_heads"), 8),
     (("num_key_value_heads", "num_kv_heads", "n_head_kv"), 2),
     (("num_attention_heads", "attention_heads", "num_heads", "n_head", "n_heads", "encoder_attention_heads"), 4),
@@ -64,7 +65,6 @@ _SIZES: tuple[tuple[tuple[str, ...], int], ...] = (
       "emb_dim", "model_dim", "hidden_sizes"), 32),
     (("vocab_size",), VOCABULARY),
     (("max_position_embeddings", "n_positions", "max_source_positions", "max_target_positions", "n_ctx"), 64),
-    (("rotary_dim",), 8),
     (("image_size",), 32),
     (("patch_size",), 8),
 )  # fmt: skip
@@ -146,6 +146,8 @@ def _small(name: str, value: Any) -> Any:
         return False
     if name == "pad_token_id" and value is None:
         return 0
+    if name == "vocab_size" and value is None:
+        return VOCABULARY
     if isinstance(value, bool) or value is None:
         return value
     if "drop" in name and isinstance(value, float):
@@ -167,8 +169,8 @@ def _small(name: str, value: Any) -> Any:
 
 def build(class_name: str, model_type: str, attention: str) -> nn.Module:
     """The model in training mode without dropout, its constant parameters spread so that each counts."""
-    config = small_config(configuration_auto.CONFIG_MAPPING[model_type])
-    torch.manual_seed(0)
+    own = getattr(getattr(transformers, class_name), "config_class", None)
+    config = small_config(own or configuration_auto.CONFIG_MAPPING[model_type])
     config._attn_implementation = attention
     with torch.device("meta"):
         num_parameters = sum(p.numel() for p in getattr(transformers, class_name)(copy.deepcopy(config)).parameters())
@@ -343,7 +345,7 @@ def examine(class_name: str, model_type: str) -> dict[str, Any]:
         for method in METHODS:
             run: dict[str, Any] = {"attention": attention, "method": method}
             try:
-                ours = scaled(copy.deepcopy(plain), method=method)
+                ours = scaled(build(class_name, model_type, attention), method=method)
                 run |= compare(reference, step(ours, batch))
                 run["fallbacks"] = sorted(fallbacks(ours))
             except LpconvError as e:
@@ -423,7 +425,8 @@ def main() -> None:
         if not args.only or n in args.only or t in args.only
     }
     transformers.logging.set_verbosity_error()
-    kept = [r for r in json.loads(args.out.read_text())["records"] if r["runs"]] if args.resume else []
+    kept = json.loads(args.out.read_text())["records"] if args.resume else []
+    kept = [r for r in kept if r["runs"] and all(run["verdict"] != "failed" for run in r["runs"])]
     missing = {n: t for n, t in chosen.items() if n not in {r["class"] for r in kept}}
     records = sorted([*kept, *sweep(missing, args.folder, args.workers)], key=lambda r: (r["type"], r["class"]))
     document = {

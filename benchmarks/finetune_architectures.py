@@ -22,7 +22,7 @@ from benchmarks.architectures import classes, small_config
 from lpconv.data import demo_checkpoint
 
 CLASSES = (
-    "DebertaV2ForMaskedLM", "RwkvForCausalLM", "Qwen3NextForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM",
+    "DebertaForMaskedLM", "RwkvForCausalLM", "Qwen3NextForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM",
     "FunnelForMaskedLM", "LongformerForMaskedLM", "LEDForConditionalGeneration", "KimiLinearForCausalLM",
     "MambaForCausalLM", "ModernBertForMaskedLM", "Wav2Vec2ForCTC",
 )  # fmt: skip
@@ -34,6 +34,8 @@ def save(class_name: str, folder: Path) -> None:
     tokenizer.add_special_tokens({"mask_token": "<mask>", "pad_token": tokenizer.pad_token or "<pad>"})
     config = small_config(configuration_auto.CONFIG_MAPPING[classes()[class_name]])
     config.vocab_size, config.pad_token_id = len(tokenizer), tokenizer.pad_token_id
+    if hasattr(config, "max_position_embeddings"):
+        config.max_position_embeddings = 1024  # some count positions from the padding id on
     torch.manual_seed(0)
     getattr(transformers, class_name)(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -249,8 +249,9 @@ def _check_gradients(job: TrainingJob, work: Work, model: Any, needed: dict[str,
     size = 12 * sum(p.numel() for p in model.parameters()) + needed["activations"]
     if scale is None or size > available_bytes(job.options.max_memory):
         return
-    (batch,) = first_batches(job, job.stream(work.seed, held_out=False), 1, model.device)
-    check_gradients(model, {k: v[:1] for k, v in batch.items()}, scale)
+    batch = first_batches(job, job.stream(work.seed, held_out=False), 1, model.device)[0]
+    with model_errors("the gradients of the model cannot be checked", hint="pass --no-check-gradients"):
+        check_gradients(model, {k: v[:1] for k, v in batch.items()}, scale)
 
 
 def _loss_watch(job: TrainingJob, work: Work, model: Any) -> LossWatch:

@@ -13,7 +13,7 @@ from lpconv.scaled import scaled
 CLASSES = {
     "views written in a loop": "RwkvForCausalLM",
     "views of padded windows": "LongformerForMaskedLM",
-    "gathered relative positions": "DebertaV2ForMaskedLM",
+    "gathered relative positions": "DebertaForMaskedLM",
     "pooled queries": "FunnelForMaskedLM",
     "delta rule and grouped products of experts": "Qwen3NextForCausalLM",
     "a recurrence whose scale grows": "KimiLinearForCausalLM",
