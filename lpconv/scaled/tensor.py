@@ -165,14 +165,18 @@ class ScaledTensor(torch.Tensor):
                 f"in-place write through a view whose elements were copied (reached in {_where()})",
                 hint="write to the tensor itself",
             )
-        whole, whole_scale = (data, result.scale) if self._memory is None else (self._memory.data, self._memory.scale)
-        new, new_scale = uninitialised_like(whole), result.scale
-        if self._views:
-            new_scale = larger(whole_scale, result.scale)
-            is_zero = isinstance(whole_scale, float) and whole_scale == 0  # and its data may be anything
-            new.zero_() if is_zero else new.copy_(times(whole, ratio(whole_scale, new_scale)))
-        target = _viewed(new, self._views)
-        target.copy_(times(result.data, ratio(result.scale, new_scale)) if self._views else result.data)
+        whole, old_scale = (data, 0.0) if self._memory is None else (self._memory.data, self._memory.scale)
+        new_scale, is_part = result.scale, data.numel() < whole.numel()
+        if not self._views and _lies_as(result.data, data):
+            new = target = result.data
+        else:
+            new = uninitialised_like(whole)
+            if is_part:
+                new_scale = larger(old_scale, result.scale)
+                is_zero = isinstance(old_scale, float) and old_scale == 0  # and its data may be anything
+                new.zero_() if is_zero else new.copy_(times(whole, ratio(old_scale, new_scale)))
+            target = _viewed(new, self._views)
+            target.copy_(times(result.data, ratio(result.scale, new_scale)) if is_part else result.data)
         self._data, self._scale, self._whole = target, new_scale, new
         if self._memory is not None:
             self._memory.data, self._memory.scale = new, new_scale
@@ -370,6 +374,11 @@ def _in_place(
     result = _run(Call(twin, numerics), pairs, kwargs)
     target._write(result if isinstance(result, Scaled) else Scaled(result, 1.0))
     return target
+
+
+def _lies_as(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have one dtype, shape, strides and storage offset."""
+    return (a.dtype, a.shape, a.stride(), a.storage_offset()) == (b.dtype, b.shape, b.stride(), b.storage_offset())
 
 
 def _viewed(data: Tensor, views: tuple[_View, ...]) -> Tensor:

@@ -171,6 +171,13 @@ def test_writes_to_zeros_made_like_a_parameter_are_kept() -> None:
     assert torch.equal(zeros.dequantize(), torch.tensor([[8.0, 8.0, 8.0], [0.0, 0.5, 0.5]]))
 
 
+def test_a_write_to_all_of_a_view_takes_the_scale_of_what_is_written() -> None:
+    base = scaled_tensor(torch.ones(2, 3, dtype=torch.float16), 1.0, role=Role.GRADIENT)
+    view = base.t()
+    view.mul_(2.0**-30)
+    assert torch.equal(base.dequantize(), torch.full((2, 3), 2.0**-30))
+
+
 def test_complex_numbers_turn_as_they_do_in_plain_torch() -> None:
     class Rotary(nn.Module):
         def __init__(self) -> None:
