@@ -48,7 +48,7 @@ def rule_for(op: OpOverload, is_native: bool = False) -> Rule | None:
 def functional(op: OpOverload) -> OpOverload | None:
     """The op that returns what this in-place op writes: its name without the underscore. None if there is none.
 
-    Ops that change the shape of a tensor in place have none either.
+    For an op that changes the shape of a tensor in place, such as `squeeze_`, it is a view.
     """
     if op in _TWINS:
         return _TWINS[op]  # type: ignore[no-any-return]
