@@ -214,7 +214,7 @@ def refusals() -> dict[str, str]:
     with _noting(found, "kept in fp16"):
         sharded(scaled(plain(), compute="fp16"), None)(**batch())
     with _noting(found, "summed in fp16"):
-        model = sharded(scaled(plain(), compute="fp16", carrier=torch.float32), torch.float16, None)
+        model = sharded(scaled(plain(), compute="fp16", carrier=torch.float32), torch.float16, torch.float16)
         model(**batch()).loss.backward()
     with _noting(found, "every"):
         sharded(scaled(plain(), method="scalify", rescale=("every:1",)), None)(**batch())
