@@ -1,5 +1,6 @@
 """Command lines of lpconv in processes forked from one that has imported everything, which takes seconds."""
 
+import faulthandler
 import fcntl
 import functools
 import importlib
@@ -104,6 +105,7 @@ def begin(action: Callable[[], object], *, file_bytes: int | None = None, patien
     if pid == 0:
         for stream, (_, into) in zip((1, 2), pipes, strict=True):
             os.dup2(into, stream)
+        faulthandler.enable(2)
         signal.alarm(patience_s)
         if file_bytes is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
