@@ -61,6 +61,7 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
         x.view(1, 4, 6, 1).permute(2, 1, 0, 3).squeeze((2, 3)).repeat(1, 2).unsqueeze(0).squeeze()
         + torch.as_strided(y, (6, 8), (1, 2))
     ),
+    "pixels": lambda x, y, w: F.pixel_shuffle(x.view(4, 2, 3), 2) + F.pixel_unshuffle(y.view(1, 4, 6), 2).sum(),
     "split": lambda x, y, w: x.split(2)[1] * 3 + x.unbind(0)[1] + x.split([1, 3])[0],
     "pad": lambda x, y, w: F.pad(x, (1, 2)) + F.pad(y, (2, 1), value=0.5),
     "triangles": lambda x, y, w: x.tril() + y.triu() + torch.diagonal(w).sum(),

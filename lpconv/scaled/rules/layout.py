@@ -170,6 +170,7 @@ RULES: dict[Any, Rule] = {
             aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default, aten.as_strided.default,
             aten.t.default, aten.transpose.int, aten.permute.default, aten.expand.default, aten.unsqueeze.default,
             aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.flip.default, aten.roll.default,
+            aten.pixel_shuffle.default, aten.pixel_unshuffle.default,
             # copies and parts
             aten.clone.default, aten.repeat.default, aten.unfold.default, aten.slice.Tensor, aten.select.int,
             aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int, aten.index.Tensor,
