@@ -429,16 +429,16 @@ def main() -> None:
     kept = [r for r in kept if r["runs"] and all(run["verdict"] != "failed" for run in r["runs"])]
     missing = {n: t for n, t in chosen.items() if n not in {r["class"] for r in kept}}
     records = sorted([*kept, *sweep(missing, args.folder, args.workers)], key=lambda r: (r["type"], r["class"]))
-    document = {
+    head = {
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "machine": platform.machine(),
         "summary": summary(records),
-        "records": records,
     }
-    print(json.dumps(document["summary"], indent=1))
+    print(json.dumps(head["summary"], indent=1))
     if args.out:
-        args.out.write_text(json.dumps(document, indent=1) + "\n")
+        lines = ",\n".join(f"  {json.dumps(record)}" for record in records)
+        args.out.write_text(f'{json.dumps(head, indent=1)[:-2]},\n "records": [\n{lines}\n ]\n}}\n')
     for record in records:
         for run in record["runs"]:
             if run["verdict"] in ("different", "failed"):

@@ -102,7 +102,7 @@ def _architectures() -> str:
     refused = sum("refused" in v for v in verdicts)
     bitwise = sum(v == {"bitwise"} for v in verdicts)
     close = len(records) - bitwise - refused
-    return f"{bitwise} of {len(records)} bit for bit, {close} within 1e-6, {refused} refused by name"
+    return f"{bitwise:,} of {len(records):,} bit for bit, {close} within 1e-6, {refused} refused by name"
 
 
 FIGURES = [

@@ -32,12 +32,12 @@ the same weights up to rounding; or why it is refused.
 SWEEP = Path(__file__).parents[2] / "benchmarks" / "results" / "architectures.json"
 SWEEP_HEAD = """## Every model class that transformers builds small
 
-`python -m benchmarks.architectures --one-per-type --out benchmarks/results/architectures.json` takes one class of each
-model type in the mappings of transformers {transformers}, shrinks its config by the names of its fields, and compares
-one training step of the plain model in fp32 with the scaled ones (torch {torch}). {built} of {classes} could be built
-and trained; the others need inputs or packages that the script does not make, and `architectures.json` says which.
-A class is within 1e-6 if no gradient is further than that, relative to its norm, from the plain one. "Different" must
-be 0. `lpconv finetune` makes the same comparison on the model at hand before it trains.
+`python -m benchmarks.architectures --out benchmarks/results/architectures.json` takes every model class in the
+mappings of transformers {transformers}, shrinks its config by the names of its fields, and compares one training step
+of the plain model in fp32 with the scaled ones (torch {torch}). {built} of {classes} could be built and trained; the
+others need inputs or packages that the script does not make, and `architectures.json` says which. A class is within
+1e-6 if no gradient is further than that, relative to its norm, from the plain one. "Different" must be 0. `lpconv
+finetune` makes the same comparison on the model at hand before it trains.
 """
 
 
