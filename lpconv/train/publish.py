@@ -71,12 +71,13 @@ def _publish(published: Path, job: TrainingJob, model: Any, values: dict[str, Te
     if job.examples.labels:
         model.config.id2label = dict(enumerate(job.examples.labels))
         model.config.label2id = {name: i for i, name in model.config.id2label.items()}
+    contents = read_contents(job.directory)
+    model.config.use_cache = contents.config.get("use_cache", True)  # which training does without
     with quiet_transformers():
         model.save_pretrained(trained, state_dict=_rounded(values) if is_bf16 else values)
         # Which has named the dtype that the model was trained in, and not that of `values`.
         model.config.dtype = torch.bfloat16 if is_bf16 else torch.float32
         model.config.save_pretrained(trained)
-    contents = read_contents(job.directory)
     copy_side_files(trained, contents, (n for n in model_side_files(contents) if n not in _NOT_COPIED), renamed={})
     if method == "plain":
         os.rename(trained, published)

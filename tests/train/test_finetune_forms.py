@@ -83,6 +83,7 @@ def test_every_form_trains_and_what_is_published_opens(
 
 def test_a_trained_output_is_compared_by_values(tmp_path: Path) -> None:
     finetune("demo", tmp_path / "out", _options("collage-bf16", save="converted"))
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["use_cache"]  # training does without
     found = verify_output(tmp_path / "out", VerifyOptions(against="demo"), progress=Silent())
     assert (found.level, found.passed) == ("values", True)
     with pytest.raises(UsageError, match="were trained, not converted"):
