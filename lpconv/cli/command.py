@@ -4,12 +4,13 @@ import functools
 import inspect
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
 
 from lpconv.convert.options import ConvertOptions
+from lpconv.errors import UsageError
 from lpconv.options import Declared, make, options_of
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "print_result",
     "typed_command",
     "with_options",
+    "without_blanks",
 ]
 
 
@@ -88,8 +90,16 @@ def _value(declared: Declared, given: Any) -> Any:
     """What the record takes, of what typer gives."""
     if declared.is_many:
         texts = given.split(",") if declared.option.comma else given
-        return tuple(declared.read(text.strip()) for text in texts if text.strip())
+        return tuple(map(declared.read, without_blanks(declared.flag, texts)))
     return declared.read(given) if isinstance(given, str) else given
+
+
+def without_blanks(flag: str, texts: Sequence[str]) -> list[str]:
+    """The values of an option, stripped. Raises UsageError for an empty one, which would turn a check off."""
+    stripped = [text.strip() for text in texts]
+    if not all(stripped):
+        raise UsageError(f"{flag} has an empty value", hint="leave the option out, or set the variable that it is from")
+    return stripped
 
 
 def typed_command() -> str:

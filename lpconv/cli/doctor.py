@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from lpconv.cli.command import Json, print_result
+from lpconv.cli.command import Json, print_result, without_blanks
 
 __all__ = ["doctor"]
 
@@ -35,6 +35,7 @@ def doctor(
         names = [(a.family, a.name, a.repo_id) for a in ALIASES.values()]
         print_result({"aliases": ALIASES}, lambda _: render_aliases(names), json=json)
         return
+    required = without_blanks("--require", require.split(",")) if require is not None else []
     from lpconv.doctor.examine import examine
     from lpconv.doctor.require import require as check
     from lpconv.report.doctor import render_doctor
@@ -42,7 +43,7 @@ def doctor(
     result = examine()
     if not json:
         print_result(result, render_doctor, json=False)
-    if require is not None:
-        check([name.strip() for name in require.split(",") if name.strip()], result)
+    if required:
+        check(required, result)
     if json:  # else the error's document is the only one
         print_result(result, render_doctor, json=True)

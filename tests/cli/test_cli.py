@@ -129,6 +129,10 @@ def test_published_files_name_no_path_of_this_machine(tmp_path: Path) -> None:
         (("verify", "/no/such/folder"), 3, "hint:"),
         (("restore", "/no/such/folder", "-o", "x"), 3, "hint:"),
         (("doctor", "--require", "gpu"), 4, "hint:"),
+        (("doctor", "--require", ""), 2, "--require has an empty value"),
+        (("convert", "demo", "--gate", "", "--dry-run"), 2, "--gate has an empty value"),
+        (("finetune", "demo", "--gate", " "), 2, "--gate has an empty value"),
+        (("bench", "--format", "fp8,"), 2, "--format has an empty value"),
     ],
 )
 def test_errors_have_their_code_and_a_hint(
