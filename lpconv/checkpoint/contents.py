@@ -15,7 +15,7 @@ from lpconv.errors import InputError
 from lpconv.lookup import no_directory
 from lpconv.report.numbers import listed
 
-__all__ = ["QUANTIZATION_FILES", "Contents", "check_config", "check_inside", "read_contents", "read_json"]
+__all__ = ["QUANTIZATION_FILES", "Contents", "check_config", "check_inside", "is_plain", "read_contents", "read_json"]
 
 _INDEX_SUFFIX = ".index.json"
 _LAYERS, _MOST_LAYERS = re.compile(r"layers?$"), 10_000  # which transformers makes one by one
@@ -175,7 +175,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise InputError(f"`{index}` has no weight_map", hint="fetch the index again, or remove it")
     for tensor, file in weight_map.items():
-        if not isinstance(file, str) or not _is_plain(file):
+        if not isinstance(file, str) or not is_plain(file):
             raise InputError(
                 f"`{index}` puts tensor `{tensor}` into {file!r}, which is not a file of this directory",
                 hint="do not convert checkpoints from this source",
@@ -183,7 +183,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     return weight_map
 
 
-def _is_plain(name: str) -> bool:
+def is_plain(name: str) -> bool:
     """A relative path that stays below its directory."""
     path = PurePosixPath(name)
     return bool(name) and not path.is_absolute() and ".." not in path.parts and "\\" not in name and "\0" not in name
@@ -237,5 +237,5 @@ def _modules(directory: Path) -> Iterator[Path]:
         return
     for module in modules if isinstance(modules, list) else ():
         name = module.get("path") if isinstance(module, dict) else None
-        if isinstance(name, str) and _is_plain(name):
+        if isinstance(name, str) and is_plain(name):
             yield directory / name

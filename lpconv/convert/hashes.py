@@ -4,6 +4,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from lpconv.checkpoint.contents import is_plain
 from lpconv.checkpoint.partfile import sha256_of
 from lpconv.checkpoint.staging import MARKER, SUMS
 from lpconv.errors import InputError
@@ -38,7 +39,9 @@ def _listed_files(directory: Path) -> dict[str, str]:
         raise InputError(f"`{directory}` has no {SUMS}", hint="pass an output of `lpconv convert`")
     for line in path.read_bytes().decode("utf-8", "replace").splitlines():
         digest, separator, name = line.partition("  ")
-        if not separator:
-            raise InputError(f"`{path}` has the line {line[:80]!r}, not a hash and a name", hint="fetch the file again")
+        if not separator or not is_plain(name):
+            raise InputError(
+                f"`{path}` has the line {line[:80]!r}, not a hash and a name in the folder", hint="fetch the file again"
+            )
         digests[name] = digest
     return digests

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lpconv.checkpoint.contents import read_json
+from lpconv.checkpoint.remote import is_url
 from lpconv.checkpoint.staging import MARKER
 from lpconv.convert.files import INDEX, output_config, replaced_config, weight_index
 from lpconv.convert.job import Job, prepare
@@ -37,6 +38,10 @@ def prepare_again(
     Which tensors it converts is said by the records. Raises InputError where no source is found.
     """
     recorded = from_json(SourceRecord, provenance["source"])
+    if against is None and is_url(recorded.name):
+        raise InputError(
+            f"the source is `{recorded.name}`, by {MARKER}", hint="if you trust that, name it by --against"
+        )
     options = dataclasses.replace(
         from_json(ConvertOptions, provenance["options"]),
         include=(),

@@ -30,6 +30,7 @@ from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import architecture, concrete
 from lpconv.models.tokenizer import read_tokenizer
 from lpconv.progress import Progress, Silent
+from lpconv.report.printable import code_span, printable
 from lpconv.results import InitResult
 from lpconv.scaled.choices import NATIVE_MARK
 from lpconv.scaled.fresh import initialise
@@ -189,6 +190,6 @@ def _card(model: str, name: str, count: int, options: InitOptions) -> str:
     how = "by native unit scaling" if options.method == "native" else "as transformers initialises it"
     size = "".join(f", {n} {v}" for n, v in (("width", options.width), ("layers", options.layers)) if v is not None)
     return (
-        f"# {name}, not trained\n\n{count} parameters of the architecture of `{Path(model).name}`{size}, "
+        f"# {name}, not trained\n\n{count} parameters of the architecture of {code_span(printable(Path(model).name))}{size}, "
         f"drawn {how} from seed {options.seed}.\n"
     )

@@ -1,5 +1,6 @@
 """Outputs that were changed: `verify` and `restore` trust them no more than `convert` trusts a source."""
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -8,8 +9,9 @@ import torch
 from checkpoints import Run, published, rehash, write_checkpoint
 from safetensors.torch import load_file, save_file
 
-from lpconv.convert.options import VerifyOptions
+from lpconv.convert.options import ConvertOptions, VerifyOptions
 from lpconv.convert.restore import restore
+from lpconv.convert.run import convert
 from lpconv.convert.verify_output import verify_output
 from lpconv.errors import (
     InputError,
@@ -110,3 +112,24 @@ class TestReadingAnOutput:
         (output / "lpconv.json").write_text(json.dumps(document | {"format_version": 2}))
         with pytest.raises(InputError, match="format_version 2"):
             self.check(output, source)
+
+
+def test_a_list_of_hashes_that_leaves_the_folder_is_refused(tmp_path: Path) -> None:
+    convert("demo", tmp_path / "out", ConvertOptions(verify="none"))
+    (tmp_path / "secret").write_text("x")
+    with (tmp_path / "out" / "SHA256SUMS").open("a") as sums:
+        sums.write(f"{hashlib.sha256(b'x').hexdigest()}  ../secret\n")
+    with pytest.raises(InputError, match="not a hash and a name in the folder"):
+        verify_output(tmp_path / "out", VerifyOptions(), progress=Silent())
+    with pytest.raises(InputError, match="not a hash and a name in the folder"):
+        restore(tmp_path / "out", tmp_path / "back", force=False, progress=Silent())
+
+
+def test_a_url_that_only_the_output_names_is_not_asked(tmp_path: Path) -> None:
+    convert("demo", tmp_path / "out", ConvertOptions(verify="none"))
+    document = json.loads((tmp_path / "out" / "lpconv.json").read_text())
+    document["source"]["name"] = "http://127.0.0.1:9/model"
+    (tmp_path / "out" / "lpconv.json").write_text(json.dumps(document))
+    with pytest.raises(InputError, match=r"the source is `http://127\.0\.0\.1:9/model`") as refused:
+        verify_output(tmp_path / "out", VerifyOptions(level="weights"), progress=Silent())
+    assert "--against" in str(refused.value.hint)
