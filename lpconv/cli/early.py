@@ -13,7 +13,7 @@ from lpconv.checkpoint.header import read_header
 from lpconv.checkpoint.place import any_pointer
 from lpconv.checkpoint.remote import is_url
 from lpconv.checkpoint.resolve import base_name, resolve
-from lpconv.errors import InputError, UnsupportedError, UsageError
+from lpconv.errors import InputError, UnsupportedError
 from lpconv.options import check
 
 if TYPE_CHECKING:
@@ -160,17 +160,13 @@ def before_verifying(path: Path, options: "VerifyOptions", page: Path | None = N
     """
     from lpconv.checkpoint.partfile import check_file
     from lpconv.checkpoint.staging import check_marked, is_output
+    from lpconv.convert.options import check_verify
 
-    check(options)
+    check_verify(options)
     if page is not None:
         check_file(page)
-    if options.data is not None:
-        if options.against is None:
-            raise UsageError("a text needs a checkpoint to compare with", hint="name it with --against")
-        _check_text(options.data)
+    _check_text(options.data)
     if options.level == "values" or (options.level is None and options.against and not is_output(path)):
-        if options.against is None:
-            raise UsageError("comparing values needs a checkpoint to compare with", hint="name it with --against")
         read_contents(path)
     else:
         check_marked(path)

@@ -178,6 +178,7 @@ def write_provenance(directory: Path, result: ConvertResult, contents: Contents,
     changed = replaced_config(contents, plan)
     left_out |= {"calibration"} if result.calibration is None else set()
     kept = {k: v for k, v in document.items() if k not in left_out}
+    kept["verify"].pop("files")  # of `lpconv verify`; a conversion copies them
     write_small(directory / MARKER, ordered_json_text({"format_version": 1, **kept, "source_config": changed}))
 
 

@@ -7,12 +7,21 @@ from typing import Annotated
 
 from lpconv.checkpoint.compressed import COMPRESSED_TENSORS
 from lpconv.convert.patterns import FormatRule, parse_rule
+from lpconv.errors import UsageError
 from lpconv.formats.grains import GRAINS, TENSOR, grain_of
 from lpconv.formats.spec import FORMATS
 from lpconv.methods import GPT_OSS, LPCONV, METHODS, TRANSFORMERS
-from lpconv.options import Force, Option, Resume, Revision, TrustRemoteCode, size_option
+from lpconv.options import Force, Option, Resume, Revision, TrustRemoteCode, check, size_option
 
-__all__ = ["CALIBRATION_TOKENS", "LAYOUTS", "POINTS_MAX", "VERIFY_LEVELS", "ConvertOptions", "VerifyOptions"]
+__all__ = [
+    "CALIBRATION_TOKENS",
+    "LAYOUTS",
+    "POINTS_MAX",
+    "VERIFY_LEVELS",
+    "ConvertOptions",
+    "VerifyOptions",
+    "check_verify",
+]
 
 LAYOUTS = (LPCONV, COMPRESSED_TENSORS, TRANSFORMERS, GPT_OSS)
 VERIFY_LEVELS = ("none", "weights", "logits", "auto")
@@ -181,3 +190,11 @@ class VerifyOptions:
     ] = None
     max_tokens: Annotated[int, Option("Number of tokens of the text to read at most", least=1)] = 4096
     trust_remote_code: TrustRemoteCode = False
+
+
+def check_verify(options: VerifyOptions) -> None:
+    """Raise UsageError for options out of range, and for a comparison without a checkpoint to compare with."""
+    check(options)
+    if options.against is None and (options.data is not None or options.level == "values"):
+        what = "a text" if options.data is not None else "--level values"
+        raise UsageError(f"{what} needs a checkpoint to compare with", hint="name it with --against")

@@ -9,13 +9,12 @@ from pathlib import Path
 from lpconv.checkpoint.resolve import resolve
 from lpconv.checkpoint.staging import TUNED, is_output
 from lpconv.convert.hashes import check_hashes
-from lpconv.convert.options import VerifyOptions
+from lpconv.convert.options import VerifyOptions, check_verify
 from lpconv.convert.reader import read_provenance
 from lpconv.errors import UsageError
 from lpconv.gates import CONVERT_GATES, needs_logits
-from lpconv.options import check
 from lpconv.progress import Progress
-from lpconv.results import VerifyResult
+from lpconv.results import FilesCheck, VerifyResult
 
 __all__ = ["verify_output"]
 
@@ -33,12 +32,10 @@ def verify_output(directory: Path, options: VerifyOptions, *, progress: Progress
     With the text `data` both models say it besides (`text.py`), whatever their size: its first `max_tokens` tokens, in
     windows of `seq_len`.
     """
-    check(options)
+    check_verify(options)
     against, level = options.against, options.level
     is_tuned = (directory / TUNED).exists()
     if options.data is not None:
-        if against is None:
-            raise UsageError("a text needs a checkpoint to compare with", hint="name it with --against")
         shallow = level or ("weights" if is_output(directory) and not is_tuned else "values")
         before = dataclasses.replace(options, level=shallow, gates=(), data=None)
         found = verify_output(directory, before, progress=progress)
@@ -49,16 +46,16 @@ def verify_output(directory: Path, options: VerifyOptions, *, progress: Progress
             hint="--level values with --against MODEL says how far it is from another one",
         )
     if level == "values" or (level is None and against is not None and (is_tuned or not is_output(directory))):
-        if against is None:
-            raise UsageError("comparing values needs a checkpoint to compare with", hint="name it with --against")
         from lpconv.convert.compare import compare  # torch takes seconds to import
 
-        return compare(directory, resolve(against).directory, gates=options.gates, progress=progress)
+        reference = resolve(against).directory
+        return _with_files(compare(directory, reference, gates=options.gates, progress=progress), directory, reference)
     parsed = [CONVERT_GATES.parse(g) for g in options.gates]
     provenance = read_provenance(directory)
     hashes = check_hashes(directory, progress)
     problems = tuple(f"`{n}` does not match its SHA-256" for n in hashes.mismatched)
-    result = VerifyResult(level="hash", passed=not problems, hash=hashes, problems=problems)
+    files = FilesCheck(not_compared=("weights, config and other files, at --level hash",)) if against else None
+    result = VerifyResult(level="hash", passed=not problems, hash=hashes, files=files, problems=problems)
     asked = level == "logits" or needs_logits(parsed)
     automatic = level is None and not asked and against is not None
     if not (asked or automatic or level == "weights" or parsed):
@@ -68,9 +65,19 @@ def verify_output(directory: Path, options: VerifyOptions, *, progress: Progress
     depth = "logits" if asked else "auto" if automatic else "weights"
     job = prepare_again(provenance, directory, against, verify=depth, trust_remote_code=options.trust_remote_code)
     try:
-        return check_source(job, directory, provenance, result, gates=parsed, progress=progress)
+        found = check_source(job, directory, provenance, result, gates=parsed, progress=progress)
+        return _with_files(found, directory, job.contents.directory, config=False)  # that was made again, and is equal
     finally:
         job.source.close()
+
+
+def _with_files(found: VerifyResult, directory: Path, reference: Path, *, config: bool = True) -> VerifyResult:
+    """`found` with what the files beside the weights say."""
+    from lpconv.convert.compare_files import compare_files
+
+    files = compare_files(directory, reference, config=config)
+    passed = found.passed and not files.different
+    return dataclasses.replace(found, files=files, problems=(*found.problems, *files.different), passed=passed)
 
 
 def _with_text(

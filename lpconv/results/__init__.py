@@ -101,6 +101,7 @@ if TYPE_CHECKING:
     )
     from lpconv.results.verify import (
         ComparedTensor as ComparedTensor,
+        FilesCheck as FilesCheck,
         GateRecord as GateRecord,
         HashCheck as HashCheck,
         LogitsCheck as LogitsCheck,

@@ -4,7 +4,16 @@ from dataclasses import dataclass
 
 from lpconv.results.documents import SCHEMA_VERSION
 
-__all__ = ["ComparedTensor", "GateRecord", "HashCheck", "LogitsCheck", "Verification", "VerifyResult", "WeightsCheck"]
+__all__ = [
+    "ComparedTensor",
+    "FilesCheck",
+    "GateRecord",
+    "HashCheck",
+    "LogitsCheck",
+    "Verification",
+    "VerifyResult",
+    "WeightsCheck",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,6 +22,18 @@ class HashCheck:
 
     num_files: int
     mismatched: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilesCheck:
+    """Config, tokenizer and other files beside the weights, compared with the other checkpoint's.
+
+    `different` says in words which values differ; `not_compared` names what nobody judged.
+    """
+
+    compared: tuple[str, ...] = ()
+    different: tuple[str, ...] = ()
+    not_compared: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +117,7 @@ class VerifyResult:
     level: str
     passed: bool
     hash: HashCheck | None = None
+    files: FilesCheck | None = None
     weights: WeightsCheck | None = None
     logits: LogitsCheck | None = None
     gates: tuple[GateRecord, ...] = ()

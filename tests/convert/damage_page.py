@@ -22,15 +22,20 @@ test makes the damage again and compares.
 - **`weights`** compares everything that is stored with what the source implies. Each tensor is converted again: every
   byte must be the same, scales and counts those that the first pass finds now, and every decoded number what a
   reference says that the encoder does not share. Config, index, ties and the figures of `lpconv.json` are compared
-  too. It does not look at tokenizers and other side files, the loader module and the text of README.md: hashes guard
-  them.
+  too, and tokenizer, generation config, chat template and other side files with the source's. It does not look at the
+  loader module and the text of README.md: hashes guard them.
 - **`logits`** runs source and output besides, on the same inputs. Of outputs alone it finds NaN and Inf where the
   source is finite, any difference where the weights are exact, and what a gate bounds; not numbers that are wrong
   but finite.
 
 `lpconv verify PATH` checks hashes; with `--against MODEL` weights too, and logits where the models are small. An
 element may be infinite only where the source's is, or rounds to it. A wrong output ends in exit code 5, one whose
-documents cannot be read in 3.
+documents cannot be read in 3. A source at a URL is asked only if `--against` names it, whatever `lpconv.json` says.
+
+With `--against`, the line *files* names the documents that say the same and those that were not compared. For any two
+checkpoints (`--level values`) config.json is one of them. A value that both files hold has to be the same; a key that
+one of them lacks is judged by what transformers makes of both, since tools leave defaults out. Keys that only say who
+wrote a file (`transformers_version`, `dtype`, `tokenizer_class`) are reported, not judged.
 
 Before publishing, `lpconv convert` compares the weights by the same rules: whole tensors, the smallest first, as far as
 about five seconds of one core go, and three pieces of each of the others. `lpconv.json` says how many of how many

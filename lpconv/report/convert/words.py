@@ -17,7 +17,7 @@ from lpconv.report.numbers import (
     size_text,
     sqnr_text,
 )
-from lpconv.results import ConvertResult, HashCheck, LogitsCheck, TensorRecord, VerifyResult, WeightsCheck
+from lpconv.results import ConvertResult, FilesCheck, HashCheck, LogitsCheck, TensorRecord, VerifyResult, WeightsCheck
 
 __all__ = [
     "DONE_COLUMNS",
@@ -191,12 +191,17 @@ def checks(v: VerifyResult) -> tuple[Check, ...]:
     steps = []
     if v.hash:
         steps.append(Check(name="hashes", passed=not v.hash.mismatched, text=_hash_words(v.hash)))
+    if v.files:
+        ran = not v.files.different if v.files.compared else None
+        steps.append(Check(name="files", passed=ran, text=_files_words(v.files)))
     if v.weights:
         words = _values_words if v.level == "values" else _weights_words
         steps.append(Check(name="weights", passed=not v.weights.mismatched, text=words(v.weights)))
     if v.logits:
         ran = None if v.logits.skipped else True
         steps.append(Check(name="outputs", passed=ran, text=_logits_words(v.logits)))
+    elif v.files:
+        steps.append(Check(name="outputs", passed=None, text="not compared; --data FILE does, or --level logits"))
     steps += [
         Check(name=f"gate {g.expression}", passed=g.passed, text=f"the value is {number_text(g.value)}")
         for g in v.gates
@@ -209,6 +214,13 @@ def _hash_words(check: HashCheck) -> str:
         bad = len(check.mismatched)
         return f"{count_text(bad)} of {plural(check.num_files, 'file')} differ: {listed(check.mismatched)}"
     return f"{plural(check.num_files, 'file')} match{'es' if check.num_files == 1 else ''} SHA256SUMS"
+
+
+def _files_words(check: FilesCheck) -> str:
+    different = f"{plural(len(check.different), 'difference')} in {', '.join(check.compared)}"
+    equal = f"{', '.join(check.compared)} say the same" if check.compared else ""
+    rest = f"not compared: {', '.join(check.not_compared)}" if check.not_compared else ""
+    return "; ".join(filter(None, (different if check.different else equal, rest)))
 
 
 def _values_words(check: WeightsCheck) -> str:
