@@ -34,6 +34,7 @@ __all__ = ["Block", "SingleThreadedTorch", "Workers", "blocks_of"]
 T = TypeVar("T")
 _PIECES, _PIECE = 64, 512  # of a sample, and their elements; of smaller tensors all blocks are looked at
 _LEAST_GUESSED = 2**19
+_SMALL = 2**13  # elements of a block that a thread would wait for longer than it works
 _GOLDEN = (math.sqrt(5) - 1) / 2  # whose multiples lie evenly in [0, 1), in step with no row
 
 
@@ -146,17 +147,24 @@ class Workers:
         return lambda job, /: (found for _, found in self.over(tensor, job))
 
     def in_order(self, blocks: Iterable[Block], job: Callable[[Block], T]) -> Generator[tuple[Block, T]]:
-        """Results of `job` in the order of `blocks`, with at most as many under way as there are workspaces."""
-        pending: deque[tuple[Block, Future[T]]] = deque()
+        """Results of `job` in the order of `blocks`, with at most as many under way as there are workspaces.
+
+        The calling thread does small blocks itself, when it is their turn: handing one over takes longer.
+        """
+        pending: deque[tuple[Block, Future[T] | None]] = deque()
         iterator = iter(blocks)
+
+        def begin(count: int) -> None:
+            for block in itertools.islice(iterator, count):
+                is_small = block.stop - block.start < _SMALL
+                pending.append((block, None if is_small else self._pool.submit(job, block)))
+
         try:
-            for block in itertools.islice(iterator, self._window):
-                pending.append((block, self._pool.submit(job, block)))
+            begin(self._window)
             while pending:
                 block, future = pending.popleft()
-                yield block, future.result()
-                for following in itertools.islice(iterator, 1):
-                    pending.append((following, self._pool.submit(job, following)))
+                yield block, job(block) if future is None else future.result()
+                begin(1)
         finally:
             # Jobs write to files that the caller is about to close: none may still run.
-            wait([future for _, future in pending if not future.cancel()])
+            wait([future for _, future in pending if future is not None and not future.cancel()])

@@ -1,0 +1,29 @@
+"""Checkpoints of many small tensors: what a tensor costs must not grow, nor be handed from thread to thread."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import write_checkpoint
+
+from lpconv.convert.options import ConvertOptions
+from lpconv.convert.run import convert
+from lpconv.convert.workers import ThreadPoolExecutor, Workers
+
+
+def many(folder: Path, count: int) -> Path:
+    torch.manual_seed(0)
+    return write_checkpoint(folder, {f"layers.{i}.up_proj.weight": torch.randn(4, 8) for i in range(count)})
+
+
+def test_small_tensors_are_not_handed_to_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    handed = []
+
+    class Watched(ThreadPoolExecutor):
+        def submit(self, *args: object, **more: object):  # type: ignore[no-untyped-def,override]
+            handed.append(args)
+            return super().submit(*args, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(f"{Workers.__module__}.ThreadPoolExecutor", Watched)
+    convert(str(many(tmp_path / "in", 20)), tmp_path / "out", ConvertOptions(format="e4m3fn", verify="weights"))
+    assert not handed
