@@ -6,20 +6,27 @@ import typer
 
 from lpconv.cli.command import Json, Model, Quiet, Revision, print_result
 from lpconv.cli.progress import progress_for
-from lpconv.errors import VerificationError
+from lpconv.errors import UnsupportedError, VerificationError
 
 __all__ = ["inspect"]
+
+_NAMED = 3  # problems that the error names; the output and the details under --json have all
+_NOT_READ = "nothing is known to be wrong; judge the unquantised checkpoint, or ask the tool that wrote this one"
 
 
 def inspect(
     model: Model,
     stats: Annotated[bool, typer.Option("--stats", help="Read the data: RMS, largest value, NaN and Inf.")] = False,
-    strict: Annotated[bool, typer.Option("--strict", help="End with exit code 5 for warnings too.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="List every tensor, file and finding.")] = False,
+    strict: Annotated[
+        bool,
+        typer.Option("--strict", help="End with exit code 5 for warnings too, and 4 for weights that were not judged."),
+    ] = False,
     revision: Revision = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Show what a checkpoint holds, from its headers: dtypes, sizes, scales, ties, and what is wrong with it.
+    """Judge a checkpoint by its headers: what was checked, what was not, what is wrong, and what it holds.
 
     For a checkpoint that another tool quantised, the scales are read too: those that are inverted, missing, or unequal
     in weights that readers fuse are named.
@@ -47,13 +54,17 @@ def inspect(
         from lpconv.convert.inspect import inspect as inspect_headers
 
         found = inspect_headers(directory, name=model)
-    if found.layout in READ and not found.problems:  # else the scales may not even be there
+    if found.layout in READ and not (found.problems or found.not_judged):  # else the scales may not even be there
         from lpconv.convert.scales import judged  # torch takes seconds to import
 
         found = judged(found, directory)
     wrong = (*found.problems, *(found.warnings if strict else ()))
-    if not (wrong and json):  # else the error's details hold the result
-        print_result(found, render_inspect, json=json)
+    is_unread = found.not_judged is not None and (strict or found.layout in READ)
+    if not ((wrong or is_unread) and json):  # else the error's details hold the result
+        print_result(found, lambda result: render_inspect(result, every=every), json=json)
     if wrong:
         hint = "fetch the checkpoint again, or tell who made it" if found.layout else "fetch the checkpoint again"
-        raise VerificationError("; ".join(wrong), hint=hint, details=to_json(found))
+        more = f"; and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
+        raise VerificationError("; ".join(wrong[:_NAMED]) + more, hint=hint, details=to_json(found))
+    if is_unread:
+        raise UnsupportedError(str(found.not_judged), hint=_NOT_READ, details=to_json(found))

@@ -1,18 +1,23 @@
 """Look at a checkpoint from its headers alone: no torch, no weights read."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from lpconv.checkpoint.contents import Contents, read_contents
 from lpconv.checkpoint.gguf import header_of
 from lpconv.checkpoint.header import TensorInfo
 from lpconv.checkpoint.staging import read_marker
-from lpconv.convert.defects import from_headers
-from lpconv.errors import InputError, LpconvError, finding
+from lpconv.convert.defects import Findings, from_headers
+from lpconv.errors import InputError, LpconvError, UnsupportedError, finding
 from lpconv.forms import Headers, Stored, recognise
+from lpconv.forms.foreign import check_readable
+from lpconv.report.numbers import shown
 from lpconv.results import DtypeRecord, FileRecord, InspectResult, StoredTensor, TensorRecord, from_json
 
-__all__ = ["describe", "inspect"]
+__all__ = ["VALUES", "describe", "inspect"]
+
+VALUES = "values of the weights (--stats)"  # until they are read
 
 InFiles = Sequence[tuple[TensorInfo, str]]
 
@@ -41,7 +46,8 @@ def describe(contents: Contents, stored: InFiles, *, name: str, problems: Sequen
     there = {info.name: (info, file) for info, file in stored}
     headers = Headers.of(contents.config, {name: info for name, (info, _) in there.items()})
     forms = recognise(headers)
-    found = from_headers(headers, forms)
+    not_judged = _not_judged(contents.config)
+    found = Findings() if not_judged else from_headers(headers, forms)
     scales = {t.name: t.scale for t in records if t.scale is not None}
     return InspectResult(
         path=name,
@@ -69,7 +75,25 @@ def describe(contents: Contents, stored: InFiles, *, name: str, problems: Sequen
         ),
         problems=(*problems, *found.problems),
         warnings=found.warnings,
+        checked=("headers", *(["index"] if contents.weight_map is not None else [])),
+        not_checked=_not_read(headers.quantised_by),
+        not_judged=not_judged,
     )
+
+
+def _not_read(layout: str | None) -> tuple[str, ...]:
+    """What headers do not tell. Scales that `judged` can read are the first, until it does."""
+    scales = {None: (), "lpconv": ("codes and scales (`lpconv verify`)",)}.get(layout, ("scales",))
+    return (*scales, *([] if layout == "lpconv" else [VALUES]))
+
+
+def _not_judged(config: Mapping[str, Any]) -> str | None:
+    """Why nothing can be said of the weights; None if it can."""
+    try:
+        check_readable(config)
+    except UnsupportedError as e:
+        return e.message
+    return None
 
 
 def _bits_per_weight(forms: Iterable[Stored]) -> float | None:
@@ -98,13 +122,11 @@ def _read_headers(contents: Contents) -> tuple[list[tuple[TensorInfo, str]], lis
 def _index_problems(contents: Contents, stored: InFiles) -> list[str]:
     if contents.weight_map is None:
         return []
-    found = {info.name: file for info, file in stored}
-    wrong = [
-        f"the index puts `{name}` into `{file}`, it " + (f"lies in `{found[name]}`" if name in found else "is nowhere")
-        for name, file in contents.weight_map.items()
-        if found.get(name) != file
-    ]
-    return wrong + [f"the index does not name `{name}`" for name in found if name not in contents.weight_map]
+    found, named = {info.name: file for info, file in stored}, contents.weight_map
+    moved = [n for n, file in named.items() if n in found and found[n] != file]
+    lost, more = [n for n in named if n not in found], [n for n in found if n not in named]
+    wrong = {"names other files for": moved, "names, and no file holds,": lost, "does not name": more}
+    return [f"the index {what} {shown(names)}" for what, names in wrong.items() if names]
 
 
 def _dtypes(infos: Iterable[TensorInfo]) -> tuple[DtypeRecord, ...]:

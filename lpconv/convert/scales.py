@@ -43,6 +43,8 @@ __all__ = [
 
 # No weight of a trained model is so large; what is larger than others' by so much has lost its scale.
 _LARGEST, FACTOR = 1e4, 256.0
+_ZERO = 1e-6  # up to here the scale of a weight of zeros
+_LEAST_USUAL, _MOST_USUAL = 1e-3, 64.0  # of the largest number of a weight, in the middle of a model
 _UNEQUAL = 1.001  # of scales that went through bf16 and back, nothing is left beyond that
 
 
@@ -134,7 +136,13 @@ def unsound(
 def judged(found: InspectResult, directory: Path) -> InspectResult:
     """The record of a checkpoint with what its scales tell."""
     told = _from_scales(read_contents(directory))
-    return replace(found, problems=(*found.problems, *told.problems), warnings=(*found.warnings, *told.warnings))
+    return replace(
+        found,
+        problems=(*found.problems, *told.problems),
+        warnings=(*found.warnings, *told.warnings),
+        checked=(*found.checked, "scales"),
+        not_checked=tuple(what for what in found.not_checked if what != "scales"),
+    )
 
 
 def fetch_from(source: Source) -> Fetch:
@@ -279,10 +287,13 @@ def lost(found: Mapping[str, Scales]) -> Iterator[str]:
     if ones:
         yield f"{shown(ones)}: all scales are 1: were they dropped?"
     usual = usual_bound(found)
-    far = [n for n, s in found.items() if s.bound > FACTOR * usual > 0 and n not in ones]
-    if far:
-        large = found[far[0]].bound
-        yield f"{shown(far)}: weights of up to {large:.2g}, where others have {usual:.2g}: is a scale lost?"
+    large = [n for n, s in found.items() if s.bound > FACTOR * usual > 0 and n not in ones]
+    small = [n for n, s in found.items() if _ZERO < s.bound < usual / FACTOR and n not in ones]
+    for far in filter(None, (large, small)):
+        bound = found[far[0]].bound
+        yield f"{shown(far)}: weights of up to {bound:.2g}, where others have {usual:.2g}: is a scale lost?"
+    if usual > _ZERO and not _LEAST_USUAL < usual < _MOST_USUAL:
+        yield f"most weights are of up to {usual:.2g}, which no trained model has: are their scales lost?"
 
 
 def usual_bound(found: Mapping[str, Scales]) -> float:

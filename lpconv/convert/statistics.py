@@ -12,7 +12,7 @@ import torch
 
 from lpconv.checkpoint.contents import read_contents
 from lpconv.checkpoint.source import Source, open_source, read_range
-from lpconv.convert.inspect import describe, inspect
+from lpconv.convert.inspect import VALUES, describe, inspect
 from lpconv.forms import Stored
 from lpconv.forms.blocks import Workspace, block_stats
 from lpconv.forms.decoded import DecodedSource
@@ -22,6 +22,7 @@ from lpconv.forms.foreign.grid import Grid
 from lpconv.forms.ranges import block_ranges
 from lpconv.forms.reader import StoredTensors
 from lpconv.progress import Progress
+from lpconv.report.numbers import shown
 from lpconv.results import InspectResult, StoredTensor
 
 __all__ = ["inspect_with_statistics"]
@@ -45,13 +46,13 @@ def inspect_with_statistics(directory: Path, progress: Progress, *, name: str | 
             found = describe(contents, infos, name=name or str(directory))
         if found.layout not in READ:
             return _with_statistics(found, source, progress)
-    if found.problems:
+    if found.problems or found.not_judged:
         return found
     with StoredTensors.open(directory) as stored:
         measured = _with_statistics(found, DecodedSource(stored), progress)
         tensors = tuple(_with_share(t, stored) for t in measured.tensors)
         many = tuple(w for t in tensors if (w := _warning(t, stored.forms[t.name])))
-    return dataclasses.replace(measured, tensors=tensors, warnings=(*found.warnings, *many))
+    return dataclasses.replace(measured, tensors=tensors, warnings=(*measured.warnings, *many))
 
 
 def _warning(t: StoredTensor, form: Stored) -> str | None:
@@ -63,7 +64,16 @@ def _warning(t: StoredTensor, form: Stored) -> str | None:
 def _with_statistics(found: InspectResult, source: Source, progress: Progress) -> InspectResult:
     progress.start("reading", sum(source.entries[t.name].info.num_bytes for t in found.tensors))
     work = Workspace()
-    return dataclasses.replace(found, tensors=tuple(_measured(source, t, work, progress) for t in found.tensors))
+    tensors = tuple(_measured(source, t, work, progress) for t in found.tensors)
+    nan, inf = [t.name for t in tensors if t.num_nan], [t.name for t in tensors if t.num_inf]
+    return dataclasses.replace(
+        found,
+        tensors=tensors,
+        problems=(*found.problems, *([f"{shown(nan)}: numbers that are NaN"] if nan else [])),
+        warnings=(*found.warnings, *([f"{shown(inf)}: infinite numbers"] if inf else [])),
+        checked=(*found.checked, "values"),
+        not_checked=tuple(n for n in found.not_checked if n != VALUES),
+    )
 
 
 def _measured(source: Source, t: StoredTensor, work: Workspace, progress: Progress) -> StoredTensor:

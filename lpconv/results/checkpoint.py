@@ -65,7 +65,8 @@ class InspectResult:
 
     `layout` is the `quant_method` of a quantised checkpoint; `bits_per_weight` are those of its quantised weights,
     scales included. `ties` maps the name of a tensor that is not stored to the weight it shares. `problems` says in
-    words what is wrong, `warnings` what is odd.
+    words what is wrong, `warnings` what is odd. They cover what `checked` lists and nothing of `not_checked`;
+    `not_judged` says why whole weights are beyond us, and None that they are not.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -82,3 +83,6 @@ class InspectResult:
     tensors: tuple[StoredTensor, ...] = ()
     problems: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    checked: tuple[str, ...] = ()
+    not_checked: tuple[str, ...] = ()
+    not_judged: str | None = None

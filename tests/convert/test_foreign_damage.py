@@ -107,6 +107,16 @@ def doubled_half(x: Tensor) -> Tensor:
     return torch.cat([x[: len(x) // 2] * 2, x[len(x) // 2 :]])
 
 
+def all_times(end: str, factor: float) -> Callable[[Tensors, Config], None]:
+    """The same factor on all scales of a name."""
+
+    def do(t: Tensors, c: Config) -> None:
+        for name in [n for n in t if n.endswith(end)]:
+            t[name] = t[name] * factor
+
+    return do
+
+
 def scheme(c: Config) -> Config:
     return c["config_groups"]["group_0"]["weights"]
 
@@ -191,6 +201,10 @@ _PLANTED = {
         ),
         ("a second scale that was dropped", "no whole weight", drop(Q + "weight_global_scale")),
         ("a second scale of zero", "no number", put(Q + "weight_global_scale", 0.0)),
+        ("a second scale 1000 times too small", "is a scale lost", times(Q + "weight_global_scale", 1e-3)),
+        ("a second scale 1000 times too large", "is a scale lost", times(Q + "weight_global_scale", 1e3)),
+        ("all second scales 1000 times too small", "no trained model", all_times("weight_global_scale", 1e-3)),
+        ("all second scales 1000 times too large", "no trained model", all_times("weight_global_scale", 1e3)),
         ("swapped nibbles", "wrong packing", change(GATE + "weight_packed", swap_halves)),
         (
             "one group's scale doubled",
@@ -251,6 +265,8 @@ _PLANTED = {
             both(times(K + "weight_scale_2", 2.0), times(K + "weight_scale", 0.5)),
         ),
         ("a second scale that was dropped", "no whole weight", drop(Q + "weight_scale_2")),
+        ("a second scale 1000 times too small", "is a scale lost", times(Q + "weight_scale_2", 1e-3)),
+        ("a second scale 1000 times too large", "is a scale lost", times(Q + "weight_scale_2", 1e3)),
         ("swapped nibbles", "wrong packing", change(Q + "weight", swap_halves)),
     ],
     "modelopt W4A16_AWQ": [

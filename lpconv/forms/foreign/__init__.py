@@ -4,7 +4,7 @@ A layout is a file with the `quant_method`s that configs name it by, and `find`,
 one weight; its line in `_LAYOUTS` is all else. `docs/layouts.md` says what is read, and what was tried.
 """
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 from lpconv.checkpoint.compressed import INPUT_SCALES, quantized_by
@@ -48,6 +48,15 @@ def is_part(name: str, dtype: str, weights: Container[str]) -> bool:
     return dtype.startswith(("F8", "F6", "F4")) or (name.endswith(".weight") and dtype in ("U8", "I8"))
 
 
+def _integer_bits(method: str | None, settings: object) -> Iterator[int]:
+    """The widths of integers that a config names."""
+    groups = compressed_tensors.weight_settings(settings) if method in compressed_tensors.METHODS else [settings]
+    for group in groups if method in (*compressed_tensors.METHODS, *gptq.METHODS, *awq.METHODS) else ():
+        bits = group.get("num_bits", group.get("bits", group.get("w_bit"))) if isinstance(group, dict) else None
+        if isinstance(bits, int) and isinstance(group, dict) and group.get("type", "int") == "int":
+            yield bits
+
+
 def check_readable(config: Mapping[str, Any]) -> None:
     """Raise UnsupportedError for a checkpoint that somebody quantised in a way that is not read."""
     method = quantized_by(config)
@@ -57,6 +66,12 @@ def check_readable(config: Mapping[str, Any]) -> None:
             hint="it reads " + ", ".join(sorted(READ)) + "; else start from the unquantised checkpoint",
         )
     settings = config.get("quantization_config")
+    odd = {*_integer_bits(method, settings)} & {1, 3, 5, 6, 7}
+    if odd:
+        raise UnsupportedError(
+            f"the weights are integers of {odd.pop()} bits, which lpconv does not read in the layout `{method}`",
+            hint="start from the unquantised checkpoint",
+        )
     if isinstance(settings, dict) and settings.get("quant_algo") == modelopt.SVD:
         raise UnsupportedError(
             f"the weights are quantised by ModelOpt's {modelopt.SVD}, which lpconv does not read: a part of each is "

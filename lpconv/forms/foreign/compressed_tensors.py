@@ -6,7 +6,7 @@ Codes of fewer bits are `weight_packed`: bytes of two e2m1 (nvfp4- and mxfp4-pac
 `pack_quantized/helpers.py`. NVFP4's `weight_global_scale` divides.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lpconv.checkpoint.compressed import COMPRESSED_TENSORS
@@ -15,7 +15,7 @@ from lpconv.forms.facts import Component, Headers
 from lpconv.forms.foreign.grid import Grid, block_of
 from lpconv.forms.foreign.plane import INTEGERS, Plane, one_by_one
 
-__all__ = ["METHODS", "find"]
+__all__ = ["METHODS", "find", "weight_settings"]
 
 METHODS = (COMPRESSED_TENSORS,)
 _CODES = {"F8_E4M3": "e4m3fn", "I8": "int8"}
@@ -34,7 +34,8 @@ def _one_by_one(name: str, headers: Headers) -> Grid | None:
     fmt = _CODES.get(codes.dtype) if codes is not None else None
     if codes is None or scale is None or fmt is None or len(codes.shape) < 2:
         return None
-    hints = [tuple(w["block_structure"]) for w in _weights(headers) if _is_block(w.get("block_structure"))]
+    settings = weight_settings(headers.quantization)
+    hints = [tuple(w["block_structure"]) for w in settings if _is_block(w.get("block_structure"))]
     block = block_of(codes.shape, one_by_one(scale).size, hints[0] if hints else (128, 128))
     zeros = headers.component(name + "_zero_point")
     if block is None:
@@ -104,15 +105,15 @@ def _zeros(component: Component, block: tuple[int, int], kind: str, offset: int)
 
 
 def _integer_schemes(headers: Headers) -> Iterator[tuple[int, int | None]]:
-    for weights in _weights(headers):
+    for weights in weight_settings(headers.quantization):
         bits, group = weights.get("num_bits"), weights.get("group_size")
         if weights.get("type", "int") == "int" and isinstance(bits, int) and bits in INTEGERS:
             yield bits, group if isinstance(group, int) and group > 0 else None
 
 
-def _weights(headers: Headers) -> Iterator[dict[str, Any]]:
+def weight_settings(settings: object) -> Iterator[dict[str, Any]]:
     """The settings of weights that the config's groups have."""
-    groups = headers.quantization.get("config_groups")
+    groups = settings.get("config_groups") if isinstance(settings, Mapping) else None
     for group in groups.values() if isinstance(groups, dict) else ():
         weights = group.get("weights") if isinstance(group, dict) else None
         if isinstance(weights, dict):

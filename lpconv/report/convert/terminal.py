@@ -55,7 +55,7 @@ from lpconv.results import (
 
 __all__ = ["render_compare", "render_convert", "render_inspect", "render_part", "render_plan", "render_verify"]
 
-_WORST, _GROUPS, _SHARDS = 10, 12, 8  # that are shown: tensors, groups of tensors, files
+_WORST, _GROUPS, _SHARDS, _SHOWN = 10, 12, 8, 5  # that are shown: tensors, groups of tensors, files, notes
 _STYLES = {"passed": "bold green", "failed": "bold red", "not run": "yellow"}
 
 
@@ -130,8 +130,8 @@ def render_verify(v: VerifyResult) -> RenderableType:
     return Group(*_verification(v)[1:], *worst)
 
 
-def render_inspect(found: InspectResult) -> RenderableType:
-    """What a checkpoint holds: dtypes, files, ties, problems, and its tensors where the record lists them."""
+def render_inspect(found: InspectResult, *, every: bool = False) -> RenderableType:
+    """The verdict on a checkpoint, what it rests on, and what the checkpoint holds; `every` tensor only if asked."""
     found = printable_record(found)
     made = f"lpconv, {method_name(found.method)}" if found.method else f"quantised by {found.layout}"
     made = made if found.method or found.layout else "an ordinary checkpoint"
@@ -141,19 +141,37 @@ def render_inspect(found: InspectResult) -> RenderableType:
         "Parameters": count_text(sum(math.prod(t.shape) for t in found.tensors)),
         "Size": size_text(sum(d.size_bytes for d in found.dtypes)),
     }
-    looked_at = "headers, scales" if found.layout else "headers"
     if found.bits_per_weight is not None:
         facts["Bits"] = f"{found.bits_per_weight:.2f} for each quantised weight, scales included"
+    looked = {"Checked": found.checked, "Not checked": found.not_checked}
+    most = None if every else _SHOWN
+    listed = "" if every else f"{plural(len(found.tensors), 'tensor')}; --all lists them"
     return Group(
-        *heading(found.path),
-        facts_grid(facts),
+        Text.assemble((f"{found.path}: ", "bold"), _judgement(found)),
+        facts_grid({label: ", ".join(what) for label, what in looked.items() if what}),
+        *note_list("Problems", _first(found.problems, most)),
+        *note_list("Warnings", _first(found.warnings, most)),
+        after_gap(facts_grid(facts)),
         *_dtypes(found),
         *_files(found.shards),
-        *note_list("Tied", [f"{name} → {weight}" for name, weight in found.ties.items()]),
-        *_stored(found.tensors),
-        *note_list("Problems", found.problems, empty=f"none found in {looked_at} and index"),
-        *note_list("Warnings", found.warnings),
+        *note_list("Tied", _first([f"{name} → {weight}" for name, weight in found.ties.items()], most)),
+        *(_stored(found.tensors) if every else (Text(), Text(listed))),
     )
+
+
+def _judgement(found: InspectResult) -> tuple[str, str]:
+    """The verdict on a checkpoint in a few words, and its style."""
+    warned = plural(len(found.warnings), "warning")
+    if found.problems:
+        return plural(len(found.problems), "problem") + (f", {warned}" if found.warnings else ""), "bold red"
+    if found.not_judged:
+        return f"not judged, {found.not_judged}", "bold yellow"
+    return (f"no problem, {warned}", "bold yellow") if found.warnings else ("no problem found", "bold green")
+
+
+def _first(notes: Sequence[str], most: int | None) -> Sequence[str]:
+    """At most so many notes, and how many more there are."""
+    return notes if most is None or len(notes) <= most else [*notes[:most], f"and {len(notes) - most} more (--all)"]
 
 
 def render_compare(results: Sequence[ConvertResult]) -> RenderableType:

@@ -185,7 +185,7 @@ def test_inspect_shows_headers_ties_and_problems() -> None:
         tensors=(StoredTensor(name="a.weight", dtype="F16", shape=(1, 2, 3), file="f", size_bytes=12, scale=0.25),),
         problems=("index names a missing file",),
     )
-    text = words_of(render_inspect(found))
+    text = words_of(render_inspect(found, every=True))
     for words in ("lpconv, unit scaling, fp16", "22,000,000", "and 12 files, 12.0 kB", "- index names a missing file",
                   "lm_head.weight → model.embed_tokens.weight", "1 x 2 x 3", "2^-2"):  # fmt: skip
         assert words in text
@@ -193,9 +193,31 @@ def test_inspect_shows_headers_ties_and_problems() -> None:
 
 
 def test_an_ordinary_checkpoint_without_problems() -> None:
-    text = words_of(render_inspect(InspectResult(path="x")))
+    text = text_of(render_inspect(InspectResult(path="x", checked=("headers", "index"), not_checked=("values",))))
+    assert [line.rstrip() for line in text.splitlines()[:3]] == [
+        "x: no problem found",
+        "Checked      headers, index",
+        "Not checked  values",
+    ]
     assert "an ordinary checkpoint" in text
-    assert "none found in headers and index" in text
+
+
+def test_inspect_fits_one_screen_however_much_there_is() -> None:
+    notes = tuple(f"`t{i}` is odd" for i in range(1000))
+    tensors = tuple(StoredTensor(name=f"t{i}", dtype="F32", shape=(1,), file="f", size_bytes=4) for i in range(1000))
+    ties = {f"a{i}": f"b{i}" for i in range(1000)}
+    found = InspectResult(path="x", problems=notes, warnings=notes, tensors=tensors, ties=ties)
+    text = text_of(render_inspect(found))
+    assert text.splitlines()[0] == "x: 1,000 problems, 1,000 warnings"
+    assert len(text.splitlines()) < 50
+    assert "and 995 more (--all)" in text
+    assert "1,000 tensors; --all lists them" in text
+    assert len(text_of(render_inspect(found, every=True)).splitlines()) > 4000
+
+
+def test_inspect_says_first_that_weights_were_not_judged() -> None:
+    text = text_of(render_inspect(InspectResult(path="x", not_judged="nobody reads it", warnings=("odd",))))
+    assert text.splitlines()[0] == "x: not judged, nobody reads it"
 
 
 def test_verify_names_tensors_that_are_not_exact_and_not_all_problems_in_one_sentence() -> None:

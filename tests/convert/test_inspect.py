@@ -1,0 +1,89 @@
+"""`lpconv inspect` as typed: what its first line says and how it ends."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import write_checkpoint
+from click.testing import Result
+from foreign_files import make_foreign
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from lpconv.cli.main import app
+from lpconv.data import demo_checkpoint
+
+
+def run(*words: object) -> Result:
+    return CliRunner().invoke(app, ["inspect", *(str(w) for w in words)])
+
+
+def demo_as(folder: Path, settings: dict[str, object]) -> Path:
+    """The demo with a quantization_config."""
+    shutil.copytree(demo_checkpoint(), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
+    return folder
+
+
+def test_the_verdict_comes_first_and_tensors_only_with_all() -> None:
+    text = run("demo").stdout
+    assert text.splitlines()[0] == "demo: no problem found"
+    assert "q_proj" not in text
+    assert "model.layers.0.self_attn.q_proj.weight" in run("demo", "--all").stdout
+
+
+def test_a_layout_that_is_not_read_is_not_called_fine(tmp_path: Path) -> None:
+    path = demo_as(tmp_path / "model", {"quant_method": "hqq"})
+    plain, strict = run(path), run(path, "--strict")
+    assert plain.exit_code == 0
+    assert "not judged, the checkpoint is quantised by `hqq`" in " ".join(plain.stdout.split())
+    assert strict.exit_code == 4
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_integers_of_other_bits_are_unsupported(tmp_path: Path, method: str) -> None:
+    done = run(demo_as(tmp_path / "model", {"quant_method": method, "bits": 3, "group_size": 32}))
+    assert done.exit_code == 4
+    assert "not judged, the weights are integers of 3 bits" in " ".join(done.stdout.split())
+
+
+def test_integers_of_three_bits_in_compressed_tensors_are_unsupported_and_not_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    make_foreign("ct W4A16", demo_checkpoint(), path)
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["weights"]["num_bits"] = 3
+    (path / "config.json").write_text(json.dumps(config))
+    tensors = load_file(path / "model.safetensors")
+    for name in [n for n in tensors if n.endswith("_packed")]:
+        rows, cols = tensors[name.removesuffix("_packed") + "_shape"].tolist()
+        tensors[name] = torch.zeros(rows, -(-cols // 10), dtype=torch.int32)  # ten to a word
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    done = run(path)
+    assert done.exit_code == 4, done.output
+    assert "integers of 3 bits" in done.stdout
+    assert "no whole weight" not in done.output
+
+
+def test_an_index_that_knows_nothing_is_a_few_lines(tmp_path: Path) -> None:
+    tensors = {f"layer.{i}.weight": torch.zeros(2, 2) for i in range(50)}
+    write_checkpoint(tmp_path / "model", tensors)
+    index = {"weight_map": {f"other.{i}.weight": "model.safetensors" for i in range(50)}}
+    (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
+    done = run(tmp_path / "model")
+    assert done.exit_code == 5
+    assert "the index does not name `layer.0.weight`, " in done.stdout
+    assert "and no file holds, `other.0.weight`, " in done.stdout
+    assert len(done.output.splitlines()) < 40
+
+
+def test_values_that_are_not_numbers_are_a_problem_once_they_are_read(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, {"a.weight": torch.full((4, 4), torch.nan), "b.weight": torch.ones(4, 4)})
+    headers, stats = run(tmp_path), run(tmp_path, "--stats")
+    assert headers.exit_code == 0
+    assert "Not checked  values of the weights (--stats)" in headers.stdout
+    assert stats.exit_code == 5
+    assert "`a.weight`: numbers that are NaN" in stats.stdout
+    assert "Checked  headers, values" in stats.stdout
