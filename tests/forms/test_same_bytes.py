@@ -1,12 +1,15 @@
 """Conversions write the bytes they always wrote: SHA-256 of every weight file, config and residual index.
 
-`golden_sums.txt` holds them; `LPCONV_GOLDEN=write pytest tests/forms/test_same_bytes.py -n 0` writes it anew, for a
-change that is meant. lpconv's version stands in every header and is left out; nothing else is. The GPT-2 is filled by
-whole-number arithmetic, so that no release of torch or transformers draws other weights.
+`golden_sums.txt` holds them, for every method, format, residual, granularity and layout that go together;
+`LPCONV_GOLDEN=write pytest tests/forms/test_same_bytes.py -n 0` writes it anew, for a change that is meant. lpconv's
+version stands in every header and is left out; nothing else is. The GPT-2 is filled by whole-number arithmetic, so that
+no release of torch or transformers draws other weights.
 """
 
+import contextlib
 import hashlib
 import importlib.util
+import itertools
 import json
 import os
 import struct
@@ -19,10 +22,15 @@ import torch
 from checkpoints import write_checkpoint
 from torch import Tensor
 
-from lpconv.convert.options import ConvertOptions
+from lpconv.convert.options import LAYOUTS, ConvertOptions
 from lpconv.convert.patterns import FormatRule
 from lpconv.convert.run import convert
+from lpconv.convert.settings import settings_of
 from lpconv.data import demo_checkpoint
+from lpconv.errors import UsageError
+from lpconv.formats.grains import GRAINS, TENSOR
+from lpconv.formats.spec import FORMATS
+from lpconv.methods import GPT_OSS, METHODS
 
 GOLDEN = Path(__file__).with_name("golden_sums.txt")
 WRITING = os.environ.get("LPCONV_GOLDEN") == "write"
@@ -55,6 +63,38 @@ _ODD: list[Options] = [
     {"method": "collage", "max_shard_size": 300_000},
     {"method": "multipoint", "format": "int8", "budget_bits": 20.0, "points_max": 2, "max_shard_size": 200_000},
 ]  # fmt: skip
+_CALIBRATED: list[Options] = [
+    {"method": "unit", "format": f, "granularity": g, "layout": "compressed-tensors", "calibrate": "demo"}
+    for f, g in (("e4m3fn", TENSOR), ("e2m1", "nvfp4"))
+]
+# Scales that are not the usual ones of their format.
+_RESCALED: list[Options] = [
+    {"method": "unit", "format": f, "granularity": g, "layout": layout, "scale": scale}
+    for f, g, layout, scale in (
+        ("fp16", TENSOR, "lpconv", "exact"), ("e4m3fn", "row", "compressed-tensors", "exact"),
+        ("e4m3fn", "128x128", "transformers", "exact"), ("e2m1", "nvfp4", "compressed-tensors", "exact"),
+        ("int4", "group:32", "lpconv", "pow2"), ("int8", "group:32", "compressed-tensors", "pow2"),
+    )
+]  # fmt: skip
+
+
+def _asked(options: Options) -> tuple[str | None, ...]:
+    """What `options` come to, without those that scale or divide otherwise. Raises UsageError for what is refused."""
+    o = settings_of(ConvertOptions(**options)).options
+    return o.method, o.format, o.residual, o.granularity, o.layout
+
+
+def _others(known: list[Options]) -> Iterator[Options]:
+    """Every combination that is not refused and not among `known`."""
+    seen = {_asked(options) for options in known}
+    layouts = (layout for layout in LAYOUTS if layout != GPT_OSS)  # which refuses all models but its own
+    for method, layout, grain, fmt in itertools.product(METHODS, layouts, (TENSOR, *GRAINS, "group:32"), FORMATS):
+        for residual in METHODS[method].residuals or (None,):
+            options = {"method": method, "format": fmt, "granularity": grain, "layout": layout, "residual": residual}
+            with contextlib.suppress(UsageError):
+                if (found := _asked(options)) not in seen:
+                    seen.add(found)
+                    yield {n: v for n, v in options.items() if v is not None}
 
 
 def _gpt2(folder: Path) -> Path:
@@ -105,8 +145,9 @@ def _package(name: str) -> Path:
 
 
 def _cases() -> Iterator[tuple[str, Callable[[Path], Path], Options]]:
+    of_demo = [*_SCALED, *_PAIRS, *_POINTS, *_COMPRESSED, *_ROWS, *_TILES, *_ODD]
     cases: tuple[tuple[str, Callable[[Path], Path], list[Options]], ...] = (
-        ("demo", _demo, [*_SCALED, *_PAIRS, *_POINTS, *_COMPRESSED, *_ROWS, *_TILES, *_ODD]),
+        ("demo", _demo, [*of_demo, *_others(of_demo), *_CALIBRATED, *_RESCALED]),
         ("gpt2", _gpt2, [*_SCALED, *_PAIRS, {"method": "multipoint", "format": "int8", "budget_bits": 12.0}]),
         ("minilm", _minilm, _FEW),
         ("albert", _albert, _FEW),
