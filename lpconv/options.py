@@ -50,7 +50,8 @@ class Option:
     `parse` makes a value of text, of which a manifest may give `given` and `expects` says what it is; `example` is one.
     Of several values, the command line takes one text with commas where `comma`, else the option again and again.
     `is_path` says that a manifest's value is relative to its folder. `only` is "command" or "manifest" for an option
-    that the other one lacks.
+    that the other one lacks. `shapes_output` says that it decides which bytes are written: such options are recorded
+    with the output, and a resumed run must have the same.
     """
 
     help: str
@@ -73,6 +74,7 @@ class Option:
     comma: bool = False
     is_path: bool = False
     only: str | None = None
+    shapes_output: bool = False
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from lpconv.checkpoint.remote_view import view_of
 from lpconv.checkpoint.staging import JOURNAL, MARKER, read_marker
 from lpconv.convert.hashes import check_hashes
 from lpconv.convert.job import Job
-from lpconv.convert.provenance import public_source, shaping_options, source_record, versions
+from lpconv.convert.provenance import public_source, source_record, versions
+from lpconv.convert.settings import shaping_options
 from lpconv.data import text_at
 from lpconv.errors import OutputExistsError
 from lpconv.progress import Progress

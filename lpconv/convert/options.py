@@ -5,12 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from lpconv.checkpoint.compressed import COMPRESSED_TENSORS
 from lpconv.convert.patterns import FormatRule, parse_rule
 from lpconv.errors import UsageError
 from lpconv.formats.grains import GRAINS, TENSOR, grain_of
 from lpconv.formats.spec import FORMATS
-from lpconv.methods import GPT_OSS, LPCONV, METHODS, TRANSFORMERS
+from lpconv.methods import LPCONV, METHODS
 from lpconv.options import Force, Option, Resume, Revision, TrustRemoteCode, check, size_option
 
 __all__ = [
@@ -23,7 +22,7 @@ __all__ = [
     "check_verify",
 ]
 
-LAYOUTS = (LPCONV, COMPRESSED_TENSORS, TRANSFORMERS, GPT_OSS)
+LAYOUTS = tuple(dict.fromkeys(layout for m in METHODS.values() for layout in m.forms))
 VERIFY_LEVELS = ("none", "weights", "logits", "auto")
 POINTS_MAX = 3
 CALIBRATION_TOKENS = 4096  # of a text, at most
@@ -33,7 +32,7 @@ _METHOD_FORMATS = [f for f in FORMATS if any(f in m.formats for m in METHODS.val
 
 # Options by the panel of the help that they stand in.
 _WHAT, _HOW = "What to write", "How to run"
-_what = functools.partial(Option, panel=_WHAT)
+_what = functools.partial(Option, panel=_WHAT, shapes_output=True)
 _check = functools.partial(Option, panel="Checks")
 
 
@@ -53,8 +52,6 @@ class ConvertOptions:
     """Settings of one conversion, as asked. `settings_of` (`settings.py`) decides what is None.
 
     Patterns are globs on dotted tensor names, or regular expressions after ``re:`` (matched anywhere in the name).
-    Only `method`, `format`, `residual`, `layout`, `scale`, `granularity`, `calibrate`, `budget_bits`, `points_max`,
-    `include`, `exclude`, `rules` and `max_shard_size` shape the bytes.
     """
 
     method: Annotated[str, _what("Method that rewrites the weights", choices=METHODS, short=("-m",))] = "unit"
@@ -124,7 +121,10 @@ class ConvertOptions:
         ),
     ] = ()
     max_shard_size: Annotated[
-        int | None, size_option("Largest size of an output file, such as 5GB", default="as the source's", panel=_WHAT)
+        int | None,
+        size_option(
+            "Largest size of an output file, such as 5GB", default="as the source's", panel=_WHAT, shapes_output=True
+        ),
     ] = None
     verify: Annotated[
         str,

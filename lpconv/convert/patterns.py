@@ -19,6 +19,9 @@ class FormatRule:
     pattern: str
     format: str
 
+    def __str__(self) -> str:
+        return f"{self.pattern}={self.format}"
+
 
 def parse_rule(text: str) -> FormatRule:
     """``PATTERN=FORMAT`` as a rule; FORMAT may be ``keep``. The last ``=`` separates."""

@@ -17,6 +17,7 @@ from lpconv.convert.defects import fused_groups
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.patterns import check_matches
 from lpconv.convert.policy import decide
+from lpconv.convert.settings import shaping_options
 from lpconv.errors import UnsupportedError
 from lpconv.formats.spec import Format
 from lpconv.forms import Component, Form, Kept
@@ -165,9 +166,9 @@ class Plan:
         digest = hashlib.sha256()
         for f in self.files:
             digest.update(json.dumps([f.name, len(f.header)]).encode() + f.header)
-        shaping = ("method", "format", "residual", "layout", "scale", "granularity", "budget_bits", "points_max")
-        shape = [getattr(self.options, n) for n in shaping]
-        digest.update(json.dumps([shape, [(t.name, t.action, t.reason) for t in self.tensors]]).encode())
+        digest.update(
+            json.dumps([shaping_options(self.options), [(t.name, t.action, t.reason) for t in self.tensors]]).encode()
+        )
         return digest.hexdigest()
 
 

@@ -5,21 +5,19 @@ import importlib.metadata
 import platform
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from lpconv.checkpoint.compressed import COMPRESSED_TENSORS
 from lpconv.convert.job import Job
-from lpconv.convert.options import ConvertOptions
 from lpconv.convert.plan import Plan
 from lpconv.formats.grains import TENSOR
 from lpconv.formats.spec import FORMATS
 from lpconv.forms.decoded import DecodedSource
 from lpconv.report.numbers import shown, size_text
 from lpconv.report.printable import printable
-from lpconv.results import FileRecord, SourceRecord, TensorRecord, to_json
+from lpconv.results import FileRecord, SourceRecord, TensorRecord
 from lpconv.version import __version__
 
-__all__ = ["plan_warnings", "public_source", "shaping_options", "source_record", "tensor_warnings", "versions"]
+__all__ = ["plan_warnings", "public_source", "source_record", "tensor_warnings", "versions"]
 
 
 def source_record(job: Job) -> SourceRecord:
@@ -39,14 +37,6 @@ def public_source(source: SourceRecord) -> SourceRecord:
     name = source.name if Path(source.name).name == source.name else directory
     # File names may hold bytes that no text file can.
     return dataclasses.replace(source, name=printable(name), resolved=printable(directory))
-
-
-def shaping_options(options: ConvertOptions) -> dict[str, Any]:
-    """The options that decide which bytes are written."""
-    names = ("method", "format", "residual", "layout", "scale", "granularity", "budget_bits", "points_max", "include",
-             "exclude", "rules", "max_shard_size")  # fmt: skip
-    shaping = {n: to_json(getattr(options, n)) for n in names}
-    return shaping if options.calibrate is None else shaping | {"calibrate": Path(options.calibrate).name}
 
 
 def versions() -> dict[str, str]:

@@ -14,15 +14,8 @@ from lpconv.convert.inspect import inspect
 from lpconv.convert.job import Job, check_disk, disk_bytes, estimate_seconds, free_bytes, identity, prepare
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.parts import adopt_parts, checked_parts, remove_parts
-from lpconv.convert.provenance import (
-    plan_warnings,
-    public_source,
-    shaping_options,
-    source_record,
-    tensor_warnings,
-    versions,
-)
-from lpconv.convert.settings import command_line
+from lpconv.convert.provenance import plan_warnings, public_source, source_record, tensor_warnings, versions
+from lpconv.convert.settings import command_line, shaping_options
 from lpconv.convert.shares import check_shareable
 from lpconv.convert.tensor_records import format_ranges, planned_record
 from lpconv.errors import UnsupportedError, VerificationError

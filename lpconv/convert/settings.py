@@ -5,26 +5,24 @@ import math
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lpconv.checkpoint.compressed import COMPRESSED_TENSORS, preset_of
 from lpconv.convert.options import POINTS_MAX, ConvertOptions
 from lpconv.convert.patterns import FormatRule, check_pattern
 from lpconv.errors import UsageError
-from lpconv.formats.grains import TENSOR, Grain, grain_of
+from lpconv.formats.grains import GRAINS, TENSOR, Grain, grain_of
 from lpconv.formats.spec import FORMATS, Format
 from lpconv.lookup import find
 from lpconv.mcf.point_layout import MAX_POINTS
-from lpconv.methods import GPT_OSS, LPCONV, METHODS, TRANSFORMERS, Method
-from lpconv.options import check
+from lpconv.methods import LPCONV, METHODS, Method
+from lpconv.options import check, options_of
+from lpconv.results import to_json
 
-__all__ = ["ConvertSettings", "PointBudget", "command_line", "settings_of"]
+__all__ = ["ConvertSettings", "PointBudget", "command_line", "settings_of", "shaping_options"]
 
-_LAYOUT_HINTS = {
-    LPCONV: f"use --layout {COMPRESSED_TENSORS}",
-    COMPRESSED_TENSORS: "use --method unit with --format e4m3fn, or --granularity mx, nvfp4 or group:N",
-    TRANSFORMERS: "use --method unit with --format e4m3fn and --granularity 128x128 or mx",
-    GPT_OSS: "use --method unit with --format e2m1 and --granularity mx",
-}
+# Options that say how a run goes, and nothing of what it writes or demands of that.
+_OF_A_RUN = ("max_memory", "cache", "workers", "resume", "force")
 _SPARE_BITS = 0.5  # the default budget above the bits of an element: scales, and second points for some rows
 
 
@@ -83,34 +81,27 @@ def settings_of(options: ConvertOptions) -> ConvertSettings:
     return ConvertSettings(options=filled, method=method, format=fmt, residual=residual, budget=budget)
 
 
+def shaping_options(options: ConvertOptions) -> dict[str, Any]:
+    """The options that decide which bytes are written, as JSON. Of the text to calibrate on, only its name."""
+    names = [d.field for d in options_of(ConvertOptions).values() if d.option.shapes_output]
+    shaping = {n: to_json(getattr(options, n)) for n in names}
+    text = shaping.pop("calibrate")
+    return shaping if text is None else shaping | {"calibrate": Path(text).name}
+
+
 def command_line(model: str, options: ConvertOptions) -> str:
     """The command that makes the same output: no folder, and nothing of how a run goes, such as --resume."""
     usual = _usual_scale(FORMATS[options.format], grain_of(options.granularity)) if options.format else None
-    single = (
-        ("method", options.method),
-        ("format", options.format),
-        ("residual", options.residual),
-        ("layout", options.layout if options.layout != LPCONV else None),
-        ("scale", options.scale if options.scale != usual else None),
-        ("granularity", options.granularity if options.granularity != TENSOR else None),
-        ("calibrate", options.calibrate and Path(options.calibrate).name),
-        ("budget-bits", options.budget_bits),
-        ("points-max", options.points_max),
-        ("revision", options.revision),
-        ("max-shard-size", options.max_shard_size),
-        ("verify", options.verify if options.verify != "auto" else None),
-    )
-    repeated = (
-        ("include", options.include),
-        ("exclude", options.exclude),
-        ("rule", tuple(f"{r.pattern}={r.format}" for r in options.rules)),
-        ("gate", options.gates),
-    )
+    unsaid = {"method": None, "scale": usual}  # other values than the field's default go without saying, or none does
     words = ["lpconv", "convert", model]
-    for option, value in (*single, *((o, v) for o, values in repeated for v in values)):
-        if value is not None:
-            words += [f"--{option}", str(value)]
-    return shlex.join([*words, *(["--trust-remote-code"] if options.trust_remote_code else [])])
+    for d in options_of(ConvertOptions).values():
+        value = getattr(options, d.field)
+        if d.field in _OF_A_RUN or value == unsaid.get(d.field, d.default):
+            continue
+        for one in value if d.is_many else (value,):
+            text = Path(one).name if d.option.is_path else str(one)
+            words += [d.flag] if d.type is bool else [d.flag, text]
+    return shlex.join(words)
 
 
 def _residual(method: Method, format_name: str, residual: str | None) -> str | None:
@@ -149,9 +140,9 @@ def _check_rule(rule: FormatRule, method: Method, grain: Grain | None) -> None:
 
 
 def _check_layout(options: ConvertOptions, method: Method, format_name: str, grain: Grain | None) -> None:
-    hint = _LAYOUT_HINTS[options.layout]
-    if options.layout not in method.forms or not method.form(options.layout).holds(FORMATS[format_name], grain):
+    if not _holds(method, options.layout, FORMATS[format_name], grain):
         words = "" if grain is None else f" with {grain.words}"
+        hint = _layout_hint(options.layout, method, FORMATS[format_name], grain)
         raise UsageError(f"layout `{options.layout}` does not hold {method.name} in {format_name}{words}", hint=hint)
     form = method.form(options.layout)
     for rule in options.rules if options.layout != LPCONV else ():
@@ -161,6 +152,28 @@ def _check_layout(options: ConvertOptions, method: Method, format_name: str, gra
                 f"rule `{rule.pattern}={rule.format}`: layout `{options.layout}` does not hold that",
                 hint="use =keep, " + " or ".join(f"={n}" for n in dict.fromkeys((format_name, one))),
             )
+
+
+def _holds(method: Method, layout: str, fmt: Format, grain: Grain | None) -> bool:
+    formats = grain.formats if grain is not None and grain.formats else method.formats
+    return layout in method.forms and fmt.name in formats and method.form(layout).holds(fmt, grain)
+
+
+def _layout_hint(layout: str, method: Method, fmt: Format, grain: Grain | None) -> str:
+    """The layouts that hold what was asked, and what this one holds."""
+    others = [name for name in method.forms if _holds(method, name, fmt, grain)]
+    grains_of: dict[str, list[str]] = {}
+    for name in (TENSOR, *GRAINS, "group:N") if layout != LPCONV else ():  # ours holds nearly everything
+        formats = [f for f in FORMATS.values() if _is_held(layout, f, grain_of(name.replace("N", "32")))]
+        if formats:
+            grains_of.setdefault(" or ".join(f.name for f in formats), []).append(name)
+    held = "; ".join(f"{formats} with --granularity {' or '.join(grains)}" for formats, grains in grains_of.items())
+    parts = [f"use --layout {' or '.join(others)}"] if others else []
+    return "; ".join([*parts, f"{layout} holds {held}"] if held else parts)
+
+
+def _is_held(layout: str, fmt: Format, grain: Grain | None) -> bool:
+    return any(_holds(method, layout, fmt, grain) for method in METHODS.values())
 
 
 def _check_calibration(options: ConvertOptions, format_name: str, grain: Grain | None) -> None:

@@ -1,5 +1,6 @@
 """Conversions with `--granularity`: what is stored, and that every command takes it."""
 
+import dataclasses
 import itertools
 import math
 from pathlib import Path
@@ -18,14 +19,16 @@ import lpconv.hf
 from lpconv.checkpoint.contents import read_contents
 from lpconv.cli.main import app
 from lpconv.convert.options import ConvertOptions, VerifyOptions
+from lpconv.convert.patterns import FormatRule
 from lpconv.convert.restore import restore
 from lpconv.convert.run import convert, plan
-from lpconv.convert.settings import command_line, settings_of
+from lpconv.convert.settings import command_line, settings_of, shaping_options
 from lpconv.convert.verify_output import verify_output
 from lpconv.data import demo_checkpoint
 from lpconv.errors import InputError, UsageError
 from lpconv.export.stored import stored_weights
 from lpconv.forms.reader import StoredTensors
+from lpconv.methods import METHODS
 from lpconv.progress import Silent
 from lpconv.results import ConvertResult
 
@@ -268,3 +271,28 @@ def test_the_command_and_the_reports_say_it(tmp_path: Path) -> None:
     assert "a scale per row" in card
     for again in (["inspect", str(out)], ["verify", str(out), "--level", "weights"], ["report", str(out)]):
         assert CliRunner().invoke(app, again).exit_code == 0
+
+
+def test_a_new_layout_is_refused_with_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layout is known by the forms that methods give it, and by nothing else."""
+    unit = METHODS["unit"]
+    toy = dataclasses.replace(unit, forms={**unit.forms, "toy": "fine-grained"})
+    monkeypatch.setitem(METHODS, "unit", toy)
+    monkeypatch.setattr("lpconv.convert.settings.check", lambda options: None)  # of which it is no choice yet
+
+    with pytest.raises(UsageError, match="layout `toy` does not hold unit in fp16") as refusal:
+        settings_of(ConvertOptions(layout="toy"))
+    assert refusal.value.hint == "use --layout lpconv; toy holds e4m3fn with --granularity 128x128 or mx"
+
+
+def test_options_that_shape_the_bytes_are_recorded_and_in_the_command() -> None:
+    """What decides bytes stands in `shaping_options`, and each option that is not its default in the command line."""
+    asked = ConvertOptions(exclude=("a", "b"), rules=(FormatRule(pattern="*x", format="keep"),), max_shard_size=9)
+    assert command_line("demo", asked) == (
+        "lpconv convert demo --method unit --exclude a --exclude b --rule '*x=keep' --max-shard-size 9"
+    )
+    assert shaping_options(asked)["rules"] == [{"pattern": "*x", "format": "keep"}]
+    for name in ("workers", "max_memory", "resume", "force", "cache"):
+        changed = dataclasses.replace(asked, **{name: 1})
+        assert command_line("demo", changed) == command_line("demo", asked)
+        assert shaping_options(changed) == shaping_options(asked)
