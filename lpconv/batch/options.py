@@ -7,7 +7,7 @@ from lpconv.options import Option
 
 __all__ = ["BatchOptions"]
 
-_EXECUTORS = ("local", "ray", "slurm")
+_EXECUTORS = ("local", "ray")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -146,11 +146,6 @@ def _executor(manifest: "Manifest", options: BatchOptions, *, progress: "Progres
         from lpconv.batch.on_ray import RayExecutor
 
         return RayExecutor(manifest.path, address=address, parallel=parallel, quiet=quiet)
-    if name == "slurm":
-        from lpconv.batch.on_slurm import SlurmExecutor
-
-        folder = manifest.path.with_name(f"{manifest.path.stem}.slurm")
-        return SlurmExecutor(folder, cluster=address or "slurm", parallel=parallel, say=progress.message)
     if parallel in (None, 1):
         return None
     from lpconv.batch.local import LocalExecutor

@@ -24,7 +24,6 @@ EXTRAS: dict[str, tuple[str, tuple[str, ...]]] = {
     "gpu": ("energy and clocks of NVIDIA GPUs", ("nvidia-ml-py",)),
     "remote": ("read checkpoints from object stores", ("obstore",)),
     "ray": ("batches on a Ray cluster", ("ray",)),
-    "slurm": ("batches on Slurm", ("submitit",)),
     "peers": (
         "benchmarks, with the libraries they compare",
         ("torchao", "torch-optimi", "unit-scaling", "matplotlib", "scikit-learn"),
