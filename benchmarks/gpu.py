@@ -37,7 +37,7 @@ from lpconv.kernels.fp8_linear import FP8_RECIPES, calibrate, convert_linears
 from lpconv.kernels.matmul import matmul
 from lpconv.kernels.quantise import encode as fast_encode
 from lpconv.optim import CollageAdamW
-from lpconv.report.bench.text import bench_markdown
+from lpconv.report.bench.text import COLUMNS, reasons
 from lpconv.results import BenchResult, to_json
 from lpconv.results.doctor import ERROR, DeviceRecord
 from lpconv.scaled import ScaledTensor, scaled
@@ -279,6 +279,13 @@ def check_optimizer(device: str) -> tuple[bool, str]:
     return error < 2.0**-9, f"relative difference {error:.1e}"
 
 
+def _rows_of(run: BenchResult) -> list[str]:
+    """The rows of a bench as a table in Markdown, and why some of them have no figures."""
+    head = ["| " + " | ".join(COLUMNS) + " |", "|---|" + "---|" * (len(COLUMNS) - 1)]
+    rows = ["| " + " | ".join(cell(r) for cell in COLUMNS.values()) + " |" for r in run.rows]
+    return [*head, *rows, "", *(f"- {reason}" for reason in reasons(run.rows)), ""]
+
+
 def write(output: Path, checks: list[Check], runs: list[BenchResult], left_out: list[Job], seconds: float) -> None:
     """Both files, whole each time, so that a run cut short leaves what it has."""
     document: dict[str, Any] = {
@@ -294,7 +301,7 @@ def write(output: Path, checks: list[Check], runs: list[BenchResult], left_out: 
     lines = ["# GPU suite", "", f"{seconds:.0f} s, revision {document['git']}", "", "| check | | |", "|---|---|---|"]
     lines += [f"| {c.name} | {'ok' if c.passed else '**failed**'} | {c.detail} |" for c in checks]
     for run in runs:
-        lines += ["", bench_markdown(run), *run.notes]
+        lines += ["", *_rows_of(run), *run.notes]
     lines += ["", *(f"Left out, the budget was spent: {job}" for job in left_out)]
     output.with_suffix(".md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -25,7 +24,6 @@ __all__ = [
     "baseline_of",
     "expand",
     "parallel_of",
-    "parse_sweep",
 ]
 
 MODES = ("infer", "train")
@@ -189,16 +187,3 @@ def parallel_of(processes: int, name: str | None, *, modes: Sequence[str], compi
             hint="pass --mode train, or --parallel ddp for copies that infer side by side",
         )
     return name or PARALLEL[0]
-
-
-def parse_sweep(texts: Sequence[str]) -> dict[str, list[int]]:
-    """``batch=1,8`` and ``seq=128,512``, in one text or several, as lists of numbers."""
-    found: dict[str, list[int]] = {}
-    for part in " ".join(texts).split():
-        match = re.fullmatch(r"(batch|seq)=(\d+(?:,\d+)*)", part)
-        if not match:
-            raise UsageError(f"`{part}` is no sweep", hint="for example --sweep 'batch=1,8,32 seq=128,512'")
-        found[match[1]] = [int(n) for n in match[2].split(",")]
-        if 0 in found[match[1]]:
-            raise UsageError(f"`{part}`: sizes begin at 1", hint="for example --sweep 'batch=1,8,32 seq=128,512'")
-    return found

@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from lpconv.bench.cases import BENCH_METHODS, BENCH_OPTIMIZERS, PLAIN, SCALED, Case, baseline_of, expand, parse_sweep
+from lpconv.bench.cases import BENCH_METHODS, BENCH_OPTIMIZERS, PLAIN, SCALED, Case, baseline_of, expand
 from lpconv.bench.recipes import _OPTIMIZERS, _PEERS, apply_recipe
 from lpconv.bench.run import choose_model
 from lpconv.errors import UsageError
@@ -52,17 +52,6 @@ def test_an_optimizer_belongs_to_training_only() -> None:
     found = cases(modes=("infer", "train"), optimizers=("adamw", "collage-plus"))
 
     assert [(c.mode, c.optimizer) for c in found] == [("infer", None), ("train", "adamw"), ("train", "collage-plus")]
-
-
-def test_a_sweep_is_a_product_of_sizes() -> None:
-    assert parse_sweep(["batch=1,8 seq=64"]) == {"batch": [1, 8], "seq": [64]}
-    assert parse_sweep(["batch=1", "seq=2,3"]) == {"batch": [1], "seq": [2, 3]}
-
-
-@pytest.mark.parametrize("text", ["batch", "batch=", "width=3", "batch=1,a", "batch=0"])
-def test_a_sweep_that_says_nothing_is_refused(text: str) -> None:
-    with pytest.raises(UsageError):
-        parse_sweep([text])
 
 
 @pytest.mark.parametrize(

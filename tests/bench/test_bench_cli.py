@@ -148,9 +148,9 @@ def test_what_was_saved_is_compared_with(trained: tuple[dict[str, Any], Path], t
     assert "regression" in compared.stdout
 
 
-def test_a_sweep_goes_on_behind_what_does_not_fit_and_what_is_missing() -> None:
+def test_a_bench_goes_on_behind_what_does_not_fit_and_what_is_missing() -> None:
     result = run(
-        "demo", "--method", "te,static", "--sweep", "batch=100000000,1 seq=32", *QUICK, "--json"
+        "demo", "--method", "te,static", "--batch", "100000000,1", "--seq", "32", *QUICK, "--json"
     )  # fmt: skip
 
     assert result.exit_code == 7, result.output
@@ -164,7 +164,7 @@ def test_a_sweep_goes_on_behind_what_does_not_fit_and_what_is_missing() -> None:
     assert "pip install transformer-engine" in rows[4]["reason"]
 
 
-def test_a_baseline_that_fails_fails_its_rows_and_the_sweep_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_baseline_that_fails_fails_its_rows_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(runner: CaseRunner, steps: int) -> None:
         if runner.case.batch == 1:
             raise InductorError(RuntimeError("no compiler"), None)
@@ -172,7 +172,7 @@ def test_a_baseline_that_fails_fails_its_rows_and_the_sweep_goes_on(monkeypatch:
     monkeypatch.setattr("torch.nn.Module.compile", lambda module, **settings: None)
     monkeypatch.setattr("lpconv.bench.runner.CaseRunner.run", broken)
     compiled = ("--compile", "blocks", "--baseline", "bf16+compile")
-    result = run("demo", "--sweep", "batch=1,2 seq=16", *QUICK, *compiled, "--json")
+    result = run("demo", "--batch", "1,2", "--seq", "16", *QUICK, *compiled, "--json")
 
     assert result.exit_code == 5, result.output
     rows = json.loads(result.stdout)["error"]["details"]["result"]["rows"]
@@ -191,7 +191,7 @@ def test_a_model_that_is_no_longer_read_ends_the_bench(tmp_path: Path, monkeypat
 
     monkeypatch.setattr("lpconv.bench.runner.CaseRunner.__init__", damaged)
 
-    said = refused(3, "demo", "--method", "static", "--sweep", "batch=1,2 seq=16", *QUICK, "--save", saved)
+    said = refused(3, "demo", "--method", "static", "--batch", "1,2", "--seq", "16", *QUICK, "--save", saved)
 
     assert "is shorter than its header says" in said
     document = json.loads(saved.read_text())
@@ -200,7 +200,7 @@ def test_a_model_that_is_no_longer_read_ends_the_bench(tmp_path: Path, monkeypat
 
 def test_an_interrupted_run_keeps_the_rows_it_has(tmp_path: Path) -> None:
     saved, command = tmp_path / "bench.json", [sys.executable, "-m", "lpconv", "bench", "demo"]
-    sizes = ("--format", "bf16", "--sweep", "batch=1,2,3,4,5,6,7,8 seq=16")  # the baseline alone: a child for each
+    sizes = ("--format", "bf16", "--batch", "1,2,3,4,5,6,7,8", "--seq", "16")  # the baseline alone: a child for each
     process = subprocess.Popen(
         [*command, *sizes, *QUICK, "--save", str(saved)],
         stdout=subprocess.PIPE,
@@ -226,8 +226,7 @@ def test_an_interrupted_run_keeps_the_rows_it_has(tmp_path: Path) -> None:
         (2, ("demo", "--format", "fp9")),
         (2, ("demo", "--gate", "speed>=1")),
         (2, ("demo", "--min-iters", "0")),
-        (2, ("demo", "--sweep", "batch=2", "--batch", "1")),
-        (2, ("demo", "--output-format", "yaml")),
+        (2, ("demo", "--batch", "0")),
         (2, ("demo", "--baseline", "bf15")),
         (2, ("demo", "--layers", "5")),
         (3, ("demo", "--compare", "no-such.json")),

@@ -1,6 +1,5 @@
-"""A bench as a page, a table, CSV, JSON lines and Markdown, from records."""
+"""A bench as a page and a table, from records."""
 
-import csv
 import io
 import json
 import re
@@ -12,7 +11,7 @@ from rich.console import Console
 from lpconv.bench.roofline import verdict
 from lpconv.report.bench.html import html_bench, memory_plot, speed_plot
 from lpconv.report.bench.terminal import render_bench
-from lpconv.report.bench.text import bench_csv, bench_jsonl, bench_markdown, labels, notes
+from lpconv.report.bench.text import labels, notes
 from lpconv.results import BenchResult, BenchRow, from_json, to_json
 
 ROWS = (row("plain"), row("static"), row("te", status="skipped", reason="<b>not</b> installed", ratio=(1, 1, 1)))
@@ -85,17 +84,3 @@ def test_an_interval_is_drawn_around_its_value_and_columns_reach_the_peak() -> N
     assert len([m for m in memory.marks if m.kind == "series-0"]) == 3
     assert max(float(re.findall(r"H([\d.]+)v", m.path)[0]) for m in memory.marks) < memory.right
     assert speed_plot(named[:1]) is None
-
-
-def test_csv_json_lines_and_markdown_hold_every_row() -> None:
-    made = shown(*ROWS)
-
-    table = list(csv.DictReader(io.StringIO(bench_csv(made))))
-    lines = [json.loads(line) for line in bench_jsonl(made).splitlines()]
-    markdown = bench_markdown(made)
-
-    assert [r["method"] for r in table] == [r["method"] for r in lines] == ["plain", "static", "te"]
-    assert float(table[1]["ratio_low"]) == lines[1]["ratio"]["low"] == 1.2
-    assert table[2]["reason"] == "<b>not</b> installed"
-    assert "| fp8 static | train | 2 x 4096 |" in markdown
-    assert "**llama-8b, train, 2 x 4096**" in markdown

@@ -1,19 +1,14 @@
-"""A bench's rows as CSV, JSON lines and Markdown, and the words that all its reports share."""
+"""The words that all reports of a bench share, and the columns of its tables."""
 
-import csv
 import dataclasses
-import io
 from collections.abc import Callable, Sequence
 
 from lpconv.report.numbers import MISSING, number_text, share_text, size_text
-from lpconv.results import BenchResult, BenchRow, PeakRecord, RatioRecord, VerdictRecord, json_line
+from lpconv.results import BenchResult, BenchRow, PeakRecord, RatioRecord, VerdictRecord
 
 __all__ = [
     "CHANGE_COLUMNS",
     "COLUMNS",
-    "bench_csv",
-    "bench_jsonl",
-    "bench_markdown",
     "change_rows",
     "energy_text",
     "gemm_text",
@@ -125,62 +120,3 @@ CHANGE_COLUMNS = ("Configuration", "Before", "Now", "<Change")
 def change_rows(result: BenchResult) -> list[tuple[str, ...]]:
     """What an older document had for the same rows, under `CHANGE_COLUMNS`."""
     return [(c.name, ratio_text(c.before), ratio_text(c.after), c.change) for c in result.changes]
-
-
-def bench_markdown(result: BenchResult) -> str:
-    """A table of the rows, the reasons of those that are missing figures, and the verdict."""
-    lines = [f"`{result.command}`", ""] if result.command else []
-    lines += ["| " + " | ".join(COLUMNS) + " |", "|---|" + "---|" * (len(COLUMNS) - 1)]
-    lines += ["| " + " | ".join(cell(r) for cell in COLUMNS.values()) + " |" for r in result.rows]
-    lines += ["", *(f"- {reason}" for reason in reasons(result.rows))]
-    for verdict in result.verdicts:
-        lines += ["", f"**{verdict.title}**", "", *(f"- {s}" for s in verdict.sentences)]
-    return "\n".join(lines) + "\n"
-
-
-def bench_jsonl(result: BenchResult) -> str:
-    """One row of JSON a line."""
-    return "".join(json_line(r) for r in result.rows)
-
-
-def bench_csv(result: BenchResult) -> str:
-    """One row a line; figures unrounded, units in the headings."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(_CSV)
-    writer.writerows([cell(r) for cell in _CSV.values()] for r in result.rows)
-    return out.getvalue()
-
-
-_CSV: dict[str, Callable[[BenchRow], object]] = {
-    "model": lambda r: r.model,
-    "layers": lambda r: r.layers,
-    "format": lambda r: r.format,
-    "method": lambda r: r.method,
-    "optimizer": lambda r: r.optimizer,
-    "mode": lambda r: r.mode,
-    "batch": lambda r: r.batch,
-    "seq": lambda r: r.seq,
-    "processes": lambda r: r.processes,
-    "parallel": lambda r: r.parallel,
-    "device": lambda r: r.device,
-    "compiled": lambda r: r.compiled,
-    "baseline": lambda r: r.baseline,
-    "status": lambda r: r.status,
-    "emulated": lambda r: r.emulated,
-    "baseline_median_s": lambda r: r.baseline_median_s,
-    "median_s": lambda r: r.timing and r.timing.median_s,
-    "p10_s": lambda r: r.timing and r.timing.p10_s,
-    "p90_s": lambda r: r.timing and r.timing.p90_s,
-    "p99_s": lambda r: r.timing and r.timing.p99_s,
-    "tokens_per_s": lambda r: r.tokens_per_s,
-    "ratio": lambda r: r.ratio and r.ratio.value,
-    "ratio_low": lambda r: r.ratio and r.ratio.low,
-    "ratio_high": lambda r: r.ratio and r.ratio.high,
-    "peak_memory_bytes": lambda r: r.peak_memory,
-    "saved_bytes": lambda r: r.memory and r.memory.saved_bytes,
-    "output_error": lambda r: r.numerics and r.numerics.output_error,
-    "gradient_error": lambda r: r.numerics and r.numerics.gradient_error,
-    "joules_per_step": lambda r: r.energy and r.energy.joules_per_step,
-    "reason": lambda r: r.reason,
-}
