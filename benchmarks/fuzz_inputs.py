@@ -82,7 +82,6 @@ def _on_a_checkpoint(
         (12, ("probe", name, *PROBE, "-o", "OUT", *(["--calibrate"] if rng.random() < 0.2 else [])), ("OUT",)),
         (6, ("finetune", name, "--recipe", recipe, *TUNE, "-o", "OUT"), ("OUT",)),
         (4, ("init", name, "--reinit", "-q", "-o", "OUT"), ("OUT",)),
-        (4, ("repair", name, "-q", "-o", "OUT"), ("OUT",)),
         (4, ("verify", name, "--against", name, "--level", "values", "-q"), ()),
         (1, ("export", "onnx", name, "-q", "-o", "OUT"), ("OUT",)),
         (1, ("bench", name, *BENCH), ()),  # in processes of its own, that import torch
@@ -127,8 +126,6 @@ def damaged_output(rng: random.Random, material: Path, folder: Path) -> Trial:
         (("verify", name), ()),
         (("verify", name, "--against", "llama", "--level", level, "-q"), ()),
         (("restore", name, "-o", "OUT", "-q"), ("OUT",)),
-        (("repair", name, "-o", "OUT", "-q"), ("OUT",)),
-        (("repair", name, "--against", "llama", "-o", "OUT", "-q"), ("OUT",)),
         (("report", name), ()),
         (("report", name, "--html", "page.html"), ("page.html",)),
         (("report", name, f"{name}/report.json"), ()),

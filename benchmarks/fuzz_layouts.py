@@ -2,7 +2,7 @@
 
     python benchmarks/fuzz_layouts.py --rounds 200 --save FILE.json
 
-Of each layout so many damaged copies are inspected, opened and decoded whole, restored, repaired and converted. Each
+Of each layout so many damaged copies are inspected, opened and decoded whole, restored and converted. Each
 either works or ends in an error of ours with exit code 3 or 4 (5 where numbers became NaN), with nothing published. It
 ends in exit code 1 with the seed of whatever else happens.
 """
@@ -31,7 +31,6 @@ from foreign_files import MAKERS, gpt_oss, make_foreign  # after the path to the
 from lpconv.convert.decode import decode_checkpoint
 from lpconv.convert.inspect import inspect
 from lpconv.convert.options import ConvertOptions
-from lpconv.convert.repair import repair
 from lpconv.convert.run import convert
 from lpconv.convert.scales import judged
 from lpconv.convert.statistics import inspect_with_statistics
@@ -125,7 +124,7 @@ def swap_tensors(rng: random.Random, tensors: Tensors, config: dict[str, Any]) -
 
 
 def change_scale(rng: random.Random, tensors: Tensors, config: dict[str, Any]) -> None:
-    """A scale that is another one, or inverted: what is repaired, where the whole weight has it."""
+    """A scale that is another one, or inverted."""
     name = rng.choice([n for n in sorted(tensors) if "scale" in n] or sorted(tensors))
     x = tensors[name].float()
     x = 1 / x if rng.random() < 0.3 else x * rng.choice((2.0, 0.25, 3.0, 1e-30, 1e30, -1.0))
@@ -176,7 +175,6 @@ def calls(path: Path, out: Path) -> dict[str, Callable[[], object]]:
         "inspect --stats": lambda: inspect_with_statistics(path, Silent()),
         "read": lambda: read_all(path),
         "restore": lambda: decode_checkpoint(path, out / "plain", dtype="fp32", force=False, progress=Silent()),
-        "repair": lambda: repair(path, out / "repaired", force=False, progress=Silent()),
         "convert": lambda: convert(str(path), out / "collage", quick),
     }
 
@@ -202,7 +200,7 @@ def fuzz(layout: str, source: Path, rounds: int) -> Counter[str]:
                 except Exception as e:
                     raise SystemExit(f"{layout}, seed {seed}, {what}: {type(e).__name__}: {e}") from e
                 found[f"{what}: {ended}"] += 1
-                left = {"restore": "plain", "repair": "repaired", "convert": "collage"}.get(what)
+                left = {"restore": "plain", "convert": "collage"}.get(what)
                 if left and ended != "works" and (folder / left).exists():
                     raise SystemExit(f"{layout}, seed {seed}, {what}: published what it refused")
     return found

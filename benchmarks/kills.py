@@ -55,9 +55,6 @@ COMMANDS: Mapping[str, _Command] = {
                    "--calibrate", "demo", "--verify", "weights", "-q", "-o", "out"),
         again="--resume", output="out", reads=("llama",),
     ),
-    "repair": _Command(
-        arguments=("repair", "unequal", "-q", "-o", "out"), again="--force", output="out", reads=("unequal",)
-    ),
     "init": _Command(
         arguments=("init", "llama", "--reinit", "-q", "-o", "out"), again="--force", output="out", reads=("llama",)
     ),

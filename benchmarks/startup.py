@@ -40,7 +40,7 @@ ERRORS = (
     "finetune demo --log-to foo", "bench nosuch", "bench --mode trian", "bench cut", "bench demo --save /proc/x",
     "probe demo --data none.txt", "advise demo --budget quallity=1", "advise nosuch", "export onnx nosuch -o x",
     "restore nosuch -o x", "verify nosuch", "batch none.yaml", "report nosuch", "inspect nosuch", "init nosuch -o x",
-    "repair nosuch -o x", "doctor --alias", "demo --outputs x", "convert me/model",
+    "doctor --alias", "demo --outputs x", "convert me/model",
     "finetune demo --data me/data", f"convert me/model{_ASKING}", f"finetune demo --data me/data{_ASKING}",
     f"advise me/model{_ASKING}", f"bench me/model{_ASKING}", f"init me/model --reinit -o x{_ASKING}",
 )  # fmt: skip
@@ -48,7 +48,7 @@ RESULTS = (
     "--help", "", "doctor", "doctor --aliases", "inspect demo", "inspect done", "report done", "report done other",
     "convert demo --dry-run", "convert demo --verify none -o {new}", "convert demo -o {new}", "verify done",
     "verify done --against demo --level weights", "restore done -o {new}", "probe demo -o {new} --steps 1",
-    "repair layout -o {new}", "export onnx done -o {new}", "demo -o {new}",
+    "export onnx done -o {new}", "demo -o {new}",
     "init demo --reinit --width 64 --layers 1 -o {new}", "batch jobs.yaml",
     "batch jobs.yaml --dry-run", "advise demo -o {new} --budget minutes=1",
     "finetune demo --recipe fp32 --steps 1 --seq-len 32 --batch-size 2 --eval-batches 1 --twin none -o {new}",

@@ -3,15 +3,13 @@
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from bench_in_process import without_processes
 from foreign_files import make_foreign
-from safetensors.torch import load_file, save_file
 from stores import offered
-from torch import Tensor
 from typer.testing import CliRunner
 
 from lpconv.cli.main import app
@@ -21,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = [
     "README.md", "docs/cli.md", "docs/convert.md", "docs/probe.md", "docs/bench.md", "docs/export.md",
     "docs/finetune.md", "docs/methods/multipoint.md", "docs/methods/native.md", "docs/layouts.md",
-    "docs/first-ten-minutes.md", "docs/past-one-machine.md", "docs/repair.md",
+    "docs/first-ten-minutes.md", "docs/past-one-machine.md",
 ]  # fmt: skip
 PROGRAMS = [
     "docs/formats.md", "docs/probe.md", "docs/methods/adaptive.md", "docs/methods/halp.md", "docs/methods/lca.md",
@@ -32,11 +30,6 @@ PROGRAMS = [
 SOURCES = ("bert-large", "llama", "MODEL")
 OUTPUTS = ("PATH", "A", "B")
 FOREIGN = {"llama-nvfp4": "ct NVFP4", "llama-fp8": "fp8", "llama-gptq": "gptq"}  # on the page of layouts
-# And on that of repairs, with what becomes of their tensors.
-DAMAGED: dict[str, Callable[[str, Tensor], Tensor]] = {
-    "llama-unequal": lambda n, x: x / 4 if n.endswith("k_proj.weight_global_scale") else x,
-    "llama-inverted": lambda n, x: 1 / x if n.endswith("weight_global_scale") else x,
-}
 JOBS = "version: 1\njobs:\n  - {id: one, model: demo, format: fp16, output: batch-one}\n"
 
 
@@ -87,10 +80,6 @@ def test_commands_of_a_page(page: str, converted: Path, tmp_path: Path, monkeypa
         shutil.copytree(demo_checkpoint(), name)
     for name, layout in FOREIGN.items() if page == "docs/layouts.md" else ():
         make_foreign(layout, Path("llama"), Path(name))
-    for name, change in DAMAGED.items() if page == "docs/repair.md" else ():
-        file = make_foreign("ct NVFP4", Path("llama"), Path(name)) / "model.safetensors"
-        scales = {n: change(n, x) for n, x in load_file(file).items()}
-        save_file(scales, file)
     Path("jobs.yaml").write_text(JOBS)
     Path("text.txt").write_text("To be, or not to be, that is the question.\n" * 100)
     runner = CliRunner()

@@ -35,7 +35,6 @@ __all__ = [
     "before_finetuning",
     "before_init",
     "before_probe",
-    "before_repairing",
     "before_restoring",
     "before_verifying",
     "output_of",
@@ -170,22 +169,6 @@ def before_verifying(path: Path, options: "VerifyOptions", page: Path | None = N
         read_contents(path)
     else:
         check_marked(path)
-
-
-def before_repairing(path: Path, output: Path, against: Path | None, *, force: bool) -> None:
-    """Of `lpconv repair`."""
-    from lpconv.checkpoint.staging import check_apart, check_free
-    from lpconv.convert.defects import check_repairable
-    from lpconv.convert.inspect import inspect
-    from lpconv.forms.foreign import check_readable
-
-    contents = read_contents(path)
-    check_readable(contents.config)
-    check_repairable(contents, () if contents.kind == "torch" else inspect(path).problems)
-    if against is not None:
-        read_contents(against)
-    check_apart(path, output)
-    check_free(output, resume=False, force=force)
 
 
 def before_restoring(path: Path, output: Path, *, force: bool) -> bool:

@@ -20,7 +20,7 @@ __all__ = ["COMMANDS", "app", "main", "run"]
 
 # Each is a file beside this one, with a function or a group of its name.
 COMMANDS = [
-    "advise", "convert", "inspect", "verify", "restore", "repair", "init", "probe", "finetune",
+    "advise", "convert", "inspect", "verify", "restore", "init", "probe", "finetune",
     "bench", "report", "batch", "doctor", "demo", "export",
 ]  # fmt: skip
 # torch reads them when it is imported; its profiler, which measures memory, would write stages and warnings to stderr.

@@ -200,7 +200,6 @@ _NO_RUNS = {
     "part": "what `convert --shard` wrote of an output",
     "plan": "what `convert --dry-run` foretold",
     "probe-report": "the answer of a probe, which is a folder",
-    "repair": "what `repair` did",
     "restore": "what `restore` did",
 }
 # Conversions last: any other report.json is taken for one, and said to be none when it is read.

@@ -10,16 +10,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lpconv.checkpoint.compressed import COMPRESSED_TENSORS, input_scale_of, quantized_by
-from lpconv.checkpoint.contents import Contents
-from lpconv.errors import UnsupportedError
+from lpconv.checkpoint.compressed import COMPRESSED_TENSORS, input_scale_of
 from lpconv.forms import Headers, Kept, Stored, grid_of
 from lpconv.forms.foreign import ACTIVATIONS, READ, is_part
 from lpconv.forms.foreign.gguf import Blocks
 from lpconv.forms.foreign.grid import Grid
 from lpconv.report.numbers import shown
 
-__all__ = ["AGAIN", "Findings", "beyond_repair", "check_repairable", "from_headers", "fused_groups"]
+__all__ = ["Findings", "from_headers", "fused_groups"]
 
 # Modules that readers (vLLM, SGLang, TensorRT-LLM) put into one matrix, by the last parts of their names.
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("query", "key", "value"), ("w1", "w3"))
@@ -32,7 +30,6 @@ _ALGORITHMS = {
     "FP8": {"e4m3fn"}, "NVFP4": {"e2m1"}, "NVFP4_AWQ": {"e2m1"}, "W4A16_AWQ": {"int4"}, "W4A8_AWQ": {"int4"},
 }  # fmt: skip
 _SURELY_CODES = (".weight_packed", ".qweight")
-AGAIN = "quantise it again from its source; nothing in the file says what its scales were"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,21 +54,6 @@ def from_headers(headers: Headers, forms: Mapping[str, Stored]) -> Findings:
     grids = {n: grid for n, form in forms.items() if (grid := grid_of(form))}
     problems = [*_strays(headers, forms), *_against_config(headers, forms)]
     return Findings(problems=tuple(problems), warnings=tuple(_tails(grids)) + tuple(_half_fused(forms)))
-
-
-def check_repairable(contents: Contents, problems: tuple[str, ...]) -> None:
-    """Raise UnsupportedError for a checkpoint without scales of others, or with problems that no scale mends."""
-    if contents.kind != "safetensors" or quantized_by(contents.config) not in READ:
-        raise UnsupportedError(
-            "the checkpoint has no scales that could be repaired", hint="`lpconv inspect` says what it holds"
-        )
-    if problems:
-        raise beyond_repair(problems[0])
-
-
-def beyond_repair(what: str) -> UnsupportedError:
-    """The error that says what cannot be made up."""
-    return UnsupportedError(f"this cannot be repaired: {what}", hint=AGAIN)
 
 
 def fused_groups(names: Iterable[str]) -> Iterator[tuple[str, tuple[str, ...]]]:

@@ -52,8 +52,6 @@ if TYPE_CHECKING:
         InitResult as InitResult,
         PartResult as PartResult,
         PlanResult as PlanResult,
-        RepairedTensor as RepairedTensor,
-        RepairResult as RepairResult,
         RestoreResult as RestoreResult,
         TensorRecord as TensorRecord,
         WrittenShard as WrittenShard,

@@ -1,4 +1,4 @@
-"""What `lpconv convert`, `restore` and `repair` found."""
+"""What `lpconv convert` and `restore` found."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,8 +14,6 @@ __all__ = [
     "InitResult",
     "PartResult",
     "PlanResult",
-    "RepairResult",
-    "RepairedTensor",
     "RestoreResult",
     "TensorRecord",
     "WrittenShard",
@@ -187,42 +185,3 @@ class RestoreResult:
     dtype: str | None = None
     num_tensors: int
     files: tuple[FileRecord, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RepairedTensor:
-    """A weight that got another scale: ``inverted`` or ``rescaled``, and what that changed of its numbers.
-
-    `before` and `after` are the one scale that the tensor has, None where its blocks have one each and all were
-    inverted. `num_changed` numbers are others than before, by `max_rel_error` at most, `sqnr_db` in all; after an
-    inversion that counts from the numbers that the right scale gives.
-    """
-
-    name: str
-    what: str
-    before: float | None
-    after: float | None
-    num_elements: int
-    num_changed: int
-    max_rel_error: float
-    sqnr_db: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class RepairResult:
-    """A checkpoint with other scales than the one it was made from; `left` is what was named and is not repaired."""
-
-    schema_version: int = SCHEMA_VERSION
-    kind: str = "repair"
-    path: str
-    output: str
-    layout: str
-    tensors: tuple[RepairedTensor, ...]
-    num_tensors: int
-    left: tuple[str, ...]
-    files: tuple[FileRecord, ...]
-
-    @property
-    def exact(self) -> bool:
-        """Whether no number changed but by the inversion of its scale."""
-        return not any(t.num_changed for t in self.tensors)

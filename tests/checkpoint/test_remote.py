@@ -241,7 +241,6 @@ class TestTrouble:
             "convert": ("--verify", "weights", "-o", "out"),
             "verify": (),
             "restore": ("-o", "out"),
-            "repair": ("-o", "out"),
             "probe": ("-o", "out"),
             "finetune": ("--steps", "1", "--twin", "none", "-o", "out"),
             "export onnx": ("-o", "out"),

@@ -429,3 +429,27 @@ def test_scales_that_are_too_small_show_in_the_codes(folder: Path, tmp_path: Pat
     (warning,) = inspect_with_statistics(target, Silent()).warnings
     assert Q + "weight" in warning
     assert "the largest that there are" in warning
+
+
+@pytest.mark.parametrize(
+    ("planted", "form"),
+    [
+        ("ct FP8: unequal scales of q, k, v", {"format": "e4m3fn", "calibrate": "demo"}),
+        ("ct NVFP4: unequal second scales", {"format": "e2m1", "granularity": "nvfp4"}),
+    ],
+)
+def test_converting_again_makes_unequal_scales_equal(
+    folder: Path, tmp_path: Path, planted: str, form: dict[str, Any]
+) -> None:
+    """Codes of fused weights are written anew with the scale that readers take for all of them."""
+    layout, _, what = planted.partition(": ")
+    source = make_foreign(layout, folder / "plain", tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    next(do for name, _, do in _PLANTED[layout] if name == what)(tensors, {})
+    save_file(tensors, source / "model.safetensors")
+    assert any("unequal" in w for w in judged(inspect(source), source).warnings)
+
+    convert(str(source), tmp_path / "out", ConvertOptions(layout="compressed-tensors", verify="weights", **form))
+
+    assert not any("unequal" in w for w in judged(inspect(tmp_path / "out"), tmp_path / "out").warnings)
+    assert not compare(tmp_path / "out", folder / "plain", gates=(), progress=Silent()).failures
