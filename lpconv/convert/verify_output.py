@@ -36,6 +36,7 @@ def verify_output(directory: Path, options: VerifyOptions, *, progress: Progress
     against, level = options.against, options.level
     is_tuned = (directory / TUNED).exists()
     if options.data is not None:
+        assert against is not None  # check_verify asks for it
         shallow = level or ("weights" if is_output(directory) and not is_tuned else "values")
         before = dataclasses.replace(options, level=shallow, gates=(), data=None)
         found = verify_output(directory, before, progress=progress)
@@ -48,6 +49,7 @@ def verify_output(directory: Path, options: VerifyOptions, *, progress: Progress
     if level == "values" or (level is None and against is not None and (is_tuned or not is_output(directory))):
         from lpconv.convert.compare import compare  # torch takes seconds to import
 
+        assert against is not None
         reference = resolve(against).directory
         return _with_files(compare(directory, reference, gates=options.gates, progress=progress), directory, reference)
     parsed = [CONVERT_GATES.parse(g) for g in options.gates]

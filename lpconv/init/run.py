@@ -189,7 +189,8 @@ def _card(model: str, name: str, count: int, options: InitOptions) -> str:
     """README.md of the weights as drawn."""
     how = "by native unit scaling" if options.method == "native" else "as transformers initialises it"
     size = "".join(f", {n} {v}" for n, v in (("width", options.width), ("layers", options.layers)) if v is not None)
+    source = code_span(printable(Path(model).name))
     return (
-        f"# {name}, not trained\n\n{count} parameters of the architecture of {code_span(printable(Path(model).name))}{size}, "
+        f"# {name}, not trained\n\n{count} parameters of the architecture of {source}{size}, "
         f"drawn {how} from seed {options.seed}.\n"
     )

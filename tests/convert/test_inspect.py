@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import write_checkpoint
-from click.testing import Result
 from foreign_files import make_foreign
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from lpconv.cli.main import app
 from lpconv.data import demo_checkpoint
