@@ -8,6 +8,7 @@ from lpconv.advise.manifest import MANIFEST, manifest_text
 from lpconv.advise.options import ADVICE_FILE, AdviseOptions
 from lpconv.checkpoint.contents import read_json
 from lpconv.checkpoint.partfile import write_small
+from lpconv.checkpoint.staging import Staging
 from lpconv.errors import InputError
 from lpconv.report.advise.html import html_advice
 from lpconv.results import AdviceResult, from_json, json_text
@@ -31,21 +32,28 @@ def _write_advice(directory: Path, result: AdviceResult, options: AdviseOptions)
 def kept(
     directory: Path, options: AdviseOptions, show_partial: Callable[[AdviceResult], None]
 ) -> Iterator[Callable[[AdviceResult], None]]:
-    """Yields what writes each result so far. Where the body is interrupted, the last one goes to `show_partial`."""
+    """Yield what writes each result so far; the folder is published at the end.
+
+    If the body is interrupted, the last result is published too, and goes to `show_partial`.
+    """
     latest: list[AdviceResult] = []
+    with Staging(directory, {"advise": directory.name}, force=options.force, marker=ADVICE_FILE) as staging:
 
-    def keep(result: AdviceResult) -> None:
-        latest[:] = [result]
-        _write_advice(directory, result, options)
+        def keep(result: AdviceResult) -> None:
+            latest[:] = [result]
+            _write_advice(staging.directory, result, options)
 
-    try:
-        yield keep
-    except Exception:
-        raise
-    except BaseException:  # an interrupt
-        for partial in latest:
-            show_partial(partial)
-        raise
+        with staging.discarded_on_failure():
+            try:
+                yield keep
+            except Exception:
+                raise
+            except BaseException:  # an interrupt
+                for partial in latest:
+                    staging.publish()
+                    show_partial(partial)
+                raise
+            staging.publish()
 
 
 def read_advice(path: Path) -> AdviceResult:

@@ -139,27 +139,15 @@ def _bench(job: BatchJob, progress: Progress) -> JobOutcome:
 
 
 def _probe(job: BatchJob, progress: Progress) -> JobOutcome:
-    from lpconv.checkpoint.staging import check_replaceable
     from lpconv.convert.tensor_records import format_ranges
-    from lpconv.probe.answers import answer
-    from lpconv.probe.checkpoint import calibrate_checkpoint, probe_checkpoint
-    from lpconv.probe.options import PROBE_FILE
-    from lpconv.probe.record import write_output
-    from lpconv.report.probe.html import html_probe
-    from lpconv.scaled.disk import write_factors
+    from lpconv.probe.run import run_probe
 
     options = job.options
     assert isinstance(options, ProbeOptions)
-    check_replaceable(job.output, PROBE_FILE, what="probe", force=options.force)
     source = _source(job, revision=options.revision)
-    result = probe_checkpoint(job.model, options, progress=progress)
-    factors = calibrate_checkpoint(job.model, options, progress=progress) if options.calibrate else None
-    answers = answer(result)
-    write_output(job.output, result, html_probe(answers, format_ranges()))
-    if factors is not None:
-        write_factors(job.output, factors)
+    found, _ = run_probe(job.model, job.output, options, format_ranges(), progress=progress)
     return JobOutcome(
-        source=source, warnings=tuple(result.options["warnings"]), versions=dict(result.options["versions"])
+        source=source, warnings=tuple(found.options["warnings"]), versions=dict(found.options["versions"])
     )
 
 

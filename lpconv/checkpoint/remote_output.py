@@ -67,7 +67,7 @@ class RemoteStaging(Staging):
 
     def __init__(self, url: str, identity: dict[str, Any], *, resume: bool, force: bool) -> None:
         self.url = check_free_url(url, resume=resume, force=force)
-        super().__init__(working_folder(url), identity, resume=False, force=True)
+        super().__init__(working_folder(url), identity, force=True)
         try:
             self._tags: dict[str, str | None] = {}
             self._take(json.loads(json.dumps(identity)), resume=resume, force=force)

@@ -4,8 +4,8 @@ While a run works, everything lies in `OUT.partial` beside OUT, with a journal o
 that fails or is killed leaves that folder and nothing called OUT; `--resume` goes on from its journal, if source and
 options are still the same. A lock on the journal keeps two runs apart.
 
-Nothing is deleted that is not ours: OUT and `OUT.failed` are outputs by their `lpconv.json`, `OUT.partial` by its
-journal, and both go last when a folder is removed.
+Nothing is deleted that is not ours: OUT and `OUT.failed` are outputs by their marker (`lpconv.json`; a probe's is
+`probe.json`), `OUT.partial` by its journal, and both go last when a folder is removed. An empty folder is free.
 """
 
 import contextlib
@@ -36,7 +36,6 @@ __all__ = [
     "check_apart",
     "check_free",
     "check_marked",
-    "check_replaceable",
     "check_same_run",
     "differing",
     "is_output",
@@ -49,28 +48,30 @@ MARKER = "lpconv.json"  # what says that a directory is an output of ours
 TUNED = "finetune.json"  # what says that its weights were trained, by a fine-tuning of ours
 SUMS = "SHA256SUMS"
 PARTS = ".parts"  # of the folder beside an output where several workers leave what they wrote of it
-# Working folders beside an output, and the file in each that says whose it is.
-_SUFFIXES = {".partial": JOURNAL, ".failed": MARKER, ".replaced": MARKER}
+_SUFFIXES = (".partial", ".failed", ".replaced")  # of working folders beside an output
 
 
 class Staging:
     """The working folder of one output. Use as a context manager: leaving it releases the lock, whatever happened.
 
-    `identity` is what must be the same for a resume: plan, source files, library versions that shape the bytes.
+    `identity` is what must be the same for a resume: plan, source files, library versions that shape the bytes. The
+    file `marker` of a published folder says that it is ours.
     """
 
-    def __init__(self, output: Path, identity: dict[str, Any], *, resume: bool, force: bool) -> None:
+    def __init__(
+        self, output: Path, identity: dict[str, Any], *, resume: bool | None = None, force: bool, marker: str = MARKER
+    ) -> None:
         self.output = output
         self.directory = beside(output, ".partial")
         self.done: list[dict[str, Any]] = []
-        self._force = force
-        check_free(output, resume=resume, force=force)
+        self._force, self._marker = force, marker
+        check_free(output, resume=resume, force=force, marker=marker)
         with writing(self.directory):
             self.directory.mkdir(parents=True, exist_ok=True)
             self._journal = (self.directory / JOURNAL).open("a+b")
         self._lock()
         try:
-            self._begin(identity, resume=resume)
+            self._begin(identity, resume=bool(resume))
         except BaseException:
             self._journal.close()
             raise
@@ -119,16 +120,16 @@ class Staging:
 
         The journal goes last: while it is there, nobody else takes the folder for an abandoned one.
         """
-        _check_output(self.output, force=self._force)
+        _check_output(self.output, self._marker, force=self._force)
         old = beside(self.output, ".replaced")
         with writing(self.output):
             if self.output.exists():
-                _remove(old)
+                _remove(old, self._marker)
                 os.rename(self.output, old)
             os.rename(self.directory, self.output)
             fsync_directory(self.output.parent)
             (self.output / JOURNAL).unlink(missing_ok=True)  # a run that resumes this one tidies up too
-            _remove(old)
+            _remove(old, self._marker)
 
     @contextlib.contextmanager
     def discarded_on_failure(self) -> Iterator[None]:
@@ -141,13 +142,14 @@ class Staging:
 
     def discard(self) -> None:
         """Delete the folder."""
-        shutil.rmtree(self.directory, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            _remove(self.directory, JOURNAL)
 
     def set_aside(self) -> Path | str:
         """Keep a failed output for inspection as `OUT.failed`, never as OUT."""
         failed = beside(self.output, ".failed")
         with writing(failed):
-            _remove(failed)
+            _remove(failed, self._marker)
             os.rename(self.directory, failed)
             (failed / JOURNAL).unlink()
         return failed
@@ -159,22 +161,21 @@ class Staging:
         self._journal.close()
 
 
-def check_free(output: Path, *, resume: bool, force: bool) -> None:
+def check_free(output: Path, *, resume: bool | None = None, force: bool, marker: str = MARKER) -> None:
     """Refuse a place that is taken, or where an interrupted run left something. Raises OutputExistsError.
 
-    Raises ResourceError for one that cannot be written.
+    `resume` is None for a command that cannot resume. Raises ResourceError for a place that cannot be written.
     """
     check_writable(output)
-    _check_output(output, force=force)
-    _check_working_folders(output)
+    _check_output(output, marker, force=force)
+    _check_working_folders(output, marker)
     partial = beside(output, ".partial")
     if not os.path.lexists(partial) or resume or force:
         return  # and whoever goes on meets the lock of a run that is alive
     if is_held(partial / JOURNAL):
         raise held_by_another(partial)
-    raise OutputExistsError(
-        f"`{partial}` is left from an interrupted run", hint="--resume continues it, --force starts anew"
-    )
+    hint = "--force starts anew" if resume is None else "--resume continues it, --force starts anew"
+    raise OutputExistsError(f"`{partial}` is left from an interrupted run", hint=hint)
 
 
 def check_same_run(place: Path | str, asked: Mapping[str, Any], begun: Mapping[str, Any]) -> None:
@@ -196,20 +197,6 @@ def differing(asked: Mapping[str, Any], begun: Mapping[str, Any]) -> list[str]:
 def is_unused(directory: Path) -> bool:
     """Whether nothing lies at a path, or an empty directory."""
     return not os.path.lexists(directory) or (directory.is_dir() and not any(directory.iterdir()))
-
-
-def check_replaceable(directory: Path, marker: str, *, what: str, force: bool) -> None:
-    """Refuse a place that is taken, unless `force` is set and the file `marker` says that it holds an earlier `what`.
-
-    Raises OutputExistsError, and ResourceError for a place that cannot be written.
-    """
-    check_writable(directory)
-    if is_unused(directory):
-        return
-    if not (directory / marker).is_file():
-        raise OutputExistsError(f"`{directory}` exists and is no {what} of ours", hint="choose another --output")
-    if not force:
-        raise OutputExistsError(f"`{directory}` exists", hint="--force replaces it, --output chooses another place")
 
 
 def beside(output: Path, suffix: str) -> Path:
@@ -258,21 +245,22 @@ def check_apart(source: Path, output: Path) -> None:
             raise UsageError(f"`{folder}` lies inside the source", hint="choose an --output outside of the checkpoint")
 
 
-def _check_output(output: Path, *, force: bool) -> None:
-    if not os.path.lexists(output):
+def _check_output(output: Path, marker: str, *, force: bool) -> None:
+    if is_unused(output) and not output.is_symlink():
         return
     if not force:
         raise OutputExistsError(f"`{output}` exists", hint="choose another --output, or replace it with --force")
-    if not _is_ours(output, MARKER):
+    if not _is_ours(output, marker):
         raise OutputExistsError(
-            f"`{output}` is not an output of lpconv, and --force does not delete it", hint="choose another --output"
+            f"`{output}` is not an output of this command, and --force does not delete it",
+            hint="choose another --output",
         )
 
 
-def _check_working_folders(output: Path) -> None:
-    for suffix, proof in _SUFFIXES.items():
+def _check_working_folders(output: Path, marker: str) -> None:
+    for suffix in _SUFFIXES:
         folder = beside(output, suffix)
-        if os.path.lexists(folder) and not _is_ours(folder, proof):
+        if os.path.lexists(folder) and not _is_ours(folder, JOURNAL if suffix == ".partial" else marker):
             raise OutputExistsError(
                 f"`{folder}` is in the way, and is not from lpconv", hint="move it, or choose another --output"
             )
@@ -317,8 +305,8 @@ def _clear(directory: Path, kept: set[str]) -> None:
             path.unlink()
 
 
-def _remove(directory: Path) -> None:
-    """Delete an output, if it is one; what says so goes last, so that the rest of a killed deletion is ours still."""
-    if directory.exists() and _is_ours(directory, MARKER):
-        _clear(directory, {MARKER})
+def _remove(directory: Path, proof: str) -> None:
+    """Delete a folder of ours; the file that says so goes last, so that the rest of a killed deletion is ours still."""
+    if directory.exists() and _is_ours(directory, proof):
+        _clear(directory, {proof})
         shutil.rmtree(directory)

@@ -5,6 +5,7 @@ from pathlib import Path
 from lpconv.cli.command import Force, Json, Quiet, Target, print_result
 from lpconv.cli.progress import progress_for
 from lpconv.cli.questions import next_steps
+from lpconv.errors import OutputExistsError
 
 __all__ = ["demo"]
 
@@ -19,8 +20,8 @@ def demo(output: Target = "lpconv-demo", force: Force = False, json: Json = Fals
 
       lpconv demo -o my-demo
     """
-    from lpconv.checkpoint.partfile import write_small
-    from lpconv.checkpoint.staging import MARKER, check_replaceable
+    from lpconv.checkpoint.partfile import check_writable, write_small
+    from lpconv.checkpoint.staging import is_unused
     from lpconv.convert.options import ConvertOptions
     from lpconv.convert.run import convert
     from lpconv.convert.tensor_records import format_ranges
@@ -28,7 +29,13 @@ def demo(output: Target = "lpconv-demo", force: Force = False, json: Json = Fals
     from lpconv.report.convert.terminal import render_compare
 
     folder = Path(output)
-    check_replaceable(folder, f"{'-'.join(_RUNS[0])}/{MARKER}", what="demo", force=force)
+    check_writable(folder)
+    names = {"report.html", *("-".join(run) for run in _RUNS)}  # and what a killed run left of them
+    is_ours = folder.is_dir() and all(p.name in names or p.stem in names for p in folder.iterdir())
+    if not is_ours and not is_unused(folder):
+        raise OutputExistsError(f"`{folder}` exists and is not a demo of lpconv", hint="choose another --output")
+    if not is_unused(folder) and not force:
+        raise OutputExistsError(f"`{folder}` exists", hint="--force replaces it, --output chooses another place")
     results = []
     with progress_for(quiet=quiet) as progress:
         for method, fmt in _RUNS:

@@ -100,29 +100,29 @@ def before_init(model: str, output: Path, options: "InitOptions") -> None:
     place = config_place(model, options)
     if isinstance(place, Path) and place.is_dir():
         check_apart(place, output)
-    check_free(output, resume=False, force=options.force)
+    check_free(output, force=options.force)
 
 
 def before_probe(model: str, output: Path, options: "ProbeOptions") -> None:
     """Of `lpconv probe`."""
-    from lpconv.checkpoint.staging import check_replaceable
+    from lpconv.checkpoint.staging import check_free
     from lpconv.probe.options import PROBE_FILE
 
     check(options)
     _check_text(options.data)
-    check_replaceable(output, PROBE_FILE, what="probe", force=options.force)
+    check_free(output, force=options.force, marker=PROBE_FILE)
     _contents(model, options.revision)
 
 
 def before_advice(model: str, output: Path, options: "AdviseOptions") -> None:
     """Of `lpconv advise`."""
     from lpconv.advise.options import ADVICE_FILE, check_advise
-    from lpconv.checkpoint.staging import check_replaceable
+    from lpconv.checkpoint.staging import check_free
     from lpconv.train.data import check_data
 
     check_advise(options)
     check_data(options.training("fp32", steps=options.steps))
-    check_replaceable(output, ADVICE_FILE, what="advice", force=options.force)
+    check_free(output, force=options.force, marker=ADVICE_FILE)
     _contents(model, options.revision)
 
 
@@ -133,7 +133,7 @@ def before_export(model: str, output: Path, options: "ExportOptions") -> None:
 
     check(options)
     check_apart(_contents(model, options.revision).directory, output)
-    check_free(output, resume=False, force=options.force)
+    check_free(output, force=options.force)
     need("onnxscript", *(["onnxruntime"] if options.validate else []))
 
 
@@ -184,7 +184,7 @@ def before_restoring(path: Path, output: Path, *, force: bool) -> bool:
     else:
         check_marked(path)
     check_apart(path, output)
-    check_free(output, resume=False, force=force)
+    check_free(output, force=force)
     return is_others
 
 

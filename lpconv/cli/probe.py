@@ -28,24 +28,16 @@ def probe(model: Model, options: ProbeOptions, output: Output = None, json: Json
     before_probe(model, target, options)
     # torch and transformers, from here on, take seconds to import
     from lpconv.convert.tensor_records import format_ranges
-    from lpconv.probe.answers import answer
-    from lpconv.probe.checkpoint import calibrate_checkpoint, probe_checkpoint
-    from lpconv.probe.record import write_output
-    from lpconv.report.probe.html import html_probe
+    from lpconv.probe.run import run_probe
     from lpconv.report.probe.terminal import render_probe
-    from lpconv.scaled.disk import CALIBRATION_FILE, write_factors
+    from lpconv.scaled.disk import CALIBRATION_FILE
 
     with progress_for(quiet=quiet) as progress:
-        result = probe_checkpoint(model, options, progress=progress)
-        factors = calibrate_checkpoint(model, options, progress=progress) if options.calibrate else None
-    answers = answer(result)
-    write_output(target, result, html_probe(answers, format_ranges()))
-    if factors is not None:
-        write_factors(target, factors)
+        _, answers = run_probe(model, target, options, format_ranges(), progress=progress)
     print_result(answers, render_probe, json=json)
     if json:
         return
     print(f"\nThe page with plots is {target / 'report.html'}.")
-    if factors is not None:
-        print(f"The scales of {len(factors)} edges are in {target / CALIBRATION_FILE}.")
+    if options.calibrate:
+        print(f"The scales of the edges are in {target / CALIBRATION_FILE}.")
     print(f"For another format: lpconv report {target} --what-if e3m2")

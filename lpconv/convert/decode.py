@@ -57,7 +57,7 @@ def decode_checkpoint(
         source = DecodedSource(stored)
         infos = {n: e.info.dtype if n in kept else target.safetensors or "" for n, e in source.entries.items()}
         identity = {"restore": str(directory)}
-        with Staging(output, identity, resume=False, force=force) as staging, staging.discarded_on_failure():
+        with Staging(output, identity, force=force) as staging, staging.discarded_on_failure():
             progress.start("decoding", sum(e.info.num_bytes for e in source.entries.values()))
             files, lost = _write_all(source, infos, contents, staging.directory, progress)
             key = "torch_dtype" if "torch_dtype" in config else "dtype"

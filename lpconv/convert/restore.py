@@ -48,7 +48,7 @@ def restore(directory: Path, output: Path, *, force: bool, progress: Progress) -
     watched = watch(directory, [MARKER, *watched_files(contents), *residual_files(directory)])
     with (
         OutputReader.from_directory(directory) as reader,
-        Staging(output, {"restore": str(directory)}, resume=False, force=force) as staging,
+        Staging(output, {"restore": str(directory)}, force=force) as staging,
         staging.discarded_on_failure(),
     ):
         records = list(reader.records.values())

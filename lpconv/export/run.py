@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import json
-import shutil
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -51,7 +50,7 @@ def export_onnx(model: str, output: Path, options: ExportOptions, *, progress: P
     check_apart(resolved.directory, output)
     opset = choose_opset(options.opset, has_fp8=has_fp8(contents))
     identity = {"export": model, "opset": opset}
-    with Staging(output, identity, resume=False, force=options.force) as staging, _tidied(staging):
+    with Staging(output, identity, force=options.force) as staging, _tidied(staging):
         source = _source_record(model, resolved, contents)
         result = _write_model(staging.directory, source, contents, options, opset, progress or Silent())
         result = dataclasses.replace(result, output=str(output), seconds=time.perf_counter() - started)
@@ -118,7 +117,7 @@ def _tidied(staging: Staging) -> Iterator[None]:
         hint = f"the rejected file is in `{kept}`" + (f"; {e.hint}" if e.hint else "")
         raise VerificationError(e.message, hint=hint, details=e.details) from e
     except BaseException:
-        shutil.rmtree(staging.directory, ignore_errors=True)
+        staging.discard()
         raise
 
 

@@ -3,20 +3,17 @@
 The record is the file `probe.json` of the folder that `lpconv probe` writes, beside a page about it.
 """
 
-import json
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from lpconv.checkpoint.contents import read_json
-from lpconv.checkpoint.partfile import write_small
 from lpconv.errors import InputError
 from lpconv.formats.histogram import ExponentHistogram
-from lpconv.probe.options import PROBE_FILE
-from lpconv.results import SCHEMA_VERSION, from_json, to_json
+from lpconv.results import SCHEMA_VERSION, from_json
 
-__all__ = ["GRADIENT_ROLES", "ROLES", "ProbeResult", "ProbedTensor", "read_probe", "write_output"]
+__all__ = ["GRADIENT_ROLES", "ROLES", "ProbeResult", "ProbedTensor", "read_probe"]
 
 
 # In the order of a training step. Gradients are the roles that a loss scale multiplies.
@@ -50,13 +47,6 @@ class ProbeResult:
     losses: tuple[float, ...] = ()
     options: dict[str, Any] = field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
-
-
-def write_output(directory: Path, result: ProbeResult, page: str) -> None:
-    """The record last, so that a folder with one is complete."""
-    write_small(directory / "report.html", page)
-    text = json.dumps(to_json(result), separators=(",", ":"), allow_nan=False)  # indented, it would be all white space
-    write_small(directory / PROBE_FILE, text + "\n")
 
 
 def read_probe(path: Path) -> ProbeResult:

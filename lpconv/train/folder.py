@@ -56,7 +56,7 @@ def check_folder(output: Path, model: str, options: FinetuneOptions) -> None:
     check_writable(output)
     if is_held(output):
         raise held_by_another(output)
-    if is_unused(output):
+    if is_unused(output) or (output.is_dir() and os.listdir(output) == [f"{MARKER}.part"]):  # killed at its first write
         return
     if not (output / MARKER).is_file():
         raise OutputExistsError(f"`{output}` exists and is no run of ours", hint="choose another --output")
@@ -85,9 +85,9 @@ def held_folder(output: Path, model: str, options: FinetuneOptions) -> Iterator[
 
 
 def _clear(output: Path) -> None:
-    """Empty the folder, which stays: it is what the lock is on."""
+    """Empty the folder, which stays: it is what the lock is on. So does its marker, until it is written anew."""
     with writing(output):
-        for path in output.iterdir():
+        for path in (p for p in output.iterdir() if p.name != MARKER):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:

@@ -186,10 +186,26 @@ class TestForce:
             write_shard(run, "a", b"new")
             assert (output / "a").read_bytes() == b"old"
 
-    def test_an_empty_directory_is_replaced(self, begin: Begin, output: Path) -> None:
+    def test_an_empty_directory_is_free(self, begin: Begin, output: Path) -> None:
         output.mkdir()
-        with pytest.raises(OutputExistsError):
-            begin()
+        with begin() as run:
+            finish(run)
+
+    def test_a_deletion_that_was_killed_leaves_a_folder_of_ours(
+        self, begin: Begin, output: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        class Killed(BaseException):
+            pass
+
+        def kill(directory: Path) -> None:
+            raise Killed
+
+        with begin() as run:
+            write_shard(run, "a")
+            monkeypatch.setattr("lpconv.checkpoint.staging.shutil.rmtree", kill)
+            with pytest.raises(Killed):
+                run.discard()
+        monkeypatch.undo()
         with begin(force=True) as run:
             finish(run)
 

@@ -57,7 +57,7 @@ REFUSED: dict[str, tuple[int, str]] = {
     "export onnx cut -o onnx": (3, "the file is cut short"),
     "probe demo --data none.txt": (3, "there is no file `none.txt`"),
     "probe demo -o taken": (8, "`taken` exists"),
-    "demo -o taken": (8, "`taken` exists and is no demo of ours"),
+    "demo -o taken": (8, "`taken` exists and is not a demo of lpconv"),
     "probe demo -o empty.txt/out": (7, "cannot write `empty.txt/out`"),
     "advise demo -o taken": (8, "`taken` exists"),
     "advise demo -o empty.txt/out": (7, "cannot write `empty.txt/out`"),

@@ -29,9 +29,10 @@ from lpconv.progress import Silent
 class TestOutput:
     def test_it_exists(self, run: Run, output: Path) -> None:
         output.mkdir()
+        (output / "notes.txt").write_text("mine")
         with pytest.raises(OutputExistsError, match="exists"):
             run()
-        assert files_of(output) == {}
+        assert [p.name for p in output.iterdir()] == ["notes.txt"]
 
     def test_force_replaces_an_output_of_ours_only(self, run: Run, output: Path) -> None:
         run()

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner, Result
 
 import lpconv
+from lpconv.checkpoint.staging import Staging
 from lpconv.cli.main import app
 from lpconv.data import demo_checkpoint
 from lpconv.formats.cast import cast
@@ -143,6 +144,17 @@ def test_what_is_not_a_probe_is_never_replaced(probed: tuple[Path, Result], tmp_
     refused(8, "probe", "demo", *SMALL, "-o", tmp_path, "--force")
     assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
     refused(8, "probe", "demo", *SMALL, "-o", probed[0])
+
+
+def test_a_killed_probe_is_begun_anew_and_a_running_one_is_alone(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with Staging(out, {"probe": "demo"}, force=False, marker="probe.json") as other:
+        (other.directory / "report.html").write_text("half a page")
+        assert "another run is writing" in refused(8, "probe", "demo", *SMALL, "-o", out, "--force")
+    assert "--resume" not in refused(8, "probe", "demo", *SMALL, "-o", out)
+    assert run("probe", "demo", *SMALL, "-o", out, "--force", "-q").exit_code == 0
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    assert sorted(p.name for p in out.iterdir()) == ["probe.json", "report.html"]
 
 
 def test_a_converted_output_is_probed_as_the_model_it_is(tmp_path: Path) -> None:

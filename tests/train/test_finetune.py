@@ -225,6 +225,8 @@ def test_a_folder_that_is_there_needs_resume_or_force_and_the_same_options(tmp_p
 def test_two_runs_never_share_a_folder(tmp_path: Path) -> None:
     """Not even with --force or --resume, and afterwards the folder is free again."""
     asked = options("fp32", steps=2)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / f"{MARKER}.part").write_text("{")  # as a kill at the first write leaves it
     with held_folder(tmp_path / "run", "demo", asked):
         for again in ({"force": True}, {"resume": True}, {}):
             with pytest.raises(OutputExistsError, match="another run is writing"):
