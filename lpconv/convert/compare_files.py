@@ -22,6 +22,7 @@ _TOKENIZER = re.compile(
     r"(tokenizer|vocab|merges|special_tokens_map|added_tokens|chat_template|normalizer)[^/]*\.(json|txt|jinja)"
     r"|additional_chat_templates/.*|[^/]*\.(model|tiktoken|vocab)"
 )
+_VOCABULARY = re.compile(r"tokenizer\.json|vocab\..*|.*\.(model|tiktoken)")
 # Keys that say who wrote a file and which class opens it: reported if they differ, judged by what opens.
 _BOOKKEEPING = re.compile(
     r"(.*\.)?(_name_or_path|name_or_path|transformers_version|_?commit_hash|dtype|torch_dtype|auto_map|tokenizer_class"
@@ -47,10 +48,11 @@ def compare_files(directory: Path, reference: Path, *, config: bool = True) -> F
         found.not_compared += ["quantization_config"] if any("quantization_config" in c.config for c in pair) else []
     if tokenizer:
         parts = [{n: _read(c, n) for n in tokenizer if n in c.side_files} for c in pair]
-        if all(parts):
+        has = [any(map(_VOCABULARY.fullmatch, part)) for part in parts]
+        if all(has):
             found.compare("tokenizer", parts, lambda: _tokenizers(pair, parts))
         else:
-            found.not_compared.append(f"tokenizer (only {'this one' if parts[0] else 'the reference'} has one)")
+            found.not_compared.append(f"tokenizer (only {'this one' if has[0] else 'the reference'} has one)")
     for name in (n for n in names if n not in tokenizer):
         if all(name in c.side_files for c in pair):
             read = [_read(c, name) for c in pair]
