@@ -83,6 +83,10 @@ class _Found:
                 effects = list(_differences(*opened())) if opened else found
             except Exception:  # transformers and tokenizers raise anything at all for files that they do not know
                 effects = found
+            if not effects and name != "config.json":  # which keeps every key as it opens; a tokenizer may drop some
+                self.not_compared += [
+                    f"{name}: {d[0]} (only in one, and opens the same)" for d in found if d not in told
+                ]
             told += [d for d in effects if d[0] not in {key for key, *_ in told}]
         self.not_compared += [f"{name}: {key}" for key, *_ in told if _BOOKKEEPING.fullmatch(key)]
         told = [d for d in told if not _BOOKKEEPING.fullmatch(d[0])]

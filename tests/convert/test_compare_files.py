@@ -88,6 +88,14 @@ def test_a_default_that_one_config_leaves_out_is_equal(tmp_path: Path) -> None:
     assert compare_files(tmp_path / "out", demo_checkpoint()).different
 
 
+def test_a_setting_that_opening_drops_is_reported(tmp_path: Path) -> None:
+    shutil.copytree(demo_checkpoint(), tmp_path / "out")
+    _changed(tmp_path / "out" / "tokenizer_config.json", add_bos_token=True)
+    found = compare_files(tmp_path / "out", demo_checkpoint())
+    said = "tokenizer: tokenizer_config.json.add_bos_token (only in one, and opens the same)"
+    assert (found.different, found.not_compared[0]) == ((), said)
+
+
 def test_what_was_not_compared_is_said(tmp_path: Path) -> None:
     shutil.copytree(demo_checkpoint(), tmp_path / "out")
     for name in ("tokenizer.json", "tokenizer_config.json"):

@@ -219,7 +219,7 @@ def _hash_words(check: HashCheck) -> str:
 def _files_words(check: FilesCheck) -> str:
     different = f"{plural(len(check.different), 'difference')} among {', '.join(check.compared)}"
     equal = f"{', '.join(check.compared)} say the same" if check.compared else ""
-    rest = f"not compared: {', '.join(check.not_compared)}" if check.not_compared else ""
+    rest = f"not compared: {listed(check.not_compared)}" if check.not_compared else ""
     return "; ".join(filter(None, (different if check.different else equal, rest)))
 
 
