@@ -6,6 +6,7 @@ their own special characters on top of this; what Markdown needs is here.
 """
 
 import dataclasses
+import operator
 import re
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -35,11 +36,14 @@ def _clean(value: Any) -> Any:
     if isinstance(value, str):
         return printable(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dataclasses.replace(value, **{f.name: _clean(getattr(value, f.name)) for f in dataclasses.fields(value)})
+        fields = {name: getattr(value, name) for name in type(value).__dataclass_fields__}
+        changed = {name: found for name, v in fields.items() if (found := _clean(v)) is not v}
+        return dataclasses.replace(value, **changed) if changed else value
     if isinstance(value, dict):
         return {_clean(k): _clean(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_clean(v) for v in value)
+        cleaned = type(value)(map(_clean, value))
+        return value if all(map(operator.is_, cleaned, value)) else cleaned
     return value
 
 

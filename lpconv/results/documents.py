@@ -19,8 +19,10 @@ T = TypeVar("T")
 
 def to_json(value: Any) -> Any:
     """Records, tuples and dicts as JSON-able values. Infinite numbers become "inf"/"-inf" and NaN becomes "nan"."""
+    if value is None or isinstance(value, (str, int)):
+        return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {name: to_json(getattr(value, name)) for name in type(value).__dataclass_fields__}
     if isinstance(value, dict):
         return {str(k): to_json(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):

@@ -27,3 +27,15 @@ def test_small_tensors_are_not_handed_to_threads(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(f"{Workers.__module__}.ThreadPoolExecutor", Watched)
     convert(str(many(tmp_path / "in", 20)), tmp_path / "out", ConvertOptions(format="e4m3fn", verify="weights"))
     assert not handed
+
+
+def test_the_page_of_many_tensors_lists_the_worst_and_a_sample(tmp_path: Path) -> None:
+    options = ConvertOptions(format="e4m3fn", verify="weights")
+    done = [convert(str(many(tmp_path / f"in{n}", n)), tmp_path / f"out{n}", options) for n in (20, 1500)]
+    few, all_of_many = ((tmp_path / f"out{n}" / "report.html").read_text() for n in (20, 1500))
+    assert "Every tensor" in few
+    rows = all_of_many.count('<td class="left name">layers')
+    assert 500 <= rows <= 2100, "tensors and layers"
+    assert "of 1,500 tensors" in all_of_many
+    worst = min(done[1].tensors, key=lambda t: t.sqnr_db or 0.0)
+    assert worst.name.replace(".", ".<wbr>") in all_of_many

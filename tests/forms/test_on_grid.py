@@ -19,6 +19,7 @@ from lpconv.formats.spec import FORMATS
 from lpconv.forms import FORMS, Form, Settings
 from lpconv.forms.blocks import Workspace
 from lpconv.forms.facts import Measured
+from lpconv.forms.on_grid import OnGrid
 from lpconv.progress import Silent
 from lpconv.report.convert.words import summary
 
@@ -156,3 +157,16 @@ def test_the_record_says_so_and_verification_finds_it_again(tmp_path: Path) -> N
         tmp_path / "out", VerifyOptions(against=str(tmp_path / "source"), level="weights"), progress=Silent()
     )
     assert found.passed
+
+
+@pytest.mark.parametrize("dtype", ALL, ids=str)
+@pytest.mark.parametrize("name", ["e4m3fn", "e5m2", "e2m1", "int4", "int8"])
+def test_the_quick_look_refuses_no_weight_that_fits(name: str, dtype: torch.dtype) -> None:
+    """Whatever scale its codes have, and in every dtype that holds them."""
+    fmt, generator = FORMATS[name], torch.Generator().manual_seed(0)
+    for scale in torch.rand(300, generator=generator).mul_(8).exp2_().mul_(2**-9):
+        x = (torch.randn(16, generator=generator) * fmt.max / 4).clamp(-fmt.max, fmt.max)
+        codes = x.round() if fmt.twos_complement else nearest_(x, fmt)
+        sample = (codes * scale).to(dtype)
+        if sample.any():
+            assert OnGrid(format=fmt, has_pow2_scale=False)._may_fit(sample)

@@ -37,10 +37,14 @@ from lpconv.results import ConvertResult, TensorRecord
 
 __all__ = ["html_compare", "html_report"]
 
+_MOST = 1000  # tensors and layers on a page
+
 
 def html_report(result: ConvertResult, ranges: Mapping[str, FormatRange]) -> str:
     """The report of one conversion. `ranges` holds what each format can hold, by the names that the tensors use."""
     result = printable_record(result)
+    listed, layers = _listed(result.tensors), layer_groups(result.tensors)
+    drawn = replace(result, tensors=listed)
     return page(
         "convert",
         result=result,
@@ -53,15 +57,24 @@ def html_report(result: ConvertResult, ranges: Mapping[str, FormatRange]) -> str
         verdict=verdict(result.verify),
         checks=checks(result.verify),
         outcome=OUTCOME,
-        plots=[p for p in (sqnr_plot([(result.output, converted(result.tensors))]), rms_plot(result, ranges)) if p],
+        plots=[p for p in (sqnr_plot([(result.output, converted(listed))]), rms_plot(drawn, ranges)) if p],
         done_columns=[*DONE_COLUMNS, "<For example"],
         done=[(*done_row(g), breakable(g.example)) for g in done_groups(result.tensors)],
-        layers=layer_groups(result.tensors),
-        tensors=in_layer_order(result.tensors),
+        layers=layers[:_MOST],
+        num_layers=len(layers),
+        tensors=in_layer_order(listed),
         inputs={f"{m}.weight": x for m, x in result.calibration.absmax.items()} if result.calibration else {},
         provenance=_provenance(result),
         files=[("source", f) for f in result.source.files] + [("output", f) for f in result.files],
     )
+
+
+def _listed(tensors: Sequence[TensorRecord]) -> Sequence[TensorRecord]:
+    """The tensors that a page draws and lists: of very many the worst ones, and an even sample of the others."""
+    if len(tensors) <= _MOST:
+        return tensors
+    worst, step = {t.name for t in worst_tensors(tensors, _MOST // 2)}, -(-len(tensors) // (_MOST // 2))
+    return tuple(t for i, t in enumerate(tensors) if i % step == 0 or t.name in worst)
 
 
 def html_compare(results: Sequence[ConvertResult], ranges: Mapping[str, FormatRange]) -> str:
