@@ -22,7 +22,7 @@ from lpconv.report.advise.terminal import render_advice
 from lpconv.report.bench.compare import bench_figures, html_benches
 from lpconv.report.bench.html import html_bench
 from lpconv.report.bench.terminal import render_bench
-from lpconv.report.bench.text import ratio_text
+from lpconv.report.bench.text import headline
 from lpconv.report.convert.html import html_compare, html_report
 from lpconv.report.convert.terminal import render_compare, render_convert, render_verify
 from lpconv.report.convert.verify import html_verify
@@ -140,11 +140,7 @@ def ask_probe(path: Path, format: str | None = None) -> ProbeReport:
 
 
 def _line_of_bench(result: BenchResult) -> tuple[str, str]:
-    compared = [
-        (r.ratio.value, f"{r.name}, {ratio_text(r.ratio)}") for r in result.rows if r.ratio and not r.is_baseline
-    ]
-    found = f"fastest: {max(compared)[1]}" if compared else "no row was compared"
-    return listed(list(dict.fromkeys(r.model for r in result.rows))), found
+    return listed(list(dict.fromkeys(r.model for r in result.rows))), headline(result)
 
 
 def _line_of_probe(result: ProbeReport) -> tuple[str, str]:

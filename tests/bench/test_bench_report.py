@@ -5,6 +5,7 @@ import json
 import re
 from html.parser import HTMLParser
 
+import pytest
 from bench_records import CPU_PEAKS, GEMMS, result, row
 from rich.console import Console
 
@@ -37,6 +38,18 @@ def test_the_terminal_shows_rows_memory_linears_and_the_verdict() -> None:
 
     for words in ("1.30 [1.20, 1.40]", "weights 10 %", "14336", "emulated here", "<b>not</b> installed", "1.00 kB"):
         assert words in text
+
+
+@pytest.mark.parametrize(("ratio", "word"), [((0.36, 0.3, 0.4), "slower here"), ((1.3, 1.2, 1.4), "fastest")])
+def test_the_headline_says_whether_anything_was_faster(ratio: tuple[float, float, float], word: str) -> None:
+    made = result(row("plain"), row("static", ratio=ratio), row("rowwise", ratio=(0.2, 0.1, 0.3)))
+    console = Console(width=140, file=io.StringIO(), record=True)
+    console.print(render_bench(made))
+    page, other = html_bench(made), {"fastest", "slower here"} - {word}
+    assert console.export_text().splitlines()[0].startswith(f"lpconv bench, {word}: fp8 static, {ratio[0]:.2f}")
+    assert f"{word}: fp8 static, {ratio[0]:.2f}" in page
+    assert f"{word.capitalize()}, against the baseline" in page
+    assert not any(w in page.lower() for w in other)
 
 
 def test_rows_without_figures_share_a_reason_and_do_not_name_the_device() -> None:

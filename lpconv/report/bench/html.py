@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from lpconv.report.bench.text import (
     CHANGE_COLUMNS,
     COLUMNS,
+    best_speed,
     change_rows,
     energy_text,
     gemm_text,
+    headline,
     labels,
     memory_text,
     notes,
@@ -39,6 +41,7 @@ def html_bench(result: BenchResult) -> str:
         result=result,
         name=", ".join(dict.fromkeys(r.model for r in result.rows)) or "nothing",
         version=result.versions.get("lpconv"),
+        headline=headline(result),
         tiles=_tiles(result),
         plots=[p for p in (speed_plot(named), memory_plot(named)) if p],
         columns=list(COLUMNS),
@@ -57,14 +60,14 @@ def _tiles(result: BenchResult) -> tuple[Tile, ...]:
     """The fastest, the smallest and the most exact of the variants."""
     variants = [r for r in result.rows if not r.is_baseline and r.status == "ok"]
     tiles = []
-    if fastest := max((r for r in variants if r.ratio), key=lambda r: r.ratio.value if r.ratio else 0, default=None):
-        tiles.append(("Fastest, against the baseline", ratio_text(fastest.ratio), fastest.name))
+    if best := best_speed(variants):
+        tiles.append((f"{best[0].capitalize()}, against the baseline", ratio_text(best[1].ratio), best[1].name))
     if smallest := min((r for r in variants if r.peak_memory), key=lambda r: r.peak_memory or 0, default=None):
         tiles.append(("Least peak memory", COLUMNS["Peak"](smallest), smallest.name))
-    if best := min(
-        (r for r in variants if r.numerics), key=lambda r: r.numerics.output_error if r.numerics else 0, default=None
-    ):
-        tiles.append(("Smallest output error", COLUMNS["Output err."](best), best.name))
+    exact = [(r.numerics.output_error, i) for i, r in enumerate(variants) if r.numerics]
+    if exact:
+        closest = variants[min(exact)[1]]
+        tiles.append(("Smallest output error", COLUMNS["Output err."](closest), closest.name))
     return tuple(tiles)
 
 

@@ -12,6 +12,7 @@ from lpconv.report.bench.text import (
     change_rows,
     energy_text,
     gemm_text,
+    headline,
     labels,
     memory_text,
     notes,
@@ -62,7 +63,8 @@ def _head(result: BenchResult) -> tuple[RenderableType, ...]:
         facts["Processes"] = processes_text(first)
     if result.peaks is not None:
         facts["Measured peaks"] = peaks_text(result.peaks)
-    return (*heading("lpconv bench" + (" (interrupted)" if result.interrupted else "")), facts_grid(facts), Text())
+    title = f"lpconv bench, {headline(result)}" + (" (interrupted)" if result.interrupted else "")
+    return (*heading(title), facts_grid(facts), Text())
 
 
 def _rows(result: BenchResult) -> RenderableType:

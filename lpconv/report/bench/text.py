@@ -9,9 +9,11 @@ from lpconv.results import BenchResult, BenchRow, PeakRecord, RatioRecord, Verdi
 __all__ = [
     "CHANGE_COLUMNS",
     "COLUMNS",
+    "best_speed",
     "change_rows",
     "energy_text",
     "gemm_text",
+    "headline",
     "labels",
     "memory_text",
     "notes",
@@ -26,6 +28,21 @@ __all__ = [
 def ratio_text(ratio: RatioRecord | None) -> str:
     """1.23 [1.20, 1.26]."""
     return MISSING if ratio is None else f"{ratio.value:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
+
+
+def best_speed(rows: Sequence[BenchRow]) -> tuple[str, BenchRow] | None:
+    """The variant with the best ratio to its baseline, and what it is called: below 1 nothing is the fastest."""
+    compared = [(r.ratio.value, i) for i, r in enumerate(rows) if r.ratio and not r.is_baseline and r.status == "ok"]
+    if not compared:
+        return None
+    ratio, index = max(compared)
+    return ("fastest" if ratio > 1 else "slower here"), rows[index]
+
+
+def headline(result: BenchResult) -> str:
+    """Whether anything was faster than its baseline, in a few words."""
+    best = best_speed(result.rows)
+    return f"{best[0]}: {best[1].name}, {ratio_text(best[1].ratio)}" if best else "no row was compared"
 
 
 def gemm_text(gain: float | None) -> str:
