@@ -167,7 +167,7 @@ def _layout_hint(layout: str, method: Method, fmt: Format, grain: Grain | None) 
         formats = [f for f in FORMATS.values() if _is_held(layout, f, grain_of(name.replace("N", "32")))]
         if formats:
             grains_of.setdefault(" or ".join(f.name for f in formats), []).append(name)
-    held = "; ".join(f"{formats} with --granularity {' or '.join(grains)}" for formats, grains in grains_of.items())
+    held = "; ".join(f"--format {f} with --granularity {' or '.join(grains)}" for f, grains in grains_of.items())
     parts = [f"use --layout {' or '.join(others)}"] if others else []
     return "; ".join([*parts, f"{layout} holds {held}"] if held else parts)
 

@@ -282,7 +282,7 @@ def test_a_new_layout_is_refused_with_what_it_holds(monkeypatch: pytest.MonkeyPa
 
     with pytest.raises(UsageError, match="layout `toy` does not hold unit in fp16") as refusal:
         settings_of(ConvertOptions(layout="toy"))
-    assert refusal.value.hint == "use --layout lpconv; toy holds e4m3fn with --granularity 128x128 or mx"
+    assert refusal.value.hint == "use --layout lpconv; toy holds --format e4m3fn with --granularity 128x128 or mx"
 
 
 def test_options_that_shape_the_bytes_are_recorded_and_in_the_command() -> None:
