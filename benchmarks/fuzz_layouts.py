@@ -39,12 +39,8 @@ from lpconv.forms.reader import StoredTensors
 from lpconv.progress import Silent
 
 Tensors = dict[str, Tensor]
-# What `lpconv convert` writes for transformers itself: the source, and what it is asked.
-OURS: dict[str, tuple[str, dict[str, str]]] = {
-    "--layout transformers, 128x128": ("llama", {"granularity": "128x128", "format": "e4m3fn"}),
-    "--layout transformers, mx": ("llama", {"granularity": "mx", "format": "e4m3fn"}),
-    "--layout gpt-oss": ("gpt-oss", {"granularity": "mx", "format": "e2m1", "layout": "gpt-oss"}),
-}
+# What `lpconv convert` writes for transformers itself: the granularity.
+OURS = {"--layout transformers, 128x128": "128x128", "--layout transformers, mx": "mx"}
 ODD: tuple[Any, ...] = (
     None,
     True,
@@ -220,17 +216,13 @@ def small_source(folder: Path) -> Path:
     return folder
 
 
-def small_model(name: str, folder: Path) -> Path:
+def small_model(folder: Path) -> Path:
     """A plain model of whole blocks: its class says which weights are Linear's."""
     if not folder.exists():
         torch.manual_seed(0)
         sizes = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 64, "num_hidden_layers": 1}
         sizes |= {"num_attention_heads": 2}
-        if name == "llama":
-            model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, dtype="bfloat16"))
-        else:
-            sizes |= {"hidden_size": 64, "num_local_experts": 2, "num_key_value_heads": 1, "head_dim": 16}
-            model = transformers.GptOssForCausalLM(transformers.GptOssConfig(**sizes, dtype="bfloat16"))
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, dtype="bfloat16"))
         model.bfloat16().save_pretrained(folder)
     return folder
 
@@ -238,9 +230,8 @@ def small_model(name: str, folder: Path) -> Path:
 def make(layout: str, plain: Path, target: Path) -> Path:
     """A healthy checkpoint of a layout."""
     if layout in OURS:
-        source, asked = OURS[layout]
-        options = ConvertOptions(**{"layout": "transformers", "verify": "none", **asked})  # type: ignore[arg-type]
-        convert(str(small_model(source, plain.with_name(source))), target, options)
+        options = ConvertOptions(layout="transformers", verify="none", format="e4m3fn", granularity=OURS[layout])
+        convert(str(small_model(plain.with_name("llama"))), target, options)
         return target
     if layout != "mxfp4":
         return make_foreign(layout, plain, target)

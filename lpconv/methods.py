@@ -21,9 +21,9 @@ from lpconv.formats.spec import Format, get_format
 if TYPE_CHECKING:
     from lpconv.forms import Form
 
-__all__ = ["GPT_OSS", "LPCONV", "METHODS", "TRANSFORMERS", "Method"]
+__all__ = ["LPCONV", "METHODS", "TRANSFORMERS", "Method"]
 
-LPCONV, TRANSFORMERS, GPT_OSS = "lpconv", "transformers", "gpt-oss"
+LPCONV, TRANSFORMERS = "lpconv", "transformers"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class Method:
 
 
 _WITH_SCALES = {
-    LPCONV: "tiles", COMPRESSED_TENSORS: "compressed tiles", TRANSFORMERS: "fine-grained", GPT_OSS: "gpt-oss",
+    LPCONV: "tiles", COMPRESSED_TENSORS: "compressed tiles", TRANSFORMERS: "fine-grained",
 }  # fmt: skip
 METHODS: dict[str, Method] = {
     m.name: m

@@ -4,7 +4,6 @@ The bytes were measured on Linux with torch 2.13 and transformers 5.23 and are u
 15 % below the sum. What torch takes is in what the process has, once it is loaded; a dry run is over before that.
 """
 
-import math
 import os
 import sys
 from dataclasses import dataclass
@@ -13,7 +12,6 @@ from pathlib import Path
 import psutil
 
 from lpconv.checkpoint.contents import Contents
-from lpconv.checkpoint.header import DTYPE_BITS
 from lpconv.checkpoint.place import any_pointer
 from lpconv.checkpoint.remote import upload_bytes
 from lpconv.checkpoint.remote_file import WINDOW_BYTES
@@ -24,12 +22,11 @@ from lpconv.forms.ranges import BLOCK_ELEMENTS, CHECKED_ELEMENTS
 from lpconv.gates import Gate, needs_logits
 from lpconv.machine import available_memory
 
-__all__ = ["CALIBRATING_BYTES", "HELD_MATRICES", "SPARE", "Memory", "plan_memory"]
+__all__ = ["CALIBRATING_BYTES", "SPARE", "Memory", "plan_memory"]
 
 # Up to this many weight bytes `--verify auto` also runs both models.
 _AUTO_LOGITS_BYTES = 2 * 10**9
 SPARE = 2  # blocks that wait for the writer while every worker is busy
-HELD_MATRICES = 2  # of which all blocks are taken: workers may be at the end of one and at the beginning of the next
 _MAX_WORKERS = 8
 _MIB = 2**20
 _TORCH_BYTES = 200 * _MIB
@@ -134,11 +131,9 @@ def _converting(plan: Plan, workers: int) -> int:
     buffers = ((workers + SPARE) * stored + workers * _WORK_BYTES) * largest  # as much of them as is touched
     checked = max((min(t.info.num_elements, max(CHECKED_ELEMENTS, t.form.cols)) for t in plan.tensors), default=0)
     temporary = workers * max(fitting, _DECODING_BYTES * largest + _CHECKING_BYTES * checked)
-    matrices = (math.prod(t.info.shape[-2:]) * DTYPE_BITS[t.info.dtype] // 8 for t in plan.tensors if t.form.turned)
-    turned = (HELD_MATRICES + 1) * max(matrices, default=0)  # one more as it lies in the file
     sides = sum(c.num_bytes for t in plan.tensors for c in t.form.side) * _COPIES_OF_SIDES
     tables = _TABLES_BYTES if any(t.form.shares and t.form.late for t in plan.tensors) else 0
-    return _OVERHEAD_BYTES + len(plan.tensors) * _TENSOR_BYTES + buffers + temporary + sides + turned + tables
+    return _OVERHEAD_BYTES + len(plan.tensors) * _TENSOR_BYTES + buffers + temporary + sides + tables
 
 
 def _running(plan: Plan, contents: Contents) -> int:

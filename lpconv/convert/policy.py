@@ -62,7 +62,7 @@ def decide(
         block = info.name.removesuffix(".weight").rpartition(".")[0].rpartition(".")[2]
         raise UnsupportedError(
             f"`{info.name}` holds all experts of a layer, of which plain transformers decodes no codes in this layout",
-            hint=f"--exclude '*{block}*' keeps them; --layout lpconv converts them, --layout gpt-oss those of gpt-oss",
+            hint=f"--exclude '*{block}*' keeps them; --layout lpconv converts them",
         )
     if linears is not None and info.name not in linears.weights:
         fmt, reason = None, f"no Linear weight: {options.layout} leaves it"

@@ -5,7 +5,6 @@ way as there are workspaces, so memory is bounded whatever the tensors' sizes ar
 """
 
 import contextlib
-import functools
 import itertools
 import math
 from collections import deque
@@ -23,7 +22,6 @@ from lpconv.checkpoint.header import DTYPE_BITS
 from lpconv.checkpoint.source import Source, read_range
 from lpconv.convert.memory import SPARE
 from lpconv.convert.plan import PlannedTensor
-from lpconv.convert.turned import TurnedMatrices
 from lpconv.forms.blocks import Scratch, Workspace
 from lpconv.forms.facts import Looked, Measured
 from lpconv.forms.form import Over
@@ -73,7 +71,7 @@ class Workers:
     """`count` threads that read one source, and the workspaces that they share with whoever takes their results."""
 
     def __init__(self, source: Source, count: int) -> None:
-        self._source, self._turned = source, TurnedMatrices(source)
+        self._source = source
         # Each worker sums on one thread, too: MKL would share the sum, and its last bits would change from run to run.
         self._pool = ThreadPoolExecutor(
             count, thread_name_prefix="lpconv-encode", initializer=torch.set_num_threads, initargs=(1,)
@@ -107,8 +105,7 @@ class Workers:
 
     def read(self, block: Block, work: Workspace) -> Tensor:
         """The elements of a block in the source's dtype, 1-D, in the workspace."""
-        read = self._turned.read if block.tensor.form.turned else functools.partial(read_range, self._source)
-        return read(block.tensor.name, block.start, block.stop, buffer=work.raw)
+        return read_range(self._source, block.tensor.name, block.start, block.stop, buffer=work.raw)
 
     def over(self, tensor: PlannedTensor, job: Callable[[Tensor, int, Workspace], T]) -> Generator[tuple[Block, T]]:
         """What `job` makes of the elements of each block of a tensor and where they start, in order; they lie in the

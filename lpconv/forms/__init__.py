@@ -11,7 +11,6 @@ from lpconv.forms.fine_grained import FineGrained
 from lpconv.forms.foreign import ACTIVATIONS, READ, find
 from lpconv.forms.foreign.grid import Grid
 from lpconv.forms.form import Form
-from lpconv.forms.gpt_oss import GptOss
 from lpconv.forms.kept import Kept
 from lpconv.forms.pair import Pair
 from lpconv.forms.points import PointRows
@@ -23,7 +22,7 @@ __all__ = ["FORMS", "Component", "Form", "Headers", "Kept", "Settings", "Stored"
 
 # In the order in which they are asked whether a stored tensor is theirs; what is nobody's keeps its bits.
 FORMS: dict[str, type[Form]] = {
-    f.kind: f for f in (PointRows, Tiles, Scaled, Compressed, CompressedTiles, FineGrained, GptOss, Pair, Kept)
+    f.kind: f for f in (PointRows, Tiles, Scaled, Compressed, CompressedTiles, FineGrained, Pair, Kept)
 }
 
 

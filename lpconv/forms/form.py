@@ -69,10 +69,9 @@ class Form(Stored):
     `kind` is the key in `FORMS`, `suffixes` what follows the names of side tensors. `quantised_by` is the
     `quant_method` of the config of such checkpoints, None for ordinary ones. `holds_anything` says that a tensor of any
     shape loses too little by the form to be left out; `holds_one_format`, that all converted tensors of a checkpoint
-    have one format, and `of_linears`, that only weights of `Linear` modules have it. `turned` says that a conversion
-    goes through the transpose of each matrix: blocks are ranges of that. `encoded_per_second` and `checked_per_second`
-    are the elements of which a conversion writes, and a check compares, so many a second on one core of a virtual
-    machine of 2026, whose source was bf16.
+    have one format, and `of_linears`, that only weights of `Linear` modules have it. `encoded_per_second` and
+    `checked_per_second` are the elements of which a conversion writes, and a check compares, so many a second on one
+    core of a virtual machine of 2026, whose source was bf16.
     """
 
     kind: ClassVar[str]
@@ -83,7 +82,6 @@ class Form(Stored):
     holds_anything: ClassVar[bool] = False
     holds_one_format: ClassVar[bool] = False
     of_linears: ClassVar[bool] = False
-    turned: ClassVar[bool] = False
 
     @classmethod
     @abstractmethod

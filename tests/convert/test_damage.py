@@ -18,8 +18,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 
 
 def test_every_form_is_tried() -> None:
-    """But for gpt-oss, which holds no Llama: `test_gpt_oss.py` damages its codes and scales."""
-    assert {form.split(" (")[0] for form in FORMS_TRIED} | {"kept", "gpt-oss"} == FORMS.keys()
+    assert {form.split(" (")[0] for form in FORMS_TRIED} | {"kept"} == FORMS.keys()
 
 
 def test_nothing_is_silent(found: Found) -> None:

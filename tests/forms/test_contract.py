@@ -84,13 +84,9 @@ def _values(dtype: torch.dtype = torch.float32) -> Tensor:
     return x.to(dtype).view(-1)
 
 
-def _cols(form: Form) -> int:
-    return SHAPE[-2] if form.turned else SHAPE[-1]
-
-
 def _store(form: Form, x: Tensor, rows: int) -> Stored:
     """`x` in a form, by blocks of so many rows, as a conversion writes it."""
-    work, size = Workspace(), rows * _cols(form)
+    work, size = Workspace(), rows * SHAPE[-1]
     ranges = [(a, min(a + size, x.numel())) for a in range(0, x.numel(), size)]
     found = form.measure(lambda job: [job(x[a:b], a, work) for a, b in ranges])
     data = tuple(torch.zeros(math.prod(c.shape), dtype=TORCH_DTYPES[c.dtype]) for c in form.data)
@@ -111,7 +107,7 @@ def _write(folder: Path, stored: Stored) -> Path:
     grain = vars(form).get("grain")
     settings["granularity"] = grain.name if grain else TENSOR
     formats = {NAME: form.format.name} if form.format else {}
-    made = Converted(config={"model_type": "gpt_oss"}, settings=settings, formats=formats, ignored=())
+    made = Converted(config={}, settings=settings, formats=formats, ignored=())
     config = form.configured(made) if form.quantised_by or len(form.data) > 1 else {}
     (folder / "collage").mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
@@ -156,7 +152,7 @@ def test_what_is_stored_is_what_was_planned(form: Form) -> None:
 @pytest.mark.parametrize("form", LATE.values(), ids=LATE)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_blocks_that_say_their_scales_are_those_of_two_passes(form: Form, dtype: torch.dtype) -> None:
-    x, work, size = _values(dtype), Workspace(), 7 * _cols(form)
+    x, work, size = _values(dtype), Workspace(), 7 * SHAPE[-1]
     wanted = _store(form, x, ROWS)
     begun = form.begin(float(x.abs().max()))
     assert begun.side.keys() == {c.name for c in form.side} - {c.name for c in form.late}
@@ -205,7 +201,7 @@ def test_blocks_make_the_same_bytes_as_the_whole(form: Form) -> None:
     else:  # the last bits of a sum of squares depend on the order, which a processor's BLAS chooses
         for name, side in whole.found.side.items():
             torch.testing.assert_close(blocks.found.side[name].float(), side.float(), rtol=2**-18, atol=0.0)
-    cols = _cols(form)
+    cols = SHAPE[-1]
     for start, stop in ((0, cols), (3 * cols, ROWS * COLS), (127 * cols, 129 * cols)):
         first, last = form.place(start, stop, whole.found.side)
         part = form.decode([x[first:last] for x in whole.data], start, stop, whole.found.side)
@@ -226,14 +222,11 @@ def test_the_reference_sees_every_changed_number(form: Form) -> None:
 def test_the_reader_knows_it_and_reads_it(form: Form, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stored = _store(form, _values(), ROWS)
     whole = stored.decoded()
-    if form.turned:
-        whole = whole.view(SHAPE[0], SHAPE[2], SHAPE[1]).mT.reshape(-1)
     with _open(_write(tmp_path / "c", stored), monkeypatch) as reader:
         (found,) = reader.forms.values()
         assert reader.holds(form)
         assert found.shape == form.shape
-        # What is turned is read as that of others, by which its values are in the parameter's own order.
-        assert form.turned or (type(found), found.components) == (type(form), form.components)
+        assert (type(found), found.components) == (type(form), form.components)
         assert bits_of(reader.tensor(NAME)) == bits_of(whole)
         assert tuple(reader.tensor(NAME).shape) == SHAPE
         assert bits_of(reader.values(NAME, 50, 599)) == bits_of(whole[50:599])
@@ -243,7 +236,7 @@ def test_the_reader_knows_it_and_reads_it(form: Form, tmp_path: Path, monkeypatc
 
 @every_form
 def test_scales_that_are_none_are_refused(form: Form, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not form.side or form.turned:
+    if not form.side:
         return
     stored = _store(form, _values(), ROWS)
     name = next(n for n in stored.found.side if n.startswith(NAME + "_scale"))

@@ -30,7 +30,7 @@ from lpconv.data import demo_checkpoint
 from lpconv.errors import UsageError
 from lpconv.formats.grains import GRAINS, TENSOR
 from lpconv.formats.spec import FORMATS
-from lpconv.methods import GPT_OSS, METHODS
+from lpconv.methods import METHODS
 
 GOLDEN = Path(__file__).with_name("golden_sums.txt")
 WRITING = os.environ.get("LPCONV_GOLDEN") == "write"
@@ -87,8 +87,7 @@ def _asked(options: Options) -> tuple[str | None, ...]:
 def _others(known: list[Options]) -> Iterator[Options]:
     """Every combination that is not refused and not among `known`."""
     seen = {_asked(options) for options in known}
-    layouts = (layout for layout in LAYOUTS if layout != GPT_OSS)  # which refuses all models but its own
-    for method, layout, grain, fmt in itertools.product(METHODS, layouts, (TENSOR, *GRAINS, "group:32"), FORMATS):
+    for method, layout, grain, fmt in itertools.product(METHODS, LAYOUTS, (TENSOR, *GRAINS, "group:32"), FORMATS):
         for residual in METHODS[method].residuals or (None,):
             options = {"method": method, "format": fmt, "granularity": grain, "layout": layout, "residual": residual}
             with contextlib.suppress(UsageError):

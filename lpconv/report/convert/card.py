@@ -38,8 +38,6 @@ _LAYOUTS = {
     "transformers": "This directory has transformers' own layout: {codes}.\n"
     "transformers opens it with `pip install accelerate`, and needs no lpconv; without a GPU that multiplies fp8\n"
     "it decodes the weights:",
-    "gpt-oss": "This directory has gpt-oss' own layout: experts as {codes}.\n"
-    "transformers opens it, and needs no lpconv; without a GPU it decodes the weights:",
 }
 _WORST = 5
 
