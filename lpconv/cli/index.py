@@ -5,6 +5,7 @@ Import this module lazily: it loads all that draws pages.
 
 import os
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ def _entry(kind: Kind, path: Path, line: tuple[str, str], folder: Path, home: Pa
         kind=kind.name,
         what=line[0],
         found=line[1],
+        written=datetime.fromtimestamp(path.stat().st_mtime).astimezone().strftime("%Y-%m-%d %H:%M"),
         link=os.path.relpath(page, home) if has_folder and page.is_file() else None,
     )
 

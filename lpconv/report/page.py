@@ -91,12 +91,13 @@ def html_runs(
 
 @dataclass(frozen=True, kw_only=True)
 class RunEntry:
-    """A run of a folder. `link` is the way from the index to its page, None where it has none."""
+    """A run of a folder, written at a local time. `link` is the way from the index to its page, None without one."""
 
     name: str
     kind: str
     what: str
     found: str
+    written: str
     link: str | None
 
 

@@ -266,4 +266,7 @@ def advice() -> AdviceResult:
 
 
 def _entry(name: str) -> RunEntry:
-    return RunEntry(name=f"runs/{name}", kind="Conversions", what=name, found=summary(bert_result()), link="x.html")
+    return RunEntry(
+        name=f"runs/{name}", kind="Conversions", what=name, found=summary(bert_result()),
+        written="2026-01-02 03:04", link="x.html",
+    )  # fmt: skip

@@ -42,6 +42,7 @@ def html_bench(result: BenchResult) -> str:
         name=", ".join(dict.fromkeys(r.model for r in result.rows)) or "nothing",
         version=result.versions.get("lpconv"),
         headline=headline(result),
+        outcome=_outcome(result),
         tiles=_tiles(result),
         plots=[p for p in (speed_plot(named), memory_plot(named)) if p],
         columns=list(COLUMNS),
@@ -54,6 +55,14 @@ def html_bench(result: BenchResult) -> str:
         changes=change_rows(result),
         gemms=_gemms,
     )
+
+
+def _outcome(result: BenchResult) -> str:
+    """ "failed" if a gate does not hold, "passed" if something was faster than its baseline, else "not run"."""
+    if not all(g.passed for g in result.gates):
+        return "failed"
+    best = best_speed(result.rows)
+    return "passed" if best and best[0] == "fastest" else "not run"
 
 
 def _tiles(result: BenchResult) -> tuple[Tile, ...]:

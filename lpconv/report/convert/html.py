@@ -17,8 +17,8 @@ from lpconv.report.convert.grouping import (
     num_elements,
     worst_tensors,
 )
-from lpconv.report.convert.plot import rms_plot, sqnr_plot
-from lpconv.report.convert.words import DONE_COLUMNS, OUTCOME, checks, done_row, method_name, summary, verdict
+from lpconv.report.convert.plot import flat_words, rms_plot, sqnr_plot
+from lpconv.report.convert.words import DONE_COLUMNS, OUTCOME, checks, done_row, headline, method_name, summary, verdict
 from lpconv.report.numbers import (
     MISSING,
     change_text,
@@ -44,7 +44,8 @@ def html_report(result: ConvertResult, ranges: Mapping[str, FormatRange]) -> str
     """The report of one conversion. `ranges` holds what each format can hold, by the names that the tensors use."""
     result = printable_record(result)
     listed, layers = _listed(result.tensors), layer_groups(result.tensors)
-    drawn = replace(result, tensors=listed)
+    drawn, flat = replace(result, tensors=listed), flat_words(converted(result.tensors))
+    ratios = None if flat else sqnr_plot([(result.output, converted(listed))])
     return page(
         "convert",
         result=result,
@@ -52,12 +53,14 @@ def html_report(result: ConvertResult, ranges: Mapping[str, FormatRange]) -> str
         version=result.versions.get("lpconv"),
         method_name=method_name,
         num_elements=num_elements,
+        headline=headline(result),
         summary=summary(result),
         tiles=_tiles(result),
         verdict=verdict(result.verify),
         checks=checks(result.verify),
         outcome=OUTCOME,
-        plots=[p for p in (sqnr_plot([(result.output, converted(listed))]), rms_plot(drawn, ranges)) if p],
+        flat=flat,
+        plots=[p for p in (ratios, rms_plot(drawn, ranges)) if p],
         done_columns=[*DONE_COLUMNS, "<For example"],
         done=[(*done_row(g), breakable(g.example)) for g in done_groups(result.tensors)],
         layers=layers[:_MOST],

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from lpconv.report.convert.grouping import converted, in_layer_order, modules_of
 from lpconv.report.convert.words import has_finer_scales
-from lpconv.report.numbers import number_text, scale_text, sqnr_text
+from lpconv.report.numbers import listed, number_text, plural, scale_text, sqnr_text
 from lpconv.report.plot import (
     CHARACTER,
     NUM_SHAPES,
@@ -25,7 +25,7 @@ from lpconv.report.plot import (
 )
 from lpconv.results import ComparedTensor, ConvertResult, TensorRecord
 
-__all__ = ["rms_plot", "sqnr_plot"]
+__all__ = ["flat_words", "rms_plot", "sqnr_plot"]
 
 _LABEL_GAP = 10.0  # keeps labels apart, in page units
 # The part of a format's range that is shown; fp32 and bf16 reach to 2^±127, where no weight lies.
@@ -195,6 +195,20 @@ def sqnr_plot(runs: Sequence[tuple[str, Sequence[_Measured]]], *, of: str = "con
         legend=_sqnr_legend(list(measured)),
         dividers=_module_dividers(tensors),
     )
+
+
+def flat_words(tensors: Sequence[TensorRecord]) -> str:
+    """The range of SQNR of each format in a sentence, if that says as much as a plot: none spans more than 1 dB."""
+    measured = sorted((t for t in tensors if _is_number(t.sqnr_db)), key=lambda t: t.format or "")
+    ranges = []
+    for name, members in groupby(measured, lambda t: t.format):
+        decibels = [t.sqnr_db or 0.0 for t in members]
+        least, most = min(decibels), max(decibels)
+        if not most - least <= 1:  # two infinite ones make NaN
+            return ""
+        to = "" if least == most else f" to {sqnr_text(most)}"
+        ranges.append(f"{sqnr_text(least)}{to} dB in {plural(len(decibels), 'tensor')} of {name}")
+    return f"Signal-to-noise ratios lie close together: {listed(ranges)}." if ranges else ""
 
 
 def _is_number(value: float | None) -> bool:

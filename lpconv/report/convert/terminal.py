@@ -11,6 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from lpconv.methods import LPCONV
 from lpconv.report.compare import run_names
 from lpconv.report.convert.compare import figures
 from lpconv.report.convert.grouping import done_groups, worst_tensors
@@ -77,7 +78,14 @@ def render_convert(result: ConvertResult) -> RenderableType:
         *_worst(result.tensors),
         *_verification(result.verify),
         *note_list("Warnings", result.warnings),
+        Text(f"\nThe page with plots is {result.output}/report.html; {_opening(result)}."),
     )
+
+
+def _opening(result: ConvertResult) -> str:
+    """How a Python program opens the output."""
+    is_plain = result.options.get("layout", LPCONV) != LPCONV
+    return f"the model opens with {'from_pretrained' if is_plain else 'lpconv.load'}('{result.output}')"
 
 
 def render_part(result: PartResult) -> RenderableType:

@@ -29,6 +29,7 @@ __all__ = [
     "done_row",
     "done_words",
     "has_finer_scales",
+    "headline",
     "inputs_sentence",
     "method_name",
     "percent",
@@ -56,6 +57,21 @@ class Check:
 def method_name(method: str) -> str:
     """The method as its paper calls it; parts of a compound (``unit+collage``) are named one by one."""
     return " + ".join(_METHODS.get(part, part) for part in method.split("+"))
+
+
+def headline(result: ConvertResult) -> str:
+    """The verdict of the verification and the change of size, in one line."""
+    v, size = result.verify, change_text(result.bytes.read, result.bytes.written)
+    word = verdict(v)
+    if word == "failed":
+        return f"Verification failed: {listed(_reasons(v))}"
+    if word == "not run":
+        return f"Not verified; weights {size}"
+    if v.logits is None or v.logits.skipped:
+        return f"Verified by its {'weights' if v.weights else 'hashes'}; weights {size}"
+    top1 = v.logits.top1_agreement
+    first = "" if v.logits.bit_equal or top1 is None else f", the same first choice at {percent(top1)} of positions"
+    return f"Verified: {_logits_found(v.logits)}{first}; weights {size}"
 
 
 def summary(result: ConvertResult) -> str:
@@ -244,6 +260,7 @@ def _weights_words(check: WeightsCheck) -> str:
         found = (
             f"{plural(check.num_tensors, 'tensor')}, smallest SQNR {sqnr_text(check.min_sqnr_db, ' dB')}{place}, "
             f"largest relative error {error_text(check.max_rel_error)}"
+            f"{' (of numbers that became 0)' if check.max_rel_error == 1 else ''}"
         )
     if not check.num_elements_checked:
         return found

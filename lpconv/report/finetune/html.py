@@ -46,6 +46,7 @@ def html_finetune(result: FinetuneResult) -> str:
         title=title(result),
         version=result.versions.get("lpconv"),
         verdict=verdict(result),
+        outcome=_outcome(result),
         tiles=_tiles(result),
         gaps=gap_rows(result),
         held_out_columns=HELD_OUT_COLUMNS,
@@ -59,6 +60,13 @@ def html_finetune(result: FinetuneResult) -> str:
         memory=[row[:2] for row in memory_rows(result)],
         facts=result.facts | {"Saved as": result.saved_as} | result.versions,
     )
+
+
+def _outcome(result: FinetuneResult) -> str:
+    """ "failed" if a gate does not hold, "not run" if the gap says nothing about precision, else "passed"."""
+    if not all(g.passed for g in result.gates):
+        return "failed"
+    return "passed" if result.gaps and result.learned("twin") is not False else "not run"
 
 
 def _tiles(result: FinetuneResult) -> tuple[Tile, ...]:

@@ -15,6 +15,7 @@ from lpconv.report.probe.words import (
     ALONE_WORDS,
     FIT_WORDS,
     LOSS_SCALE_COLUMNS,
+    answer,
     capped_words,
     fit_rows,
     held_by,
@@ -42,6 +43,7 @@ def html_probe(report: ProbeReport, ranges: Mapping[str, FormatRange]) -> str:
         report=report,
         name=PurePath(report.name).name or report.name,
         version=None,
+        answer=answer(report),
         tiles=_tiles(report),
         held=_held_plot(report),
         plots=exponent_plots(report, ranges),
@@ -69,7 +71,7 @@ def _tiles(report: ProbeReport) -> tuple[Tile, ...]:
     cost = f"of the time of the steps, {report.steps_recorded} of {report.steps_seen} recorded"
     if report.losses:
         cost += f"; loss {' to '.join(dict.fromkeys(map(number_text, (report.losses[0], report.losses[-1]))))}"
-    return (*tiles, ("Cost of recording", share_text(report.overhead, 1), cost))
+    return (*tiles, ("Recording added", share_text(report.overhead, 1), cost))
 
 
 def exponent_plots(report: ProbeReport, ranges: Mapping[str, FormatRange]) -> tuple[Plot, ...]:

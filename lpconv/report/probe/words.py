@@ -3,13 +3,14 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from lpconv.report.numbers import share_text
+from lpconv.report.numbers import count_text, plural, share_text
 from lpconv.results import ProbedRecord, ProbeReport
 
 __all__ = [
     "ALONE_WORDS",
     "FIT_WORDS",
     "LOSS_SCALE_COLUMNS",
+    "answer",
     "brief_share",
     "capped_words",
     "fit_rows",
@@ -47,6 +48,14 @@ def fit_rows(report: ProbeReport) -> tuple[tuple[str, ...], ...]:
         members = [t for t in report.tensors if t.words == words]
         rows.append((words, *(_fit_count(members, i) for i in range(len(report.formats)))))
     return tuple(rows)
+
+
+def answer(report: ProbeReport) -> tuple[bool, str]:
+    """Whether some format holds every tensor, and how many tensors each one holds, in one sentence."""
+    held = [sum(t.scaled[i].fits_own_scale for t in report.tensors) for i in range(len(report.formats))]
+    counts = ", ".join(f"{count_text(n)} by {name}" for name, n in zip(report.formats, held, strict=True))
+    total = len(report.tensors)
+    return total in held, f"Of {plural(total, 'tensor')}, held with a scale for each: {counts}."
 
 
 def _fit_count(members: Sequence[ProbedRecord], index: int) -> str:

@@ -195,6 +195,24 @@ def test_exact_tensors_lie_on_a_line_of_their_own() -> None:
     assert "Every measured tensor holds its source exactly." in page.words()
 
 
+def test_flat_ratios_are_a_sentence_instead_of_a_plot() -> None:
+    tensors = tuple(replace(t, sqnr_db=31.5) for t in bert_result().tensors)
+    page = report(bert_result(tensors=tensors))
+    assert "Signal-to-noise ratios lie close together: 31.5 dB in" in page.words()
+    assert "Signal-to-noise ratio of every converted tensor" not in page.words()
+
+
+@pytest.mark.parametrize(
+    ("passed", "words"), [(True, "Verified: outputs are within"), (False, "Verification failed: ")]
+)
+def test_the_first_line_is_the_verdict(passed: bool, words: str) -> None:
+    verify = bert_result().verify
+    page = html_report(bert_result(verify=replace(verify, passed=passed)), {})
+    banner = page.partition('<p class="box banner ')[2].partition("</p>")[0]
+    assert banner.startswith("passed" if passed else "failed")
+    assert words in banner
+
+
 def test_odd_figures_do_not_break_the_plots() -> None:
     first, *rest = (t for t in bert_result().tensors if t.action == "convert")
     odd = [
