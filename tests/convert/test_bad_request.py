@@ -104,8 +104,8 @@ class TestRequest:
         card = (tmp_path / "out" / "README.md").read_text()
         assert str(tmp_path) not in card
         expected = (
-            "lpconv convert source --method unit --format e5m2 --verify weights --include 'layer.*' "
-            "--include 're:x y' --rule 'a'\"'\"'b=keep' --gate 'sqnr>=1'"
+            "lpconv convert source --method unit --format e5m2 --include 'layer.*' "
+            "--include 're:x y' --rule 'a'\"'\"'b=keep' --verify weights --gate 'sqnr>=1'"
         )
         assert expected in card
 

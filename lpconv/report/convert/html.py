@@ -72,7 +72,7 @@ def html_report(result: ConvertResult, ranges: Mapping[str, FormatRange]) -> str
     )
 
 
-def _listed(tensors: Sequence[TensorRecord]) -> Sequence[TensorRecord]:
+def _listed(tensors: tuple[TensorRecord, ...]) -> tuple[TensorRecord, ...]:
     """The tensors that a page draws and lists: of very many the worst ones, and an even sample of the others."""
     if len(tensors) <= _MOST:
         return tensors

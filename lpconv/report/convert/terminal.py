@@ -11,7 +11,6 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lpconv.methods import LPCONV
 from lpconv.report.compare import run_names
 from lpconv.report.convert.compare import figures
 from lpconv.report.convert.grouping import done_groups, worst_tensors
@@ -84,7 +83,7 @@ def render_convert(result: ConvertResult) -> RenderableType:
 
 def _opening(result: ConvertResult) -> str:
     """How a Python program opens the output."""
-    is_plain = result.options.get("layout", LPCONV) != LPCONV
+    is_plain = result.options.get("layout", "lpconv") != "lpconv"
     return f"the model opens with {'from_pretrained' if is_plain else 'lpconv.load'}('{result.output}')"
 
 
