@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 
 from lpconv.errors import ResourceError
 
-__all__ = ["available_memory", "free_addresses", "memory_limit", "out_of_memory", "peak_rss_bytes"]
+__all__ = ["available_memory", "free_addresses", "may_have_gpu", "memory_limit", "out_of_memory", "peak_rss_bytes"]
 
 _ROOT = Path("/")
 _ENDLESS = 2**60  # version 1 writes the largest multiple of a page for no limit
@@ -24,6 +24,15 @@ _SAID = ("can't allocate memory", "cannot allocate memory", "bad alloc", "can't 
          "failed to map segment", "unable to allocate", "std::bad_alloc", "not enough memory",
          # CPython's two, where an allocation failed in an import and its MemoryError was lost.
          "error return without exception set", "returned null without setting an exception")  # fmt: skip
+
+
+# Of NVIDIA, of AMD, and what Linux in Windows has.
+_GPUS = ("nvidia[0-9]*", "kfd", "dxg")
+
+
+def may_have_gpu(devices: Path = _ROOT / "dev") -> bool:
+    """Whether a driver has made a GPU's file; torch, which takes seconds to import, knows whether it works."""
+    return any(any(devices.glob(name)) for name in _GPUS)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import re
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -16,6 +17,12 @@ __all__ = ["BenchOptions", "Effort"]
 _what = functools.partial(Option, panel="What to measure")
 _how = functools.partial(Option, panel="How to measure")
 _check = functools.partial(Option, panel="Results")
+
+
+def _device(text: str) -> str:
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", text):
+        raise UsageError(f"unknown device `{text}`", hint="cpu, cuda or cuda:N")
+    return text
 
 
 def _gate(text: str) -> str:
@@ -105,7 +112,9 @@ class BenchOptions:
             choices=COMPILE_MODES,
         ),
     ] = "blocks"
-    device: Annotated[str | None, _how("Device: cpu, cuda or cuda:N", default="a GPU if there is one")] = None
+    device: Annotated[
+        str | None, _how("Device: cpu, cuda or cuda:N", default="a GPU if there is one", parse=_device)
+    ] = None
     processes: Annotated[
         int | None,
         _how("Number of cooperating processes", default="torchrun's, or 1", least=1),

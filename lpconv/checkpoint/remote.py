@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from lpconv.checkpoint.hub import files_url
+from lpconv.checkpoint.hub import files_url, why_unreachable
 from lpconv.errors import InputError, LpconvError, ResourceError, UnreadError, UnsupportedError, UsageError
 
 __all__ = [
@@ -100,6 +100,8 @@ def store_at(url: str) -> Any:
     endpoints = (os.environ.get(name, "") for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"))
     is_plain = parts.scheme == "http" or (parts.scheme == "s3" and any(e.startswith("http:") for e in endpoints))
     client: dict[str, Any] = {"allow_http": is_plain, "read_timeout": _STALLED, "timeout": _WHOLE}
+    if parts.scheme in ("http", "https") and (why := why_unreachable(url)):  # obstore tries for ten seconds
+        raise InputError(f"cannot get `{url}`: {why}", hint="check the URL and the network")
     with _remote_errors(url):
         if parts.scheme == "hf":
             address, headers = files_url(*hub_names(url))

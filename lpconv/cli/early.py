@@ -8,12 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lpconv.checkpoint.contents import Contents, read_contents
+from lpconv.checkpoint.contents import Contents, read_contents, read_json
 from lpconv.checkpoint.header import read_header
 from lpconv.checkpoint.place import any_pointer
 from lpconv.checkpoint.remote import is_url
 from lpconv.checkpoint.resolve import base_name, resolve
+from lpconv.data import read_text
 from lpconv.errors import InputError, UnsupportedError
+from lpconv.machine import may_have_gpu
 from lpconv.options import check
 
 if TYPE_CHECKING:
@@ -41,6 +43,11 @@ __all__ = [
 ]
 
 
+_LOOKED_AT = 4_000_000  # characters of a text
+_SPECIAL_TOKENS = 8  # that a tokenizer adds, at most
+_SEQ_LEN = 128  # of a probe, where nobody says and the model has as many positions
+
+
 def output_of(output: str | None, model: str, *words: str) -> Path:
     """The directory to write: `output`, by default the model's name and `words` with dashes, in the current one."""
     return Path(output or "-".join((base_name(model), *(word.replace(" ", "-") for word in words))))
@@ -58,7 +65,7 @@ def before_conversion(
 
     settings = settings_of(options)
     if options.calibrate is not None:
-        _check_text(text_at(options.calibrate), "--calibrate")
+        _check_text(text_at(options.calibrate))
     if part is not None:
         check_shareable(options)
     if output is not None and is_url(output):
@@ -96,8 +103,12 @@ def before_init(model: str, output: Path, options: "InitOptions") -> None:
     """Of `lpconv init`."""
     from lpconv.checkpoint.staging import check_apart, check_free
     from lpconv.init.options import config_place
+    from lpconv.init.sizes import resized
 
     place = config_place(model, options)
+    if isinstance(place, Path):
+        config = read_json(place / "config.json" if place.is_dir() else place)
+        resized(config, width=options.width, layers=options.layers)
     if isinstance(place, Path) and place.is_dir():
         check_apart(place, output)
     check_free(output, force=options.force)
@@ -109,9 +120,12 @@ def before_probe(model: str, output: Path, options: "ProbeOptions") -> None:
     from lpconv.probe.options import PROBE_FILE
 
     check(options)
-    _check_text(options.data)
     check_free(output, force=options.force, marker=PROBE_FILE)
-    _contents(model, options.revision)
+    config = _contents(model, options.revision).config
+    most = next(
+        (n for k in ("max_position_embeddings", "n_positions") if isinstance(n := config.get(k), int)), _SEQ_LEN
+    )
+    _check_text(options.data, options.seq_len or min(_SEQ_LEN, most))
 
 
 def before_advice(model: str, output: Path, options: "AdviseOptions") -> None:
@@ -129,9 +143,10 @@ def before_advice(model: str, output: Path, options: "AdviseOptions") -> None:
 def before_export(model: str, output: Path, options: "ExportOptions") -> None:
     """Of `lpconv export onnx`."""
     from lpconv.checkpoint.staging import check_apart, check_free
-    from lpconv.export.options import need
+    from lpconv.export.options import choose_opset, need
 
     check(options)
+    choose_opset(options.opset, has_fp8=False)
     check_apart(_contents(model, options.revision).directory, output)
     check_free(output, force=options.force)
     need("onnxscript", *(["onnxruntime"] if options.validate else []))
@@ -144,6 +159,8 @@ def before_bench(options: "BenchOptions", save: Path | None) -> "Callable[[Bench
     from lpconv.models.presets import PRESETS
 
     check(options)
+    if (options.device or "").startswith("cuda") and not may_have_gpu():
+        raise UnsupportedError(f"there is no GPU here for --device {options.device}", hint="--device cpu")
     judge = judge_of(options)
     if save is not None:
         check_file(save)
@@ -188,9 +205,12 @@ def before_restoring(path: Path, output: Path, *, force: bool) -> bool:
     return is_others
 
 
-def _check_text(file: Path | None, flag: str = "--data") -> None:
-    if file is not None and not file.is_file():
-        raise InputError(f"there is no file `{file}`", hint=f"pass a text file to {flag}")
+def _check_text(file: Path | None, seq_len: int = 1) -> None:
+    """Refuse a file that is no text, or too short for one sequence whatever its tokens are: each is a byte at least."""
+    size = seq_len if file is None else len(read_text(file, _LOOKED_AT).encode())
+    if size + _SPECIAL_TOKENS < seq_len:
+        short = f"`{file}` has {size} bytes, fewer than one sequence of {seq_len} tokens"
+        raise InputError(short, hint="pass a longer text, or shorter sequences by --seq-len")
 
 
 def _contents(model: str, revision: str | None) -> Contents:

@@ -7,9 +7,10 @@ this file says where they come from; `benchmarks/train_demo.py` makes the checkp
 from importlib.resources import files
 from pathlib import Path
 
+from lpconv.errors import InputError
 from lpconv.lookup import find
 
-__all__ = ["demo_checkpoint", "demo_text", "text_at"]
+__all__ = ["demo_checkpoint", "demo_text", "read_text", "text_at"]
 
 TEXTS = {"train": "train.txt", "heldout": "heldout.txt"}
 
@@ -25,6 +26,22 @@ def demo_checkpoint() -> Path:
 def text_at(name: str) -> Path:
     """The text file that a name stands for: a path, or ``demo``, the plays that the demo checkpoint trained on."""
     return demo_text("train") if name == "demo" else Path(name)
+
+
+def read_text(path: Path, limit: int = -1) -> str:
+    """A text file, or its first `limit` characters. Raises InputError for one that is missing, empty or no UTF-8."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            text = file.read(limit)
+    except (FileNotFoundError, IsADirectoryError) as e:
+        raise InputError(f"there is no file `{path}`", hint="pass a text file") from e
+    except OSError as e:
+        raise InputError(f"cannot read `{path}`: {e.strerror or e}", hint="pass a readable text file") from e
+    except UnicodeDecodeError as e:
+        raise InputError(f"`{path}` is no UTF-8 text", hint="pass a text file, or one that ends in .parquet") from e
+    if not text:
+        raise InputError(f"`{path}` is empty", hint="pass a file with text in it")
+    return text
 
 
 def demo_text(split: str) -> Path:

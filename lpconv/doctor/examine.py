@@ -11,7 +11,7 @@ import psutil
 from lpconv.doctor.packages import extras, packages
 from lpconv.doctor.products import try_products
 from lpconv.doctor.support import CPU_FEATURES, format_support
-from lpconv.machine import available_memory, memory_limit
+from lpconv.machine import available_memory, may_have_gpu, memory_limit
 from lpconv.results import CacheRecord, DeviceRecord, DoctorResult, MachineRecord, PackageRecord
 from lpconv.version import __version__
 
@@ -19,7 +19,7 @@ __all__ = ["cpu_device", "examine", "gpu_problem"]
 
 _CPUINFO = Path("/proc/cpuinfo")
 _DEV = Path("/dev")
-_NVIDIA, _OTHERS = "nvidia[0-9]*", ("kfd", "dxg")  # AMD's, and what Linux in Windows has
+_NVIDIA = "nvidia[0-9]*"
 
 
 def examine() -> DoctorResult:
@@ -28,7 +28,7 @@ def examine() -> DoctorResult:
     torch, which takes seconds to import, is asked where a GPU may be.
     """
     required = packages()
-    gpus, gpu_problems = _gpus() if any(any(_DEV.glob(name)) for name in (_NVIDIA, *_OTHERS)) else ((), ())
+    gpus, gpu_problems = _gpus() if may_have_gpu(_DEV) else ((), ())
     devices = (cpu_device(_read(_CPUINFO)), *gpus)
     return DoctorResult(
         lpconv=__version__,

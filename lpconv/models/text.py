@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lpconv.data import read_text
 from lpconv.errors import InputError, UsageError
 from lpconv.models.tokenizer import check_largest_id, special_id, special_tokens, token_ids
 
@@ -45,7 +46,7 @@ def tokenize(path: Path, tokenizer: Any, *, seq_len: int, vocab_size: int) -> To
 
     Raises InputError for a file that is no text, too short for one window, or has ids that the model does not embed.
     """
-    text = _read_text(path)
+    text = read_text(path, _MAX_CHARACTERS)
     ids = token_ids(tokenizer, text=text, add_special_tokens=False)
     prefix, suffix = special_tokens(tokenizer)
     room = seq_len - len(prefix) - len(suffix)
@@ -67,13 +68,3 @@ def tokenize(path: Path, tokenizer: Any, *, seq_len: int, vocab_size: int) -> To
         mask_id=mask_id,
         unknown=ids.count(unknown_id) / len(ids) if unknown_id is not None else 0.0,
     )
-
-
-def _read_text(path: Path) -> str:
-    try:
-        with path.open(encoding="utf-8") as f:
-            return f.read(_MAX_CHARACTERS)
-    except OSError as e:
-        raise InputError(f"cannot read `{path}`: {e.strerror or e}", hint="pass a text file") from e
-    except UnicodeDecodeError as e:
-        raise InputError(f"`{path}` is no UTF-8 text", hint="pass a text file") from e

@@ -17,7 +17,7 @@ from typing import Any
 
 from lpconv.checkpoint.hub import why_unreachable
 from lpconv.checkpoint.resolve import looks_like_path
-from lpconv.data import demo_text
+from lpconv.data import demo_text, read_text
 from lpconv.errors import InputError, UsageError
 from lpconv.lookup import nearest
 from lpconv.train.options import FinetuneOptions
@@ -46,8 +46,13 @@ def is_text(name: str) -> bool:
 
 
 def check_data(options: FinetuneOptions) -> None:
-    """Raises InputError for a file that is missing or empty, or a data set that cannot be had, and UsageError for a
-    column that its head lacks."""
+    """Raises InputError for a file that is missing, empty or no text, or a data set that cannot be had, and UsageError
+    for a column that its head lacks, or without any data."""
+    if options.data is None:
+        columns = {"--text-column": options.text_column, "--label-column": options.label_column}
+        if flag := next((flag for flag, column in columns.items() if column), None):
+            raise UsageError(f"{flag} names a column of a file, and there is none", hint="pass it to --data")
+        _check_labels(options, None)
     for name in filter(None, (options.data, options.eval_data)):
         if not _is_file_name(name):
             _check_within_reach(name)
@@ -57,6 +62,8 @@ def check_data(options: FinetuneOptions) -> None:
             raise InputError(f"there is no file `{name}`", hint="pass a file, or the id of a data set on the hub")
         if path.stat().st_size == 0:
             raise InputError(f"`{name}` is empty", hint="pass a file with text in it")
+        if is_text(name):
+            read_text(path, _QUICK_BYTES)
         columns = _columns(path) if name == options.data else None
         if columns is not None:
             _choose_columns(columns, options)
@@ -91,7 +98,14 @@ def _choose_columns(columns: Sequence[str], options: FinetuneOptions) -> tuple[s
             f"`{name}` has no column of texts that is called {' or '.join(_TEXTS)}",
             hint=f"--text-column, one of: {', '.join(columns)}",
         )
-    return text, _column(columns, options.label_column, _LABELS, name)
+    label = _column(columns, options.label_column, _LABELS, name)
+    _check_labels(options, label)
+    return text, label
+
+
+def _check_labels(options: FinetuneOptions, label: str | None) -> None:
+    if options.task == "classification" and label is None:
+        raise UsageError("classification needs a column of labels", hint="--data FILE with --label-column NAME")
 
 
 def _column(columns: Sequence[str], wanted: str | None, usual: Sequence[str], name: str) -> str | None:
@@ -206,7 +220,7 @@ def _read(name: str) -> Any:
     path = Path(name)
     builder = _BUILDERS.get(path.suffix.lower(), "text")
     if builder == "text":  # one text: lines are not documents
-        return _datasets().Dataset.from_dict({"text": [_read_text(path)]})
+        return _datasets().Dataset.from_dict({"text": [read_text(path)]})
     options = {"sep": "\t"} if path.suffix.lower() == ".tsv" else {}
     try:
         found = _datasets().load_dataset(builder, data_files=str(path), split="train", **options)
@@ -217,15 +231,6 @@ def _read(name: str) -> Any:
     if len(found) == 0:
         raise InputError(f"`{name}` has no rows", hint="pass a file with rows in it")
     return found
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as e:
-        raise InputError(f"cannot read `{path}`: {e.strerror or e}", hint="pass a readable file to --data") from e
-    except UnicodeDecodeError as e:
-        raise InputError(f"`{path}` is no UTF-8 text", hint="pass a text file, or one that ends in .parquet") from e
 
 
 def _check(rows: Any, text: str, label: str | None, name: str) -> None:

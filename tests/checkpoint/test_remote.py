@@ -6,6 +6,7 @@ import json
 import mmap
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -390,3 +391,14 @@ class TestCommands:
         )
         done = subprocess.run([sys.executable, "-c", code, source], capture_output=True, text=True, check=True)
         assert not {"obstore", "torch"} & {*done.stdout.split()}
+
+
+def test_a_host_that_takes_no_connection_is_not_asked_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    import obstore.store
+
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # and does not listen
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}/model"
+        monkeypatch.delattr(obstore.store, "HTTPStore")
+        with pytest.raises(InputError, match=r"127\.0\.0\.1 cannot be reached"):
+            remote.store_at(url)

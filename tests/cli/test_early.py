@@ -55,6 +55,18 @@ REFUSED: dict[str, tuple[int, str]] = {
     "advise cut": (3, "the file is cut short"),
     "finetune cut": (3, "the file is cut short"),
     "export onnx cut -o onnx": (3, "the file is cut short"),
+    "probe demo --data empty.txt": (3, "`empty.txt` is empty"),
+    "probe demo --data short.txt": (3, "fewer than one sequence of 128"),
+    "probe demo --data short.txt --seq-len 64": (3, "fewer than one sequence of 64"),
+    "probe demo --data latin.txt": (3, "`latin.txt` is no UTF-8 text"),
+    "verify models/llama --against demo --data empty.txt": (3, "`empty.txt` is empty"),
+    "finetune demo --data latin.txt": (3, "`latin.txt` is no UTF-8 text"),
+    "finetune demo --task classification": (2, "classification needs a column of labels"),
+    "finetune demo --task classification --data no-label.csv": (2, "classification needs a column of labels"),
+    "finetune demo --text-column nope": (2, "--text-column names a column of a file, and there is none"),
+    "export onnx demo --opset 3 -o x": (2, "opset 3 is older than what torch writes"),
+    "init demo --reinit --width 7 -o fresh": (2, "need a multiple of 64"),
+    "bench --device tpu": (2, "unknown device `tpu`"),
     "probe demo --data none.txt": (3, "there is no file `none.txt`"),
     "probe demo -o taken": (8, "`taken` exists"),
     "demo -o taken": (8, "`taken` exists and is not a demo of lpconv"),
@@ -114,8 +126,11 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, s
         "a.tsv": "text\tlabel\nx\t1\n",
         "a.jsonl": '{"text": "x"}\n{"text": "y", "label": 1}\n',
         "no-text.csv": "a,b\n1,2\n",
+        "no-label.csv": "text,b\n1,2\n",
+        "short.txt": "hi\n",
     }.items():
         (folder / name).write_text(text)
+    (folder / "latin.txt").write_bytes("café".encode("latin-1"))
     changes: dict[str, dict[str, Any]] = {
         "demo-plain": {},
         "demo-fp8": {"quantization_config": {"quant_method": "fp8"}},
