@@ -13,12 +13,13 @@ from torch import Tensor
 
 from lpconv.advise.options import AdviseOptions
 from lpconv.convert.logits import compare, outputs_of
+from lpconv.errors import InputError
 from lpconv.models.load import from_state
 from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import NONE
 from lpconv.models.text import Tokens
 from lpconv.probe.batches import Batches
-from lpconv.probe.checkpoint import Prepared, prepare_run
+from lpconv.probe.checkpoint import RANDOM_IDS, Prepared, prepare_run
 from lpconv.probe.options import ProbeOptions
 from lpconv.progress import Progress
 from lpconv.train.data import is_text, read_rows
@@ -91,6 +92,11 @@ def open_subject(name: str, options: AdviseOptions, progress: Progress) -> Subje
             revision=options.revision,
         )
         prepared = prepare_run(name, asked, progress, hint=_NO_TEXT)
+    if prepared.data_words == RANDOM_IDS:
+        raise InputError(
+            f"`{name}` has no tokenizer, and random ids say nothing about its quality",
+            hint="copy the tokenizer's files beside the weights",
+        )
     if options.data is not None:
         prepared = replace(prepared, data_words=Path(options.data).name)
     one = replace(prepared.batches, batch_size=1, tokens=_shuffled(prepared.batches.tokens, options.seed))

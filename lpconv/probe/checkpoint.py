@@ -31,7 +31,9 @@ from lpconv.report.numbers import listed
 from lpconv.scaled import EdgeFactors, calibrate, scaled
 from lpconv.version import __version__
 
-__all__ = ["Prepared", "calibrate_checkpoint", "prepare_run", "probe_checkpoint"]
+__all__ = ["RANDOM_IDS", "Prepared", "calibrate_checkpoint", "prepare_run", "probe_checkpoint"]
+
+RANDOM_IDS = "random ids, because the checkpoint has no tokenizer"
 
 _OWN_LOOP = "track a training step of your own: `with lpconv.track(model, every=1) as t:`, then `print(t.table())`"
 _COPIES_IN_MEMORY = 2  # weights, and their gradients or, before those, the values that the model is given
@@ -139,7 +141,7 @@ def _tokens(directory: Path, opened: Opened, options: ProbeOptions, seq_len: int
     tokens = random_tokens(
         windows=options.steps * options.batch_size, seq_len=seq_len, vocab_size=vocab_size, seed=options.seed
     )
-    return tokens, "random ids, because the checkpoint has no tokenizer"
+    return tokens, RANDOM_IDS
 
 
 def _embedded_text() -> tuple[Path, str]:

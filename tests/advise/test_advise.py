@@ -1,6 +1,7 @@
 """Whole advices on the embedded model, with few candidates."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from lpconv.batch.manifest import load_manifest
 from lpconv.cli.main import app
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.run import convert
+from lpconv.data import demo_checkpoint
 from lpconv.errors import UnsupportedError
 from lpconv.progress import Silent
 from lpconv.results import AdviceResult, AdviceRow, from_json
@@ -194,6 +196,14 @@ def test_of_an_output_of_ours_what_was_measured_before_an_interrupt_is_kept(
         "multipoint e2m1, 6 bits": "unmeasured", "multipoint int4, 4.5 bits": "unmeasured",
     }  # fmt: skip
     assert "Inference" in done.stdout
+
+
+def test_a_text_model_without_a_tokenizer_gets_no_recommendation(tmp_path: Path) -> None:
+    shutil.copytree(demo_checkpoint(), tmp_path / "model", ignore=shutil.ignore_patterns("tokenizer*"))
+    done = CliRunner().invoke(app, ["advise", str(tmp_path / "model"), "-o", str(tmp_path / "out"), "--quiet"])
+    assert done.exit_code == 3
+    assert "has no tokenizer, and random ids say nothing about its quality" in done.stderr
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_model_that_reads_no_text_is_refused_with_what_can_be_asked_of_it(tmp_path: Path) -> None:

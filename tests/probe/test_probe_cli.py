@@ -170,6 +170,8 @@ def test_without_a_tokenizer_ids_are_random_and_the_output_says_so(tmp_path: Pat
     model = bert(tmp_path / "model")
     facts = probe_small(model).options["facts"]
     assert facts["Text"].startswith("random ids")
+    first = run("probe", model, *SMALL, "-o", tmp_path / "first", "-q").stdout.splitlines()[0]
+    assert first.startswith("Measured on random ids, because the checkpoint has no tokenizer:")
     assert "15 % masked" in facts["Steps"]
     assert probe_small(model, seed=1).losses != probe_small(model, seed=2).losses
     assert "tokenizer" in refused(2, "probe", model, "--data", __file__, "-o", tmp_path / "out")

@@ -50,7 +50,9 @@ def _head(report: ProbeReport) -> tuple[RenderableType, ...]:
     if losses:
         facts["Loss"] = f"{losses}{more}" + (f": {facts['Loss']}" if "Loss" in facts else "")
     facts["Tracking"] = tracking_words(report)
-    return (*heading(report.name), facts_grid(facts))
+    text = report.facts.get("Text", "")
+    title = f"Measured on {text}: {report.name}" if text.startswith("random ids") else report.name
+    return (*heading(title), facts_grid(facts))
 
 
 def _findings(report: ProbeReport) -> tuple[RenderableType, ...]:
