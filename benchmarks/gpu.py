@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from lpconv.bench.options import BenchOptions, Effort
 from lpconv.bench.run import bench
-from lpconv.doctor.products import try_products
+from lpconv.doctor import try_products
 from lpconv.errors import LpconvError
 from lpconv.formats.codes import decode, encode
 from lpconv.kernels.decode import decode as fast_decode
@@ -258,7 +258,7 @@ def check_layouts(device: str) -> tuple[bool, str]:
     """What `lpconv doctor` prints of this device."""
     found = torch.cuda.get_device_capability() if device == "cuda" else None
     index = 0 if device == "cuda" else None
-    record = DeviceRecord(kind=device, name="", index=index, capability=found, num_cores=1, memory_bytes=0)
+    record = DeviceRecord(kind=device, name="", index=index, capability=found)
     tried = try_products(record)
     return all(p.level != ERROR for p in tried), "; ".join(f"{p.layout}: {p.level} {p.note}" for p in tried)
 

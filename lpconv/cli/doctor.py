@@ -19,7 +19,7 @@ def doctor(
     ] = False,
     json: Json = False,
 ) -> None:
-    """Say what this machine can do: formats native or emulated, GPU, libraries, extras, disk, cache.
+    """Say what this machine can do: formats native or emulated, products tried on a GPU, packages and extras.
 
     [bold]Examples[/bold]
 
@@ -36,8 +36,7 @@ def doctor(
         print_result({"aliases": ALIASES}, lambda _: render_aliases(names), json=json)
         return
     required = without_blanks("--require", require.split(",")) if require is not None else []
-    from lpconv.doctor.examine import examine
-    from lpconv.doctor.require import require as check
+    from lpconv.doctor import examine, require as check
     from lpconv.report.doctor import render_doctor
 
     result = examine()

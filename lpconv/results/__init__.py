@@ -57,12 +57,9 @@ if TYPE_CHECKING:
         WrittenShard as WrittenShard,
     )
     from lpconv.results.doctor import (
-        CacheRecord as CacheRecord,
         DeviceRecord as DeviceRecord,
         DoctorResult as DoctorResult,
-        ExtraRecord as ExtraRecord,
         FormatSupport as FormatSupport,
-        MachineRecord as MachineRecord,
         PackageRecord as PackageRecord,
         ProductSupport as ProductSupport,
     )

@@ -9,12 +9,9 @@ __all__ = [
     "ERROR",
     "NATIVE",
     "UNAVAILABLE",
-    "CacheRecord",
     "DeviceRecord",
     "DoctorResult",
-    "ExtraRecord",
     "FormatSupport",
-    "MachineRecord",
     "PackageRecord",
     "ProductSupport",
 ]
@@ -30,7 +27,7 @@ class DeviceRecord:
     """One device that computes. `kind` is ``cpu``, ``cuda`` or ``rocm``; `index` counts GPUs.
 
     `features` are the CPU flags that matter to us, `capability` a GPU's CUDA compute capability as (major, minor), and
-    `problem` says why the device cannot be used, None if it can. `num_cores` are logical cores, or multiprocessors.
+    `problem` says why the device cannot be used, None if it can.
     """
 
     kind: str
@@ -38,8 +35,6 @@ class DeviceRecord:
     index: int | None = None
     capability: tuple[int, ...] | None = None
     features: tuple[str, ...] = ()
-    num_cores: int
-    memory_bytes: int
     problem: str | None = None
 
     @property
@@ -70,52 +65,18 @@ class ProductSupport:
 
 @dataclass(frozen=True, kw_only=True)
 class PackageRecord:
-    """A library that lpconv needs: the oldest version it works with, and the installed one or None."""
+    """A library that lpconv or its `extra` needs: the versions it works with, and the installed one or None."""
 
     name: str
     required: str
+    extra: str | None
     installed: str | None
     ok: bool
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExtraRecord:
-    """An optional part: what it is for, which of its packages are missing, and the command that installs them."""
-
-    name: str
-    purpose: str
-    missing: tuple[str, ...]
-    install: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class MachineRecord:
-    """Memory and disk. `memory_limit_bytes` is the container's limit, None where there is none.
-
-    `disk_path` is the folder that was asked about, the one where outputs would go.
-    """
-
-    memory_bytes: int
-    memory_available_bytes: int
-    memory_limit_bytes: int | None
-    disk_path: str
-    disk_bytes: int
-    disk_free_bytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class CacheRecord:
-    """The Hugging Face cache: where it is, how many models lie in it, and whether downloads are switched off."""
-
-    directory: str
-    exists: bool
-    num_models: int
-    offline: bool
-
-
-@dataclass(frozen=True, kw_only=True)
 class DoctorResult:
-    """Everything about this machine that decides what lpconv can do here. `problems` are sentences for the user."""
+    """What decides what lpconv can do on this machine."""
 
     schema_version: int = SCHEMA_VERSION
     kind: str = "doctor"
@@ -124,9 +85,5 @@ class DoctorResult:
     platform: str
     devices: tuple[DeviceRecord, ...]
     formats: tuple[FormatSupport, ...]
+    products: tuple[ProductSupport, ...]
     packages: tuple[PackageRecord, ...]
-    extras: tuple[ExtraRecord, ...]
-    machine: MachineRecord
-    cache: CacheRecord
-    products: tuple[ProductSupport, ...] = ()
-    problems: tuple[str, ...] = ()

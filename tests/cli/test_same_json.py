@@ -113,6 +113,9 @@ def _summary(document: Any, recorded: str) -> list[str]:
     found: dict[str, dict[str, None]] = {}
     for key, value in _lines(document):
         found.setdefault(key, {})[_said(key, value, recorded)] = None
+    for values in found.values() if recorded == "types" else ():
+        if len(values) > 1:
+            values.pop("<null>", None)  # whether any is missing is the machine's
     return [
         f"{key}: {', '.join(list(values)[:_MOST])}{f' and {len(values) - _MOST} others' if len(values) > _MOST else ''}"
         for key, values in sorted(found.items())

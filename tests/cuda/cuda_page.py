@@ -47,7 +47,7 @@ UNTRIED = {
     "bench/worker.py: Worker.prepare": "several GPUs; on CPUs `tests/bench/test_parallel.py`",
     "bench/": "takes a device by name; on a CPU the tests of bench",
     "checkpoint/source.py:": "refuses pickled tensors that are not on a CPU",
-    "doctor/": "what a processor is called; `tests/doctor/test_doctor.py`",
+    "doctor.py:": "what a processor is called; `tests/doctor/test_doctor.py`",
     "kernels/compiled.py:": "compiled kernels need Triton, which needs a GPU",
     "kernels/histogram.py:": "counts have no shape without data",
     "models/coded.py:": "asks whether autocast is on; codes that stay have run on a CPU only",

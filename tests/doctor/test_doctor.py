@@ -3,7 +3,6 @@
 import importlib
 import io
 import json
-import re
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -13,17 +12,15 @@ import pytest
 from rich.console import Console
 
 import lpconv
+from lpconv import doctor
 from lpconv.checkpoint.aliases import ALIASES
-from lpconv.doctor import products
-from lpconv.doctor.examine import cpu_device, examine, gpu_problem
-from lpconv.doctor.packages import EXTRAS, PACKAGES
-from lpconv.doctor.require import REQUIREMENTS, missing, require
-from lpconv.doctor.support import format_support
+from lpconv.doctor import EXTRAS, cpu_device, examine, format_support, gpu_problem, require, try_products
 from lpconv.errors import UnsupportedError, UsageError
 from lpconv.formats.spec import FORMATS
+from lpconv.kernels.matmul import matmul
 from lpconv.report.doctor import render_aliases, render_doctor
 from lpconv.results import from_json, to_json
-from lpconv.results.doctor import DeviceRecord, DoctorResult, ExtraRecord
+from lpconv.results.doctor import DeviceRecord, DoctorResult, PackageRecord
 
 PYPROJECT = Path(lpconv.__file__).parent.parent / "pyproject.toml"
 PLAIN_CPU = cpu_device("model name : Old\nflags : fpu sse2 avx2\n")
@@ -31,9 +28,7 @@ BF16_CPU = cpu_device("model name : New\nflags : fpu avx2 avx512f avx512_bf16 am
 
 
 def gpu(major: int, minor: int, *, problem: str | None = None) -> DeviceRecord:
-    return DeviceRecord(
-        kind="cuda", name="GPU", index=0, capability=(major, minor), num_cores=100, memory_bytes=2**34, problem=problem
-    )
+    return DeviceRecord(kind="cuda", name="GPU", index=0, capability=(major, minor), problem=problem)
 
 
 def levels(device: DeviceRecord) -> dict[str, str]:
@@ -83,25 +78,22 @@ class TestFormats:
 
 
 class TestProducts:
-    def test_a_cpu_decodes_every_layout(self) -> None:
-        found = {p.layout: (p.level, p.note) for p in products.try_products(BF16_CPU)}
-        assert found == dict.fromkeys(products.LAYOUTS, ("emulated", "decoded exactly to bf16"))
+    def test_a_cpu_decodes(self) -> None:
+        assert {(p.level, p.note) for p in try_products(BF16_CPU)} == {("emulated", "decoded exactly to bf16")}
 
-    @pytest.mark.parametrize("name", ["fp8, scale per tensor", "fp8, e5m2 by e4m3fn", "fp8, scale per row"])
-    def test_the_operands_are_what_torch_multiplies(self, name: str) -> None:
-        found, exact = products.multiply(*products.LAYOUTS[name], "cpu")
-        assert float((found.double() - exact).norm() / exact.norm()) < 2.0**-8
+    def test_a_gpu_multiplies_each_layout_rightly(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """On a CPU, as which the GPU is made up here, the same products are exact enough."""
+        monkeypatch.setattr(DeviceRecord, "label", "cpu")
+        assert [(p.level, p.note) for p in try_products(gpu(9, 0))] == [("native", "")] * 3
 
     def test_a_kernel_with_wrong_numbers_is_an_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        found, exact = products.multiply(*products.LAYOUTS["fp8, scale per tensor"], "cpu")
-        monkeypatch.setattr(products, "multiply", lambda *sides: (found * 1.5, exact))
-        tried = {p.layout: p for p in products.try_products(gpu(9, 0))}
-        assert tried["fp8, scale per row"].level == "error"
-        assert "relative error 0.5" in tried["fp8, scale per row"].note
-        assert tried["mxfp8, blocks of 32"].level == "emulated"
+        monkeypatch.setattr(DeviceRecord, "label", "cpu")
+        module = importlib.import_module("lpconv.kernels.matmul")  # the package gives the function of that name
+        monkeypatch.setattr(module, "matmul", lambda a, b, **scales: matmul(a, b, **scales) * 1.5)
+        assert {(p.level, p.note) for p in try_products(gpu(9, 0))} == {("error", "wrong numbers: relative error 0.5")}
 
     def test_nothing_is_tried_on_a_gpu_that_torch_cannot_run(self) -> None:
-        assert products.try_products(gpu(9, 0, problem="no driver")) == ()
+        assert try_products(gpu(9, 0, problem="no driver")) == ()
 
 
 class TestRequire:
@@ -109,8 +101,8 @@ class TestRequire:
         require(["fp8", "bf16", "fp16", "gpu"], machine_with(here, BF16_CPU, gpu(9, 0)))
 
     def test_each_missing_thing_is_named_with_what_to_do(self, here: DoctorResult) -> None:
-        extra = ExtraRecord(name="onnx", purpose="", missing=("onnxruntime",), install="pip install 'lpconv[onnx]'")
-        machine = replace(machine_with(here, PLAIN_CPU, gpu(8, 0)), extras=(extra,))
+        lacking = PackageRecord(name="onnxruntime", required=">=1.22", extra="onnx", installed=None, ok=False)
+        machine = replace(machine_with(here, PLAIN_CPU, gpu(8, 0)), packages=(lacking,))
         with pytest.raises(UnsupportedError) as caught:
             require(["fp8", "bf16", "onnx"], machine)
         assert caught.value.exit_code == 4
@@ -122,21 +114,17 @@ class TestRequire:
         json.dumps(caught.value.to_dict())
 
     def test_no_gpu(self, here: DoctorResult) -> None:
-        (lack,) = missing(["gpu"], machine_with(here, PLAIN_CPU))
-        assert lack.why == "torch finds no GPU"
+        with pytest.raises(UnsupportedError, match="torch finds no GPU"):
+            require(["gpu"], machine_with(here, PLAIN_CPU))
 
     def test_a_gpu_that_cannot_be_used_says_why(self, here: DoctorResult) -> None:
-        (lack,) = missing(["gpu"], machine_with(here, PLAIN_CPU, gpu(5, 0, problem="too old")))
-        assert lack.why == "GPU: too old"
+        with pytest.raises(UnsupportedError, match="GPU: too old"):
+            require(["gpu"], machine_with(here, PLAIN_CPU, gpu(5, 0, problem="too old")))
 
     def test_an_unknown_name_gets_the_nearest(self, here: DoctorResult) -> None:
         with pytest.raises(UsageError) as caught:
             require(["onxx"], here)
         assert caught.value.hint == "did you mean `onnx`?"
-
-    @pytest.mark.parametrize("name", sorted(REQUIREMENTS))
-    def test_every_requirement_can_be_asked_for(self, here: DoctorResult, name: str) -> None:
-        assert all(m.name == name and m.why and m.fix for m in missing([name], here))
 
 
 class TestExamine:
@@ -146,9 +134,7 @@ class TestExamine:
 
     def test_this_machine(self, here: DoctorResult) -> None:
         assert here.devices[0].kind == "cpu"
-        assert here.machine.memory_bytes >= here.machine.memory_available_bytes > 0
-        assert here.cache.offline
-        assert {p.name: p.installed for p in here.packages}["torch"]
+        assert {p.name: p.ok for p in here.packages}["torch"]
 
     @pytest.mark.parametrize(
         ("capability", "archs", "works"),
@@ -168,9 +154,8 @@ class TestExamine:
         assert cpu_device("Features : fp asimd asimdhp bf16\n").features == ("asimdhp", "bf16")
 
     def test_torch_is_asked_where_a_gpu_may_be(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        module = importlib.import_module("lpconv.doctor.examine")  # the package gives the function of that name
-        monkeypatch.setattr(module, "_DEV", tmp_path)
-        monkeypatch.setattr(module, "_gpus", lambda: ((gpu(9, 0, problem="asked"),), ()))
+        monkeypatch.setattr(doctor, "_DEV", tmp_path)
+        monkeypatch.setattr(doctor, "_gpus", lambda: (gpu(9, 0, problem="asked"),))
         assert [d.kind for d in examine().devices] == ["cpu"]
         (tmp_path / "nvidiactl").touch()
         assert [d.kind for d in examine().devices] == ["cpu"]
@@ -186,18 +171,12 @@ def project() -> dict[str, Any]:
     return table
 
 
-def test_packages_are_those_of_the_project(project: dict[str, Any]) -> None:
-    assert [f"{name}>={version}" for name, version in PACKAGES.items()] == project["dependencies"]
-
-
 def test_extras_are_those_of_the_project(project: dict[str, Any]) -> None:
-    declared = project["optional-dependencies"]
-    names = {extra: tuple(re.split("[>=<~]", line)[0] for line in lines) for extra, lines in declared.items()}
-    assert {extra: packages for extra, (_, packages) in EXTRAS.items()} == names
+    assert set(EXTRAS) == set(project["optional-dependencies"])
 
 
 def test_render_shows_devices_formats_and_problems(here: DoctorResult) -> None:
-    machine = replace(machine_with(here, BF16_CPU, gpu(8, 9)), problems=("torch is too old",))
+    machine = machine_with(here, BF16_CPU, gpu(8, 9, problem="no driver"))
     console = Console(file=io.StringIO(), width=200)
     console.print(render_doctor(machine), render_aliases((a.family, a.name, a.repo_id) for a in ALIASES.values()))
     assert isinstance(console.file, io.StringIO)
@@ -206,7 +185,7 @@ def test_render_shows_devices_formats_and_problems(here: DoctorResult) -> None:
         "cuda:0",
         "compute capability 8.9",
         "e4m3fn",
-        "problem: torch is too old",
+        "cannot be used: no driver",
         "google-bert/bert-large",
     ):
         assert expected in text

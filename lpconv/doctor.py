@@ -1,0 +1,224 @@
+"""What this machine can do: number formats per device, scaled products tried on GPUs, and the packages that are there.
+
+Every format can be stored and used on every working device: what is not native is decoded, exactly, to a wider format
+that is. GPU limits are NVIDIA's compute capabilities: tensor cores for fp16 from 7.0 (Volta), int8 from 7.5 (Turing),
+bf16 and tf32 from 8.0 (Ampere), fp8 from 8.9 (Ada) and 9.0 (Hopper), fp4 with e8m0 block scales from 10.0 (Blackwell).
+"""
+
+import platform
+import re
+from collections.abc import Iterable, Iterator
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from lpconv.errors import UnsupportedError
+from lpconv.formats.spec import FORMATS, Format
+from lpconv.lookup import find
+from lpconv.results.doctor import (
+    EMULATED,
+    ERROR,
+    NATIVE,
+    UNAVAILABLE,
+    DeviceRecord,
+    DoctorResult,
+    FormatSupport,
+    PackageRecord,
+    ProductSupport,
+)
+from lpconv.version import __version__
+
+__all__ = ["EXTRAS", "cpu_device", "examine", "format_support", "gpu_problem", "require", "try_products"]
+
+EXTRAS = ("onnx", "gguf", "gpu", "ray", "remote", "peers", "test")
+_GROUPS = {"fp8": ("e4m3fn", "e5m2"), "fp6": ("e3m2", "e2m3"), "fp4": ("e2m1",)}  # what people name as one
+# The CPU flags of Linux (x86, then Arm) that let matrix products run in a 16-bit format.
+_CPU_FLAGS = {"bf16": ("avx512_bf16", "amx_bf16", "bf16"), "fp16": ("avx512_fp16", "amx_fp16", "asimdhp")}
+_CPU_FEATURES = frozenset(flag for flags in _CPU_FLAGS.values() for flag in flags) | {"avx2", "avx512f", "amx_int8"}
+_CAPABILITIES = {
+    "fp16": (7, 0), "bf16": (8, 0), "tf32": (8, 0), "e4m3fn": (8, 9), "e5m2": (8, 9),
+    "e2m1": (10, 0), "e8m0fnu": (10, 0), "int8": (7, 5),
+}  # fmt: skip
+_CPUINFO, _DEV = Path("/proc/cpuinfo"), Path("/dev")
+# By name: the format of the left operand, whose right one is e4m3fn, and the number of scales of each.
+_PRODUCTS = (
+    ("fp8, scale per tensor", "e4m3fn", 1), ("fp8, e5m2 by e4m3fn", "e5m2", 1), ("fp8, scale per row", "e4m3fn", 128),
+)  # fmt: skip
+_BF16_ERROR = 2.0**-8  # of a product with float32 sums and a bfloat16 result
+
+
+def examine() -> DoctorResult:
+    """What this machine can do. torch, which takes seconds to import, is asked only if there may be a GPU."""
+    gpus = _gpus() if may_have_gpu(_DEV) else ()
+    devices = (cpu_device(_CPUINFO.read_text(encoding="utf-8") if _CPUINFO.exists() else ""), *gpus)
+    return DoctorResult(
+        lpconv=__version__,
+        python=platform.python_version(),
+        platform=platform.platform(),
+        devices=devices,
+        formats=tuple(support for device in devices for support in format_support(device)),
+        products=tuple(product for device in devices for product in try_products(device)),
+        packages=tuple(_packages()),
+    )
+
+
+def require(names: Iterable[str], result: DoctorResult) -> None:
+    """Raise UnsupportedError unless everything named is here; UsageError for unknown names.
+
+    A format (or `fp8`, `fp6`, `fp4`) is here if some device multiplies it natively, `gpu` if torch can use a GPU, and
+    an extra if all its packages are installed.
+    """
+    known = {**{name: (name,) for name in FORMATS}, **_GROUPS, **dict.fromkeys((*EXTRAS, "gpu"), ())}
+    wanted = {name: find("requirement", name, known) for name in names}
+    lacking = [(name, *lack) for name, formats in wanted.items() for lack in _lacks(name, formats, result)]
+    if lacking:
+        raise UnsupportedError(
+            "not available here: " + "; ".join(f"{name} ({why})" for name, why, _ in lacking),
+            hint="; ".join(f"{name}: {fix}" for name, _, fix in lacking),
+            details={"missing": [{"name": name, "why": why, "fix": fix} for name, why, fix in lacking]},
+        )
+
+
+def _lacks(name: str, formats: tuple[str, ...], result: DoctorResult) -> Iterator[tuple[str, str]]:
+    """Why something required is not here, and what to do about it; nothing if it is."""
+    missing = [p.name for p in result.packages if p.extra == name != "gpu" and not p.ok]
+    if missing:
+        yield ", ".join(missing) + " not installed", f"pip install 'lpconv[{name}]'"
+    native = {s.format for s in result.formats if s.level == NATIVE}
+    for fmt in [f for f in formats if f not in native][:1]:
+        yield ", ".join(f"{s.level} on {s.device}" for s in result.formats if s.format == fmt), f"use {_needs(fmt)}"
+    gpus = [d for d in result.devices if d.kind != "cpu"]
+    if name == "gpu" and all(d.problem for d in gpus):
+        why = "; ".join(f"{d.name}: {d.problem}" for d in gpus) or "torch finds no GPU"
+        yield why, "use a machine with an NVIDIA GPU and a torch built for it"
+
+
+def cpu_device(cpuinfo: str) -> DeviceRecord:
+    """The CPU as Linux describes it in ``/proc/cpuinfo``; elsewhere, with no text, its name only."""
+    fields = dict(re.findall(r"^(\S.*?)\s*:[ \t]*(.*)$", cpuinfo, flags=re.MULTILINE))
+    flags = (fields.get("flags") or fields.get("Features") or "").split()
+    name = fields.get("model name") or platform.processor() or platform.machine()
+    return DeviceRecord(kind="cpu", name=name, features=tuple(sorted(_CPU_FEATURES.intersection(flags))))
+
+
+def gpu_problem(capability: tuple[int, ...], built_for: Iterable[str]) -> str | None:
+    """Why a torch built for the architectures `built_for` (``sm_90``, ``compute_90``) cannot run a GPU, or None.
+
+    Binaries run on GPUs of the same major version from their minor version on; ``compute_`` code is compiled on any
+    later GPU.
+    """
+    for kind, digits in re.findall(r"\b([a-z]+)_(\d+)[af]?\b", " ".join(built_for)):  # 90a, 100f: of that very family
+        major, minor = divmod(int(digits), 10)
+        if capability >= (major, minor) and (kind == "compute" or capability[0] == major):
+            return None
+    has = "{}.{}".format(*capability)
+    return f"compute capability {has}, which this torch is not built for (it has {', '.join(built_for)})"
+
+
+def _gpus() -> tuple[DeviceRecord, ...]:
+    import torch
+
+    if not torch.cuda.is_available():
+        why = "is built for CPUs only" if torch.version.cuda is None else "finds no working driver"
+        problem = f"torch {torch.__version__} {why}; see https://pytorch.org/get-started"
+        is_there = any(_DEV.glob("nvidia[0-9]*"))
+        return (DeviceRecord(kind="cuda", name="NVIDIA GPU", index=0, problem=problem),) if is_there else ()
+    return tuple(_gpu(i) for i in range(torch.cuda.device_count()))
+
+
+def _gpu(index: int) -> DeviceRecord:
+    import torch
+
+    properties = torch.cuda.get_device_properties(index)
+    if torch.version.hip is not None:
+        return DeviceRecord(kind="rocm", name=properties.name, index=index, problem="lpconv knows NVIDIA GPUs only")
+    capability = (properties.major, properties.minor)
+    problem = gpu_problem(capability, torch.cuda.get_arch_list())
+    return DeviceRecord(kind="cuda", name=properties.name, index=index, capability=capability, problem=problem)
+
+
+def format_support(device: DeviceRecord) -> tuple[FormatSupport, ...]:
+    """How `device` handles each known format."""
+    return tuple(_support(fmt, device) for fmt in FORMATS.values())
+
+
+def _support(fmt: Format, device: DeviceRecord) -> FormatSupport:
+    level, note = NATIVE, ""
+    if device.problem:
+        level, note = UNAVAILABLE, device.problem
+    elif not _is_native(fmt.name, device):
+        wider = "bf16" if _fits_bf16(fmt) and _is_native("bf16", device) else "fp32"
+        level, note = EMULATED, f"decoded exactly to {wider}; native needs {_needs(fmt.name)}"
+    return FormatSupport(format=fmt.name, device=device.label, level=level, note=note)
+
+
+def _is_native(name: str, device: DeviceRecord) -> bool:
+    if device.kind == "cpu":
+        return name == "fp32" or not set(device.features).isdisjoint(_CPU_FLAGS.get(name, ()))
+    return name == "fp32" or (device.capability or ()) >= _CAPABILITIES.get(name, (99,))
+
+
+def _fits_bf16(fmt: Format) -> bool:
+    bf16 = FORMATS["bf16"]
+    in_range = fmt.max <= bf16.max and fmt.min_subnormal >= bf16.min_subnormal
+    return fmt.name != "bf16" and fmt.mantissa_bits <= bf16.mantissa_bits and in_range
+
+
+def _needs(format_name: str) -> str:
+    """In words, what hardware multiplies a format natively."""
+    where = [f"a CPU with {'/'.join(_CPU_FLAGS[format_name])}"] if format_name in _CPU_FLAGS else []
+    if format_name in _CAPABILITIES:
+        where.append("a GPU of compute capability {}.{}".format(*_CAPABILITIES[format_name]))
+    return " or ".join(where) or "hardware that lpconv does not know"
+
+
+def try_products(device: DeviceRecord) -> tuple[ProductSupport, ...]:
+    """How `device` multiplies fp8 with the scales that lpconv gives to tensor cores: run once on a GPU, with the
+    numbers compared, because tables of what a GPU, torch and cuBLASLt take together grow old."""
+    if device.problem:
+        return ()
+    fp8 = device.kind != "cpu" and _is_native("e4m3fn", device)
+    found = []
+    for layout, left, rows in _PRODUCTS:
+        note = _tried(left, rows, device.label) if fp8 else "decoded exactly to bf16"
+        level = EMULATED if not fp8 else ERROR if note else NATIVE
+        found.append(ProductSupport(layout=layout, device=device.label, level=level, note=note))
+    return tuple(found)
+
+
+def _tried(left: str, rows: int, device: str) -> str:
+    """What is wrong with a product of random codes on a device, "" if nothing is."""
+    import torch
+
+    from lpconv.formats.codes import code_dtype
+    from lpconv.kernels.matmul import matmul
+
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(128, 256, generator=generator).to(code_dtype(name)) for name in (left, "e4m3fn"))
+    scale_a, scale_b = (2.0 ** torch.randint(-4, 5, (rows, 1), generator=generator) for _ in range(2))
+    exact = (a.double() * scale_a) @ (b.double() * scale_b).t()
+    try:
+        there, scale_b = b.to(device).t(), scale_b.to(device).t()
+        found = matmul(a.to(device), there, scale_a=scale_a.to(device), scale_b=scale_b).cpu()
+    except Exception as e:  # a missing kernel, a rule, a driver: all are answers here
+        return f"{type(e).__name__}: {(str(e).splitlines() or [''])[0]}"
+    error = float((found.double() - exact).norm() / exact.norm())
+    return "" if error < _BF16_ERROR else f"wrong numbers: relative error {error:.2g}"
+
+
+def _packages() -> Iterator[PackageRecord]:
+    """The libraries that lpconv needs, and those of its extras, as its own metadata name them."""
+    try:
+        lines = metadata.requires("lpconv") or ()
+    except metadata.PackageNotFoundError:  # run from its source, which names them in pyproject.toml
+        return
+    for line in lines:
+        needed = Requirement(line)
+        extra = next((e for e in EXTRAS if f'extra == "{e}"' in str(needed.marker)), None)
+        try:
+            installed = metadata.version(needed.name)
+        except metadata.PackageNotFoundError:
+            installed = None
+        ok = installed is not None and needed.specifier.contains(installed, prereleases=True)
+        yield PackageRecord(name=needed.name, required=str(needed.specifier), extra=extra, installed=installed, ok=ok)
