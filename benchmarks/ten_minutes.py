@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -58,6 +59,7 @@ def main() -> None:
         environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
         environment |= {"PATH": f"{folder / 'venv/bin'}{os.pathsep}{environment['PATH']}", "HF_HUB_OFFLINE": "1"}
         (folder / "work").mkdir()
+        shutil.copy(_HERE / "README.md", folder / "work")
         steps = [run("python3 -m venv venv", folder, environment), run(_INSTALL, _HERE, environment)]
         steps += [run(c, folder / "work", environment) for c in commands(_HERE / "docs/first-ten-minutes.md")]
     report = {"cores": os.cpu_count(), "load_average_at_start": load, "steps": [asdict(s) for s in steps]}

@@ -81,6 +81,7 @@ def test_commands_of_a_page(page: str, converted: Path, tmp_path: Path, monkeypa
     for name, layout in FOREIGN.items() if page == "docs/layouts.md" else ():
         make_foreign(layout, Path("llama"), Path(name))
     Path("jobs.yaml").write_text(JOBS)
+    shutil.copy(ROOT / "README.md", "README.md")
     Path("text.txt").write_text("To be, or not to be, that is the question.\n" * 100)
     runner = CliRunner()
     for name in OUTPUTS:

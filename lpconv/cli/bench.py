@@ -33,6 +33,10 @@ def bench(
             "--save", "-o", help="Write the JSON here, after every row.", metavar="FILE", rich_help_panel=_RESULTS
         ),
     ] = None,
+    html: Annotated[
+        str | None,
+        typer.Option("--html", help="Also write one HTML page.", metavar="FILE", rich_help_panel=_RESULTS),
+    ] = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -44,13 +48,14 @@ def bench(
 
       lpconv bench llama-8b --layers 4 --format fp8 --method static,tensorwise --rivals --mode infer,train
 
-      lpconv bench bert-base --batch 1,8 --seq 128,512 --gate 'speedup>=1.2' --save bench.json
+      lpconv bench bert-base --batch 1,8 --seq 128,512 --gate 'speedup>=1.2' --html bench.html
 
       torchrun --nproc-per-node 8 -m lpconv bench llama-8b --mode train --parallel fsdp2
     """
     from lpconv.bench.outcome import kept, problem
     from lpconv.bench.run import bench as measure
     from lpconv.bench.team import processes_of
+    from lpconv.checkpoint.partfile import check_file, write_small
     from lpconv.cli.early import before_bench
     from lpconv.cli.progress import progress_for
 
@@ -66,6 +71,9 @@ def bench(
         command=typed_command(),
     )
     judged = before_bench(options, Path(save) if save else None)
+    if html is not None:
+        check_file(Path(html))
+    from lpconv.report.bench.html import html_bench
     from lpconv.report.bench.terminal import render_bench  # with rich, which takes a moment
 
     with kept(
@@ -76,6 +84,8 @@ def bench(
         with progress_for(quiet=quiet) as progress:
             result = measure(options, progress=progress, on_result=keep)
         result = keep(result)
+    if html is not None:
+        write_small(Path(html), html_bench(result))
     error = problem(result)
     if error is None or not json:  # under --json the error's details hold the result
         print_result(result, render_bench, json=json)

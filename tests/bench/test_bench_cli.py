@@ -51,7 +51,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], P
     """A training bench of three rows in two launches, and where it was saved."""
     path = tmp_path_factory.mktemp("bench") / "bench.json"
     what = ("--format", "bf16,fp8", "--method", "static,rowwise", "--mode", "train", "--batch", "1")
-    result = run("demo", *what, *QUICK, "--launches", "2", "--json", "--save", path)
+    result = run(
+        "demo", *what, *QUICK, "--launches", "2", "--json", "--save", path, "--html", path.with_suffix(".html")
+    )
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout), path
 
@@ -132,6 +134,7 @@ def test_what_was_saved_is_shown_again(trained: tuple[dict[str, Any], Path]) -> 
     assert shown.exit_code == 0, shown.output
     assert "fp8 static" in shown.stdout
     assert saved["interrupted"] is False
+    assert "fp8 static" in path.with_suffix(".html").read_text()
 
 
 def test_what_was_saved_is_compared_with(trained: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
