@@ -21,12 +21,16 @@ _MAX_NAME = 40
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """A series, its colour, and its words in the legend; without words it shares those of another."""
+    """A series, its colour, and its words in the legend; without words it shares those of another.
+
+    A band of `error` is drawn on either side of it.
+    """
 
     series: Series
     colour: int
     label: str = ""
     is_dashed: bool = False
+    error: float = 0.0
 
     @property
     def kind(self) -> str:
@@ -35,8 +39,8 @@ class Line:
 
 def line_plot(name: str, title: str, description: str, lines: Sequence[Line]) -> Plot | None:
     """The finite points of the lines over the steps, on an axis that the title names; None where there are none."""
-    points = [(s, v) for line in lines for s, v in zip(line.series.steps, line.series.values, strict=True)]
-    points = [(s, v) for s, v in points if math.isfinite(v)]
+    of_lines = ((line.error, *p) for line in lines for p in zip(line.series.steps, line.series.values, strict=True))
+    points = [(s, v + e) for error, s, v in of_lines if math.isfinite(v) for e in (-error, error)]
     if not points:
         return None
     low, high = min(v for _, v in points), max(v for _, v in points)
@@ -45,6 +49,8 @@ def line_plot(name: str, title: str, description: str, lines: Sequence[Line]) ->
     last = max(s for s, _ in points)
     up = Axis(low=low - room, high=high + room, start=_BOTTOM, end=_TOP)
     across = Axis(low=0, high=max(last, 1), start=_LEFT + 6, end=_RIGHT - 6)
+    bands = [Mark(kind=f"{line.kind} band", path=_band(line, across, up), title="") for line in lines if line.error]
+    drawn = [Mark(kind=line.kind, path=_path(line.series, across, up), title=line.label) for line in lines]
     return Plot(
         name=name,
         title=title,
@@ -52,7 +58,7 @@ def line_plot(name: str, title: str, description: str, lines: Sequence[Line]) ->
         x_label="step",
         x_ticks=uncut(Tick(position=across.at(s), label=str(s)) for s in _step_ticks(last)),
         y_ticks=_value_ticks(up),
-        marks=tuple(Mark(kind=line.kind, path=_path(line.series, across, up), title=line.label) for line in lines),
+        marks=(*bands, *drawn),
         legend=tuple(Mark(kind=line.kind, path="M1 7H13", title=line.label) for line in lines if line.label),
         width=NARROW,
         height=_BOTTOM + _BELOW,
@@ -71,6 +77,14 @@ def _path(series: Series, across: Axis, up: Axis) -> str:
             ends = [f"{across.at(step)} {up.at(value)}" for step, value in found]
             path += f"M{'L'.join(ends)}" + ("m-3 0h6" if len(ends) == 1 else "")
     return path
+
+
+def _band(line: Line, across: Axis, up: Axis) -> str:
+    """The outline of the band of a line's error, around its finite points."""
+    points = [p for p in zip(line.series.steps, line.series.values, strict=True) if math.isfinite(p[1])]
+    above = [f"{across.at(step)} {up.at(value + line.error)}" for step, value in points]
+    below = [f"{across.at(step)} {up.at(value - line.error)}" for step, value in reversed(points)]
+    return f"M{'L'.join([*above, *below])}Z"
 
 
 def _step_ticks(last: int) -> list[int]:

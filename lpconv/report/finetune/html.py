@@ -130,8 +130,9 @@ def _evaluation_plot(result: FinetuneResult, metric: str) -> Plot | None:
         if series is not None:
             label = (result.recipe if run.role == "run" else result.twin or "") if run.role not in seen else ""
             seen.add(run.role)
-            lines.append(Line(series=series, colour=0 if run.role == "run" else 1, label=label))
-    words = "On the same held-out examples; one line per seed."
+            error = next((h.standard_error for h in result.held_out if (h.role, h.metric) == (run.role, metric)), None)
+            lines.append(Line(series=series, colour=0 if run.role == "run" else 1, label=label, error=error or 0.0))
+    words = "On the same held-out examples; one line per seed, with a band of one standard error from batch to batch."
     level = next((h.baseline for h in result.held_out if h.metric == metric), None)
     if level is not None and _is_near(level, lines):
         series = Series(name="guess", steps=(0, len(main_run(result).losses.steps)), values=(level, level))

@@ -148,6 +148,18 @@ def test_one_held_out_example_is_one() -> None:
     assert held_out_words(result(held_out=(one,))).startswith("On 1 held-out example;")
 
 
+def test_a_band_of_error_lies_behind_its_line_and_within_the_axis() -> None:
+    series = Series(name="x", steps=(0, 1), values=(1.0, 1.001))
+    plot = line_plot("x", "X", "", [Line(series=series, colour=0, error=0.5)])
+    assert plot is not None
+    band, line = plot.marks
+    assert (band.kind, line.kind) == ("line series-0 band", "line series-0")
+    assert band.path.endswith("Z")
+    assert band.path.count("L") == 3
+    heights = [float(point.split()[1]) for point in band.path.strip("MZ").split("L")]
+    assert 0 < min(heights) < max(heights) < plot.bottom
+
+
 def test_a_line_breaks_where_a_value_is_not_finite() -> None:
     series = Series(name="x", steps=(1, 2, 3, 4), values=(1.0, math.nan, 2.0, 3.0))
     plot = line_plot("x", "X", "", [Line(series=series, colour=0)])
