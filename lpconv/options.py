@@ -20,6 +20,7 @@ from lpconv.lookup import find
 
 __all__ = [
     "PARALLEL",
+    "AllowMissing",
     "Declared",
     "Force",
     "Group",
@@ -251,4 +252,5 @@ PARALLEL = ("ddp", "fsdp2")
 Revision = Annotated[str | None, Option("Branch, tag or commit hash of a model on the hub")]
 Force = Annotated[bool, Option("Replace an existing output of lpconv")]
 Resume = Annotated[bool, Option("Resume an interrupted run of the same command", only="command")]
+AllowMissing = Annotated[bool, Option("Go on though the files lack weights of the model that config.json describes")]
 TrustRemoteCode = Annotated[bool, Option("Let the checkpoint's own Python files run for verification")]

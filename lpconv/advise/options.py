@@ -8,7 +8,7 @@ from typing import Annotated
 from lpconv.devices import DEVICES, HERE
 from lpconv.errors import UsageError
 from lpconv.lookup import find
-from lpconv.options import Force, Option, Revision, check, parse_size
+from lpconv.options import AllowMissing, Force, Option, Revision, check, parse_size
 from lpconv.train.options import TASKS, FinetuneOptions, check_options
 from lpconv.train.recipes import RECIPES, Arithmetic
 
@@ -100,6 +100,7 @@ class AdviseOptions:
     lr: Annotated[float, _train("Highest learning rate", above=0, example="5e-5")] = Arithmetic().usual_lr
     seed: Annotated[int, Option("Seed of masks and of the first run", least=0)] = 0
     revision: Revision = None
+    allow_missing: AllowMissing = False
     force: Force = False
 
     @property

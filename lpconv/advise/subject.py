@@ -22,6 +22,7 @@ from lpconv.probe.batches import Batches
 from lpconv.probe.checkpoint import RANDOM_IDS, Prepared, prepare_run
 from lpconv.probe.options import ProbeOptions
 from lpconv.progress import Progress
+from lpconv.report.numbers import shown
 from lpconv.train.data import is_text, read_rows
 
 __all__ = ["Subject", "open_subject"]
@@ -90,12 +91,18 @@ def open_subject(name: str, options: AdviseOptions, progress: Progress) -> Subje
             seq_len=options.seq_len,
             seed=options.seed,
             revision=options.revision,
+            allow_missing=options.allow_missing,
         )
         prepared = prepare_run(name, asked, progress, hint=_NO_TEXT)
     if prepared.data_words == RANDOM_IDS:
         raise InputError(
             f"`{name}` has no tokenizer, and random ids say nothing about its quality",
             hint="copy the tokenizer's files beside the weights",
+        )
+    if prepared.opened.missing:
+        raise InputError(
+            f"not in the checkpoint, so random here: {shown(prepared.opened.missing)}",
+            hint="fetch the checkpoint again",
         )
     if options.data is not None:
         prepared = replace(prepared, data_words=Path(options.data).name)

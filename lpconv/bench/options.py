@@ -9,7 +9,7 @@ from typing import Annotated
 
 from lpconv.bench.cases import BASELINES, BENCH_FORMATS, BENCH_METHODS, BENCH_OPTIMIZERS, COMPILE_MODES, MODES
 from lpconv.errors import UsageError
-from lpconv.options import PARALLEL, Group, Option
+from lpconv.options import PARALLEL, AllowMissing, Group, Option
 
 __all__ = ["BenchOptions", "Effort"]
 
@@ -135,6 +135,7 @@ class BenchOptions:
         _check("Condition on every row, such as 'speedup>=1.2'", flag="gate", metavar="CONDITION", parse=_gate),
     ] = ()
     command: str | None = None
+    allow_missing: AllowMissing = False
     resume: bool = False
     force: Annotated[bool, Option("Replace a result that is there", only="manifest")] = False
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from lpconv.bench.cases import PLAIN, Case, baseline_of, expand, parallel_of
@@ -10,7 +11,11 @@ from lpconv.bench.nvml import GpuMonitor, find_monitor
 from lpconv.bench.options import BenchOptions, Effort
 from lpconv.bench.rows import MEMORY_SHARE, BenchRun, new_team
 from lpconv.bench.team import Child
+from lpconv.checkpoint.contents import read_contents
+from lpconv.checkpoint.resolve import resolve
 from lpconv.errors import UnsupportedError, UsageError
+from lpconv.models.presets import PRESETS
+from lpconv.models.whole import check_whole
 from lpconv.progress import Progress, Silent
 from lpconv.results import BenchResult, PeakRecord, RatioRecord, from_json
 
@@ -62,6 +67,8 @@ def bench(
     InputError for a request that no case can meet, UnsupportedError for a device that is not there.
     """
     told = progress or Silent()
+    if options.model is not None and (options.model not in PRESETS or Path(options.model).is_dir()):
+        check_whole(read_contents(resolve(options.model).directory), allow_missing=options.allow_missing)
     # Wrong names are found before any process starts.
     _groups(_cases(options, {"device": "cpu", "name": ""})[0], options)
     with Child() as child:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lpconv.checkpoint.contents import Contents, read_contents, read_json
-from lpconv.checkpoint.header import read_header
+from lpconv.checkpoint.header import TensorInfo, read_header
 from lpconv.checkpoint.place import any_pointer
 from lpconv.checkpoint.remote import is_url
 from lpconv.checkpoint.resolve import base_name, resolve
@@ -183,7 +183,7 @@ def before_verifying(path: Path, options: "VerifyOptions", page: Path | None = N
         check_file(page)
     _check_text(options.data)
     if options.level == "values" or (options.level is None and options.against and not is_output(path)):
-        read_contents(path)
+        _readable(path)
     else:
         check_marked(path)
 
@@ -192,13 +192,10 @@ def before_restoring(path: Path, output: Path, *, force: bool) -> bool:
     """Of `lpconv restore`; gives back whether `path` is quantised by others, or by us without a record of it."""
     from lpconv.checkpoint.compressed import quantized_by
     from lpconv.checkpoint.staging import check_apart, check_free, check_marked, is_output
-    from lpconv.forms.foreign import check_readable
 
-    config = {} if is_output(path) or not path.exists() else read_contents(path).config
+    config = {} if is_output(path) or not path.exists() else _readable(path).config
     is_others = quantized_by(config) is not None
-    if is_others:
-        check_readable(config)
-    else:
+    if not is_others:
         check_marked(path)
     check_apart(path, output)
     check_free(output, force=force)
@@ -215,8 +212,17 @@ def _check_text(file: Path | None, seq_len: int = 1) -> None:
 
 def _contents(model: str, revision: str | None) -> Contents:
     """What a checkpoint has, its files as long as their headers say; those that lie elsewhere are not asked."""
-    contents = read_contents(resolve(model, revision=revision, headers_only=True).directory)
+    return _readable(resolve(model, revision=revision, headers_only=True).directory)
+
+
+def _readable(directory: Path) -> Contents:
+    """What a directory has; UnsupportedError for the layouts of others that are not read."""
+    from lpconv.forms import Headers
+    from lpconv.forms.foreign import check_readable
+
+    contents, tensors = read_contents(directory), dict[str, TensorInfo]()
     is_here = contents.kind == "safetensors" and not any_pointer(contents.directory, contents.weight_files)
     for file in contents.weight_files if is_here else ():
-        read_header(contents.directory / file)
+        tensors |= read_header(contents.directory / file).tensors
+    check_readable(Headers.of(contents.config, tensors))
     return contents

@@ -1,17 +1,16 @@
 """Look at a checkpoint from its headers alone: no torch, no weights read."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from lpconv.checkpoint.contents import Contents, read_contents
 from lpconv.checkpoint.gguf import header_of
 from lpconv.checkpoint.header import TensorInfo
 from lpconv.checkpoint.staging import read_marker
 from lpconv.convert.defects import Findings, from_headers
-from lpconv.errors import InputError, LpconvError, UnsupportedError, finding
+from lpconv.errors import InputError, LpconvError, finding
 from lpconv.forms import Headers, Stored, recognise
-from lpconv.forms.foreign import check_readable
+from lpconv.forms.foreign import unread
 from lpconv.report.numbers import shown
 from lpconv.results import DtypeRecord, FileRecord, InspectResult, StoredTensor, TensorRecord, from_json
 
@@ -46,7 +45,7 @@ def describe(contents: Contents, stored: InFiles, *, name: str, problems: Sequen
     there = {info.name: (info, file) for info, file in stored}
     headers = Headers.of(contents.config, {name: info for name, (info, _) in there.items()})
     forms = recognise(headers)
-    not_judged = _not_judged(contents.config)
+    not_judged = unread(headers)
     found = Findings() if not_judged else from_headers(headers, forms)
     scales = {t.name: t.scale for t in records if t.scale is not None}
     return InspectResult(
@@ -85,15 +84,6 @@ def _not_read(layout: str | None) -> tuple[str, ...]:
     """What headers do not tell. Scales that `judged` can read are the first, until it does."""
     scales = {None: (), "lpconv": ("codes and scales (`lpconv verify`)",)}.get(layout, ("scales",))
     return (*scales, *([] if layout == "lpconv" else [VALUES]))
-
-
-def _not_judged(config: Mapping[str, Any]) -> str | None:
-    """Why nothing can be said of the weights; None if it can."""
-    try:
-        check_readable(config)
-    except UnsupportedError as e:
-        return e.message
-    return None
 
 
 def _bits_per_weight(forms: Iterable[Stored]) -> float | None:

@@ -27,9 +27,12 @@ from lpconv.convert.plan import Plan, make_plan
 from lpconv.convert.settings import settings_of
 from lpconv.data import text_at
 from lpconv.errors import InputError, ResourceError
+from lpconv.forms import Headers
 from lpconv.forms.decoded import is_coded, open_values
+from lpconv.forms.foreign import check_readable
 from lpconv.gates import CONVERT_GATES, Gate
 from lpconv.models.known import known_linears
+from lpconv.models.whole import check_whole
 from lpconv.version import __version__
 
 __all__ = ["Job", "check_disk", "disk_bytes", "estimate_seconds", "free_bytes", "identity", "prepare"]
@@ -41,7 +44,8 @@ _PIECE = 2**22  # bytes of two tensors that are compared at a time
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """A conversion that is understood but not begun. `source` is open; who prepares a job closes it.
+    """A conversion that is understood but not begun. `source` is open; who prepares a job closes it. `missing` are
+    weights of the model that it lacks.
 
     `output` is the directory that is written; where the output is remote, its `url`, that is worked on here.
     """
@@ -55,6 +59,7 @@ class Job:
     source: Source
     plan: Plan
     gates: tuple[Gate, ...]
+    missing: tuple[str, ...]
     memory: Memory
 
 
@@ -73,6 +78,8 @@ def prepare(model: str, output: Path | str, options: ConvertOptions, *, headers_
     if is_coded(contents):
         contents = dataclasses.replace(contents, config=plain_config(contents))
     try:
+        infos = {n: e.info for n, e in source.entries.items()}
+        check_readable(Headers.of(contents.config, infos))
         linears = _linears(contents, source) if method.form(options.layout).of_linears else None
         made = make_plan(
             {n: (e.info, e.file) for n, e in source.entries.items()},
@@ -84,6 +91,8 @@ def prepare(model: str, output: Path | str, options: ConvertOptions, *, headers_
         )
         output_config(contents, made)  # what it refuses, it refuses now
         memory = plan_memory(made, contents, gates, output=output, uploads=url is not None)
+        shapes = {n: info.shape for n, info in infos.items()}
+        missing = check_whole(contents, shapes, allow_missing=options.allow_missing)
     except BaseException:
         source.close()
         raise
@@ -97,6 +106,7 @@ def prepare(model: str, output: Path | str, options: ConvertOptions, *, headers_
         source=source,
         plan=made,
         gates=gates,
+        missing=missing,
         memory=memory,
     )
 

@@ -5,6 +5,7 @@ noise for images and sound. Where the head of the architecture has no weights in
 states are compared instead, because random heads would compare nothing.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,13 @@ from torch import Tensor
 
 from lpconv.checkpoint.contents import Contents
 from lpconv.errors import UnsupportedError, VerificationError
-from lpconv.models.empty import check_fits
+from lpconv.models.empty import check_memory, num_parameters
 from lpconv.models.inputs import describe, example_inputs, inputs_for
 from lpconv.models.load import load, open_in_files
 from lpconv.models.opening import model_errors, open_to_run, read_config
 from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import architecture, concrete
+from lpconv.report.numbers import shown
 from lpconv.results import LogitsCheck
 
 __all__ = ["check_inputs", "check_logits", "check_model", "compare", "outputs_of"]
@@ -28,10 +30,10 @@ _UNLIKE, _REPORT = "the source opens and the output does not", "report this, or 
 _COPIES_IN_MEMORY = 2  # the model, and the values that it is given
 
 
-def check_model(contents: Contents, stored_elements: int) -> None:
-    """Refuse a model before it is built (`check_fits`); only its own code knows the size of one that brings some."""
+def check_model(contents: Contents) -> None:
+    """Refuse a model that memory does not hold before it is built; only its own code knows the size of one with any."""
     if "auto_map" not in contents.config:
-        check_fits(contents, stored_elements, copies=_COPIES_IN_MEMORY, what="running the model")
+        check_memory(num_parameters(contents), copies=_COPIES_IN_MEMORY, what="running the model")
 
 
 def check_inputs(contents: Contents, *, trust_remote_code: bool) -> None:
@@ -53,10 +55,12 @@ def check_logits(source: Path, output: Path, *, trust_remote_code: bool, in_file
     # Both directories are local; the flag decides whether their own Python files may run.
     options = {"trust_remote_code": True} if trust_remote_code else {}
     with quiet_transformers():
-        model = open_to_run(source, **options).model
+        opened = open_to_run(source, **options)
+        _check_whole(opened.missing)
+        model = opened.model
         inputs, cls = example_inputs(model), type(model)
         wanted = outputs_of(model, inputs)
-        del model
+        del model, opened
         with model_errors(_UNLIKE, hint=_REPORT, error=VerificationError):
             got = outputs_of(load(output, dtype=torch.float32, model_class=cls, **options), inputs)
     return compare(wanted, got, cls.__name__, describe(inputs))
@@ -64,12 +68,20 @@ def check_logits(source: Path, output: Path, *, trust_remote_code: bool, in_file
 
 def _check_in_files(source: Path, output: Path) -> LogitsCheck:
     with open_in_files(source) as (model, missing):
-        if missing:
-            raise UnsupportedError(f"the source lacks `{missing[0]}` of its model", hint="use --verify weights")
+        _check_whole(missing)
         inputs, cls = example_inputs(model), type(model)
         wanted = outputs_of(model, inputs)
     with model_errors(_UNLIKE, hint=_REPORT, error=VerificationError), open_in_files(output) as (model, _):
         return compare(wanted, outputs_of(model, inputs), cls.__name__, describe(inputs))
+
+
+def _check_whole(missing: Sequence[str]) -> None:
+    """Raise UnsupportedError where weights are random, since outputs of two such models say nothing."""
+    if missing:
+        raise UnsupportedError(
+            f"the source lacks {shown(missing)} of its model: its outputs would be those of random numbers",
+            hint="use --verify weights",
+        )
 
 
 def outputs_of(model: Any, inputs: dict[str, Tensor]) -> Tensor:

@@ -21,6 +21,7 @@ from lpconv.errors import ResourceError
 from lpconv.forms.ranges import BLOCK_ELEMENTS, CHECKED_ELEMENTS
 from lpconv.gates import Gate, needs_logits
 from lpconv.machine import available_memory
+from lpconv.models.known import known_shapes
 
 __all__ = ["CALIBRATING_BYTES", "SPARE", "Memory", "plan_memory"]
 
@@ -76,10 +77,12 @@ def plan_memory(
     now = taken + (0 if "torch" in sys.modules else _TORCH_BYTES) + _network(plan, contents, output, uploads=uploads)
     available = taken + available_memory()
     budget = min(options.max_memory or available, available)
+    is_light = "model_type" not in contents.config or known_shapes(contents.config) is not None
+    loaded = now + (0 if is_light or "transformers" in sys.modules else _TRANSFORMERS_BYTES)  # by `check_whole`
     workers = options.workers or min(len(os.sched_getaffinity(0)), _MAX_WORKERS)
-    while workers > 1 and now + _converting(plan, workers) > budget:
+    while workers > 1 and loaded + _converting(plan, workers) > budget:
         workers -= 1
-    needed = now + _converting(plan, workers)
+    needed = loaded + _converting(plan, workers)
     if needed > budget:
         raise _too_much("the conversion", needed, budget, options)
     if options.calibrate is not None:

@@ -10,7 +10,7 @@ from lpconv.errors import UsageError
 from lpconv.formats.grains import GRAINS, TENSOR, grain_of
 from lpconv.formats.spec import FORMATS
 from lpconv.methods import LPCONV, METHODS
-from lpconv.options import Force, Option, Resume, Revision, TrustRemoteCode, check, size_option
+from lpconv.options import AllowMissing, Force, Option, Resume, Revision, TrustRemoteCode, check, size_option
 
 __all__ = [
     "CALIBRATION_TOKENS",
@@ -139,6 +139,7 @@ class ConvertOptions:
         _check("Condition to publish, such as 'sqnr>=25'", flag="gate", metavar="CONDITION", parse=_gate),
     ] = ()
     revision: Revision = None
+    allow_missing: AllowMissing = False
     max_memory: Annotated[
         int | None, size_option("Bound of the whole run, such as 4GB", default="what is free", panel=_HOW)
     ] = None

@@ -12,7 +12,7 @@ from lpconv.convert.plan import Plan
 from lpconv.formats.grains import TENSOR
 from lpconv.formats.spec import FORMATS
 from lpconv.forms.decoded import DecodedSource
-from lpconv.report.numbers import shown, size_text
+from lpconv.report.numbers import plural, shown, size_text
 from lpconv.report.printable import printable
 from lpconv.results import FileRecord, SourceRecord, TensorRecord
 from lpconv.version import __version__
@@ -58,6 +58,9 @@ def plan_warnings(job: Job) -> tuple[str, ...]:
         warnings.append(
             f"the source has codes, {size_text(held)} on disk; sizes here are beside their values in fp32, {decoded}"
         )
+    if job.missing:
+        lacks = f"the source lacks {plural(len(job.missing), 'weight')} of its model: {shown(job.missing)}"
+        warnings.append(f"{lacks}; so does the output")
     written = {t.format.name for t in plan.tensors if t.format}
     if not written:
         warnings.append("no tensor is converted: the output is a copy")

@@ -170,7 +170,7 @@ def _check_can_run(job: Job) -> None:
     from lpconv.convert.logits import check_inputs, check_model  # transformers takes seconds to import
 
     if not job.memory.in_files:
-        check_model(job.contents, sum(t.info.num_elements for t in job.plan.tensors))
+        check_model(job.contents)
     check_inputs(job.contents, trust_remote_code=options.trust_remote_code)
 
 

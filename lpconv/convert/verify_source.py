@@ -50,6 +50,7 @@ def prepare_again(
         max_shard_size=None,
         revision=None if against else recorded.revision,
         verify=verify,
+        allow_missing=True,  # of what is published already
         trust_remote_code=trust_remote_code,
     )
     try:

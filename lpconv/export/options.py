@@ -5,7 +5,7 @@ import importlib
 from typing import Annotated
 
 from lpconv.errors import UnsupportedError, UsageError
-from lpconv.options import Force, Option, Revision
+from lpconv.options import AllowMissing, Force, Option, Revision
 
 __all__ = ["MAX_INLINE_BYTES", "ExportOptions", "choose_opset", "need"]
 
@@ -33,6 +33,7 @@ class ExportOptions:
         bool, Option("Write the weights to model.onnx.data even where they fit into the graph")
     ] = False
     revision: Revision = None
+    allow_missing: AllowMissing = False
     force: Force = False
 
 

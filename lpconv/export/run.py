@@ -19,10 +19,11 @@ from lpconv.convert.provenance import public_source, versions
 from lpconv.errors import ResourceError, VerificationError
 from lpconv.export.options import MAX_INLINE_BYTES, ExportOptions, choose_opset
 from lpconv.export.rewrite import Rewritten, rewrite
-from lpconv.export.stored import check_exportable, has_fp8, num_elements, stored_weights
+from lpconv.export.stored import has_fp8, stored_weights
 from lpconv.export.trace import Traceable, trace, traceable
 from lpconv.export.validate import Case, check_file, compare
 from lpconv.models.inputs import other_inputs
+from lpconv.models.whole import check_whole
 from lpconv.progress import Progress, Silent
 from lpconv.report.numbers import shown
 from lpconv.results import ExportResult, FileRecord, OnnxCheck, SourceRecord, ordered_json_text, to_json
@@ -46,7 +47,7 @@ def export_onnx(model: str, output: Path, options: ExportOptions, *, progress: P
     resolved = resolve(model, revision=options.revision)
     contents = read_contents(resolved.directory)
     watched = watch(contents.directory, watched_files(contents))
-    check_exportable(contents)
+    check_whole(contents, allow_missing=options.allow_missing)
     check_apart(resolved.directory, output)
     opset = choose_opset(options.opset, has_fp8=has_fp8(contents))
     identity = {"export": model, "opset": opset}
@@ -76,7 +77,7 @@ def _write_model(
     """Write the graph and check it; the record lacks the output's name and the time."""
     provenance = read_marker(contents.directory)
     told.start("opening the model", 0)
-    opened = traceable(contents, num_elements(contents))
+    opened = traceable(contents)
     told.start("tracing the graph", 0)
     graph = trace(opened.model, opened.inputs, opened.axes, output=opened.output, opset=opset)
     told.start("storing the weights", 0)

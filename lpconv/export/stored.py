@@ -13,11 +13,9 @@ from torch import Tensor
 
 from lpconv.checkpoint.contents import Contents
 from lpconv.checkpoint.source import open_source
-from lpconv.forms.decoded import open_values
-from lpconv.forms.foreign import check_readable
 from lpconv.forms.reader import StoredTensors
 
-__all__ = ["FLOAT8", "Component", "StoredWeight", "check_exportable", "has_fp8", "num_elements", "stored_weights"]
+__all__ = ["FLOAT8", "Component", "StoredWeight", "has_fp8", "stored_weights"]
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, *FLOAT8)
@@ -69,21 +67,10 @@ _DTYPE_NAMES = {
 }  # fmt: skip
 
 
-def check_exportable(contents: Contents) -> None:
-    """Refuse the layouts that lpconv does not read. Raises UnsupportedError."""
-    check_readable(contents.config)
-
-
 def has_fp8(contents: Contents) -> bool:
     """Whether any tensor is in 8 bits, from headers alone."""
     with closing(open_source(contents)) as source:
         return any(e.info.dtype in _FLOAT8_DTYPES for e in source.entries.values())
-
-
-def num_elements(contents: Contents) -> int:
-    """How many numbers the weight files stand for, from headers and scales."""
-    with closing(open_values(contents)) as source:
-        return sum(e.info.num_elements for e in source.entries.values())
 
 
 def stored_weights(contents: Contents) -> Iterator[StoredWeight]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lpconv.checkpoint.contents import Contents
 from lpconv.errors import UnsupportedError
 from lpconv.machine import out_of_memory
-from lpconv.models.empty import check_fits
+from lpconv.models.empty import check_memory, num_parameters
 from lpconv.models.inputs import axes_of, tracing_inputs
 from lpconv.models.opening import model_errors, open_to_trace
 
@@ -58,14 +58,13 @@ class Traceable:
         return found
 
 
-def traceable(contents: Contents, stored_elements: int) -> Traceable:
+def traceable(contents: Contents) -> Traceable:
     """Open a checkpoint; where it holds no weights for its architecture's head, the bare model.
 
-    Raises UnsupportedError for models that transformers does not open or lpconv has no inputs for, InputError where the
-    files cannot be this model's, ResourceError where memory will not do. `stored_elements` are those of the weight
-    files.
+    Raises UnsupportedError for models that transformers does not open or lpconv has no inputs for, ResourceError where
+    memory will not do.
     """
-    check_fits(contents, stored_elements, copies=_COPIES_IN_MEMORY, what="exporting")
+    check_memory(num_parameters(contents), copies=_COPIES_IN_MEMORY, what="exporting")
     opened = open_to_trace(contents.directory)
     inputs = tracing_inputs(opened.model)
     with torch.inference_mode(), model_errors("the model does not run", hint="this model cannot be exported"):

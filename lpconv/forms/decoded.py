@@ -8,6 +8,7 @@ from __future__ import annotations  # tensors are named below and not imported
 
 from collections import OrderedDict
 from collections.abc import Mapping
+from contextlib import closing
 from threading import Lock
 from typing import TYPE_CHECKING
 
@@ -16,13 +17,14 @@ from lpconv.checkpoint.contents import Contents
 from lpconv.checkpoint.header import TensorInfo
 from lpconv.checkpoint.residual import RESIDUAL_INDEX
 from lpconv.checkpoint.source import Source, TensorEntry, open_source
-from lpconv.forms import Kept
+from lpconv.forms import Headers, Kept, recognise
+from lpconv.forms.foreign import check_readable
 from lpconv.forms.reader import StoredTensors
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["DecodedSource", "is_coded", "open_values"]
+__all__ = ["DecodedSource", "is_coded", "open_values", "stored_shapes"]
 
 _BANDS = 4  # that are remembered: as many as a few threads read side by side
 
@@ -73,6 +75,16 @@ class DecodedSource:
     def close(self) -> None:
         self._bands.clear()
         self._stored.close()
+
+
+def stored_shapes(contents: Contents) -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors that the files stand for by name, from headers. Raises what `open_source` does, and
+    UnsupportedError for the layouts that are not read."""
+    check_readable(Headers.of(contents.config, {}))  # before a pickle is opened
+    with closing(open_source(contents)) as source:
+        headers = Headers.of(contents.config, {n: e.info for n, e in source.entries.items()})
+    check_readable(headers)
+    return {name: form.shape for name, form in recognise(headers).items()}
 
 
 def is_coded(contents: Contents) -> bool:

@@ -51,6 +51,7 @@ class StoredTensors:
                 low={n: e.info for n, e in low.items()},
                 residual=residuals.form if residuals is not None else "",
             )
+            check_readable(self._headers)
             self.forms = recognise(self._headers)
             self._sides: dict[str, Side] = {n: self.read_side(form) for n, form in self.forms.items() if form.side}
             self._opened = opened.pop_all()
@@ -63,7 +64,7 @@ class StoredTensors:
         UnsupportedError for the layouts that are not read.
         """
         contents = read_contents(Path(directory))
-        check_readable(contents.config)
+        check_readable(Headers.of(contents.config, {}))  # before a pickle is opened
         made = cls(contents, read_residual(contents.directory))
         wrong = made._disagreement(is_ours=(contents.directory / MARKER).exists())
         if wrong is not None:

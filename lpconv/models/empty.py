@@ -1,6 +1,7 @@
 """The model of a checkpoint without its weights: what the config alone says about modules, sizes and memory."""
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,16 +11,18 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from lpconv.checkpoint.compressed import LinearModules
 from lpconv.checkpoint.contents import Contents
-from lpconv.errors import InputError, ResourceError
+from lpconv.errors import ResourceError
 from lpconv.layers import embeddings, linears
 from lpconv.machine import available_memory
-from lpconv.models.opening import model_errors, read_config
+from lpconv.models.load import from_state
+from lpconv.models.opening import first_line, model_errors, read_config
 from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import architecture, concrete
 
-__all__ = ["check_fits", "check_memory", "empty_model", "linear_modules", "num_parameters"]
+__all__ = ["check_memory", "compare_empty", "empty_model", "linear_modules", "num_parameters"]
 
 _STACKED, _ALONE = "MergeModulelist", "renamed"
+_EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..*)")
 _HINT = "lpconv builds the models of this release of transformers"
 
 
@@ -29,6 +32,41 @@ def empty_model(contents: Contents) -> nn.Module:
     with quiet_transformers(), torch.device("meta"), model_errors("config.json builds no model", hint=_HINT):
         model: nn.Module = concrete(architecture(contents.config), config)._from_config(config)
     return model
+
+
+def compare_empty(contents: Contents, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    """What transformers reports when it loads tensors of these names and shapes into `empty_model`: fields of a `Fit`.
+
+    Raises UnsupportedError where that cannot be built.
+    """
+    model = empty_model(contents)
+    name, config = type(model).__name__, read_config(contents, hint=_HINT)
+    state = {n: torch.empty(shape, device="meta") for n, shape in shapes.items()}
+    lists = {f"{n}." for n, m in model.named_modules() if isinstance(m, nn.ModuleList)}
+    lists |= {x.removeprefix(f"{model.base_model_prefix}.") for x in lists}
+    try:
+        with quiet_transformers():
+            _, report = from_state(type(model), config, state, device_map={"": "meta"}, ignore_mismatched_sizes=True)
+    except Exception as e:  # what its operations raise on tensors that do not go together
+        return {"model": name, "missing": _missing_experts(shapes), "error": first_line(e)}
+    left = report["unexpected_keys"] - {n for n, _ in model.named_buffers()}
+    extra = {n for n in left if n.startswith(tuple(lists))}
+    wrong = {n: (tuple(found), tuple(wanted)) for n, found, wanted in report["mismatched_keys"]}
+    experts = _missing_experts(shapes) if wrong else ()
+    return {
+        "model": name,
+        "missing": tuple(sorted({*report["missing_keys"], *experts})),
+        "extra": tuple(sorted(extra)),
+        "unused": tuple(sorted(left - extra)),
+        "shapes": {} if experts else dict(sorted(wrong.items())),
+    }
+
+
+def _missing_experts(names: Iterable[str]) -> tuple[str, ...]:
+    """Weights of single experts that other experts have: transformers only sees that a stack of them is too small."""
+    there = {m[0]: m.groups() for n in names if (m := _EXPERT.fullmatch(n))}
+    blocks, numbers, leaves = ({parts[i] for parts in there.values()} for i in range(3))
+    return tuple(sorted({f"{b}{i}{leaf}" for b in blocks for i in numbers for leaf in leaves} - there.keys()))
 
 
 def num_parameters(contents: Contents) -> int:
@@ -90,22 +128,6 @@ def _stored_names(model: Any, names: Iterable[str]) -> dict[str, dict[str, str |
 def _is_in(name: str, parts: Iterable[str]) -> bool:
     """Whether a module's name has one of some parts of names."""
     return any(f".{part}." in f".{name}." for part in parts)
-
-
-def check_fits(contents: Contents, stored_elements: int, *, copies: int, what: str) -> None:
-    """Refuse a model before it is built: one that the weight files cannot be, or that memory does not hold.
-
-    Memory is to hold so many copies in fp32; `stored_elements` are the numbers in the weight files. Raises InputError
-    where they are less than half of the parameters: building that model would fill memory with random numbers;
-    ResourceError, and UnsupportedError where transformers does not build it.
-    """
-    count = num_parameters(contents)
-    if stored_elements < count // 2:
-        raise InputError(
-            f"the weight files hold {stored_elements} numbers, the model of config.json has {count}",
-            hint="the config belongs to another model, or weight files are missing",
-        )
-    check_memory(count, copies=copies, what=what)
 
 
 def check_memory(num_parameters: int, *, copies: int, what: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from lpconv.checkpoint.compressed import LinearModules
 
-__all__ = ["FAMILIES", "known_linears"]
+__all__ = ["FAMILIES", "known_linears", "known_shapes"]
 
 _EMBEDDING, _HEAD = "model.embed_tokens", "lm_head"
 _QKVO = tuple(f"self_attn.{x}_proj" for x in "qkvo")
@@ -46,6 +46,41 @@ FAMILIES: Mapping[tuple[str, str], tuple[str, ...]] = {
     ("StableLmForCausalLM", "stablelm"): _GATED,
     ("Starcoder2ForCausalLM", "starcoder2"): (*_QKVO, "mlp.c_fc", "mlp.c_proj"),
 }
+
+# The norms of a layer, by `model_type`, of families whose sizes are known as well. Without `head_dim` in config.json,
+# only those in `_USUAL_HEADS` share out the width among heads.
+_TWO = ("input_layernorm", "post_attention_layernorm")
+_FOUR = (*_TWO, "pre_feedforward_layernorm", "post_feedforward_layernorm")
+_OF_HEADS = ("self_attn.q_norm", "self_attn.k_norm")
+_NORMS = {
+    **dict.fromkeys(("gemma", "granite", "llama", "ministral3", "mistral", "qwen2", "smollm3"), _TWO),
+    "gemma2": _FOUR, "gemma3_text": (*_OF_HEADS, *_FOUR), "qwen3": (*_OF_HEADS, *_TWO),
+}  # fmt: skip
+_USUAL_HEADS = ("granite", "llama", "mistral", "qwen2", "smollm3")
+_SIZES = ("hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size",
+          "num_hidden_layers")  # fmt: skip
+
+
+def known_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]] | None:
+    """The shape of every tensor of the model of a config by name, the head included; None where that is not known."""
+    kind, sizes = str(config.get("model_type")), [config.get(k) for k in _SIZES]
+    layer = FAMILIES.get(((config.get("architectures") or [""])[0], kind))
+    is_usual = _has_whole_heads(config) and not any(v for k, v in config.items() if "bias" in k)
+    if layer is None or kind not in _NORMS or not is_usual or not all(isinstance(n, int) for n in sizes):
+        return None
+    width, num_heads, num_pairs, inner, vocab, count = (int(n) for n in sizes if n is not None)
+    head = config.get("head_dim", width // num_heads if kind in _USUAL_HEADS else None)
+    if not isinstance(head, int):
+        return None
+    rows = {"q_proj": num_heads * head, "k_proj": num_pairs * head, "v_proj": num_pairs * head, "o_proj": width,
+            "gate_proj": inner, "up_proj": inner, "down_proj": width}  # fmt: skip
+    cols = {"o_proj": num_heads * head, "down_proj": inner}
+    leaves = {f"{m}.weight": (rows[m.rpartition(".")[2]], cols.get(m.rpartition(".")[2], width)) for m in layer}
+    if kind == "qwen2":
+        leaves |= {f"{m}.bias": (rows[m.rpartition(".")[2]],) for m in _QKVO[:3]}
+    leaves |= {f"{n}.weight": (head if n in _OF_HEADS else width,) for n in _NORMS[kind]}
+    found = {f"{name}.weight": (vocab, width) for name in (_EMBEDDING, _HEAD)} | {"model.norm.weight": (width,)}
+    return found | {f"model.layers.{i}.{leaf}": shape for i in range(count) for leaf, shape in leaves.items()}
 
 
 def known_linears(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> LinearModules | None:

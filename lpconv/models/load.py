@@ -16,6 +16,7 @@ from lpconv.checkpoint.place import any_pointer
 from lpconv.checkpoint.residual import RESIDUAL_INDEX
 from lpconv.checkpoint.resolve import directory_of
 from lpconv.forms import Kept
+from lpconv.forms.decoded import stored_shapes
 from lpconv.forms.foreign import READ
 from lpconv.forms.reader import StoredTensors
 from lpconv.models.coded import CodedTensor, save_as_codes
@@ -56,6 +57,7 @@ def load_with_missing(
     """`load`, and the names of the parameters that the checkpoint does not hold: they are freshly initialised."""
     register()
     contents = read_contents(Path(path))
+    stored_shapes(contents)  # of layouts that are read
     cls = model_class or architecture(contents.config, trusted=_trusted(contents, kwargs))
     has_residual = (contents.directory / RESIDUAL_INDEX).exists()
     kwargs["output_loading_info"] = True
@@ -125,10 +127,10 @@ def _assembled(
         )
     state = {name: tensor(stored, name) for name in stored.forms}
     cls = concrete(model_class, config)
-    model, missing = from_state(cls, config, state, dtype=dtype or config.dtype, **kwargs)
+    model, report = from_state(cls, config, state, dtype=dtype or config.dtype, **kwargs)
     if model.can_generate() and (contents.directory / "generation_config.json").exists():
         model.generation_config = transformers.GenerationConfig.from_pretrained(contents.directory)
-    return model, missing
+    return model, tuple(sorted(report["missing_keys"]))
 
 
 def _in_files(stored: StoredTensors, name: str) -> Tensor:
@@ -152,15 +154,13 @@ def _trusted(contents: Contents, kwargs: Mapping[str, Any]) -> Path | None:
     return contents.directory if kwargs.get("trust_remote_code") else None
 
 
-def from_state(
-    model_class: Any, config: Any, state: dict[str, Tensor], *, dtype: torch.dtype, **kwargs: Any
-) -> tuple[Any, tuple[str, ...]]:
-    """The model of a class and config with decoded tensors, by their names in a checkpoint; and what is missing.
+def from_state(model_class: Any, config: Any, state: dict[str, Tensor], **kwargs: Any) -> tuple[Any, Mapping[str, Any]]:
+    """The model of a class and config with decoded tensors, by their names in a checkpoint; and transformers' report.
 
     transformers renames and merges them as it does those of files. `config` loses what it says of codes.
     """
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config
     kwargs["output_loading_info"] = True
-    model, info = model_class.from_pretrained(None, config=config, state_dict=state, dtype=dtype, **kwargs)
-    return model.eval(), tuple(sorted(info["missing_keys"]))
+    model, report = model_class.from_pretrained(None, config=config, state_dict=state, **kwargs)
+    return model.eval(), report

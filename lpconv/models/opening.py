@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lpconv.checkpoint.contents import Contents, read_contents
 from lpconv.errors import LpconvError, UnsupportedError, peer_lost
-from lpconv.forms.foreign import check_readable
 from lpconv.machine import out_of_memory
 from lpconv.models.load import load_with_missing
 from lpconv.models.plugin import LpconvQuantizer
@@ -113,7 +112,6 @@ def open_to_train(
     Of a mesh every rank opens its rows, and the model runs once it is sharded. Raises UnsupportedError for models that
     the task has no class for, and for layouts that lpconv does not read.
     """
-    check_readable(read_contents(directory).config)
     with quiet_transformers(), model_errors(_DOES_NOT_OPEN, hint=_WHAT_OPENS):
         try:
             config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)

@@ -22,6 +22,7 @@ from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import CLM, MLM, NONE, Task
 from lpconv.models.text import Tokens, tokenize
 from lpconv.models.tokenizer import read_tokenizer
+from lpconv.models.whole import check_whole
 from lpconv.probe.batches import MASK_RATE, Batches, random_tokens
 from lpconv.probe.options import ProbeOptions
 from lpconv.probe.record import ProbeResult
@@ -62,6 +63,7 @@ def prepare_run(name: str, options: ProbeOptions, told: Progress, *, hint: str =
     contents = read_contents(source.directory)
     told.start("opening the model", 0)
     reads_text(contents, hint=hint)
+    check_whole(contents, allow_missing=options.allow_missing)
     check_memory(num_parameters(contents), copies=_COPIES_IN_MEMORY, what="probing")
     opened = open_to_run(source.directory)
     task = opened.task if opened.task in (CLM, MLM) else NONE

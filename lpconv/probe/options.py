@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from lpconv.options import Force, Option, Revision
+from lpconv.options import AllowMissing, Force, Option, Revision
 
 __all__ = ["PROBE_FILE", "ProbeOptions"]
 
@@ -28,5 +28,6 @@ class ProbeOptions:
     calibrate: Annotated[bool, Option("Also write the scales that unit scaling should use (calibration.json)")] = False
     seed: Annotated[int, Option("Seed of masks and random ids", least=0)] = 0
     revision: Revision = None
+    allow_missing: AllowMissing = False
     resume: bool = False
     force: Force = False

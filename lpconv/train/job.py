@@ -16,6 +16,7 @@ from lpconv.models.inputs import sequence_length, vocabulary_size
 from lpconv.models.opening import Opened, open_to_train, read_config
 from lpconv.models.tasks import Task, find_task, main_input, task_of
 from lpconv.models.tokenizer import read_tokenizer, special_id, special_tokens
+from lpconv.models.whole import check_whole
 from lpconv.train.data import read_rows
 from lpconv.train.examples import Collator, Examples, Stream, classification, packed, sequence_pairs
 from lpconv.train.memory import check_room, parameter_bytes
@@ -107,6 +108,7 @@ def training_job(directory: Path, options: FinetuneOptions) -> TrainingJob:
     if tokenizer is None:
         raise InputError(f"`{directory.name}` has no tokenizer", hint="copy its files beside the weights")
     check_start(options, contents.config)
+    check_whole(contents, allow_missing=options.allow_missing)
     _check_weights(contents, options)
     rows = read_rows(options)
     task = find_task(contents.config, options.task, has_labels=rows.label is not None)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from lpconv.errors import UnsupportedError, UsageError
-from lpconv.options import PARALLEL, Force, Group, Option, Resume, Revision, check, size_option
+from lpconv.options import PARALLEL, AllowMissing, Force, Group, Option, Resume, Revision, check, size_option
 from lpconv.scaled.choices import LEARNING_RATES, NATIVE_MARK, OPERAND_SCALES
 from lpconv.train.recipes import (
     LOSS_SCALES,
@@ -222,6 +222,7 @@ class FinetuneOptions:
         ),
     ] = ()
     revision: Revision = None
+    allow_missing: AllowMissing = False
     resume: Resume = False
     force: Force = False
 

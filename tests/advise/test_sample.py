@@ -16,7 +16,7 @@ from lpconv.convert.options import ConvertOptions
 
 def folder_of(folder: Path, tensors: dict[str, torch.Tensor]) -> str:
     folder.mkdir()
-    (folder / "config.json").write_text('{"model_type": "llama"}')
+    (folder / "config.json").write_text("{}")
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return str(folder)
 

@@ -40,7 +40,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for i in range(5)
     ]
     shards.append({"lm_head.weight": embedding.clone(), "model.norm.weight": torch.ones(16)})
-    config = {"model_type": "llama", "tie_word_embeddings": True}
+    config = {"tie_word_embeddings": True}
     return write_checkpoint(tmp_path_factory.mktemp("parts") / "source", shards, config=config)
 
 

@@ -15,7 +15,7 @@ from lpconv.convert.run import convert
 from lpconv.data import demo_checkpoint
 from lpconv.errors import UnsupportedError
 from lpconv.models.empty import empty_model, linear_modules
-from lpconv.models.known import FAMILIES, known_linears
+from lpconv.models.known import FAMILIES, known_linears, known_shapes
 
 # Some configs have no default of their own for these.
 SMALL = {"num_hidden_layers": 3, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
@@ -37,6 +37,22 @@ def test_what_is_known_of_a_family_is_what_transformers_builds(tmp_path: Path, f
     assert known_linears(config, stored) == linear_modules(contents, stored)
     del stored["lm_head.weight"]  # as where it is tied
     assert known_linears(config, stored) == linear_modules(contents, stored)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family[1])
+@pytest.mark.parametrize("without", [(), ("head_dim",), ("num_key_value_heads",)], ids=str)
+def test_the_shapes_that_are_known_of_a_family_are_those_of_transformers(
+    tmp_path: Path, family: tuple[str, str], without: tuple[str, ...]
+) -> None:
+    config = {k: v for k, v in config_of(family).items() if k not in without}
+    known = known_shapes(config)
+    if known is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        save_file({}, tmp_path / "model.safetensors")
+        built = empty_model(read_contents(tmp_path)).state_dict()
+        assert known == {name: tuple(x.shape) for name, x in built.items()}
+    elif not without:
+        assert family[1] not in ("llama", "mistral", "gemma3_text", "qwen2", "qwen3")
 
 
 @pytest.mark.parametrize(

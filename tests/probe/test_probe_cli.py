@@ -235,7 +235,7 @@ def test_a_head_that_the_checkpoint_lacks_is_not_invented(tmp_path: Path) -> Non
     model = bert(tmp_path / "model", "BertModel")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"architectures": ["BertForMaskedLM"]}))
-    result = probe_small(model)
+    result = probe_small(model, allow_missing=True)
     assert "`BertForMaskedLM`" in result.options["warnings"][0]
     assert not any(t.layer.startswith("cls") for t in result.tensors)
 

@@ -4,17 +4,17 @@ A layout is a file with the `quant_method`s that configs name it by, and `find`,
 one weight; its line in `_LAYOUTS` is all else. `docs/layouts.md` says what is read, and what was tried.
 """
 
-from collections.abc import Container, Iterator, Mapping
-from typing import Any
+import re
+from collections.abc import Container, Iterator
 
-from lpconv.checkpoint.compressed import INPUT_SCALES, quantized_by
+from lpconv.checkpoint.compressed import INPUT_SCALES
 from lpconv.errors import UnsupportedError
 from lpconv.forms.facts import Headers
 from lpconv.forms.foreign import awq, compressed_tensors, fp8, gguf, gptq, modelopt, mxfp4
 from lpconv.forms.foreign.gguf import Blocks
 from lpconv.forms.foreign.grid import Grid
 
-__all__ = ["ACTIVATIONS", "READ", "check_readable", "find", "is_part"]
+__all__ = ["ACTIVATIONS", "READ", "check_readable", "find", "is_part", "unread"]
 
 _LAYOUTS = (compressed_tensors, fp8, mxfp4, modelopt, gptq, awq, gguf)
 _BY_METHOD = {method: layout for layout in _LAYOUTS for method in layout.METHODS}
@@ -30,6 +30,14 @@ ACTIVATIONS = frozenset(
 _ALSO_MODELS = ("_scale", "_shape", "_scales", ".scales")
 _PARTS = ("_scale_inv", "_scale_2", "_global_scale", "_zero_point", "_packed", "_g_idx", "_blocks", ".pre_quant_scale",
           ".qweight", ".qzeros", ".g_idx", *_ALSO_MODELS)  # fmt: skip
+# Names of tensors that only these tools give, in layouts that are not read.
+_UNREAD = {
+    "optimum-quanto": re.compile(r"\.weight\._(data|scale|shift|zeropoint)\b"),
+    "bitsandbytes": re.compile(r"\.weight\.(absmax|quant_map|quant_state\.bitsandbytes__\w+)$|\.(SCB|weight_format)$"),
+    "torchao": re.compile(r"\._?weight(:|_)_?(qdata|tensor_impl|data|int_data|scale_and_zero)\b"),
+    "HQQ": re.compile(r"\.W_q$"),
+    "mlx": re.compile(r"\.scales$"),
+}
 
 
 def find(name: str, headers: Headers) -> Grid | Blocks | None:
@@ -57,24 +65,33 @@ def _integer_bits(method: str | None, settings: object) -> Iterator[int]:
             yield bits
 
 
-def check_readable(config: Mapping[str, Any]) -> None:
-    """Raise UnsupportedError for a checkpoint that somebody quantised in a way that is not read."""
-    method = quantized_by(config)
-    if method not in (None, "lpconv", *READ):
-        raise UnsupportedError(
-            f"the checkpoint is quantised by `{method}`, which lpconv does not read",
-            hint="it reads " + ", ".join(sorted(READ)) + "; else start from the unquantised checkpoint",
-        )
-    settings = config.get("quantization_config")
-    odd = {*_integer_bits(method, settings)} & {1, 3, 5, 6, 7}
+def unread(headers: Headers) -> str | None:
+    """Why weights are in no layout that is read, in words, from the names of tensors and the config; None if they are
+    plain, ours, or in one of `READ`."""
+    method, tool = headers.quantised_by, None
+    if method not in READ:
+        tool = None if method in (None, "lpconv") else f"`{method}`"
+        for name, pattern in _UNREAD.items():
+            found = next((n for n in headers.root if pattern.search(n)), None)
+            if found is not None and (name != "mlx" or _has_words(found, headers)):
+                tool = f"{name} (`{found}`)"
+    elif headers.quantization.get("quant_algo") == modelopt.SVD:
+        tool = f"ModelOpt's {modelopt.SVD} (a part of each weight is the product of two thin matrices)"
+    odd = {*_integer_bits(method, headers.quantization)} & {1, 3, 5, 6, 7}
     if odd:
-        raise UnsupportedError(
-            f"the weights are integers of {odd.pop()} bits, which lpconv does not read in the layout `{method}`",
-            hint="start from the unquantised checkpoint",
-        )
-    if isinstance(settings, dict) and settings.get("quant_algo") == modelopt.SVD:
-        raise UnsupportedError(
-            f"the weights are quantised by ModelOpt's {modelopt.SVD}, which lpconv does not read: a part of each is "
-            "the product of two thin matrices",
-            hint="start from the unquantised checkpoint",
-        )
+        return f"the weights are integers of {odd.pop()} bits, which lpconv does not read in the layout `{method}`"
+    return None if tool is None else f"the checkpoint is quantised by {tool}, which lpconv does not read"
+
+
+def _has_words(scales: str, headers: Headers) -> bool:
+    """Whether the codes beside some scales are 32-bit words under the weight's own name, as only mlx has them."""
+    weight = headers.root.get(f"{scales.rpartition('.')[0]}.weight")
+    return weight is not None and weight.dtype == "U32"
+
+
+def check_readable(headers: Headers) -> None:
+    """Raise UnsupportedError for a checkpoint that somebody quantised in a way that is not read."""
+    why = unread(headers)
+    if why is not None:
+        hint = "it reads " + ", ".join(sorted(READ)) + "; else start from the unquantised checkpoint"
+        raise UnsupportedError(why, hint=hint)
