@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 from lpconv.errors import UnsupportedError
 from lpconv.formats.spec import FORMATS, Format
 from lpconv.lookup import find
+from lpconv.machine import may_have_gpu
 from lpconv.results.doctor import (
     EMULATED,
     ERROR,

@@ -75,11 +75,14 @@ def known_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]] | None
     rows = {"q_proj": num_heads * head, "k_proj": num_pairs * head, "v_proj": num_pairs * head, "o_proj": width,
             "gate_proj": inner, "up_proj": inner, "down_proj": width}  # fmt: skip
     cols = {"o_proj": num_heads * head, "down_proj": inner}
-    leaves = {f"{m}.weight": (rows[m.rpartition(".")[2]], cols.get(m.rpartition(".")[2], width)) for m in layer}
+    leaves: dict[str, tuple[int, ...]] = {
+        f"{m}.weight": (rows[m.rpartition(".")[2]], cols.get(m.rpartition(".")[2], width)) for m in layer
+    }
     if kind == "qwen2":
         leaves |= {f"{m}.bias": (rows[m.rpartition(".")[2]],) for m in _QKVO[:3]}
     leaves |= {f"{n}.weight": (head if n in _OF_HEADS else width,) for n in _NORMS[kind]}
-    found = {f"{name}.weight": (vocab, width) for name in (_EMBEDDING, _HEAD)} | {"model.norm.weight": (width,)}
+    ends = {_EMBEDDING: (vocab, width), _HEAD: (vocab, width), "model.norm": (width,)}
+    found: dict[str, tuple[int, ...]] = {f"{name}.weight": shape for name, shape in ends.items()}
     return found | {f"model.layers.{i}.{leaf}": shape for i in range(count) for leaf, shape in leaves.items()}
 
 

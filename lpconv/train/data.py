@@ -49,8 +49,8 @@ def check_data(options: FinetuneOptions) -> None:
     """Raises InputError for a file that is missing, empty or no text, or a data set that cannot be had, and UsageError
     for a column that its head lacks, or without any data."""
     if options.data is None:
-        columns = {"--text-column": options.text_column, "--label-column": options.label_column}
-        if flag := next((flag for flag, column in columns.items() if column), None):
+        named = {"--text-column": options.text_column, "--label-column": options.label_column}
+        if flag := next((flag for flag, column in named.items() if column), None):
             raise UsageError(f"{flag} names a column of a file, and there is none", hint="pass it to --data")
         _check_labels(options, None)
     for name in filter(None, (options.data, options.eval_data)):
