@@ -93,13 +93,14 @@ def open_to_run(directory: Path, **options: Any) -> Opened:
 
 
 def open_to_trace(directory: Path) -> Opened:
-    """`open_to_run` with the plain attention (``eager``), which every opset can say.
+    """`open_to_run` with attention (``eager``) and products of experts (``batched_mm``) that every opset has.
 
     Raises UnsupportedError for models that transformers does not open.
     """
     opened = open_to_run(directory)
     with model_errors(_DOES_NOT_OPEN, hint=_WHAT_OPENS):
         opened.model.set_attn_implementation("eager")
+        opened.model.set_experts_implementation("batched_mm")
     return opened
 
 

@@ -25,6 +25,12 @@ _MODELS: dict[str, Callable[[], Any]] = {
             num_key_value_heads=2, tie_word_embeddings=True,
         )
     ),
+    "qwen3-moe": lambda: transformers.Qwen3MoeForCausalLM(
+        transformers.Qwen3MoeConfig(
+            **_SIZES, num_hidden_layers=1, hidden_size=32, intermediate_size=64, moe_intermediate_size=16,
+            num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=4, num_experts_per_tok=2,
+        )
+    ),
     "t5": lambda: transformers.T5ForConditionalGeneration(
         transformers.T5Config(
             **_SIZES, num_layers=1, num_decoder_layers=1, d_model=32, d_ff=64, d_kv=8, num_heads=4,

@@ -112,6 +112,16 @@ def test_weights_that_are_tied_or_large_lie_once_and_where_they_should(exported:
     assert len(vocabulary) == once
 
 
+def test_a_model_with_experts_runs_and_names_the_weights_that_stay_fp32(tmp_path: Path) -> None:
+    source = tiny("qwen3-moe", tmp_path / "source")
+    convert(str(source), tmp_path / "low", ConvertOptions(format="fp16", verify="none"))
+    result = export_onnx(str(tmp_path / "low"), tmp_path / "onnx", ExportOptions())
+    assert result.check is not None
+    assert result.check.max_rel_diff < 1e-5
+    (warning,) = result.warnings
+    assert "`model.layers.0.mlp.experts.gate_up_proj`" in warning
+
+
 def test_a_plain_half_precision_checkpoint_keeps_its_dtype_and_tokenizer(tmp_path: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(tiny("llama", tmp_path / "fp32"), dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "plain")
