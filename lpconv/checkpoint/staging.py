@@ -71,7 +71,8 @@ class Staging:
             self._journal = (self.directory / JOURNAL).open("a+b")
         self._lock()
         try:
-            self._begin(identity, resume=bool(resume))
+            with writing(self.directory):
+                self._begin(identity, resume=bool(resume))
         except BaseException:
             self._journal.close()
             raise

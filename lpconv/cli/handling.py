@@ -62,6 +62,7 @@ def handled(command: Callable[P, None]) -> Callable[P, None]:
             with _terminable():
                 _check_memory(command.__name__)
                 command(*args, **kwargs)
+                sys.stdout.flush()
         except LpconvError as e:
             if VERBOSE.get():
                 traceback.print_exc()
@@ -124,11 +125,12 @@ def _interrupted(number: int, kwargs: dict[str, object]) -> InterruptedRunError:
 
 
 def _fail(error: LpconvError, as_json: bool) -> None:
-    if as_json:
-        try:
-            print(json.dumps({"schema_version": 1, "error": error.to_dict()}, indent=2, default=str), flush=True)
-        except BrokenPipeError:  # the reader of our output left; Python would complain while closing stdout
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    try:
+        if as_json:
+            print(json.dumps({"schema_version": 1, "error": error.to_dict()}, indent=2, default=str))
+        sys.stdout.flush()
+    except OSError:  # its reader left, or its disk is full; Python would complain while closing stdout
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     _say("error", error.message)
     if error.hint:
         _say("hint", error.hint)

@@ -178,7 +178,7 @@ def _read_conversion(path: Path) -> ConvertResult:
     error = document.get("error")
     if isinstance(error, dict):
         raise InputError(f"`{path}` holds the error of a command: {error.get('message')}", hint=ANY_RUN)
-    if document.get("kind") in _NO_RUNS:
+    if str(document.get("kind")) in _NO_RUNS:
         raise InputError(f"`{path}` is {_NO_RUNS[document['kind']]}, not a run", hint=ANY_RUN)
     if not {"source", "tensors"} <= document.keys():
         raise InputError(f"`{path}` is no record of a run", hint=ANY_RUN)

@@ -12,6 +12,7 @@ from lpconv.checkpoint.contents import read_json
 from lpconv.errors import InputError
 from lpconv.formats.histogram import ExponentHistogram
 from lpconv.results import SCHEMA_VERSION, from_json
+from lpconv.results.documents import TensorRole
 
 __all__ = ["GRADIENT_ROLES", "ROLES", "ProbeResult", "ProbedTensor", "read_probe"]
 
@@ -26,7 +27,7 @@ class ProbedTensor:
     """One role of one layer over all probed steps. `histogram` is `ExponentHistogram.to_dict`."""
 
     layer: str
-    role: str
+    role: TensorRole
     histogram: dict[str, Any]
 
     @cached_property
@@ -54,8 +55,4 @@ def read_probe(path: Path) -> ProbeResult:
     document = read_json(path)
     if document.get("kind") != "probe":
         raise InputError(f"`{path}` is no record of a probe", hint="pass an output of `lpconv probe`")
-    result = from_json(ProbeResult, document)
-    odd = next((t.role for t in result.tensors if t.role not in ROLES), None)
-    if odd is not None:
-        raise InputError(f"`{path}`: nothing that a probe watches is called {odd!r}", hint="update lpconv")
-    return result
+    return from_json(ProbeResult, document)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from lpconv.results.documents import SCHEMA_VERSION
+from lpconv.results.documents import SCHEMA_VERSION, Purpose
 
 __all__ = ["AdviceResult", "AdviceRow", "GapEstimate", "LayerPart", "Recommendation"]
 
@@ -32,7 +32,7 @@ class AdviceRow:
     from. `meets` says whether the gap, its interval included, and the memory stay within the budget.
     """
 
-    purpose: str
+    purpose: Purpose
     name: str
     settings: dict[str, Any]
     status: str
@@ -68,7 +68,7 @@ class LayerPart:
 class Recommendation:
     """The row that is recommended for a purpose (None: no row), in words, and the command that carries it out."""
 
-    purpose: str
+    purpose: Purpose
     row: str | None
     words: str
     command: str | None = None

@@ -6,15 +6,29 @@ import json
 import math
 import types
 import typing
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from lpconv.errors import InputError
 
-__all__ = ["SCHEMA_VERSION", "from_json", "json_line", "json_text", "ordered_json_text", "to_json"]
+__all__ = [
+    "SCHEMA_VERSION",
+    "Purpose",
+    "Role",
+    "TensorRole",
+    "from_json",
+    "json_line",
+    "json_text",
+    "ordered_json_text",
+    "to_json",
+]
 
 SCHEMA_VERSION = 1
 
 T = TypeVar("T")
+# Strings that may only have these values; `from_json` refuses others.
+Role = Annotated[str, ("run", "twin")]
+TensorRole = Annotated[str, ("weight", "input", "output", "grad_output", "grad_input", "weight_grad")]
+Purpose = Annotated[str, ("infer", "train")]
 
 
 def to_json(value: Any) -> Any:
@@ -70,6 +84,11 @@ def _decode(kind: Any, data: Any) -> Any:
         if data is None:
             return None
         return _decode(next(a for a in args if a is not type(None)), data)
+    if origin is Annotated:
+        choices = kind.__metadata__[0]
+        if isinstance(choices, tuple) and data not in choices:  # else an `Option`, which its own reader checks
+            raise ValueError(f"{data!r:.80} is not one of {', '.join(choices)}")
+        return _decode(args[0], data)
     if origin is tuple:
         return tuple(_decode(args[0], v) for v in _checked(list, data))
     if dataclasses.is_dataclass(kind):
@@ -97,5 +116,5 @@ def _decode_record(cls: type, data: dict[str, Any]) -> Any:
 @functools.cache
 def _kinds(cls: type) -> tuple[tuple[str, Any], ...]:
     """The fields of a record and what they hold, by name: of hundreds of records they are looked up once."""
-    hints = typing.get_type_hints(cls)
+    hints = typing.get_type_hints(cls, include_extras=True)
     return tuple((f.name, hints[f.name]) for f in dataclasses.fields(cls))

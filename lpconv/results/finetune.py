@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from lpconv.results.documents import SCHEMA_VERSION
+from lpconv.results.documents import SCHEMA_VERSION, Role, TensorRole
 from lpconv.results.verify import GateRecord
 
 __all__ = [
@@ -34,7 +34,7 @@ class TrackedRecord:
 
     step: int
     layer: str
-    role: str
+    role: TensorRole
     format: str
     underflow: float
     overflow: float
@@ -184,7 +184,7 @@ class RunRecord:
     recording as a share of the rest. `seconds` says what wall time went into, since the last resumption.
     """
 
-    role: str
+    role: Role
     seed: int
     losses: Series
     evaluations: tuple[Series, ...]
@@ -216,7 +216,7 @@ class HeldOutRecord:
     `change_error` of `after` less `before`, both from batch to batch; None with one batch.
     """
 
-    role: str
+    role: Role
     metric: str
     num_examples: int
     num_available: int

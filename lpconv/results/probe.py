@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from lpconv.results.documents import SCHEMA_VERSION
+from lpconv.results.documents import SCHEMA_VERSION, TensorRole
 
 __all__ = ["FormatRates", "LossScaleRecord", "ProbeReport", "ProbedRecord"]
 
@@ -41,7 +41,7 @@ class ProbedRecord:
     """
 
     layer: str
-    role: str
+    role: TensorRole
     words: str
     is_gradient: bool
     num_elements: int

@@ -1,5 +1,6 @@
 """The folder an output grows in: what resuming trusts, what forcing deletes, and how two runs keep apart."""
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -167,6 +168,17 @@ class TestResume:
         with begin("other", force=True) as run:
             assert run.done == []
             assert names(run.directory) == {JOURNAL}
+
+
+def test_a_disk_that_fails_at_the_first_write_is_a_lack_of_resources(
+    begin: Begin, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr("lpconv.checkpoint.staging.os.ftruncate", fail)
+    with pytest.raises(ResourceError, match="cannot write"):
+        begin()
 
 
 class TestForce:

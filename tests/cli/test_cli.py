@@ -190,3 +190,11 @@ def test_a_command_leaves_the_handler_of_sigterm_as_it_was() -> None:
     for args in (("doctor", "--aliases"), ("inspect", "/no/such")):
         lpconv(*args)
         assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("args", [("inspect", "demo"), ("inspect", "demo", "--json"), ("doctor", "--aliases")])
+def test_a_full_disk_behind_stdout_is_a_lack_of_resources(args: tuple[str, ...]) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-m", "lpconv", *args], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, "Exception ignored" in done.stderr) == (7, False), done.stderr
+    assert "hint: free some space" in done.stderr
