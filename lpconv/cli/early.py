@@ -143,11 +143,12 @@ def before_advice(model: str, output: Path, options: "AdviseOptions") -> None:
 def before_export(model: str, output: Path, options: "ExportOptions") -> None:
     """Of `lpconv export onnx`."""
     from lpconv.checkpoint.staging import check_apart, check_free
-    from lpconv.export.options import choose_opset, need
+    from lpconv.export.options import choose_opset, has_fp8, need
 
     check(options)
-    choose_opset(options.opset, has_fp8=False)
-    check_apart(_contents(model, options.revision).directory, output)
+    contents = _contents(model, options.revision)
+    choose_opset(options.opset, has_fp8=contents.kind == "safetensors" and has_fp8(contents))
+    check_apart(contents.directory, output)
     check_free(output, force=options.force)
     need("onnxscript", *(["onnxruntime"] if options.validate else []))
 

@@ -2,18 +2,22 @@
 
 import dataclasses
 import importlib
+from contextlib import closing
 from typing import Annotated
 
+from lpconv.checkpoint.contents import Contents
+from lpconv.checkpoint.source import open_source
 from lpconv.errors import UnsupportedError, UsageError
 from lpconv.options import AllowMissing, Force, Option, Revision
 
-__all__ = ["MAX_INLINE_BYTES", "ExportOptions", "choose_opset", "need"]
+__all__ = ["MAX_INLINE_BYTES", "ExportOptions", "choose_opset", "has_fp8", "need"]
 
 # Protobuf ends at 2 GiB; the graph needs a little of it too.
 MAX_INLINE_BYTES = 2 * 10**9
 # Where torch's own translations begin, and where DequantizeLinear learnt fp8.
 _OLDEST_OPSET = 18
 _FP8_OPSET = 19
+_FLOAT8_DTYPES = {"F8_E4M3", "F8_E5M2"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,6 +39,12 @@ class ExportOptions:
     revision: Revision = None
     allow_missing: AllowMissing = False
     force: Force = False
+
+
+def has_fp8(contents: Contents) -> bool:
+    """Whether any tensor is in 8 bits, from headers alone."""
+    with closing(open_source(contents)) as source:
+        return any(e.info.dtype in _FLOAT8_DTYPES for e in source.entries.values())
 
 
 def choose_opset(wanted: int | None, *, has_fp8: bool) -> int:

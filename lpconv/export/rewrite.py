@@ -27,6 +27,7 @@ class Rewritten:
 
     weights: tuple[FormatCount, ...]
     unmatched: tuple[str, ...]
+    decoded: tuple[StoredWeight, ...]
 
 
 def rewrite(model: ir.Model, parameters: Mapping[str, Tensor], stored: Iterable[StoredWeight]) -> Rewritten:
@@ -37,17 +38,19 @@ def rewrite(model: ir.Model, parameters: Mapping[str, Tensor], stored: Iterable[
     waiting = _by_value(model.graph, parameters)
     counts: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
+    decoded: list[StoredWeight] = []
     for weight in stored:
         initializers = waiting.pop(_key(weight.value), [])
         if not initializers:
             continue
+        decoded += [weight] if weight.decoded_from else []
         counts[weight.form] += 1
         sizes[weight.form] += weight.size_bytes
         if not _is_plain(weight):
             _replace(model.graph, initializers, weight)
     forms = tuple(FormatCount(form=f, num_tensors=n, size_bytes=sizes[f]) for f, n in counts.most_common())
     unmatched = tuple(v.name or "" for values in waiting.values() for v in values)
-    return Rewritten(weights=forms, unmatched=unmatched)
+    return Rewritten(weights=forms, unmatched=unmatched, decoded=tuple(decoded))
 
 
 def _by_value(graph: ir.Graph, parameters: Mapping[str, Tensor]) -> dict[bytes, list[ir.Value]]:
@@ -68,7 +71,7 @@ def _key(x: Tensor) -> bytes:
 def _is_plain(weight: StoredWeight) -> bool:
     """Whether the graph holds the weight as it is stored already."""
     (first, *rest) = weight.components
-    return not rest and first.codes.dtype == torch.float32 and first.scale == 1
+    return not rest and first.codes.dtype == torch.float32 and not first.is_scaled
 
 
 def _replace(graph: ir.Graph, initializers: Sequence[ir.Value], weight: StoredWeight) -> None:
@@ -90,17 +93,18 @@ def _replace(graph: ir.Graph, initializers: Sequence[ir.Value], weight: StoredWe
 def _decoded(graph: ir.Graph, nodes: list[ir.Node], name: str, component: Component) -> ir.Value:
     """The value of one component: fp8 by DequantizeLinear, which runtimes know as fp8; the others by Cast and Mul."""
     codes = _initializer(graph, name, component.codes)
-    scale = torch.tensor(component.scale, dtype=torch.float32)
+    scale = torch.as_tensor(component.scale, dtype=torch.float32)
     if component.codes.dtype in FLOAT8:
-        zero = _initializer(graph, f"{name}_zero_point", torch.zeros((), dtype=component.codes.dtype))
+        zero = _initializer(graph, f"{name}_zero_point", torch.zeros(scale.shape, dtype=component.codes.dtype))
         inputs = [codes, _initializer(graph, f"{name}_scale", scale), zero]
-        return _apply(nodes, "DequantizeLinear", inputs, f"{name}_decoded")
+        return _apply(nodes, "DequantizeLinear", inputs, f"{name}_decoded", [ir.AttrInt64("axis", 0)])
     value = codes
     if component.codes.dtype != torch.float32:
         to = ir.AttrInt64("to", ir.DataType.FLOAT.value)
         value = _apply(nodes, "Cast", [codes], f"{name}_cast", [to])
-    if component.scale == 1:
+    if not component.is_scaled:
         return value
+    scale = scale.unsqueeze(1) if scale.dim() else scale
     return _apply(nodes, "Mul", [value, _initializer(graph, f"{name}_scale", scale)], f"{name}_decoded")
 
 

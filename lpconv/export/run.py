@@ -17,9 +17,9 @@ from lpconv.checkpoint.unchanged import watch, watched_files
 from lpconv.convert.files import copy_side_files, model_side_files, plain_config
 from lpconv.convert.provenance import public_source, versions
 from lpconv.errors import ResourceError, VerificationError
-from lpconv.export.options import MAX_INLINE_BYTES, ExportOptions, choose_opset
+from lpconv.export.options import MAX_INLINE_BYTES, ExportOptions, choose_opset, has_fp8
 from lpconv.export.rewrite import Rewritten, rewrite
-from lpconv.export.stored import has_fp8, stored_weights
+from lpconv.export.stored import stored_weights
 from lpconv.export.trace import Traceable, trace, traceable
 from lpconv.export.validate import Case, check_file, compare
 from lpconv.models.inputs import other_inputs
@@ -173,6 +173,9 @@ def _warnings(opened: Traceable, rewritten: Rewritten) -> tuple[str, ...]:
     merged = [n for n in rewritten.unmatched if n not in opened.missing]
     if merged:
         found.append(f"in fp32, because no stored tensor has exactly these values: {shown(merged)}")
+    if rewritten.decoded:
+        names, words = [w.name for w in rewritten.decoded], rewritten.decoded[0].decoded_from
+        found.append(f"in fp32, because graphs take one scale for a tensor or a row and not {words}: {shown(names)}")
     return tuple(found)
 
 

@@ -12,27 +12,31 @@ import torch
 from torch import Tensor
 
 from lpconv.checkpoint.contents import Contents
-from lpconv.checkpoint.source import open_source
 from lpconv.forms.reader import StoredTensors
+from lpconv.forms.stored import Stored
 
-__all__ = ["FLOAT8", "Component", "StoredWeight", "has_fp8", "stored_weights"]
+__all__ = ["FLOAT8", "Component", "StoredWeight", "stored_weights"]
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, *FLOAT8)
-_FLOAT8_DTYPES = {"F8_E4M3", "F8_E5M2"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Component:
-    """Floating-point numbers of the weight's shape, and the factor they are multiplied by."""
+    """Floating-point numbers of the weight's shape, and the factor they are multiplied by, or one for each row."""
 
     codes: Tensor
-    scale: float = 1.0
+    scale: float | Tensor = 1.0
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether there is anything to multiply by."""
+        return isinstance(self.scale, Tensor) or self.scale != 1
 
     @property
     def value(self) -> Tensor:
         """codes · scale in fp32."""
-        return self.codes.float() * self.scale
+        return self.codes.float() * (self.scale.unsqueeze(1) if isinstance(self.scale, Tensor) else self.scale)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +45,7 @@ class StoredWeight:
 
     name: str
     components: tuple[Component, ...]
+    decoded_from: str | None = None  # codes that no graph has operators for
 
     @property
     def value(self) -> Tensor:
@@ -53,7 +58,7 @@ class StoredWeight:
     @property
     def form(self) -> str:
         """The form in words, such as ``e4m3fn × scale``."""
-        return " + ".join(_DTYPE_NAMES[c.codes.dtype] + (" × scale" if c.scale != 1 else "") for c in self.components)
+        return " + ".join(_DTYPE_NAMES[c.codes.dtype] + (" × scale" if c.is_scaled else "") for c in self.components)
 
     @property
     def size_bytes(self) -> int:
@@ -67,19 +72,21 @@ _DTYPE_NAMES = {
 }  # fmt: skip
 
 
-def has_fp8(contents: Contents) -> bool:
-    """Whether any tensor is in 8 bits, from headers alone."""
-    with closing(open_source(contents)) as source:
-        return any(e.info.dtype in _FLOAT8_DTYPES for e in source.entries.values())
-
-
 def stored_weights(contents: Contents) -> Iterator[StoredWeight]:
     """Every floating-point tensor of a checkpoint, one at a time, as the sum of components that it is stored as.
 
-    Collage's integer residuals and multipoint's rows are nothing that a graph could add: those weights come in fp32.
+    Collage's integer residuals, multipoint's rows and scales of blocks are nothing that a graph could add: those
+    weights come decoded, in fp32.
     """
     with StoredTensors.open(contents.directory) as stored:
         for name in stored.forms:
             components = tuple(Component(codes=codes, scale=factor) for codes, factor in stored.summands(name))
             if components[0].codes.dtype in _FLOATS:
-                yield StoredWeight(name=name, components=components)
+                form, plain = stored.forms[name], not any(c.is_scaled for c in components)
+                is_decoded = plain and _is_other(components[0].codes, form)
+                yield StoredWeight(name=name, components=components, decoded_from=form.words if is_decoded else None)
+
+
+def _is_other(codes: Tensor, form: Stored) -> bool:
+    """Whether numbers have another dtype than the codes of their form, because they were decoded."""
+    return form.format is not None and codes.dtype != getattr(torch, form.format.torch or "", None)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["Fetch", "Side", "Stored", "Summand"]
 
 Side = Mapping[str, "Tensor"]
-Summand = tuple["Tensor", float]
+Summand = tuple["Tensor", "float | Tensor"]
 
 
 class Fetch(Protocol):
@@ -108,7 +108,7 @@ class Stored(ABC):
         return None
 
     def summands(self, data: Sequence[Tensor], side: Side) -> tuple[Summand, ...]:
-        """The whole tensor as a sum of floating-point numbers (1-D) times factors, for who adds them up himself.
+        """The whole tensor as a sum of floating-point numbers (1-D) times factors, one each or one a row.
 
         Forms whose components are no such numbers give the decoded ones.
         """

@@ -237,7 +237,9 @@ class Tiles(Scaled):
         return self.grid.read(fetch, start, stop, side)
 
     def summands(self, data: Sequence[Tensor], side: Side) -> tuple[Summand, ...]:
-        return Stored.summands(self, data, side)
+        if self.format.name in _PACKED or len(self.shape) != 2 or self.grain.sizes(*self.matrix) != (1, self.cols):
+            return Stored.summands(self, data, side)
+        return ((data[0], self.factor(side, 0, self.num_elements).view(-1)),)
 
     def encode(self, x: Tensor, start: int, found: Measured, work: Workspace) -> Encoded:
         encoded = super().encode(x, start, found, work)

@@ -137,3 +137,27 @@ def test_a_plain_half_precision_checkpoint_keeps_its_dtype_and_tokenizer(tmp_pat
     session = onnxruntime.InferenceSession(str(tmp_path / "out" / "model.onnx"))
     (logits,) = session.run(None, {k: ids[k].astype(np.int64) for k in result.inputs})
     assert logits.shape == (1, ids["input_ids"].shape[1], model.config.vocab_size)
+
+
+@pytest.mark.parametrize("layout", ["lpconv", "compressed-tensors"])
+def test_fp8_with_a_scale_for_each_row_stays_fp8(tmp_path: Path, layout: str) -> None:
+    options = ConvertOptions(format="e4m3fn", granularity="row", layout=layout, verify="none")
+    convert(str(tiny("llama", tmp_path / "source")), tmp_path / "low", options)
+    result = export_onnx(str(tmp_path / "low"), tmp_path / "onnx", ExportOptions())
+    assert result.check is not None
+    assert result.check.max_rel_diff <= 1e-5
+    assert not result.warnings
+    assert "e4m3fn × scale" in {f.form for f in result.weights}
+    graph = onnx.load(tmp_path / "onnx" / "model.onnx").graph
+    sizes = {i.name: list(i.dims) for i in graph.initializer}
+    decoding = [n for n in graph.node if n.op_type == "DequantizeLinear"]
+    assert decoding
+    assert all(sizes[n.input[1]] == sizes[n.input[0]][:1] for n in decoding)
+    assert all([a.i for a in n.attribute if a.name == "axis"] == [0] for n in decoding)
+
+
+def test_codes_that_no_operator_decodes_come_in_fp32_and_that_is_said(tmp_path: Path) -> None:
+    options = ConvertOptions(format="e4m3fn", granularity="mx", verify="none")
+    convert(str(tiny("llama", tmp_path / "source")), tmp_path / "low", options)
+    (warning,) = export_onnx(str(tmp_path / "low"), tmp_path / "onnx", ExportOptions()).warnings
+    assert "in fp32, because graphs take one scale for a tensor or a row" in warning
