@@ -133,7 +133,15 @@ Model = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout instead of a table.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress or messages on stderr, except errors.")]
-_OUTPUT: Any = typer.Option("--output", "-o", help="The directory to write.", metavar="DIR")
+
+
+def _no_flag(value: str | None) -> str | None:
+    if value is not None and value.startswith("--"):
+        raise typer.BadParameter(f"{value} is an option, not a directory; ./{value} is one")
+    return value
+
+
+_OUTPUT: Any = typer.Option("--output", "-o", help="The directory to write.", metavar="DIR", callback=_no_flag)
 Output = Annotated[str | None, _OUTPUT]  # with a name made of the model's where none is given
 Target = Annotated[str, _OUTPUT]
 Revision: Any = _parameter_of(ConvertOptions, "revision")

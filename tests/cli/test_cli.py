@@ -198,3 +198,11 @@ def test_a_full_disk_behind_stdout_is_a_lack_of_resources(args: tuple[str, ...])
         done = subprocess.run([sys.executable, "-m", "lpconv", *args], stdout=full, stderr=subprocess.PIPE, text=True)
     assert (done.returncode, "Exception ignored" in done.stderr) == (7, False), done.stderr
     assert "hint: free some space" in done.stderr
+
+
+@pytest.mark.parametrize("words", [("convert", "demo"), ("finetune", "demo"), ("export", "onnx", "demo")])
+def test_an_option_is_no_directory_to_write(words: tuple[str, ...]) -> None:
+    done = lpconv(*words, "--output", "--json")
+    assert done.exit_code == 2
+    assert "--json is an option" in " ".join(done.stderr.split())
+    assert not Path("--json").exists()
