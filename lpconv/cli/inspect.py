@@ -40,6 +40,7 @@ def inspect(
       lpconv inspect ./llama-nvfp4 --strict
     """
     from lpconv.checkpoint.resolve import resolve
+    from lpconv.convert.inspect import beside_model, inspect as inspect_headers
     from lpconv.forms.foreign import READ
     from lpconv.report.convert.terminal import render_inspect
     from lpconv.results import to_json
@@ -51,9 +52,8 @@ def inspect(
         with progress_for(quiet=quiet) as progress:
             found = inspect_with_statistics(directory, progress, name=model)
     else:
-        from lpconv.convert.inspect import inspect as inspect_headers
-
         found = inspect_headers(directory, name=model)
+    found = beside_model(found, directory, thorough=stats or strict)
     if found.layout in READ and not (found.problems or found.not_judged):  # else the scales may not even be there
         from lpconv.convert.scales import judged  # torch takes seconds to import
 

@@ -1,5 +1,6 @@
 """Look at a checkpoint from its headers alone: no torch, no weights read."""
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -8,13 +9,15 @@ from lpconv.checkpoint.gguf import header_of
 from lpconv.checkpoint.header import TensorInfo
 from lpconv.checkpoint.staging import read_marker
 from lpconv.convert.defects import Findings, from_headers
-from lpconv.errors import InputError, LpconvError, finding
+from lpconv.errors import InputError, LpconvError, UnsupportedError, finding
 from lpconv.forms import Headers, Stored, recognise
 from lpconv.forms.foreign import unread
+from lpconv.models.known import known_shapes
+from lpconv.models.whole import fit_of
 from lpconv.report.numbers import shown
 from lpconv.results import DtypeRecord, FileRecord, InspectResult, StoredTensor, TensorRecord, from_json
 
-__all__ = ["VALUES", "describe", "inspect"]
+__all__ = ["VALUES", "beside_model", "describe", "inspect"]
 
 VALUES = "values of the weights (--stats)"  # until they are read
 
@@ -84,6 +87,24 @@ def _not_read(layout: str | None) -> tuple[str, ...]:
     """What headers do not tell. Scales that `judged` can read are the first, until it does."""
     scales = {None: (), "lpconv": ("codes and scales (`lpconv verify`)",)}.get(layout, ("scales",))
     return (*scales, *([] if layout == "lpconv" else [VALUES]))
+
+
+def beside_model(found: InspectResult, directory: Path, *, thorough: bool) -> InspectResult:
+    """`found` with what names and shapes tell beside the model that config.json describes, where nothing else is wrong.
+
+    Models other than those of known families are only built if `thorough`, since importing transformers takes seconds.
+    """
+    contents, what = read_contents(directory), "names and shapes beside config.json"
+    why = " (--strict)" if not thorough and known_shapes(contents.config) is None else ""
+    try:
+        is_wrong = found.problems or found.not_judged is not None
+        fit = None if is_wrong or why else fit_of(contents, {t.name: t.shape for t in found.tensors})
+    except UnsupportedError as e:
+        fit, why = None, f": {e.message}"
+    if fit is None:
+        return dataclasses.replace(found, not_checked=(*found.not_checked, what + why))
+    warnings = (*found.warnings, *fit.warnings)
+    return dataclasses.replace(found, problems=fit.problems, warnings=warnings, checked=(*found.checked, what))
 
 
 def _bits_per_weight(forms: Iterable[Stored]) -> float | None:

@@ -41,6 +41,7 @@ _FITTING_BYTES = 192  # an element of a worker's temporary tensors where rows ar
 # An element of the largest block where it is decoded, and of those that are compared in fp64 with their reference.
 _DECODING_BYTES, _CHECKING_BYTES = 32, 96
 _TRANSFORMERS_BYTES = 160 * _MIB  # its code and that of one architecture, and what the heap keeps of blocks
+_BUILDING_BYTES = 120 * _MIB  # transformers and a model without memory, to compare names and shapes with
 _COPIES_OF_SIDES = 2  # scales that were found, and those that are read back to be compared
 _ROWS_BYTES = 80 * _MIB  # rows of weights as they are used, their activations, and what multiplying takes
 _COPIES_IN_MEMORY = 2  # the model, and the values that it is given
@@ -78,7 +79,7 @@ def plan_memory(
     available = taken + available_memory()
     budget = min(options.max_memory or available, available)
     is_light = "model_type" not in contents.config or known_shapes(contents.config) is not None
-    loaded = now + (0 if is_light or "transformers" in sys.modules else _TRANSFORMERS_BYTES)  # by `check_whole`
+    loaded = now + (0 if is_light or "transformers" in sys.modules else _BUILDING_BYTES)
     workers = options.workers or min(len(os.sched_getaffinity(0)), _MAX_WORKERS)
     while workers > 1 and loaded + _converting(plan, workers) > budget:
         workers -= 1
