@@ -323,7 +323,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "include": ["a.*"], "exclude": "b.*",
         "rules": ["a=keep"], "revision": "v1", "max_memory": "1GB", "workers": 2, "max_shard_size": 1000,
         "verify": "none", "gates": ["sqnr>=1"], "force": True, "trust_remote_code": True, "budget_bits": 5.25,
-        "points_max": 2, "cache": True,
+        "points_max": 2, "cache": True, "allow_missing": True,
     },
     "finetune": {
         "recipe": "fp32", "precision": "fp8", "method": "unit", "optimizer": "bf16", "rounding": "stochastic",
@@ -333,17 +333,17 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "seeds": 2, "twin": "none", "eval_every": 0, "eval_batches": 1, "save_every": 0, "track_every": 0, "lca": True,
         "calibrate": True, "check_gradients": False, "critical": "*.down_proj", "operand_scale": "tensor",
         "save": "plain", "log_to": ["wandb"], "compile": True, "max_memory": "1GB", "revision": "v1",
-        "gates": "loss<=9", "force": True,
+        "gates": "loss<=9", "force": True, "allow_missing": True,
     },
     "bench": {
         "format": ["bf16"], "method": "mx", "mode": "train", "optimizer": "collage-plus", "layers": 2, "batch": 3,
         "seq": [1, 2], "baseline": "fp32", "compile": "off", "device": "cpu", "threads": 1, "min_iters": 1,
         "min_time": 0, "rounds": 1, "launches": 1, "processes": 2, "parallel": "fsdp2", "seed": 1,
-        "compare": "old.json", "gates": "speedup>=1", "force": True,
+        "compare": "old.json", "gates": "speedup>=1", "force": True, "allow_missing": True,
     },
     "probe": {
         "data": "x.txt", "steps": 1, "batch_size": 1, "seq_len": 8, "every": 2, "calibrate": True, "seed": 1,
-        "revision": "v1", "force": True,
+        "revision": "v1", "force": True, "allow_missing": True,
     },
 }  # fmt: skip
 # Settings that need others beside them.
