@@ -5,7 +5,6 @@ a graph needs to know.
 """
 
 from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import dataclass
 
 import torch
