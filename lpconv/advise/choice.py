@@ -12,12 +12,11 @@ __all__ = ["best", "judged", "ranked"]
 _ORDER = ("measured", "unmeasured", "pruned", "failed")
 
 
-def judged(row: AdviceRow, budget: Budget, device_bytes: int | None) -> AdviceRow:
-    """The row with whether it stays within the budget, and within the memory of the device that was named."""
+def judged(row: AdviceRow, budget: Budget) -> AdviceRow:
+    """The row with whether it stays within the budget."""
     if row.status != "measured" or row.gap is None:
         return replace(row, meets=None)
-    limits = [m for m in (budget.memory_bytes, device_bytes) if m is not None]
-    fits = row.memory_bytes is None or all(row.memory_bytes <= m for m in limits)
+    fits = row.memory_bytes is None or budget.memory_bytes is None or row.memory_bytes <= budget.memory_bytes
     return replace(row, meets=row.gap.high <= budget.quality and fits)
 
 

@@ -5,7 +5,6 @@ import math
 from dataclasses import dataclass
 from typing import Annotated
 
-from lpconv.devices import DEVICES, HERE
 from lpconv.errors import UsageError
 from lpconv.lookup import find
 from lpconv.options import AllowMissing, Force, Option, Revision, check, parse_size
@@ -72,7 +71,6 @@ class AdviseOptions:
             is_path=True,
         ),
     ] = None
-    device: Annotated[str, Option("Device for which time and memory are estimated", choices=(HERE, *DEVICES))] = HERE
     budget: Annotated[
         Budget,
         Option(

@@ -22,7 +22,6 @@ from lpconv.advise.train import Trials
 from lpconv.bench.worker import measure_peaks
 from lpconv.convert.provenance import versions
 from lpconv.convert.settings import command_line
-from lpconv.devices import DEVICES
 from lpconv.errors import LpconvError, UnreadError
 from lpconv.kernels.compiled import eagerly
 from lpconv.models.quiet import quiet_transformers
@@ -144,8 +143,8 @@ class _Study:
         if row.purpose == "infer":
             known = row if row.size_bytes is None else self._forecast.of_inference(row)
         else:
-            known = self._forecast.of_training(row)
-        known = judged(known, self._options.budget, self._forecast.memory_bytes)
+            known = row
+        known = judged(known, self._options.budget)
         self._rows[row.purpose, row.name] = known
         if row.status in ("measured", "failed"):
             self._keep(self.result(interrupted=True))
@@ -206,12 +205,9 @@ class _Study:
 
     def _facts(self) -> dict[str, str]:
         prepared = self._subject.prepared
-        o = self._options
-        device = DEVICES[o.device].title if o.device in DEVICES else "this machine"
         facts: dict[str, Any] = {
             "Model": f"{type(prepared.opened.model).__name__}, {prepared.task.words}",
             "Text": f"{prepared.data_words}, {len(self._subject.windows)} windows of {prepared.seq_len} tokens at most",
-            "Device": device,
         }
         if self._trials is not None:
             facts["Training"] = self._trials.words

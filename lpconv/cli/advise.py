@@ -21,7 +21,7 @@ def advise(
 
       lpconv advise ./llama --for infer --data corpus.txt --budget quality=0.02
 
-      lpconv advise ./bert --for train --data reviews.jsonl --device h100 --budget memory=40GB,minutes=30
+      lpconv advise ./bert --for train --data reviews.jsonl --budget memory=40GB,minutes=30
     """
     from lpconv.cli.early import before_advice, output_of
     from lpconv.cli.progress import progress_for

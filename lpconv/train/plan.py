@@ -28,7 +28,6 @@ from torch import nn
 
 from lpconv.checkpoint.contents import check_config, read_contents, read_json
 from lpconv.checkpoint.resolve import resolve
-from lpconv.devices import DEVICES
 from lpconv.errors import UnsupportedError
 from lpconv.layers import blocks_of
 from lpconv.models.inputs import sequence_length
@@ -42,8 +41,10 @@ from lpconv.train.options import FinetuneOptions, check_options, check_start
 from lpconv.train.passes import Passes, passes_of
 from lpconv.train.recipes import RECIPES, TRAINING_OPTIMIZERS, Arithmetic
 
-__all__ = ["plan", "recipe_memory", "smallest_world"]
+__all__ = ["GPU_MEMORY", "plan", "recipe_memory", "smallest_world"]
 
+# Of GPUs that a step is fitted into: bytes by their data sheets.
+GPU_MEMORY = {"a100": 80 * 10**9, "l40s": 48 * 10**9, "h100": 80 * 10**9, "h200": 141 * 10**9, "b200": 180 * 10**9}
 _REDUCED = 4  # bytes: gradients are summed in fp32
 _LOGIT_BYTES = 4  # losses are taken in fp32
 _PARTS = dict.fromkeys(("gathered", "activations", "gradients", "logits", "temporary"), 0)
@@ -78,7 +79,7 @@ def plan(model: str, options: FinetuneOptions) -> MemoryPlan:
         for ranks in _WORLDS:
             passes = one.times(max(1, options.batch_size // ranks))
             rows.append(recipe_memory(empty, arithmetic, num_ranks=ranks, passes=passes))
-    rooms = {name: d.memory_bytes for name, d in DEVICES.items()}
+    rooms = dict(GPU_MEMORY)
     if options.max_memory is not None:
         rooms["--max-memory"] = options.max_memory
     count = sum(p.numel() for p in empty.parameters())

@@ -154,7 +154,7 @@ def _unknowns(result: AdviceResult) -> Iterator[str]:
             "rounding dropped, not for what no short run shows."
         )
     if any(r.purpose == "train" and r.time_from == "measured here" for r in measured):
-        yield "On a CPU fp8 and fp16 are emulated: their step times here say nothing of a GPU. Pass --device for one."
+        yield "On a CPU fp8 and fp16 are emulated: their step times here say nothing of a GPU."
     left = [r.name for r in result.rows if r.status == "unmeasured"]
     if left:
         yield f"Not measured for want of time: {', '.join(left)}."
