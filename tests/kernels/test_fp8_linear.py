@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
+from block_reference import cast_blocks
 from torch import Tensor, nn
 
 from lpconv.errors import UsageError
-from lpconv.formats.blocks import cast_blocks
 from lpconv.kernels.fp8_linear import FP8_RECIPES, Fp8Linear, calibrate, convert_linears
 
 # ‖y - ŷ‖/‖y‖ of a product of two operands rounded to 3 (gradients: 2) bits of mantissa; mx lets the largest saturate.

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from block_reference import cast_blocks
 from torch import Tensor
 
 from lpconv.errors import UsageError
-from lpconv.formats.blocks import cast_blocks
 from lpconv.formats.cast import cast
 from lpconv.formats.histogram import exponent_histogram_reference
 from lpconv.formats.spec import BLOCK_FORMATS
