@@ -15,10 +15,25 @@ from dataclasses import asdict
 from pathlib import Path
 
 from lpconv.bench.cases import Case
+from lpconv.bench.interleave import interleave, ratio_of
 from lpconv.bench.options import Effort
-from lpconv.bench.run import compare_with_itself
+from lpconv.bench.rows import MEMORY_SHARE, new_team
+from lpconv.results import RatioRecord
 
 _SHARE = 0.9  # of the intervals; 95 % ones miss by themselves now and then
+
+
+def compare_with_itself(case: Case, effort: Effort) -> RatioRecord:
+    """Processes with the same case, two at a time and measured in turn: an honest interval contains 1."""
+    launches = []
+    for _ in range(effort.launches):
+        with new_team(case.processes) as one, new_team(case.processes) as other:
+            for team in (one, other):
+                team.prepare(case, MEMORY_SHARE / 2)
+            for team in (one, other):
+                team.receive()
+            launches.append(interleave(one, other, effort.of_a_launch()))
+    return ratio_of(launches)
 
 
 def main() -> int:

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from lpconv.bench.cases import PLAIN, Case, baseline_of, expand, parallel_of
-from lpconv.bench.interleave import interleave, ratio_of
 from lpconv.bench.nvml import GpuMonitor, find_monitor
-from lpconv.bench.options import BenchOptions, Effort
-from lpconv.bench.rows import MEMORY_SHARE, BenchRun, new_team
+from lpconv.bench.options import BenchOptions
+from lpconv.bench.rows import BenchRun
 from lpconv.bench.team import Child
 from lpconv.checkpoint.contents import read_contents
 from lpconv.checkpoint.resolve import resolve
@@ -17,9 +16,9 @@ from lpconv.errors import UnsupportedError, UsageError
 from lpconv.models.presets import PRESETS
 from lpconv.models.whole import check_whole
 from lpconv.progress import Progress, Silent
-from lpconv.results import BenchResult, PeakRecord, RatioRecord, from_json
+from lpconv.results import BenchResult, PeakRecord, from_json
 
-__all__ = ["bench", "choose_model", "compare_with_itself"]
+__all__ = ["bench", "choose_model"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,19 +115,6 @@ def _cases(options: BenchOptions, device: dict[str, Any]) -> tuple[list[Case], t
     if not cases:
         raise UsageError("nothing to measure", hint="name at least one format and one mode")
     return cases, notes
-
-
-def compare_with_itself(case: Case, effort: Effort) -> RatioRecord:
-    """Processes with the same case, two at a time and measured in turn: an honest interval contains 1."""
-    launches = []
-    for _ in range(effort.launches):
-        with new_team(case.processes) as one, new_team(case.processes) as other:
-            for team in (one, other):
-                team.prepare(case, MEMORY_SHARE / 2)
-            for team in (one, other):
-                team.receive()
-            launches.append(interleave(one, other, effort.of_a_launch()))
-    return ratio_of(launches)
 
 
 def _peaks(child: Child, case: Case) -> PeakRecord:

@@ -92,11 +92,6 @@ def normal_pow2_floor(x: Array) -> Array:
     return (x.view(np.int64) & 0x7FF << 52).view(np.float64)
 
 
-def _exp2(exponent: Tensor) -> Tensor:
-    """2^exponent in float64, exactly; torch.exp2 and torch.ldexp promise less."""
-    return ((exponent.long() + 1023) << 52).view(torch.float64)
-
-
 def amax(x: Tensor, block: tuple[int, ...] | None = None) -> Tensor:
     """The largest |x| of the tensor, or of each block; NaN where there is one, 0 of nothing.
 
