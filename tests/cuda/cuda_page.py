@@ -46,6 +46,7 @@ UNTRIED = {
     "bench/worker.py: Worker.memory": _ALLOCATOR,
     "bench/worker.py: Worker.prepare": "several GPUs; on CPUs `tests/bench/test_parallel.py`",
     "bench/": "takes a device by name; on a CPU the tests of bench",
+    "cli/early.py: before_bench": "looks for device files; `tests/cli/test_early.py`",
     "checkpoint/source.py:": "refuses pickled tensors that are not on a CPU",
     "doctor.py:": "what a processor is called; `tests/doctor/test_doctor.py`",
     "kernels/compiled.py:": "compiled kernels need Triton, which needs a GPU",
