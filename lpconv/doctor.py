@@ -30,8 +30,6 @@ from lpconv.results.doctor import (
 )
 from lpconv.version import __version__
 
-__all__ = ["EXTRAS", "cpu_device", "examine", "format_support", "gpu_problem", "require", "try_products"]
-
 EXTRAS = ("onnx", "gguf", "gpu", "ray", "remote", "peers", "test")
 _GROUPS = {"fp8": ("e4m3fn", "e5m2"), "fp6": ("e3m2", "e2m3"), "fp4": ("e2m1",)}  # what people name as one
 # The CPU flags of Linux (x86, then Arm) that let matrix products run in a 16-bit format.

@@ -21,25 +21,6 @@ import re
 from collections.abc import Mapping
 from typing import ClassVar
 
-__all__ = [
-    "BatchError",
-    "InputError",
-    "InterruptedRunError",
-    "LpconvError",
-    "OutputExistsError",
-    "PeerLostError",
-    "ResourceError",
-    "UnreadError",
-    "UnsupportedError",
-    "UsageError",
-    "VerificationError",
-    "finding",
-    "from_system",
-    "os_error",
-    "peer_lost",
-]
-
-
 # What a disk has no room for, or does not let anybody write.
 _UNNAMED = 0  # the reason that torch.save keeps to itself
 _NOT_WRITTEN = (_UNNAMED, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)

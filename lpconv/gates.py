@@ -11,8 +11,6 @@ from lpconv.errors import UsageError
 from lpconv.lookup import find
 from lpconv.results import BenchRow, FinetuneResult, GapRecord, GateRecord, LogitsCheck, VerifyResult, WeightsCheck
 
-__all__ = ["BENCH_GATES", "CONVERT_GATES", "FINETUNE_GATES", "Gate", "GateTable", "check_rows", "needs_logits"]
-
 R = TypeVar("R")
 
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {

@@ -9,8 +9,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["LinearLayer", "blocks_of", "convolutions", "embeddings", "head", "linears", "weighted"]
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LinearLayer:

@@ -12,8 +12,6 @@ from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
-__all__ = ["lazily"]
-
 
 class _Package(ModuleType):
     def __getattr__(self, name: str) -> Any:

@@ -7,8 +7,6 @@ from typing import TypeVar
 
 from lpconv.errors import InputError, LpconvError, UsageError
 
-__all__ = ["find", "nearest", "nearest_beside", "nearest_name", "no_directory"]
-
 T = TypeVar("T")
 
 

@@ -14,8 +14,6 @@ from pathlib import Path, PurePosixPath
 
 from lpconv.errors import ResourceError
 
-__all__ = ["available_memory", "free_addresses", "may_have_gpu", "memory_limit", "out_of_memory", "peak_rss_bytes"]
-
 _ROOT = Path("/")
 _ENDLESS = 2**60  # version 1 writes the largest multiple of a page for no limit
 _KIB = 2**10

@@ -21,7 +21,6 @@ from lpconv.formats.spec import Format, get_format
 if TYPE_CHECKING:
     from lpconv.forms import Form
 
-__all__ = ["LPCONV", "METHODS", "TRANSFORMERS", "Method"]
 
 LPCONV, TRANSFORMERS = "lpconv", "transformers"
 

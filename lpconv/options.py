@@ -18,24 +18,6 @@ from typing import Annotated, Any, TypeVar
 from lpconv.errors import UsageError
 from lpconv.lookup import find
 
-__all__ = [
-    "PARALLEL",
-    "AllowMissing",
-    "Declared",
-    "Force",
-    "Group",
-    "Option",
-    "Resume",
-    "Revision",
-    "TrustRemoteCode",
-    "check",
-    "check_value",
-    "make",
-    "options_of",
-    "parse_size",
-    "size_option",
-]
-
 T = TypeVar("T")
 
 

@@ -2,8 +2,6 @@
 
 from typing import Protocol
 
-__all__ = ["Progress", "Silent"]
-
 
 class Progress(Protocol):
     """Receives phases of a run. Calls come from one thread."""

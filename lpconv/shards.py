@@ -9,8 +9,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Placement
 
-__all__ = ["is_sharded", "local", "placed_like", "placed_on", "whole"]
-
 
 def is_sharded(x: object) -> "TypeGuard[DTensor]":
     """Whether `x` is a DTensor."""

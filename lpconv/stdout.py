@@ -4,8 +4,6 @@ import os
 import sys
 from typing import TextIO
 
-__all__ = ["own_stdout"]
-
 
 def own_stdout() -> TextIO:
     """Where stdout leads; what libraries in other languages write there, past Python, goes to stderr from now on.

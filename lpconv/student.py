@@ -2,8 +2,6 @@
 
 import math
 
-__all__ = ["t_quantile"]
-
 
 def t_quantile(freedom: int, confidence: float = 0.95) -> float:
     """Quantile t for which mean ± t · s / √n covers the true mean with this confidence.

@@ -1,5 +1,3 @@
 """The version of lpconv. It stands at the ground, so that nothing has to ask the whole package for it."""
 
-__all__ = ["__version__"]
-
 __version__ = "0.1.0"

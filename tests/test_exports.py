@@ -1,4 +1,4 @@
-"""Every public name of a module stands in its `__all__`, and everything in `__all__` exists; packages' too."""
+"""What is public stands in the `__init__` of a package, and everything that stands there exists."""
 
 import importlib
 import subprocess
@@ -10,24 +10,14 @@ import pytest
 import lpconv
 
 ROOT = Path(lpconv.__file__).parent
-NAMES = sorted(
-    ".".join(("lpconv", *p.relative_to(ROOT).with_suffix("").parts))
-    for p in ROOT.rglob("*.py")
-    if p.name not in ("__init__.py", "__main__.py")
-)
+WITH_NAMES = {"hf.py", "models/plugin.py"}  # names of other modules, and a module that travels with outputs
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_exports(name: str) -> None:
-    module = importlib.import_module(name)
-    public = {
-        n
-        for n, value in vars(module).items()
-        if not n.startswith("_") and getattr(value, "__module__", None) == name and hasattr(value, "__qualname__")
-    }
-    declared = set(getattr(module, "__all__", ()))
-    assert public <= declared, f"not in __all__: {sorted(public - declared)}"
-    assert all(hasattr(module, n) for n in declared)
+def test_modules_leave_it_to_their_package_what_is_public() -> None:
+    modules = [
+        p for p in ROOT.rglob("*.py") if p.name != "__init__.py" and "\n__all__" in p.read_text(encoding="utf-8")
+    ]
+    assert {p.relative_to(ROOT).as_posix() for p in modules} == WITH_NAMES
 
 
 PACKAGES = sorted(".".join(("lpconv", *p.parent.relative_to(ROOT).parts)) for p in ROOT.rglob("__init__.py"))

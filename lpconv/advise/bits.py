@@ -19,8 +19,6 @@ from lpconv.errors import UsageError
 from lpconv.progress import Progress
 from lpconv.results import LayerPart
 
-__all__ = ["Base", "base_for", "mixed"]
-
 # Where all tensors begin, widest first, and what they are raised to where the source is wider than 16 bits; else they
 # are kept, at the same size and without loss.
 _LADDERS: tuple[tuple[dict[str, Any], str], ...] = (

@@ -11,8 +11,6 @@ from lpconv.forms import FORMS
 from lpconv.methods import LPCONV, METHODS, Method
 from lpconv.options import make
 
-__all__ = ["Conversion", "conversions", "convert_options", "described"]
-
 _GRANULARITIES = (*GRAINS, "group:128", "group:32")  # the groups that runtimes have kernels for
 _WORDS = {"row": "rows", "mx": "MX", "nvfp4": "NVFP4", "group:128": "groups of 128", "group:32": "groups of 32"}
 

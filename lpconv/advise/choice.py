@@ -7,8 +7,6 @@ from dataclasses import replace
 from lpconv.advise.options import Budget
 from lpconv.results import AdviceRow
 
-__all__ = ["best", "judged", "ranked"]
-
 _ORDER = ("measured", "unmeasured", "pruned", "failed")
 
 

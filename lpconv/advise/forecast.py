@@ -10,8 +10,6 @@ from lpconv.bench.roofline import step_gemm_seconds
 from lpconv.models.inputs import vocabulary_size
 from lpconv.results import AdviceRow, PeakRecord
 
-__all__ = ["Forecast"]
-
 _NARROW = ("bf16", "fp16", "e4m3fn", "e5m2", "int4", "int8", "e2m1")
 
 

@@ -29,8 +29,6 @@ from lpconv.models.inputs import example_inputs
 from lpconv.progress import Progress
 from lpconv.results import AdviceRow, GapEstimate, TensorRecord
 
-__all__ = ["Conversions", "converted", "job_of", "least_gap", "pruned"]
-
 _SAMPLE = 2**13  # elements of a tensor
 # After 8, 16, 32 and 64 windows an interval is looked at, and is the last if it says whether the quality is kept. That
 # is four chances to be wrong: at 1 % each and 2 % in the end, what is told holds in 95 % of cases (Bonferroni).

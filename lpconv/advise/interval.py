@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from lpconv.results import GapEstimate
 from lpconv.student import t_quantile
 
-__all__ = ["estimated"]
-
 
 def estimated(gaps: Sequence[float], confidence: float = 0.95) -> GapEstimate:
     """The mean of paired differences, with Student's interval, which has no ends for one or what is not finite."""

@@ -10,8 +10,6 @@ import yaml
 from lpconv.advise.options import AdviseOptions
 from lpconv.results import AdviceRow
 
-__all__ = ["MANIFEST", "gates_of", "manifest_text"]
-
 MANIFEST = "jobs.yaml"
 _HEAD = "# Written by lpconv advise; `lpconv batch jobs.yaml` carries it out. Gates are what was foretold.\n"
 _SQNR_DB = 0.5  # where publishing compares a sample of the weights, its worst tensor may read a little better or worse

@@ -11,8 +11,6 @@ from lpconv.options import AllowMissing, Force, Option, Revision, check, parse_s
 from lpconv.train.options import TASKS, FinetuneOptions, check_options
 from lpconv.train.recipes import RECIPES, Arithmetic
 
-__all__ = ["ADVICE_FILE", "AdviseOptions", "Budget", "check_advise", "parse_budget"]
-
 ADVICE_FILE = "advice.json"  # in an output; says whose the folder is
 _PURPOSES = ("infer", "train", "both")
 _train = functools.partial(Option, panel="The training to advise on")

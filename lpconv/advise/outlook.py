@@ -17,8 +17,6 @@ from typing import Self
 from lpconv.advise.interval import estimated
 from lpconv.results import GapEstimate, RunRecord
 
-__all__ = ["Ends", "least_high", "outlook"]
-
 _METRIC = "eval_loss"
 
 

@@ -12,8 +12,6 @@ from lpconv.convert.logits import compare, outputs_of
 from lpconv.progress import Progress
 from lpconv.results import LayerPart, TensorRecord
 
-__all__ = ["parts_of"]
-
 _WINDOWS = 2
 
 

@@ -13,8 +13,6 @@ from lpconv.errors import InputError
 from lpconv.report.advise.html import html_advice
 from lpconv.results import AdviceResult, from_json, json_text
 
-__all__ = ["PAGE", "kept", "read_advice"]
-
 PAGE = "advice.html"
 
 

@@ -32,8 +32,6 @@ from lpconv.progress import Progress, Silent
 from lpconv.report.advise.words import findings_of, recommendation, unknowns
 from lpconv.results import AdviceResult, AdviceRow, LayerPart, Recommendation, to_json
 
-__all__ = ["advise"]
-
 _INFER_SHARE = 0.4  # of the time, where there is training to advise on as well
 _PARTS_SHARE = 0.3  # of what conversions take, for the parts of layers, which no choice depends on
 

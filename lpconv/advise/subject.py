@@ -25,8 +25,6 @@ from lpconv.progress import Progress
 from lpconv.report.numbers import shown
 from lpconv.train.data import is_text, read_rows
 
-__all__ = ["Subject", "open_subject"]
-
 Window = dict[str, Tensor]
 _NO_TEXT = "`lpconv convert MODEL --verify logits` says what a conversion does to its outputs"
 _MAX_WINDOWS = 64

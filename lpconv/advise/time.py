@@ -2,8 +2,6 @@
 
 import time
 
-__all__ = ["Deadline"]
-
 
 class Deadline:
     """Counts down from `seconds`. A part of it may be given away, as a deadline of its own."""

@@ -29,8 +29,6 @@ from lpconv.train.memory import weight_bytes
 from lpconv.train.one import train_one
 from lpconv.train.recipes import RECIPES, TRAINING_OPTIMIZERS
 
-__all__ = ["Trials"]
-
 _TWIN = "fp32"
 _PILOT_STEPS = 6  # the least that times and measures memory
 _MORE_SEEDS = 2

@@ -15,8 +15,6 @@ import yaml
 from lpconv.errors import InputError, UsageError
 from lpconv.lookup import find
 
-__all__ = ["read_document"]
-
 
 def read_document(path: Path) -> Any:
     """The document in a manifest file. InputError where it cannot be read, UsageError where it does not parse."""

@@ -24,18 +24,6 @@ from lpconv.results import FinetuneResult, from_json
 from lpconv.train.options import FinetuneOptions, check_options
 from lpconv.train.outcome import gate_problem
 
-__all__ = [
-    "BENCH_FILE",
-    "COMMON_FIELDS",
-    "DEFAULT_KIND",
-    "KINDS",
-    "MANIFEST_KEYS",
-    "MANIFEST_VERSION",
-    "SHARED_FIELDS",
-    "JobOptions",
-    "Kind",
-]
-
 MANIFEST_VERSION = 1
 MANIFEST_KEYS = ("version", "defaults", "jobs")
 DEFAULT_KIND = "convert"  # of a job that names none, as in manifests from before there were others

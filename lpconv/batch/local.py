@@ -9,8 +9,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from lpconv.batch.task import GRACE_S, Answer, Needs, Task, run_task
 from lpconv.machine import available_memory
 
-__all__ = ["LocalExecutor"]
-
 
 class LocalExecutor:
     """Up to `parallel` tasks. A task that says nothing gets its share of cores and memory; `say` takes their lines.

@@ -21,20 +21,6 @@ from lpconv.checkpoint.partfile import sha256_of, write_error, write_small
 from lpconv.errors import InputError, VerificationError
 from lpconv.results import SCHEMA_VERSION, FileRecord, JobOutcome, from_json, ordered_json_text, to_json
 
-__all__ = [
-    "Lock",
-    "LockEntry",
-    "begin_lock",
-    "check_lockable",
-    "check_locked_result",
-    "enter",
-    "lock_entry",
-    "pinned_options",
-    "read_lock",
-    "stale_reasons",
-]
-
-
 # Settings that change neither the output nor how it was judged.
 _HOW_NOT_WHAT = frozenset({"max_memory", "workers", "resume", "force", "trust_remote_code", "log_to", "command"})
 

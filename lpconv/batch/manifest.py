@@ -26,8 +26,6 @@ from lpconv.errors import UsageError
 from lpconv.lookup import find
 from lpconv.options import Declared
 
-__all__ = ["BatchJob", "Manifest", "load_manifest"]
-
 _OF_JOB = "job:"
 
 

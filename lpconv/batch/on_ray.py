@@ -16,8 +16,6 @@ from lpconv.batch.task import Answer, MachineLostError, Needs, Task, run_task
 from lpconv.errors import InputError, UnsupportedError
 from lpconv.version import __version__
 
-__all__ = ["RayExecutor"]
-
 _LOOK_S = 60.0  # for every machine to say what it sees
 _CANCELLED = 143
 # Ray's names for what no fault of the task ended.

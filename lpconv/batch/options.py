@@ -5,8 +5,6 @@ from typing import Annotated
 
 from lpconv.options import Option
 
-__all__ = ["BatchOptions"]
-
 _EXECUTORS = ("local", "ray")
 
 

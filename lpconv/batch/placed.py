@@ -26,8 +26,6 @@ from lpconv.errors import UnsupportedError
 from lpconv.progress import Progress
 from lpconv.results.batch import FAILED, NOT_RUN, JobError, JobResult
 
-__all__ = ["Placement"]
-
 _MAX_LOST = 3  # machines that a task may lose
 
 

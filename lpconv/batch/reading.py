@@ -26,8 +26,6 @@ from lpconv.errors import UsageError
 from lpconv.lookup import nearest
 from lpconv.options import Declared, check_value, options_of
 
-__all__ = ["manifest_schema", "read_mapping", "read_setting", "schema_of"]
-
 _FULL = Field(pattern=r"\S")  # not empty, not blank
 _NULL = (None, "", "null", "~")
 

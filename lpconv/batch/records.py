@@ -12,18 +12,6 @@ from lpconv.machine import out_of_memory
 from lpconv.results import from_json, to_json
 from lpconv.results.batch import FAILED, NOT_RUN, JobError, JobOutcome, JobResult
 
-__all__ = [
-    "JobFailedError",
-    "failed",
-    "filled",
-    "held_back",
-    "job_error",
-    "job_result",
-    "said_error",
-    "said_result",
-    "stops",
-]
-
 
 class JobFailedError(LpconvError):
     """A job that failed in another process: its own error, with its exit code."""

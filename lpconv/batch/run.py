@@ -29,8 +29,6 @@ from lpconv.progress import Progress, Silent
 from lpconv.results import to_json
 from lpconv.results.batch import DONE, FAILED, NOT_RUN, PLANNED, UP_TO_DATE, BatchResult, JobOutcome, JobResult
 
-__all__ = ["BatchEvents", "JobsFailedError", "SilentEvents", "run_batch", "selected"]
-
 
 class BatchEvents(Protocol):
     """Told how a batch goes on. `index` counts from 0."""

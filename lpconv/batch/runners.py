@@ -35,8 +35,6 @@ from lpconv.results import (
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.outcome import gate_problem
 
-__all__ = ["FINISHING", "RUNNERS", "JobRunner", "converted", "planned", "write_part"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class JobRunner:

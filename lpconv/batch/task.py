@@ -17,8 +17,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import IO, Any, Protocol
 
-__all__ = ["GRACE_S", "Answer", "Executor", "MachineLostError", "Needs", "Task", "run_task"]
-
 GRACE_S = 30.0  # for a run to write its journal after SIGTERM
 _OWN_COUNT = "[1/1] "  # of a batch of one job: the whole batch counts
 

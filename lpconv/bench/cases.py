@@ -9,23 +9,6 @@ from lpconv.errors import UsageError
 from lpconv.lookup import find
 from lpconv.options import PARALLEL
 
-__all__ = [
-    "BASELINES",
-    "BENCH_FORMATS",
-    "BENCH_METHODS",
-    "BENCH_OPTIMIZERS",
-    "CODES",
-    "COMPILE_MODES",
-    "MODES",
-    "PLAIN",
-    "SCALED",
-    "Case",
-    "Peer",
-    "baseline_of",
-    "expand",
-    "parallel_of",
-]
-
 MODES = ("infer", "train")
 # What torch.compile is given: each block of the model (compiled once, since they share their code), the whole model,
 # the whole model to be replayed as CUDA graphs, or nothing.

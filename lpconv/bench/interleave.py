@@ -15,8 +15,6 @@ from lpconv.errors import UsageError, VerificationError
 from lpconv.results import RatioRecord, TimingRecord
 from lpconv.student import t_quantile
 
-__all__ = ["Samples", "bootstrap_ratio", "interleave", "quantile", "ratio_of", "ratio_over_launches", "timing_of"]
-
 _MIN_P99_SAMPLES = 100
 _RESAMPLES = 2000
 

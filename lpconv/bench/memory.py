@@ -17,8 +17,6 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from lpconv.models.coded import CodedTensor
 from lpconv.results import MemoryParts
 
-__all__ = ["Allocation", "StepPeak", "parts_at_peak", "profile_step", "storage_bytes"]
-
 _FORWARD = "lpconv:forward"
 
 

@@ -18,17 +18,6 @@ from lpconv.models.opening import Blueprint, blueprint
 from lpconv.models.presets import PRESETS
 from lpconv.report.numbers import share_text, size_text
 
-__all__ = [
-    "available_bytes",
-    "check_fits",
-    "estimate_bytes",
-    "find_model",
-    "gemms_of",
-    "make_batch",
-    "running_bytes",
-    "step_loss",
-]
-
 _FIRST_ID = 5  # those before are special in many vocabularies
 _LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers")
 

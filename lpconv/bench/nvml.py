@@ -10,8 +10,6 @@ from typing import Any, Protocol
 
 from lpconv.results import EnergyRecord, GpuRecord
 
-__all__ = ["GpuMonitor", "Nvml", "find_monitor", "measure_energy"]
-
 # The counter moves every 20 to 100 ms (NVML), so that a window of two seconds is off by 5 % at most.
 _MIN_WINDOW_S = 2.0
 

@@ -11,8 +11,6 @@ from lpconv.bench.cases import BASELINES, BENCH_FORMATS, BENCH_METHODS, BENCH_OP
 from lpconv.errors import UsageError
 from lpconv.options import PARALLEL, AllowMissing, Group, Option
 
-__all__ = ["BenchOptions", "Effort"]
-
 # Options by the panel of the help that they stand in.
 _what = functools.partial(Option, panel="What to measure")
 _how = functools.partial(Option, panel="How to measure")

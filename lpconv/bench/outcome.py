@@ -14,8 +14,6 @@ from lpconv.gates import BENCH_GATES, check_rows
 from lpconv.report.numbers import plural
 from lpconv.results import BenchChange, BenchResult, BenchRow, RatioRecord, from_json, json_text, to_json
 
-__all__ = ["compare", "judge_of", "kept", "problem", "read_bench"]
-
 REGRESSION, IMPROVEMENT, SAME, NEW = "regression", "improvement", "within the intervals", "not in the older document"
 
 

@@ -11,8 +11,6 @@ from lpconv.bench.models import step_loss
 from lpconv.errors import UnsupportedError
 from lpconv.models.opening import Blueprint
 
-__all__ = ["check_parallel", "join", "most", "rows_of", "spread"]
-
 
 def check_parallel(case: Case) -> None:
     """Raise UnsupportedError where the case's gradients cannot be averaged over processes."""

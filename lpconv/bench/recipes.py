@@ -22,8 +22,6 @@ from lpconv.models.opening import Blueprint
 from lpconv.optim import CollageAdamW
 from lpconv.scaled import AdamW as ScaledAdamW, scaled
 
-__all__ = ["apply_recipe", "check_codes", "check_peers", "is_emulated", "make_optimizer", "with_codes"]
-
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _FP8_CAPABILITY = (8, 9)
 _LR = 1e-4

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from lpconv.report.bench.verdict import StepRoofline, verdict_sentences
 from lpconv.results import BenchRow, GemmRecord, PeakRecord, VerdictRecord
 
-__all__ = ["CASTS", "Casts", "Gemm", "gemm_record", "gemm_seconds", "step_gemm_seconds", "verdict"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Gemm:

@@ -26,8 +26,6 @@ from lpconv.results import (
     from_json,
 )
 
-__all__ = ["FAILED", "MEMORY_SHARE", "OK", "SKIPPED", "TOO_LARGE", "BenchRun", "new_team"]
-
 OK, SKIPPED, TOO_LARGE, FAILED = "ok", "skipped", "too large", "failed"
 MEMORY_SHARE = 0.9  # of what is free; two cases that are built at once get half of it each
 _COMPILED = {

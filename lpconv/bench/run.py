@@ -18,8 +18,6 @@ from lpconv.models.whole import check_whole
 from lpconv.progress import Progress, Silent
 from lpconv.results import BenchResult, PeakRecord, from_json
 
-__all__ = ["bench", "choose_model"]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Choice:

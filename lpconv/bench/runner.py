@@ -26,8 +26,6 @@ from lpconv.results import NumericsRecord
 from lpconv.scaled import ScaledTensor
 from lpconv.shards import whole
 
-__all__ = ["CaseRunner"]
-
 _PROBE = (1, 64)  # batch and sequence of the comparison with fp32: small, since that model lives beside nothing else
 _WARM_UP_STEPS = 3
 # What torch.compile is told about a whole model.

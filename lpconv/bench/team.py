@@ -20,8 +20,6 @@ from typing import Any, Protocol, Self
 from lpconv.bench.cases import Case
 from lpconv.errors import InputError, LpconvError, PeerLostError, ResourceError, UnsupportedError, UsageError
 
-__all__ = ["Child", "Subject", "Team", "processes_of", "result_of"]
-
 _KILLED = -9
 # torchrun's words to the process that measures are not meant for its children, who are numbered otherwise.
 _OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")

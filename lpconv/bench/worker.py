@@ -32,8 +32,6 @@ from lpconv.results import PeakRecord
 from lpconv.stdout import own_stdout
 from lpconv.version import __version__
 
-__all__ = ["Worker", "answer", "main", "measure_peaks"]
-
 _GPU_SIZE, _CPU_SIZE = 8192, 1024
 _GPU_BYTES, _CPU_BYTES = 1 << 30, 1 << 27
 _RUNS = 5

@@ -7,8 +7,6 @@ an owner: ``gpt2`` is ``openai-community/gpt2``. Names are compared without rega
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["ALIASES", "Alias", "find_alias"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Alias:

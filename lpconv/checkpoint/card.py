@@ -4,8 +4,6 @@ from pathlib import Path
 
 import yaml
 
-__all__ = ["inherited_facts"]
-
 _MAX_BYTES = 2**16  # of a card's head
 _REPEATED = ("base_model", "license", "license_name", "license_link")
 

@@ -12,21 +12,6 @@ from typing import Any
 
 from lpconv.formats.grains import GRAINS, Grain, known_grain
 
-__all__ = [
-    "COMPRESSED_TENSORS",
-    "INPUT_GLOBAL_SCALE",
-    "INPUT_SCALE",
-    "INPUT_SCALES",
-    "LinearModules",
-    "Preset",
-    "Presets",
-    "input_scale_of",
-    "preset_of",
-    "presets_in",
-    "quantization_config",
-    "quantized_by",
-]
-
 COMPRESSED_TENSORS = "compressed-tensors"
 # The scale of a module's inputs, by its name there: alone, or of the scales that groups get as inputs come.
 INPUT_SCALE, INPUT_GLOBAL_SCALE = INPUT_SCALES = ("input_scale", "input_global_scale")

@@ -15,8 +15,6 @@ from lpconv.errors import InputError
 from lpconv.lookup import no_directory
 from lpconv.report.numbers import listed
 
-__all__ = ["QUANTIZATION_FILES", "Contents", "check_config", "check_inside", "is_plain", "read_contents", "read_json"]
-
 _INDEX_SUFFIX = ".index.json"
 _LAYERS, _MOST_LAYERS = re.compile(r"layers?$"), 10_000  # which transformers makes one by one
 # Without a number in these, transformers makes as many as the class is used to, with random weights.

@@ -2,8 +2,6 @@
 
 import torch
 
-__all__ = ["SAFETENSORS_DTYPES", "TORCH_DTYPES"]
-
 TORCH_DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "U16": torch.uint16,
     "I32": torch.int32, "U32": torch.uint32, "I64": torch.int64, "U64": torch.uint64, "F16": torch.float16,

@@ -12,8 +12,6 @@ from typing import Any
 from lpconv.checkpoint.header import Header, TensorInfo, read_header
 from lpconv.checkpoint.place import cache_folder
 
-__all__ = ["BLOCKS", "GGUF", "WEIGHTS", "header_of", "is_view"]
-
 GGUF = "gguf"
 WEIGHTS = "model.gguf"  # in a view, a link to the file
 # The types that are read: numbers of a block along a row, and its bytes.

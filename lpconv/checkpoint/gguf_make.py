@@ -29,8 +29,6 @@ from lpconv.checkpoint.gguf import BLOCKS, GGUF, WEIGHTS
 from lpconv.checkpoint.partfile import write_error
 from lpconv.errors import InputError, UnsupportedError
 
-__all__ = ["make_view"]
-
 _KNOWN = "lpconv reads the architectures that transformers opens from GGUF, but for mixtures of experts"
 
 

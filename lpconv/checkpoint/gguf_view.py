@@ -11,8 +11,6 @@ from lpconv.checkpoint.place import cache_folder
 from lpconv.errors import InputError, UnsupportedError
 from lpconv.version import __version__
 
-__all__ = ["as_directory", "file_at"]
-
 
 def as_directory(path: Path) -> Path:
     """The view of a GGUF file, or of the only one in a directory without config.json; any other path as it is.

@@ -18,8 +18,6 @@ from lpconv.checkpoint.partfile import read_error
 from lpconv.checkpoint.place import open_file
 from lpconv.errors import InputError, UnsupportedError
 
-__all__ = ["DTYPE_BITS", "MAX_HEADER_BYTES", "Header", "TensorInfo", "check_name", "encode_header", "read_header"]
-
 # The limit of the safetensors library itself.
 MAX_HEADER_BYTES = 100_000_000
 _METADATA = "__metadata__"

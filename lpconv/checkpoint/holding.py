@@ -10,8 +10,6 @@ from pathlib import Path
 
 from lpconv.errors import OutputExistsError
 
-__all__ = ["held_by_another", "hold", "is_held", "wait_for"]
-
 
 def hold(descriptor: int) -> bool:
     """Whether an open file or folder is now ours alone, until it is closed."""

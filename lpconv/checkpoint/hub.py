@@ -21,18 +21,6 @@ from lpconv.checkpoint.aliases import ALIASES
 from lpconv.errors import InputError, LpconvError, ResourceError
 from lpconv.lookup import nearest
 
-__all__ = [
-    "MODULE_WEIGHTS",
-    "cached_snapshot",
-    "commit_of",
-    "download",
-    "files_at",
-    "files_url",
-    "has_weights",
-    "wanted_files",
-    "why_unreachable",
-]
-
 _SAFETENSORS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 _PICKLES = re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin")
 MODULE_WEIGHTS = re.compile(r"\d+_\w+/(model\.safetensors|pytorch_model\.bin)")  # of sentence-transformers

@@ -30,20 +30,6 @@ from lpconv.errors import (
 )
 from lpconv.results import FileRecord
 
-__all__ = [
-    "NOT_A_FILE",
-    "PartFile",
-    "check_file",
-    "check_writable",
-    "fsync_directory",
-    "hash_of",
-    "read_error",
-    "sha256_of",
-    "write_error",
-    "write_small",
-    "writing",
-]
-
 # Failed reads that no disk is to blame for.
 NOT_A_FILE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 _FLUSH_BYTES = 64 * 2**20

@@ -17,8 +17,6 @@ from typing import Any, Protocol
 from lpconv.checkpoint.remote_file import RemoteFile
 from lpconv.errors import InputError, UnreadError
 
-__all__ = ["MIN_POINTER_BYTES", "LocalFile", "RangedFile", "any_pointer", "cache_folder", "open_file", "write_pointer"]
-
 MIN_POINTER_BYTES = 2**16  # smaller objects may be shorter than what points to them
 _MARK = b'{"lpconv_remote": '
 _PREFIX = struct.Struct("<Q")

@@ -16,8 +16,6 @@ from typing import Any
 from lpconv.checkpoint.partfile import hash_of, sha256_of, write_small
 from lpconv.errors import InputError, LpconvError
 
-__all__ = ["STATE", "check_promises"]
-
 STATE = "lpconv-checked.json"
 _SHA256, _SHA1 = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{40}")
 

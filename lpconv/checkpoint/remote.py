@@ -18,22 +18,6 @@ from urllib.parse import urlsplit
 from lpconv.checkpoint.hub import files_url, why_unreachable
 from lpconv.errors import InputError, LpconvError, ResourceError, UnreadError, UnsupportedError, UsageError
 
-__all__ = [
-    "UNFINISHED",
-    "RemoteObject",
-    "Upload",
-    "check_url",
-    "delete",
-    "fetch",
-    "head",
-    "hub_names",
-    "is_url",
-    "listing",
-    "put",
-    "store_at",
-    "upload_bytes",
-]
-
 UNFINISHED = "lpconv-unfinished/"  # what a run has below its output until that is one
 _SCHEMES = ("s3", "gs", "az", "hf", "https", "http")
 _PART, _AT_A_TIME, _MOST_PARTS = 8 * 2**20, 4, 9_000  # bytes of a part of an upload; S3 takes 10,000 of them

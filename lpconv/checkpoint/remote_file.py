@@ -13,8 +13,6 @@ from typing import Any
 from lpconv.checkpoint.remote import fetch
 from lpconv.errors import InputError
 
-__all__ = ["WINDOW_BYTES", "RemoteFile"]
-
 _PIECE = 4 * 2**20  # bytes that are fetched at once
 _HELD, _AHEAD = 24, 8  # pieces that are kept, and fetched before they are asked for
 # What is kept, and answers on their way, which obstore holds in chunks and then in one piece.

@@ -25,8 +25,6 @@ from lpconv.checkpoint.staging import JOURNAL, MARKER, Staging, check_same_run
 from lpconv.errors import InputError, LpconvError, OutputExistsError, ResourceError, UnsupportedError
 from lpconv.results import FileRecord
 
-__all__ = ["RemoteStaging", "check_free_url", "tidy", "working_folder"]
-
 _CLAIM = f"{UNFINISHED}run.json"
 _LAST = ("config.json", MARKER)
 _WRITTEN = ("s3", "gs", "az")

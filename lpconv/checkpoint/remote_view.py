@@ -24,8 +24,6 @@ from lpconv.checkpoint.remote import UNFINISHED, RemoteObject, fetch, head, hub_
 from lpconv.checkpoint.staging import MARKER
 from lpconv.errors import InputError
 
-__all__ = ["copy_of", "view_of"]
-
 _CONFIG, _SUMS = "config.json", "SHA256SUMS"
 _AT_ONCE = 8  # requests
 _STEP = 32 * 2**20  # bytes of a file that is copied whole

@@ -12,16 +12,6 @@ from lpconv.checkpoint.contents import Contents, check_inside, read_json
 from lpconv.checkpoint.partfile import sha256_of
 from lpconv.errors import InputError
 
-__all__ = [
-    "RESIDUAL_FOLDER",
-    "RESIDUAL_INDEX",
-    "Residuals",
-    "find_residual",
-    "read_residual",
-    "residual_files",
-    "residual_index",
-]
-
 RESIDUAL_FOLDER = "collage"
 RESIDUAL_INDEX = f"{RESIDUAL_FOLDER}/residual.json"
 _VERSION = 1

@@ -21,8 +21,6 @@ from lpconv.data import demo_checkpoint
 from lpconv.errors import InputError, UsageError
 from lpconv.lookup import nearest, nearest_beside, no_directory
 
-__all__ = ["DEMO", "Resolved", "base_name", "directory_of", "looks_like_path", "resolve"]
-
 DEMO = "demo"  # the checkpoint inside this package; a directory of that name is ./demo
 
 _NAME = r"[A-Za-z0-9_][\w.-]*"

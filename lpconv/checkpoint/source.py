@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["SafetensorsSource", "Source", "TensorEntry", "TorchSource", "open_source", "read_range", "read_tensor"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class TensorEntry:

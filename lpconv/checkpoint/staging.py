@@ -25,24 +25,6 @@ from lpconv.checkpoint.partfile import PartFile, check_writable, fsync_directory
 from lpconv.errors import InputError, OutputExistsError, UnsupportedError, UsageError
 from lpconv.lookup import no_directory
 
-__all__ = [
-    "JOURNAL",
-    "MARKER",
-    "PARTS",
-    "SUMS",
-    "TUNED",
-    "Staging",
-    "beside",
-    "check_apart",
-    "check_free",
-    "check_marked",
-    "check_same_run",
-    "differing",
-    "is_output",
-    "is_unused",
-    "read_marker",
-]
-
 JOURNAL = "journal.jsonl"
 MARKER = "lpconv.json"  # what says that a directory is an output of ours
 TUNED = "finetune.json"  # what says that its weights were trained, by a fine-tuning of ours

@@ -10,8 +10,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["TieCandidate", "tie_candidates"]
-
 # Input embeddings, the first found is the one that is kept; then heads that may be tied to it. Other embeddings are
 # tied to a shared one only: those of T5Gemma's encoder and decoder are two matrices, whatever its config ties.
 _SHARED = r"(^|\.)shared\.weight$"

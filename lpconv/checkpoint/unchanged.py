@@ -11,8 +11,6 @@ from lpconv.checkpoint.header import MAX_HEADER_BYTES
 from lpconv.checkpoint.partfile import read_error
 from lpconv.errors import InputError
 
-__all__ = ["Watch", "watch", "watched_files"]
-
 _END_BYTES = 2**16  # of other files: a zip keeps its table, with a checksum of every member, at the end
 
 

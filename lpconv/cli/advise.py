@@ -3,8 +3,6 @@
 from lpconv.advise.options import AdviseOptions
 from lpconv.cli.command import Json, Model, Output, Quiet, print_result, typed_command, with_options
 
-__all__ = ["advise"]
-
 
 @with_options
 def advise(

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from lpconv.progress import Progress
     from lpconv.results import BatchResult, JobResult
 
-__all__ = ["batch"]
-
 
 class _Events:
     """Says on stderr which job runs; writes JUnit and the table whether jobs failed or not."""

@@ -10,8 +10,6 @@ from lpconv.bench.cases import BENCH_FORMATS
 from lpconv.bench.options import BenchOptions
 from lpconv.cli.command import Json, Quiet, print_result, typed_command, with_options
 
-__all__ = ["bench"]
-
 _WHAT, _RESULTS = "What to measure", "Results"
 
 

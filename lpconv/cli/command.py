@@ -13,20 +13,6 @@ from lpconv.convert.options import ConvertOptions
 from lpconv.errors import UsageError
 from lpconv.options import Declared, make, options_of
 
-__all__ = [
-    "Force",
-    "Json",
-    "Model",
-    "Output",
-    "Quiet",
-    "Revision",
-    "Target",
-    "print_result",
-    "typed_command",
-    "with_options",
-    "without_blanks",
-]
-
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
     """The command with its parameter `options`, a record, spread: one parameter for each of the record's options.

@@ -9,8 +9,6 @@ from lpconv.cli.command import Json, Model, Output, Quiet, print_result, typed_c
 from lpconv.convert.options import ConvertOptions
 from lpconv.errors import UsageError
 
-__all__ = ["convert"]
-
 
 @with_options
 def convert(

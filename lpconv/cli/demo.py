@@ -7,8 +7,6 @@ from lpconv.cli.progress import progress_for
 from lpconv.cli.questions import next_steps
 from lpconv.errors import OutputExistsError
 
-__all__ = ["demo"]
-
 # One run per method, and fp8 beside fp16 so that the comparison shows what a format costs.
 _RUNS = (("unit", "fp32"), ("unit", "fp16"), ("unit", "e4m3fn"), ("scalify", "fp16"), ("collage", "bf16"))
 

@@ -6,8 +6,6 @@ import typer
 
 from lpconv.cli.command import Json, print_result, without_blanks
 
-__all__ = ["doctor"]
-
 
 def doctor(
     require: Annotated[

@@ -29,19 +29,6 @@ if TYPE_CHECKING:
     from lpconv.results import BenchResult
     from lpconv.train.options import FinetuneOptions
 
-__all__ = [
-    "before_advice",
-    "before_bench",
-    "before_conversion",
-    "before_export",
-    "before_finetuning",
-    "before_init",
-    "before_probe",
-    "before_restoring",
-    "before_verifying",
-    "output_of",
-]
-
 
 _LOOKED_AT = 4_000_000  # characters of a text
 _SPECIAL_TOKENS = 8  # that a tokenizer adds, at most

@@ -12,8 +12,6 @@ from lpconv.cli.handling import handled
 from lpconv.cli.progress import progress_for
 from lpconv.export.options import ExportOptions
 
-__all__ = ["export", "onnx"]
-
 
 class _Runtimes(TyperGroup):
     def resolve_command(self, context: Any, args: list[str]) -> Any:

@@ -8,8 +8,6 @@ from lpconv.cli.command import Json, Model, Output, Quiet, print_result, typed_c
 from lpconv.train.options import FinetuneOptions, check_options
 from lpconv.train.recipes import RECIPES
 
-__all__ = ["finetune"]
-
 
 def _list_recipes(wanted: bool) -> None:
     if not wanted:

@@ -18,8 +18,6 @@ from lpconv.errors import InterruptedRunError, LpconvError, ResourceError, Usage
 from lpconv.machine import available_memory, free_addresses, out_of_memory
 from lpconv.report.printable import printable
 
-__all__ = ["Commands", "handled"]
-
 P = ParamSpec("P")
 # What the libraries of a command take before it sees a model, in MB; less, and a container kills it without a word.
 _LIBRARIES_MB = {

@@ -17,8 +17,6 @@ from lpconv.report.compare import run_names
 from lpconv.report.page import RunEntry, html_index
 from lpconv.report.terminal import table_of
 
-__all__ = ["show_folder", "write_page"]
-
 
 def write_page(html: str, page: str) -> None:
     """The page to where it is asked for. Raises OutputExistsError for a directory, ResourceError."""

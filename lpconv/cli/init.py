@@ -7,8 +7,6 @@ import typer
 from lpconv.cli.command import Json, Output, Quiet, print_result, with_options
 from lpconv.init.options import InitOptions
 
-__all__ = ["init"]
-
 
 @with_options
 def init(

@@ -8,8 +8,6 @@ from lpconv.cli.command import Json, Model, Quiet, Revision, print_result
 from lpconv.cli.progress import progress_for
 from lpconv.errors import UnsupportedError, VerificationError
 
-__all__ = ["inspect"]
-
 _NAMED = 3  # problems that the error names; the output and the details under --json have all
 _NOT_READ = "nothing is known to be wrong; judge the unquantised checkpoint, or ask the tool that wrote this one"
 

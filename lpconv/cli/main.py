@@ -16,8 +16,6 @@ from lpconv.cli.questions import first_screen
 from lpconv.stdout import own_stdout
 from lpconv.version import __version__
 
-__all__ = ["COMMANDS", "app", "main", "run"]
-
 # Each is a file beside this one, with a function or a group of its name.
 COMMANDS = [
     "advise", "convert", "inspect", "verify", "restore", "init", "probe", "finetune",

@@ -4,8 +4,6 @@ from lpconv.cli.command import Json, Model, Output, Quiet, print_result, with_op
 from lpconv.cli.progress import progress_for
 from lpconv.probe.options import ProbeOptions
 
-__all__ = ["probe"]
-
 
 @with_options
 def probe(model: Model, options: ProbeOptions, output: Output = None, json: Json = False, quiet: Quiet = False) -> None:

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Self
 from lpconv.progress import Silent
 from lpconv.report.numbers import size_text
 
-__all__ = ["VERBOSE", "Bars", "progress_for"]
-
 if TYPE_CHECKING:
     import rich.progress
 

@@ -2,8 +2,6 @@
 
 from lpconv.version import __version__
 
-__all__ = ["QUESTIONS", "first_screen", "next_steps"]
-
 # README.md has the same table; a test compares the two.
 QUESTIONS = {
     "What would low precision buy my model?": "lpconv advise MODEL",

@@ -8,8 +8,6 @@ import typer
 from lpconv.cli.command import Json, print_result
 from lpconv.errors import UsageError
 
-__all__ = ["report"]
-
 
 def report(
     runs: Annotated[

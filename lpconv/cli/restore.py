@@ -11,8 +11,6 @@ from lpconv.cli.progress import progress_for
 if TYPE_CHECKING:
     from lpconv.results import RestoreResult
 
-__all__ = ["restore"]
-
 
 def restore(
     path: Annotated[

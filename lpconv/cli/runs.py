@@ -38,8 +38,6 @@ from lpconv.report.terminal import SideBySide
 from lpconv.results import BenchResult, ConvertResult, FinetuneResult, ProbeReport, Verification, from_json
 from lpconv.train.folder import REPORT
 
-__all__ = ["ANY_RUN", "CONVERSIONS", "PROBES", "Kind", "ask_probe", "kind_of", "name_of", "one_kind", "runs_in"]
-
 CONVERSIONS, PROBES = "Conversions", "Probes"
 ANY_RUN = "pass what `convert`, `finetune`, `bench`, `probe` or `advise` wrote"  # the hint where there is none
 

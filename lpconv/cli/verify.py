@@ -10,8 +10,6 @@ from lpconv.cli.progress import progress_for
 from lpconv.convert.options import VerifyOptions
 from lpconv.errors import VerificationError
 
-__all__ = ["verify"]
-
 
 @with_options
 def verify(

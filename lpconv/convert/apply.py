@@ -34,8 +34,6 @@ from lpconv.forms.form import Over
 from lpconv.progress import Progress
 from lpconv.results import FileRecord, TensorRecord
 
-__all__ = ["Engine"]
-
 T = TypeVar("T")
 Create = Callable[[str, int, ThreadPoolExecutor], PartFile]  # of `Staging`
 

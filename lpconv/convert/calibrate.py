@@ -29,8 +29,6 @@ from lpconv.progress import Progress
 from lpconv.report.numbers import shown
 from lpconv.results import CalibrationRecord
 
-__all__ = ["calibrate", "check_calibration"]
-
 _HINT = "leave --calibrate out: inputs then stay as they are"
 
 

@@ -28,8 +28,6 @@ from lpconv.progress import Progress
 from lpconv.report.numbers import shown
 from lpconv.results import ComparedTensor, VerifyResult, WeightsCheck
 
-__all__ = ["compare"]
-
 # Factors of a group that no rounding to 4 bits or more explains: a largest weight of nearly 8 may be cut to 6 (0.75).
 _LOW, _HIGH = 0.6, 1.6
 _GROUP, _FAINT = 32, 1e-3  # elements of a row; groups with less of the mean energy are not asked

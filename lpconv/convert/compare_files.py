@@ -16,8 +16,6 @@ from lpconv.checkpoint.gguf import GGUF
 from lpconv.convert.files import CARD, LOADER, model_side_files, plain_config
 from lpconv.results import FilesCheck
 
-__all__ = ["compare_files"]
-
 _TOKENIZER = re.compile(
     r"(tokenizer|vocab|merges|special_tokens_map|added_tokens|chat_template|normalizer)[^/]*\.(json|txt|jinja)"
     r"|additional_chat_templates/.*|[^/]*\.(model|tiktoken|vocab)"

@@ -31,8 +31,6 @@ from lpconv.progress import Progress
 from lpconv.results import FileRecord, RestoreResult, ordered_json_text
 from lpconv.version import __version__
 
-__all__ = ["DTYPES", "decode_checkpoint"]
-
 DTYPES = ("fp32", "bf16", "fp16")
 
 

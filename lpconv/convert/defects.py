@@ -17,8 +17,6 @@ from lpconv.forms.foreign.gguf import Blocks
 from lpconv.forms.foreign.grid import Grid
 from lpconv.report.numbers import shown
 
-__all__ = ["Findings", "from_headers", "fused_groups"]
-
 # Modules that readers (vLLM, SGLang, TensorRT-LLM) put into one matrix, by the last parts of their names.
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("query", "key", "value"), ("w1", "w3"))
 # What a config that names a format promises of the codes, in words of ours and by number format.

@@ -15,21 +15,6 @@ from lpconv.convert.plan import Plan
 from lpconv.forms.facts import Converted
 from lpconv.results import ConvertResult, FileRecord, ordered_json_text, to_json
 
-__all__ = [
-    "CARD",
-    "INDEX",
-    "LOADER",
-    "copy_side_files",
-    "model_side_files",
-    "output_config",
-    "plain_config",
-    "replaced_config",
-    "weight_index",
-    "write_metadata",
-    "write_provenance",
-    "write_sums",
-]
-
 LOADER = "lpconv_loader.py"
 CARD = "README.md"
 INDEX = "model.safetensors.index.json"

@@ -20,8 +20,6 @@ from lpconv.errors import OutputExistsError
 from lpconv.progress import Progress
 from lpconv.results import ConvertResult, from_json, to_json
 
-__all__ = ["finished"]
-
 _DEPTH = ("none", "auto", "weights", "logits")
 
 

@@ -11,8 +11,6 @@ from lpconv.errors import InputError
 from lpconv.progress import Progress
 from lpconv.results import HashCheck
 
-__all__ = ["check_hashes"]
-
 
 def check_hashes(directory: Path, progress: Progress) -> HashCheck:
     """Every file that SHA256SUMS lists; the weights, the config and the record must be among them.

@@ -17,8 +17,6 @@ from lpconv.models.whole import fit_of
 from lpconv.report.numbers import shown
 from lpconv.results import DtypeRecord, FileRecord, InspectResult, StoredTensor, TensorRecord, from_json
 
-__all__ = ["VALUES", "beside_model", "describe", "inspect"]
-
 VALUES = "values of the weights (--stats)"  # until they are read
 
 InFiles = Sequence[tuple[TensorInfo, str]]

@@ -35,8 +35,6 @@ from lpconv.models.known import known_linears
 from lpconv.models.whole import check_whole
 from lpconv.version import __version__
 
-__all__ = ["Job", "check_disk", "disk_bytes", "estimate_seconds", "free_bytes", "identity", "prepare"]
-
 # Seconds that no size changes, of two cores: torch, pages and records; transformers and two small models.
 _REPORTING_S, _RUNNING_S = 0.8, 4.0
 _PIECE = 2**22  # bytes of two tensors that are compared at a time

@@ -23,8 +23,6 @@ from lpconv.models.tasks import architecture, concrete
 from lpconv.report.numbers import shown
 from lpconv.results import LogitsCheck
 
-__all__ = ["check_inputs", "check_logits", "check_model", "compare", "outputs_of"]
-
 _OUTPUTS = ("logits", "last_hidden_state", "logits_per_image")
 _UNLIKE, _REPORT = "the source opens and the output does not", "report this, or use another --layout"
 _COPIES_IN_MEMORY = 2  # the model, and the values that it is given

@@ -23,8 +23,6 @@ from lpconv.gates import Gate, needs_logits
 from lpconv.machine import available_memory
 from lpconv.models.known import known_shapes
 
-__all__ = ["CALIBRATING_BYTES", "SPARE", "Memory", "plan_memory"]
-
 # Up to this many weight bytes `--verify auto` also runs both models.
 _AUTO_LOGITS_BYTES = 2 * 10**9
 SPARE = 2  # blocks that wait for the writer while every worker is busy

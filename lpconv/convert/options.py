@@ -12,16 +12,6 @@ from lpconv.formats.spec import FORMATS
 from lpconv.methods import LPCONV, METHODS
 from lpconv.options import AllowMissing, Force, Option, Resume, Revision, TrustRemoteCode, check, size_option
 
-__all__ = [
-    "CALIBRATION_TOKENS",
-    "LAYOUTS",
-    "POINTS_MAX",
-    "VERIFY_LEVELS",
-    "ConvertOptions",
-    "VerifyOptions",
-    "check_verify",
-]
-
 LAYOUTS = tuple(dict.fromkeys(layout for m in METHODS.values() for layout in m.forms))
 VERIFY_LEVELS = ("none", "weights", "logits", "auto")
 POINTS_MAX = 3

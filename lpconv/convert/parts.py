@@ -26,8 +26,6 @@ from lpconv.machine import peak_rss_bytes
 from lpconv.progress import Progress, Silent
 from lpconv.results import ByteCounts, PartResult, from_json, json_text, to_json
 
-__all__ = ["adopt_parts", "checked_parts", "convert_part", "remove_parts"]
-
 
 def convert_part(
     model: str, output: Path, options: ConvertOptions, part: Part, *, progress: Progress | None = None

@@ -9,8 +9,6 @@ from lpconv.errors import UsageError
 from lpconv.formats.spec import get_format
 from lpconv.lookup import nearest_name
 
-__all__ = ["FormatRule", "check_matches", "check_pattern", "matches", "parse_rule"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class FormatRule:

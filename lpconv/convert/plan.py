@@ -23,8 +23,6 @@ from lpconv.formats.spec import Format
 from lpconv.forms import Component, Form, Kept
 from lpconv.methods import Method
 
-__all__ = ["OutputFile", "Plan", "PlannedShard", "PlannedTensor", "make_plan", "shard_names"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedTensor:

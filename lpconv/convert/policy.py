@@ -21,8 +21,6 @@ from lpconv.formats.spec import FORMATS, Format
 from lpconv.forms import Form, Kept, Settings
 from lpconv.methods import Method
 
-__all__ = ["decide", "settings_for"]
-
 # What is left in 16 bits, by the parts of names that architectures give it; those of unknown ones fall back to the rule
 # for matrices. Who serves such models quantises the same: NVIDIA's ModelOpt 0.47, `default_disabled_quantizers.yaml`.
 _WIDE = {

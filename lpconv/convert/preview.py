@@ -20,8 +20,6 @@ from lpconv.forms.ranges import block_ranges
 from lpconv.progress import Progress
 from lpconv.results import TensorRecord
 
-__all__ = ["decoded_tensors", "noise_of_sample"]
-
 _PLACES, _MIN_ROWS = 4, 64  # of a sample
 
 

@@ -17,8 +17,6 @@ from lpconv.report.printable import printable
 from lpconv.results import FileRecord, SourceRecord, TensorRecord
 from lpconv.version import __version__
 
-__all__ = ["plan_warnings", "public_source", "source_record", "tensor_warnings", "versions"]
-
 
 def source_record(job: Job) -> SourceRecord:
     """The source with the sizes of its weight files, and the hashes that a hub promised and they were found to have."""

@@ -13,8 +13,6 @@ from lpconv.forms.reader import FETCH_AGAIN, StoredTensors
 from lpconv.forms.scaled import SCALE_SUFFIX
 from lpconv.results import TensorRecord, from_json
 
-__all__ = ["OutputReader", "read_provenance"]
-
 _FORMAT_VERSION = 1
 # What else may have a lpconv.json.
 _OTHER_KINDS = {

@@ -30,8 +30,6 @@ from lpconv.progress import Progress
 from lpconv.results import FileRecord, RestoreResult, TensorRecord, ordered_json_text
 from lpconv.version import __version__
 
-__all__ = ["restore"]
-
 
 def restore(directory: Path, output: Path, *, force: bool, progress: Progress) -> RestoreResult:
     """Write the plain checkpoint of a converted one into `output`; shards, side files and config as the source had.

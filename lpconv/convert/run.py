@@ -35,8 +35,6 @@ from lpconv.results import (
     to_json,
 )
 
-__all__ = ["convert", "finish", "plan"]
-
 _CALIBRATION = "calibration"  # a line of the journal among those of weight files
 
 

@@ -26,21 +26,6 @@ from lpconv.forms.stored import Fetch, Side
 from lpconv.report.numbers import shown
 from lpconv.results import InspectResult
 
-__all__ = [
-    "FACTOR",
-    "Scales",
-    "fetch_from",
-    "fused_factors",
-    "grids_of",
-    "is_inverted",
-    "judged",
-    "lost",
-    "scales_in",
-    "side_of",
-    "unsound",
-    "usual_bound",
-]
-
 # No weight of a trained model is so large; what is larger than others' by so much has lost its scale.
 _LARGEST, FACTOR = 1e4, 256.0
 _ZERO = 1e-6  # up to here the scale of a weight of zeros

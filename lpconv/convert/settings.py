@@ -19,8 +19,6 @@ from lpconv.methods import LPCONV, METHODS, Method
 from lpconv.options import check, options_of
 from lpconv.results import to_json
 
-__all__ = ["ConvertSettings", "PointBudget", "command_line", "settings_of", "shaping_options"]
-
 # Options that say how a run goes, and nothing of what it writes or demands of that.
 _OF_A_RUN = ("max_memory", "cache", "workers", "resume", "force")
 _SPARE_BITS = 0.5  # the default budget above the bits of an element: scales, and second points for some rows

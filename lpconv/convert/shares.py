@@ -13,8 +13,6 @@ from lpconv.convert.options import ConvertOptions
 from lpconv.convert.plan import Plan, PlannedShard
 from lpconv.errors import UsageError
 
-__all__ = ["Part", "check_shareable", "part_folders", "share_of"]
-
 _FOLDER = re.compile(r"([1-9]\d*)-of-([1-9]\d*)")
 
 

@@ -25,8 +25,6 @@ from lpconv.progress import Progress
 from lpconv.report.numbers import shown
 from lpconv.results import InspectResult, StoredTensor
 
-__all__ = ["inspect_with_statistics"]
-
 _READABLE = {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"}
 # The share of largest codes that is odd: that of a scale half as large as it should be is 0.15 of 8 bits, 0.45 of 4.
 _MANY = {4: 0.3, 8: 0.05}

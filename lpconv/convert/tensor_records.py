@@ -10,8 +10,6 @@ from lpconv.forms.facts import BlockError, BlockStats, Measured
 from lpconv.report.plot import FormatRange
 from lpconv.results import TensorRecord
 
-__all__ = ["format_ranges", "planned_record", "sqnr_db", "tensor_record"]
-
 _NAMES = {f.safetensors: f.name for f in FORMATS.values() if f.safetensors}
 
 

@@ -32,8 +32,6 @@ from lpconv.models.tokenizer import read_tokenizer
 from lpconv.progress import Progress
 from lpconv.results import LogitsCheck
 
-__all__ = ["AT_ONCE", "compare_on_text", "window_bytes", "windows_of"]
-
 _HINT = "verify by weights: leave --data out"
 AT_ONCE = 1024  # tokens that bodies run on together
 _HEAD_BYTES, _EXACT = 2**26, 16  # what the outputs of a head may take; tokens whose outputs are compared in fp64

@@ -28,8 +28,6 @@ from lpconv.forms.stored import Side
 from lpconv.progress import Progress
 from lpconv.results import TensorRecord, WeightsCheck
 
-__all__ = ["check_weights", "whole_tensors"]
-
 _PIECE = 2**14  # elements of a sample
 # What another order of summing may change: of the figures in dB and as a share, and of a block's squared error.
 _DB, _SHARE = 0.01, 1e-3

@@ -16,8 +16,6 @@ from lpconv.gates import CONVERT_GATES, needs_logits
 from lpconv.progress import Progress
 from lpconv.results import FilesCheck, VerifyResult
 
-__all__ = ["verify_output"]
-
 
 def verify_output(directory: Path, options: VerifyOptions, *, progress: Progress) -> VerifyResult:
     """Check a published output up to a level; deeper levels include the shallower ones.

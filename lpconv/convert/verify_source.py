@@ -25,8 +25,6 @@ from lpconv.lookup import find
 from lpconv.progress import Progress
 from lpconv.results import CalibrationRecord, ComparedTensor, SourceRecord, TensorRecord, VerifyResult, from_json
 
-__all__ = ["check_source", "prepare_again"]
-
 _ABSENT = object()
 
 

@@ -17,8 +17,6 @@ from lpconv.machine import out_of_memory
 from lpconv.progress import Progress
 from lpconv.results import LogitsCheck, TensorRecord, VerifyResult, WeightsCheck
 
-__all__ = ["check_outputs", "check_stored", "output_problems", "verify_written", "weights_problems"]
-
 _WITHOUT = "use --verify weights, with --resume to keep what is written"
 _SECONDS = 5  # of one core, for comparing weights before publishing: whole tensors within it, pieces of the others
 

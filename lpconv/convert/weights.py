@@ -11,8 +11,6 @@ from lpconv.convert.workers import SingleThreadedTorch
 from lpconv.progress import Progress
 from lpconv.results import WrittenShard, from_json, to_json
 
-__all__ = ["write_shards"]
-
 
 def write_shards(
     job: Job, shards: Sequence[PlannedShard], staging: Staging, progress: Progress

@@ -27,8 +27,6 @@ from lpconv.forms.facts import Looked, Measured
 from lpconv.forms.form import Over
 from lpconv.forms.ranges import block_ranges
 
-__all__ = ["Block", "SingleThreadedTorch", "Workers", "blocks_of"]
-
 T = TypeVar("T")
 _PIECES, _PIECE = 64, 512  # of a sample, and their elements; of smaller tensors all blocks are looked at
 _LEAST_GUESSED = 2**19

@@ -10,8 +10,6 @@ from lpconv.checkpoint.source import open_source
 from lpconv.errors import UnsupportedError, UsageError
 from lpconv.options import AllowMissing, Force, Option, Revision
 
-__all__ = ["MAX_INLINE_BYTES", "ExportOptions", "choose_opset", "has_fp8", "need"]
-
 # Protobuf ends at 2 GiB; the graph needs a little of it too.
 MAX_INLINE_BYTES = 2 * 10**9
 # Where torch's own translations begin, and where DequantizeLinear learnt fp8.

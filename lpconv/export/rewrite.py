@@ -18,8 +18,6 @@ from torch import Tensor
 from lpconv.export.stored import FLOAT8, Component, StoredWeight
 from lpconv.results import FormatCount
 
-__all__ = ["Rewritten", "rewrite"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Rewritten:

@@ -29,8 +29,6 @@ from lpconv.report.numbers import shown
 from lpconv.results import ExportResult, FileRecord, OnnxCheck, SourceRecord, ordered_json_text, to_json
 from lpconv.version import __version__
 
-__all__ = ["MODEL_FILE", "export_onnx"]
-
 MODEL_FILE = "model.onnx"
 _DATA_FILE = "model.onnx.data"
 

@@ -14,8 +14,6 @@ from lpconv.checkpoint.contents import Contents
 from lpconv.forms.reader import StoredTensors
 from lpconv.forms.stored import Stored
 
-__all__ = ["FLOAT8", "Component", "StoredWeight", "stored_weights"]
-
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, *FLOAT8)
 

@@ -23,8 +23,6 @@ from lpconv.models.empty import check_memory, num_parameters
 from lpconv.models.inputs import axes_of, tracing_inputs
 from lpconv.models.opening import model_errors, open_to_trace
 
-__all__ = ["Traceable", "trace", "traceable"]
-
 # The model, ONNX Runtime's copy of it, and the fp32 values that it folds 16-bit weights into.
 _COPIES_IN_MEMORY = 3
 _HINT = "report it to lpconv with the model's config.json; `lpconv convert` needs no export"

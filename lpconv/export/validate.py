@@ -13,8 +13,6 @@ from lpconv.errors import VerificationError
 from lpconv.machine import out_of_memory
 from lpconv.results import OnnxCheck
 
-__all__ = ["check_file", "compare"]
-
 Case = tuple[Mapping[str, Tensor], Tensor]
 
 

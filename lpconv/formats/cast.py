@@ -29,8 +29,6 @@ from torch import Tensor
 from lpconv.errors import UsageError
 from lpconv.formats.spec import Format, get_format
 
-__all__ = ["Overflow", "Rounding", "cast", "check_cast", "largest", "smallest", "straight_through"]
-
 Rounding = Literal["nearest", "stochastic", "toward_zero"]
 Overflow = Literal["saturate", "inf", "nan"]
 

@@ -12,8 +12,6 @@ from lpconv.errors import InputError, UsageError
 from lpconv.formats.cast import Overflow, Rounding, cast
 from lpconv.formats.spec import Format, get_format
 
-__all__ = ["code_dtype", "code_shape", "code_values", "decode", "encode"]
-
 _PER_GROUP = {4: (2, 1), 6: (4, 3)}  # bits of a code: codes and bytes of the smallest group that fills whole bytes
 
 

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from lpconv.errors import UsageError
 from lpconv.lookup import find
 
-__all__ = ["GRAINS", "TENSOR", "Grain", "grain_for", "grain_of", "known_grain"]
-
 TENSOR = "tensor"
 
 

@@ -27,8 +27,6 @@ from lpconv.errors import UnsupportedError, UsageError
 from lpconv.formats.cast import cast
 from lpconv.formats.spec import Format, get_format
 
-__all__ = ["BINS", "ExponentHistogram", "Rates", "bin_of", "exponent_histogram_reference"]
-
 BINS = 39  # per binade: 16 exact sixteenths and 16 open intervals, the last of which is cut into 8
 _SAMPLES = 37
 _EXPONENTS, _COUNTS = 2048, 2**62  # what a record may hold: more than the exponents of float64, less than int64 counts

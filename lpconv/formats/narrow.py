@@ -13,8 +13,6 @@ from torch import Tensor
 
 from lpconv.formats.spec import FORMATS, Format
 
-__all__ = ["coded_", "halved", "nearest_", "num_zero_codes", "packed"]
-
 _BITS = FORMATS["fp32"].mantissa_bits
 
 

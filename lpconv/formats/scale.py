@@ -15,20 +15,6 @@ from torch import Tensor
 from lpconv.errors import UsageError
 from lpconv.formats.spec import Format, get_format
 
-__all__ = [
-    "Pow2",
-    "Stat",
-    "amax",
-    "expand_scale",
-    "normal_pow2_ceil",
-    "normal_pow2_floor",
-    "pow2_ceil",
-    "pow2_floor",
-    "pow2_nearest",
-    "rms",
-    "tensor_scale",
-]
-
 Pow2 = Literal["floor", "ceil", "nearest"]
 Stat = Literal["amax", "rms"]
 FloatOrTensor = TypeVar("FloatOrTensor", float, Tensor)

@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from lpconv.errors import UsageError
 from lpconv.lookup import find
 
-__all__ = ["BLOCK_FORMATS", "FORMATS", "BlockFormat", "Format", "get_format"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Format:

@@ -17,20 +17,7 @@ from torch import Tensor
 
 from lpconv.forms.facts import BlockError, BlockStats
 from lpconv.forms.ranges import BLOCK_ELEMENTS
-from lpconv.mcf.split import SCRATCH_ELEMENTS
-
-__all__ = [
-    "Scratch",
-    "Workspace",
-    "as_float32",
-    "block_error",
-    "block_stats",
-    "error_of",
-    "finite_absmax",
-    "num_zeros",
-    "room",
-    "same_numbers",
-]
+from lpconv.mcf.blocks import SCRATCH_ELEMENTS
 
 # fp32 squares overflow from 2^64 on and lose everything below 2^-75: sums below this and infinite ones are taken again
 # in fp64.

@@ -32,8 +32,6 @@ from lpconv.forms.lookup import (
 from lpconv.forms.ranges import checked_ranges
 from lpconv.kernels.decode import decode as decode_fp8
 
-__all__ = ["are_wanted", "decode", "decode_to", "encode", "wanted"]
-
 _REACH = 1.25  # of the largest number, up to which scales of 4 bits and of integers let numbers lie: see `tile_scales`
 
 

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
     from lpconv.forms.tile_scales import TileScales
 
-__all__ = ["Compressed", "CompressedTiles"]
 
 _E4M3FN = FORMATS["e4m3fn"]
 _SCALE_DTYPES = {"F32", "F16", "BF16"}

@@ -24,7 +24,6 @@ from lpconv.forms.reader import StoredTensors
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["DecodedSource", "is_coded", "open_values", "stored_shapes"]
 
 _BANDS = 4  # that are remembered: as many as a few threads read side by side
 

@@ -15,8 +15,6 @@ from lpconv.formats.grains import Grain
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["BlockError", "BlockStats", "Component", "Converted", "Encoded", "Headers", "Looked", "Measured", "Settings"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:

@@ -14,8 +14,6 @@ from lpconv.forms.facts import Converted, Headers, Settings
 from lpconv.forms.foreign.fp8 import METHODS, SCALE_INV, grain_in, quantization_config
 from lpconv.forms.tiles import Tiles
 
-__all__ = ["FineGrained"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class FineGrained(Tiles):

@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 
     from lpconv.forms.blocks import Workspace
 
-__all__ = ["Form", "Over"]
 
 T = TypeVar("T")
 

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from lpconv.forms.blocks import Workspace
 
-__all__ = ["Kept"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Kept(Form):

@@ -15,20 +15,6 @@ from torch import Tensor
 from lpconv.formats.spec import FORMATS
 from lpconv.forms.blocks import Workspace
 
-__all__ = [
-    "LEAST_ELEMENTS",
-    "Span",
-    "Tables",
-    "beginnings",
-    "differences",
-    "look_up",
-    "numbers",
-    "patterns",
-    "scales_of",
-    "spanned",
-    "table",
-]
-
 LEAST_ELEMENTS = 2**15  # of a block, for which a table pays
 _CODE = 0xFF
 _MANTISSA_BITS = FORMATS["fp32"].mantissa_bits

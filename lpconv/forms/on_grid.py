@@ -33,8 +33,6 @@ from lpconv.formats.spec import FORMATS, Format
 from lpconv.forms.blocks import Workspace
 from lpconv.forms.form import Over
 
-__all__ = ["OnGrid", "first_look"]
-
 # What numbers and scales, both [H, W], say of their tiles: [facts, H, W] in fp64, of which a tile's largest counts.
 Facts = Callable[[Tensor, Tensor], Tensor]
 

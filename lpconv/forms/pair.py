@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from lpconv.forms.blocks import Workspace
     from lpconv.mcf.split import Residual
 
-__all__ = ["RESIDUAL_DTYPES", "Pair"]
 
 # The dtypes of the residuals in `RESIDUALS`, which imports torch.
 RESIDUAL_DTYPES = {"bf16": "BF16", "exact16": "I16", "int8": "I8", "fp16": "F16"}

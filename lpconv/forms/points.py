@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from lpconv.forms.blocks import Workspace
     from lpconv.mcf.multipoint import Points
 
-__all__ = ["PointRows"]
 
 _POINTS_SUFFIX = "_points"
 _NARROW = 16  # bits from which numbers need no points

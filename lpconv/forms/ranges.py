@@ -2,8 +2,6 @@
 
 from collections.abc import Iterator
 
-__all__ = ["BLOCK_ELEMENTS", "CHECKED_ELEMENTS", "block_ranges", "checked_ranges"]
-
 BLOCK_ELEMENTS = 2**19
 CHECKED_ELEMENTS = 2**15  # that are compared with the slow reference at once
 

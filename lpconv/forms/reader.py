@@ -25,7 +25,6 @@ from lpconv.forms.stored import Side, Summand
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["FETCH_AGAIN", "StoredTensors"]
 
 FETCH_AGAIN = "fetch the checkpoint again"
 

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from lpconv.forms.blocks import Workspace
     from lpconv.forms.on_grid import OnGrid
 
-__all__ = ["OF_DTYPE", "SCALE_SUFFIX", "Scaled", "packed", "scale_for", "unpacked"]
 
 SCALE_SUFFIX = "_scale"
 _SCALE_EXPONENTS = (-126, 127)

@@ -18,7 +18,6 @@ from lpconv.forms.facts import Component
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Fetch", "Side", "Stored", "Summand"]
 
 Side = Mapping[str, "Tensor"]
 Summand = tuple["Tensor", "float | Tensor"]

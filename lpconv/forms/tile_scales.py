@@ -18,8 +18,6 @@ from lpconv.formats.grains import Grain
 from lpconv.formats.scale import normal_pow2_ceil, normal_pow2_floor, pow2_floor
 from lpconv.formats.spec import FORMATS, Format
 
-__all__ = ["Parts", "TileScales", "dividing_factor"]
-
 # What rows have of tiles, by what it is: [rows, tiles beside each other].
 Parts = Mapping[str, Tensor]
 Array = np.ndarray[Any, Any]

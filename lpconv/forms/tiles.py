@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from lpconv.forms.on_grid import OnGrid
     from lpconv.forms.tile_scales import Parts, TileScales
 
-__all__ = ["FACTOR_SUFFIX", "Tiles"]
 
 FACTOR_SUFFIX = "_global_scale"
 # The dtype that packed codes are stored in, the kind of their plane, and what it adds to a code.

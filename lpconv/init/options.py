@@ -11,8 +11,6 @@ from lpconv.errors import UsageError
 from lpconv.models.presets import PRESETS
 from lpconv.options import Force, Option, Revision, check
 
-__all__ = ["InitOptions", "config_place"]
-
 _INIT_METHODS = {
     "native": "unit normal weights, and scales by theory, for recipes such as native-fp8 (Blake et al. 2023)",
     "plain": "as transformers initialises the architecture, to train beside it",

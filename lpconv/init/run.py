@@ -39,8 +39,6 @@ from lpconv.scaled.native import data_sizes
 from lpconv.scaled.pair import Role
 from lpconv.scaled.tensor import scaled_tensor
 
-__all__ = ["init"]
-
 _COPIES = 4  # of the model in memory: weights, their data under native scaling, gradients, what an op makes
 # Of a config: what is about weights that it lay beside.
 _NOT_KEPT = {"dtype", "torch_dtype", "auto_map", "quantization_config", NATIVE_MARK}

@@ -5,8 +5,6 @@ from typing import Any
 
 from lpconv.errors import UnsupportedError, UsageError
 
-__all__ = ["resized"]
-
 # What configs of transformers call them. Heads keep their size, so that there are more or fewer.
 _WIDTHS = ("hidden_size", "n_embd", "d_model", "dim")
 _INNER = ("intermediate_size", "n_inner", "ffn_dim", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim", "hidden_dim",

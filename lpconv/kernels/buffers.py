@@ -6,8 +6,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["Buffers", "operand", "operand_like"]
-
 _MOST = 1 << 25  # bytes of an operand whose memory is kept: of larger ones the product takes longer, too
 
 

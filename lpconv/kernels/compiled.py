@@ -17,8 +17,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-__all__ = ["MIN_ELEMENTS", "CheckedKernel", "eagerly"]
-
 MIN_ELEMENTS = 1 << 20  # below, eager takes about a millisecond, and compiling takes seconds
 
 _eager = False

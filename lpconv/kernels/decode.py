@@ -20,8 +20,6 @@ from lpconv.formats.spec import FORMATS, Format
 from lpconv.kernels.buffers import operand, operand_like
 from lpconv.kernels.fused import fused_decode
 
-__all__ = ["decode", "decode_operand"]
-
 _FP8 = {getattr(torch, f.torch): f for f in FORMATS.values() if f.bits == 8 and f.has_sign and f.torch}
 _TARGETS = {
     torch.bfloat16: (FORMATS["bf16"], torch.int16),

@@ -40,8 +40,6 @@ from lpconv.kernels.scaled_cast import largest_magnitude, scaled_codes, scaled_v
 from lpconv.layers import linears
 from lpconv.lookup import find
 
-__all__ = ["FP8_RECIPES", "Fp8Linear", "Fp8Recipe", "calibrate", "convert_linears"]
-
 _HISTORY = 16  # calls that delayed scaling looks back on; TransformerEngine's default is 1024, to the same end
 _MX_BLOCK = 32
 _SMALLEST_AMAX = 1e-12  # below, 1 / scale overflows float32 for rows of zeros (pytorch/ao issue 3356)

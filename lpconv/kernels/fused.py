@@ -20,8 +20,6 @@ from lpconv.formats.codes import code_dtype
 from lpconv.formats.spec import FORMATS, Format, get_format
 from lpconv.kernels.compiled import CheckedKernel
 
-__all__ = ["fused_codes", "fused_decode", "fused_largest", "fused_product_", "fused_turn", "fused_values"]
-
 _BF16, _INT32, _SAVED = torch.bfloat16, torch.int32, get_format("e4m3fn")
 _SIGNS = -0x7FFF8000  # 0x80008000, of both halves
 _REPEATS = 32  # of an example: the compiler lets no threads share what gives each of them less than 512 rounds

@@ -6,8 +6,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-__all__ = ["HalfProducts", "at_half"]
-
 aten = torch.ops.aten
 _PRODUCTS = {
     aten.mm.default,

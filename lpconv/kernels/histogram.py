@@ -21,8 +21,6 @@ from lpconv.formats.histogram import BINS, ExponentHistogram, bin_of, exponent_h
 from lpconv.kernels.buffers import Buffers
 from lpconv.kernels.compiled import CheckedKernel
 
-__all__ = ["count", "exponent_histogram", "prepare"]
-
 _PIECE = 1 << 17  # elements; eagerly, the temporaries of a piece stay in cache
 _COMPILED_PIECE = 1 << 19  # compiled there are none, and each call costs some 25 microseconds
 _ROW = 1 << 15  # elements that are worth a thread

@@ -23,8 +23,6 @@ from lpconv.kernels.quantise import fake_quantise
 from lpconv.kernels.scaled_cast import scaled_codes
 from lpconv.layers import linears
 
-__all__ = ["E5M2_LINEAR", "E5M2_STOCHASTIC", "FP8_LINEAR", "FP16_LINEAR", "LinearRecipe", "linear", "use_recipe"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class LinearRecipe:

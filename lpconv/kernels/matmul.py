@@ -20,8 +20,6 @@ from lpconv.kernels.decode import decode_operand
 from lpconv.kernels.fused import fused_turn
 from lpconv.kernels.scaled_cast import scale_product_
 
-__all__ = ["matmul", "scaled_mm_operands", "why_not_scaled_mm"]
-
 _FP8 = {getattr(torch, f.torch) for f in FORMATS.values() if f.bits == 8 and f.has_sign and f.torch}
 _WIDE = {torch.bfloat16, torch.float16}
 # Elements of a left operand that is worth turning: oneDNN multiplies a large transposed one more slowly, with AMX at

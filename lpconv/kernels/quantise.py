@@ -28,8 +28,6 @@ from lpconv.kernels.buffers import Buffers
 from lpconv.kernels.compiled import CheckedKernel
 from lpconv.kernels.decode import decode
 
-__all__ = ["encode", "fake_quantise"]
-
 _PIECE = 1 << 16  # elements; eagerly, the temporaries of a piece stay in cache
 _WIDE_PIECE = 1 << 19  # two float32 buffers of this size fit the last-level cache
 _FUSED_PIECE = 1 << 30  # positions are 32-bit integers

@@ -19,8 +19,6 @@ from lpconv.kernels.buffers import Buffers
 from lpconv.kernels.decode import decode
 from lpconv.kernels.fused import fused_codes, fused_largest, fused_product_, fused_values
 
-__all__ = ["largest_magnitude", "scale_product_", "scaled_codes", "scaled_values"]
-
 _PIECE = 1 << 18  # elements: half a megabyte in 16 bits, and twice that in float32
 _BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 _BUFFERS = Buffers(lambda device: (torch.empty(_PIECE, device=device), torch.empty(_PIECE, device=device)))

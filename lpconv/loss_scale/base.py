@@ -7,8 +7,6 @@ from typing import Any, ClassVar
 
 from lpconv.errors import InputError
 
-__all__ = ["LossScale"]
-
 _HISTORY_LENGTH = 10_000  # changes kept; a rule that changes at every step would otherwise grow with the run
 
 

@@ -5,8 +5,6 @@ import math
 from lpconv.errors import UsageError
 from lpconv.loss_scale.base import LossScale
 
-__all__ = ["ConstantLossScale", "NoLossScale"]
-
 
 class ConstantLossScale(LossScale):
     """The same factor at every step (Micikevicius et al. 2018, arXiv 1710.03740, §3.2); overflows only skip steps."""

@@ -9,8 +9,6 @@ from lpconv.errors import UsageError
 from lpconv.loss_scale.base import LossScale
 from lpconv.loss_scale.floor import Floor
 
-__all__ = ["DynamicLossScale"]
-
 
 class DynamicLossScale(LossScale):
     """The rules of `torch.amp.GradScaler`, step for step, with its names and defaults.

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from lpconv.errors import UsageError
 
-__all__ = ["Floor"]
-
 _SMALLEST = 2.0**-126  # the smallest normal fp32 number; below it a scale loses digits, then is 0 and stays there
 
 _HINT = "write one scale, or STEP:SCALE pairs in rising order of step, such as 0:1,40000:8192"

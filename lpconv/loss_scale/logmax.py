@@ -7,8 +7,6 @@ from lpconv.errors import UsageError
 from lpconv.loss_scale.base import LossScale
 from lpconv.loss_scale.floor import Floor
 
-__all__ = ["LogMaxLossScale"]
-
 _EDGE = 16.0  # log2 of where fp16 overflows; e5m2 ends there too, but for rounding
 _QUANTILE = 3.09  # of the normal distribution: a chance of 0.1 % to lie above
 _BETA_MEAN, _BETA_DEVIATION = 0.99, 0.999

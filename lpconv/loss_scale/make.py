@@ -10,8 +10,6 @@ from lpconv.loss_scale.constant import ConstantLossScale, NoLossScale
 from lpconv.loss_scale.dynamic import DynamicLossScale
 from lpconv.loss_scale.logmax import LogMaxLossScale
 
-__all__ = ["LOSS_SCALES", "make_loss_scale"]
-
 LOSS_SCALES: dict[str, type[LossScale]] = {
     kind.name: kind for kind in (NoLossScale, ConstantLossScale, DynamicLossScale, LogMaxLossScale)
 }

@@ -10,8 +10,6 @@ from torch import Tensor
 from lpconv.errors import UnsupportedError, UsageError
 from lpconv.shards import local
 
-__all__ = ["largest_gradient", "unscale_"]
-
 
 @torch.no_grad()
 def unscale_(parameters: Iterable[Tensor], scale: float) -> bool:

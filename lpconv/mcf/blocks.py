@@ -13,20 +13,6 @@ from torch import Tensor
 
 from lpconv.errors import UsageError
 
-__all__ = [
-    "SCRATCH_ELEMENTS",
-    "BlockMerge",
-    "BlockSplit",
-    "Work",
-    "blocks",
-    "merge_exact16_block",
-    "merge_float_block",
-    "merge_int8_block",
-    "split_exact16_block",
-    "split_float_block",
-    "split_int8_block",
-]
-
 _BLOCK = 2**17  # below it the calls cost more than the work, above it the four buffers (2 MiB) leave the cache
 SCRATCH_ELEMENTS = 4 * _BLOCK
 

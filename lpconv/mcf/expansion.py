@@ -16,8 +16,6 @@ from torch import Tensor
 from lpconv.formats.spec import FORMATS, Format
 from lpconv.mcf.transforms import fast_two_sum, two_prod, two_sum
 
-__all__ = ["Pair", "add", "expand_scalar", "grow", "mul"]
-
 Pair = tuple[Tensor, Tensor]
 
 

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from lpconv.formats.spec import FORMATS
 
-__all__ = ["join_e4m3fn", "nearest_e4m3fn", "split_e4m3fn"]
-
 _E4M3FN = FORMATS["e4m3fn"]
 _STEP = 2.0**4  # of an e4m3fn rest
 

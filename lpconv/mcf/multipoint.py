@@ -26,8 +26,6 @@ from lpconv.formats import codes
 from lpconv.formats.narrow import nearest_
 from lpconv.formats.spec import Format
 
-__all__ = ["Fit", "Points", "decode", "encode", "fit"]
-
 # Scales to try, as factors of the widest. Larger ones leave the top of the range empty, where a row has its own grid.
 _FACTORS = tuple(2.0 ** (k / 4) for k in (2, 1, *range(-1, -11, -1)))
 _REFINEMENTS = 4

@@ -17,8 +17,6 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["Rounding", "join", "nearest_by_bits", "nearest_by_cast", "split", "stochastic_by_bits"]
-
 Rounding: TypeAlias = Callable[[Tensor], Tensor]  # fp32 -> bf16
 
 

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 
 from lpconv.formats.spec import Format
 
-__all__ = ["MAX_COLS", "MAX_POINTS", "PointLayout", "point_layout"]
-
 MAX_POINTS = 8  # three of e4m3fn are at fp32's own precision already
 MAX_COLS = 2**18  # rows are fitted whole, in blocks of twice as many elements
 _SCALE_BITS = 32

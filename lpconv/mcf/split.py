@@ -20,7 +20,6 @@ from torch import Tensor
 
 from lpconv.errors import UsageError
 from lpconv.mcf.blocks import (
-    SCRATCH_ELEMENTS,
     BlockMerge,
     BlockSplit,
     blocks,
@@ -31,8 +30,6 @@ from lpconv.mcf.blocks import (
     split_float_block,
     split_int8_block,
 )
-
-__all__ = ["BF16", "EXACT16", "FP16", "FP16_RESIDUAL_SCALE", "INT8", "RESIDUALS", "SCRATCH_ELEMENTS", "Residual"]
 
 # Half an fp16 ulp is 2^-11 of its number: the factor brings the residual back to the number's own size, where fp16 has
 # its full 11 bits. Unscaled, the residual of a weight below 2^-3 is subnormal or 0 in fp16.

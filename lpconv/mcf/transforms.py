@@ -16,8 +16,6 @@ from torch import Tensor
 
 from lpconv.errors import UnsupportedError
 
-__all__ = ["EXACT_OPTIONS", "fast_two_sum", "two_prod", "two_sum"]
-
 EXACT_OPTIONS: dict[str, str | int | bool | Callable[..., object]] = {"emulate_precision_casts": True}
 _PRODUCT_DTYPES = (torch.bfloat16, torch.float16)
 

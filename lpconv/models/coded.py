@@ -33,8 +33,6 @@ from lpconv.forms.blocks import room
 from lpconv.forms.reader import StoredTensors
 from lpconv.kernels.buffers import Buffers
 
-__all__ = ["CodedTensor", "Codes", "save_as_codes"]
-
 _BLOCK = 2**18  # numbers that are decoded at once: they stay in a cache of a core
 # Room for the largest in fp32: matrices are cut into equal blocks, of up to half more numbers, and whole rows.
 _KEPT = Buffers(lambda device: (torch.empty(8 * _BLOCK, dtype=torch.uint8, device=device),))

@@ -19,8 +19,6 @@ from lpconv.models.opening import first_line, model_errors, read_config
 from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import architecture, concrete
 
-__all__ = ["check_memory", "compare_empty", "empty_model", "linear_modules", "num_parameters"]
-
 _STACKED, _ALONE = "MergeModulelist", "renamed"
 _EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..*)")
 _HINT = "lpconv builds the models of this release of transformers"

@@ -14,19 +14,6 @@ from torch import Tensor
 from lpconv.errors import UnsupportedError, UsageError
 from lpconv.models.tasks import TEXT_AND_IMAGE
 
-__all__ = [
-    "axes_of",
-    "describe",
-    "example_inputs",
-    "inputs_for",
-    "max_length",
-    "other_inputs",
-    "random_ids",
-    "sequence_length",
-    "tracing_inputs",
-    "vocabulary_size",
-]
-
 _BATCH, _LENGTH, _SEED = 2, 32, 0
 _SEQ_LEN = 128
 _SAMPLES = 8000  # of sound: half a second at the usual 16 kHz

@@ -9,8 +9,6 @@ from typing import Any
 
 from lpconv.checkpoint.compressed import LinearModules
 
-__all__ = ["FAMILIES", "known_linears", "known_shapes"]
-
 _EMBEDDING, _HEAD = "model.embed_tokens", "lm_head"
 _QKVO = tuple(f"self_attn.{x}_proj" for x in "qkvo")
 _GATED = (*_QKVO, "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")

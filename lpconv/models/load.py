@@ -24,8 +24,6 @@ from lpconv.models.plugin import LOADER, register
 from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import architecture, concrete
 
-__all__ = ["from_files", "from_state", "load", "load_with_missing", "open_in_files"]
-
 
 def load(
     path: str | Path,

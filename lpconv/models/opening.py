@@ -24,21 +24,6 @@ from lpconv.models.quiet import quiet_transformers
 from lpconv.models.rows import load_rows
 from lpconv.models.tasks import Task, architecture, concrete, main_input, task_of
 
-__all__ = [
-    "Blueprint",
-    "Opened",
-    "blueprint",
-    "check_runs",
-    "first_line",
-    "model_errors",
-    "open_to_run",
-    "open_to_trace",
-    "open_to_train",
-    "read_config",
-    "reads_text",
-]
-
-
 _DOES_NOT_OPEN = "the model does not open"
 _WHAT_OPENS = "lpconv runs what this release of transformers opens; does config.json belong to the weights?"
 

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["PRESETS", "Preset"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:

@@ -5,8 +5,6 @@ from contextlib import contextmanager
 
 import transformers
 
-__all__ = ["quiet_transformers"]
-
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:

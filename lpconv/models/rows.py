@@ -17,8 +17,6 @@ from lpconv.models.coded import CodedTensor
 from lpconv.models.load import from_files
 from lpconv.shards import placed_on
 
-__all__ = ["load_rows"]
-
 
 def load_rows(
     path: str | Path, mesh: DeviceMesh, *, model_class: Any, **kwargs: Any

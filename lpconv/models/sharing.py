@@ -13,8 +13,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from lpconv.layers import blocks_of
 from lpconv.shards import is_sharded
 
-__all__ = ["running_copy", "share_out"]
-
 
 def share_out(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
     """Leave on each rank of the mesh its rows of every parameter, by FSDP2, in place; a block's are gathered while it

@@ -12,20 +12,6 @@ from transformers.models.auto.auto_factory import _get_model_class
 
 from lpconv.errors import UnsupportedError, UsageError
 
-__all__ = [
-    "CLM",
-    "MLM",
-    "NONE",
-    "TASKS",
-    "TEXT_AND_IMAGE",
-    "Task",
-    "architecture",
-    "concrete",
-    "find_task",
-    "main_input",
-    "task_of",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Task:

@@ -11,8 +11,6 @@ from lpconv.data import read_text
 from lpconv.errors import InputError, UsageError
 from lpconv.models.tokenizer import check_largest_id, special_id, special_tokens, token_ids
 
-__all__ = ["Tokens", "tokenize"]
-
 # More text than any probe needs, and little enough to tokenise at once.
 _MAX_CHARACTERS = 4_000_000
 _MANY_UNKNOWN = 0.05

@@ -8,8 +8,6 @@ import transformers
 from lpconv.errors import InputError
 from lpconv.models.quiet import quiet_transformers
 
-__all__ = ["check_largest_id", "read_tokenizer", "special_id", "special_tokens", "token_ids"]
-
 _FILES = (
     "tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
 )  # fmt: skip

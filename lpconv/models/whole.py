@@ -14,8 +14,6 @@ from lpconv.forms.decoded import stored_shapes
 from lpconv.models.known import known_shapes
 from lpconv.report.numbers import plural, shown
 
-__all__ = ["Fit", "check_whole", "fit_of"]
-
 Shapes = Mapping[str, tuple[int, ...]]
 _HEAD = "lm_head.weight"
 

@@ -21,8 +21,6 @@ from lpconv.optim.state import check_state, new_state, parts_of
 from lpconv.optim.storage import Parts, Storage
 from lpconv.shards import local
 
-__all__ = ["LowPrecisionOptimizer", "ParamsLike"]
-
 ParamsLike: TypeAlias = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
 # Elements. Copying a weight and a gradient of this size costs less than a kernel call, and a batch stays in the cache.

@@ -8,8 +8,6 @@ from lpconv.lookup import find
 from lpconv.optim.base import LowPrecisionOptimizer, ParamsLike
 from lpconv.optim.settings import make_settings
 
-__all__ = ["AdamWOptions", "CollageAdamW", "CollageLion", "CollageSGD", "LowPrecisionAdamW", "StepOptions"]
-
 _COLLAGE = dict.fromkeys(("light", "plus", "full"))
 
 

@@ -17,8 +17,6 @@ from lpconv.optim.kernel import apply_rule
 from lpconv.optim.rules import Rule
 from lpconv.optim.storage import Parts, Storage, load, total
 
-__all__ = ["Snapshot", "UpdateRecord", "combine", "snapshot"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateRecord:

@@ -16,8 +16,6 @@ from lpconv.optim.base import LowPrecisionOptimizer
 from lpconv.optim.storage import Storage, store, total
 from lpconv.shards import local, placed_like, whole
 
-__all__ = ["fp32_state_dict", "fp32_values", "start_from_checkpoint", "start_from_fp32"]
-
 
 @torch.no_grad()
 def start_from_fp32(optimizer: LowPrecisionOptimizer, model: nn.Module, values: Mapping[str, Tensor]) -> None:

@@ -18,8 +18,6 @@ from lpconv.kernels.linear import LinearRecipe, linear
 from lpconv.layers import head, linears
 from lpconv.mcf.fp8 import nearest_e4m3fn
 
-__all__ = ["RECIPE", "Fp8WeightLinear", "use_fp8_weights"]
-
 # Inputs and gradients are those of an ordinary model, which are on no known scale.
 RECIPE = LinearRecipe(scaling="amax")
 

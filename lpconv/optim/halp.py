@@ -21,8 +21,6 @@ from lpconv.errors import UsageError
 from lpconv.formats.cast import cast
 from lpconv.formats.spec import FORMATS, Format
 
-__all__ = ["HALP", "LPSGD", "LPSVRG", "whole_numbers"]
-
 Closure = Callable[[], Any]
 """Clears the gradients, computes those of a batch (or of all data) at the current weights, and returns the loss."""
 

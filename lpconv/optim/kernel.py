@@ -21,8 +21,6 @@ from lpconv.optim.paper import build_paper_step, paper_coefficients
 from lpconv.optim.rules import RULES, Coefficients, Rule
 from lpconv.optim.storage import Parts, Step, Storage, load, new_parts, store, total
 
-__all__ = ["STEPS", "Kernel", "StepKind", "apply_rule", "build_step", "get_kernel"]
-
 _EAGER_BLOCK = 2**17  # elements: the dozen fp32 temporaries of a block stay in the cache of a server core
 _CHECKED = 4096
 

@@ -21,8 +21,6 @@ from lpconv.mcf.pairs import Rounding
 from lpconv.optim.rules import Coefficients, unit_adamw
 from lpconv.optim.storage import Parts, Step, Storage
 
-__all__ = ["build_paper_step", "paper_coefficients"]
-
 Pair: TypeAlias = tuple[Tensor, Tensor]  # fp32 tensors of bf16 numbers
 
 

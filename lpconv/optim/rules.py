@@ -14,8 +14,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["RULES", "Coefficients", "Moments", "Rule", "unit_adamw"]
-
 Moments: TypeAlias = tuple[Tensor, ...]
 Coefficients: TypeAlias = tuple[float, ...]
 Update: TypeAlias = Callable[[Tensor, Tensor, Moments, tuple[Tensor, ...]], tuple[Tensor, Moments]]

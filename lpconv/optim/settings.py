@@ -14,8 +14,6 @@ from lpconv.lookup import find
 from lpconv.optim.rules import RULES, Rule
 from lpconv.optim.storage import VARIANTS, Storage, Variant
 
-__all__ = ["Settings", "check_group", "make_settings"]
-
 _ARITHMETICS = ("fused", "paper")
 _NONFINITE = ("ignore", "skip", "raise")
 

@@ -12,8 +12,6 @@ from lpconv.errors import UnsupportedError
 from lpconv.optim.storage import Parts
 from lpconv.shards import local
 
-__all__ = ["all_finite", "flat", "flat_parts", "local_gradient"]
-
 
 def local_gradient(p: Tensor, name: str) -> Tensor:
     """The local part of the gradient of `p`; raises UnsupportedError where it is sparse or complex."""

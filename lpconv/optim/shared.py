@@ -15,8 +15,6 @@ from torch import Tensor
 from lpconv.optim.state import parts_of
 from lpconv.optim.storage import Parts, Storage
 
-__all__ = ["Scratch", "SharedState"]
-
 Scratch: TypeAlias = dict[tuple[str, torch.dtype, torch.device], Tensor]
 """Buffers for weights and gradients, which all batches of an optimizer use in turn."""
 

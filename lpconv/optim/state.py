@@ -11,8 +11,6 @@ from lpconv.errors import InputError
 from lpconv.optim.rules import RULES
 from lpconv.optim.storage import Parts, Storage, new_parts
 
-__all__ = ["check_state", "new_state", "parts_of"]
-
 _COMPANION_NAMES = {
     Storage.PAIR: "residual",
     Storage.FP8_BF16: "residual",

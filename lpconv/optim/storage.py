@@ -30,8 +30,6 @@ from torch import Tensor
 from lpconv.mcf.fp8 import join_e4m3fn, nearest_e4m3fn, split_e4m3fn
 from lpconv.mcf.pairs import Rounding, join, split, stochastic_by_bits
 
-__all__ = ["VARIANTS", "Parts", "Step", "Storage", "Variant", "load", "new_parts", "store", "total"]
-
 Parts: TypeAlias = tuple[tuple[Tensor, ...], ...]  # of the weight, then of each moment
 Step: TypeAlias = Callable[[Parts, Tensor, tuple[Tensor, ...], Tensor | None], None]  # gradient, coefficients, random
 

@@ -17,22 +17,6 @@ from lpconv.report.probe.words import brief_share, loss_scale_text, loss_sentenc
 from lpconv.results import LossScaleRecord
 from lpconv.scaled.critical import MAX_CREST
 
-__all__ = [
-    "MAX_UNDERFLOW",
-    "MIN_SQNR_DB",
-    "Assessment",
-    "Fit",
-    "assess",
-    "at_risk",
-    "fit",
-    "fits",
-    "own_scale",
-    "recommend_loss_scale",
-    "sentence",
-    "table",
-    "what_if",
-]
-
 MAX_UNDERFLOW = 1e-3  # of a tensor's elements: the threshold of adaptive loss scaling (arXiv 1910.12385)
 MIN_SQNR_DB = 20.0  # a component of 1 % noise power; e4m3fn on a Gaussian tensor in range gives 31 dB, e5m2 26
 HEADROOM = 2  # binades kept free above the largest gradient seen, for steps to come (arXiv 1710.03740 keeps 2 to 3)

@@ -9,8 +9,6 @@ from lpconv.probe.record import GRADIENT_ROLES, ROLES, ProbedTensor, ProbeResult
 from lpconv.report.numbers import ROLE_WORDS
 from lpconv.results import FormatRates, LossScaleRecord, ProbedRecord, ProbeReport
 
-__all__ = ["DEFAULT_FORMATS", "answer", "findings", "loss_scales"]
-
 DEFAULT_FORMATS = ("fp16", "e5m2", "e4m3fn", "bf16")
 _FINDINGS = 3  # sentences per format
 

@@ -14,8 +14,6 @@ from lpconv.models.inputs import random_ids
 from lpconv.models.tasks import CLM, MLM, Task
 from lpconv.models.text import Tokens
 
-__all__ = ["MASK_RATE", "Batches", "random_tokens"]
-
 MASK_RATE = 0.15  # of the tokens, as in BERT (arXiv 1810.04805 §3.1); each becomes the mask token
 
 

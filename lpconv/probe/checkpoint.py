@@ -32,8 +32,6 @@ from lpconv.report.numbers import listed
 from lpconv.scaled import EdgeFactors, calibrate, scaled
 from lpconv.version import __version__
 
-__all__ = ["RANDOM_IDS", "Prepared", "calibrate_checkpoint", "prepare_run", "probe_checkpoint"]
-
 RANDOM_IDS = "random ids, because the checkpoint has no tokenizer"
 
 _OWN_LOOP = "track a training step of your own: `with lpconv.track(model, every=1) as t:`, then `print(t.table())`"

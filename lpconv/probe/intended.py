@@ -15,8 +15,6 @@ from lpconv.optim.kernel import STEPS, apply_rule
 from lpconv.optim.storage import load, total
 from lpconv.scaled.tensor import ScaledTensor
 
-__all__ = ["intended_updates", "kept_value"]
-
 
 @torch.no_grad()
 def kept_value(optimizer: Optimizer, p: Tensor) -> Tensor:

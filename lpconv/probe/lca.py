@@ -35,8 +35,6 @@ from lpconv.probe.intended import intended_updates, kept_value
 from lpconv.probe.track import model_loss
 from lpconv.scaled.tensor import ScaledTensor
 
-__all__ = ["Allocation", "LossChange", "LossChangeStep", "by_layer", "summarise"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Allocation:

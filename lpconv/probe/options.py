@@ -6,8 +6,6 @@ from typing import Annotated
 
 from lpconv.options import AllowMissing, Force, Option, Revision
 
-__all__ = ["PROBE_FILE", "ProbeOptions"]
-
 PROBE_FILE = "probe.json"  # in an output; says whose the folder is
 
 

@@ -14,9 +14,6 @@ from lpconv.formats.histogram import ExponentHistogram
 from lpconv.results import SCHEMA_VERSION, from_json
 from lpconv.results.documents import TensorRole
 
-__all__ = ["GRADIENT_ROLES", "ROLES", "ProbeResult", "ProbedTensor", "read_probe"]
-
-
 # In the order of a training step. Gradients are the roles that a loss scale multiplies.
 ROLES = ("weight", "input", "output", "grad_output", "grad_input", "weight_grad")
 GRADIENT_ROLES = ("grad_output", "grad_input", "weight_grad")

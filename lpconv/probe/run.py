@@ -16,8 +16,6 @@ from lpconv.report.probe.html import html_probe
 from lpconv.results import ProbeReport, to_json
 from lpconv.scaled.disk import write_factors
 
-__all__ = ["run_probe"]
-
 
 def run_probe(
     model: str, output: Path, options: ProbeOptions, ranges: Mapping[str, FormatRange], *, progress: Progress

@@ -31,9 +31,6 @@ from lpconv.probe.advice import table
 from lpconv.probe.record import ROLES, ProbedTensor, ProbeResult
 from lpconv.scaled.tensor import data_part
 
-__all__ = ["Tracker", "model_loss", "probe", "target_loss", "track"]
-
-
 _MAX_PENDING = 64  # counts that wait to be folded; with 16 threads 40 MiB
 
 

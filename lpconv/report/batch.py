@@ -13,8 +13,6 @@ from lpconv.errors import VerificationError
 from lpconv.report.numbers import size_text
 from lpconv.results.batch import DONE, FAILED, NOT_RUN, PLANNED, UP_TO_DATE, BatchResult, JobError, JobResult
 
-__all__ = ["junit_xml", "render_batch"]
-
 _STYLES = dict.fromkeys((*DONE.values(), UP_TO_DATE), "green") | {PLANNED: "cyan", FAILED: "red", NOT_RUN: "yellow"}
 _MAX_FIGURES = 3
 # What XML 1.0 allows in no form, escaped or not (section 2.2).

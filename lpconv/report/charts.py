@@ -8,8 +8,6 @@ from itertools import groupby
 from lpconv.report.plot import CHARACTER, NARROW, NUM_SHAPES, Axis, Mark, Plot, Text, Tick, mark_path, round_step
 from lpconv.results import Series
 
-__all__ = ["Bar", "Line", "bar_plot", "line_plot", "uncut"]
-
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70.0, 476.0, 14.0, 190.0
 _BELOW = 46.0  # room for the labels of the axis
 _TICKS = 5

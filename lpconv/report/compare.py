@@ -6,8 +6,6 @@ from pathlib import PurePath
 
 from lpconv.report.numbers import MISSING
 
-__all__ = ["Figure", "figures_of", "run_names"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:

@@ -8,8 +8,6 @@ from rich.text import Text
 
 from lpconv.results.doctor import EMULATED, ERROR, NATIVE, UNAVAILABLE, DeviceRecord, DoctorResult
 
-__all__ = ["render_aliases", "render_doctor"]
-
 _STYLES = {NATIVE: "green", EMULATED: "yellow", UNAVAILABLE: "red", ERROR: "red"}
 
 

@@ -8,8 +8,6 @@ from lpconv.report.printable import printable_record
 from lpconv.report.terminal import facts_grid, heading, note_list, section, table_of
 from lpconv.results import ExportResult, OnnxCheck
 
-__all__ = ["render_export"]
-
 
 def render_export(result: ExportResult) -> RenderableType:
     """What was written, in which forms the weights are stored, and how the file compares with the model."""

@@ -6,8 +6,6 @@ from itertools import pairwise
 
 from lpconv.report.plot import Tick
 
-__all__ = ["Cell", "Heatmap", "Loss", "loss_map"]
-
 # Page units.
 _WIDTH, _CELL_HEIGHT, _LABEL_CHARACTER, _MAX_LABEL = 1000.0, 19.0, 7.1, 300.0
 _BLOCK_GAP = 0.4  # of a column

@@ -12,26 +12,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # the command line reads sizes before it has any record
     from lpconv.results import GateRecord
 
-__all__ = [
-    "MISSING",
-    "ROLE_WORDS",
-    "change_text",
-    "count_text",
-    "duration_text",
-    "error_text",
-    "gate_lines",
-    "listed",
-    "number_text",
-    "plural",
-    "raised",
-    "rate_text",
-    "scale_text",
-    "shape_text",
-    "share_text",
-    "shown",
-    "size_text",
-    "sqnr_text",
-]
 
 MISSING = "–"
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")

@@ -27,8 +27,6 @@ from lpconv.report.numbers import (
 from lpconv.report.plot import Plot
 from lpconv.report.printable import printable, printable_record
 
-__all__ = ["RunEntry", "Tile", "breakable", "html_index", "html_runs", "page"]
-
 _HEADING = re.compile("<h2>(.*?)</h2>", re.DOTALL)
 _LONG = 5  # headings that make a page long
 

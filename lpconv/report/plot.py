@@ -10,24 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-__all__ = [
-    "CHARACTER",
-    "NARROW",
-    "NUM_SHAPES",
-    "Axis",
-    "Band",
-    "FormatRange",
-    "Mark",
-    "Plot",
-    "Text",
-    "Tick",
-    "column_x",
-    "dash_path",
-    "mark_path",
-    "mark_radius",
-    "round_step",
-]
-
 T = TypeVar("T", int, float)
 
 _WIDTH, _HEIGHT = 1000.0, 380.0

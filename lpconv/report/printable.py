@@ -11,8 +11,6 @@ import re
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-__all__ = ["code_span", "escaped", "fence_for", "printable", "printable_record", "table"]
-
 T = TypeVar("T")
 
 # An underscore inside a word is no markup.

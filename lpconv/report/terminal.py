@@ -18,8 +18,6 @@ from rich.text import Text
 
 from lpconv.report.compare import Figure
 
-__all__ = ["Name", "SideBySide", "after_gap", "facts_grid", "heading", "note_list", "section", "show", "table_of"]
-
 _PIPE_WIDTH = 120
 # Where the output's encoding has no room for them.
 _ASCII = str.maketrans({"→": "->", "…": "~", "–": "-", "─": "-", "━": "-"})

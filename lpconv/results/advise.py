@@ -5,8 +5,6 @@ from typing import Any
 
 from lpconv.results.documents import SCHEMA_VERSION, Purpose
 
-__all__ = ["AdviceResult", "AdviceRow", "GapEstimate", "LayerPart", "Recommendation"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class GapEstimate:

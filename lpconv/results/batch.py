@@ -8,19 +8,6 @@ from lpconv.results.convert import ByteCounts
 from lpconv.results.documents import SCHEMA_VERSION
 from lpconv.results.verify import VerifyResult
 
-__all__ = [
-    "DONE",
-    "FAILED",
-    "NOT_RUN",
-    "PLANNED",
-    "UP_TO_DATE",
-    "BatchResult",
-    "JobError",
-    "JobEstimate",
-    "JobOutcome",
-    "JobResult",
-]
-
 # What becomes of a job, beside what its kind calls being done.
 DONE = {"convert": "converted", "finetune": "trained", "bench": "measured", "probe": "probed"}
 UP_TO_DATE = "up to date"

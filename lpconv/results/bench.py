@@ -6,22 +6,6 @@ from typing import Any
 from lpconv.results.documents import SCHEMA_VERSION
 from lpconv.results.verify import GateRecord
 
-__all__ = [
-    "BenchChange",
-    "BenchResult",
-    "BenchRow",
-    "EnergyRecord",
-    "GemmRecord",
-    "GpuRecord",
-    "MemoryParts",
-    "MemoryRecord",
-    "NumericsRecord",
-    "PeakRecord",
-    "RatioRecord",
-    "TimingRecord",
-    "VerdictRecord",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class RatioRecord:

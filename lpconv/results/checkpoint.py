@@ -4,8 +4,6 @@ from dataclasses import dataclass, field
 
 from lpconv.results.documents import SCHEMA_VERSION
 
-__all__ = ["DtypeRecord", "FileRecord", "InspectResult", "SourceRecord", "StoredTensor"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class FileRecord:

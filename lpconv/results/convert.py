@@ -7,18 +7,6 @@ from lpconv.results.checkpoint import FileRecord, SourceRecord
 from lpconv.results.documents import SCHEMA_VERSION
 from lpconv.results.verify import VerifyResult
 
-__all__ = [
-    "ByteCounts",
-    "CalibrationRecord",
-    "ConvertResult",
-    "InitResult",
-    "PartResult",
-    "PlanResult",
-    "RestoreResult",
-    "TensorRecord",
-    "WrittenShard",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class TensorRecord:

@@ -4,18 +4,6 @@ from dataclasses import dataclass
 
 from lpconv.results.documents import SCHEMA_VERSION
 
-__all__ = [
-    "EMULATED",
-    "ERROR",
-    "NATIVE",
-    "UNAVAILABLE",
-    "DeviceRecord",
-    "DoctorResult",
-    "FormatSupport",
-    "PackageRecord",
-    "ProductSupport",
-]
-
 NATIVE = "native"
 EMULATED = "emulated"
 UNAVAILABLE = "unavailable"

@@ -10,18 +10,6 @@ from typing import Annotated, Any, TypeVar
 
 from lpconv.errors import InputError
 
-__all__ = [
-    "SCHEMA_VERSION",
-    "Purpose",
-    "Role",
-    "TensorRole",
-    "from_json",
-    "json_line",
-    "json_text",
-    "ordered_json_text",
-    "to_json",
-]
-
 SCHEMA_VERSION = 1
 
 T = TypeVar("T")

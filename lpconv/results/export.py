@@ -5,8 +5,6 @@ from dataclasses import dataclass, field
 from lpconv.results.checkpoint import FileRecord, SourceRecord
 from lpconv.results.documents import SCHEMA_VERSION
 
-__all__ = ["ExportResult", "FormatCount", "OnnxCheck"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class FormatCount:

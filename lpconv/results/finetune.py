@@ -6,23 +6,6 @@ from typing import Any
 from lpconv.results.documents import SCHEMA_VERSION, Role, TensorRole
 from lpconv.results.verify import GateRecord
 
-__all__ = [
-    "EvaluationRecord",
-    "FinetuneResult",
-    "GapRecord",
-    "HeldOutRecord",
-    "LayerChange",
-    "LossAllocation",
-    "MemoryPlan",
-    "NonfiniteRecord",
-    "PeakMemory",
-    "RecipeMemory",
-    "RunRecord",
-    "Series",
-    "TrackedRecord",
-    "UpdateQuality",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrackedRecord:

@@ -4,8 +4,6 @@ from dataclasses import dataclass
 
 from lpconv.results.documents import SCHEMA_VERSION, TensorRole
 
-__all__ = ["FormatRates", "LossScaleRecord", "ProbeReport", "ProbedRecord"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class FormatRates:

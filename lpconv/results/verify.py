@@ -4,17 +4,6 @@ from dataclasses import dataclass
 
 from lpconv.results.documents import SCHEMA_VERSION
 
-__all__ = [
-    "ComparedTensor",
-    "FilesCheck",
-    "GateRecord",
-    "HashCheck",
-    "LogitsCheck",
-    "Verification",
-    "VerifyResult",
-    "WeightsCheck",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class HashCheck:

@@ -22,8 +22,6 @@ from lpconv.scaled.model import COMPUTE, Scaling, leave_plain, refuse_scaled
 from lpconv.scaled.pair import Numerics, Role
 from lpconv.scaled.tensor import ScaledTensor, scaled_tensor
 
-__all__ = ["adaptive_scaling", "loss_scales"]
-
 
 def adaptive_scaling(
     model: nn.Module, *, compute: str = "fp16", options: AdaptiveOptions | None = None, strict: bool = False

@@ -12,8 +12,6 @@ from lpconv.formats.spec import get_format
 from lpconv.scaled.scales import Scale, times
 from lpconv.scaled.tensor import ScaledTensor
 
-__all__ = ["AdaptiveOptions", "LayerState", "adaptive_factor"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptiveOptions:

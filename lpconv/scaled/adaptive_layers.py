@@ -14,8 +14,6 @@ from lpconv.scaled.pair import Numerics, Role
 from lpconv.scaled.scales import times
 from lpconv.scaled.tensor import ScaledTensor
 
-__all__ = ["make_adaptive"]
-
 aten = torch.ops.aten
 
 _PLAIN = Numerics()  # names no formats: operands are multiplied as they are

@@ -27,9 +27,6 @@ from lpconv.scaled.model import scaling_of
 from lpconv.scaled.scales import MAX_SCALE, MIN_SCALE, Scale
 from lpconv.scaled.tensor import ScaledTensor
 
-__all__ = ["EdgeFactors", "apply_factors", "calibrate"]
-
-
 _LARGEST = get_format("e4m3fn").max
 _HEADROOM = 2.0  # over the largest magnitude measured
 

@@ -4,16 +4,6 @@ from dataclasses import dataclass
 
 from lpconv.lookup import find
 
-__all__ = [
-    "LEARNING_RATES",
-    "NATIVE_MARK",
-    "OPERAND_SCALES",
-    "PRODUCTS",
-    "USUAL_OPERAND_SCALE",
-    "OperandScales",
-    "operand_scales",
-]
-
 OPERAND_SCALES = {
     "static": "none: data are cast as they are, at calibrated scales if there are any, and what is too large saturates",
     "l2": "a power of two per tensor, from its root mean square: outliers saturate",

@@ -17,8 +17,6 @@ from lpconv.layers import LinearLayer, linears
 from lpconv.scaled.operands import encoded
 from lpconv.scaled.places import heads
 
-__all__ = ["MAX_CREST", "InputRisk", "critical_modules", "input_risks"]
-
 MAX_CREST = 100.0
 _MIN_SQNR_DB = 25.0  # e4m3fn leaves 31 of a tensor in its range
 _MAX_SHARE = 0.1  # of the work of all products that are cast

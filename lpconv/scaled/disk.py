@@ -21,8 +21,6 @@ from lpconv.scaled.scales import ratio, times
 from lpconv.scaled.tensor import ScaledTensor
 from lpconv.shards import is_sharded, local, placed_like, whole
 
-__all__ = ["CALIBRATION_FILE", "from_disk", "read_factors", "to_disk", "write_factors"]
-
 CALIBRATION_FILE = "calibration.json"
 
 

@@ -18,8 +18,6 @@ from lpconv.layers import LinearLayer, embeddings, head, linears
 from lpconv.scaled.choices import NATIVE_MARK
 from lpconv.scaled.places import norm_modules
 
-__all__ = ["averages_causally", "initialise", "native_scales"]
-
 _FEW_KINDS = 16
 
 

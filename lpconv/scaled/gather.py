@@ -22,8 +22,6 @@ from lpconv.kernels.scaled_cast import scaled_codes
 from lpconv.layers import linears
 from lpconv.scaled.pair import Numerics, Role, Scaled, data_of, static
 
-__all__ = ["from_ranks", "reduced", "to_ranks"]
-
 
 def to_ranks(
     x: Scaled, numerics: Numerics, module: nn.Module, dtype: torch.dtype, num_rows: int, num_ranks: int

@@ -15,8 +15,6 @@ from lpconv.scaled.pair import Role
 from lpconv.scaled.tensor import ScaledTensor, data_part, scaled_tensor
 from lpconv.shards import is_sharded, local
 
-__all__ = ["StepGuard", "check_gradients", "gradients_are_finite"]
-
 _TOLERANCE = 1e-3  # rounding of fp32 in deep models is below 1e-5; a wrong rule is above 1e-2
 
 

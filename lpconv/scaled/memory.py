@@ -11,8 +11,6 @@ from lpconv.scaled.model import Scaling, scaling_of
 from lpconv.scaled.saved import SavedCodes
 from lpconv.scaled.tensor import data_part
 
-__all__ = ["saved_bytes"]
-
 
 def saved_bytes(model: nn.Module, batch: Mapping[str, Any]) -> int:
     """Bytes of the distinct storages that a forward pass on `batch` saves for its backward pass, parameters aside.

@@ -24,19 +24,6 @@ from lpconv.scaled.scales import MAX_SCALE, MIN_SCALE
 from lpconv.scaled.tensor import ScaledTensor, scaled_tensor
 from lpconv.shards import local, placed_like, whole
 
-__all__ = [
-    "COMPUTE",
-    "Compute",
-    "Scaling",
-    "fallbacks",
-    "leave_plain",
-    "refuse_scaled",
-    "scaled",
-    "scaling_of",
-    "unscaled_state_dict",
-    "weight_scale",
-]
-
 _BLOCK = 2**20  # elements
 ZERO_SCALE = 2.0**-6  # for parameters that are all zero: the power of two below 0.02, the usual initializer_range
 

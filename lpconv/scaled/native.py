@@ -19,8 +19,6 @@ from lpconv.scaled.model import scaled
 from lpconv.scaled.tensor import ScaledTensor, data_part
 from lpconv.shards import local
 
-__all__ = ["data_sizes", "native", "native_groups"]
-
 
 def native(model: nn.Module, *, seed: int = 0, **options: Any) -> nn.Module:
     """`model`, drawn anew from `seed` and scaled natively, in place; `options` are those of `scaled`.

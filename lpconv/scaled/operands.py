@@ -20,8 +20,6 @@ from lpconv.kernels.scaled_cast import largest_magnitude, scale_product_, scaled
 from lpconv.scaled.pair import Numerics, Role, Scaled, data_of
 from lpconv.scaled.scales import Scale, times
 
-__all__ = ["Coded", "decoded", "encoded", "grouped_product", "product", "scale_kind"]
-
 aten = torch.ops.aten
 
 _SMALLEST = 2.0**-100  # of an amax: 1 / scale stays finite

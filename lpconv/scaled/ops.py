@@ -11,8 +11,6 @@ from torch import Tensor
 
 from lpconv.errors import UnsupportedError
 
-__all__ = ["as_exact", "leave", "rebalance", "recentre", "seed"]
-
 
 @torch.library.custom_op("lpconv::leave", mutates_args=())
 def leave(x: Tensor, unit: Tensor, dynamic: bool) -> Tensor:

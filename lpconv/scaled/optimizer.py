@@ -24,8 +24,6 @@ from lpconv.scaled.scales import MAX_SCALE, MIN_SCALE, Scale, ratio, times
 from lpconv.scaled.tensor import ScaledTensor
 from lpconv.shards import is_sharded, local, placed_like
 
-__all__ = ["AdamW", "HyperParameters", "equivalent"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class HyperParameters:

@@ -17,8 +17,6 @@ from torch._ops import OpOverload
 from lpconv.scaled.choices import OperandScales
 from lpconv.scaled.scales import Scale, split_number, times, uninitialised_like
 
-__all__ = ["Call", "Numerics", "Role", "Rule", "Scaled", "data_of", "pair", "static", "value", "widened"]
-
 
 class Role(enum.Enum):
     """What a tensor is for; it decides the format of a matmul operand and what may be saved in 8 bits."""

@@ -15,8 +15,6 @@ from lpconv.scaled.rescale import dynamic_rescale_grad
 from lpconv.scaled.tensor import ScaledTensor
 from lpconv.shards import is_sharded
 
-__all__ = ["heads", "install", "norm_modules", "place"]
-
 
 def norm_modules(model: nn.Module) -> Iterable[nn.Module]:
     """Layer and RMS norms, by class name: transformers defines one per architecture."""

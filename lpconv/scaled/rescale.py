@@ -11,8 +11,6 @@ from lpconv.scaled import ops
 from lpconv.scaled.rules.own import STATISTICS
 from lpconv.scaled.tensor import ScaledTensor
 
-__all__ = ["dynamic_rescale", "dynamic_rescale_grad"]
-
 
 def dynamic_rescale(x: Tensor, statistic: str = "l2") -> Tensor:
     """`x` with its data brought near 1 by "max", "l1" or "l2"; the gradient passes. A plain tensor stays as it is."""

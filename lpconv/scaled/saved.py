@@ -20,8 +20,6 @@ from lpconv.scaled.pair import Numerics, Role
 from lpconv.scaled.scales import Scale
 from lpconv.scaled.tensor import ScaledTensor
 
-__all__ = ["SavedCodes"]
-
 
 class _Packed(NamedTuple):
     """Codes of a dense tensor in memory order, and how to lay them out again."""

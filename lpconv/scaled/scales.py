@@ -13,20 +13,6 @@ from torch import Tensor
 
 from lpconv.formats.scale import pow2_floor
 
-__all__ = [
-    "MAX_SCALE",
-    "MIN_SCALE",
-    "MODERATE_SCALE",
-    "Scale",
-    "clamped",
-    "larger",
-    "multiplied",
-    "ratio",
-    "split_number",
-    "times",
-    "uninitialised_like",
-]
-
 Scale = float | Tensor
 
 MIN_SCALE = 2.0**-126

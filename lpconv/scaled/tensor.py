@@ -25,8 +25,6 @@ from lpconv.scaled.rules.own import rebalanced
 from lpconv.scaled.rules.table import RULES, functional, rule_for
 from lpconv.scaled.scales import MIN_SCALE, MODERATE_SCALE, Scale, clamped, larger, ratio, times, uninitialised_like
 
-__all__ = ["ScaledTensor", "data_part", "scaled_tensor"]
-
 
 @dataclass
 class _Memory:

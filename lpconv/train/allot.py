@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from lpconv.probe.lca import LossChange, LossChangeStep, by_layer, summarise
 from lpconv.results import LayerChange, LossAllocation, from_json, to_json
 
-__all__ = ["NUM_COPIES", "PROBE_BATCHES", "LossWatch", "loss_allocation"]
-
 PROBE_BATCHES = 2
 NUM_COPIES = 14  # of the parameters in fp32, the twin and its gradients among them, while a step is measured
 

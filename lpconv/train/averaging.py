@@ -18,8 +18,6 @@ from torch import Tensor, nn
 
 from lpconv.scaled import ScaledTensor, scaled_tensor, scaling_of
 
-__all__ = ["GradientAverage", "needs_averaging"]
-
 _BUCKET = 2**22  # elements: 16 MiB of fp32
 _IN_FLIGHT = 4  # buckets that are added up at a time: their fp32 copies are what this takes of memory
 _MIN_SCALE = 2.0**-126  # stands for the scale of a gradient that is known to be zero

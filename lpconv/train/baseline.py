@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 
 from lpconv.train.examples import IGNORED, Stream
 
-__all__ = ["baselines"]
-
 
 def baselines(train: Iterable[Any], held_out: Stream, *, num_targets: int) -> dict[str, float]:
     """The loss per target of the guess, and its accuracy where a target is a class; `train` are targets of examples.

@@ -19,8 +19,6 @@ from lpconv.train.processes import is_main_process, wait_for_all
 from lpconv.train.trainer import LowPrecisionTrainer
 from lpconv.train.watch import Watch
 
-__all__ = ["Recorder", "Timetable"]
-
 _SAVE_S = 600.0  # what an interruption may lose, where nobody asked for checkpoints by steps
 
 

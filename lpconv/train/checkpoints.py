@@ -10,8 +10,6 @@ from pathlib import Path
 from lpconv.checkpoint.partfile import NOT_A_FILE, read_error, sha256_of, write_small, writing
 from lpconv.errors import LpconvError, UnreadError
 
-__all__ = ["drop_broken", "last_checkpoint", "seal_checkpoint", "step_of"]
-
 _SEAL = "SHA256SUMS"
 _KEPT = 2  # the last may turn out to be what diverges
 _PREFIX = "checkpoint-"

@@ -11,8 +11,6 @@ from lpconv.train.options import FinetuneOptions
 from lpconv.train.processes import num_processes
 from lpconv.train.recipes import Arithmetic
 
-__all__ = ["check_run"]
-
 
 def check_run(options: FinetuneOptions) -> None:
     """Raises UsageError for options that do not go together here, UnsupportedError for what cannot be done here."""

@@ -4,8 +4,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["Clock"]
-
 
 class Clock:
     """Wall seconds by what they were spent on; `seconds` keeps the order in which each was first met."""

@@ -8,8 +8,6 @@ from lpconv.scaled.critical import InputRisk, critical_modules, input_risks
 from lpconv.train.job import MEASURED_BATCHES, TrainingJob, first_batches
 from lpconv.train.sharded import start_in_fp32
 
-__all__ = ["critical_facts", "with_critical"]
-
 
 def with_critical(job: TrainingJob) -> tuple[TrainingJob, tuple[InputRisk, ...]]:
     """`job` with the names of layers in the place of "auto", and what was measured of them.

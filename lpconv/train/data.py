@@ -22,9 +22,6 @@ from lpconv.errors import InputError, UsageError
 from lpconv.lookup import nearest
 from lpconv.train.options import FinetuneOptions
 
-__all__ = ["Rows", "check_data", "is_text", "read_rows"]
-
-
 # The builder of `datasets` for a file, by how its name ends; others are text.
 _BUILDERS = {
     ".txt": "text", ".md": "text", ".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv",

@@ -11,8 +11,6 @@ from torch import Tensor
 from lpconv.results import Series
 from lpconv.train.recipes import Arithmetic
 
-__all__ = ["as_published", "computes_in_fp32", "in_fp32", "renamed"]
-
 IN_FP32, PUBLISHED = "_fp32", "_published"  # behind the name of a metric
 
 

@@ -19,8 +19,6 @@ from lpconv.models.tokenizer import check_largest_id, special_id, token_ids
 from lpconv.probe.batches import MASK_RATE
 from lpconv.train.data import Rows
 
-__all__ = ["Collator", "Examples", "Stream", "classification", "packed", "sequence_pairs"]
-
 Example = Mapping[str, Any]
 
 IGNORED = -100  # the label that losses pass over

@@ -27,23 +27,6 @@ from lpconv.errors import InputError, OutputExistsError
 from lpconv.results import RunRecord, Series, from_json, json_line, ordered_json_text, to_json
 from lpconv.train.options import FinetuneOptions
 
-__all__ = [
-    "MARKER",
-    "PAGE",
-    "PUBLISHED",
-    "REPORT",
-    "RUNS",
-    "Metrics",
-    "check_folder",
-    "held_folder",
-    "median_step_time",
-    "read_finished",
-    "remove_leftovers",
-    "run_folder",
-    "write_finished",
-]
-
-
 MARKER, REPORT, PAGE = TUNED, "report.json", "report.html"
 RUNS, PUBLISHED = "runs", "published"
 # These say how a run goes or is judged, not what it is.

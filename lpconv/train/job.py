@@ -24,8 +24,6 @@ from lpconv.train.options import FinetuneOptions, check_start
 from lpconv.train.processes import mesh, num_processes
 from lpconv.train.recipes import Arithmetic
 
-__all__ = ["MEASURED_BATCHES", "TrainingJob", "Work", "first_batches", "num_ranks", "open_start", "training_job"]
-
 MEASURED_BATCHES = 4  # by --calibrate and --critical auto
 
 

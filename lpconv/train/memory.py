@@ -25,17 +25,6 @@ from lpconv.shards import local
 from lpconv.train.processes import is_main_process
 from lpconv.train.recipes import TRAINING_OPTIMIZERS, Arithmetic
 
-__all__ = [
-    "StepMemory",
-    "available_bytes",
-    "check_room",
-    "explained",
-    "kept_bytes",
-    "largest_sum",
-    "parameter_bytes",
-    "weight_bytes",
-]
-
 _FIRST = 2  # in the first step the optimizer makes its state
 _PARTS = {
     "PARAM": "weights", "BUFFER": "weights", "GRAD": "gradients", "OPT": "optimizer", "ACT": "activations",

@@ -41,8 +41,6 @@ from lpconv.train.sharded import shard, start_in_fp32
 from lpconv.train.trainer import DivergedError, LowPrecisionTrainer, predicted
 from lpconv.train.watch import Watch, rate_of
 
-__all__ = ["Finished", "figures_in_fp32", "train_one"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Finished:

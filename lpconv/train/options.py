@@ -20,8 +20,6 @@ from lpconv.train.recipes import (
     arithmetic,
 )
 
-__all__ = ["LOGGERS", "TASKS", "ArithmeticOptions", "FinetuneOptions", "check_options", "check_start"]
-
 TASKS = ("auto", "mlm", "clm", "classification", "seq2seq")
 _SCHEDULES = ("linear", "cosine", "constant")
 _TWINS = ("fp32", "bf16", "none")

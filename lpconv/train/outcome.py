@@ -11,8 +11,6 @@ from lpconv.results import EvaluationRecord, FinetuneResult, GapRecord, HeldOutR
 from lpconv.student import t_quantile
 from lpconv.train.options import FinetuneOptions
 
-__all__ = ["batch_error", "gap_error", "gaps", "gate_problem", "held_out_records", "parse_gates"]
-
 Figures = tuple[float, ...]
 _FIGURES: dict[str, Callable[[EvaluationRecord], Figures]] = {
     "eval_loss": lambda e: e.losses,

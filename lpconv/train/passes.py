@@ -23,8 +23,6 @@ from lpconv.train.options import FinetuneOptions
 from lpconv.train.prepare import prepare
 from lpconv.train.recipes import Arithmetic
 
-__all__ = ["Passes", "passes_of"]
-
 _COUNTED = 2  # blocks: what one more adds is known of them
 
 

@@ -41,8 +41,6 @@ from lpconv.train.options import FinetuneOptions, check_options, check_start
 from lpconv.train.passes import Passes, passes_of
 from lpconv.train.recipes import RECIPES, TRAINING_OPTIMIZERS, Arithmetic
 
-__all__ = ["GPU_MEMORY", "plan", "recipe_memory", "smallest_world"]
-
 # Of GPUs that a step is fitted into: bytes by their data sheets.
 GPU_MEMORY = {"a100": 80 * 10**9, "l40s": 48 * 10**9, "h100": 80 * 10**9, "h200": 141 * 10**9, "b200": 180 * 10**9}
 _REDUCED = 4  # bytes: gradients are summed in fp32

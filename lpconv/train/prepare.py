@@ -20,8 +20,6 @@ from lpconv.shards import is_sharded, local, placed_like
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.recipes import Arithmetic
 
-__all__ = ["Prepared", "ScaledLowPrecisionAdamW", "operand_scale_of", "prepare"]
-
 
 class ScaledLowPrecisionAdamW(LowPrecisionAdamW):
     """`LowPrecisionAdamW` for a model of `lpconv.scaled` whose data are bf16; arguments and variants are its own.

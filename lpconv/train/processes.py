@@ -6,8 +6,6 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-__all__ = ["backend", "is_main_process", "mesh", "num_processes", "wait_for_all"]
-
 
 def is_main_process() -> bool:
     """Whether this process writes; of several, only the first does."""

@@ -27,8 +27,6 @@ from lpconv.train.options import FinetuneOptions
 from lpconv.train.processes import is_main_process, wait_for_all
 from lpconv.train.recipes import saved_as
 
-__all__ = ["form_of", "in_place", "publish_model"]
-
 # Of the source's side files, those that are about its own training.
 _NOT_COPIED = {"metrics.json"}
 

@@ -11,19 +11,6 @@ from lpconv.errors import UsageError
 from lpconv.lookup import find
 from lpconv.scaled.choices import USUAL_OPERAND_SCALE, operand_scales
 
-__all__ = [
-    "LOSS_SCALES",
-    "PRECISIONS",
-    "RECIPES",
-    "TRAINING_METHODS",
-    "TRAINING_OPTIMIZERS",
-    "Arithmetic",
-    "OptimizerChoice",
-    "Recipe",
-    "arithmetic",
-    "saved_as",
-]
-
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
 TRAINING_METHODS = {
     "none": "no scale but the loss scale",

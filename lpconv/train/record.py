@@ -9,8 +9,6 @@ from lpconv.train.folder import Metrics, median_step_time
 from lpconv.train.trainer import LowPrecisionTrainer
 from lpconv.train.watch import Watch, tracked_records
 
-__all__ = ["run_record"]
-
 
 def run_record(trainer: LowPrecisionTrainer, metrics: Metrics, watch: Watch, *, role: str, seed: int) -> RunRecord:
     """The record of a run that has been trained, without its figures in fp32."""

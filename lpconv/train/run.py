@@ -34,8 +34,6 @@ from lpconv.train.publish import form_of, in_place, publish_model
 from lpconv.train.recipes import RECIPES, Arithmetic
 from lpconv.train.watch import watches_run, watches_twin
 
-__all__ = ["finetune"]
-
 
 def finetune(
     model: str, output: Path, options: FinetuneOptions, *, progress: Progress | None = None, command: str | None = None

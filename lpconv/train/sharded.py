@@ -22,8 +22,6 @@ from lpconv.train.prepare import ScaledLowPrecisionAdamW
 from lpconv.train.processes import mesh
 from lpconv.train.recipes import RECIPES, Arithmetic
 
-__all__ = ["load_model", "load_optimizer", "save", "shard", "start_in_fp32"]
-
 _MODEL, _OPTIMIZER = "model", "optimizer"
 
 

@@ -25,9 +25,6 @@ from lpconv.train.memory import StepMemory
 from lpconv.train.prepare import Prepared
 from lpconv.train.watch import first_nonfinite
 
-__all__ = ["MAX_SKIPPED", "DivergedError", "LowPrecisionTrainer", "predicted", "seed_step"]
-
-
 _WEIGHTS, _SCALER, _SCHEDULER = "model.safetensors", "loss_scale.json", "scheduler.pt"
 MAX_SKIPPED = 40  # in a row: what brings the largest initial scale of 2^16 to 2^-24
 

@@ -24,9 +24,6 @@ from lpconv.scaled.places import heads
 from lpconv.scaled.tensor import data_part
 from lpconv.train.recipes import Arithmetic
 
-__all__ = ["Rate", "Watch", "first_nonfinite", "rate_of", "tracked_records", "watches_run", "watches_twin"]
-
-
 Rate = Callable[[int, Iterable[ProbedTensor]], list[dict[str, Any]]]
 
 _OPERANDS = ("weight", "input", "grad_output")  # what the three products of a linear layer read

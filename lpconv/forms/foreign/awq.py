@@ -9,8 +9,6 @@ from lpconv.forms.facts import Headers
 from lpconv.forms.foreign.grid import Grid
 from lpconv.forms.foreign.plane import Plane, one_by_one
 
-__all__ = ["METHODS", "find"]
-
 METHODS = ("awq",)
 _CODES = ".qweight"
 

@@ -15,8 +15,6 @@ from lpconv.forms.facts import Component, Headers
 from lpconv.forms.foreign.grid import Grid, block_of
 from lpconv.forms.foreign.plane import INTEGERS, Plane, one_by_one
 
-__all__ = ["METHODS", "find", "weight_settings"]
-
 METHODS = (COMPRESSED_TENSORS,)
 _CODES = {"F8_E4M3": "e4m3fn", "I8": "int8"}
 _PACKED = "_packed"

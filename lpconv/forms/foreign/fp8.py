@@ -16,8 +16,6 @@ from lpconv.forms.facts import Headers
 from lpconv.forms.foreign.grid import Grid, block_of
 from lpconv.forms.foreign.plane import one_by_one
 
-__all__ = ["METHODS", "SCALE_INV", "find", "grain_in", "quantization_config"]
-
 METHODS = ("fp8", "mxfp8")
 SCALE_INV = "_scale_inv"
 _CODES = {"F8_E4M3": "e4m3fn", "F8_E5M2": "e5m2"}

@@ -22,7 +22,6 @@ from lpconv.forms.stored import Side, Stored
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["METHODS", "Blocks", "find"]
 
 METHODS = (GGUF,)
 _FORMATS = {"F32": "fp32", "F16": "fp16", "BF16": "bf16", "Q4_0": "int4", "Q4_1": "int4", "Q4_K": "int4"}

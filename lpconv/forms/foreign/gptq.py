@@ -11,8 +11,6 @@ from lpconv.forms.facts import Headers
 from lpconv.forms.foreign.grid import Grid
 from lpconv.forms.foreign.plane import INTEGERS, Plane, one_by_one
 
-__all__ = ["METHODS", "find"]
-
 METHODS = ("gptq",)
 _CODES = ".qweight"
 

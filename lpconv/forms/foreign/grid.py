@@ -26,7 +26,6 @@ from lpconv.forms.stored import Fetch, Side, Stored
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Grid", "block_of", "is_positive"]
 
 _WIDE, _INTEGERS = {"F32", "F16", "BF16"}, {"I32", "I64"}
 _BAND = 2**21  # numbers of a weight on its side that are read at once

@@ -22,8 +22,6 @@ from lpconv.forms.facts import Component, Headers
 from lpconv.forms.foreign.grid import Grid, block_of
 from lpconv.forms.foreign.plane import Plane, one_by_one
 
-__all__ = ["METHODS", "SVD", "find"]
-
 METHODS = ("modelopt",)
 # The algorithm that leaves a part of each weight as the product of two thin matrices, which is not read.
 SVD = "NVFP4_SVD"

@@ -9,8 +9,6 @@ from lpconv.forms.facts import Component, Headers
 from lpconv.forms.foreign.grid import Grid
 from lpconv.forms.foreign.plane import Plane
 
-__all__ = ["BLOCKS", "METHODS", "SCALES", "find"]
-
 METHODS = ("mxfp4",)
 BLOCKS, SCALES, _GROUP = "_blocks", "_scales", 32
 

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from lpconv.kernels.buffers import Buffers
 
-__all__ = ["INTEGERS", "SHORT", "Plane", "Span", "fill", "one_by_one", "stored_numbers"]
 
 # The kinds whose numbers floats of 16 bits hold exactly.
 SHORT = ("fp8", "e2m1")

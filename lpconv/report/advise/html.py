@@ -12,8 +12,6 @@ from lpconv.report.plot import NARROW, Axis, Mark, Plot, Text, Tick, mark_path, 
 from lpconv.report.printable import printable_record
 from lpconv.results import AdviceResult, AdviceRow
 
-__all__ = ["front_plot", "html_advice"]
-
 _LEFT, _RIGHT, _TOP, _BOTTOM, _HEIGHT = 62.0, 476.0, 14.0, 240.0, 286.0
 _RADIUS = 4.5
 _PARTS = 8  # tensors in the plot

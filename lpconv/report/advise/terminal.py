@@ -13,8 +13,6 @@ from lpconv.report.printable import printable_record
 from lpconv.report.terminal import Name, facts_grid, heading, note_list, section, table_of
 from lpconv.results import AdviceResult
 
-__all__ = ["render_advice"]
-
 
 def render_advice(result: AdviceResult) -> RenderableType:
     """The recommendations first, in words."""

@@ -6,20 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from lpconv.report.numbers import MISSING, change_text, duration_text, number_text, plural, size_text, sqnr_text
 from lpconv.results import AdviceResult, AdviceRow, GapEstimate, LossScaleRecord
 
-__all__ = [
-    "COLUMNS",
-    "HEADINGS",
-    "PART_COLUMNS",
-    "cells",
-    "findings_of",
-    "gap_text",
-    "of_purpose",
-    "part_rows",
-    "recommendation",
-    "unit_of",
-    "unknowns",
-]
-
 HEADINGS = {"infer": "Inference", "train": "Training"}
 COLUMNS = {
     "infer": ("Conversion", "Size", "Memory", "Step", "Gap", "<95 % interval", "<Why"),

@@ -10,8 +10,6 @@ from lpconv.report.page import html_runs
 from lpconv.report.printable import printable, printable_record
 from lpconv.results import BenchResult
 
-__all__ = ["bench_figures", "html_benches"]
-
 
 def html_benches(results: Sequence[BenchResult], names: Sequence[str]) -> str:
     """One page of several benches."""

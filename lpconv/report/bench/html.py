@@ -27,8 +27,6 @@ from lpconv.report.plot import Plot
 from lpconv.report.printable import printable_record
 from lpconv.results import BenchResult, BenchRow, VerdictRecord
 
-__all__ = ["html_bench", "memory_plot", "speed_plot"]
-
 _UNITS = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 
 

@@ -26,8 +26,6 @@ from lpconv.report.printable import printable_record
 from lpconv.report.terminal import Name, facts_grid, heading, note_list, section, table_of
 from lpconv.results import BenchResult, VerdictRecord
 
-__all__ = ["render_bench"]
-
 _PREDICTED = ("fp8 gain", "Break-even")
 # Columns that say something only where rows differ in them.
 _OPTIONAL = ("Mode", "Batch", "Compiled", "Grad. err.", "Saved")

@@ -6,24 +6,6 @@ from collections.abc import Callable, Sequence
 from lpconv.report.numbers import MISSING, number_text, share_text, size_text
 from lpconv.results import BenchResult, BenchRow, PeakRecord, RatioRecord, VerdictRecord
 
-__all__ = [
-    "CHANGE_COLUMNS",
-    "COLUMNS",
-    "best_speed",
-    "change_rows",
-    "energy_text",
-    "gemm_text",
-    "headline",
-    "labels",
-    "memory_text",
-    "notes",
-    "peaks_text",
-    "predicted",
-    "processes_text",
-    "ratio_text",
-    "reasons",
-]
-
 
 def ratio_text(ratio: RatioRecord | None) -> str:
     """1.23 [1.20, 1.26]."""

@@ -7,8 +7,6 @@ from lpconv.report.bench.text import ratio_text
 from lpconv.report.numbers import plural, share_text
 from lpconv.results import BenchRow, GemmRecord
 
-__all__ = ["StepRoofline", "verdict_sentences"]
-
 _ALIGNMENT = 16
 _ENOUGH_ROUNDS = 8
 _STEADY = 1.1  # how far the baseline's step may move from row to row before we say so

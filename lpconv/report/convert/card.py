@@ -15,8 +15,6 @@ from lpconv.report.numbers import MISSING
 from lpconv.report.printable import code_span, escaped, fence_for, printable_record, table
 from lpconv.results import ConvertResult
 
-__all__ = ["model_card"]
-
 _TAGS = {"unit": "unit-scaling", "scalify": "scalify", "collage": "collage"}
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 # Ends of the class names in config.json's `architectures`, and the auto class that builds them.

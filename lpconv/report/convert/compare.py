@@ -18,9 +18,6 @@ from lpconv.report.numbers import (
 )
 from lpconv.results import ConvertResult, LogitsCheck
 
-__all__ = ["RUN_FIGURES", "figures"]
-
-
 # Rows that differ from run to run of the same conversion.
 RUN_FIGURES = frozenset({"time", "speed", "peak memory"})
 

@@ -8,18 +8,6 @@ from typing import TypeVar
 
 from lpconv.results import ComparedTensor, TensorRecord
 
-__all__ = [
-    "DoneGroup",
-    "LayerGroup",
-    "converted",
-    "done_groups",
-    "in_layer_order",
-    "layer_groups",
-    "modules_of",
-    "num_elements",
-    "worst_tensors",
-]
-
 T = TypeVar("T", bound=TensorRecord | ComparedTensor)
 
 _ACTIONS = ("convert", "keep", "tie")

@@ -35,8 +35,6 @@ from lpconv.report.plot import FormatRange
 from lpconv.report.printable import printable, printable_record
 from lpconv.results import ConvertResult, TensorRecord
 
-__all__ = ["html_compare", "html_report"]
-
 _MOST = 1000  # tensors and layers on a page
 
 

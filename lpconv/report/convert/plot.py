@@ -25,8 +25,6 @@ from lpconv.report.plot import (
 )
 from lpconv.results import ComparedTensor, ConvertResult, TensorRecord
 
-__all__ = ["flat_words", "rms_plot", "sqnr_plot"]
-
 _LABEL_GAP = 10.0  # keeps labels apart, in page units
 # The part of a format's range that is shown; fp32 and bf16 reach to 2^±127, where no weight lies.
 _LOWEST_EXPONENT, _HIGHEST_EXPONENT = -32, 20

@@ -53,8 +53,6 @@ from lpconv.results import (
     VerifyResult,
 )
 
-__all__ = ["render_compare", "render_convert", "render_inspect", "render_part", "render_plan", "render_verify"]
-
 _WORST, _GROUPS, _SHARDS, _SHOWN = 10, 12, 8, 5  # that are shown: tensors, groups of tensors, files, notes
 _STYLES = {"passed": "bold green", "failed": "bold red", "not run": "yellow"}
 

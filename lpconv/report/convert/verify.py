@@ -9,8 +9,6 @@ from lpconv.report.page import Tile, breakable, page
 from lpconv.report.printable import printable_record
 from lpconv.results import LogitsCheck, Verification, VerifyResult
 
-__all__ = ["html_verify"]
-
 
 def html_verify(result: Verification) -> str:
     """The page of one verification."""

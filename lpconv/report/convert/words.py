@@ -19,28 +19,6 @@ from lpconv.report.numbers import (
 )
 from lpconv.results import ConvertResult, FilesCheck, HashCheck, LogitsCheck, TensorRecord, VerifyResult, WeightsCheck
 
-__all__ = [
-    "DONE_COLUMNS",
-    "OUTCOME",
-    "WORST_COLUMNS",
-    "Check",
-    "besides_rounding",
-    "checks",
-    "done_row",
-    "done_words",
-    "has_finer_scales",
-    "headline",
-    "inputs_sentence",
-    "method_name",
-    "percent",
-    "scale_words",
-    "size_sentence",
-    "summary",
-    "verdict",
-    "verify_sentence",
-    "worst_row",
-]
-
 OUTCOME = {True: "passed", False: "failed", None: "not run"}
 _METHODS = {"unit": "unit scaling", "scalify": "Scalify", "collage": "Collage", "multipoint": "Multipoint"}
 

@@ -17,8 +17,6 @@ from lpconv.report.finetune.words import (
 from lpconv.report.printable import escaped, printable_record, table
 from lpconv.results import FinetuneResult
 
-__all__ = ["finetune_card"]
-
 _AUTO = {
     "mlm": "AutoModelForMaskedLM",
     "clm": "AutoModelForCausalLM",

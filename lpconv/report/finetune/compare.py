@@ -12,8 +12,6 @@ from lpconv.report.plot import Plot
 from lpconv.report.printable import printable, printable_record
 from lpconv.results import FinetuneResult, GapRecord, RunRecord, Series
 
-__all__ = ["finetune_figures", "html_finetunes"]
-
 _METRICS = ("eval_loss", "eval_accuracy")
 
 

@@ -30,8 +30,6 @@ from lpconv.report.plot import Plot
 from lpconv.report.printable import printable_record
 from lpconv.results import FinetuneResult, GapRecord, RunRecord, Series, TrackedRecord
 
-__all__ = ["html_finetune"]
-
 _HEAT_HEAD = 60.0  # room for the numbers of the steps, in page units of the heatmap
 _MAX_COLUMNS = 24
 

@@ -8,8 +8,6 @@ from lpconv.report.printable import printable_record
 from lpconv.report.terminal import facts_grid, heading, section, table_of
 from lpconv.results import MemoryPlan
 
-__all__ = ["render_memory"]
-
 _LEFT_OUT = (
     "Peaks of the two passes, by formula. The optimizer's own temporary tensors and what a device keeps for itself "
     "come on top. To publish the model, the first process gathers it in fp32 in the memory of its machine."

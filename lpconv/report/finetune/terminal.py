@@ -25,8 +25,6 @@ from lpconv.report.printable import printable_record
 from lpconv.report.terminal import after_gap, facts_grid, heading, note_list, section, table_of
 from lpconv.results import FinetuneResult
 
-__all__ = ["render_finetune", "render_recipes"]
-
 
 def render_finetune(result: FinetuneResult) -> RenderableType:
     """What was trained, what precision cost, and where."""

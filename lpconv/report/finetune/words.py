@@ -15,26 +15,6 @@ from lpconv.report.numbers import (
 )
 from lpconv.results import FinetuneResult, GapRecord, LossAllocation, RunRecord
 
-__all__ = [
-    "HELD_OUT_COLUMNS",
-    "diagnostics",
-    "figure_text",
-    "gap_rows",
-    "guess",
-    "held_out_rows",
-    "held_out_words",
-    "layer_rows",
-    "main_run",
-    "memory_rows",
-    "metric_name",
-    "noise_text",
-    "nothing_learned",
-    "title",
-    "twin_run",
-    "verdict",
-    "worst_tracked",
-]
-
 _METRICS = {
     "eval_loss": "held-out loss",
     "eval_accuracy": "held-out accuracy",

@@ -24,8 +24,6 @@ from lpconv.report.probe.words import (
 )
 from lpconv.results import FormatRates, ProbedRecord, ProbeReport
 
-__all__ = ["exponent_plots", "heatmap", "html_probe"]
-
 # Page units of a histogram: two stand side by side.
 _LEFT, _RIGHT, _TOP, _BASE = 66.0, 470.0, 12.0, 150.0
 _STRIP_HEIGHT, _STRIP_GAP, _STRIP_OFFSET = 15.0, 4.0, 11.0

@@ -23,8 +23,6 @@ from lpconv.report.probe.words import (
 from lpconv.report.terminal import Name, after_gap, facts_grid, heading, note_list, section, table_of
 from lpconv.results import ProbedRecord, ProbeReport
 
-__all__ = ["render_probe", "render_what_if"]
-
 
 def render_probe(report: ProbeReport) -> RenderableType:
     """What was run, what each format would lose, the loss scales, and which formats fit which class of tensor."""

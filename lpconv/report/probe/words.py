@@ -6,22 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from lpconv.report.numbers import count_text, plural, share_text
 from lpconv.results import ProbedRecord, ProbeReport
 
-__all__ = [
-    "ALONE_WORDS",
-    "FIT_WORDS",
-    "LOSS_SCALE_COLUMNS",
-    "answer",
-    "brief_share",
-    "capped_words",
-    "fit_rows",
-    "held_by",
-    "loss_scale_rows",
-    "loss_scale_text",
-    "loss_sentence",
-    "tracking_words",
-    "worst_first",
-]
-
 _MAX_UNDERFLOW = 1e-3  # what the recommendation aims at
 FIT_WORDS = (
     "Held: nothing beyond the range, at most 0.1 % to zero, at least 20 dB of SQNR; gradients at the recommended loss "

@@ -12,8 +12,6 @@ from lpconv.scaled.rules.multiply import contraction_factor
 from lpconv.scaled.rules.units import in_units, measurable
 from lpconv.scaled.scales import Scale, larger, multiplied, ratio, split_number, times
 
-__all__ = ["RULES"]
-
 aten = torch.ops.aten
 
 

@@ -11,8 +11,6 @@ from lpconv.scaled.rules import linear, nonlinear
 from lpconv.scaled.rules.units import moved
 from lpconv.scaled.scales import times
 
-__all__ = ["RULES", "averaged", "averaged_alike"]
-
 aten = torch.ops.aten
 
 LARGEST_SCORE = 4.0  # of the predicted sizes of what enters softmax; above, it starts as good as one-hot

@@ -11,8 +11,6 @@ from lpconv.scaled.pair import Call, Rule, Scaled, data_of, pair, value
 from lpconv.scaled.rules.units import in_units, measurable
 from lpconv.scaled.scales import multiplied, times
 
-__all__ = ["RULES", "SUMS", "layout", "with_indices"]
-
 aten = torch.ops.aten
 
 

@@ -11,8 +11,6 @@ from lpconv.scaled.rules.nonlinear import AttentionInputs, plain_operands
 from lpconv.scaled.rules.own import rebalanced
 from lpconv.scaled.scales import MIN_SCALE, Scale, multiplied, ratio, times
 
-__all__ = ["RULES", "attention_backward", "efficient_attention_backward", "linear", "softmax", "threshold"]
-
 aten = torch.ops.aten
 
 

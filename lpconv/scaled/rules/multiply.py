@@ -18,8 +18,6 @@ from lpconv.scaled.pair import Call, Rule, Scaled, pair, value
 from lpconv.scaled.rules.units import measurable
 from lpconv.scaled.scales import Scale, larger, multiplied, ratio, split_number, times
 
-__all__ = ["RULES", "contraction_factor", "power"]
-
 aten = torch.ops.aten
 
 

@@ -23,8 +23,6 @@ from lpconv.scaled.rules.multiply import contraction_factor
 from lpconv.scaled.rules.units import moved
 from lpconv.scaled.scales import Scale, multiplied, ratio, times
 
-__all__ = ["ACTIVATIONS", "RULES"]
-
 aten = torch.ops.aten
 
 # 1/σ of f(z) and 1/RMS of f'(z) for z of unit normal distribution; relu, gelu, tanh and sigmoid are in table A.2. Of

@@ -10,8 +10,6 @@ from lpconv.scaled.pair import Call, Role, Rule, Scaled, pair, value
 from lpconv.scaled.rules.units import measurable
 from lpconv.scaled.scales import ratio, times
 
-__all__ = ["RULES", "AttentionInputs", "activation", "attention", "plain_operands", "unit"]
-
 aten = torch.ops.aten
 
 SOFTMAX_MAX_GAIN = 2.0**8  # one-hot rows reach 1·gain, which must stay below 448, the top of e4m3fn

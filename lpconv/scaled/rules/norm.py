@@ -12,8 +12,6 @@ from lpconv.scaled.pair import Call, Rule, Scaled, data_of, pair, value, widened
 from lpconv.scaled.rules.multiply import contraction_factor
 from lpconv.scaled.scales import Scale, larger, multiplied, ratio, times
 
-__all__ = ["RULES"]
-
 aten = torch.ops.aten
 
 SAFE = 2.0**40  # ε/s² must stay a normal fp32 number for any usual ε

@@ -10,8 +10,6 @@ from lpconv.scaled import ops
 from lpconv.scaled.pair import Call, Role, Rule, Scaled, pair, static, value, widened
 from lpconv.scaled.scales import MAX_SCALE, MIN_SCALE, multiplied, times
 
-__all__ = ["RULES", "STATISTICS", "rebalanced"]
-
 STATISTICS = {
     "max": lambda data: data.abs().amax(),
     "l1": lambda data: data.abs().mean(),

@@ -6,8 +6,6 @@ import torch
 
 from lpconv.scaled.pair import Call, Role, Rule, Scaled, data_of, static, value
 
-__all__ = ["RULES", "loss"]
-
 aten = torch.ops.aten
 
 

@@ -8,8 +8,6 @@ from torch._ops import OpOverload
 from lpconv.scaled.pair import Rule
 from lpconv.scaled.rules import add, layout, linear, multiply, native, nonlinear, norm, own, plain
 
-__all__ = ["CLASSES", "NATIVE_RULES", "RULES", "functional", "rule_for"]
-
 aten = torch.ops.aten
 
 CLASSES: dict[str, dict[Any, Rule]] = {

@@ -6,8 +6,6 @@ from torch import Tensor
 from lpconv.scaled.pair import Scaled
 from lpconv.scaled.scales import ratio, times
 
-__all__ = ["in_units", "measurable", "moved"]
-
 
 def in_units(plain: Tensor, x: Scaled) -> Tensor:
     """A plain tensor over the scale of `x`, in its dtype; finite numbers stay finite (finfo.min is a mask)."""
