@@ -369,7 +369,7 @@ class TestFields:
         options = {p.name for p in command.commands[kind].params if p.name is not None}
         options -= {"model", "output", "json", "quiet", "resume", "dry_run", "help", "list_recipes"}
         options -= {"shard", "finish"}  # a manifest has `split`
-        options -= {"rivals", "save"} if kind == "bench" else set()
+        options -= {"rivals", "save", "html"} if kind == "bench" else set()
         options -= {"parallel"} if kind == "finetune" else set()  # jobs are not begun by torchrun
         names = {{"gate": "gates", "rule": "rules"}.get(name, name) for name in options}
         assert names | {"force"} == KINDS[kind].fields.keys()  # every job has an output to replace, a bench's too
