@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks.edits import edit_all
 from benchmarks.forked import Ended
 from benchmarks.fuzz import fault_of, is_finished
 from benchmarks.fuzz_inputs import damaged_checkpoint
@@ -65,3 +66,8 @@ def test_a_small_container_is_refused_before_anything_is_imported(command: str, 
     run = run_in(250_000_000, (*command.split(), "demo", *more), cwd=tmp_path)
     assert (run.outcome, run.code) == ("refused", 7), run
     assert not (tmp_path / "out").exists()
+
+
+def test_a_slice_of_the_edits_is_seen(tmp_path: Path) -> None:
+    found = edit_all(range(4), 1, tmp_path)
+    assert {e.outcome for e in found} <= {"refused", "reported"}, found
