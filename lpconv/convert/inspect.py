@@ -92,7 +92,7 @@ def beside_model(found: InspectResult, directory: Path, *, thorough: bool) -> In
 
     Models other than those of known families are only built if `thorough`, since importing transformers takes seconds.
     """
-    contents, what = read_contents(directory), "names and shapes beside config.json"
+    contents, what = read_contents(directory), "names and shapes against config.json"
     why = " (--strict)" if not thorough and known_shapes(contents.config) is None else ""
     try:
         is_wrong = found.problems or found.not_judged is not None

@@ -99,7 +99,7 @@ def test_inspect_says_what_it_did_not_compare(tmp_path: Path) -> None:
     (model / "config.json").write_text(json.dumps(config | {"attention_bias": True}))  # which no table is for
     done = lpconv_("inspect", model, "--json")
     assert (done.exit_code, json.loads(done.stdout)["not_checked"][-1]) == (
-        0, "names and shapes beside config.json (--strict)"
+        0, "names and shapes against config.json (--strict)"
     )  # fmt: skip
     assert lpconv_("inspect", model, "--strict", "-q").exit_code == 5
 
