@@ -94,7 +94,7 @@ def command_line(model: str, options: ConvertOptions) -> str:
     words = ["lpconv", "convert", model]
     for d in options_of(ConvertOptions).values():
         value = getattr(options, d.field)
-        if d.field in _OF_A_RUN or value == unsaid.get(d.field, d.default):
+        if value is None or d.field in _OF_A_RUN or value == unsaid.get(d.field, d.default):
             continue
         for one in value if d.is_many else (value,):
             text = Path(one).name if d.option.is_path else str(one)

@@ -1,6 +1,7 @@
 """Whole advices on the embedded model, with few candidates."""
 
 import json
+import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -70,6 +71,8 @@ def test_the_command_advises_and_its_gates_hold(tmp_path: Path) -> None:
     assert result.recommendations[0].row in rows
     assert sum(p.divergence for p in result.parts) > 0
     assert "<svg" in (out / "advice.html").read_text()
+    typed = shlex.split(result.recommendations[0].command or "")[1:]
+    assert CliRunner().invoke(app, [*typed, "--dry-run"]).exit_code == 0
     job = load_manifest(out / "jobs.yaml").jobs[0]
     assert isinstance(job.options, ConvertOptions)
     converted = convert(job.model, tmp_path / "out", job.options)

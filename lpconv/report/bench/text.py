@@ -24,7 +24,9 @@ def best_speed(rows: Sequence[BenchRow]) -> tuple[str, BenchRow] | None:
 def headline(result: BenchResult) -> str:
     """Whether anything was faster than its baseline, in a few words."""
     best = best_speed(result.rows)
-    return f"{best[0]}: {best[1].name}, {ratio_text(best[1].ratio)}" if best else "no row was compared"
+    if best is None:
+        return "no row was compared"
+    return f"{best[0]}: {best[1].name}, {ratio_text(best[1].ratio)} times the baseline's speed"
 
 
 def gemm_text(gain: float | None) -> str:
