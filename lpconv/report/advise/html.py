@@ -18,6 +18,13 @@ _PARTS = 8  # tensors in the plot
 _ITSELF = Mark(kind="series-2", path=mark_path(1, 7, 7, 4), title="the model itself")
 
 
+def _rows(result: AdviceResult, purpose: str) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
+    """The cells of the candidates that were measured, and those of the others."""
+    rows = of_purpose(result, purpose)
+    measured = [cells(result, r) for r in rows if r.status == "measured"]
+    return measured, [cells(result, r) for r in rows if r.status != "measured"]
+
+
 def html_advice(result: AdviceResult) -> str:
     """The page of one advice."""
     result = printable_record(result)
@@ -30,7 +37,7 @@ def html_advice(result: AdviceResult) -> str:
         headings=HEADINGS,
         tiles=_tiles(result),
         plots=[*(front_plot(result, p) for p in purposes), _parts_plot(result)],
-        tables=[(HEADINGS[p], COLUMNS[p], [cells(result, r) for r in of_purpose(result, p)]) for p in purposes],
+        tables=[(HEADINGS[p], COLUMNS[p], *_rows(result, p)) for p in purposes],
         part_columns=PART_COLUMNS,
         parts=part_rows(result),
         facts=result.facts | {"Took": duration_text(result.seconds)} | result.versions,
