@@ -21,7 +21,7 @@ class BatchOptions:
     parallel: Annotated[
         int | None, Option("Number of jobs at a time, within cores and memory", metavar="N", default="one", least=1)
     ] = None
-    executor: Annotated[str, Option("Engine that runs jobs", metavar="NAME", choices=_EXECUTORS)] = "local"
+    executor: Annotated[str, Option("Where to run jobs", metavar="NAME", choices=_EXECUTORS)] = "local"
     address: Annotated[
         str | None, Option("Ray cluster", default="RAY_ADDRESS, else one on this machine", metavar="HOST:PORT")
     ] = None

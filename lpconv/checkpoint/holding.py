@@ -28,7 +28,9 @@ def is_held(path: Path) -> bool:
     except OSError:
         return False
     try:
-        return not _lock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two that ask do not deceive each other
+        return not _lock(
+            descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB
+        )  # shared lock, so concurrent checks do not block each other
     finally:
         os.close(descriptor)
 

@@ -51,7 +51,7 @@ def convert(
     from lpconv.report.convert.terminal import render_convert, render_part, render_plan
 
     if sum((dry_run, shard is not None, finish)) > 1:
-        raise UsageError("--dry-run, --shard and --finish are three things to do", hint="ask for one of them")
+        raise UsageError("--dry-run, --shard and --finish cannot be combined", hint="pass one of them")
     part = Part.parse(shard) if shard is not None else None
     target = before_conversion(model, output, options, dry_run=dry_run, part=part)
     from lpconv.convert import parts, run  # torch takes seconds to import

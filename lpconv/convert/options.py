@@ -57,17 +57,17 @@ class ConvertOptions:
     residual: Annotated[
         str | None, _what("Form in which collage keeps lost bits", default="bf16, fp16 for fp16", choices=_RESIDUALS)
     ] = None
-    layout: Annotated[str, _what("Layout of the files; those of others open without lpconv", choices=LAYOUTS)] = LPCONV
+    layout: Annotated[str, _what("On-disk layout; all but lpconv open without lpconv", choices=LAYOUTS)] = LPCONV
     scale: Annotated[
         str | None,
         _what(
-            "Scales as powers of two, or as they come", default="pow2; exact for integers", choices=("pow2", "exact")
+            "Scales rounded to powers of two, or exact", default="pow2; exact for integers", choices=("pow2", "exact")
         ),
     ] = None
     granularity: Annotated[
         str,
         _what(
-            f"Part of a tensor with a scale of its own, for unit and scalify: {TENSOR}, {', '.join(GRAINS)} or group:N",
+            f"Scale granularity, for unit and scalify: {TENSOR}, {', '.join(GRAINS)} or group:N",
             parse=_granularity,
             example="group:128",
         ),
@@ -126,13 +126,13 @@ class ConvertOptions:
     ] = "auto"
     gates: Annotated[
         tuple[str, ...],
-        _check("Condition to publish, such as 'sqnr>=25'", flag="gate", metavar="CONDITION", parse=_gate),
+        _check("Publish only if this holds, such as 'sqnr>=25'", flag="gate", metavar="CONDITION", parse=_gate),
     ] = ()
     revision: Revision = None
     allow_missing: AllowMissing = False
-    max_memory: Annotated[
-        int | None, size_option("Bound of the whole run, such as 4GB", default="what is free", panel=_HOW)
-    ] = None
+    max_memory: Annotated[int | None, size_option("Memory limit, such as 4GB", default="what is free", panel=_HOW)] = (
+        None
+    )
     cache: Annotated[bool, Option("Copy a remote checkpoint into a cache, and read that", panel=_HOW)] = False
     workers: Annotated[
         int | None, Option(panel=_HOW, help="Number of encoder threads", default="cores, at most 8", least=1)

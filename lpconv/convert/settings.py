@@ -199,7 +199,7 @@ def _budget(method: Method, fmt: Format, budget_bits: float | None, points_max: 
     points_max = POINTS_MAX if points_max is None else points_max
     if not fmt.storage_bits < budget_bits < math.inf:
         raise UsageError(
-            f"a budget of {budget_bits:g} bits does not pay for {fmt.name} codes and their scales",
+            f"a budget of {budget_bits:g} bits is too small for {fmt.name} codes plus scales",
             hint=f"use more than {fmt.storage_bits}, such as --budget-bits {fmt.storage_bits + _SPARE_BITS}",
         )
     if not 1 <= points_max <= MAX_POINTS:

@@ -155,7 +155,7 @@ class FinetuneOptions:
         _train("Rule that gives each parameter of a native recipe its rate", default="u-mup", choices=LEARNING_RATES),
     ] = None
     schedule: Annotated[str, _train("Schedule of the learning rate after the warm-up", choices=_SCHEDULES)] = "linear"
-    warmup: Annotated[float, _train("Share of the steps over which the learning rate rises", least=0, below=1)] = 0.1
+    warmup: Annotated[float, _train("Warm-up, as a fraction of all steps", least=0, below=1)] = 0.1
     weight_decay: Annotated[float, _train("Decoupled weight decay", least=0)] = 0.01
     beta2: Annotated[float, _train("Decay of the second moment", least=0, below=1, example="0.999")] = 0.999
     clip: Annotated[float, _train("Norm that gradients are clipped to; 0 for no clipping", least=0)] = 1.0
@@ -213,7 +213,7 @@ class FinetuneOptions:
     gates: Annotated[
         tuple[str, ...],
         _check(
-            "Condition on the result, such as 'loss_gap<=0.05'; exit code 5 where one fails",
+            "Fail with exit code 5 unless this holds, such as 'loss_gap<=0.05'",
             flag="gate",
             metavar="CONDITION",
             parse=_gate,

@@ -268,7 +268,7 @@ def _check_loss_scale(found: Arithmetic) -> None:
         )
     if scale == "adaptive" and found.precision not in ("fp16", "bf16"):
         raise UsageError(
-            f"adaptive loss scaling hands gradients on in 16 bits; {found.precision} has no place in it",
+            f"adaptive loss scaling needs fp16 or bf16 gradients, not {found.precision}",
             hint="--precision fp16 or bf16",
         )
     if scale == "adaptive" and found.variant is not None:

@@ -249,9 +249,9 @@ def test_names_that_points_would_take_are_refused(run: Run, source: Path) -> Non
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"budget_bits": 4.0}, "does not pay for int4"),
-        ({"budget_bits": math.nan}, "does not pay for int4"),
-        ({"format": "int8", "budget_bits": 4.5}, "does not pay for int8"),
+        ({"budget_bits": 4.0}, "is too small for int4"),
+        ({"budget_bits": math.nan}, "is too small for int4"),
+        ({"format": "int8", "budget_bits": 4.5}, "is too small for int8"),
         ({"points_max": 0}, "0 points"),
         ({"points_max": 9}, "9 points"),
         ({"format": "fp16"}, "does not write format `fp16`"),

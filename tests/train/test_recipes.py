@@ -35,7 +35,7 @@ def test_every_loss_scale_is_a_rule_or_works_inside_the_model() -> None:
         ({"recipe": "scalify-fp8", "loss_scale": "adaptive"}, "would be undone"),
         ({"precision": "fp32", "optimizer": "collage-plus"}, "keeps bf16 weights"),
         ({"precision": "fp16", "method": "unit", "optimizer": "bf16"}, "keeps bf16 weights"),
-        ({"precision": "fp8", "loss_scale": "adaptive"}, "in 16 bits"),
+        ({"precision": "fp8", "loss_scale": "adaptive"}, "needs fp16 or bf16 gradients"),
         ({"precision": "bf16", "loss_scale": "adaptive", "optimizer": "bf16"}, "keeps bf16 ones"),
         ({"precision": "bf16", "optimizer": "fp16-state"}, "method none has none"),
         ({"recipe": "collage-bf16", "rounding": "stochastic"}, "has no place"),

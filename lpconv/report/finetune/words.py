@@ -178,7 +178,7 @@ def verdict(result: FinetuneResult) -> str:
     if result.learned("run") is False:
         text += f" {result.recipe} learned nothing where {result.twin} did ({_progress(result, 'run')})."
     if g.exceeds_noise is None:
-        text += " With one seed nobody can say whether that is noise; --seeds 3 would."
+        text += " One seed cannot separate this from noise; use --seeds 3."
     else:
         text += f" That is {'beyond' if g.exceeds_noise else 'within'} the noise between seeds (95 % interval)."
     exact = by_metric.get(f"{g.metric}_fp32")

@@ -61,7 +61,7 @@ def result(**changes: object) -> FinetuneResult:
 
 
 @pytest.mark.parametrize(
-    ("half_width", "words"), [(0.1, "beyond the noise"), (0.3, "within the noise"), (None, "nobody can say")]
+    ("half_width", "words"), [(0.1, "beyond the noise"), (0.3, "within the noise"), (None, "cannot separate")]
 )
 def test_the_verdict_follows_the_interval(half_width: float | None, words: str) -> None:
     gap = GapRecord(metric="eval_loss", run=1.5, twin=1.25, gap=0.25, half_width=half_width)
