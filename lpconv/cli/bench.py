@@ -38,7 +38,7 @@ def bench(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Measure time, memory and error of low-precision forms beside a compiled baseline, and say what they mean.
+    """Measure time, memory and error of low-precision forms against a compiled baseline, and say what they mean.
 
     [bold]Examples[/bold]
 

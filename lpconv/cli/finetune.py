@@ -55,7 +55,7 @@ def finetune(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Fine-tune a model in low precision, beside a high-precision twin, and say what precision cost.
+    """Fine-tune a model in low precision next to a high-precision twin, and say what precision cost.
 
     [bold]Examples[/bold]
 
