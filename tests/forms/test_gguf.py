@@ -58,7 +58,7 @@ def test_every_command_takes_the_file(tmp_path: Path, monkeypatch: pytest.Monkey
         assert done.exit_code == 0, done.stderr
         return done.stdout
 
-    assert "Q4_K of GGUF" in run("inspect", str(file), "--strict", "--stats")
+    assert "Q4_K of GGUF" in run("inspect", str(file), "--strict", "--stats", "--all")
     run("convert", str(file.parent), "--method", "unit", "--format", "fp32", "-o", "out", "-q")
     run("verify", "out", "--against", str(file), "--level", "weights")
     run("verify", str(file), "--against", "out")
