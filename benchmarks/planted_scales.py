@@ -5,8 +5,9 @@
 
 One matrix of the demo gets a scale that is NaN, infinite, zero, 1000 times too large or too small: its first one, and
 then all of them. The files are those that five tools wrote, and layouts of compressed-tensors and ModelOpt, which
-the tests' own writers make. A plant counts as silent unless the output names the matrix and a fault, or its
-first line says "not judged". Numbers that a dtype does not have (infinity in e4m3, zero in e8m0) are not planted.
+the tests' own writers make. A plant counts as silent unless the output names the matrix, which that of
+the unplanted file must not do, or its first line says "not judged". An error that names it (exit 3) counts as named.
+Numbers that a dtype does not have (infinity in e4m3, zero in e8m0) are not planted.
 """
 
 import argparse
