@@ -28,9 +28,8 @@ def is_held(path: Path) -> bool:
     except OSError:
         return False
     try:
-        return not _lock(
-            descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB
-        )  # shared lock, so concurrent checks do not block each other
+        # a shared lock, so concurrent checks do not block each other
+        return not _lock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     finally:
         os.close(descriptor)
 
