@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from gguf_files import write_gguf  # after the path to the helpers of the tests
 
-import lpconv.checkpoint.gguf_make  # noqa: F401  # which takes long on a busy machine
+import lpconv.extras.gguf  # noqa: F401  # which takes long on a busy machine
 from lpconv.convert.decode import decode_checkpoint
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.run import convert

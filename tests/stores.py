@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.object_store import ENVIRONMENT, Store, serving
-from lpconv.checkpoint.remote import store_at
+from lpconv.extras.remote import store_at
 
 __all__ = ["offered"]
 

@@ -23,7 +23,7 @@ ROWS = {
     "train": 6, "export": 6, "init": 6,
     "bench": 7, "doctor": 7,
     "batch": 8, "advise": 8,
-    "cli": 9,
+    "extras": 9, "cli": 9,
 }  # fmt: skip
 
 
@@ -50,8 +50,17 @@ def test_imports_go_down_the_layers(path: Path) -> None:
     package = path.relative_to(ROOT).parts[0].removesuffix(".py")
     assert package in ROWS, f"{package} has no row in the layer table"
     row = ROWS[package]
-    upward = {p for p in imports_of(path) - {package} if ROWS[p] > row or (ROWS[p] == row and row > 0)}
+    upward = {p for p in imports_of(path) - {package, "extras"} if ROWS[p] > row or (ROWS[p] == row and row > 0)}
     assert not upward, f"{path.relative_to(ROOT)} (row {row}) imports {sorted(upward)}"
+
+
+def test_optional_code_is_reached_through_one_door() -> None:
+    for path in modules():
+        if path.relative_to(ROOT).parts[0] == "extras":
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom):
+                assert not (node.module or "").startswith("lpconv.extras."), f"{path} imports {node.module}"
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:

@@ -18,8 +18,8 @@ from lpconv.batch.kinds import (
     JobOptions,
 )
 from lpconv.batch.reading import read_mapping, read_setting
-from lpconv.checkpoint.remote import is_url
 from lpconv.checkpoint.resolve import DEMO, looks_like_path
+from lpconv.checkpoint.urls import is_url
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.shares import check_shareable
 from lpconv.errors import UsageError

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from lpconv.checkpoint.gguf import GGUF, WEIGHTS, is_view
-from lpconv.checkpoint.gguf_view import as_directory
+from lpconv.checkpoint.gguf import GGUF, WEIGHTS, as_directory, is_view
 from lpconv.checkpoint.partfile import read_error
 from lpconv.errors import InputError
 from lpconv.lookup import no_directory

@@ -2,15 +2,22 @@
 
 All that reads checkpoints reads such a directory: what the file's metadata says as config.json and tokenizer files, and
 a link to the file. The config's ``quantization_config`` has where every tensor lies, under the name that transformers
-gives it; nothing is copied. `gguf_view.py` finds the directory of a file in a cache, or has it made.
+gives it; nothing is copied. The directory of a file is made once, in a cache, by `lpconv.extras.gguf`.
 """
 
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lpconv import extras
 from lpconv.checkpoint.header import Header, TensorInfo, read_header
 from lpconv.checkpoint.place import cache_folder
+from lpconv.errors import InputError, UnsupportedError
+from lpconv.version import __version__
 
 GGUF = "gguf"
 WEIGHTS = "model.gguf"  # in a view, a link to the file
@@ -22,7 +29,7 @@ BLOCKS = {
 
 
 def is_view(directory: Path) -> bool:
-    """Whether a directory is one that `gguf_view.as_directory` made."""
+    """Whether a directory is one that `as_directory` made."""
     return directory.parent == cache_folder(GGUF)
 
 
@@ -43,3 +50,35 @@ def header_of(path: Path, config: Mapping[str, Any]) -> Header:
             name=name, dtype=t["type"] if is_plain else "U8", shape=shape, begin=t["begin"], end=t["end"]
         )
     return Header(tensors=tensors, metadata={}, data_start=0, file_size=path.stat().st_size)
+
+
+def as_directory(path: Path) -> Path:
+    """The view of a GGUF file, or of the only one in a directory without config.json; any other path as it is.
+
+    Raises InputError for a file that is not sound, UnsupportedError for types and architectures that are not read.
+    """
+    file = file_at(path)
+    return path if file is None else _view(file)
+
+
+def file_at(path: Path) -> Path | None:
+    """The GGUF file that a path names, or the only one in a directory without config.json; None where there is none."""
+    found = [path]
+    if path.is_dir() and not (path / "config.json").exists():
+        found = sorted(path.glob("*.gguf"))
+        if len(found) > 1:
+            raise InputError(f"`{path}` has {len(found)} GGUF files", hint="name one of them")
+    return next((f for f in found if f.suffix == ".gguf" and f.is_file()), None)
+
+
+def _view(file: Path) -> Path:
+    stat, release = file.stat(), importlib.metadata.version("transformers")
+    known = f"{os.path.realpath(file)}\0{stat.st_size}\0{stat.st_mtime_ns}\0{__version__}\0{release}"
+    view = cache_folder(GGUF) / hashlib.sha256(known.encode()).hexdigest()[:24]
+    if not (view / "config.json").exists():
+        if importlib.util.find_spec("gguf") is None:
+            raise UnsupportedError(
+                "reading GGUF needs the package gguf", hint="install it with `pip install 'lpconv[gguf]'`"
+            )
+        extras.make_view(file.absolute(), view)
+    return view

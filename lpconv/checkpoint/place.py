@@ -14,8 +14,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
-from lpconv.checkpoint.remote_file import RemoteFile
 from lpconv.errors import InputError, UnreadError
+from lpconv.extras import RemoteFile
 
 MIN_POINTER_BYTES = 2**16  # smaller objects may be shorter than what points to them
 _MARK = b'{"lpconv_remote": '

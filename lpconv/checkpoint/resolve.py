@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lpconv.checkpoint.aliases import ALIASES, find_alias
-from lpconv.checkpoint.gguf_view import as_directory
+from lpconv.checkpoint.gguf import as_directory
 from lpconv.checkpoint.hub import cached_snapshot, commit_of, download, wanted_files
 from lpconv.checkpoint.promised import check_promises
-from lpconv.checkpoint.remote import check_url, hub_names, is_url
-from lpconv.checkpoint.remote_view import view_of
+from lpconv.checkpoint.urls import check_url, hub_names, is_url
 from lpconv.data import demo_checkpoint
 from lpconv.errors import InputError, UsageError
+from lpconv.extras import view_of
 from lpconv.lookup import nearest, nearest_beside, no_directory
 
 DEMO = "demo"  # the checkpoint inside this package; a directory of that name is ./demo

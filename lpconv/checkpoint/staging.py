@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from lpconv.checkpoint.contents import read_json
-from lpconv.checkpoint.gguf_view import file_at
+from lpconv.checkpoint.gguf import file_at
 from lpconv.checkpoint.holding import held_by_another, hold, is_held
 from lpconv.checkpoint.partfile import PartFile, check_writable, fsync_directory, sha256_of, writing
 from lpconv.errors import InputError, OutputExistsError, UnsupportedError, UsageError

@@ -141,7 +141,7 @@ def _executor(manifest: "Manifest", options: BatchOptions, *, progress: "Progres
     if name == "local" and address is not None:
         raise UsageError("--address is that of a cluster", hint="add --executor ray")
     if name == "ray":
-        from lpconv.batch.on_ray import RayExecutor
+        from lpconv.extras import RayExecutor
 
         return RayExecutor(manifest.path, address=address, parallel=parallel, quiet=quiet)
     if parallel in (None, 1):

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from lpconv.checkpoint.contents import Contents, read_contents, read_json
 from lpconv.checkpoint.header import TensorInfo, read_header
 from lpconv.checkpoint.place import any_pointer
-from lpconv.checkpoint.remote import is_url
 from lpconv.checkpoint.resolve import base_name, resolve
+from lpconv.checkpoint.urls import is_url
 from lpconv.data import read_text
 from lpconv.errors import InputError, UnsupportedError
 from lpconv.machine import may_have_gpu
@@ -44,11 +44,11 @@ def before_conversion(
     model: str, output: str | None, options: "ConvertOptions", *, dry_run: bool, part: "Part | None" = None
 ) -> Path | str:
     """Of `lpconv convert`; gives back where to write. A dry run takes no place, a part one of its own."""
-    from lpconv.checkpoint.remote_output import check_free_url
     from lpconv.checkpoint.staging import MARKER, check_apart, check_free
     from lpconv.convert.settings import settings_of
     from lpconv.convert.shares import check_shareable
     from lpconv.data import text_at
+    from lpconv.extras import check_free_url
 
     settings = settings_of(options)
     if options.calibrate is not None:

@@ -38,14 +38,14 @@ def report(
 
       lpconv report ./bert-large-probe --what-if e5m2
     """
-    from lpconv.checkpoint.remote import check_url, is_url
+    from lpconv.checkpoint.urls import check_url, is_url
     from lpconv.cli.index import show_folder, write_page
     from lpconv.cli.runs import CONVERSIONS, PROBES, ask_probe, kind_of, name_of, one_kind
     from lpconv.report.compare import run_names
     from lpconv.report.probe.terminal import render_what_if
 
     if any(map(is_url, runs)):
-        from lpconv.checkpoint.remote_view import copy_of
+        from lpconv.extras import copy_of
 
         runs = [str(copy_of(check_url(run), "report.json")) if is_url(run) else run for run in runs]
     if len(runs) == 1 and Path(runs[0]).is_dir() and kind_of(runs[0]) is None:

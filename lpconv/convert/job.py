@@ -12,14 +12,13 @@ from typing import Any
 from lpconv.checkpoint.compressed import LinearModules
 from lpconv.checkpoint.contents import Contents, read_contents
 from lpconv.checkpoint.partfile import sha256_of
-from lpconv.checkpoint.remote import is_url
-from lpconv.checkpoint.remote_output import working_folder
 from lpconv.checkpoint.residual import residual_files
 from lpconv.checkpoint.resolve import Resolved, resolve
 from lpconv.checkpoint.source import Source
 from lpconv.checkpoint.staging import beside, check_apart
 from lpconv.checkpoint.ties import tie_candidates
 from lpconv.checkpoint.unchanged import Watch, watch, watched_files
+from lpconv.checkpoint.urls import is_url
 from lpconv.convert.files import output_config, plain_config
 from lpconv.convert.memory import Memory, plan_memory
 from lpconv.convert.options import ConvertOptions
@@ -27,6 +26,7 @@ from lpconv.convert.plan import Plan, make_plan
 from lpconv.convert.settings import settings_of
 from lpconv.data import text_at
 from lpconv.errors import InputError, ResourceError
+from lpconv.extras import working_folder
 from lpconv.forms import Headers
 from lpconv.forms.decoded import is_coded, open_values
 from lpconv.forms.foreign import check_readable

@@ -13,11 +13,10 @@ import psutil
 
 from lpconv.checkpoint.contents import Contents
 from lpconv.checkpoint.place import any_pointer
-from lpconv.checkpoint.remote import upload_bytes
-from lpconv.checkpoint.remote_file import WINDOW_BYTES
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.plan import Plan
 from lpconv.errors import ResourceError
+from lpconv.extras import WINDOW_BYTES, upload_bytes
 from lpconv.forms.ranges import BLOCK_ELEMENTS, CHECKED_ELEMENTS
 from lpconv.gates import Gate, needs_logits
 from lpconv.machine import available_memory

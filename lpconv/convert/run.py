@@ -6,7 +6,6 @@ from pathlib import Path
 
 from lpconv.checkpoint.card import inherited_facts
 from lpconv.checkpoint.partfile import write_small
-from lpconv.checkpoint.remote_output import RemoteStaging
 from lpconv.checkpoint.staging import Staging, check_free
 from lpconv.convert.files import CARD, copy_side_files, model_side_files, write_metadata, write_provenance, write_sums
 from lpconv.convert.finished import finished
@@ -19,6 +18,7 @@ from lpconv.convert.settings import command_line, shaping_options
 from lpconv.convert.shares import check_shareable
 from lpconv.convert.tensor_records import format_ranges, planned_record
 from lpconv.errors import UnsupportedError, VerificationError
+from lpconv.extras import RemoteStaging
 from lpconv.gates import needs_logits
 from lpconv.machine import peak_rss_bytes
 from lpconv.progress import Progress, Silent

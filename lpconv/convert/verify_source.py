@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from lpconv.checkpoint.contents import read_json
-from lpconv.checkpoint.remote import is_url
 from lpconv.checkpoint.staging import MARKER
+from lpconv.checkpoint.urls import is_url
 from lpconv.convert.files import INDEX, output_config, replaced_config, weight_index
 from lpconv.convert.job import Job, prepare
 from lpconv.convert.options import ConvertOptions

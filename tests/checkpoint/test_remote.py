@@ -23,10 +23,8 @@ from stores import offered
 from typer.testing import CliRunner
 
 from benchmarks.object_store import BUCKET, ENVIRONMENT, Fault, Request, Store
-from lpconv.checkpoint import remote, remote_view
 from lpconv.checkpoint.contents import read_contents
 from lpconv.checkpoint.partfile import check_writable, sha256_of
-from lpconv.checkpoint.remote_file import WINDOW_BYTES
 from lpconv.checkpoint.resolve import directory_of, resolve
 from lpconv.checkpoint.source import open_source, read_tensor
 from lpconv.cli.main import app
@@ -37,6 +35,7 @@ from lpconv.convert.run import convert, plan
 from lpconv.convert.verify_output import verify_output
 from lpconv.data import demo_checkpoint
 from lpconv.errors import InputError, LpconvError, UnreadError, UnsupportedError, UsageError
+from lpconv.extras import WINDOW_BYTES, remote, remote_view
 from lpconv.models.load import load
 from lpconv.progress import Silent
 from lpconv.results import VerifyResult
@@ -323,7 +322,7 @@ class TestMemory:
         store.objects["large"] = mmap.mmap(-1, size)
         code = (
             "import psutil, sys; from concurrent.futures import ThreadPoolExecutor; from lpconv.machine import *;"
-            "from lpconv.checkpoint import remote, remote_file;"
+            "from lpconv.extras import remote, remote_file;"
             "remote.head('s3://bucket', 'large'); before = psutil.Process().memory_info().rss;"
             "size, step = int(sys.argv[1]), 2**20;"
             "file = remote_file.RemoteFile(store='s3://bucket', name='large', e_tag=None, size_bytes=size);"

@@ -14,10 +14,8 @@ from stores import offered
 from typer.testing import CliRunner
 
 from benchmarks.object_store import ENVIRONMENT, Fault, Request, Store
-from lpconv.checkpoint import remote
-from lpconv.checkpoint.remote import UNFINISHED
-from lpconv.checkpoint.remote_file import WINDOW_BYTES
 from lpconv.checkpoint.resolve import directory_of, resolve
+from lpconv.checkpoint.urls import UNFINISHED
 from lpconv.cli.main import app
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.reader import read_provenance
@@ -32,6 +30,7 @@ from lpconv.errors import (
     UnsupportedError,
     VerificationError,
 )
+from lpconv.extras import WINDOW_BYTES, remote
 
 URL = "s3://bucket/out"
 

@@ -19,8 +19,7 @@ from typer.testing import CliRunner, Result
 
 import lpconv
 from benchmarks.object_store import Fault, Request, Store
-from lpconv.checkpoint import remote
-from lpconv.checkpoint.remote import UNFINISHED
+from lpconv.checkpoint.urls import UNFINISHED
 from lpconv.cli.main import app
 from lpconv.convert import memory, run as run_module
 from lpconv.convert.inspect import inspect
@@ -30,6 +29,7 @@ from lpconv.convert.run import convert
 from lpconv.convert.scales import judged
 from lpconv.data import demo_checkpoint, demo_text
 from lpconv.errors import InputError, LpconvError, OutputExistsError
+from lpconv.extras import remote
 from lpconv.forms.compressed import Compressed, CompressedTiles
 from lpconv.forms.reader import StoredTensors
 from lpconv.models.text import tokenize

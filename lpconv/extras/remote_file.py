@@ -10,8 +10,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Lock
 from typing import Any
 
-from lpconv.checkpoint.remote import fetch
 from lpconv.errors import InputError
+from lpconv.extras.remote import fetch
 
 _PIECE = 4 * 2**20  # bytes that are fetched at once
 _HELD, _AHEAD = 24, 8  # pieces that are kept, and fetched before they are asked for

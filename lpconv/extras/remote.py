@@ -6,7 +6,6 @@ environment variables of each provider; none is ever part of a URL here, or of a
 
 import datetime
 import functools
-import importlib.util
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -16,10 +15,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from lpconv.checkpoint.hub import files_url, why_unreachable
-from lpconv.errors import InputError, LpconvError, ResourceError, UnreadError, UnsupportedError, UsageError
+from lpconv.checkpoint.urls import hub_names
+from lpconv.errors import InputError, LpconvError, ResourceError, UnreadError
 
-UNFINISHED = "lpconv-unfinished/"  # what a run has below its output until that is one
-_SCHEMES = ("s3", "gs", "az", "hf", "https", "http")
 _PART, _AT_A_TIME, _MOST_PARTS = 8 * 2**20, 4, 9_000  # bytes of a part of an upload; S3 takes 10,000 of them
 _STALLED, _WHOLE = datetime.timedelta(seconds=30), datetime.timedelta(minutes=5)  # for a read, for an answer
 # Each pause is drawn between the first and three times the one before: some ten seconds in all, in which a server that
@@ -42,37 +40,6 @@ class RemoteObject:
     size_bytes: int
     e_tag: str | None = None
     modified_ns: int = 0
-
-
-def is_url(name: str) -> bool:
-    """Whether a name is a URL."""
-    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", name) is not None
-
-
-def check_url(url: str) -> str:
-    """A checkpoint's URL as it is recorded. Raises UsageError for one with credentials or a query in it,
-    UnsupportedError for a scheme that is not read, and where the extra is missing."""
-    parts = urlsplit(url)
-    if parts.scheme not in _SCHEMES:
-        raise UnsupportedError(
-            f"`{parts.scheme}://` is not read", hint="lpconv reads " + ", ".join(f"{s}://" for s in _SCHEMES[:-1])
-        )
-    if (parts.username and parts.scheme != "hf") or parts.password or parts.query or parts.fragment:
-        raise UsageError(
-            f"a `{parts.scheme}://` URL takes no credentials, query or fragment",
-            hint="credentials belong into the environment variables of the provider",
-        )
-    if importlib.util.find_spec("obstore") is None:
-        raise UnsupportedError(
-            f"`{parts.scheme}://` needs the package obstore", hint="install it with `pip install 'lpconv[remote]'`"
-        )
-    return url.rstrip("/")
-
-
-def hub_names(url: str) -> tuple[str, str]:
-    """The repository and the revision that an ``hf://`` URL names; without one, the latter is empty."""
-    repo_id, _, revision = url.removeprefix("hf://").partition("@")
-    return repo_id, revision
 
 
 @functools.cache

@@ -1,5 +1,4 @@
-"""Makes the view of a GGUF file that `gguf.py` tells of, for `gguf_view.py`. Imports transformers and gguf, so only
-where one is needed.
+"""Make the checkpoint directory that stands for a GGUF file (see `lpconv.checkpoint.gguf`).
 
 Names, config, tokenizer and how tensors were rearranged are what transformers has for GGUF, asked through its own
 functions: what it opens with ``gguf_file=`` opens here, with the same values.
@@ -33,7 +32,7 @@ _KNOWN = "lpconv reads the architectures that transformers opens from GGUF, but 
 
 
 def make_view(file: Path, view: Path) -> None:
-    """Make the directory `view` of a GGUF file; raises as `gguf_view.as_directory` says."""
+    """Make the directory `view` of a GGUF file; raises as `as_directory` says."""
     reader = _read(file)
     with _as_error(f"transformers does not open `{file.name}`"):
         parsed = load_gguf_checkpoint(str(file))["config"]

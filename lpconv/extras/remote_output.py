@@ -20,9 +20,10 @@ from typing import Any, NoReturn
 
 from lpconv.checkpoint.partfile import PartFile
 from lpconv.checkpoint.place import MIN_POINTER_BYTES, cache_folder, write_pointer
-from lpconv.checkpoint.remote import UNFINISHED, RemoteObject, Upload, check_url, delete, fetch, head, listing, put
 from lpconv.checkpoint.staging import JOURNAL, MARKER, Staging, check_same_run
+from lpconv.checkpoint.urls import UNFINISHED, check_url
 from lpconv.errors import InputError, LpconvError, OutputExistsError, ResourceError, UnsupportedError
+from lpconv.extras.remote import RemoteObject, Upload, delete, fetch, head, listing, put
 from lpconv.results import FileRecord
 
 _CLAIM = f"{UNFINISHED}run.json"

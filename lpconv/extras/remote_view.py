@@ -16,13 +16,14 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
 
-from lpconv.checkpoint.gguf_view import as_directory
+from lpconv.checkpoint.gguf import as_directory
 from lpconv.checkpoint.hub import MODULE_WEIGHTS, files_at, wanted_files
 from lpconv.checkpoint.partfile import write_error
 from lpconv.checkpoint.place import MIN_POINTER_BYTES, cache_folder, write_pointer
-from lpconv.checkpoint.remote import UNFINISHED, RemoteObject, fetch, head, hub_names, listing
 from lpconv.checkpoint.staging import MARKER
+from lpconv.checkpoint.urls import UNFINISHED, hub_names
 from lpconv.errors import InputError
+from lpconv.extras.remote import RemoteObject, fetch, head, listing
 
 _CONFIG, _SUMS = "config.json", "SHA256SUMS"
 _AT_ONCE = 8  # requests

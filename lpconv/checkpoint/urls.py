@@ -1,0 +1,44 @@
+"""URLs of remote checkpoints: which ones are read, without a request."""
+
+import importlib.util
+import re
+from urllib.parse import urlsplit
+
+from lpconv.errors import UnsupportedError, UsageError
+
+UNFINISHED = "lpconv-unfinished/"  # folder of an unfinished run below its output's URL; deleted once it is published
+_SCHEMES = ("s3", "gs", "az", "hf", "https", "http")
+
+
+def is_url(name: str) -> bool:
+    """Whether a name is a URL."""
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", name) is not None
+
+
+def check_url(url: str) -> str:
+    """A checkpoint's URL as it is recorded, without a slash at its end.
+
+    Raises UsageError for a URL with credentials, a query or a fragment, and UnsupportedError for a scheme that is not
+    read or if obstore is not installed.
+    """
+    parts = urlsplit(url)
+    if parts.scheme not in _SCHEMES:
+        raise UnsupportedError(
+            f"`{parts.scheme}://` is not read", hint="lpconv reads " + ", ".join(f"{s}://" for s in _SCHEMES[:-1])
+        )
+    if (parts.username and parts.scheme != "hf") or parts.password or parts.query or parts.fragment:
+        raise UsageError(
+            f"a `{parts.scheme}://` URL takes no credentials, query or fragment",
+            hint="credentials belong into the environment variables of the provider",
+        )
+    if importlib.util.find_spec("obstore") is None:
+        raise UnsupportedError(
+            f"`{parts.scheme}://` needs the package obstore", hint="install it with `pip install 'lpconv[remote]'`"
+        )
+    return url.rstrip("/")
+
+
+def hub_names(url: str) -> tuple[str, str]:
+    """The repository and the revision that an ``hf://`` URL names; without one, the latter is empty."""
+    repo_id, _, revision = url.removeprefix("hf://").partition("@")
+    return repo_id, revision

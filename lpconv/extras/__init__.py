@@ -1,0 +1,24 @@
+"""Everything that needs an optional dependency: object stores (obstore), GGUF files (gguf) and clusters (Ray).
+
+This is the only door: the rest of lpconv imports these names from here, and none of the modules behind it, so that what
+is written here can be left unread and uninstalled. Each name loads its module when it is first used.
+"""
+
+from typing import TYPE_CHECKING
+
+from lpconv.lazy import lazily
+
+if TYPE_CHECKING:
+    from lpconv.extras.gguf import make_view as make_view
+    from lpconv.extras.ray import RayExecutor as RayExecutor
+    from lpconv.extras.remote import head as head, upload_bytes as upload_bytes
+    from lpconv.extras.remote_file import WINDOW_BYTES as WINDOW_BYTES, RemoteFile as RemoteFile
+    from lpconv.extras.remote_output import (
+        RemoteStaging as RemoteStaging,
+        check_free_url as check_free_url,
+        tidy as tidy,
+        working_folder as working_folder,
+    )
+    from lpconv.extras.remote_view import copy_of as copy_of, view_of as view_of
+
+__all__ = lazily(__name__)
