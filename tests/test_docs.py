@@ -22,8 +22,8 @@ PAGES = [
     "docs/first-ten-minutes.md", "docs/past-one-machine.md",
 ]  # fmt: skip
 PROGRAMS = [
-    "docs/formats.md", "docs/probe.md", "docs/methods/adaptive.md", "docs/methods/halp.md", "docs/methods/lca.md",
-    "docs/methods/loss-scaling.md", "docs/methods/multipoint.md", "docs/methods/native.md",
+    "docs/api.md", "docs/formats.md", "docs/probe.md", "docs/methods/adaptive.md", "docs/methods/halp.md",
+    "docs/methods/lca.md", "docs/methods/loss-scaling.md", "docs/methods/multipoint.md", "docs/methods/native.md",
     "docs/methods/scalify.md", "docs/methods/unit.md",
 ]  # fmt: skip
 # Names that stand for a source model, and for outputs of earlier commands.
