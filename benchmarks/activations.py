@@ -34,8 +34,7 @@ import lpconv
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.run import convert
 from lpconv.data import demo_checkpoint, demo_text
-from lpconv.models.text import tokenize
-from lpconv.models.tokenizer import read_tokenizer
+from lpconv.models.tokenizer import read_tokenizer, tokenize
 from lpconv.results import ConvertResult
 
 WINDOWS = 16

@@ -25,8 +25,7 @@ from lpconv.convert.options import ConvertOptions
 from lpconv.convert.run import convert
 from lpconv.data import demo_checkpoint, demo_text
 from lpconv.forms.reader import StoredTensors
-from lpconv.models.text import tokenize
-from lpconv.models.tokenizer import read_tokenizer
+from lpconv.models.tokenizer import read_tokenizer, tokenize
 
 STRENGTHS = (0.0, 0.5, 1.0)
 

@@ -27,8 +27,8 @@ from lpconv.convert.options import ConvertOptions
 from lpconv.convert.provenance import versions
 from lpconv.convert.run import convert
 from lpconv.export.options import ExportOptions
+from lpconv.export.rewrite import num_elements
 from lpconv.export.run import MODEL_FILE, export_onnx
-from lpconv.export.stored import num_elements
 from lpconv.export.trace import traceable
 from lpconv.export.validate import compare
 from lpconv.models.inputs import other_inputs

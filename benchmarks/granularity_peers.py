@@ -35,8 +35,7 @@ from lpconv.convert.run import convert
 from lpconv.data import demo_checkpoint, demo_text
 from lpconv.formats.grains import grain_of
 from lpconv.forms.reader import StoredTensors
-from lpconv.models.text import tokenize
-from lpconv.models.tokenizer import read_tokenizer
+from lpconv.models.tokenizer import read_tokenizer, tokenize
 
 LENGTH, WINDOWS = 128, 4
 

@@ -25,8 +25,7 @@ from lpconv.convert.logits import compare
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.run import convert
 from lpconv.data import demo_checkpoint
-from lpconv.models.text import tokenize
-from lpconv.models.tokenizer import read_tokenizer
+from lpconv.models.tokenizer import read_tokenizer, tokenize
 from lpconv.options import parse_size
 
 _LENGTH, _TOKENS = 64, 256

@@ -35,7 +35,7 @@ from miniature import (
 )
 from torch import Tensor, nn
 
-from lpconv.kernels.half import HalfProducts
+from lpconv.kernels.matmul import HalfProducts
 from lpconv.loss_scale import largest_gradient, make_loss_scale, unscale_
 from lpconv.scaled import AdamW, AdaptiveOptions, StepGuard, adaptive_scaling, loss_scales
 

@@ -25,7 +25,7 @@ from miniature import QUICK, Arm, amp_fp16, read_arguments, save, spread
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from lpconv.kernels.half import HalfProducts
+from lpconv.kernels.matmul import HalfProducts
 from lpconv.loss_scale import make_loss_scale, unscale_
 from lpconv.scaled import AdaptiveOptions, StepGuard, adaptive_scaling
 

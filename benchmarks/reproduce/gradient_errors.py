@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from miniature import Size, draw, start_model
 from torch import Tensor, nn
 
-from lpconv.kernels.half import HalfProducts
+from lpconv.kernels.matmul import HalfProducts
 from lpconv.scaled import ScaledTensor
 
 __all__ = ["GradientError", "error_table", "gradient_errors", "gradients", "relative_errors"]

@@ -17,7 +17,7 @@ import transformers
 from byte_models import batch_of, build, corpus, evaluate
 from torch import Tensor, nn
 
-from lpconv.kernels.half import HalfProducts
+from lpconv.kernels.matmul import HalfProducts
 from lpconv.loss_scale import largest_gradient, make_loss_scale, unscale_
 from lpconv.scaled import AdamW, ScaledTensor, StepGuard
 

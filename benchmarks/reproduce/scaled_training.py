@@ -29,8 +29,8 @@ import transformers as hf
 from byte_models import batch_of, build, corpus, evaluate
 from torch import Tensor, nn
 
-from lpconv.kernels.half import HalfProducts
 from lpconv.kernels.linear import linear
+from lpconv.kernels.matmul import HalfProducts
 from lpconv.scaled import AdamW, StepGuard, adaptive_scaling, fallbacks, scaled, scaling_of
 
 

@@ -5,19 +5,21 @@ are measured: the model with that tensor alone converted) are raised to a wider 
 choice is a list of rules, which `convert` takes as `--rule`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from lpconv.advise.candidates import Conversion, described
 from lpconv.advise.infer import converted, job_of
-from lpconv.advise.parts import parts_of
-from lpconv.advise.subject import Subject
-from lpconv.advise.time import Deadline
+from lpconv.advise.subject import Deadline, Subject
 from lpconv.checkpoint.header import DTYPE_BITS
+from lpconv.convert.logits import compare, outputs_of
 from lpconv.errors import UsageError
 from lpconv.progress import Progress
-from lpconv.results import LayerPart
+from lpconv.results import LayerPart, TensorRecord
 
 # Where all tensors begin, widest first, and what they are raised to where the source is wider than 16 bits; else they
 # are kept, at the same size and without loss.
@@ -25,6 +27,7 @@ _LADDERS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"method": "unit", "format": "e4m3fn", "granularity": "row"}, "fp16"),
     ({"method": "multipoint", "format": "int4", "budget_bits": 4.5}, "keep"),
 )
+_WINDOWS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,3 +89,64 @@ def _chosen(parts: Sequence[LayerPart], sizes: dict[str, int], base: Base) -> li
             found.append(part)
             left -= extra(part)
     return found
+
+
+def parts_of(
+    subject: Subject, model: Any, records: Sequence[TensorRecord], deadline: Deadline, progress: Progress
+) -> tuple[LayerPart, ...]:
+    """The parts of the parameters in which `model`, a converted one, differs from the subject's; as far as time goes.
+
+    The largest are first in line, since those are what formats are chosen for.
+    """
+    own, other = dict(subject.model.named_parameters()), dict(model.named_parameters())
+    changed = sorted((n for n in own if not torch.equal(own[n], other[n])), key=lambda n: -own[n].numel())
+    windows = subject.windows[:_WINDOWS]
+    with torch.inference_mode():
+        wanted = [outputs_of(subject.model, w) for w in windows]
+    found: list[LayerPart] = []
+    progress.start("layer by layer", len(changed), unit="steps")
+    for name in changed:
+        if deadline.left_s <= 0:
+            break
+        record = _record_of(name, records)
+        if record is not None:
+            found.append(_part(record, _divergence(subject, own[name], other[name], windows, wanted)))
+        progress.advance(1)
+    return tuple(sorted(found, key=lambda p: -p.divergence))
+
+
+def _divergence(subject: Subject, own: Any, other: Any, windows: Sequence[Any], wanted: Sequence[Tensor]) -> float:
+    """Of the outputs while one parameter has the other model's values."""
+    kept, own.data = own.data, other.data
+    try:
+        with torch.inference_mode():
+            checks = [compare(a, outputs_of(subject.model, w), "", "") for a, w in zip(wanted, windows, strict=True)]
+    finally:
+        own.data = kept
+    values = [c.mean_kl if subject.metric == "loss" else c.rel_error for c in checks]
+    return max(0.0, sum(v or 0.0 for v in values) / len(values))
+
+
+def _record_of(parameter: str, records: Iterable[TensorRecord]) -> TensorRecord | None:
+    """The tensor that a parameter came from: transformers may put a prefix on its name, or take one off."""
+    for r in records:
+        if r.action == "convert" and _same_name(parameter, r.name):
+            return r
+    return None
+
+
+def _same_name(a: str, b: str) -> bool:
+    return a == b or a.endswith("." + b) or b.endswith("." + a)
+
+
+def _part(record: TensorRecord, divergence: float) -> LayerPart:
+    elements = 1
+    for size in record.shape:
+        elements *= size
+    return LayerPart(
+        tensor=record.name,
+        format=record.format or "",
+        bits=8 * record.bytes_out / elements if elements else 0.0,
+        sqnr_db=record.sqnr_db,
+        divergence=divergence,
+    )

@@ -18,9 +18,8 @@ from typing import Any
 import torch
 
 from lpconv.advise.candidates import Conversion, conversions, convert_options
-from lpconv.advise.interval import estimated
-from lpconv.advise.subject import Subject
-from lpconv.advise.time import Deadline
+from lpconv.advise.subject import Deadline, Subject
+from lpconv.advise.train import estimated
 from lpconv.convert.job import Job, prepare
 from lpconv.convert.logits import compare, outputs_of
 from lpconv.convert.preview import decoded_tensors, noise_of_sample

@@ -8,16 +8,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lpconv.advise.bits import base_for, mixed
+from lpconv.advise.bits import base_for, mixed, parts_of
 from lpconv.advise.candidates import Conversion, convert_options
 from lpconv.advise.choice import best, judged, ranked
 from lpconv.advise.forecast import Forecast
 from lpconv.advise.infer import Conversions, converted, job_of
-from lpconv.advise.manifest import gates_of
 from lpconv.advise.options import AdviseOptions, check_advise
-from lpconv.advise.parts import parts_of
-from lpconv.advise.subject import Subject, open_subject
-from lpconv.advise.time import Deadline
+from lpconv.advise.record import gates_of
+from lpconv.advise.subject import Deadline, Subject, open_subject
 from lpconv.advise.train import Trials
 from lpconv.bench.worker import measure_peaks
 from lpconv.convert.provenance import versions
@@ -25,7 +23,7 @@ from lpconv.convert.settings import command_line
 from lpconv.errors import LpconvError, UnreadError
 from lpconv.kernels.compiled import eagerly
 from lpconv.models.quiet import quiet_transformers
-from lpconv.probe.answers import findings, loss_scales
+from lpconv.probe.advice import findings, loss_scales
 from lpconv.probe.record import GRADIENT_ROLES
 from lpconv.probe.track import probe
 from lpconv.progress import Progress, Silent

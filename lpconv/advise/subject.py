@@ -1,8 +1,9 @@
-"""The model that is advised on: opened once in fp32, with the text that candidates are tried on."""
+"""The model that is advised on, opened once in fp32, with the text that candidates are tried on and the time left."""
 
 import copy
 import itertools
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from lpconv.errors import InputError
 from lpconv.models.load import from_state
 from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import NONE
-from lpconv.models.text import Tokens
+from lpconv.models.tokenizer import Tokens
 from lpconv.probe.batches import Batches
 from lpconv.probe.checkpoint import RANDOM_IDS, Prepared, prepare_run
 from lpconv.probe.options import ProbeOptions
@@ -123,3 +124,19 @@ def _text_file(options: AdviseOptions, folder: Path) -> Path | None:
     path = folder / "texts.txt"
     path.write_text("\n".join(rows.texts(rows.train)), encoding="utf-8")
     return path
+
+
+class Deadline:
+    """Counts down from `seconds`. A part of it may be given away, as a deadline of its own."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end_s = time.perf_counter() + seconds
+
+    @property
+    def left_s(self) -> float:
+        """Seconds left, below zero where it is over."""
+        return self._end_s - time.perf_counter()
+
+    def part(self, share: float) -> "Deadline":
+        """A deadline after that share of what is left."""
+        return Deadline(max(self.left_s, 0.0) * share)

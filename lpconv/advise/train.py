@@ -5,24 +5,31 @@ time. Those that keep least memory come first. Each trains from one seed; if tha
 more, whose spread says what a single run may differ by. The first that keeps the quality is the answer:
 what is left keeps more memory.
 
-What the steps of the whole training will change is not measured but allowed for (`lpconv.advise.outlook`).
+A few steps do not show what the whole training will cost. The interval given is that of one new run at its end, and
+three things widen it:
+
+- *Seeds.* Runs of one recipe differ from seed to seed; one run alone says nothing about another.
+- *Drift.* If the gap still changed in the second half of the steps, it may change as much with each doubling.
+- *Lost updates.* A 16-bit optimizer that drops part of each intended update (1 - EDQ, arXiv 2405.03637 §4.2) may fall
+  behind by that part of what the twin will still learn. It shows late, so that few steps do not measure it.
 """
 
+import math
 import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
 from lpconv.advise.options import AdviseOptions
-from lpconv.advise.outlook import Ends, least_high, outlook
-from lpconv.advise.subject import Subject
-from lpconv.advise.time import Deadline
+from lpconv.advise.subject import Deadline, Subject
 from lpconv.errors import LpconvError, finding
 from lpconv.progress import Progress, Silent
-from lpconv.results import AdviceRow, RunRecord
+from lpconv.results import AdviceRow, GapEstimate, RunRecord
+from lpconv.student import t_quantile
 from lpconv.train.critical import with_critical
 from lpconv.train.job import Work, training_job
 from lpconv.train.memory import weight_bytes
@@ -35,6 +42,7 @@ _MORE_SEEDS = 2
 _PLANNED = 3  # recipes that there should be time for, from all seeds
 _SLOWER = 2.0  # a step in low precision beside the twin's, where it is emulated
 _TRAIN = "train"
+_METRIC = "eval_loss"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,3 +185,62 @@ class Trials:
                 warnings.simplefilter("ignore")  # what is known of a recipe stands in its row
                 record = train_one(job, work, Silent()).record
         return _Run(record=record, seconds=time.perf_counter() - started)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ends:
+    """A run beside its twin: the gap of held-out losses halfway and at the end, and what the twin learnt between.
+
+    `kept` is the share of the intended updates that reached what is kept, 1 where nothing measured it.
+    """
+
+    half: float
+    last: float
+    learnt: float
+    kept: float
+
+    @classmethod
+    def of(cls, run: RunRecord, twin: RunRecord) -> Self:
+        """Of two finished runs of one seed."""
+        ours, theirs = _losses(run), _losses(twin)
+        kept = [u.edq for u in run.updates]
+        return cls(
+            half=ours[0] - theirs[0],
+            last=ours[-1] - theirs[-1],
+            learnt=theirs[0] - theirs[-1],
+            kept=min(1.0, statistics.fmean(kept)) if kept else 1.0,
+        )
+
+
+def _losses(run: RunRecord) -> tuple[float, ...]:
+    return next(s.values for s in run.evaluations if s.name == _METRIC)
+
+
+def outlook(found: Sequence[Ends], *, steps: int, horizon: int) -> GapEstimate:
+    """The gap of a recipe after `horizon` steps, from runs of `steps`; of one run the interval has no ends."""
+    known = estimated([e.last for e in found])
+    seeds = (known.high - known.value) * math.sqrt(known.count + 1)  # of one new run, not of their mean
+    drift, behind = _later(found, math.log2(horizon / steps))
+    return replace(known, low=known.value - seeds - drift, high=known.value + seeds + drift + behind)
+
+
+def least_high(found: Sequence[Ends], *, steps: int, horizon: int) -> float:
+    """The upper end of the gap of a recipe after `horizon` steps, if all seeds gave the same."""
+    drift, behind = _later(found, math.log2(horizon / steps))
+    return statistics.fmean(e.last for e in found) + drift + behind
+
+
+def _later(found: Sequence[Ends], doublings: float) -> tuple[float, float]:
+    """What the gap may change by in either direction, and what it may grow by, in the steps that are still to come."""
+    drift = abs(statistics.fmean(e.last - e.half for e in found)) * doublings
+    lost = 1 - statistics.fmean(e.kept for e in found)
+    return drift, lost * max(0.0, statistics.fmean(e.learnt for e in found)) * doublings
+
+
+def estimated(gaps: Sequence[float], confidence: float = 0.95) -> GapEstimate:
+    """The mean of paired differences, with Student's interval, which has no ends for one or what is not finite."""
+    mean, count = statistics.fmean(gaps), len(gaps)
+    if count == 1 or not math.isfinite(mean):
+        return GapEstimate(value=mean, low=-math.inf, high=math.inf, count=1)
+    width = t_quantile(count - 1, confidence) * statistics.stdev(gaps) / count**0.5
+    return GapEstimate(value=mean, low=mean - width, high=mean + width, count=count)

@@ -29,8 +29,7 @@ def advise(
     progress = progress_for(quiet=quiet)
     progress.message(f"measuring {model}, {options.budget.minutes:g} minutes at most")
     # torch and transformers, from here on, take seconds to import
-    from lpconv.advise.manifest import MANIFEST
-    from lpconv.advise.record import PAGE, kept
+    from lpconv.advise.record import MANIFEST, PAGE, kept
     from lpconv.advise.run import advise as measure
     from lpconv.report.advise.terminal import render_advice
 

@@ -131,7 +131,7 @@ def _read(path: Path) -> Iterator[tuple[Kind, Path, Any]]:
 
 def ask_probe(path: Path, format: str | None = None) -> ProbeReport:
     """What a probe says about a format, or about those that everybody asks for."""
-    from lpconv.probe.answers import DEFAULT_FORMATS, answer  # with torch
+    from lpconv.probe.advice import DEFAULT_FORMATS, answer  # with torch
     from lpconv.probe.record import read_probe
 
     return answer(read_probe(path), [format] if format else DEFAULT_FORMATS)

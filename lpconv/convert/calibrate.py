@@ -24,7 +24,7 @@ from lpconv.errors import InputError, UnsupportedError
 from lpconv.models.inputs import vocabulary_size
 from lpconv.models.load import open_in_files
 from lpconv.models.opening import model_errors, reads_text
-from lpconv.models.text import Tokens
+from lpconv.models.tokenizer import Tokens
 from lpconv.progress import Progress
 from lpconv.report.numbers import shown
 from lpconv.results import CalibrationRecord

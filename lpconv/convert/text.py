@@ -27,8 +27,7 @@ from lpconv.models.load import open_in_files
 from lpconv.models.opening import model_errors, reads_text
 from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import CLM, task_of
-from lpconv.models.text import Tokens, tokenize
-from lpconv.models.tokenizer import read_tokenizer
+from lpconv.models.tokenizer import Tokens, read_tokenizer, tokenize
 from lpconv.progress import Progress
 from lpconv.results import LogitsCheck
 

@@ -18,8 +18,7 @@ from lpconv.convert.files import copy_side_files, model_side_files, plain_config
 from lpconv.convert.provenance import public_source, versions
 from lpconv.errors import ResourceError, VerificationError
 from lpconv.export.options import MAX_INLINE_BYTES, ExportOptions, choose_opset, has_fp8
-from lpconv.export.rewrite import Rewritten, rewrite
-from lpconv.export.stored import stored_weights
+from lpconv.export.rewrite import Rewritten, rewrite, stored_weights
 from lpconv.export.trace import Traceable, trace, traceable
 from lpconv.export.validate import Case, check_file, compare
 from lpconv.models.inputs import other_inputs

@@ -11,10 +11,9 @@ if TYPE_CHECKING:
         Fp8Linear as Fp8Linear,
         convert_linears as convert_linears,
     )
-    from lpconv.kernels.half import HalfProducts as HalfProducts
     from lpconv.kernels.histogram import exponent_histogram as exponent_histogram
     from lpconv.kernels.linear import linear as linear
-    from lpconv.kernels.matmul import matmul as matmul
+    from lpconv.kernels.matmul import HalfProducts as HalfProducts, matmul as matmul
     from lpconv.kernels.quantise import encode as encode, fake_quantise as fake_quantise
 
 __all__ = lazily(__name__)

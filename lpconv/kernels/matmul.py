@@ -9,9 +9,12 @@
 Scales follow `value = scale · component`: the result is (a · scale_a) @ (b · scale_b).
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from lpconv.errors import UsageError
 from lpconv.formats.spec import FORMATS
@@ -19,6 +22,17 @@ from lpconv.kernels.buffers import operand
 from lpconv.kernels.decode import decode_operand
 from lpconv.kernels.fused import fused_turn
 from lpconv.kernels.scaled_cast import scale_product_
+
+aten = torch.ops.aten
+_PRODUCTS = {
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten.baddbmm.default,
+    aten.convolution.default,
+    aten.convolution_backward.default,
+}
+
 
 _FP8 = {getattr(torch, f.torch) for f in FORMATS.values() if f.bits == 8 and f.has_sign and f.torch}
 _WIDE = {torch.bfloat16, torch.float16}
@@ -145,3 +159,31 @@ def _check(a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None,
             raise UsageError(f"{name} is {tuple(scale.shape)}", hint=f"pass one number or {full}")
     if bias is not None and bias.shape != (b.shape[1],):
         raise UsageError(f"bias is {tuple(bias.shape)}", hint=f"it must be ({b.shape[1]},)")
+
+
+class HalfProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch
+    """Inside, a CPU's float16 matrix products and convolutions are computed in float32 and rounded once, as a GPU does.
+
+    torch's own are ten and more times slower (see `kernels.matmul`). Products on other devices and in other dtypes are
+    left alone, and so are tensor subclasses: a scaled tensor does this by itself, and a cast here would take away its
+    scale. Covers the backward pass too, where that runs inside.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return at_half(func, *args, **(kwargs or {})) if func in _PRODUCTS else func(*args, **(kwargs or {}))
+
+
+def at_half(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """`op` of tensors; where all are plain float16 ones on a CPU, computed in float32 and rounded once."""
+    if not all(map(_is_plain_half, args)):
+        return op(*args, **kwargs)
+    out = op(*(a.float() if isinstance(a, Tensor) else a for a in args), **kwargs)
+    return out.half() if isinstance(out, Tensor) else tuple(x if x is None else x.half() for x in out)
+
+
+def _is_plain_half(x: Any) -> bool:
+    if not isinstance(x, Tensor):
+        return True
+    return x.dtype == torch.float16 and x.device.type == "cpu" and not is_traceable_wrapper_subclass(x)

@@ -1,8 +1,6 @@
 """Global loss scales: one factor on the loss that keeps small gradients above what a 16-bit format flushes to zero."""
 
-from lpconv.loss_scale.base import LossScale
-from lpconv.loss_scale.floor import Floor
-from lpconv.loss_scale.make import LOSS_SCALES, make_loss_scale
+from lpconv.loss_scale.scales import LOSS_SCALES, Floor, LossScale, make_loss_scale
 from lpconv.loss_scale.unscale import largest_gradient, unscale_
 
 __all__ = ["LOSS_SCALES", "Floor", "LossScale", "largest_gradient", "make_loss_scale", "unscale_"]

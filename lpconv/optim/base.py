@@ -15,9 +15,17 @@ from lpconv.errors import InputError
 from lpconv.optim.diagnostics import UpdateRecord, snapshot
 from lpconv.optim.kernel import STEPS, get_kernel
 from lpconv.optim.settings import Settings, check_group
-from lpconv.optim.shards import all_finite, flat, flat_parts, local_gradient
-from lpconv.optim.shared import Scratch, SharedState
-from lpconv.optim.state import check_state, new_state, parts_of
+from lpconv.optim.state import (
+    Scratch,
+    SharedState,
+    all_finite,
+    check_state,
+    flat,
+    flat_parts,
+    local_gradient,
+    new_state,
+    parts_of,
+)
 from lpconv.optim.storage import Parts, Storage
 from lpconv.shards import local
 

@@ -6,6 +6,7 @@ from lpconv.lazy import lazily
 
 if TYPE_CHECKING:
     from lpconv.probe.advice import (
+        answer as answer,
         assess as assess,
         fits as fits,
         own_scale as own_scale,
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
         table as table,
         what_if as what_if,
     )
-    from lpconv.probe.answers import answer as answer
     from lpconv.probe.checkpoint import (
         calibrate_checkpoint as calibrate_checkpoint,
         probe_checkpoint as probe_checkpoint,

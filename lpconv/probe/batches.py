@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lpconv.models.inputs import random_ids
 from lpconv.models.tasks import CLM, MLM, Task
-from lpconv.models.text import Tokens
+from lpconv.models.tokenizer import Tokens
 
 MASK_RATE = 0.15  # of the tokens, as in BERT (arXiv 1810.04805 §3.1); each becomes the mask token
 

@@ -20,8 +20,7 @@ from lpconv.models.inputs import sequence_length, vocabulary_size
 from lpconv.models.opening import Opened, check_runs, open_to_run, reads_text
 from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import CLM, MLM, NONE, Task
-from lpconv.models.text import Tokens, tokenize
-from lpconv.models.tokenizer import read_tokenizer
+from lpconv.models.tokenizer import Tokens, read_tokenizer, tokenize
 from lpconv.models.whole import check_whole
 from lpconv.probe.batches import MASK_RATE, Batches, random_tokens
 from lpconv.probe.options import ProbeOptions

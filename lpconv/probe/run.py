@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lpconv.checkpoint.partfile import write_small
 from lpconv.checkpoint.staging import Staging
-from lpconv.probe.answers import answer
+from lpconv.probe.advice import answer
 from lpconv.probe.checkpoint import calibrate_checkpoint, probe_checkpoint
 from lpconv.probe.options import PROBE_FILE, ProbeOptions
 from lpconv.probe.record import ProbeResult

@@ -10,17 +10,27 @@ of the largest, and casts from fp32 to 16 bits choose a scale that fits, as join
 device; nothing is read back.
 """
 
+from typing import Any, NamedTuple, Protocol
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from lpconv.errors import UsageError
+from lpconv.kernels.matmul import at_half
 from lpconv.layers import convolutions, linears
 from lpconv.lookup import find
 from lpconv.scaled.adaptive_factor import AdaptiveOptions, LayerState
-from lpconv.scaled.adaptive_layers import make_adaptive
 from lpconv.scaled.model import COMPUTE, Scaling, leave_plain, refuse_scaled
+from lpconv.scaled.operands import product
 from lpconv.scaled.pair import Numerics, Role
+from lpconv.scaled.scales import times
 from lpconv.scaled.tensor import ScaledTensor, scaled_tensor
+
+aten = torch.ops.aten
+
+_PLAIN = Numerics()  # names no formats: operands are multiplied as they are
 
 
 def adaptive_scaling(
@@ -64,3 +74,157 @@ def loss_scales(model: nn.Module) -> dict[str, tuple[float, float]]:
         for name, state in states.items()
         if isinstance(state, LayerState) and state.factor is not None
     }
+
+
+class _Product(Protocol):
+    """What a layer computes of an input and a weight, and its derivatives by each of them."""
+
+    def num_terms(self, weight: Tensor) -> int:
+        """How many products an element of the input's gradient sums."""
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
+
+    def of_input(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor: ...
+
+    def of_parameters(self, grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the weight and of a bias."""
+
+
+class _Matmul:
+    """x·Wᵀ + b for 2-D x; W is (N_out, N_in)."""
+
+    def num_terms(self, weight: Tensor) -> int:
+        return weight.shape[0]
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return product(_PLAIN, x, weight.t(), bias=bias)
+
+    def of_input(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        return product(_PLAIN, grad, weight)
+
+    def of_parameters(self, grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return grad.t() @ x, grad.sum(0)
+
+
+class _Convolution(NamedTuple):
+    """Of (batch, N_in, positions…) with W of (N_out, N_in / groups, kernel…)."""
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+    def num_terms(self, weight: Tensor) -> int:
+        """N_out·k_h·k_w of a group, as the paper has it; where strides skip, the terms are fewer, and α is too low."""
+        return weight[:, 0].numel() // self.groups
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        out: Tensor = at_half(aten.convolution.default, x, weight, bias, *self._settings())
+        return out
+
+    def of_input(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        return self._backward(grad, x, weight, [True, False, False])[0]
+
+    def of_parameters(self, grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        _, of_weight, of_bias = self._backward(grad, x, weight.to(grad.dtype), [False, True, True])
+        return of_weight, of_bias
+
+    def _settings(self) -> tuple[Any, ...]:
+        return self.stride, self.padding, self.dilation, False, [0] * len(self.stride), self.groups
+
+    def _backward(self, grad: Tensor, x: Tensor, weight: Tensor, mask: list[bool]) -> tuple[Tensor, ...]:
+        op, sizes = aten.convolution_backward.default, [weight.shape[0]]
+        grads: tuple[Tensor, ...] = at_half(op, grad, x, weight, sizes, *self._settings(), mask)
+        return grads
+
+
+class _Adaptive(torch.autograd.Function):
+    """A product in the dtype of the state, whose backward pass multiplies by α what goes down [§3]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, state: LayerState, product: _Product
+    ) -> Tensor:
+        weight_lp = weight.to(state.dtype)
+        ctx.save_for_backward(x, weight_lp)
+        ctx.state, ctx.product = state, product
+        ctx.weight_dtype, ctx.bias_dtype = weight.dtype, None if bias is None else bias.dtype
+        return product.forward(x, weight_lp, None if bias is None else bias.to(state.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        raw, scale = (grad.data_part, grad.scale) if isinstance(grad, ScaledTensor) else (grad, 1.0)
+        of_weight, of_bias = ctx.product.of_parameters(raw.float(), x.float(), weight)
+        grad_weight = times(of_weight, scale).to(ctx.weight_dtype)
+        grad_bias = None if ctx.bias_dtype is None else times(of_bias, scale).to(ctx.bias_dtype)
+        if not isinstance(grad, ScaledTensor):
+            return ctx.product.of_input(raw, x, weight), grad_weight, grad_bias, None, None
+        factor = ctx.state.factor_for(grad, weight, ctx.product.num_terms(weight))
+        handed_down = ctx.product.of_input(times(raw, factor), x, weight)
+        grad_input = ScaledTensor(handed_down, scale / factor, Role.GRADIENT, grad.numerics)
+        return grad_input, grad_weight, grad_bias, None, None
+
+
+_MATMUL = _Matmul()
+
+
+class _AdaptiveLinear(nn.Linear):
+    """`nn.Linear` whose backward pass scales what it hands down."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return _multiplied(input, self.weight, self.bias, self.adaptive)  # type: ignore[arg-type]  # nn.Module's __getattr__
+
+
+class _AdaptiveConv1D(Conv1D):  # type: ignore[misc]  # transformers is untyped
+    """GPT-2's linear layer, whose weight is (N_in, N_out)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _multiplied(x, self.weight.t(), self.bias, self.adaptive)
+
+
+def _multiplied(x: Tensor, weight: Tensor, bias: Tensor | None, state: LayerState) -> Tensor:
+    rows = x.to(state.dtype).reshape(-1, x.shape[-1])
+    out: Tensor = _Adaptive.apply(rows, weight, bias, state, _MATMUL)  # type: ignore[no-untyped-call]
+    return out.view(*x.shape[:-1], out.shape[-1])
+
+
+class _Convolving:
+    """torch's convolutions without their call of `F.conv…d`; the pieces that pad are theirs."""
+
+    def _conv_forward(self: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        x, padding = input.to(self.adaptive.dtype), self.padding
+        if self.padding_mode != "zeros" or isinstance(padding, str):
+            mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
+            x, padding = F.pad(x, self._reversed_padding_repeated_twice, mode=mode), (0,) * len(self.stride)
+        is_batch = x.dim() == weight.dim()
+        convolution = _Convolution(self.stride, padding, self.dilation, self.groups)
+        out: Tensor = _Adaptive.apply(x if is_batch else x[None], weight, bias, self.adaptive, convolution)  # type: ignore[no-untyped-call]
+        return out if is_batch else out[0]
+
+
+class _AdaptiveConv1d(_Convolving, nn.Conv1d):
+    """`nn.Conv1d`, likewise."""
+
+
+class _AdaptiveConv2d(_Convolving, nn.Conv2d):
+    """`nn.Conv2d`, likewise."""
+
+
+class _AdaptiveConv3d(_Convolving, nn.Conv3d):
+    """`nn.Conv3d`, likewise."""
+
+
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Linear: _AdaptiveLinear,
+    Conv1D: _AdaptiveConv1D,
+    nn.Conv1d: _AdaptiveConv1d,
+    nn.Conv2d: _AdaptiveConv2d,
+    nn.Conv3d: _AdaptiveConv3d,
+}
+
+
+def make_adaptive(module: nn.Module, state: LayerState) -> None:
+    """`module`, of a class of `_CLASSES`, computes as before and chooses factors as `state` says."""
+    module.adaptive = state  # type: ignore[assignment]  # nn.Module types every attribute as a tensor or module
+    module.__class__ = _CLASSES[type(module)]

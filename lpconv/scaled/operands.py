@@ -14,8 +14,7 @@ from torch import Tensor
 from lpconv.formats.scale import pow2_ceil, pow2_floor
 from lpconv.formats.spec import Format, get_format
 from lpconv.kernels.decode import decode
-from lpconv.kernels.half import at_half
-from lpconv.kernels.matmul import matmul
+from lpconv.kernels.matmul import at_half, matmul
 from lpconv.kernels.scaled_cast import largest_magnitude, scale_product_, scaled_codes
 from lpconv.scaled.pair import Numerics, Role, Scaled, data_of
 from lpconv.scaled.scales import Scale, times

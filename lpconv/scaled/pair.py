@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from lpconv.scaled.choices import OperandScales
-from lpconv.scaled.scales import Scale, split_number, times, uninitialised_like
+from lpconv.scaled.scales import Scale, ratio, split_number, times, uninitialised_like
 
 
 class Role(enum.Enum):
@@ -123,3 +123,22 @@ def value(x: Any) -> Any:
     if out.stride() == x.data.stride() or 0 in x.data.stride() or torch.compiler.is_compiling():
         return out
     return uninitialised_like(x.data, out.dtype).copy_(out)
+
+
+def in_units(plain: Tensor, x: Scaled) -> Tensor:
+    """A plain tensor over the scale of `x`, in its dtype; finite numbers stay finite (finfo.min is a mask)."""
+    limit = torch.finfo(x.data.dtype).max
+    wide = plain.to(torch.promote_types(x.data.dtype, torch.float32))
+    over = times(wide, ratio(1.0, x.scale)).clamp(-limit, limit)
+    return torch.where(wide.isinf(), wide, over).to(x.data.dtype)
+
+
+def moved(x: Scaled, factor: float) -> Scaled:
+    """The same value: (d·factor, s/factor)."""
+    return Scaled(times(x.data, factor), ratio(x.scale, factor), x.role)
+
+
+def measurable(x: Scaled) -> Scaled:
+    """`x` with a scale other than 0, at which a number beside it can be expressed: a static zero at the scale 1."""
+    is_zero = isinstance(x.scale, float) and x.scale == 0
+    return Scaled(torch.zeros_like(x.data), 1.0, x.role) if is_zero else x

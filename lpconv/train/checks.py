@@ -42,7 +42,7 @@ def _why_not(arithmetic: Arithmetic) -> str | None:
     if arithmetic.loss_scale == "adaptive":
         return "its scales are chosen from values that compiled code does not see"
     if arithmetic.precision == "fp16" and not torch.cuda.is_available():
-        return "a CPU's fp16 products run in a dispatch mode (`lpconv.kernels.half`), in which nothing is compiled"
+        return "a CPU's fp16 products run in a dispatch mode (`lpconv.kernels.matmul`), in which nothing is compiled"
     return None
 
 

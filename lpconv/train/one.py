@@ -16,16 +16,14 @@ from transformers import TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
 from lpconv.errors import UnsupportedError
-from lpconv.kernels.half import HalfProducts
+from lpconv.kernels.matmul import HalfProducts
 from lpconv.models.opening import Opened, first_line, model_errors
 from lpconv.models.quiet import quiet_transformers
 from lpconv.models.sharing import running_copy
 from lpconv.progress import Progress
 from lpconv.results import RunRecord, Series
 from lpconv.scaled import adaptive_scaling, apply_factors, calibrate, check_gradients, saved_bytes, scaled
-from lpconv.train.allot import NUM_COPIES, PROBE_BATCHES, LossWatch
-from lpconv.train.callbacks import Recorder, Timetable
-from lpconv.train.checkpoints import drop_broken, last_checkpoint, step_of
+from lpconv.train.callbacks import Recorder, Timetable, drop_broken, last_checkpoint, step_of
 from lpconv.train.clock import Clock
 from lpconv.train.exact import computes_in_fp32, in_fp32, renamed
 from lpconv.train.examples import Collator
@@ -36,7 +34,7 @@ from lpconv.train.options import FinetuneOptions
 from lpconv.train.prepare import Prepared, operand_scale_of, prepare
 from lpconv.train.processes import backend, is_main_process, mesh, num_processes, wait_for_all
 from lpconv.train.recipes import RECIPES
-from lpconv.train.record import run_record
+from lpconv.train.record import NUM_COPIES, PROBE_BATCHES, LossWatch, run_record
 from lpconv.train.sharded import shard, start_in_fp32
 from lpconv.train.trainer import DivergedError, LowPrecisionTrainer, predicted
 from lpconv.train.watch import Watch, rate_of

@@ -1,13 +1,32 @@
-"""What a training run leaves, as a record: its series, its evaluations batch by batch, what was seen on the way."""
+"""The record of a training run: its series, evaluations batch by batch, loss change allocation and what was seen."""
 
+import dataclasses
 import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-from lpconv.results import EvaluationRecord, PeakMemory, RunRecord, UpdateQuality, from_json
+import torch
+from torch import Tensor, nn
+
+from lpconv.probe.lca import LossChange, LossChangeStep, by_layer, summarise
+from lpconv.results import (
+    EvaluationRecord,
+    LayerChange,
+    LossAllocation,
+    PeakMemory,
+    RunRecord,
+    UpdateQuality,
+    from_json,
+    to_json,
+)
 from lpconv.scaled import fallbacks, scaling_of
-from lpconv.train.allot import loss_allocation
 from lpconv.train.folder import Metrics, median_step_time
 from lpconv.train.trainer import LowPrecisionTrainer
 from lpconv.train.watch import Watch, tracked_records
+
+PROBE_BATCHES = 2
+NUM_COPIES = 14  # of the parameters in fp32, the twin and its gradients among them, while a step is measured
 
 
 def run_record(trainer: LowPrecisionTrainer, metrics: Metrics, watch: Watch, *, role: str, seed: int) -> RunRecord:
@@ -45,4 +64,62 @@ def _evaluation(step: int, batches: list[list[float]]) -> EvaluationRecord:
     has_classes = not any(map(math.isnan, accuracies))
     return EvaluationRecord(
         step=step, sizes=tuple(map(int, sizes)), losses=losses, accuracies=accuracies if has_classes else ()
+    )
+
+
+class LossWatch:
+    """Allots the loss change of each step of `model`. `twin` is the same model in fp32, and is overwritten.
+
+    `seconds` is the time that the last step's measurement took.
+    """
+
+    def __init__(self, model: nn.Module, twin: nn.Module, batches: Sequence[Mapping[str, Tensor]]) -> None:
+        self.model, self.twin, self.batches = model, twin, batches
+        self.seconds = 0.0
+        self._lca: LossChange | None = None
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Where `optimizer.step()` would come, gradients unscaled and clipped."""
+        started = time.perf_counter()
+        if self._lca is None:  # the optimizer is made, or restored, once training begins
+            self._lca = LossChange(self.model, optimizer, self.batches, twin=self.twin)
+        self._lca.before_step()
+        self.seconds = time.perf_counter() - started
+
+    def after_step(self, step: int) -> dict[str, Any]:
+        """After the step with this number: its allocation by layer, for the step's row."""
+        assert self._lca is not None
+        started = time.perf_counter()
+        found = by_layer(self._lca.after_step())
+        self._lca.steps.clear()  # rows keep them
+        self.seconds += time.perf_counter() - started
+        row: dict[str, Any] = to_json(dataclasses.replace(found, step=step))
+        return row
+
+
+def loss_allocation(rows: Iterable[Mapping[str, Any]]) -> LossAllocation | None:
+    """What the rows of a run add up to; None where nothing was measured.
+
+    A run that was resumed on another device may not find the loss it left, bit for bit; steps before that are left out.
+    """
+    steps = [from_json(LossChangeStep, row["lca"]) for row in rows if "lca" in row]
+    if not steps:
+        return None
+    breaks = [i for i in range(1, len(steps)) if steps[i - 1].loss_after != steps[i].loss_before]
+    stretch = steps[breaks[-1] :] if breaks else steps
+    total = summarise(stretch)
+    return LossAllocation(
+        first_step=stretch[0].step,
+        last_step=total.step,
+        num_batches=PROBE_BATCHES,
+        loss_before=total.loss_before,
+        loss_after=total.loss_after,
+        change=total.change,
+        rounding=total.rounding,
+        rounding_share=total.rounding_share if total.change != total.rounding else None,
+        closure_error=total.closure_error,
+        layers=tuple(
+            LayerChange(layer=a.name, change=a.change, rounding=a.rounding, helped=a.helped if a.num_moved else None)
+            for a in total.parameters
+        ),
     )

@@ -17,7 +17,7 @@ from lpconv.advise import candidates, infer, train
 from lpconv.advise.infer import Conversions
 from lpconv.advise.options import AdviseOptions, Budget
 from lpconv.advise.run import advise
-from lpconv.advise.time import Deadline
+from lpconv.advise.subject import Deadline
 from lpconv.batch.manifest import load_manifest
 from lpconv.cli.main import app
 from lpconv.convert.options import ConvertOptions

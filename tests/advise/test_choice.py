@@ -9,10 +9,9 @@ from advice_examples import a_row, gap
 
 from lpconv.advise.choice import best, judged, ranked
 from lpconv.advise.infer import least_gap, pruned
-from lpconv.advise.interval import estimated
-from lpconv.advise.manifest import gates_of, manifest_text
 from lpconv.advise.options import AdviseOptions, Budget, parse_budget
-from lpconv.advise.outlook import Ends, least_high, outlook
+from lpconv.advise.record import gates_of, manifest_text
+from lpconv.advise.train import Ends, estimated, least_high, outlook
 from lpconv.batch.manifest import load_manifest
 from lpconv.convert.options import ConvertOptions
 from lpconv.errors import UsageError

@@ -26,7 +26,7 @@ from lpconv.convert.settings import command_line, settings_of, shaping_options
 from lpconv.convert.verify_output import verify_output
 from lpconv.data import demo_checkpoint
 from lpconv.errors import InputError, UsageError
-from lpconv.export.stored import stored_weights
+from lpconv.export.rewrite import stored_weights
 from lpconv.forms.reader import StoredTensors
 from lpconv.methods import METHODS
 from lpconv.progress import Silent

@@ -32,8 +32,7 @@ from lpconv.errors import InputError, LpconvError, OutputExistsError
 from lpconv.extras import remote
 from lpconv.forms.compressed import Compressed, CompressedTiles
 from lpconv.forms.reader import StoredTensors
-from lpconv.models.text import tokenize
-from lpconv.models.tokenizer import read_tokenizer
+from lpconv.models.tokenizer import read_tokenizer, tokenize
 
 NVFP4: dict[str, Any] = {"format": "e2m1", "granularity": "nvfp4"}
 FP8: dict[str, Any] = {"format": "e4m3fn"}

@@ -22,8 +22,7 @@ from lpconv.convert.run import convert
 from lpconv.convert.text import compare_on_text
 from lpconv.data import demo_checkpoint
 from lpconv.errors import LpconvError
-from lpconv.models.text import tokenize
-from lpconv.models.tokenizer import read_tokenizer
+from lpconv.models.tokenizer import read_tokenizer, tokenize
 from lpconv.progress import Silent
 
 LENGTH, TOKENS = 24, 120

@@ -181,7 +181,7 @@ def codecs() -> None:
     """Casts and decoding; what is seen on a CPU first is not looked at, since a GPU would wait."""
     from lpconv.kernels import encode, fake_quantise
     from lpconv.kernels.decode import decode
-    from lpconv.kernels.half import HalfProducts
+    from lpconv.kernels.matmul import HalfProducts
 
     for name in ("e4m3fn", "e5m2"):
         found = encode(on_gpu(5, 7), name)

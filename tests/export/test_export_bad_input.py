@@ -17,7 +17,7 @@ from lpconv.cli.main import app
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.run import convert
 from lpconv.errors import UnsupportedError, VerificationError
-from lpconv.export.stored import stored_weights
+from lpconv.export.rewrite import stored_weights
 from lpconv.export.trace import trace
 from lpconv.export.validate import check_file, compare
 from lpconv.models.inputs import other_inputs

@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from lpconv.kernels.half import HalfProducts
 from lpconv.kernels.linear import E5M2_LINEAR, E5M2_STOCHASTIC, linear
+from lpconv.kernels.matmul import HalfProducts
 
 
 def test_products_are_rounded_once_forward_and_backward() -> None:

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from lpconv.errors import InputError
-from lpconv.models.text import tokenize
+from lpconv.models.tokenizer import tokenize
 
 
 @pytest.mark.parametrize(("words", "unknown"), [("a b c a", 0.0), ("a b x y", 0.5), ("x y z x", 1.0)])

@@ -18,7 +18,7 @@ from lpconv.cli.main import app
 from lpconv.data import demo_checkpoint
 from lpconv.formats.cast import cast
 from lpconv.models.tasks import CLM, MLM
-from lpconv.models.text import Tokens
+from lpconv.models.tokenizer import Tokens
 from lpconv.probe.batches import MASK_RATE, Batches
 from lpconv.probe.checkpoint import probe_checkpoint
 from lpconv.probe.options import ProbeOptions

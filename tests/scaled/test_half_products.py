@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from lpconv.kernels.half import HalfProducts
+from lpconv.kernels.matmul import HalfProducts
 from lpconv.scaled import ScaledTensor, scaled, scaled_tensor
 
 

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from lpconv.formats.scale import pow2_floor
-from lpconv.scaled.pair import Call, Rule, Scaled, data_of, pair, value
+from lpconv.scaled.pair import Call, Rule, Scaled, data_of, in_units, measurable, pair, value
 from lpconv.scaled.rules.multiply import contraction_factor
-from lpconv.scaled.rules.units import in_units, measurable
 from lpconv.scaled.scales import Scale, larger, multiplied, ratio, split_number, times
 
 aten = torch.ops.aten

@@ -6,9 +6,8 @@ from typing import Any
 import torch
 
 from lpconv.errors import UnsupportedError
-from lpconv.scaled.pair import Call, Rule, Scaled, pair, value
+from lpconv.scaled.pair import Call, Rule, Scaled, moved, pair, value
 from lpconv.scaled.rules import linear, nonlinear
-from lpconv.scaled.rules.units import moved
 from lpconv.scaled.scales import times
 
 aten = torch.ops.aten

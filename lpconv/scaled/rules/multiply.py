@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from lpconv.formats.scale import pow2_floor
-from lpconv.kernels.half import at_half
+from lpconv.kernels.matmul import at_half
 from lpconv.scaled.operands import grouped_product, product
-from lpconv.scaled.pair import Call, Rule, Scaled, pair, value
-from lpconv.scaled.rules.units import measurable
+from lpconv.scaled.pair import Call, Rule, Scaled, measurable, pair, value
 from lpconv.scaled.scales import Scale, larger, multiplied, ratio, split_number, times
 
 aten = torch.ops.aten

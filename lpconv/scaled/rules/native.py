@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from lpconv.scaled.operands import product
-from lpconv.scaled.pair import Call, Role, Rule, Scaled, pair, value
+from lpconv.scaled.pair import Call, Role, Rule, Scaled, moved, pair, value
 from lpconv.scaled.rules import averages, layout, linear, nonlinear
 from lpconv.scaled.rules.multiply import contraction_factor
-from lpconv.scaled.rules.units import moved
 from lpconv.scaled.scales import Scale, multiplied, ratio, times
 
 aten = torch.ops.aten

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from lpconv.formats.scale import pow2_floor
-from lpconv.scaled.pair import Call, Role, Rule, Scaled, pair, value
-from lpconv.scaled.rules.units import measurable
+from lpconv.scaled.pair import Call, Role, Rule, Scaled, measurable, pair, value
 from lpconv.scaled.scales import ratio, times
 
 aten = torch.ops.aten
