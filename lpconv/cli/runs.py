@@ -24,17 +24,18 @@ from lpconv.report.bench.html import html_bench
 from lpconv.report.bench.terminal import render_bench
 from lpconv.report.bench.text import headline
 from lpconv.report.convert.html import html_compare, html_report
-from lpconv.report.convert.terminal import render_compare, render_convert, render_verify
-from lpconv.report.convert.verify import html_verify
-from lpconv.report.convert.words import method_name, size_sentence, verdict as verdict_of, verify_sentence
+from lpconv.report.convert.terminal import render_compare, render_convert
+from lpconv.report.convert.words import method_name, size_sentence
 from lpconv.report.finetune.compare import finetune_figures, html_finetunes
 from lpconv.report.finetune.html import html_finetune
 from lpconv.report.finetune.terminal import render_finetune
 from lpconv.report.finetune.words import title, verdict
+from lpconv.report.html import html
 from lpconv.report.numbers import listed, plural
 from lpconv.report.probe.html import html_probe
 from lpconv.report.probe.terminal import render_probe
 from lpconv.report.terminal import SideBySide
+from lpconv.report.verify import outcome_of, verify_document, verify_sentence
 from lpconv.results import BenchResult, ConvertResult, FinetuneResult, ProbeReport, Verification, from_json
 from lpconv.train.folder import REPORT
 
@@ -148,7 +149,7 @@ def _line_of_probe(result: ProbeReport) -> tuple[str, str]:
 
 def _line_of_conversion(result: ConvertResult) -> tuple[str, str]:
     what = f"{result.source.name}: {method_name(result.method)}, {result.format}"
-    return what, f"{size_sentence(result)} Verification: {verdict_of(result.verify)}."
+    return what, f"{size_sentence(result)} Verification: {outcome_of(result.verify)}."
 
 
 def _is_json(path: Path) -> bool:
@@ -244,8 +245,8 @@ _KINDS = (
         kind="verify",
         file=None,
         read=lambda path: from_json(Verification, _document(path)),
-        page=html_verify,
-        table=render_verify,
+        page=lambda result: html(verify_document(result)),
+        table=verify_document,
         line=lambda result: (result.path, verify_sentence(result)),
     ),
     Kind(

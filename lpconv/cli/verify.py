@@ -41,7 +41,7 @@ def verify(
     directory = directory_of(path)
     before_verifying(directory, options, Path(html) if html is not None else None)
     from lpconv.convert.verify_output import verify_output  # torch takes seconds to import
-    from lpconv.report.convert.terminal import render_verify
+    from lpconv.report.verify import verify_document
     from lpconv.results import Verification, to_json
     from lpconv.version import __version__
 
@@ -52,10 +52,10 @@ def verify(
     )
     if html is not None:
         from lpconv.checkpoint.partfile import write_small
-        from lpconv.report.convert.verify import html_verify
+        from lpconv.report.html import html as html_page
 
-        write_small(Path(html), html_verify(result))
+        write_small(Path(html), html_page(verify_document(result)))
     if result.passed or not json:  # else the error's details hold the result
-        print_result(result, render_verify, json=json)
+        print_result(result, verify_document, json=json)
     if not result.passed:
         raise VerificationError(result.failure, hint="do not use this output", details=to_json(result))

@@ -1,28 +1,128 @@
-"""Charts that several pages draw: lines over the steps of a run, and bars with names. Both are narrow."""
+"""Charts as data: marks, boxes and labels in the units of their values. `drawing` places them on a page."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
-from lpconv.report.plot import CHARACTER, NARROW, NUM_SHAPES, Axis, Mark, Plot, Text, Tick, mark_path, round_step
 from lpconv.results import Series
 
-_LEFT, _RIGHT, _TOP, _BOTTOM = 70.0, 476.0, 14.0, 190.0
-_BELOW = 46.0  # room for the labels of the axis
+# Series differ in shape, so that they can be told apart without colour.
+SYMBOLS = ("circle", "square", "triangle", "diamond", "tip", "bar")
 _TICKS = 5
 _MAX_DIGITS = 4  # after the point
 _FLAT = 1e-5  # of the values: what varies less is a level line and the noise of its arithmetic
-_BAR_LEFT, _BAR_RIGHT, _ROW, _BAR = 14.0, 474.0, 40.0, 11.0  # of a plot of bars
 _MAX_NAME = 40
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
-    """A series, its colour, and its words in the legend; without words it shares those of another.
+class FormatRange:
+    """What a number format can hold: its largest, smallest normal and smallest positive number."""
 
-    A band of `error` is drawn on either side of it.
+    max: float
+    min_normal: float
+    min_subnormal: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tick:
+    """A labelled value of an axis, with a line across the chart or without."""
+
+    at: float
+    label: str
+    has_line: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Axis:
+    """The values from `low` to `high`; those beyond are shown at the ends. Where ticks collide the first ones stay."""
+
+    low: float
+    high: float
+    label: str = ""
+    ticks: tuple[Tick, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mark:
+    """Points in a colour and a shape: a symbol at each, a "dash", or one "line", "area" or "whisker" through all.
+
+    `kind` are CSS classes. `title` is for pointers and screen readers, and holds no figure that the page lacks. In a
+    legend a mark has no points, and its title stands beside it.
     """
+
+    kind: str
+    shape: str
+    title: str = ""
+    points: tuple[tuple[float, float], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Box:
+    """A filled rectangle from and to values on both axes, with a label if there is room for it."""
+
+    kind: str
+    x: tuple[float, float]
+    y: tuple[float, float]
+    label: str = ""
+    title: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Label:
+    """A text beside a point."""
+
+    x: float
+    y: float
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """A chart with its description in words, the alternative for who does not see it.
+
+    `rows` are (name, figure) of the rows of a bar chart; row i lies between i and i + 1 on the y axis, downwards.
+    `dividers` are x values between groups. A wide chart has a column for each tensor of a model.
+    """
+
+    title: str
+    description: str
+    x: Axis
+    y: Axis
+    marks: tuple[Mark, ...] = ()
+    boxes: tuple[Box, ...] = ()
+    labels: tuple[Label, ...] = ()
+    rows: tuple[tuple[str, str], ...] = ()
+    legend: tuple[Mark, ...] = ()
+    dividers: tuple[float, ...] = ()
+    is_wide: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss:
+    """What one layer loses in one column of a heat map, as shares of its elements."""
+
+    layer: str
+    block: str
+    column: str
+    underflow: float
+    overflow: float
+    title: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeatMap:
+    """Losses with layers down, and blocks of columns across. Layers stand in the order of the losses."""
+
+    title: str
+    description: str
+    blocks: tuple[str, ...]
+    columns: tuple[str, ...]
+    losses: tuple[Loss, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """A series with its colour and legend; without a label it shares that of another. `error` widens it to a band."""
 
     series: Series
     colour: int
@@ -32,91 +132,70 @@ class Line:
 
     @property
     def kind(self) -> str:
-        return f"line series-{self.colour % NUM_SHAPES}" + (" dashed" if self.is_dashed else "")
-
-
-def line_plot(name: str, title: str, description: str, lines: Sequence[Line]) -> Plot | None:
-    """The finite points of the lines over the steps, on an axis that the title names; None where there are none."""
-    of_lines = ((line.error, *p) for line in lines for p in zip(line.series.steps, line.series.values, strict=True))
-    points = [(s, v + e) for error, s, v in of_lines if math.isfinite(v) for e in (-error, error)]
-    if not points:
-        return None
-    low, high = min(v for _, v in points), max(v for _, v in points)
-    level = max(abs(low), abs(high))
-    room = (high - low) * 0.05 if high - low > _FLAT * level else level * 0.05 or 1.0
-    last = max(s for s, _ in points)
-    up = Axis(low=low - room, high=high + room, start=_BOTTOM, end=_TOP)
-    across = Axis(low=0, high=max(last, 1), start=_LEFT + 6, end=_RIGHT - 6)
-    bands = [Mark(kind=f"{line.kind} band", path=_band(line, across, up), title="") for line in lines if line.error]
-    drawn = [Mark(kind=line.kind, path=_path(line.series, across, up), title=line.label) for line in lines]
-    return Plot(
-        name=name,
-        title=title,
-        description=description,
-        x_label="step",
-        x_ticks=uncut(Tick(position=across.at(s), label=str(s)) for s in _step_ticks(last)),
-        y_ticks=_value_ticks(up),
-        marks=(*bands, *drawn),
-        legend=tuple(Mark(kind=line.kind, path="M1 7H13", title=line.label) for line in lines if line.label),
-        width=NARROW,
-        height=_BOTTOM + _BELOW,
-        left=_LEFT,
-        right=_RIGHT,
-        bottom=_BOTTOM,
-    )
-
-
-def _path(series: Series, across: Axis, up: Axis) -> str:
-    """Segments between finite points, a dash where one stands alone; a gap where a value is not finite."""
-    points = zip(series.steps, series.values, strict=True)
-    path = ""
-    for is_finite, found in groupby(points, key=lambda p: math.isfinite(p[1])):
-        if is_finite:
-            ends = [f"{across.at(step)} {up.at(value)}" for step, value in found]
-            path += f"M{'L'.join(ends)}" + ("m-3 0h6" if len(ends) == 1 else "")
-    return path
-
-
-def _band(line: Line, across: Axis, up: Axis) -> str:
-    """The outline of the band of a line's error, around its finite points."""
-    points = [p for p in zip(line.series.steps, line.series.values, strict=True) if math.isfinite(p[1])]
-    above = [f"{across.at(step)} {up.at(value + line.error)}" for step, value in points]
-    below = [f"{across.at(step)} {up.at(value - line.error)}" for step, value in reversed(points)]
-    return f"M{'L'.join([*above, *below])}Z"
-
-
-def _step_ticks(last: int) -> list[int]:
-    return list(range(0, last + 1, max(1, math.ceil(last / _TICKS))))
-
-
-def _value_ticks(axis: Axis, text: Callable[[float], str] | None = None) -> tuple[Tick, ...]:
-    """Round numbers, with as many digits as tell them apart."""
-    step = round_step((axis.high - axis.low) / _TICKS)
-    digits = -math.floor(math.log10(step))
-    leading = math.floor(math.log10(max(abs(axis.low), abs(axis.high)))) + digits
-    form = f".{max(0, digits)}f" if digits <= _MAX_DIGITS else f".{max(0, leading)}e"
-    return axis.ticks(step, text or (lambda value: format(value, form)))
-
-
-def uncut(ticks: Iterable[Tick]) -> tuple[Tick, ...]:
-    """Those whose labels, which lie around their places on the axis below, do not leave the picture."""
-    halves = ((tick, len(tick.label) * CHARACTER / 2) for tick in ticks)
-    return tuple(tick for tick, half in halves if half <= tick.position <= NARROW - half)
+        """Its CSS classes."""
+        return f"line {series_kind(self.colour)}" + (" dashed" if self.is_dashed else "")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """A name, its figure in words, and lengths end to end from zero; or one value with the interval around it."""
+    """A named bar with its figure in words: lengths end to end from zero, or one value with an interval around it."""
 
     name: str
     text: str
     lengths: tuple[float, ...]
     interval: tuple[float, float] | None = None
-    series: int = 0
 
 
-def bar_plot(
-    name: str,
+def series_kind(index: int) -> str:
+    """The CSS class of a series."""
+    return f"series-{index % len(SYMBOLS)}"
+
+
+def line_chart(title: str, description: str, lines: Sequence[Line]) -> Chart | None:
+    """The lines over the steps of a run, on an axis that the title names; None if no point is finite."""
+    values = [(s, v + e) for line in lines for s, v in _finite(line.series) for e in (-line.error, line.error)]
+    if not values:
+        return None
+    low, high, last = min(v for _, v in values), max(v for _, v in values), max(s for s, _ in values)
+    level = max(abs(low), abs(high))
+    room = (high - low) * 0.05 if high - low > _FLAT * level else level * 0.05 or 1.0
+    bands = [Mark(kind=f"{line.kind} band", shape="area", points=_band(line)) for line in lines if line.error]
+    drawn = [
+        Mark(
+            kind=line.kind,
+            shape="line",
+            points=tuple(zip(line.series.steps, line.series.values, strict=True)),
+            title=line.label,
+        )
+        for line in lines
+    ]
+    steps = range(0, last + 1, max(1, math.ceil(last / _TICKS)))
+    return Chart(
+        title=title,
+        description=description,
+        x=Axis(
+            low=-0.015 * max(last, 1),
+            high=1.015 * max(last, 1),
+            label="step",
+            ticks=tuple(Tick(at=s, label=str(s)) for s in steps),
+        ),
+        y=number_axis(low - room, high + room),
+        marks=(*bands, *drawn),
+        legend=tuple(Mark(kind=line.kind, shape="line", title=line.label) for line in lines if line.label),
+    )
+
+
+def _finite(series: Series) -> list[tuple[int, float]]:
+    return [(s, v) for s, v in zip(series.steps, series.values, strict=True) if math.isfinite(v)]
+
+
+def _band(line: Line) -> tuple[tuple[float, float], ...]:
+    """The outline of the band of a line's error, around its finite points."""
+    points = _finite(line.series)
+    return (*((s, v + line.error) for s, v in points), *((s, v - line.error) for s, v in reversed(points)))
+
+
+def bar_chart(
     title: str,
     description: str,
     bars: Sequence[Bar],
@@ -125,8 +204,8 @@ def bar_plot(
     parts: Mapping[str, str] | None = None,
     reference: float | None = None,
     tick: Callable[[float], str] | None = None,
-) -> Plot | None:
-    """A row for each bar, named above it; None without bars or finite lengths.
+) -> Chart | None:
+    """A row for each bar, under its name; None without bars or finite lengths.
 
     `parts` are the CSS classes of the lengths of all bars by their names. `reference` is a value with a line across.
     """
@@ -135,54 +214,65 @@ def bar_plot(
         return None
     ends += [0.0] if reference is None else [0.0, reference]
     room = 0.04 * (max(ends) - min(ends)) or 1.0
-    low = min(ends) - room if min(ends) < 0 else 0.0
-    axis = Axis(low=low, high=max(ends) + room, start=_BAR_LEFT, end=_BAR_RIGHT)
-    bottom = _TOP + len(bars) * _ROW
     kinds = tuple((parts or {}).values())
-    marks = [mark for i, bar in enumerate(bars) for mark in _bar_marks(bar, kinds, axis, _TOP + (i + 0.72) * _ROW)]
+    marks = [mark for i, bar in enumerate(bars) for mark in _bar_marks(bar, i)]
     if reference is not None:
-        marks.insert(0, Mark(kind="move", path=f"M{axis.at(reference)} {_TOP}V{bottom}", title=""))
-    return Plot(
-        name=name,
+        marks.insert(0, Mark(kind="move", shape="line", points=((reference, 0), (reference, len(bars)))))
+    names = [b.name if len(b.name) <= _MAX_NAME else f"{b.name[: _MAX_NAME - 1]}…" for b in bars]
+    return Chart(
         title=title,
         description=description,
-        x_label=x_label,
-        x_ticks=uncut(_value_ticks(axis, tick)),
-        y_ticks=(),
+        x=number_axis(min(ends) - room if min(ends) < 0 else 0.0, max(ends) + room, x_label, tick),
+        y=Axis(low=len(bars), high=0),
         marks=tuple(marks),
-        texts=tuple(text for i, bar in enumerate(bars) for text in _bar_texts(bar, _TOP + (i + 0.4) * _ROW)),
-        legend=tuple(Mark(kind=kind, path=mark_path(1, 7, 7, 5), title=part) for part, kind in (parts or {}).items()),
-        width=NARROW,
-        height=bottom + _BELOW,
-        left=_BAR_LEFT,
-        right=_BAR_RIGHT,
-        bottom=bottom,
+        boxes=tuple(box for i, bar in enumerate(bars) for box in _bar_boxes(bar, kinds, i)),
+        rows=tuple((name, bar.text) for name, bar in zip(names, bars, strict=True)),
+        legend=tuple(Mark(kind=kind, shape="square", title=part) for part, kind in (parts or {}).items()),
     )
 
 
-def _bar_marks(bar: Bar, kinds: Sequence[str], axis: Axis, y: float) -> list[Mark]:
-    if not all(map(math.isfinite, (*bar.lengths, *(bar.interval or ())))):
+def _is_drawn(bar: Bar) -> bool:
+    return all(map(math.isfinite, (*bar.lengths, *(bar.interval or ()))))
+
+
+def _bar_marks(bar: Bar, row: int) -> list[Mark]:
+    if bar.interval is None or not _is_drawn(bar):
         return []
-    if bar.interval is not None:
-        low, high = map(axis.at, bar.interval)
-        ends = "".join(f"M{x} {y - _BAR / 2}v{_BAR}" for x in (low, high))
-        return [
-            Mark(kind="peak", path=f"M{low} {y}H{high}{ends}", title=bar.name),
-            Mark(
-                kind=f"series-{bar.series % NUM_SHAPES}",
-                path=mark_path(0, axis.at(bar.lengths[0]), y, 4.5),
-                title=bar.name,
-            ),
-        ]
-    marks, end = [], 0.0
+    y = row + 0.72
+    low, high = bar.interval
+    return [
+        Mark(kind="peak", shape="whisker", points=((low, y), (high, y)), title=bar.name),
+        Mark(kind="series-0", shape="circle", points=((bar.lengths[0], y),), title=bar.name),
+    ]
+
+
+def _bar_boxes(bar: Bar, kinds: Sequence[str], row: int) -> list[Box]:
+    if bar.interval is not None or not _is_drawn(bar):
+        return []
+    boxes, end = [], 0.0
     for i, length in enumerate(bar.lengths):
-        left, right = axis.at(end), axis.at(end + length)
-        kind = kinds[i] if kinds else f"series-{bar.series % NUM_SHAPES}"
-        marks.append(Mark(kind=kind, path=f"M{left} {y - _BAR / 2}H{right}v{_BAR}H{left}z", title=bar.name))
+        kind = kinds[i] if kinds else "series-0"
+        boxes.append(Box(kind=kind, x=(end, end + length), y=(row + 0.86, row + 0.58), title=bar.name))
         end += length
-    return marks
+    return boxes
 
 
-def _bar_texts(bar: Bar, y: float) -> tuple[Text, Text]:
-    name = bar.name if len(bar.name) <= _MAX_NAME else bar.name[: _MAX_NAME - 1] + "…"
-    return Text(x=_BAR_LEFT + 4, y=y, text=name, kind="ink"), Text(x=_BAR_RIGHT - 4, y=y, text=bar.text, anchor="end")
+def number_axis(low: float, high: float, label: str = "", text: Callable[[float], str] | None = None) -> Axis:
+    """An axis with round numbers, which have as many digits as tell them apart."""
+    step = round_step((high - low) / _TICKS)
+    digits = -math.floor(math.log10(step))
+    leading = math.floor(math.log10(max(abs(low), abs(high)))) + digits
+    form = f".{max(0, digits)}f" if digits <= _MAX_DIGITS else f".{max(0, leading)}e"
+    return stepped_axis(low, high, step, text or (lambda value: format(value, form)), label)
+
+
+def stepped_axis(low: float, high: float, step: float, text: Callable[[float], str], label: str = "") -> Axis:
+    """An axis with a tick at every multiple of `step`."""
+    multiples = (n * step for n in range(math.ceil(low / step), math.floor(high / step) + 1))
+    return Axis(low=low, high=high, label=label, ticks=tuple(Tick(at=v, label=text(v)) for v in multiples))
+
+
+def round_step(rough: float) -> float:
+    """The smallest step not below `rough` that is 1, 2 or 5 times a power of ten."""
+    power = 10.0 ** math.floor(math.log10(rough))
+    return next(m * power for m in (1, 2, 5, 10) if m * power >= rough)

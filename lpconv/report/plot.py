@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from lpconv.report.charts import FormatRange as FormatRange
+
 T = TypeVar("T", int, float)
 
 _WIDTH, _HEIGHT = 1000.0, 380.0
@@ -17,15 +19,6 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 58.0, 986.0, 14.0, 330.0
 NARROW = 490.0
 CHARACTER = 7.0  # the width of one in a label, in page units
 NUM_SHAPES = 6
-
-
-@dataclass(frozen=True, kw_only=True)
-class FormatRange:
-    """What a number format can hold: its largest, smallest normal and smallest positive number."""
-
-    max: float
-    min_normal: float
-    min_subnormal: float
 
 
 @dataclass(frozen=True, kw_only=True)

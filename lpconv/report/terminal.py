@@ -1,22 +1,25 @@
-"""Printing to a terminal or a pipe, and the pieces that reports are laid out with there.
+"""Documents on a terminal or in a pipe: in 80 columns or what there is, and with no meaning in colour alone.
 
 Import this module lazily: it loads rich. Strings become `Text` here, never markup: a tensor may be called ``[red]``.
 """
 
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
 
 from rich import box
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.measure import Measurement
 from rich.padding import Padding
-from rich.table import Column, Table
+from rich.table import Column, Table as _RichTable
 from rich.text import Text
 
 from lpconv.report.compare import Figure
+from lpconv.report.document import Block, Bullets, Checks, Code, Document, Facts, Folded, Section, Table
+from lpconv.report.numbers import plural
+from lpconv.report.printable import printable_record
 
 _PIPE_WIDTH = 120
 # Where the output's encoding has no room for them.
@@ -26,6 +29,75 @@ _RUN_WIDTH = 24  # of a column of figures, at most
 
 _MAX_WORD = 30  # of what may wrap in a table: a longer one is folded
 _GAP, _UNBOUNDED = 2, 10_000  # between two columns of a table; what any cell fits into
+
+
+_STYLES = {"passed": "bold green", "failed": "bold red", "not run": "bold yellow"}
+
+
+def terminal(document: Document) -> RenderableType:
+    """What a terminal shows of a document: all but its charts and what is for pages only."""
+    shown = printable_record(document)
+    verdict, parts = shown.verdict, list[RenderableType]()
+    if verdict is None:
+        parts.append(Text(shown.title, style="bold"))
+    else:
+        parts.append(Text.assemble((f"{shown.title}: ", "bold"), (verdict.text, _STYLES[verdict.outcome])))
+    parts += [Text(text, overflow="fold") for text in (shown.subtitle, shown.summary) if text]
+    tiles = {tile.label: ", ".join(filter(None, (tile.figure, tile.detail))) for tile in shown.tiles}
+    parts += [after_gap(_facts_grid(values)) for values in (tiles, shown.facts) if values]
+    for section in shown.sections:
+        parts += _section(section) if section.only != "page" else ()
+    return Group(*parts, *_section(Section(title="Warnings", blocks=(Bullets(lines=shown.warnings),))))
+
+
+def _section(section: Section) -> tuple[RenderableType, ...]:
+    """An empty line, the title and what is below it; nothing if only charts are."""
+    bodies = [body for block in section.blocks if (body := _block(block)) is not None]
+    if not bodies:
+        return ()
+    style = _STYLES[section.outcome] if section.outcome else "bold"
+    title = [Text(section.title, style=style)] if section.title else []
+    return (Text(), *title, bodies[0], *map(after_gap, bodies[1:]))
+
+
+def _block(block: Block) -> RenderableType | None:
+    if isinstance(block, str):
+        return Text(block, overflow="fold") if block else None
+    if isinstance(block, Bullets):
+        return _grid((("-", line) for line in block.lines), gap=1) if block.lines else None
+    if isinstance(block, Checks):
+        rows = ((Text(c.outcome, style=_STYLES[c.outcome]), c.name, c.text) for c in block.checks)
+        return _grid(rows) if block.checks else None
+    if isinstance(block, Table):
+        return _table(block) if block.rows else None
+    if isinstance(block, Facts):
+        return _facts_grid(block.values) if block.values else None
+    if isinstance(block, Code):
+        return Text("\n".join(f"  {line}" for line in block.lines), overflow="fold")
+    return Text(f"{block.title}: the page has them") if isinstance(block, Folded) else None
+
+
+def _grid(rows: Iterable[tuple[str | Text, ...]], gap: int = 2) -> _RichTable:
+    grid = _RichTable.grid(padding=(0, gap))
+    for row in rows:
+        grid.add_row(*(Text(cell, overflow="fold") if isinstance(cell, str) else cell for cell in row))
+    return grid
+
+
+def _facts_grid(values: Mapping[str, str]) -> RenderableType:
+    return _grid(values.items())
+
+
+def _table(table: Table) -> RenderableType:
+    rows = table.rows if table.most is None else table.rows[: table.most]
+    texts = ([cell if isinstance(cell, str) else cell.text for cell in row] for row in rows)
+    cells = [(Name(name=first) if table.has_names else first, *rest) for first, *rest in texts]
+    columns = [f"<{c.removeprefix('<')}" if table.compares else c for c in table.columns]
+    parts: list[RenderableType] = [Text(table.caption)] if table.caption else []
+    parts.append(_Fitting(columns, cells))
+    if len(rows) < len(table.rows):
+        parts.append(Text(f"and {plural(len(table.rows) - len(rows), 'more row')}"))
+    return Group(*parts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,13 +143,13 @@ def after_gap(body: RenderableType) -> RenderableType:
 
 def facts_grid(facts: dict[str, str]) -> RenderableType:
     """Labels and values in two columns."""
-    grid = Table.grid(padding=(0, 2))
+    grid = _RichTable.grid(padding=(0, 2))
     for label, value in facts.items():
         grid.add_row(Text(label), Text(value, overflow="fold"))
     return grid
 
 
-class _Fitting(Table):
+class _Fitting(_RichTable):
     """A table that first breaks its headings where the width is too small for it, and then itself: into several, one
     below the other, that all begin with the first column. No figure is cut."""
 
@@ -111,7 +183,7 @@ class _Fitting(Table):
             if part:
                 cells = [(row[0], *(row[i] for i in part)) for row in self._cells]
                 table = _Fitting((self._headings[0], *(self._headings[i] for i in part)), cells)
-                yield from (Text(), table) if part.start > 1 else Table.__rich_console__(table, console, options)
+                yield from (Text(), table) if part.start > 1 else _RichTable.__rich_console__(table, console, options)
 
     def _share(self, spans: Sequence[tuple[int, int]], room: int) -> None:
         """Give the columns widths within `room`: the least ones, the rest to those with most lines, to names last."""
@@ -136,7 +208,7 @@ def _span(column: Column, console: Console, options: ConsoleOptions) -> tuple[in
     return most if column.no_wrap else min(max(m.minimum for m in found), _MAX_WORD, most), most
 
 
-def table_of(*columns: str, rows: Iterable[Iterable[Any]] = ()) -> Table:
+def table_of(*columns: str, rows: Iterable[Iterable[Any]] = ()) -> _RichTable:
     """Columns by heading: ``<`` before it aligns left and may wrap; numbers align right and never wrap.
 
     The cells of a row are text, or what rich prints.
@@ -168,16 +240,17 @@ def note_list(title: str, notes: Sequence[str], *, empty: str = "") -> tuple[Ren
     """A section of notes, one a line; without any it holds the words of `empty`, or is left out."""
     if not notes:
         return section(title, Text(empty)) if empty else ()
-    grid = Table.grid(padding=(0, 1))
+    grid = _RichTable.grid(padding=(0, 1))
     for note in notes:
         grid.add_row(Text("-"), Text(note, overflow="fold"))
     return section(title, grid)
 
 
-def show(renderable: RenderableType, *, file: TextIO | None = None) -> None:
-    """Print to `file` (stdout): styled for a terminal, plain text for anything else, ASCII where the encoding needs it.
+def show(shown: Document | RenderableType, *, file: TextIO | None = None) -> None:
+    """Print a document to `file` (stdout): styled for a terminal, plain text for anything else.
 
-    A pipe has no width, so it gets 120 columns unless ``COLUMNS`` says otherwise. rich honours ``NO_COLOR``.
+    Encodings that lack its characters get ASCII. A pipe has no width, so it gets 120 columns unless ``COLUMNS`` says
+    otherwise. rich honours ``NO_COLOR``.
     """
     out = file or sys.stdout
     console = Console(file=out, highlight=False, soft_wrap=False)
@@ -185,7 +258,7 @@ def show(renderable: RenderableType, *, file: TextIO | None = None) -> None:
         width = console.width if "COLUMNS" in os.environ else _PIPE_WIDTH
         console = Console(file=out, highlight=False, width=width, no_color=True)
     with console.capture() as capture:
-        console.print(renderable)
+        console.print(terminal(shown) if isinstance(shown, Document) else shown)
     text = "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"
     if "utf" not in (getattr(out, "encoding", None) or "utf-8").lower():
         text = text.translate(_ASCII).encode("ascii", "backslashreplace").decode("ascii")

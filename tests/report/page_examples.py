@@ -13,13 +13,14 @@ from lpconv.report.advise.html import html_advice
 from lpconv.report.bench.compare import html_benches
 from lpconv.report.bench.html import html_bench
 from lpconv.report.convert.html import html_compare, html_report
-from lpconv.report.convert.verify import html_verify
 from lpconv.report.convert.words import summary
 from lpconv.report.finetune.compare import html_finetunes
 from lpconv.report.finetune.html import html_finetune
+from lpconv.report.html import html
 from lpconv.report.page import RunEntry, html_index
 from lpconv.report.plot import FormatRange
 from lpconv.report.probe.html import html_probe
+from lpconv.report.verify import verify_document
 from lpconv.results import (
     AdviceResult,
     BenchResult,
@@ -208,7 +209,7 @@ def example_pages() -> dict[str, str]:
         "finetunes": html_finetunes([finetune(), finetune(recipe="bf16")], ["bert-large-unit-fp8-collage", "bf16"]),
         "benches": html_benches([bench(), bench()], ["monday", "tuesday"]),
         "advice": html_advice(advice()),
-        "verify": html_verify(verification()),
+        "verify": html(verify_document(verification())),
         "index": html_index("runs", [_entry(name) for name in LAYERS[:5]], {"Conversions": "index-conversions.html"}),
     }
 

@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 from lpconv import results
 from lpconv.cli.main import app
 from lpconv.cli.runs import _NO_RUNS
-from lpconv.report.convert.verify import html_verify
+from lpconv.report.html import html
+from lpconv.report.verify import verify_document
 from lpconv.results import json_text
 
 
@@ -94,7 +95,7 @@ def test_benches_are_drawn_together(folder: Path) -> None:
 def test_a_verification_is_shown_again(folder: Path) -> None:
     text = report(folder / "verify.json", "--html", folder / "page.html")
     assert "failed (level values)" in text
-    assert (folder / "page.html").read_text() == html_verify(verification())
+    assert (folder / "page.html").read_text() == html(verify_document(verification()))
     assert json.loads(report(folder / "verify.json", "--json"))["against"] == "llama"
     (folder / "verify.json").write_text('{"kind": "verify"}')
     assert "not a Verification document" in report(folder / "verify.json", code=3)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import PurePath
 
 from lpconv.report.advise.words import COLUMNS, HEADINGS, PART_COLUMNS, cells, gap_text, of_purpose, part_rows, unit_of
-from lpconv.report.charts import Bar, bar_plot, uncut
+from lpconv.report.charts_old import Bar, bar_plot, uncut
 from lpconv.report.numbers import duration_text, plural, size_text
 from lpconv.report.page import Tile, page
 from lpconv.report.plot import NARROW, Axis, Mark, Plot, Text, Tick, mark_path, round_step

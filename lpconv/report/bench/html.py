@@ -20,7 +20,7 @@ from lpconv.report.bench.text import (
     ratio_text,
     reasons,
 )
-from lpconv.report.charts import Bar, bar_plot
+from lpconv.report.charts_old import Bar, bar_plot
 from lpconv.report.numbers import MISSING, count_text, duration_text, size_text
 from lpconv.report.page import Tile, page
 from lpconv.report.plot import Plot

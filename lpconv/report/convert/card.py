@@ -9,10 +9,11 @@ import re
 import yaml
 
 from lpconv.report.convert.compare import RUN_FIGURES, figures
-from lpconv.report.convert.grouping import converted, done_groups, worst_tensors
-from lpconv.report.convert.words import OUTCOME, checks, done_row, method_name, scale_words, summary, verdict, worst_row
+from lpconv.report.convert.words import done_row, method_name, scale_words, summary, worst_row
 from lpconv.report.numbers import MISSING
 from lpconv.report.printable import code_span, escaped, fence_for, printable_record, table
+from lpconv.report.tensors import converted, done_groups, worst_tensors
+from lpconv.report.verify import checks, outcome_of
 from lpconv.results import ConvertResult
 
 _TAGS = {"unit": "unit-scaling", "scalify": "scalify", "collage": "collage"}
@@ -158,10 +159,10 @@ def _tensors(result: ConvertResult) -> str:
 
 def _verification(result: ConvertResult) -> str:
     v = result.verify
-    lines = [f"- {escaped(c.name)}: {OUTCOME[c.passed]}; {escaped(c.text)}" for c in checks(v)]
+    lines = [f"- {escaped(c.name)}: {c.outcome}; {escaped(c.text)}" for c in checks(v)]
     lines += [f"- problem: {escaped(p)}" for p in v.problems]
-    level = "" if verdict(v) == "not run" else f", level {escaped(v.level)}"
-    return "\n".join([f"## Verification: {verdict(v)}{level}", *([""] if lines else []), *lines])
+    level = "" if outcome_of(v) == "not run" else f", level {escaped(v.level)}"
+    return "\n".join([f"## Verification: {outcome_of(v)}{level}", *([""] if lines else []), *lines])
 
 
 def _going_back(result: ConvertResult) -> str:

@@ -4,8 +4,6 @@ import statistics
 from collections.abc import Callable, Sequence
 
 from lpconv.report.compare import Figure, figures_of
-from lpconv.report.convert.grouping import converted, worst_tensors
-from lpconv.report.convert.words import verdict
 from lpconv.report.numbers import (
     MISSING,
     change_text,
@@ -16,6 +14,8 @@ from lpconv.report.numbers import (
     size_text,
     sqnr_text,
 )
+from lpconv.report.tensors import converted, worst_tensors
+from lpconv.report.verify import outcome_of
 from lpconv.results import ConvertResult, LogitsCheck
 
 # Rows that differ from run to run of the same conversion.
@@ -76,7 +76,7 @@ _FIGURES: dict[str, Callable[[ConvertResult], str]] = {
     "outputs max diff.": lambda r: _logits(r, lambda c: error_text(c.max_abs_diff)),
     "same first choice": lambda r: _logits(r, _top1),
     "KL, nats": lambda r: _logits(r, lambda c: error_text(c.mean_kl)),
-    "verification": lambda r: verdict(r.verify),
+    "verification": lambda r: outcome_of(r.verify),
     "level": lambda r: r.verify.level,
     "time": lambda r: duration_text(r.seconds),
     "speed": lambda r: rate_text(r.bytes.read + r.bytes.written, r.weights_seconds),

@@ -9,16 +9,8 @@ from pathlib import PurePath
 
 from lpconv.report.compare import run_names
 from lpconv.report.convert.compare import figures
-from lpconv.report.convert.grouping import (
-    converted,
-    done_groups,
-    in_layer_order,
-    layer_groups,
-    num_elements,
-    worst_tensors,
-)
 from lpconv.report.convert.plot import flat_words, rms_plot, sqnr_plot
-from lpconv.report.convert.words import DONE_COLUMNS, OUTCOME, checks, done_row, headline, method_name, summary, verdict
+from lpconv.report.convert.words import DONE_COLUMNS, done_row, headline, method_name, summary
 from lpconv.report.numbers import (
     MISSING,
     change_text,
@@ -33,6 +25,15 @@ from lpconv.report.numbers import (
 from lpconv.report.page import Tile, breakable, html_runs, page
 from lpconv.report.plot import FormatRange
 from lpconv.report.printable import printable, printable_record
+from lpconv.report.tensors import (
+    converted,
+    done_groups,
+    in_layer_order,
+    layer_groups,
+    num_elements,
+    worst_tensors,
+)
+from lpconv.report.verify import checks, outcome_of
 from lpconv.results import ConvertResult, TensorRecord
 
 _MOST = 1000  # tensors and layers on a page
@@ -54,9 +55,8 @@ def html_report(result: ConvertResult, ranges: Mapping[str, FormatRange]) -> str
         headline=headline(result),
         summary=summary(result),
         tiles=_tiles(result),
-        verdict=verdict(result.verify),
+        verdict=outcome_of(result.verify),
         checks=checks(result.verify),
-        outcome=OUTCOME,
         flat=flat,
         plots=[p for p in (ratios, rms_plot(drawn, ranges)) if p],
         done_columns=[*DONE_COLUMNS, "<For example"],

@@ -6,8 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import TypeAlias
 
-from lpconv.report.convert.grouping import converted, in_layer_order, modules_of
-from lpconv.report.convert.words import has_finer_scales
 from lpconv.report.numbers import listed, number_text, plural, scale_text, sqnr_text
 from lpconv.report.plot import (
     CHARACTER,
@@ -23,6 +21,7 @@ from lpconv.report.plot import (
     mark_path,
     mark_radius,
 )
+from lpconv.report.tensors import converted, has_finer_scales, in_layer_order, modules_of
 from lpconv.results import ComparedTensor, ConvertResult, TensorRecord
 
 _LABEL_GAP = 10.0  # keeps labels apart, in page units

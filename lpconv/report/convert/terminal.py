@@ -13,18 +13,14 @@ from rich.text import Text
 
 from lpconv.report.compare import run_names
 from lpconv.report.convert.compare import figures
-from lpconv.report.convert.grouping import done_groups, worst_tensors
 from lpconv.report.convert.words import (
     DONE_COLUMNS,
-    OUTCOME,
     WORST_COLUMNS,
     besides_rounding,
-    checks,
     done_row,
     done_words,
     inputs_sentence,
     method_name,
-    verdict,
     worst_row,
 )
 from lpconv.report.numbers import (
@@ -38,10 +34,11 @@ from lpconv.report.numbers import (
     shape_text,
     share_text,
     size_text,
-    sqnr_text,
 )
 from lpconv.report.printable import printable_record
+from lpconv.report.tensors import done_groups, worst_tensors
 from lpconv.report.terminal import Name, SideBySide, after_gap, facts_grid, heading, note_list, section, table_of
+from lpconv.report.verify import checks, outcome_of
 from lpconv.results import (
     ConvertResult,
     FileRecord,
@@ -124,17 +121,6 @@ def render_plan(plan: PlanResult) -> RenderableType:
     )
 
 
-def render_verify(v: VerifyResult) -> RenderableType:
-    """Every check that ran, its outcome in words, and what failed; of weights compared by values the worst."""
-    v = printable_record(v)
-    inexact = [t for t in v.tensors if t.sqnr_db < math.inf or t.problem]
-    rows: Iterable[tuple[str | Name, ...]] = (
-        (Name(name=t.name), sqnr_text(t.sqnr_db, " dB"), t.stored_as, t.reference) for t in inexact[:_WORST]
-    )
-    worst = section("Worst", table_of("Tensor", "SQNR", "<Stored", "<Reference", rows=rows)) if inexact else ()
-    return Group(*_verification(v)[1:], *worst)
-
-
 def render_inspect(found: InspectResult, *, every: bool = False) -> RenderableType:
     """The verdict on a checkpoint, what it rests on, and what the checkpoint holds; `every` tensor only if asked."""
     found = printable_record(found)
@@ -212,14 +198,13 @@ def _worst(tensors: Sequence[TensorRecord]) -> tuple[RenderableType, ...]:
 
 
 def _verification(v: VerifyResult) -> tuple[RenderableType, ...]:
-    word = verdict(v)
+    word = outcome_of(v)
     title = Text.assemble(("Verification: ", "bold"), (word, _STYLES[word]))
     if word != "not run":
         title.append(f" (level {v.level})")
     steps = Table.grid(padding=(0, 2))
     for check in checks(v):
-        outcome = OUTCOME[check.passed]
-        steps.add_row(Text(outcome, style=_STYLES[outcome]), Text(check.name), Text(check.text))
+        steps.add_row(Text(check.outcome, style=_STYLES[check.outcome]), Text(check.name), Text(check.text))
     problems = note_list("Problems", v.problems)
     return (Text(), title, *([steps] if steps.row_count else []), *problems)
 

@@ -1,35 +1,23 @@
 """A conversion in sentences: what was done, what it cost and how it was checked. Shared by all the renderers."""
 
-import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
-from lpconv.report.convert.grouping import DoneGroup, converted, num_elements, worst_tensors
 from lpconv.report.numbers import (
     change_text,
     count_text,
     error_text,
     listed,
-    number_text,
     plural,
     scale_text,
     share_text,
     size_text,
     sqnr_text,
 )
-from lpconv.results import ConvertResult, FilesCheck, HashCheck, LogitsCheck, TensorRecord, VerifyResult, WeightsCheck
+from lpconv.report.tensors import DoneGroup, converted, has_finer_scales, num_elements, worst_tensors
+from lpconv.report.verify import outcome_of, outputs_text, percent, reasons, verify_sentence
+from lpconv.results import ConvertResult, TensorRecord
 
-OUTCOME = {True: "passed", False: "failed", None: "not run"}
 _METHODS = {"unit": "unit scaling", "scalify": "Scalify", "collage": "Collage", "multipoint": "Multipoint"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Check:
-    """One step of the verification. `passed` is None where it was not run."""
-
-    name: str
-    passed: bool | None
-    text: str
 
 
 def method_name(method: str) -> str:
@@ -40,16 +28,16 @@ def method_name(method: str) -> str:
 def headline(result: ConvertResult) -> str:
     """The verdict of the verification and the change of size, in one line."""
     v, size = result.verify, change_text(result.bytes.read, result.bytes.written)
-    word = verdict(v)
+    word = outcome_of(v)
     if word == "failed":
-        return f"Verification failed: {listed(_reasons(v))}"
+        return f"Verification failed: {listed(reasons(v))}"
     if word == "not run":
         return f"Not verified; weights {size}"
     if v.logits is None or v.logits.skipped:
         return f"Verified by its {'weights' if v.weights else 'hashes'}; weights {size}"
     top1 = v.logits.top1_agreement
     first = "" if v.logits.bit_equal or top1 is None else f", the same first choice at {percent(top1)} of positions"
-    return f"Verified: {_logits_found(v.logits)}{first}; weights {size}"
+    return f"Verified: {outputs_text(v.logits)}{first}; weights {size}"
 
 
 def summary(result: ConvertResult) -> str:
@@ -109,11 +97,6 @@ def _stored_form(result: ConvertResult) -> str:
     return f"{' or '.join(formats)}{f' codes with {scale_words(result)}' if scaled else ''}"
 
 
-def has_finer_scales(result: ConvertResult) -> bool:
-    """Whether less than a tensor has a scale of its own."""
-    return bool(result.options.get("granularity", "tensor") != "tensor")
-
-
 def scale_words(result: ConvertResult) -> str:
     """What has a scale of its own."""
     known = {"tensor": "one scale each", "row": "a scale per row"}
@@ -151,135 +134,6 @@ def _range_words(changed: Sequence[TensorRecord]) -> str:
     return f"{clipped} and {zeroed}"
 
 
-def verdict(v: VerifyResult) -> str:
-    """The outcome as a word: passed, failed, or not run."""
-    if not v.passed:
-        return "failed"
-    return "not run" if v.level == "none" else "passed"
-
-
-def verify_sentence(v: VerifyResult) -> str:
-    """The outcome with the deepest evidence there is for it."""
-    word = verdict(v)
-    if word == "not run":
-        return "It was not verified."
-    if word == "failed":
-        return f"Verification failed: {listed(_reasons(v))}."
-    if v.logits and not v.logits.skipped:
-        return f"Verification passed: {_logits_words(v.logits)}."
-    if v.weights:
-        return f"Verification passed: {_weights_words(v.weights)}."
-    if v.hash:
-        return f"Verification passed: {_hash_words(v.hash)}."
-    return f"Verification passed at level {v.level}."
-
-
-def _reasons(v: VerifyResult) -> list[str]:
-    """What failed: problems as they were met, else the checks and gates that did not hold."""
-    failed = [f"{c.name}, {c.text}" for c in checks(v) if c.passed is False]
-    return [*v.problems, *(text for text in failed if not v.problems or text.startswith("gate "))]
-
-
-def checks(v: VerifyResult) -> tuple[Check, ...]:
-    """Every step of the verification in order: hashes, weights, outputs, gates."""
-    steps = []
-    if v.hash:
-        steps.append(Check(name="hashes", passed=not v.hash.mismatched, text=_hash_words(v.hash)))
-    if v.files:
-        ran = not v.files.different if v.files.compared else None
-        steps.append(Check(name="files", passed=ran, text=_files_words(v.files)))
-    if v.weights:
-        words = _values_words if v.level == "values" else _weights_words
-        steps.append(Check(name="weights", passed=not v.weights.mismatched, text=words(v.weights)))
-    if v.logits:
-        ran = None if v.logits.skipped else True
-        steps.append(Check(name="outputs", passed=ran, text=_logits_words(v.logits)))
-    elif v.files:
-        steps.append(Check(name="outputs", passed=None, text="not compared; --data FILE does, or --level logits"))
-    steps += [
-        Check(name=f"gate {g.expression}", passed=g.passed, text=f"the value is {number_text(g.value)}")
-        for g in v.gates
-    ]
-    return tuple(steps)
-
-
-def _hash_words(check: HashCheck) -> str:
-    if check.mismatched:
-        bad = len(check.mismatched)
-        return f"{count_text(bad)} of {plural(check.num_files, 'file')} differ: {listed(check.mismatched)}"
-    return f"{plural(check.num_files, 'file')} match{'es' if check.num_files == 1 else ''} SHA256SUMS"
-
-
-def _files_words(check: FilesCheck) -> str:
-    different = f"{plural(len(check.different), 'difference')} among {', '.join(check.compared)}"
-    equal = f"{', '.join(check.compared)} say the same" if check.compared else ""
-    rest = f"not compared: {listed(check.not_compared)}" if check.not_compared else ""
-    return "; ".join(filter(None, (different if check.different else equal, rest)))
-
-
-def _values_words(check: WeightsCheck) -> str:
-    """Of two checkpoints whose weights were compared, not converted again."""
-    if check.min_sqnr_db == math.inf:
-        return f"{plural(check.num_tensors, 'tensor')}, all equal"
-    return (
-        f"{plural(check.num_tensors, 'tensor')}, smallest SQNR {sqnr_text(check.min_sqnr_db, ' dB')} ({check.worst}), "
-        f"largest relative error {error_text(check.max_rel_error)}"
-    )
-
-
-def _weights_words(check: WeightsCheck) -> str:
-    if check.mismatched:
-        bad = f"{count_text(len(check.mismatched))} of {plural(check.num_tensors, 'tensor')}"
-        return f"{bad} differ from the reference cast: {listed(check.mismatched)}"
-    if check.min_sqnr_db == math.inf:
-        found = f"{plural(check.num_tensors, 'tensor')}, all equal to the source"
-    else:
-        place = f" ({check.worst})" if check.worst else ""
-        found = (
-            f"{plural(check.num_tensors, 'tensor')}, smallest SQNR {sqnr_text(check.min_sqnr_db, ' dB')}{place}, "
-            f"largest relative error {error_text(check.max_rel_error)}"
-            f"{' (of numbers that became 0)' if check.max_rel_error == 1 else ''}"
-        )
-    if not check.num_elements_checked:
-        return found
-    checked, total = check.num_elements_checked, check.num_elements
-    share = "all " if checked == total else "" if total is None else f"{count_text(checked)} of "
-    words = f"{found}; {share}{count_text(total or checked)} stored elements equal the reference cast"
-    if not check.miss_probability:
-        return words
-    return f"{words} (one bad block elsewhere would be missed with a probability of {check.miss_probability:.2g})"
-
-
-def _logits_words(check: LogitsCheck) -> str:
-    if check.skipped:
-        return check.skipped
-    details = [] if check.bit_equal else _logits_details(check)
-    details += [s for s in (check.model_class, check.inputs) if s]
-    return _logits_found(check) + (f" ({', '.join(details)})" if details else "")
-
-
-def _logits_found(check: LogitsCheck) -> str:
-    if check.bit_equal:
-        return "outputs are bit-equal to the source's"
-    if check.rel_error is None:
-        return "outputs were compared with the source's"
-    return f"outputs are within a relative error of {error_text(check.rel_error)} of the source's"
-
-
-def _logits_details(check: LogitsCheck) -> list[str]:
-    parts = []
-    if check.max_abs_diff is not None:
-        parts.append(f"largest difference {error_text(check.max_abs_diff)}")
-    if check.top1_agreement is not None:
-        parts.append(f"same first choice at {percent(check.top1_agreement)} of positions")
-    if check.mean_kl is not None:
-        back = "" if check.reverse_kl is None else f" and back {error_text(check.reverse_kl)}"
-        parts.append(f"KL {error_text(check.mean_kl)}{back} nats per position")
-    if check.perplexity is not None and check.source_perplexity is not None:
-        parts.append(f"perplexity {check.perplexity:.4g} after {check.source_perplexity:.4g}")
-    return parts
-
-
 DONE_COLUMNS = ("Action", "Tensors", "<Format", "Before", "After", "<Why")
 WORST_COLUMNS = ("Tensor", "<Format", "SQNR dB", "Max rel", "Scale", "<Besides rounding")
 
@@ -294,12 +148,6 @@ def worst_row(t: TensorRecord) -> tuple[str, ...]:
     """The figures of a converted tensor, under `WORST_COLUMNS`."""
     errors = sqnr_text(t.sqnr_db), error_text(t.max_rel_error)
     return t.name, t.format, *errors, scale_text(t.scale), besides_rounding(t)
-
-
-def percent(share: float) -> str:
-    """A share of positions in per cent."""
-    # In millionths, so that share_text can keep 99.999 % apart from 100 %.
-    return share_text(round(share * 1_000_000), 1_000_000)
 
 
 def besides_rounding(t: TensorRecord) -> str:

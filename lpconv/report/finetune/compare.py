@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from lpconv.report.charts import Bar, Line, bar_plot, line_plot
+from lpconv.report.charts_old import Bar, Line, bar_plot, line_plot
 from lpconv.report.compare import Figure, figures_of
 from lpconv.report.finetune.words import figure_text, gap_rows, main_run, metric_name, noise_text, verdict
 from lpconv.report.numbers import MISSING, count_text, duration_text, size_text

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from pathlib import PurePath
 
-from lpconv.report.charts import Line, line_plot
+from lpconv.report.charts_old import Line, line_plot
 from lpconv.report.finetune.words import (
     HELD_OUT_COLUMNS,
     diagnostics,

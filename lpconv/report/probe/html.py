@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import PurePath
 
-from lpconv.report.charts import Bar, bar_plot
+from lpconv.report.charts_old import Bar, bar_plot
 from lpconv.report.heat import Heatmap, Loss, loss_map
 from lpconv.report.numbers import number_text, share_text
 from lpconv.report.page import Tile, page

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from report_examples import bert_result, bert_shapes, llama_shapes, make_tensors
 
-from lpconv.report.convert.grouping import done_groups, in_layer_order, layer_groups, modules_of, worst_tensors
+from lpconv.report.tensors import done_groups, in_layer_order, layer_groups, modules_of, worst_tensors
 from lpconv.results import TensorRecord
 
 

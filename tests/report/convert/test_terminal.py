@@ -1,7 +1,6 @@
 """The terminal shows what a user asks at once: what was done, what it saved, what it cost, how it was checked."""
 
 import io
-import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,22 +14,16 @@ from lpconv.report.convert.terminal import (
     render_convert,
     render_inspect,
     render_plan,
-    render_verify,
 )
 from lpconv.report.terminal import Name, show, table_of
 from lpconv.results import (
     ByteCounts,
-    ComparedTensor,
     ConvertResult,
     DtypeRecord,
     FileRecord,
-    GateRecord,
-    HashCheck,
     InspectResult,
-    LogitsCheck,
     StoredTensor,
     VerifyResult,
-    WeightsCheck,
 )
 
 
@@ -133,47 +126,6 @@ def test_a_plan_says_that_nothing_happened_and_what_it_needs() -> None:
     assert "3 files: config.json, tokenizer.json, vocab.txt" in text
 
 
-def test_a_failed_verification_says_what_failed() -> None:
-    v = VerifyResult(
-        level="weights",
-        passed=False,
-        hash=HashCheck(num_files=3, mismatched=("model.safetensors",)),
-        weights=WeightsCheck(
-            max_rel_error=1.0, min_sqnr_db=3.0, worst="a", num_tensors=2, num_elements_checked=8, mismatched=("a",)
-        ),
-        logits=LogitsCheck(skipped="no config.json"),
-        gates=(GateRecord(expression="sqnr>=25", value=3.0, passed=False),),
-        problems=("gate sqnr>=25 not met",),
-    )
-    text = words_of(render_verify(v))
-    assert "Verification: failed (level weights)" in text
-    assert "failed hashes 1 of 3 files differ: model.safetensors" in text
-    assert "failed weights 1 of 2 tensors differ from the reference cast: a" in text
-    assert "not run outputs no config.json" in text
-    assert "failed gate sqnr>=25 the value is 3" in text
-    assert "- gate sqnr>=25 not met" in text
-
-
-def test_no_verification_is_not_a_pass() -> None:
-    text = words_of(render_verify(VerifyResult(level="none", passed=True)))
-    assert "Verification: not run" in text
-    assert "passed" not in text
-
-
-def test_exact_outputs_are_called_bit_equal() -> None:
-    v = VerifyResult(
-        level="logits",
-        passed=True,
-        weights=WeightsCheck(
-            max_rel_error=0.0, min_sqnr_db=math.inf, worst=None, num_tensors=40, num_elements_checked=0
-        ),
-        logits=LogitsCheck(bit_equal=True, max_abs_diff=0.0),
-    )
-    text = words_of(render_verify(v))
-    assert "40 tensors, all equal to the source" in text
-    assert "outputs are bit-equal to the source's" in text
-
-
 def test_inspect_shows_headers_ties_and_problems() -> None:
     found = InspectResult(
         path="out/x",
@@ -218,21 +170,6 @@ def test_inspect_fits_one_screen_however_much_there_is() -> None:
 def test_inspect_says_first_that_weights_were_not_judged() -> None:
     text = text_of(render_inspect(InspectResult(path="x", not_judged="nobody reads it", warnings=("odd",))))
     assert text.splitlines()[0] == "x: not judged, nobody reads it"
-
-
-def test_verify_names_tensors_that_are_not_exact_and_not_all_problems_in_one_sentence() -> None:
-    tensors = tuple(
-        ComparedTensor(name=f"{db}.weight", stored_as="F32", reference="F32", sqnr_db=db, max_rel_error=0.0)
-        for db in (30.0, math.inf)
-    )
-    compared = VerifyResult(level="values", passed=True, tensors=tensors)
-    assert "30.0.weight" in text_of(render_verify(compared))
-    assert "inf.weight" not in text_of(render_verify(compared))
-    assert "Worst" not in text_of(render_verify(replace(compared, tensors=tensors[1:])))
-    gate = GateRecord(expression="sqnr>=99", value=31.290275432845675, passed=False)
-    failed = VerifyResult(level="weights", passed=False, problems=tuple("abcd"), gates=(gate,))
-    assert failed.failures[-1] == "gate `sqnr>=99` met 31.2903"
-    assert failed.failure == "a; b; c; and 2 more"
 
 
 def test_compare_puts_every_run_side_by_side() -> None:
@@ -290,14 +227,6 @@ def test_an_ascii_pipe_gets_ascii() -> None:
     pipe = io.TextIOWrapper(raw, encoding="ascii", write_through=True)
     show(render_convert(llama_result()), file=pipe)
     assert b"llama-3-8b -> out/llama-unit-e4m3fn" in raw.getvalue()
-
-
-def test_no_meaning_is_lost_without_colour() -> None:
-    coloured = Console(file=io.StringIO(), width=100, force_terminal=True, color_system="truecolor")
-    with coloured.capture() as capture:
-        coloured.print(render_verify(bert_result().verify))
-    assert "\x1b" in capture.get(), "a terminal does get colour"
-    assert "Verification: passed" in text_of(render_verify(bert_result().verify))
 
 
 def test_rendering_loads_no_heavy_library() -> None:

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from lpconv.errors import InputError
-from lpconv.report.charts import Bar, Line, bar_plot, line_plot
+from lpconv.report.charts_old import Bar, Line, bar_plot, line_plot
 from lpconv.report.finetune.card import finetune_card
 from lpconv.report.finetune.html import html_finetune
 from lpconv.report.finetune.words import gap_rows, held_out_words, nothing_learned, verdict, worst_tracked

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from lpconv.results import ComparedTensor, TensorRecord
+from lpconv.results import ComparedTensor, ConvertResult, TensorRecord
 
 T = TypeVar("T", bound=TensorRecord | ComparedTensor)
 
@@ -164,3 +164,8 @@ def _layer_group(module: str, members: list[TensorRecord]) -> LayerGroup:
         num_saturated=sum(t.num_saturated for t in members),
         num_flushed=sum(t.num_flushed for t in members),
     )
+
+
+def has_finer_scales(result: ConvertResult) -> bool:
+    """Whether less than a tensor has a scale of its own."""
+    return bool(result.options.get("granularity", "tensor") != "tensor")

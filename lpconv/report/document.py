@@ -1,0 +1,210 @@
+"""What a result tells its reader, as plain records without any layout.
+
+The builders of this package, one file per kind of result, make a `Document` of a result record. The renderers
+(`terminal`, `html` and `markdown`) lay out any document and know no kind. Texts may hold anything that a file held:
+renderers make them printable.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias, TypeVar
+
+from lpconv.report.charts import Chart, HeatMap
+from lpconv.report.numbers import number_text
+from lpconv.results import GateRecord
+
+T = TypeVar("T")
+
+# A good answer, a bad one, and one that proves nothing.
+Outcome: TypeAlias = Literal["passed", "failed", "not run"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """The answer in a sentence. Its outcome decides the colour, so the text must say it too."""
+
+    outcome: Outcome
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tile:
+    """A headline figure with its label and a detail."""
+
+    label: str
+    figure: str
+    detail: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """A cell of a table with a number to sort by, or the address that it links to."""
+
+    text: str
+    sort: float | None = None
+    link: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Rows under headings. Columns hold numbers; the first one, and those whose heading begins with ``<``, hold text.
+
+    A table that is `sortable` lists many things of one kind; with `filter`, an example of words to look for, a reader
+    can hide rows. `has_names` means dotted names in the first column, `compares` that the rest of each row are values
+    of different runs. A terminal shows the first `most` rows, if that is not None.
+    """
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str | Cell, ...], ...]
+    caption: str = ""
+    has_names: bool = False
+    sortable: bool = False
+    filter: str = ""
+    compares: bool = False
+    most: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """Labels and values."""
+
+    values: Mapping[str, str]
+    caption: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bullets:
+    """A list of sentences."""
+
+    lines: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One step of a verification, or one gate, with what it found."""
+
+    name: str
+    outcome: Outcome
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checks:
+    """Steps that passed, failed or were not run."""
+
+    checks: tuple[Check, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Code:
+    """Lines to copy: a command, or a program in `language`."""
+
+    lines: tuple[str, ...]
+    language: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prose:
+    """Text of our own that is Markdown already, for documents that are only rendered as Markdown."""
+
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Folded:
+    """A table that a reader opens if its title interests them. A terminal shows the title only."""
+
+    title: str
+    table: Table
+
+
+Block: TypeAlias = str | Table | Facts | Bullets | Checks | Code | Prose | Folded | Chart | HeatMap
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """Blocks under a title; without one, each chart is a section of its own. An outcome colours the whole section.
+
+    `only` restricts it to pages or terminals. Terminals show no charts.
+    """
+
+    title: str = ""
+    blocks: tuple[Block, ...]
+    outcome: Outcome | None = None
+    only: Literal["page", "terminal"] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Document:
+    """A result as its reader meets it: the verdict first, then headline figures, sections, and how it was made.
+
+    `kind` names the kind of result in a word or two. `front_matter` is the YAML header of a model card.
+    """
+
+    kind: str
+    title: str
+    subtitle: str = ""
+    verdict: Verdict | None = None
+    summary: str = ""
+    tiles: tuple[Tile, ...] = ()
+    warnings: tuple[str, ...] = ()
+    sections: tuple[Section, ...] = ()
+    facts: Mapping[str, str] = field(default_factory=dict)
+    command: str | None = None
+    version: str | None = None
+    front_matter: Mapping[str, object] = field(default_factory=dict)
+
+    def section(self, title: str) -> Section:
+        """The section with this title; KeyError without one."""
+        found = next((s for s in self.sections if s.title == title), None)
+        if found is None:
+            raise KeyError(title)
+        return found
+
+    def all_of(self, kind: type[T]) -> Iterator[T]:
+        """Every block of a kind, in order."""
+        return (block for section in self.sections for block in section.blocks if isinstance(block, kind))
+
+    @property
+    def charts(self) -> dict[str, Chart]:
+        """The charts by their titles."""
+        return {chart.title: chart for chart in self.all_of(Chart)}
+
+
+def sections_of(*candidates: Section | None) -> tuple[Section, ...]:
+    """The sections that have anything to show: without None, and without those that hold no block or empty ones."""
+    kept = (s for s in candidates if s is not None)
+    return tuple(s for s in kept if any(_is_filled(block) for block in s.blocks))
+
+
+def _is_filled(block: Block) -> bool:
+    if isinstance(block, Table):
+        return bool(block.rows)
+    if isinstance(block, Facts):
+        return bool(block.values)
+    if isinstance(block, Bullets):
+        return bool(block.lines)
+    return bool(block.checks) if isinstance(block, Checks) else bool(block)
+
+
+def chart_sections(*charts: Chart | None) -> tuple[Section, ...]:
+    """One section with the charts that there are, or none."""
+    drawn = tuple(chart for chart in charts if chart is not None)
+    return (Section(blocks=drawn),) if drawn else ()
+
+
+def gates_section(gates: Sequence[GateRecord]) -> Section | None:
+    """Every gate with the value it met; None without gates."""
+    if not gates:
+        return None
+    failed = sum(not g.passed for g in gates)
+    return Section(
+        title=f"{failed} of {len(gates)} gates failed" if failed else "All gates passed",
+        outcome="failed" if failed else "passed",
+        blocks=(Checks(checks=tuple(map(_gate_check, gates))),),
+    )
+
+
+def _gate_check(gate: GateRecord) -> Check:
+    met = "nothing" if gate.value is None else number_text(gate.value)
+    return Check(name=f"gate {gate.expression}", outcome="passed" if gate.passed else "failed", text=f"met {met}")

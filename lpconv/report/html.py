@@ -1,0 +1,77 @@
+"""A document as one HTML page: a file that browsers, paper and screen readers show, and that loads nothing.
+
+All text is escaped by jinja2; the template holds the only markup, style and script there is.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from lpconv.report.charts import Chart
+from lpconv.report.document import Block, Document
+from lpconv.report.drawing import HEAT_SCALE, Drawing, HeatDrawing, depth_of, figure_of, legend_path
+from lpconv.report.numbers import MISSING, raised
+from lpconv.report.printable import printable_record
+
+_LONG = 5  # sections that make a page long
+
+
+def html(document: Document) -> str:
+    """The page of a document."""
+    shown = printable_record(document)
+    sections = [s for s in shown.sections if s.only != "terminal"]
+    titles = [title for s in sections for title in ([s.title] if s.title else _chart_titles(s.blocks))]
+    contents = titles if len(titles) >= _LONG else ()
+    return _template().render(document=shown, sections=sections, contents=contents).lstrip()
+
+
+def _chart_titles(blocks: Sequence[Block]) -> list[str]:
+    return [block.title for block in blocks if isinstance(block, Chart)]
+
+
+@functools.cache
+def _template() -> jinja2.Template:
+    made = jinja2.Environment(
+        loader=jinja2.PackageLoader("lpconv.report"),
+        autoescape=True,
+        finalize=_shown,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    made.filters |= {"breakable": _breakable, "sortable": _sortable, "kind": lambda block: type(block).__name__}
+    made.globals |= {
+        "drawing": Drawing,
+        "heat_drawing": HeatDrawing,
+        "heat_scale": HEAT_SCALE,
+        "depth_of": depth_of,
+        "figure_of": figure_of,
+        "legend_path": legend_path,
+    }
+    return made.get_template("document.html.j2")
+
+
+def _shown(value: Any) -> Any:
+    """What the template prints for a value: powers of two raised, per cents in one piece, a dash for nothing."""
+    if value is None or value in ((), []):
+        return MISSING
+    if not isinstance(value, str) or isinstance(value, Markup):
+        return value
+    return raised(value).replace(" %", "\N{NO-BREAK SPACE}%")
+
+
+def _sortable(value: float) -> str:
+    """A number as JavaScript reads it; empty for NaN."""
+    if math.isnan(value):
+        return ""
+    return repr(value) if math.isfinite(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def _breakable(name: str) -> Markup:
+    """A dotted name that may wrap after its dots."""
+    return Markup(".<wbr>").join(name.split("."))

@@ -1,0 +1,230 @@
+"""Charts over the tensors of a model: weight RMS against what a format holds, and signal-to-noise ratios."""
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import TypeAlias
+
+from lpconv.report.charts import SYMBOLS, Axis, Box, Chart, FormatRange, Mark, Tick, series_kind, stepped_axis
+from lpconv.report.numbers import listed, number_text, plural, scale_text, sqnr_text
+from lpconv.report.tensors import converted, has_finer_scales, in_layer_order, modules_of
+from lpconv.results import ComparedTensor, ConvertResult, TensorRecord
+
+# The part of a format's range that is shown; fp32 and bf16 reach to 2^±127, where no weight lies.
+_LOWEST_EXPONENT, _HIGHEST_EXPONENT = -32, 20
+
+_Measured: TypeAlias = TensorRecord | ComparedTensor
+
+
+def rms_chart(result: ConvertResult, ranges: Mapping[str, FormatRange], title: str = "") -> Chart | None:
+    """Weight RMS before and after, as binary exponents, over the range of the format that each tensor is stored in.
+
+    Before is the RMS of the source; after is the RMS of the codes, rms / scale. None if nothing was measured, and if
+    tensors have many scales, so that no number says where their codes lie. `title` replaces the chart's own.
+    """
+    if has_finer_scales(result):
+        return None
+    tensors = [t for t in in_layer_order(converted(result.tensors)) if _as_stored(t, t.rms)]
+    if not tensors:
+        return None
+    scaled = any(t.scale for t in tensors)
+    own = "Weight RMS before and after, against the format's range" if scaled else "Weight RMS in the format"
+    return Chart(
+        title=title or own,
+        description=_rms_words(tensors, ranges),
+        x=_column_axis(tensors, "converted tensors, by layer"),
+        y=_exponent_axis(tensors, ranges),
+        boxes=tuple(_range_boxes(tensors, ranges)),
+        marks=tuple(mark for i, t in enumerate(tensors) for mark in _rms_marks(t, i + 0.5)),
+        legend=_rms_legend(tensors),
+        dividers=_module_dividers(tensors),
+        is_wide=True,
+    )
+
+
+def _as_stored(t: TensorRecord, magnitude: float | None) -> float | None:
+    """A magnitude of the source as the codes hold it; None unless it is a positive number, which a logarithm needs.
+
+    None for tensors of points, too: each of their rows has scales of its own.
+    """
+    if magnitude is None or t.scale == 0 or t.points:
+        return None
+    code = magnitude / t.scale if t.scale else magnitude
+    return code if 0 < magnitude < math.inf and 0 < code < math.inf else None
+
+
+def _rms_marks(t: TensorRecord, x: float) -> Iterator[Mark]:
+    before, after, peak = t.rms, _as_stored(t, t.rms), _as_stored(t, t.absmax)
+    if t.scale and before and after:
+        points = ((x, math.log2(before)), (x, math.log2(after)))
+        yield Mark(kind="move", shape="line", points=points)
+        yield Mark(kind="before", shape="circle", points=points[:1], title=f"{t.name}: RMS in the source")
+    if after:
+        title = f"{t.name}: RMS as stored, {t.format}"
+        yield Mark(kind="after", shape="circle", points=((x, math.log2(after)),), title=title)
+    if peak:
+        title = f"{t.name}: largest element as stored, {t.format}"
+        yield Mark(kind="peak", shape="dash", points=((x, math.log2(peak)),), title=title)
+
+
+def _rms_legend(tensors: Sequence[TensorRecord]) -> tuple[Mark, ...]:
+    entries = [Mark(kind="after", shape="circle", title="RMS as stored")]
+    if any(t.scale for t in tensors):
+        entries.insert(0, Mark(kind="before", shape="circle", title="RMS in the source"))
+    if any(t.absmax for t in tensors):
+        entries.append(Mark(kind="peak", shape="dash", title="largest element as stored"))
+    return tuple(entries)
+
+
+def _exponent_axis(tensors: Sequence[TensorRecord], ranges: Mapping[str, FormatRange]) -> Axis:
+    held = [ranges[f] for f in {t.format for t in tensors} if f in ranges]
+    magnitudes = [v for t in tensors for v in (t.rms, _as_stored(t, t.rms), _as_stored(t, t.absmax)) if v]
+    edges = [max(math.log2(r.min_subnormal), _LOWEST_EXPONENT) for r in held]
+    edges += [min(math.log2(r.max), _HIGHEST_EXPONENT) for r in held]
+    exponents = edges + [math.log2(v) for v in magnitudes]
+    # A little room beyond both ends of the range, so that what lies outside is seen to.
+    low, high = math.floor(min(exponents)) - 2, math.ceil(max(exponents)) + 2
+    step = next(s for s in (1, 2, 4, 5, 10, 20, 50, 100) if (high - low) / s <= 10)
+    return stepped_axis(low, high, step, lambda e: f"2^{e}", "magnitude")
+
+
+def _range_boxes(tensors: Sequence[TensorRecord], ranges: Mapping[str, FormatRange]) -> Iterator[Box]:
+    """The normal and subnormal numbers of each run of neighbours that share a format."""
+    first = 0
+    for name, members in groupby(tensors, key=lambda t: t.format):
+        last = first + len(list(members))
+        if name in ranges:
+            low, middle, high = map(math.log2, (ranges[name].min_subnormal, ranges[name].min_normal, ranges[name].max))
+            yield Box(kind="normal", x=(first, last), y=(middle, high), label=f"{name}: normal numbers")
+            yield Box(kind="subnormal", x=(first, last), y=(low, middle), label=f"{name}: subnormal")
+        first = last
+
+
+def _rms_words(tensors: Sequence[TensorRecord], ranges: Mapping[str, FormatRange]) -> str:
+    before = statistics.median([t.rms for t in tensors if t.rms])
+    after = statistics.median([code for t in tensors if (code := _as_stored(t, t.rms))])
+    if any(t.scale for t in tensors):
+        moved = f"from {number_text(before)} in the source to {number_text(after)} in the codes"
+        words = f"The median weight RMS moves {moved}."
+    else:
+        words = f"The median weight RMS is {number_text(before)}; the values are stored without a scale."
+    held = sorted({t.format for t in tensors} & ranges.keys())
+    starts = [f"{name} from {scale_text(ranges[name].min_normal)} to {ranges[name].max:.5g}" for name in held]
+    return f"{words} Normal numbers: {', '.join(starts)}." if starts else words
+
+
+def sqnr_chart(runs: Sequence[tuple[str, Sequence[_Measured]]], *, noun: str = "converted tensor") -> Chart | None:
+    """The signal-to-noise ratio of every tensor, one series for each named run; None if none was measured.
+
+    Tensors stand in layer order of all runs together. Those without any noise lie on the top line, "exact".
+    """
+    measured = {name: {t.name: t for t in tensors if _is_number(t.sqnr_db)} for name, tensors in runs}
+    tensors = in_layer_order({n: t for run in measured.values() for n, t in run.items()}.values())
+    if not tensors:
+        return None
+    axis, exact = _decibel_axis([d for run in measured.values() for d in _decibels(run)])
+    places = {t.name: i + 0.5 for i, t in enumerate(tensors)}
+    # Runs stand side by side in a tensor's column: equal figures would hide all runs but the last.
+    asides = [0.7 * ((i + 0.5) / len(runs) - 0.5) for i in range(len(runs))]
+    marks = (
+        _sqnr_mark(t, i, places[t.name] + asides[i], exact, run if len(runs) > 1 else "")
+        for i, (run, members) in enumerate(measured.items())
+        for t in members.values()
+    )
+    legend = tuple(Mark(kind=series_kind(i), shape=_symbol(i), title=run) for i, run in enumerate(measured))
+    return Chart(
+        title=f"Signal-to-noise ratio of every {noun}",
+        description=_sqnr_words(measured, noun),
+        x=_column_axis(tensors, f"{noun}s, by layer"),
+        y=axis,
+        marks=tuple(marks),
+        legend=legend if len(runs) > 1 else (),
+        dividers=_module_dividers(tensors),
+        is_wide=True,
+    )
+
+
+def flat_words(tensors: Sequence[TensorRecord]) -> str:
+    """The range of SQNR of each format in a sentence, if that says as much as a chart: none spans more than 1 dB."""
+    measured = sorted((t for t in tensors if _is_number(t.sqnr_db)), key=lambda t: t.format or "")
+    ranges = []
+    for name, members in groupby(measured, lambda t: t.format):
+        decibels = [t.sqnr_db or 0.0 for t in members]
+        least, most = min(decibels), max(decibels)
+        if not most - least <= 1:  # two infinite ones make NaN
+            return ""
+        to = "" if least == most else f" to {sqnr_text(most)}"
+        ranges.append(f"{sqnr_text(least)}{to} dB in {plural(len(decibels), 'tensor')} of {name}")
+    return f"Signal-to-noise ratios lie close together: {listed(ranges)}." if ranges else ""
+
+
+def _is_number(value: float | None) -> bool:
+    return value is not None and not math.isnan(value)
+
+
+def _decibels(run: Mapping[str, _Measured]) -> list[float]:
+    return [t.sqnr_db for t in run.values() if t.sqnr_db is not None]
+
+
+def _decibel_axis(decibels: Sequence[float]) -> tuple[Axis, float]:
+    """An axis around the finite values, never less than 10 dB in all; and the line of exact tensors.
+
+    That line lies above the finite values, and on the axis only if there is such a tensor.
+    """
+    finite = [d for d in decibels if math.isfinite(d)]
+    if not finite:
+        return stepped_axis(0.5, 1.5, 1, lambda _: "exact", "SQNR, dB"), 1
+    span = max(finite) - min(finite)
+    margin = max((10 - span) / 2, span / 20)
+    step = next((s for s in (2, 5, 10, 20, 50) if (span + 2 * margin) / s <= 8), 100)
+    low, high = math.floor((min(finite) - margin) / step) * step, math.ceil((max(finite) + margin) / step) * step
+    exact, top = high + step, high + 1.4 * step if math.inf in decibels else high
+    return stepped_axis(low, top, step, lambda d: "exact" if d == exact else str(d), "SQNR, dB"), exact
+
+
+def _symbol(series: int) -> str:
+    return SYMBOLS[series % len(SYMBOLS)]
+
+
+def _sqnr_mark(t: _Measured, series: int, x: float, exact: float, run: str) -> Mark:
+    place = f"{run}: {t.name}" if run else t.name
+    stored = t.format if isinstance(t, TensorRecord) else t.stored_as
+    title = f"{place}: {sqnr_text(t.sqnr_db, ' dB')}, {stored}"
+    # An SQNR of -inf, where elements became Inf, lies at the low end.
+    y = max(min(t.sqnr_db or 0.0, exact), -1e9)
+    return Mark(kind=series_kind(series), shape=_symbol(series), points=((x, y),), title=title)
+
+
+def _sqnr_words(measured: Mapping[str, Mapping[str, _Measured]], noun: str) -> str:
+    return " ".join(
+        _run_words(run if len(measured) > 1 else f"Over the {noun}s", _decibels(members))
+        for run, members in measured.items()
+    )
+
+
+def _run_words(run: str, decibels: Sequence[float]) -> str:
+    if not decibels:
+        return f"{run}: not measured."
+    lowest, median = sqnr_text(min(decibels), " dB"), sqnr_text(statistics.median(decibels), " dB")
+    return f"{run}: lowest {lowest}, median {median}."
+
+
+def _column_axis(tensors: Sequence[_Measured], label: str) -> Axis:
+    """A column for each tensor, labelled by module: layer numbers first, then the names that still find room."""
+    groups = sorted(_module_columns(tensors), key=lambda m: not m[0].rpartition(".")[2].isdecimal())
+    ticks = (Tick(at=(first + last) / 2, label=module.rpartition(".")[2]) for module, first, last in groups)
+    return Axis(low=0, high=len(tensors), label=label, ticks=tuple(ticks))
+
+
+def _module_dividers(tensors: Sequence[_Measured]) -> tuple[float, ...]:
+    """The places between neighbouring modules."""
+    return tuple(first for _, first, _ in _module_columns(tensors) if first > 0)
+
+
+def _module_columns(tensors: Sequence[_Measured]) -> list[tuple[str, int, int]]:
+    """Each run of tensors of one module: its name, its first column and the one after its last."""
+    modules = modules_of([t.name for t in tensors])
+    runs = groupby(range(len(tensors)), key=lambda i: modules[tensors[i].name])
+    places = [(module, list(columns)) for module, columns in runs]
+    return [(module, columns[0], columns[-1] + 1) for module, columns in places]

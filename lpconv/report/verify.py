@@ -1,0 +1,281 @@
+"""A verification described: what was checked, what it found, and how far two checkpoints are apart."""
+
+import math
+from collections.abc import Sequence
+from pathlib import PurePath
+
+from lpconv.report.document import (
+    Bullets,
+    Cell,
+    Check,
+    Checks,
+    Document,
+    Outcome,
+    Section,
+    Table,
+    Tile,
+    Verdict,
+    chart_sections,
+    sections_of,
+)
+from lpconv.report.numbers import MISSING, count_text, error_text, listed, number_text, plural, share_text, sqnr_text
+from lpconv.report.tensor_charts import sqnr_chart
+from lpconv.results import (
+    ComparedTensor,
+    FilesCheck,
+    HashCheck,
+    LogitsCheck,
+    Verification,
+    VerifyResult,
+    WeightsCheck,
+)
+
+_WORST = 10  # tensors that a terminal shows
+
+
+def verify_document(result: Verification) -> Document:
+    """How far a checkpoint is from another one, by its weights and by what its model says."""
+    logits = result.logits if result.logits and not result.logits.skipped else None
+    source = "the source that it names" if result.weights else "its own hashes"
+    return Document(
+        kind="verification",
+        title=PurePath(result.path).name or result.path,
+        subtitle=f"{result.path} against {result.against or source}",
+        verdict=Verdict(outcome=outcome_of(result), text=verify_sentence(result)),
+        tiles=_tiles(result, logits),
+        sections=(
+            verification_section(result),
+            *sections_of(
+                Section(title="Worst tensors", blocks=(_worst_table(result.tensors),), only="terminal"),
+                _outputs_section(logits) if logits else None,
+            ),
+            *chart_sections(sqnr_chart([(result.path, result.tensors)], noun="tensor")),
+            *sections_of(Section(title="Every tensor, the worst first", blocks=(_tensor_table(result),), only="page")),
+        ),
+        command=result.command,
+        version=result.version,
+    )
+
+
+def verification_section(v: VerifyResult) -> Section:
+    """How an output was checked step by step, and what was found to be wrong."""
+    word = outcome_of(v)
+    blocks = [block for block in (Checks(checks=checks(v)), Bullets(lines=v.problems)) if any(vars(block).values())]
+    nothing = "No check was run, so nothing is known about this output beyond what was measured during the conversion."
+    return Section(
+        title=f"Verification: {word}" + ("" if word == "not run" else f" (level {v.level})"),
+        outcome=word,
+        blocks=tuple(blocks) or (nothing,),
+    )
+
+
+def _tiles(result: VerifyResult, logits: LogitsCheck | None) -> tuple[Tile, ...]:
+    """What was compared, and what decides: the fewer the checks, the fewer tiles."""
+    tiles: list[Tile] = []
+    if result.weights:
+        exact = sum(t.sqnr_db == math.inf for t in result.tensors)
+        detail = f"{count_text(exact)} of them equal" if exact else "none of them equal"
+        tiles.append(Tile(label="Tensors compared", figure=count_text(len(result.tensors)), detail=detail))
+        figure = sqnr_text(result.weights.min_sqnr_db, " dB")
+        worst = result.weights.worst or "every tensor"
+        tiles.append(Tile(label="Lowest SQNR of a tensor", figure=figure, detail=worst))
+    if logits and logits.mean_kl is not None:
+        tiles.append(Tile(label="KL divergence", figure=error_text(logits.mean_kl), detail="nats per position"))
+    if logits and logits.top1_agreement is not None:
+        tiles.append(Tile(label="Same first choice", figure=percent(logits.top1_agreement), detail="of positions"))
+    if logits and logits.perplexity is not None:
+        detail = f"the other has {_perplexity(logits.source_perplexity)}"
+        tiles.append(Tile(label="Perplexity", figure=_perplexity(logits.perplexity), detail=detail))
+    if not tiles and result.hash:
+        detail = f"{count_text(len(result.hash.mismatched))} differ"
+        tiles.append(Tile(label="Files", figure=count_text(result.hash.num_files), detail=detail))
+    return tuple(tiles)
+
+
+def _outputs_section(logits: LogitsCheck) -> Section:
+    """What both models say: a figure, its value, and what it means; rows without a value are left out."""
+    top1 = MISSING if logits.top1_agreement is None else percent(logits.top1_agreement)
+    rows = (
+        ("KL divergence", error_text(logits.mean_kl), "from the other model to this one, nats per position"),
+        ("KL divergence, back", error_text(logits.reverse_kl), "from this model to the other one"),
+        ("Same first choice", top1, "positions at which the largest output has the same index"),
+        ("Perplexity", _perplexity(logits.perplexity), "of the next token, this model"),
+        ("Perplexity, other", _perplexity(logits.source_perplexity), "of the next token, the model compared with"),
+        ("Relative error", error_text(logits.rel_error), "of all outputs, in the 2-norm"),
+        ("Largest difference", error_text(logits.max_abs_diff), "of one output"),
+    )
+    table = Table(columns=("Figure", "Value", "<Meaning"), rows=tuple(row for row in rows if row[1] != MISSING))
+    inputs = ", ".join(filter(None, (logits.model_class, logits.inputs)))
+    return Section(title="What both models say", blocks=(inputs, table))
+
+
+def _perplexity(value: float | None) -> str:
+    return MISSING if value is None else f"{value:.4g}"
+
+
+def _worst_table(tensors: Sequence[ComparedTensor]) -> Table:
+    """The worst tensors that are not exact."""
+    inexact = [t for t in tensors if t.sqnr_db < math.inf or t.problem][:_WORST]
+    rows = tuple((t.name, sqnr_text(t.sqnr_db, " dB"), t.stored_as, t.reference) for t in inexact)
+    return Table(columns=("Tensor", "SQNR", "<Stored", "<Reference"), rows=rows, has_names=True)
+
+
+def _tensor_table(result: VerifyResult) -> Table:
+    """Every tensor, without the columns that nothing stands in."""
+    has_groups = any(t.num_groups for t in result.tensors)
+    has_problems = any(t.problem for t in result.tensors)
+    columns = ["Tensor", "SQNR, dB", "Max rel.", *(["Groups off"] if has_groups else []), "<Stored as"]
+    rows = []
+    for t in result.tensors:
+        row: list[str | Cell] = [t.name, Cell(text=sqnr_text(t.sqnr_db), sort=t.sqnr_db)]
+        row.append(Cell(text=error_text(t.max_rel_error), sort=t.max_rel_error))
+        if has_groups:
+            row.append(Cell(text=f"{count_text(t.num_off)} of {count_text(t.num_groups)}", sort=t.num_off))
+        rows.append((*row, t.stored_as, t.reference, *([t.problem or ""] if has_problems else [])))
+    return Table(
+        columns=(*columns, "<Compared with", *(["<Problem"] if has_problems else [])),
+        rows=tuple(rows),
+        has_names=True,
+        sortable=True,
+        filter="attention e4m3fn",
+    )
+
+
+def outcome_of(v: VerifyResult) -> Outcome:
+    """The outcome of a verification; "not run" if nothing was checked."""
+    if not v.passed:
+        return "failed"
+    return "not run" if v.level == "none" else "passed"
+
+
+def verify_sentence(v: VerifyResult) -> str:
+    """The outcome with the deepest evidence there is for it."""
+    word = outcome_of(v)
+    if word == "not run":
+        return "It was not verified."
+    if word == "failed":
+        return f"Verification failed: {listed(reasons(v))}."
+    if v.logits and not v.logits.skipped:
+        return f"Verification passed: {_logits_words(v.logits)}."
+    if v.weights:
+        return f"Verification passed: {_weights_words(v.weights)}."
+    if v.hash:
+        return f"Verification passed: {_hash_words(v.hash)}."
+    return f"Verification passed at level {v.level}."
+
+
+def reasons(v: VerifyResult) -> list[str]:
+    """What failed: problems as they were met, else the checks and gates that did not hold."""
+    failed = [f"{c.name}, {c.text}" for c in checks(v) if c.outcome == "failed"]
+    return [*v.problems, *(text for text in failed if not v.problems or text.startswith("gate "))]
+
+
+def checks(v: VerifyResult) -> tuple[Check, ...]:
+    """Every step of the verification in order: hashes, files, weights, outputs, gates."""
+    steps = []
+    if v.hash:
+        steps.append(Check(name="hashes", outcome=_judged(not v.hash.mismatched), text=_hash_words(v.hash)))
+    if v.files:
+        outcome = _judged(not v.files.different) if v.files.compared else "not run"
+        steps.append(Check(name="files", outcome=outcome, text=_files_words(v.files)))
+    if v.weights:
+        words = _values_words if v.level == "values" else _weights_words
+        steps.append(Check(name="weights", outcome=_judged(not v.weights.mismatched), text=words(v.weights)))
+    if v.logits:
+        outcome = "not run" if v.logits.skipped else "passed"
+        steps.append(Check(name="outputs", outcome=outcome, text=_logits_words(v.logits)))
+    elif v.files:
+        text = "not compared; --data FILE does, or --level logits"
+        steps.append(Check(name="outputs", outcome="not run", text=text))
+    steps += [
+        Check(name=f"gate {g.expression}", outcome=_judged(g.passed), text=f"the value is {number_text(g.value)}")
+        for g in v.gates
+    ]
+    return tuple(steps)
+
+
+def _judged(passed: bool) -> Outcome:
+    return "passed" if passed else "failed"
+
+
+def _hash_words(check: HashCheck) -> str:
+    if check.mismatched:
+        bad = len(check.mismatched)
+        return f"{count_text(bad)} of {plural(check.num_files, 'file')} differ: {listed(check.mismatched)}"
+    return f"{plural(check.num_files, 'file')} match{'es' if check.num_files == 1 else ''} SHA256SUMS"
+
+
+def _files_words(check: FilesCheck) -> str:
+    different = f"{plural(len(check.different), 'difference')} among {', '.join(check.compared)}"
+    equal = f"{', '.join(check.compared)} say the same" if check.compared else ""
+    rest = f"not compared: {listed(check.not_compared)}" if check.not_compared else ""
+    return "; ".join(filter(None, (different if check.different else equal, rest)))
+
+
+def _values_words(check: WeightsCheck) -> str:
+    """Of two checkpoints whose weights were compared, not converted again."""
+    if check.min_sqnr_db == math.inf:
+        return f"{plural(check.num_tensors, 'tensor')}, all equal"
+    return (
+        f"{plural(check.num_tensors, 'tensor')}, smallest SQNR {sqnr_text(check.min_sqnr_db, ' dB')} ({check.worst}), "
+        f"largest relative error {error_text(check.max_rel_error)}"
+    )
+
+
+def _weights_words(check: WeightsCheck) -> str:
+    if check.mismatched:
+        bad = f"{count_text(len(check.mismatched))} of {plural(check.num_tensors, 'tensor')}"
+        return f"{bad} differ from the reference cast: {listed(check.mismatched)}"
+    if check.min_sqnr_db == math.inf:
+        found = f"{plural(check.num_tensors, 'tensor')}, all equal to the source"
+    else:
+        place = f" ({check.worst})" if check.worst else ""
+        found = (
+            f"{plural(check.num_tensors, 'tensor')}, smallest SQNR {sqnr_text(check.min_sqnr_db, ' dB')}{place}, "
+            f"largest relative error {error_text(check.max_rel_error)}"
+            f"{' (of numbers that became 0)' if check.max_rel_error == 1 else ''}"
+        )
+    if not check.num_elements_checked:
+        return found
+    checked, total = check.num_elements_checked, check.num_elements
+    share = "all " if checked == total else "" if total is None else f"{count_text(checked)} of "
+    words = f"{found}; {share}{count_text(total or checked)} stored elements equal the reference cast"
+    if not check.miss_probability:
+        return words
+    return f"{words} (one bad block elsewhere would be missed with a probability of {check.miss_probability:.2g})"
+
+
+def _logits_words(check: LogitsCheck) -> str:
+    if check.skipped:
+        return check.skipped
+    details = [] if check.bit_equal else _logits_details(check)
+    details += [s for s in (check.model_class, check.inputs) if s]
+    return outputs_text(check) + (f" ({', '.join(details)})" if details else "")
+
+
+def outputs_text(check: LogitsCheck) -> str:
+    if check.bit_equal:
+        return "outputs are bit-equal to the source's"
+    if check.rel_error is None:
+        return "outputs were compared with the source's"
+    return f"outputs are within a relative error of {error_text(check.rel_error)} of the source's"
+
+
+def _logits_details(check: LogitsCheck) -> list[str]:
+    parts = []
+    if check.max_abs_diff is not None:
+        parts.append(f"largest difference {error_text(check.max_abs_diff)}")
+    if check.top1_agreement is not None:
+        parts.append(f"same first choice at {percent(check.top1_agreement)} of positions")
+    if check.mean_kl is not None:
+        back = "" if check.reverse_kl is None else f" and back {error_text(check.reverse_kl)}"
+        parts.append(f"KL {error_text(check.mean_kl)}{back} nats per position")
+    if check.perplexity is not None and check.source_perplexity is not None:
+        parts.append(f"perplexity {check.perplexity:.4g} after {check.source_perplexity:.4g}")
+    return parts
+
+
+def percent(share: float) -> str:
+    """A share of positions in per cent."""
+    # In millionths, so that share_text can keep 99.999 % apart from 100 %.
+    return share_text(round(share * 1_000_000), 1_000_000)

@@ -1,0 +1,94 @@
+"""A verification as a document: its outcome, what each step found, and which tensors are shown."""
+
+import math
+from typing import Any
+
+import pytest
+
+from lpconv.report.document import Checks, Document, Table
+from lpconv.report.verify import verify_document
+from lpconv.results import (
+    ComparedTensor,
+    GateRecord,
+    HashCheck,
+    LogitsCheck,
+    Verification,
+    VerifyResult,
+    WeightsCheck,
+)
+
+
+def described(**fields: Any) -> Document:
+    return verify_document(Verification(path="out/x", command="lpconv verify out/x", version="1", **fields))
+
+
+def steps(document: Document) -> dict[str, tuple[str, str]]:
+    return {c.name: (c.outcome, c.text) for checks in document.all_of(Checks) for c in checks.checks}
+
+
+def weights(**fields: Any) -> WeightsCheck:
+    made: dict[str, Any] = {"max_rel_error": 1.0, "min_sqnr_db": 3.0, "worst": "a", "num_tensors": 2}
+    return WeightsCheck(**made | {"num_elements_checked": 8} | fields)
+
+
+def test_every_step_of_a_failure_says_what_failed() -> None:
+    document = described(
+        level="weights",
+        passed=False,
+        hash=HashCheck(num_files=3, mismatched=("model.safetensors",)),
+        weights=weights(mismatched=("a",)),
+        logits=LogitsCheck(skipped="no config.json"),
+        gates=(GateRecord(expression="sqnr>=25", value=3.0, passed=False),),
+    )
+    assert document.verdict is not None
+    assert document.verdict.outcome == "failed"
+    assert document.section("Verification: failed (level weights)").outcome == "failed"
+    assert steps(document) == {
+        "hashes": ("failed", "1 of 3 files differ: model.safetensors"),
+        "weights": ("failed", "1 of 2 tensors differ from the reference cast: a"),
+        "outputs": ("not run", "no config.json"),
+        "gate sqnr>=25": ("failed", "the value is 3"),
+    }
+
+
+def test_no_verification_is_not_a_pass() -> None:
+    document = described(level="none", passed=True)
+    assert document.verdict is not None
+    assert document.verdict.outcome == "not run"
+    assert not steps(document)
+
+
+@pytest.mark.parametrize(
+    ("check", "words"),
+    [
+        (LogitsCheck(bit_equal=True, max_abs_diff=0.0), "outputs are bit-equal to the source's"),
+        (LogitsCheck(rel_error=0.25), "outputs are within a relative error of 0.25 of the source's"),
+    ],
+)
+def test_the_verdict_has_the_deepest_evidence(check: LogitsCheck, words: str) -> None:
+    exact = weights(max_rel_error=0.0, min_sqnr_db=math.inf, worst=None, num_tensors=40)
+    document = described(level="logits", passed=True, weights=exact, logits=check)
+    assert document.verdict is not None
+    assert words in document.verdict.text
+    assert steps(document)["weights"][1].startswith("40 tensors, all equal to the source")
+
+
+def test_a_terminal_gets_the_tensors_that_are_not_exact_and_a_page_all() -> None:
+    tensors = tuple(
+        ComparedTensor(name=f"{db}.weight", stored_as="F32", reference="F32", sqnr_db=db, max_rel_error=0.0)
+        for db in (30.0, math.inf)
+    )
+    document = described(level="values", passed=True, tensors=tensors)
+    shown = {s.only: b.rows for s in document.sections for b in s.blocks if isinstance(b, Table)}
+    assert [row[0] for row in shown["terminal"]] == ["30.0.weight"]
+    assert [row[0] for row in shown["page"]] == ["30.0.weight", "inf.weight"]
+    assert document.charts["Signal-to-noise ratio of every tensor"].y.ticks[-1].label == "exact"
+    exact = described(level="values", passed=True, tensors=tensors[1:])
+    assert not [s for s in exact.sections if s.only == "terminal"]
+
+
+def test_an_error_names_the_first_problems_and_counts_the_rest() -> None:
+    gate = GateRecord(expression="sqnr>=99", value=31.290275432845675, passed=False)
+    failed = VerifyResult(level="weights", passed=False, problems=tuple("abcd"), gates=(gate,))
+    assert failed.failures[-1] == "gate `sqnr>=99` met 31.2903"
+    assert failed.failure == "a; b; c; and 2 more"
