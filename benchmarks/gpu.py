@@ -37,7 +37,7 @@ from lpconv.kernels.fp8_linear import FP8_RECIPES, calibrate, convert_linears
 from lpconv.kernels.matmul import matmul
 from lpconv.kernels.quantise import encode as fast_encode
 from lpconv.optim import CollageAdamW
-from lpconv.report.bench.text import COLUMNS, reasons
+from lpconv.report.bench import COLUMNS, reasons
 from lpconv.results import BenchResult, to_json
 from lpconv.results.doctor import ERROR, DeviceRecord
 from lpconv.scaled import ScaledTensor, scaled

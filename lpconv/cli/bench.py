@@ -71,21 +71,21 @@ def bench(
     judged = before_bench(options, Path(save) if save else None)
     if html is not None:
         check_file(Path(html))
-    from lpconv.report.bench.html import html_bench
-    from lpconv.report.bench.terminal import render_bench  # with rich, which takes a moment
+    from lpconv.report.bench import bench_document
+    from lpconv.report.html import html as html_page
 
     with kept(
         Path(save) if save else None,
         judged,
-        lambda partial: None if json else print_result(partial, render_bench, json=False),
+        lambda partial: None if json else print_result(partial, bench_document, json=False),
     ) as keep:
         with progress_for(quiet=quiet) as progress:
             result = measure(options, progress=progress, on_result=keep)
         result = keep(result)
     if html is not None:
-        write_small(Path(html), html_bench(result))
+        write_small(Path(html), html_page(bench_document(result)))
     error = problem(result)
     if error is None or not json:  # under --json the error's details hold the result
-        print_result(result, render_bench, json=json)
+        print_result(result, bench_document, json=json)
     if error is not None:
         raise error

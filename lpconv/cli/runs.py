@@ -19,10 +19,7 @@ from lpconv.lookup import no_directory
 from lpconv.probe.options import PROBE_FILE
 from lpconv.report.advise.html import html_advice
 from lpconv.report.advise.terminal import render_advice
-from lpconv.report.bench.compare import bench_figures, html_benches
-from lpconv.report.bench.html import html_bench
-from lpconv.report.bench.terminal import render_bench
-from lpconv.report.bench.text import headline
+from lpconv.report.bench import bench_document, compare_benches
 from lpconv.report.convert.html import html_compare, html_report
 from lpconv.report.convert.terminal import render_compare, render_convert
 from lpconv.report.convert.words import method_name, size_sentence
@@ -31,7 +28,7 @@ from lpconv.report.finetune.html import html_finetune
 from lpconv.report.finetune.terminal import render_finetune
 from lpconv.report.finetune.words import title, verdict
 from lpconv.report.html import html
-from lpconv.report.numbers import listed, plural
+from lpconv.report.numbers import plural
 from lpconv.report.probe.html import html_probe
 from lpconv.report.probe.terminal import render_probe
 from lpconv.report.terminal import SideBySide
@@ -139,7 +136,8 @@ def ask_probe(path: Path, format: str | None = None) -> ProbeReport:
 
 
 def _line_of_bench(result: BenchResult) -> tuple[str, str]:
-    return listed(list(dict.fromkeys(r.model for r in result.rows))), headline(result)
+    document = bench_document(result)
+    return document.title, document.verdict.text if document.verdict else ""
 
 
 def _line_of_probe(result: ProbeReport) -> tuple[str, str]:
@@ -214,11 +212,11 @@ _KINDS = (
         kind="bench",
         file=None,
         read=read_bench,
-        page=html_bench,
-        table=render_bench,
+        page=lambda result: html(bench_document(result)),
+        table=bench_document,
         line=_line_of_bench,
-        pages=html_benches,
-        tables=lambda results, names: SideBySide(names=tuple(names), figures=bench_figures(results)),
+        pages=lambda results, names: html(compare_benches(results, names)),
+        tables=compare_benches,
     ),
     Kind(
         name=PROBES,

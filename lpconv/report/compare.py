@@ -1,10 +1,12 @@
-"""Several runs of one kind side by side: their names, and a table of figures."""
+"""Several runs of one kind described side by side, and the names that tell them apart."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from lpconv.report.numbers import MISSING
+from lpconv.report.charts import Chart
+from lpconv.report.document import Document, Facts, Section, Table, chart_sections, sections_of
+from lpconv.report.numbers import MISSING, plural
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,3 +28,39 @@ def figures_of(runs: Sequence[Mapping[str, str]]) -> tuple[Figure, ...]:
     labels = dict.fromkeys(label for run in runs for label in run)
     rows = (Figure(label=label, values=tuple(run.get(label, MISSING) for run in runs)) for label in labels)
     return tuple(row for row in rows if set(row.values) != {MISSING})
+
+
+def compare_document(
+    names: Sequence[str],
+    figures: Sequence[Mapping[str, str]],
+    words: Sequence[str],
+    *,
+    charts: Sequence[Chart | None] = (),
+    table: Section | None = None,
+) -> Document:
+    """Runs by their names: the first charts, the figures of each, the other charts, a table, and each run in words.
+
+    Rows of figures stand in the order of the first run; those that no run has are left out.
+    """
+    drawn = [chart for chart in charts if chart is not None]
+    top = 1 if drawn and drawn[0].is_wide else 2
+    labels = dict.fromkeys(label for run in figures for label in run)
+    rows = [(label, *(run.get(label, MISSING) for run in figures)) for label in labels]
+    compared = Table(
+        columns=("Figure", *names), rows=tuple(row for row in rows if set(row[1:]) != {MISSING}), compares=True
+    )
+    summaries = Facts(values=dict(zip(names, words, strict=True)))
+    return Document(
+        kind="comparison",
+        title=f"{plural(len(names), 'run')} compared",
+        subtitle=", ".join(names),
+        sections=(
+            *chart_sections(*drawn[:top]),
+            *sections_of(Section(title="Figures", blocks=(compared,))),
+            *chart_sections(*drawn[top:]),
+            *sections_of(
+                table,
+                Section(title="The runs in words", blocks=(summaries,), only="page"),
+            ),
+        ),
+    )

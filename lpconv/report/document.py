@@ -138,7 +138,8 @@ class Section:
 class Document:
     """A result as its reader meets it: the verdict first, then headline figures, sections, and how it was made.
 
-    `kind` names the kind of result in a word or two. `front_matter` is the YAML header of a model card.
+    `kind` names the kind of result in a word or two. Facts and versions tell how it was made; terminals show no
+    versions and no command. `front_matter` is the YAML header of a model card.
     """
 
     kind: str
@@ -151,7 +152,7 @@ class Document:
     sections: tuple[Section, ...] = ()
     facts: Mapping[str, str] = field(default_factory=dict)
     command: str | None = None
-    version: str | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
     front_matter: Mapping[str, object] = field(default_factory=dict)
 
     def section(self, title: str) -> Section:

@@ -52,8 +52,14 @@ def _template() -> jinja2.Template:
         "depth_of": depth_of,
         "figure_of": figure_of,
         "legend_path": legend_path,
+        "made_by": _made_by,
     }
     return made.get_template("document.html.j2")
+
+
+def _made_by(document: Document) -> dict[str, str]:
+    """The facts, and the version of every package."""
+    return {**document.facts, **{f"Version of {name}": text for name, text in sorted(document.versions.items())}}
 
 
 def _shown(value: Any) -> Any:

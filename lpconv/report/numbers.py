@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # the command line reads sizes before it has any record
-    from lpconv.results import GateRecord
+    from lpconv.results import GateRecord, RatioRecord
 
 
 MISSING = "–"
@@ -28,6 +28,11 @@ ROLE_WORDS = {
 
 # The most names that a sentence lists before it says "and N more".
 _NAMES = 3
+
+
+def ratio_text(ratio: "RatioRecord | None") -> str:
+    """A ratio with its interval: 1.23 [1.20, 1.26]."""
+    return MISSING if ratio is None else f"{ratio.value:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
 
 
 def size_text(size_bytes: float | None) -> str:

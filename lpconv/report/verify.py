@@ -53,7 +53,7 @@ def verify_document(result: Verification) -> Document:
             *sections_of(Section(title="Every tensor, the worst first", blocks=(_tensor_table(result),), only="page")),
         ),
         command=result.command,
-        version=result.version,
+        versions={"lpconv": result.version},
     )
 
 

@@ -1,99 +1,106 @@
-"""A bench as a page and a table, from records."""
+"""A bench as a document, from records."""
 
-import io
 import json
-import re
-from html.parser import HTMLParser
+from typing import Any
 
 import pytest
 from bench_records import CPU_PEAKS, GEMMS, result, row
-from rich.console import Console
 
 from lpconv.bench.roofline import verdict
-from lpconv.report.bench.html import html_bench, memory_plot, speed_plot
-from lpconv.report.bench.terminal import render_bench
-from lpconv.report.bench.text import labels, notes
-from lpconv.results import BenchResult, BenchRow, from_json, to_json
+from lpconv.report.bench import bench_document, compare_benches
+from lpconv.report.document import Bullets, Document, Table
+from lpconv.results import BenchResult, BenchRow, GateRecord, from_json, to_json
 
-ROWS = (row("plain"), row("static"), row("te", status="skipped", reason="<b>not</b> installed", ratio=(1, 1, 1)))
+ROWS = (row("plain"), row("static"), row("te", status="skipped", reason="not installed", ratio=(1, 1, 1)))
 
 
-def shown(*rows: BenchRow) -> BenchResult:
+def judged(*rows: BenchRow, **fields: Any) -> BenchResult:
     found = verdict(rows, GEMMS, CPU_PEAKS)
     assert found is not None
-    made = result(*rows)
-    return from_json(BenchResult, to_json(made) | {"verdicts": [to_json(found)]})
+    return from_json(BenchResult, to_json(result(*rows)) | {"verdicts": [to_json(found)]} | fields)
+
+
+def table(document: Document, title: str) -> Table:
+    (found,) = (b for b in document.section(title).blocks if isinstance(b, Table))
+    return found
 
 
 def test_a_bench_survives_json() -> None:
     made = result(*ROWS)
-
     assert from_json(BenchResult, json.loads(json.dumps(to_json(made)))) == made
 
 
-def test_the_terminal_shows_rows_memory_linears_and_the_verdict() -> None:
-    console = Console(width=140, file=io.StringIO(), record=True)
-    console.print(render_bench(shown(*ROWS)))
-    text = console.export_text()
+def test_rows_show_only_columns_that_differ_or_are_always_asked_for() -> None:
+    found = table(bench_document(judged(*ROWS)), "Every row")
+    assert "Mode" not in found.columns
+    cells = dict(zip(found.columns, found.rows[1], strict=True))
+    assert (cells["Configuration"], cells["Speed-up"], cells["Peak"]) == ("fp8 static", "1.30 [1.20, 1.40]", "1.00 kB")
+    both = bench_document(result(row("plain"), row("static", mode="infer")))
+    assert "Mode" in table(both, "Every row").columns
 
-    for words in ("1.30 [1.20, 1.40]", "weights 10 %", "14336", "emulated here", "<b>not</b> installed", "1.00 kB"):
-        assert words in text
+
+def test_memory_linears_and_sentences_have_their_sections() -> None:
+    document = bench_document(judged(*ROWS))
+    memory = table(document, "Memory of tensors at the peak of a step")
+    assert memory.rows[0][2].startswith("weights 10 %, gradients 5 %")  # type: ignore[union-attr]  # a text
+    (linears,) = (s for s in document.sections if s.title.startswith("Linears by shape"))
+    assert "14336" in str(linears)
+    assert any("emulated here" in line for bullets in document.all_of(Bullets) for line in bullets.lines)
 
 
-@pytest.mark.parametrize(("ratio", "word"), [((0.36, 0.3, 0.4), "slower here"), ((1.3, 1.2, 1.4), "fastest")])
-def test_the_headline_says_whether_anything_was_faster(ratio: tuple[float, float, float], word: str) -> None:
-    made = result(row("plain"), row("static", ratio=ratio), row("rowwise", ratio=(0.2, 0.1, 0.3)))
-    console = Console(width=140, file=io.StringIO(), record=True)
-    console.print(render_bench(made))
-    page, other = html_bench(made), {"fastest", "slower here"} - {word}
-    assert console.export_text().splitlines()[0].startswith(f"lpconv bench, {word}: fp8 static, {ratio[0]:.2f}")
-    assert f"{word}: fp8 static, {ratio[0]:.2f}" in page
-    assert f"{word.capitalize()}, against the baseline" in page
-    assert not any(w in page.lower() for w in other)
+@pytest.mark.parametrize(
+    ("ratio", "outcome", "word"),
+    [((0.36, 0.3, 0.4), "not run", "slower here"), ((1.3, 1.2, 1.4), "passed", "fastest")],
+)
+def test_the_verdict_says_whether_anything_was_faster(
+    ratio: tuple[float, float, float], outcome: str, word: str
+) -> None:
+    document = bench_document(result(row("plain"), row("static", ratio=ratio), row("rowwise", ratio=(0.2, 0.1, 0.3))))
+    assert document.verdict is not None
+    assert document.verdict.outcome == outcome
+    assert document.verdict.text.startswith(f"fp8 static is {word}: {ratio[0]:.2f} [")
+    assert document.tiles[0].label == f"{word.capitalize()}, against the baseline"
+
+
+def test_a_gate_that_failed_is_the_verdict() -> None:
+    gates = [to_json(GateRecord(expression="speedup>=2", value=1.3, passed=False))]
+    document = bench_document(judged(*ROWS, gates=gates))
+    assert document.verdict is not None
+    assert document.verdict.outcome == "failed"
+    assert document.verdict.text.startswith("a gate failed; fp8 static is fastest")
+    assert document.section("1 of 1 gates failed").outcome == "failed"
 
 
 def test_rows_without_figures_share_a_reason_and_do_not_name_the_device() -> None:
     lost = [row(m, status="too large", reason="no room", timing=None, device="cpu") for m in ("te", "mx")]
-    console = Console(width=140, file=io.StringIO(), record=True)
-
-    console.print(render_bench(result(*lost, row("plain"))))
-
-    text = console.export_text()
-    assert "fp8 te; fp8 mx: too large, no room" in text
-    assert re.search(r"Device +GPU", text)
+    document = bench_document(result(*lost, row("plain")))
+    assert document.section("Not measured").blocks == (Bullets(lines=("fp8 te; fp8 mx: too large, no room",)),)
+    assert document.facts["Device"] == "GPU"
 
 
-def test_random_weights_are_noted() -> None:
-    made = result(row("plain", weights="16 of 58 parameters random, else checkpoint"))
-    console = Console(width=140, file=io.StringIO(), record=True)
-    console.print(render_bench(made))
-    for text in (console.export_text(), html_bench(made)):
-        assert "llama-8b: 16 of 58 parameters random, so errors of outputs and gradients are not its own" in text
-    assert "random" not in " ".join(notes(result(row("plain", weights="checkpoint"))))
+def test_random_weights_are_a_warning() -> None:
+    some = bench_document(result(row("plain", weights="16 of 58 parameters random, else checkpoint")))
+    assert some.warnings == (
+        "llama-8b: 16 of 58 parameters random, so errors of outputs and gradients are not its own",
+    )
+    assert not bench_document(result(row("plain", weights="checkpoint"))).warnings
 
 
-def test_the_page_has_plots_and_no_markup_from_outside() -> None:
-    page = html_bench(shown(*ROWS))
-
-    HTMLParser().feed(page)
-    assert page.count('<svg class="plot"') == 2
-    assert "<b>not</b>" not in page
-    assert "&lt;b&gt;not&lt;/b&gt; installed" in page
-    assert not re.search(r'(src|href)="http', page)
-
-
-def test_an_interval_is_drawn_around_its_value_and_columns_reach_the_peak() -> None:
-    named = list(zip(labels(ROWS), ROWS, strict=True))
-    speed, memory = speed_plot(named), memory_plot(named)
-
-    assert speed is not None
-    assert memory is not None
-    whisker = next(m for m in speed.marks if m.kind == "peak")
-    low, high = map(float, re.findall(r"M([\d.]+) [\d.]+H([\d.]+)", whisker.path)[0])
-    parity = float(speed.marks[0].path[1:].split()[0])
-    assert parity < low < high  # 1.20 to 1.40, all faster than the baseline
-    assert "1.30 [1.20, 1.40]" in [t.text for t in speed.texts]
+def test_intervals_and_parts_of_memory_are_drawn() -> None:
+    charts = bench_document(judged(*ROWS)).charts
+    speed, memory = charts["Speed-up over the baseline"], charts["Memory of tensors at the peak"]
+    (whisker,) = (m for m in speed.marks if m.shape == "whisker" and m.title == "fp8 static")
+    assert [x for x, _ in whisker.points] == [1.2, 1.4]
+    assert ("fp8 static", "1.30 [1.20, 1.40]") in speed.rows
     assert [m.title for m in memory.legend] == ["weights", "gradients", "optimizer", "activations", "other"]
-    assert len([m for m in memory.marks if m.kind == "series-0"]) == 3
-    assert max(float(re.findall(r"H([\d.]+)v", m.path)[0]) for m in memory.marks) < memory.right
-    assert speed_plot(named[:1]) is None
+    assert max(box.x[1] for box in memory.boxes) == 1000
+    assert "Speed-up over the baseline" not in bench_document(result(row("plain"))).charts
+
+
+def test_benches_are_compared_row_by_row() -> None:
+    document = compare_benches([judged(*ROWS), judged(*ROWS)], ["monday", "tuesday"])
+    rows = {first: rest for first, *rest in table(document, "Figures").rows}
+    assert rows["fp8 static, train, 2 x 4096: speed-up"] == ["1.30 [1.20, 1.40]"] * 2
+    assert [name for name, _ in document.charts["Speed-up over the baseline"].rows] == [
+        "fp8 static: monday", "fp8 te: monday", "fp8 static: tuesday", "fp8 te: tuesday",
+    ]  # fmt: skip

@@ -10,8 +10,7 @@ from report_examples import bert_result, llama_result
 
 from lpconv.bench.roofline import verdict
 from lpconv.report.advise.html import html_advice
-from lpconv.report.bench.compare import html_benches
-from lpconv.report.bench.html import html_bench
+from lpconv.report.bench import bench_document, compare_benches
 from lpconv.report.convert.html import html_compare, html_report
 from lpconv.report.convert.words import summary
 from lpconv.report.finetune.compare import html_finetunes
@@ -205,9 +204,9 @@ def example_pages() -> dict[str, str]:
         "compare": html_compare([converted, collage, llama], RANGES),
         "probe": html_probe(probe(), RANGES),
         "finetune": html_finetune(finetune()),
-        "bench": html_bench(bench()),
+        "bench": html(bench_document(bench())),
         "finetunes": html_finetunes([finetune(), finetune(recipe="bf16")], ["bert-large-unit-fp8-collage", "bf16"]),
-        "benches": html_benches([bench(), bench()], ["monday", "tuesday"]),
+        "benches": html(compare_benches([bench(), bench()], ["monday", "tuesday"])),
         "advice": html_advice(advice()),
         "verify": html(verify_document(verification())),
         "index": html_index("runs", [_entry(name) for name in LAYERS[:5]], {"Conversions": "index-conversions.html"}),

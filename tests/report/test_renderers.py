@@ -56,7 +56,7 @@ def document(name: str = "a.layer") -> Document:
         kind="test", title=name, subtitle=f"sub {name}", verdict=Verdict(outcome="failed", text=f"no: {name}"),
         summary=name, tiles=(Tile(label="tile", figure="45 %", detail=name),), warnings=(f"warned {name}",),
         sections=(*chart_sections(lines, bars), Section(title="All", blocks=blocks, outcome="not run")),
-        facts={"Steps": name}, command=name, version="1",
+        facts={"Steps": name}, command=name, versions={"lpconv": "1"},
     )  # fmt: skip
 
 

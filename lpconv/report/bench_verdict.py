@@ -3,8 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from lpconv.report.bench.text import ratio_text
-from lpconv.report.numbers import plural, share_text
+from lpconv.report.numbers import plural, ratio_text, share_text
 from lpconv.results import BenchRow, GemmRecord
 
 _ALIGNMENT = 16

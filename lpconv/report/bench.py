@@ -1,0 +1,295 @@
+"""A bench described: what each row measured, against its baseline, and what that means."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from lpconv.report.charts import Bar, Chart, bar_chart
+from lpconv.report.compare import compare_document
+from lpconv.report.document import (
+    Bullets,
+    Document,
+    Outcome,
+    Section,
+    Table,
+    Tile,
+    Verdict,
+    chart_sections,
+    gates_section,
+    sections_of,
+)
+from lpconv.report.numbers import (
+    MISSING,
+    count_text,
+    duration_text,
+    listed,
+    number_text,
+    plural,
+    ratio_text,
+    share_text,
+    size_text,
+)
+from lpconv.results import BenchResult, BenchRow, PeakRecord, VerdictRecord
+
+_UNITS = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
+
+
+def bench_document(result: BenchResult) -> Document:
+    """What was measured, row by row, with the verdict on the best of them."""
+    named = list(zip(labels(result.rows), result.rows, strict=True))
+    about = "What low precision buys, measured in turn with a baseline"
+    return Document(
+        kind="bench",
+        title=", ".join(dict.fromkeys(r.model for r in result.rows)) or "nothing",
+        subtitle=about + ("; this run was interrupted" if result.interrupted else ""),
+        verdict=_verdict(result),
+        tiles=_tiles(result),
+        warnings=_notes(result),
+        sections=(
+            *chart_sections(_speed_chart(named), _memory_chart(named)),
+            *sections_of(
+                gates_section(result.gates),
+                Section(title="Every row", blocks=(_row_table(result.rows),)),
+                Section(title="Not measured", blocks=(Bullets(lines=tuple(reasons(result.rows))),)),
+                *(Section(title=f"Verdict: {v.title}", blocks=(Bullets(lines=v.sentences),)) for v in result.verdicts),
+                _memory_section(named),
+                _energy_section(named),
+                _change_section(result),
+                *(Section(title=f"Linears by shape: {v.title}", blocks=(_linear_table(v),)) for v in result.verdicts),
+            ),
+        ),
+        facts=_facts(result),
+        command=result.command,
+        versions=result.versions,
+    )
+
+
+def best_speed(rows: Sequence[BenchRow]) -> tuple[str, BenchRow] | None:
+    """The variant with the best ratio to its baseline, and what it is called: below 1 nothing is the fastest."""
+    compared = [(r.ratio.value, i) for i, r in enumerate(rows) if r.ratio and not r.is_baseline and r.status == "ok"]
+    if not compared:
+        return None
+    ratio, index = max(compared)
+    return ("fastest" if ratio > 1 else "slower here"), rows[index]
+
+
+def _verdict(result: BenchResult) -> Verdict:
+    """ "failed" if a gate does not hold, "passed" if something was faster than its baseline, else "not run"."""
+    best = best_speed(result.rows)
+    outcome: Outcome = "passed" if best and best[0] == "fastest" else "not run"
+    if not all(g.passed for g in result.gates):
+        outcome = "failed"
+    if best is None:
+        return Verdict(outcome=outcome, text="no row was compared with a baseline")
+    word, row = best
+    failed = "a gate failed; " if outcome == "failed" else ""
+    speed = f"{ratio_text(row.ratio)} times the baseline's speed"
+    return Verdict(outcome=outcome, text=f"{failed}{row.name} is {word}: {speed}")
+
+
+def _tiles(result: BenchResult) -> tuple[Tile, ...]:
+    """The fastest, the smallest and the most exact of the variants."""
+    variants = [r for r in result.rows if not r.is_baseline and r.status == "ok"]
+    tiles = []
+    if best := best_speed(variants):
+        label = f"{best[0].capitalize()}, against the baseline"
+        tiles.append(Tile(label=label, figure=ratio_text(best[1].ratio), detail=best[1].name))
+    if smallest := min((r for r in variants if r.peak_memory), key=lambda r: r.peak_memory or 0, default=None):
+        tiles.append(Tile(label="Least peak memory", figure=size_text(smallest.peak_memory), detail=smallest.name))
+    exact = [(r.numerics.output_error, i) for i, r in enumerate(variants) if r.numerics]
+    if exact:
+        error, index = min(exact)
+        tiles.append(Tile(label="Smallest output error", figure=_error_text(error), detail=variants[index].name))
+    return tuple(tiles)
+
+
+def _facts(result: BenchResult) -> dict[str, str]:
+    if not result.rows:
+        return {"Took": duration_text(result.seconds)}
+    first = next((r for r in result.rows if r.timing is not None), result.rows[0])
+    facts = {
+        "Device": first.device,
+        "Model": f"{first.model}, {plural(first.layers, 'layer')}" if first.layers else first.model,
+        "Weights": ", ".join(dict.fromkeys(r.weights for r in result.rows if r.weights)) or MISSING,
+        "Baseline": ", ".join(dict.fromkeys(r.baseline for r in result.rows)),
+    }
+    if first.parallel is not None:
+        processes = f"{first.processes}, {first.parallel}"
+        facts["Processes"] = f"{processes}; batch and memory are those of one, tokens/s of all"
+    if result.peaks is not None:
+        facts["Measured peaks"] = _peaks_text(result.peaks)
+    if not any(r.gpu for r in result.rows):
+        facts["Energy"] = "not available: there is no GPU, or nvidia-ml-py is not installed"
+    return facts | {"Took": duration_text(result.seconds)}
+
+
+def _peaks_text(peaks: PeakRecord) -> str:
+    """Rates of products and copies."""
+    rates = {"bf16": peaks.bf16_flops, "fp32": peaks.fp32_flops, "fp8": peaks.fp8_flops}
+    flops = [f"{name} {number_text(rate / 1e12)} TFLOP/s" for name, rate in rates.items() if rate is not None]
+    return ", ".join([*flops, f"copies {peaks.bytes_per_s / 1e9:.1f} GB/s"])
+
+
+def labels(rows: Sequence[BenchRow]) -> list[str]:
+    """What to call each row: its name, with mode and sizes if rows differ in them."""
+    alike = len({r.place for r in rows}) == 1
+    return [r.name if alike else f"{r.name}, {r.place}" for r in rows]
+
+
+def reasons(rows: Sequence[BenchRow]) -> list[str]:
+    """Why rows have no figures, rows of one reason together."""
+    found: dict[str, list[str]] = {}
+    for label, r in zip(labels(rows), rows, strict=True):
+        if r.reason:
+            found.setdefault(f"{r.status}, {r.reason}", []).append(label)
+    return [f"{'; '.join(names)}: {reason}" for reason, names in found.items()]
+
+
+def _notes(result: BenchResult) -> tuple[str, ...]:
+    """What a reader must know, and which models have weights that are not all the checkpoint's."""
+    partly = dict.fromkeys((r.model, r.weights.partition(",")[0]) for r in result.rows if "random, else" in r.weights)
+    drawn = (f"{model}: {words}, so errors of outputs and gradients are not its own" for model, words in partly)
+    return (*drawn, *result.notes)
+
+
+def _step_text(seconds: float) -> str:
+    """A time with three significant digits: 430 µs, 19.2 ms, 1.25 s."""
+    unit, scale = next((u for u in (("s", 1.0), ("ms", 1e3)) if seconds * u[1] >= 0.9995), ("µs", 1e6))
+    return f"{number_text(seconds * scale)} {unit}"
+
+
+def _error_text(error: float | None) -> str:
+    return MISSING if error is None else share_text(error, 1)
+
+
+# Heading and cell of each column of the table of rows.
+COLUMNS: dict[str, Callable[[BenchRow], str]] = {
+    "Configuration": lambda r: r.name,
+    "Mode": lambda r: r.mode,
+    "Batch": lambda r: f"{r.batch} x {r.seq}",
+    "Compiled": lambda r: r.compiled,
+    "Step": lambda r: _step_text(r.timing.median_s) if r.timing else r.status,
+    "Tokens/s": lambda r: f"{r.tokens_per_s:,.0f}" if r.tokens_per_s else MISSING,
+    "Speed-up": lambda r: "baseline" if r.is_baseline else ratio_text(r.ratio),
+    "Peak": lambda r: size_text(r.peak_memory),
+    "Saved": lambda r: size_text(r.memory.saved_bytes if r.memory and r.mode == "train" else None),
+    "Output err.": lambda r: _error_text(r.numerics.output_error if r.numerics else None),
+    "Grad. err.": lambda r: _error_text(r.numerics.gradient_error if r.numerics else None),
+    "Emulated": lambda r: ("yes" if r.emulated else "no") if r.status == "ok" else MISSING,
+}
+# Columns that say something only if rows differ in them.
+_OPTIONAL = ("Mode", "Batch", "Compiled", "Grad. err.", "Saved")
+
+
+def _row_table(rows: Sequence[BenchRow]) -> Table:
+    cells = {name: [cell(r) for r in rows] for name, cell in COLUMNS.items()}
+    shown = [name for name in COLUMNS if name not in _OPTIONAL or len(set(cells[name])) > 1]
+    return Table(columns=tuple(shown), rows=tuple(zip(*(cells[name] for name in shown), strict=True)), sortable=True)
+
+
+def _memory_section(named: Sequence[tuple[str, BenchRow]]) -> Section:
+    """The peak of each row with its parts in per cent."""
+    rows = []
+    for label, r in named:
+        if r.memory is not None:
+            parts, whole = dataclasses.asdict(r.memory.parts), r.memory.parts.total
+            by_part = ", ".join(f"{name} {share_text(size, whole)}" for name, size in parts.items() if size)
+            rows.append((label, size_text(r.memory.peak_bytes), by_part))
+    table = Table(columns=("Configuration", "Peak", "<By part"), rows=tuple(rows))
+    return Section(title="Memory of tensors at the peak of a step", blocks=(table,))
+
+
+def _energy_section(named: Sequence[tuple[str, BenchRow]]) -> Section:
+    """What NVML saw of each row."""
+    rows = []
+    for label, r in named:
+        if r.gpu is not None:
+            joules = r.energy.joules_per_step if r.energy else None
+            energy = "not available" if joules is None else f"{joules:.3g} J"
+            numbers = map(number_text, (r.gpu.sm_clock_mhz, r.gpu.power_w, r.gpu.power_limit_w))
+            others = ", ".join(map(str, r.gpu.foreign_processes))
+            rows.append((label, energy, *numbers, ", ".join(r.gpu.throttle_reasons), others))
+    columns = ("Configuration", "Energy/step", "SM MHz", "W", "Limit W", "<Throttled by", "<Other processes")
+    return Section(title="Energy and clocks", blocks=(Table(columns=columns, rows=tuple(rows)),))
+
+
+def _change_section(result: BenchResult) -> Section:
+    """What an older document had for the same rows."""
+    rows = tuple((c.name, ratio_text(c.before), ratio_text(c.after), c.change) for c in result.changes)
+    table = Table(columns=("Configuration", "Before", "Now", "<Change"), rows=rows)
+    return Section(title="Speed-up against the older document", blocks=(table,))
+
+
+def _linear_table(verdict: VerdictRecord) -> Table:
+    """The Linears of a model by shape; with predictions if the roofline makes any, as it does not for emulated fp8."""
+    predicted = any(g.gain is not None for g in verdict.gemms)
+    rows = []
+    for g in verdict.gemms:
+        cells = [g.names[0], str(g.count), str(g.n), str(g.k), count_text(g.m), f"{g.flops / 1e9:.3g}", g.bound]
+        if predicted:
+            even = MISSING if g.break_even_tokens is None else count_text(g.break_even_tokens)
+            cells += [MISSING if g.gain is None else f"{g.gain:.2f}", even]
+        rows.append(tuple(cells))
+    columns = ("First of its shape", "Count", "N", "K", "Tokens", "GFLOP", "<Bound by")
+    more = ("fp8 gain", "Break-even tokens") if predicted else ()
+    return Table(columns=(*columns, *more), rows=tuple(rows), has_names=True)
+
+
+def _speed_chart(named: Sequence[tuple[str, BenchRow]]) -> Chart | None:
+    """Every variant's speed-up over its baseline, with the 95 % interval; None without one."""
+    bars = [
+        Bar(name=n, text=ratio_text(r.ratio), lengths=(r.ratio.value,), interval=(r.ratio.low, r.ratio.high))
+        for n, r in named
+        if r.ratio and not r.is_baseline
+    ]
+    words = "Baseline time over time, with 95 % intervals; above 1 is faster."
+    return bar_chart("Speed-up over the baseline", words, bars, x_label="speed-up", reference=1.0)
+
+
+def _memory_chart(named: Sequence[tuple[str, BenchRow]]) -> Chart | None:
+    """The peak of every row part by part, weights first; None if no memory was measured."""
+    shown = [(n, dataclasses.asdict(r.memory.parts)) for n, r in named if r.memory]
+    if not shown:
+        return None
+    names = list(shown[0][1])
+    present = [name for name in names if any(p[name] for _, p in shown)]
+    unit = size_text(max(sum(p.values()) for _, p in shown)).split()[1]
+    bars = [
+        Bar(name=n, text=size_text(sum(p.values())), lengths=tuple(float(p[name]) for name in present))
+        for n, p in shown
+    ]
+    return bar_chart(
+        "Memory of tensors at the peak",
+        "What takes up memory when a step needs most.",
+        bars,
+        x_label=unit,
+        parts={name: f"series-{i}" for i, name in enumerate(names) if name in present},
+        tick=lambda size: f"{size / _UNITS[unit]:g}",
+    )
+
+
+def compare_benches(benches: Sequence[BenchResult], names: Sequence[str]) -> Document:
+    """Several benches: bars of all their rows in one chart, and each row's figures side by side."""
+    rows = [(f"{r.name}: {n}", r) for n, b in zip(names, benches, strict=True) for r in b.rows]
+    words = [" ".join(s for v in b.verdicts for s in v.sentences) or "No verdict was kept." for b in benches]
+    charts = (_speed_chart(rows), _memory_chart(rows))
+    return compare_document(names, [_figures(b) for b in benches], words, charts=charts)
+
+
+def _figures(bench: BenchResult) -> Mapping[str, str]:
+    """What a bench was, then speed-up and peak memory of every row."""
+
+    def all_of(values: Iterable[str]) -> str:
+        return listed(list(dict.fromkeys(v for v in values if v))) or MISSING
+
+    found = {
+        "model": all_of(r.model for r in bench.rows),
+        "device": all_of(r.device for r in bench.rows if r.timing),
+        "baseline": all_of(r.baseline for r in bench.rows),
+        "weights": all_of(r.weights for r in bench.rows),
+        "measured": plural(sum(r.status == "ok" for r in bench.rows), "row"),
+    }
+    for r in bench.rows:
+        speed = "baseline" if r.is_baseline else ratio_text(r.ratio) if r.status == "ok" else r.status
+        found[f"{r.name}, {r.place}: speed-up"] = speed
+        found[f"{r.name}, {r.place}: peak memory"] = size_text(r.peak_memory)
+    return found
