@@ -32,12 +32,12 @@ class _Events:
 
     def batch_finished(self, result: "BatchResult") -> None:
         from lpconv.checkpoint.partfile import write_small
-        from lpconv.report.batch import junit_xml, render_batch
+        from lpconv.report.batch import batch_document, junit_xml
 
         if self._junit is not None:
             write_small(Path(self._junit), junit_xml(result))
         if not self._json:  # one document is printed at the end, of the result or of an error
-            print_result(result, render_batch, json=False)
+            print_result(result, batch_document, json=False)
 
 
 def _print_schema(wanted: bool) -> None:
@@ -106,9 +106,9 @@ def batch(
             executor=None if options.dry_run else _executor(loaded, options, progress=progress, quiet=quiet),
         )
     if json:
-        from lpconv.report.batch import render_batch
+        from lpconv.report.batch import batch_document
 
-        print_result(result, render_batch, json=True)
+        print_result(result, batch_document, json=True)
 
 
 def _write_part(manifest: "Manifest", options: BatchOptions, shard: str, progress: "Progress", *, json: bool) -> None:

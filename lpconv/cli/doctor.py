@@ -28,19 +28,19 @@ def doctor(
 
     if aliases:
         from lpconv.checkpoint.aliases import ALIASES
-        from lpconv.report.doctor import render_aliases
+        from lpconv.report.doctor import alias_table
 
         names = [(a.family, a.name, a.repo_id) for a in ALIASES.values()]
-        print_result({"aliases": ALIASES}, lambda _: render_aliases(names), json=json)
+        print_result({"aliases": ALIASES}, lambda _: alias_table(names), json=json)
         return
     required = without_blanks("--require", require.split(",")) if require is not None else []
     from lpconv.doctor import examine, require as check
-    from lpconv.report.doctor import render_doctor
+    from lpconv.report.doctor import doctor_document
 
     result = examine()
     if not json:
-        print_result(result, render_doctor, json=False)
+        print_result(result, doctor_document, json=False)
     if required:
         check(required, result)
     if json:  # else the error's document is the only one
-        print_result(result, render_doctor, json=True)
+        print_result(result, doctor_document, json=True)

@@ -51,11 +51,11 @@ def onnx(model: Model, output: Target, options: ExportOptions, json: Json = Fals
     target = Path(output)
     before_export(model, target, options)
     from lpconv.export.run import export_onnx  # torch and transformers take seconds to import
-    from lpconv.report.export import render_export
+    from lpconv.report.export import export_document
 
     with progress_for(quiet=quiet) as progress:
         result = export_onnx(model, target, options, progress=progress)
-    print_result(result, render_export, json=json)
+    print_result(result, export_document, json=json)
 
 
 export.command()(handled(onnx))

@@ -12,21 +12,23 @@ from lpconv.train.recipes import RECIPES
 def _list_recipes(wanted: bool) -> None:
     if not wanted:
         return
-    from lpconv.report.finetune.terminal import render_recipes
+    from lpconv.report.document import Table
     from lpconv.report.terminal import show
 
     arithmetics = ((name, recipe.arithmetic, recipe.purpose) for name, recipe in RECIPES.items())
-    show(render_recipes((n, a.precision, a.method, a.optimizer, a.loss_scale, use) for n, a, use in arithmetics))
+    rows = ((n, a.precision, a.method, a.optimizer, a.loss_scale, use) for n, a, use in arithmetics)
+    columns = ("Recipe", "<Precision", "<Method", "<Optimizer", "<Loss scale", "<What it is for")
+    show(Table(columns=columns, rows=tuple(rows)))
     raise typer.Exit
 
 
 def _show_plan(model: str, options: FinetuneOptions, *, json: bool) -> None:
     """The memory that a step needs of each rank."""
     check_options(options)
-    from lpconv.report.finetune.memory import render_memory
+    from lpconv.report.memory import memory_document
     from lpconv.train.plan import plan  # torch and transformers take seconds to import
 
-    print_result(plan(model, options), render_memory, json=json)
+    print_result(plan(model, options), memory_document, json=json)
 
 
 @with_options

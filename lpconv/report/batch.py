@@ -1,49 +1,49 @@
-"""A batch on the terminal, one line a job, and as JUnit XML, which the dashboards of CI systems read."""
+"""A batch described, a row for each job; and as JUnit XML, which the dashboards of CI systems read."""
 
 import math
 import re
 import xml.etree.ElementTree as ET
-from collections.abc import Iterator
-
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
 
 from lpconv.errors import VerificationError
+from lpconv.report.document import Bullets, Cell, Document, Outcome, Section, Table, Verdict, sections_of
 from lpconv.report.numbers import size_text
 from lpconv.results.batch import DONE, FAILED, NOT_RUN, PLANNED, UP_TO_DATE, BatchResult, JobError, JobResult
 
-_STYLES = dict.fromkeys((*DONE.values(), UP_TO_DATE), "green") | {PLANNED: "cyan", FAILED: "red", NOT_RUN: "yellow"}
+_OUTCOMES: dict[str, Outcome] = dict.fromkeys((*DONE.values(), UP_TO_DATE), "passed")
+_OUTCOMES |= {PLANNED: "not run", FAILED: "failed", NOT_RUN: "not run"}
 _MAX_FIGURES = 3
 # What XML 1.0 allows in no form, escaped or not (section 2.2).
 _FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
-def render_batch(result: BatchResult) -> RenderableType:
-    """The jobs as a table, the errors with their hints below it, and a line that counts."""
-    table = Table("job", "kind", "status", "what", "result", "time", "note", box=None, pad_edge=False)
-    for job in result.jobs:
-        table.add_row(*_cells(job))
-    notes = [line for job in result.jobs if job.error for line in _error_lines(job.id, job.error)]
-    return Group(table, *notes, Text(_count(result)))
-
-
-def _error_lines(job_id: str, error: JobError) -> Iterator[Text]:
-    yield Text(f"{job_id}: {error.message}", style="red")
-    if error.hint:
-        yield Text(f"  hint: {error.hint}")
-
-
-def _cells(job: JobResult) -> tuple[RenderableType, ...]:
-    return (
-        Text(job.id),
-        Text(job.kind),
-        Text(job.status, style=_STYLES[job.status]),
-        Text(job.what),
-        Text(_found(job)),
-        Text(f"{job.seconds:.1f} s"),
-        Text(_note(job)),
+def batch_document(result: BatchResult) -> Document:
+    """The jobs as a table, and the errors with their hints; the verdict counts."""
+    errors = [f"{job.id}: {_with_hint(job.error)}" for job in result.jobs if job.error]
+    columns = ("job", "<kind", "<status", "<what", "<result", "time", "<note")
+    return Document(
+        kind="batch",
+        title=result.manifest,
+        verdict=Verdict(outcome=_outcome(result), text=_count(result)),
+        sections=sections_of(
+            Section(title="Jobs", blocks=(Table(columns=columns, rows=tuple(map(_cells, result.jobs))),)),
+            Section(title="Errors", blocks=(Bullets(lines=tuple(errors)),), outcome="failed"),
+        ),
     )
+
+
+def _outcome(result: BatchResult) -> Outcome:
+    if result.failed:
+        return "failed"
+    return "not run" if result.dry_run else "passed"
+
+
+def _with_hint(error: JobError) -> str:
+    return f"{error.message} (hint: {error.hint})" if error.hint else error.message
+
+
+def _cells(job: JobResult) -> tuple[str | Cell, ...]:
+    status = Cell(text=job.status, outcome=_OUTCOMES[job.status])
+    return job.id, job.kind, status, job.what, _found(job), f"{job.seconds:.1f} s", _note(job)
 
 
 def _found(job: JobResult) -> str:
@@ -71,7 +71,7 @@ def _sqnr(job: JobResult) -> str:
 
 
 def _count(result: BatchResult) -> str:
-    counts = {status: sum(job.status == status for job in result.jobs) for status in _STYLES}
+    counts = {status: sum(job.status == status for job in result.jobs) for status in _OUTCOMES}
     parts = [f"{count} {status}" for status, count in counts.items() if count]
     return f"{len(result.jobs)} jobs in {result.seconds:.1f} s: {', '.join(parts)}"
 

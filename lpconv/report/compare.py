@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 from lpconv.report.charts import Chart
-from lpconv.report.document import Document, Facts, Section, Table, chart_sections, sections_of
+from lpconv.report.document import Bullets, Document, Section, Table, chart_sections, sections_of
 from lpconv.report.numbers import MISSING, plural
 
 
@@ -49,7 +49,7 @@ def compare_document(
     compared = Table(
         columns=("Figure", *names), rows=tuple(row for row in rows if set(row[1:]) != {MISSING}), compares=True
     )
-    summaries = Facts(values=dict(zip(names, words, strict=True)))
+    summaries = Bullets(lines=tuple(f"{name}: {said}" for name, said in zip(names, words, strict=True)))
     return Document(
         kind="comparison",
         title=f"{plural(len(names), 'run')} compared",

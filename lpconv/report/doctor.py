@@ -1,48 +1,47 @@
-"""A doctor's result and the alias table, as rich renderables for the terminal."""
+"""A doctor's result and the alias table described."""
 
 from collections.abc import Iterable
 
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
+from lpconv.report.document import Cell, Document, Outcome, Section, Table, sections_of
+from lpconv.results.doctor import EMULATED, ERROR, NATIVE, UNAVAILABLE, DeviceRecord, DoctorResult, PackageRecord
 
-from lpconv.results.doctor import EMULATED, ERROR, NATIVE, UNAVAILABLE, DeviceRecord, DoctorResult
-
-_STYLES = {NATIVE: "green", EMULATED: "yellow", UNAVAILABLE: "red", ERROR: "red"}
+_OUTCOMES: dict[str, Outcome] = {NATIVE: "passed", EMULATED: "not run", UNAVAILABLE: "failed", ERROR: "failed"}
 
 
-def render_doctor(result: DoctorResult) -> RenderableType:
-    """Devices, formats and products of each, and packages."""
-    devices = Table.grid(padding=(0, 2))
-    devices.add_row("lpconv", f"{result.lpconv} on Python {result.python}, {result.platform}")
-    for device in result.devices:
-        devices.add_row(device.label, _device(device))
-    formats = _table("Number formats", "format", "device", "support", "note")
-    for f in result.formats:
-        formats.add_row(f.format, f.device, Text(f.level, style=_STYLES[f.level]), f.note)
-    products = _table("Scaled products", "layout", "device", "support", "note")
-    for p in result.products:
-        products.add_row(p.layout, p.device, Text(p.level, style=_STYLES[p.level]), p.note)
-    packages = _table("Packages", "package", "for", "installed", "needed")
-    for k in result.packages:
-        lacks = "yellow" if k.extra else "red"  # nobody needs all extras
-        what = f"lpconv[{k.extra}]" if k.extra else "lpconv"
-        packages.add_row(
-            k.name, Text(what), Text(k.installed or "missing", style="green" if k.ok else lacks), k.required
-        )
-    return Group(devices, formats, products, packages)
+def doctor_document(result: DoctorResult) -> Document:
+    """Devices, the formats and products of each, and packages."""
+    formats = tuple((f.format, f.device, _level(f.level), f.note) for f in result.formats)
+    products = tuple((p.layout, p.device, _level(p.level), p.note) for p in result.products)
+    packages = tuple(map(_package_row, result.packages))
+    return Document(
+        kind="doctor",
+        title=f"lpconv {result.lpconv} on Python {result.python}, {result.platform}",
+        facts={device.label: _device(device) for device in result.devices},
+        sections=sections_of(
+            _table_section("Number formats", ("format", "<device", "<support", "<note"), formats),
+            _table_section("Scaled products", ("layout", "<device", "<support", "<note"), products),
+            _table_section("Packages", ("package", "<for", "<installed", "<needed"), packages),
+        ),
+    )
 
 
-def render_aliases(aliases: Iterable[tuple[str, str, str]]) -> RenderableType:
+def alias_table(aliases: Iterable[tuple[str, str, str]]) -> Table:
     """Every short name and the hub id it means; `aliases` are (family, name, hub id)."""
-    table = Table("family", "name", "hub id", box=None, pad_edge=False)
-    for alias in aliases:
-        table.add_row(*alias)
-    return table
+    return Table(columns=("family", "<name", "<hub id"), rows=tuple(aliases))
 
 
-def _table(title: str, *columns: str) -> Table:
-    return Table(*columns, title=title, title_justify="left", box=None)
+def _table_section(title: str, columns: tuple[str, ...], rows: tuple[tuple[str | Cell, ...], ...]) -> Section:
+    return Section(title=title, blocks=(Table(columns=columns, rows=rows),))
+
+
+def _level(level: str) -> Cell:
+    return Cell(text=level, outcome=_OUTCOMES[level])
+
+
+def _package_row(package: PackageRecord) -> tuple[str | Cell, ...]:
+    lacking: Outcome = "not run" if package.extra else "failed"  # nobody needs all extras
+    installed = Cell(text=package.installed or "missing", outcome="passed" if package.ok else lacking)
+    return package.name, f"lpconv[{package.extra}]" if package.extra else "lpconv", installed, package.required
 
 
 def _device(device: DeviceRecord) -> str:

@@ -38,11 +38,12 @@ class Tile:
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """A cell of a table with a number to sort by, or the address that it links to."""
+    """A cell of a table with a number to sort by, the address that it links to, or an outcome that colours it."""
 
     text: str
     sort: float | None = None
     link: str | None = None
+    outcome: Outcome | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

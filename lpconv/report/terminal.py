@@ -17,7 +17,7 @@ from rich.table import Column, Table as _RichTable
 from rich.text import Text
 
 from lpconv.report.compare import Figure
-from lpconv.report.document import Block, Bullets, Checks, Code, Document, Facts, Folded, Section, Table
+from lpconv.report.document import Block, Bullets, Cell, Checks, Code, Document, Facts, Folded, Section, Table
 from lpconv.report.numbers import plural
 from lpconv.report.printable import printable_record
 
@@ -88,10 +88,18 @@ def _facts_grid(values: Mapping[str, str]) -> RenderableType:
     return _grid(values.items())
 
 
+def _cell(cell: str | Cell) -> str | Text:
+    if isinstance(cell, str):
+        return cell
+    return Text(cell.text, style=_STYLES[cell.outcome]) if cell.outcome else cell.text
+
+
 def _table(table: Table) -> RenderableType:
     rows = table.rows if table.most is None else table.rows[: table.most]
-    texts = ([cell if isinstance(cell, str) else cell.text for cell in row] for row in rows)
-    cells = [(Name(name=first) if table.has_names else first, *rest) for first, *rest in texts]
+    texts = (list(map(_cell, row)) for row in rows)
+    cells = [
+        (Name(name=first) if table.has_names and isinstance(first, str) else first, *rest) for first, *rest in texts
+    ]
     columns = [f"<{c.removeprefix('<')}" if table.compares else c for c in table.columns]
     parts: list[RenderableType] = [Text(table.caption)] if table.caption else []
     parts.append(_Fitting(columns, cells))
@@ -124,6 +132,10 @@ def _abbreviated(name: str, width: int) -> str:
             break
         parts[i] = part if part.isdecimal() else part[:1]
     return ".".join(parts)
+
+
+def _named(cell: str | Text) -> Name | Text:
+    return Name(name=cell) if isinstance(cell, str) else cell
 
 
 def heading(text: str) -> tuple[RenderableType, ...]:
@@ -246,8 +258,14 @@ def note_list(title: str, notes: Sequence[str], *, empty: str = "") -> tuple[Ren
     return section(title, grid)
 
 
-def show(shown: Document | RenderableType, *, file: TextIO | None = None) -> None:
-    """Print a document to `file` (stdout): styled for a terminal, plain text for anything else.
+def _renderable(shown: Document | Table | RenderableType) -> RenderableType:
+    if isinstance(shown, Document):
+        return terminal(shown)
+    return _table(shown) if isinstance(shown, Table) else shown
+
+
+def show(shown: Document | Table | RenderableType, *, file: TextIO | None = None) -> None:
+    """Print a document or a table to `file` (stdout): styled for a terminal, plain text for anything else.
 
     Encodings that lack its characters get ASCII. A pipe has no width, so it gets 120 columns unless ``COLUMNS`` says
     otherwise. rich honours ``NO_COLOR``.
@@ -258,7 +276,7 @@ def show(shown: Document | RenderableType, *, file: TextIO | None = None) -> Non
         width = console.width if "COLUMNS" in os.environ else _PIPE_WIDTH
         console = Console(file=out, highlight=False, width=width, no_color=True)
     with console.capture() as capture:
-        console.print(terminal(shown) if isinstance(shown, Document) else shown)
+        console.print(_renderable(shown))
     text = "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"
     if "utf" not in (getattr(out, "encoding", None) or "utf-8").lower():
         text = text.translate(_ASCII).encode("ascii", "backslashreplace").decode("ascii")

@@ -1,7 +1,6 @@
 """Batches with a made-up converter: failures, resuming, the lock, and what CI reads."""
 
 import hashlib
-import io
 import json
 import os
 import xml.etree.ElementTree as ET
@@ -9,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from lpconv.batch.lock import Lock, read_lock
 from lpconv.batch.manifest import BatchJob, Manifest, load_manifest
@@ -28,7 +26,8 @@ from lpconv.errors import (
 )
 from lpconv.gates import BENCH_GATES, check_rows
 from lpconv.progress import Progress
-from lpconv.report.batch import junit_xml, render_batch
+from lpconv.report.batch import batch_document, junit_xml
+from lpconv.report.document import Table
 from lpconv.results import (
     BenchResult,
     BenchRow,
@@ -377,7 +376,7 @@ class TestKinds:
         assert statuses(result) == ["converted", "measured"]
         assert result.jobs[1].model == str(tmp_path / "out/a")
         assert result.jobs[1].figures == {"speedup": 2.0}
-        assert "speedup: 2" in rendered(result)[2]
+        assert "speedup: 2" in rows_of(result)[1]["result"]
         assert "speedup: 2" in junit_xml(result)
 
     def test_a_gate_that_fails_ends_with_its_own_code_and_is_judged_again(self, tmp_path: Path) -> None:
@@ -569,32 +568,29 @@ class TestReports:
         assert "Traceback" in "".join(e.text or "" for e in root.iter("error"))
 
     def test_the_table_has_a_line_per_job_and_the_hints(self, mixed: BatchResult, tmp_path: Path) -> None:
-        lines = rendered(mixed)
-        assert [line.split()[0] for line in lines[1:4]] == ["a", "b", "c"]
-        assert "up to date" in lines[1]
-        assert "verification (exit 5)" in lines[2]
-        assert "hint: loosen it" in lines[5]
-        assert lines[-1].endswith("1 up to date, 1 failed, 1 not run")
+        rows = rows_of(mixed)
+        assert [row["job"] for row in rows] == ["a", "b", "c"]
+        assert rows[0]["status"] == "up to date"
+        assert rows[1]["note"] == "verification (exit 5)"
+        document = batch_document(mixed)
+        assert "hint: loosen it" in str(document.section("Errors"))
+        assert document.verdict is not None
+        assert document.verdict.outcome == "failed"
+        assert document.verdict.text.endswith("1 up to date, 1 failed, 1 not run")
 
     def test_the_table_shows_what_was_measured(self, tmp_path: Path) -> None:
-        engine = Engine()
-        line = rendered(run_batch(write_manifest(tmp_path, jobs=("a",)), engine.runners))[1]
-        assert "71.2 dB" in line
-        assert "100 B" in line
+        (row,) = rows_of(run_batch(write_manifest(tmp_path, jobs=("a",)), Engine().runners))
+        assert "71.2 dB" in row["result"]
+        assert "100 B" in row["result"]
 
     def test_the_table_of_a_dry_run_shows_needs(self, tmp_path: Path) -> None:
-        engine = Engine()
-        line = rendered(run_batch(write_manifest(tmp_path), engine.runners, dry_run=True))[1]
-        assert "needs 7 B memory, 8 B disk, about 2 s" in line
-
-    def test_markup_in_names_is_not_interpreted(self, mixed: BatchResult) -> None:
-        assert mixed.jobs[1].error is not None
-        error = replace(mixed.jobs[1].error, message="tensor [red]w[/red]")
-        shown = rendered(replace(mixed, jobs=(replace(mixed.jobs[1], error=error),)))
-        assert any("tensor [red]w[/red]" in line for line in shown)
+        rows = rows_of(run_batch(write_manifest(tmp_path), Engine().runners, dry_run=True))
+        assert rows[0]["note"] == "needs 7 B memory, 8 B disk, about 2 s"
 
 
-def rendered(result: BatchResult) -> list[str]:
-    buffer = io.StringIO()
-    Console(file=buffer, width=160).print(render_batch(result))
-    return [line.rstrip() for line in buffer.getvalue().splitlines()]
+def rows_of(result: BatchResult) -> list[dict[str, str]]:
+    """The rows of the table of jobs, by heading."""
+    (table,) = batch_document(result).all_of(Table)
+    headings = [column.removeprefix("<") for column in table.columns]
+    texts = [[cell if isinstance(cell, str) else cell.text for cell in row] for row in table.rows]
+    return [dict(zip(headings, row, strict=True)) for row in texts]

@@ -1,7 +1,6 @@
 """What the machine can do: rules on made-up devices, and one look at this machine."""
 
 import importlib
-import io
 import json
 import tomllib
 from dataclasses import replace
@@ -9,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 import lpconv
 from lpconv import doctor
@@ -18,7 +16,8 @@ from lpconv.doctor import EXTRAS, cpu_device, examine, format_support, gpu_probl
 from lpconv.errors import UnsupportedError, UsageError
 from lpconv.formats.spec import FORMATS
 from lpconv.kernels.matmul import matmul
-from lpconv.report.doctor import render_aliases, render_doctor
+from lpconv.report.doctor import alias_table, doctor_document
+from lpconv.report.document import Cell, Table
 from lpconv.results import from_json, to_json
 from lpconv.results.doctor import DeviceRecord, DoctorResult, PackageRecord
 
@@ -175,17 +174,20 @@ def test_extras_are_those_of_the_project(project: dict[str, Any]) -> None:
     assert set(EXTRAS) == set(project["optional-dependencies"])
 
 
-def test_render_shows_devices_formats_and_problems(here: DoctorResult) -> None:
-    machine = machine_with(here, BF16_CPU, gpu(8, 9, problem="no driver"))
-    console = Console(file=io.StringIO(), width=200)
-    console.print(render_doctor(machine), render_aliases((a.family, a.name, a.repo_id) for a in ALIASES.values()))
-    assert isinstance(console.file, io.StringIO)
-    text = console.file.getvalue()
-    for expected in (
-        "cuda:0",
-        "compute capability 8.9",
-        "e4m3fn",
-        "cannot be used: no driver",
-        "google-bert/bert-large",
-    ):
-        assert expected in text
+def test_the_document_shows_devices_formats_and_problems(here: DoctorResult) -> None:
+    document = doctor_document(machine_with(here, BF16_CPU, gpu(8, 9, problem="no driver")))
+    for expected in ("compute capability 8.9", "cannot be used: no driver"):
+        assert expected in document.facts["cuda:0"]
+    levels_by_row = {
+        row[:2]: (cell.text, cell.outcome)
+        for table in document.all_of(Table)
+        for row in table.rows
+        if isinstance(cell := row[2], Cell)
+    }
+    assert levels_by_row["bf16", "cpu"] == ("native", "passed")
+    assert levels_by_row["e4m3fn", "cpu"] == ("emulated", "not run")
+
+
+def test_every_alias_has_its_row() -> None:
+    rows = alias_table((a.family, a.name, a.repo_id) for a in ALIASES.values()).rows
+    assert ("BERT", "bert-large", "google-bert/bert-large-uncased") in rows

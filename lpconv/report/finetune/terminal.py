@@ -3,8 +3,6 @@
 Import this module lazily: it loads rich.
 """
 
-from collections.abc import Iterable
-
 from rich.console import Group, RenderableType
 from rich.text import Text
 
@@ -70,8 +68,3 @@ def _layers(result: FinetuneResult) -> tuple[RenderableType, ...]:
 def _memory(result: FinetuneResult) -> tuple[RenderableType, ...]:
     rows = memory_rows(result)
     return section("Memory of a step at its peak", table_of("Part", "Size", "Of the peak", rows=rows)) if rows else ()
-
-
-def render_recipes(recipes: Iterable[tuple[str, ...]]) -> RenderableType:
-    """The table of recipes: name, precision, method, optimizer, loss scale and purpose of each."""
-    return table_of("Recipe", "<Precision", "<Method", "<Optimizer", "<Loss scale", "<What it is for", rows=recipes)

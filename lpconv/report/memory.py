@@ -1,0 +1,40 @@
+"""The memory that a training step needs of each GPU, described."""
+
+from lpconv.report.document import Document, Section, Table
+from lpconv.report.numbers import MISSING, count_text, size_text
+from lpconv.results import MemoryPlan
+
+_LEFT_OUT = (
+    "Peaks of the two passes, by formula. The optimizer's own temporary tensors and what a device keeps for itself "
+    "come on top. To publish the model, the first process gathers it in fp32 in the memory of its machine."
+)
+
+
+def memory_document(plan: MemoryPlan) -> Document:
+    """How many GPUs have room under each recipe, and what one of them needs under the recipe asked for."""
+    devices = tuple(next(iter(plan.gpus.values()), {}))
+    rows = tuple(
+        (recipe, *(MISSING if n is None else str(n) for n in found.values())) for recipe, found in plan.gpus.items()
+    )
+    most = max(m.num_ranks for m in plan.memory)
+    fewest = f"The smallest number of GPUs of which each has room; {MISSING} if {most} have none"
+    return Document(
+        kind="finetune",
+        title=f"{plan.name}: memory of a step",
+        facts={
+            "Parameters": count_text(plan.num_parameters),
+            "A step": f"{plan.batch_size} sequences of {plan.seq_len} tokens over all GPUs, at least one on each",
+            "Shared": "parameters, gradients and optimizer state, by `--parallel fsdp2` on several GPUs",
+        },
+        sections=(
+            Section(title=fewest, blocks=(Table(columns=("Recipe", *devices), rows=rows),)),
+            Section(title=f"One GPU's part with recipe {plan.recipe}", blocks=(_rank_table(plan), _LEFT_OUT)),
+        ),
+    )
+
+
+def _rank_table(plan: MemoryPlan) -> Table:
+    found = [m for m in plan.memory if m.recipe == plan.recipe]
+    parts = (p.capitalize() for p in found[0].parts)
+    rows = ((str(m.num_ranks), *(size_text(x) for x in m.parts.values()), size_text(m.total_bytes)) for m in found)
+    return Table(columns=("GPUs", *parts, "Together"), rows=tuple(rows))
