@@ -43,7 +43,7 @@ def cast(
     overflow: Overflow = "saturate",
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """The values of `x` rounded to `format`, in x's dtype, shape and device.
+    """Round `x` to `format` and return the values in the dtype, shape and device of `x`.
 
     `rounding` is "nearest" (ties to even), "toward_zero" or "stochastic" (to one of the two neighbours, with
     probabilities that make the mean x; drawn from `generator`). Numbers of the format come back unchanged. The special
@@ -133,7 +133,7 @@ def check_cast(x: Tensor, format: str | Format, rounding: str, overflow: str) ->
 
 
 def straight_through(x: Tensor, rounded: Tensor) -> Tensor:
-    """`rounded`, with the gradient of the identity with respect to `x` (Bengio et al. 2013, arXiv 1308.3432, §4)."""
+    """Return `rounded` with the gradient of the identity with respect to `x` (Bengio et al. 2013, arXiv 1308.3432)."""
     if not (x.requires_grad and torch.is_grad_enabled()):
         return rounded
     result: Tensor = _StraightThrough.apply(x, rounded)  # type: ignore[no-untyped-call]  # torch leaves apply untyped

@@ -23,7 +23,7 @@ def encode(
     overflow: Overflow = "saturate",
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """The codes of `cast(x, ...)`, in `code_dtype(format)` and shaped `code_shape(format, x.shape)`.
+    """Return the codes of `cast(x, ...)`, in `code_dtype(format)` and of shape `code_shape(format, x.shape)`.
 
     In formats of 8 bits or fewer every NaN becomes `Format.nan_code`, without a sign, since processors differ on the
     signs of NaN. Raises InputError where x has NaN and the format has none, and UsageError as `cast` does, or where fp4
@@ -41,7 +41,7 @@ def encode(
 
 
 def decode(codes: Tensor, format: str | Format, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The values that `codes` stand for, in `dtype` and unpacked; the inverse of `encode`.
+    """Return the values of `codes` in `dtype`, unpacked; the inverse of `encode`.
 
     Exact in every dtype that holds the format's numbers; bytes are accepted for every format of 8 bits or fewer.
     """

@@ -53,7 +53,7 @@ class Rates:
 
 @dataclass(frozen=True, kw_only=True)
 class ExponentHistogram:
-    """How many elements lie where, from one pass over a tensor; histograms of several steps add up.
+    """Counts of a tensor's elements by exponent, made in one pass; histograms of several steps can be added.
 
     `counts[i, b]` of shape (binades, BINS) counts the |x| of exponent `first_exponent + i` in bin b; zeros, infinities
     and NaN are apart.

@@ -24,7 +24,7 @@ _MIN_EXPONENT, _MAX_EXPONENT = -126, 127  # the normal range of fp32 and bf16, s
 
 
 def pow2_floor(x: FloatOrTensor) -> FloatOrTensor:
-    """The largest power of two <= |x|, within [2^-126, 2^127].
+    """Return the largest power of two <= |x|, within [2^-126, 2^127].
 
     Exact, in x's dtype. Zero stays 0 (it has no exponent, so the caller decides), Inf becomes +Inf, NaN stays NaN. A
     float16 tensor stays within what float16 holds, 2^-24 to 2^15.
@@ -33,12 +33,12 @@ def pow2_floor(x: FloatOrTensor) -> FloatOrTensor:
 
 
 def pow2_ceil(x: FloatOrTensor) -> FloatOrTensor:
-    """The smallest power of two >= |x|; range and special values as in `pow2_floor`."""
+    """Return the smallest power of two >= |x|, with the range and special values of `pow2_floor`."""
     return _pow2(x, 1.0 + sys.float_info.epsilon)
 
 
 def pow2_nearest(x: FloatOrTensor) -> FloatOrTensor:
-    """The power of two nearest to |x| in ratio: x over it lies in (1/√2, √2). Otherwise as `pow2_floor`.
+    """Return the power of two nearest to |x| in ratio: x divided by it lies in (1/√2, √2). Otherwise as `pow2_floor`.
 
     The ratio decides, not the difference, because a scale multiplies. No float equals √2, so there are no ties.
     """
@@ -79,7 +79,7 @@ def normal_pow2_floor(x: Array) -> Array:
 
 
 def amax(x: Tensor, block: tuple[int, ...] | None = None) -> Tensor:
-    """The largest |x| of the tensor, or of each block; NaN where there is one, 0 of nothing.
+    """Return the largest |x| of the tensor or of each block; NaN if there is a NaN, 0 if there are no elements.
 
     `block` gives the block's size along each axis, -1 for the whole axis: (1, -1) is one number per row, (1, 32) MX,
     (128, 128) a tile. None is the whole tensor. Returns x's dtype, shaped () or as the grid of blocks.
@@ -91,7 +91,9 @@ def amax(x: Tensor, block: tuple[int, ...] | None = None) -> Tensor:
 
 
 def rms(x: Tensor, block: tuple[int, ...] | None = None) -> Tensor:
-    """sqrt(mean(x²)) of the tensor or of each block, in float64 inside and out; blocks as in `amax`, 0 of nothing."""
+    """Return sqrt(mean(x²)) of the tensor or of each block, computed in float64; blocks as in `amax`, 0 if there are no
+    elements.
+    """
     blocks, axes = _blocks(x.detach(), block)
     count = math.prod(blocks.shape[a] for a in axes)
     norm: Tensor = torch.linalg.vector_norm(blocks, dim=axes, dtype=torch.float64)
@@ -106,7 +108,7 @@ def tensor_scale(
     block: tuple[int, ...] | None = None,
     pow2: Pow2 | None = "ceil",
 ) -> Tensor:
-    """The scale that brings `x`, or each block of it (as in `amax`), into `format`: x / scale is what to cast.
+    """Return the scale that brings `x`, or each block of it (as in `amax`), into the range of `format`; cast x / scale.
 
     "amax" puts the largest element at the format's largest number; "rms" gives the components a mean square of 1 (unit
     scaling: the bulk sits where every format is dense, and outliers may saturate). `pow2` rounds the scale to a power

@@ -21,7 +21,7 @@ from lpconv.lookup import find
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """A binary floating-point format, or an integer one as the module says.
+    """A number format: binary floating point of any split into sign, exponent and mantissa, or an integer.
 
     `max_mantissa` is the mantissa field of the largest finite number, at exponent field `max_exponent_field`.
     `safetensors` is the dtype name in a safetensors header and `torch` the attribute of the torch module; both are None
@@ -138,7 +138,9 @@ FORMATS: dict[str, Format] = {
 
 @dataclass(frozen=True, kw_only=True)
 class BlockFormat:
-    """Blocks along the last axis whose elements share a scale: value = scale · element (· one scale of the tensor)."""
+    """A format whose elements share a scale in blocks along the last axis: value = scale · element (· one scale of the
+    tensor).
+    """
 
     name: str
     element: Format
@@ -178,7 +180,9 @@ _MEANT = {
 
 
 def get_format(name: str | Format) -> Format:
-    """The format called `name`, or `name` itself when it is one; UsageError with the nearest for an unknown name."""
+    """Return the format called `name`, or `name` itself if it is a `Format`; UsageError names the nearest one if it is
+    unknown.
+    """
     if isinstance(name, str) and name in _MEANT:
         raise UsageError(f"unknown format `{name}`", hint=f"did you mean {_MEANT[name]}?")
     return name if isinstance(name, Format) else find("format", name, FORMATS)

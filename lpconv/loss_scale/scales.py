@@ -22,7 +22,7 @@ _BETA_MEAN, _BETA_DEVIATION = 0.99, 0.999
 
 
 class LossScale(ABC):
-    """The factor on the loss of the next step, chosen from what the last steps saw.
+    """Base class of loss scales: the factor on the loss of the next step, chosen from the outcome of earlier steps.
 
         (loss * loss_scale.scale).backward()
         found_nonfinite = unscale_(parameters, loss_scale.scale)
@@ -116,7 +116,7 @@ class NoLossScale(ConstantLossScale):
 
 @dataclass(frozen=True, kw_only=True)
 class Floor:
-    """The smallest loss scale allowed at each step: the enhanced loss scaling of Mellempudi et al. (arXiv 1905.12334).
+    """A schedule of lower bounds for the loss scale: the enhanced loss scaling of Mellempudi et al. (arXiv 1905.12334).
 
     `starts` are (step, scale) pairs in rising order of step; each scale holds from its step on, and before the first
     there is no floor but the smallest normal number of fp32. Raises `UsageError` for anything else.
@@ -282,7 +282,7 @@ LOSS_SCALES: dict[str, type[LossScale]] = {
 
 
 def make_loss_scale(name: str, **options: Any) -> LossScale:
-    """The loss scale of that name, none, constant, dynamic or logmax; the options are those of its class.
+    """Create the loss scale called `name` (none, constant, dynamic or logmax) with the options of its class.
 
     Raises `UsageError` for unknown names, unknown or missing options, and values out of range. (Adaptive scaling works
     layer by layer, inside the model: `lpconv.scaled.adaptive_scaling(model)`.)

@@ -13,7 +13,7 @@ from lpconv.shards import local
 
 @torch.no_grad()
 def unscale_(parameters: Iterable[Tensor], scale: float) -> bool:
-    """Divide the gradients by `scale` in place, and say whether any of them held Inf or NaN.
+    """Divide the gradients by `scale` in place; returns whether any of them holds Inf or NaN.
 
     Any floating dtype. In fp16 and bf16 the quotient is rounded: an fp16 gradient below 2^-24 · scale becomes 0 again,
     so keep parameters, and with them gradients, in fp32 where that matters. Parameters without a gradient are passed
@@ -34,7 +34,7 @@ def unscale_(parameters: Iterable[Tensor], scale: float) -> bool:
 
 @torch.no_grad()
 def largest_gradient(parameters: Iterable[Tensor]) -> float:
-    """The largest magnitude among gradients that `unscale_` found finite, on any rank; 0 if there are none.
+    """Return the largest magnitude among gradients that `unscale_` found finite, on any rank; 0 if there are none.
 
     Reads one number back from the device; with torch.distributed running, all ranks must call it together.
     """

@@ -20,7 +20,7 @@ Pair = tuple[Tensor, Tensor]
 
 
 def grow(x: Pair, a: Tensor) -> Pair:
-    """x + a, where |x| >= |a|: one rounding, of the low part, so the error is at most u |dx + e| <= 3 u^2 |x|.
+    """Return x + a for |x| >= |a|, with one rounding, of the low part: the error is at most u |dx + e| <= 3 u^2 |x|.
 
     e is what fl(x + a) drops. Where |x| < |a| (weights that start at zero) e is wrong and bits are lost as in plain
     bf16: use `add` with a zero low part there.
@@ -30,13 +30,15 @@ def grow(x: Pair, a: Tensor) -> Pair:
 
 
 def add(x: Pair, y: Pair) -> Pair:
-    """x + y in any order. The error is at most 4 u^2 (|x| + |y|): relative to the sum it grows with cancellation."""
+    """Return x + y for pairs in any order of magnitude. The error is at most 4 u^2 (|x| + |y|)."""
     s, e = two_sum(x[0], y[0])
     return fast_two_sum(s, e + (x[1] + y[1]))
 
 
 def mul(x: Pair, y: Pair) -> Pair:
-    """x · y with relative error at most 8 u^2, while the parts do not underflow (`two_prod`); dx · dy is dropped."""
+    """Return x · y with a relative error of at most 8 u^2, if the parts do not underflow (`two_prod`); dx · dy is
+    dropped.
+    """
     p, e = two_prod(x[0], y[0])
     return fast_two_sum(p, e + (x[0] * y[1] + x[1] * y[0]))
 

@@ -82,7 +82,7 @@ class Fit:
 
 
 def fit(x_RC: Tensor, element: Format, points: int) -> Fit:
-    """Scales for up to `points` points of every row of `x_RC` (finite float32)."""
+    """Return scales for 1 to `points` points of every row of `x_RC` (finite float32), and the errors that remain."""
     rows = x_RC.shape[0]
     scales = torch.ones(rows, points, points)
     errors = torch.empty(rows, points, dtype=torch.float64)
@@ -105,7 +105,7 @@ def fit(x_RC: Tensor, element: Format, points: int) -> Fit:
 
 
 def encode(x_RC: Tensor, points: Points, element: Format) -> Tensor:
-    """The codes of every point, as bytes [P, ...] packed as in `lpconv.formats.codes`."""
+    """Return the codes of every point as bytes [P, ...], packed as in `lpconv.formats.codes`."""
     shape = codes.code_shape(element, (points.scales_P.numel(), x_RC.shape[1]))
     coded = torch.empty(shape, dtype=torch.uint8)
     rest = x_RC
@@ -117,7 +117,7 @@ def encode(x_RC: Tensor, points: Points, element: Format) -> Tensor:
 
 
 def decode(coded: Tensor, points: Points, element: Format) -> Tensor:
-    """The float32 values [R, C] of the bytes that `encode` gives: Σ a_i w_i, summed in the order of the points."""
+    """Return the float32 values [R, C] of the bytes from `encode`: Σ a_i w_i, summed in the order of the points."""
     (_, at), *others = _turns(points)
     values = _scaled_numbers(coded, points, at, element)
     rows = torch.arange(at.numel())

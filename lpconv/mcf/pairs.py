@@ -40,7 +40,7 @@ def stochastic_by_bits(x: Tensor, random: Tensor) -> Tensor:
 
 
 def split(x: Tensor, nearest: Rounding = nearest_by_bits) -> tuple[Tensor, Tensor]:
-    """fp32 `x` as bf16 (hi, lo): |x - hi - lo| <= max(2^-17 |x|, 2^-134) where hi is finite.
+    """Split fp32 `x` into bf16 (hi, lo) with |x - hi - lo| <= max(2^-17 |x|, 2^-134) if hi is finite.
 
     Unlike `mcf.split.BF16.split` it leaves lo at half an ulp where it rounds there (the sum is the same), and where hi
     is Inf or NaN so is lo: a kernel has nothing to gain from the checks.
@@ -50,7 +50,7 @@ def split(x: Tensor, nearest: Rounding = nearest_by_bits) -> tuple[Tensor, Tenso
 
 
 def join(hi: Tensor, lo: Tensor) -> Tensor:
-    """hi + lo in fp32: exact for every pair that `split` makes."""
+    """Return hi + lo in fp32: exact for every pair that `split` makes."""
     return hi.float() + lo.float()
 
 

@@ -35,7 +35,8 @@ class PointLayout:
 
 
 def point_layout(shape: tuple[int, ...], element: Format, *, budget_bits: float, points_max: int) -> PointLayout | None:
-    """The most points that fit `budget_bits` per element, at least one and at most `points_max` a row.
+    """Return the layout with the most points that fit into `budget_bits` per element, at most `points_max` per row, or
+    None if not even one fits.
 
     None where the budget does not pay for one point a row, where the codes of a row do not fill whole bytes, or where
     rows have more than `MAX_COLS` elements.

@@ -21,7 +21,8 @@ _PRODUCT_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def fast_two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """(s, e) with s = fl(a + b) and s + e = a + b exactly, if exponent(a) >= exponent(b) or a is 0, and s is finite.
+    """Return (s, e) with s = fl(a + b) and s + e = a + b exactly, if exponent(a) >= exponent(b) or a is 0, and s is
+    finite.
 
     Unordered, e is wrong for 4 in 10 random pairs; use `two_sum` where the order is not known. Any floating dtype.
     """
@@ -30,14 +31,17 @@ def fast_two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """(s, e) with s = fl(a + b) and s + e = a + b exactly, in any order, if no step overflows. Any floating dtype."""
+    """Return (s, e) with s = fl(a + b) and s + e = a + b exactly, in any order, if no step overflows.
+
+    Any floating dtype.
+    """
     s = a + b
     b_part = s - a
     return s, (a - (s - b_part)) + (b - b_part)
 
 
 def two_prod(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """(p, e) with p = fl(a · b) and p + e = a · b exactly, if p is finite and e does not underflow.
+    """Return (p, e) with p = fl(a · b) and p + e = a · b exactly, if p is finite and e does not underflow.
 
     e is a multiple of ulp(a) · ulp(b), so exponent(a) + exponent(b) >= -119 is enough in bf16 and >= -4 in fp16 (scale
     fp16 operands). 0 counts as any exponent. bf16 and fp16 only, where the exact product fits the fp32 that PyTorch

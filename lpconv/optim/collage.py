@@ -39,7 +39,7 @@ class AdamWOptions(StepOptions, total=False):
 
 
 class LowPrecisionAdamW(LowPrecisionOptimizer):
-    """AdamW for bf16 weights, kept as `variant` says; what Collage is compared with, in bytes per parameter.
+    """AdamW for bf16 weights in the ways that Collage is compared with; `variant` says what is kept per parameter.
 
     "bf16" (8 with a bf16 gradient), "stochastic" (8), "kahan" (10), "fp32-moments" (12), "fp32-master" (16); and
     Collage's own three, see `CollageAdamW`.
@@ -69,7 +69,7 @@ class LowPrecisionAdamW(LowPrecisionOptimizer):
 
 
 class CollageAdamW(LowPrecisionAdamW):
-    """AdamW for bf16 weights without fp32 copies: what bf16 drops is kept in a second bf16 number.
+    """AdamW for bf16 weights without an fp32 copy: what bf16 rounding drops is kept in a second bf16 number.
 
     "light" keeps weights as pairs (10 bytes per parameter with a bf16 gradient), "plus" the second moment too (12;
     needed for beta2 above 0.998), "full" also the first (14). Everything else is that of `LowPrecisionAdamW`.
@@ -92,7 +92,8 @@ class CollageAdamW(LowPrecisionAdamW):
 
 
 class CollageSGD(LowPrecisionOptimizer):
-    """SGD with momentum, as torch.optim.SGD (coupled weight decay, dampening, Nesterov), on weights kept as pairs.
+    """SGD with momentum as in `torch.optim.SGD` (coupled weight decay, dampening, Nesterov), for bf16 weights kept as
+    pairs.
 
     "light" keeps the momentum buffer in bf16 and "full" as a pair. There is no second moment, so "plus" is "light".
     Other options are `StepOptions`.
@@ -118,7 +119,10 @@ class CollageSGD(LowPrecisionOptimizer):
 
 
 class CollageLion(LowPrecisionOptimizer):
-    """Lion (arXiv 2302.06675) with decoupled weight decay, on weights kept as pairs. Options as in `CollageSGD`."""
+    """Lion (arXiv 2302.06675) with decoupled weight decay, for bf16 weights kept as pairs.
+
+    Options as in `CollageSGD`.
+    """
 
     def __init__(
         self,

@@ -19,7 +19,7 @@ from lpconv.shards import local, placed_like, whole
 
 @torch.no_grad()
 def start_from_fp32(optimizer: LowPrecisionOptimizer, model: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Set the model's parameters to fp32 `values`, with what bf16 drops in the optimizer's low parts.
+    """Set the model's parameters to fp32 `values`, and keep what bf16 rounding drops in the optimizer's low parts.
 
     `values` has one tensor per parameter name, full or sharded as the parameter is (a tied parameter under any of its
     names); other entries are left alone, so a whole state dict will do. Raises InputError where one is missing or has
@@ -32,7 +32,8 @@ def start_from_fp32(optimizer: LowPrecisionOptimizer, model: nn.Module, values: 
 
 @torch.no_grad()
 def start_from_checkpoint(optimizer: LowPrecisionOptimizer, model: nn.Module, directory: str | Path) -> int:
-    """Set the model's parameters to a Collage conversion, its residual in the low parts; returns how many were set.
+    """Load a Collage conversion into the model, with its residual in the optimizer's low parts; returns the number of
+    parameters set.
 
     The model is the one that `from_pretrained(directory)` gives, under whose names the checkpoint's tensors are found;
     where it is a part of what is trained (an encoder below a new head), pass that part. Parameters outside it, and
@@ -61,7 +62,7 @@ def start_from_checkpoint(optimizer: LowPrecisionOptimizer, model: nn.Module, di
 
 @torch.no_grad()
 def fp32_state_dict(optimizer: LowPrecisionOptimizer, model: nn.Module) -> dict[str, Tensor]:
-    """The model's state dict with every trained parameter in fp32, exactly as kept; buffers and others unchanged.
+    """Return the model's state dict with every trained parameter as an exact fp32 tensor; other tensors are unchanged.
 
     DTensors are gathered, so every rank must call it.
     """

@@ -25,7 +25,8 @@ _ZERO_SCALE = 2.0**-6  # for weights that are all 0; near the usual standard dev
 
 
 class Fp8WeightLinear(nn.Module):
-    """y = x (weight_scale · weight)ᵀ + bias, with `weight` (N, K) in e4m3fn and `weight_scale` a power of two.
+    """A linear layer that stores its weight (N, K) in e4m3fn with a power-of-two `weight_scale`: y = x (weight_scale ·
+    weight)ᵀ + bias.
 
     The product reads `weight` as it is; inputs are cast to e4m3fn and gradients to e5m2 as `recipe` says. The gradient
     of `weight` is bf16, and with respect to the e4m3fn numbers: weight_scale times that of the value. The state dict
@@ -57,7 +58,7 @@ class Fp8WeightLinear(nn.Module):
 def use_fp8_weights(
     model: nn.Module, *, exclude: Iterable[str] = (), recipe: LinearRecipe = RECIPE
 ) -> list[dict[str, Any]]:
-    """Replace the Linear layers of `model` by `Fp8WeightLinear`; returns all its parameters as groups for AdamW.
+    """Replace the linear layers of `model` by `Fp8WeightLinear`, in place; returns parameter groups for AdamW.
 
     Left as they are: the output head, weights that several modules share, GPT-2's Conv1D, whose weight would have to
     lie the other way round, and modules whose name matches a pattern of `exclude`. The groups carry the `weight_scale`

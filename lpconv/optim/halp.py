@@ -41,7 +41,7 @@ def whole_numbers(bits: int) -> Format:
 
 
 class LPSGD(torch.optim.Optimizer):
-    """w ← Q(w - lr·g), Q stochastic rounding to `bits`-bit multiples of `spacing` that saturates (the paper's LP-SGD).
+    """SGD whose weights are rounded stochastically to `bits`-bit multiples of `spacing` after each step (LP-SGD).
 
     Weights are brought on the grid at the start. `seed` draws the rounding.
     """
@@ -79,7 +79,7 @@ class LPSGD(torch.optim.Optimizer):
 
 
 class LPSVRG(LPSGD):
-    """Variance-reduced LP-SGD: w ← Q(w - lr·(g(w) - g(c) + ∇f(c))) around the centre c of the epoch (LP-SVRG).
+    """Variance-reduced LP-SGD: w ← Q(w - lr·(g(w) - g(c) + ∇f(c))) with the centre c of the epoch (LP-SVRG).
 
     Call `recentre` before the first step and at every epoch; a step takes two passes over its batch.
     """
@@ -112,7 +112,8 @@ class LPSVRG(LPSGD):
 
 
 class HALP(LPSVRG):
-    """LP-SVRG with bit centring: the weight is centre + offset, and only the offset, of `bits` bits, is rounded.
+    """LP-SVRG with bit centering: the weight is a full-precision centre plus an offset, and only the offset is rounded,
+    to `bits` bits.
 
     `recentre` adds the offset to the centre and chooses the spacing ‖∇f(c)‖ / (μ·(2^(bits-1) - 1)), at which offsets
     reach as far as the optimum can be. `mu` is the modulus of strong convexity, or a guess at it: too large a one cuts

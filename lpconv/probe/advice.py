@@ -52,14 +52,14 @@ class Fit:
 
 
 def what_if(tensor: ProbedTensor, format: str, *, log2_loss_scale: int = 0) -> Assessment:
-    """What `format` would do to one recorded tensor."""
+    """Return what `format` would do to one recorded tensor."""
     scale = log2_loss_scale if tensor.role in GRADIENT_ROLES else 0
     rates = tensor.exponents.rates(format, log2_scale=scale)
     return Assessment(layer=tensor.layer, role=tensor.role, format=format, log2_loss_scale=scale, rates=rates)
 
 
 def assess(result: ProbeResult, format: str, *, log2_loss_scale: int = 0) -> tuple[Assessment, ...]:
-    """Every tensor, worst first: most elements lost, then lowest signal-to-noise ratio."""
+    """Assess every recorded tensor in `format`, worst first: most elements lost, then lowest signal-to-noise ratio."""
     found = (what_if(t, format, log2_loss_scale=log2_loss_scale) for t in result.tensors)
     return tuple(sorted(found, key=lambda a: (-a.lost, math.inf if math.isnan(a.rates.sqnr_db) else a.rates.sqnr_db)))
 
@@ -86,7 +86,7 @@ def at_risk(result: ProbeResult) -> tuple[str, ...]:
 
 
 def recommend_loss_scale(result: ProbeResult, format: str, *, max_underflow: float = MAX_UNDERFLOW) -> LossScaleRecord:
-    """The smallest power of two, from 1 up, that brings every gradient's underflow to `max_underflow`.
+    """Return the smallest power of two from 1 up at which no gradient underflows by more than `max_underflow`.
 
     Where none does, or the headroom forbids it, the largest that the headroom allows (below 1 if need be). Raises
     UsageError where no gradient was recorded.
@@ -112,8 +112,8 @@ def recommend_loss_scale(result: ProbeResult, format: str, *, max_underflow: flo
 
 
 def own_scale(tensor: ProbedTensor, format: str) -> int:
-    """log2 of the largest power of two that can multiply the tensor before any element is beyond the format; 0 for
-    tensors of zeros.
+    """Return log2 of the largest power of two by which the tensor can be multiplied without overflow in `format`; 0 for
+    a tensor of zeros.
 
     No block of the tensor is scaled less under the OCP MX rule (v1.0 §6.3), so that blocks of the format flush at most
     as many elements as this scale does.
@@ -126,7 +126,8 @@ def own_scale(tensor: ProbedTensor, format: str) -> int:
 
 
 def fits(result: ProbeResult, formats: Iterable[str], *, log2_loss_scale: int = 0) -> tuple[Fit, ...]:
-    """Which of `formats` hold each tensor: no overflow, underflow up to 0.1 % and 20 dB of signal over error.
+    """Return, for each recorded tensor, which of `formats` hold it: no overflow, at most 0.1 % underflow and at least
+    20 dB.
 
     A scale of the tensor's own takes the place of the loss scale.
     """
@@ -151,7 +152,9 @@ def _next_to_nothing_lost(rates: Rates) -> bool:
 
 
 def sentence(tensor: ProbedTensor, format: str, *, log2_loss_scale: int = 0) -> str:
-    """One tensor in words: "input gradient of q: 19 % underflow in fp16 at loss scale 1; 2^7 brings it to 0.1 %"."""
+    """Describe one tensor in words: "input gradient of q: 19 % underflow in fp16 at loss scale 1; 2^7 brings it to 0.1
+    %".
+    """
     found, gradient = what_if(tensor, format, log2_loss_scale=log2_loss_scale), tensor.role in GRADIENT_ROLES
     return loss_sentence(
         f"{ROLE_WORDS[tensor.role]} of {tensor.layer}",
@@ -163,7 +166,7 @@ def sentence(tensor: ProbedTensor, format: str, *, log2_loss_scale: int = 0) -> 
 
 
 def table(result: ProbeResult, format: str, *, log2_loss_scale: int = 0, limit: int = 10) -> str:
-    """The worst tensors in `format` as lines of text, and the loss scale that would serve them all."""
+    """Return the worst tensors in `format` as lines of text, with the loss scale that would suit all of them."""
     found = assess(result, format, log2_loss_scale=log2_loss_scale)
     width = max((len(a.layer) for a in found[:limit]), default=5)
     lines = [f"{'layer':{width}}  {'tensor':15}  underflow  subnormal   overflow      SQNR"]
@@ -202,7 +205,7 @@ def _repair(tensor: ProbedTensor, format: str, found: Assessment) -> tuple[int, 
 
 
 def answer(result: ProbeResult, formats: Sequence[str] = DEFAULT_FORMATS) -> ProbeReport:
-    """What each of `formats` would do to every tensor, at loss scale 1 and at the one recommended for it.
+    """Report what each of `formats` would do to every recorded tensor, at loss scale 1 and at the recommended one.
 
     Raises UsageError for an unknown format and UnsupportedError for one that histograms do not resolve.
     """

@@ -97,7 +97,8 @@ _RESOLUTION = 2.0**-20  # of the loss: smaller changes drown in the rounding of 
 
 
 class LossChange:
-    """Follows an optimizer's steps; `before_step` where the step would come (gradients unscaled and clipped).
+    """Loss change allocation of a training run; call `before_step` before each optimizer step, with gradients unscaled
+    and clipped.
 
         lca = LossChange(model, optimizer, probe_batches)
         ...
@@ -196,7 +197,8 @@ class LossChange:
 
 
 def summarise(steps: Sequence[LossChangeStep]) -> LossChangeStep:
-    """Steps in a row as one: allocations add up, and the loss goes from before the first to after the last.
+    """Combine consecutive steps into one: allocations add up, and the loss goes from before the first to after the
+    last.
 
     Raises `UsageError` for none and for steps that do not follow on one another, whose sum has no loss beside it.
     """
@@ -212,7 +214,7 @@ def summarise(steps: Sequence[LossChangeStep]) -> LossChangeStep:
 
 
 def by_layer(step: LossChangeStep) -> LossChangeStep:
-    """The same with one allocation per layer: names are cut after their first number, else before their last part.
+    """Merge the allocations of a step by layer: names are cut after their first number, or else before their last part.
 
     `model.layers.3.mlp.up_proj.weight` belongs to `model.layers.3`, `model.norm.weight` to `model.norm`.
     """

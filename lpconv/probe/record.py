@@ -21,7 +21,10 @@ GRADIENT_ROLES = ("grad_output", "grad_input", "weight_grad")
 
 @dataclass(frozen=True, kw_only=True)
 class ProbedTensor:
-    """One role of one layer over all probed steps. `histogram` is `ExponentHistogram.to_dict`."""
+    """Statistics of one tensor role of one layer over all recorded steps.
+
+    `histogram` is `ExponentHistogram.to_dict`.
+    """
 
     layer: str
     role: TensorRole
@@ -35,7 +38,10 @@ class ProbedTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeResult:
-    """A probe or a tracked run. `overhead` is the time that recording took, as a share of the time without it."""
+    """The record of a probe or of a tracked run.
+
+    `overhead` is the time that recording took, relative to the time without it.
+    """
 
     kind: str = "probe"
     tensors: tuple[ProbedTensor, ...]
@@ -48,7 +54,7 @@ class ProbeResult:
 
 
 def read_probe(path: Path) -> ProbeResult:
-    """The record in a file; InputError where it is none."""
+    """Read a probe record from a file. Raises InputError if it is missing or damaged."""
     document = read_json(path)
     if document.get("kind") != "probe":
         raise InputError(f"`{path}` is no record of a probe", hint="pass an output of `lpconv probe`")

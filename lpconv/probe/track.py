@@ -49,7 +49,7 @@ def track(model: nn.Module, *, every: int = 50, fixed_weights: bool = False) -> 
 
 
 class Tracker:
-    """Hooks on a model, and what they have counted so far; made by `track`."""
+    """Hooks on a model and the statistics they have collected; created by `track`."""
 
     def __init__(self, model: nn.Module, every: int, fixed_weights: bool) -> None:
         self.model = model
@@ -241,7 +241,7 @@ def probe(
     every: int = 1,
     loss: Callable[[Any], Tensor] = model_loss,
 ) -> ProbeResult:
-    """Run `steps` batches (all of them for None) forward and backward, and record every `every`-th.
+    """Run `steps` batches (None: all) forward and backward, and record the tensors of every `every`-th.
 
     Each batch holds the model's keyword arguments; `loss` makes a scalar of what the model returns, by default its own
     loss, for which the batches need labels. Weights do not move; gradients are freed after each batch, and the model

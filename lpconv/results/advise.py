@@ -8,7 +8,7 @@ from lpconv.results.documents import SCHEMA_VERSION, Purpose
 
 @dataclass(frozen=True, kw_only=True)
 class GapEstimate:
-    """What a candidate costs: of a loss in nats, of outputs as a relative error.
+    """Cost of a candidate: nats of loss for training, a relative error of the outputs for inference.
 
     `low` and `high` are its 95 % interval, from `count` windows of text or seeds.
     """
@@ -21,7 +21,7 @@ class GapEstimate:
 
 @dataclass(frozen=True, kw_only=True)
 class AdviceRow:
-    """One candidate, for ``infer`` or ``train``.
+    """One measured candidate, for ``infer`` or ``train``.
 
     `settings` are those of a job in a manifest that carries it out. `status` is "measured", "pruned" (by a cheaper
     measurement), "unmeasured" (time, or somebody, ended the measurements) or "failed"; `why` says more. `noise` is
@@ -49,7 +49,7 @@ class AdviceRow:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerPart:
-    """What one tensor of a candidate costs when it alone is converted.
+    """Cost of converting one tensor of a candidate alone.
 
     `divergence` is the mean Kullback-Leibler divergence of the model's predictions on the text in nats, of models that
     predict no tokens the relative error of the output. `format` is what it is stored in, `bits` per element.
@@ -64,7 +64,7 @@ class LayerPart:
 
 @dataclass(frozen=True, kw_only=True)
 class Recommendation:
-    """The row that is recommended for a purpose (None: no row), in words, and the command that carries it out."""
+    """Recommended row for a purpose (None: none), the reason in words, and the command that carries it out."""
 
     purpose: Purpose
     row: str | None
@@ -74,7 +74,7 @@ class Recommendation:
 
 @dataclass(frozen=True, kw_only=True)
 class AdviceResult:
-    """An advice: rows best first, one recommendation for each purpose, and what is not known.
+    """Result of `lpconv advise`: rows, best first, one recommendation for each purpose, and what could not be measured.
 
     `metric` says what the gaps of inference are: "loss" or "output". `parts` belong to the row `parts_of`. `findings`
     are the probe's, in words. `source_bytes` are those of the model's weight files, `steps_tried` the steps that the

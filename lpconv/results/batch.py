@@ -18,7 +18,7 @@ NOT_RUN = "not run"
 
 @dataclass(frozen=True, kw_only=True)
 class JobError:
-    """Why a job failed: the error as ``--json`` prints it. `kind` is ``bug`` and `code` 1 for errors of ours."""
+    """Why a job failed, as ``--json`` prints errors. Bugs in lpconv have the `kind` ``bug`` and the `code` 1."""
 
     code: int
     kind: str
@@ -29,7 +29,7 @@ class JobError:
 
 @dataclass(frozen=True, kw_only=True)
 class JobEstimate:
-    """What a dry run expects a job to need."""
+    """Resources that a dry run expects a job to need."""
 
     memory_bytes: int
     disk_bytes: int
@@ -39,7 +39,7 @@ class JobEstimate:
 
 @dataclass(frozen=True, kw_only=True)
 class JobOutcome:
-    """What running or planning a job gave. A plan has an `estimate`, where the kind of job can be estimated.
+    """Outcome of running or planning a job. Plans have an `estimate` if this kind of job can be estimated.
 
     `files` are weight files with their hashes, of a conversion; `figures` are the figures of a measurement by name.
     """
@@ -56,7 +56,7 @@ class JobOutcome:
 
 @dataclass(frozen=True, kw_only=True)
 class JobResult:
-    """One job: its `status` (a constant of this module, or that of a finished job of its kind), and what it gave.
+    """One job of a batch: its `status` (a constant of this module, or the status of a finished job) and its outcome.
 
     `what` are its settings in a few words. Tensors and steps are not repeated here: the report of a finished job lies
     in its `output`.
@@ -80,7 +80,7 @@ class JobResult:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchResult:
-    """A whole batch, jobs in manifest order; those that a failure kept from running are among them."""
+    """Result of `lpconv batch`: all jobs in manifest order, including those that a failure kept from running."""
 
     schema_version: int = SCHEMA_VERSION
     kind: str = "batch"

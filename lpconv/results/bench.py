@@ -9,7 +9,7 @@ from lpconv.results.verify import GateRecord
 
 @dataclass(frozen=True, kw_only=True)
 class RatioRecord:
-    """Baseline time over this row's time, above 1 where this row is faster, and its 95 % interval."""
+    """Time of the baseline divided by the time of this row (above 1: this row is faster), with its 95 % interval."""
 
     value: float
     low: float
@@ -18,7 +18,7 @@ class RatioRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class TimingRecord:
-    """Times of one step. `clock` says what took them ("CUDA events" or "wall"); `wall_median_s` is always wall time.
+    """Step times. `clock` is the timer ("CUDA events" or "wall"); `wall_median_s` is always wall-clock time.
 
     `p99_s` is None below 100 samples.
     """
@@ -36,7 +36,7 @@ class TimingRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryParts:
-    """Bytes of tensors alive at the moment of the peak, by what they are. `other` are temporaries and inputs."""
+    """Bytes of live tensors at the peak, by kind. `other` are temporaries and inputs."""
 
     weights: int
     gradients: int
@@ -52,7 +52,7 @@ class MemoryParts:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryRecord:
-    """Memory of one step. `peak_bytes` is the most that tensors took up at once.
+    """Memory of one step. `peak_bytes` is the maximum of all live tensors.
 
     `saved_bytes` is what the forward pass keeps for the backward pass (None of CUDA graphs, which hide it),
     `reserved_bytes` what CUDA's allocator holds (None on a CPU), `process_bytes` the resident process, or its GPU
@@ -68,7 +68,7 @@ class MemoryRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class NumericsRecord:
-    """Relative errors ‖y - ŷ‖/‖y‖ against the same weights in fp32.
+    """Relative errors ‖y - ŷ‖/‖y‖ with respect to the same weights in fp32.
 
     `gradient_error` is over the vectors (norms, biases) of the first block, where the whole backward pass arrives; None
     for inference.
@@ -80,7 +80,7 @@ class NumericsRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class EnergyRecord:
-    """GPU energy over a window of `window_s` seconds. The joules are None where `unavailable` says why."""
+    """GPU energy over a window of `window_s` seconds. The joules are None if `unavailable` gives a reason."""
 
     joules_per_step: float | None = None
     joules_per_token: float | None = None
@@ -90,7 +90,10 @@ class EnergyRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuRecord:
-    """What NVML said after a measurement; None where it does not know. `foreign_processes` are pids not ours."""
+    """GPU state that NVML reported after a measurement; unknown values are None.
+
+    `foreign_processes` are process ids of others.
+    """
 
     sm_clock_mhz: int | None
     memory_clock_mhz: int | None
@@ -102,7 +105,7 @@ class GpuRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class GemmRecord:
-    """One shape of Linear, y_MN = x_MK @ w_NKᵀ, `count` times in the model, by the roofline of the measured peaks.
+    """Roofline estimate of one matrix product, y_MN = x_MK @ w_NKᵀ, that occurs `count` times in the model.
 
     `gain` is the predicted time of its products in the baseline's 16 bits over that in fp8 with its casts, and
     `break_even_tokens` the smallest M (a power of two) at which that exceeds 1; None where fp8 is emulated or never
@@ -123,7 +126,7 @@ class GemmRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class PeakRecord:
-    """What this machine was measured to do, not what its data sheet says. `fp8_flops` is None where it is emulated."""
+    """Measured peak rates of this machine. `fp8_flops` is None if fp8 products are emulated."""
 
     bf16_flops: float
     fp32_flops: float
@@ -133,7 +136,7 @@ class PeakRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchRow:
-    """One configuration at one batch and sequence length.
+    """Measurements of one configuration at one batch size and sequence length.
 
     `status` is "ok", "skipped" (something is missing), "too large" (would not fit, see `estimate_bytes`) or "failed";
     `reason` says why where it is not ok. `emulated` says that the format is decoded to a wider one before products.
@@ -200,7 +203,7 @@ class BenchRow:
 
 @dataclass(frozen=True, kw_only=True)
 class VerdictRecord:
-    """What low precision buys at one model, mode, batch and sequence length, in sentences, with the roofline."""
+    """Conclusion for one model, mode, batch size and sequence length, in sentences, with the roofline."""
 
     title: str
     sentences: tuple[str, ...]
@@ -209,7 +212,7 @@ class VerdictRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchChange:
-    """One row against the same row of an older document: both ratios, and whether the intervals lie apart.
+    """One row compared with the same row of an older document: both ratios, and whether their intervals are disjoint.
 
     `before` is None where the older document has no such row.
     """
@@ -222,7 +225,7 @@ class BenchChange:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchResult:
-    """A run of `lpconv bench`. `interrupted` says that rows are missing because somebody stopped it."""
+    """Result of `lpconv bench`. `interrupted` means that rows are missing because the run was stopped."""
 
     schema_version: int = SCHEMA_VERSION
     kind: str = "bench"

@@ -7,7 +7,7 @@ from lpconv.results.documents import SCHEMA_VERSION
 
 @dataclass(frozen=True, kw_only=True)
 class FileRecord:
-    """One file of a checkpoint. `sha256` is None where it is not known."""
+    """A file of a checkpoint. `sha256` is None if it is not known."""
 
     name: str
     size_bytes: int
@@ -16,7 +16,7 @@ class FileRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class SourceRecord:
-    """Where the weights came from. `name` is what the user typed, `resolved` the hub id or directory it meant."""
+    """Origin of the weights. `name` is what the user typed, `resolved` the hub id or directory it stands for."""
 
     name: str
     resolved: str
@@ -26,7 +26,7 @@ class SourceRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class DtypeRecord:
-    """How much of a checkpoint one dtype makes up."""
+    """Share of a checkpoint's tensors and bytes that one dtype makes up."""
 
     dtype: str
     num_tensors: int
@@ -36,7 +36,7 @@ class DtypeRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
-    """One tensor as a file holds it: header facts, and statistics where its data was read.
+    """A tensor as stored in a file: header fields, and statistics if its data was read.
 
     `stored_as` says in words what its numbers are, where it is not kept as it was. Statistics are of codes without
     their scales in checkpoints of ours, of the decoded weights in those of others, where `saturated_share` is that of
@@ -59,7 +59,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class InspectResult:
-    """What a checkpoint holds, from headers alone. `method` and `format` are None where lpconv did not write it.
+    """Contents of a checkpoint, from its headers. `method` and `format` are None if lpconv did not write it.
 
     `layout` is the `quant_method` of a quantised checkpoint; `bits_per_weight` are those of its quantised weights,
     scales included. `ties` maps the name of a tensor that is not stored to the weight it shares. `problems` says in

@@ -10,7 +10,7 @@ from lpconv.results.verify import VerifyResult
 
 @dataclass(frozen=True, kw_only=True)
 class TensorRecord:
-    """What happened to one tensor, and what it cost.
+    """Outcome of converting one tensor, with its error and size.
 
     `action`: ``convert``, ``keep`` (bit-identical), or ``tie`` (not stored: it shares the weight named by `tied_to`).
     `format` is the number format on disk, `scale` the factor of the codes (None where there is none), `points` the
@@ -55,7 +55,10 @@ class ByteCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanResult:
-    """What a conversion would do, from headers alone. `seconds` and `disk_free_bytes` are estimates of this machine."""
+    """What a conversion would do, from headers alone.
+
+    `seconds` and `disk_free_bytes` are estimates for this machine.
+    """
 
     schema_version: int = SCHEMA_VERSION
     kind: str = "plan"
@@ -77,8 +80,7 @@ class PlanResult:
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationRecord:
-    """What the scales of inputs come from: a text, by the name and the SHA-256 of its file, of which `num_tokens` were
-    read in windows of `seq_len`; and `absmax`, the largest magnitude among the inputs of each module."""
+    """The text that input scales were calibrated on, and the largest input magnitude of each module."""
 
     text: str
     sha256: str
@@ -89,7 +91,7 @@ class CalibrationRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertResult:
-    """One finished conversion: what was asked, what was written, what it cost and how it was checked.
+    """Result of a conversion: what was asked, what was written, what it cost and how it was verified.
 
     `seconds` is the whole run, `weights_seconds` the part that read, encoded and wrote weights (None where it was not
     measured). `options` are the settings that shaped the bytes, `architecture` is config.json's first, `versions` the
@@ -123,7 +125,9 @@ class ConvertResult:
 
 @dataclass(frozen=True, kw_only=True)
 class InitResult(ConvertResult):
-    """A fresh checkpoint, and the shares of its numbers of each kind that have unit size at the first step."""
+    """A fresh checkpoint, and the share of its activations, gradients and weight gradients with unit size at the first
+    step.
+    """
 
     unit_shares: dict[str, float]
 
@@ -139,7 +143,7 @@ class WrittenShard:
 
 @dataclass(frozen=True, kw_only=True)
 class PartResult:
-    """Part number `part` of the `parts` that one conversion into `output` was cut into.
+    """Result of converting part `part` of `parts` of one conversion into `output`.
 
     `bytes` are those of its own files; `identity` is what all parts of the output have to agree on.
     """
@@ -158,7 +162,7 @@ class PartResult:
 
 @dataclass(frozen=True, kw_only=True)
 class RestoreResult:
-    """A plain checkpoint made from a converted one, or from one that others quantised.
+    """Result of restoring a plain checkpoint from a converted one or from a third-party quantized one.
 
     `exact` says that its bytes are the source's, as far as hashes and figures of the conversion tell. Of a checkpoint
     of others it says that `dtype`, which is None for ours, holds every decoded value; `method` is its quant_method.

@@ -12,7 +12,7 @@ ERROR = "error"
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceRecord:
-    """One device that computes. `kind` is ``cpu``, ``cuda`` or ``rocm``; `index` counts GPUs.
+    """A compute device. `kind` is ``cpu``, ``cuda`` or ``rocm``; `index` counts GPUs.
 
     `features` are the CPU flags that matter to us, `capability` a GPU's CUDA compute capability as (major, minor), and
     `problem` says why the device cannot be used, None if it can.
@@ -33,7 +33,9 @@ class DeviceRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class FormatSupport:
-    """How a device multiplies matrices of a format: itself, emulated in a wider one, or not at all; `note` says why."""
+    """How a device multiplies matrices of a format: natively, emulated in a wider format, or not at all; `note` gives
+    the reason.
+    """
 
     format: str
     device: str
@@ -43,7 +45,9 @@ class FormatSupport:
 
 @dataclass(frozen=True, kw_only=True)
 class ProductSupport:
-    """What a device made of a scaled product when it was tried: native, emulated in bf16, an error; `note` says why."""
+    """Outcome of a scaled matrix product tried on a device: native, emulated in bf16, or an error; `note` gives the
+    reason.
+    """
 
     layout: str
     device: str
@@ -53,7 +57,7 @@ class ProductSupport:
 
 @dataclass(frozen=True, kw_only=True)
 class PackageRecord:
-    """A library that lpconv or its `extra` needs: the versions it works with, and the installed one or None."""
+    """A library that lpconv or its `extra` needs: the supported versions, and the installed version or None."""
 
     name: str
     required: str
@@ -64,7 +68,7 @@ class PackageRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorResult:
-    """What decides what lpconv can do on this machine."""
+    """Properties of this machine that decide what lpconv can do on it."""
 
     schema_version: int = SCHEMA_VERSION
     kind: str = "doctor"

@@ -20,7 +20,7 @@ Purpose = Annotated[str, ("infer", "train")]
 
 
 def to_json(value: Any) -> Any:
-    """Records, tuples and dicts as JSON-able values. Infinite numbers become "inf"/"-inf" and NaN becomes "nan"."""
+    """Convert records, tuples and dicts to JSON values. Infinities become "inf" and "-inf", and NaN becomes "nan"."""
     if value is None or isinstance(value, (str, int)):
         return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -35,7 +35,7 @@ def to_json(value: Any) -> Any:
 
 
 def json_text(record: Any) -> str:
-    """The document of any record, in plain ASCII: keys sorted, two spaces, one final newline.
+    """Return a record as a JSON document in plain ASCII: sorted keys, two spaces of indent, one final newline.
 
     Equal records give equal text; option values JSON has no form for become strings. Infinite and NaN figures are the
     strings that `to_json` makes of them, never bare tokens that no parser accepts.
@@ -44,17 +44,19 @@ def json_text(record: Any) -> str:
 
 
 def ordered_json_text(document: Any) -> str:
-    """JSON for people to read: indented, in its own order. Of records, pass what `to_json` makes of them."""
+    """Return JSON for people to read: indented, keys in their own order. Pass records through `to_json` first."""
     return json.dumps(document, indent=2, ensure_ascii=False) + "\n"
 
 
 def json_line(record: Any) -> str:
-    """A record on one line."""
+    """Return a record as JSON on one line."""
     return json.dumps(to_json(record), allow_nan=False) + "\n"
 
 
 def from_json(cls: type[T], data: Any) -> T:
-    """The record of type `cls` in a JSON document; unknown keys are ignored, so that older readers open newer files.
+    """Create a record of type `cls` from a JSON document.
+
+    Unknown keys are ignored, so that older readers open newer files.
 
     Raises InputError for a missing key or another `schema_version`.
     """

@@ -8,7 +8,7 @@ from lpconv.results.documents import SCHEMA_VERSION
 
 @dataclass(frozen=True, kw_only=True)
 class FormatCount:
-    """Weights of the graph that are stored in one form, such as ``e4m3fn × scale`` or ``bf16 + bf16``.
+    """Number of weights of an ONNX graph that are stored in one form, such as ``e4m3fn × scale`` or ``bf16 + bf16``.
 
     Tensors whose elements are equal lie in the file once, and count once.
     """
@@ -20,7 +20,7 @@ class FormatCount:
 
 @dataclass(frozen=True, kw_only=True)
 class OnnxCheck:
-    """The file in ONNX Runtime against the model in PyTorch, on the same fixed inputs, both computing in fp32.
+    """Comparison of the ONNX file in ONNX Runtime with the model in PyTorch, on the same inputs, both in fp32.
 
     `max_abs_diff` is over all outputs of all `cases` (input shapes in words), `max_rel_diff` is that of a case over its
     largest output; both are infinite where one side is NaN or Inf and the other is not.
@@ -40,7 +40,7 @@ class OnnxCheck:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportResult:
-    """One finished export. `method` and `format` are None for checkpoints that lpconv did not convert.
+    """Result of an export. `method` and `format` are None if lpconv did not convert the checkpoint.
 
     `weights` counts the graph's parameters by the form they are stored in. `check` is None where it was not asked for.
     """

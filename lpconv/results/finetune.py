@@ -9,7 +9,7 @@ from lpconv.results.verify import GateRecord
 
 @dataclass(frozen=True, kw_only=True)
 class TrackedRecord:
-    """What a format did to one class of tensor of one layer at one step: shares of its elements that are not zero.
+    """Effect of a format on one tensor role of one layer at one step, as shares of its nonzero elements.
 
     `sqnr_db` is an estimate; `flushed_energy` and `clipped_energy` are shares of the tensor's energy that were lost
     with elements that became zero or saturated. All three are None in older records, `sqnr_db` also without an error.
@@ -28,7 +28,8 @@ class TrackedRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateQuality:
-    """What reached memory of the update of one step (Collage: effective descent quality; `lpconv.optim.diagnostics`).
+    """Share of a step's intended update that reached the weights (Collage: effective descent quality;
+    `lpconv.optim.diagnostics`).
 
     `edq` is over the intended update's norm, of everything kept; `edq_weights` of the 16-bit weights alone. `lost` is
     the share of meant changes that left everything as it was.
@@ -42,7 +43,7 @@ class UpdateQuality:
 
 @dataclass(frozen=True, kw_only=True)
 class PeakMemory:
-    """Where the memory of a training step went at its peak, by part, in bytes.
+    """Bytes at the memory peak of a training step, by kind.
 
     `measured_bytes` is the peak as another instrument saw it, named by `instrument`.
     """
@@ -54,7 +55,7 @@ class PeakMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerChange:
-    """What one layer did to the loss; negative helped. `rounding` is the part of `change` that rounding caused.
+    """Change of the loss due to one layer; negative is an improvement. `rounding` is the part of it caused by rounding.
 
     `helped` is the share of its moved elements that lowered the loss, None where none moved.
     """
@@ -67,7 +68,8 @@ class LayerChange:
 
 @dataclass(frozen=True, kw_only=True)
 class LossAllocation:
-    """The change of the loss on the first `num_batches` held-out batches, allotted to layers (`lpconv.probe.lca`).
+    """Loss change allocation: the change of the loss on the first `num_batches` held-out batches, split by layer
+    (`lpconv.probe.lca`).
 
     It covers the steps from `first_step` to `last_step`. `change` is what was allotted and `rounding` the part that
     rounding caused; `rounding_share` is what rounding took of the intended change, None where nothing was intended.
@@ -88,7 +90,7 @@ class LossAllocation:
 
 @dataclass(frozen=True, kw_only=True)
 class NonfiniteRecord:
-    """The first value that was Inf or NaN: at which step, in which layer, forward or backward, what was done."""
+    """The first Inf or NaN of a run: step, layer, forward or backward pass, and what was done about it."""
 
     step: int
     layer: str
@@ -98,7 +100,7 @@ class NonfiniteRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """A figure over the steps of a run, counted from 1, one value each; step 0 is the model before training."""
+    """Values of a metric over the steps of a run; step 0 is the model before training."""
 
     name: str
     steps: tuple[int, ...]
@@ -111,7 +113,7 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationRecord:
-    """One evaluation batch by batch: how many held-out examples each has, their mean loss and, of classes, accuracy."""
+    """One evaluation, batch by batch: number of held-out examples, mean loss and, for classification, accuracy."""
 
     step: int
     sizes: tuple[int, ...]
@@ -121,7 +123,7 @@ class EvaluationRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeMemory:
-    """What a step of a recipe needs of each of the ranks that share the model, by part, in bytes."""
+    """Bytes that one training step of a recipe needs on each rank that shares the model, by kind."""
 
     recipe: str
     num_ranks: int
@@ -135,7 +137,7 @@ class RecipeMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """What training a model needs, before anything is read but its config.
+    """Estimate of the memory that training a model needs, from its config alone.
 
     `memory` has every recipe on 1, 2, 4 … ranks that share the model; `gpus` for each recipe the smallest number of
     devices, by their titles, of which each has room; None where no number has. `batch_size` is that of a step over all
@@ -155,7 +157,8 @@ class MemoryPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """One training run; `evaluations` has one series per held-out metric, `held_out` the first and the last of them.
+    """One training run; `evaluations` has one series per held-out metric, `held_out` the first and the last value of
+    each.
 
     `losses` and `evaluations` are not empty.
 
@@ -192,7 +195,7 @@ class RunRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOutRecord:
-    """A held-out metric of all runs of a role before the first step and after the last: means over seeds.
+    """A held-out metric before the first step and after the last, as means over the seeds of one role.
 
     It rests on `num_examples` of the `num_available` held out. `baseline` is what a guess gets that knows the training
     part's share of each class or token only (`lpconv.train.baseline`). `standard_error` is that of `after`,
@@ -226,7 +229,7 @@ class HeldOutRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class GapRecord:
-    """A held-out metric of the run beside its twin's after the last step: means over seeds.
+    """Difference of a held-out metric between the run and its twin after the last step, as means over seeds.
 
     `gap` is run less twin. `half_width` is that of its 95 % interval from paired seeds (Student's t), `noise` the
     standard deviation of the twin from seed to seed; both None with one seed. `standard_error` is that of the gap from
@@ -249,7 +252,7 @@ class GapRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneResult:
-    """A finished fine-tuning: the run, its twin, both over all seeds, and what was learnt from the comparison.
+    """Result of a fine-tuning: the low-precision run and its twin over all seeds, and the comparison of the two.
 
     `facts` says how it was run, label by label. `recipe` names the arithmetic and `twin` that of the twin. `spent` says
     what the `seconds` of the command went into; the rest is its start and small things. `held_out` has a record for

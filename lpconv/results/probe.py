@@ -7,7 +7,7 @@ from lpconv.results.documents import SCHEMA_VERSION, TensorRole
 
 @dataclass(frozen=True, kw_only=True)
 class FormatRates:
-    """What one format does to a tensor at one loss scale: shares of its finite elements that are not zero.
+    """Effects of one format on a tensor at one loss scale, as shares of its finite, nonzero elements.
 
     `sqnr_db` is an estimate, infinite where the format holds every value and NaN where there is no signal. `fits` says
     that next to nothing is lost (`lpconv.probe.advice.fits`), `fits_own_scale` that so it would be with a power of two
@@ -31,7 +31,7 @@ class FormatRates:
 
 @dataclass(frozen=True, kw_only=True)
 class ProbedRecord:
-    """One role of one layer (`words` say it): where its elements lie and what formats do to it.
+    """Exponent range of one tensor role of one layer, and what each format does to it; `words` names it.
 
     `exponents` counts the elements by floor(log2|x|), lowest first. `plain` has the rates at loss scale 1, `scaled`
     those at the scale recommended for each format, which differ for gradients only; both in the order of the report's
@@ -52,7 +52,8 @@ class ProbedRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class LossScaleRecord:
-    """The power of two recommended for the loss in one format, and the worst gradient's underflow at 1 and there.
+    """Recommended loss scale (a power of two) for one format, and the worst gradient's underflow at 1 and at that
+    scale.
 
     `max_log2_scale` is the largest that leaves headroom above the largest gradient seen.
     """
@@ -66,7 +67,7 @@ class LossScaleRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeReport:
-    """Answers from a probe's histograms for a few formats. `findings` holds each format's worst tensors in words.
+    """Effects of a few formats on the tensors of a probe. `findings` describes each format's worst tensors in words.
 
     `at_risk` names the operands that fp8 holds badly even at scales of their own, and ends with what to do about them.
     `classes` are the roles in words, in the order of a training step. `facts` says how the probe was run, label by

@@ -7,7 +7,7 @@ from lpconv.results.documents import SCHEMA_VERSION
 
 @dataclass(frozen=True, kw_only=True)
 class HashCheck:
-    """Files compared with SHA256SUMS."""
+    """Comparison of files with SHA256SUMS."""
 
     num_files: int
     mismatched: tuple[str, ...] = ()
@@ -15,7 +15,7 @@ class HashCheck:
 
 @dataclass(frozen=True, kw_only=True)
 class FilesCheck:
-    """Config, tokenizer and other files beside the weights, compared with the other checkpoint's.
+    """Comparison of config, tokenizer and other small files with those of another checkpoint.
 
     `different` says in words which values differ; `not_compared` names what nobody judged.
     """
@@ -45,7 +45,7 @@ class WeightsCheck:
 
 @dataclass(frozen=True, kw_only=True)
 class LogitsCheck:
-    """Outputs of source and result on the same inputs. All None, with a `skipped` reason, where it was not run.
+    """Comparison of the outputs of source and result on the same inputs. All fields are None if it was `skipped`.
 
     `max_abs_diff` and `rel_error` (‖y - ŷ‖/‖y‖) are over all outputs that are finite of the source, and are infinite or
     NaN where the result's are; `top1_agreement` is the share of positions whose largest output has the same index;
@@ -68,7 +68,7 @@ class LogitsCheck:
 
 @dataclass(frozen=True, kw_only=True)
 class GateRecord:
-    """One ``--gate``: the expression, the value it met, and whether that passed."""
+    """One ``--gate``: its expression, the measured value, and whether it passed."""
 
     expression: str
     value: float | None
@@ -77,7 +77,7 @@ class GateRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedTensor:
-    """One weight beside a reference's, each in whatever form. `num_off` of `num_groups` are off by a factor.
+    """One weight compared with a reference in any form. `num_off` of `num_groups` groups differ by a constant factor.
 
     Where a conversion was made again, no groups are asked: what is stored is right, or `problem`.
     """
@@ -130,7 +130,7 @@ class VerifyResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Verification(VerifyResult):
-    """A run of `lpconv verify`: of the output or checkpoint `path`, beside the model `against` where one was named."""
+    """Result of `lpconv verify` on the output or checkpoint `path`, compared with `against` if given."""
 
     schema_version: int = SCHEMA_VERSION
     kind: str = "verify"

@@ -36,7 +36,8 @@ _PLAIN = Numerics()  # names no formats: operands are multiplied as they are
 def adaptive_scaling(
     model: nn.Module, *, compute: str = "fp16", options: AdaptiveOptions | None = None, strict: bool = False
 ) -> nn.Module:
-    """`model`, changed in place: its backward pass chooses a loss scale for each linear layer and convolution.
+    """Scale the gradients of each linear layer and convolution of `model` by a factor of its own; changes `model` in
+    place.
 
     The forward pass and the parameters stay plain; it runs under autocast to `compute` ("fp16", "bf16" or "fp32").
     Parameters receive plain gradients, so any optimizer will do. `strict` is that of `lpconv.scaled.scaled`. Raises
@@ -67,7 +68,9 @@ def _unscaled(grad: Tensor) -> Tensor:
 
 
 def loss_scales(model: nn.Module) -> dict[str, tuple[float, float]]:
-    """(cumulative loss scale that arrived, factor α applied) of each adaptive layer in the last backward pass."""
+    """Return, for each adaptive layer, the cumulative loss scale that reached it in the last backward pass and the
+    factor α it applied.
+    """
     states = {n: m.adaptive for n, m in model.named_modules() if isinstance(getattr(m, "adaptive", None), LayerState)}
     return {
         name: (1 / float(state.scale), float(state.factor))

@@ -15,7 +15,7 @@ from lpconv.scaled.tensor import ScaledTensor
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptiveOptions:
-    """How a layer chooses α.
+    """Options of adaptive loss scaling: how a layer chooses its factor α.
 
     `threshold` is the share of a layer's gradient elements that may underflow, `floor` says below what: "subnormal",
     the smallest number of the format, or "normal", from where on precision is lost. `layer_bound` bounds α and

@@ -33,7 +33,7 @@ _HEADROOM = 2.0  # over the largest magnitude measured
 
 @dataclass(frozen=True, kw_only=True)
 class EdgeFactors:
-    """What multiplies the scale of an edge's output, of its gradient, and of a linear layer's input: powers of two."""
+    """Powers of two that multiply the scale of an edge's output, of its gradient, and of a linear layer's input."""
 
     forward: float = 1.0
     backward: float = 1.0
@@ -48,7 +48,8 @@ def _own_loss(output: Any) -> Tensor:
 def calibrate(
     model: nn.Module, batches: Iterable[Mapping[str, Any]], *, loss: Callable[[Any], Tensor] = _own_loss
 ) -> dict[str, EdgeFactors]:
-    """Measure `model`, scaled by the method "unit", on labelled batches; fix the factors and return them by edge.
+    """Measure a `model` that was scaled with method "unit" on labelled batches, set its edge factors and return them by
+    edge.
 
     Each batch holds the model's keyword arguments; `loss` makes a scalar of what the model returns. Keep the factors
     with `write_factors`, and give them to the next copy of the model with `read_factors` and `apply_factors`.
@@ -90,7 +91,7 @@ def calibrate(
 
 
 def apply_factors(model: nn.Module, factors: Mapping[str, EdgeFactors]) -> None:
-    """Fix factors that `calibrate` returned, on the same model or another of its architecture."""
+    """Set the edge factors that `calibrate` returned, on the same model or on another one of its architecture."""
     known = weighted(model)
     for name, edge in factors.items():
         if name not in known:

@@ -24,7 +24,7 @@ PRODUCTS = ("output", "grad_input", "grad_weight")
 
 @dataclass(frozen=True, kw_only=True)
 class OperandScales:
-    """One of `OPERAND_SCALES` for each product of a layer: its output, its input's gradient, its weight's gradient.
+    """The kind of operand scale (a name of `OPERAND_SCALES`) for each of the three products of a linear layer.
 
     The products of eager attention count as outputs, and those of their backward pass as gradients of inputs.
     """
@@ -50,7 +50,8 @@ class OperandScales:
 
 
 def operand_scales(text: str) -> OperandScales:
-    """One name for all products, such as ``row``, or names by product: ``row,grad_weight=carrier``.
+    """Parse operand scales: one name for all products, such as ``row``, or names by product, such as
+    ``row,grad_weight=carrier``.
 
     A product that is not named has the name that stands alone, or else the default. Raises `UsageError` for unknown
     names.

@@ -25,7 +25,8 @@ CALIBRATION_FILE = "calibration.json"
 
 
 def to_disk(model: nn.Module) -> dict[str, Tensor]:
-    """The state of a scaled model as plain tensors: ``name`` [1, …] with ``name_scale`` [1], others as they are.
+    """Return the state of a scaled model as plain tensors: ``name`` [1, …] with ``name_scale`` [1], other tensors
+    unchanged.
 
     A tied parameter appears under its first name only, as `safetensors` asks for. Sharded ones are gathered, so every
     rank must call it.
@@ -45,7 +46,8 @@ def to_disk(model: nn.Module) -> dict[str, Tensor]:
 
 
 def from_disk(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Fill the parameters of a scaled model from `to_disk` or a converted checkpoint; each keeps its own scale.
+    """Load the tensors of `to_disk` or of a converted checkpoint into a scaled model; each parameter keeps its own
+    scale.
 
     Under FSDP2 every rank takes its own rows, of whole tensors or of those of `unscaled_state_dict`. Values move
     between scales exactly where both are powers of two and the dtype of the data holds them. Raises `InputError` for a
@@ -82,7 +84,7 @@ def _own_rows(stored: Tensor, x: Tensor) -> Tensor:
 
 
 def write_factors(directory: Path, factors: Mapping[str, EdgeFactors]) -> None:
-    """Keep what `calibrate` returned beside a checkpoint, as exponents of two."""
+    """Write edge factors next to a checkpoint, as powers of two."""
     exponents = {name: _exponents(edge) for name, edge in factors.items()}
     document = {"schema_version": 1, "kind": "calibration", "exponents": exponents}
     write_small(directory / CALIBRATION_FILE, json.dumps(document, indent=1) + "\n")
@@ -99,7 +101,7 @@ def _exponent(power: float) -> int:
 
 
 def read_factors(directory: Path) -> dict[str, EdgeFactors]:
-    """What `write_factors` kept, for `apply_factors`. Raises `InputError` where it is missing or damaged."""
+    """Read the edge factors that `write_factors` wrote. Raises `InputError` if the file is missing or damaged."""
     path = directory / CALIBRATION_FILE
     document = read_json(path)
     exponents = document.get("exponents")

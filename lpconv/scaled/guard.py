@@ -19,7 +19,7 @@ _TOLERANCE = 1e-3  # rounding of fp32 in deep models is below 1e-5; a wrong rule
 
 
 class StepGuard:
-    """Takes an optimizer's step only where all gradients are finite (adaptive loss scaling: build rule 5).
+    """Call an optimizer's step only if all gradients are finite, and raise after `patience` skipped steps in a row.
 
     After a skipped step the loss scale at which the backward pass starts is halved, and so is what gradients are
     rescaled to on the way: otherwise Scalify's next place would undo the first. After `patience` finite steps in a row
@@ -80,7 +80,7 @@ class StepGuard:
 
 
 def gradients_are_finite(parameters: Iterable[Tensor]) -> bool:
-    """Whether no gradient, plain or scaled, holds Inf or NaN. Reads one boolean back from the device.
+    """Return whether no gradient, plain or scaled, holds Inf or NaN. Reads one boolean back from the device.
 
     Of sharded parameters every rank has a part, and all ranks get one answer, so all of them must call it together.
     """
@@ -99,7 +99,8 @@ def _is_finite(grad: Tensor) -> Tensor:
 
 
 def check_gradients(model: nn.Module, batch: Mapping[str, Any], scale: Callable[[nn.Module], nn.Module]) -> None:
-    """Raise `UnsupportedError` if a scaled copy of `model` computes another loss or other gradients, in fp32.
+    """Raise `UnsupportedError` if a scaled copy of `model` computes another loss or other gradients than `model`, in
+    fp32.
 
     `scale` turns a copy of the plain fp32 model into the scaled one, such as ``lambda m: scaled(m, method="unit")``.
     Both run in evaluation mode, without dropout. A gradient is wrong if it is further from the plain one than 1e-3 of

@@ -13,7 +13,7 @@ from lpconv.scaled.tensor import data_part
 
 
 def saved_bytes(model: nn.Module, batch: Mapping[str, Any]) -> int:
-    """Bytes of the distinct storages that a forward pass on `batch` saves for its backward pass, parameters aside.
+    """Return how many bytes a forward pass on `batch` saves for its backward pass, without the parameters.
 
     Counted by saved-tensor hooks, on scaled and plain models alike; a storage that several ops save counts once.
     """

@@ -86,7 +86,7 @@ def scaled(
     save_codes: bool = True,
     strict: bool = False,
 ) -> nn.Module:
-    """`model`, changed in place so that it computes on (data, scale); the forward code and all names stay as they are.
+    """Make `model` compute on (data, scale) pairs, in place; its forward code and all names stay as they are.
 
     Every floating-point parameter W becomes a `ScaledTensor` σ·Ŵ with σ = 2^⌊log2 RMS(W)⌋, in the dtype of `compute`
     ("fp8": `carrier`, bfloat16 unless given, with matmul operands in e4m3fn, and incoming gradients in e5m2 unless
@@ -157,15 +157,13 @@ def leave_plain(model: nn.Module, scaling: Scaling) -> nn.Module:
 
 
 def scaling_of(model: nn.Module) -> Scaling | None:
-    """The record that `scaled` left on the model, or None."""
+    """Return the settings that `scaled` recorded on the model, or None for a plain model."""
     found = getattr(model, "lpconv_scaling", None)
     return found if isinstance(found, Scaling) else None
 
 
 def fallbacks(model: nn.Module) -> dict[str, int]:
-    """What was not exact, the most frequent first: ops without a rule that were computed on values, static scales that
-    were clamped, and operand elements that saturated (counted on a CPU) where a scale does not follow the largest.
-    """
+    """Count the ops that were not exact, most frequent first."""
     scaling = scaling_of(model)
     if scaling is None:
         raise UsageError("the model is not scaled", hint="call lpconv.scaled.scaled(model) first")
@@ -173,7 +171,8 @@ def fallbacks(model: nn.Module) -> dict[str, int]:
 
 
 def unscaled_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The state as plain tensors σ·Ŵ under the source's names, for `save_pretrained(state_dict=…)` and other tools.
+    """Return the state dict as plain tensors σ·Ŵ under the original names, for `save_pretrained(state_dict=…)` and
+    other tools.
 
     Sharded ones stay sharded, for distributed checkpoints; `full_tensor()` gathers one.
     """

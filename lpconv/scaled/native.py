@@ -21,7 +21,8 @@ from lpconv.shards import local
 
 
 def native(model: nn.Module, *, seed: int = 0, **options: Any) -> nn.Module:
-    """`model`, drawn anew from `seed` and scaled natively, in place; `options` are those of `scaled`.
+    """Initialise `model` anew from `seed` for native unit scaling and scale it, in place; `options` are those of
+    `scaled`.
 
     fp8 operands are cast as they are, at no scale of their own, unless `operand_scale` says otherwise. Train with
     ``AdamW(native_groups(model.parameters(), lr))``. Raises `UsageError` for weights that were loaded, and
@@ -35,7 +36,7 @@ def native(model: nn.Module, *, seed: int = 0, **options: Any) -> nn.Module:
 def native_groups(
     parameters: Iterable[Tensor], lr: float, *, rule: str = "unit", **options: Any
 ) -> list[dict[str, Any]]:
-    """Groups of natively scaled parameters for `lpconv.scaled.AdamW`; `lr` is the step on Ŵ, by a rule of
+    """Return parameter groups of a natively scaled model for `lpconv.scaled.AdamW`, with learning rates by a rule of
     `LEARNING_RATES`.
 
     `options` go to every group. Scaled AdamW steps on Ŵ with lr/σ, so a group's own rate is lr·σ.

@@ -27,7 +27,7 @@ from lpconv.shards import is_sharded, local, placed_like
 
 @dataclass(frozen=True, kw_only=True)
 class HyperParameters:
-    """What an optimizer is given: learning rate, ε and weight decay."""
+    """Hyperparameters of an optimizer that depend on the scale of a weight: learning rate, ε and weight decay."""
 
     lr: float
     eps: float = 0.0
@@ -46,7 +46,7 @@ _SCALE_POWERS: dict[str, tuple[tuple[int, int], tuple[int, int], tuple[int, int]
 def equivalent(
     optimizer: str, source: HyperParameters, *, weight_scale: float, gradient_factor: float = 1.0
 ) -> HyperParameters:
-    """The settings under which Ŵ = W/σ follows W exactly, step by step.
+    """Return the hyperparameters under which the scaled weight Ŵ = W/σ follows W exactly, step by step.
 
     `weight_scale` is σ, and `gradient_factor` is c, where the optimizer is fed ĝ = c·∂L/∂W (c = σ if autograd runs on Ŵ
     alone). For AdamW: lr/σ, c·ε, σ·wd. β, momentum and schedules stay; clip gradients by the norm of ĝ/c.

@@ -13,12 +13,14 @@ from lpconv.scaled.tensor import ScaledTensor
 
 
 def dynamic_rescale(x: Tensor, statistic: str = "l2") -> Tensor:
-    """`x` with its data brought near 1 by "max", "l1" or "l2"; the gradient passes. A plain tensor stays as it is."""
+    """Return `x` with its data rescaled to be near 1 by its "max", "l1" or "l2" statistic; gradients pass through
+    unchanged.
+    """
     find("statistic", statistic, STATISTICS)
     return ops.rebalance(x, statistic, "") if isinstance(x, ScaledTensor) else x
 
 
 def dynamic_rescale_grad(x: Tensor, statistic: str = "l2") -> Tensor:
-    """`x` unchanged; its gradient has its data brought near 1. A plain tensor stays as it is."""
+    """Return `x` unchanged, and rescale the data of its gradient to be near 1 in the backward pass."""
     find("statistic", statistic, STATISTICS)
     return ops.rebalance(x, "", statistic) if isinstance(x, ScaledTensor) else x

@@ -50,7 +50,7 @@ class _View(NamedTuple):
 
 
 class ScaledTensor(torch.Tensor):
-    """A tensor whose value is `data · scale`.
+    """A tensor subclass that stores `data` and `scale` and stands for their product, `data · scale`.
 
     Shape, strides, dtype and device are those of the data (any floating dtype). The scale is a Python float while it is
     static, and a 0-dim fp32 tensor on the device once data set it. Make one with `scaled_tensor`.
@@ -259,7 +259,7 @@ def data_part(x: Tensor) -> Tensor:
 def scaled_tensor(
     data: Tensor, scale: Scale, *, role: Role = Role.ACTIVATION, numerics: Numerics | None = None
 ) -> ScaledTensor:
-    """The tensor of value `data · scale`.
+    """Create a `ScaledTensor` of the value `data · scale`.
 
     A float scale must be 0 or, but for native numerics, a power of two, in [2^-126, 2^127]; 0 means "a zero of any
     scale" and asks for zero data. A tensor scale must be 0-dim fp32 on the device of the data and is taken as it is.
