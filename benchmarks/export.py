@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import transformers
 
-from lpconv.checkpoint.contents import read_contents
+from lpconv.checkpoint.checkpoint import Checkpoint
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.provenance import versions
 from lpconv.convert.run import convert
@@ -119,7 +119,7 @@ def measure(source: Path, work: Path, form: str) -> dict[str, Any]:
         options = ConvertOptions(method=chosen[0], format=chosen[1], verify="none", force=True)
         convert(str(source), low, options)
     result = export_onnx(str(low), work / "onnx", ExportOptions(force=True, tolerance=1.0))
-    contents = read_contents(source)
+    contents = Checkpoint.open(source)
     opened = traceable(contents, num_elements(contents))
     cases = [(inputs, opened.run(inputs)) for inputs in (opened.inputs, other_inputs(opened.inputs))]
     against_source = compare(work / "onnx" / MODEL_FILE, cases, tolerance=math.inf)

@@ -19,6 +19,7 @@ import torch
 from finetune_real import TASKS, smollm2
 from transformers import AutoModelForCausalLM
 
+from lpconv.checkpoint.checkpoint import Checkpoint
 from lpconv.results import Series
 from lpconv.scaled import AdamW, ScaledTensor, scaled
 from lpconv.scaled.critical import critical_modules, input_risks
@@ -139,7 +140,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(smollm2(Path(temporary))["model"])
         options = FinetuneOptions(arithmetic=arithmetic(recipe="unit-fp8"), twin="none", **TASKS["smollm2"].settings)
-        job = training_job(folder, options)
+        job = training_job(Checkpoint.open(folder), options)
         for name in ["fp32", *(n for n in arguments.only if n != "fp32")]:
             if name not in found["rows"]:
                 found["rows"][name] = trained(ROWS[name], folder, job)

@@ -152,14 +152,13 @@ class _Study:
     def result(self, *, interrupted: bool) -> AdviceResult:
         """What is known so far."""
         rows = self._ranked()
-        contents = self._subject.prepared.contents
-        directory = contents.directory
+        checkpoint = self._subject.prepared.checkpoint
         result = AdviceResult(
             name=self._model,
             output=str(self._output),
             facts=self._facts(),
             metric=self._subject.metric,
-            source_bytes=sum((directory / f).stat().st_size for f in contents.weight_files),
+            source_bytes=sum((checkpoint.directory / f).stat().st_size for f in checkpoint.weight_files),
             steps_tried=self._trials.steps if self._trials is not None else 0,
             rows=rows,
             parts=self._parts,

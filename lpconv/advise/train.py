@@ -63,9 +63,9 @@ class Trials:
         self, subject: Subject, options: AdviseOptions, told: Callable[[AdviceRow], AdviceRow], progress: Progress
     ) -> None:
         self._options, self._told, self._progress = options, told, progress
-        self._directory = subject.prepared.source.directory
+        self._checkpoint = subject.prepared.checkpoint
         self._parameters = sum(p.numel() for p in subject.model.parameters())
-        self._job = training_job(self._directory, options.training(_TWIN, steps=options.steps))
+        self._job = training_job(self._checkpoint, options.training(_TWIN, steps=options.steps))
         self._twins: dict[tuple[int, int], _Run] = {}
         # A rate of the others means nothing to native recipes, nor do they take a trained model.
         tried = (n for n, r in RECIPES.items() if n != _TWIN and not r.arithmetic.is_native)

@@ -13,8 +13,7 @@ from lpconv.batch.manifest import BatchJob
 from lpconv.bench.options import BenchOptions
 from lpconv.bench.outcome import judge_of, kept, problem
 from lpconv.bench.run import bench
-from lpconv.checkpoint.contents import read_contents
-from lpconv.checkpoint.resolve import resolve
+from lpconv.checkpoint.checkpoint import Checkpoint
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.shares import Part
 from lpconv.errors import OutputExistsError
@@ -171,10 +170,10 @@ def _source(job: BatchJob, *, revision: str | None = None) -> SourceRecord:
     """What the job's model is, with the sizes of its weight files; a bench's preset has none."""
     if isinstance(job.options, BenchOptions) and job.model in PRESETS:
         return SourceRecord(name=job.model, resolved=job.model)
-    found = resolve(job.model, revision=revision, headers_only=True)
-    contents = read_contents(found.directory)
-    files = (FileRecord(name=f, size_bytes=(found.directory / f).stat().st_size) for f in contents.weight_files)
-    return SourceRecord(name=job.model, resolved=found.resolved, revision=found.revision, files=tuple(files))
+    found = Checkpoint.open(job.model, revision=revision)
+    files = (FileRecord(name=f, size_bytes=(found.directory / f).stat().st_size) for f in found.weight_files)
+    origin = found.origin
+    return SourceRecord(name=job.model, resolved=origin.resolved, revision=origin.revision, files=tuple(files))
 
 
 def _finetune_figures(result: FinetuneResult) -> dict[str, float]:

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lpconv.bench.cases import CODES, Case
 from lpconv.bench.roofline import Gemm
-from lpconv.checkpoint.resolve import resolve
+from lpconv.checkpoint.checkpoint import Checkpoint
 from lpconv.errors import ResourceError, UsageError
 from lpconv.layers import blocks_of, head, linears
 from lpconv.machine import available_memory
@@ -25,7 +25,7 @@ _LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers")
 def find_model(case: Case) -> Blueprint:
     """Find the model that the case names: ``demo``, a directory, a preset, an alias or a hub id, in this order."""
     is_preset = case.model in PRESETS and not os.path.isdir(case.model)
-    found = blueprint(case.model if is_preset else resolve(case.model).directory)
+    found = blueprint(case.model if is_preset else Checkpoint.open(case.model))
     _shorten(found.config, case.layers)
     most = max_length(found.config)
     if most is not None and case.seq > most:

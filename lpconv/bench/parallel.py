@@ -71,7 +71,7 @@ def rows_of(case: Case, known: Blueprint) -> DeviceMesh | None:
     shared out.
     """
     is_cast = case.format != "fp8" or case.method in SCALED
-    return _mesh(case) if case.parallel == "fsdp2" and known.directory is not None and is_cast else None
+    return _mesh(case) if case.parallel == "fsdp2" and known.checkpoint is not None and is_cast else None
 
 
 def _mesh(case: Case) -> DeviceMesh:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from lpconv.bench.cases import CODES, SCALED, Case
 from lpconv.bench.models import step_loss
 from lpconv.checkpoint.compressed import quantized_by
-from lpconv.checkpoint.contents import read_contents
 from lpconv.errors import UnsupportedError
 from lpconv.kernels.fp8_linear import FP8_RECIPES, Fp8Linear, calibrate, convert_linears
 from lpconv.kernels.linear import FP16_LINEAR, use_recipe
@@ -40,7 +39,7 @@ def check_codes(case: Case, known: Blueprint) -> None:
         return
     if case.mode == "train":
         raise UnsupportedError("weights that stay codes do not train", hint="measure them in --mode infer")
-    if known.directory is None or quantized_by(read_contents(known.directory).config) is None:
+    if known.checkpoint is None or quantized_by(known.checkpoint.config) is None:
         raise UnsupportedError(
             f"`{case.model}` has no codes", hint="`lpconv convert` writes them: --method unit --format e4m3fn"
         )
@@ -60,9 +59,9 @@ def is_emulated(case: Case) -> bool:
 
 def with_codes(known: Blueprint, case: Case) -> nn.Module:
     """The model of a checkpoint whose weights stay codes, in bf16 beside them."""
-    assert known.directory is not None, "`check_codes` comes first"
+    assert known.checkpoint is not None, "`check_codes` comes first"
     model: nn.Module = load(
-        known.directory, dtype=torch.bfloat16, model_class=known.model_class, config=known.config, resident=True
+        known.checkpoint, dtype=torch.bfloat16, model_class=known.model_class, config=known.config, resident=True
     )
     return model.to(case.device)
 

@@ -10,8 +10,7 @@ from lpconv.bench.nvml import GpuMonitor, find_monitor
 from lpconv.bench.options import BenchOptions
 from lpconv.bench.rows import BenchRun
 from lpconv.bench.team import Child
-from lpconv.checkpoint.contents import read_contents
-from lpconv.checkpoint.resolve import resolve
+from lpconv.checkpoint.checkpoint import Checkpoint
 from lpconv.errors import UnsupportedError, UsageError
 from lpconv.models.presets import PRESETS
 from lpconv.models.whole import check_whole
@@ -65,7 +64,9 @@ def bench(
     """
     told = progress or Silent()
     if options.model is not None and (options.model not in PRESETS or Path(options.model).is_dir()):
-        check_whole(read_contents(resolve(options.model).directory), allow_missing=options.allow_missing)
+        checkpoint = Checkpoint.open(options.model)
+        check_whole(checkpoint, allow_missing=options.allow_missing)
+        checkpoint.check_promised()
     # Wrong names are found before any process starts.
     _groups(_cases(options, {"device": "cpu", "name": ""})[0], options)
     with Child() as child:

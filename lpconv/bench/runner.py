@@ -219,7 +219,7 @@ def _steps_left(count: int, elapsed: float, iterations: int, seconds: float) -> 
 
 def _weights(known: Blueprint, opened: Opened) -> str:
     """Where the weights come from, in words, and how many parameters a checkpoint lacks."""
-    if known.directory is None:
+    if known.checkpoint is None:
         return "random"
     count = sum(1 for _ in opened.model.parameters())
     return f"{len(opened.missing)} of {count} parameters random, else checkpoint" if opened.missing else "checkpoint"

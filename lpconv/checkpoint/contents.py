@@ -3,12 +3,11 @@
 import json
 import os
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from lpconv.checkpoint.gguf import GGUF, WEIGHTS, as_directory, is_view
+from lpconv.checkpoint.gguf import GGUF, WEIGHTS, is_view
 from lpconv.checkpoint.partfile import read_error
 from lpconv.errors import InputError
 from lpconv.lookup import no_directory
@@ -31,47 +30,17 @@ _OURS = {"lpconv.json", "lpconv_loader.py", "journal.jsonl", "report.json", "rep
 _IGNORED_FOLDERS = {".git", ".cache", "__pycache__", ".ipynb_checkpoints"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Contents:
-    """A checkpoint directory, looked at but not read.
-
-    `kind` is ``safetensors``, ``torch`` or ``gguf``; `weight_files` are in index order. `weight_map` is the index's
-    table of tensor names to files, None without an index. `side_files` are paths relative to `directory`, sorted.
-    """
-
-    directory: Path
-    kind: str
-    weight_files: tuple[str, ...]
-    weight_map: dict[str, str] | None
-    config: dict[str, Any]
-    side_files: tuple[str, ...]
-
-
-def read_contents(directory: Path) -> Contents:
-    """Find the weights, config and side files of a checkpoint directory.
-
-    An index wins over single files, safetensors over `pytorch_model.bin`. Raises InputError where there are no weights,
-    where the index is not sound, and for names or symbolic links that lead out of the directory.
-    """
-    directory = as_directory(directory)
+def read_config(directory: Path) -> dict[str, Any]:
+    """The config of a checkpoint directory. Raises InputError where there is none, or one that is damaged."""
     if not directory.is_dir():
         raise no_directory(directory, hint="pass a checkpoint directory or a hub id")
-    config_path = directory / "config.json"
-    if not config_path.exists():
+    path = directory / "config.json"
+    if not path.exists():
         raise _no_checkpoint(directory)
-    check_inside(directory, config_path.name)
-    config = _with_quantization(read_json(config_path), directory)
-    check_config(config, config_path)
-    kind, files, weight_map = _weights(directory)
-    for name in files if kind != GGUF else ():  # a view links to its file
-        check_inside(directory, name)
-    side_files = tuple(sorted(_side_files(directory, set(files))))
-    for name in side_files:
-        _check_file_name(directory, name)
-        check_inside(directory, name)
-    return Contents(
-        directory=directory, kind=kind, weight_files=files, weight_map=weight_map, config=config, side_files=side_files
-    )
+    check_inside(directory, path.name)
+    config = _with_quantization(read_json(path), directory)
+    check_config(config, path)
+    return config
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -135,6 +104,18 @@ def _no_checkpoint(directory: Path) -> InputError:
     else:
         hint = "is it a Hugging Face checkpoint directory?"
     return InputError(f"`{directory}` has no config.json", hint=hint)
+
+
+def find_weights(directory: Path) -> tuple[str, tuple[str, ...], dict[str, str] | None]:
+    """The kind of the weights in a directory, their files in index order, and the index's table, if there is one.
+
+    An index wins over single files, safetensors over `pytorch_model.bin`. Raises InputError where there are no weights,
+    where the index is not sound, and for links that lead out of the directory.
+    """
+    kind, files, weight_map = _weights(directory)
+    for name in files if kind != GGUF else ():  # a view links to its file
+        check_inside(directory, name)
+    return kind, files, weight_map
 
 
 def _weights(directory: Path) -> tuple[str, tuple[str, ...], dict[str, str] | None]:
@@ -207,6 +188,15 @@ def _check_file_name(directory: Path, name: str) -> None:
     """Refuse names that a list of checksums cannot hold: line breaks, and bytes that are no UTF-8."""
     if not name.isprintable():
         raise InputError(f"file name {name!r} in `{directory}` has unprintable characters", hint="rename the file")
+
+
+def find_side_files(directory: Path, weight_files: Collection[str]) -> tuple[str, ...]:
+    """All other files of a checkpoint, relative to it, sorted. Raises InputError for names that cannot be copied."""
+    found = tuple(sorted(_side_files(directory, set(weight_files))))
+    for name in found:
+        _check_file_name(directory, name)
+        check_inside(directory, name)
+    return found
 
 
 def _side_files(directory: Path, weights: set[str]) -> Iterator[str]:

@@ -9,10 +9,10 @@ import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from lpconv.checkpoint.hub import wanted_files
 from lpconv.checkpoint.partfile import hash_of, sha256_of, write_small
 from lpconv.errors import InputError, LpconvError
 
@@ -20,7 +20,7 @@ STATE = "lpconv-checked.json"
 _SHA256, _SHA1 = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{40}")
 
 
-def check_promises(snapshot: Path, names: Iterable[str]) -> dict[str, str]:
+def check_promises(snapshot: Path) -> dict[str, str]:
     """The SHA-256 of those files of a snapshot that the hub promised one for, each found to have that.
 
     A file that is no link into the cache's blobs, or whose blob is named otherwise, was promised nothing. Raises
@@ -29,7 +29,8 @@ def check_promises(snapshot: Path, names: Iterable[str]) -> dict[str, str]:
     state = snapshot.parent.parent / STATE
     known, found = _read(state), dict[str, str]()
     before = dict(known)
-    for name in names:
+    files = (p.relative_to(snapshot).as_posix() for p in snapshot.rglob("*") if p.is_file())
+    for name in wanted_files(files):
         blob = _blob(snapshot / name)
         if blob is None:
             continue

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lpconv.checkpoint.contents import Contents, check_inside, read_json
+from lpconv.checkpoint.checkpoint import Checkpoint
+from lpconv.checkpoint.contents import check_inside, read_json
 from lpconv.checkpoint.partfile import sha256_of
+from lpconv.checkpoint.resolve import Resolved
 from lpconv.errors import InputError
 
 RESIDUAL_FOLDER = "collage"
@@ -27,10 +29,10 @@ class Residuals:
     roots: tuple[tuple[str, str], ...]
 
     @property
-    def contents(self) -> Contents:
+    def contents(self) -> Checkpoint:
         """The residual files as a checkpoint of their own."""
-        return Contents(
-            directory=self.directory,
+        return Checkpoint(
+            origin=Resolved(name=RESIDUAL_FOLDER, resolved=str(self.directory), directory=self.directory),
             kind="safetensors",
             weight_files=self.files,
             weight_map=None,

@@ -7,13 +7,12 @@ picks another.
 
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from lpconv.checkpoint.aliases import ALIASES, find_alias
 from lpconv.checkpoint.gguf import as_directory
-from lpconv.checkpoint.hub import cached_snapshot, commit_of, download, wanted_files
+from lpconv.checkpoint.hub import cached_snapshot, commit_of, download
 from lpconv.checkpoint.promised import check_promises
 from lpconv.checkpoint.urls import check_url, hub_names, is_url
 from lpconv.data import demo_checkpoint
@@ -32,30 +31,32 @@ class Resolved:
     """A model found: what was typed, what it meant, and where its files lie.
 
     `resolved` is a hub id, the absolute path of a local directory, or ``demo``. `revision` is the commit hash of a hub
-    snapshot, None for the others. `sha256` has, by their names, the hashes of weight files that the hub promised
-    and that they were found to have.
+    snapshot, None for the others.
     """
 
     name: str
     resolved: str
     revision: str | None = None
     directory: Path
-    sha256: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def hub_id(self) -> str | None:
+        """Its name on the hub; None for what lies elsewhere."""
+        return self.resolved if self.revision is not None else None
 
 
-def resolve(name: str, *, revision: str | None = None, headers_only: bool = False, whole: bool = False) -> Resolved:
+def resolve(name: str, *, revision: str | None = None, whole: bool = False) -> Resolved:
     """The checkpoint that `name` means; `revision` is a branch, tag or commit hash of the hub.
 
-    Looks at the disk first and downloads only what no cache has. The files of a hub's snapshot are hashed once and
-    compared with what the hub promised, unless `headers_only` are going to be read. What lies at a URL stays there;
-    with `whole` it is copied, as is what opens as a file only, and a copy that is there is used. Raises InputError
-    where nothing is found, with what to do next, or where a file is not what was promised; UsageError for a revision of
-    what has none; UnsupportedError for a URL that is not read here.
+    Looks at the disk first and downloads only what no cache has; downloaded files are compared with the hashes that the
+    hub promised. What lies at a URL stays there; with `whole` it is copied, as is what opens as a file only, and a copy
+    that is there is used. Raises InputError if nothing is found, with what to do next, or if a download is not what was
+    promised; UsageError for a revision of what has none; UnsupportedError for a URL that is not read here.
     """
     if name == DEMO:
         return _demo(revision)
     if is_url(name):
-        return _from_url(check_url(name), revision, headers_only=headers_only, whole=whole)
+        return _from_url(check_url(name), revision, whole=whole)
     # The functions of os.path never raise, whatever was typed: names too long, users that do not exist.
     path = Path(os.path.expanduser(name))
     if os.path.isfile(path) and path.suffix != ".gguf":
@@ -66,7 +67,7 @@ def resolve(name: str, *, revision: str | None = None, headers_only: bool = Fals
         return _local(name, path, revision)
     if looks_like_path(name):
         raise no_directory(name, hint="pass a directory that exists, a hub id or an alias")
-    return _from_hub(name, revision, headers_only=headers_only)
+    return _from_hub(name, revision)
 
 
 def base_name(name: str) -> str:
@@ -97,10 +98,10 @@ def _local(name: str, path: Path, revision: str | None) -> Resolved:
 
 def directory_of(path: str | Path) -> Path:
     """The directory that a path or the URL of a checkpoint means; raises as `resolve` for a URL."""
-    return resolve(path, headers_only=True).directory if isinstance(path, str) and is_url(path) else Path(path)
+    return resolve(path).directory if isinstance(path, str) and is_url(path) else Path(path)
 
 
-def _from_url(url: str, revision: str | None, *, headers_only: bool, whole: bool) -> Resolved:
+def _from_url(url: str, revision: str | None, *, whole: bool) -> Resolved:
     if not url.startswith("hf://"):
         if revision is not None:
             raise UsageError(f"`{url}` has no revision `{revision}`", hint="leave --revision out")
@@ -110,25 +111,28 @@ def _from_url(url: str, revision: str | None, *, headers_only: bool, whole: bool
     snapshot = cached_snapshot(repo_id, asked)
     if snapshot is None and whole:
         snapshot = download(repo_id, asked)
+        check_promises(snapshot)
     if snapshot is not None:
-        return _snapshot(url, repo_id, snapshot, headers_only=headers_only)
+        return _snapshot(url, repo_id, snapshot)
     commit = commit_of(repo_id, asked)
     view = view_of(f"hf://{repo_id}@{commit}", whole=False)
     return Resolved(name=url, resolved=repo_id, revision=commit, directory=view)
 
 
-def _from_hub(name: str, revision: str | None, *, headers_only: bool) -> Resolved:
+def _from_hub(name: str, revision: str | None) -> Resolved:
     alias = find_alias(name)
     repo_id = alias.repo_id if alias else name
     # A model that moved under an owner may lie in the cache under the bare name it was fetched by.
     for cached_id in dict.fromkeys((repo_id, name)):
         snapshot = cached_snapshot(cached_id, revision)
         if snapshot is not None:
-            return _snapshot(name, cached_id, snapshot, headers_only=headers_only)
+            return _snapshot(name, cached_id, snapshot)
     if "/" not in repo_id:
         raise _unknown_name(name)
     try:
-        return _snapshot(name, repo_id, download(repo_id, revision), headers_only=False)
+        snapshot = download(repo_id, revision)
+        check_promises(snapshot)
+        return _snapshot(name, repo_id, snapshot)
     except InputError as e:
         near = nearest_beside(Path(name))
         if near is None:
@@ -136,10 +140,8 @@ def _from_hub(name: str, revision: str | None, *, headers_only: bool) -> Resolve
         raise InputError(e.message, hint=f"did you mean the directory `{near}`? {e.hint}") from e
 
 
-def _snapshot(name: str, repo_id: str, directory: Path, *, headers_only: bool) -> Resolved:
-    files = (p.relative_to(directory).as_posix() for p in directory.rglob("*") if p.is_file())
-    hashes = {} if headers_only else check_promises(directory, wanted_files(files))
-    return Resolved(name=name, resolved=repo_id, revision=directory.name, directory=directory, sha256=hashes)
+def _snapshot(name: str, repo_id: str, directory: Path) -> Resolved:
+    return Resolved(name=name, resolved=repo_id, revision=directory.name, directory=directory)
 
 
 def _unknown_name(name: str) -> InputError:

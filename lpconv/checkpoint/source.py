@@ -14,10 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
-from lpconv.checkpoint.contents import Contents
-from lpconv.checkpoint.gguf import header_of
+from lpconv.checkpoint.checkpoint import Checkpoint
 from lpconv.checkpoint.header import DTYPE_BITS, Header, TensorInfo, check_name
 from lpconv.checkpoint.partfile import read_error
 from lpconv.checkpoint.place import RangedFile, open_file
@@ -52,19 +51,18 @@ class Source(Protocol):
 class SafetensorsSource:
     """Safetensors files of one checkpoint, headers checked on opening; or a GGUF file as its view has it."""
 
-    def __init__(self, contents: Contents) -> None:
+    def __init__(self, contents: Checkpoint) -> None:
         self._files: dict[str, tuple[RangedFile, Header]] = {}
         self._entries: dict[str, TensorEntry] = {}
         try:
             for name in contents.weight_files:
-                self._open(contents.directory / name, name, contents.config)
+                self._open(contents.directory / name, name, contents.headers[name])
         except BaseException:
             self.close()
             raise
         _check_index(contents, self._entries)
 
-    def _open(self, path: Path, name: str, config: Mapping[str, Any]) -> None:
-        header = header_of(path, config)
+    def _open(self, path: Path, name: str, header: Header) -> None:
         self._files[name] = open_file(path), header
         for info in header.tensors.values():
             _add(self._entries, TensorEntry(info=info, file=name))
@@ -93,7 +91,7 @@ class SafetensorsSource:
 class TorchSource:
     """`pytorch_model*.bin` files of one checkpoint, opened without running any code of theirs."""
 
-    def __init__(self, contents: Contents) -> None:
+    def __init__(self, contents: Checkpoint) -> None:
         self._entries: dict[str, TensorEntry] = {}
         self._tensors: dict[str, Tensor] = {}
         self._sizes: dict[str, tuple[Path, int]] = {}
@@ -176,7 +174,7 @@ def read_tensor(source: Source, name: str) -> Tensor:
     return read_range(source, name, 0, info.num_elements).view(info.shape)
 
 
-def open_source(contents: Contents) -> Source:
+def open_source(contents: Checkpoint) -> Source:
     """The checkpoint's tensors. Raises InputError for headers, indices or pickles that are not sound."""
     return SafetensorsSource(contents) if contents.kind != "torch" else TorchSource(contents)
 
@@ -190,7 +188,7 @@ def _add(entries: dict[str, TensorEntry], entry: TensorEntry) -> None:
     entries[name] = entry
 
 
-def _check_index(contents: Contents, entries: Mapping[str, TensorEntry]) -> None:
+def _check_index(contents: Checkpoint, entries: Mapping[str, TensorEntry]) -> None:
     if contents.weight_map is None:
         return
     for name, file in contents.weight_map.items():

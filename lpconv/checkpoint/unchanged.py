@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from lpconv.checkpoint.contents import Contents
+from lpconv.checkpoint.checkpoint import Checkpoint
 from lpconv.checkpoint.header import MAX_HEADER_BYTES
 from lpconv.checkpoint.partfile import read_error
 from lpconv.errors import InputError
@@ -41,7 +41,7 @@ def watch(directory: Path, names: Iterable[str]) -> Watch:
     return Watch(directory=directory, seen={name: _look(directory / name) for name in names})
 
 
-def watched_files(contents: Contents) -> list[str]:
+def watched_files(contents: Checkpoint) -> list[str]:
     """The files that a conversion reads: weights, config, index, and everything that is copied."""
     indexes = sorted(p.name for p in contents.directory.glob("*.index.json"))
     return [*contents.weight_files, "config.json", *indexes, *contents.side_files]

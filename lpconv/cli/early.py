@@ -8,10 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lpconv.checkpoint.contents import Contents, read_contents, read_json
-from lpconv.checkpoint.header import TensorInfo, read_header
+from lpconv.checkpoint.checkpoint import Checkpoint, Openable
+from lpconv.checkpoint.contents import read_json
+from lpconv.checkpoint.header import TensorInfo
 from lpconv.checkpoint.place import any_pointer
-from lpconv.checkpoint.resolve import base_name, resolve
+from lpconv.checkpoint.resolve import base_name
 from lpconv.checkpoint.urls import is_url
 from lpconv.data import read_text
 from lpconv.errors import InputError, UnsupportedError
@@ -198,19 +199,19 @@ def _check_text(file: Path | None, seq_len: int = 1) -> None:
         raise InputError(short, hint="pass a longer text, or shorter sequences by --seq-len")
 
 
-def _contents(model: str, revision: str | None) -> Contents:
+def _contents(model: str, revision: str | None) -> Checkpoint:
     """What a checkpoint has, its files as long as their headers say; those that lie elsewhere are not asked."""
-    return _readable(resolve(model, revision=revision, headers_only=True).directory)
+    return _readable(model, revision)
 
 
-def _readable(directory: Path) -> Contents:
-    """What a directory has; UnsupportedError for the layouts of others that are not read."""
+def _readable(model: Openable, revision: str | None = None) -> Checkpoint:
+    """What a checkpoint has; UnsupportedError for the layouts of others that are not read."""
     from lpconv.forms import Headers
     from lpconv.forms.foreign import check_readable
 
-    contents, tensors = read_contents(directory), dict[str, TensorInfo]()
+    contents, tensors = Checkpoint.open(model, revision=revision), dict[str, TensorInfo]()
     is_here = contents.kind == "safetensors" and not any_pointer(contents.directory, contents.weight_files)
-    for file in contents.weight_files if is_here else ():
-        tensors |= read_header(contents.directory / file).tensors
+    for header in contents.headers.values() if is_here else ():
+        tensors |= header.tensors
     check_readable(Headers.of(contents.config, tensors))
     return contents

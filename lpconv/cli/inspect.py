@@ -37,25 +37,25 @@ def inspect(
 
       lpconv inspect ./llama-nvfp4 --strict
     """
-    from lpconv.checkpoint.resolve import resolve
+    from lpconv.checkpoint.checkpoint import Checkpoint
     from lpconv.convert.inspect import beside_model, inspect as inspect_headers
     from lpconv.forms.foreign import READ
     from lpconv.report.convert.terminal import render_inspect
     from lpconv.results import to_json
 
-    directory = resolve(model, revision=revision, headers_only=True).directory
+    checkpoint = Checkpoint.open(model, revision=revision)
     if stats:
         from lpconv.convert.statistics import inspect_with_statistics
 
         with progress_for(quiet=quiet) as progress:
-            found = inspect_with_statistics(directory, progress, name=model)
+            found = inspect_with_statistics(checkpoint, progress)
     else:
-        found = inspect_headers(directory, name=model)
-    found = beside_model(found, directory, thorough=stats or strict)
+        found = inspect_headers(checkpoint)
+    found = beside_model(found, checkpoint, thorough=stats or strict)
     if found.layout in READ and not (found.problems or found.not_judged):  # else the scales may not even be there
         from lpconv.convert.scales import judged  # torch takes seconds to import
 
-        found = judged(found, directory)
+        found = judged(found, checkpoint)
     wrong = (*found.problems, *(found.warnings if strict else ()))
     is_unread = found.not_judged is not None and (strict or found.layout in READ)
     if not ((wrong or is_unread) and json):  # else the error's details hold the result

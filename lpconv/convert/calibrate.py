@@ -8,12 +8,12 @@ the same machine finds the same numbers, however much memory is free.
 import math
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lpconv.checkpoint.checkpoint import Checkpoint
 from lpconv.checkpoint.partfile import sha256_of
 from lpconv.convert.job import Job
 from lpconv.convert.memory import CALIBRATING_BYTES
@@ -45,7 +45,7 @@ def calibrate(job: Job, progress: Progress) -> CalibrationRecord:
     config, tokens, length = _text(job)
     modules = [t.module for t in job.plan.tensors if t.form.has_input_scale]
     progress.start("calibrating", tokens.windows.numel())
-    found = _largest_inputs(job.resolved.directory, modules, config, tokens.windows, progress)
+    found = _largest_inputs(job.checkpoint, modules, config, tokens.windows, progress)
     missed = [n for n in modules if n not in found]
     if missed:
         raise UnsupportedError(
@@ -66,12 +66,12 @@ def _text(job: Job) -> tuple[Any, Tokens, int]:
 
 
 def _largest_inputs(
-    directory: Path, modules: Sequence[str], config: Any, windows_NL: Tensor, progress: Progress
+    checkpoint: Checkpoint, modules: Sequence[str], config: Any, windows_NL: Tensor, progress: Progress
 ) -> dict[str, float]:
     found: dict[str, float] = {}
     with (
         model_errors("the model does not run on the text", hint=_HINT),
-        open_in_files(directory) as (model, missing),
+        open_in_files(checkpoint) as (model, missing),
         torch.no_grad(),
     ):
         if missing:

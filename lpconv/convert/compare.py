@@ -7,12 +7,11 @@ reference's: rounding leaves that near 1, a wrong scale does not, and drowns in 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from lpconv.checkpoint.contents import read_contents
+from lpconv.checkpoint.checkpoint import Openable
 from lpconv.checkpoint.header import DTYPE_BITS
 from lpconv.checkpoint.source import Source, read_range
 from lpconv.checkpoint.ties import tie_candidates
@@ -70,14 +69,14 @@ class _Sums:
         )
 
 
-def compare(directory: Path, reference: Path, *, gates: Sequence[str], progress: Progress) -> VerifyResult:
-    """What the weights of `directory` are beside those of `reference`.
+def compare(model: Openable, reference: Openable, *, gates: Sequence[str], progress: Progress) -> VerifyResult:
+    """What the weights of one checkpoint are beside those of `reference`.
 
     It passes where every tensor is there in its shape, no number was lost, no group is off by a factor, and the noise
     is no more than the bits of the layout explain; and by the `gates`. Raises what opening a checkpoint raises.
     """
     parsed = [CONVERT_GATES.parse(g) for g in gates]
-    with StoredTensors.open(directory) as ours, StoredTensors.open(reference) as theirs:
+    with StoredTensors.open(model) as ours, StoredTensors.open(reference) as theirs:
         a, b = DecodedSource(ours), DecodedSource(theirs)
         both = [n for n, form in ours.forms.items() if n in theirs.forms and theirs.forms[n].shape == form.shape]
         progress.start("comparing weights", sum(a.entries[n].info.num_bytes for n in both))
@@ -85,7 +84,7 @@ def compare(directory: Path, reference: Path, *, gates: Sequence[str], progress:
         for name in both:
             found.append(_record(ours.forms[name], theirs.forms[name], _compare(a, b, name)))
             progress.advance(a.entries[name].info.num_bytes)
-        problems = [*_missing(ours, theirs, reference, "the reference"), *_missing(theirs, ours, directory, "it")]
+        problems = [*_missing(ours, theirs, "the reference"), *_missing(theirs, ours, "it")]
         num, checked = (sum(ours.forms[n].num_elements for n in names) for names in (ours.forms, both))
     found.sort(key=lambda r: r.sqnr_db)
     worst = next((r for r in found if r.sqnr_db < math.inf), None)
@@ -108,10 +107,10 @@ def compare(directory: Path, reference: Path, *, gates: Sequence[str], progress:
     return replace(result, gates=met, passed=not result.problems and all(g.passed for g in met))
 
 
-def _missing(one: StoredTensors, other: StoredTensors, directory: Path, who: str) -> Iterator[str]:
+def _missing(one: StoredTensors, other: StoredTensors, who: str) -> Iterator[str]:
     """What one checkpoint has and the other has not, unless that ties it to another weight."""
     shapes = {n: (form.shape, "") for n, form in one.forms.items()}
-    tied = {c.name for c in tie_candidates(shapes, read_contents(directory).config) if c.keep in other.forms}
+    tied = {c.name for c in tie_candidates(shapes, other.checkpoint.config) if c.keep in other.forms}
     absent = [n for n in one.forms if n not in other.forms and n not in tied]
     if absent:
         yield f"{shown(absent)}: {who} does not have that"

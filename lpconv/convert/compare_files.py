@@ -8,10 +8,9 @@ import functools
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
-from lpconv.checkpoint.contents import Contents, read_contents
+from lpconv.checkpoint.checkpoint import Checkpoint, Openable
 from lpconv.checkpoint.gguf import GGUF
 from lpconv.convert.files import CARD, LOADER, model_side_files, plain_config
 from lpconv.results import FilesCheck
@@ -30,12 +29,12 @@ _SHOWN, _WIDTH = 3, 60  # differences of a document, and characters of a value, 
 _ABSENT = object()
 
 
-def compare_files(directory: Path, reference: Path, *, config: bool = True) -> FilesCheck:
-    """Compare the small files of `directory` with those of `reference`; config.json only if `config` is set.
+def compare_files(model: Openable, reference: Openable, *, config: bool = True) -> FilesCheck:
+    """Compare the small files of a checkpoint with those of `reference`; config.json only if `config` is set.
 
     Raises what reading a checkpoint raises.
     """
-    pair = [read_contents(directory), read_contents(reference)]
+    pair = [Checkpoint.open(model), Checkpoint.open(reference)]
     if config and GGUF in {c.kind for c in pair}:
         return FilesCheck(not_compared=("config and tokenizer, which GGUF files hold in another form",))
     names = sorted({n for c in pair for n in model_side_files(c)})
@@ -59,7 +58,7 @@ def compare_files(directory: Path, reference: Path, *, config: bool = True) -> F
             found.compare(name, read if is_json else [{"text": document} for document in read], opened)
         else:
             found.not_compared.append(f"{name} (only {'this one' if name in pair[0].side_files else 'the reference'})")
-    found.not_compared += [n for n in (CARD, LOADER) if (directory / n).is_file()]
+    found.not_compared += [n for n in (CARD, LOADER) if (pair[0].directory / n).is_file()]
     return FilesCheck(
         compared=tuple(found.compared), different=tuple(found.different), not_compared=tuple(found.not_compared)
     )
@@ -108,7 +107,7 @@ def _words(key: str, ours: Any, theirs: Any) -> str:
     return f"`{key}` is {a}, and {b} in the reference"
 
 
-def _read(contents: Contents, name: str) -> Any:
+def _read(contents: Checkpoint, name: str) -> Any:
     """A file as JSON if it is that, else as text."""
     data = (contents.directory / name).read_bytes()
     try:
@@ -117,7 +116,7 @@ def _read(contents: Contents, name: str) -> Any:
         return data.decode(errors="surrogateescape").replace("\r\n", "\n")
 
 
-def _config(contents: Contents) -> Any:
+def _config(contents: Checkpoint) -> Any:
     import transformers  # takes seconds
 
     return transformers.CONFIG_MAPPING[contents.config["model_type"]].from_dict(plain_config(contents))
@@ -129,7 +128,7 @@ def _generation(settings: dict[str, Any]) -> Any:
     return transformers.GenerationConfig.from_dict(settings).to_dict()
 
 
-def _tokenizers(pair: Sequence[Contents], files: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _tokenizers(pair: Sequence[Checkpoint], files: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """What the tokenizers are once opened: their parts, special tokens, template and every setting of either."""
     from lpconv.models.tokenizer import read_tokenizer
 

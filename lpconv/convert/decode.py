@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
+from lpconv.checkpoint.checkpoint import Checkpoint
 from lpconv.checkpoint.compressed import quantized_by
-from lpconv.checkpoint.contents import Contents, read_contents
 from lpconv.checkpoint.dtypes import TORCH_DTYPES
 from lpconv.checkpoint.header import DTYPE_BITS, TensorInfo, encode_header
 from lpconv.checkpoint.partfile import PartFile, write_small
@@ -43,14 +43,14 @@ def decode_checkpoint(
     InputError where parts of a weight are missing or make no sense.
     """
     check_apart(directory, output)
-    contents = read_contents(directory)
+    contents = Checkpoint.open(directory)
     method = quantized_by(contents.config)
     if method is None:
         raise UnsupportedError(f"`{directory}` is a plain checkpoint", hint="there is nothing to restore")
     directory = contents.directory
     config, watched = plain_config(contents), watch(directory, watched_files(contents))
     target = FORMATS[dtype or _dtype_of(config)]
-    with closing(StoredTensors.open(directory)) as stored:
+    with closing(StoredTensors.open(contents)) as stored:
         kept = {name for name, form in stored.forms.items() if isinstance(form, Kept)}
         source = DecodedSource(stored)
         infos = {n: e.info.dtype if n in kept else target.safetensors or "" for n, e in source.entries.items()}
@@ -83,7 +83,7 @@ def _dtype_of(config: dict[str, object]) -> str:
 
 
 def _write_all(
-    source: Source, dtypes: dict[str, str], contents: Contents, directory: Path, progress: Progress
+    source: Source, dtypes: dict[str, str], contents: Checkpoint, directory: Path, progress: Progress
 ) -> tuple[tuple[FileRecord, ...], bool]:
     """The weight files with their index, and whether any value lost digits."""
     files, lost, index = [], False, {}

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lpconv.checkpoint.contents import QUANTIZATION_FILES, Contents
+from lpconv.checkpoint.checkpoint import Checkpoint
+from lpconv.checkpoint.contents import QUANTIZATION_FILES
 from lpconv.checkpoint.header import TensorInfo
 from lpconv.checkpoint.partfile import sha256_of, write_small, writing
 from lpconv.checkpoint.residual import RESIDUAL_FOLDER, RESIDUAL_INDEX, residual_index
@@ -22,7 +23,7 @@ INDEX = "model.safetensors.index.json"
 _NOT_SUMMED = {SUMS, "report.json", "report.html"}
 
 
-def plain_config(contents: Contents) -> dict[str, Any]:
+def plain_config(contents: Checkpoint) -> dict[str, Any]:
     """The config of the values of a checkpoint: without what says how they are stored.
 
     What a conversion of ours replaced in it comes back from its record.
@@ -39,7 +40,7 @@ def plain_config(contents: Contents) -> dict[str, Any]:
     return config
 
 
-def output_config(contents: Contents, plan: Plan) -> dict[str, Any]:
+def output_config(contents: Checkpoint, plan: Plan) -> dict[str, Any]:
     """config.json of the output: the source's, and what the form needs in order to be opened.
 
     Codes that only lpconv opens get an `auto_map` to the loader module, unless the source has code of its own.
@@ -79,13 +80,13 @@ def _is_weight(info: TensorInfo) -> bool:
     return info.name.endswith(".weight")
 
 
-def replaced_config(contents: Contents, plan: Plan) -> dict[str, Any]:
+def replaced_config(contents: Checkpoint, plan: Plan) -> dict[str, Any]:
     """The values of the source's config.json that `output_config` replaces, None for those it adds."""
     config = output_config(contents, plan)
     return {k: contents.config.get(k) for k in config if config[k] != contents.config.get(k)}
 
 
-def write_metadata(directory: Path, contents: Contents, plan: Plan, files: Sequence[FileRecord]) -> None:
+def write_metadata(directory: Path, contents: Checkpoint, plan: Plan, files: Sequence[FileRecord]) -> None:
     """Index, config, loader module and residual index. `files` are the weight files with their hashes."""
     config = output_config(contents, plan)
     write_small(directory / "config.json", ordered_json_text(config))
@@ -132,7 +133,7 @@ class Config:
 '''
 
 
-def model_side_files(contents: Contents) -> tuple[str, ...]:
+def model_side_files(contents: Checkpoint) -> tuple[str, ...]:
     """The side files of a checkpoint that belong to the model: its tokenizer and what else came with it.
 
     What belongs to the form of its weights (the folder of residuals, the loader module, checksums) goes with that form
@@ -143,7 +144,7 @@ def model_side_files(contents: Contents) -> tuple[str, ...]:
 
 
 def copy_side_files(
-    directory: Path, contents: Contents, names: Iterable[str], renamed: Mapping[str, str]
+    directory: Path, contents: Checkpoint, names: Iterable[str], renamed: Mapping[str, str]
 ) -> tuple[str, ...]:
     """Copy side files, some under another name. Returns the names in `directory`."""
     copied = []
@@ -156,7 +157,7 @@ def copy_side_files(
     return tuple(copied)
 
 
-def write_provenance(directory: Path, result: ConvertResult, contents: Contents, plan: Plan) -> None:
+def write_provenance(directory: Path, result: ConvertResult, contents: Checkpoint, plan: Plan) -> None:
     """lpconv.json: everything about the output that does not change from run to run or place to place."""
     document: Mapping[str, Any] = to_json(result)
     left_out = {"schema_version", "kind", "output", "seconds", "weights_seconds", "peak_rss_bytes", "command"}

@@ -2,9 +2,8 @@
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
-from lpconv.checkpoint.contents import Contents, read_contents
+from lpconv.checkpoint.checkpoint import Checkpoint, Openable
 from lpconv.checkpoint.gguf import header_of
 from lpconv.checkpoint.header import TensorInfo
 from lpconv.checkpoint.staging import read_marker
@@ -22,24 +21,22 @@ VALUES = "values of the weights (--stats)"  # until they are read
 InFiles = Sequence[tuple[TensorInfo, str]]
 
 
-def inspect(directory: Path, *, name: str | None = None) -> InspectResult:
+def inspect(model: Openable) -> InspectResult:
     """Dtypes, shapes, sizes, scales, ties and what is wrong. Problems are reported, not raised, where one can go on.
 
     Raises InputError where there is nothing to look at, and for `.bin` checkpoints, whose tables are pickles.
     """
-    contents = read_contents(directory)
+    contents = Checkpoint.open(model)
     if contents.kind == "torch":
         raise InputError(
-            f"`{directory}` holds pickles, which have no header to read",
+            f"`{contents.directory}` holds pickles, which have no header to read",
             hint="`lpconv inspect --stats` opens them, with weights_only=True",
         )
     stored, problems = _read_headers(contents)
-    return describe(
-        contents, stored, name=name or str(directory), problems=problems + _index_problems(contents, stored)
-    )
+    return describe(contents, stored, problems=problems + _index_problems(contents, stored))
 
 
-def describe(contents: Contents, stored: InFiles, *, name: str, problems: Sequence[str] = ()) -> InspectResult:
+def describe(contents: Checkpoint, stored: InFiles, *, problems: Sequence[str] = ()) -> InspectResult:
     """The record of a checkpoint whose tensors, with their files, are known; codes and scales are one tensor."""
     provenance = read_marker(contents.directory)
     records = from_json(tuple[TensorRecord, ...], provenance.get("tensors", []))
@@ -50,7 +47,7 @@ def describe(contents: Contents, stored: InFiles, *, name: str, problems: Sequen
     found = Findings() if not_judged else from_headers(headers, forms)
     scales = {t.name: t.scale for t in records if t.scale is not None}
     return InspectResult(
-        path=name,
+        path=contents.origin.name,
         architecture=next(iter(contents.config.get("architectures") or ()), None),
         method=provenance.get("method"),
         format=provenance.get("format"),
@@ -87,12 +84,12 @@ def _not_read(layout: str | None) -> tuple[str, ...]:
     return (*scales, *([] if layout == "lpconv" else [VALUES]))
 
 
-def beside_model(found: InspectResult, directory: Path, *, thorough: bool) -> InspectResult:
+def beside_model(found: InspectResult, contents: Checkpoint, *, thorough: bool) -> InspectResult:
     """`found` with what names and shapes tell beside the model that config.json describes, where nothing else is wrong.
 
     Models other than those of known families are only built if `thorough`, since importing transformers takes seconds.
     """
-    contents, what = read_contents(directory), "names and shapes against config.json"
+    what = "names and shapes against config.json"
     why = " (--strict)" if not thorough and known_shapes(contents.config) is None else ""
     try:
         is_wrong = found.problems or found.not_judged is not None
@@ -110,7 +107,7 @@ def _bits_per_weight(forms: Iterable[Stored]) -> float | None:
     return 8 * sum(f.num_bytes for f in coded) / sum(f.num_elements for f in coded) if coded else None
 
 
-def _read_headers(contents: Contents) -> tuple[list[tuple[TensorInfo, str]], list[str]]:
+def _read_headers(contents: Checkpoint) -> tuple[list[tuple[TensorInfo, str]], list[str]]:
     stored: list[tuple[TensorInfo, str]] = []
     problems: list[str] = []
     seen: dict[str, str] = {}
@@ -128,7 +125,7 @@ def _read_headers(contents: Contents) -> tuple[list[tuple[TensorInfo, str]], lis
     return stored, problems
 
 
-def _index_problems(contents: Contents, stored: InFiles) -> list[str]:
+def _index_problems(contents: Checkpoint, stored: InFiles) -> list[str]:
     if contents.weight_map is None:
         return []
     found, named = {info.name: file for info, file in stored}, contents.weight_map

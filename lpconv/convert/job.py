@@ -9,11 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lpconv.checkpoint.checkpoint import Checkpoint, Openable
 from lpconv.checkpoint.compressed import LinearModules
-from lpconv.checkpoint.contents import Contents, read_contents
 from lpconv.checkpoint.partfile import sha256_of
 from lpconv.checkpoint.residual import residual_files
-from lpconv.checkpoint.resolve import Resolved, resolve
 from lpconv.checkpoint.source import Source
 from lpconv.checkpoint.staging import beside, check_apart
 from lpconv.checkpoint.ties import tie_candidates
@@ -45,14 +44,17 @@ class Job:
     """A conversion that is understood but not begun. `source` is open; who prepares a job closes it. `missing` are
     weights of the model that it lacks.
 
+    `checkpoint` is the source as it lies, `contents` the same with the config of the values that its codes stand for;
+    `promised` has the hashes that its files were promised to have, and have.
+
     `output` is the directory that is written; where the output is remote, its `url`, that is worked on here.
     """
 
-    name: str
     output: Path
     url: str | None
-    resolved: Resolved
-    contents: Contents
+    checkpoint: Checkpoint
+    contents: Checkpoint
+    promised: Mapping[str, str]
     watch: Watch
     source: Source
     plan: Plan
@@ -61,17 +63,17 @@ class Job:
     memory: Memory
 
 
-def prepare(model: str, output: Path | str, options: ConvertOptions, *, headers_only: bool = False) -> Job:
+def prepare(model: Openable, output: Path | str, options: ConvertOptions, *, headers_only: bool = False) -> Job:
     """Resolve, open and plan; everything that can be refused without reading weights is refused here."""
     settings = settings_of(options)
     options, method = settings.options, settings.method
     gates = tuple(map(CONVERT_GATES.parse, options.gates))
-    resolved = resolve(model, revision=options.revision, headers_only=headers_only, whole=options.cache)
-    contents = read_contents(resolved.directory)
+    contents = checkpoint = Checkpoint.open(model, revision=options.revision, whole=options.cache)
+    promised = {} if headers_only else checkpoint.check_promised()
     watched = watch(contents.directory, [*watched_files(contents), *residual_files(contents.directory)])
     url = output if isinstance(output, str) and is_url(output) else None
     output = working_folder(url) if url is not None else Path(output)
-    check_apart(resolved.directory, output)
+    check_apart(checkpoint.directory, output)
     source = open_values(contents)
     if is_coded(contents):
         contents = dataclasses.replace(contents, config=plain_config(contents))
@@ -95,11 +97,11 @@ def prepare(model: str, output: Path | str, options: ConvertOptions, *, headers_
         source.close()
         raise
     return Job(
-        name=model,
         output=output,
         url=url,
-        resolved=resolved,
+        checkpoint=checkpoint,
         contents=contents,
+        promised=promised,
         watch=watched,
         source=source,
         plan=made,
@@ -140,7 +142,7 @@ def _equal_bytes(source: Source, a: str, b: str) -> bool:
     return True
 
 
-def _linears(contents: Contents, source: Source) -> LinearModules:
+def _linears(contents: Checkpoint, source: Source) -> LinearModules:
     """What the layouts of others have to know of the model."""
     known = known_linears(contents.config, {n: e.info.shape for n, e in source.entries.items()})
     if known is not None:

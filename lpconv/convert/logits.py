@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lpconv.checkpoint.contents import Contents
+from lpconv.checkpoint.checkpoint import Checkpoint
 from lpconv.errors import UnsupportedError, VerificationError
 from lpconv.models.empty import check_memory, num_parameters
 from lpconv.models.inputs import describe, example_inputs, inputs_for
@@ -28,13 +28,13 @@ _UNLIKE, _REPORT = "the source opens and the output does not", "report this, or 
 _COPIES_IN_MEMORY = 2  # the model, and the values that it is given
 
 
-def check_model(contents: Contents) -> None:
+def check_model(contents: Checkpoint) -> None:
     """Refuse a model that memory does not hold before it is built; only its own code knows the size of one with any."""
     if "auto_map" not in contents.config:
         check_memory(num_parameters(contents), copies=_COPIES_IN_MEMORY, what="running the model")
 
 
-def check_inputs(contents: Contents, *, trust_remote_code: bool) -> None:
+def check_inputs(contents: Checkpoint, *, trust_remote_code: bool) -> None:
     """Refuse a model that will not open, or that no inputs can be made for, before the work: by its config alone."""
     if trust_remote_code and "auto_map" in contents.config:
         return  # which only its own code knows
@@ -43,7 +43,7 @@ def check_inputs(contents: Contents, *, trust_remote_code: bool) -> None:
     inputs_for(concrete(cls, config), config)
 
 
-def check_logits(source: Path, output: Path, *, trust_remote_code: bool, in_files: bool = False) -> LogitsCheck:
+def check_logits(source: Checkpoint, output: Path, *, trust_remote_code: bool, in_files: bool = False) -> LogitsCheck:
     """Outputs of both models in fp32 on the CPU. Raises UnsupportedError where no inputs can be made for the model.
 
     With `in_files` their matrices stay in their files, and memory is that of activations.
@@ -64,7 +64,7 @@ def check_logits(source: Path, output: Path, *, trust_remote_code: bool, in_file
     return compare(wanted, got, cls.__name__, describe(inputs))
 
 
-def _check_in_files(source: Path, output: Path) -> LogitsCheck:
+def _check_in_files(source: Checkpoint, output: Path) -> LogitsCheck:
     with open_in_files(source) as (model, missing):
         _check_whole(missing)
         inputs, cls = example_inputs(model), type(model)

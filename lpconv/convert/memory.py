@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from lpconv.checkpoint.contents import Contents
+from lpconv.checkpoint.checkpoint import Checkpoint
 from lpconv.checkpoint.place import any_pointer
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.plan import Plan
@@ -61,7 +61,7 @@ class Memory:
 
 
 def plan_memory(
-    plan: Plan, contents: Contents, gates: tuple[Gate, ...], *, output: Path, uploads: bool = False
+    plan: Plan, contents: Checkpoint, gates: tuple[Gate, ...], *, output: Path, uploads: bool = False
 ) -> Memory:
     """As many workers as the options and memory allow, and what the run takes with them.
 
@@ -101,7 +101,7 @@ def plan_memory(
     return Memory(workers=workers, needed_bytes=needed if why else max(needed, running), no_logits=why)
 
 
-def _why_no_logits(plan: Plan, contents: Contents) -> str | None:
+def _why_no_logits(plan: Plan, contents: Checkpoint) -> str | None:
     """Why `--verify auto` does not run the models, however much memory there is; None where it does."""
     options = plan.options
     if options.verify != "auto":
@@ -115,7 +115,7 @@ def _why_no_logits(plan: Plan, contents: Contents) -> str | None:
     return None
 
 
-def _network(plan: Plan, contents: Contents, output: Path, *, uploads: bool) -> int:
+def _network(plan: Plan, contents: Checkpoint, output: Path, *, uploads: bool) -> int:
     """What a store takes: pieces that are read of it, and parts on their way to it. What was uploaded is read back."""
     written = [p.name for p in output.glob("*.safetensors")] if os.path.isdir(output) else []
     downloads = any_pointer(contents.directory, contents.weight_files) or any_pointer(output, written)
@@ -137,14 +137,14 @@ def _converting(plan: Plan, workers: int) -> int:
     return _OVERHEAD_BYTES + len(plan.tensors) * _TENSOR_BYTES + buffers + temporary + sides + tables
 
 
-def _running(plan: Plan, contents: Contents) -> int:
+def _running(plan: Plan, contents: Checkpoint) -> int:
     """Both models, one at a time; then their outputs."""
     parameters = sum(t.info.num_elements for t in plan.tensors)
     models = 4 * parameters * _COPIES_IN_MEMORY
     return _OVERHEAD_BYTES + _TRANSFORMERS_BYTES + max(models, _outputs(contents))
 
 
-def _running_in_files(plan: Plan, contents: Contents) -> int:
+def _running_in_files(plan: Plan, contents: Checkpoint) -> int:
     """Activations, rows of matrices and vectors of both models, one at a time; then their outputs.
 
     Only the models that bring no code of their own, which may use a weight in any way, are known to run so.
@@ -159,7 +159,7 @@ def _in_files(plan: Plan) -> int:
     return _ROWS_BYTES + sum(4 * t.info.num_elements for t in plan.tensors if len(t.info.shape) < 2)
 
 
-def _outputs(contents: Contents) -> int:
+def _outputs(contents: Checkpoint) -> int:
     """What a head makes as wide as the vocabulary."""
     has_head = any("LM" in name or "For" in name for name in contents.config.get("architectures") or ())
     inner = contents.config.get("text_config")

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lpconv.checkpoint.checkpoint import Openable
 from lpconv.checkpoint.contents import read_json
 from lpconv.checkpoint.partfile import fsync_directory, sha256_of, write_small, writing
 from lpconv.checkpoint.staging import MARKER, PARTS, Staging, beside, check_free, differing, read_marker
@@ -28,7 +29,7 @@ from lpconv.results import ByteCounts, PartResult, from_json, json_text, to_json
 
 
 def convert_part(
-    model: str, output: Path, options: ConvertOptions, part: Part, *, progress: Progress | None = None
+    model: Openable, output: Path, options: ConvertOptions, part: Part, *, progress: Progress | None = None
 ) -> PartResult:
     """Write one part of the conversion of `model` into `output`, which `finish` puts together.
 
@@ -78,9 +79,9 @@ def _identity(job: Job) -> dict[str, Any]:
     """What all parts of one output have in common: `identity`, but for the times of files that every machine fetches
     for itself. A commit of a hub says what they hold."""
     known = identity(job)
-    if job.resolved.revision is not None:
+    if job.checkpoint.origin.revision is not None:
         sizes = [[name, size] for name, size, _ in known["source files"]]
-        known |= {"source files": sizes, "source commit": job.resolved.revision}
+        known |= {"source files": sizes, "source commit": job.checkpoint.origin.revision}
     return known
 
 

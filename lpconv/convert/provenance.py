@@ -21,10 +21,11 @@ from lpconv.version import __version__
 def source_record(job: Job) -> SourceRecord:
     """The source with the sizes of its weight files, and the hashes that a hub promised and they were found to have."""
     files = tuple(
-        FileRecord(name=f, size_bytes=job.watch.size_bytes(f), sha256=job.resolved.sha256.get(f))
+        FileRecord(name=f, size_bytes=job.watch.size_bytes(f), sha256=job.promised.get(f))
         for f in job.contents.weight_files
     )
-    return SourceRecord(name=job.name, resolved=job.resolved.resolved, revision=job.resolved.revision, files=files)
+    origin = job.checkpoint.origin
+    return SourceRecord(name=origin.name, resolved=origin.resolved, revision=origin.revision, files=files)
 
 
 def public_source(source: SourceRecord) -> SourceRecord:

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from lpconv.checkpoint.contents import read_contents, read_json
+from lpconv.checkpoint.checkpoint import Checkpoint
+from lpconv.checkpoint.contents import read_json
 from lpconv.checkpoint.header import DTYPE_BITS
 from lpconv.checkpoint.residual import Residuals, read_residual
 from lpconv.checkpoint.staging import MARKER, check_marked
@@ -50,7 +51,7 @@ class OutputReader(StoredTensors):
     """
 
     def __init__(self, directory: Path, records: Sequence[TensorRecord], residuals: Residuals | None) -> None:
-        super().__init__(read_contents(directory), residuals)
+        super().__init__(Checkpoint.open(directory), residuals)
         self.records = {r.name: r for r in records if r.action != "tie"}
         wrong = next((r for r in self.records.values() if not self._fits(r)), None)
         if wrong is None:

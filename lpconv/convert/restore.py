@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lpconv.checkpoint.contents import read_contents
+from lpconv.checkpoint.checkpoint import Checkpoint
 from lpconv.checkpoint.dtypes import TORCH_DTYPES
 from lpconv.checkpoint.header import DTYPE_BITS, TensorInfo, encode_header
 from lpconv.checkpoint.partfile import PartFile, write_small
@@ -42,7 +42,7 @@ def restore(directory: Path, output: Path, *, force: bool, progress: Progress) -
     changed = check_hashes(directory, progress).mismatched
     if changed:
         raise InputError(f"`{changed[0]}` does not match its SHA-256 in {SUMS}", hint="fetch the output again")
-    contents = read_contents(directory)
+    contents = Checkpoint.open(directory)
     watched = watch(directory, [MARKER, *watched_files(contents), *residual_files(directory)])
     with (
         OutputReader.from_directory(directory) as reader,

@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 from lpconv.checkpoint.card import inherited_facts
+from lpconv.checkpoint.checkpoint import Openable
 from lpconv.checkpoint.partfile import write_small
 from lpconv.checkpoint.staging import Staging, check_free
 from lpconv.convert.files import CARD, copy_side_files, model_side_files, write_metadata, write_provenance, write_sums
@@ -50,7 +51,7 @@ class _Asked:
     started: float = dataclasses.field(default_factory=time.perf_counter)
 
 
-def plan(model: str, output: Path | str, options: ConvertOptions) -> PlanResult:
+def plan(model: Openable, output: Path | str, options: ConvertOptions) -> PlanResult:
     """What `convert` would do with the same arguments, from headers alone; nothing is written."""
     job = prepare(model, output, options, headers_only=True)
     try:
@@ -75,7 +76,7 @@ def plan(model: str, output: Path | str, options: ConvertOptions) -> PlanResult:
 
 
 def convert(
-    model: str,
+    model: Openable,
     output: Path | str,
     options: ConvertOptions,
     *,
@@ -94,7 +95,7 @@ def convert(
 
 
 def finish(
-    model: str,
+    model: Openable,
     output: Path | str,
     options: ConvertOptions,
     *,
@@ -109,12 +110,13 @@ def finish(
     return _published(model, output, options, _Asked(progress=progress or Silent(), command=command, finishing=True))
 
 
-def _published(model: str, output: Path | str, options: ConvertOptions, asked: _Asked) -> ConvertResult:
+def _published(model: Openable, output: Path | str, options: ConvertOptions, asked: _Asked) -> ConvertResult:
     if asked.finishing:
         check_shareable(options)
     job = prepare(model, output, options)
-    if job.resolved.revision is not None:
-        asked.progress.message(f"{model} is {job.resolved.resolved} at {job.resolved.revision}")
+    origin = job.checkpoint.origin
+    if origin.revision is not None:
+        asked.progress.message(f"{origin.name} is {origin.resolved} at {origin.revision}")
     try:
         if asked.finishing and job.url is not None:
             raise UnsupportedError("parts are put together in a folder", hint="finish there, and copy the output")
@@ -229,7 +231,7 @@ def _carry_out(job: Job, staging: Staging, asked: _Asked, calibration: Calibrati
         options=shaping_options(job.plan.options),
         versions=versions(),
         command=asked.command,
-        card=inherited_facts(job.contents.directory, job.resolved.resolved if job.resolved.revision else None),
+        card=inherited_facts(job.checkpoint.directory, job.checkpoint.origin.hub_id),
         warnings=(*plan_warnings(job), *tensor_warnings(tensors)),
     )
     public = public_source(result.source)

@@ -9,14 +9,13 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import median
 
 import torch
 from torch import Tensor
 
+from lpconv.checkpoint.checkpoint import Checkpoint, Openable
 from lpconv.checkpoint.compressed import INPUT_SCALES
-from lpconv.checkpoint.contents import Contents, read_contents
 from lpconv.checkpoint.source import Source, open_source, read_range, read_tensor
 from lpconv.convert.defects import Findings, fused_groups
 from lpconv.forms import Component, Headers, grid_of, recognise
@@ -59,7 +58,7 @@ class Scales:
         )
 
 
-def _from_scales(contents: Contents) -> Findings:
+def _from_scales(contents: Checkpoint) -> Findings:
     """All that the scales of the layouts of others tell. Raises InputError where files cannot be read."""
     with closing(open_source(contents)) as source:
         grids = grids_of(contents, source)
@@ -98,7 +97,7 @@ def _unequal_of_fused(what: str, found: Mapping[str, Tensor], why: str) -> Itera
         yield f"weights that readers fuse have unequal {what} {words}"
 
 
-def grids_of(contents: Contents, source: Source) -> dict[str, Grid]:
+def grids_of(contents: Checkpoint, source: Source) -> dict[str, Grid]:
     """The weights of a checkpoint that lie in layouts of others, by name."""
     forms = recognise(Headers.of(contents.config, {n: e.info for n, e in source.entries.items()}))
     return {n: grid for n, form in forms.items() if (grid := grid_of(form))}
@@ -110,7 +109,7 @@ def scales_in(grids: Mapping[str, Grid], source: Source) -> dict[str, Scales]:
 
 
 def unsound(
-    found: Mapping[str, Scales], grids: Mapping[str, Grid], source: Source, contents: Contents
+    found: Mapping[str, Scales], grids: Mapping[str, Grid], source: Source, contents: Checkpoint
 ) -> Iterator[str]:
     """What makes no number of a code, or contradicts the rest of the file."""
     yield from _no_numbers(found)
@@ -118,9 +117,9 @@ def unsound(
     yield from _parts(grids, source, contents.config.get("quantization_config") or {})
 
 
-def judged(found: InspectResult, directory: Path) -> InspectResult:
+def judged(found: InspectResult, model: Openable) -> InspectResult:
     """The record of a checkpoint with what its scales tell."""
-    told = _from_scales(read_contents(directory))
+    told = _from_scales(Checkpoint.open(model))
     return replace(
         found,
         problems=(*found.problems, *told.problems),

@@ -6,11 +6,10 @@ that there are unless scales are too small.
 
 import dataclasses
 from contextlib import closing
-from pathlib import Path
 
 import torch
 
-from lpconv.checkpoint.contents import read_contents
+from lpconv.checkpoint.checkpoint import Checkpoint, Openable
 from lpconv.checkpoint.source import Source, open_source, read_range
 from lpconv.convert.inspect import VALUES, describe, inspect
 from lpconv.forms import Stored
@@ -30,23 +29,23 @@ _READABLE = {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"}
 _MANY = {4: 0.3, 8: 0.05}
 
 
-def inspect_with_statistics(directory: Path, progress: Progress, *, name: str | None = None) -> InspectResult:
+def inspect_with_statistics(model: Openable, progress: Progress) -> InspectResult:
     """`inspect`, with statistics in each tensor's record. Opens `.bin` checkpoints too.
 
     Codes of lpconv are measured unscaled. What others quantised is only read where nothing is wrong with it.
     """
-    contents = read_contents(directory)
+    contents = Checkpoint.open(model)
     with closing(open_source(contents)) as source:
         infos = [(e.info, e.file) for e in source.entries.values()]
         if contents.kind != "torch":
-            found = inspect(directory, name=name)
+            found = inspect(contents)
         else:
-            found = describe(contents, infos, name=name or str(directory))
+            found = describe(contents, infos)
         if found.layout not in READ:
             return _with_statistics(found, source, progress)
     if found.problems or found.not_judged:
         return found
-    with StoredTensors.open(directory) as stored:
+    with StoredTensors.open(contents) as stored:
         measured = _with_statistics(found, DecodedSource(stored), progress)
         tensors = tuple(_with_share(t, stored) for t in measured.tensors)
         many = tuple(w for t in tensors if (w := _warning(t, stored.forms[t.name])))

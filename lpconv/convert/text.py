@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lpconv.checkpoint.contents import Contents, read_contents
+from lpconv.checkpoint.checkpoint import Checkpoint, Openable
 from lpconv.errors import InputError, ResourceError, UnsupportedError
 from lpconv.machine import available_memory
 from lpconv.models.inputs import sequence_length, vocabulary_size
@@ -71,35 +71,35 @@ class _Sums:
 
 
 def compare_on_text(
-    directory: Path, reference: Path, data: Path, *, seq_len: int | None, max_tokens: int, progress: Progress
+    model: Openable, reference: Openable, data: Path, *, seq_len: int | None, max_tokens: int, progress: Progress
 ) -> LogitsCheck:
     """What the models of two checkpoints say of a text, in windows of `seq_len` tokens, `max_tokens` at most.
 
     The tokenizer is the reference's. Raises InputError where neither has one, UnsupportedError for models without a
     head over tokens, ResourceError where memory does not hold the activations of one window.
     """
-    ours, theirs = read_contents(directory), read_contents(reference)
+    ours, theirs = Checkpoint.open(model), Checkpoint.open(reference)
     config = reads_text(ours, hint=_HINT)
     tokens, length = windows_of((theirs, ours), config, data, seq_len, max_tokens)
     at_once = _at_once(config, length)
     progress.start("running both models on the text", 3 * tokens.windows.numel())
     with (
         model_errors("the model does not run on the text", hint=_HINT),
-        _opened(ours) as model,
+        _opened(ours) as converted,
         _opened(theirs) as source,
         torch.no_grad(),
     ):
-        bodies = [_hidden(m, tokens.windows, at_once, progress) for m in (source, model)]
-        has_next = task_of(type(model).__name__) is CLM
+        bodies = [_hidden(m, tokens.windows, at_once, progress) for m in (source, converted)]
+        has_next = task_of(type(converted).__name__) is CLM
         total = _Sums()
         for ids, hidden, following in _pieces(bodies, tokens.windows, vocabulary_size(config)):
-            said = [_outputs(m, ids, h) for m, h in zip((source, model), hidden, strict=True)]
+            said = [_outputs(m, ids, h) for m, h in zip((source, converted), hidden, strict=True)]
             for i in range(0, len(following), _EXACT):
                 part = slice(i, i + _EXACT)
                 total = total + _compared(said[0][part], said[1][part], following[part] if has_next else None)
             progress.advance(ids.numel())
         words = f"{data.name}, {total.num} tokens in windows of {length}"
-        return _check(total, type(model).__name__, "; ".join((words, *tokens.doubts)))
+        return _check(total, type(converted).__name__, "; ".join((words, *tokens.doubts)))
 
 
 def _check(total: _Sums, model: str, inputs: str) -> LogitsCheck:
@@ -122,7 +122,7 @@ def _exp(x: float) -> float:
 
 
 def windows_of(
-    where: Sequence[Contents], config: Any, data: Path, seq_len: int | None, max_tokens: int
+    where: Sequence[Checkpoint], config: Any, data: Path, seq_len: int | None, max_tokens: int
 ) -> tuple[Tokens, int]:
     """A text in windows, and their length. Raises InputError where no checkpoint has a tokenizer."""
     length = sequence_length(config, seq_len)
@@ -138,8 +138,8 @@ def windows_of(
 
 
 @contextmanager
-def _opened(contents: Contents) -> Iterator[Any]:
-    with open_in_files(contents.directory) as (model, missing):
+def _opened(contents: Checkpoint) -> Iterator[Any]:
+    with open_in_files(contents) as (model, missing):
         if missing or model.base_model is model:
             what = f"the checkpoint lacks `{missing[0]}`" if missing else f"`{type(model).__name__}` is a bare model"
             raise UnsupportedError(f"{what}: there are no outputs over tokens to compare", hint=_HINT)

@@ -6,7 +6,7 @@ What each level sees is told, and shown by planted damage, in docs/verify.md.
 import dataclasses
 from pathlib import Path
 
-from lpconv.checkpoint.resolve import resolve
+from lpconv.checkpoint.checkpoint import Checkpoint
 from lpconv.checkpoint.staging import TUNED, is_output
 from lpconv.convert.hashes import check_hashes
 from lpconv.convert.options import VerifyOptions, check_verify
@@ -38,7 +38,7 @@ def verify_output(directory: Path, options: VerifyOptions, *, progress: Progress
         shallow = level or ("weights" if is_output(directory) and not is_tuned else "values")
         before = dataclasses.replace(options, level=shallow, gates=(), data=None)
         found = verify_output(directory, before, progress=progress)
-        return _with_text(found, directory, resolve(against).directory, options.data, options, progress)
+        return _with_text(found, directory, _reference(against), options.data, options, progress)
     if is_tuned and level in ("weights", "logits"):
         raise UsageError(
             f"the weights of `{directory}` were trained, not converted: no other checkpoint has them",
@@ -48,8 +48,8 @@ def verify_output(directory: Path, options: VerifyOptions, *, progress: Progress
         from lpconv.convert.compare import compare  # torch takes seconds to import
 
         assert against is not None
-        reference = resolve(against).directory
-        return _with_files(compare(directory, reference, gates=options.gates, progress=progress), directory, reference)
+        ours, reference = Checkpoint.open(directory), _reference(against)
+        return _with_files(compare(ours, reference, gates=options.gates, progress=progress), ours, reference)
     parsed = [CONVERT_GATES.parse(g) for g in options.gates]
     provenance = read_provenance(directory)
     hashes = check_hashes(directory, progress)
@@ -66,22 +66,30 @@ def verify_output(directory: Path, options: VerifyOptions, *, progress: Progress
     job = prepare_again(provenance, directory, against, verify=depth, trust_remote_code=options.trust_remote_code)
     try:
         found = check_source(job, directory, provenance, result, gates=parsed, progress=progress)
-        return _with_files(found, directory, job.contents.directory, config=False)  # that was made again, and is equal
+        # The config is not compared: it was made again, and is equal.
+        return _with_files(found, Checkpoint.open(directory), job.checkpoint, config=False)
     finally:
         job.source.close()
 
 
-def _with_files(found: VerifyResult, directory: Path, reference: Path, *, config: bool = True) -> VerifyResult:
+def _reference(name: str) -> Checkpoint:
+    """The checkpoint to compare with, its files those that the hub promised."""
+    found = Checkpoint.open(name)
+    found.check_promised()
+    return found
+
+
+def _with_files(found: VerifyResult, ours: Checkpoint, reference: Checkpoint, *, config: bool = True) -> VerifyResult:
     """`found` with what the files beside the weights say."""
     from lpconv.convert.compare_files import compare_files
 
-    files = compare_files(directory, reference, config=config)
+    files = compare_files(ours, reference, config=config)
     passed = found.passed and not files.different
     return dataclasses.replace(found, files=files, problems=(*found.problems, *files.different), passed=passed)
 
 
 def _with_text(
-    found: VerifyResult, directory: Path, reference: Path, data: Path, options: VerifyOptions, progress: Progress
+    found: VerifyResult, directory: Path, reference: Checkpoint, data: Path, options: VerifyOptions, progress: Progress
 ) -> VerifyResult:
     """`found` with what both models say of a text; gates ask for that."""
     from lpconv.convert.text import compare_on_text  # transformers takes seconds to import

@@ -102,7 +102,7 @@ def check_outputs(job: Job, directory: Path, *, automatic: bool) -> LogitsCheck:
         return LogitsCheck(skipped=e.message)
     try:
         return check_logits(
-            job.resolved.directory,
+            job.checkpoint,
             directory,
             trust_remote_code=job.plan.options.trust_remote_code,
             in_files=job.memory.in_files,

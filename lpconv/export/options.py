@@ -5,7 +5,7 @@ import importlib
 from contextlib import closing
 from typing import Annotated
 
-from lpconv.checkpoint.contents import Contents
+from lpconv.checkpoint.checkpoint import Checkpoint
 from lpconv.checkpoint.source import open_source
 from lpconv.errors import UnsupportedError, UsageError
 from lpconv.options import AllowMissing, Force, Option, Revision
@@ -39,7 +39,7 @@ class ExportOptions:
     force: Force = False
 
 
-def has_fp8(contents: Contents) -> bool:
+def has_fp8(contents: Checkpoint) -> bool:
     """Whether any tensor is in 8 bits, from headers alone."""
     with closing(open_source(contents)) as source:
         return any(e.info.dtype in _FLOAT8_DTYPES for e in source.entries.values())

@@ -15,7 +15,7 @@ import torch
 from onnx_ir import tensor_adapters
 from torch import Tensor
 
-from lpconv.checkpoint.contents import Contents
+from lpconv.checkpoint.checkpoint import Checkpoint
 from lpconv.forms.reader import StoredTensors
 from lpconv.forms.stored import Stored
 from lpconv.results import FormatCount
@@ -75,13 +75,13 @@ _DTYPE_NAMES = {
 }  # fmt: skip
 
 
-def stored_weights(contents: Contents) -> Iterator[StoredWeight]:
+def stored_weights(contents: Checkpoint) -> Iterator[StoredWeight]:
     """Every floating-point tensor of a checkpoint, one at a time, as the sum of components that it is stored as.
 
     Collage's integer residuals, multipoint's rows and scales of blocks are nothing that a graph could add: those
     weights come decoded, in fp32.
     """
-    with StoredTensors.open(contents.directory) as stored:
+    with StoredTensors.open(contents) as stored:
         for name in stored.forms:
             components = tuple(Component(codes=codes, scale=factor) for codes, factor in stored.summands(name))
             if components[0].codes.dtype in _FLOATS:

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from lpconv.checkpoint.contents import Contents, read_contents
+from lpconv.checkpoint.checkpoint import Checkpoint
 from lpconv.checkpoint.partfile import sha256_of, write_small, writing
-from lpconv.checkpoint.resolve import Resolved, resolve
 from lpconv.checkpoint.staging import MARKER, Staging, check_apart, read_marker
 from lpconv.checkpoint.unchanged import watch, watched_files
 from lpconv.convert.files import copy_side_files, model_side_files, plain_config
@@ -41,15 +40,15 @@ def export_onnx(model: str, output: Path, options: ExportOptions, *, progress: P
     """
     started = time.perf_counter()
     _check_name(output)
-    resolved = resolve(model, revision=options.revision)
-    contents = read_contents(resolved.directory)
+    contents = Checkpoint.open(model, revision=options.revision)
+    contents.check_promised()
     watched = watch(contents.directory, watched_files(contents))
     check_whole(contents, allow_missing=options.allow_missing)
-    check_apart(resolved.directory, output)
+    check_apart(contents.directory, output)
     opset = choose_opset(options.opset, has_fp8=has_fp8(contents))
     identity = {"export": model, "opset": opset}
     with Staging(output, identity, force=options.force) as staging, _tidied(staging):
-        source = _source_record(model, resolved, contents)
+        source = _source_record(contents)
         result = _write_model(staging.directory, source, contents, options, opset, progress or Silent())
         result = dataclasses.replace(result, output=str(output), seconds=time.perf_counter() - started)
         _write_side_files(staging.directory, contents, result)
@@ -69,7 +68,7 @@ def _check_name(output: Path) -> None:
 
 
 def _write_model(
-    directory: Path, source: SourceRecord, contents: Contents, options: ExportOptions, opset: int, told: Progress
+    directory: Path, source: SourceRecord, contents: Checkpoint, options: ExportOptions, opset: int, told: Progress
 ) -> ExportResult:
     """Write the graph and check it; the record lacks the output's name and the time."""
     provenance = read_marker(contents.directory)
@@ -119,17 +118,18 @@ def _tidied(staging: Staging) -> Iterator[None]:
         raise
 
 
-def _source_record(name: str, resolved: Resolved, contents: Contents) -> SourceRecord:
+def _source_record(contents: Checkpoint) -> SourceRecord:
     """The checkpoint that is exported, its weight files with their hashes."""
     files = tuple(
         FileRecord(name=f, size_bytes=path.stat().st_size, sha256=sha256_of(path))
         for f in contents.weight_files
         if (path := contents.directory / f)
     )
-    return SourceRecord(name=name, resolved=resolved.resolved, revision=resolved.revision, files=files)
+    origin = contents.origin
+    return SourceRecord(name=origin.name, resolved=origin.resolved, revision=origin.revision, files=files)
 
 
-def _describe(graph: ir.Model, source: SourceRecord, contents: Contents) -> None:
+def _describe(graph: ir.Model, source: SourceRecord, contents: Checkpoint) -> None:
     """The file says where it comes from, without a path of this machine."""
     public, provenance = public_source(source), read_marker(contents.directory)
     graph.producer_name, graph.producer_version = "lpconv", __version__
@@ -190,7 +190,7 @@ def _check(path: Path, cases: Sequence[Case], options: ExportOptions) -> OnnxChe
     return check
 
 
-def _write_side_files(directory: Path, contents: Contents, result: ExportResult) -> None:
+def _write_side_files(directory: Path, contents: Checkpoint, result: ExportResult) -> None:
     """Tokenizer and other side files, the config of the values, and the provenance, which holds no times."""
     copy_side_files(directory, contents, model_side_files(contents), renamed={})
     write_small(directory / "config.json", ordered_json_text(plain_config(contents)))

@@ -16,7 +16,7 @@ import torch
 import torch.onnx
 from torch import Tensor, nn
 
-from lpconv.checkpoint.contents import Contents
+from lpconv.checkpoint.checkpoint import Checkpoint
 from lpconv.errors import UnsupportedError
 from lpconv.machine import out_of_memory
 from lpconv.models.empty import check_memory, num_parameters
@@ -56,14 +56,14 @@ class Traceable:
         return found
 
 
-def traceable(contents: Contents) -> Traceable:
+def traceable(contents: Checkpoint) -> Traceable:
     """Open a checkpoint; where it holds no weights for its architecture's head, the bare model.
 
     Raises UnsupportedError for models that transformers does not open or lpconv has no inputs for, ResourceError where
     memory will not do.
     """
     check_memory(num_parameters(contents), copies=_COPIES_IN_MEMORY, what="exporting")
-    opened = open_to_trace(contents.directory)
+    opened = open_to_trace(contents)
     inputs = tracing_inputs(opened.model)
     with torch.inference_mode(), model_errors("the model does not run", hint="this model cannot be exported"):
         out = opened.model(**inputs)

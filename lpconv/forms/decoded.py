@@ -12,8 +12,8 @@ from contextlib import closing
 from threading import Lock
 from typing import TYPE_CHECKING
 
+from lpconv.checkpoint.checkpoint import Checkpoint
 from lpconv.checkpoint.compressed import quantized_by
-from lpconv.checkpoint.contents import Contents
 from lpconv.checkpoint.header import TensorInfo
 from lpconv.checkpoint.residual import RESIDUAL_INDEX
 from lpconv.checkpoint.source import Source, TensorEntry, open_source
@@ -76,7 +76,7 @@ class DecodedSource:
         self._stored.close()
 
 
-def stored_shapes(contents: Contents) -> dict[str, tuple[int, ...]]:
+def stored_shapes(contents: Checkpoint) -> dict[str, tuple[int, ...]]:
     """The shapes of the tensors that the files stand for by name, from headers. Raises what `open_source` does, and
     UnsupportedError for the layouts that are not read."""
     check_readable(Headers.of(contents.config, {}))  # before a pickle is opened
@@ -86,14 +86,14 @@ def stored_shapes(contents: Contents) -> dict[str, tuple[int, ...]]:
     return {name: form.shape for name, form in recognise(headers).items()}
 
 
-def is_coded(contents: Contents) -> bool:
+def is_coded(contents: Checkpoint) -> bool:
     """Whether the tensors of a checkpoint stand for others: it is quantised, or keeps residuals beside its weights."""
     return quantized_by(contents.config) is not None or (contents.directory / RESIDUAL_INDEX).exists()
 
 
-def open_values(contents: Contents) -> Source:
+def open_values(contents: Checkpoint) -> Source:
     """The tensors of any checkpoint as plain ones. Raises UnsupportedError for the layouts that are not read.
 
     Raises InputError for what `StoredTensors.open` and `open_source` refuse.
     """
-    return DecodedSource(StoredTensors.open(contents.directory)) if is_coded(contents) else open_source(contents)
+    return DecodedSource(StoredTensors.open(contents)) if is_coded(contents) else open_source(contents)

@@ -8,11 +8,10 @@ from __future__ import annotations  # tensors are named below and not imported
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from lpconv.checkpoint.contents import Contents, read_contents
+from lpconv.checkpoint.checkpoint import Checkpoint, Openable
 from lpconv.checkpoint.residual import Residuals, read_residual
 from lpconv.checkpoint.source import SafetensorsSource, Source, TensorEntry, open_source, read_range, read_tensor
 from lpconv.checkpoint.staging import MARKER
@@ -35,7 +34,8 @@ class StoredTensors:
     `residuals` are what `read_residual` found, or `find_residual` for who has just written them.
     """
 
-    def __init__(self, contents: Contents, residuals: Residuals | None) -> None:
+    def __init__(self, contents: Checkpoint, residuals: Residuals | None) -> None:
+        self.checkpoint = contents
         with ExitStack() as opened:
             self._root = open_source(contents)
             opened.callback(self._root.close)
@@ -56,13 +56,13 @@ class StoredTensors:
             self._opened = opened.pop_all()
 
     @classmethod
-    def open(cls, directory: str | Path) -> Self:
+    def open(cls, checkpoint: Openable) -> Self:
         """All of a checkpoint, its residual proven to belong to it.
 
         Raises InputError where it does not, and where a scale or a residual fits no form of its tensor;
         UnsupportedError for the layouts that are not read.
         """
-        contents = read_contents(Path(directory))
+        contents = Checkpoint.open(checkpoint)
         check_readable(Headers.of(contents.config, {}))  # before a pickle is opened
         made = cls(contents, read_residual(contents.directory))
         wrong = made._disagreement(is_ours=(contents.directory / MARKER).exists())

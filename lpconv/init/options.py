@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from lpconv.checkpoint.contents import read_contents
-from lpconv.checkpoint.resolve import resolve
+from lpconv.checkpoint.checkpoint import Checkpoint
 from lpconv.errors import UsageError
 from lpconv.models.presets import PRESETS
 from lpconv.options import Force, Option, Revision, check
@@ -52,11 +51,10 @@ def config_place(model: str, options: InitOptions) -> str | Path:
         return path
     if os.path.isfile(path / "config.json") and not any(path.glob("*.safetensors")) and not any(path.glob("*.bin")):
         return path / "config.json"
-    directory = resolve(model, revision=options.revision, headers_only=True).directory
-    read_contents(directory)
+    checkpoint = Checkpoint.open(model, revision=options.revision)
     if not options.reinit:
         raise UsageError(
             f"`{model}` has weights, and a fresh model would have none of what they learnt",
             hint="--reinit takes its architecture only; recipes such as unit-fp8 train it as it is",
         )
-    return directory
+    return checkpoint.directory

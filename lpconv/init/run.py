@@ -12,7 +12,8 @@ from typing import Any
 import torch
 import transformers
 
-from lpconv.checkpoint.contents import check_config, read_contents, read_json
+from lpconv.checkpoint.checkpoint import Checkpoint
+from lpconv.checkpoint.contents import check_config, read_json
 from lpconv.checkpoint.holding import hold, is_held
 from lpconv.checkpoint.partfile import write_small, writing
 from lpconv.checkpoint.resolve import resolve
@@ -85,7 +86,7 @@ def _blueprint(place: str | Path, options: InitOptions) -> Blueprint:
         if isinstance(place, str):
             settings = PRESETS[place].config().to_dict()
         else:
-            settings = plain_config(read_contents(place)) if place.is_dir() else read_json(place)
+            settings = plain_config(Checkpoint.open(place)) if place.is_dir() else read_json(place)
             check_config(settings, place)
         if not settings.get("architectures"):
             raise UnsupportedError("config.json names no architecture", hint="add it under `architectures`")
@@ -93,7 +94,7 @@ def _blueprint(place: str | Path, options: InitOptions) -> Blueprint:
         settings = {k: v for k, v in settings.items() if k not in _NOT_KEPT}
         config = transformers.AutoConfig.for_model(**settings)
         config.dtype = torch.float32
-        return Blueprint(model_class=concrete(architecture(settings), config), config=config, directory=None)
+        return Blueprint(model_class=concrete(architecture(settings), config), config=config, checkpoint=None)
 
 
 def _drawn(found: Blueprint, options: InitOptions) -> Any:
@@ -150,7 +151,7 @@ def _copy_tokenizer(of: str | Path, target: Path) -> None:
 
     Raises InputError where a named model has none, and ResourceError for a folder in which none can be written.
     """
-    directory = resolve(of, headers_only=True).directory if isinstance(of, str) and of not in PRESETS else of
+    directory = resolve(of).directory if isinstance(of, str) and of not in PRESETS else of
     tokenizer = read_tokenizer(directory) if isinstance(directory, Path) and directory.is_dir() else None
     if tokenizer is not None:
         try:

@@ -9,8 +9,8 @@ from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
+from lpconv.checkpoint.checkpoint import Checkpoint
 from lpconv.checkpoint.compressed import LinearModules
-from lpconv.checkpoint.contents import Contents
 from lpconv.errors import ResourceError
 from lpconv.layers import embeddings, linears
 from lpconv.machine import available_memory
@@ -24,7 +24,7 @@ _EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..*)")
 _HINT = "lpconv builds the models of this release of transformers"
 
 
-def empty_model(contents: Contents) -> nn.Module:
+def empty_model(contents: Checkpoint) -> nn.Module:
     """The class that the config names, on the meta device. Raises UnsupportedError where it cannot be built."""
     config = read_config(contents, hint=_HINT)
     with quiet_transformers(), torch.device("meta"), model_errors("config.json builds no model", hint=_HINT):
@@ -32,7 +32,7 @@ def empty_model(contents: Contents) -> nn.Module:
     return model
 
 
-def compare_empty(contents: Contents, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+def compare_empty(contents: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
     """What transformers reports when it loads tensors of these names and shapes into `empty_model`: fields of a `Fit`.
 
     Raises UnsupportedError where that cannot be built.
@@ -67,12 +67,12 @@ def _missing_experts(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted({f"{b}{i}{leaf}" for b in blocks for i in numbers for leaf in leaves} - there.keys()))
 
 
-def num_parameters(contents: Contents) -> int:
+def num_parameters(contents: Checkpoint) -> int:
     """Numbers in the model that config.json describes. Raises UnsupportedError where it cannot be built."""
     return sum(p.numel() for p in empty_model(contents).parameters())
 
 
-def linear_modules(contents: Contents, names: Iterable[str]) -> LinearModules:
+def linear_modules(contents: Checkpoint, names: Iterable[str]) -> LinearModules:
     """The modules of a model that readers may take for quantised. Raises UnsupportedError where it cannot be built.
 
     `names` are those of the tensors in the files. Modules that transformers keeps in fp32, whatever a config says,

@@ -10,11 +10,10 @@ import torch
 import transformers
 from torch import Tensor
 
+from lpconv.checkpoint.checkpoint import Checkpoint, Openable
 from lpconv.checkpoint.compressed import quantized_by
-from lpconv.checkpoint.contents import Contents, read_contents
 from lpconv.checkpoint.place import any_pointer
 from lpconv.checkpoint.residual import RESIDUAL_INDEX
-from lpconv.checkpoint.resolve import directory_of
 from lpconv.forms import Kept
 from lpconv.forms.decoded import stored_shapes
 from lpconv.forms.foreign import READ
@@ -26,7 +25,7 @@ from lpconv.models.tasks import architecture, concrete
 
 
 def load(
-    path: str | Path,
+    path: Openable,
     *,
     dtype: torch.dtype | None = None,
     model_class: Any = None,
@@ -46,15 +45,15 @@ def load(
     """
     opened = load_with_missing if not resident else _load_resident
     with torch.inference_mode(False):  # threads of transformers are never in that mode, and both kinds do not mix
-        return opened(directory_of(path), dtype=dtype, model_class=model_class, **kwargs)[0]
+        return opened(path, dtype=dtype, model_class=model_class, **kwargs)[0]
 
 
 def load_with_missing(
-    path: str | Path, *, dtype: torch.dtype | None = None, model_class: Any = None, **kwargs: Any
+    path: Openable, *, dtype: torch.dtype | None = None, model_class: Any = None, **kwargs: Any
 ) -> tuple[Any, tuple[str, ...]]:
     """`load`, and the names of the parameters that the checkpoint does not hold: they are freshly initialised."""
     register()
-    contents = read_contents(Path(path))
+    contents = Checkpoint.open(path)
     stored_shapes(contents)  # of layouts that are read
     cls = model_class or architecture(contents.config, trusted=_trusted(contents, kwargs))
     has_residual = (contents.directory / RESIDUAL_INDEX).exists()
@@ -64,20 +63,20 @@ def load_with_missing(
         model, info = cls.from_pretrained(contents.directory, dtype=dtype or "auto", **kwargs)
         return model.eval(), tuple(sorted(info["missing_keys"]))
     dtype = dtype or (torch.float32 if has_residual else None)
-    with StoredTensors.open(contents.directory) as stored:
+    with StoredTensors.open(contents) as stored:
         return _assembled(contents, stored, StoredTensors.tensor, model_class=cls, dtype=dtype, **kwargs)
 
 
 def _load_resident(
-    path: str | Path, *, dtype: torch.dtype | None, model_class: Any, **kwargs: Any
+    path: Openable, *, dtype: torch.dtype | None, model_class: Any, **kwargs: Any
 ) -> tuple[Any, tuple[str, ...]]:
     """`load_with_missing`, with codes that stay what they are."""
-    contents = read_contents(Path(path))
+    contents = Checkpoint.open(path)
     if quantized_by(contents.config) is None:
-        return load_with_missing(path, dtype=dtype, model_class=model_class, **kwargs)
+        return load_with_missing(contents, dtype=dtype, model_class=model_class, **kwargs)
     cls = model_class or architecture(contents.config, trusted=_trusted(contents, kwargs))
     kwargs.setdefault("experts_implementation", "eager")  # which takes one at a time
-    with StoredTensors.open(contents.directory) as stored:
+    with StoredTensors.open(contents) as stored:
         model, missing = _assembled(contents, stored, _resident, model_class=cls, dtype=dtype, **kwargs)
         save_as_codes(model, stored.others())
     model.config.quantization_config = contents.config["quantization_config"]
@@ -87,14 +86,14 @@ def _load_resident(
 
 
 @contextmanager
-def open_in_files(path: str | Path) -> Iterator[tuple[Any, tuple[str, ...]]]:
+def open_in_files(path: Openable) -> Iterator[tuple[Any, tuple[str, ...]]]:
     """The model in fp32 whose matrices stay in its files, and the parameters that these do not hold.
 
     A layer takes the memory of a few of its rows, for as long as it multiplies by them, and every pass reads the files
     again. The model runs inside the context only.
     """
-    contents = read_contents(Path(path))
-    with StoredTensors.open(contents.directory) as stored, quiet_transformers():
+    contents = Checkpoint.open(path)
+    with StoredTensors.open(contents) as stored, quiet_transformers():
         cls = architecture(contents.config)
         model, missing = from_files(contents, stored, model_class=cls, experts_implementation="eager")
         model.config.use_cache = False  # keys and values of past tokens would be kept for nothing
@@ -102,14 +101,14 @@ def open_in_files(path: str | Path) -> Iterator[tuple[Any, tuple[str, ...]]]:
 
 
 def from_files(
-    contents: Contents, stored: StoredTensors, *, model_class: Any, **kwargs: Any
+    contents: Checkpoint, stored: StoredTensors, *, model_class: Any, **kwargs: Any
 ) -> tuple[Any, tuple[str, ...]]:
     """The model in fp32 of open tensors, whose matrices stay in their files until somebody reads them."""
     return _assembled(contents, stored, _in_files, model_class=model_class, dtype=torch.float32, **kwargs)
 
 
 def _assembled(
-    contents: Contents,
+    contents: Checkpoint,
     stored: StoredTensors,
     tensor: Callable[[StoredTensors, str], Tensor],
     *,
@@ -147,7 +146,7 @@ def _resident(stored: StoredTensors, name: str) -> Tensor:
     return CodedTensor.whole(form, stored.parts(name))
 
 
-def _trusted(contents: Contents, kwargs: Mapping[str, Any]) -> Path | None:
+def _trusted(contents: Checkpoint, kwargs: Mapping[str, Any]) -> Path | None:
     """Where the checkpoint's own Python code lies, where it may run."""
     return contents.directory if kwargs.get("trust_remote_code") else None
 

@@ -6,7 +6,6 @@ What cannot be opened is refused before a weight is read, as far as the config t
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ import transformers
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lpconv.checkpoint.contents import Contents, read_contents
+from lpconv.checkpoint.checkpoint import Checkpoint, Openable
 from lpconv.errors import LpconvError, UnsupportedError, peer_lost
 from lpconv.machine import out_of_memory
 from lpconv.models.load import load_with_missing
@@ -64,25 +63,25 @@ def check_runs(model: Any, inputs: Mapping[str, torch.Tensor]) -> None:
         model(**{name: x[:1] for name, x in inputs.items()})
 
 
-def open_to_run(directory: Path, **options: Any) -> Opened:
+def open_to_run(checkpoint: Openable, **options: Any) -> Opened:
     """The model in fp32 in the class that its config names; where the checkpoint lacks any of that, the bare model.
 
     Random heads would compare nothing, and send random gradients through all below. `options` go to `from_pretrained`.
     """
     with quiet_transformers(), model_errors(_DOES_NOT_OPEN, hint=_WHAT_OPENS):
-        model, missing = load_with_missing(directory, dtype=torch.float32, **options)
+        model, missing = load_with_missing(checkpoint, dtype=torch.float32, **options)
         if missing:
             bare = transformers.AutoModel
-            model, missing = load_with_missing(directory, dtype=torch.float32, model_class=bare, **options)
+            model, missing = load_with_missing(checkpoint, dtype=torch.float32, model_class=bare, **options)
     return Opened(model=_without_cache(model), missing=missing)
 
 
-def open_to_trace(directory: Path) -> Opened:
+def open_to_trace(checkpoint: Openable) -> Opened:
     """`open_to_run` with attention (``eager``) and products of experts (``batched_mm``) that every opset has.
 
     Raises UnsupportedError for models that transformers does not open.
     """
-    opened = open_to_run(directory)
+    opened = open_to_run(checkpoint)
     with model_errors(_DOES_NOT_OPEN, hint=_WHAT_OPENS):
         opened.model.set_attn_implementation("eager")
         opened.model.set_experts_implementation("batched_mm")
@@ -90,7 +89,7 @@ def open_to_trace(directory: Path) -> Opened:
 
 
 def open_to_train(
-    task: Task, directory: Path, *, seed: int, num_labels: int | None = None, mesh: DeviceMesh | None = None
+    task: Task, checkpoint: Openable, *, seed: int, num_labels: int | None = None, mesh: DeviceMesh | None = None
 ) -> Opened:
     """The model in fp32 with the task's head; what the checkpoint does not hold is drawn from `seed`.
 
@@ -98,9 +97,10 @@ def open_to_train(
     Of a mesh every rank opens its rows, and the model runs once it is sharded. Raises UnsupportedError for models that
     the task has no class for, and for layouts that lpconv does not read.
     """
+    opened = Checkpoint.open(checkpoint)
     with quiet_transformers(), model_errors(_DOES_NOT_OPEN, hint=_WHAT_OPENS):
         try:
-            config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
+            config = transformers.AutoConfig.from_pretrained(opened.directory, trust_remote_code=False)
             model_class = concrete(task.auto, config)
         except (UnsupportedError, ValueError) as e:
             raise UnsupportedError(
@@ -110,9 +110,9 @@ def open_to_train(
         torch.manual_seed(seed)
         options = {} if num_labels is None else {"num_labels": num_labels, "ignore_mismatched_sizes": True}
         if mesh is not None:
-            model, missing, read_whole = load_rows(directory, mesh, model_class=model_class, **options)
+            model, missing, read_whole = load_rows(opened, mesh, model_class=model_class, **options)
             return Opened(model=_without_cache(model), missing=missing, read_whole=read_whole)
-        model, missing = load_with_missing(directory, dtype=torch.float32, model_class=model_class, **options)
+        model, missing = load_with_missing(opened, dtype=torch.float32, model_class=model_class, **options)
     if isinstance(getattr(model, "hf_quantizer", None), LpconvQuantizer):
         model.dequantize()  # the weights are decoded already: this only lets go of the codes' scales
     return Opened(model=_without_cache(model), missing=missing)
@@ -120,11 +120,11 @@ def open_to_train(
 
 @dataclass(frozen=True, kw_only=True)
 class Blueprint:
-    """A model that is known and not built: its class, its config, and where its weights lie (None: they are random)."""
+    """A model that is known and not built: its class, its config, and where its weights are (None: they are random)."""
 
     model_class: Any
     config: Any
-    directory: Path | None
+    checkpoint: Checkpoint | None
 
     def empty(self) -> nn.Module:
         """The model without memory, for counting."""
@@ -137,12 +137,12 @@ class Blueprint:
         missing: tuple[str, ...] = ()
         with quiet_transformers():
             if mesh is not None:
-                assert self.directory is not None, "random weights are drawn whole"
-                model, missing, _ = load_rows(self.directory, mesh, model_class=self.model_class, config=self.config)
+                assert self.checkpoint is not None, "random weights are drawn whole"
+                model, missing, _ = load_rows(self.checkpoint, mesh, model_class=self.model_class, config=self.config)
                 return Opened(model=model.eval(), missing=missing)
-            if self.directory is not None:
+            if self.checkpoint is not None:
                 model, missing = load_with_missing(
-                    self.directory, dtype=torch.float32, model_class=self.model_class, config=self.config
+                    self.checkpoint, dtype=torch.float32, model_class=self.model_class, config=self.config
                 )
             else:
                 with torch.device(device):
@@ -150,24 +150,23 @@ class Blueprint:
         return Opened(model=model.to(device).eval(), missing=missing)
 
 
-def blueprint(preset_or_directory: str | Path) -> Blueprint:
-    """What a preset's name or a checkpoint directory describes; UnsupportedError for what does not read token ids."""
-    if isinstance(preset_or_directory, str):
-        preset = PRESETS[preset_or_directory]
-        return Blueprint(model_class=getattr(transformers, preset.model_class), config=preset.config(), directory=None)
-    contents = read_contents(preset_or_directory)
-    config = reads_text(contents, hint="choose a preset of about its size: " + ", ".join(PRESETS))
-    model_class = concrete(architecture(contents.config), config)
-    return Blueprint(model_class=model_class, config=config, directory=preset_or_directory)
+def blueprint(preset_or_checkpoint: str | Checkpoint) -> Blueprint:
+    """What a preset's name or a checkpoint describes; UnsupportedError for what does not read token ids."""
+    if isinstance(preset_or_checkpoint, str):
+        preset = PRESETS[preset_or_checkpoint]
+        return Blueprint(model_class=getattr(transformers, preset.model_class), config=preset.config(), checkpoint=None)
+    config = reads_text(preset_or_checkpoint, hint="choose a preset of about its size: " + ", ".join(PRESETS))
+    model_class = concrete(architecture(preset_or_checkpoint.config), config)
+    return Blueprint(model_class=model_class, config=config, checkpoint=preset_or_checkpoint)
 
 
-def read_config(contents: Contents, *, hint: str) -> Any:
+def read_config(contents: Checkpoint, *, hint: str) -> Any:
     """The config as transformers has it; UnsupportedError for models of another release, or with code of their own."""
     with quiet_transformers(), model_errors("transformers does not open this model", hint=hint):
         return transformers.AutoConfig.from_pretrained(contents.directory, trust_remote_code=False)
 
 
-def reads_text(contents: Contents, *, hint: str) -> Any:
+def reads_text(contents: Checkpoint, *, hint: str) -> Any:
     """The config of a model that reads token ids and nothing else; UnsupportedError for any other."""
     config = read_config(contents, hint=hint)
     cls = concrete(architecture(contents.config), config)

@@ -4,14 +4,13 @@ transformers is given tensors that it can rename, stack and join without a numbe
 reads a tensor whole; its name is told.
 """
 
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lpconv.checkpoint.contents import read_contents
+from lpconv.checkpoint.checkpoint import Checkpoint, Openable
 from lpconv.forms.reader import StoredTensors
 from lpconv.models.coded import CodedTensor
 from lpconv.models.load import from_files
@@ -19,7 +18,7 @@ from lpconv.shards import placed_on
 
 
 def load_rows(
-    path: str | Path, mesh: DeviceMesh, *, model_class: Any, **kwargs: Any
+    path: Openable, mesh: DeviceMesh, *, model_class: Any, **kwargs: Any
 ) -> tuple[Any, tuple[str, ...], tuple[str, ...]]:
     """The model in fp32 with the parameters of this rank as DTensors, dealt out as FSDP2 does; all values are those of
     `load_with_missing`.
@@ -27,8 +26,8 @@ def load_rows(
     With the names of parameters that the checkpoint lacks, and of matrices that this rank held whole for a while.
     Buffers and what is missing are whole too.
     """
-    contents = read_contents(Path(path))
-    with StoredTensors.open(contents.directory) as stored:
+    contents = Checkpoint.open(path)
+    with StoredTensors.open(contents) as stored:
         model, missing = from_files(contents, stored, model_class=model_class, **kwargs)
         read_whole = {n for n, p in model.named_parameters() if p.ndim > 1 and not isinstance(p, CodedTensor)}
         _keep_rows(model, mesh)

@@ -8,7 +8,7 @@ It is not even imported where the model is of a known family and nothing is wron
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from lpconv.checkpoint.contents import Contents
+from lpconv.checkpoint.checkpoint import Checkpoint
 from lpconv.errors import InputError, UnsupportedError
 from lpconv.forms.decoded import stored_shapes
 from lpconv.models.known import known_shapes
@@ -56,7 +56,7 @@ class Fit:
         return (what,) if self.unused else ()
 
 
-def check_whole(contents: Contents, shapes: Shapes | None = None, *, allow_missing: bool) -> tuple[str, ...]:
+def check_whole(contents: Checkpoint, shapes: Shapes | None = None, *, allow_missing: bool) -> tuple[str, ...]:
     """The weights that the files lack, if `allow_missing`; none for models that transformers does not build.
 
     `shapes` are by default those of `stored_shapes`, whose errors are raised too. Raises InputError for missing and
@@ -77,7 +77,7 @@ def check_whole(contents: Contents, shapes: Shapes | None = None, *, allow_missi
     return fit.missing
 
 
-def fit_of(contents: Contents, shapes: Shapes) -> Fit:
+def fit_of(contents: Checkpoint, shapes: Shapes) -> Fit:
     """The tensors that the files stand for beside the model that config.json describes.
 
     Raises UnsupportedError where transformers does not build the model.

@@ -10,8 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lpconv.checkpoint.contents import Contents, read_contents
-from lpconv.checkpoint.resolve import Resolved, resolve
+from lpconv.checkpoint.checkpoint import Checkpoint
 from lpconv.data import demo_text
 from lpconv.errors import UsageError
 from lpconv.kernels.histogram import prepare
@@ -41,8 +40,7 @@ _COPIES_IN_MEMORY = 2  # weights, and their gradients or, before those, the valu
 class Prepared:
     """A model and the batches to run it on, and where both come from."""
 
-    source: Resolved
-    contents: Contents
+    checkpoint: Checkpoint
     opened: Opened
     task: Task
     batches: Batches
@@ -56,16 +54,16 @@ class Prepared:
 
 def prepare_run(name: str, options: ProbeOptions, told: Progress, *, hint: str = _OWN_LOOP) -> Prepared:
     """Open the model called `name` and cut its text into batches. `hint` is for models that read no text."""
-    source = resolve(name, revision=options.revision)
-    contents = read_contents(source.directory)
+    checkpoint = Checkpoint.open(name, revision=options.revision)
+    checkpoint.check_promised()
     told.start("opening the model", 0)
-    reads_text(contents, hint=hint)
-    check_whole(contents, allow_missing=options.allow_missing)
-    check_memory(num_parameters(contents), copies=_COPIES_IN_MEMORY, what="probing")
-    opened = open_to_run(source.directory)
+    reads_text(checkpoint, hint=hint)
+    check_whole(checkpoint, allow_missing=options.allow_missing)
+    check_memory(num_parameters(checkpoint), copies=_COPIES_IN_MEMORY, what="probing")
+    opened = open_to_run(checkpoint)
     task = opened.task if opened.task in (CLM, MLM) else NONE
     seq_len = sequence_length(opened.model.config, options.seq_len)
-    tokens, data_words = _tokens(source.directory, opened, options, seq_len)
+    tokens, data_words = _tokens(checkpoint.directory, opened, options, seq_len)
     batches = Batches(
         tokens=tokens,
         task=task,
@@ -75,8 +73,7 @@ def prepare_run(name: str, options: ProbeOptions, told: Progress, *, hint: str =
     )
     check_runs(opened.model, next(iter(batches)))
     return Prepared(
-        source=source,
-        contents=contents,
+        checkpoint=checkpoint,
         opened=opened,
         task=task,
         batches=batches,
@@ -92,7 +89,7 @@ def probe_checkpoint(name: str, options: ProbeOptions, *, progress: Progress | N
     """
     told = progress or Silent()
     prepared = prepare_run(name, options, told)
-    opened, seq_len, source = prepared.opened, prepared.seq_len, prepared.source
+    opened, seq_len, origin = prepared.opened, prepared.seq_len, prepared.checkpoint.origin
     told.start("compiling", 0)
     prepare(opened.model.parameters())
     with quiet_transformers():
@@ -115,8 +112,8 @@ def probe_checkpoint(name: str, options: ProbeOptions, *, progress: Progress | N
         options={
             **settings,
             "model": name,
-            "resolved": source.resolved,
-            "revision": source.revision,
+            "resolved": origin.resolved,
+            "revision": origin.revision,
             "facts": facts,
             "warnings": _warnings(prepared),
             "versions": _versions(),
@@ -155,7 +152,7 @@ def _told(batches: Iterable[dict[str, Tensor]], progress: Progress) -> Iterator[
 
 def _warnings(prepared: Prepared) -> list[str]:
     found, opened = [], prepared.opened
-    named = next(iter(prepared.contents.config.get("architectures") or []), None)
+    named = next(iter(prepared.checkpoint.config.get("architectures") or []), None)
     if prepared.task is NONE and named and named != type(opened.model).__name__:
         found.append(f"the checkpoint does not hold all of `{named}`; {type(opened.model).__name__} was probed instead")
     if opened.missing:

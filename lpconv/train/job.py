@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lpconv.checkpoint.contents import Contents, read_contents
+from lpconv.checkpoint.checkpoint import Checkpoint
 from lpconv.checkpoint.source import open_source
 from lpconv.errors import InputError, UnsupportedError, UsageError
 from lpconv.models.inputs import sequence_length, vocabulary_size
@@ -34,7 +34,7 @@ class TrainingJob:
     `keep` counts the special tokens before and after a window, `num_targets` the classes or tokens there are.
     """
 
-    directory: Path
+    checkpoint: Checkpoint
     task: Task
     examples: Examples
     options: FinetuneOptions
@@ -90,13 +90,13 @@ class Work:
         return f"{self.role} ({self.arithmetic.name}), seed {self.seed}"
 
 
-def training_job(directory: Path, options: FinetuneOptions) -> TrainingJob:
-    """The task, and its examples in the tokens of the model in `directory`, which is not loaded.
+def training_job(checkpoint: Checkpoint, options: FinetuneOptions) -> TrainingJob:
+    """The task, and its examples in the tokens of the checkpoint's model, which is not loaded.
 
     Raises an `LpconvError` for data that do not fit the model or the task, and where there is no room for its weights.
     """
-    contents = read_contents(directory)
-    reads = main_input(contents.config)
+    directory = checkpoint.directory
+    reads = main_input(checkpoint.config)
     if reads != "input_ids":
         raise UnsupportedError(
             f"`{directory.name}` reads `{reads}`, and only models of text are trained here",
@@ -105,15 +105,15 @@ def training_job(directory: Path, options: FinetuneOptions) -> TrainingJob:
     tokenizer = read_tokenizer(directory)
     if tokenizer is None:
         raise InputError(f"`{directory.name}` has no tokenizer", hint="copy its files beside the weights")
-    check_start(options, contents.config)
-    check_whole(contents, allow_missing=options.allow_missing)
-    _check_weights(contents, options)
+    check_start(options, checkpoint.config)
+    check_whole(checkpoint, allow_missing=options.allow_missing)
+    _check_weights(checkpoint, options)
     rows = read_rows(options)
-    task = find_task(contents.config, options.task, has_labels=rows.label is not None)
-    _check_head(contents, options, task)
+    task = find_task(checkpoint.config, options.task, has_labels=rows.label is not None)
+    _check_head(checkpoint, options, task)
     if task.name == "classification" and rows.label is None:
         raise UsageError("classification needs a column of labels", hint="--data FILE with --label-column NAME")
-    config = read_config(contents, hint="lpconv trains what this release of transformers opens")
+    config = read_config(checkpoint, hint="lpconv trains what this release of transformers opens")
     seq_len = sequence_length(config, options.seq_len)
     sizes = {"seq_len": seq_len, "vocab_size": vocabulary_size(config)}
     mask_id = special_id(tokenizer, "mask")
@@ -129,7 +129,7 @@ def training_job(directory: Path, options: FinetuneOptions) -> TrainingJob:
         examples = packed(rows, tokenizer, **sizes, prefix=before, suffix=after)
     pads = (special_id(tokenizer, "pad"), special_id(tokenizer, "eos"), 0)
     return TrainingJob(
-        directory=directory,
+        checkpoint=checkpoint,
         task=task,
         examples=examples,
         options=options,
@@ -142,17 +142,17 @@ def training_job(directory: Path, options: FinetuneOptions) -> TrainingJob:
     )
 
 
-def _check_weights(contents: Contents, options: FinetuneOptions) -> None:
+def _check_weights(checkpoint: Checkpoint, options: FinetuneOptions) -> None:
     """Before anything is loaded, from headers: whether weights, gradients and state have room."""
-    with closing(open_source(contents)) as source:
+    with closing(open_source(checkpoint)) as source:
         sizes = [math.prod(entry.info.shape) for entry in source.entries.values()]
     needed = parameter_bytes(sum(sizes), max(sizes), options.arithmetic, num_ranks=num_ranks(options))
     check_room(needed, options.max_memory)
 
 
-def _check_head(contents: Contents, options: FinetuneOptions, task: Task) -> None:
+def _check_head(checkpoint: Checkpoint, options: FinetuneOptions, task: Task) -> None:
     """Raises UnsupportedError where a native model would get a head that native unit scaling did not draw."""
-    drawn = (contents.config.get("architectures") or [""])[0]
+    drawn = (checkpoint.config.get("architectures") or [""])[0]
     if options.arithmetic.is_native and task_of(drawn) is not task:
         raise UnsupportedError(
             f"`{drawn}` has no head for {task.name}, and native unit scaling draws whole models",
@@ -168,7 +168,7 @@ def num_ranks(options: FinetuneOptions) -> int:
 def open_start(job: TrainingJob, seed: int) -> Opened:
     """The model that a run starts from, in fp32; of a sharded run this rank's rows."""
     shared = mesh() if job.options.is_sharded else None
-    opened = open_to_train(job.task, job.directory, seed=seed, num_labels=job.num_labels, mesh=shared)
+    opened = open_to_train(job.task, job.checkpoint, seed=seed, num_labels=job.num_labels, mesh=shared)
     if opened.model.config.pad_token_id is None:
         opened.model.config.pad_token_id = job.pad_id
     return opened

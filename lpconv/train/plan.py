@@ -26,8 +26,8 @@ import torch
 import transformers
 from torch import nn
 
-from lpconv.checkpoint.contents import check_config, read_contents, read_json
-from lpconv.checkpoint.resolve import resolve
+from lpconv.checkpoint.checkpoint import Checkpoint
+from lpconv.checkpoint.contents import check_config, read_json
 from lpconv.errors import UnsupportedError
 from lpconv.layers import blocks_of
 from lpconv.models.inputs import sequence_length
@@ -104,7 +104,7 @@ def _settings(model: str, revision: str | None) -> dict[str, Any]:
         settings = read_json(path)
         check_config(settings, path)
         return settings
-    return read_contents(resolve(model, revision=revision, headers_only=True).directory).config
+    return Checkpoint.open(model, revision=revision).config
 
 
 @dataclass(frozen=True, kw_only=True)

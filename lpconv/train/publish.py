@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lpconv.checkpoint.contents import read_contents
+from lpconv.checkpoint.checkpoint import Checkpoint
 from lpconv.checkpoint.partfile import writing
 from lpconv.checkpoint.staging import MARKER
 from lpconv.convert.files import copy_side_files, model_side_files, write_sums
@@ -57,7 +57,9 @@ def publish_model(output: Path, job: TrainingJob, work: Work, finished: Finished
     del values, whole_values
     wait_for_all()
     with quiet_transformers():
-        return figures_in_fp32(replace(job, directory=folder), work, finished.prepared.model.device, None)
+        return figures_in_fp32(
+            replace(job, checkpoint=Checkpoint.open(folder)), work, finished.prepared.model.device, None
+        )
 
 
 def _publish(published: Path, job: TrainingJob, model: Any, values: dict[str, Tensor]) -> None:
@@ -69,14 +71,14 @@ def _publish(published: Path, job: TrainingJob, model: Any, values: dict[str, Te
     if job.examples.labels:
         model.config.id2label = dict(enumerate(job.examples.labels))
         model.config.label2id = {name: i for i, name in model.config.id2label.items()}
-    contents = read_contents(job.directory)
-    model.config.use_cache = contents.config.get("use_cache", True)  # which training does without
+    start = job.checkpoint
+    model.config.use_cache = start.config.get("use_cache", True)  # which training does without
     with quiet_transformers():
         model.save_pretrained(trained, state_dict=_rounded(values) if is_bf16 else values)
         # Which has named the dtype that the model was trained in, and not that of `values`.
         model.config.dtype = torch.bfloat16 if is_bf16 else torch.float32
         model.config.save_pretrained(trained)
-    copy_side_files(trained, contents, (n for n in model_side_files(contents) if n not in _NOT_COPIED), renamed={})
+    copy_side_files(trained, start, (n for n in model_side_files(start) if n not in _NOT_COPIED), renamed={})
     if method == "plain":
         os.rename(trained, published)
         return

@@ -8,8 +8,8 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from lpconv.checkpoint.card import inherited_facts
+from lpconv.checkpoint.checkpoint import Checkpoint
 from lpconv.checkpoint.partfile import write_small
-from lpconv.checkpoint.resolve import resolve
 from lpconv.convert.provenance import versions
 from lpconv.gates import FINETUNE_GATES
 from lpconv.models.opening import Opened
@@ -49,9 +49,10 @@ def finetune(
     check_run(options)
     gates = parse_gates(options)
     clock = Clock()
-    source = resolve(model, revision=options.revision)
+    checkpoint = Checkpoint.open(model, revision=options.revision)
+    checkpoint.check_promised()
     with clock.spending("reading data"):
-        job = training_job(source.directory, options)
+        job = training_job(checkpoint, options)
     is_main = is_main_process()
     with held_folder(output, model, options) if is_main else nullcontext():
         wait_for_all()
@@ -66,7 +67,7 @@ def finetune(
             recipe=options.arithmetic.name,
             twin=None if options.twin == "none" else _twin_of(options).name,
             task=job.task.name,
-            facts=_facts(job, source.resolved) | critical_facts(job.options.critical, chosen),
+            facts=_facts(job) | critical_facts(job.options.critical, chosen),
             runs=runs,
             gaps=gaps(runs),
             seconds=time.perf_counter() - started,
@@ -76,7 +77,7 @@ def finetune(
             options={k: to_json(v) for k, v in dataclasses.asdict(options).items()},
             versions=versions(),
             command=command,
-            card=inherited_facts(source.directory, source.resolved if source.revision else None),
+            card=inherited_facts(checkpoint.directory, checkpoint.origin.hub_id),
             warnings=_warnings(job, runs, notes),
         )
         found = (*result.warnings, *nothing_learned(result))
@@ -163,11 +164,11 @@ def _works(job: TrainingJob, output: Path, seed: int, done: Sequence[RunRecord])
     return works
 
 
-def _facts(job: TrainingJob, resolved: str) -> dict[str, str]:
+def _facts(job: TrainingJob) -> dict[str, str]:
     o = job.options
     processes = f" over {num_processes()} processes" if num_processes() > 1 else ""
     return {
-        "Model": resolved,
+        "Model": job.checkpoint.origin.resolved,
         "Task": f"{job.task.name}: {job.task.loss}",
         "Data": job.examples.words,
         "Steps": f"{o.steps}, each of {plural(o.batch_size, 'sequence')} of at most {job.seq_len} tokens{processes}",

@@ -15,6 +15,7 @@ from hub_server import COMMIT, Hub, serving
 from huggingface_hub import constants
 
 from lpconv.checkpoint import promised
+from lpconv.checkpoint.checkpoint import Checkpoint
 from lpconv.checkpoint.hub import why_unreachable
 from lpconv.checkpoint.promised import STATE
 from lpconv.checkpoint.resolve import resolve
@@ -84,12 +85,12 @@ class TestRight:
         self, serve: Any, cache: Path, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         with serve() as hub:
-            first = resolve(REPO)
+            first = Checkpoint.open(REPO).check_promised()
             asked = len(hub.requests)
             monkeypatch.setattr(promised, "_check", lambda *_: pytest.fail("hashed again"))
-            assert resolve(REPO) == first
+            assert Checkpoint.open(REPO).check_promised() == first
             assert len(hub.requests) == asked
-        assert first.sha256 == {WEIGHTS: hashlib.sha256(files[WEIGHTS]).hexdigest()}
+        assert first == {WEIGHTS: hashlib.sha256(files[WEIGHTS]).hexdigest()}
 
     def test_a_file_that_changed_in_the_cache_is_hashed_again(self, serve: Any, cache: Path) -> None:
         with serve():
@@ -98,27 +99,27 @@ class TestRight:
         data[-1] ^= 1
         blob(cache, WEIGHTS).write_bytes(data)
         with pytest.raises(InputError, match="not the file that the hub promised"):
-            resolve(REPO)
-        assert resolve(REPO, headers_only=True).sha256 == {}
+            Checkpoint.open(REPO).check_promised()
+        assert Checkpoint.open(REPO).origin == resolve(REPO)  # which headers are enough for
 
     @pytest.mark.parametrize("text", ["", "[]", "{}", '{"blobs": 3}', '{"blobs": {"x": 3}}'])
     def test_a_broken_memory_is_written_anew(self, serve: Any, cache: Path, text: str) -> None:
         with serve():
-            first = resolve(REPO)
+            first = Checkpoint.open(REPO).check_promised()
         state = cache / "models--me--model" / STATE
         good = json.loads(state.read_text())["blobs"]
         state.write_text(text)
-        assert resolve(REPO) == first
+        assert Checkpoint.open(REPO).check_promised() == first
         assert json.loads(state.read_text())["blobs"].items() >= good.items()
 
     def test_a_cache_that_cannot_be_written_is_checked_each_time(
         self, serve: Any, cache: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         with serve():
-            first = resolve(REPO)
+            first = Checkpoint.open(REPO).check_promised()
         (cache / "models--me--model" / STATE).unlink()
         (cache / "models--me--model" / f"{STATE}.part").mkdir()  # in the way, for root too
-        assert resolve(REPO) == first
+        assert Checkpoint.open(REPO).check_promised() == first
 
     def test_a_plan_records_no_hash(self, serve: Any, tmp_path: Path) -> None:
         with serve():

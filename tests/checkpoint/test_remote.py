@@ -23,7 +23,7 @@ from stores import offered
 from typer.testing import CliRunner
 
 from benchmarks.object_store import BUCKET, ENVIRONMENT, Fault, Request, Store
-from lpconv.checkpoint.contents import read_contents
+from lpconv.checkpoint.checkpoint import Checkpoint
 from lpconv.checkpoint.partfile import check_writable, sha256_of
 from lpconv.checkpoint.resolve import directory_of, resolve
 from lpconv.checkpoint.source import open_source, read_tensor
@@ -71,7 +71,7 @@ def verified(directory: Path, level: str, *, against: str | None = None) -> Veri
 
 
 def weights(directory: Path) -> dict[str, torch.Tensor]:
-    source = open_source(read_contents(directory))
+    source = open_source(Checkpoint.open(directory))
     try:
         return {name: read_tensor(source, name) for name in source.entries}
     finally:
@@ -111,7 +111,7 @@ class TestReading:
         (source / "2_Dense/model.safetensors").write_bytes(bytes(2**17))
         (source / "modules.json").write_text('[{"path": "2_Dense"}]')
         directory = directory_of(store.put_folder("m", source))
-        assert read_contents(directory).side_files == read_contents(source).side_files
+        assert Checkpoint.open(directory).side_files == Checkpoint.open(source).side_files
         assert (directory / "2_Dense/model.safetensors").read_bytes() == bytes(2**17)
 
     def test_a_model_opens(self, store: Store) -> None:
@@ -131,7 +131,7 @@ class TestReading:
         shutil.copytree(directory_of(store.put_folder("m", source)), tmp_path / "mine")
         store.requests.clear()
         with pytest.raises(InputError, match="no dtype"):
-            open_source(read_contents(tmp_path / "mine"))
+            open_source(Checkpoint.open(tmp_path / "mine"))
         assert not store.requests
 
     def test_a_copy_is_used_where_there_is_one(self, store: Store, source: Path) -> None:
@@ -264,7 +264,7 @@ class TestTrouble:
     def test_a_source_that_changes_is_refused(self, store: Store, source: Path) -> None:
         url = store.put_folder("m", source)
         directory = directory_of(url)
-        opened = open_source(read_contents(directory))
+        opened = open_source(Checkpoint.open(directory))
         for name in [k for k in store.objects if k.endswith(".safetensors")]:
             store.objects[name] = store.objects[name][:-1] + b"x"
         with pytest.raises(InputError, match="changed while it was read"):
@@ -275,7 +275,7 @@ class TestTrouble:
         store.put_folder("m", source)
         store.etags = False
         directory = directory_of(f"{store.endpoint}/{BUCKET}/m")
-        opened = open_source(read_contents(directory))
+        opened = open_source(Checkpoint.open(directory))
         for name in [k for k in store.objects if k.endswith(".safetensors")]:
             store.objects[name] = store.objects[name][:-1000]
         with pytest.raises(InputError, match="shorter"):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from checkpoints import Run, files_of, published, write_checkpoint
 
-from lpconv.checkpoint.contents import read_contents
+from lpconv.checkpoint.checkpoint import Checkpoint
 from lpconv.checkpoint.source import open_source, read_tensor
 from lpconv.convert import verify_written as written
 from lpconv.convert.options import ConvertOptions
@@ -73,7 +73,7 @@ def test_a_pickle_that_is_cut_while_it_is_mapped(tmp_path: Path) -> None:
     source.mkdir()
     (source / "config.json").write_text("{}")
     torch.save({"w.weight": torch.ones(512, 512)}, source / "pytorch_model.bin")
-    opened = open_source(read_contents(source))
+    opened = open_source(Checkpoint.open(source))
     os.truncate(source / "pytorch_model.bin", 1000)  # reading on would end the process with SIGBUS
     with pytest.raises(InputError, match="became shorter"):
         read_tensor(opened, "w.weight")

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import lpconv.formats
 import lpconv.hf
-from lpconv.checkpoint.contents import read_contents
+from lpconv.checkpoint.checkpoint import Checkpoint
 from lpconv.cli.main import app
 from lpconv.convert.options import ConvertOptions, VerifyOptions
 from lpconv.convert.patterns import FormatRule
@@ -144,7 +144,7 @@ def test_every_way_of_reading_gives_the_same_values(outputs: dict[str, Path], fm
     assert restored.exact == (fmt == "fp32")
     plain = load_file(tmp_path / "back/model.safetensors")
     opened = lpconv.hf.load(outputs[fmt]).state_dict()
-    exported = {w.name: w.value for w in stored_weights(read_contents(outputs[fmt]))}
+    exported = {w.name: w.value for w in stored_weights(Checkpoint.open(outputs[fmt]))}
     assert all(torch.equal(x, opened[n]) and torch.equal(x, exported[n]) for n, x in plain.items())
     verified = verify_output(outputs[fmt], VerifyOptions(against="demo", level="weights"), progress=Silent())
     assert verified.passed

@@ -11,6 +11,7 @@ from checkpoints import files_of, write_checkpoint
 from typer.testing import CliRunner
 
 import lpconv.convert.job
+from lpconv.checkpoint.checkpoint import Checkpoint
 from lpconv.checkpoint.resolve import Resolved
 from lpconv.checkpoint.staging import Staging
 from lpconv.cli.main import app
@@ -196,15 +197,12 @@ def test_machines_that_fetched_the_same_commit_agree(
         shutil.copytree(source, tmp_path / name)
     (tmp_path / "there" / "model-00002-of-00007.safetensors").touch()
     for number, (folder, commit) in enumerate([("here", "a" * 40), ("there", "a" * 40)], 1):
-        resolved = Resolved(name="org/name", directory=tmp_path / folder, resolved="org/name", revision=commit)
-        monkeypatch.setattr(lpconv.convert.job, "resolve", lambda *_, found=resolved, **__: found)
-        convert_part("org/name", output, UNIT, Part(number=number, count=2))
-    elsewhere = dataclasses.replace(resolved, revision="b" * 40)
-    monkeypatch.setattr(lpconv.convert.job, "resolve", lambda *_, **__: elsewhere)
+        origin = Resolved(name="org/name", directory=tmp_path / folder, resolved="org/name", revision=commit)
+        convert_part(Checkpoint.at(origin), output, UNIT, Part(number=number, count=2))
+    elsewhere = dataclasses.replace(origin, revision="b" * 40)
     with pytest.raises(OutputExistsError, match=r"part 1/2 in .* was made with other source commit"):
-        finish("org/name", output, UNIT)
-    monkeypatch.setattr(lpconv.convert.job, "resolve", lambda *_, **__: resolved)
-    finish("org/name", output, UNIT)
+        finish(Checkpoint.at(elsewhere), output, UNIT)
+    finish(Checkpoint.at(origin), output, UNIT)
 
 
 def test_a_part_that_was_damaged(source: Path, output: Path) -> None:

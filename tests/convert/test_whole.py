@@ -11,7 +11,7 @@ from convert_models import tiny
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lpconv.checkpoint.contents import read_contents
+from lpconv.checkpoint.checkpoint import Checkpoint
 from lpconv.errors import InputError, UnsupportedError
 from lpconv.forms.decoded import stored_shapes
 from lpconv.models.whole import Fit, check_whole, fit_of
@@ -28,7 +28,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_wrong_with_the_tensors_of_a_model(kind: str, models: Callable[[str], Path]) -> None:
-    contents = read_contents(models(kind))
+    contents = Checkpoint.open(models(kind))
     shapes = stored_shapes(contents)
     assert fit_of(contents, shapes) == Fit(model=fit_of(contents, shapes).model)
     layers = [n for n in shapes if any(x in n for x in (".layer", ".block", ".h."))]
@@ -45,7 +45,7 @@ def test_what_is_wrong_with_the_tensors_of_a_model(kind: str, models: Callable[[
 
 
 def test_a_single_expert_that_is_missing_is_named(models: Callable[[str], Path]) -> None:
-    contents = read_contents(models("mixtral"))
+    contents = Checkpoint.open(models("mixtral"))
     shapes = stored_shapes(contents)
     first = next(n for n in shapes if ".experts.2." in n)
     del shapes[first]
@@ -53,7 +53,7 @@ def test_a_single_expert_that_is_missing_is_named(models: Callable[[str], Path])
 
 
 def test_what_sound_checkpoints_have_beside_the_model_is_only_odd(models: Callable[[str], Path]) -> None:
-    contents = read_contents(models("llama"))
+    contents = Checkpoint.open(models("llama"))
     shapes = stored_shapes(contents)
     found = fit_of(contents, {**shapes, "model.layers.0.self_attn.rotary_emb.inv_freq": (4,), "mtp.fc.weight": (1, 1)})
     assert not found.problems
@@ -61,7 +61,7 @@ def test_what_sound_checkpoints_have_beside_the_model_is_only_odd(models: Callab
 
 
 def test_names_without_the_prefix_of_the_model_and_tied_weights(models: Callable[[str], Path]) -> None:
-    contents = read_contents(models("llama"))
+    contents = Checkpoint.open(models("llama"))
     bare = {n.removeprefix("model."): s for n, s in stored_shapes(contents).items()}
     assert not fit_of(contents, bare).problems
     assert not fit_of(contents, {**bare, "lm_head.weight": bare["embed_tokens.weight"]}).problems
@@ -80,7 +80,7 @@ def changed(folder: Path, target: Path, change: Callable[[dict[str, Tensor]], An
 
 
 def test_what_is_missing_is_refused_unless_it_is_allowed(models: Callable[[str], Path], tmp_path: Path) -> None:
-    contents = read_contents(changed(models("llama"), tmp_path / "less", lambda state: state.pop(DOWN)))
+    contents = Checkpoint.open(changed(models("llama"), tmp_path / "less", lambda state: state.pop(DOWN)))
     with pytest.raises(InputError, match=r"the files lack 1 weight of `LlamaForCausalLM`.*down_proj") as caught:
         check_whole(contents, allow_missing=False)
     assert caught.value.details["missing"] == [DOWN]
@@ -88,7 +88,7 @@ def test_what_is_missing_is_refused_unless_it_is_allowed(models: Callable[[str],
 
 
 def test_another_shape_is_refused_whatever_is_allowed(models: Callable[[str], Path], tmp_path: Path) -> None:
-    contents = read_contents(changed(models("llama"), tmp_path / "other", lambda state: None, intermediate_size=80))
+    contents = Checkpoint.open(changed(models("llama"), tmp_path / "other", lambda state: None, intermediate_size=80))
     with pytest.raises(InputError, match=r"6 weights in another shape .* is \(64, 32\), not \(80, 32\)|\(32, 64\)"):
         check_whole(contents, allow_missing=True)
 
@@ -96,7 +96,7 @@ def test_another_shape_is_refused_whatever_is_allowed(models: Callable[[str], Pa
 def test_of_a_model_that_transformers_does_not_have_nothing_is_said(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "unknown", "architectures": ["NoModel"]}))
     save_file({}, tmp_path / "model.safetensors")
-    contents = read_contents(tmp_path)
+    contents = Checkpoint.open(tmp_path)
     assert check_whole(contents, allow_missing=False) == ()
     with pytest.raises(UnsupportedError):
         fit_of(contents, {})
@@ -107,6 +107,6 @@ def test_transformers_says_the_same_of_real_files(models: Callable[[str], Path],
         models("llama"), tmp_path / "less", lambda state: [state.pop(n) for n in list(state) if ".1." in n]
     )
     _, report = transformers.LlamaForCausalLM.from_pretrained(folder, output_loading_info=True)
-    found = fit_of(read_contents(folder), stored_shapes(read_contents(folder)))
+    found = fit_of(Checkpoint.open(folder), stored_shapes(Checkpoint.open(folder)))
     assert set(found.missing) == set(report["missing_keys"])
     assert len(found.missing) == 9

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import CLIPConfig, CLIPModel
 from typer.testing import CliRunner
 
-from lpconv.checkpoint.contents import read_contents
+from lpconv.checkpoint.checkpoint import Checkpoint
 from lpconv.cli.main import app
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.run import convert
@@ -207,7 +207,7 @@ def test_components_add_up_to_the_weights_that_loading_gives(
     options = ConvertOptions(method=method, format=fmt, residual=residual, verify="none")
     convert(str(llama), tmp_path / "out", options)
     state = load(tmp_path / "out", dtype=torch.float32).state_dict()
-    weights = {w.name: w for w in stored_weights(read_contents(tmp_path / "out"))}
+    weights = {w.name: w for w in stored_weights(Checkpoint.open(tmp_path / "out"))}
     assert weights.keys() == state.keys() - {"lm_head.weight"}
     for name, weight in weights.items():
         assert torch.equal(weight.value, state[name]), name

@@ -15,7 +15,7 @@ from foreign_files import AWQ_ORDER, MAKERS, Tensors, gpt_oss, scheme_of
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lpconv.checkpoint.contents import read_contents
+from lpconv.checkpoint.checkpoint import Checkpoint
 from lpconv.checkpoint.source import SafetensorsSource, read_range
 from lpconv.errors import InputError, UnsupportedError
 from lpconv.forms.decoded import open_values
@@ -226,7 +226,7 @@ def test_any_piece_is_a_piece_of_the_whole(layout: str, tmp_path: Path) -> None:
         name = NAME
         written(layout, tmp_path, edges(rows=272, cols=64))
     whole = decoded(tmp_path, name).view(-1) if layout != "ct FP8" else None
-    with closing(open_values(read_contents(tmp_path))) as source:
+    with closing(open_values(Checkpoint.open(tmp_path))) as source:
         num = source.entries[name].info.num_elements
         whole = read_range(source, name, 0, num) if whole is None else whole
         for start, stop in ((0, 1), (1, 66), (63, 64), (num // 2 - 3, num // 2 + 3000), (num - 7, num), (5, num - 5)):

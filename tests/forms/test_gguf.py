@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import lpconv
-from lpconv.checkpoint.contents import read_contents
+from lpconv.checkpoint.checkpoint import Checkpoint
 from lpconv.checkpoint.resolve import resolve
 from lpconv.cli.main import app
 from lpconv.errors import LpconvError
@@ -84,9 +84,9 @@ def test_blocks_stay_in_memory(tmp_path: Path) -> None:
 
 
 def test_a_view_is_made_once_and_for_each_file(tmp_path: Path, cache: Path) -> None:
-    first = read_contents(write_gguf(tmp_path / "a")).directory
-    assert read_contents(tmp_path / "a" / "model.gguf").directory == first
-    assert read_contents(write_gguf(tmp_path / "b")).directory != first
+    first = Checkpoint.open(write_gguf(tmp_path / "a")).directory
+    assert Checkpoint.open(tmp_path / "a" / "model.gguf").directory == first
+    assert Checkpoint.open(write_gguf(tmp_path / "b")).directory != first
     assert len(list((cache / "lpconv" / "gguf").iterdir())) == 2
 
 
@@ -111,7 +111,7 @@ def cut(file: Path, size: int) -> Path:
 def test_what_is_refused(tmp_path: Path, make: Callable[[Path], Path], code: int, said: str) -> None:
     file = make(tmp_path / "file")
     with pytest.raises(LpconvError, match=said) as caught:
-        read_contents(file)
+        Checkpoint.open(file)
     assert caught.value.exit_code == code
     assert caught.value.hint
     with pytest.raises(LpconvError):

@@ -9,7 +9,7 @@ import pytest
 import transformers
 from safetensors.torch import save_file
 
-from lpconv.checkpoint.contents import read_contents
+from lpconv.checkpoint.checkpoint import Checkpoint
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.run import convert
 from lpconv.data import demo_checkpoint
@@ -32,7 +32,7 @@ def test_what_is_known_of_a_family_is_what_transformers_builds(tmp_path: Path, f
     config = config_of(family)
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file({}, tmp_path / "model.safetensors")
-    contents = read_contents(tmp_path)
+    contents = Checkpoint.open(tmp_path)
     stored = {name: tuple(x.shape) for name, x in empty_model(contents).state_dict().items()}
     assert known_linears(config, stored) == linear_modules(contents, stored)
     del stored["lm_head.weight"]  # as where it is tied
@@ -49,7 +49,7 @@ def test_the_shapes_that_are_known_of_a_family_are_those_of_transformers(
     if known is not None:
         (tmp_path / "config.json").write_text(json.dumps(config))
         save_file({}, tmp_path / "model.safetensors")
-        built = empty_model(read_contents(tmp_path)).state_dict()
+        built = empty_model(Checkpoint.open(tmp_path)).state_dict()
         assert known == {name: tuple(x.shape) for name, x in built.items()}
     elif not without:
         assert family[1] not in ("llama", "mistral", "gemma3_text", "qwen2", "qwen3")

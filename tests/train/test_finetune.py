@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import lpconv.hf
-from lpconv.checkpoint.resolve import resolve
+from lpconv.checkpoint.checkpoint import Checkpoint
 from lpconv.cli.main import app
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.run import convert
@@ -135,7 +135,7 @@ def test_the_published_model_is_evaluated_as_its_files_open_and_gated(recipe: st
     result = finetune("demo", tmp_path / "run", asked)
     run, twin = ({s.name: s.values[-1] for s in r.evaluations} for r in result.runs)
     model = lpconv.hf.load(tmp_path / "run", dtype=torch.float32)
-    job = training_job(resolve("demo").directory, asked)
+    job = training_job(Checkpoint.open("demo"), asked)
     with torch.no_grad():
         losses = [float(model(**x).loss) for x in first_batches(job, job.stream(0, held_out=True), 2, model.device)]
     assert run["eval_loss_published"] == pytest.approx(sum(losses) / 2, rel=1e-6)

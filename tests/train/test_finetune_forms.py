@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import lpconv.hf
-from lpconv.checkpoint.contents import read_contents
+from lpconv.checkpoint.checkpoint import Checkpoint
 from lpconv.checkpoint.residual import RESIDUAL_INDEX
 from lpconv.convert.options import ConvertOptions, VerifyOptions
 from lpconv.convert.run import convert
@@ -114,7 +114,7 @@ def test_a_pair_begins_where_it_stands_and_ends_as_a_pair(
     """The optimizer holds bf16 pairs: exactly what a bf16 residual gives, the nearest pair to what finer ones give."""
     options = _options("collage-bf16")
     whole = _state(sources[source])
-    task = find_task(read_contents(sources[source]).config, "auto", has_labels=False)
+    task = find_task(Checkpoint.open(sources[source]).config, "auto", has_labels=False)
     opened = open_to_train(task, sources[source], seed=0)
     model = opened.model
     assert not opened.missing
