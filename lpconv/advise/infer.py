@@ -43,7 +43,7 @@ _DOUBT = 4.0  # by which a gap that noise foretells must exceed the quality to b
 def job_of(subject: Subject, conversion: Conversion) -> Iterator[Job]:
     """A conversion understood and not begun, its source open."""
     options = convert_options(conversion.settings, revision=subject.revision, verify="none")
-    job = prepare(subject.name, Path(conversion.name), options, headers_only=True)
+    job = prepare(subject.prepared.checkpoint, Path(conversion.name), options, headers_only=True)
     try:
         yield job
     finally:

@@ -8,9 +8,10 @@ from typing import Any, TypeAlias
 
 from lpconv.checkpoint.contents import find_side_files, find_weights, read_config
 from lpconv.checkpoint.gguf import as_directory, header_of
-from lpconv.checkpoint.header import Header
+from lpconv.checkpoint.header import Header, TensorInfo
 from lpconv.checkpoint.promised import check_promises
 from lpconv.checkpoint.resolve import Resolved, resolve
+from lpconv.checkpoint.urls import is_url
 
 Openable: TypeAlias = "str | Path | Checkpoint"  # what `Checkpoint.open` takes
 
@@ -32,17 +33,17 @@ class Checkpoint:
     side_files: tuple[str, ...]
 
     @classmethod
-    def open(cls, model: "Openable", *, revision: str | None = None, whole: bool = False) -> "Checkpoint":
+    def open(cls, model: "Openable", *, revision: str | None = None) -> "Checkpoint":
         """Open what `model` means: a name that `resolve` knows, the path of a directory, or an open checkpoint.
 
-        Of the files at a URL, `whole` makes a copy here. Raises what `resolve` does; InputError for a directory without
-        config or weights, for an index that is not sound, and for names or symbolic links that lead out of it.
+        Raises what `resolve` does; InputError for a directory without config or weights, for an index that is not
+        sound, and for names or symbolic links that lead out of it.
         """
         if isinstance(model, Checkpoint):
             return model
         if isinstance(model, Path):
             return cls.at(Resolved(name=str(model), resolved=str(model.absolute()), directory=model))
-        return cls.at(resolve(model, revision=revision, whole=whole))
+        return cls.at(resolve(model, revision=revision))
 
     @classmethod
     def at(cls, origin: Resolved) -> "Checkpoint":
@@ -70,6 +71,18 @@ class Checkpoint:
         if self.kind == "torch":
             return {}
         return {name: header_of(self.directory / name, self.config) for name in self.weight_files}
+
+    @property
+    def tensors(self) -> dict[str, TensorInfo]:
+        """Every tensor of the weight files by its name; none for pickles. Raises as `read_header` does."""
+        return {name: info for header in self.headers.values() for name, info in header.tensors.items()}
+
+    def copied(self) -> "Checkpoint":
+        """The same checkpoint, with all files on this machine: those at a URL are copied."""
+        origin = self.origin
+        return (
+            Checkpoint.at(resolve(origin.name, revision=origin.revision, whole=True)) if is_url(origin.name) else self
+        )
 
     def check_promised(self) -> dict[str, str]:
         """The SHA-256 of those files that the hub promised one for; call it before weights are read.

@@ -1,6 +1,5 @@
 """`lpconv convert`."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -45,25 +44,22 @@ def convert(
 
       lpconv convert gpt2 --dry-run
     """
-    from lpconv.cli.early import before_conversion
     from lpconv.cli.progress import progress_for
+    from lpconv.convert import parts, run
+    from lpconv.convert.settings import default_output, settings_of
     from lpconv.convert.shares import Part
     from lpconv.report.convert.terminal import render_convert, render_part, render_plan
 
     if sum((dry_run, shard is not None, finish)) > 1:
         raise UsageError("--dry-run, --shard and --finish cannot be combined", hint="pass one of them")
-    part = Part.parse(shard) if shard is not None else None
-    target = before_conversion(model, output, options, dry_run=dry_run, part=part)
-    from lpconv.convert import parts, run  # torch takes seconds to import
-
+    target = output or default_output(model, settings_of(options))
     if dry_run:
         print_result(run.plan(model, target, options), render_plan, json=json)
         return
     with progress_for(quiet=quiet) as progress:
-        if part is not None:
-            print_result(
-                parts.convert_part(model, Path(target), options, part, progress=progress), render_part, json=json
-            )
+        if shard is not None:
+            part = parts.convert_part(model, target, options, Part.parse(shard), progress=progress)
+            print_result(part, render_part, json=json)
             return
         result = (run.finish if finish else run.convert)(
             model, target, options, progress=progress, command=typed_command()

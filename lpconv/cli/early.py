@@ -13,7 +13,6 @@ from lpconv.checkpoint.contents import read_json
 from lpconv.checkpoint.header import TensorInfo
 from lpconv.checkpoint.place import any_pointer
 from lpconv.checkpoint.resolve import base_name
-from lpconv.checkpoint.urls import is_url
 from lpconv.data import read_text
 from lpconv.errors import InputError, UnsupportedError
 from lpconv.machine import may_have_gpu
@@ -22,8 +21,7 @@ from lpconv.options import check
 if TYPE_CHECKING:
     from lpconv.advise.options import AdviseOptions
     from lpconv.bench.options import BenchOptions
-    from lpconv.convert.options import ConvertOptions, VerifyOptions
-    from lpconv.convert.shares import Part
+    from lpconv.convert.options import VerifyOptions
     from lpconv.export.options import ExportOptions
     from lpconv.init.options import InitOptions
     from lpconv.probe.options import ProbeOptions
@@ -39,37 +37,6 @@ _SEQ_LEN = 128  # of a probe, where nobody says and the model has as many positi
 def output_of(output: str | None, model: str, *words: str) -> Path:
     """The directory to write: `output`, by default the model's name and `words` with dashes, in the current one."""
     return Path(output or "-".join((base_name(model), *(word.replace(" ", "-") for word in words))))
-
-
-def before_conversion(
-    model: str, output: str | None, options: "ConvertOptions", *, dry_run: bool, part: "Part | None" = None
-) -> Path | str:
-    """Of `lpconv convert`; gives back where to write. A dry run takes no place, a part one of its own."""
-    from lpconv.checkpoint.staging import MARKER, check_apart, check_free
-    from lpconv.convert.settings import settings_of
-    from lpconv.convert.shares import check_shareable
-    from lpconv.data import text_at
-    from lpconv.extras import check_free_url
-
-    settings = settings_of(options)
-    if options.calibrate is not None:
-        _check_text(text_at(options.calibrate))
-    if part is not None:
-        check_shareable(options)
-    if output is not None and is_url(output):
-        if part is not None:
-            raise UnsupportedError("parts are written to a folder", hint="write them there, and copy the output")
-        _contents(model, options.revision)
-        return output if dry_run else check_free_url(output, resume=options.resume, force=options.force)
-    target = output_of(output, model, settings.method.name, settings.format.name)
-    check_apart(_contents(model, options.revision).directory, target)
-    if part is not None:
-        check_free(target, resume=True, force=options.force)
-    place = target if part is None else part.folder(target)
-    is_finished = options.resume and os.path.isfile(place / MARKER)  # whether of the same command, the engine finds
-    if not dry_run and not is_finished:
-        check_free(place, resume=options.resume, force=options.force)
-    return target
 
 
 def before_finetuning(model: str, output: Path, options: "FinetuneOptions") -> None:

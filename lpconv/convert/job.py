@@ -23,11 +23,11 @@ from lpconv.convert.memory import Memory, plan_memory
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.plan import Plan, make_plan
 from lpconv.convert.settings import settings_of
-from lpconv.data import text_at
+from lpconv.data import check_text, text_at
 from lpconv.errors import InputError, ResourceError
 from lpconv.extras import working_folder
 from lpconv.forms import Headers
-from lpconv.forms.decoded import is_coded, open_values
+from lpconv.forms.decoded import is_coded, open_readable, open_values
 from lpconv.forms.foreign import check_readable
 from lpconv.gates import CONVERT_GATES, Gate
 from lpconv.models.known import known_linears
@@ -63,17 +63,31 @@ class Job:
     memory: Memory
 
 
-def prepare(model: Openable, output: Path | str, options: ConvertOptions, *, headers_only: bool = False) -> Job:
-    """Resolve, open and plan; everything that can be refused without reading weights is refused here."""
+def open_model(model: Openable, output: Path | str, options: ConvertOptions) -> Checkpoint:
+    """Open the source of a conversion; what names, options and headers can refuse is refused here, without torch."""
+    settings_of(options)
+    if options.calibrate is not None:
+        check_text(text_at(options.calibrate))
+    checkpoint = open_readable(model, revision=options.revision)
+    if not is_url(str(output)):
+        check_apart(checkpoint.directory, Path(output))
+    return checkpoint
+
+
+def prepare(checkpoint: Checkpoint, output: Path | str, options: ConvertOptions, *, headers_only: bool = False) -> Job:
+    """Plan the conversion of a checkpoint from `open_model`, and open its tensors.
+
+    With `headers_only` the weights are not compared with the hashes that a hub promised. Raises everything that can be
+    refused without reading them.
+    """
     settings = settings_of(options)
     options, method = settings.options, settings.method
     gates = tuple(map(CONVERT_GATES.parse, options.gates))
-    contents = checkpoint = Checkpoint.open(model, revision=options.revision, whole=options.cache)
+    contents = checkpoint = checkpoint.copied() if options.cache else checkpoint
     promised = {} if headers_only else checkpoint.check_promised()
     watched = watch(contents.directory, [*watched_files(contents), *residual_files(contents.directory)])
     url = output if isinstance(output, str) and is_url(output) else None
     output = working_folder(url) if url is not None else Path(output)
-    check_apart(checkpoint.directory, output)
     source = open_values(contents)
     if is_coded(contents):
         contents = dataclasses.replace(contents, config=plain_config(contents))

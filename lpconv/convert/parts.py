@@ -18,10 +18,10 @@ from lpconv.checkpoint.checkpoint import Openable
 from lpconv.checkpoint.contents import read_json
 from lpconv.checkpoint.partfile import fsync_directory, sha256_of, write_small, writing
 from lpconv.checkpoint.staging import MARKER, PARTS, Staging, beside, check_free, differing, read_marker
-from lpconv.convert.job import Job, check_disk, identity, prepare
+from lpconv.convert.job import Job, check_disk, identity, open_model, prepare
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.plan import PlannedShard
-from lpconv.convert.shares import Part, check_shareable, part_folders, share_of
+from lpconv.convert.shares import Part, check_shareable, folder_for_parts, part_folders, share_of
 from lpconv.errors import InputError, OutputExistsError
 from lpconv.machine import peak_rss_bytes
 from lpconv.progress import Progress, Silent
@@ -29,23 +29,27 @@ from lpconv.results import ByteCounts, PartResult, from_json, json_text, to_json
 
 
 def convert_part(
-    model: Openable, output: Path, options: ConvertOptions, part: Part, *, progress: Progress | None = None
+    model: Openable, output: Path | str, options: ConvertOptions, part: Part, *, progress: Progress | None = None
 ) -> PartResult:
     """Write one part of the conversion of `model` into `output`, which `finish` puts together.
 
     Raises OutputExistsError where another worker writes the part, or wrote it, unless `options.resume` finds it made by
     the same command.
     """
-    from lpconv.convert.weights import write_shards  # torch takes seconds to import
-
     started = time.perf_counter()
     progress = progress or Silent()
     check_shareable(options)
+    output = folder_for_parts(output)
     folder = part.folder(output)
+    checkpoint = open_model(model, output, options)
+    check_free(output, resume=True, force=options.force)
+    if not (options.resume and (folder / MARKER).is_file()):
+        check_free(folder, resume=options.resume, force=options.force)
     # What is verified is the whole, when it is put together: no worker needs memory for both models.
-    job = prepare(model, output, dataclasses.replace(options, verify="none", gates=()))
+    job = prepare(checkpoint, output, dataclasses.replace(options, verify="none", gates=()))
+    from lpconv.convert.weights import write_shards  # torch takes seconds to import
+
     try:
-        check_free(output, resume=True, force=options.force)
         if options.resume and (folder / MARKER).is_file():
             done = _checked(job, part, folder, progress)
             progress.message(f"part {part} of `{output}` is complete: there is nothing to resume")

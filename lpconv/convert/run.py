@@ -1,25 +1,27 @@
 """One conversion from a name to a published directory: resolve, plan, check, apply, verify, report, publish."""
 
 import dataclasses
+import os
 import time
 from pathlib import Path
 
 from lpconv.checkpoint.card import inherited_facts
 from lpconv.checkpoint.checkpoint import Openable
 from lpconv.checkpoint.partfile import write_small
-from lpconv.checkpoint.staging import Staging, check_free
+from lpconv.checkpoint.staging import MARKER, Staging, check_free
+from lpconv.checkpoint.urls import is_url
 from lpconv.convert.files import CARD, copy_side_files, model_side_files, write_metadata, write_provenance, write_sums
 from lpconv.convert.finished import finished
 from lpconv.convert.inspect import inspect
-from lpconv.convert.job import Job, check_disk, disk_bytes, estimate_seconds, free_bytes, identity, prepare
+from lpconv.convert.job import Job, check_disk, disk_bytes, estimate_seconds, free_bytes, identity, open_model, prepare
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.parts import adopt_parts, checked_parts, remove_parts
 from lpconv.convert.provenance import plan_warnings, public_source, source_record, tensor_warnings, versions
 from lpconv.convert.settings import command_line, shaping_options
-from lpconv.convert.shares import check_shareable
+from lpconv.convert.shares import check_shareable, folder_for_parts
 from lpconv.convert.tensor_records import format_ranges, planned_record
-from lpconv.errors import UnsupportedError, VerificationError
-from lpconv.extras import RemoteStaging
+from lpconv.errors import VerificationError
+from lpconv.extras import RemoteStaging, check_free_url
 from lpconv.gates import needs_logits
 from lpconv.machine import peak_rss_bytes
 from lpconv.progress import Progress, Silent
@@ -53,7 +55,7 @@ class _Asked:
 
 def plan(model: Openable, output: Path | str, options: ConvertOptions) -> PlanResult:
     """What `convert` would do with the same arguments, from headers alone; nothing is written."""
-    job = prepare(model, output, options, headers_only=True)
+    job = prepare(open_model(model, output, options), output, options, headers_only=True)
     try:
         return PlanResult(
             method=job.plan.method.name,
@@ -113,13 +115,14 @@ def finish(
 def _published(model: Openable, output: Path | str, options: ConvertOptions, asked: _Asked) -> ConvertResult:
     if asked.finishing:
         check_shareable(options)
-    job = prepare(model, output, options)
+        output = folder_for_parts(output)
+    checkpoint = open_model(model, output, options)
+    _check_place(output, options)
+    job = prepare(checkpoint, output, options)
     origin = job.checkpoint.origin
     if origin.revision is not None:
         asked.progress.message(f"{origin.name} is {origin.resolved} at {origin.revision}")
     try:
-        if asked.finishing and job.url is not None:
-            raise UnsupportedError("parts are put together in a folder", hint="finish there, and copy the output")
         result = finished(job, asked.progress) if options.resume else None
         if result is not None:
             asked.progress.message(f"`{result.output}` is complete: there is nothing to resume")
@@ -130,6 +133,14 @@ def _published(model: Openable, output: Path | str, options: ConvertOptions, ask
         return result
     finally:
         job.source.close()
+
+
+def _check_place(output: Path | str, options: ConvertOptions) -> None:
+    """Refuse a place that is taken, unless a finished run there is resumed: `finished` compares the two."""
+    if isinstance(output, str) and is_url(output):
+        check_free_url(output, resume=options.resume, force=options.force)
+    elif not (options.resume and os.path.isfile(Path(output) / MARKER)):
+        check_free(Path(output), resume=options.resume, force=options.force)
 
 
 def _staged(job: Job, asked: _Asked) -> ConvertResult:
@@ -165,8 +176,6 @@ def _check_can_run(job: Job) -> None:
     options = job.plan.options
     if options.verify != "logits" and not needs_logits(job.gates):
         return
-    if job.url is None:
-        check_free(job.output, resume=options.resume, force=options.force)
     from lpconv.convert.logits import check_inputs, check_model  # transformers takes seconds to import
 
     if not job.memory.in_files:

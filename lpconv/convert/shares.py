@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lpconv.checkpoint.staging import PARTS, beside
+from lpconv.checkpoint.urls import is_url
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.plan import Plan, PlannedShard
-from lpconv.errors import UsageError
+from lpconv.errors import UnsupportedError, UsageError
 
 _FOLDER = re.compile(r"([1-9]\d*)-of-([1-9]\d*)")
 
@@ -54,6 +55,16 @@ def part_folders(output: Path) -> dict[Part, Path]:
     found = {p: _FOLDER.fullmatch(p.name) for p in (folder.iterdir() if folder.is_dir() else ())}
     parts = {Part(number=int(m[1]), count=int(m[2])): p for p, m in found.items() if m is not None}
     return dict(sorted(parts.items(), key=lambda it: (it[0].count, it[0].number)))
+
+
+def folder_for_parts(output: Path | str) -> Path:
+    """The output folder of a shared conversion. Raises UnsupportedError for a URL."""
+    if is_url(str(output)):
+        raise UnsupportedError(
+            f"parts are written and put together in a folder, not at `{output}`",
+            hint="name a folder, and copy the finished output",
+        )
+    return Path(output)
 
 
 def share_of(plan: Plan, part: Part) -> tuple[PlannedShard, ...]:

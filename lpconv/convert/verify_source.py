@@ -20,6 +20,7 @@ from lpconv.convert.verify_written import check_outputs, check_stored, output_pr
 from lpconv.errors import InputError, UnsupportedError, UsageError, finding
 from lpconv.formats.spec import FORMATS
 from lpconv.forms import Kept
+from lpconv.forms.decoded import open_readable
 from lpconv.gates import CONVERT_GATES, Gate
 from lpconv.lookup import find
 from lpconv.progress import Progress
@@ -55,7 +56,7 @@ def prepare_again(
         settings_of(options)
     except UsageError as e:
         raise InputError(f"the options in {MARKER}: {e.message}", hint="fetch the output again") from e
-    return prepare(against or recorded.name, directory, options)
+    return prepare(open_readable(against or recorded.name, revision=options.revision), directory, options)
 
 
 def check_source(

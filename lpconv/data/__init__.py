@@ -10,7 +10,10 @@ from pathlib import Path
 from lpconv.errors import InputError
 from lpconv.lookup import find
 
-__all__ = ["demo_checkpoint", "demo_text", "read_text", "text_at"]
+__all__ = ["check_text", "demo_checkpoint", "demo_text", "read_text", "text_at"]
+
+_LOOKED_AT = 4_000_000  # characters of a text that a check reads
+_SPECIAL_TOKENS = 8  # that a tokenizer adds, at most
 
 TEXTS = {"train": "train.txt", "heldout": "heldout.txt"}
 
@@ -42,6 +45,15 @@ def read_text(path: Path, limit: int = -1) -> str:
     if not text:
         raise InputError(f"`{path}` is empty", hint="pass a file with text in it")
     return text
+
+
+def check_text(path: Path, seq_len: int = 1) -> None:
+    """Raise as `read_text` does, and InputError for a text that is too short for one sequence of `seq_len` tokens,
+    whatever they are: each is a byte at least."""
+    size = len(read_text(path, _LOOKED_AT).encode())
+    if size + _SPECIAL_TOKENS < seq_len:
+        short = f"`{path}` has {size} bytes, fewer than one sequence of {seq_len} tokens"
+        raise InputError(short, hint="pass a longer text, or shorter sequences by --seq-len")
 
 
 def demo_text(split: str) -> Path:

@@ -12,7 +12,7 @@ from contextlib import closing
 from threading import Lock
 from typing import TYPE_CHECKING
 
-from lpconv.checkpoint.checkpoint import Checkpoint
+from lpconv.checkpoint.checkpoint import Checkpoint, Openable
 from lpconv.checkpoint.compressed import quantized_by
 from lpconv.checkpoint.header import TensorInfo
 from lpconv.checkpoint.residual import RESIDUAL_INDEX
@@ -74,6 +74,16 @@ class DecodedSource:
     def close(self) -> None:
         self._bands.clear()
         self._stored.close()
+
+
+def open_readable(model: Openable, *, revision: str | None = None) -> Checkpoint:
+    """Open a checkpoint as `Checkpoint.open` does, and check its headers before anything heavy is imported.
+
+    Raises InputError for a header that is not sound, UnsupportedError for the layouts that are not read.
+    """
+    checkpoint = Checkpoint.open(model, revision=revision)
+    check_readable(Headers.of(checkpoint.config, checkpoint.tensors))
+    return checkpoint
 
 
 def stored_shapes(contents: Checkpoint) -> dict[str, tuple[int, ...]]:

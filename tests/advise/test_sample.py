@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from lpconv.checkpoint.source import Source, read_range
 from lpconv.convert import preview
-from lpconv.convert.job import prepare
+from lpconv.convert.job import open_model, prepare
 from lpconv.convert.options import ConvertOptions
 
 
@@ -23,7 +23,7 @@ def folder_of(folder: Path, tensors: dict[str, torch.Tensor]) -> str:
 
 def noise(model: str, **settings: Any) -> float:
     options = ConvertOptions(**({"format": "e4m3fn"} | settings), verify="none")
-    job = prepare(model, "out", options, headers_only=True)
+    job = prepare(open_model(model, "out", options), "out", options, headers_only=True)
     try:
         return preview.noise_of_sample(job, elements=2**13)
     finally:

@@ -16,6 +16,7 @@ from lpconv.checkpoint.resolve import Resolved
 from lpconv.checkpoint.staging import Staging
 from lpconv.cli.main import app
 from lpconv.convert.apply import Engine
+from lpconv.convert.job import open_model, prepare
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.parts import convert_part
 from lpconv.convert.plan import Plan, PlannedShard
@@ -90,7 +91,7 @@ def test_weights_in_files_of_other_parts_share_their_scale(tmp_path: Path) -> No
 
 
 def _plan(model: str, output: Path, options: ConvertOptions) -> Plan:
-    job = lpconv.convert.job.prepare(model, output, options)
+    job = prepare(open_model(model, output, options), output, options)
     job.source.close()
     return job.plan
 
