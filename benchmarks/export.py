@@ -28,9 +28,10 @@ from lpconv.convert.provenance import versions
 from lpconv.convert.run import convert
 from lpconv.export.options import ExportOptions
 from lpconv.export.rewrite import num_elements
-from lpconv.export.run import MODEL_FILE, export_onnx
+from lpconv.export.run import export_onnx
 from lpconv.export.trace import traceable
 from lpconv.export.validate import compare
+from lpconv.export.write import MODEL_FILE
 from lpconv.models.inputs import other_inputs
 
 __all__ = ["FORMS", "MODELS", "measure"]

@@ -119,7 +119,7 @@ def _unequal(sound: Path, target: Path) -> None:
 def _interrupted(folder: Path) -> None:
     """A fine-tuning that stopped after its last checkpoint, and a conversion that stopped after its last shard."""
     tuning = ("finetune", "llama", "--recipe", "bf16", *TUNE, "--save-every", "1", "-o", "stopped")
-    _stopped(folder, "lpconv.train.run", "publish_model", *tuning)
+    _stopped(folder, "lpconv.train.study", "publish_model", *tuning)
     assert list((folder / "stopped").rglob("checkpoint-*"))
     conversion = ("convert", "sharded", "--verify", "weights", "-q", "-o", "half")
     _stopped(folder, "lpconv.convert.run", "write_metadata", *conversion)

@@ -6,6 +6,7 @@ below ``/proc`` and ``/sys``, so a test may lay out others.
 """
 
 import errno
+import os
 import resource
 import sys
 from collections.abc import Iterator, Mapping
@@ -31,6 +32,11 @@ _GPUS = ("nvidia[0-9]*", "kfd", "dxg")
 def may_have_gpu(devices: Path = _ROOT / "dev") -> bool:
     """Whether a driver has made a GPU's file; torch, which takes seconds to import, knows whether it works."""
     return any(any(devices.glob(name)) for name in _GPUS)
+
+
+def is_first_process() -> bool:
+    """Whether this process is the only one, or the first of those that torchrun started; asked without torch."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 @dataclass(frozen=True, kw_only=True)

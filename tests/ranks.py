@@ -13,7 +13,7 @@ from torch.multiprocessing.spawn import start_processes
 
 __all__ = ["free_port", "on_ranks"]
 
-_PRELOADED = ["lpconv.train.run", "transformers.models.llama.modeling_llama", "torch.distributed.fsdp"]
+_PRELOADED = ["lpconv.train.study", "transformers.models.llama.modeling_llama", "torch.distributed.fsdp"]
 
 
 def on_ranks(world_size: int, function: Callable[..., Any], folder: Path, *arguments: object) -> Any:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lpconv.advise.options import AdviseOptions
+from lpconv.checkpoint.checkpoint import Checkpoint
 from lpconv.convert.logits import compare, outputs_of
 from lpconv.errors import InputError
 from lpconv.models.load import from_state
@@ -81,8 +82,9 @@ class Subject:
         return [c.rel_error or 0.0 for c in checks]
 
 
-def open_subject(name: str, options: AdviseOptions, progress: Progress) -> Subject:
-    """Open the model called `name`, and cut the text into windows."""
+def open_subject(checkpoint: Checkpoint, options: AdviseOptions, progress: Progress) -> Subject:
+    """Open the model of a checkpoint, and cut the text into windows."""
+    name = checkpoint.origin.name
     with tempfile.TemporaryDirectory() as folder:
         asked = ProbeOptions(
             data=_text_file(options, Path(folder)),
@@ -92,7 +94,7 @@ def open_subject(name: str, options: AdviseOptions, progress: Progress) -> Subje
             revision=options.revision,
             allow_missing=options.allow_missing,
         )
-        prepared = prepare_run(name, asked, progress, hint=_NO_TEXT)
+        prepared = prepare_run(checkpoint, asked, progress, hint=_NO_TEXT)
     if prepared.data_words == RANDOM_IDS:
         raise InputError(
             f"`{name}` has no tokenizer, and random ids say nothing about its quality",

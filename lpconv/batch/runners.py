@@ -104,8 +104,9 @@ def _finetune(job: BatchJob, progress: Progress) -> JobOutcome:
     from lpconv.train.run import finetune
 
     assert isinstance(job.options, FinetuneOptions)
-    source = _source(job, revision=job.options.revision)
-    result = finetune(job.model, job.output, job.options, progress=progress)
+    checkpoint = Checkpoint.open(job.model, revision=job.options.revision)
+    source = _record(checkpoint)
+    result = finetune(checkpoint, job.output, job.options, progress=progress)
     error = gate_problem(result)
     if error is not None:
         raise error
@@ -141,8 +142,9 @@ def _probe(job: BatchJob, progress: Progress) -> JobOutcome:
 
     options = job.options
     assert isinstance(options, ProbeOptions)
-    source = _source(job, revision=options.revision)
-    found, _ = run_probe(job.model, job.output, options, format_ranges(), progress=progress)
+    checkpoint = Checkpoint.open(job.model, revision=options.revision)
+    source = _record(checkpoint)
+    found, _ = run_probe(checkpoint, job.output, options, format_ranges(), progress=progress)
     return JobOutcome(
         source=source, warnings=tuple(found.options["warnings"]), versions=dict(found.options["versions"])
     )
@@ -170,10 +172,13 @@ def _source(job: BatchJob, *, revision: str | None = None) -> SourceRecord:
     """What the job's model is, with the sizes of its weight files; a bench's preset has none."""
     if isinstance(job.options, BenchOptions) and job.model in PRESETS:
         return SourceRecord(name=job.model, resolved=job.model)
-    found = Checkpoint.open(job.model, revision=revision)
-    files = (FileRecord(name=f, size_bytes=(found.directory / f).stat().st_size) for f in found.weight_files)
-    origin = found.origin
-    return SourceRecord(name=job.model, resolved=origin.resolved, revision=origin.revision, files=tuple(files))
+    return _record(Checkpoint.open(job.model, revision=revision))
+
+
+def _record(checkpoint: Checkpoint) -> SourceRecord:
+    folder, origin = checkpoint.directory, checkpoint.origin
+    files = (FileRecord(name=f, size_bytes=(folder / f).stat().st_size) for f in checkpoint.weight_files)
+    return SourceRecord(name=origin.name, resolved=origin.resolved, revision=origin.revision, files=tuple(files))
 
 
 def _finetune_figures(result: FinetuneResult) -> dict[str, float]:

@@ -10,10 +10,12 @@ from lpconv.bench.nvml import GpuMonitor, find_monitor
 from lpconv.bench.options import BenchOptions
 from lpconv.bench.rows import BenchRun
 from lpconv.bench.team import Child
-from lpconv.checkpoint.checkpoint import Checkpoint
 from lpconv.errors import UnsupportedError, UsageError
+from lpconv.forms.decoded import open_readable
+from lpconv.machine import may_have_gpu
 from lpconv.models.presets import PRESETS
 from lpconv.models.whole import check_whole
+from lpconv.options import check
 from lpconv.progress import Progress, Silent
 from lpconv.results import BenchResult, PeakRecord, from_json
 
@@ -62,9 +64,12 @@ def bench(
     A case that does not fit, misses a library or fails is a row that says so; the others go on. Raises UsageError and
     InputError for a request that no case can meet, UnsupportedError for a device that is not there.
     """
+    check(options)
+    if (options.device or "").startswith("cuda") and not may_have_gpu():
+        raise UnsupportedError(f"there is no GPU here for --device {options.device}", hint="--device cpu")
     told = progress or Silent()
     if options.model is not None and (options.model not in PRESETS or Path(options.model).is_dir()):
-        checkpoint = Checkpoint.open(options.model)
+        checkpoint = open_readable(options.model)
         check_whole(checkpoint, allow_missing=options.allow_missing)
         checkpoint.check_promised()
     # Wrong names are found before any process starts.

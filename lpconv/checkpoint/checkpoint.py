@@ -16,6 +16,11 @@ from lpconv.checkpoint.urls import is_url
 Openable: TypeAlias = "str | Path | Checkpoint"  # what `Checkpoint.open` takes
 
 
+def name_of(model: Openable) -> str:
+    """What the user calls a model, which need not be opened yet."""
+    return model.origin.name if isinstance(model, Checkpoint) else str(model)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
     """A checkpoint whose names, sizes and shapes are known, and whose weights nobody has read.

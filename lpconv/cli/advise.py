@@ -1,7 +1,7 @@
 """`lpconv advise`."""
 
 from lpconv.advise.options import AdviseOptions
-from lpconv.cli.command import Json, Model, Output, Quiet, print_result, typed_command, with_options
+from lpconv.cli.command import Json, Model, Output, Quiet, output_of, print_result, typed_command, with_options
 
 
 @with_options
@@ -21,22 +21,16 @@ def advise(
 
       lpconv advise ./bert --for train --data reviews.jsonl --budget memory=40GB,minutes=30
     """
-    from lpconv.cli.early import before_advice, output_of
-    from lpconv.cli.progress import progress_for
-
-    target = output_of(output, model, "advice")
-    before_advice(model, target, options)
-    progress = progress_for(quiet=quiet)
-    progress.message(f"measuring {model}, {options.budget.minutes:g} minutes at most")
-    # torch and transformers, from here on, take seconds to import
     from lpconv.advise.record import MANIFEST, PAGE, kept
     from lpconv.advise.run import advise as measure
+    from lpconv.cli.progress import progress_for
     from lpconv.report.advise.terminal import render_advice
 
+    target = output_of(output, model, "advice")
     with kept(
         target, options, lambda partial: None if json else print_result(partial, render_advice, json=False)
     ) as keep:
-        with progress:
+        with progress_for(quiet=quiet) as progress:
             result = measure(model, target, options, progress=progress, keep=keep, command=typed_command())
         keep(result)
     print_result(result, render_advice, json=json)

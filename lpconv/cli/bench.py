@@ -50,11 +50,10 @@ def bench(
 
       torchrun --nproc-per-node 8 -m lpconv bench llama-8b --mode train --parallel fsdp2
     """
-    from lpconv.bench.outcome import kept, problem
+    from lpconv.bench.outcome import judge_of, kept, problem
     from lpconv.bench.run import bench as measure
     from lpconv.bench.team import processes_of
     from lpconv.checkpoint.partfile import check_file, write_small
-    from lpconv.cli.early import before_bench
     from lpconv.cli.progress import progress_for
 
     together = processes_of(options.processes)
@@ -68,9 +67,9 @@ def bench(
         processes=together,
         command=typed_command(),
     )
-    judged = before_bench(options, Path(save) if save else None)
-    if html is not None:
-        check_file(Path(html))
+    judged = judge_of(options)
+    for file in filter(None, (save, html)):
+        check_file(Path(file))
     from lpconv.report.bench import bench_document
     from lpconv.report.html import html as html_page
 

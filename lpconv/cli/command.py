@@ -5,6 +5,7 @@ import inspect
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -86,6 +87,13 @@ def without_blanks(flag: str, texts: Sequence[str]) -> list[str]:
     if not all(stripped):
         raise UsageError(f"{flag} has an empty value", hint="leave the option out, or set the variable that it is from")
     return stripped
+
+
+def output_of(output: str | None, model: str, *words: str) -> Path:
+    """The directory to write: `output`, by default the model's name and `words` with dashes, in the current one."""
+    from lpconv.checkpoint.resolve import base_name
+
+    return Path(output or "-".join((base_name(model), *(word.replace(" ", "-") for word in words))))
 
 
 def typed_command() -> str:

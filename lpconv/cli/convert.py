@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from lpconv.cli.command import Json, Model, Output, Quiet, print_result, typed_command, with_options
+from lpconv.cli.command import Json, Model, Output, Quiet, output_of, print_result, typed_command, with_options
 from lpconv.convert.options import ConvertOptions
 from lpconv.errors import UsageError
 
@@ -46,13 +46,14 @@ def convert(
     """
     from lpconv.cli.progress import progress_for
     from lpconv.convert import parts, run
-    from lpconv.convert.settings import default_output, settings_of
+    from lpconv.convert.settings import settings_of
     from lpconv.convert.shares import Part
     from lpconv.report.convert.terminal import render_convert, render_part, render_plan
 
     if sum((dry_run, shard is not None, finish)) > 1:
         raise UsageError("--dry-run, --shard and --finish cannot be combined", hint="pass one of them")
-    target = output or default_output(model, settings_of(options))
+    settings = settings_of(options)
+    target = output or str(output_of(output, model, settings.method.name, settings.format.name))
     if dry_run:
         print_result(run.plan(model, target, options), render_plan, json=json)
         return

@@ -46,15 +46,11 @@ def onnx(model: Model, output: Target, options: ExportOptions, json: Json = Fals
 
       lpconv export onnx gpt2 -o gpt2-onnx --external-data
     """
-    from lpconv.cli.early import before_export
-
-    target = Path(output)
-    before_export(model, target, options)
-    from lpconv.export.run import export_onnx  # torch and transformers take seconds to import
+    from lpconv.export.run import export_onnx
     from lpconv.report.export import export_document
 
     with progress_for(quiet=quiet) as progress:
-        result = export_onnx(model, target, options, progress=progress)
+        result = export_onnx(model, Path(output), options, progress=progress)
     print_result(result, export_document, json=json)
 
 

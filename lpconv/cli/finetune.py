@@ -4,8 +4,8 @@ from typing import Annotated
 
 import typer
 
-from lpconv.cli.command import Json, Model, Output, Quiet, print_result, typed_command, with_options
-from lpconv.train.options import FinetuneOptions, check_options
+from lpconv.cli.command import Json, Model, Output, Quiet, output_of, print_result, typed_command, with_options
+from lpconv.train.options import FinetuneOptions
 from lpconv.train.recipes import RECIPES
 
 
@@ -24,9 +24,8 @@ def _list_recipes(wanted: bool) -> None:
 
 def _show_plan(model: str, options: FinetuneOptions, *, json: bool) -> None:
     """The memory that a step needs of each rank."""
-    check_options(options)
     from lpconv.report.memory import memory_document
-    from lpconv.train.plan import plan  # torch and transformers take seconds to import
+    from lpconv.train.run import plan
 
     print_result(plan(model, options), memory_document, json=json)
 
@@ -78,18 +77,14 @@ def finetune(
 
 
 def _train(model: str, options: FinetuneOptions, output: str | None, *, json: bool, quiet: bool) -> None:
-    from lpconv.cli.early import before_finetuning, output_of
     from lpconv.cli.progress import progress_for
+    from lpconv.machine import is_first_process
     from lpconv.report.finetune.terminal import render_finetune
     from lpconv.results import to_json
+    from lpconv.train import run
     from lpconv.train.outcome import gate_problem
 
-    target = output_of(output, model, options.arithmetic.name, "finetuned")
-    before_finetuning(model, target, options)
-    from lpconv.train import run  # torch and transformers take seconds to import
-    from lpconv.train.processes import is_main_process
-
-    is_main = is_main_process()
+    target, is_main = output_of(output, model, options.arithmetic.name, "finetuned"), is_first_process()
     with progress_for(quiet=quiet or not is_main) as progress:
         result = run.finetune(model, target, options, progress=progress, command=typed_command())
     if not is_main:

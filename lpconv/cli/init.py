@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from lpconv.cli.command import Json, Output, Quiet, print_result, with_options
+from lpconv.cli.command import Json, Output, Quiet, output_of, print_result, with_options
 from lpconv.init.options import InitOptions
 
 
@@ -32,14 +32,11 @@ def init(
 
       lpconv finetune ./fresh --recipe native-fp8 --steps 200
     """
-    from lpconv.cli.early import before_init, output_of
     from lpconv.cli.progress import progress_for
+    from lpconv.init import run
     from lpconv.report.convert.terminal import render_convert
 
     target = output_of(output, model, options.method)
-    before_init(model, target, options)
-    from lpconv.init import run  # torch and transformers take seconds to import
-
     with progress_for(quiet=quiet) as progress:
         result = run.init(model, target, options, progress=progress)
     print_result(result, render_convert, json=json)

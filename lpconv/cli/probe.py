@@ -1,6 +1,6 @@
 """`lpconv probe`."""
 
-from lpconv.cli.command import Json, Model, Output, Quiet, print_result, with_options
+from lpconv.cli.command import Json, Model, Output, Quiet, output_of, print_result, with_options
 from lpconv.cli.progress import progress_for
 from lpconv.probe.options import ProbeOptions
 
@@ -20,16 +20,11 @@ def probe(model: Model, options: ProbeOptions, output: Output = None, json: Json
 
       lpconv probe ./bert-large --data corpus.txt --batch-size 4 -o bert-probe
     """
-    from lpconv.cli.early import before_probe, output_of
-
-    target = output_of(output, model, "probe")
-    before_probe(model, target, options)
-    # torch and transformers, from here on, take seconds to import
     from lpconv.convert.tensor_records import format_ranges
     from lpconv.probe.run import run_probe
     from lpconv.report.probe.terminal import render_probe
-    from lpconv.scaled.disk import CALIBRATION_FILE
 
+    target = output_of(output, model, "probe")
     with progress_for(quiet=quiet) as progress:
         _, answers = run_probe(model, target, options, format_ranges(), progress=progress)
     print_result(answers, render_probe, json=json)
@@ -37,5 +32,7 @@ def probe(model: Model, options: ProbeOptions, output: Output = None, json: Json
         return
     print(f"\nThe page with plots is {target / 'report.html'}.")
     if options.calibrate:
+        from lpconv.scaled.disk import CALIBRATION_FILE  # with torch, which is here by now
+
         print(f"The scales of the edges are in {target / CALIBRATION_FILE}.")
     print(f"For another format: lpconv report {target} --what-if e3m2")

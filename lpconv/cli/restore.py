@@ -38,23 +38,11 @@ def restore(
       lpconv restore ./llama-nvfp4 --dtype fp32 -o ./llama-decoded
     """
     from lpconv.checkpoint.resolve import directory_of
-    from lpconv.cli.early import before_restoring
-    from lpconv.errors import UsageError
-
-    directory = directory_of(path)
-    is_others = before_restoring(directory, Path(output), force=force)
-    if dtype is not None and (not is_others or dtype not in ("fp32", "bf16", "fp16")):
-        hint = "use fp32, bf16 or fp16" if is_others else "an output of lpconv is restored in its source's dtypes"
-        raise UsageError(f"`--dtype {dtype}` is no choice here", hint=hint)
-    from lpconv.convert.decode import decode_checkpoint
     from lpconv.convert.restore import restore as restore_checkpoint
     from lpconv.results import json_text
 
     with progress_for(quiet=quiet) as progress:
-        if is_others:
-            result = decode_checkpoint(directory, Path(output), dtype=dtype, force=force, progress=progress)
-        else:
-            result = restore_checkpoint(directory, Path(output), force=force, progress=progress)
+        result = restore_checkpoint(directory_of(path), Path(output), dtype=dtype, force=force, progress=progress)
     if json:
         print(json_text(result), end="")
         return

@@ -35,23 +35,21 @@ def verify(
 
       lpconv verify ./llama-nvfp4 --against ./llama --data text.txt --gate 'kl<=0.05' --html verify.html
     """
+    from lpconv.checkpoint.partfile import check_file, write_small
     from lpconv.checkpoint.resolve import directory_of
-    from lpconv.cli.early import before_verifying
-
-    directory = directory_of(path)
-    before_verifying(directory, options, Path(html) if html is not None else None)
-    from lpconv.convert.verify_output import verify_output  # torch takes seconds to import
+    from lpconv.convert.verify_output import verify_output
     from lpconv.report.verify import verify_document
     from lpconv.results import Verification, to_json
     from lpconv.version import __version__
 
+    if html is not None:
+        check_file(Path(html))
     with progress_for(quiet=quiet) as progress:
-        found = verify_output(directory, options, progress=progress)
+        found = verify_output(directory_of(path), options, progress=progress)
     result = Verification(
         **vars(found), path=path, against=options.against, command=typed_command(), version=__version__
     )
     if html is not None:
-        from lpconv.checkpoint.partfile import write_small
         from lpconv.report.html import html as html_page
 
         write_small(Path(html), html_page(verify_document(result)))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from lpconv.checkpoint.checkpoint import Checkpoint
+from lpconv.checkpoint.checkpoint import Checkpoint, Openable
 from lpconv.checkpoint.compressed import quantized_by
 from lpconv.checkpoint.dtypes import TORCH_DTYPES
 from lpconv.checkpoint.header import DTYPE_BITS, TensorInfo, encode_header
@@ -35,19 +35,19 @@ DTYPES = ("fp32", "bf16", "fp16")
 
 
 def decode_checkpoint(
-    directory: Path, output: Path, *, dtype: str | None, force: bool, progress: Progress
+    model: Openable, output: Path, *, dtype: str | None, force: bool, progress: Progress
 ) -> RestoreResult:
     """Write the plain checkpoint of a quantised one; decoded weights in `dtype`, by default that of the config.
 
     What is not quantised keeps its bits. Raises UnsupportedError for a plain checkpoint and for unknown layouts,
     InputError where parts of a weight are missing or make no sense.
     """
+    contents = Checkpoint.open(model)
+    directory = contents.directory
     check_apart(directory, output)
-    contents = Checkpoint.open(directory)
     method = quantized_by(contents.config)
     if method is None:
         raise UnsupportedError(f"`{directory}` is a plain checkpoint", hint="there is nothing to restore")
-    directory = contents.directory
     config, watched = plain_config(contents), watch(directory, watched_files(contents))
     target = FORMATS[dtype or _dtype_of(config)]
     with closing(StoredTensors.open(contents)) as stored:

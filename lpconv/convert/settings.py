@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from lpconv.checkpoint.compressed import COMPRESSED_TENSORS, preset_of
-from lpconv.checkpoint.resolve import base_name
 from lpconv.convert.options import POINTS_MAX, ConvertOptions
 from lpconv.convert.patterns import FormatRule, check_pattern
 from lpconv.errors import UsageError
@@ -78,11 +77,6 @@ def settings_of(options: ConvertOptions) -> ConvertSettings:
         points_max=budget.most if budget else None,
     )
     return ConvertSettings(options=filled, method=method, format=fmt, residual=residual, budget=budget)
-
-
-def default_output(model: str, settings: ConvertSettings) -> str:
-    """The directory that is written if nobody names one: the model's name, the method and the format."""
-    return "-".join((base_name(model), settings.method.name, settings.format.name))
 
 
 def shaping_options(options: ConvertOptions) -> dict[str, Any]:

@@ -11,7 +11,9 @@ from lpconv.checkpoint.staging import TUNED, is_output
 from lpconv.convert.hashes import check_hashes
 from lpconv.convert.options import VerifyOptions, check_verify
 from lpconv.convert.reader import read_provenance
+from lpconv.data import check_text
 from lpconv.errors import UsageError
+from lpconv.forms.decoded import open_readable
 from lpconv.gates import CONVERT_GATES, needs_logits
 from lpconv.progress import Progress
 from lpconv.results import FilesCheck, VerifyResult
@@ -34,6 +36,7 @@ def verify_output(directory: Path, options: VerifyOptions, *, progress: Progress
     against, level = options.against, options.level
     is_tuned = (directory / TUNED).exists()
     if options.data is not None:
+        check_text(options.data)
         assert against is not None  # check_verify asks for it
         shallow = level or ("weights" if is_output(directory) and not is_tuned else "values")
         before = dataclasses.replace(options, level=shallow, gates=(), data=None)
@@ -45,10 +48,10 @@ def verify_output(directory: Path, options: VerifyOptions, *, progress: Progress
             hint="--level values with --against MODEL says how far it is from another one",
         )
     if level == "values" or (level is None and against is not None and (is_tuned or not is_output(directory))):
+        assert against is not None
+        ours, reference = open_readable(directory), _reference(against)
         from lpconv.convert.compare import compare  # torch takes seconds to import
 
-        assert against is not None
-        ours, reference = Checkpoint.open(directory), _reference(against)
         return _with_files(compare(ours, reference, gates=options.gates, progress=progress), ours, reference)
     parsed = [CONVERT_GATES.parse(g) for g in options.gates]
     provenance = read_provenance(directory)
@@ -74,7 +77,7 @@ def verify_output(directory: Path, options: VerifyOptions, *, progress: Progress
 
 def _reference(name: str) -> Checkpoint:
     """The checkpoint to compare with, its files those that the hub promised."""
-    found = Checkpoint.open(name)
+    found = open_readable(name)
     found.check_promised()
     return found
 

@@ -1,60 +1,36 @@
-"""One export from a name to a published directory: resolve, open, trace, put the stored weights in, validate."""
+"""`lpconv export onnx` as a library call: its light checks, before torch and transformers are imported."""
 
-import contextlib
-import dataclasses
-import json
-import time
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import onnx_ir as ir
-
-from lpconv.checkpoint.checkpoint import Checkpoint
-from lpconv.checkpoint.partfile import sha256_of, write_small, writing
-from lpconv.checkpoint.staging import MARKER, Staging, check_apart, read_marker
-from lpconv.checkpoint.unchanged import watch, watched_files
-from lpconv.convert.files import copy_side_files, model_side_files, plain_config
-from lpconv.convert.provenance import public_source, versions
-from lpconv.errors import ResourceError, VerificationError
-from lpconv.export.options import MAX_INLINE_BYTES, ExportOptions, choose_opset, has_fp8
-from lpconv.export.rewrite import Rewritten, rewrite, stored_weights
-from lpconv.export.trace import Traceable, trace, traceable
-from lpconv.export.validate import Case, check_file, compare
-from lpconv.models.inputs import other_inputs
-from lpconv.models.whole import check_whole
+from lpconv.checkpoint.checkpoint import Openable
+from lpconv.checkpoint.staging import check_apart, check_free
+from lpconv.errors import ResourceError
+from lpconv.export.options import ExportOptions, choose_opset, has_fp8, need
+from lpconv.forms.decoded import open_readable
+from lpconv.options import check
 from lpconv.progress import Progress, Silent
-from lpconv.report.numbers import shown
-from lpconv.results import ExportResult, FileRecord, OnnxCheck, SourceRecord, ordered_json_text, to_json
-from lpconv.version import __version__
-
-MODEL_FILE = "model.onnx"
-_DATA_FILE = "model.onnx.data"
+from lpconv.results import ExportResult
 
 
-def export_onnx(model: str, output: Path, options: ExportOptions, *, progress: Progress | None = None) -> ExportResult:
+def export_onnx(
+    model: Openable, output: Path, options: ExportOptions, *, progress: Progress | None = None
+) -> ExportResult:
     """Export a checkpoint into the directory `output`, which appears only when everything has passed.
 
     `model` is what `convert` takes, or an output of it. The weights stay in the format they are stored in. Raises an
     `LpconvError` for every failure that is not a bug; VerificationError where the file's outputs differ from the
     model's by more than the tolerance.
     """
-    started = time.perf_counter()
+    check(options)
     _check_name(output)
-    contents = Checkpoint.open(model, revision=options.revision)
-    contents.check_promised()
-    watched = watch(contents.directory, watched_files(contents))
-    check_whole(contents, allow_missing=options.allow_missing)
-    check_apart(contents.directory, output)
-    opset = choose_opset(options.opset, has_fp8=has_fp8(contents))
-    identity = {"export": model, "opset": opset}
-    with Staging(output, identity, force=options.force) as staging, _tidied(staging):
-        source = _source_record(contents)
-        result = _write_model(staging.directory, source, contents, options, opset, progress or Silent())
-        result = dataclasses.replace(result, output=str(output), seconds=time.perf_counter() - started)
-        _write_side_files(staging.directory, contents, result)
-        watched.check()
-        staging.publish()
-    return result
+    checkpoint = open_readable(model, revision=options.revision)
+    check_apart(checkpoint.directory, output)
+    check_free(output, force=options.force)
+    opset = choose_opset(options.opset, has_fp8=has_fp8(checkpoint))
+    need("onnxscript", *(["onnxruntime"] if options.validate else []))
+    from lpconv.export.write import export  # torch and transformers, which take seconds to import, from here on
+
+    return export(checkpoint, output, options, opset, progress or Silent())
 
 
 def _check_name(output: Path) -> None:
@@ -65,135 +41,3 @@ def _check_name(output: Path) -> None:
         raise ResourceError(
             "no ONNX file can be written below a folder whose name is not UTF-8", hint="choose another --output"
         ) from e
-
-
-def _write_model(
-    directory: Path, source: SourceRecord, contents: Checkpoint, options: ExportOptions, opset: int, told: Progress
-) -> ExportResult:
-    """Write the graph and check it; the record lacks the output's name and the time."""
-    provenance = read_marker(contents.directory)
-    told.start("opening the model", 0)
-    opened = traceable(contents)
-    told.start("tracing the graph", 0)
-    graph = trace(opened.model, opened.inputs, opened.axes, output=opened.output, opset=opset)
-    told.start("storing the weights", 0)
-    rewritten = rewrite(graph, opened.parameters, stored_weights(contents))
-    _describe(graph, source, contents)
-    files = _save(graph, directory, external=options.external_data)
-    cases = [(inputs, opened.run(inputs)) for inputs in (opened.inputs, other_inputs(opened.inputs))]
-    result = ExportResult(
-        source=source,
-        output="",
-        architecture=type(opened.model).__name__,
-        method=provenance.get("method"),
-        format=provenance.get("format"),
-        opset=opset,
-        inputs={v.name or "": _axes(v) for v in graph.graph.inputs},
-        outputs={v.name or "": _axes(v) for v in graph.graph.outputs},
-        weights=rewritten.weights,
-        files=files,
-        check=None,
-        seconds=0.0,
-        versions=versions(),
-        warnings=_warnings(opened, rewritten),
-    )
-    del graph, opened  # a copy of the weights each; ONNX Runtime needs the room
-    told.start("validating", 0)
-    return dataclasses.replace(result, check=_check(directory / MODEL_FILE, cases, options))
-
-
-@contextlib.contextmanager
-def _tidied(staging: Staging) -> Iterator[None]:
-    """A failed run leaves nothing behind, but for a file that fails its validation: that is kept as OUT.failed."""
-    try:
-        yield
-    except VerificationError as e:
-        # What is set aside says why, and whose it is: the next run replaces it.
-        write_small(staging.directory / MARKER, ordered_json_text({"format_version": 1, "error": e.to_dict()}))
-        kept = staging.set_aside()
-        hint = f"the rejected file is in `{kept}`" + (f"; {e.hint}" if e.hint else "")
-        raise VerificationError(e.message, hint=hint, details=e.details) from e
-    except BaseException:
-        staging.discard()
-        raise
-
-
-def _source_record(contents: Checkpoint) -> SourceRecord:
-    """The checkpoint that is exported, its weight files with their hashes."""
-    files = tuple(
-        FileRecord(name=f, size_bytes=path.stat().st_size, sha256=sha256_of(path))
-        for f in contents.weight_files
-        if (path := contents.directory / f)
-    )
-    origin = contents.origin
-    return SourceRecord(name=origin.name, resolved=origin.resolved, revision=origin.revision, files=files)
-
-
-def _describe(graph: ir.Model, source: SourceRecord, contents: Checkpoint) -> None:
-    """The file says where it comes from, without a path of this machine."""
-    public, provenance = public_source(source), read_marker(contents.directory)
-    graph.producer_name, graph.producer_version = "lpconv", __version__
-    origin = provenance.get("source") or {}
-    facts = {
-        "source": public.resolved,
-        "revision": public.revision,
-        "source_sha256": json.dumps({f.name: f.sha256 for f in public.files}),
-        "method": provenance.get("method"),
-        "format": provenance.get("format"),
-        "converted_from": origin.get("resolved"),
-        "version": __version__,
-    }
-    graph.metadata_props.update({f"lpconv.{k}": str(v) for k, v in facts.items() if v is not None})
-
-
-def _save(graph: ir.Model, directory: Path, *, external: bool) -> tuple[FileRecord, ...]:
-    """The graph, with its weights in it, or beside it where they are too many for one protobuf or that was asked."""
-    size = sum(v.const_value.nbytes for v in graph.graph.initializers.values() if v.const_value is not None)
-    beside = _DATA_FILE if external or size > MAX_INLINE_BYTES else None
-    with writing(directory / MODEL_FILE):
-        ir.save(graph, directory / MODEL_FILE, external_data=beside)
-    paths = [directory / name for name in (MODEL_FILE, beside) if name is not None and (directory / name).exists()]
-    return tuple(FileRecord(name=p.name, size_bytes=p.stat().st_size, sha256=sha256_of(p)) for p in paths)
-
-
-def _axes(value: ir.Value) -> tuple[str, ...]:
-    """Names of dynamic axes and sizes of fixed ones."""
-    assert value.shape is not None
-    return tuple(str(d.value if isinstance(d, ir.SymbolicDim) else d) for d in value.shape)
-
-
-def _warnings(opened: Traceable, rewritten: Rewritten) -> tuple[str, ...]:
-    found = []
-    random = [n for n in rewritten.unmatched if n in opened.missing]
-    if random:
-        found.append(f"not in the checkpoint, so random here: {shown(random)}")
-    merged = [n for n in rewritten.unmatched if n not in opened.missing]
-    if merged:
-        found.append(f"in fp32, because no stored tensor has exactly these values: {shown(merged)}")
-    if rewritten.decoded:
-        names, words = [w.name for w in rewritten.decoded], rewritten.decoded[0].decoded_from
-        found.append(f"in fp32, because graphs take one scale for a tensor or a row and not {words}: {shown(names)}")
-    return tuple(found)
-
-
-def _check(path: Path, cases: Sequence[Case], options: ExportOptions) -> OnnxCheck | None:
-    check_file(path)
-    if not options.validate:
-        return None
-    check = compare(path, cases, tolerance=options.tolerance)
-    if not check.passed:
-        raise VerificationError(
-            f"outputs differ by {check.max_rel_diff:.2g} of the largest, {check.tolerance:g} is allowed",
-            hint="--tolerance accepts more",
-            details=to_json(check),
-        )
-    return check
-
-
-def _write_side_files(directory: Path, contents: Checkpoint, result: ExportResult) -> None:
-    """Tokenizer and other side files, the config of the values, and the provenance, which holds no times."""
-    copy_side_files(directory, contents, model_side_files(contents), renamed={})
-    write_small(directory / "config.json", ordered_json_text(plain_config(contents)))
-    public = dataclasses.replace(result, source=public_source(result.source))
-    document = {k: v for k, v in to_json(public).items() if k not in ("output", "seconds")}
-    write_small(directory / MARKER, ordered_json_text({"format_version": 1, **document}))

@@ -3,12 +3,15 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from lpconv.checkpoint.checkpoint import Checkpoint
+from lpconv.checkpoint.contents import check_config, read_json
+from lpconv.convert.files import plain_config
 from lpconv.errors import UsageError
+from lpconv.init.sizes import resized
 from lpconv.models.presets import PRESETS
-from lpconv.options import Force, Option, Revision, check
+from lpconv.options import Force, Option, Revision
 
 _INIT_METHODS = {
     "native": "unit normal weights, and scales by theory, for recipes such as native-fp8 (Blake et al. 2023)",
@@ -38,12 +41,30 @@ class InitOptions:
     force: Force = False
 
 
-def config_place(model: str, options: InitOptions) -> str | Path:
-    """Where the architecture of `model` is described: a preset's name, a config file, or a directory that holds one.
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """The model to draw: what was typed for it, where it is described, and its config in the size that is wanted.
 
-    Raises UsageError for a checkpoint with weights that `reinit` does not give up, and as `resolve` does.
+    `place` is the name of a preset, whose `settings` transformers has (None here), a config file or a checkpoint.
     """
-    check(options)
+
+    name: str
+    place: str | Path | Checkpoint
+    settings: dict[str, Any] | None
+
+
+def find_architecture(model: str, options: InitOptions) -> Architecture:
+    """The architecture that `model` means. Raises UsageError for a checkpoint with weights that `reinit` does not give
+    up and for a size that its heads do not divide into, and as `Checkpoint.open` does."""
+    place = _place(model, options)
+    if isinstance(place, str):
+        return Architecture(name=model, place=place, settings=None)
+    settings = plain_config(place) if isinstance(place, Checkpoint) else read_json(place)
+    check_config(settings, place.directory if isinstance(place, Checkpoint) else place)
+    return Architecture(name=model, place=place, settings=resized(settings, width=options.width, layers=options.layers))
+
+
+def _place(model: str, options: InitOptions) -> str | Path | Checkpoint:
     if model in PRESETS and not os.path.isdir(model):
         return model
     path = Path(os.path.expanduser(model))
@@ -57,4 +78,4 @@ def config_place(model: str, options: InitOptions) -> str | Path:
             f"`{model}` has weights, and a fresh model would have none of what they learnt",
             hint="--reinit takes its architecture only; recipes such as unit-fp8 train it as it is",
         )
-    return checkpoint.directory
+    return checkpoint

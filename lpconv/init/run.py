@@ -1,51 +1,13 @@
-"""`lpconv init` as a library call: a config, weights drawn for it, one step to see that it trains, an output."""
+"""`lpconv init` as a library call: its light checks, before torch and transformers are imported."""
 
-import contextlib
-import math
-import os
-import shutil
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-import torch
-import transformers
 
 from lpconv.checkpoint.checkpoint import Checkpoint
-from lpconv.checkpoint.contents import check_config, read_json
-from lpconv.checkpoint.holding import hold, is_held
-from lpconv.checkpoint.partfile import write_small, writing
-from lpconv.checkpoint.resolve import resolve
-from lpconv.convert.files import plain_config
-from lpconv.convert.options import ConvertOptions
-from lpconv.convert.run import convert
-from lpconv.errors import InputError, ResourceError, UnsupportedError
-from lpconv.init.options import InitOptions, config_place
-from lpconv.init.sizes import resized
-from lpconv.models.empty import check_memory
-from lpconv.models.inputs import example_inputs, vocabulary_size
-from lpconv.models.opening import Blueprint, model_errors
-from lpconv.models.presets import PRESETS
-from lpconv.models.quiet import quiet_transformers
-from lpconv.models.tasks import architecture, concrete
-from lpconv.models.tokenizer import read_tokenizer
+from lpconv.checkpoint.staging import check_apart, check_free
+from lpconv.init.options import InitOptions, find_architecture
+from lpconv.options import check
 from lpconv.progress import Progress, Silent
-from lpconv.report.printable import code_span, printable
 from lpconv.results import InitResult
-from lpconv.scaled.choices import NATIVE_MARK
-from lpconv.scaled.fresh import initialise
-from lpconv.scaled.model import scaled, scaling_of
-from lpconv.scaled.native import data_sizes
-from lpconv.scaled.pair import Role
-from lpconv.scaled.tensor import scaled_tensor
-
-_COPIES = 4  # of the model in memory: weights, their data under native scaling, gradients, what an op makes
-# Of a config: what is about weights that it lay beside.
-_NOT_KEPT = {"dtype", "torch_dtype", "auto_map", "quantization_config", NATIVE_MARK}
-_HINT = "lpconv builds the models of this release of transformers"
-_PLAIN = "`lpconv init --method plain` draws it for recipes such as unit-fp8, which take any architecture"
-_FEWEST = 0.8  # of numbers that theory predicts right; below, init warns
 
 
 def init(model: str, output: Path, options: InitOptions, *, progress: Progress | None = None) -> InitResult:
@@ -55,141 +17,11 @@ def init(model: str, output: Path, options: InitOptions, *, progress: Progress |
     that `seed` gives. Raises UsageError and UnsupportedError, with the reason, for what cannot be drawn: with method
     native also for an op that has no native rule, which one step on random inputs finds.
     """
-    told = progress or Silent()
-    place = config_place(model, options)
-    found = _blueprint(place, options)
-    with model_errors("config.json builds no model", hint=_HINT):
-        count = sum(p.numel() for p in found.empty().parameters())
-    check_memory(count, copies=_COPIES, what="a fresh model")
-    with _beside(output) as folder:
-        source = folder / f"{output.name}-seed{options.seed}"
-        told.start("drawing weights", 0)
-        fresh = _drawn(found, options)
-        with quiet_transformers():
-            fresh.save_pretrained(source)
-            _copy_tokenizer(options.tokenizer or place, source)
-        write_small(source / "README.md", _card(model, type(fresh).__name__, count, options))
-        shares: dict[str, float] = {}
-        if options.method == "native":
-            told.start("one step under native scaling", 0)
-            shares = _unit_shares(fresh)
-        del fresh
-        as_unit = ConvertOptions(method="unit", format="fp32", verify="weights", force=options.force)
-        result = convert(str(source), output, as_unit, progress=progress, names_source=False)
-        said = {**vars(result), "warnings": (*result.warnings, *_share_warnings(shares))}
-        return InitResult(**said, unit_shares=shares)
+    check(options)
+    architecture = find_architecture(model, options)
+    if isinstance(architecture.place, Checkpoint):
+        check_apart(architecture.place.directory, output)
+    check_free(output, force=options.force)
+    from lpconv.init.draw import draw  # torch and transformers, which take seconds to import, from here on
 
-
-def _blueprint(place: str | Path, options: InitOptions) -> Blueprint:
-    """The model to draw, from a preset, a config file or a checkpoint directory. Raises UnsupportedError."""
-    with quiet_transformers(), model_errors("config.json builds no model", hint=_HINT):
-        if isinstance(place, str):
-            settings = PRESETS[place].config().to_dict()
-        else:
-            settings = plain_config(Checkpoint.open(place)) if place.is_dir() else read_json(place)
-            check_config(settings, place)
-        if not settings.get("architectures"):
-            raise UnsupportedError("config.json names no architecture", hint="add it under `architectures`")
-        settings = resized(settings, width=options.width, layers=options.layers)
-        settings = {k: v for k, v in settings.items() if k not in _NOT_KEPT}
-        config = transformers.AutoConfig.for_model(**settings)
-        config.dtype = torch.float32
-        return Blueprint(model_class=concrete(architecture(settings), config), config=config, checkpoint=None)
-
-
-def _drawn(found: Blueprint, options: InitOptions) -> Any:
-    """The model with its weights; the same for the same seed, whatever ran before."""
-    with quiet_transformers(), model_errors("config.json builds no model", hint=_HINT), torch.random.fork_rng([]):
-        torch.manual_seed(options.seed)
-        model = found.model_class(found.config)
-        if options.method == "native":
-            initialise(model, seed=options.seed)
-    return model
-
-
-def _unit_shares(model: Any) -> dict[str, float]:
-    """Shares of outputs, gradients and weight gradients with data of a size within [1/2, 2], over one step on random
-    inputs under native scaling, which ends `model`.
-
-    The step begins with a gradient of unit normal numbers, of no loss. Raises UnsupportedError for an op that has no
-    native rule, for a model that does not run, and for sizes that are not finite.
-    """
-    scaled(model, method="native", strict=True)
-    scaling = scaling_of(model.train())
-    assert scaling is not None
-
-    def step() -> None:
-        inputs = example_inputs(model)
-        padding: Any = getattr(model.config, "pad_token_id", None)  # its embedding is zero, where norms are steep
-        for name, ids in inputs.items() if isinstance(padding, int) else ():
-            if name.endswith("input_ids"):
-                ids[ids == padding] = (padding + 1) % vocabulary_size(model.config)
-        outputs = super(type(model), model).forward(**inputs)  # still scaled
-        first = outputs[0] if isinstance(outputs, tuple) else next(iter(outputs.values()))
-        unit = torch.randn(first.shape, generator=torch.Generator().manual_seed(0))
-        first.backward(scaled_tensor(unit, 1.0, role=Role.GRADIENT, numerics=scaling.numerics))
-
-    try:
-        with quiet_transformers(), model_errors("the model does not run", hint=_HINT):
-            sizes = data_sizes(model, step)
-    except UnsupportedError as e:
-        raise UnsupportedError(e.message, hint=_PLAIN) from e
-    if not all(math.isfinite(size) for found in sizes.values() for size in found):
-        raise UnsupportedError("a fresh native model of this architecture overflows in fp32", hint=_PLAIN)
-    return {what: sum(0.5 <= s <= 2 for s in found) / max(1, len(found)) for what, found in sizes.items()}
-
-
-def _share_warnings(shares: dict[str, float]) -> list[str]:
-    """What falls short of `_FEWEST`. A warning, not a refusal: values and gradients are exact whatever their scales."""
-    few = ", ".join(f"{share:.0%} of {what}" for what, share in shares.items() if share < _FEWEST)
-    advice = "fp8 may lose digits there: train with native-fp16, or with native-fp8 and --operand-scale tensor"
-    return [f"only {few} have data of a size within [1/2, 2]; {advice}"] if few else []
-
-
-def _copy_tokenizer(of: str | Path, target: Path) -> None:
-    """The tokenizer of a model, where it has one; a preset and a config file have none.
-
-    Raises InputError where a named model has none, and ResourceError for a folder in which none can be written.
-    """
-    directory = resolve(of).directory if isinstance(of, str) and of not in PRESETS else of
-    tokenizer = read_tokenizer(directory) if isinstance(directory, Path) and directory.is_dir() else None
-    if tokenizer is not None:
-        try:
-            tokenizer.save_pretrained(target)
-        except UnicodeEncodeError as e:
-            raise ResourceError(
-                "no tokenizer can be written below a folder whose name is not UTF-8", hint="choose another --output"
-            ) from e
-    elif isinstance(of, str) and of not in PRESETS:
-        raise InputError(f"`{of}` has no tokenizer", hint="name a model that has one to --tokenizer")
-
-
-@contextlib.contextmanager
-def _beside(output: Path) -> Iterator[Path]:
-    """A folder on the disk of `output`, gone afterwards; those that killed runs left there go with it."""
-    place = output.absolute()
-    prefix = f".lpconv-init-{place.name[:200]}-"
-    with writing(output):
-        place.parent.mkdir(parents=True, exist_ok=True)
-        left = [p for p in place.parent.iterdir() if p.name.startswith(prefix) and not is_held(p)]
-        made = tempfile.TemporaryDirectory(prefix=prefix, dir=place.parent)
-        descriptor = os.open(made.name, os.O_RDONLY)
-    try:
-        hold(descriptor)
-        for killed in left:
-            shutil.rmtree(killed, ignore_errors=True)
-        with made as folder:
-            yield Path(folder)
-    finally:
-        os.close(descriptor)
-
-
-def _card(model: str, name: str, count: int, options: InitOptions) -> str:
-    """README.md of the weights as drawn."""
-    how = "by native unit scaling" if options.method == "native" else "as transformers initialises it"
-    size = "".join(f", {n} {v}" for n, v in (("width", options.width), ("layers", options.layers)) if v is not None)
-    source = code_span(printable(Path(model).name))
-    return (
-        f"# {name}, not trained\n\n{count} parameters of the architecture of {source}{size}, "
-        f"drawn {how} from seed {options.seed}.\n"
-    )
+    return draw(architecture, output, options, progress or Silent())

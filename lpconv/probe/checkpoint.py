@@ -1,4 +1,4 @@
-"""`lpconv probe` as a library call: from a model's name to a record of its tensors."""
+"""A checkpoint probed: from a model's name to a record of its tensors."""
 
 import dataclasses
 import importlib.metadata
@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lpconv.checkpoint.checkpoint import Checkpoint
+from lpconv.checkpoint.checkpoint import Checkpoint, Openable
 from lpconv.data import demo_text
 from lpconv.errors import UsageError
 from lpconv.kernels.histogram import prepare
@@ -52,9 +52,9 @@ class Prepared:
         return target_loss(output, seed=0) if self.task is NONE else model_loss(output)
 
 
-def prepare_run(name: str, options: ProbeOptions, told: Progress, *, hint: str = _OWN_LOOP) -> Prepared:
-    """Open the model called `name` and cut its text into batches. `hint` is for models that read no text."""
-    checkpoint = Checkpoint.open(name, revision=options.revision)
+def prepare_run(model: Openable, options: ProbeOptions, told: Progress, *, hint: str = _OWN_LOOP) -> Prepared:
+    """Open `model` and cut its text into batches. `hint` is for models that read no text."""
+    checkpoint = Checkpoint.open(model, revision=options.revision)
     checkpoint.check_promised()
     told.start("opening the model", 0)
     reads_text(checkpoint, hint=hint)
@@ -82,13 +82,13 @@ def prepare_run(name: str, options: ProbeOptions, told: Progress, *, hint: str =
     )
 
 
-def probe_checkpoint(name: str, options: ProbeOptions, *, progress: Progress | None = None) -> ProbeResult:
-    """Run the model called `name` forward and backward in fp32 on the CPU and record its tensors.
+def probe_checkpoint(model: Openable, options: ProbeOptions, *, progress: Progress | None = None) -> ProbeResult:
+    """Run `model` forward and backward in fp32 on the CPU and record its tensors.
 
     The record's options say what was run, in `facts`, and what to be careful about, in `warnings`.
     """
     told = progress or Silent()
-    prepared = prepare_run(name, options, told)
+    prepared = prepare_run(model, options, told)
     opened, seq_len, origin = prepared.opened, prepared.seq_len, prepared.checkpoint.origin
     told.start("compiling", 0)
     prepare(opened.model.parameters())
@@ -111,7 +111,7 @@ def probe_checkpoint(name: str, options: ProbeOptions, *, progress: Progress | N
         result,
         options={
             **settings,
-            "model": name,
+            "model": origin.name,
             "resolved": origin.resolved,
             "revision": origin.revision,
             "facts": facts,
@@ -165,13 +165,13 @@ def _versions() -> dict[str, str]:
 
 
 def calibrate_checkpoint(
-    name: str, options: ProbeOptions, *, progress: Progress | None = None
+    model: Openable, options: ProbeOptions, *, progress: Progress | None = None
 ) -> dict[str, EdgeFactors]:
-    """The factors of the model called `name`, measured in fp32 on the batches that a probe with `options` runs."""
+    """The factors of `model`, measured in fp32 on the batches that a probe with `options` runs."""
     told = progress or Silent()
-    prepared = prepare_run(name, options, told)
+    prepared = prepare_run(model, options, told)
     told.start("calibrating", 0)
     with quiet_transformers():
-        model = scaled(prepared.opened.model, method="unit")
+        under_scaling = scaled(prepared.opened.model, method="unit")
         batches = itertools.islice(prepared.batches, options.steps)
-        return calibrate(model, batches, loss=prepared.loss)
+        return calibrate(under_scaling, batches, loss=prepared.loss)

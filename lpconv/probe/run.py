@@ -3,37 +3,59 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from lpconv.checkpoint.checkpoint import Checkpoint, Openable
 from lpconv.checkpoint.partfile import write_small
-from lpconv.checkpoint.staging import Staging
-from lpconv.probe.advice import answer
-from lpconv.probe.checkpoint import calibrate_checkpoint, probe_checkpoint
+from lpconv.checkpoint.staging import Staging, check_free
+from lpconv.data import check_text
+from lpconv.forms.decoded import open_readable
+from lpconv.options import check
 from lpconv.probe.options import PROBE_FILE, ProbeOptions
-from lpconv.probe.record import ProbeResult
 from lpconv.progress import Progress
 from lpconv.report.plot import FormatRange
-from lpconv.report.probe.html import html_probe
 from lpconv.results import ProbeReport, to_json
-from lpconv.scaled.disk import write_factors
+
+if TYPE_CHECKING:
+    from lpconv.probe.record import ProbeResult
+
+_SEQ_LEN = 128  # where nobody says and the model has as many positions
 
 
 def run_probe(
-    model: str, output: Path, options: ProbeOptions, ranges: Mapping[str, FormatRange], *, progress: Progress
-) -> tuple[ProbeResult, ProbeReport]:
-    """Probe the model called `model` into the folder `output`; the page shows the `ranges` of number formats.
+    model: Openable, output: Path, options: ProbeOptions, ranges: Mapping[str, FormatRange], *, progress: Progress
+) -> "tuple[ProbeResult, ProbeReport]":
+    """Probe `model` into the folder `output`; the page shows the `ranges` of number formats.
 
     Raises OutputExistsError if `output` is taken, or another run writes it.
     """
+    check(options)
+    check_free(output, force=options.force, marker=PROBE_FILE)
+    checkpoint = open_readable(model, revision=options.revision)
+    if options.data is not None:
+        check_text(options.data, options.seq_len or min(_SEQ_LEN, _positions(checkpoint)))
+    # torch and transformers, which take seconds to import, from here on
+    from lpconv.probe.advice import answer
+    from lpconv.probe.checkpoint import calibrate_checkpoint, probe_checkpoint
+    from lpconv.report.probe.html import html_probe
+    from lpconv.scaled.disk import write_factors
+
     with (
-        Staging(output, {"probe": model}, force=options.force, marker=PROBE_FILE) as staging,
+        Staging(output, {"probe": checkpoint.origin.name}, force=options.force, marker=PROBE_FILE) as staging,
         staging.discarded_on_failure(),
     ):
-        result = probe_checkpoint(model, options, progress=progress)
+        result = probe_checkpoint(checkpoint, options, progress=progress)
         if options.calibrate:
-            write_factors(staging.directory, calibrate_checkpoint(model, options, progress=progress))
+            write_factors(staging.directory, calibrate_checkpoint(checkpoint, options, progress=progress))
         answers = answer(result)
         write_small(staging.directory / "report.html", html_probe(answers, ranges))
         text = json.dumps(to_json(result), separators=(",", ":"), allow_nan=False)  # indented, it is all white space
         write_small(staging.directory / PROBE_FILE, text + "\n")
         staging.publish()
     return result, answers
+
+
+def _positions(checkpoint: Checkpoint) -> int:
+    """The positions that the config says the model has."""
+    found = (checkpoint.config.get(key) for key in ("max_position_embeddings", "n_positions"))
+    return next((n for n in found if isinstance(n, int)), _SEQ_LEN)

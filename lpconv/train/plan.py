@@ -37,7 +37,7 @@ from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import concrete, find_task
 from lpconv.results import MemoryPlan, RecipeMemory
 from lpconv.scaled.choices import NATIVE_MARK
-from lpconv.train.options import FinetuneOptions, check_options, check_start
+from lpconv.train.options import FinetuneOptions, check_start
 from lpconv.train.passes import Passes, passes_of
 from lpconv.train.recipes import RECIPES, TRAINING_OPTIMIZERS, Arithmetic
 
@@ -50,14 +50,13 @@ _WORLDS = tuple(2**n for n in range(11))
 _HINT = "lpconv counts the models of language that this release of transformers builds"
 
 
-def plan(model: str, options: FinetuneOptions) -> MemoryPlan:
+def memory_plan(model: str, options: FinetuneOptions) -> MemoryPlan:
     """What a step of a model needs of each rank, under every recipe that it can have and on up to 1024 ranks.
 
     `model` is a preset, a config file, a directory with one, or whatever `resolve` takes; no weights are read. A rank
     has its share of the batch, and one sequence at least. Raises UnsupportedError for models that are no models of
     language, and as `check_start` does.
     """
-    check_options(options)
     settings = _settings(model, options.revision)
     check_start(options, settings)
     task = find_task(settings, options.task, has_labels=False)

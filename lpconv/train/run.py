@@ -1,202 +1,46 @@
-"""`lpconv finetune` as a library call: data, runs and twins over seeds, the model, the report."""
+"""`lpconv finetune` as a library call: its light checks, before torch and transformers are imported."""
 
-import dataclasses
-import math
-import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 
-from lpconv.checkpoint.card import inherited_facts
-from lpconv.checkpoint.checkpoint import Checkpoint
-from lpconv.checkpoint.partfile import write_small
-from lpconv.convert.provenance import versions
-from lpconv.gates import FINETUNE_GATES
-from lpconv.models.opening import Opened
+from lpconv.checkpoint.checkpoint import Openable, name_of
+from lpconv.forms.decoded import open_readable
+from lpconv.machine import is_first_process
 from lpconv.progress import Progress, Silent
-from lpconv.report.finetune.card import finetune_card
-from lpconv.report.finetune.html import html_finetune
-from lpconv.report.finetune.words import nothing_learned
-from lpconv.report.numbers import listed, plural
-from lpconv.results import FinetuneResult, RunRecord, json_text, to_json
-from lpconv.train.baseline import baselines
-from lpconv.train.checks import check_run
-from lpconv.train.clock import Clock
-from lpconv.train.critical import critical_facts, with_critical
-from lpconv.train.exact import as_published
-from lpconv.train.folder import PAGE, REPORT, held_folder, read_finished, remove_leftovers, run_folder, write_finished
-from lpconv.train.job import MEASURED_BATCHES, TrainingJob, Work, training_job
-from lpconv.train.one import train_one
-from lpconv.train.options import FinetuneOptions, check_options
-from lpconv.train.outcome import gaps, held_out_records, parse_gates
-from lpconv.train.processes import is_main_process, num_processes, wait_for_all
-from lpconv.train.publish import form_of, in_place, publish_model
-from lpconv.train.recipes import RECIPES, Arithmetic
-from lpconv.train.watch import watches_run, watches_twin
+from lpconv.results import FinetuneResult, MemoryPlan
+from lpconv.train.data import check_data
+from lpconv.train.folder import check_folder
+from lpconv.train.options import FinetuneOptions, check_options, check_start
+from lpconv.train.outcome import parse_gates
 
 
 def finetune(
-    model: str, output: Path, options: FinetuneOptions, *, progress: Progress | None = None, command: str | None = None
+    model: Openable,
+    output: Path,
+    options: FinetuneOptions,
+    *,
+    progress: Progress | None = None,
+    command: str | None = None,
 ) -> FinetuneResult:
-    """Fine-tune the model called `model` and its twin, and fill the folder `output`.
+    """Fine-tune `model` and its twin, and fill the folder `output`.
 
     The result says which gates it met; that they fail raises nothing (`lpconv.train.outcome.gate_problem`). Raises an
     `LpconvError` for every failure that is not a bug; DivergedError where training does not stay finite.
     """
-    started = time.perf_counter()
-    told = progress or Silent()
     check_options(options)
-    check_run(options)
-    gates = parse_gates(options)
-    clock = Clock()
-    checkpoint = Checkpoint.open(model, revision=options.revision)
-    checkpoint.check_promised()
-    with clock.spending("reading data"):
-        job = training_job(checkpoint, options)
-    is_main = is_main_process()
-    with held_folder(output, model, options) if is_main else nullcontext():
-        wait_for_all()
-        with clock.spending("measuring inputs"):
-            job, chosen = with_critical(job)
-        runs, notes = _train_all(job, output, told, is_main, clock)
-        wait_for_all()
-        guess = baselines(job.targets(), job.stream(0, held_out=True), num_targets=job.num_targets)
-        result = FinetuneResult(
-            name=model,
-            output=str(output),
-            recipe=options.arithmetic.name,
-            twin=None if options.twin == "none" else _twin_of(options).name,
-            task=job.task.name,
-            facts=_facts(job) | critical_facts(job.options.critical, chosen),
-            runs=runs,
-            gaps=gaps(runs),
-            seconds=time.perf_counter() - started,
-            spent=clock.seconds,
-            saved_as=" ".join(form_of(options)),
-            held_out=held_out_records(runs, guess, num_available=len(job.examples.held_out)),
-            options={k: to_json(v) for k, v in dataclasses.asdict(options).items()},
-            versions=versions(),
-            command=command,
-            card=inherited_facts(checkpoint.directory, checkpoint.origin.hub_id),
-            warnings=_warnings(job, runs, notes),
-        )
-        found = (*result.warnings, *nothing_learned(result))
-        result = dataclasses.replace(result, gates=FINETUNE_GATES.check(gates, result), warnings=found)
-        if is_main:
-            _write(output, result)
-    return result
+    parse_gates(options)
+    check_data(options)
+    if is_first_process():  # of several, it alone writes, and may have begun the folder already
+        check_folder(output, name_of(model), options)
+    checkpoint = open_readable(model, revision=options.revision)
+    check_start(options, checkpoint.config)
+    from lpconv.train.study import study  # torch and transformers, which take seconds to import, from here on
+
+    return study(checkpoint, output, options, progress=progress or Silent(), command=command)
 
 
-def _write(output: Path, result: FinetuneResult) -> None:
-    """All that lies beside the model; the report last, so that a folder with it is complete."""
-    write_small(output / "README.md", finetune_card(result))
-    remove_leftovers(output)
-    with in_place(output):
-        write_small(output / PAGE, html_finetune(result))
-        write_small(output / REPORT, json_text(result))
+def plan(model: str, options: FinetuneOptions) -> MemoryPlan:
+    """What a step of `model` needs of each rank, under every recipe that it can have; raises as `memory_plan` does."""
+    check_options(options)
+    from lpconv.train.plan import memory_plan  # torch and transformers, which take seconds to import, from here on
 
-
-def _twin_of(options: FinetuneOptions) -> Arithmetic:
-    """The arithmetic of the twin: of a native run native too, since the same rate is another step elsewhere."""
-    if options.arithmetic.is_native:
-        return dataclasses.replace(RECIPES["native"].arithmetic, precision=options.twin)
-    return RECIPES["fp32" if options.twin == "fp32" else "amp-bf16"].arithmetic
-
-
-def _train_all(
-    job: TrainingJob, output: Path, told: Progress, is_main: bool, clock: Clock
-) -> tuple[tuple[RunRecord, ...], tuple[str, ...]]:
-    """Every run of every seed, twins after their runs; those that an earlier command finished are read."""
-    options = job.options
-    records: list[RunRecord] = []
-    notes: tuple[str, ...] = ()
-    for seed in range(options.seed, options.seed + options.seeds):
-        done: list[RunRecord] = []  # of this seed
-        for work in _works(job, output, seed, done):
-            record = read_finished(work.folder)
-            if record is None:
-                finished = train_one(job, work, told)
-                record, notes = finished.record, _notes(finished.opened)
-                for what, seconds in record.seconds.items():
-                    clock.add(what, seconds)
-                figures = as_published(record.evaluations)
-                if work.role == "run":
-                    told.message("saving the model")
-                    with clock.spending("publishing"):
-                        figures = publish_model(output, job, work, finished)
-                record = dataclasses.replace(record, evaluations=(*record.evaluations, *figures))
-                if is_main:
-                    write_finished(work.folder, record)
-                del finished
-                wait_for_all()
-            done.append(record)
-        records += done
-    return tuple(records), notes
-
-
-def _works(job: TrainingJob, output: Path, seed: int, done: Sequence[RunRecord]) -> Sequence[Work]:
-    """The run of a seed, and its twin; when that trains, `done` holds the run."""
-    options, arithmetic = job.options, job.options.arithmetic
-    every = options.every("track")
-    is_first = seed == options.seed
-
-    def work(role: str, trained: Arithmetic, tracked: bool, log2_scale: Callable[[int], int]) -> Work:
-        folder = run_folder(output, role, seed)
-        return Work(
-            role=role,
-            seed=seed,
-            arithmetic=trained,
-            folder=folder,
-            metrics=output / "metrics.jsonl" if role == "run" and is_first else folder / "metrics.jsonl",
-            track_every=every if tracked and is_first else 0,
-            log2_scale=log2_scale,
-            lca=options.lca and role == "run" and is_first,
-        )
-
-    def scale_at(step: int) -> int:
-        """log2 of the loss scale that the run had at a step."""
-        return math.frexp(done[0].loss_scales.values[step - 1])[1] - 1
-
-    # The run's own values carry the loss scale already.
-    works = [work("run", arithmetic, watches_run(arithmetic), lambda step: 0)]
-    if options.twin != "none":
-        works.append(work("twin", _twin_of(options), watches_twin(arithmetic), scale_at))
-    return works
-
-
-def _facts(job: TrainingJob) -> dict[str, str]:
-    o = job.options
-    processes = f" over {num_processes()} processes" if num_processes() > 1 else ""
-    return {
-        "Model": job.checkpoint.origin.resolved,
-        "Task": f"{job.task.name}: {job.task.loss}",
-        "Data": job.examples.words,
-        "Steps": f"{o.steps}, each of {plural(o.batch_size, 'sequence')} of at most {job.seq_len} tokens{processes}",
-        "Optimizer": f"AdamW ({o.arithmetic.optimizer}), lr {o.highest_lr:g} {o.schedule}, {o.warmup:.0%} warm-up, "
-        f"beta2 {o.beta2:g}, weight decay {o.weight_decay:g}, clip {o.clip:g}".replace("%", " %"),
-        "Seeds": ", ".join(str(s) for s in range(o.seed, o.seed + o.seeds)),
-        **({"Scales": f"measured on the first {MEASURED_BATCHES} batches"} if o.calibrate else {}),
-    }
-
-
-def _notes(opened: Opened) -> tuple[str, ...]:
-    """What is to be said of how the model was opened."""
-    found = {
-        "not in the checkpoint, so drawn from the seed": opened.missing,
-        "transformers makes these of others, so each process held them whole for a while": opened.read_whole,
-    }
-    return tuple(f"{what}: {listed(names)}" for what, names in found.items() if names)
-
-
-def _warnings(job: TrainingJob, runs: Sequence[RunRecord], notes: Sequence[str]) -> tuple[str, ...]:
-    found = [*job.examples.notes, *notes]
-    rounds = job.options.steps * job.options.batch_size / len(job.examples.train)
-    if rounds > 1:
-        found.append(f"the data were seen {rounds:.3g} times")
-    counted: dict[str, int] = {}
-    for run in runs:
-        for name, count in run.fallbacks.items():
-            counted[name] = counted.get(name, 0) + count
-    cure = "; no operand saturates with --operand-scale tensor" if any("saturated in" in n for n in counted) else ""
-    found += [f"{name}: {count} times in all runs{cure}" for name, count in sorted(counted.items())]
-    return tuple(found)
+    return memory_plan(model, options)

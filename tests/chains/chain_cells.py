@@ -37,7 +37,7 @@ def set_up(patch: pytest.MonkeyPatch, folder: Path) -> None:
     patch.setenv("LPCONV_COMPILE", "never")
     patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     peaks = PeakRecord(bf16_flops=1e11, fp32_flops=1e10, fp8_flops=None, bytes_per_s=1e10)
-    patch.setattr("lpconv.advise.run.measure_peaks", lambda device: peaks)
+    patch.setattr("lpconv.advise.study.measure_peaks", lambda device: peaks)
     without_processes(patch)
 
 

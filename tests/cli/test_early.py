@@ -100,6 +100,12 @@ DONE = [
     "verify out",
     "report out",
 ]
+# What the commands call; torch is imported inside, after the checks.
+ENTRANCES = [
+    "lpconv.advise.run", "lpconv.batch.run", "lpconv.bench.run", "lpconv.convert.parts", "lpconv.convert.restore",
+    "lpconv.convert.run", "lpconv.convert.verify_output", "lpconv.export.run", "lpconv.init.run", "lpconv.probe.run",
+    "lpconv.train.run",
+]  # fmt: skip
 # One process for all of them: it names the heavy libraries that are loaded after each.
 PROGRAM = """
 import json, sys
@@ -157,6 +163,12 @@ def test_it_is_refused_before_torch(line: str, refusals: dict[str, tuple[int, st
     assert (found, heavy) == (code, []), said
     assert words in said
     assert "hint:" in said
+
+
+def test_the_entrances_of_engines_load_without_torch() -> None:
+    code = f"import {', '.join(ENTRANCES)}, sys; print({{'torch', 'transformers', 'datasets'}} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
 
 
 def test_an_export_without_a_runtime_says_how() -> None:

@@ -1,0 +1,132 @@
+"""From a converted checkpoint back to a plain one, under the source's names, shapes and dtypes.
+
+Bit-exact where the form is: unit and Scalify with fp32 codes and power-of-two scales, Collage with exact16. That is
+claimed of files that have the hashes of the conversion, whose record says that decoding lost nothing, and of numbers
+that have the RMS and the largest magnitude of that record. The source itself is not looked at: `lpconv verify` does.
+"""
+
+import math
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lpconv.checkpoint.checkpoint import Checkpoint
+from lpconv.checkpoint.dtypes import TORCH_DTYPES
+from lpconv.checkpoint.header import DTYPE_BITS, TensorInfo, encode_header
+from lpconv.checkpoint.partfile import PartFile, write_small
+from lpconv.checkpoint.residual import residual_files
+from lpconv.checkpoint.staging import MARKER, SUMS, Staging
+from lpconv.checkpoint.unchanged import watch, watched_files
+from lpconv.convert.files import copy_side_files, model_side_files, plain_config, weight_index
+from lpconv.convert.hashes import check_hashes
+from lpconv.convert.reader import OutputReader, read_provenance
+from lpconv.errors import InputError
+from lpconv.forms.blocks import Workspace, block_stats
+from lpconv.forms.facts import BlockStats
+from lpconv.forms.ranges import block_ranges
+from lpconv.progress import Progress
+from lpconv.results import FileRecord, RestoreResult, TensorRecord, ordered_json_text
+from lpconv.version import __version__
+
+
+def restore_ours(directory: Path, output: Path, *, force: bool, progress: Progress) -> RestoreResult:
+    """Write the plain checkpoint of a converted one into `output`; shards, side files and config as the source had.
+
+    A small `lpconv.json` beside them says what was restored, and that `force` may replace it. Raises InputError for a
+    directory that is no output of ours, or whose files are not what SHA256SUMS says.
+    """
+    provenance = read_provenance(directory)
+    changed = check_hashes(directory, progress).mismatched
+    if changed:
+        raise InputError(f"`{changed[0]}` does not match its SHA-256 in {SUMS}", hint="fetch the output again")
+    contents = Checkpoint.open(directory)
+    watched = watch(directory, [MARKER, *watched_files(contents), *residual_files(directory)])
+    with (
+        OutputReader.from_directory(directory) as reader,
+        Staging(output, {"restore": str(directory)}, force=force) as staging,
+        staging.discarded_on_failure(),
+    ):
+        records = list(reader.records.values())
+        exact = all(_is_exact(r) for r in records if r.action == "convert")
+        progress.start("restoring", sum(r.bytes_in for r in records))
+        files, index = [], {}
+        for name in contents.weight_files:
+            members = [r for r in records if reader.file_of(r.name) == name]
+            files.append(_write(reader, name, members, staging.directory, progress))
+            index.update(dict.fromkeys((r.name for r in members), name))
+        if len(contents.weight_files) > 1:
+            total = sum(r.bytes_in for r in records)
+            write_small(
+                staging.directory / "model.safetensors.index.json", ordered_json_text(weight_index(index, total))
+            )
+        write_small(staging.directory / "config.json", ordered_json_text(plain_config(contents)))
+        copy_side_files(
+            staging.directory, contents, model_side_files(contents), renamed={"README.source.md": "README.md"}
+        )
+        write_small(staging.directory / MARKER, ordered_json_text(_origin(provenance, exact=exact)))
+        watched.check()
+        staging.publish()
+    return RestoreResult(
+        path=str(directory),
+        output=str(output),
+        method=str(provenance["method"]),
+        exact=exact,
+        num_tensors=len(records),
+        files=tuple(files),
+    )
+
+
+def _is_exact(record: TensorRecord) -> bool:
+    """Whether decoding gives the source's bits. Errors are measured from fp32, to which F64 was rounded first."""
+    return record.action == "convert" and record.max_rel_error == 0 and record.source_dtype != "F64"
+
+
+def _write(
+    reader: OutputReader, name: str, members: list[TensorRecord], directory: Path, progress: Progress
+) -> FileRecord:
+    ordered = sorted(members, key=lambda r: (-DTYPE_BITS[r.source_dtype], r.name))
+    infos, position = [], 0
+    for r in ordered:
+        end = position + math.prod(r.shape) * DTYPE_BITS[r.source_dtype] // 8
+        infos.append(TensorInfo(name=r.name, dtype=r.source_dtype, shape=r.shape, begin=position, end=end))
+        position = end
+    header = encode_header(infos, {"format": "pt"})
+    work = Workspace()
+    with ThreadPoolExecutor(1) as flusher:
+        part = PartFile(directory, name, len(header) + position, flusher)
+        part.append(header)
+        for record, info in zip(ordered, infos, strict=True):
+            found = BlockStats()
+            for start, stop in block_ranges(info.num_elements, reader.forms[record.name].cols):
+                value = reader.values(record.name, start, stop)
+                if record.action == "convert":
+                    found = found + block_stats(value, work)
+                    value = value.to(TORCH_DTYPES[record.source_dtype])
+                part.append(value.view(torch.uint8).numpy().data)
+                progress.advance((stop - start) * DTYPE_BITS[info.dtype] // 8)
+            if _is_exact(record) and not _has_figures(found, record):
+                raise InputError(
+                    f"tensor `{record.name}` does not decode to the numbers that {MARKER} describes",
+                    hint="`lpconv verify --level weights` says more",
+                )
+        return part.finish()
+
+
+def _has_figures(found: BlockStats, record: TensorRecord) -> bool:
+    rms = record.rms or 0.0
+    return found.absmax == record.absmax and math.isclose(found.rms, rms, rel_tol=1e-4)
+
+
+def _origin(provenance: dict[str, Any], *, exact: bool) -> dict[str, Any]:
+    """What lpconv.json of a plain checkpoint says: from what it was restored, and whether its bits are the source's."""
+    converted = {k: provenance.get(k) for k in ("method", "format", "residual")}
+    return {
+        "format_version": 1,
+        "kind": "restore",
+        "exact": exact,
+        "converted": converted,
+        "source": provenance["source"],
+        "version": __version__,
+    }
