@@ -26,6 +26,7 @@ _TARGETS = {
     torch.float16: (FORMATS["fp16"], torch.int16),
     torch.float32: (FORMATS["fp32"], torch.int32),
 }
+_SMALL = 1 << 12  # elements, for which one call of torch costs less than the eight of the trick
 _PIECE = 1 << 19  # elements; with its result it fits the last-level cache (1.2 to 1.4 times a whole 64 Mi pass)
 _TINY = 5e-324
 
@@ -40,7 +41,7 @@ def decode(codes: Tensor, dtype: torch.dtype = torch.bfloat16, *, out: Tensor | 
     if out is None:
         out = torch.empty_like(codes, dtype=dtype)
     spec, (target, integer) = _FP8[codes.dtype], _TARGETS[dtype]
-    if codes.device.type != "cpu" or torch.compiler.is_compiling():
+    if codes.device.type != "cpu" or torch.compiler.is_compiling() or codes.numel() <= _SMALL:
         return out.copy_(codes)
     if dtype == torch.float16 and spec.name == "e5m2":
         for piece, values in _pieces(codes.view(torch.int8), out):

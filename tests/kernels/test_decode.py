@@ -26,12 +26,13 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 @pytest.mark.parametrize("dtype", TARGETS)
 @pytest.mark.parametrize("fp8", FP8)
 @pytest.mark.parametrize("finite_only", [False, True], ids=["all", "finite"])
-def test_every_code_decodes_exactly(fp8: torch.dtype, dtype: torch.dtype, finite_only: bool) -> None:
+@pytest.mark.parametrize("repeats", [1, 20])  # small tensors are cast by torch
+def test_every_code_decodes_exactly(fp8: torch.dtype, dtype: torch.dtype, finite_only: bool, repeats: int) -> None:
     oracle = torch.from_numpy(ALL_BYTES.numpy().view(FP8[fp8]).astype(np.float32))
     keep = oracle.isfinite() if finite_only else torch.ones(256, dtype=torch.bool)  # finite codes take the fast path
-    values = decode(ALL_BYTES[keep].view(fp8), dtype)
+    values = decode(ALL_BYTES[keep].repeat(repeats).view(fp8), dtype)
     assert values.dtype == dtype
-    assert same(values.float(), oracle[keep])
+    assert same(values.float(), oracle[keep].repeat(repeats))
 
 
 @pytest.mark.parametrize("dtype", TARGETS)
@@ -50,7 +51,7 @@ def test_out_is_filled_and_returned() -> None:
 
 
 def test_subnormal_codes_survive_when_the_thread_flushes_subnormals() -> None:
-    codes = torch.tensor([1, 2, 3, 64], dtype=torch.uint8).view(torch.float8_e4m3fn)
+    codes = torch.tensor([1, 2, 3, 64] * 2000, dtype=torch.uint8).view(torch.float8_e4m3fn)
     expected = codes.to(torch.bfloat16)
     if not torch.set_flush_denormal(True):
         pytest.skip("this processor cannot flush subnormals")
