@@ -40,6 +40,8 @@ _BITS = {torch.float16: 11, torch.bfloat16: 8}  # of a significand; wider dtypes
 _HALF_STEP = {torch.float16: 2.0**-25}  # below the normal numbers
 _SLACK = 2.0**-50  # of ends in fp64; a scale may lie at one, where ties round to even
 _SAMPLE = 128
+_FIRST = 4  # numbers that random ones among them rule out a grid by
+_INTEGERS = np.arange(1.0, 129.0).reshape(-1, 1)
 _FEW = 16  # numbers that have one scale in every layout
 _COMMON = ("int4", "e2m1", "e4m3fn", "int8")  # the coarsest first
 # Of integers: the code that the least number may have, and what rounding to 16 bits may add to the largest one's.
@@ -68,10 +70,11 @@ class OnGrid:
 
     def looks_so(self, x: Tensor) -> bool:
         """Whether some numbers of a block do: those of the tile in its first row that has the largest one."""
-        row = x[: self.cols or _SAMPLE].float()
+        row = x[: self.cols or _SAMPLE]
         width = min(self.tile[1] or len(row), len(row))
         tiles = row[: len(row) // width * width].view(-1, width)
-        return self.fits(tiles[int(tiles.abs().amax(1).argmax())][:_SAMPLE].to(x.dtype))
+        largest = int(tiles.float().abs().amax(1).argmax()) if len(tiles) > 1 else 0
+        return self.fits(tiles[largest][:_SAMPLE])
 
     def fits(self, sample: Tensor) -> bool:
         """Whether some numbers (1-D) may have one scale."""
@@ -93,8 +96,7 @@ class OnGrid:
             unit = value / value.max() * _codes_of_largest(self.format)
         if not self.format.twos_complement:
             unit = np.frexp(unit)[0] * 2.0 ** (self.format.mantissa_bits + 1)
-        slack = 2.0 ** (3 - _BITS.get(sample.dtype, 24))
-        return bool((np.abs(unit - np.rint(unit)) <= slack * unit).all(1).any())
+        return _some_row_is_whole(unit, sample.dtype)
 
     def scales(self, over: Over, absmax: Tensor, usual: Tensor) -> Tensor | None:
         """Scales with which codes are the weight, number by number, in fp32 [R, C]. None where there are none.
@@ -207,9 +209,27 @@ def _codes_of_largest(fmt: Format) -> "np.ndarray[tuple[int, int], np.dtype[np.f
     return codes.reshape(-1, 1)
 
 
+def _some_row_is_whole(unit: "np.ndarray[tuple[int, int], np.dtype[np.float64]]", dtype: torch.dtype) -> bool:
+    """Whether all numbers of a row are whole, up to the rounding of two numbers of `dtype`."""
+    slack = 2.0 ** (3 - _BITS.get(dtype, 24))
+    return bool((np.abs(unit - np.rint(unit)) <= slack * unit).all(1).any())
+
+
 def first_look(x: Tensor, rule: OnGrid | None) -> tuple[bool, str | None]:
     """Whether the first block of a weight looks as `rule` wants it, and the grid on which it seems to lie."""
+    if not _may_be_codes(x[: min(_FEW, rule.cols or _FEW)] if rule else x[:_FEW]):
+        return False, None
     return rule is not None and rule.format.storage_bits <= 8 and rule.looks_so(x), _grid_of(x)
+
+
+def _may_be_codes(sample: Tensor) -> bool:
+    """A necessary condition of every grid of up to 8 bits, and the fastest: the first numbers of a weight are to each
+    other as integers up to 128 are, times powers of two. Numbers of 16 bits are too coarse to tell."""
+    value = sample.double().abs().numpy()
+    value = value[(value > 0) & (value < math.inf)][:_FIRST]
+    if sample.dtype in _BITS or len(value) < _FIRST:
+        return True
+    return _some_row_is_whole(np.frexp(value[1:] / value[0] * _INTEGERS)[0] * len(_INTEGERS) * 2, sample.dtype)
 
 
 def _grid_of(x: Tensor) -> str | None:

@@ -19,7 +19,7 @@ from lpconv.formats.spec import FORMATS
 from lpconv.forms import FORMS, Form, Settings
 from lpconv.forms.blocks import Workspace
 from lpconv.forms.facts import Measured
-from lpconv.forms.on_grid import OnGrid
+from lpconv.forms.on_grid import OnGrid, _may_be_codes
 from lpconv.progress import Silent
 from lpconv.report.convert.words import summary
 
@@ -170,3 +170,4 @@ def test_the_quick_look_refuses_no_weight_that_fits(name: str, dtype: torch.dtyp
         sample = (codes * scale).to(dtype)
         if sample.any():
             assert OnGrid(format=fmt, has_pow2_scale=False)._may_fit(sample)
+            assert _may_be_codes(sample)
