@@ -16,7 +16,7 @@ def write_shards(
     job: Job, shards: Sequence[PlannedShard], staging: Staging, progress: Progress
 ) -> tuple[WrittenShard, ...]:
     """Write those of `shards` that the journal does not have; what was written of each, in their order."""
-    done = {line["shard"]: line for line in staging.done}
+    written = {line["shard"]: from_json(WrittenShard, line) for line in staging.done if "tensors" in line}
     progress.start("converting", sum(s.bytes_read for s in shards))
     with SingleThreadedTorch():
         # Many small pieces of a remote file take longer than all of it.
@@ -25,13 +25,12 @@ def write_shards(
         try:
             for shard in shards:
                 name = shard.root.name
-                if name in done:
+                if name in written:
                     progress.advance(shard.bytes_read)
                     continue
                 files, tensors = engine.write_shard(shard, staging.create)
-                written = WrittenShard(shard=name, files=tuple(files), tensors=tuple(tensors))
-                done[name] = to_json(written)
-                staging.append(done[name])
+                written[name] = WrittenShard(shard=name, files=tuple(files), tensors=tuple(tensors))
+                staging.append(to_json(written[name]))
         finally:
             engine.close()
-    return tuple(from_json(WrittenShard, done[s.root.name]) for s in shards)
+    return tuple(written[s.root.name] for s in shards)

@@ -33,6 +33,8 @@ def printable_record(record: T) -> T:
 def _clean(value: Any) -> Any:
     if isinstance(value, str):
         return printable(value)
+    if value is None or isinstance(value, (int, float)):
+        return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {name: getattr(value, name) for name in type(value).__dataclass_fields__}
         changed = {name: found for name, v in fields.items() if (found := _clean(v)) is not v}

@@ -23,14 +23,14 @@ def to_json(value: Any) -> Any:
     """Convert records, tuples and dicts to JSON values. Infinities become "inf" and "-inf", and NaN becomes "nan"."""
     if value is None or isinstance(value, (str, int)):
         return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {name: to_json(getattr(value, name)) for name in type(value).__dataclass_fields__}
     if isinstance(value, dict):
         return {str(k): to_json(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
         return [to_json(v) for v in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
     return value
 
 
