@@ -11,8 +11,10 @@ where they are not equal to the last bit, though close, may side tensors differ,
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,13 +24,18 @@ from lpconv.convert.plan import PlannedTensor
 from lpconv.convert.reader import OutputReader
 from lpconv.convert.tensor_records import planned_record, tensor_record
 from lpconv.convert.workers import Block, Workers, blocks_of
+from lpconv.formats.spec import Format
 from lpconv.forms.blocks import Workspace, as_float32, block_error, block_stats
+from lpconv.forms.codes import are_right_together
 from lpconv.forms.facts import BlockError, BlockStats, Looked, Measured
+from lpconv.forms.form import Form
+from lpconv.forms.ranges import CHECKED_ELEMENTS
 from lpconv.forms.stored import Side
 from lpconv.progress import Progress
 from lpconv.results import TensorRecord, WeightsCheck
 
 _PIECE = 2**14  # elements of a sample
+_SMALL = 2**11  # elements of a tensor that others are confirmed with
 # What another order of summing may change: of the figures in dB and as a share, and of a block's squared error.
 _DB, _SHARE = 0.01, 1e-3
 
@@ -36,12 +43,14 @@ _DB, _SHARE = 0.01, 1e-3
 @dataclass(frozen=True, kw_only=True)
 class _Compared:
     """Blocks beside the source's: whether they are right for the stored side tensors, and no worse than for the implied
-    ones; the error of what is stored, and that which encoding the source now has."""
+    ones; the error of what is stored, and that which encoding the source now has. `left` is what the reference has not
+    confirmed yet."""
 
     right: bool = True
     stats: BlockStats = field(default_factory=BlockStats)
     error: BlockError = field(default_factory=BlockError)
     implied: BlockError = field(default_factory=BlockError)
+    left: "_Small | None" = None
 
     def __add__(self, other: "_Compared") -> "_Compared":
         return _Compared(
@@ -49,7 +58,46 @@ class _Compared:
             stats=self.stats + other.stats,
             error=self.error + other.error,
             implied=self.implied + other.implied,
+            left=self.left or other.left,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Small:
+    """A whole small tensor: what it was in fp32, what it decodes to, its scales."""
+
+    form: Form
+    value: Tensor
+    got: Tensor
+    side: Side
+    scales: Tensor
+
+
+class _Together:
+    """Small tensors that wait for the slow reference: one call takes hardly longer for hundreds than for one."""
+
+    def __init__(self) -> None:
+        self._waiting = defaultdict[tuple[Any, ...], list[_Small]](list)
+        self._num_elements = 0
+
+    def wrong(self, more: _Small | None) -> list[str]:
+        """The tensors that are found wrong once so many wait; None asks for all of them."""
+        if more is not None:
+            like = more.form.format, more.scales.shape[1:], more.value.numel() // max(len(more.scales), 1)
+            self._waiting[like].append(more)
+            self._num_elements += more.value.numel()
+        if more is not None and self._num_elements < CHECKED_ELEMENTS:
+            return []
+        found = [name for (fmt, *_), waiting in self._waiting.items() for name in _wrong_of(waiting, fmt)]
+        self._waiting.clear()
+        self._num_elements = 0
+        return found
+
+
+def _wrong_of(small: Sequence[_Small], fmt: Format) -> list[str]:
+    if are_right_together([s.value for s in small], [s.got for s in small], [s.scales for s in small], fmt):
+        return []
+    return [s.form.name for s in small if not s.form.is_right(s.value, s.got, 0, s.side)]
 
 
 def whole_tensors(tensors: Iterable[PlannedTensor], seconds: float) -> frozenset[str]:
@@ -82,13 +130,15 @@ def check_weights(
     names = [n for n in output.records if n in tensors]
     progress.start("comparing weights", sum(tensors[n].info.num_bytes for n in names))
     records, wrong, checked = [], [n for n in output.records if n not in tensors], 0
+    together = _Together()
     for name in names:
         t, record = tensors[name], output.records[name]
         if not output.holds(t.form):
             wrong.append(name)
             continue
         if whole is None or name in whole:
-            found, right = _compare_whole(t, output, workers, progress)
+            found, right, left = _compare_whole(t, output, workers, progress)
+            wrong += [] if left is None else together.wrong(left)
             checked += t.info.num_elements
         else:
             found, count = record, 0
@@ -97,6 +147,7 @@ def check_weights(
             progress.advance(t.info.num_bytes)
         records.append(found)
         wrong += [] if right else [name]
+    wrong += together.wrong(None)
     return _summary(records, sum(t.info.num_elements for t in tensors.values()), checked, wrong)
 
 
@@ -112,14 +163,14 @@ def _summary(records: list[TensorRecord], total: int, checked: int, wrong: list[
         num_elements_checked=checked,
         num_elements=total,
         miss_probability=1 - checked / total if total else 0.0,
-        mismatched=tuple(wrong),
+        mismatched=tuple(dict.fromkeys(wrong)),
     )
 
 
 def _compare_whole(
     t: PlannedTensor, output: OutputReader, workers: Workers, progress: Progress
-) -> tuple[TensorRecord, bool]:
-    """The record of a tensor as the files have it, and whether all of it is right.
+) -> tuple[TensorRecord, bool, _Small | None]:
+    """The record of a tensor as the files have it, and whether all of it is right; what is left to be confirmed.
 
     Its side tensors are taken for those that the source implies, until all blocks have been looked at; if they are not,
     the blocks are compared again.
@@ -131,7 +182,7 @@ def _compare_whole(
             x = workers.read(block, work)
             seen = t.form.look(x, block.start, work) if t.form.needs_first_pass else None
             found = Measured(stats=seen.stats if seen else BlockStats(), side=side)
-            return seen, _compare(block, x, output, found, None, work)
+            return seen, _compare(block, x, output, found, None, work, may_wait=True)
 
     total, looked = _Compared(), list[Looked]()
     for block, (seen, found) in workers.in_order(blocks_of([t]), look):
@@ -144,17 +195,20 @@ def _compare_whole(
     def compare(block: Block) -> _Compared:
         with workers.borrowed() as work:
             x = workers.read(block, work)
-            return _compare(block, x, output, replace(implied, side=side), None if same_side else implied, work)
+            found = replace(implied, side=side)
+            return _compare(block, x, output, found, None if same_side else implied, work, may_wait=True)
 
     if not (same_side and implied.stats.is_finite):
         total = sum((found for _, found in workers.in_order(blocks_of([t]), compare)), _Compared())
     record = output.records[t.name]
     if t.format is None:
-        return record, total.right and planned_record(t) == record
+        return record, total.right and planned_record(t) == record, None
     stats = implied.stats if t.form.needs_first_pass else total.stats
     measured = tensor_record(t, t.form.scale(side), stats, total.error, implied)
-    again = tensor_record(t, t.form.scale(implied.side), stats, total.implied, implied)
-    return measured, total.right and (same_side or again != record) and _is_close(measured, record)
+    right = total.right and (measured == record or _is_close(measured, record))
+    if right and not same_side:
+        right = tensor_record(t, t.form.scale(implied.side), stats, total.implied, implied) != record
+    return measured, right, total.left
 
 
 def _compare_pieces(t: PlannedTensor, output: OutputReader, workers: Workers) -> tuple[int, bool]:
@@ -190,10 +244,17 @@ def _sample_ranges(num_elements: int) -> Iterator[tuple[int, int]]:
 
 
 def _compare(
-    block: Block, x: Tensor, output: OutputReader, found: Measured, implied: Measured | None, work: Workspace
+    block: Block,
+    x: Tensor,
+    output: OutputReader,
+    found: Measured,
+    implied: Measured | None,
+    work: Workspace,
+    *,
+    may_wait: bool = False,
 ) -> _Compared:
     """One block of the files beside `x`, the source's. `found` has the stored side tensors, `implied` others if the
-    source implies others."""
+    source implies others. If the block is a whole small tensor, it `may_wait` for the reference."""
     form, start, stop = block.tensor.form, block.start, block.stop
     stored = output.read(form, start, stop, found.side)
     again = form.encode(x, start, found, work)
@@ -203,8 +264,9 @@ def _compare(
     stats = again.stats or BlockStats()
     if right and implied is None:  # the codes are those of the encoder, and so is their error
         error = again.error or BlockError()
-        right = form.confirms(x, stored, start, found.side, work)
-        return _Compared(right=right, stats=stats, error=error, implied=error)
+        left = _small(block, x, stored, found.side) if may_wait and stop - start <= _SMALL else None
+        right = left is not None or form.confirms(x, stored, start, found.side, work)
+        return _Compared(right=right, stats=stats, error=error, implied=error, left=left)
     value, got = as_float32(x, work), form.decode(stored, start, stop, found.side)
     right = right and form.is_right(value, got, start, found.side)
     if torch.isnan(got).any():
@@ -213,6 +275,16 @@ def _compare(
     wanted = (again if implied is None else form.encode(x, start, implied, work)).error or BlockError()
     right = right and error.sum_squares <= wanted.sum_squares * (1 + _SHARE)
     return _Compared(right=right, stats=stats, error=error, implied=wanted)
+
+
+def _small(block: Block, x: Tensor, stored: Sequence[Tensor], side: Side) -> _Small | None:
+    """A block that is a whole tensor, to be confirmed together with others; None where its form cannot be."""
+    form = block.tensor.form
+    scales = form.rows_of_scales(side) if block.stop == form.num_elements else None
+    if scales is None:
+        return None
+    got = form.decode(stored, 0, form.num_elements, side)
+    return _Small(form=form, value=x.to(torch.float32, copy=True), got=got, side=side, scales=scales)
 
 
 def _is_close(measured: TensorRecord, record: TensorRecord) -> bool:

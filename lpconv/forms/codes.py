@@ -6,6 +6,7 @@ or, where tiles do not divide rows, [rows, cols].
 
 import functools
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from lpconv.formats.cast import cast
 from lpconv.formats.narrow import coded_, num_zero_codes
 from lpconv.formats.spec import Format
-from lpconv.forms.blocks import Workspace, as_float32, block_error, error_of, num_zeros, room
+from lpconv.forms.blocks import Workspace, as_float32, block_error, error_of, num_zeros, room, same_numbers
 from lpconv.forms.facts import BlockError, BlockStats
 from lpconv.forms.lookup import (
     LEAST_ELEMENTS,
@@ -105,6 +106,14 @@ def wanted(value: Tensor, scale: float | Tensor, fmt: Format) -> Tensor:
         return _reference(value, scale, fmt)
     _rows_of(patterns, scale).add_(beginnings(scale, span).add_(2**15))
     return _of_span(fmt, span).index_select(0, patterns)
+
+
+def are_right_together(values: Sequence[Tensor], got: Sequence[Tensor], scales: Sequence[Tensor], fmt: Format) -> bool:
+    """Whether decoded numbers of several small tensors are what the slow reference makes of their fp32 `values`.
+
+    All are 1-D; scales have one shape but for rows, and as many rows for each number.
+    """
+    return same_numbers(torch.cat(list(got)), _reference(torch.cat(list(values)), torch.cat(list(scales)), fmt))
 
 
 @functools.lru_cache(maxsize=8)

@@ -33,6 +33,7 @@ that transformers shall open as it lies must also be learnt by the loader module
 
 from __future__ import annotations  # tensors are named below and not imported
 
+import functools
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -107,7 +108,7 @@ class Form(Stored):
         """Whether `measure` must read the tensor before a block can be encoded."""
         return bool(self.side)
 
-    @property
+    @functools.cached_property
     def late(self) -> tuple[Component, ...]:
         """The side tensors that stand behind the data: a block says its own part of them."""
         return ()
@@ -178,6 +179,11 @@ class Form(Stored):
 
         got = self.decode(data, start, start + x.numel(), side)
         return self.is_right(as_float32(x, work), got, start, side)
+
+    def rows_of_scales(self, side: Side) -> Tensor | None:
+        """The scales of all numbers as rows, if each number is right or wrong by its scale and `format` alone: several
+        tensors can then be compared with the reference in one call. None for other forms."""
+        return None
 
     @classmethod
     def configured(cls, made: Converted) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations  # tensors are named below and not imported
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
@@ -40,7 +41,7 @@ class Kept(Form):
     def words(self) -> str:
         return f"{self.dtype} as it was"
 
-    @property
+    @functools.cached_property
     def components(self) -> tuple[Component, ...]:
         return (Component(name=self.name, dtype=self.dtype, shape=self.shape),)
 

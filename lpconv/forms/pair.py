@@ -6,6 +6,7 @@ its own; how it is made and added back is a record in `lpconv.mcf.split.RESIDUAL
 
 from __future__ import annotations  # tensors are named below and not imported
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -61,7 +62,7 @@ class Pair(Form):
     def words(self) -> str:
         return f"{self.format.name} and {self.residual} residual"
 
-    @property
+    @functools.cached_property
     def components(self) -> tuple[Component, ...]:
         low = RESIDUAL_DTYPES[self.residual]
         return (

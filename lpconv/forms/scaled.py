@@ -6,6 +6,7 @@ weights. `NAME_scale` [1] is fp32.
 
 from __future__ import annotations  # tensors are named below and not imported
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -58,7 +59,7 @@ class Scaled(Form):
     def words(self) -> str:
         return f"{self.format.name} codes with one scale"
 
-    @property
+    @functools.cached_property
     def components(self) -> tuple[Component, ...]:
         dtype = self.format.safetensors
         assert dtype is not None, self.format.name
@@ -149,6 +150,12 @@ class Scaled(Form):
 
         scale = self.factor(side, start, start + x.numel())
         return are_wanted(x, data[0], scale, self.format, work) or super().confirms(x, data, start, side, work)
+
+    def rows_of_scales(self, side: Side) -> Tensor | None:
+        import torch
+
+        scales = self.factor(side, 0, self.num_elements)
+        return torch.tensor([[scales]], dtype=torch.float32) if isinstance(scales, float) else scales
 
     def summands(self, data: Sequence[Tensor], side: Side) -> tuple[Summand, ...]:
         return ((data[0], float(side[self.name + SCALE_SUFFIX])),)

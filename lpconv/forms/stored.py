@@ -6,6 +6,7 @@ belong together; those that others write, and that are only read, lie in `foreig
 
 from __future__ import annotations  # tensors are named below and not imported
 
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -47,22 +48,22 @@ class Stored(ABC):
     def components(self) -> tuple[Component, ...]:
         """Every tensor that is stored."""
 
-    @property
+    @functools.cached_property
     def data(self) -> tuple[Component, ...]:
         """The components that are stored block by block, the root's first."""
         return tuple(c for c in self.components if c.name == self.name)
 
-    @property
+    @functools.cached_property
     def side(self) -> tuple[Component, ...]:
         """The components that are held whole."""
         return tuple(c for c in self.components if c.name != self.name)
 
-    @property
+    @functools.cached_property
     def num_bytes(self) -> int:
         """Bytes of everything that is stored."""
         return sum(c.num_bytes for c in self.components)
 
-    @property
+    @functools.cached_property
     def num_elements(self) -> int:
         """Numbers that the tensor has."""
         return math.prod(self.shape)

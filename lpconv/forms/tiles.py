@@ -149,15 +149,15 @@ class Tiles(Scaled):
         """The component that repeats the sizes of the matrix, None where there is none."""
         return None
 
-    @property
+    @functools.cached_property
     def components(self) -> tuple[Component, ...]:
         return (*self.side, *self.data)
 
-    @property
+    @functools.cached_property
     def data(self) -> tuple[Component, ...]:
         return (self.codes,)
 
-    @property
+    @functools.cached_property
     def side(self) -> tuple[Component, ...]:
         return tuple(c for c in (self.scales, self.whole_scale, self.size) if c is not None)
 
@@ -188,7 +188,7 @@ class Tiles(Scaled):
         bits, width = self.format.storage_bits, DTYPE_BITS[self.codes.dtype]
         return start * bits // width, stop * bits // width
 
-    @property
+    @functools.cached_property
     def late(self) -> tuple[Component, ...]:
         """The scales of tiles within rows, of which blocks are whole ones, where they are aligned behind the codes."""
         is_aligned = self.codes.num_bytes * 8 % DTYPE_BITS[self.scales.dtype] == 0

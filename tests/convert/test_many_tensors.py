@@ -5,10 +5,15 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import write_checkpoint
+from torch import Tensor
 
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.run import convert
 from lpconv.convert.workers import ThreadPoolExecutor, Workers
+from lpconv.errors import VerificationError
+from lpconv.forms.blocks import Workspace
+from lpconv.forms.facts import Encoded, Measured
+from lpconv.forms.scaled import Scaled
 
 
 def many(folder: Path, count: int) -> Path:
@@ -39,3 +44,25 @@ def test_the_page_of_many_tensors_lists_the_worst_and_a_sample(tmp_path: Path) -
     assert "of 1,500 tensors" in all_of_many
     worst = min(done[1].tensors, key=lambda t: t.sqnr_db or 0.0)
     assert worst.name.replace(".", ".<wbr>") in all_of_many
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "row"])
+def test_the_reference_names_the_tensor_that_the_encoder_got_wrong(
+    granularity: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small tensors are compared with it together; the bytes of a wrong encoder are those that it gives again."""
+    encode = Scaled.encode
+
+    def wrong(self: Scaled, x: Tensor, start: int, found: Measured, work: Workspace) -> Encoded:
+        encoded = encode(self, x, start, found, work)
+        if self.name == "layers.7.up_proj.weight":
+            encoded.data[0].view(torch.uint8)[5] ^= 1
+        return encoded
+
+    source = str(many(tmp_path / "in", 20))
+    options = ConvertOptions(format="e4m3fn", granularity=granularity, verify="weights", workers=1)
+    assert convert(source, tmp_path / "out", options).verify.passed
+    monkeypatch.setattr(Scaled, "encode", wrong)
+    with pytest.raises(VerificationError) as refused:
+        convert(source, tmp_path / "wrong", options)
+    assert refused.value.details["weights"]["mismatched"] == ["layers.7.up_proj.weight"]

@@ -7,6 +7,7 @@ tensor. Sources: ggml-org/ggml, docs/gguf.md; transformers 5.23, `modeling_gguf_
 
 from __future__ import annotations  # tensors are named below and not imported
 
+import functools
 import json
 import math
 from collections.abc import Sequence
@@ -45,15 +46,15 @@ class Blocks(Stored):
     def words(self) -> str:
         return f"{self.kind} of GGUF"
 
-    @property
+    @functools.cached_property
     def components(self) -> tuple[Component, ...]:
         return (self.codes,)
 
-    @property
+    @functools.cached_property
     def data(self) -> tuple[Component, ...]:
         return (self.codes,)
 
-    @property
+    @functools.cached_property
     def side(self) -> tuple[Component, ...]:
         return ()
 
