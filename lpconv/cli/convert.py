@@ -9,11 +9,33 @@ from lpconv.convert.options import ConvertOptions
 from lpconv.errors import UsageError
 
 
+def _list_schemes(wanted: bool) -> None:
+    if not wanted:
+        return
+    from lpconv.convert.schemes import SCHEMES
+    from lpconv.report.document import Table
+    from lpconv.report.terminal import show
+
+    rows = ((name, f"{s.bits:g}", s.opens, s.use) for name, s in SCHEMES.items())
+    show(Table(columns=("Scheme", "Bits", "<Opened by", "<When to use it"), rows=tuple(rows)))
+    raise typer.Exit
+
+
 @with_options
 def convert(
     model: Model,
     options: ConvertOptions,
     output: Output = None,
+    list_schemes: Annotated[
+        bool,
+        typer.Option(
+            "--list-schemes",
+            callback=_list_schemes,
+            is_eager=True,
+            help="Show the schemes.",
+            rich_help_panel="What to write",
+        ),
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show the plan and write nothing.", rich_help_panel="How to run")
     ] = False,
@@ -34,9 +56,11 @@ def convert(
 
     [bold]Examples[/bold]
 
+      lpconv convert ./llama --scheme FP8_DYNAMIC -o llama-fp8
+
       lpconv convert bert-large --method unit
 
-      lpconv convert ./llama --method unit --format e4m3fn --gate 'sqnr>=25' -o llama-fp8
+      lpconv convert ./llama --method unit --format e4m3fn --gate 'sqnr>=25' -o llama-unit
 
       lpconv convert ./llama --method collage --residual exact16
 
@@ -53,7 +77,8 @@ def convert(
     if sum((dry_run, shard is not None, finish)) > 1:
         raise UsageError("--dry-run, --shard and --finish cannot be combined", hint="pass one of them")
     settings = settings_of(options)
-    target = output or str(output_of(output, model, settings.method.name, settings.format.name))
+    words = [options.scheme] if options.scheme else [settings.method.name, settings.format.name]
+    target = output or str(output_of(output, model, *words))
     if dry_run:
         print_result(run.plan(model, target, options), render_plan, json=json)
         return

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 from lpconv.convert.patterns import FormatRule, parse_rule
+from lpconv.convert.schemes import SCHEMES
 from lpconv.errors import UsageError
 from lpconv.formats.grains import GRAINS, TENSOR, grain_of
 from lpconv.formats.spec import FORMATS
@@ -44,6 +45,16 @@ class ConvertOptions:
     Patterns are globs on dotted tensor names, or regular expressions after ``re:`` (matched anywhere in the name).
     """
 
+    scheme: Annotated[
+        str | None,
+        Option(
+            "Layout, format, granularity and method under one name (see --list-schemes)",
+            default="the options below",
+            choices=SCHEMES,
+            short=("-s",),
+            panel=_WHAT,
+        ),  # it shapes the output through the options that it stands for
+    ] = None
     method: Annotated[str, _what("Method that rewrites the weights", choices=METHODS, short=("-m",))] = "unit"
     format: Annotated[
         str | None,

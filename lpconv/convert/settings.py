@@ -10,6 +10,7 @@ from typing import Any
 from lpconv.checkpoint.compressed import COMPRESSED_TENSORS, preset_of
 from lpconv.convert.options import POINTS_MAX, ConvertOptions
 from lpconv.convert.patterns import FormatRule, check_pattern
+from lpconv.convert.schemes import with_scheme
 from lpconv.errors import UsageError
 from lpconv.formats.grains import GRAINS, TENSOR, Grain, grain_of
 from lpconv.formats.spec import FORMATS, Format
@@ -48,7 +49,11 @@ class ConvertSettings:
 
 
 def settings_of(options: ConvertOptions) -> ConvertSettings:
-    """What `options` come to with the method's defaults. Raises UsageError for what does not fit together."""
+    """What `options` come to with their scheme and the method's defaults.
+
+    Raises UsageError for options that do not fit together.
+    """
+    options = with_scheme(options)
     method = find("method", options.method, METHODS)
     grain = _grain(options, method)
     fmt = method.format(options.format, grain)

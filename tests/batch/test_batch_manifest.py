@@ -318,6 +318,7 @@ class TestKinds:
 # A value of every setting that a manifest accepts, other than the default.
 EXAMPLES: dict[str, dict[str, Any]] = {
     "convert": {
+        "scheme": "W4A16",
         "method": "scalify", "format": "e5m2", "residual": "int8", "layout": "compressed-tensors", "scale": "exact",
         "granularity": "row", "calibrate": "demo",
         "include": ["a.*"], "exclude": "b.*",
@@ -367,7 +368,7 @@ class TestFields:
         """But for those of a run, and those that say what a manifest says in another way."""
         command: Any = typer.main.get_command(app)
         options = {p.name for p in command.commands[kind].params if p.name is not None}
-        options -= {"model", "output", "json", "quiet", "resume", "dry_run", "help", "list_recipes"}
+        options -= {"model", "output", "json", "quiet", "resume", "dry_run", "help", "list_recipes", "list_schemes"}
         options -= {"shard", "finish"}  # a manifest has `split`
         options -= {"rivals", "save", "html"} if kind == "bench" else set()
         options -= {"parallel"} if kind == "finetune" else set()  # jobs are not begun by torchrun
