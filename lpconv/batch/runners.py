@@ -137,14 +137,13 @@ def _bench(job: BatchJob, progress: Progress) -> JobOutcome:
 
 
 def _probe(job: BatchJob, progress: Progress) -> JobOutcome:
-    from lpconv.convert.tensor_records import format_ranges
     from lpconv.probe.run import run_probe
 
     options = job.options
     assert isinstance(options, ProbeOptions)
     checkpoint = Checkpoint.open(job.model, revision=options.revision)
     source = _record(checkpoint)
-    found, _ = run_probe(checkpoint, job.output, options, format_ranges(), progress=progress)
+    found, _ = run_probe(checkpoint, job.output, options, progress=progress)
     return JobOutcome(
         source=source, warnings=tuple(found.options["warnings"]), versions=dict(found.options["versions"])
     )

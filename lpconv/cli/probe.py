@@ -20,14 +20,13 @@ def probe(model: Model, options: ProbeOptions, output: Output = None, json: Json
 
       lpconv probe ./bert-large --data corpus.txt --batch-size 4 -o bert-probe
     """
-    from lpconv.convert.tensor_records import format_ranges
     from lpconv.probe.run import run_probe
-    from lpconv.report.probe.terminal import render_probe
+    from lpconv.report.probe import probe_document
 
     target = output_of(output, model, "probe")
     with progress_for(quiet=quiet) as progress:
-        _, answers = run_probe(model, target, options, format_ranges(), progress=progress)
-    print_result(answers, render_probe, json=json)
+        _, answers = run_probe(model, target, options, progress=progress)
+    print_result(answers, probe_document, json=json)
     if json:
         return
     print(f"\nThe page with plots is {target / 'report.html'}.")

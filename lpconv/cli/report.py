@@ -42,7 +42,6 @@ def report(
     from lpconv.cli.index import show_folder, write_page
     from lpconv.cli.runs import CONVERSIONS, PROBES, ask_probe, kind_of, name_of, one_kind
     from lpconv.report.compare import run_names
-    from lpconv.report.probe.terminal import render_what_if
 
     if any(map(is_url, runs)):
         from lpconv.extras import copy_of
@@ -58,8 +57,7 @@ def report(
     if len(results) == 1:
         if html is not None:
             write_page(html, kind.page(results[0]))
-        table = render_what_if if what_if else kind.table
-        print_result(results if kind.name == CONVERSIONS else results[0], lambda _: table(results[0]), json=json)
+        print_result(results if kind.name == CONVERSIONS else results[0], lambda _: kind.table(results[0]), json=json)
         return
     pages, tables = kind.pages, kind.tables
     if pages is None or tables is None:

@@ -23,17 +23,16 @@ from lpconv.report.bench import bench_document, compare_benches
 from lpconv.report.convert.html import html_compare, html_report
 from lpconv.report.convert.terminal import render_compare, render_convert
 from lpconv.report.convert.words import method_name, size_sentence
+from lpconv.report.document import Document
 from lpconv.report.finetune.compare import finetune_figures, html_finetunes
 from lpconv.report.finetune.html import html_finetune
 from lpconv.report.finetune.terminal import render_finetune
 from lpconv.report.finetune.words import title, verdict
 from lpconv.report.html import html
-from lpconv.report.numbers import plural
-from lpconv.report.probe.html import html_probe
-from lpconv.report.probe.terminal import render_probe
+from lpconv.report.probe import probe_document
 from lpconv.report.terminal import SideBySide
 from lpconv.report.verify import outcome_of, verify_document, verify_sentence
-from lpconv.results import BenchResult, ConvertResult, FinetuneResult, ProbeReport, Verification, from_json
+from lpconv.results import ConvertResult, FinetuneResult, ProbeReport, Verification, from_json
 from lpconv.train.folder import REPORT
 
 CONVERSIONS, PROBES = "Conversions", "Probes"
@@ -135,14 +134,8 @@ def ask_probe(path: Path, format: str | None = None) -> ProbeReport:
     return answer(read_probe(path), [format] if format else DEFAULT_FORMATS)
 
 
-def _line_of_bench(result: BenchResult) -> tuple[str, str]:
-    document = bench_document(result)
+def _line_of(document: Document) -> tuple[str, str]:
     return document.title, document.verdict.text if document.verdict else ""
-
-
-def _line_of_probe(result: ProbeReport) -> tuple[str, str]:
-    held = (f"{n} {sum(t.scaled[i].fits for t in result.tensors)}" for i, n in enumerate(result.formats))
-    return result.name, f"of {plural(len(result.tensors), 'tensor')} each format holds: {', '.join(held)}"
 
 
 def _line_of_conversion(result: ConvertResult) -> tuple[str, str]:
@@ -214,7 +207,7 @@ _KINDS = (
         read=read_bench,
         page=lambda result: html(bench_document(result)),
         table=bench_document,
-        line=_line_of_bench,
+        line=lambda result: _line_of(bench_document(result)),
         pages=lambda results, names: html(compare_benches(results, names)),
         tables=compare_benches,
     ),
@@ -223,9 +216,9 @@ _KINDS = (
         kind="probe",
         file=PROBE_FILE,
         read=ask_probe,
-        page=lambda result: html_probe(result, format_ranges()),
-        table=render_probe,
-        line=_line_of_probe,
+        page=lambda result: html(probe_document(result)),
+        table=probe_document,
+        line=lambda result: _line_of(probe_document(result)),
     ),
     Kind(
         name="Fine-tunings",

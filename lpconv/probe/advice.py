@@ -12,8 +12,8 @@ from lpconv.errors import UnsupportedError, UsageError
 from lpconv.formats.histogram import Rates
 from lpconv.formats.spec import BLOCK_FORMATS, get_format
 from lpconv.probe.record import GRADIENT_ROLES, ROLES, ProbedTensor, ProbeResult
-from lpconv.report.numbers import ROLE_WORDS
-from lpconv.report.probe.words import brief_share, loss_scale_text, loss_sentence
+from lpconv.report.numbers import ROLE_WORDS, power_text
+from lpconv.report.probe import brief_share, loss_sentence
 from lpconv.results import FormatRates, LossScaleRecord, ProbedRecord, ProbeReport
 from lpconv.scaled.critical import MAX_CREST
 
@@ -179,9 +179,9 @@ def table(result: ProbeResult, format: str, *, log2_loss_scale: int = 0, limit: 
     if any(t.role in GRADIENT_ROLES and t.exponents.num_nonzero for t in result.tensors):
         scale = recommend_loss_scale(result, format)
         lines.append(
-            f"loss scale for {format}: {loss_scale_text(scale.log2_scale)} "
+            f"loss scale for {format}: {power_text(scale.log2_scale)} "
             f"(worst gradient underflow {brief_share(scale.worst_underflow_before)} at 1, "
-            f"{brief_share(scale.worst_underflow_after)} there; at most {loss_scale_text(scale.max_log2_scale)})"
+            f"{brief_share(scale.worst_underflow_after)} there; at most {power_text(scale.max_log2_scale)})"
         )
     lines.append(f"{result.steps_recorded} of {result.steps_seen} steps, {brief_share(result.overhead)} overhead")
     return "\n".join(lines)

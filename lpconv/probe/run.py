@@ -1,7 +1,6 @@
 """`lpconv probe` as one call: measure a checkpoint, and publish the folder with the record and its page."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +12,6 @@ from lpconv.forms.decoded import open_readable
 from lpconv.options import check
 from lpconv.probe.options import PROBE_FILE, ProbeOptions
 from lpconv.progress import Progress
-from lpconv.report.plot import FormatRange
 from lpconv.results import ProbeReport, to_json
 
 if TYPE_CHECKING:
@@ -23,9 +21,9 @@ _SEQ_LEN = 128  # where nobody says and the model has as many positions
 
 
 def run_probe(
-    model: Openable, output: Path, options: ProbeOptions, ranges: Mapping[str, FormatRange], *, progress: Progress
+    model: Openable, output: Path, options: ProbeOptions, *, progress: Progress
 ) -> "tuple[ProbeResult, ProbeReport]":
-    """Probe `model` into the folder `output`; the page shows the `ranges` of number formats.
+    """Probe `model` into the folder `output`.
 
     Raises OutputExistsError if `output` is taken, or another run writes it.
     """
@@ -37,7 +35,8 @@ def run_probe(
     # torch and transformers, which take seconds to import, from here on
     from lpconv.probe.advice import answer
     from lpconv.probe.checkpoint import calibrate_checkpoint, probe_checkpoint
-    from lpconv.report.probe.html import html_probe
+    from lpconv.report.html import html
+    from lpconv.report.probe import probe_document
     from lpconv.scaled.disk import write_factors
 
     with (
@@ -48,7 +47,7 @@ def run_probe(
         if options.calibrate:
             write_factors(staging.directory, calibrate_checkpoint(checkpoint, options, progress=progress))
         answers = answer(result)
-        write_small(staging.directory / "report.html", html_probe(answers, ranges))
+        write_small(staging.directory / "report.html", html(probe_document(answers)))
         text = json.dumps(to_json(result), separators=(",", ":"), allow_nan=False)  # indented, it is all white space
         write_small(staging.directory / PROBE_FILE, text + "\n")
         staging.publish()

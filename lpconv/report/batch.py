@@ -5,7 +5,7 @@ import re
 import xml.etree.ElementTree as ET
 
 from lpconv.errors import VerificationError
-from lpconv.report.document import Bullets, Cell, Document, Outcome, Section, Table, Verdict, sections_of
+from lpconv.report.document import Bullets, Cell, Document, Outcome, Row, Section, Table, Verdict, sections_of
 from lpconv.report.numbers import size_text
 from lpconv.results.batch import DONE, FAILED, NOT_RUN, PLANNED, UP_TO_DATE, BatchResult, JobError, JobResult
 
@@ -41,7 +41,7 @@ def _with_hint(error: JobError) -> str:
     return f"{error.message} (hint: {error.hint})" if error.hint else error.message
 
 
-def _cells(job: JobResult) -> tuple[str | Cell, ...]:
+def _cells(job: JobResult) -> Row:
     status = Cell(text=job.status, outcome=_OUTCOMES[job.status])
     return job.id, job.kind, status, job.what, _found(job), f"{job.seconds:.1f} s", _note(job)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from lpconv.report.document import Cell, Document, Outcome, Section, Table, sections_of
+from lpconv.report.document import Cell, Document, Outcome, Row, Section, Table, sections_of
 from lpconv.results.doctor import EMULATED, ERROR, NATIVE, UNAVAILABLE, DeviceRecord, DoctorResult, PackageRecord
 
 _OUTCOMES: dict[str, Outcome] = {NATIVE: "passed", EMULATED: "not run", UNAVAILABLE: "failed", ERROR: "failed"}
@@ -30,7 +30,7 @@ def alias_table(aliases: Iterable[tuple[str, str, str]]) -> Table:
     return Table(columns=("family", "<name", "<hub id"), rows=tuple(aliases))
 
 
-def _table_section(title: str, columns: tuple[str, ...], rows: tuple[tuple[str | Cell, ...], ...]) -> Section:
+def _table_section(title: str, columns: tuple[str, ...], rows: tuple[Row, ...]) -> Section:
     return Section(title=title, blocks=(Table(columns=columns, rows=rows),))
 
 
@@ -38,7 +38,7 @@ def _level(level: str) -> Cell:
     return Cell(text=level, outcome=_OUTCOMES[level])
 
 
-def _package_row(package: PackageRecord) -> tuple[str | Cell, ...]:
+def _package_row(package: PackageRecord) -> Row:
     lacking: Outcome = "not run" if package.extra else "failed"  # nobody needs all extras
     installed = Cell(text=package.installed or "missing", outcome="passed" if package.ok else lacking)
     return package.name, f"lpconv[{package.extra}]" if package.extra else "lpconv", installed, package.required

@@ -46,6 +46,9 @@ class Cell:
     outcome: Outcome | None = None
 
 
+Row: TypeAlias = tuple[str | Cell, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Table:
     """Rows under headings. Columns hold numbers; the first one, and those whose heading begins with ``<``, hold text.
@@ -56,7 +59,7 @@ class Table:
     """
 
     columns: tuple[str, ...]
-    rows: tuple[tuple[str | Cell, ...], ...]
+    rows: tuple[Row, ...]
     caption: str = ""
     has_names: bool = False
     sortable: bool = False

@@ -29,6 +29,17 @@ def html(document: Document) -> str:
     return _template().render(document=shown, sections=sections, contents=contents).lstrip()
 
 
+def _runs(blocks: Sequence[Block]) -> list[list[Block]]:
+    """The blocks one by one, but charts that follow each other together."""
+    runs: list[list[Block]] = []
+    for block in blocks:
+        if runs and isinstance(block, Chart) and isinstance(runs[-1][0], Chart):
+            runs[-1].append(block)
+        else:
+            runs.append([block])
+    return runs
+
+
 def _chart_titles(blocks: Sequence[Block]) -> list[str]:
     return [block.title for block in blocks if isinstance(block, Chart)]
 
@@ -44,7 +55,12 @@ def _template() -> jinja2.Template:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    made.filters |= {"breakable": _breakable, "sortable": _sortable, "kind": lambda block: type(block).__name__}
+    made.filters |= {
+        "breakable": _breakable,
+        "sortable": _sortable,
+        "runs": _runs,
+        "kind": lambda block: type(block).__name__,
+    }
     made.globals |= {
         "drawing": Drawing,
         "heat_drawing": HeatDrawing,

@@ -130,6 +130,11 @@ def scale_text(scale: float | None) -> str:
     return f"{scale:.5g}"
 
 
+def power_text(log2: int) -> str:
+    """A power of two by its exponent: 1, 2^7, 2^-3."""
+    return "1" if log2 == 0 else f"2^{log2}"
+
+
 def raised(text: str) -> str:
     """Text with the exponents of its powers of two (2^-7) raised."""
     return re.sub(r"(?<=2)\^(-?\d+)", lambda found: found[1].translate(_RAISED), text)

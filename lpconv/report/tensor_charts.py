@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import TypeAlias
 
-from lpconv.report.charts import SYMBOLS, Axis, Box, Chart, FormatRange, Mark, Tick, series_kind, stepped_axis
+from lpconv.formats.spec import FORMATS
+from lpconv.report.charts import SYMBOLS, Axis, Box, Chart, Mark, Tick, series_kind, stepped_axis
 from lpconv.report.numbers import listed, number_text, plural, scale_text, sqnr_text
 from lpconv.report.tensors import converted, has_finer_scales, in_layer_order, modules_of
 from lpconv.results import ComparedTensor, ConvertResult, TensorRecord
@@ -17,7 +18,7 @@ _LOWEST_EXPONENT, _HIGHEST_EXPONENT = -32, 20
 _Measured: TypeAlias = TensorRecord | ComparedTensor
 
 
-def rms_chart(result: ConvertResult, ranges: Mapping[str, FormatRange], title: str = "") -> Chart | None:
+def rms_chart(result: ConvertResult, title: str = "") -> Chart | None:
     """Weight RMS before and after, as binary exponents, over the range of the format that each tensor is stored in.
 
     Before is the RMS of the source; after is the RMS of the codes, rms / scale. None if nothing was measured, and if
@@ -32,10 +33,10 @@ def rms_chart(result: ConvertResult, ranges: Mapping[str, FormatRange], title: s
     own = "Weight RMS before and after, against the format's range" if scaled else "Weight RMS in the format"
     return Chart(
         title=title or own,
-        description=_rms_words(tensors, ranges),
+        description=_rms_words(tensors),
         x=_column_axis(tensors, "converted tensors, by layer"),
-        y=_exponent_axis(tensors, ranges),
-        boxes=tuple(_range_boxes(tensors, ranges)),
+        y=_exponent_axis(tensors),
+        boxes=tuple(_range_boxes(tensors)),
         marks=tuple(mark for i, t in enumerate(tensors) for mark in _rms_marks(t, i + 0.5)),
         legend=_rms_legend(tensors),
         dividers=_module_dividers(tensors),
@@ -77,8 +78,8 @@ def _rms_legend(tensors: Sequence[TensorRecord]) -> tuple[Mark, ...]:
     return tuple(entries)
 
 
-def _exponent_axis(tensors: Sequence[TensorRecord], ranges: Mapping[str, FormatRange]) -> Axis:
-    held = [ranges[f] for f in {t.format for t in tensors} if f in ranges]
+def _exponent_axis(tensors: Sequence[TensorRecord]) -> Axis:
+    held = [FORMATS[f] for f in {t.format for t in tensors} if f in FORMATS]
     magnitudes = [v for t in tensors for v in (t.rms, _as_stored(t, t.rms), _as_stored(t, t.absmax)) if v]
     edges = [max(math.log2(r.min_subnormal), _LOWEST_EXPONENT) for r in held]
     edges += [min(math.log2(r.max), _HIGHEST_EXPONENT) for r in held]
@@ -89,19 +90,20 @@ def _exponent_axis(tensors: Sequence[TensorRecord], ranges: Mapping[str, FormatR
     return stepped_axis(low, high, step, lambda e: f"2^{e}", "magnitude")
 
 
-def _range_boxes(tensors: Sequence[TensorRecord], ranges: Mapping[str, FormatRange]) -> Iterator[Box]:
+def _range_boxes(tensors: Sequence[TensorRecord]) -> Iterator[Box]:
     """The normal and subnormal numbers of each run of neighbours that share a format."""
     first = 0
     for name, members in groupby(tensors, key=lambda t: t.format):
         last = first + len(list(members))
-        if name in ranges:
-            low, middle, high = map(math.log2, (ranges[name].min_subnormal, ranges[name].min_normal, ranges[name].max))
+        if name in FORMATS:
+            held = FORMATS[name]
+            low, middle, high = map(math.log2, (held.min_subnormal, held.min_normal, held.max))
             yield Box(kind="normal", x=(first, last), y=(middle, high), label=f"{name}: normal numbers")
             yield Box(kind="subnormal", x=(first, last), y=(low, middle), label=f"{name}: subnormal")
         first = last
 
 
-def _rms_words(tensors: Sequence[TensorRecord], ranges: Mapping[str, FormatRange]) -> str:
+def _rms_words(tensors: Sequence[TensorRecord]) -> str:
     before = statistics.median([t.rms for t in tensors if t.rms])
     after = statistics.median([code for t in tensors if (code := _as_stored(t, t.rms))])
     if any(t.scale for t in tensors):
@@ -109,8 +111,8 @@ def _rms_words(tensors: Sequence[TensorRecord], ranges: Mapping[str, FormatRange
         words = f"The median weight RMS moves {moved}."
     else:
         words = f"The median weight RMS is {number_text(before)}; the values are stored without a scale."
-    held = sorted({t.format for t in tensors} & ranges.keys())
-    starts = [f"{name} from {scale_text(ranges[name].min_normal)} to {ranges[name].max:.5g}" for name in held]
+    held = sorted({t.format for t in tensors} & FORMATS.keys())
+    starts = [f"{name} from {scale_text(FORMATS[name].min_normal)} to {FORMATS[name].max:.5g}" for name in held]
     return f"{words} Normal numbers: {', '.join(starts)}." if starts else words
 
 

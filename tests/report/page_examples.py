@@ -18,7 +18,7 @@ from lpconv.report.finetune.html import html_finetune
 from lpconv.report.html import html
 from lpconv.report.page import RunEntry, html_index
 from lpconv.report.plot import FormatRange
-from lpconv.report.probe.html import html_probe
+from lpconv.report.probe import probe_document
 from lpconv.report.verify import verify_document
 from lpconv.results import (
     AdviceResult,
@@ -202,7 +202,7 @@ def example_pages() -> dict[str, str]:
         "convert": html_report(replace(converted, options={"rule": [], "residual": None, "keep": ["lm_head"]}), RANGES),
         "convert-llama": html_report(llama, RANGES),
         "compare": html_compare([converted, collage, llama], RANGES),
-        "probe": html_probe(probe(), RANGES),
+        "probe": html(probe_document(probe())),
         "finetune": html_finetune(finetune()),
         "bench": html(bench_document(bench())),
         "finetunes": html_finetunes([finetune(), finetune(recipe="bf16")], ["bert-large-unit-fp8-collage", "bf16"]),

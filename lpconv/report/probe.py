@@ -1,0 +1,235 @@
+"""A probe described: where the numbers of a model lie, what each format would lose, and which tensors it holds."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import PurePath
+
+from lpconv.report.document import Block, Bullets, Cell, Document, Row, Section, Table, Tile, Verdict, sections_of
+from lpconv.report.numbers import MISSING, count_text, number_text, plural, power_text, share_text, sqnr_text
+from lpconv.report.probe_charts import exponent_charts, heat_map, held_chart
+from lpconv.results import ProbedRecord, ProbeReport
+
+_MAX_UNDERFLOW = 1e-3  # what the recommendation aims at
+
+_FIT_WORDS = (
+    "Held: nothing beyond the range, at most 0.1 % to zero, at least 20 dB of SQNR; gradients at the recommended loss "
+    "scale. In brackets, if they differ: with a power-of-two scale of each tensor's own."
+)
+_HEAT_WORDS = (
+    "Per cent of the elements that become zero (orange) or, with an arrow, lie beyond the range (red), at loss scale "
+    "1. A cell without a number loses less than half a per cent, a grey one nothing."
+)
+_TENSOR_WORDS = (
+    "At loss scale 1, SQNR in dB. “Held by” takes gradients at the recommended loss scale; formats in brackets hold "
+    "the tensor with a scale of its own."
+)
+_DETAIL_WORDS = (
+    "At loss scale 1, SQNR in dB. “Held” takes gradients at the recommended loss scale; “scaled” needs a scale of the "
+    "tensor's own."
+)
+
+
+def probe_document(report: ProbeReport) -> Document:
+    """What each format would lose, worst first.
+
+    A report of one format, which answers a question about it, lists every tensor on the terminal too.
+    """
+    return Document(
+        kind="probe",
+        title=PurePath(report.name).name or report.name,
+        subtitle=_subtitle(report),
+        verdict=_verdict(report),
+        tiles=_tiles(report),
+        warnings=report.warnings,
+        sections=sections_of(
+            *(_worst_section(report, name) for name in report.formats),
+            Section(title="Operands at risk in fp8", blocks=(Bullets(lines=report.at_risk),)),
+            _loss_scale_section(report),
+            _fit_section(report),
+            _exponent_section(report),
+            _heat_section(report),
+            _tensor_section(report),
+        ),
+        facts=_facts(report),
+    )
+
+
+def _subtitle(report: ProbeReport) -> str:
+    steps = plural(report.steps_recorded, "forward and backward step")
+    text = report.facts.get("Text")
+    seen = f"What low-precision formats would lose, seen in {steps} in high precision" + (f" on {text}" if text else "")
+    return seen if PurePath(report.name).name == report.name else f"{seen}: {report.name}"
+
+
+def _verdict(report: ProbeReport) -> Verdict:
+    """Whether some format holds every tensor, and how many tensors each one holds."""
+    held = [sum(t.scaled[i].fits_own_scale for t in report.tensors) for i in range(len(report.formats))]
+    counts = ", ".join(f"{count_text(n)} by {name}" for name, n in zip(report.formats, held, strict=True))
+    total, text = len(report.tensors), report.facts.get("Text", "")
+    measured = f"measured on {text}: " if text.startswith("random ids") else ""
+    return Verdict(
+        outcome="passed" if total in held else "not run",
+        text=f"{measured}of {plural(total, 'tensor')}, held with a scale for each: {counts}",
+    )
+
+
+def _tiles(report: ProbeReport) -> tuple[Tile, ...]:
+    tiles = [
+        Tile(
+            label=f"Loss scale for {s.format}",
+            figure=power_text(s.log2_scale),
+            detail=f"worst gradient underflow {share_text(s.worst_underflow_before, 1)} at 1, "
+            f"{share_text(s.worst_underflow_after, 1)} there",
+        )
+        for s in report.loss_scales[:1]
+    ]
+    steps = f"of the time of the steps, {report.steps_recorded} of {report.steps_seen} recorded"
+    return (*tiles, Tile(label="Recording added", figure=share_text(report.overhead, 1), detail=steps))
+
+
+def _facts(report: ProbeReport) -> dict[str, str]:
+    facts = dict(report.facts)
+    losses = ", ".join(number_text(loss) for loss in report.losses[:4])
+    if losses:
+        more = f" and {plural(len(report.losses) - 4, 'more step')}" if len(report.losses) > 4 else ""
+        facts["Loss"] = f"{losses}{more}" + (f": {facts['Loss']}" if "Loss" in facts else "")
+    return facts
+
+
+def _worst_section(report: ProbeReport, name: str) -> Section:
+    found = report.findings.get(name, ())
+    return Section(title=f"Worst in {name}", blocks=(Bullets(lines=found) if found else "Nothing is lost.",))
+
+
+def _loss_scale_section(report: ProbeReport) -> Section:
+    """The recommended loss scales, and for which formats none saves every gradient."""
+    title = "Recommended loss scale, for the worst gradient of the model"
+    if not report.loss_scales:
+        return Section(title=title, blocks=("No gradient was recorded.",))
+    rows = tuple(
+        (
+            s.format,
+            power_text(s.log2_scale),
+            power_text(s.max_log2_scale),
+            share_text(s.worst_underflow_before, 1),
+            share_text(s.worst_underflow_after, 1),
+        )
+        for s in report.loss_scales
+    )
+    columns = ("Format", "Loss scale", "At most", "Worst underflow at 1", "With the scale")
+    capped = [s.format for s in report.loss_scales if s.worst_underflow_after > _MAX_UNDERFLOW]
+    words = f"No loss scale brings every gradient to 0.1 % in {', '.join(capped)}: larger ones would overflow."
+    alone = "Loss scales above would suit their tensor alone; these serve the whole model."
+    return Section(title=title, blocks=(Table(columns=columns, rows=rows), alone, *((words,) if capped else ())))
+
+
+def _fit_section(report: ProbeReport) -> Section:
+    """How many tensors of each class every format holds: "3 of 26", or "0 (26) of 26" if scales of their own help."""
+    title, rows = "Tensors that each format holds", []
+    for words in report.classes:
+        members = [t for t in report.tensors if t.words == words]
+        rows.append((words, *(_fit_count(members, i) for i in range(len(report.formats)))))
+    chart = held_chart(report, title)
+    table = Table(columns=("Class", *report.formats), rows=tuple(rows))
+    return Section(title=title, blocks=(*((chart,) if chart else ()), table, _FIT_WORDS))
+
+
+def _fit_count(members: Sequence[ProbedRecord], index: int) -> str:
+    held = sum(t.scaled[index].fits for t in members)
+    own = sum(t.scaled[index].fits_own_scale for t in members)
+    return f"{held} of {len(members)}" if own == held else f"{held} ({own}) of {len(members)}"
+
+
+def _exponent_section(report: ProbeReport) -> Section | None:
+    charts = exponent_charts(report)
+    words = "Elements by exponent, all layers together, above what each format can hold."
+    return Section(title="Where the numbers lie", blocks=(*charts, words), only="page") if charts else None
+
+
+def _heat_section(report: ProbeReport) -> Section | None:
+    heat = heat_map(report)
+    return Section(title="What is lost, by layer and class", blocks=(heat, _HEAT_WORDS), only="page") if heat else None
+
+
+def _tensor_section(report: ProbeReport) -> Section:
+    """Every tensor in layer order; of one format in detail and the worst first, which terminals show too."""
+    if len(report.formats) > 1:
+        lost = (f"{name}: {what}" for name in report.formats for what in ("lost", "SQNR"))
+        columns = ("Elements", *lost, "<Held by")
+        rows: list[Row] = [(t.layer, t.words, _count_cell(t), *_lost_cells(t), _held_by(t)) for t in report.tensors]
+    else:
+        columns = ("To zero", "Subnormal", "Beyond range", "SQNR", "<Held")
+        rows = [(t.layer, t.words, *_detail_cells(t)) for t in worst_first(report.tensors)]
+    blocks: list[Block] = [
+        Table(
+            columns=("Layer", "<Tensor", *columns),
+            rows=tuple(rows),
+            has_names=True,
+            sortable=True,
+            filter="attention output gradient",
+        ),
+        _TENSOR_WORDS if len(report.formats) > 1 else _DETAIL_WORDS,
+    ]
+    if len(report.formats) > 1:
+        return Section(title="Every tensor", blocks=tuple(blocks), only="page")
+    return Section(title=f"Every tensor in {report.formats[0]}, the worst first", blocks=tuple(blocks))
+
+
+def worst_first(tensors: Iterable[ProbedRecord]) -> tuple[ProbedRecord, ...]:
+    """By the share lost in the first format at loss scale 1, then by signal-to-noise ratio."""
+
+    def badness(t: ProbedRecord) -> tuple[float, float]:
+        rates = t.plain[0]
+        return -rates.lost, math.inf if math.isnan(rates.sqnr_db) else rates.sqnr_db
+
+    return tuple(sorted(tensors, key=badness))
+
+
+def _count_cell(t: ProbedRecord) -> Cell:
+    return Cell(text=count_text(t.num_elements), sort=t.num_elements)
+
+
+def _lost_cells(t: ProbedRecord) -> list[Cell]:
+    cells = []
+    for r in t.plain:
+        mark = " ↑" if r.overflow > r.underflow else ""
+        cells += [
+            Cell(text=f"{share_text(r.lost, 1)}{mark}", sort=r.lost),
+            Cell(text=sqnr_text(r.sqnr_db), sort=r.sqnr_db),
+        ]
+    return cells
+
+
+def _detail_cells(t: ProbedRecord) -> Row:
+    rates, held = t.plain[0], t.scaled[0]
+    shares = (Cell(text=share_text(x, 1), sort=x) for x in (rates.underflow, rates.subnormal, rates.overflow))
+    words = "yes" if held.fits else "scaled" if held.fits_own_scale else "no"
+    return *shares, Cell(text=sqnr_text(rates.sqnr_db), sort=rates.sqnr_db), words
+
+
+def _held_by(tensor: ProbedRecord) -> str:
+    """The formats that hold a tensor, those in brackets with a scale of its own only."""
+    names = [r.format if r.fits else f"({r.format})" for r in tensor.scaled if r.fits or r.fits_own_scale]
+    return ", ".join(names) or MISSING
+
+
+def brief_share(share: float) -> str:
+    """A share in per cent with two significant digits."""
+    if share == 0:
+        return "0 %"
+    return f"{100 * share:.2g} %" if share < 0.1 else f"{100 * share:.0f} %"
+
+
+def loss_sentence(
+    tensor: str, format: str, lost: Mapping[str, float], *, log2_scale: int | None, repair: tuple[int, float] | None
+) -> str:
+    """What a tensor loses: "input gradient of q: 19 % underflow in fp16 at loss scale 1; 2^7 brings it to 0.1 %".
+
+    `lost` are shares of its elements by cause. `log2_scale` is None if no loss scale multiplies the tensor; `repair` is
+    a better one, and the share that is still lost there.
+    """
+    losses = [f"{brief_share(share)} {cause}" for cause, share in lost.items() if share > 0]
+    text = f"{tensor}: {', '.join(losses) or 'nothing lost'} in {format}"
+    if log2_scale is not None:
+        text += f" at loss scale {power_text(log2_scale)}"
+    return text if repair is None else f"{text}; {power_text(repair[0])} brings it to {brief_share(repair[1])}"

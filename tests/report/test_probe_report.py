@@ -1,0 +1,164 @@
+"""A probe as a document, from records alone."""
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from lpconv.report.document import Bullets, Cell, Document, Section, Table
+from lpconv.report.html import html
+from lpconv.report.probe import probe_document
+from lpconv.report.probe_charts import exponent_charts, heat_map
+from lpconv.report.terminal import terminal
+from lpconv.results import FormatRates, LossScaleRecord, ProbedRecord, ProbeReport
+
+LAYERS = ("model.embed_tokens", "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj", "lm_head")
+
+
+def rates(name: str, *, under: float = 0.0, over: float = 0.0, sqnr: float = 60.0, scale: int = 0) -> FormatRates:
+    return FormatRates(
+        format=name, log2_loss_scale=scale, underflow=under, subnormal=under / 2, overflow=over, sqnr_db=sqnr,
+        fits=under + over <= 1e-3, fits_own_scale=under <= 1e-3,
+    )  # fmt: skip
+
+
+def tensor(layer: str, words: str, *, under: float = 0.0, over: float = 0.0) -> ProbedRecord:
+    gradient = "gradient" in words
+    plain = (rates("fp16", under=under, over=over), rates("e4m3fn", under=min(2 * under, 1.0), over=over))
+    return ProbedRecord(
+        layer=layer, role=words.replace(" ", "_"), words=words, is_gradient=gradient, num_elements=1000, num_zero=10,
+        num_nonfinite=0, exponents=((-20, 100), (-19, 700), (-2, 190)), plain=plain,
+        scaled=tuple(rates(r.format, scale=7) for r in plain) if gradient else plain,
+    )  # fmt: skip
+
+
+def report() -> ProbeReport:
+    losses = {LAYERS[0]: 0.0, LAYERS[1]: 0.19, LAYERS[2]: 0.004, LAYERS[3]: 0.6}
+    return ProbeReport(
+        name="bert-large", facts={"Model": "BertForMaskedLM", "Text": "corpus.txt"}, formats=("fp16", "e4m3fn"),
+        classes=("weight", "output gradient"), steps_seen=4, steps_recorded=4, losses=(2.5, 2.25), overhead=0.125,
+        tensors=(
+            *(tensor(layer, "weight") for layer in LAYERS[:3]), tensor(LAYERS[3], "weight", over=0.02),
+            *(tensor(layer, "output gradient", under=lost) for layer, lost in losses.items()),
+        ),
+        loss_scales=(
+            LossScaleRecord(format="fp16", log2_scale=7, max_log2_scale=12, worst_underflow_before=0.6,
+                            worst_underflow_after=0.0005),
+            LossScaleRecord(format="e4m3fn", log2_scale=3, max_log2_scale=3, worst_underflow_before=1.0,
+                            worst_underflow_after=0.25),
+        ),
+        findings={"fp16": ("output gradient of lm_head: 60 % underflow in fp16 at loss scale 1",), "e4m3fn": ()},
+        warnings=("not in the checkpoint, so random here: pooler.weight",),
+    )  # fmt: skip
+
+
+def described(**changes: Any) -> Document:
+    return probe_document(replace(report(), **changes))
+
+
+def only_table(section: Section) -> Table:
+    (table,) = (block for block in section.blocks if isinstance(block, Table))
+    return table
+
+
+def test_the_verdict_counts_what_each_format_holds() -> None:
+    document = described()
+    assert document.verdict is not None
+    assert (document.verdict.outcome, document.verdict.text) == (
+        "passed",
+        "of 8 tensors, held with a scale for each: 8 by fp16, 8 by e4m3fn",
+    )
+    drawn = described(facts={"Text": "random ids, seed 0"}).verdict
+    assert drawn is not None
+    assert drawn.text.startswith("measured on random ids, seed 0: ")
+    none = tuple(replace(t, scaled=tuple(replace(r, fits_own_scale=False) for r in t.scaled)) for t in report().tensors)
+    failed = described(tensors=none).verdict
+    assert failed is not None
+    assert failed.outcome == "not run"
+
+
+def test_losses_scales_and_fits_are_told() -> None:
+    document = described()
+    assert document.section("Worst in fp16").blocks[0] == Bullets(lines=report().findings["fp16"])
+    assert document.section("Worst in e4m3fn").blocks == ("Nothing is lost.",)
+    assert document.facts["Loss"] == "2.5, 2.25"
+    assert "corpus.txt" in document.subtitle
+    scales = document.section("Recommended loss scale, for the worst gradient of the model")
+    assert only_table(scales).rows[0] == ("fp16", "2^7", "2^12", "60 %", "0.05 %")
+    assert scales.blocks[-1] == "No loss scale brings every gradient to 0.1 % in e4m3fn: larger ones would overflow."
+    fits = only_table(document.section("Tensors that each format holds"))
+    assert fits.rows[0] == ("weight", "3 (4) of 4", "3 (4) of 4")  # a scale of its own saves what is beyond the range
+    assert fits.rows[1] == ("output gradient", "4 of 4", "4 of 4")  # at the recommended scale
+
+
+def test_one_format_lists_every_tensor_worst_first_on_the_terminal_too() -> None:
+    tensors = tuple(replace(t, plain=t.plain[:1], scaled=t.scaled[:1]) for t in report().tensors)
+    alone = described(formats=("fp16",), tensors=tensors, loss_scales=report().loss_scales[:1])
+    section = alone.section("Every tensor in fp16, the worst first")
+    assert section.only is None
+    table = only_table(section)
+    assert [row[0] for row in table.rows][:4] == [LAYERS[3], LAYERS[1], LAYERS[3], LAYERS[2]]
+    assert table.columns[2:6] == ("To zero", "Subnormal", "Beyond range", "SQNR")
+    both = described().section("Every tensor")
+    assert both.only == "page"
+    assert len(only_table(both).rows) == len(report().tensors)
+    assert all(len(row) == len(only_table(both).columns) for row in only_table(both).rows)
+
+
+def test_a_record_without_gradients_losses_or_tensors() -> None:
+    bare = {"classes": ("weight",), "tensors": report().tensors[:3], "loss_scales": (), "losses": (), "findings": {}}
+    document = described(**bare)
+    assert document.sections[2].blocks == ("No gradient was recorded.",)
+    assert "What is lost, by layer and class" not in [s.title for s in document.sections]  # nothing is
+    empty = described(**bare | {"tensors": (), "classes": ()})
+    assert html(empty)
+    assert terminal(empty)
+
+
+def test_windows_stand_below_the_elements_they_hold() -> None:
+    charts = {c.title: c for c in exponent_charts(report())}
+    chart = charts["Weight"]
+    subnormal, normal, _, e4m3fn = (b for b in chart.boxes if b.kind != "bar")
+    assert (subnormal.kind, normal.kind) == ("subnormal", "normal")
+    assert (subnormal.x[1], normal.x[0], e4m3fn.x[0]) == (-14, -14, -6)
+    assert 0 > normal.y[1] > normal.y[0] > e4m3fn.y[1] > e4m3fn.y[0] > chart.y.low
+    assert [t.label for t in chart.y.ticks if not t.has_line] == ["fp16", "e4m3fn"]
+    bars = {b.x: b.y for b in chart.boxes if b.kind == "bar"}
+    assert bars[-19, -18] == pytest.approx((0, 700 / 990))
+    assert max(share for _, share in bars.values()) < chart.y.high
+
+
+def test_the_outline_is_the_gradient_moved_by_the_loss_scale() -> None:
+    charts = {c.title: c for c in exponent_charts(report())}
+    assert charts["Weight"].marks == ()
+    (outline,) = charts["Output gradient"].marks
+    assert outline.points[0] == (-20 + 7, 0)
+    assert all(x == u or y == v for (x, y), (u, v) in pairwise(outline.points)), "across or up, also over nothing"
+    assert outline.title == "at loss scale 2^7, recommended for fp16"
+
+
+def test_the_heat_map_has_a_cell_for_each_tensor_and_format() -> None:
+    heat = heat_map(report())
+    assert heat is not None
+    assert heat.blocks == ("fp16", "e4m3fn")
+    cells = {(loss.block, loss.layer, loss.column): loss.underflow + loss.overflow for loss in heat.losses}
+    assert len(cells) == len(heat.losses) == 2 * len(report().tensors)
+    assert cells["fp16", "lm_head", "output gradient"] == 0.6
+    assert heat.description.startswith("fp16: at worst 60 %, output gradient of lm_head.")
+
+
+def test_a_tensor_without_signal_has_a_rate_and_no_ratio() -> None:
+    silent = replace(tensor("a", "weight"), exponents=(), plain=(rates("fp16", sqnr=math.nan),) * 2)
+    row = only_table(described(tensors=(silent,)).section("Every tensor")).rows[0]
+    assert isinstance(row[4], Cell)
+    assert row[4].text == "–"
+
+
+def test_a_few_tiny_outliers_do_not_squeeze_the_axis() -> None:
+    outliers = replace(tensor("a", "weight"), exponents=((-120, 1), (-10, 9_999)))
+    (chart,) = exponent_charts(replace(report(), classes=("weight",), tensors=(outliers,), loss_scales=()))
+    assert chart.x.low == -12
+    assert len([b for b in chart.boxes if b.kind == "bar"]) == 1
+    assert "0.01 % lie below the axis" in chart.description
