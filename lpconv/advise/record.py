@@ -14,7 +14,8 @@ from lpconv.checkpoint.contents import read_json
 from lpconv.checkpoint.partfile import write_small
 from lpconv.checkpoint.staging import Staging
 from lpconv.errors import InputError
-from lpconv.report.advise.html import html_advice
+from lpconv.report.advise import advice_document
+from lpconv.report.html import html
 from lpconv.results import AdviceResult, AdviceRow, from_json, json_text
 
 PAGE = "advice.html"
@@ -27,7 +28,7 @@ _MARGIN = 1.1  # of figures that the number of threads may change
 def _write_advice(directory: Path, result: AdviceResult, options: AdviseOptions) -> None:
     """What is known so far, each file in one go. A manifest is there once anything is recommended."""
     write_small(directory / ADVICE_FILE, json_text(result))
-    write_small(directory / PAGE, html_advice(result))
+    write_small(directory / PAGE, html(advice_document(result)))
     advised = {(r.purpose, r.row) for r in result.recommendations}
     rows = [r for r in result.rows if (r.purpose, r.name) in advised]
     if rows:

@@ -28,7 +28,7 @@ from lpconv.probe.advice import findings, loss_scales
 from lpconv.probe.record import GRADIENT_ROLES
 from lpconv.probe.track import probe
 from lpconv.progress import Progress
-from lpconv.report.advise.words import findings_of, recommendation, unknowns
+from lpconv.report.advise import findings_of, recommendation, unknowns
 from lpconv.results import AdviceResult, AdviceRow, LayerPart, Recommendation, to_json
 
 _INFER_SHARE = 0.4  # of the time, where there is training to advise on as well

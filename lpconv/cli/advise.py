@@ -24,16 +24,16 @@ def advise(
     from lpconv.advise.record import MANIFEST, PAGE, kept
     from lpconv.advise.run import advise as measure
     from lpconv.cli.progress import progress_for
-    from lpconv.report.advise.terminal import render_advice
+    from lpconv.report.advise import advice_document
 
     target = output_of(output, model, "advice")
     with kept(
-        target, options, lambda partial: None if json else print_result(partial, render_advice, json=False)
+        target, options, lambda partial: None if json else print_result(partial, advice_document, json=False)
     ) as keep:
         with progress_for(quiet=quiet) as progress:
             result = measure(model, target, options, progress=progress, keep=keep, command=typed_command())
         keep(result)
-    print_result(result, render_advice, json=json)
+    print_result(result, advice_document, json=json)
     if json:
         return
     print(f"\nThe page with plots is {target / PAGE}.")

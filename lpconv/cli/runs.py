@@ -17,8 +17,7 @@ from lpconv.convert.tensor_records import format_ranges
 from lpconv.errors import InputError, UsageError
 from lpconv.lookup import no_directory
 from lpconv.probe.options import PROBE_FILE
-from lpconv.report.advise.html import html_advice
-from lpconv.report.advise.terminal import render_advice
+from lpconv.report.advise import advice_document
 from lpconv.report.bench import bench_document, compare_benches
 from lpconv.report.convert.html import html_compare, html_report
 from lpconv.report.convert.terminal import render_compare, render_convert
@@ -195,8 +194,8 @@ _KINDS = (
         kind="advice",
         file=ADVICE_FILE,
         read=read_advice,
-        page=html_advice,
-        table=render_advice,
+        page=lambda result: html(advice_document(result)),
+        table=advice_document,
         line=lambda result: (result.name, " ".join(r.words for r in result.recommendations)),
         page_file=PAGE,
     ),

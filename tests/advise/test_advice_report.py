@@ -1,23 +1,15 @@
 """An advice on the terminal and as a page."""
 
-import io
 import math
-import re
 from dataclasses import replace
 
+import pytest
 from advice_examples import a_row, an_advice, gap
 
-from lpconv.report.advise.html import front_plot, html_advice
-from lpconv.report.advise.terminal import render_advice
-from lpconv.report.advise.words import recommendation, unknowns
-from lpconv.report.terminal import show
-from lpconv.results import AdviceResult, from_json, to_json
-
-
-def printed(result: AdviceResult) -> str:
-    file = io.StringIO()
-    show(render_advice(result), file=file)
-    return file.getvalue()
+from lpconv.report.advise import advice_document, recommendation, unknowns
+from lpconv.report.advise_charts import front_chart
+from lpconv.report.document import Code, Folded, Table
+from lpconv.results import AdviceResult, Recommendation, from_json, to_json
 
 
 def test_the_record_survives_json() -> None:
@@ -47,34 +39,47 @@ def test_what_is_not_known_is_said() -> None:
         assert words in said
 
 
-def test_terminal_and_page_hold_the_command_and_every_candidate_that_none_beats() -> None:
+def test_a_document_says_what_to_do_first_and_folds_what_cannot_be_best() -> None:
     pruned = a_row("unit e5m2", status="pruned", why="unit e4m3fn is no larger", gap=None)
-    result = an_advice(a_row(), a_row("unit fp16", size_bytes=2_000_000, gap=gap(1e-6, 1e-6)), pruned)
-    for text in (printed(result), html_advice(result)):
-        for words in ("unit e4m3fn, rows", "unit fp16", "lpconv x", "a.weight"):
-            assert words in text.replace("<wbr>", "")
-    assert "unit e5m2" in html_advice(result)
-    assert "unit e5m2" not in printed(result)
-    assert "1 more cannot be better than these" in printed(result)
+    failed = a_row("unit fp16", status="failed", why="the loss is inf", gap=None)
+    document = advice_document(an_advice(a_row(), failed, pruned))
+    assert document.verdict is not None
+    assert document.verdict.outcome == "passed"
+    assert document.verdict.text.startswith("recommended: unit e4m3fn, rows for inference")
+    assert [code.lines for code in document.all_of(Code)] == [("lpconv x",)]
+    table, *_ = document.all_of(Table)
+    assert [(row[0], row[-1]) for row in table.rows] == [
+        ("unit e4m3fn, rows", "8 windows"), ("unit fp16", "failed: the loss is inf"),
+    ]  # fmt: skip
+    (folded,) = document.all_of(Folded)
+    assert folded.title == "1 more cannot be better than these, and why"
+    assert folded.table.rows[0][0] == "unit e5m2"
+
+
+def test_without_a_recommendation_the_verdict_is_no_pass() -> None:
+    nothing = Recommendation(purpose="train", row=None, words="Nothing.", command=None)
+    verdict = advice_document(an_advice(recommendations=(nothing,))).verdict
+    assert verdict is not None
+    assert (verdict.outcome, verdict.text) == ("not run", "recommended: nothing for training")
 
 
 def test_the_front_marks_what_is_recommended_and_leaves_out_what_was_not_measured() -> None:
     result = an_advice(a_row(), a_row("b", size_bytes=2_000_000), a_row("c", status="unmeasured", gap=None))
-    plot = front_plot(result, "infer")
-    assert plot is not None
-    assert {m.title for m in plot.marks} == {"budget", "the model itself", "unit e4m3fn, rows", "b"}
-    assert sum("series-1" in m.kind for m in plot.marks) == 2  # its bar and its mark
-    assert front_plot(replace(result, rows=result.rows[2:]), "infer") is None
+    chart = front_chart(result, "infer", "Inference")
+    assert chart is not None
+    assert {m.title for m in chart.marks} == {"budget", "the model itself", "unit e4m3fn, rows", "b"}
+    assert sum("series-1" in m.kind for m in chart.marks) == 2  # its bar and its mark
+    assert [label.text for label in chart.labels] == ["unit e4m3fn, rows"]
+    assert front_chart(replace(result, rows=result.rows[2:]), "infer", "Inference") is None
 
 
 def test_in_the_front_gaps_below_zero_lie_below_it() -> None:
     result = an_advice(a_row(gap=gap(-0.002, 0.001)), a_row("b", size_bytes=2_000_000, gap=gap(0.2, 0.1)))
-    plot = front_plot(result, "infer")
-    assert plot is not None
-    heights = {t.label: t.position for t in plot.y_ticks}
+    chart = front_chart(result, "infer", "Inference")
+    assert chart is not None
+    heights = {t.label: t.at for t in chart.y.ticks}
     assert list(heights) == ["-0.001", "0", "0.001", "0.01", "0.1"]
-    assert sorted(heights.values(), reverse=True) == list(heights.values())
-    top, bottom = (float(y) for y in re.findall(r"[ V]([\d.]+)", plot.marks[2].path))
-    assert heights["0"] < top
-    assert heights["-0.001"] == top  # the upper end of -0.002 ± 0.001
-    assert top < bottom < plot.bottom
+    assert sorted(heights.values()) == list(heights.values())
+    (_, top), (_, bottom) = chart.marks[2].points
+    assert top == pytest.approx(heights["-0.001"])  # the upper end of -0.002 ± 0.001
+    assert heights["0"] > top > bottom > chart.y.low

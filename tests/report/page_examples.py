@@ -9,7 +9,7 @@ from bench_records import CPU_PEAKS, GEMMS, row
 from report_examples import bert_result, llama_result
 
 from lpconv.bench.roofline import verdict
-from lpconv.report.advise.html import html_advice
+from lpconv.report.advise import advice_document
 from lpconv.report.bench import bench_document, compare_benches
 from lpconv.report.convert.html import html_compare, html_report
 from lpconv.report.convert.words import summary
@@ -207,7 +207,7 @@ def example_pages() -> dict[str, str]:
         "bench": html(bench_document(bench())),
         "finetunes": html_finetunes([finetune(), finetune(recipe="bf16")], ["bert-large-unit-fp8-collage", "bf16"]),
         "benches": html(compare_benches([bench(), bench()], ["monday", "tuesday"])),
-        "advice": html_advice(advice()),
+        "advice": html(advice_document(advice())),
         "verify": html(verify_document(verification())),
         "index": html_index("runs", [_entry(name) for name in LAYERS[:5]], {"Conversions": "index-conversions.html"}),
     }

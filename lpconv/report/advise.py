@@ -1,28 +1,111 @@
-"""An advice in words: recommendations, what is not known, and the cells of its table."""
+"""An advice described: what to do for each purpose and what it costs, every candidate, and what is not known."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import PurePath
 
+from lpconv.report.advise_charts import front_chart, parts_chart
+from lpconv.report.document import (
+    Bullets,
+    Code,
+    Document,
+    Folded,
+    Section,
+    Table,
+    Tile,
+    Verdict,
+    chart_sections,
+    sections_of,
+)
 from lpconv.report.numbers import MISSING, change_text, duration_text, number_text, plural, size_text, sqnr_text
-from lpconv.results import AdviceResult, AdviceRow, GapEstimate, LossScaleRecord
+from lpconv.results import AdviceResult, AdviceRow, GapEstimate, LossScaleRecord, Recommendation
 
-HEADINGS = {"infer": "Inference", "train": "Training"}
-COLUMNS = {
+_PARTS = 12  # tensors in the table
+_HEADINGS = {"infer": "Inference", "train": "Training"}
+_COLUMNS = {
     "infer": ("Conversion", "Size", "Memory", "Step", "Gap", "<95 % interval", "<Why"),
     "train": ("Recipe", "Memory", "Step", "Gap", "<95 % interval", "<Why"),
 }
-PART_COLUMNS = ("Tensor", "Format", "Bits", "SQNR, dB", "Part")
-_PARTS = 12
+_PART_COLUMNS = ("Tensor", "Format", "Bits", "SQNR, dB", "Part")
 
 
-def of_purpose(result: AdviceResult, purpose: str) -> tuple[AdviceRow, ...]:
+def advice_document(result: AdviceResult) -> Document:
+    """The recommendations first, then every candidate of each purpose, and what is not known."""
+    parts = Table(columns=_PART_COLUMNS, rows=_part_rows(result), has_names=True)
+    return Document(
+        kind="advice",
+        title=PurePath(result.name).name or result.name,
+        subtitle="What low precision buys, and what it costs",
+        verdict=_verdict(result),
+        tiles=_tiles(result),
+        warnings=result.warnings,
+        sections=(
+            *(_purpose_section(result, advised) for advised in result.recommendations),
+            *chart_sections(
+                *(front_chart(result, p, heading) for p, heading in _HEADINGS.items()), parts_chart(result)
+            ),
+            *sections_of(
+                *(_candidate_section(result, p) for p in _HEADINGS),
+                Section(title=f"Where {result.parts_of} costs most", blocks=(parts,)),
+                Section(title="One step in low precision", blocks=(Bullets(lines=result.findings),)),
+                Section(title="What this does not know", blocks=(Bullets(lines=result.unknowns),)),
+            ),
+        ),
+        facts={**result.facts, "Took": duration_text(result.seconds)},
+        command=result.command,
+        versions=result.versions,
+    )
+
+
+def _verdict(result: AdviceResult) -> Verdict | None:
+    """What is recommended for each purpose; "not run" if nothing is for one of them."""
+    if not result.recommendations:
+        return None
+    parts = (f"{r.row or 'nothing'} for {_HEADINGS[r.purpose].lower()}" for r in result.recommendations)
+    is_whole = all(r.row for r in result.recommendations)
+    return Verdict(outcome="passed" if is_whole else "not run", text=f"recommended: {'; '.join(parts)}")
+
+
+def _purpose_section(result: AdviceResult, advised: Recommendation) -> Section:
+    command = (Code(lines=(advised.command,)),) if advised.command else ()
+    return Section(title=_HEADINGS[advised.purpose], blocks=(advised.words, *command))
+
+
+def _candidate_section(result: AdviceResult, purpose: str) -> Section:
+    """The candidates of a purpose, best first; those that cannot be the best are folded away, for they are many."""
+    rows = _of_purpose(result, purpose)
+    shown = tuple(_cells(result, r) for r in rows if r.status != "pruned")
+    pruned = tuple(_cells(result, r) for r in rows if r.status == "pruned")
+    title = f"{len(pruned)} more cannot be better than these, and why"
+    folded = Folded(title=title, table=Table(columns=_COLUMNS[purpose], rows=pruned))
+    blocks = (Table(columns=_COLUMNS[purpose], rows=shown), *((folded,) if pruned else ()))
+    return Section(title=f"{_HEADINGS[purpose]}: every candidate, best first", blocks=blocks)
+
+
+def _tiles(result: AdviceResult) -> tuple[Tile, ...]:
+    by_name = {(r.purpose, r.name): r for r in result.rows}
+    tiles: list[Tile] = []
+    for advised in result.recommendations:
+        row = by_name.get((advised.purpose, advised.row or ""))
+        if row is None or row.gap is None:
+            detail = "stays within the budget for certain"
+            tiles.append(Tile(label=_HEADINGS[advised.purpose], figure="nothing", detail=detail))
+            continue
+        detail = f"gap {_gap_text(row.gap, _unit_of(result, row))}"
+        tiles.append(Tile(label=_HEADINGS[advised.purpose], figure=row.name, detail=detail))
+    counted = sum(r.status == "measured" for r in result.rows)
+    detail = f"of {len(result.rows)}, {duration_text(result.seconds)}"
+    return (*tiles, Tile(label="Tried", figure=plural(counted, "candidate"), detail=detail))
+
+
+def _of_purpose(result: AdviceResult, purpose: str) -> tuple[AdviceRow, ...]:
     """The rows for a purpose, best first."""
     return tuple(r for r in result.rows if r.purpose == purpose)
 
 
-def cells(result: AdviceResult, row: AdviceRow) -> tuple[str, ...]:
+def _cells(result: AdviceResult, row: AdviceRow) -> tuple[str, ...]:
     """A row of the table of its purpose."""
-    gap, interval = _gap_cells(row.gap, unit_of(result, row))
+    gap, interval = _gap_cells(row.gap, _unit_of(result, row))
     size = (size_text(row.size_bytes),) if row.purpose == "infer" else ()
     return (row.name, *size, size_text(row.memory_bytes), duration_text(row.step_time_s), gap, interval, _why(row))
 
@@ -35,7 +118,7 @@ def _why(row: AdviceRow) -> str:
     return counted if row.meets or not is_known else f"{counted}; not certain to meet the budget"
 
 
-def unit_of(result: AdviceResult, row: AdviceRow) -> str:
+def _unit_of(result: AdviceResult, row: AdviceRow) -> str:
     """What the gap of a row is: of a loss, or of outputs."""
     return "loss" if row.purpose == "train" else result.metric
 
@@ -53,7 +136,7 @@ def _value_text(value: float, unit: str) -> str:
     return f"{100 * value:.2g} %" if unit == "output" else f"{value:+.4f}"
 
 
-def gap_text(gap: GapEstimate, unit: str) -> str:
+def _gap_text(gap: GapEstimate, unit: str) -> str:
     """A gap with its interval, in the words of a sentence."""
     value, interval = _gap_cells(gap, unit)
     return f"{value}{'' if unit == 'output' else ' nats'} ({interval})"
@@ -72,7 +155,7 @@ def _convert_words(result: AdviceResult, row: AdviceRow) -> str:
     what = "the loss on the text changes by" if result.metric == "loss" else "the relative error of the outputs is"
     return (
         f"Convert with {row.name}: {size_text(row.size_bytes)} instead of {size_text(result.source_bytes)} ({change}). "
-        f"On {plural(row.gap.count, 'window')} {what} {gap_text(row.gap, result.metric)}, within the "
+        f"On {plural(row.gap.count, 'window')} {what} {_gap_text(row.gap, result.metric)}, within the "
         f"{_budget_text(result, result.metric)} allowed."
     )
 
@@ -83,14 +166,14 @@ def _train_words(result: AdviceResult, row: AdviceRow) -> str:
     whole = plural(int(result.options["steps"]), "step")
     return (
         f"Train with the recipe {row.name}. From {tried}, a run of {whole} is foretold "
-        f"to end {gap_text(row.gap, 'loss')} from its fp32 twin, within the {_budget_text(result, 'loss')} allowed. "
+        f"to end {_gap_text(row.gap, 'loss')} from its fp32 twin, within the {_budget_text(result, 'loss')} allowed. "
         f"A step takes {size_text(row.memory_bytes)} of memory ({row.memory_from}).{_fastest(result, row)}"
     )
 
 
 def _fastest(result: AdviceResult, row: AdviceRow) -> str:
     """The one with the shortest steps, where that is another one."""
-    timed = [r for r in of_purpose(result, row.purpose) if r.meets and r.step_time_s]
+    timed = [r for r in _of_purpose(result, row.purpose) if r.meets and r.step_time_s]
     fastest = min(timed, key=lambda r: r.step_time_s or math.inf, default=row)
     if not row.step_time_s or not fastest.step_time_s or fastest.step_time_s > 0.9 * row.step_time_s:
         return ""
@@ -104,7 +187,7 @@ def _budget_text(result: AdviceResult, unit: str) -> str:
 
 
 def _none(result: AdviceResult, purpose: str) -> str:
-    rows = [r for r in of_purpose(result, purpose) if r.status == "measured" and r.gap is not None]
+    rows = [r for r in _of_purpose(result, purpose) if r.status == "measured" and r.gap is not None]
     if not rows:
         return "Nothing was measured for this, so nothing is recommended."
     unit = "loss" if purpose == "train" else result.metric
@@ -113,7 +196,7 @@ def _none(result: AdviceResult, purpose: str) -> str:
     limit = _budget_text(result, unit)
     return (
         f"Nothing that was measured is certain to stay within {limit} and the memory allowed. The nearest is "
-        f"{nearest.name}: {gap_text(nearest.gap, unit)}. More minutes narrow the interval; a larger quality= in "
+        f"{nearest.name}: {_gap_text(nearest.gap, unit)}. More minutes narrow the interval; a larger quality= in "
         "--budget allows more."
     )
 
@@ -155,7 +238,7 @@ def findings_of(findings: Mapping[str, tuple[str, ...]], loss_scales: Iterable[L
     return (*worst, *scales)
 
 
-def part_rows(result: AdviceResult) -> tuple[tuple[str, ...], ...]:
+def _part_rows(result: AdviceResult) -> tuple[tuple[str, ...], ...]:
     """The tensors that cost most, each with its part."""
     unit = " nats" if result.metric == "loss" else ""
     return tuple(

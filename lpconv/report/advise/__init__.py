@@ -1,1 +1,0 @@
-"""An advice: ranked candidates and a recommendation, on the terminal and as a page."""

@@ -1,0 +1,92 @@
+"""Charts of an advice: quality against what each candidate takes, and the part of each tensor."""
+
+import math
+from dataclasses import replace
+
+from lpconv.report.charts import Axis, Bar, Chart, Label, Mark, Tick, bar_chart, round_step, stepped_axis
+from lpconv.report.numbers import size_text
+from lpconv.results import AdviceResult, AdviceRow
+
+_PARTS = 8  # tensors
+_ITSELF = Mark(kind="series-2", shape="square", title="the model itself")
+
+
+def front_chart(result: AdviceResult, purpose: str, heading: str) -> Chart | None:
+    """Gap against size, of training against memory, with intervals; None if there are not two to compare.
+
+    Gaps on both sides of zero have their place: the axis is linear up to a tenth of the budget's power of ten, and
+    logarithmic beyond (asinh).
+    """
+    rows = [r for r in result.rows if r.purpose == purpose and _is_drawn(r)]
+    start = float(result.source_bytes) if purpose == "infer" else 0.0
+    if len(rows) + bool(start) < 2 or not rows:
+        return None
+    quality = float(result.options["budget"]["quality"])
+    unit = 10.0 ** (math.floor(math.log10(quality)) - 1)
+    ends = [0.0, quality, *(e for r in rows if r.gap for e in (r.gap.low, r.gap.high))]
+    right = 1.05 * max(start, *(_taken(r) for r in rows))
+    advised = {a.row for a in result.recommendations if a.purpose == purpose}
+    budget = math.asinh(quality / unit)
+    marks = [Mark(kind="move", shape="line", title="budget", points=((0, budget), (right, budget)))]
+    if start:
+        marks.append(replace(_ITSELF, points=((start, 0.0),)))
+    measured = Mark(kind="series-0", shape="circle", title="gap, measured")
+    best = Mark(kind="series-1", shape="diamond", title="recommended")
+    for r in rows:
+        marks += _front_marks(r, best if r.name in advised else measured, unit)
+    labels = (Label(x=_taken(r), y=_height(r, unit), text=r.name) for r in rows if r.name in advised)
+    title = f"{heading}: quality against {'size' if purpose == 'infer' else 'memory'}"
+    what = "size on disk" if purpose == "infer" else "memory of a step"
+    return Chart(
+        title=title,
+        description="Lower and further left is better. Bars are 95 % intervals, the line is the budget. The scale of "
+        f"gaps is linear around zero and logarithmic beyond {unit:g}.",
+        x=stepped_axis(0.0, right, round_step(right / 4), size_text, what),
+        y=_gap_axis(unit, min(ends), max(ends)),
+        marks=tuple(marks),
+        labels=tuple(labels),
+        legend=(best, measured, *([_ITSELF] if start else [])),
+    )
+
+
+def _gap_axis(unit: float, low: float, high: float) -> Axis:
+    """Zero, and powers of ten from `unit` on, on either side as far as the gaps go."""
+    powers = [unit * 10.0**n for n in range(20)]
+    gaps = [*(-p for p in powers if -p >= low), 0.0, *(p for p in powers if p <= high)]
+    return Axis(
+        low=math.asinh(low / unit) - 0.3,
+        high=math.asinh(high / unit) + 0.3,
+        ticks=tuple(Tick(at=math.asinh(gap / unit), label=f"{gap:g}") for gap in gaps),
+    )
+
+
+def _front_marks(row: AdviceRow, mark: Mark, unit: float) -> tuple[Mark, Mark]:
+    assert row.gap is not None
+    x, ends = _taken(row), (row.gap.high, row.gap.low)
+    interval = tuple((x, math.asinh(gap / unit)) for gap in ends)
+    return (
+        Mark(kind=f"line {mark.kind}", shape="line", title=row.name, points=interval),
+        replace(mark, title=row.name, points=((x, _height(row, unit)),)),
+    )
+
+
+def _height(row: AdviceRow, unit: float) -> float:
+    assert row.gap is not None
+    return math.asinh(row.gap.value / unit)
+
+
+def _taken(row: AdviceRow) -> float:
+    """What a candidate takes: bytes on disk, or of memory in training."""
+    return float((row.size_bytes if row.purpose == "infer" else row.memory_bytes) or 0)
+
+
+def _is_drawn(row: AdviceRow) -> bool:
+    return row.status == "measured" and row.gap is not None and math.isfinite(row.gap.high) and _taken(row) > 0
+
+
+def parts_chart(result: AdviceResult) -> Chart | None:
+    """The tensors that cost most, as bars."""
+    bars = [Bar(name=p.tensor, text=f"{p.divergence:.1e}", lengths=(p.divergence,)) for p in result.parts[:_PARTS]]
+    words = "nats of divergence" if result.metric == "loss" else "relative error of the output"
+    about = f"The model with that tensor alone as {result.parts_of} stores it; those that cost most."
+    return bar_chart("Each tensor's part", about, bars, x_label=words, tick=lambda value: f"{value:.2g}")
