@@ -33,7 +33,7 @@ from typing import Any
 import planted
 import torch
 
-from lpconv.report.finetune.words import figure_text, noise_text
+from lpconv.report.finetune_words import figure_text, noise_text
 from lpconv.results import RunRecord, from_json, to_json
 from lpconv.train.exact import IN_FP32, renamed
 from lpconv.train.options import FinetuneOptions

@@ -88,7 +88,7 @@ def test_nothing_imports_the_package_that_stands_on_top() -> None:
 
 def test_reports_of_one_kind_do_not_import_those_of_another() -> None:
     kinds = {p.name for p in (ROOT / "report").iterdir() if (p / "__init__.py").exists()}
-    assert {"convert", "finetune"} <= kinds
+    assert {"convert"} <= kinds
     for path in (ROOT / "report").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lpconv.report."):

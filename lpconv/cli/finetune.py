@@ -79,7 +79,7 @@ def finetune(
 def _train(model: str, options: FinetuneOptions, output: str | None, *, json: bool, quiet: bool) -> None:
     from lpconv.cli.progress import progress_for
     from lpconv.machine import is_first_process
-    from lpconv.report.finetune.terminal import render_finetune
+    from lpconv.report.finetune import finetune_document
     from lpconv.results import to_json
     from lpconv.train import run
     from lpconv.train.outcome import gate_problem
@@ -91,7 +91,7 @@ def _train(model: str, options: FinetuneOptions, output: str | None, *, json: bo
         return
     error = gate_problem(result)
     if error is None or not json:  # else the error's details hold the result
-        print_result(result, render_finetune, json=json)
+        print_result(result, finetune_document, json=json)
     if not json:
         print(
             f"\nThe page with plots is {target / 'report.html'}; the model opens with from_pretrained({str(target)!r})."

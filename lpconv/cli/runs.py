@@ -23,13 +23,10 @@ from lpconv.report.convert.html import html_compare, html_report
 from lpconv.report.convert.terminal import render_compare, render_convert
 from lpconv.report.convert.words import method_name, size_sentence
 from lpconv.report.document import Document
-from lpconv.report.finetune.compare import finetune_figures, html_finetunes
-from lpconv.report.finetune.html import html_finetune
-from lpconv.report.finetune.terminal import render_finetune
-from lpconv.report.finetune.words import title, verdict
+from lpconv.report.finetune import compare_finetunes, finetune_document
+from lpconv.report.finetune_words import title, verdict
 from lpconv.report.html import html
 from lpconv.report.probe import probe_document
-from lpconv.report.terminal import SideBySide
 from lpconv.report.verify import outcome_of, verify_document, verify_sentence
 from lpconv.results import ConvertResult, FinetuneResult, ProbeReport, Verification, from_json
 from lpconv.train.folder import REPORT
@@ -224,11 +221,11 @@ _KINDS = (
         kind="finetune",
         file=REPORT,
         read=lambda path: from_json(FinetuneResult, read_json(path)),
-        page=html_finetune,
-        table=render_finetune,
+        page=lambda result: html(finetune_document(result)),
+        table=finetune_document,
         line=lambda result: (title(result), verdict(result)),
-        pages=html_finetunes,
-        tables=lambda results, names: SideBySide(names=tuple(names), figures=finetune_figures(results)),
+        pages=lambda results, names: html(compare_finetunes(results, names)),
+        tables=compare_finetunes,
     ),
     Kind(
         name="Verifications",

@@ -14,6 +14,7 @@ from lpconv.report.document import (
     Tile,
     Verdict,
     chart_sections,
+    failed_gates,
     gates_section,
     sections_of,
 )
@@ -79,11 +80,10 @@ def _verdict(result: BenchResult) -> Verdict:
     if not all(g.passed for g in result.gates):
         outcome = "failed"
     if best is None:
-        return Verdict(outcome=outcome, text="no row was compared with a baseline")
+        return Verdict(outcome=outcome, text=f"{failed_gates(result.gates)}no row was compared with a baseline")
     word, row = best
-    failed = "a gate failed; " if outcome == "failed" else ""
     speed = f"{ratio_text(row.ratio)} times the baseline's speed"
-    return Verdict(outcome=outcome, text=f"{failed}{row.name} is {word}: {speed}")
+    return Verdict(outcome=outcome, text=f"{failed_gates(result.gates)}{row.name} is {word}: {speed}")
 
 
 def _tiles(result: BenchResult) -> tuple[Tile, ...]:

@@ -68,6 +68,11 @@ class Table:
     most: int | None = None
 
 
+def texts_of(table: Table) -> list[list[str]]:
+    """The texts of a table's cells."""
+    return [[cell if isinstance(cell, str) else cell.text for cell in row] for row in table.rows]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Facts:
     """Labels and values."""
@@ -208,6 +213,11 @@ def gates_section(gates: Sequence[GateRecord]) -> Section | None:
         outcome="failed" if failed else "passed",
         blocks=(Checks(checks=tuple(map(_gate_check, gates))),),
     )
+
+
+def failed_gates(gates: Sequence[GateRecord]) -> str:
+    """Which gates failed, to begin a verdict with; empty if none did."""
+    return "".join(f"gate {g.expression} failed; " for g in gates if not g.passed)
 
 
 def _gate_check(gate: GateRecord) -> Check:

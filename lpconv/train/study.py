@@ -14,9 +14,11 @@ from lpconv.convert.provenance import versions
 from lpconv.gates import FINETUNE_GATES
 from lpconv.models.opening import Opened
 from lpconv.progress import Progress
-from lpconv.report.finetune.card import finetune_card
-from lpconv.report.finetune.html import html_finetune
-from lpconv.report.finetune.words import nothing_learned
+from lpconv.report.cards import finetune_card
+from lpconv.report.finetune import finetune_document
+from lpconv.report.finetune_words import nothing_learned
+from lpconv.report.html import html
+from lpconv.report.markdown import markdown
 from lpconv.report.numbers import listed, plural
 from lpconv.results import FinetuneResult, RunRecord, json_text, to_json
 from lpconv.train.baseline import baselines
@@ -82,10 +84,10 @@ def study(
 
 def _write(output: Path, result: FinetuneResult) -> None:
     """All that lies beside the model; the report last, so that a folder with it is complete."""
-    write_small(output / "README.md", finetune_card(result))
+    write_small(output / "README.md", markdown(finetune_card(result)))
     remove_leftovers(output)
     with in_place(output):
-        write_small(output / PAGE, html_finetune(result))
+        write_small(output / PAGE, html(finetune_document(result)))
         write_small(output / REPORT, json_text(result))
 
 

@@ -67,7 +67,7 @@ def test_a_gate_that_failed_is_the_verdict() -> None:
     document = bench_document(judged(*ROWS, gates=gates))
     assert document.verdict is not None
     assert document.verdict.outcome == "failed"
-    assert document.verdict.text.startswith("a gate failed; fp8 static is fastest")
+    assert document.verdict.text.startswith("gate speedup>=2 failed; fp8 static is fastest")
     assert document.section("1 of 1 gates failed").outcome == "failed"
 
 

@@ -13,8 +13,7 @@ from lpconv.report.advise import advice_document
 from lpconv.report.bench import bench_document, compare_benches
 from lpconv.report.convert.html import html_compare, html_report
 from lpconv.report.convert.words import summary
-from lpconv.report.finetune.compare import html_finetunes
-from lpconv.report.finetune.html import html_finetune
+from lpconv.report.finetune import compare_finetunes, finetune_document
 from lpconv.report.html import html
 from lpconv.report.page import RunEntry, html_index
 from lpconv.report.plot import FormatRange
@@ -203,9 +202,11 @@ def example_pages() -> dict[str, str]:
         "convert-llama": html_report(llama, RANGES),
         "compare": html_compare([converted, collage, llama], RANGES),
         "probe": html(probe_document(probe())),
-        "finetune": html_finetune(finetune()),
+        "finetune": html(finetune_document(finetune())),
         "bench": html(bench_document(bench())),
-        "finetunes": html_finetunes([finetune(), finetune(recipe="bf16")], ["bert-large-unit-fp8-collage", "bf16"]),
+        "finetunes": html(
+            compare_finetunes([finetune(), finetune(recipe="bf16")], ["bert-large-unit-fp8-collage", "bf16"])
+        ),
         "benches": html(compare_benches([bench(), bench()], ["monday", "tuesday"])),
         "advice": html(advice_document(advice())),
         "verify": html(verify_document(verification())),

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from lpconv.errors import UnsupportedError, UsageError
 from lpconv.models.tasks import find_task, main_input
-from lpconv.report.finetune.words import verdict
+from lpconv.report.finetune_words import verdict
 from lpconv.results import FinetuneResult
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.recipes import arithmetic

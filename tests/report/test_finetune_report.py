@@ -2,19 +2,22 @@
 
 import dataclasses
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
-import yaml
 
 from lpconv.errors import InputError
-from lpconv.report.charts_old import Bar, Line, bar_plot, line_plot
-from lpconv.report.finetune.card import finetune_card
-from lpconv.report.finetune.html import html_finetune
-from lpconv.report.finetune.words import gap_rows, held_out_words, nothing_learned, verdict, worst_tracked
+from lpconv.report.cards import finetune_card
+from lpconv.report.charts import HeatMap
+from lpconv.report.document import Code, Prose, Table, texts_of
+from lpconv.report.finetune import compare_finetunes, finetune_document
+from lpconv.report.finetune_words import gap_table, held_out_words, nothing_learned, verdict, worst_tracked
+from lpconv.report.markdown import markdown
 from lpconv.results import (
     FinetuneResult,
     GapRecord,
+    GateRecord,
     HeldOutRecord,
     NonfiniteRecord,
     RunRecord,
@@ -73,17 +76,40 @@ def test_without_a_twin_nothing_is_claimed() -> None:
 
 
 def test_perplexity_is_that_of_the_losses() -> None:
-    rows = {row[0]: row for row in gap_rows(result())}
-    assert rows["held-out perplexity"][1:4] == (f"{math.exp(1.5):.5g}", f"{math.exp(1.25):.5g}", "+28 %")
+    rows = {row[0]: row for row in texts_of(gap_table(result()))}
+    assert rows["held-out perplexity"][1:4] == [f"{math.exp(1.5):.5g}", f"{math.exp(1.25):.5g}", "+28 %"]
 
 
-def test_the_page_shows_curves_losses_and_escapes_names() -> None:
-    page = html_finetune(result())
-    for words in ("Training loss", "Loss scale, log2", "What reached memory of the updates", "a.c, backward, step 2"):
-        assert words in page
-    assert "a.&lt;b&gt;" in page
-    assert "a.<b>" not in page
-    assert "0.25 ± 0.1" in page.replace("+", "")
+def test_curves_losses_and_layers_are_described() -> None:
+    document = finetune_document(result())
+    assert {"Held-out loss", "Training loss", "The gap", "Loss scale, log2"} <= document.charts.keys()
+    assert "What reached memory of the updates" in document.charts
+    assert document.tiles[0].figure == "+0.25 ± 0.1"
+    assert "first value that was not finite: a.c, backward, step 2" in str(document.section("On the way"))
+    (heat,) = document.all_of(HeatMap)
+    assert (heat.blocks, heat.columns) == (("weight", "output gradient"), ("1",))
+    assert heat.description == "At worst 50 %: weight of a.c at step 1 in e4m3fn: 0 % underflow, 50 % overflow."
+
+
+@pytest.mark.parametrize(("passed", "outcome"), [(True, "passed"), (False, "failed")])
+def test_a_gate_decides_the_outcome(passed: bool, outcome: str) -> None:
+    gate = GateRecord(expression="loss_gap<=0.1", value=0.25, passed=passed)
+    found = finetune_document(result(gates=(gate,))).verdict
+    assert found is not None
+    assert found.outcome == outcome
+    alone = finetune_document(result(gaps=(), twin=None, runs=(run("run"),))).verdict
+    assert alone is not None
+    assert alone.outcome == "not run"
+
+
+def test_a_guess_far_off_is_told_instead_of_drawn() -> None:
+    near, far = (
+        finetune_document(result(held_out=(replace(held_out("run", "eval_loss", 2.0, 1.5), baseline=guess),)))
+        for guess in (2.1, 60.0)
+    )
+    assert [m.title for m in near.charts["Held-out loss"].legend][-1].startswith("guess")
+    assert near.charts["Held-out loss"].marks[0].shape == "area"
+    assert "is far off: 60" in far.charts["Held-out loss"].description
 
 
 def held_out(role: str, metric: str, before: float, after: float, error: float = 0.01) -> HeldOutRecord:
@@ -108,8 +134,7 @@ def test_a_gap_is_no_verdict_where_nothing_was_learned(run_after: float, twin_af
     found = result(task="classification", held_out=records, gaps=(gap,))
     assert words in verdict(found)
     assert len(nothing_learned(found)) == sum(x < 0.7 for x in (run_after, twin_after))
-    page = html_finetune(found)
-    assert "On 64 of 97 held-out examples" in page
+    assert "On 64 of 97 held-out examples" in str(finetune_document(found))
 
 
 def test_a_loss_that_fell_within_its_error_taught_nothing() -> None:
@@ -123,11 +148,13 @@ def test_a_record_comes_back_from_json() -> None:
 
 
 def test_the_card_says_how_to_open_what_was_saved() -> None:
-    assert "import lpconv.hf" in finetune_card(result())
-    card = finetune_card(result(saved_as="collage bf16"))
-    assert "import lpconv.hf" not in card
-    assert "collage/" in card
-    assert "a \\| table" in card
+    (code,) = finetune_card(result()).all_of(Code)
+    assert code.lines[0].startswith("import lpconv.hf")
+    pair = finetune_card(result(saved_as="collage bf16"))
+    (code,) = pair.all_of(Code)
+    assert code.lines[0] == "from transformers import AutoModelForCausalLM"
+    (prose,) = pair.all_of(Prose)
+    assert "`collage/`" in prose.text
 
 
 def test_the_card_names_base_model_and_licence_and_no_folder_of_this_machine() -> None:
@@ -137,46 +164,17 @@ def test_the_card_names_base_model_and_licence_and_no_folder_of_this_machine() -
         card={"license": "mit", "base_model": "a/b"},
     )
     card = finetune_card(found)
-    facts = yaml.safe_load(card.split("---\n")[1])
-    assert (facts["license"], facts["base_model"], facts["base_model_relation"]) == ("mit", "a/b", "finetune")
-    assert "/home/me" not in card
-    assert "some/model fine-tuned" in finetune_card(result(card={"base_model": "some/model"}))
+    assert card.front_matter == {
+        "library_name": "transformers", "license": "mit", "base_model": "a/b", "base_model_relation": "finetune",
+        "tags": ["lpconv", "fine-tuned", "unit-fp8", "low-precision"],
+    }  # fmt: skip
+    assert "/home/me" not in markdown(card)
+    assert finetune_card(result(card={"base_model": "some/model"})).title.startswith("some/model fine-tuned")
 
 
 def test_one_held_out_example_is_one() -> None:
     one = dataclasses.replace(held_out("run", "eval_accuracy", 0.5, 0.6), num_examples=1, num_available=1)
     assert held_out_words(result(held_out=(one,))).startswith("On 1 held-out example;")
-
-
-def test_a_band_of_error_lies_behind_its_line_and_within_the_axis() -> None:
-    series = Series(name="x", steps=(0, 1), values=(1.0, 1.001))
-    plot = line_plot("x", "X", "", [Line(series=series, colour=0, error=0.5)])
-    assert plot is not None
-    band, line = plot.marks
-    assert (band.kind, line.kind) == ("line series-0 band", "line series-0")
-    assert band.path.endswith("Z")
-    assert band.path.count("L") == 3
-    heights = [float(point.split()[1]) for point in band.path.strip("MZ").split("L")]
-    assert 0 < min(heights) < max(heights) < plot.bottom
-
-
-def test_a_line_breaks_where_a_value_is_not_finite() -> None:
-    series = Series(name="x", steps=(1, 2, 3, 4), values=(1.0, math.nan, 2.0, 3.0))
-    plot = line_plot("x", "X", "", [Line(series=series, colour=0)])
-    assert plot is not None
-    assert plot.marks[0].path.count("M") == 2
-    assert plot.marks[0].path.count("L") == 1
-    assert len({tick.label for tick in plot.y_ticks}) == len(plot.y_ticks)
-    assert line_plot("x", "X", "", [Line(series=Series(name="x", steps=(), values=()), colour=0)]) is None
-
-
-@pytest.mark.parametrize("interval", [(-0.00006, 0.000287), (-0.000287, 0.00006)])
-def test_a_label_at_an_end_of_the_axis_is_left_out_rather_than_cut(interval: tuple[float, float]) -> None:
-    plot = bar_plot("x", "X", "", [Bar(name="a", text="", lengths=(0.001,), interval=interval)], x_label="gap")
-    assert plot is not None
-    halves = [(tick.position, 7 * len(tick.label) / 2) for tick in plot.x_ticks]
-    assert len(halves) >= 3
-    assert all(half <= x <= plot.width - half for x, half in halves)
 
 
 def tracked(layer: str, role: str, sqnr_db: float | None, clipped: float) -> TrackedRecord:
@@ -205,7 +203,7 @@ def test_the_gaps_in_fp32_have_rows_and_sentences() -> None:
     exact = GapRecord(metric="eval_loss_fp32", run=1.26, twin=1.25, gap=0.01)
     published = GapRecord(metric="eval_loss_published", run=1.28, twin=1.25, gap=0.03)
     every = result(gaps=(*result().gaps, exact, published), saved_as="unit e4m3fn")
-    assert [row[0] for row in gap_rows(every)] == [
+    assert [row[0] for row in gap_table(every).rows] == [
         "held-out loss", "held-out perplexity", "held-out loss of the weights in fp32",
         "held-out loss of the published model",
     ]  # fmt: skip
@@ -239,3 +237,14 @@ def test_a_series_without_its_figures_is_refused(field: str) -> None:
     del document["runs"][0]["evaluations"][0][field]
     with pytest.raises(InputError, match=field):
         from_json(FinetuneResult, document)
+
+
+def test_fine_tunings_are_compared() -> None:
+    document = compare_finetunes([result(), result(recipe="bf16")], ["a", "b"])
+    (figures,) = (t for t in document.all_of(Table))
+    rows = {first: rest for first, *rest in texts_of(figures)}
+    assert rows["recipe"] == ["unit-fp8", "bf16"]
+    assert rows["held-out loss, gap"] == ["+0.25 ± 0.1"] * 2
+    gap = document.charts["What precision cost: gap of held-out loss"]
+    assert [name for name, _ in gap.rows] == ["a", "b"]
+    assert [m.title for m in document.charts["Training loss"].legend] == ["a", "b"]

@@ -1,8 +1,9 @@
-"""A fine-tuning in words: what the run did beside its twin, what a reader should make of it, and its model card."""
+"""A fine-tuning in words and tables: what the run did beside its twin, and what a reader should make of it."""
 
 import math
 from collections.abc import Iterator
 
+from lpconv.report.document import Row, Table
 from lpconv.report.numbers import (
     MISSING,
     ROLE_WORDS,
@@ -11,7 +12,6 @@ from lpconv.report.numbers import (
     plural,
     scale_text,
     share_text,
-    size_text,
 )
 from lpconv.results import FinetuneResult, GapRecord, LossAllocation, RunRecord
 
@@ -31,7 +31,6 @@ _PRODUCTS = {
     "weight gradient": ("grad_output", "input"),
 }
 _WORST = 5
-HELD_OUT_COLUMNS = ("Metric", "<Arithmetic", "Before", "After", "Std. error", "Guess")
 
 
 def title(result: FinetuneResult) -> str:
@@ -82,12 +81,12 @@ def _error_text(metric: str, error: float | None) -> str:
     return f"{100 * error:.2g} points" if metric == "eval_accuracy" else f"{error:.2g}"
 
 
-def gap_rows(result: FinetuneResult) -> tuple[tuple[str, str, str, str, str, str], ...]:
-    """Metric, run, twin, gap with interval, its standard error, and whether it exceeds noise.
+def gap_table(result: FinetuneResult) -> Table:
+    """Every metric of run and twin after the last step, with the gap and whether it exceeds noise.
 
     Perplexity is given for language models.
     """
-    rows = []
+    rows: list[Row] = []
     for g in result.gaps:
         says = {None: "one seed cannot say", True: "yes", False: "no"}[g.exceeds_noise]
         name, error = metric_name(g.metric), _error_text(g.metric, g.standard_error)
@@ -95,12 +94,17 @@ def gap_rows(result: FinetuneResult) -> tuple[tuple[str, str, str, str, str, str
         if g.metric == "eval_loss" and result.task != "classification" and max(g.run, g.twin) < 50:
             rows.append(("held-out perplexity", f"{math.exp(g.run):#.5g}", f"{math.exp(g.twin):#.5g}",
                          f"{100 * math.expm1(g.gap):+.2g} %", MISSING, says))  # fmt: skip
-    return tuple(rows)
+    return Table(
+        columns=("Metric", result.recipe, result.twin or "", "Gap", "Std. error", "<Beyond noise?"),
+        rows=tuple(rows),
+        caption="After the last step, mean over seeds; the gap with its 95 % interval from paired seeds, and its "
+        "standard error from batch to batch of the held-out examples",
+    )
 
 
-def held_out_rows(result: FinetuneResult) -> tuple[tuple[str, ...], ...]:
-    """Each held-out metric of run and twin under `HELD_OUT_COLUMNS`."""
-    return tuple(
+def held_out_table(result: FinetuneResult) -> Table:
+    """Each held-out metric of run and twin, before the first step and after the last."""
+    rows = tuple(
         (
             metric_name(h.metric),
             _arithmetic_of(result, h.role),
@@ -111,6 +115,7 @@ def held_out_rows(result: FinetuneResult) -> tuple[tuple[str, ...], ...]:
         )
         for h in result.held_out
     )
+    return Table(columns=("Metric", "<Arithmetic", "Before", "After", "Std. error", "Guess"), rows=rows)
 
 
 def held_out_words(result: FinetuneResult) -> str:
@@ -229,24 +234,6 @@ def _allocation_text(a: LossAllocation) -> str:
         f"by {a.loss_after - a.loss_before:+.2e} to {a.loss_after:.5g}; rounding took {share} of the intended change; "
         f"the change allotted to layers misses the true one by {share_text(a.closure_error, 1)} (closure error)"
     )
-
-
-def layer_rows(result: FinetuneResult) -> tuple[tuple[str, str, str, str], ...]:
-    """Layer, its change of the loss, the part that rounding caused, and the share of moved weights that lowered it."""
-    allocation = main_run(result).loss_allocation
-    return tuple(
-        (a.layer, f"{a.change:+.2e}", f"{a.rounding:+.2e}", MISSING if a.helped is None else share_text(a.helped, 1))
-        for a in (allocation.layers if allocation is not None else ())
-    )
-
-
-def memory_rows(result: FinetuneResult) -> tuple[tuple[str, str, str], ...]:
-    """Part, size and share of the memory of a step at its peak, the whole last; none where it was not measured."""
-    memory = main_run(result).memory
-    if memory is None:
-        return ()
-    parts = memory.parts | {f"peak, {memory.instrument}": memory.measured_bytes}
-    return tuple((p, size_text(size), share_text(size, memory.measured_bytes)) for p, size in parts.items())
 
 
 def _twin_time(result: FinetuneResult) -> str:

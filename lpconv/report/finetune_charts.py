@@ -1,110 +1,35 @@
-"""The page of a fine-tuning: both curves with their gap, what was lost where and when, memory, and how it was run."""
+"""Charts of a fine-tuning: curves of run and twin, what precision cost, and what was lost in each layer."""
 
 import math
-from collections.abc import Sequence
-from pathlib import PurePath
+from collections.abc import Callable, Sequence
 
-from lpconv.report.charts_old import Line, line_plot
-from lpconv.report.finetune.words import (
-    HELD_OUT_COLUMNS,
-    diagnostics,
-    figure_text,
-    gap_rows,
-    guess,
-    held_out_rows,
-    held_out_words,
-    layer_rows,
-    main_run,
-    memory_rows,
-    metric_name,
-    noise_text,
-    title,
-    twin_run,
-    verdict,
-    worst_tracked,
-)
-from lpconv.report.heat import Heatmap, Loss, loss_map
-from lpconv.report.numbers import ROLE_WORDS, duration_text, plural, share_text, size_text
-from lpconv.report.page import Tile, page
-from lpconv.report.plot import Plot
-from lpconv.report.printable import printable_record
+from lpconv.report.charts import Bar, Chart, HeatMap, Line, Loss, bar_chart, line_chart
+from lpconv.report.finetune_words import figure_text, guess, main_run, metric_name, noise_text, twin_run
+from lpconv.report.numbers import ROLE_WORDS, share_text
 from lpconv.results import FinetuneResult, GapRecord, RunRecord, Series, TrackedRecord
 
-_HEAT_HEAD = 60.0  # room for the numbers of the steps, in page units of the heatmap
-_MAX_COLUMNS = 24
+_MAX_COLUMNS = 24  # of a heat map
 
 
-def html_finetune(result: FinetuneResult) -> str:
-    """The page of one fine-tuning."""
-    result = printable_record(result)
-    return page(
-        "finetune",
-        result=result,
-        name=PurePath(result.output).name,
-        title=title(result),
-        version=result.versions.get("lpconv"),
-        verdict=verdict(result),
-        outcome=_outcome(result),
-        tiles=_tiles(result),
-        gaps=gap_rows(result),
-        held_out_columns=HELD_OUT_COLUMNS,
-        held_out=held_out_rows(result),
-        held_out_words=held_out_words(result),
-        plots=_plots(result),
-        heat=_loss_heatmap(result),
-        worst=worst_tracked(result),
-        diagnostics=diagnostics(result),
-        layers=layer_rows(result),
-        memory=[row[:2] for row in memory_rows(result)],
-        facts=result.facts | {"Saved as": result.saved_as} | result.versions,
-    )
-
-
-def _outcome(result: FinetuneResult) -> str:
-    """ "failed" if a gate does not hold, "not run" if the gap says nothing about precision, else "passed"."""
-    if not all(g.passed for g in result.gates):
-        return "failed"
-    return "passed" if result.gaps and result.learned("twin") is not False else "not run"
-
-
-def _tiles(result: FinetuneResult) -> tuple[Tile, ...]:
-    run, twin = main_run(result), twin_run(result)
-    beside = f"twin {duration_text(twin.step_time_s)}" if twin is not None else "median"
-    tiles = [
-        (f"{metric_name(g.metric).capitalize()}: gap to {result.twin}", noise_text(g), _both(g)) for g in result.gaps
-    ]
-    tiles.append(("Time per step", duration_text(run.step_time_s), beside))
-    if run.memory is not None:
-        tiles.append(("Memory of a step", size_text(run.memory.measured_bytes), "at its peak"))
-    skipped = f"{plural(run.num_skipped, 'step')} left out"
-    ends = [v for v in (run.losses.values[0], run.losses.values[-1]) if math.isfinite(v)]
-    tiles.append(("Training loss", " → ".join(f"{v:.4g}" for v in ends), skipped))
-    return tuple(tiles)
-
-
-def _both(g: GapRecord) -> str:
-    return f"{figure_text(g.metric, g.run)} and {figure_text(g.metric, g.twin)}"
-
-
-def _plots(result: FinetuneResult) -> list[Plot]:
+def training_charts(result: FinetuneResult) -> list[Chart]:
     """Held-out metrics first, which say what precision cost; then losses, their gap, loss scale and update quality."""
     run, twin = main_run(result), twin_run(result)
-    plots = [_evaluation_plot(result, s.name) for s in reversed(run.evaluations) if len(s.steps) > 1]
+    charts = [_evaluation_chart(result, s.name) for s in reversed(run.evaluations) if len(s.steps) > 1]
     losses = [Line(series=run.losses, colour=0, label=result.recipe)]
     if twin is not None:
         losses.append(Line(series=twin.losses, colour=1, label=result.twin or ""))
-    plots.append(line_plot("loss", "Training loss", "The loss of every step, before it.", losses))
+    charts.append(line_chart("Training loss", "The loss of every step, before it.", losses))
     if twin is not None:
         words = "Training loss of the run less that of its twin at every step; above zero the twin is ahead."
-        plots.append(line_plot("gap", "The gap", words, _gap_lines(result)))
+        charts.append(line_chart("The gap", words, _gap_lines(result)))
     if len(set(run.loss_scales.values)) > 1:
         logs = tuple(math.log2(v) for v in run.loss_scales.values)
         series = Series(name="loss scale", steps=run.loss_scales.steps, values=logs)
         words = "It falls where gradients overflowed and a step was left out."
-        plots.append(line_plot("scale", "Loss scale, log2", words, [Line(series=series, colour=2)]))
+        charts.append(line_chart("Loss scale, log2", words, [Line(series=series, colour=2)]))
     if run.updates:
-        plots.append(_update_plot(run))
-    return [p for p in plots if p is not None]
+        charts.append(_update_chart(run))
+    return [p for p in charts if p is not None]
 
 
 def _gap_lines(result: FinetuneResult) -> list[Line]:
@@ -119,7 +44,7 @@ def _gap_lines(result: FinetuneResult) -> list[Line]:
     return lines
 
 
-def _evaluation_plot(result: FinetuneResult, metric: str) -> Plot | None:
+def _evaluation_chart(result: FinetuneResult, metric: str) -> Chart | None:
     """Run and twin, and the guess of who knows no more than the shares in training."""
     lines: list[Line] = []
     seen: set[str] = set()
@@ -128,16 +53,17 @@ def _evaluation_plot(result: FinetuneResult, metric: str) -> Plot | None:
         if series is not None:
             label = (result.recipe if run.role == "run" else result.twin or "") if run.role not in seen else ""
             seen.add(run.role)
-            error = next((h.standard_error for h in result.held_out if (h.role, h.metric) == (run.role, metric)), None)
+            errors = (h.standard_error for h in result.held_out if label and (h.role, h.metric) == (run.role, metric))
+            error = next(errors, None)  # one band for all seeds, or they hide each other
             lines.append(Line(series=series, colour=0 if run.role == "run" else 1, label=label, error=error or 0.0))
-    words = "On the same held-out examples; one line per seed, with a band of one standard error from batch to batch."
+    words = "On the same held-out examples; one line per seed. The band is one standard error from batch to batch."
     level = next((h.baseline for h in result.held_out if h.metric == metric), None)
     if level is not None and _is_near(level, lines):
         series = Series(name="guess", steps=(0, len(main_run(result).losses.steps)), values=(level, level))
         lines.append(Line(series=series, colour=5, label=f"guess: {guess(result)}", is_dashed=True))
     elif level is not None:
         words += f" The guess, {guess(result)}, is far off: {figure_text(metric, level)}."
-    return line_plot(metric, metric_name(metric).capitalize(), words, lines)
+    return line_chart(metric_name(metric).capitalize(), words, lines)
 
 
 def _is_near(level: float, lines: Sequence[Line]) -> bool:
@@ -146,7 +72,7 @@ def _is_near(level: float, lines: Sequence[Line]) -> bool:
     return bool(values) and min(values) - level <= max(values) - min(values) >= level - max(values)
 
 
-def _update_plot(run: RunRecord) -> Plot | None:
+def _update_chart(run: RunRecord) -> Chart | None:
     steps = tuple(u.step for u in run.updates)
     series = (
         ("reached what is kept", tuple(u.edq for u in run.updates)),
@@ -158,10 +84,10 @@ def _update_plot(run: RunRecord) -> Plot | None:
         for i, (label, values) in enumerate(series)
     ]
     words = "Effective descent quality: the part of the intended update that reached memory; 1 is all of it."
-    return line_plot("updates", "What reached memory of the updates", words, lines)
+    return line_chart("What reached memory of the updates", words, lines)
 
 
-def _loss_heatmap(result: FinetuneResult) -> Heatmap | None:
+def heat_map(result: FinetuneResult) -> HeatMap | None:
     """What was lost in each layer at each recorded step, one block of columns per class of tensor."""
     tracked = [t for run in result.runs for t in run.tracked]
     if not any(t.underflow + t.overflow > 0 for t in tracked):
@@ -169,12 +95,12 @@ def _loss_heatmap(result: FinetuneResult) -> Heatmap | None:
     roles = [r for r in ROLE_WORDS if any(t.role == r for t in tracked)]
     steps = _thinned(sorted({t.step for t in tracked}), _MAX_COLUMNS // len(roles) or 1)
     worst = max(tracked, key=lambda t: t.underflow + t.overflow)
-    return loss_map(
-        [_loss(t) for t in tracked if t.step in steps],
-        blocks=[ROLE_WORDS[role] for role in roles],
-        columns=[str(step) for step in steps],
+    return HeatMap(
+        title="Elements lost by layer, class of tensor and step",
         description=f"At worst {share_text(worst.underflow + worst.overflow, 1)}: {_words(worst)}.",
-        head=_HEAT_HEAD,
+        blocks=tuple(ROLE_WORDS[role] for role in roles),
+        columns=tuple(str(step) for step in steps),
+        losses=tuple(_loss(t) for t in tracked if t.step in steps),
     )
 
 
@@ -201,3 +127,32 @@ def _words(t: TrackedRecord) -> str:
         f"{ROLE_WORDS.get(t.role, t.role)} of {t.layer} at step {t.step} in {t.format}: "
         f"{share_text(t.underflow, 1)} underflow, {share_text(t.overflow, 1)} overflow"
     )
+
+
+def gap_chart(named: Sequence[tuple[str, FinetuneResult]], metric: str) -> Chart | None:
+    found = [(name, g) for name, r in named for g in r.gaps if g.metric == metric]
+    bars = [Bar(name=n, text=noise_text(g), lengths=(g.gap,), interval=_interval(g)) for n, g in found]
+    worse = "Above" if metric == "eval_loss" else "Below"
+    words = (
+        f"Run less twin. {worse} zero precision cost something; 95 % intervals, from seeds or else held-out batches."
+    )
+    title = f"What precision cost: gap of {metric_name(metric)}"
+    return bar_chart(title, words, bars, x_label=f"{metric_name(metric)}, run less twin", reference=0.0)
+
+
+def _interval(gap: GapRecord) -> tuple[float, float]:
+    half = gap.half_width if gap.half_width is not None else 2 * (gap.standard_error or 0.0)
+    return gap.gap - half, gap.gap + half
+
+
+def curves_chart(
+    named: Sequence[tuple[str, FinetuneResult]], title: str, read: Callable[[RunRecord], Series | None]
+) -> Chart | None:
+    """The run of each result's first seed."""
+    found = [(label, read(main_run(r))) for label, r in named]
+    lines = [Line(series=s, colour=i, label=label) for i, (label, s) in enumerate(found) if s is not None]
+    return line_chart(title, "The run of the first seed of each.", lines)
+
+
+def evaluations_of(run: RunRecord, metric: str) -> Series | None:
+    return next((s for s in run.evaluations if s.name == metric), None)

@@ -1,0 +1,161 @@
+"""A fine-tuning described: what precision cost beside the twin, what happened on the way, and how it was run."""
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import PurePath
+
+from lpconv.report.charts import Chart
+from lpconv.report.compare import compare_document
+from lpconv.report.document import (
+    Bullets,
+    Document,
+    Outcome,
+    Section,
+    Table,
+    Tile,
+    Verdict,
+    chart_sections,
+    failed_gates,
+    gates_section,
+    sections_of,
+    texts_of,
+)
+from lpconv.report.finetune_charts import curves_chart, evaluations_of, gap_chart, heat_map, training_charts
+from lpconv.report.finetune_words import (
+    diagnostics,
+    figure_text,
+    gap_table,
+    held_out_table,
+    held_out_words,
+    main_run,
+    metric_name,
+    noise_text,
+    title,
+    twin_run,
+    verdict,
+    worst_tracked,
+)
+from lpconv.report.numbers import MISSING, count_text, duration_text, plural, share_text, size_text
+from lpconv.results import FinetuneResult
+
+_METRICS = ("eval_loss", "eval_accuracy")
+_HEAT_WORDS = (
+    "Per cent of the elements that became zero (orange) or, with an arrow, lay beyond the range (red). A cell without "
+    "a number lost less than half a per cent, a grey one nothing."
+)
+
+
+def finetune_document(result: FinetuneResult) -> Document:
+    """What was trained, what precision cost, and where."""
+    return Document(
+        kind="finetune",
+        title=PurePath(result.output).name,
+        subtitle=title(result),
+        verdict=Verdict(outcome=_outcome(result), text=failed_gates(result.gates) + verdict(result)),
+        tiles=_tiles(result),
+        warnings=result.warnings,
+        sections=(
+            *chart_sections(*training_charts(result)),
+            *sections_of(
+                gates_section(result.gates),
+                Section(title="What precision cost", blocks=(gap_table(result),)),
+                Section(
+                    title="Before the first step and after the last",
+                    blocks=(held_out_table(result), held_out_words(result)),
+                ),
+                Section(title="On the way", blocks=(Bullets(lines=diagnostics(result)),)),
+                Section(title="Where most was lost", blocks=(Bullets(lines=worst_tracked(result)),)),
+                _heat_section(result),
+                Section(title="Loss change by layer; negative helped", blocks=(_layer_table(result),)),
+                Section(title="Memory of a step at its peak", blocks=(_memory_table(result),)),
+            ),
+        ),
+        facts={**result.facts, "Saved as": result.saved_as},
+        command=result.command,
+        versions=result.versions,
+    )
+
+
+def _heat_section(result: FinetuneResult) -> Section | None:
+    heat = heat_map(result)
+    return Section(title="What was lost, by layer and step", blocks=(heat, _HEAT_WORDS), only="page") if heat else None
+
+
+def _outcome(result: FinetuneResult) -> Outcome:
+    """ "failed" if a gate does not hold, "not run" if the gap says nothing about precision, else "passed"."""
+    if not all(g.passed for g in result.gates):
+        return "failed"
+    return "passed" if result.gaps and result.learned("twin") is not False else "not run"
+
+
+def _tiles(result: FinetuneResult) -> tuple[Tile, ...]:
+    run, twin = main_run(result), twin_run(result)
+    tiles = [
+        Tile(
+            label=f"{metric_name(g.metric).capitalize()}: gap to {result.twin}",
+            figure=noise_text(g),
+            detail=f"{figure_text(g.metric, g.run)} and {figure_text(g.metric, g.twin)}",
+        )
+        for g in result.gaps
+    ]
+    beside = f"twin {duration_text(twin.step_time_s)}" if twin is not None else "median"
+    tiles.append(Tile(label="Time per step", figure=duration_text(run.step_time_s), detail=beside))
+    if run.memory is not None:
+        memory = size_text(run.memory.measured_bytes)
+        tiles.append(Tile(label="Memory of a step", figure=memory, detail="at its peak"))
+    ends = [v for v in (run.losses.values[0], run.losses.values[-1]) if math.isfinite(v)]
+    skipped = f"{plural(run.num_skipped, 'step')} left out"
+    return (*tiles, Tile(label="Training loss", figure=" → ".join(f"{v:.4g}" for v in ends), detail=skipped))
+
+
+def _layer_table(result: FinetuneResult) -> Table:
+    """Each layer's change of the loss, the part that rounding caused, and how many moved weights lowered it."""
+    allocation = main_run(result).loss_allocation
+    rows = tuple(
+        (a.layer, f"{a.change:+.2e}", f"{a.rounding:+.2e}", MISSING if a.helped is None else share_text(a.helped, 1))
+        for a in (allocation.layers if allocation is not None else ())
+    )
+    columns = ("Layer", "Loss change", "By rounding", "Weights that helped")
+    return Table(columns=columns, rows=rows, has_names=True)
+
+
+def _memory_table(result: FinetuneResult) -> Table:
+    """Part, size and share of the memory of a step at its peak, the whole last; no rows if it was not measured."""
+    memory = main_run(result).memory
+    parts = memory.parts | {f"peak, {memory.instrument}": memory.measured_bytes} if memory else {}
+    whole = memory.measured_bytes if memory else 0
+    rows = tuple((part, size_text(size), share_text(size, whole)) for part, size in parts.items())
+    return Table(columns=("Part", "Size", "Of the peak"), rows=rows)
+
+
+def compare_finetunes(results: Sequence[FinetuneResult], names: Sequence[str]) -> Document:
+    """Several fine-tunings: what precision cost each, their curves in one chart, and their figures side by side."""
+    named = list(zip(names, results, strict=True))
+    metrics = [m for m in reversed(_METRICS) if any(g.metric == m for r in results for g in r.gaps)]
+    charts: list[Chart | None] = [
+        *(gap_chart(named, m) for m in metrics),
+        *(curves_chart(named, metric_name(m).capitalize(), partial(evaluations_of, metric=m)) for m in _METRICS),
+        curves_chart(named, "Training loss", lambda run: run.losses),
+    ]
+    return compare_document(names, [_figures(r) for r in results], [verdict(r) for r in results], charts=charts)
+
+
+def _figures(r: FinetuneResult) -> Mapping[str, str]:
+    run = main_run(r)
+    found = {"model": r.name, "recipe": r.recipe, "twin": r.twin or MISSING, "task": r.task}
+    found |= {"steps": count_text(len(run.losses.steps)), "seeds": count_text(sum(x.role == "run" for x in r.runs))}
+    found |= {f"{metric_name(s.name)}, run": figure_text(s.name, s.values[-1]) for s in run.evaluations if s.values}
+    for name, of_run, of_twin, gap, error, _ in texts_of(gap_table(r)):
+        found |= {f"{name}, run": of_run, f"{name}, twin": of_twin, f"{name}, gap": gap}
+        found[f"{name}, standard error of the gap"] = error
+    for h in (h for h in r.held_out if h.role == "run"):
+        found[f"{metric_name(h.metric)} before training"] = figure_text(h.metric, h.before)
+        found[f"{metric_name(h.metric)} of the guess"] = figure_text(h.metric, h.baseline)
+    return found | {
+        "steps left out": count_text(run.num_skipped),
+        "time per step": duration_text(run.step_time_s),
+        "memory of a step": size_text(run.memory.measured_bytes) if run.memory else MISSING,
+        "saved as": r.saved_as,
+        "warnings": count_text(len(r.warnings)),
+    }

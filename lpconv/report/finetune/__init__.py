@@ -1,1 +1,0 @@
-"""What a fine-tuning did beside its twin."""

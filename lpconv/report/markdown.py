@@ -1,0 +1,86 @@
+"""A document as Markdown with a YAML header: a model card.
+
+Every text is escaped, since names come from files that anybody may have made. There is no time and no path in it but
+what the document holds, so that equal documents give equal bytes.
+"""
+
+import re
+from collections.abc import Sequence
+
+import yaml
+
+from lpconv.report.document import Block, Bullets, Checks, Code, Document, Facts, Prose, Section, Table, texts_of
+from lpconv.report.printable import printable_record
+
+# An underscore inside a word is no markup.
+_SPECIAL = re.compile(r"([\\`*\[\]#|~$]|(?<!\w)_|_(?!\w))")
+
+
+def markdown(document: Document) -> str:
+    """The card of a document, ending in one newline."""
+    shown = printable_record(document)
+    header = yaml.safe_dump(dict(shown.front_matter), sort_keys=False, width=10_000).strip()
+    made = {**shown.facts, **dict(sorted(shown.versions.items()))}
+    blocks: list[Block] = [Facts(values=made)] if made else []
+    blocks += [Code(lines=(shown.command,))] if shown.command else []
+    sections = [
+        *shown.sections,
+        Section(title="Warnings", blocks=(Bullets(lines=shown.warnings),) if shown.warnings else ()),
+        Section(title="How it was made", blocks=tuple(blocks)),
+    ]
+    parts = [f"---\n{header}\n---", f"# {_escaped(shown.title)}", _escaped(shown.summary)]
+    parts += [part for section in sections for part in _section(section)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _section(section: Section) -> list[str]:
+    blocks = [text for block in section.blocks if (text := _block(block))]
+    return [f"## {_escaped(section.title)}", *blocks] if blocks else []
+
+
+def _block(block: Block) -> str:
+    """A block as Markdown; empty for charts, which a card does not show."""
+    if isinstance(block, str):
+        return _escaped(block)
+    if isinstance(block, Prose):
+        return block.text
+    if isinstance(block, Bullets):
+        return "\n".join(f"- {_escaped(line)}" for line in block.lines)
+    if isinstance(block, Checks):
+        return "\n".join(f"- {_escaped(c.name)}: {c.outcome}; {_escaped(c.text)}" for c in block.checks)
+    if isinstance(block, Facts):
+        return _table(("what", "which"), [(_escaped(label), _escaped(text)) for label, text in block.values.items()])
+    if isinstance(block, Table):
+        first = code_span if block.has_names else _escaped
+        rows = [(first(name), *map(_escaped, rest)) for name, *rest in texts_of(block)]
+        caption = f"{_escaped(block.caption)}:\n\n" if block.caption else ""
+        return caption + _table([_escaped(c.removeprefix("<")) for c in block.columns], rows)
+    if isinstance(block, Code):
+        text = "\n".join(block.lines)
+        fence = _fence_for(text)
+        return f"{fence}{block.language}\n{text}\n{fence}"
+    return ""
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table of cells that are escaped already."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _escaped(text: str) -> str:
+    """Text that Markdown and HTML show as it is."""
+    return _SPECIAL.sub(r"\\\1", text).replace("&", "&amp;").replace("<", "&lt;")
+
+
+def code_span(text: str) -> str:
+    """A code span, also inside a table, where even a code span may not hold a bare pipe."""
+    ticks = _fence_for(text, least=1)
+    pad = " " if "`" in text else ""
+    return f"{ticks}{pad}{text}{pad}{ticks}".replace("|", "\\|")
+
+
+def _fence_for(text: str, least: int = 3) -> str:
+    """More backticks than any run of them in the text."""
+    longest = max((len(run) for run in re.findall("`+", text)), default=0)
+    return "`" * max(least, longest + 1)

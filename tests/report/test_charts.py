@@ -1,0 +1,84 @@
+"""Charts from values, and where they lie on the page."""
+
+import math
+
+import pytest
+
+from lpconv.report.charts import Axis, Bar, Chart, HeatMap, Line, Loss, Mark, Tick, bar_chart, line_chart
+from lpconv.report.drawing import Drawing, HeatDrawing, depth_of, figure_of
+from lpconv.results import Series
+
+
+def test_a_band_of_error_lies_behind_its_line_and_within_the_axis() -> None:
+    series = Series(name="x", steps=(0, 1), values=(1.0, 1.25))
+    chart = line_chart("X", "", [Line(series=series, colour=0, error=0.5)])
+    assert chart is not None
+    band, line = chart.marks
+    assert (band.kind, band.shape, line.kind) == ("line series-0 band", "area", "line series-0")
+    assert band.points == ((0, 1.5), (1, 1.75), (1, 0.75), (0, 0.5))
+    assert chart.y.low < 0.5 < 1.75 < chart.y.high
+
+
+def test_a_line_breaks_where_a_value_is_not_finite() -> None:
+    series = Series(name="x", steps=(1, 2, 3, 4), values=(1.0, math.nan, 2.0, 3.0))
+    chart = line_chart("X", "", [Line(series=series, colour=0)])
+    assert chart is not None
+    path = Drawing(chart).path(chart.marks[0])
+    assert path.count("M") == 2
+    assert path.count("L") == 1
+    assert len({tick.label for tick in chart.y.ticks}) == len(chart.y.ticks)
+    assert line_chart("X", "", [Line(series=Series(name="x", steps=(), values=()), colour=0)]) is None
+
+
+@pytest.mark.parametrize("interval", [(-0.00006, 0.000287), (-0.000287, 0.00006)])
+def test_a_label_at_an_end_of_the_axis_is_left_out_rather_than_cut(interval: tuple[float, float]) -> None:
+    chart = bar_chart("X", "", [Bar(name="a", text="", lengths=(0.001,), interval=interval)], x_label="gap")
+    assert chart is not None
+    drawing = Drawing(chart)
+    halves = [(x, 7 * len(label) / 2) for x, label in drawing.labelled()]
+    assert len(halves) >= 3
+    assert all(half <= x <= drawing.width - half for x, half in halves)
+
+
+def test_bars_without_finite_lengths_are_not_drawn() -> None:
+    assert bar_chart("X", "", [Bar(name="a", text="", lengths=(math.nan,))], x_label="x") is None
+    some = [Bar(name="a", text="", lengths=(math.inf,)), Bar(name="b", text="", lengths=(1.0, 2.0))]
+    chart = bar_chart("X", "", some, x_label="x", parts={"p": "series-0", "q": "series-1"})
+    assert chart is not None
+    assert [(box.title, box.x) for box in chart.boxes] == [("b", (0.0, 1.0)), ("b", (1.0, 3.0))]
+
+
+def test_values_lie_between_the_ends_of_their_axis_and_ticks_that_collide_go() -> None:
+    ticks = tuple(Tick(at=at, label="label") for at in (5, 5.1, 0, 10))
+    chart = Chart(title="", description="", x=Axis(low=0, high=10, ticks=ticks), y=Axis(low=0, high=1), is_wide=True)
+    drawing = Drawing(chart)
+    assert (drawing.x(0), drawing.x(10), drawing.x(99)) == (drawing.left, drawing.right, drawing.right)
+    assert drawing.y(1) < drawing.y(0)
+    places = [x for x, _ in drawing.labelled()]
+    assert len(places) == 3
+    assert all(drawing.left < x < drawing.right for x in places), "labels of groups move inwards"
+    mark = Mark(kind="peak", shape="whisker", points=((2, 0.5), (4, 0.5)))
+    assert drawing.path(mark).startswith(f"M{drawing.x(2)} {drawing.y(0.5)}H{drawing.x(4)}")
+
+
+@pytest.mark.parametrize(
+    ("under", "over", "kind", "figure"),
+    [(0.6, 0.0, "under depth-4", "60"), (0.004, 0.0, "under depth-1", ""), (0.0, 0.02, "over depth-2", "2↑"),
+     (0.0, 0.0, "under depth-none", "")],
+)  # fmt: skip
+def test_a_cell_says_its_loss_without_colour_too(under: float, over: float, kind: str, figure: str) -> None:
+    loss = Loss(layer="a", block="fp16", column="weight", underflow=under, overflow=over, title="")
+    assert (depth_of(loss), figure_of(loss)) == (kind, figure)
+
+
+def test_cells_of_a_heat_map_do_not_overlap_and_stay_inside() -> None:
+    losses = tuple(
+        Loss(layer=layer, block=block, column=column, underflow=0.1, overflow=0.0, title="")
+        for layer in ("a" * 80, "b") for block in ("fp16", "e5m2") for column in ("weight", "input")
+    )  # fmt: skip
+    heat = HeatMap(title="", description="", blocks=("fp16", "e5m2"), columns=("weight", "input"), losses=losses)
+    drawing = HeatDrawing(heat)
+    places = {(drawing.x(loss.block, loss.column), drawing.y(loss.layer)) for loss in losses}
+    assert len(places) == len(losses)
+    assert max(x for x, _ in places) + drawing.cell_width <= drawing.width
+    assert drawing.rows()[0].label.startswith("…")
