@@ -1,8 +1,9 @@
 """An option, declared once: the command line, manifests, their JSON Schema and the docs derive from it.
 
-A record of options is a frozen dataclass whose fields are ``Annotated[T, Option(...)]``. T is a bool, an int, a
-float, a str, what `Option.parse` makes of text, one of these or None, or a tuple of these. The field's default is the
-option's. A field without `Option` is not asked for anywhere; one with `Group` stands for all options of another record.
+A record of options is a frozen dataclass whose fields are ``Annotated[T, Ge(1), Option(...)]``. T is a bool, an int, a
+float, a str, what `Option.parse` makes of text, one of these or None, or a tuple of these. Bounds (`Ge`, `Gt` and `Lt`
+of `annotated_types`) hold for each value. The field's default is the option's. A field without `Option` is asked for
+nowhere; one with `Group` stands for all options of another record.
 """
 
 import dataclasses
@@ -15,10 +16,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Annotated, Any, TypeVar
 
+from annotated_types import Ge, Gt, Lt
+
 from lpconv.errors import UsageError
 from lpconv.lookup import find
 
 T = TypeVar("T")
+Bound = Ge | Gt | Lt
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,12 +33,15 @@ class Option:
     None, or an empty tuple, comes to. `panel` is its place in ``--help``. `name` is the key in a manifest, by default
     the field's, and with dashes `flag` on the command line, by default the name; `short` are other spellings of it.
 
-    `choices` are the names allowed, and `what` an unknown one is called. `least`, `above` and `below` bound a number.
-    `parse` makes a value of text, of which a manifest may give `given` and `expects` says what it is; `example` is one.
-    Of several values, the command line takes one text with commas where `comma`, else the option again and again.
-    `is_path` says that a manifest's value is relative to its folder. `only` is "command" or "manifest" for an option
-    that the other one lacks. `shapes_output` says that it decides which bytes are written: such options are recorded
-    with the output, and a resumed run must have the same.
+    `choices` are the names allowed, and `what` an unknown one is called. `parse` makes a value of text, of which a
+    manifest may give `given` and `expects` says what it is; `example` is one. Of several values, the command line takes
+    one text with commas where `comma`, else the option again and again. `is_path` says that a manifest's value is
+    relative to its folder. `only` is "command" or "manifest" for an option that the other one lacks, "caller" for one
+    that both lack.
+
+    What an option decides is said once, here. `shapes_output`: which bytes a conversion writes; such options are
+    recorded with the output, and a resumed run must have the same. `of_run`: how a run goes, nothing of what it makes;
+    such options are left out of records, locks and the command that repeats a run. `judges`: what a result must meet.
     """
 
     help: str
@@ -47,9 +54,6 @@ class Option:
     metavar: str | None = None
     what: str | None = None
     choices: Collection[str] | None = None
-    least: float | None = None
-    above: float | None = None
-    below: float | None = None
     parse: Callable[[str], Any] | None = None
     given: Any = str
     expects: str | None = None
@@ -58,6 +62,8 @@ class Option:
     is_path: bool = False
     only: str | None = None
     shapes_output: bool = False
+    of_run: bool = False
+    judges: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,13 +76,15 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Declared:
-    """An option as it stands in a record. `type` is that of one value, without None; `is_many` says it is a tuple."""
+    """An option as it stands in a record. `type` and `bounds` are those of one value, without None; `is_many` says
+    that it is a tuple."""
 
     field: str
     option: Option
     type: Any
     nullable: bool
     is_many: bool
+    bounds: tuple[Bound, ...]
     default: Any
 
     @property
@@ -103,8 +111,7 @@ class Declared:
         o = self.option
         if o.expects:
             return o.expects
-        bounds = [(" from", o.least, " on"), (" above", o.above, ""), (" below", o.below, "")]
-        words = "".join(f"{a} {_zero(n)}{b}" for a, n, b in bounds if n is not None)
+        words = "".join(f" {_bound_words(bound)}" for bound in self.bounds)
         return {bool: "true or false", int: "a whole number", float: "a number"}.get(self.type, "text") + words
 
     def read(self, text: str) -> Any:
@@ -123,7 +130,13 @@ class Declared:
         return f"for example {example}" if example else "put quotes around it"
 
 
-def _zero(number: float) -> str:
+def _bound_words(bound: Bound) -> str:
+    if isinstance(bound, Ge):
+        return f"from {_zero(bound.ge)} on"
+    return f"above {_zero(bound.gt)}" if isinstance(bound, Gt) else f"below {_zero(bound.lt)}"
+
+
+def _zero(number: Any) -> str:
     return f"{number:g}" if number else "zero"
 
 
@@ -147,6 +160,7 @@ def _declared(record: type[Any]) -> Iterator[Declared]:
                 type=typing.get_args(one)[0] if many else one,
                 nullable=len(parts) > 1,
                 is_many=many,
+                bounds=tuple(n for n in typing.get_args(field.type)[1:] if isinstance(n, Bound)),
                 default=field.default,
             )
 
@@ -159,6 +173,30 @@ def _fields(record: type[Any]) -> Iterator[tuple[dataclasses.Field[Any], Group |
             next((n for n in notes if isinstance(n, Group)), None),
             next((n for n in notes if isinstance(n, Option)), None),
         )
+
+
+def fields_of_run(record: type[Any]) -> frozenset[str]:
+    """The fields that say how a run goes, nothing of what it makes."""
+    return frozenset(d.field for d in _declared(record) if d.option.of_run)
+
+
+def fields_that_may_change(record: type[Any]) -> frozenset[str]:
+    """The fields that may differ when a run is resumed: how it goes, and what its result must meet."""
+    return fields_of_run(record) | {d.field for d in _declared(record) if d.option.judges}
+
+
+def words_for(record: type[Any], values: Mapping[str, Any]) -> Iterator[str]:
+    """Options of a record as words of a command line; `values` by the names of options, None for those left out."""
+    for name, declared in options_of(record).items():
+        value = values.get(name)
+        if declared.type is bool:
+            if value not in (None, declared.default):
+                yield declared.flag if value else f"--no-{declared.flag[2:]}"
+        elif declared.option.comma:
+            yield from (declared.flag, ",".join(map(str, value))) if value else ()
+        else:
+            for one in value or () if declared.is_many else (value,):
+                yield from (declared.flag, str(one)) if one is not None else ()
 
 
 def make(record: type[T], values: Mapping[str, Any]) -> T:
@@ -194,18 +232,16 @@ def check_value(declared: Declared, value: Any) -> Any:
     o = declared.option
     if o.choices is not None:
         find(o.what or declared.name.replace("_", " "), value, dict.fromkeys(o.choices))
-    if not _within(o, value):
+    if not all(_is_within(bound, value) for bound in declared.bounds):
         raise UsageError(f"{declared.flag} {value} is out of range: {declared.expected}", hint=declared.hint)
     return value
 
 
-def _within(o: Option, value: Any) -> bool:
+def _is_within(bound: Bound, value: Any) -> bool:
     # A comparison with NaN is False, so that it is within no bounds.
-    return (
-        (o.least is None or value >= o.least)
-        and (o.above is None or o.above < value < float("inf"))
-        and (o.below is None or value < o.below)
-    )
+    if isinstance(bound, Ge):
+        return bool(value >= bound.ge)
+    return bool(bound.gt < value < math.inf if isinstance(bound, Gt) else value < bound.lt)
 
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
@@ -232,7 +268,8 @@ PARALLEL = ("ddp", "fsdp2")
 
 # Options that several commands have.
 Revision = Annotated[str | None, Option("Branch, tag or commit hash of a model on the hub")]
-Force = Annotated[bool, Option("Replace an existing output of lpconv")]
-Resume = Annotated[bool, Option("Resume an interrupted run of the same command", only="command")]
+Force = Annotated[bool, Option("Replace an existing output of lpconv", of_run=True)]
+Resume = Annotated[bool, Option("Resume an interrupted run of the same command", only="command", of_run=True)]
+ResumedByBatch = Annotated[bool, Option("Go on with what an interrupted batch left", only="caller", of_run=True)]
 AllowMissing = Annotated[bool, Option("Go on though the files lack weights of the model that config.json describes")]
 TrustRemoteCode = Annotated[bool, Option("Let the checkpoint's own Python files run for verification")]

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import pytest
 import torch
 import typer
+from annotated_types import Ge
 from bench_in_process import without_processes
 from torch import Tensor
 from typer.testing import CliRunner
@@ -154,7 +155,7 @@ def test_a_bench_method(monkeypatch: pytest.MonkeyPatch) -> None:
 class Greeting:
     """Options of a toy command."""
 
-    times: Annotated[int, Option("Number of greetings", least=1)] = 1
+    times: Annotated[int, Ge(1), Option("Number of greetings")] = 1
 
 
 @with_options

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import pytest
 import typer
+from annotated_types import Ge, Lt
 from typer.testing import CliRunner
 
 from lpconv.batch.reading import read_setting, schema_of
@@ -14,7 +15,17 @@ from lpconv.bench.options import BenchOptions
 from lpconv.cli.command import with_options
 from lpconv.convert.options import ConvertOptions
 from lpconv.errors import UsageError
-from lpconv.options import Group, Option, check, make, options_of, size_option
+from lpconv.options import (
+    Group,
+    Option,
+    check,
+    fields_of_run,
+    fields_that_may_change,
+    make,
+    options_of,
+    size_option,
+    words_for,
+)
 from lpconv.probe.options import ProbeOptions
 
 
@@ -22,21 +33,22 @@ from lpconv.probe.options import ProbeOptions
 class Pace:
     """Options of a group."""
 
-    turns: Annotated[int, Option("Number of turns", least=1)] = 3
+    turns: Annotated[int, Ge(1), Option("Number of turns")] = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Toy:
     """An option of every shape."""
 
-    patience: Annotated[int | None, Option("Number of evaluations to wait", default="for ever", least=1)] = None
+    patience: Annotated[int | None, Ge(1), Option("Number of evaluations to wait", default="for ever")] = None
     colour: Annotated[str, Option("Colour of the toy", choices=("red", "blue"), short=("-c",))] = "red"
-    rate: Annotated[float, Option("Share of the steps", least=0, below=1)] = 0.5
-    sizes: Annotated[tuple[int, ...], Option("Sizes", name="size", least=1, comma=True)] = (1, 2)
+    rate: Annotated[float, Ge(0), Lt(1), Option("Share of the steps")] = 0.5
+    sizes: Annotated[tuple[int, ...], Ge(1), Option("Sizes", name="size", comma=True)] = (1, 2)
     tags: Annotated[tuple[str, ...], Option("Word to add", flag="tag")] = ()
     memory: Annotated[int | None, size_option("Bound of the memory")] = None
     data: Annotated[Path | None, Option("File of data", parse=Path, is_path=True)] = None
-    loud: Annotated[bool, Option("Say more")] = False
+    loud: Annotated[bool, Option("Say more", of_run=True)] = False
+    goals: Annotated[tuple[str, ...], Option("What it must meet", flag="goal", judges=True)] = ()
     careful: Annotated[bool, Option("Look twice")] = True
     pace: Annotated[Pace, Group(Pace, lambda asked: dataclasses.replace(asked, turns=2 * asked.turns))] = Pace()
     hidden: int = 7
@@ -77,6 +89,19 @@ def test_a_command_and_a_manifest_make_the_same_record(words: list[str], setting
     assert done.exit_code == 0, done.output
     read = make(Toy, {name: read_setting(OPTIONS[name], value) for name, value in settings.items()})
     assert seen == [read] == [record]
+
+
+@pytest.mark.parametrize("record", [record for _, _, record in GIVEN[:-2]], ids=str)
+def test_a_record_gives_back_the_words_that_make_it(record: Toy) -> None:
+    values = {name: getattr(record, d.field) for name, d in OPTIONS.items() if name != "turns"}
+    seen: list[Toy] = []
+    assert CliRunner().invoke(app(seen), ["a-name", *words_for(Toy, values)]).exit_code == 0
+    assert seen == [record]
+
+
+def test_what_an_option_decides_is_read_from_its_field() -> None:
+    assert fields_of_run(Toy) == {"loud"}
+    assert fields_that_may_change(Toy) == {"loud", "goals"}
 
 
 def test_help_says_what_the_record_says() -> None:

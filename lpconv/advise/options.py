@@ -5,6 +5,8 @@ import math
 from dataclasses import dataclass
 from typing import Annotated
 
+from annotated_types import Ge, Gt, Lt
+
 from lpconv.errors import UsageError
 from lpconv.lookup import find
 from lpconv.options import AllowMissing, Force, Option, Revision, check, parse_size
@@ -80,21 +82,21 @@ class AdviseOptions:
     ] = Budget()
     bits: Annotated[
         float | None,
+        Gt(4),
+        Lt(32),
         Option(
             "Bits per weight, within which each layer gets its own format",
             default="one format for all",
-            above=4,
-            below=32,
         ),
     ] = None
-    batch_size: Annotated[int, Option("Number of sequences in a step", least=1)] = 8
+    batch_size: Annotated[int, Ge(1), Option("Number of sequences in a step")] = 8
     seq_len: Annotated[
-        int | None, Option("Number of tokens in a sequence", default="128, or the model's maximum", least=2)
+        int | None, Ge(2), Option("Number of tokens in a sequence", default="128, or the model's maximum")
     ] = None
     task: Annotated[str, _train("Task that the model is trained for", choices=TASKS)] = "auto"
-    steps: Annotated[int, _train("Number of optimizer steps", least=1)] = FinetuneOptions.steps
-    lr: Annotated[float, _train("Highest learning rate", above=0, example="5e-5")] = Arithmetic().usual_lr
-    seed: Annotated[int, Option("Seed of masks and of the first run", least=0)] = 0
+    steps: Annotated[int, Ge(1), _train("Number of optimizer steps")] = FinetuneOptions.steps
+    lr: Annotated[float, Gt(0), _train("Highest learning rate", example="5e-5")] = Arithmetic().usual_lr
+    seed: Annotated[int, Ge(0), Option("Seed of masks and of the first run")] = 0
     revision: Revision = None
     allow_missing: AllowMissing = False
     force: Force = False

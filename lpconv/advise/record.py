@@ -101,18 +101,14 @@ def _job(model: str, row: AdviceRow, options: AdviseOptions) -> dict[str, Any]:
     revision = {} if options.revision is None else {"revision": options.revision}
     if row.purpose == "infer":
         return {"id": "infer", "model": name, **revision, **row.settings, "gates": gates_of(row)}
-    return {"id": "train", "kind": "finetune", "model": name, **revision, **row.settings, **_training(options),
+    training = training_settings(options)
+    if options.data is not None and os.path.exists(options.data):
+        training["data"] = os.path.abspath(options.data)
+    return {"id": "train", "kind": "finetune", "model": name, **revision, **row.settings, **training,
             "gates": gates_of(row)}  # fmt: skip
 
 
-def _training(options: AdviseOptions) -> dict[str, Any]:
-    """What the runs were made of, as far as it is not the default."""
-    settings: dict[str, Any] = {"steps": options.steps, "batch_size": options.batch_size, "lr": options.lr}
-    if options.data is not None:
-        is_file = os.path.exists(options.data)
-        settings["data"] = os.path.abspath(options.data) if is_file else options.data
-    if options.seq_len is not None:
-        settings["seq_len"] = options.seq_len
-    if options.task != "auto":
-        settings["task"] = options.task
-    return settings
+def training_settings(options: AdviseOptions) -> dict[str, Any]:
+    """Options of `finetune` that repeat the training of an advice, as far as they are not the default."""
+    settings = {name: getattr(options, name) for name in ("steps", "batch_size", "lr", "data", "seq_len", "task")}
+    return {name: value for name, value in settings.items() if value not in (None, "auto")}

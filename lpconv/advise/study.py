@@ -14,7 +14,7 @@ from lpconv.advise.choice import best, judged, ranked
 from lpconv.advise.forecast import Forecast
 from lpconv.advise.infer import Conversions, converted, job_of
 from lpconv.advise.options import AdviseOptions
-from lpconv.advise.record import gates_of
+from lpconv.advise.record import gates_of, training_settings
 from lpconv.advise.subject import Deadline, Subject, open_subject
 from lpconv.advise.train import Trials
 from lpconv.bench.worker import measure_peaks
@@ -24,12 +24,14 @@ from lpconv.convert.settings import command_line
 from lpconv.errors import LpconvError, UnreadError
 from lpconv.kernels.compiled import eagerly
 from lpconv.models.quiet import quiet_transformers
+from lpconv.options import words_for
 from lpconv.probe.advice import findings, loss_scales
 from lpconv.probe.record import GRADIENT_ROLES
 from lpconv.probe.track import probe
 from lpconv.progress import Progress
 from lpconv.report.advise import findings_of, recommendation, unknowns
 from lpconv.results import AdviceResult, AdviceRow, LayerPart, Recommendation, to_json
+from lpconv.train.options import FinetuneOptions
 
 _INFER_SHARE = 0.4  # of the time, where there is training to advise on as well
 _PARTS_SHARE = 0.3  # of what conversions take, for the parts of layers, which no choice depends on
@@ -170,14 +172,8 @@ class Study:
         if row.purpose == "infer":
             asked = convert_options(row.settings, gates=tuple(gates_of(row)), revision=o.revision)
             return command_line(self._model, asked)
-        words = ["lpconv", "finetune", self._model, "--recipe", row.name, "--steps", str(o.steps)]
-        words += ["--batch-size", str(o.batch_size), "--lr", f"{o.lr:g}"]
-        for flag, value in (("--data", o.data), ("--seq-len", o.seq_len), ("--revision", o.revision)):
-            words += [flag, str(value)] if value is not None else []
-        words += ["--task", o.task] if o.task != "auto" else []
-        for gate in gates_of(row):
-            words += ["--gate", gate]
-        return shlex.join(words)
+        said = {"recipe": row.name, **training_settings(o), "revision": o.revision, "gates": gates_of(row)}
+        return shlex.join(["lpconv", "finetune", self._model, *words_for(FinetuneOptions, said)])
 
     def _facts(self) -> dict[str, str]:
         prepared = self._subject.prepared

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+from annotated_types import Ge
 from pydantic import WithJsonSchema
 
 from lpconv.bench.options import BenchOptions
@@ -50,7 +51,7 @@ class Kind:
 
 
 def _fields(record: type[Any]) -> dict[str, Declared]:
-    return {name: d for name, d in options_of(record).items() if d.option.only != "command"}
+    return {name: d for name, d in options_of(record).items() if d.option.only in (None, "manifest")}
 
 
 def _convert_options(settings: dict[str, Any]) -> ConvertOptions:
@@ -132,13 +133,13 @@ class _Common:
     output: Annotated[str, Option("Folder to write, relative to the manifest", default="out/ID")] = ""
     needs: Annotated[tuple[str, ...], Option("Earlier jobs without which this one does not run", default="none")] = ()
     cpus: Annotated[
-        int | None, Option("Cores of a job among others", default="its share; of a bench all of a machine", least=1)
+        int | None, Ge(1), Option("Cores of a job among others", default="its share; of a bench all of a machine")
     ] = None
-    gpus: Annotated[int, Option("GPUs of a job among others", least=0)] = 0
+    gpus: Annotated[int, Ge(0), Option("GPUs of a job among others")] = 0
     memory: Annotated[
         int | None, size_option("Memory kept for a job among others, such as 8GB", default="max_memory, or its share")
     ] = None
-    split: Annotated[int, Option("Number of workers that share a conversion out among them", least=1)] = 1
+    split: Annotated[int, Ge(1), Option("Number of workers that share a conversion out among them")] = 1
 
 
 COMMON_FIELDS = options_of(_Common)

@@ -8,7 +8,7 @@ differs from run to run, so of those the lock pins what is measured, never what 
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,11 @@ from lpconv.bench.options import BenchOptions
 from lpconv.checkpoint.holding import wait_for
 from lpconv.checkpoint.partfile import sha256_of, write_error, write_small
 from lpconv.errors import InputError, VerificationError
+from lpconv.options import fields_of_run
 from lpconv.results import SCHEMA_VERSION, FileRecord, JobOutcome, from_json, ordered_json_text, to_json
 
 # Settings that change neither the output nor how it was judged.
-_HOW_NOT_WHAT = frozenset({"max_memory", "workers", "resume", "force", "trust_remote_code", "log_to", "command"})
+_PERMISSIONS = {"trust_remote_code"}  # which a lock does not give
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,11 +127,16 @@ def lock_entry(job: BatchJob, outcome: JobOutcome, folder: Path) -> LockEntry:
 
 def _locked_settings(job: BatchJob, folder: Path) -> dict[str, Any]:
     """Those of a job's options that decide what is done and how it is judged, JSON-able."""
-    settings = {k: v for k, v in to_json(job.options).items() if k not in _HOW_NOT_WHAT}
+    settings = _lockable(to_json(job.options), job)
     for declared in KINDS[job.kind].fields.values():
         if declared.option.is_path and settings[declared.field] is not None:
             settings[declared.field] = _portable(str(settings[declared.field]), folder)
     return settings
+
+
+def _lockable(settings: Mapping[str, Any], job: BatchJob) -> dict[str, Any]:
+    left_out = fields_of_run(type(job.options)) | _PERMISSIONS
+    return {k: v for k, v in settings.items() if k not in left_out}
 
 
 def _portable(name: str, folder: Path) -> str:
@@ -202,7 +208,7 @@ def check_locked_result(job: BatchJob, entry: LockEntry, outcome: JobOutcome) ->
 
 def _job_differences(job: BatchJob, entry: LockEntry, folder: Path) -> Iterator[str]:
     settings = _locked_settings(job, folder) | {"kind": job.kind, "model": _portable(job.model, folder)}
-    locked = entry.settings | {"kind": entry.kind, "model": entry.model}
+    locked = _lockable(entry.settings, job) | {"kind": entry.kind, "model": entry.model}
     for name in sorted(settings.keys() | locked.keys()):
         if settings.get(name) != locked.get(name):
             yield f"{name} is {_show(settings.get(name))} and was {_show(locked.get(name))}"

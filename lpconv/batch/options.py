@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Annotated
 
+from annotated_types import Ge
+
 from lpconv.options import Option
 
 _EXECUTORS = ("local", "ray")
@@ -19,7 +21,7 @@ class BatchOptions:
     locked: Annotated[bool, Option("Fail where anything differs from the lock file")] = False
     junit: Annotated[str | None, Option("File for a report in JUnit's XML", metavar="FILE")] = None
     parallel: Annotated[
-        int | None, Option("Number of jobs at a time, within cores and memory", metavar="N", default="one", least=1)
+        int | None, Ge(1), Option("Number of jobs at a time, within cores and memory", metavar="N", default="one")
     ] = None
     executor: Annotated[str, Option("Where to run jobs", metavar="NAME", choices=_EXECUTORS)] = "local"
     address: Annotated[

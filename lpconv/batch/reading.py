@@ -128,8 +128,8 @@ def _adapter(declared: Declared) -> TypeAdapter[Any]:
         return TypeAdapter(bool)
     if declared.type is str:
         return TypeAdapter(Annotated[str, _FULL])
-    bounds = Field(ge=o.least, gt=o.above, lt=o.below, allow_inf_nan=None if declared.type is int else False)
-    number: Any = Annotated[declared.type, bounds, BeforeValidator(_no_flag)]
+    is_finite = Field(allow_inf_nan=None if declared.type is int else False)
+    number: Any = Annotated[declared.type, *declared.bounds, is_finite, BeforeValidator(_no_flag)]
     return TypeAdapter(number)
 
 

@@ -7,9 +7,11 @@ import re
 from dataclasses import dataclass
 from typing import Annotated
 
+from annotated_types import Ge
+
 from lpconv.bench.cases import BASELINES, BENCH_FORMATS, BENCH_METHODS, BENCH_OPTIMIZERS, COMPILE_MODES, MODES
 from lpconv.errors import UsageError
-from lpconv.options import PARALLEL, AllowMissing, Group, Option
+from lpconv.options import PARALLEL, AllowMissing, Group, Option, ResumedByBatch
 
 # Options by the panel of the help that they stand in.
 _what = functools.partial(Option, panel="What to measure")
@@ -36,10 +38,10 @@ class Effort:
     They are spread over as many `launches`, each of new processes.
     """
 
-    min_iterations: Annotated[int, _how("Smallest number of timed steps per case", name="min_iters", least=1)] = 30
-    min_seconds: Annotated[float, _how("Smallest number of seconds per case", name="min_time", least=0)] = 2.0
-    rounds: Annotated[int, _how("Number of turns that baseline and variant take", least=1)] = 12
-    launches: Annotated[int, _how("Number of launches in new processes, over which the turns are spread", least=1)] = 3
+    min_iterations: Annotated[int, Ge(1), _how("Smallest number of timed steps per case", name="min_iters")] = 30
+    min_seconds: Annotated[float, Ge(0), _how("Smallest number of seconds per case", name="min_time")] = 2.0
+    rounds: Annotated[int, Ge(1), _how("Number of turns that baseline and variant take")] = 12
+    launches: Annotated[int, Ge(1), _how("Number of launches in new processes, over which the turns are spread")] = 3
     warm_up_iterations: int = 3
     warm_up_seconds: float = 0.3
 
@@ -85,20 +87,21 @@ class BenchOptions:
     optimizers: Annotated[
         tuple[str, ...], _what("Optimizers of training steps", name="optimizer", choices=BENCH_OPTIMIZERS, comma=True)
     ] = ("adamw",)
-    layers: Annotated[int | None, _what("Number of the model's layers to keep", default="all", least=1)] = None
+    layers: Annotated[int | None, Ge(1), _what("Number of the model's layers to keep", default="all")] = None
     batches: Annotated[
         tuple[int, ...],
+        Ge(1),
         _what(
             "Number of sequences in a step of a process",
             default="what suits the device",
             name="batch",
-            least=1,
             comma=True,
         ),
     ] = ()
     seqs: Annotated[
         tuple[int, ...],
-        _what("Number of tokens in a sequence", default="what suits the device", name="seq", least=1, comma=True),
+        Ge(1),
+        _what("Number of tokens in a sequence", default="what suits the device", name="seq", comma=True),
     ] = ()
     baseline: Annotated[str, _how("Form that the others are compared with", choices=BASELINES)] = "bf16+compile"
     compiled: Annotated[
@@ -115,27 +118,30 @@ class BenchOptions:
     ] = None
     processes: Annotated[
         int | None,
-        _how("Number of cooperating processes", default="torchrun's, or 1", least=1),
+        Ge(1),
+        _how("Number of cooperating processes", default="torchrun's, or 1"),
     ] = None
     parallel: Annotated[
         str | None,
         _how("Sharing of a model among processes", default="ddp", what="kind of parallelism", choices=PARALLEL),
     ] = None
-    threads: Annotated[int | None, _how("Number of CPU threads of each process", default="torch's own", least=1)] = None
+    threads: Annotated[int | None, Ge(1), _how("Number of CPU threads of each process", default="torch's own")] = None
     effort: Annotated[Effort, Group(Effort)] = Effort()
-    seed: Annotated[int, _how("Seed of weights and token ids", least=0)] = 0
+    seed: Annotated[int, Ge(0), _how("Seed of weights and token ids")] = 0
     compare: Annotated[
         str | None,
         _check("Older result, as JSON, against which a regression is a failure", metavar="FILE", is_path=True),
     ] = None
     gates: Annotated[
         tuple[str, ...],
-        _check("Condition on every row, such as 'speedup>=1.2'", flag="gate", metavar="CONDITION", parse=_gate),
+        _check(
+            "Condition on every row, such as 'speedup>=1.2'", judges=True, flag="gate", metavar="CONDITION", parse=_gate
+        ),
     ] = ()
-    command: str | None = None
+    command: Annotated[str | None, Option("Command that the result names", only="caller", of_run=True)] = None
     allow_missing: AllowMissing = False
-    resume: bool = False
-    force: Annotated[bool, Option("Replace a result that is there", only="manifest")] = False
+    resume: ResumedByBatch = False
+    force: Annotated[bool, Option("Replace a result that is there", only="manifest", of_run=True)] = False
 
     @property
     def num_processes(self) -> int:

@@ -14,6 +14,7 @@ from lpconv.bench.options import BenchOptions
 from lpconv.bench.roofline import Gemm, verdict
 from lpconv.bench.team import Child, Team
 from lpconv.errors import InputError, LpconvError, ResourceError, UnsupportedError, UsageError
+from lpconv.options import fields_of_run
 from lpconv.progress import Progress
 from lpconv.results import (
     BenchResult,
@@ -58,7 +59,7 @@ class BenchRun:
             peaks=self.peaks,
             verdicts=tuple(self.verdicts),
             notes=self.notes,
-            options={k: v for k, v in settings.items() if k not in ("command", "resume", "force")},
+            options={k: v for k, v in settings.items() if k not in fields_of_run(BenchOptions)},
             versions=self.versions,
             command=self.options.command,
             seconds=time.perf_counter() - self.start,

@@ -22,7 +22,7 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     """
     signature = inspect.signature(command)
     record = signature.parameters["options"].annotation
-    declared = {n: d for n, d in options_of(record).items() if d.option.only != "manifest"}
+    declared = {n: d for n, d in options_of(record).items() if d.option.only in (None, "command")}
 
     @functools.wraps(command)
     def spread(**given: Any) -> None:

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+from annotated_types import Ge, Gt
+
 from lpconv.convert.patterns import FormatRule, parse_rule
 from lpconv.convert.schemes import SCHEMES
 from lpconv.errors import UsageError
@@ -25,6 +27,7 @@ _METHOD_FORMATS = [f for f in FORMATS if any(f in m.formats for m in METHODS.val
 _WHAT, _HOW = "What to write", "How to run"
 _what = functools.partial(Option, panel=_WHAT, shapes_output=True)
 _check = functools.partial(Option, panel="Checks")
+_how = functools.partial(Option, panel=_HOW, of_run=True)
 
 
 def _gate(text: str) -> str:
@@ -95,15 +98,15 @@ class ConvertOptions:
     ] = None
     budget_bits: Annotated[
         float | None,
+        Gt(0),
         _what(
             "Stored bits per element, scales and counts included, for multipoint",
             default="half a bit above the format's",
-            above=0,
             example="4.5",
         ),
     ] = None
     points_max: Annotated[
-        int | None, _what("Largest number of points of a row, for multipoint", default=str(POINTS_MAX), least=1)
+        int | None, Ge(1), _what("Largest number of points of a row, for multipoint", default=str(POINTS_MAX))
     ] = None
     include: Annotated[
         tuple[str, ...],
@@ -137,17 +140,17 @@ class ConvertOptions:
     ] = "auto"
     gates: Annotated[
         tuple[str, ...],
-        _check("Publish only if this holds, such as 'sqnr>=25'", flag="gate", metavar="CONDITION", parse=_gate),
+        _check(
+            "Publish only if this holds, such as 'sqnr>=25'", judges=True, flag="gate", metavar="CONDITION", parse=_gate
+        ),
     ] = ()
     revision: Revision = None
     allow_missing: AllowMissing = False
-    max_memory: Annotated[int | None, size_option("Memory limit, such as 4GB", default="what is free", panel=_HOW)] = (
-        None
-    )
-    cache: Annotated[bool, Option("Copy a remote checkpoint into a cache, and read that", panel=_HOW)] = False
-    workers: Annotated[
-        int | None, Option(panel=_HOW, help="Number of encoder threads", default="cores, at most 8", least=1)
+    max_memory: Annotated[
+        int | None, size_option("Memory limit, such as 4GB", default="what is free", panel=_HOW, of_run=True)
     ] = None
+    cache: Annotated[bool, _how("Copy a remote checkpoint into a cache, and read that")] = False
+    workers: Annotated[int | None, Ge(1), _how("Number of encoder threads", default="cores, at most 8")] = None
     resume: Resume = False
     force: Force = False
     trust_remote_code: TrustRemoteCode = False
@@ -184,13 +187,13 @@ class VerifyOptions:
     ] = None
     seq_len: Annotated[
         int | None,
+        Ge(2),
         Option(
             "Number of tokens in a window of the text",
             default="128, or the longest of the model where that is less",
-            least=2,
         ),
     ] = None
-    max_tokens: Annotated[int, Option("Number of tokens of the text to read at most", least=1)] = 4096
+    max_tokens: Annotated[int, Ge(1), Option("Number of tokens of the text to read at most")] = 4096
     trust_remote_code: TrustRemoteCode = False
 
 

@@ -17,11 +17,9 @@ from lpconv.formats.spec import FORMATS, Format
 from lpconv.lookup import find
 from lpconv.mcf.point_layout import MAX_POINTS
 from lpconv.methods import LPCONV, METHODS, Method
-from lpconv.options import check, options_of
+from lpconv.options import check, options_of, words_for
 from lpconv.results import to_json
 
-# Options that say how a run goes, and nothing of what it writes or demands of that.
-_OF_A_RUN = ("max_memory", "cache", "workers", "resume", "force")
 _SPARE_BITS = 0.5  # the default budget above the bits of an element: scales, and second points for some rows
 
 
@@ -96,15 +94,12 @@ def command_line(model: str, options: ConvertOptions) -> str:
     """The command that makes the same output: no folder, and nothing of how a run goes, such as --resume."""
     usual = _usual_scale(FORMATS[options.format], grain_of(options.granularity)) if options.format else None
     unsaid = {"method": None, "scale": usual}  # other values than the field's default go without saying, or none does
-    words = ["lpconv", "convert", model]
-    for d in options_of(ConvertOptions).values():
+    said = {}
+    for name, d in options_of(ConvertOptions).items():
         value = getattr(options, d.field)
-        if value is None or d.field in _OF_A_RUN or value == unsaid.get(d.field, d.default):
-            continue
-        for one in value if d.is_many else (value,):
-            text = Path(one).name if d.option.is_path else str(one)
-            words += [d.flag] if d.type is bool else [d.flag, text]
-    return shlex.join(words)
+        if not d.option.of_run and value != unsaid.get(d.field, d.default):
+            said[name] = Path(value).name if d.option.is_path and value is not None else value
+    return shlex.join(["lpconv", "convert", model, *words_for(ConvertOptions, said)])
 
 
 def _residual(method: Method, format_name: str, residual: str | None) -> str | None:

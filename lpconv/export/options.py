@@ -5,6 +5,8 @@ import importlib
 from contextlib import closing
 from typing import Annotated
 
+from annotated_types import Ge
+
 from lpconv.checkpoint.checkpoint import Checkpoint
 from lpconv.checkpoint.source import open_source
 from lpconv.errors import UnsupportedError, UsageError
@@ -28,9 +30,9 @@ class ExportOptions:
 
     opset: Annotated[int | None, Option("ONNX operator set", default="the oldest that holds the formats")] = None
     validate: Annotated[bool, Option("Run the file in ONNX Runtime and compare it with the model")] = True
-    tolerance: Annotated[
-        float, Option("Largest difference to the model, as a share of its largest output", least=0)
-    ] = 1e-5
+    tolerance: Annotated[float, Ge(0), Option("Largest difference to the model, as a share of its largest output")] = (
+        1e-5
+    )
     external_data: Annotated[
         bool, Option("Write the weights to model.onnx.data even where they fit into the graph")
     ] = False

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+from annotated_types import Ge
+
 from lpconv.checkpoint.checkpoint import Checkpoint
 from lpconv.checkpoint.contents import check_config, read_json
 from lpconv.convert.files import plain_config
@@ -26,17 +28,16 @@ class InitOptions:
     method: Annotated[str, Option("Method that draws the weights", choices=_INIT_METHODS, short=("-m",))] = "native"
     width: Annotated[
         int | None,
-        Option(
-            "Width of the residual stream; heads keep their size, inner widths their ratio", default="as it is", least=1
-        ),
+        Ge(1),
+        Option("Width of the residual stream; heads keep their size, inner widths their ratio", default="as it is"),
     ] = None
-    layers: Annotated[int | None, Option("Number of layers", default="as it is", least=1)] = None
+    layers: Annotated[int | None, Ge(1), Option("Number of layers", default="as it is")] = None
     tokenizer: Annotated[
         str | None,
         Option("Model whose tokenizer is copied", default="the architecture's own, if it has one", metavar="MODEL"),
     ] = None
     reinit: Annotated[bool, Option("Take the architecture of a trained checkpoint, and draw new weights")] = False
-    seed: Annotated[int, Option("Seed of the weights", least=0)] = 0
+    seed: Annotated[int, Ge(0), Option("Seed of the weights")] = 0
     revision: Revision = None
     force: Force = False
 

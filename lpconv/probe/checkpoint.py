@@ -21,6 +21,7 @@ from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import CLM, MLM, NONE, Task
 from lpconv.models.tokenizer import Tokens, read_tokenizer, tokenize
 from lpconv.models.whole import check_whole
+from lpconv.options import fields_of_run
 from lpconv.probe.batches import MASK_RATE, Batches, random_tokens
 from lpconv.probe.options import ProbeOptions
 from lpconv.probe.record import ProbeResult
@@ -104,9 +105,8 @@ def probe_checkpoint(model: Openable, options: ProbeOptions, *, progress: Progre
         "Steps": f"{shape}{masks}, seed {options.seed}",
         "Loss": prepared.task.loss,
     }
-    settings = dataclasses.asdict(options) | {"data": str(options.data) if options.data else None, "seq_len": seq_len}
-    for how in ("resume", "force"):
-        del settings[how]
+    settings = {k: v for k, v in dataclasses.asdict(options).items() if k not in fields_of_run(ProbeOptions)}
+    settings |= {"data": str(options.data) if options.data else None, "seq_len": seq_len}
     return dataclasses.replace(
         result,
         options={

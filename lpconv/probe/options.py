@@ -4,7 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from lpconv.options import AllowMissing, Force, Option, Revision
+from annotated_types import Ge
+
+from lpconv.options import AllowMissing, Force, Option, ResumedByBatch, Revision
 
 PROBE_FILE = "probe.json"  # in an output; says whose the folder is
 
@@ -17,15 +19,15 @@ class ProbeOptions:
         Path | None,
         Option("Text file", default="plays that ship with lpconv", metavar="FILE", parse=Path, is_path=True),
     ] = None
-    steps: Annotated[int, Option("Number of forward and backward passes", least=1)] = 4
-    batch_size: Annotated[int, Option("Number of sequences in a batch", least=1)] = 8
+    steps: Annotated[int, Ge(1), Option("Number of forward and backward passes")] = 4
+    batch_size: Annotated[int, Ge(1), Option("Number of sequences in a batch")] = 8
     seq_len: Annotated[
-        int | None, Option("Number of tokens in a sequence", default="128, or the model's maximum", least=2)
+        int | None, Ge(2), Option("Number of tokens in a sequence", default="128, or the model's maximum")
     ] = None
-    every: Annotated[int, Option("Number of steps between records", least=1)] = 1
+    every: Annotated[int, Ge(1), Option("Number of steps between records")] = 1
     calibrate: Annotated[bool, Option("Also write the scales that unit scaling should use (calibration.json)")] = False
-    seed: Annotated[int, Option("Seed of masks and random ids", least=0)] = 0
+    seed: Annotated[int, Ge(0), Option("Seed of masks and random ids")] = 0
     revision: Revision = None
     allow_missing: AllowMissing = False
-    resume: bool = False
+    resume: ResumedByBatch = False
     force: Force = False

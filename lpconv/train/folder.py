@@ -24,13 +24,12 @@ from lpconv.checkpoint.holding import held_by_another, hold, is_held
 from lpconv.checkpoint.partfile import check_writable, read_error, write_small, writing
 from lpconv.checkpoint.staging import TUNED, check_same_run, is_unused
 from lpconv.errors import InputError, OutputExistsError
+from lpconv.options import fields_that_may_change
 from lpconv.results import RunRecord, Series, from_json, json_line, ordered_json_text, to_json
 from lpconv.train.options import FinetuneOptions
 
 MARKER, REPORT, PAGE = TUNED, "report.json", "report.html"
 RUNS, PUBLISHED = "runs", "published"
-# These say how a run goes or is judged, not what it is.
-_FREE = {"resume", "force", "max_memory", "log_to", "gates"}
 
 
 def check_folder(output: Path, model: str, options: FinetuneOptions) -> None:
@@ -78,7 +77,8 @@ def _clear(output: Path) -> None:
 
 
 def _identity(model: str, options: FinetuneOptions) -> dict[str, Any]:
-    fields = (f.name for f in dataclasses.fields(options) if f.name not in _FREE)
+    free = fields_that_may_change(FinetuneOptions)
+    fields = (f.name for f in dataclasses.fields(options) if f.name not in free)
     return {"model": model, **{name: to_json(getattr(options, name)) for name in fields}}
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+from annotated_types import Ge, Gt, Lt
+
 from lpconv.errors import UnsupportedError, UsageError
 from lpconv.options import PARALLEL, AllowMissing, Force, Group, Option, Resume, Revision, check, size_option
 from lpconv.scaled.choices import LEARNING_RATES, NATIVE_MARK, OPERAND_SCALES
@@ -137,16 +139,16 @@ class FinetuneOptions:
     text_column: Annotated[str | None, _data("Column of texts", default="one with a usual name")] = None
     label_column: Annotated[str | None, _data("Column of classes or targets", default="one with a usual name")] = None
     seq_len: Annotated[
-        int | None, _data("Number of tokens in a sequence", default="128, or the model's maximum", least=2)
+        int | None, Ge(2), _data("Number of tokens in a sequence", default="128, or the model's maximum")
     ] = None
-    steps: Annotated[int, _train("Number of optimizer steps", least=1)] = 100
-    batch_size: Annotated[int, _train("Number of sequences in a step, over all processes", least=1)] = 8
+    steps: Annotated[int, Ge(1), _train("Number of optimizer steps")] = 100
+    batch_size: Annotated[int, Ge(1), _train("Number of sequences in a step, over all processes")] = 8
     lr: Annotated[
         float | None,
+        Gt(0),
         _train(
             "Highest learning rate",
             default="5e-5; for native recipes 0.25, a step on unit weights",
-            above=0,
             example="5e-5",
         ),
     ] = None
@@ -155,20 +157,23 @@ class FinetuneOptions:
         _train("Rule that gives each parameter of a native recipe its rate", default="u-mup", choices=LEARNING_RATES),
     ] = None
     schedule: Annotated[str, _train("Schedule of the learning rate after the warm-up", choices=_SCHEDULES)] = "linear"
-    warmup: Annotated[float, _train("Warm-up, as a fraction of all steps", least=0, below=1)] = 0.1
-    weight_decay: Annotated[float, _train("Decoupled weight decay", least=0)] = 0.01
-    beta2: Annotated[float, _train("Decay of the second moment", least=0, below=1, example="0.999")] = 0.999
-    clip: Annotated[float, _train("Norm that gradients are clipped to; 0 for no clipping", least=0)] = 1.0
-    seed: Annotated[int, _train("First seed", least=0)] = 0
+    warmup: Annotated[float, Ge(0), Lt(1), _train("Warm-up, as a fraction of all steps")] = 0.1
+    weight_decay: Annotated[float, Ge(0), _train("Decoupled weight decay")] = 0.01
+    beta2: Annotated[float, Ge(0), Lt(1), _train("Decay of the second moment", example="0.999")] = 0.999
+    clip: Annotated[float, Ge(0), _train("Norm that gradients are clipped to; 0 for no clipping")] = 1.0
+    seed: Annotated[int, Ge(0), _train("First seed")] = 0
     save_every: Annotated[
-        int | None, _train("Number of steps between checkpoints; 0 for none", default="ten minutes' worth", least=0)
+        int | None, Ge(0), _train("Number of steps between checkpoints; 0 for none", default="ten minutes' worth")
     ] = None
     save: Annotated[str, _train("Form of the saved model", what="form to save", choices=_SAVES)] = "converted"
     compile: Annotated[bool, _train("Train through torch.compile")] = False
     max_memory: Annotated[
         int | None,
         size_option(
-            "Largest estimated memory of a run that is begun, such as 8GB", default="what is free", panel=_TRAINING
+            "Largest estimated memory of a run that is begun, such as 8GB",
+            default="what is free",
+            panel=_TRAINING,
+            of_run=True,
         ),
     ] = None
     parallel: Annotated[
@@ -182,25 +187,25 @@ class FinetuneOptions:
     ] = "ddp"
     log_to: Annotated[
         tuple[str, ...],
-        _train("Service that Trainer reports to", default="none", what="place to log to", choices=LOGGERS),
+        _train("Service that Trainer reports to", default="none", what="place to log to", choices=LOGGERS, of_run=True),
     ] = ()
     twin: Annotated[str, _check("Precision of the twin that the run is compared with", choices=_TWINS)] = "fp32"
-    seeds: Annotated[int, _check("Number of seeds; their spread is the noise", least=1)] = 1
+    seeds: Annotated[int, Ge(1), _check("Number of seeds; their spread is the noise")] = 1
     eval_every: Annotated[
         int | None,
+        Ge(0),
         _check(
             "Number of steps between evaluations; 0 for the last only",
             default="a quarter of the steps, at least 10",
-            least=0,
         ),
     ] = None
-    eval_batches: Annotated[int, _check("Largest number of batches in an evaluation", least=1)] = 16
+    eval_batches: Annotated[int, Ge(1), _check("Largest number of batches in an evaluation")] = 16
     track_every: Annotated[
         int | None,
+        Ge(0),
         _check(
             "Number of steps between records of underflow; 0 for none",
             default="a tenth of the steps, at least 5",
-            least=0,
         ),
     ] = None
     check_gradients: Annotated[
@@ -214,6 +219,7 @@ class FinetuneOptions:
         tuple[str, ...],
         _check(
             "Fail with exit code 5 unless this holds, such as 'loss_gap<=0.05'",
+            judges=True,
             flag="gate",
             metavar="CONDITION",
             parse=_gate,
