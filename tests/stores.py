@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.object_store import ENVIRONMENT, Store, serving
+from benchmarks.attack.object_store import ENVIRONMENT, Store, serving
 from lpconv.extras.remote import store_at
 
 __all__ = ["offered"]

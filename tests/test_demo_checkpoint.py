@@ -15,7 +15,7 @@ import lpconv
 from lpconv.data import demo_checkpoint, demo_text
 from lpconv.errors import UsageError
 
-SCRIPT = Path(lpconv.__file__).parents[1] / "benchmarks" / "train_demo.py"
+SCRIPT = Path(lpconv.__file__).parents[1] / "benchmarks" / "reproduce" / "train_demo.py"
 METRICS = json.loads((demo_checkpoint() / "metrics.json").read_text(encoding="utf-8"))
 
 

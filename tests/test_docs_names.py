@@ -12,7 +12,8 @@ import typer
 from lpconv.cli.main import app
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "benchmarks/results/README.md"]
+DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*DOCS, ROOT / "benchmarks/README.md", *sorted((ROOT / "benchmarks").glob("*/README.md"))]
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 INVENTED = {"--patience"}  # the option that docs/adding.md adds
 OTHERS = ("pip ", "pytest", "python ", "torchrun")  # commands that are not ours
@@ -28,7 +29,7 @@ def _options(command: Any) -> Iterator[str]:
 OPTIONS = {"--help", *_options(typer.main.get_command(app))}
 
 
-@pytest.mark.parametrize("page", PAGES[:-1], ids=lambda p: str(p.relative_to(ROOT)))  # the last is of benchmarks
+@pytest.mark.parametrize("page", DOCS, ids=lambda p: str(p.relative_to(ROOT)))
 def test_options_exist(page: Path) -> None:
     lines = [line for line in page.read_text().splitlines() if not any(word in line for word in OTHERS)]
     named = {o for line in lines for o in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", line)}

@@ -1,22 +1,20 @@
 """Figures of docs/measured.md, and of the README, are those of the raw results."""
 
-import json
 import statistics
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from benchmarks.common import recorded
 from lpconv.student import t_quantile
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "measured.md"
 
 
 def _compiled() -> str:
-    rows = json.loads((RESULTS / "scaled.json").read_text())["time"]
+    rows = recorded("scaled")["time"]
     found = [r for r in rows if r["mode"] == "compiled"]
     ratios = [r["ratio"] for r in found]
     low, high = min(r["ratio_low"] for r in found), max(r["ratio_high"] for r in found)
@@ -25,7 +23,7 @@ def _compiled() -> str:
 
 def _advice() -> str:
     """Rows of the table: case, forecasts inside, left out, recommended, …, time."""
-    lines = (RESULTS / "advise" / "table.md").read_text().splitlines()[2:]
+    lines = (ROOT / "benchmarks/quality/results/advise/table.md").read_text().splitlines()[2:]
     cells = [[c.strip() for c in line.split("|")[1:-1]] for line in lines]
     shares = [int(c[-1].rpartition(", ")[2].removesuffix(" %")) for c in cells]
     inside, forecasts = (sum(int(c[1].split(" of ")[i]) for c in cells) for i in (0, 1))
@@ -34,18 +32,14 @@ def _advice() -> str:
     return f"{min(shares)} to {max(shares)} % of their time"
 
 
-def _read(name: str) -> Any:
-    return json.loads((RESULTS / f"{name}.json").read_text())
-
-
 def _saved() -> str:
-    ratios = [m["ratio"] for m in _read("scaled")["memory"]]
+    ratios = [m["ratio"] for m in recorded("scaled")["memory"]]
     return f"saved activations in fp8 {min(ratios):.2f} to {max(ratios):.2f} of bf16's"
 
 
 def _optimizer() -> str:
     def ratio(name: str) -> float:
-        ms = {t["case"]: t["median_ms"] for t in _read(name)["timings"]}
+        ms = {t["case"]: t["median_ms"] for t in recorded(name)["timings"]}
         return float(ms["collage-plus"] / ms["torch-fp32-master"])
 
     ratios = [ratio(f"optimizer-{size}") for size in ("30M", "300M", "30M-many")]
@@ -53,7 +47,7 @@ def _optimizer() -> str:
 
 
 def _fp8_step() -> str:
-    ms = {t["name"]: t["median_ms"] for t in _read("kernels-linear")["timings"]}
+    ms = {t["name"]: t["median_ms"] for t in recorded("kernels-linear")["timings"]}
     tensor, row, peer = (
         ms[n] / ms["torch bfloat16"]
         for n in ("lpconv fp8, tensorwise", "lpconv fp8, rowwise", "torchao rowwise, emulate")
@@ -62,45 +56,45 @@ def _fp8_step() -> str:
 
 
 def _ray() -> str:
-    killed = next(r for r in _read("ray-batch")["runs"] if r["name"] == "killed")
+    killed = next(r for r in recorded("ray-batch")["runs"] if r["name"] == "killed")
     assert killed["placed_again"] > 0
     assert killed["differing"] == []
     return f"| {killed['done']} jobs on a Ray cluster, a node of it killed |"
 
 
 def _damaged_files() -> str:
-    runs = [_read(name) for name in ("fuzz-layouts", "fuzz-layouts-more")]
+    runs = [recorded(name) for name in ("fuzz-layouts", "fuzz-layouts-more")]
     return f"{sum(r['rounds'] * len(r['outcomes']) for r in runs):,} damaged files"
 
 
 def _damaged_inputs() -> str:
-    runs = [_read(name) for name in ("fuzz", "fuzz-rest")]
+    runs = [recorded(name) for name in ("fuzz", "fuzz-rest")]
     assert sum(len(r["faults"]) for r in runs) == 5, "`five faults` in the README"
     return f"| {sum(r['inputs'] for r in runs):,} damaged inputs, odd options and bad places | five faults"
 
 
 def _kills() -> str:
-    workers = _read("shards")["workers"]
+    workers = recorded("shards")["workers"]
     of_parts = sum(w["killed_parts"] + w["killed_finishes"] for w in workers)
-    assert _read("kills")["faults"] == []
+    assert recorded("kills")["faults"] == []
     assert not any(w["faults"] for w in workers)
-    return f"| {sum(_read('kills')['kills'].values()) + of_parts} SIGKILLs"
+    return f"| {sum(recorded('kills')['kills'].values()) + of_parts} SIGKILLs"
 
 
 def _resident() -> str:
-    mb = [round(r["memory_bytes"] / 1e6) for r in _read("resident")["rows"] if r["case"] != "fp32"]
+    mb = [round(r["memory_bytes"] / 1e6) for r in recorded("resident")["rows"] if r["case"] != "fp32"]
     return f"{mb[0]}, {mb[1]} and {mb[2]} MB"
 
 
 def _shared() -> str:
-    found = _read("opening-memory-4")
+    found = recorded("opening-memory-4")
     of_each = next(r["by rows"] for r in found["rows"] if r["recipe"] == "fp32")
     size = found["model_bytes"] / 1e6
     return f"a model of {size:.0f} MB that four processes share | {max(of_each) / 1e6:.0f} MB in each"
 
 
 def _architectures() -> str:
-    records = [r for r in _read("architectures")["records"] if r["runs"]]
+    records = [r for r in recorded("architectures")["records"] if r["runs"]]
     verdicts = [{run["verdict"] for run in r["runs"]} for r in records]
     assert not {"different", "failed"} & set().union(*verdicts)
     refused = sum("refused" in v for v in verdicts)
@@ -112,8 +106,10 @@ def _architectures() -> str:
 def _gaps(folder: str, recipe: str, metric: str = "eval_loss") -> list[float]:
     """Last held-out metric of three seeds, minus the loss of fp32 with the same seed."""
 
+    runs = recorded("finetune")[folder]
+
     def last(name: str, metric: str) -> float:
-        record = json.loads((RESULTS / "finetune" / folder / f"{name}.json").read_text())["record"]
+        record = runs[name]["record"]
         return float(next(e["values"][-1] for e in record["evaluations"] if e["name"] == metric))
 
     return [last(f"{recipe}-seed{i}", metric) - last(f"fp32-seed{i}", "eval_loss") for i in range(3)]

@@ -1,6 +1,6 @@
 """What adaptive loss scaling claims, in miniature: one command, tables, one figure, the raw figures beside them.
 
-    python benchmarks/reproduce/adaptive.py --out benchmarks/results/adaptive
+    python -m benchmarks.reproduce.adaptive --out DIRECTORY
 
 1. Gradients of a net of 24 sigmoid layers, whose magnitudes span 13 decades: every constant loss scale from 2^0 to 2^32
    beside the adaptive one, with the bounds of the authors' code and with ours.
@@ -9,7 +9,7 @@
 
 Transformers trained with it stand beside the other methods in scaled_training.py.
 
-The paper: Zhao, Vogel, Ahmed 2019, arXiv 1910.12385. Writes results.json, table.md and figure.png. `--quick` is for
+The paper: Zhao, Vogel, Ahmed 2019, arXiv 1910.12385. Writes results.json.xz, table.md and figure.png. `--quick` is for
 trying the script: its numbers mean nothing.
 """
 
@@ -21,9 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from figures import panels
-from gradient_errors import gradients, relative_errors
-from miniature import (
+from torch import Tensor, nn
+
+from benchmarks.reproduce.figures import panels
+from benchmarks.reproduce.gradient_errors import gradients, relative_errors
+from benchmarks.reproduce.miniature import (
     QUICK,
     Arm,
     Size,
@@ -33,8 +35,6 @@ from miniature import (
     save,
     start_model,
 )
-from torch import Tensor, nn
-
 from lpconv.kernels.matmul import HalfProducts
 from lpconv.loss_scale import largest_gradient, make_loss_scale, unscale_
 from lpconv.scaled import AdamW, AdaptiveOptions, StepGuard, adaptive_scaling, loss_scales

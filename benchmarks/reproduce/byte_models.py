@@ -9,8 +9,6 @@ from torch import Tensor, nn
 
 from lpconv.data import demo_text
 
-__all__ = ["batch_of", "build", "corpus", "evaluate"]
-
 MASK = 256  # after the bytes
 
 

@@ -1,6 +1,6 @@
 """What bf16 training loses, and what Collage keeps: one command, tables, one figure, the raw figures beside them.
 
-    OMP_NUM_THREADS=1 python benchmarks/reproduce/collage.py --out benchmarks/results/collage --work DIRECTORY
+    OMP_NUM_THREADS=1 python -m benchmarks.reproduce.collage --out DIRECTORY --work DIRECTORY
 
 displacement   20,000 weights follow 1,500 given gradients; each variant beside AdamW in fp64.
 lm, mlm        A byte-level Llama and a masked BERT from scratch, on the plays that ship with lpconv.
@@ -11,12 +11,11 @@ The last three use beta2 = 0.999 and a small learning rate, and give the held-ou
 and the lost updates of each variant. All arms of a seed start from the same fp32 weights, as exactly as each can keep
 them, and see the same batches. The paper's own arithmetic runs with the first seed only.
 
-results.json is written after every run, and runs that it has are not repeated: after a cut, the same command goes on.
+results.json.xz is written after every run, and runs that it has are not repeated: after a cut, repeat the command.
 table.md and figure.png are made from it at the end. `--quick` is for trying the script: its numbers mean nothing.
 """
 
 import argparse
-import json
 import statistics
 import time
 import warnings
@@ -26,10 +25,11 @@ from pathlib import Path
 
 import matplotlib
 import torch
-from collage_tasks import TASKS, Task
-from miniature import spread
 from torch import nn
 
+from benchmarks import common
+from benchmarks.reproduce.collage_tasks import TASKS, Task
+from benchmarks.reproduce.miniature import spread
 from lpconv.optim import LowPrecisionAdamW
 from lpconv.optim.diagnostics import combine
 from lpconv.optim.storage import VARIANTS, total
@@ -77,7 +77,7 @@ class Curve:
 
 @dataclass(kw_only=True)
 class Results:
-    """What results.json holds."""
+    """What results.json.xz holds."""
 
     settings: dict[str, str | bool]
     displacement: list[Displacement] = field(default_factory=list)
@@ -86,16 +86,11 @@ class Results:
     def has(self, task: str, arm: str, seed: int) -> bool:
         return any((c.task, c.arm, c.seed) == (task, arm, seed) for c in self.runs)
 
-    def save(self, path: Path) -> None:
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(asdict(self), indent=1) + "\n")
-        partial.replace(path)
-
 
 def load_results(path: Path, settings: dict[str, str | bool]) -> Results:
     if not path.exists():
         return Results(settings=settings)
-    raw = json.loads(path.read_text())
+    raw = common.load(path)
     if raw["settings"] != settings:
         raise SystemExit(f"{path} was made with {raw['settings']}, not {settings}: give another --out")
     return Results(
@@ -250,7 +245,7 @@ def run(results: Results, path: Path, args: argparse.Namespace) -> None:
         num_weights, num_steps = (500, 50) if args.quick else (20_000, 1500)
         arms = [(variant, "fused") for variant in VARIANTS] + PAPER
         results.displacement = [displacement(v, a, b, num_weights, num_steps) for v, a in arms for b in BETA2S]
-        results.save(path)
+        common.save(asdict(results), path)
     tasks = [TASKS[name](args.work, args.quick) for name in args.only if name in TASKS]
     jobs = [(seed, task, arm) for seed in args.seeds for task in tasks for arm in TRAINED]
     jobs += [(args.seeds[0], task, arm) for task in tasks for arm in PAPER]
@@ -259,16 +254,15 @@ def run(results: Results, path: Path, args: argparse.Namespace) -> None:
             continue
         curve = train(task, variant, arithmetic, seed)
         results.runs.append(curve)
-        results.save(path)
+        common.save(asdict(results), path)
         print(
             f"{task.name}, seed {seed}  {curve.arm:14} {curve.held_out_loss[-1]:.4f}  {curve.time_s:.0f} s", flush=True
         )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__, needs_out=True)
     names = ["displacement", *TASKS]
-    parser.add_argument("--out", type=Path, required=True, help="folder of results.json, table.md and figure.png")
     parser.add_argument("--work", type=Path, required=True, help="folder for the converted checkpoint")
     parser.add_argument("--only", nargs="+", choices=names, default=names)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
@@ -278,7 +272,7 @@ def main() -> None:
 
     args.out.mkdir(parents=True, exist_ok=True)
     args.work.mkdir(parents=True, exist_ok=True)
-    path = args.out / "results.json"
+    path = args.out / "results.json.xz"
     results = load_results(path, {"quick": args.quick, "torch": torch.__version__})
     run(results, path, args)
     tables = [displacement_table(results.displacement)] if results.displacement else []

@@ -20,8 +20,6 @@ from lpconv.convert.run import convert
 from lpconv.data import demo_text
 from lpconv.optim import LowPrecisionAdamW, start_from_checkpoint, start_from_fp32
 
-__all__ = ["TASKS", "Batch", "MakeOptimizer", "Task"]
-
 Batch: TypeAlias = tuple[Tensor, Tensor]  # input ids, labels; -100 where no label counts
 MakeOptimizer: TypeAlias = Callable[[nn.Module], LowPrecisionAdamW]
 Start: TypeAlias = Callable[[int, MakeOptimizer], tuple[nn.Module, LowPrecisionAdamW]]

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import matplotlib
 from matplotlib.axes import Axes
-from miniature import Curve, mean_curve
+
+from benchmarks.reproduce.miniature import Curve, mean_curve
 
 matplotlib.use("agg")
 from matplotlib import pyplot as plt
-
-__all__ = ["panels", "plot_training"]
 
 
 @contextmanager

@@ -4,13 +4,11 @@ import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from miniature import Size, draw, start_model
 from torch import Tensor, nn
 
+from benchmarks.reproduce.miniature import Size, draw, start_model
 from lpconv.kernels.matmul import HalfProducts
 from lpconv.scaled import ScaledTensor
-
-__all__ = ["GradientError", "error_table", "gradient_errors", "gradients", "relative_errors"]
 
 # In exact arithmetic softmax takes no notice of these biases, so their true gradient is zero.
 _CANCELLED = ("key.bias", "k_proj.bias")

@@ -1,6 +1,6 @@
 """HALP, LP-SVRG and LP-SGD at 8 and 16 bits: how near the optimum each comes.
 
-    python benchmarks/reproduce/halp.py --out benchmarks/results/halp
+    python -m benchmarks.reproduce.halp --out DIRECTORY
 
 1. Logistic regression on real data, L2-regularised: does a vowel follow the last three characters of the plays that
    ship with lpconv? 1,024 windows, 82 features.
@@ -8,7 +8,8 @@
 
 An epoch takes the gradient of all data and two passes over as many rows. The grids of LP-SGD and LP-SVRG reach 1.25
 times as far as the optimum does, which nobody knows beforehand; HALP runs with three guesses at μ.
-The paper: De Sa et al. 2018, arXiv 1803.03383. Writes results.json, table.md and figure.png. `--quick` is for trying.
+The paper: De Sa et al. 2018, arXiv 1803.03383. Writes results.json.xz, table.md and figure.png.
+`--quick` is for trying.
 """
 
 import time
@@ -17,12 +18,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from byte_models import corpus
-from figures import panels
-from miniature import QUICK, read_arguments, save
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.reproduce.byte_models import corpus
+from benchmarks.reproduce.figures import panels
+from benchmarks.reproduce.miniature import QUICK, read_arguments, save
 from lpconv.optim import HALP, LPSGD, LPSVRG
 
 ROWS, BATCH, TARGET = 1024, 4, 1e-6

@@ -1,8 +1,6 @@
 """What the miniature reproductions share: small language models on the plays that ship with lpconv, trained in some
 arithmetic from one start, and the files that a reproduction leaves."""
 
-import argparse
-import json
 import statistics
 import sys
 import time
@@ -14,30 +12,13 @@ from typing import Any
 
 import torch
 import transformers
-from byte_models import batch_of, build, corpus, evaluate
 from torch import Tensor, nn
 
+from benchmarks import common
+from benchmarks.reproduce.byte_models import batch_of, build, corpus, evaluate
 from lpconv.kernels.matmul import HalfProducts
 from lpconv.loss_scale import largest_gradient, make_loss_scale, unscale_
 from lpconv.scaled import AdamW, ScaledTensor, StepGuard
-
-__all__ = [
-    "Arm",
-    "Curve",
-    "Size",
-    "amp_fp16",
-    "draw",
-    "mean_curve",
-    "observe",
-    "read_arguments",
-    "rms",
-    "save",
-    "spread",
-    "start_model",
-    "train",
-    "train_all",
-    "training_table",
-]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,8 +191,7 @@ def mean_curve(curves: Sequence[Curve], arm: str) -> tuple[list[int], list[float
 
 def read_arguments(doc: str | None) -> tuple[Path, Size]:
     """The folder for the results, made if need be, and the size of a reproduction that says `doc` of itself."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
+    parser = common.parser(doc, needs_out=True)
     parser.add_argument("--quick", action="store_true")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -219,11 +199,9 @@ def read_arguments(doc: str | None) -> tuple[Path, Size]:
 
 
 def save(out: Path, settings: Mapping[str, Any], raw: Mapping[str, Any], tables: Sequence[str]) -> None:
-    """Write results.json and table.md, and show the tables."""
-    command = " ".join(["python", *sys.argv])
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    report = {"command": command, "versions": versions, "settings": dict(settings), **raw}
-    (out / "results.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    """Write results.json.xz and table.md, and show the tables."""
+    report = {"command": common.command(), "machine": common.machine(), "settings": dict(settings), **raw}
+    common.save(report, out / "results.json.xz")
     page = "\n".join(tables)
     (out / "table.md").write_text(page, encoding="utf-8")
     print(page)

@@ -1,6 +1,6 @@
 """Native unit scaling of unmodified architectures: sizes at initialisation, and training from scratch.
 
-    python benchmarks/reproduce/native.py --out benchmarks/results/native [--seeds 3] [--only sizes|training|masked]
+    python -m benchmarks.reproduce.native --out DIRECTORY [--seeds 3] [--only sizes|training|masked]
 
 1. Sizes: the root mean square of the data of every linear layer's output, of the gradient that reaches it and of its
    weight's gradient, for BERT, GPT-2 and Llama of 12 layers and width 128, on random tokens; the share within [1/2, 2].
@@ -15,8 +15,6 @@ The papers: Blake et al. 2023, arXiv 2303.11257; u-μP's rates: Blake et al. 202
 each, and figure.png. `--quick` is for trying the script.
 """
 
-import argparse
-import json
 import math
 import statistics
 import sys
@@ -28,9 +26,13 @@ from typing import Any
 import torch
 import transformers as hf
 import unit_scaling as uu
-from byte_models import corpus
-from figures import panels, plot_training
-from miniature import (
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from benchmarks import common
+from benchmarks.reproduce.byte_models import corpus
+from benchmarks.reproduce.figures import panels, plot_training
+from benchmarks.reproduce.miniature import (
     QUICK,
     Arm,
     Curve,
@@ -42,10 +44,7 @@ from miniature import (
     train,
     training_table,
 )
-from scaled_training import plain_fp8
-from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
-
+from benchmarks.reproduce.scaled_training import plain_fp8
 from lpconv.scaled import AdamW, ScaledTensor, native, native_groups, scaled
 
 WIDTH, LAYERS, VOCABULARY, HEADS, LENGTH = 128, 12, 512, 4, 64
@@ -207,7 +206,7 @@ class Runs:
         self.path, self.kind = path, kind
         self.done: dict[str, Run] = {}
         if path.exists():
-            for key, run in json.loads(path.read_text(encoding="utf-8")).items():
+            for key, run in common.load(path).items():
                 self.done[key] = Run(lr=run["lr"], curve=Curve(**run["curve"]), sizes=run["sizes"])
 
     def get(self, arm: Arm, lr: float, seed: int, size: Size) -> Run:
@@ -215,7 +214,7 @@ class Runs:
         if key not in self.done:
             curve, model = train(arm, self.kind, seed, replace(size, lr=lr))
             self.done[key] = Run(lr=lr, curve=curve, sizes=along(model, self.kind, size))
-            self.path.write_text(json.dumps({k: asdict(r) for k, r in self.done.items()}), encoding="utf-8")
+            common.save({k: asdict(r) for k, r in self.done.items()}, self.path)
         print(f"{key}: {self.done[key].loss:.4f}", file=sys.stderr, flush=True)
         return self.done[key]
 
@@ -306,8 +305,7 @@ def train_task(task: Task, folder: Path, size: Size) -> tuple[dict[str, list[Run
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
+    parser = common.parser(__doc__, needs_out=True)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--only", choices=("sizes", *TASKS))

@@ -1,6 +1,6 @@
 """Byte-level language models trained from one start in many arithmetics, on real text.
 
-    python benchmarks/reproduce/scaled_training.py [--models llama bert] [--steps 500] [--seeds 0 1 2] [--out FILE.json]
+    python -m benchmarks.reproduce.scaled_training [--models llama bert] [--steps 500] [--seeds 0 1 2] [--out FILE.json]
 
 Every run of a seed has the same initial weights, batches and hyper-parameters; only the arithmetic differs. The final
 held-out loss is averaged over fixed batches, evaluated in the arithmetic of the run. Text: the plays that ship with
@@ -14,8 +14,6 @@ by 2048 before the backward pass, and the clipping norm and Adam's eps are divid
 import argparse
 import copy
 import itertools
-import json
-import platform
 import statistics
 import sys
 import time
@@ -26,9 +24,10 @@ from typing import Any
 
 import torch
 import transformers as hf
-from byte_models import batch_of, build, corpus, evaluate
 from torch import Tensor, nn
 
+from benchmarks import common
+from benchmarks.reproduce.byte_models import batch_of, build, corpus, evaluate
 from lpconv.kernels.linear import linear
 from lpconv.kernels.matmul import HalfProducts
 from lpconv.scaled import AdamW, StepGuard, adaptive_scaling, fallbacks, scaled, scaling_of
@@ -153,16 +152,12 @@ def save(path: Path | None, results: list[dict[str, Any]]) -> None:
     """Write what there is so far: an interrupted command leaves usable data."""
     if path is None:
         return
-    versions = {"torch": torch.__version__, "transformers": hf.__version__, "python": platform.python_version()}
-    rows = summary(results)
-    runs = ",\n  ".join(json.dumps(r) for r in results)
-    head = {"command": " ".join(sys.argv), "versions": versions, "summary": rows}
-    path.write_text(json.dumps(head, indent=1)[:-2] + ',\n "runs": [\n  ' + runs + "\n ]\n}\n", encoding="utf-8")
-    path.with_suffix(".md").write_text(table(rows), encoding="utf-8")
+    head = {"command": common.command(), "machine": common.machine(), "summary": summary(results)}
+    common.save({**head, "runs": results}, path)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__)
     parser.add_argument("--models", nargs="+", choices=["llama", "bert"], default=["llama", "bert"])
     parser.add_argument("--runs", nargs="+", default=list(RUNS), choices=list(RUNS))
     parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=list(SETTINGS))
@@ -172,11 +167,10 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=1)
     parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--eval-batches", type=int, default=16)
-    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     results: list[dict[str, Any]] = []
     if options.out and options.out.exists():  # go on with an interrupted command
-        results = json.loads(options.out.read_text(encoding="utf-8"))["runs"]
+        results = common.load(options.out)["runs"]
     done = {(r["model"], r["setting"], r["run"], r["seed"]) for r in results}
     for seed, name in itertools.product(options.seeds, options.models):
         torch.manual_seed(seed)

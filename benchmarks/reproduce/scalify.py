@@ -1,6 +1,6 @@
 """What Scalify claims, in miniature: one command, tables, one figure, the raw figures beside them.
 
-    python benchmarks/reproduce/scalify.py --out benchmarks/results/scalify
+    python -m benchmarks.reproduce.scalify --out DIRECTORY
 
 1. Gradients in fp16 of a loss that was multiplied by 2^-30 to 2^10, with each set of rescaling places.
 2. Training from scratch: the five rows of the paper's table, and two that it lacks. One separates the two changes that
@@ -8,8 +8,8 @@
 3. The magnitude of the stored gradients of every module before and after that training: what static scales drift to,
    and what rescaling keeps.
 
-The paper: Balanca et al. 2024, arXiv 2407.17353. Writes results.json, table.md and figure.png. `--quick` is for trying
-the script: its numbers mean nothing.
+The paper: Balanca et al. 2024, arXiv 2407.17353. Writes results.json.xz, table.md and figure.png. `--quick` is for
+trying the script: its numbers mean nothing.
 """
 
 import math
@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from figures import panels, plot_training
-from gradient_errors import error_table, gradient_errors
-from miniature import (
+from torch import nn
+
+from benchmarks.reproduce.figures import panels, plot_training
+from benchmarks.reproduce.gradient_errors import error_table, gradient_errors
+from benchmarks.reproduce.miniature import (
     Arm,
     Curve,
     Size,
@@ -32,8 +34,6 @@ from miniature import (
     train_all,
     training_table,
 )
-from torch import nn
-
 from lpconv.scaled import scaled
 
 POWERS = range(-30, 11, 8)

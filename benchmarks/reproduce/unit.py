@@ -1,13 +1,13 @@
 """What unit scaling claims, in miniature: one command, tables, one figure, the raw figures beside them.
 
-    python benchmarks/reproduce/unit.py --out benchmarks/results/unit
+    python -m benchmarks.reproduce.unit --out DIRECTORY
 
 1. Gradients of a loss that was multiplied by 2^-30 to 2^10, in fp16 and fp8: their error against fp64.
 2. The magnitude of every activation and gradient at initialisation, as they are and as unit scaling stores them.
 3. Training from scratch: fp32, fp16 with and without a loss scale, and unit scaling in fp16 and fp8 without one. fp16
    and unit fp16 again with a loss 2^20 times smaller, as a mean over many more tokens would make the gradients.
 
-The paper: Blake et al. 2023, arXiv 2303.11257. Writes results.json, table.md and figure.png. `--quick` is for trying
+The paper: Blake et al. 2023, arXiv 2303.11257. Writes results.json.xz, table.md and figure.png. `--quick` is for trying
 the script: its numbers mean nothing.
 """
 
@@ -16,9 +16,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from figures import panels, plot_training
-from gradient_errors import GradientError, error_table, gradient_errors
-from miniature import (
+from torch import nn
+
+from benchmarks.reproduce.figures import panels, plot_training
+from benchmarks.reproduce.gradient_errors import GradientError, error_table, gradient_errors
+from benchmarks.reproduce.miniature import (
     Arm,
     Curve,
     Size,
@@ -31,9 +33,7 @@ from miniature import (
     train_all,
     training_table,
 )
-from scaled_training import plain_fp8
-from torch import nn
-
+from benchmarks.reproduce.scaled_training import plain_fp8
 from lpconv.scaled import scaled
 
 POWERS = range(-30, 11, 4)

@@ -1,7 +1,7 @@
 """What ships with lpconv: a tiny checkpoint that this project trained, and public-domain text to train and test it on.
 
 Both are ordinary files inside the package, so a plain path to them works from an installed wheel. `README.md` beside
-this file says where they come from; `benchmarks/train_demo.py` makes the checkpoint again.
+this file says where they come from; `benchmarks/reproduce/train_demo.py` makes the checkpoint again.
 """
 
 from importlib.resources import files

@@ -15,7 +15,7 @@ import pytest
 from checkpoints import cli_environment, files_of
 from typer.testing import CliRunner
 
-from benchmarks.ray_batch import cluster
+from benchmarks.attack.ray_batch import cluster
 from lpconv.cli.main import app
 from lpconv.data import demo_checkpoint
 

@@ -1,4 +1,4 @@
-"""`benchmarks/fuzz.py` and `limits.py` by a slice of what they try, and what they take for a fault."""
+"""`benchmarks/attack/fuzz.py` and `limits.py` by a slice of what they try, and what they take for a fault."""
 
 import json
 import random
@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.edits import edit_all
-from benchmarks.forked import Ended
-from benchmarks.fuzz import fault_of, is_finished
-from benchmarks.fuzz_inputs import damaged_checkpoint
-from benchmarks.fuzz_material import make_llama
-from benchmarks.limits import run_in
+from benchmarks.attack.edits import edit_all
+from benchmarks.attack.forked import Ended
+from benchmarks.attack.fuzz import fault_of, is_finished
+from benchmarks.attack.fuzz_inputs import damaged_checkpoint
+from benchmarks.attack.fuzz_material import make_llama
+from benchmarks.attack.limits import run_in
 from lpconv.cli.main import app
 
 ERROR = json.dumps({"error": {"code": 3}})

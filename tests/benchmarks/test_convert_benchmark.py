@@ -1,4 +1,4 @@
-"""`benchmarks/convert.py` on checkpoints small enough for a test."""
+"""`benchmarks/speed/convert.py` on checkpoints small enough for a test."""
 
 import json
 import os
@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.convert import CASES, Measurement, table
-from benchmarks.synthetic import make_checkpoint, shape_for
+from benchmarks.speed.convert import CASES, Measurement, table
+from benchmarks.speed.synthetic import make_checkpoint, shape_for
 
 ROOT = Path(__file__).parents[2]
 SMALL = 40 * 10**6
@@ -71,12 +71,12 @@ def test_every_method_and_format_of_the_aim_is_a_case() -> None:
 
 
 def test_the_command_writes_results_and_leaves_only_the_checkpoint(tmp_path: Path) -> None:
-    work, results = tmp_path / "work", tmp_path / "results"
-    command = [sys.executable, "benchmarks/convert.py", "--work", str(work), "--results", str(results)]
+    work, out = tmp_path / "work", tmp_path / "convert.json"
+    command = [sys.executable, "-m", "benchmarks.speed.convert", "--work", str(work), "--out", str(out)]
     command += ["--sizes", "40MB", "--dtypes", "bfloat16", "--cases", "cp,unit e4m3fn", "--rounds", "1", "--rest", "0"]
     command += ["--verify", "--before", str(ROOT)]
     subprocess.run(command, check=True, capture_output=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": "."})
-    document = json.loads((results / "convert.json").read_text())
+    document = json.loads(out.read_text())
     copied, before, _, converted, verified = document["measurements"]
     assert [before["case"], verified["case"]] == ["unit e4m3fn, before", "verify unit e4m3fn"]
     # Reports hold times, whose digits differ in number.
@@ -87,5 +87,5 @@ def test_the_command_writes_results_and_leaves_only_the_checkpoint(tmp_path: Pat
     assert converted["bytes_in"] * 0.4 < converted["bytes_out"] < converted["bytes_in"] * 1.1
     assert 0 < converted["reported_s"] < converted["wall_s"]
     assert converted["peak_rss_bytes"] > 10**8
-    assert str(work) not in (results / "convert.md").read_text()
+    assert str(work) not in out.read_text()
     assert [p.name for p in work.iterdir()] == ["llama-40MB-bfloat16"]

@@ -1,4 +1,4 @@
-"""`benchmarks/gpu.py` on the CPU: its checks, its two files, and what it may import."""
+"""`benchmarks/speed/gpu.py` on the CPU: its checks, its two files, and what it may import."""
 
 import json
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from bench_in_process import without_processes
 
-from benchmarks import gpu
+from benchmarks.speed import gpu
 
 # What a machine with nothing but torch, transformers, safetensors, numpy, typer and rich lacks.
 ABSENT = ("psutil", "jinja2", "onnx", "accelerate", "datasets", "matplotlib", "pynvml", "torchao", "hypothesis")
@@ -47,7 +47,7 @@ def test_a_dry_run_writes_both_files(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_it_imports_without_what_a_bare_machine_lacks() -> None:
-    code = f"import sys; sys.modules.update(dict.fromkeys({ABSENT})); import benchmarks.gpu, lpconv.bench.worker"
+    code = f"import sys; sys.modules.update(dict.fromkeys({ABSENT})); import benchmarks.speed.gpu, lpconv.bench.worker"
 
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 

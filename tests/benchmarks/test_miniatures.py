@@ -1,6 +1,5 @@
 """The miniature reproductions, at sizes for a test: each runs, leaves its files, and shows what does not need size."""
 
-import json
 import os
 import subprocess
 import sys
@@ -9,19 +8,21 @@ from typing import Any
 
 import pytest
 
+from benchmarks import common
+
 pytest.importorskip("matplotlib", reason="figures need the [peers] extra")
 
 ROOT = Path(__file__).parents[2]
 
 
 def reproduce(script: str, out: Path) -> dict[str, Any]:
-    command = [sys.executable, f"benchmarks/reproduce/{script}.py", "--quick", "--out", str(out)]
+    command = [sys.executable, "-m", f"benchmarks.reproduce.{script}", "--quick", "--out", str(out)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert (out / "figure.png").stat().st_size > 10_000
     assert done.stdout.strip() == (out / "table.md").read_text().strip()
-    found: dict[str, Any] = json.loads((out / "results.json").read_text())
+    found: dict[str, Any] = common.load(out / "results.json.xz")
     assert "--quick" in found["command"]
     return found
 

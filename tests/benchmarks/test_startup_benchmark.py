@@ -1,10 +1,10 @@
-"""`benchmarks/startup.py` times every command: to an error and to a result."""
+"""`benchmarks/speed/startup.py` times every command: to an error and to a result."""
 
 from pathlib import Path
 
 import pytest
 
-from benchmarks.startup import ERRORS, RESULTS, measure
+from benchmarks.speed.startup import ERRORS, RESULTS, measure
 from lpconv.cli.main import COMMANDS
 
 ROOT = Path(__file__).parents[2]

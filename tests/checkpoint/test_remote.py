@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from stores import offered
 from typer.testing import CliRunner
 
-from benchmarks.object_store import BUCKET, ENVIRONMENT, Fault, Request, Store
+from benchmarks.attack.object_store import BUCKET, ENVIRONMENT, Fault, Request, Store
 from lpconv.checkpoint.checkpoint import Checkpoint
 from lpconv.checkpoint.partfile import check_writable, sha256_of
 from lpconv.checkpoint.resolve import directory_of, resolve

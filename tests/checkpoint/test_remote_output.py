@@ -13,7 +13,7 @@ from obstore.store import LocalStore
 from stores import offered
 from typer.testing import CliRunner
 
-from benchmarks.object_store import ENVIRONMENT, Fault, Request, Store
+from benchmarks.attack.object_store import ENVIRONMENT, Fault, Request, Store
 from lpconv.checkpoint.resolve import directory_of, resolve
 from lpconv.checkpoint.urls import UNFINISHED
 from lpconv.cli.main import app

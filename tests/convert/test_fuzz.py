@@ -17,7 +17,7 @@ from checkpoints import DEMO_TENSORS, bits_of, published, run_cli, write_checkpo
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from benchmarks.damaged import BYTES, Damage, cut, drop, odd_value, retype
+from benchmarks.attack.damaged import BYTES, Damage, cut, drop, odd_value, retype
 from lpconv.convert.inspect import inspect
 from lpconv.convert.options import ConvertOptions, VerifyOptions
 from lpconv.convert.restore import restore

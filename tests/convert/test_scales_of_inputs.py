@@ -18,7 +18,7 @@ from test_compressed import opened_without_lpconv
 from typer.testing import CliRunner, Result
 
 import lpconv
-from benchmarks.object_store import Fault, Request, Store
+from benchmarks.attack.object_store import Fault, Request, Store
 from lpconv.checkpoint.urls import UNFINISHED
 from lpconv.cli.main import app
 from lpconv.convert import memory, run as run_module

@@ -1,6 +1,6 @@
 """Every kind of page in a headless Chromium: wide, on a phone, light and dark, nothing is cut, hidden or raw.
 
-Skipped where no Chromium is installed; `python benchmarks/pages.py` tries real outputs of all commands the same way.
+Skipped where no Chromium is installed; `python -m benchmarks.attack.pages` tries outputs of real commands so.
 """
 
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from page_examples import example_pages
 
-from benchmarks.browser import Browser, find_browser, problems
+from benchmarks.attack.browser import Browser, find_browser, problems
 
 PAGES = example_pages()
 VIEWS = {"wide": (1280, False), "wide, dark": (1280, True), "phone": (390, False)}

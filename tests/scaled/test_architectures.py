@@ -1,13 +1,13 @@
 """One architecture for each family of ops that BERT, GPT-2 and Llama lack has the plain model's gradients, bit for bit.
 
-`benchmarks/architectures.py` asks the same of every class that transformers builds small.
+`benchmarks/reproduce/architectures.py` asks the same of every class that transformers builds small.
 """
 
 import copy
 
 import pytest
 
-from benchmarks.architectures import build, classes, compare, repeatable, step
+from benchmarks.reproduce.architectures import build, classes, compare, repeatable, step
 from lpconv.scaled import scaled
 
 CLASSES = {

@@ -1,0 +1,140 @@
+"""Command lines of lpconv in processes forked from one that has imported everything, which takes seconds."""
+
+import faulthandler
+import fcntl
+import functools
+import importlib
+import os
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.attack.fuzz_material import PROBE, TUNE
+
+# Between them they import all that any command does.
+_TYPICAL = (
+    ("convert", "llama", "--verify", "logits", "-q", "-o", "OUT"),
+    ("probe", "bert", *PROBE, "--calibrate", "-o", "OUT"),
+    ("finetune", "llama", "--recipe", "unit-fp8", *TUNE, "--data", "data/x.jsonl", "-o", "OUT"),
+    ("finetune", "llama", "--recipe", "collage-bf16", *TUNE, "--data", "data/x.parquet", "-o", "OUT"),
+    ("export", "onnx", "unit", "-q", "-o", "OUT"),
+    ("batch", "batch/jobs.yaml", "-q"),
+    ("verify", "collage", "--against", "llama", "--level", "weights", "-q"),
+    ("restore", "points", "-q", "-o", "OUT"),
+    ("report", "probe", "--html", "p.html"),
+    ("report", "unit", "collage", "--html", "p.html"),
+    ("report", "tuned", "--html", "p.html"),
+    ("report", "bench.json", "--html", "p.html"),
+    ("doctor",),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How a process ended: its exit code, or minus a signal, and what it wrote."""
+
+    code: int
+    out: str
+    err: str
+
+
+def import_everything(material: Path) -> None:
+    """Import here what typical commands import, so that those that are forked need not: it takes them seconds."""
+    for arguments in _TYPICAL:
+        with tempfile.TemporaryDirectory() as folder:
+            shutil.copytree(material, folder, dirs_exist_ok=True)
+            said = forked(functools.partial(_imports_of, arguments, Path(folder)), patience_s=300).err
+        for name in said.rpartition("IMPORTED ")[2].split():
+            with suppress(Exception):  # some can only be imported in their place
+                importlib.import_module(name)
+
+
+def _imports_of(arguments: Sequence[str], folder: Path) -> None:
+    """Do a command and say what is imported after it."""
+    with suppress(SystemExit):
+        command_line(arguments, folder)
+    print("\nIMPORTED", *sys.modules, file=sys.stderr)
+
+
+def command_line(arguments: Sequence[str], folder: Path) -> None:
+    """`lpconv ARGUMENTS…` in this process, in a folder."""
+    from lpconv.cli.main import run
+
+    os.chdir(folder)
+    sys.argv = ["lpconv", *arguments]
+    run()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Begun:
+    """A process that runs, and the ends of its pipes to read and to write."""
+
+    pid: int
+    pipes: tuple[tuple[int, int], ...]
+
+    def end(self) -> Ended:
+        """Wait for it."""
+        code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        said = []
+        for end, into in self.pipes:
+            os.close(into)
+            with open(end, encoding="utf-8", errors="replace") as f:
+                said.append(f.read())
+        return Ended(code=code, out=said[0], err=said[1])
+
+
+def begin(action: Callable[[], object], *, file_bytes: int | None = None, patience_s: int = 300) -> Begun:
+    """Begin something in a process of its own.
+
+    None of its files may become larger than `file_bytes`. It ends by SIGALRM after `patience_s`.
+    """
+    pipes = (os.pipe(), os.pipe())
+    for _, into in pipes:  # nobody reads before the process has ended
+        fcntl.fcntl(into, fcntl.F_SETPIPE_SZ, 2**20)
+    pid = os.fork()
+    if pid == 0:
+        for stream, (_, into) in zip((1, 2), pipes, strict=True):
+            os.dup2(into, stream)
+        faulthandler.enable(2)
+        signal.alarm(patience_s)
+        if file_bytes is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
+        os._exit(_exit_code(action))
+    return Begun(pid=pid, pipes=pipes)
+
+
+def forked(action: Callable[[], object], *, file_bytes: int | None = None, patience_s: int = 300) -> Ended:
+    """`begin` something, and wait for it."""
+    return begin(action, file_bytes=file_bytes, patience_s=patience_s).end()
+
+
+def killed(action: Callable[[], object], *, after_s: float) -> Ended:
+    """`begin` something, and end it by SIGKILL after so many seconds, unless it has ended before."""
+    begun = begin(action)
+    time.sleep(after_s)
+    os.kill(begun.pid, signal.SIGKILL)  # one that has ended waits for us, and keeps its exit code
+    return begun.end()
+
+
+def _exit_code(action: Callable[[], object]) -> int:
+    """What Python would end with."""
+    code = 0
+    try:
+        action()
+    except SystemExit as e:
+        code = e.code if isinstance(e.code, int) else int(e.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    return code

@@ -1,0 +1,169 @@
+"""Faults planted in the source of lpconv, one at a time: which tests catch each.
+
+    python -m benchmarks.attack.planted_faults --out FILE.json
+    python -m benchmarks.attack.planted_faults --only ties_up lost_tie       # some of them
+
+Each fault replaces one piece of text that occurs exactly once in lpconv, wherever it has been moved to, in a copy of
+the working tree. Then the tests that should catch it run there, until `MOST` have failed. A fault that no test
+catches, or whose text is no longer found, is an error of this list or of the tests: the exit code is 1.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import common
+
+ROOT = Path(__file__).parents[2]
+MOST = 3  # tests that may fail before a run is stopped
+_COPIED = ("lpconv", "tests", "benchmarks")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """`right` becomes `wrong`; `tests` are the files or folders that should notice."""
+
+    right: str
+    wrong: str
+    tests: tuple[str, ...]
+
+
+def _fault(right: str, wrong: str, *tests: str) -> Fault:
+    return Fault(right=right, wrong=wrong, tests=tuple(f"tests/{t}" for t in tests))
+
+
+FAULTS: dict[str, Fault] = {
+    # Numbers: rounding, clamps, special values.
+    "ties_up": _fault("steps.round_().mul_(step)", "(steps + 0.5).floor_().mul_(step)", "formats"),
+    "no_saturation": _fault("saturated = rounded.clamp(-limit, limit)", "saturated = rounded", "formats"),
+    "biased_stochastic": _fault("draw < (steps - whole).abs()", "draw < 0.5", "formats"),
+    "scale_rounds_down": _fault("1.0 + sys.float_info.epsilon)", "1.25)", "formats/test_scale.py"),
+    "scale_of_zeros": _fault("(scale == 0) | ~scale.isfinite(), 1.0", "~scale.isfinite(), 1.0", "formats"),
+    "nan_keeps_sign": _fault("raw.masked_fill_(raw == 0xFF, 0x7F)", "pass", "kernels/test_quantise.py"),
+    # Sums of several numbers.
+    "lost_error_term": _fault("(a - (s - b_part)) + (b - b_part)", "b - b_part", "mcf"),
+    "lost_point": _fault("values[rows] += _scaled_numbers", "values[rows] = _scaled_numbers", "mcf/test_multipoint.py"),
+    "lost_compensation": _fault("nearest(compensation.float() + (value - old))", "nearest(value - old)", "optim"),
+    "lost_sign_of_zero": _fault("torch.copysign(part, total, out=out)", "out.copy_(part)", "mcf/test_split.py"),
+    # Layouts: axes, packing, zero points.
+    "swapped_tile": _fault("height, _ = self.grain.sizes(", "_, height = self.grain.sizes(",
+                           "convert/test_granularity.py"),
+    "swapped_nibbles": _fault("torch.stack((raw & 15, raw >> 4), dim=2)", "torch.stack((raw >> 4, raw & 15), dim=2)",
+                              "forms/test_foreign.py"),
+    "awq_in_order": _fault("(0, 4, 1, 5, 2, 6, 3, 7)", "(0, 1, 2, 3, 4, 5, 6, 7)", "forms/test_foreign.py"),
+    "gptq_zero_point": _fault("plus=int(is_first_version)", "plus=0", "forms/test_foreign.py"),
+    # Reading a checkpoint.
+    "hole_in_file": _fault("if t.begin != position:", "if t.begin < position:", "checkpoint/test_header.py"),
+    "file_cut_short": _fault("if data_start + position != file_size:", "if data_start + position < file_size:",
+                             "checkpoint/test_header.py"),
+    "lost_tie": _fault("if keep is None or declared is False:", "if keep is None:", "convert/test_convert.py"),
+    "offset_ignored": _fault("header.data_start + entry.info.begin + start,", "header.data_start + entry.info.begin,",
+                             "convert/test_convert.py", "convert/test_parts.py"),
+    # Writing, resuming, verifying.
+    "vectors_as_codes": _fault("if len(info.shape) < 2:", "if len(info.shape) < 1:", "convert/test_convert.py"),
+    "skipped_hash": _fault(' or sha256_of(path) != f["sha256"]', "", "checkpoint/test_staging.py",
+                           "convert/test_interrupted.py"),
+    "torn_journal": _fault("os.ftruncate(self._journal.fileno(), size)", "pass", "checkpoint/test_staging.py"),
+    "force_deletes_all": _fault("if not _is_ours(output, marker):", "if False:", "checkpoint/test_staging.py"),
+    "damaged_is_finished": _fault("damaged = check_hashes(job.output, progress).mismatched", "damaged = ()",
+                                  "convert/test_interrupted.py"),
+    "stray_tensor": _fault("problems = (*stray, *untied,", "problems = (*untied,", "convert/test_verification.py"),
+    "unmeasured_gate": _fault("passed = value is not None and _OPERATORS", "passed = value is None or _OPERATORS",
+                              "convert/test_verification.py", "convert/test_convert.py", "train/test_finetune.py"),
+    "gate_published": _fault("passed=result.passed and all(g.passed for g in gates)", "passed=result.passed",
+                             "convert/test_verification.py", "convert/test_convert.py"),
+    "reversed_kl": _fault("mean_kl=float((log_p.exp()", "mean_kl=float((log_q.exp()", "convert/test_verification.py",
+                          "convert/test_convert.py"),
+    "nan_in_weights": _fault("lost = int((known & ~torch.isfinite(y)).sum())", "lost = 0",
+                             "convert/test_compare_files.py"),
+    # Scaled training.
+    "norm_epsilon": _fault("data, eps / scale**2, scale", "data, eps / scale, scale", "scaled/test_rules.py"),
+    "swapped_gradients": _fault("(ratio(scale_gv, inputs.query_scale), ratio(scale_gv, inputs.key_scale),",
+                                "(ratio(scale_gv, inputs.key_scale), ratio(scale_gv, inputs.query_scale),",
+                                "scaled/test_rules.py", "scaled/test_conformance.py"),
+    "lost_factor": _fault("alpha=1 / r), multiplied(scale, r))", "alpha=1 / r), scale)", "scaled/test_rules.py"),
+    "sum_not_mean": _fault("self._own / self._common / dist.get_world_size()", "self._own / self._common",
+                           "train/test_averaging.py"),
+    "smallest_scale": _fault("op=dist.ReduceOp.MAX, async_op", "op=dist.ReduceOp.MIN, async_op",
+                             "train/test_averaging.py"),
+    "grows_on_overflow": _fault("0 if found_nonfinite else self._num_finite_in_a_row + 1",
+                                "self._num_finite_in_a_row + 1", "loss_scale"),
+    "trained_on_padding": _fault("_padded_length(labels), IGNORED)", "_padded_length(labels), self.pad_id)",
+                                 "train/test_tasks.py", "train/test_data.py", "train/test_finetune.py"),
+    "seed_ignored": _fault("generator = np.random.default_rng(seed)", "generator = np.random.default_rng(0)",
+                           "train/test_data.py"),
+    # Measuring, batches, export.
+    "not_simpson": _fault("+ 4 * self.middles)", "+ 2 * self.middles)", "probe/test_lca.py"),
+    "not_interleaved": _fault("subjects if i % 2 == 0 else reversed(subjects)", "subjects", "bench/test_interleave.py"),
+    "narrow_interval": _fault("statistics.stdev(logs) / math.sqrt(len(logs))", "statistics.stdev(logs) / len(logs)",
+                              "bench/test_interleave.py", "bench/test_intervals.py"),
+    "keeps_the_noisier": _fault("row.noise <= than.noise * _SAME_NOISE", "row.noise >= than.noise / _SAME_NOISE",
+                                "advise/test_choice.py"),
+    "unlocked_source": _fault("return sha256_of(path) != record.sha256", "return False", "batch/test_batch_run.py"),
+    "needs_ignored": _fault("return not any(need == other.id and need not in self._results", "return True or any(need",
+                            "batch/test_batch_placed.py"),
+    "lost_residual": _fault("for component in weight.components[1:]:", "for component in weight.components[1:1]:",
+                            "export/test_onnx.py"),
+}  # fmt: skip
+
+
+def plant(fault: Fault, tree: Path) -> tuple[Path, str]:
+    """Put a fault into a copy of lpconv; the file and its text before."""
+    holders = [p for p in sorted((tree / "lpconv").rglob("*.py")) if fault.right in p.read_text(encoding="utf-8")]
+    if len(holders) != 1 or (text := holders[0].read_text(encoding="utf-8")).count(fault.right) != 1:
+        raise LookupError(f"`{fault.right}` occurs in {[str(p.relative_to(tree)) for p in holders]}, not once")
+    holders[0].write_text(text.replace(fault.right, fault.wrong), encoding="utf-8")
+    return holders[0], text
+
+
+def run_tests(tests: tuple[str, ...], tree: Path) -> dict[str, Any]:
+    """Which of the tests fail, in a copy of the tree. No bytecode is cached: it could be stale."""
+    command = [sys.executable, "-B", "-m", "pytest", *tests, "-q", "-n", "0", "-p", "no:cacheprovider",
+               f"--maxfail={MOST}", "--tb=no", "-rfE"]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1"}
+    start = time.perf_counter()
+    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.M)
+    if done.returncode not in (0, 1) or not all("::" in test for test in failed):  # tests that do not even start
+        raise RuntimeError(f"pytest ended with {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return {"caught_by": failed, "seconds": round(time.perf_counter() - start, 1)}
+
+
+def main() -> None:
+    """Run from the command line."""
+    parser = common.parser(__doc__)
+    parser.add_argument("--only", nargs="+", choices=FAULTS, default=list(FAULTS))
+    asked = parser.parse_args()
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder)
+        for name in _COPIED:
+            shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / "pyproject.toml", tree)
+        for name in asked.only:
+            try:
+                path, text = plant(FAULTS[name], tree)
+            except LookupError as e:
+                found[name] = {"error": str(e)}
+            else:
+                found[name] = {"file": str(path.relative_to(tree)), **run_tests(FAULTS[name].tests, tree)}
+                path.write_text(text, encoding="utf-8")
+            print(name, json.dumps(found[name]), flush=True)
+            if asked.out:
+                asked.out.parent.mkdir(parents=True, exist_ok=True)
+                rows = ",\n".join(f" {json.dumps(k)}: {json.dumps(v)}" for k, v in found.items())
+                asked.out.write_text(f"{{\n{rows}\n}}\n")
+    missed = [name for name, result in found.items() if not result.get("caught_by")]
+    sys.exit(f"not caught: {', '.join(missed)}" if missed else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""What all benchmarks share: options, a folder to work in, timing in turn, the machine, and results on disk.
+
+A result is one JSON document in the `results` folder of its group, compressed with xz if its name ends in `.json.xz`.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import lzma
+import os
+import platform
+import shlex
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+TESTS = ROOT / "tests"  # some benchmarks use the tests' writers of third-party files
+_LEFT_OPEN = {"--work": "DIRECTORY", "--before": "TREE", "--out": "FILE"}
+OFFLINE = {"HF_HUB_OFFLINE": "1", "LPCONV_COMPILE": "never"}
+
+
+def parser(doc: str | None, *, work: str | None = None, needs_out: bool = False) -> argparse.ArgumentParser:
+    """A parser that shows a module's docstring and has `--out FILE`, and `--work FOLDER` if its help is given."""
+    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--out", type=Path, required=needs_out, help="where to write the result")
+    if work is not None:
+        made.add_argument("--work", type=Path, help=work)
+    return made
+
+
+@contextmanager
+def work_folder(given: Path | None, **environment: str) -> Iterator[Path]:
+    """The folder given, made and kept, or a temporary one. Commands started inside are offline and do not compile."""
+    os.environ |= OFFLINE | environment
+    if given is not None:
+        given.mkdir(parents=True, exist_ok=True)
+        yield given.resolve()
+        return
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
+        yield Path(folder)
+
+
+def command() -> str:
+    """The command line of this run, as a reader would type it; folders of this machine are left open."""
+    spec, words = sys.modules["__main__"].__spec__, sys.argv[1:]
+    words = [_LEFT_OPEN.get(before, word) for before, word in zip(["", *words], words, strict=False)]
+    return shlex.join(["python", *(["-m", spec.name] if spec else sys.argv[:1]), *words])
+
+
+def machine(*packages: str) -> dict[str, Any]:
+    """The processor, its load now, and the versions of Python, torch, transformers and other packages installed."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return {
+        "cpu": models[0] if models else platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "load_average": round(os.getloadavg()[0], 2),
+        "versions": {"python": platform.python_version(), **versions("torch", "transformers", *packages)},
+    }
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """The versions of those packages that are installed."""
+    found = {}
+    for name in packages:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def interleaved(runs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of every run, all taking turns for `rounds` rounds after one run of each that is not timed."""
+    for run in runs.values():
+        run()
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            seconds[name].append(timed(run))
+    return seconds
+
+
+def timed(run: Callable[[], object]) -> float:
+    """Seconds of the wall clock that one call takes."""
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """The lower quartile, the median and the upper quartile; of one value, that value."""
+    if len(values) == 1:
+        return values[0], values[0], values[0]
+    low, middle, high = statistics.quantiles(values, n=4)
+    return low, middle, high
+
+
+def save(document: Any, out: Path | None) -> None:
+    """Write a result to `out`, if there is one, replacing the file at once."""
+    if out is None:
+        return
+    out.parent.mkdir(parents=True, exist_ok=True)
+    is_packed = out.suffix == ".xz"
+    text = json.dumps(document, indent=None if is_packed else 1) + "\n"
+    partial = out.with_name(f"{out.name}.partial")
+    partial.write_bytes(lzma.compress(text.encode(), preset=9) if is_packed else text.encode())
+    partial.replace(out)
+
+
+def load(path: Path) -> Any:
+    """The document that `save` wrote."""
+    raw = path.read_bytes()
+    return json.loads(lzma.decompress(raw) if path.suffix == ".xz" else raw)
+
+
+def recorded(name: str) -> Any:
+    """The recorded result of that name, such as "kernels" or "native/sizes/results", of any group."""
+    (path,) = [*ROOT.glob(f"benchmarks/*/results/{name}.json"), *ROOT.glob(f"benchmarks/*/results/{name}.json.xz")]
+    return load(path)

