@@ -161,6 +161,11 @@ class TestTensors:
         write_checkpoint(source, tensors, config={"tie_word_embeddings": True})
         assert "their values differ" in refusal(run, output).message
 
+    def test_equal_halves_that_the_config_does_not_tie_are_both_kept(self, run: Run, source: Path) -> None:
+        tensors = {"wte.weight": torch.ones(4, 4), "lm_head.weight": torch.ones(4, 4)}
+        write_checkpoint(source, tensors, config={"tie_word_embeddings": False})
+        assert {t.name: t.action for t in run().tensors} == dict.fromkeys(tensors, "convert")
+
     def test_embeddings_of_encoder_and_decoder_are_tied_to_a_shared_one_only(
         self, run: Run, source: Path, output: Path
     ) -> None:
