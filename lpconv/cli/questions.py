@@ -6,6 +6,7 @@ from lpconv.version import __version__
 QUESTIONS = {
     "What would low precision buy my model?": "lpconv advise MODEL",
     "Make it smaller": "lpconv convert MODEL --format e4m3fn",
+    "Serve it with vLLM": "lpconv convert MODEL --scheme FP8_DYNAMIC",
     "Train without fp32 copies of the weights": "lpconv finetune MODEL --recipe collage-bf16",
     "What would fp8 lose, and where?": "lpconv probe MODEL",
     "Is it faster on this machine?": "lpconv bench MODEL",
@@ -32,7 +33,7 @@ def first_screen() -> str:
 
 def next_steps() -> str:
     """What to do after the demo, with a model of one's own."""
-    wanted = list(QUESTIONS)[:4]
+    wanted = list(QUESTIONS)[:5]
     return "\n".join(["With a model of your own:", "", *_lines({q: QUESTIONS[q] for q in wanted})])
 
 

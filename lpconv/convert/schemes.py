@@ -3,18 +3,11 @@
 Names in upper case without a prefix are presets of compressed-tensors, as vLLM and llm-compressor call them.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from lpconv.checkpoint.compressed import COMPRESSED_TENSORS
-from lpconv.errors import UsageError
-from lpconv.lookup import find
 from lpconv.methods import TRANSFORMERS
-
-if TYPE_CHECKING:
-    from lpconv.convert.options import ConvertOptions
 
 _VLLM = "transformers with compressed-tensors; vLLM by its source"
 _TRIED = "vLLM (tried on a CPU), transformers with compressed-tensors"
@@ -85,26 +78,3 @@ SCHEMES: dict[str, Scheme] = {
         use="4.5 bits without calibration data, more for rows that need them",
     ),
 }
-
-
-def with_scheme(options: "ConvertOptions") -> "ConvertOptions":
-    """The options with those that their scheme stands for filled in, and no scheme.
-
-    Raises UsageError for an unknown scheme, for an option that contradicts it, and if it needs a text to calibrate on.
-    """
-    if options.scheme is None:
-        return options
-    scheme = find("scheme", options.scheme, SCHEMES)
-    for field in dataclasses.fields(options):
-        given, meant = getattr(options, field.name), scheme.options.get(field.name)
-        if meant is not None and given not in (field.default, meant):
-            raise UsageError(
-                f"--scheme {options.scheme} means --{field.name} {meant}, not {given}",
-                hint=f"leave --{field.name} out, or write all options instead of --scheme",
-            )
-    if scheme.calibrated and options.calibrate is None:
-        raise UsageError(
-            f"--scheme {options.scheme} needs a text to find scales of inputs on",
-            hint="add --calibrate FILE, or --calibrate demo for the sample text",
-        )
-    return dataclasses.replace(options, scheme=None, **scheme.options)  # type: ignore[arg-type]  # all are strings

@@ -10,7 +10,7 @@ from typing import Any
 from lpconv.checkpoint.compressed import COMPRESSED_TENSORS, preset_of
 from lpconv.convert.options import POINTS_MAX, ConvertOptions
 from lpconv.convert.patterns import FormatRule, check_pattern
-from lpconv.convert.schemes import with_scheme
+from lpconv.convert.schemes import SCHEMES
 from lpconv.errors import UsageError
 from lpconv.formats.grains import GRAINS, TENSOR, Grain, grain_of
 from lpconv.formats.spec import FORMATS, Format
@@ -44,6 +44,29 @@ class ConvertSettings:
     format: Format
     residual: str | None
     budget: PointBudget | None
+
+
+def with_scheme(options: ConvertOptions) -> ConvertOptions:
+    """The options with those that their scheme stands for filled in, and no scheme.
+
+    Raises UsageError for an unknown scheme, for an option that contradicts it, and if it needs a text to calibrate on.
+    """
+    if options.scheme is None:
+        return options
+    scheme = find("scheme", options.scheme, SCHEMES)
+    for field in dataclasses.fields(options):
+        given, meant = getattr(options, field.name), scheme.options.get(field.name)
+        if meant is not None and given not in (field.default, meant):
+            raise UsageError(
+                f"--scheme {options.scheme} means --{field.name} {meant}, not {given}",
+                hint=f"leave --{field.name} out, or write all options instead of --scheme",
+            )
+    if scheme.calibrated and options.calibrate is None:
+        raise UsageError(
+            f"--scheme {options.scheme} needs a text to find scales of inputs on",
+            hint="add --calibrate FILE, or --calibrate demo for the sample text",
+        )
+    return dataclasses.replace(options, scheme=None, **scheme.options)  # type: ignore[arg-type]  # all are strings
 
 
 def settings_of(options: ConvertOptions) -> ConvertSettings:

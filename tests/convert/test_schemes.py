@@ -10,7 +10,8 @@ from lpconv.checkpoint.header import TensorInfo
 from lpconv.cli.main import app
 from lpconv.convert import ConvertOptions, settings_of
 from lpconv.convert.plan import make_plan
-from lpconv.convert.schemes import SCHEMES, with_scheme
+from lpconv.convert.schemes import SCHEMES
+from lpconv.convert.settings import with_scheme
 from lpconv.errors import UsageError
 from lpconv.formats.grains import grain_of
 from lpconv.models.known import known_linears
