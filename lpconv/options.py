@@ -266,10 +266,14 @@ size_option = functools.partial(
 # How several processes train one model: each has a copy (DistributedDataParallel), or a part (fully_shard).
 PARALLEL = ("ddp", "fsdp2")
 
+_ADVANCED = "Advanced"  # the panel of options that few people need
+
 # Options that several commands have.
-Revision = Annotated[str | None, Option("Branch, tag or commit hash of a model on the hub")]
+Revision = Annotated[str | None, Option("Branch, tag or commit hash of a model on the hub", panel=_ADVANCED)]
 Force = Annotated[bool, Option("Replace an existing output of lpconv", of_run=True)]
 Resume = Annotated[bool, Option("Resume an interrupted run of the same command", only="command", of_run=True)]
 ResumedByBatch = Annotated[bool, Option("Go on with what an interrupted batch left", only="caller", of_run=True)]
-AllowMissing = Annotated[bool, Option("Go on though the files lack weights of the model that config.json describes")]
-TrustRemoteCode = Annotated[bool, Option("Let the checkpoint's own Python files run for verification")]
+AllowMissing = Annotated[
+    bool, Option("Accept files that lack weights of the model that config.json describes", panel=_ADVANCED)
+]
+TrustRemoteCode = Annotated[bool, Option("Let the checkpoint's own Python files run for verification", panel=_ADVANCED)]

@@ -13,7 +13,7 @@ from lpconv.bench.cases import BASELINES, BENCH_FORMATS, BENCH_METHODS, BENCH_OP
 from lpconv.errors import UsageError
 from lpconv.options import PARALLEL, AllowMissing, Group, Option, ResumedByBatch
 
-# Options by the panel of the help that they stand in.
+# Options by their panel in the help; those with `panel=None` come first, in one that most people need.
 _what = functools.partial(Option, panel="What to measure")
 _how = functools.partial(Option, panel="How to measure")
 _check = functools.partial(Option, panel="Results")
@@ -70,7 +70,8 @@ class BenchOptions:
 
     model: str | None = None
     formats: Annotated[
-        tuple[str, ...], _what("Formats to measure", name="format", short=("-f",), choices=BENCH_FORMATS, comma=True)
+        tuple[str, ...],
+        _what("Formats to measure", name="format", short=("-f",), choices=BENCH_FORMATS, comma=True, panel=None),
     ] = ("fp8",)
     methods: Annotated[
         tuple[str, ...],
@@ -81,9 +82,12 @@ class BenchOptions:
             short=("-m",),
             choices=BENCH_METHODS,
             comma=True,
+            panel=None,
         ),
     ] = ()
-    modes: Annotated[tuple[str, ...], _what("Kinds of steps", name="mode", choices=MODES, comma=True)] = ("infer",)
+    modes: Annotated[tuple[str, ...], _what("Kinds of steps", name="mode", choices=MODES, comma=True, panel=None)] = (
+        "infer",
+    )
     optimizers: Annotated[
         tuple[str, ...], _what("Optimizers of training steps", name="optimizer", choices=BENCH_OPTIMIZERS, comma=True)
     ] = ("adamw",)
@@ -103,7 +107,9 @@ class BenchOptions:
         Ge(1),
         _what("Number of tokens in a sequence", default="what suits the device", name="seq", comma=True),
     ] = ()
-    baseline: Annotated[str, _how("Form that the others are compared with", choices=BASELINES)] = "bf16+compile"
+    baseline: Annotated[str, _how("Form that the others are compared with", choices=BASELINES, panel=None)] = (
+        "bf16+compile"
+    )
     compiled: Annotated[
         str,
         _how(
@@ -135,7 +141,12 @@ class BenchOptions:
     gates: Annotated[
         tuple[str, ...],
         _check(
-            "Condition on every row, such as 'speedup>=1.2'", judges=True, flag="gate", metavar="CONDITION", parse=_gate
+            "Condition on every row, such as 'speedup>=1.2'",
+            judges=True,
+            flag="gate",
+            metavar="CONDITION",
+            parse=_gate,
+            panel=None,
         ),
     ] = ()
     command: Annotated[str | None, Option("Command that the result names", only="caller", of_run=True)] = None

@@ -33,12 +33,9 @@ def convert(
             callback=_list_schemes,
             is_eager=True,
             help="Show the schemes.",
-            rich_help_panel="What to write",
         ),
     ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show the plan and write nothing.", rich_help_panel="How to run")
-    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and write nothing.")] = False,
     shard: Annotated[
         str | None,
         typer.Option(

@@ -41,7 +41,6 @@ def finetune(
             callback=_list_recipes,
             is_eager=True,
             help="Show the recipes.",
-            rich_help_panel="Arithmetic",
         ),
     ] = False,
     dry_run: Annotated[

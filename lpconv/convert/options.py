@@ -23,7 +23,7 @@ _RESIDUALS = (*dict.fromkeys(r for m in METHODS.values() for r in m.residuals), 
 _METHOD_FORMATS = [f for f in FORMATS if any(f in m.formats for m in METHODS.values())]
 
 
-# Options by the panel of the help that they stand in.
+# Options by their panel in the help; those with `panel=None` come first, in one that most people need.
 _WHAT, _HOW = "What to write", "How to run"
 _what = functools.partial(Option, panel=_WHAT, shapes_output=True)
 _check = functools.partial(Option, panel="Checks")
@@ -55,10 +55,11 @@ class ConvertOptions:
             default="the options below",
             choices=SCHEMES,
             short=("-s",),
-            panel=_WHAT,
         ),  # it shapes the output through the options that it stands for
     ] = None
-    method: Annotated[str, _what("Method that rewrites the weights", choices=METHODS, short=("-m",))] = "unit"
+    method: Annotated[str, _what("Method that rewrites the weights", choices=METHODS, short=("-m",), panel=None)] = (
+        "unit"
+    )
     format: Annotated[
         str | None,
         _what(
@@ -66,6 +67,7 @@ class ConvertOptions:
             default="fp16; bf16 for collage, int4 for multipoint",
             choices=_METHOD_FORMATS,
             short=("-f", "--element"),
+            panel=None,
         ),
     ] = None
     residual: Annotated[
@@ -141,7 +143,12 @@ class ConvertOptions:
     gates: Annotated[
         tuple[str, ...],
         _check(
-            "Publish only if this holds, such as 'sqnr>=25'", judges=True, flag="gate", metavar="CONDITION", parse=_gate
+            "Publish only if this holds, such as 'sqnr>=25'",
+            judges=True,
+            flag="gate",
+            metavar="CONDITION",
+            parse=_gate,
+            panel=None,
         ),
     ] = ()
     revision: Revision = None

@@ -33,7 +33,7 @@ LOGGERS = (
     "azure_ml", "clearml", "codecarbon", "comet_ml", "dagshub", "dvclive", "flyte", "kubeflow", "mlflow", "neptune",
     "swanlab", "tensorboard", "trackio", "wandb",
 )  # fmt: skip
-# Options by the panel of the help that they stand in.
+# Options by their panel in the help; those with `panel=None` come first, in one that most people need.
 _how = functools.partial(Option, panel="Arithmetic")
 _data = functools.partial(Option, panel="Data")
 _TRAINING = "Training"
@@ -54,9 +54,10 @@ class ArithmeticOptions:
     recipe: Annotated[
         str | None,
         _how(
-            "Named combination of the next seven options, each of which replaces a part of it (see --list-recipes)",
+            "Named combination of the options under Arithmetic, each of which replaces a part (see --list-recipes)",
             default="unit-fp8",
             choices=RECIPES,
+            panel=None,
         ),
     ] = None
     precision: Annotated[
@@ -128,7 +129,8 @@ class FinetuneOptions:
         str | None,
         _data(
             "File (txt, jsonl, json, csv, tsv or parquet) or data set on the hub to train on",
-            default="plays that ship with lpconv",
+            default="the sample text",
+            panel=None,
             metavar="FILE",
             is_path=True,
         ),
@@ -141,7 +143,7 @@ class FinetuneOptions:
     seq_len: Annotated[
         int | None, Ge(2), _data("Number of tokens in a sequence", default="128, or the model's maximum")
     ] = None
-    steps: Annotated[int, Ge(1), _train("Number of optimizer steps")] = 100
+    steps: Annotated[int, Ge(1), _train("Number of optimizer steps", panel=None)] = 100
     batch_size: Annotated[int, Ge(1), _train("Number of sequences in a step, over all processes")] = 8
     lr: Annotated[
         float | None,
@@ -190,7 +192,7 @@ class FinetuneOptions:
         _train("Service that Trainer reports to", default="none", what="place to log to", choices=LOGGERS, of_run=True),
     ] = ()
     twin: Annotated[str, _check("Precision of the twin that the run is compared with", choices=_TWINS)] = "fp32"
-    seeds: Annotated[int, Ge(1), _check("Number of seeds; their spread is the noise")] = 1
+    seeds: Annotated[int, Ge(1), _check("Number of seeds; their spread is the noise", panel=None)] = 1
     eval_every: Annotated[
         int | None,
         Ge(0),
@@ -219,6 +221,7 @@ class FinetuneOptions:
         tuple[str, ...],
         _check(
             "Fail with exit code 5 unless this holds, such as 'loss_gap<=0.05'",
+            panel=None,
             judges=True,
             flag="gate",
             metavar="CONDITION",
