@@ -4,10 +4,9 @@
     python -m benchmarks.attack.planted_scales --work DIRECTORY --out FILE.json
 
 One matrix of the demo gets a scale that is NaN, infinite, zero, 1000 times too large or too small: its first one, and
-then all of them. The files are those that five tools wrote, and layouts of compressed-tensors and ModelOpt, which
-the tests' own writers make. A plant counts as silent unless the output names the matrix, which that of
-the unplanted file must not do, or its first line says "not judged". An error that names it (exit 3) counts as named.
-Numbers that a dtype does not have (infinity in e4m3, zero in e8m0) are not planted.
+then all of them. The files are those that five tools wrote, and every layout that the tests' own writers make. A plant
+is *named* if a line names the matrix that the output for the unplanted file does not have, else *not judged* if the
+first line says so, else *silent*. Numbers that a dtype does not have (infinity in e4m3, zero in e8m0) are not planted.
 """
 
 import json
@@ -26,7 +25,7 @@ from typer.testing import CliRunner
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
-from foreign_files import make_foreign  # after the path to the helpers of the tests
+from foreign_files import MAKERS, make_foreign  # after the path to the helpers of the tests
 
 from benchmarks import common
 from lpconv.cli.main import app
@@ -36,7 +35,6 @@ _MATRIX = "model.layers.0.mlp.down_proj"
 _ENDS = ("weight._scale", "SCB", "weight.absmax", "_weight_scale", "scale", "scales", "weight_scale",
          "weight_scale_inv", "weight_scale_2", "weight_global_scale", "pre_quant_scale")  # fmt: skip
 _FACTORS = {"NaN": torch.nan, "Inf": torch.inf, "zero": 0.0, "x1000": 1e3, "/1000": 1e-3}
-_LAYOUTS = ("ct FP8_DYNAMIC", "ct NVFP4", "modelopt FP8", "modelopt NVFP4")
 _OPTIONS = {"inspect": (), "--stats": ("--stats",), "--strict": ("--strict",)}
 
 
@@ -69,7 +67,7 @@ def run(work: Path) -> dict[str, Any]:
     """What is said of every plant, and a count by file."""
     with tempfile.TemporaryDirectory() as folder:
         files = sorted(p for p in work.iterdir() if p.is_dir())
-        files += [make_foreign(layout, demo_checkpoint(), Path(folder, layout)) for layout in _LAYOUTS]
+        files += [make_foreign(layout, demo_checkpoint(), Path(folder, layout)) for layout in MAKERS]
         rows = [row for path in files for row in _of_file(path, Path(folder, "planted"))]
     counts = {key: dict(Counter(row[key] for row in rows)) for key in ("file", *_OPTIONS)}
     silent = [row for row in rows if any(row[name] == "silent" for name in _OPTIONS)]
@@ -84,26 +82,29 @@ def _of_file(path: Path, target: Path) -> Iterator[dict[str, str]]:
         raise SystemExit(f"{path.name}: no scales of {_MATRIX}")
     shutil.copytree(path, target)
     save_file(stored, target / "model.safetensors", metadata={"format": "pt"})
-    healthy = {n: _said(target, options) for n, options in _OPTIONS.items()}
-    if "named" in healthy.values():
-        raise SystemExit(f"{path.name}: {_MATRIX} is named before anything is planted")
+    healthy = {n: _output(target, options) for n, options in _OPTIONS.items()}
     for name in names:
         for what, wrong in plants(stored[name]):
             save_file(stored | {name: wrong}, target / "model.safetensors", metadata={"format": "pt"})
-            said = {n: _said(target, options) for n, options in _OPTIONS.items()}
+            said = {n: _said(_output(target, options), healthy[n]) for n, options in _OPTIONS.items()}
             row = {"file": path.name, "scale": name.removeprefix(f"{_MATRIX}."), "planted": what, **said}
             print(json.dumps(row), file=sys.stderr, flush=True)
             yield row
     shutil.rmtree(target)
 
 
-def _said(path: Path, options: tuple[str, ...]) -> str:
+def _said(lines: list[str], healthy: list[str]) -> str:
+    """What the lines of an output say of the matrix that those of the healthy file do not."""
+    if any(_MATRIX in line for line in lines if line not in healthy):
+        return "named"
+    return "not judged" if "not judged" in lines[0] else "silent"
+
+
+def _output(path: Path, options: tuple[str, ...]) -> list[str]:
     done = CliRunner().invoke(app, ["inspect", str(path), *options], env={"COLUMNS": "1000"})
-    if done.exit_code not in (0, 3, 4, 5):
+    if done.exit_code not in (0, 4, 5):
         raise SystemExit(f"{path}: exit code {done.exit_code}\n{done.output}")
-    if "not judged" in done.stdout.partition("\n")[0]:
-        return "not judged"
-    return "named" if _MATRIX in done.output else "silent"
+    return [line.strip() for line in done.output.splitlines()]
 
 
 def main() -> None:
@@ -112,10 +113,8 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True)
     asked = parser.parse_args()
     found = run(asked.work)
-    rows = ",\n  ".join(json.dumps(row) for row in found.pop("plants"))
-    text = json.dumps(found, indent=1).removesuffix("\n}") + f',\n "plants": [\n  {rows}\n ]\n}}\n'
-    if asked.out:
-        asked.out.write_text(text)
+    common.save(found, asked.out)
+    del found["plants"]
     print(json.dumps(found, indent=1))
 
 

@@ -52,7 +52,7 @@ def inspect(
     else:
         found = inspect_headers(checkpoint)
     found = beside_model(found, checkpoint, thorough=stats or strict)
-    if found.layout in READ and not (found.problems or found.not_judged):  # else the scales may not even be there
+    if found.layout in READ and not stats:
         from lpconv.convert.scales import judged  # torch takes seconds to import
 
         found = judged(found, checkpoint)

@@ -12,6 +12,7 @@ import torch
 from lpconv.checkpoint.checkpoint import Checkpoint, Openable
 from lpconv.checkpoint.source import Source, open_source, read_range
 from lpconv.convert.inspect import VALUES, describe, inspect
+from lpconv.convert.scales import judged
 from lpconv.forms import Stored
 from lpconv.forms.blocks import Workspace, block_stats
 from lpconv.forms.decoded import DecodedSource
@@ -43,6 +44,7 @@ def inspect_with_statistics(model: Openable, progress: Progress) -> InspectResul
             found = describe(contents, infos)
         if found.layout not in READ:
             return _with_statistics(found, source, progress)
+    found = judged(found, contents)
     if found.problems or found.not_judged:
         return found
     with StoredTensors.open(contents) as stored:

@@ -60,6 +60,20 @@ def put(name: str, value: float, at: int | None = 0) -> Callable[[Tensors, Confi
     return do
 
 
+def put_times(name: str, factor: float = 1e-3) -> Callable[[Tensors, Config], None]:
+    """The same factor on the first element only."""
+
+    def do(t: Tensors, c: Config) -> None:
+        put(name, float(t[name].reshape(-1)[0]) * factor)(t, c)
+
+    return do
+
+
+def cut_at(largest: float, name: str) -> Callable[[Tensors, Config], None]:
+    """All elements 1000 times larger, where their dtype has such."""
+    return change(name, lambda x: (x.float() * 1e3).clamp_max(largest).to(x.dtype))
+
+
 def drop(name: str) -> Callable[[Tensors, Config], None]:
     return lambda t, c: t.pop(name)
 
@@ -160,6 +174,7 @@ _PLANTED = {
     "ct FP8_DYNAMIC": [
         ("one row's scale doubled", "off by a factor", lambda t, c: t[Q + "weight_scale"][5].mul_(2)),
         ("infinite scale", "no number", put(Q + "weight_scale", torch.inf)),
+        ("one row's scale 1000 times too small", "1 of 128 scales are over 256 times", put_times(Q + "weight_scale")),
         (
             "scales that grow from row to row",
             "off by a factor",
@@ -212,6 +227,9 @@ _PLANTED = {
             lambda t, c: t[Q + "weight_scale"].view(torch.uint8)[3, 2:4].add_(8),
         ),
         ("a scale that is NaN", "no number", change(Q + "weight_scale", lambda x: with_byte(x, 0x7F))),
+        ("an infinite second scale", "is zero, negative or no number", put(Q + "weight_global_scale", torch.inf)),
+        ("scales cut at their dtype's end", "1024 of 1024 scales are the largest", cut_at(448.0, Q + "weight_scale")),
+        ("one scale 1000 times too small", "1 of 1024 scales are over 256 times", put_times(Q + "weight_scale")),
         ("another format in config.json", "mxfp8-quantized", config(format="mxfp8-quantized")),
     ],
     "ct NVFP4, inputs": [
@@ -251,7 +269,7 @@ _PLANTED = {
         ("a block's scale doubled", "off by a factor", change(GATE + "weight_scale_inv", double_first)),
     ],
     "mxfp8": [
-        ("a block's scale lost", "off by a factor", put(Q + "weight_scale_inv", 0, 9)),
+        ("a block's scale lost", "1 of 512 scales are over 256 times", put(Q + "weight_scale_inv", 0, 9)),
     ],
     "modelopt FP8": [
         ("a scale of 1", "all scales are 1", put(Q + "weight_scale", 1.0)),
@@ -265,6 +283,8 @@ _PLANTED = {
             both(times(K + "weight_scale_2", 2.0), times(K + "weight_scale", 0.5)),
         ),
         ("a second scale that was dropped", "no whole weight", drop(Q + "weight_scale_2")),
+        ("a second scale of zero", "is zero, negative or no number", put(Q + "weight_scale_2", 0.0)),
+        ("scales cut at their dtype's end", "1024 of 1024 scales are the largest", cut_at(448.0, Q + "weight_scale")),
         ("a second scale 1000 times too small", "is a scale lost", times(Q + "weight_scale_2", 1e-3)),
         ("a second scale 1000 times too large", "is a scale lost", times(Q + "weight_scale_2", 1e3)),
         ("swapped nibbles", "wrong packing", change(Q + "weight", swap_halves)),
@@ -274,6 +294,7 @@ _PLANTED = {
         ("factors of half of the columns doubled", "off by a factor", change(DOWN + "pre_quant_scale", doubled_half)),
         ("factors of columns that were dropped", "off by a factor", drop(DOWN + "pre_quant_scale")),
         ("a factor of a column of zero", "is zero, negative or no number", put(DOWN + "pre_quant_scale", 0.0)),
+        ("a factor 1000 times too small", "factors of columns over 256", put_times(DOWN + "pre_quant_scale")),
         ("a factor that is NaN", "is zero, negative or no number", put(DOWN + "pre_quant_scale", torch.nan)),
         ("factors of other columns", "no whole weight", change(DOWN + "pre_quant_scale", lambda x: x[1:])),
         ("a scale that was dropped", "no whole weight", drop(Q + "weight_scale")),
@@ -283,6 +304,7 @@ _PLANTED = {
     "modelopt W4A8_AWQ": [
         ("a second scale that was dropped", "no whole weight", drop(Q + "weight_scale_2")),
         ("a second scale of zero", "is zero, negative or no number", put(Q + "weight_scale_2", 0.0)),
+        ("a second scale 1000 times too large", "larger than e4m3fn asks for", times(Q + "weight_scale_2", 1e3)),
         ("unequal scales of inputs", "unequal scales of inputs", times(K + "input_scale", 3.0)),
         (
             "unequal second scales",
@@ -408,6 +430,26 @@ def test_two_parts_and_ggufs_floats_are_no_codes(
     assert norm in said
     assert "neither has codes" in said
     assert "wrong packing" not in said
+
+
+def test_codes_of_ours_that_use_few_of_their_numbers_are_not_odd(folder: Path, tmp_path: Path) -> None:
+    """Unit scaling gives large weights a scale of their RMS, with which the largest code would be far larger."""
+    shutil.copytree(folder / "plain", tmp_path / "large")
+    weights = load_file(folder / "plain" / "model.safetensors")
+    save_file({n: x * 20 for n, x in weights.items()}, tmp_path / "large" / "model.safetensors")
+    options = ConvertOptions(format="e4m3fn", layout="compressed-tensors", granularity="row", verify="none")
+    convert(str(tmp_path / "large"), tmp_path / "out", options)
+    assert judged(inspect(tmp_path / "out"), tmp_path / "out").warnings == ()
+
+
+def test_statistics_of_a_scale_of_zero_are_a_verdict(folder: Path, tmp_path: Path) -> None:
+    """Who reads values is not asked for those of a weight whose scale is none."""
+    shutil.copytree(made(folder, "modelopt NVFP4"), tmp_path / "zero")
+    tensors = load_file(tmp_path / "zero" / "model.safetensors")
+    tensors[Q + "weight_scale_2"].zero_()
+    save_file(tensors, tmp_path / "zero" / "model.safetensors", metadata={"format": "pt"})
+    (problem,) = inspect_with_statistics(tmp_path / "zero", Silent()).problems
+    assert f"`{Q}weight_scale_2` is zero, negative or no number" in problem
 
 
 @pytest.mark.parametrize("layout", ["ct FP8_DYNAMIC", "ct W4A16"])

@@ -151,13 +151,16 @@ def render_inspect(found: InspectResult, *, every: bool = False) -> RenderableTy
 
 
 def _judgement(found: InspectResult) -> tuple[str, str]:
-    """The verdict on a checkpoint in a few words, and its style."""
+    """The verdict on a checkpoint in a few words, with the scales that it does not cover, and its style."""
     warned = plural(len(found.warnings), "warning")
-    if found.problems:
-        return plural(len(found.problems), "problem") + (f", {warned}" if found.warnings else ""), "bold red"
-    if found.not_judged:
+    if found.not_judged and not found.problems:
         return f"not judged, {found.not_judged}", "bold yellow"
-    return (f"no problem, {warned}", "bold yellow") if found.warnings else ("no problem found", "bold green")
+    rest = "".join(f"; not judged: {what}" for what in found.not_checked if "scales" in what)
+    if found.problems:
+        return plural(len(found.problems), "problem") + (f", {warned}" if found.warnings else "") + rest, "bold red"
+    return (
+        (f"no problem, {warned}{rest}", "bold yellow") if found.warnings else (f"no problem found{rest}", "bold green")
+    )
 
 
 def _first(notes: Sequence[str], most: int | None) -> Sequence[str]:
