@@ -4,16 +4,20 @@ Both are ordinary files inside the package, so a plain path to them works from a
 this file says where they come from; `benchmarks/reproduce/train_demo.py` makes the checkpoint again.
 """
 
+from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from lpconv.errors import InputError
 from lpconv.lookup import find
 
-__all__ = ["check_text", "demo_checkpoint", "demo_text", "read_text", "text_at"]
+__all__ = ["check_text", "demo_checkpoint", "demo_text", "read_text", "text_at", "usual_seq_len"]
 
 _LOOKED_AT = 4_000_000  # characters of a text that a check reads
 _SPECIAL_TOKENS = 8  # that a tokenizer adds, at most
+_MOST_BYTES = 16  # of a token, in texts of which nobody doubts that they are long enough
+_SEQ_LEN = 128  # where nobody says and the model has as many positions
 
 TEXTS = {"train": "train.txt", "heldout": "heldout.txt"}
 
@@ -47,13 +51,40 @@ def read_text(path: Path, limit: int = -1) -> str:
     return text
 
 
-def check_text(path: Path, seq_len: int = 1) -> None:
-    """Raise as `read_text` does, and InputError for a text that is too short for one sequence of `seq_len` tokens,
-    whatever they are: each is a byte at least."""
-    size = len(read_text(path, _LOOKED_AT).encode())
-    if size + _SPECIAL_TOKENS < seq_len:
-        short = f"`{path}` has {size} bytes, fewer than one sequence of {seq_len} tokens"
+def check_text(path: Path, seq_len: int = 1, *, tokenizer: Path | None = None) -> None:
+    """Raise as `read_text` does, and InputError for a text that is too short for one sequence of `seq_len` tokens.
+
+    Of tokens nothing is known but that each is a byte at least; those of a short text are counted if the file
+    `tokenizer`, a tokenizer.json, is there.
+    """
+    text = read_text(path, _LOOKED_AT)
+    num = size = len(text.encode())
+    unit = "bytes"
+    if tokenizer is not None and tokenizer.exists() and size < _MOST_BYTES * seq_len:
+        found = _num_tokens(text, tokenizer)
+        num, unit = (size, unit) if found is None else (found, "tokens")
+    if num + _SPECIAL_TOKENS < seq_len:
+        short = f"`{path}` has {num} {unit}, fewer than one sequence of {seq_len} tokens"
         raise InputError(short, hint="pass a longer text, or shorter sequences by --seq-len")
+
+
+def _num_tokens(text: str, tokenizer: Path) -> int | None:
+    """The tokens of a text, by the library that transformers' tokenizers are built on, which is imported at once."""
+    from tokenizers import Tokenizer
+
+    try:
+        counting = Tokenizer.from_file(str(tokenizer))
+        counting.no_truncation()
+        counting.no_padding()
+        return len(counting.encode(text).ids)
+    except Exception:  # damaged files raise anything at all: who tokenises says what is wrong
+        return None
+
+
+def usual_seq_len(config: Mapping[str, Any], wanted: int | None) -> int:
+    """`wanted` tokens, by default 128 or the positions that a config says the model has."""
+    found = (config.get(key) for key in ("max_position_embeddings", "n_positions"))
+    return wanted or min(_SEQ_LEN, next((n for n in found if isinstance(n, int)), _SEQ_LEN))
 
 
 def demo_text(split: str) -> Path:

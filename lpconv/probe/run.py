@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lpconv.checkpoint.checkpoint import Checkpoint, Openable
+from lpconv.checkpoint.checkpoint import Openable
 from lpconv.checkpoint.partfile import write_small
 from lpconv.checkpoint.staging import Staging, check_free
-from lpconv.data import check_text
+from lpconv.data import check_text, usual_seq_len
 from lpconv.forms.decoded import open_readable
 from lpconv.options import check
 from lpconv.probe.options import PROBE_FILE, ProbeOptions
@@ -16,8 +16,6 @@ from lpconv.results import ProbeReport, to_json
 
 if TYPE_CHECKING:
     from lpconv.probe.record import ProbeResult
-
-_SEQ_LEN = 128  # where nobody says and the model has as many positions
 
 
 def run_probe(
@@ -31,7 +29,8 @@ def run_probe(
     check_free(output, force=options.force, marker=PROBE_FILE)
     checkpoint = open_readable(model, revision=options.revision)
     if options.data is not None:
-        check_text(options.data, options.seq_len or min(_SEQ_LEN, _positions(checkpoint)))
+        seq_len = usual_seq_len(checkpoint.config, options.seq_len)
+        check_text(options.data, seq_len, tokenizer=checkpoint.directory / "tokenizer.json")
     # torch and transformers, which take seconds to import, from here on
     from lpconv.probe.advice import answer
     from lpconv.probe.checkpoint import calibrate_checkpoint, probe_checkpoint
@@ -52,9 +51,3 @@ def run_probe(
         write_small(staging.directory / PROBE_FILE, text + "\n")
         staging.publish()
     return result, answers
-
-
-def _positions(checkpoint: Checkpoint) -> int:
-    """The positions that the config says the model has."""
-    found = (checkpoint.config.get(key) for key in ("max_position_embeddings", "n_positions"))
-    return next((n for n in found if isinstance(n, int)), _SEQ_LEN)

@@ -1,13 +1,15 @@
 """`lpconv finetune` as a library call: its light checks, before torch and transformers are imported."""
 
+import os
 from pathlib import Path
 
 from lpconv.checkpoint.checkpoint import Openable, name_of
+from lpconv.data import check_text, usual_seq_len
 from lpconv.forms.decoded import open_readable
 from lpconv.machine import is_first_process
 from lpconv.progress import Progress, Silent
 from lpconv.results import FinetuneResult, MemoryPlan
-from lpconv.train.data import check_data
+from lpconv.train.data import check_data, is_text
 from lpconv.train.folder import check_folder
 from lpconv.train.options import FinetuneOptions, check_options, check_start
 from lpconv.train.outcome import parse_gates
@@ -26,16 +28,23 @@ def finetune(
     The result says which gates it met; that they fail raises nothing (`lpconv.train.outcome.gate_problem`). Raises an
     `LpconvError` for every failure that is not a bug; DivergedError where training does not stay finite.
     """
+    progress = progress or Silent()
     check_options(options)
     parse_gates(options)
     check_data(options)
     if is_first_process():  # of several, it alone writes, and may have begun the folder already
         check_folder(output, name_of(model), options)
+        if options.resume and not os.path.lexists(output):
+            progress.message(f"there is no `{output}` to go on with: the run starts anew")
     checkpoint = open_readable(model, revision=options.revision)
     check_start(options, checkpoint.config)
+    seq_len = usual_seq_len(checkpoint.config, options.seq_len)
+    for name in filter(None, (options.data, options.eval_data)):
+        if is_text(name):
+            check_text(Path(name), seq_len, tokenizer=checkpoint.directory / "tokenizer.json")
     from lpconv.train.study import study  # torch and transformers, which take seconds to import, from here on
 
-    return study(checkpoint, output, options, progress=progress or Silent(), command=command)
+    return study(checkpoint, output, options, progress=progress, command=command)
 
 
 def plan(model: str, options: FinetuneOptions) -> MemoryPlan:

@@ -61,6 +61,9 @@ REFUSED: dict[str, tuple[int, str]] = {
     "probe demo --data latin.txt": (3, "`latin.txt` is no UTF-8 text"),
     "verify models/llama --against demo --data empty.txt": (3, "`empty.txt` is empty"),
     "finetune demo --data latin.txt": (3, "`latin.txt` is no UTF-8 text"),
+    "finetune demo --data short.txt": (3, "fewer than one sequence of 128"),
+    "finetune demo --data ends.txt": (3, "`ends.txt` has 20 tokens, fewer than one sequence of 128"),
+    "probe demo --data ends.txt": (3, "`ends.txt` has 20 tokens, fewer than one sequence of 128"),
     "finetune demo --task classification": (2, "classification needs a column of labels"),
     "finetune demo --task classification --data no-label.csv": (2, "classification needs a column of labels"),
     "finetune demo --text-column nope": (2, "--text-column names a column of a file, and there is none"),
@@ -134,6 +137,7 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, s
         "no-text.csv": "a,b\n1,2\n",
         "no-label.csv": "text,b\n1,2\n",
         "short.txt": "hi\n",
+        "ends.txt": "<|endoftext|>" * 20,
     }.items():
         (folder / name).write_text(text)
     (folder / "latin.txt").write_bytes("café".encode("latin-1"))

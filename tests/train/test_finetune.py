@@ -16,7 +16,7 @@ from lpconv.checkpoint.checkpoint import Checkpoint
 from lpconv.cli.main import app
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.run import convert
-from lpconv.errors import OutputExistsError, ResourceError, UnsupportedError, UsageError
+from lpconv.errors import InputError, OutputExistsError, ResourceError, UnsupportedError, UsageError
 from lpconv.kernels import buffers
 from lpconv.progress import Silent
 from lpconv.results import FinetuneResult, from_json
@@ -206,6 +206,21 @@ def test_a_resumed_run_goes_on_bit_for_bit(recipe: str, tmp_path: Path) -> None:
     assert resumed.evaluations == whole.evaluations
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "cut")]
     assert weights[0] == weights[1]
+
+
+def test_a_run_that_cannot_go_on_says_that_it_starts_anew(tmp_path: Path) -> None:
+    """Under `torchrun --max-restarts` all attempts have --resume, the first one too."""
+    (tmp_path / "short.txt").write_text("hi")
+    told: list[str] = []
+
+    class Told(Silent):
+        def message(self, text: str) -> None:
+            told.append(text)
+
+    asked = options("fp32", resume=True, data=str(tmp_path / "short.txt"))
+    with pytest.raises(InputError, match="fewer than one sequence"):
+        finetune("demo", tmp_path / "nothere", asked, progress=Told())
+    assert told == [f"there is no `{tmp_path / 'nothere'}` to go on with: the run starts anew"]
 
 
 def test_a_folder_that_is_there_needs_resume_or_force_and_the_same_options(tmp_path: Path) -> None:
