@@ -14,7 +14,7 @@ from lpconv.checkpoint.compressed import LinearModules
 from lpconv.errors import ResourceError
 from lpconv.layers import embeddings, linears
 from lpconv.machine import available_memory
-from lpconv.models.load import from_state
+from lpconv.models.load import from_state, missing_of
 from lpconv.models.opening import first_line, model_errors, read_config
 from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import architecture, concrete
@@ -53,7 +53,7 @@ def compare_empty(contents: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -
     experts = _missing_experts(shapes) if wrong else ()
     return {
         "model": name,
-        "missing": tuple(sorted({*report["missing_keys"], *experts})),
+        "missing": tuple(sorted({*missing_of(architecture(contents.config), report), *experts})),
         "extra": tuple(sorted(extra)),
         "unused": tuple(sorted(left - extra)),
         "shapes": {} if experts else dict(sorted(wrong.items())),

@@ -14,6 +14,7 @@ from lpconv.checkpoint.checkpoint import Checkpoint, Openable
 from lpconv.checkpoint.compressed import quantized_by
 from lpconv.checkpoint.place import any_pointer
 from lpconv.checkpoint.residual import RESIDUAL_INDEX
+from lpconv.errors import InputError
 from lpconv.forms import Kept
 from lpconv.forms.decoded import stored_shapes
 from lpconv.forms.foreign import READ
@@ -22,6 +23,7 @@ from lpconv.models.coded import CodedTensor, save_as_codes
 from lpconv.models.plugin import LOADER, register
 from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import architecture, concrete
+from lpconv.report.numbers import plural, shown
 
 
 def load(
@@ -30,6 +32,7 @@ def load(
     dtype: torch.dtype | None = None,
     model_class: Any = None,
     resident: bool = False,
+    allow_missing: bool = False,
     **kwargs: Any,
 ) -> Any:
     """The model in a checkpoint directory, in evaluation mode, of `model_class` or the class that its config names.
@@ -37,7 +40,8 @@ def load(
     Scaled checkpoints (unit, Scalify) are decoded into `dtype`, by default the source's. A Collage checkpoint is opened
     with its residual added back, in fp32 by default; with another `dtype` it is the sum rounded to it. The layouts of
     others that lpconv reads are decoded too, without their packages. Further arguments go to `from_pretrained`. Raises
-    InputError where the residual does not belong to the weights.
+    InputError where the residual does not belong to the weights, and for weights that the files lack of the class that
+    the config names, unless `allow_missing` leaves them random.
 
     With `resident`, weights that are codes in the files stay codes in memory, and are decoded to `dtype` as they are
     used (`models/coded.py`); the model runs, generates, and saves the same bytes again, and does not train. What is not
@@ -45,7 +49,13 @@ def load(
     """
     opened = load_with_missing if not resident else _load_resident
     with torch.inference_mode(False):  # threads of transformers are never in that mode, and both kinds do not mix
-        return opened(path, dtype=dtype, model_class=model_class, **kwargs)[0]
+        model, missing = opened(path, dtype=dtype, model_class=model_class, **kwargs)
+    if missing and model_class is None and not allow_missing:
+        raise InputError(
+            f"the files lack {plural(len(missing), 'weight')} of `{type(model).__name__}`: {shown(missing)}",
+            hint="fetch them again; allow_missing=True opens the model with random numbers in their place",
+        )
+    return model
 
 
 def load_with_missing(
@@ -61,7 +71,7 @@ def load_with_missing(
     is_elsewhere = any_pointer(contents.directory, contents.weight_files)
     if not (has_residual or is_elsewhere or quantized_by(contents.config) in READ):
         model, info = cls.from_pretrained(contents.directory, dtype=dtype or "auto", **kwargs)
-        return model.eval(), tuple(sorted(info["missing_keys"]))
+        return model.eval(), missing_of(cls, info)
     dtype = dtype or (torch.float32 if has_residual else None)
     with StoredTensors.open(contents) as stored:
         return _assembled(contents, stored, StoredTensors.tensor, model_class=cls, dtype=dtype, **kwargs)
@@ -127,7 +137,14 @@ def _assembled(
     model, report = from_state(cls, config, state, dtype=dtype or config.dtype, **kwargs)
     if model.can_generate() and (contents.directory / "generation_config.json").exists():
         model.generation_config = transformers.GenerationConfig.from_pretrained(contents.directory)
-    return model, tuple(sorted(report["missing_keys"]))
+    return model, missing_of(model_class, report)
+
+
+def missing_of(model_class: Any, report: Mapping[str, Any]) -> tuple[str, ...]:
+    """The parameters that transformers did not find. A bare model that nobody named has hidden states without the
+    pooler that it has by default."""
+    names = sorted(report["missing_keys"])
+    return tuple(n for n in names if model_class is not transformers.AutoModel or ".pooler." not in f".{n}")
 
 
 def _in_files(stored: StoredTensors, name: str) -> Tensor:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import lpconv.hf
@@ -16,7 +17,7 @@ from lpconv.bench.runner import CaseRunner
 from lpconv.cli.main import app
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.run import convert
-from lpconv.errors import UnsupportedError
+from lpconv.errors import InputError, UnsupportedError
 from lpconv.models.inputs import example_inputs
 from lpconv.models.opening import open_to_run, open_to_trace, open_to_train
 from lpconv.models.tasks import TASKS, find_task, task_of
@@ -82,6 +83,33 @@ def test_a_model_without_a_head_opens_for_every_purpose(stored: Path) -> None:
 def test_an_auto_class_opens_every_form(stored: Path) -> None:
     model = lpconv.hf.load(stored, model_class=transformers.AutoModelForMaskedLM)
     assert type(model).__name__ == "BertForMaskedLM"
+
+
+@pytest.mark.parametrize("resident", [False, True])
+def test_a_checkpoint_that_lacks_weights_is_opened_only_if_asked(tmp_path: Path, resident: bool) -> None:
+    """A class that the caller names may have a head that the files lack."""
+    lost = "encoder.layer.1.output.dense.weight"
+    source = bert(tmp_path / "source")
+    kept = {n: x for n, x in load_file(source / "model.safetensors").items() if n != lost}
+    save_file(kept, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InputError, match=f"the files lack 1 weight of `BertModel`: `{lost}`") as refused:
+        lpconv.load(source, resident=resident)
+    assert "allow_missing=True" in str(refused.value.hint)
+    assert lpconv.load(source, resident=resident, allow_missing=True).config.num_hidden_layers == 2
+
+
+def test_a_config_without_architectures_asks_for_no_pooler(tmp_path: Path) -> None:
+    """Nothing says whether the model has one; its hidden states need none."""
+    source = bert(tmp_path / "source", named=False)
+    kept = {n: x for n, x in load_file(source / "model.safetensors").items() if not n.startswith("pooler.")}
+    save_file(kept, source / "model.safetensors", metadata={"format": "pt"})
+    found = convert(str(source), tmp_path / "out", ConvertOptions(format="fp32", verify="logits"))
+    assert found.verify.logits is not None
+    assert found.verify.logits.bit_equal
+    assert lpconv.load(tmp_path / "out").config.num_hidden_layers == 2
+    change_config(source, architectures=["BertModel"])
+    with pytest.raises(InputError, match="the files lack 2 weights of `BertModel`"):
+        convert(str(source), tmp_path / "out", ConvertOptions(format="fp32", force=True))
 
 
 @pytest.mark.parametrize("named", [True, False])
