@@ -174,7 +174,6 @@ def read_rows(options: FinetuneOptions) -> Rows:
             label=None,
             words="plays that ship with lpconv",
         )
-    check_data(options)
     train, held_out = _splits(options.data)
     if options.eval_data is not None:
         held_out = _splits(options.eval_data)[0]

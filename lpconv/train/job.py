@@ -20,7 +20,7 @@ from lpconv.models.whole import check_whole
 from lpconv.train.data import read_rows
 from lpconv.train.examples import Collator, Examples, Stream, classification, packed, sequence_pairs
 from lpconv.train.memory import check_room, parameter_bytes
-from lpconv.train.options import FinetuneOptions, check_start
+from lpconv.train.options import FinetuneOptions
 from lpconv.train.processes import mesh, num_processes
 from lpconv.train.recipes import Arithmetic
 
@@ -105,7 +105,6 @@ def training_job(checkpoint: Checkpoint, options: FinetuneOptions) -> TrainingJo
     tokenizer = read_tokenizer(directory)
     if tokenizer is None:
         raise InputError(f"`{directory.name}` has no tokenizer", hint="copy its files beside the weights")
-    check_start(options, checkpoint.config)
     check_whole(checkpoint, allow_missing=options.allow_missing)
     _check_weights(checkpoint, options)
     rows = read_rows(options)

@@ -30,7 +30,7 @@ def finetune(
     """
     progress = progress or Silent()
     check_options(options)
-    parse_gates(options)
+    gates = parse_gates(options)
     check_data(options)
     if is_first_process():  # of several, it alone writes, and may have begun the folder already
         check_folder(output, name_of(model), options)
@@ -44,7 +44,7 @@ def finetune(
             check_text(Path(name), seq_len, tokenizer=checkpoint.directory / "tokenizer.json")
     from lpconv.train.study import study  # torch and transformers, which take seconds to import, from here on
 
-    return study(checkpoint, output, options, progress=progress, command=command)
+    return study(checkpoint, output, options, gates, progress=progress, command=command)
 
 
 def plan(model: str, options: FinetuneOptions) -> MemoryPlan:

@@ -11,7 +11,7 @@ from lpconv.checkpoint.card import inherited_facts
 from lpconv.checkpoint.checkpoint import Checkpoint
 from lpconv.checkpoint.partfile import write_small
 from lpconv.convert.provenance import versions
-from lpconv.gates import FINETUNE_GATES
+from lpconv.gates import FINETUNE_GATES, Gate
 from lpconv.models.opening import Opened
 from lpconv.progress import Progress
 from lpconv.report.cards import finetune_card
@@ -30,7 +30,7 @@ from lpconv.train.folder import PAGE, REPORT, held_folder, read_finished, remove
 from lpconv.train.job import MEASURED_BATCHES, TrainingJob, Work, training_job
 from lpconv.train.one import train_one
 from lpconv.train.options import FinetuneOptions
-from lpconv.train.outcome import gaps, held_out_records, parse_gates
+from lpconv.train.outcome import gaps, held_out_records
 from lpconv.train.processes import is_main_process, num_processes, wait_for_all
 from lpconv.train.publish import form_of, in_place, publish_model
 from lpconv.train.recipes import RECIPES, Arithmetic
@@ -38,12 +38,17 @@ from lpconv.train.watch import watches_run, watches_twin
 
 
 def study(
-    checkpoint: Checkpoint, output: Path, options: FinetuneOptions, *, progress: Progress, command: str | None
+    checkpoint: Checkpoint,
+    output: Path,
+    options: FinetuneOptions,
+    gates: Sequence[Gate],
+    *,
+    progress: Progress,
+    command: str | None,
 ) -> FinetuneResult:
     """Fine-tune the model of a checkpoint and its twin, and fill the folder `output`; raises as `finetune` does."""
     started = time.perf_counter()
     check_run(options)
-    gates = parse_gates(options)
     clock, model = Clock(), checkpoint.origin.name
     checkpoint.check_promised()
     with clock.spending("reading data"):
