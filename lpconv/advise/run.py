@@ -5,7 +5,7 @@ from pathlib import Path
 
 from lpconv.advise.options import AdviseOptions, check_advise
 from lpconv.checkpoint.checkpoint import Openable
-from lpconv.forms.decoded import open_readable
+from lpconv.forms.reader import open_readable
 from lpconv.progress import Progress, Silent
 from lpconv.results import AdviceResult
 from lpconv.train.data import check_data

@@ -11,7 +11,7 @@ from lpconv.bench.options import BenchOptions
 from lpconv.bench.rows import BenchRun
 from lpconv.bench.team import Child
 from lpconv.errors import UnsupportedError, UsageError
-from lpconv.forms.decoded import open_readable
+from lpconv.forms.reader import open_readable
 from lpconv.machine import may_have_gpu
 from lpconv.models.presets import PRESETS
 from lpconv.models.whole import check_whole

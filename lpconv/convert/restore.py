@@ -5,7 +5,7 @@ from pathlib import Path
 from lpconv.checkpoint.compressed import quantized_by
 from lpconv.checkpoint.staging import check_apart, check_free, check_marked, is_output
 from lpconv.errors import UsageError
-from lpconv.forms.decoded import open_readable
+from lpconv.forms.reader import open_readable
 from lpconv.progress import Progress
 from lpconv.results import RestoreResult
 

@@ -13,7 +13,7 @@ from lpconv.convert.options import VerifyOptions, check_verify
 from lpconv.convert.reader import read_provenance
 from lpconv.data import check_text
 from lpconv.errors import UsageError
-from lpconv.forms.decoded import open_readable
+from lpconv.forms.reader import open_readable
 from lpconv.gates import CONVERT_GATES, needs_logits
 from lpconv.progress import Progress
 from lpconv.results import FilesCheck, VerifyResult

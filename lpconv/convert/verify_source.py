@@ -20,7 +20,7 @@ from lpconv.convert.verify_written import check_outputs, check_stored, output_pr
 from lpconv.errors import InputError, UnsupportedError, UsageError, finding
 from lpconv.formats.spec import FORMATS
 from lpconv.forms import Kept
-from lpconv.forms.decoded import open_readable
+from lpconv.forms.reader import open_readable
 from lpconv.gates import CONVERT_GATES, Gate
 from lpconv.lookup import find
 from lpconv.progress import Progress

@@ -6,7 +6,7 @@ from lpconv.checkpoint.checkpoint import Openable
 from lpconv.checkpoint.staging import check_apart, check_free
 from lpconv.errors import ResourceError
 from lpconv.export.options import ExportOptions, choose_opset, has_fp8, need
-from lpconv.forms.decoded import open_readable
+from lpconv.forms.reader import open_readable
 from lpconv.options import check
 from lpconv.progress import Progress, Silent
 from lpconv.results import ExportResult

@@ -12,7 +12,7 @@ from contextlib import closing
 from threading import Lock
 from typing import TYPE_CHECKING
 
-from lpconv.checkpoint.checkpoint import Checkpoint, Openable
+from lpconv.checkpoint.checkpoint import Checkpoint
 from lpconv.checkpoint.compressed import quantized_by
 from lpconv.checkpoint.header import TensorInfo
 from lpconv.checkpoint.residual import RESIDUAL_INDEX
@@ -76,20 +76,9 @@ class DecodedSource:
         self._stored.close()
 
 
-def open_readable(model: Openable, *, revision: str | None = None) -> Checkpoint:
-    """Open a checkpoint as `Checkpoint.open` does, and check its headers before anything heavy is imported.
-
-    Raises InputError for a header that is not sound, UnsupportedError for the layouts that are not read.
-    """
-    checkpoint = Checkpoint.open(model, revision=revision)
-    check_readable(Headers.of(checkpoint.config, checkpoint.tensors))
-    return checkpoint
-
-
 def stored_shapes(contents: Checkpoint) -> dict[str, tuple[int, ...]]:
     """The shapes of the tensors that the files stand for by name, from headers. Raises what `open_source` does, and
     UnsupportedError for the layouts that are not read."""
-    check_readable(Headers.of(contents.config, {}))  # before a pickle is opened
     with closing(open_source(contents)) as source:
         headers = Headers.of(contents.config, {n: e.info for n, e in source.entries.items()})
     check_readable(headers)

@@ -28,6 +28,16 @@ if TYPE_CHECKING:
 FETCH_AGAIN = "fetch the checkpoint again"
 
 
+def open_readable(model: Openable, *, revision: str | None = None) -> Checkpoint:
+    """Open a checkpoint as `Checkpoint.open` does, and check its headers before anything heavy is imported.
+
+    Raises InputError for a header that is not sound, UnsupportedError for the layouts that are not read.
+    """
+    checkpoint = Checkpoint.open(model, revision=revision)
+    check_readable(Headers.of(checkpoint.config, checkpoint.tensors))
+    return checkpoint
+
+
 class StoredTensors:
     """The tensors of a checkpoint under their own names. `forms` says how each is stored.
 
@@ -62,8 +72,7 @@ class StoredTensors:
         Raises InputError where it does not, and where a scale or a residual fits no form of its tensor;
         UnsupportedError for the layouts that are not read.
         """
-        contents = Checkpoint.open(checkpoint)
-        check_readable(Headers.of(contents.config, {}))  # before a pickle is opened
+        contents = open_readable(checkpoint)
         made = cls(contents, read_residual(contents.directory))
         wrong = made._disagreement(is_ours=(contents.directory / MARKER).exists())
         if wrong is not None:

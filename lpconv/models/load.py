@@ -18,7 +18,7 @@ from lpconv.errors import InputError
 from lpconv.forms import Kept
 from lpconv.forms.decoded import stored_shapes
 from lpconv.forms.foreign import READ
-from lpconv.forms.reader import StoredTensors
+from lpconv.forms.reader import StoredTensors, open_readable
 from lpconv.models.coded import CodedTensor, save_as_codes
 from lpconv.models.plugin import LOADER, register
 from lpconv.models.quiet import quiet_transformers
@@ -63,8 +63,8 @@ def load_with_missing(
 ) -> tuple[Any, tuple[str, ...]]:
     """`load`, and the names of the parameters that the checkpoint does not hold: they are freshly initialised."""
     register()
-    contents = Checkpoint.open(path)
-    stored_shapes(contents)  # of layouts that are read
+    contents = open_readable(path)
+    stored_shapes(contents)  # of layouts that are read, which pickles say only now
     cls = model_class or architecture(contents.config, trusted=_trusted(contents, kwargs))
     has_residual = (contents.directory / RESIDUAL_INDEX).exists()
     kwargs["output_loading_info"] = True

@@ -8,7 +8,7 @@ from lpconv.checkpoint.checkpoint import Openable
 from lpconv.checkpoint.partfile import write_small
 from lpconv.checkpoint.staging import Staging, check_free
 from lpconv.data import check_text, usual_seq_len
-from lpconv.forms.decoded import open_readable
+from lpconv.forms.reader import open_readable
 from lpconv.options import check
 from lpconv.probe.options import PROBE_FILE, ProbeOptions
 from lpconv.progress import Progress

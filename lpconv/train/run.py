@@ -5,7 +5,7 @@ from pathlib import Path
 
 from lpconv.checkpoint.checkpoint import Openable, name_of
 from lpconv.data import check_text, usual_seq_len
-from lpconv.forms.decoded import open_readable
+from lpconv.forms.reader import open_readable
 from lpconv.machine import is_first_process
 from lpconv.progress import Progress, Silent
 from lpconv.results import FinetuneResult, MemoryPlan
