@@ -86,14 +86,22 @@ def test_nothing_imports_the_package_that_stands_on_top() -> None:
             assert not (isinstance(node, ast.Import) and any(a.name == "lpconv" for a in node.names)), path
 
 
-def test_reports_of_one_kind_do_not_import_those_of_another() -> None:
-    kinds = {p.name for p in (ROOT / "report").iterdir() if (p / "__init__.py").exists()}
-    assert {"convert"} <= kinds
-    for path in (ROOT / "report").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lpconv.report."):
-                used = str(node.module).split(".")[2]
-                assert used not in kinds - {path.parent.name}, f"{path} imports {node.module}"
+_RENDERERS = {"terminal", "html", "markdown", "drawing"}
+_SHARED = {"document", "charts", "numbers", "printable"}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "report").glob("*.py")), ids=lambda p: p.stem)
+def test_builders_of_documents_know_no_layout_and_renderers_no_kind(path: Path) -> None:
+    imported = {
+        node.module.split(".")[-1]
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("lpconv.report.", "rich", "jinja2"))
+        if node.module
+    }
+    if path.stem in _RENDERERS:
+        assert {name for name in imported if (ROOT / "report" / f"{name}.py").exists()} <= _SHARED | _RENDERERS
+    else:
+        assert not imported & (_RENDERERS | {"console", "text", "table", "jinja2"})
 
 
 def test_the_table_in_the_docs_is_this_one() -> None:

@@ -167,7 +167,8 @@ def _import_all() -> None:
     import lpconv.cli.progress
     import lpconv.convert.parts
     import lpconv.convert.run
-    import lpconv.report.convert.terminal  # noqa: F401
+    import lpconv.report.convert
+    import lpconv.report.terminal  # noqa: F401
 
 
 if __name__ == "__main__":

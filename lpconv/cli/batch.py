@@ -116,12 +116,12 @@ def _write_part(manifest: "Manifest", options: BatchOptions, shard: str, progres
     from lpconv.batch.run import selected
     from lpconv.batch.runners import write_part
     from lpconv.convert.shares import Part
-    from lpconv.report.convert.terminal import render_part
+    from lpconv.report.convert import part_document
 
     (job,) = selected(manifest, options.only)
     entry = (read_lock(manifest.lock_path) or Lock()).get(job.id) if options.locked else None
     part = write_part(job, Part.parse(shard), entry=entry, resume=options.resume, progress=progress)
-    print_result(part, render_part, json=json)
+    print_result(part, part_document, json=json)
 
 
 def _check_alone(manifest: "Manifest", options: BatchOptions) -> None:

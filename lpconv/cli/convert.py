@@ -69,7 +69,7 @@ def convert(
     from lpconv.convert import parts, run
     from lpconv.convert.settings import settings_of
     from lpconv.convert.shares import Part
-    from lpconv.report.convert.terminal import render_convert, render_part, render_plan
+    from lpconv.report.convert import convert_document, part_document, plan_document
 
     if sum((dry_run, shard is not None, finish)) > 1:
         raise UsageError("--dry-run, --shard and --finish cannot be combined", hint="pass one of them")
@@ -77,14 +77,14 @@ def convert(
     words = [options.scheme] if options.scheme else [settings.method.name, settings.format.name]
     target = output or str(output_of(output, model, *words))
     if dry_run:
-        print_result(run.plan(model, target, options), render_plan, json=json)
+        print_result(run.plan(model, target, options), plan_document, json=json)
         return
     with progress_for(quiet=quiet) as progress:
         if shard is not None:
             part = parts.convert_part(model, target, options, Part.parse(shard), progress=progress)
-            print_result(part, render_part, json=json)
+            print_result(part, part_document, json=json)
             return
         result = (run.finish if finish else run.convert)(
             model, target, options, progress=progress, command=typed_command()
         )
-    print_result(result, render_convert, json=json)
+    print_result(result, convert_document, json=json)

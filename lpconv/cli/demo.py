@@ -22,9 +22,9 @@ def demo(output: Target = "lpconv-demo", force: Force = False, json: Json = Fals
     from lpconv.checkpoint.staging import is_unused
     from lpconv.convert.options import ConvertOptions
     from lpconv.convert.run import convert
-    from lpconv.convert.tensor_records import format_ranges
-    from lpconv.report.convert.html import html_compare
-    from lpconv.report.convert.terminal import render_compare
+    from lpconv.report.compare import run_names
+    from lpconv.report.convert_compare import compare_conversions
+    from lpconv.report.html import html
 
     folder = Path(output)
     check_writable(folder)
@@ -42,8 +42,9 @@ def demo(output: Target = "lpconv-demo", force: Force = False, json: Json = Fals
             command = f"lpconv convert demo --method {method} --format {fmt} --verify logits"
             results.append(convert("demo", folder / f"{method}-{fmt}", options, progress=progress, command=command))
     page = folder / "report.html"
-    write_small(page, html_compare(results, format_ranges()))
-    print_result(results, render_compare, json=json)
+    compared = compare_conversions(results, run_names([r.output for r in results]))
+    write_small(page, html(compared))
+    print_result(results, lambda _: compared, json=json)
     if not json:
         print(f"\nThe comparison with plots is {page}; each run has its own report.html beside its model.")
         print(f"\n{next_steps()}")

@@ -13,15 +13,15 @@ from lpconv.checkpoint.partfile import check_file, write_small
 from lpconv.cli.command import print_result
 from lpconv.cli.runs import ANY_RUN, Kind, name_of, runs_in
 from lpconv.errors import InputError
-from lpconv.report.compare import run_names
-from lpconv.report.page import RunEntry, html_index
-from lpconv.report.terminal import table_of
+from lpconv.report.compare import RunEntry, index_document, run_names
+from lpconv.report.document import Document, Table
+from lpconv.report.html import html as html_page
 
 
-def write_page(html: str, page: str) -> None:
-    """The page to where it is asked for. Raises OutputExistsError for a directory, ResourceError."""
+def write_page(html: str, document: Document) -> None:
+    """Write the page of a document. Raises OutputExistsError for a directory, ResourceError."""
     check_file(Path(html))
-    write_small(Path(html), page)
+    write_small(Path(html), html_page(document))
 
 
 def show_folder(folder: Path, html: str | None, *, json: bool) -> None:
@@ -33,13 +33,16 @@ def show_folder(folder: Path, html: str | None, *, json: bool) -> None:
     entries = [_entry(kind, path, _line(kind, result), folder, home) for kind, path, result in found]
     if html is not None:
         compared = _write_comparisons(found, home / Path(html).stem)
-        write_page(html, html_index(folder.resolve().name, entries, compared))
-    rows = [(e.name, e.kind, e.what, e.found) for e in entries]
-    print_result(entries, lambda _: table_of("Run", "<Kind", "<What", "<Result", rows=rows), json=json)
+        write_page(html, index_document(folder.resolve().name, entries, compared))
+    rows = tuple((e.name, e.kind, e.what, e.found) for e in entries)
+    print_result(entries, lambda _: Table(columns=("Run", "<Kind", "<What", "<Result"), rows=rows), json=json)
 
 
 def _line(kind: Kind, result: Any) -> tuple[str, str]:
-    return ("", f"cannot be shown: {result.message}") if isinstance(result, InputError) else kind.line(result)
+    if isinstance(result, InputError):
+        return "", f"cannot be shown: {result.message}"
+    document = kind.document(result)
+    return document.subtitle, document.verdict.text if document.verdict else ""
 
 
 def _entry(kind: Kind, path: Path, line: tuple[str, str], folder: Path, home: Path) -> RunEntry:
@@ -60,8 +63,8 @@ def _write_comparisons(found: Sequence[tuple[Kind, Path, Any]], stem: Path) -> d
     written = {}
     for kind in {k.name: k for k, _, _ in found}.values():
         members = [(path, r) for k, path, r in found if k is kind and not isinstance(r, InputError)]
-        if len(members) > 1 and kind.pages is not None:
+        if len(members) > 1 and kind.compare is not None:
             names = run_names([name_of(path) for path, _ in members])
             written[kind.name] = f"{stem.name}-{kind.name.lower()}.html"
-            write_page(str(stem.with_name(written[kind.name])), kind.pages([result for _, result in members], names))
+            write_page(str(stem.with_name(written[kind.name])), kind.compare([result for _, result in members], names))
     return written

@@ -34,12 +34,12 @@ def init(
     """
     from lpconv.cli.progress import progress_for
     from lpconv.init import run
-    from lpconv.report.convert.terminal import render_convert
+    from lpconv.report.convert import convert_document
 
     target = output_of(output, model, options.method)
     with progress_for(quiet=quiet) as progress:
         result = run.init(model, target, options, progress=progress)
-    print_result(result, render_convert, json=json)
+    print_result(result, convert_document, json=json)
     if not json:
         shares = ", ".join(f"{share:.0%} of {what}" for what, share in result.unit_shares.items())
         print(f"\nData of a size within [1/2, 2]: {shares}" if shares else "")

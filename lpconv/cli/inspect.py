@@ -40,7 +40,7 @@ def inspect(
     from lpconv.checkpoint.checkpoint import Checkpoint
     from lpconv.convert.inspect import beside_model, inspect as inspect_headers
     from lpconv.forms.foreign import READ
-    from lpconv.report.convert.terminal import render_inspect
+    from lpconv.report.inspect import inspect_document
     from lpconv.results import to_json
 
     checkpoint = Checkpoint.open(model, revision=revision)
@@ -59,7 +59,7 @@ def inspect(
     wrong = (*found.problems, *(found.warnings if strict else ()))
     is_unread = found.not_judged is not None and (strict or found.layout in READ)
     if not ((wrong or is_unread) and json):  # else the error's details hold the result
-        print_result(found, lambda result: render_inspect(result, every=every), json=json)
+        print_result(found, lambda result: inspect_document(result, every=every), json=json)
     if wrong:
         hint = "fetch the checkpoint again, or tell who made it" if found.layout else "fetch the checkpoint again"
         more = f"; and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""

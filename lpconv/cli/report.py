@@ -56,13 +56,14 @@ def report(
     results = [ask_probe(path, what_if) if what_if else kind.read(path) for path in paths]
     if len(results) == 1:
         if html is not None:
-            write_page(html, kind.page(results[0]))
-        print_result(results if kind.name == CONVERSIONS else results[0], lambda _: kind.table(results[0]), json=json)
+            write_page(html, kind.document(results[0]))
+        print_result(
+            results if kind.name == CONVERSIONS else results[0], lambda _: kind.document(results[0]), json=json
+        )
         return
-    pages, tables = kind.pages, kind.tables
-    if pages is None or tables is None:
+    if kind.compare is None:
         raise UsageError(f"{kind.name.lower()} are shown one at a time", hint="pass one of them")
-    names = run_names([name_of(path) for path in paths])
+    compared = kind.compare(results, run_names([name_of(path) for path in paths]))
     if html is not None:
-        write_page(html, pages(results, names))
-    print_result(results, lambda _: tables(results, names), json=json)
+        write_page(html, compared)
+    print_result(results, lambda _: compared, json=json)

@@ -13,21 +13,17 @@ from lpconv.advise.options import ADVICE_FILE
 from lpconv.advise.record import PAGE, read_advice
 from lpconv.bench.outcome import read_bench
 from lpconv.checkpoint.contents import read_json
-from lpconv.convert.tensor_records import format_ranges
 from lpconv.errors import InputError, UsageError
 from lpconv.lookup import no_directory
 from lpconv.probe.options import PROBE_FILE
 from lpconv.report.advise import advice_document
 from lpconv.report.bench import bench_document, compare_benches
-from lpconv.report.convert.html import html_compare, html_report
-from lpconv.report.convert.terminal import render_compare, render_convert
-from lpconv.report.convert.words import method_name, size_sentence
+from lpconv.report.convert import convert_document
+from lpconv.report.convert_compare import compare_conversions
 from lpconv.report.document import Document
 from lpconv.report.finetune import compare_finetunes, finetune_document
-from lpconv.report.finetune_words import title, verdict
-from lpconv.report.html import html
 from lpconv.report.probe import probe_document
-from lpconv.report.verify import outcome_of, verify_document, verify_sentence
+from lpconv.report.verify import verify_document
 from lpconv.results import ConvertResult, FinetuneResult, ProbeReport, Verification, from_json
 from lpconv.train.folder import REPORT
 
@@ -42,19 +38,16 @@ class Kind:
     """One kind of run. Its file says that it is of the `kind`, None of any; it lies in a folder under the name `file`,
     None where it is a file of its own.
 
-    `page` and `table` show one result, `pages` and `tables` several under their names, where that is done; `page_file`
-    is the page that its command wrote. `line` says what a run was and what it found.
+    `document` describes one result, and `compare` several under their names, if that is done; `page_file` is the page
+    that its command wrote.
     """
 
     name: str
     kind: str | None
     file: str | None
     read: Callable[[Path], Any]
-    page: Callable[[Any], str]
-    table: Callable[[Any], Any]
-    line: Callable[[Any], tuple[str, str]]
-    pages: Callable[[Sequence[Any], Sequence[str]], str] | None = None
-    tables: Callable[[Sequence[Any], Sequence[str]], Any] | None = None
+    document: Callable[[Any], Document]
+    compare: Callable[[Sequence[Any], Sequence[str]], Document] | None = None
     page_file: str = "report.html"
 
     def find(self, run: str) -> Path | None:
@@ -130,15 +123,6 @@ def ask_probe(path: Path, format: str | None = None) -> ProbeReport:
     return answer(read_probe(path), [format] if format else DEFAULT_FORMATS)
 
 
-def _line_of(document: Document) -> tuple[str, str]:
-    return document.title, document.verdict.text if document.verdict else ""
-
-
-def _line_of_conversion(result: ConvertResult) -> tuple[str, str]:
-    what = f"{result.source.name}: {method_name(result.method)}, {result.format}"
-    return what, f"{size_sentence(result)} Verification: {outcome_of(result.verify)}."
-
-
 def _is_json(path: Path) -> bool:
     """Whether a file should be JSON, by its name or, where that says nothing, by how it begins."""
     if path.suffix == ".json" or not path.is_file():
@@ -191,9 +175,7 @@ _KINDS = (
         kind="advice",
         file=ADVICE_FILE,
         read=read_advice,
-        page=lambda result: html(advice_document(result)),
-        table=advice_document,
-        line=lambda result: (result.name, " ".join(r.words for r in result.recommendations)),
+        document=advice_document,
         page_file=PAGE,
     ),
     Kind(
@@ -201,50 +183,37 @@ _KINDS = (
         kind="bench",
         file=None,
         read=read_bench,
-        page=lambda result: html(bench_document(result)),
-        table=bench_document,
-        line=lambda result: _line_of(bench_document(result)),
-        pages=lambda results, names: html(compare_benches(results, names)),
-        tables=compare_benches,
+        document=bench_document,
+        compare=compare_benches,
     ),
     Kind(
         name=PROBES,
         kind="probe",
         file=PROBE_FILE,
         read=ask_probe,
-        page=lambda result: html(probe_document(result)),
-        table=probe_document,
-        line=lambda result: _line_of(probe_document(result)),
+        document=probe_document,
     ),
     Kind(
         name="Fine-tunings",
         kind="finetune",
         file=REPORT,
         read=lambda path: from_json(FinetuneResult, read_json(path)),
-        page=lambda result: html(finetune_document(result)),
-        table=finetune_document,
-        line=lambda result: (title(result), verdict(result)),
-        pages=lambda results, names: html(compare_finetunes(results, names)),
-        tables=compare_finetunes,
+        document=finetune_document,
+        compare=compare_finetunes,
     ),
     Kind(
         name="Verifications",
         kind="verify",
         file=None,
         read=lambda path: from_json(Verification, _document(path)),
-        page=lambda result: html(verify_document(result)),
-        table=verify_document,
-        line=lambda result: (result.path, verify_sentence(result)),
+        document=verify_document,
     ),
     Kind(
         name=CONVERSIONS,
         kind=None,
         file=REPORT,
         read=_read_conversion,
-        page=lambda result: html_report(result, format_ranges()),
-        table=render_convert,
-        line=_line_of_conversion,
-        pages=lambda results, names: html_compare(results, format_ranges()),
-        tables=lambda results, names: render_compare(results),
+        document=convert_document,
+        compare=compare_conversions,
     ),
 )

@@ -19,13 +19,12 @@ from lpconv.convert.parts import adopt_parts, checked_parts, remove_parts
 from lpconv.convert.provenance import plan_warnings, public_source, source_record, tensor_warnings, versions
 from lpconv.convert.settings import command_line, shaping_options
 from lpconv.convert.shares import check_shareable, folder_for_parts
-from lpconv.convert.tensor_records import format_ranges, planned_record
+from lpconv.convert.tensor_records import planned_record
 from lpconv.errors import VerificationError
 from lpconv.extras import RemoteStaging, check_free_url
 from lpconv.gates import needs_logits
 from lpconv.machine import peak_rss_bytes
 from lpconv.progress import Progress, Silent
-from lpconv.report.convert.card import model_card
 from lpconv.results import (
     ByteCounts,
     CalibrationRecord,
@@ -208,7 +207,10 @@ def _calibration(job: Job, staging: Staging, progress: Progress) -> CalibrationR
 
 def _carry_out(job: Job, staging: Staging, asked: _Asked, calibration: CalibrationRecord | None) -> ConvertResult:
     from lpconv.convert.verify_written import verify_written  # torch takes seconds to import
-    from lpconv.report.convert.html import html_report
+    from lpconv.report.cards import model_card
+    from lpconv.report.convert import convert_document
+    from lpconv.report.html import html
+    from lpconv.report.markdown import markdown
 
     before = time.perf_counter()
     others_wrote = bool(staging.done)  # an interrupted run, or the workers of parts
@@ -246,12 +248,12 @@ def _carry_out(job: Job, staging: Staging, asked: _Asked, calibration: Calibrati
     public = public_source(result.source)
     command = asked.command and command_line(public.name, job.plan.options)
     published = dataclasses.replace(result, source=public, command=command)
-    write_small(staging.directory / "README.md", model_card(published))
+    write_small(staging.directory / "README.md", markdown(model_card(published)))
     write_provenance(staging.directory, published, job.contents, job.plan)
     write_sums(staging.directory, files)
     if not asked.names_source:
         result = dataclasses.replace(result, source=public)
-    write_small(staging.directory / "report.html", html_report(result, format_ranges()))
+    write_small(staging.directory / "report.html", html(convert_document(result)))
     write_small(staging.directory / "report.json", json_text(result))
     return result
 

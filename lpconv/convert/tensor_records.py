@@ -1,13 +1,11 @@
-"""What reports show: the records of tensors, from plan and measurements, and the ranges of the number formats."""
+"""What reports show: the records of tensors, from plan and measurements."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 
 from lpconv.convert.plan import PlannedTensor
 from lpconv.formats.spec import FORMATS
 from lpconv.forms.facts import BlockError, BlockStats, Measured
-from lpconv.report.plot import FormatRange
 from lpconv.results import TensorRecord
 
 _NAMES = {f.safetensors: f.name for f in FORMATS.values() if f.safetensors}
@@ -66,10 +64,3 @@ def tensor_record(
         on_grid=found is not None and found.on_grid,
         grid=found.grid if found else None,
     )
-
-
-def format_ranges() -> Mapping[str, FormatRange]:
-    """Largest, smallest normal and smallest number of every format."""
-    return {
-        f.name: FormatRange(max=f.max, min_normal=f.min_normal, min_subnormal=f.min_subnormal) for f in FORMATS.values()
-    }

@@ -29,7 +29,8 @@ from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import architecture, concrete
 from lpconv.models.tokenizer import read_tokenizer
 from lpconv.progress import Progress
-from lpconv.report.printable import code_span, printable
+from lpconv.report.markdown import code_span
+from lpconv.report.printable import printable
 from lpconv.results import InitResult
 from lpconv.scaled.choices import NATIVE_MARK
 from lpconv.scaled.fresh import initialise

@@ -35,7 +35,7 @@ def advice_document(result: AdviceResult) -> Document:
     return Document(
         kind="advice",
         title=PurePath(result.name).name or result.name,
-        subtitle="What low precision buys, and what it costs",
+        subtitle=f"{result.name}: what low precision buys, and what it costs",
         verdict=_verdict(result),
         tiles=_tiles(result),
         warnings=result.warnings,

@@ -37,11 +37,13 @@ _UNITS = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 def bench_document(result: BenchResult) -> Document:
     """What was measured, row by row, with the verdict on the best of them."""
     named = list(zip(labels(result.rows), result.rows, strict=True))
-    about = "What low precision buys, measured in turn with a baseline"
+    models = ", ".join(dict.fromkeys(r.model for r in result.rows)) or "nothing"
+    baselines = ", ".join(dict.fromkeys(r.baseline for r in result.rows))
+    measured = f"{models}, measured in turn with its baseline: {baselines}"
     return Document(
         kind="bench",
-        title=", ".join(dict.fromkeys(r.model for r in result.rows)) or "nothing",
-        subtitle=about + ("; this run was interrupted" if result.interrupted else ""),
+        title=models,
+        subtitle=measured + ("; this run was interrupted" if result.interrupted else ""),
         verdict=_verdict(result),
         tiles=_tiles(result),
         warnings=_notes(result),

@@ -1,18 +1,139 @@
 """Model cards described: how to open what was written, what was measured, how it was made."""
 
 import dataclasses
+import math
+import re
 from pathlib import PurePath
 
-from lpconv.report.document import Block, Bullets, Code, Document, Prose, Section, sections_of
+from lpconv.report.convert import auto_class
+from lpconv.report.convert_compare import RUN_FIGURES, figures
+from lpconv.report.convert_tables import done_row, worst_table
+from lpconv.report.convert_words import method_name, scale_words, summary
+from lpconv.report.document import Block, Bullets, Code, Document, Prose, Section, Table, sections_of
 from lpconv.report.finetune_words import diagnostics, gap_table, held_out_table, held_out_words, title, verdict
-from lpconv.results import FinetuneResult
+from lpconv.report.numbers import MISSING
+from lpconv.report.tensors import converted, done_groups
+from lpconv.report.verify import verification_section
+from lpconv.results import ConvertResult, FinetuneResult
 
+_TAGS = {"unit": "unit-scaling", "scalify": "scalify", "collage": "collage"}
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_WORST = 5
+# How other layouts than ours are opened, by their names.
+_LAYOUTS = {
+    "compressed-tensors": "This directory has the layout of the compressed-tensors package: {codes}. vLLM reads it, "
+    "too. On a CPU it serves FP8 with a scale per row (FP8_DYNAMIC) and int4 in groups (W4A16), and has no kernel for "
+    "weight-only FP8 with one scale per tensor, int8 in groups, MXFP8, MXFP4 and NVFP4. transformers opens it with "
+    "`pip install compressed-tensors`, and needs no lpconv:",
+    "transformers": "This directory has transformers' own layout: {codes}. transformers opens it with `pip install "
+    "accelerate`, and needs no lpconv; without a GPU that multiplies fp8 it decodes the weights:",
+}
+_REFUSED = (
+    "Plain transformers refuses these weights on purpose. The codes mean nothing without their scales, so they are "
+    "stored with one more axis than the model's weights have, and loading them without lpconv stops with a size "
+    "mismatch."
+)
 _AUTO_BY_TASK = {
     "mlm": "AutoModelForMaskedLM",
     "clm": "AutoModelForCausalLM",
     "classification": "AutoModelForSequenceClassification",
     "seq2seq": "AutoModelForSeq2SeqLM",
 }
+
+
+def model_card(result: ConvertResult) -> Document:
+    """The card of a converted model: what it is, how to open it, what was measured, how to go back.
+
+    It has no time, memory or path in it: converting again gives the same card.
+    """
+    source = result.source.resolved if _is_hub_id(result) else result.source.name
+    return Document(
+        kind="card",
+        title=f"{result.source.name}: {method_name(result.method)}, {result.format}",
+        summary=summary(result),
+        sections=sections_of(
+            Section(title="How to open it", blocks=_open_converted(result)),
+            Section(title="What was measured", blocks=(_figure_table(result),)),
+            _tensor_section(result),
+            verification_section(result.verify),
+            _going_back(result),
+        ),
+        warnings=result.warnings,
+        facts={"source": source, "revision": result.source.revision or MISSING},
+        versions=result.versions,
+        command=result.command,
+        front_matter=_conversion_header(result),
+    )
+
+
+def _conversion_header(result: ConvertResult) -> dict[str, object]:
+    header: dict[str, object] = {"library_name": "lpconv"}
+    if _is_hub_id(result):
+        header["base_model"] = result.source.resolved
+    header |= result.card
+    if "base_model" in header:
+        header["base_model_relation"] = "quantized"
+    methods = [_TAGS.get(part, part) for part in result.method.split("+")]
+    return header | {"tags": ["lpconv", *methods, result.format, "low-precision"]}
+
+
+def _is_hub_id(result: ConvertResult) -> bool:
+    """A directory may look like a hub id; a record of a hub download carries a revision."""
+    return result.source.revision is not None and _HUB_ID.fullmatch(result.source.resolved) is not None
+
+
+def _open_converted(result: ConvertResult) -> tuple[Block, ...]:
+    auto, layout = auto_class(result.architecture), result.options.get("layout")
+    plainly = _loading(auto, needs_lpconv=False)
+    if layout in _LAYOUTS:
+        words = _LAYOUTS[layout].format(codes=f"{result.format} codes with {scale_words(result)}")
+        return Prose(text=words), plainly
+    if result.method == "collage":
+        ordinary = "is an ordinary {} checkpoint: plain transformers and any other tool can open it."
+        kept = "What {} rounded away is kept beside it, under `collage/`. With lpconv the residual comes back:"
+        whole = Code(language="python", lines=("import lpconv", "", 'model = lpconv.load("PATH")'))
+        first = Prose(text=f"This directory {ordinary.format(result.format)}")
+        return first, plainly, Prose(text=kept.format(result.format)), whole
+    loader = (
+        "The loader module in this directory registers it too, for code that cannot import lpconv.hf first: "
+        f'`{auto}.from_pretrained("PATH", trust_remote_code=True)`.'
+    )
+    return _loading(auto, needs_lpconv=True), Prose(text=loader), Prose(text=_REFUSED)
+
+
+def _figure_table(result: ConvertResult) -> Table:
+    """The figures that are the same whenever it is converted again."""
+    rows = ((k, v) for k, v in figures(result).items() if k not in RUN_FIGURES and v != MISSING)
+    return Table(columns=("figure", "value"), rows=tuple(rows))
+
+
+def _tensor_section(result: ConvertResult) -> Section:
+    columns = ("action", "tensors", "format", "before", "after", "why")
+    done = Table(columns=columns, rows=tuple(map(done_row, done_groups(result.tensors))))
+    worst = dataclasses.replace(
+        worst_table(result.tensors, _WORST), caption="The tensors with the lowest signal-to-noise ratio"
+    )
+    return Section(title="Tensors", blocks=(done, *((worst,) if worst.rows else ())))
+
+
+def _going_back(result: ConvertResult) -> Section:
+    command = Code(lines=("lpconv restore PATH -o ORIGINAL",))
+    return Section(
+        title="How to get the original back",
+        blocks=(
+            command,
+            f"writes a plain checkpoint again: kept tensors bit for bit, converted ones {_fidelity(result)}.",
+        ),
+    )
+
+
+def _fidelity(result: ConvertResult) -> str:
+    changed = converted(result.tensors)
+    if any(t.sqnr_db is None for t in changed):
+        return "as near as the stored form holds them (not measured)"
+    if all(t.sqnr_db == math.inf for t in changed):
+        return "exactly, since none of them lost anything"
+    return "with the errors given above"
 
 
 def finetune_card(result: FinetuneResult) -> Document:

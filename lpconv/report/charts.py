@@ -15,15 +15,6 @@ _MAX_NAME = 40
 
 
 @dataclass(frozen=True, kw_only=True)
-class FormatRange:
-    """What a number format can hold: its largest, smallest normal and smallest positive number."""
-
-    max: float
-    min_normal: float
-    min_subnormal: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class Tick:
     """A labelled value of an axis, with a line across the chart or without."""
 

@@ -1,33 +1,18 @@
-"""Several runs of one kind described side by side, and the names that tell them apart."""
+"""Several runs described: those of one kind side by side, and those of a folder in an index."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
 from lpconv.report.charts import Chart
-from lpconv.report.document import Bullets, Document, Section, Table, chart_sections, sections_of
+from lpconv.report.document import Bullets, Cell, Document, Row, Section, Table, chart_sections, sections_of
 from lpconv.report.numbers import MISSING, plural
-
-
-@dataclass(frozen=True, kw_only=True)
-class Figure:
-    """One row of the comparison: a label and its value in each run."""
-
-    label: str
-    values: tuple[str, ...]
 
 
 def run_names(outputs: Sequence[str]) -> tuple[str, ...]:
     """A short name for each run: its output's last path component, numbered where two share it."""
     names = [PurePath(output).name or output for output in outputs]
     return tuple(f"{n} ({i})" if names.count(n) > 1 else n for i, n in enumerate(names, start=1))
-
-
-def figures_of(runs: Sequence[Mapping[str, str]]) -> tuple[Figure, ...]:
-    """The figures of all runs by their labels, in the order of the first. Rows that no run has are left out."""
-    labels = dict.fromkeys(label for run in runs for label in run)
-    rows = (Figure(label=label, values=tuple(run.get(label, MISSING) for run in runs)) for label in labels)
-    return tuple(row for row in rows if set(row.values) != {MISSING})
 
 
 def compare_document(
@@ -64,3 +49,33 @@ def compare_document(
             ),
         ),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunEntry:
+    """A run of a folder, written at a local time. `link` is the way from the index to its page, None without one."""
+
+    name: str
+    kind: str
+    what: str
+    found: str
+    written: str
+    link: str | None
+
+
+def index_document(folder: str, entries: Sequence[RunEntry], compared: Mapping[str, str]) -> Document:
+    """The runs of a folder by kind. `compared` holds the ways to the pages that compare all runs of a kind."""
+    kinds = {kind: [e for e in entries if e.kind == kind] for kind in dict.fromkeys(e.kind for e in entries)}
+    return Document(
+        kind="index",
+        title=folder,
+        subtitle="Runs of lpconv in this folder",
+        sections=tuple(_kind_section(kind, runs, compared.get(kind)) for kind, runs in kinds.items()),
+    )
+
+
+def _kind_section(kind: str, entries: Sequence[RunEntry], compared: str | None) -> Section:
+    rows: list[Row] = [(Cell(text=e.name, link=e.link), e.what, e.found, e.written) for e in entries]
+    if compared is not None:
+        rows.insert(0, (Cell(text=f"All {len(entries)} side by side", link=compared), "", "", ""))
+    return Section(title=kind, blocks=(Table(columns=("Run", "<What", "<Result", "<Written"), rows=tuple(rows)),))

@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # the command line reads sizes before it has any record
-    from lpconv.results import GateRecord, RatioRecord
+    from lpconv.results import RatioRecord
 
 
 MISSING = "–"
@@ -143,11 +143,6 @@ def raised(text: str) -> str:
 def shape_text(shape: tuple[int, ...]) -> str:
     """384 x 1536; a 0-d tensor is "scalar"."""
     return " x ".join(map(str, shape)) or "scalar"
-
-
-def gate_lines(gates: "Sequence[GateRecord]") -> tuple[str, ...]:
-    """Each gate, whether it held, and the value it met."""
-    return tuple(f"{g.expression}: {'passed' if g.passed else 'failed'} with {number_text(g.value)}" for g in gates)
 
 
 def listed(items: Sequence[str]) -> str:

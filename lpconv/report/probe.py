@@ -57,8 +57,7 @@ def probe_document(report: ProbeReport) -> Document:
 def _subtitle(report: ProbeReport) -> str:
     steps = plural(report.steps_recorded, "forward and backward step")
     text = report.facts.get("Text")
-    seen = f"What low-precision formats would lose, seen in {steps} in high precision" + (f" on {text}" if text else "")
-    return seen if PurePath(report.name).name == report.name else f"{seen}: {report.name}"
+    return f"{report.name}: {steps} in high precision" + (f" on {text}" if text else "")
 
 
 def _verdict(report: ProbeReport) -> Verdict:

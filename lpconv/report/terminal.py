@@ -16,7 +16,6 @@ from rich.padding import Padding
 from rich.table import Column, Table as _RichTable
 from rich.text import Text
 
-from lpconv.report.compare import Figure
 from lpconv.report.document import Block, Bullets, Cell, Checks, Code, Document, Facts, Folded, Section, Table
 from lpconv.report.numbers import plural
 from lpconv.report.printable import printable_record
@@ -24,8 +23,6 @@ from lpconv.report.printable import printable_record
 _PIPE_WIDTH = 120
 # Where the output's encoding has no room for them.
 _ASCII = str.maketrans({"→": "->", "…": "~", "–": "-", "─": "-", "━": "-"})
-
-_RUN_WIDTH = 24  # of a column of figures, at most
 
 _MAX_WORD = 30  # of what may wrap in a table: a longer one is folded
 _GAP, _UNBOUNDED = 2, 10_000  # between two columns of a table; what any cell fits into
@@ -44,7 +41,7 @@ def terminal(document: Document) -> RenderableType:
         parts.append(Text.assemble((f"{shown.title}: ", "bold"), (verdict.text, _STYLES[verdict.outcome])))
     parts += [Text(text, overflow="fold") for text in (shown.subtitle, shown.summary) if text]
     tiles = {tile.label: ", ".join(filter(None, (tile.figure, tile.detail))) for tile in shown.tiles}
-    parts += [after_gap(_facts_grid(values)) for values in (tiles, shown.facts) if values]
+    parts += [_after_gap(_facts_grid(values)) for values in (tiles, shown.facts) if values]
     for section in shown.sections:
         parts += _section(section) if section.only != "page" else ()
     return Group(*parts, *_section(Section(title="Warnings", blocks=(Bullets(lines=shown.warnings),))))
@@ -57,7 +54,7 @@ def _section(section: Section) -> tuple[RenderableType, ...]:
         return ()
     style = _STYLES[section.outcome] if section.outcome else "bold"
     title = [Text(section.title, style=style)] if section.title else []
-    return (Text(), *title, bodies[0], *map(after_gap, bodies[1:]))
+    return (Text(), *title, bodies[0], *map(_after_gap, bodies[1:]))
 
 
 def _block(block: Block) -> RenderableType | None:
@@ -138,27 +135,9 @@ def _named(cell: str | Text) -> Name | Text:
     return Name(name=cell) if isinstance(cell, str) else cell
 
 
-def heading(text: str) -> tuple[RenderableType, ...]:
-    """The first line of a report, and an empty one."""
-    return (Text(text, style="bold"), Text())
-
-
-def section(title: str, body: RenderableType) -> tuple[RenderableType, ...]:
-    """An empty line, a title and what belongs under it."""
-    return (Text(), Text(title, style="bold"), body)
-
-
-def after_gap(body: RenderableType) -> RenderableType:
+def _after_gap(body: RenderableType) -> RenderableType:
     """`body` with an empty line before it."""
     return Padding(body, (1, 0, 0, 0))
-
-
-def facts_grid(facts: dict[str, str]) -> RenderableType:
-    """Labels and values in two columns."""
-    grid = _RichTable.grid(padding=(0, 2))
-    for label, value in facts.items():
-        grid.add_row(Text(label), Text(value, overflow="fold"))
-    return grid
 
 
 class _Fitting(_RichTable):
@@ -220,51 +199,7 @@ def _span(column: Column, console: Console, options: ConsoleOptions) -> tuple[in
     return most if column.no_wrap else min(max(m.minimum for m in found), _MAX_WORD, most), most
 
 
-def table_of(*columns: str, rows: Iterable[Iterable[Any]] = ()) -> _RichTable:
-    """Columns by heading: ``<`` before it aligns left and may wrap; numbers align right and never wrap.
-
-    The cells of a row are text, or what rich prints.
-    """
-    return _Fitting(columns, [tuple(row) for row in rows])
-
-
-@dataclass(frozen=True, kw_only=True)
-class SideBySide:
-    """A table of figures, cut into several where the runs do not fit side by side."""
-
-    names: tuple[str, ...]
-    figures: tuple[Figure, ...]
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        label_width = max((len(f.label) for f in self.figures), default=0)
-        width = min(max(map(len, self.names), default=0), _RUN_WIDTH)
-        per_table = max(1, (options.max_width - label_width) // (width + 2))
-        for start in range(0, len(self.names), per_table):
-            columns = slice(start, start + per_table)
-            rows = ((figure.label, *figure.values[columns]) for figure in self.figures)
-            table = table_of("", *(f"<{name}" for name in self.names[columns]), rows=rows)
-            for column in table.columns[1:]:
-                column.max_width = _RUN_WIDTH
-            yield from (Text(), table) if start else (table,)
-
-
-def note_list(title: str, notes: Sequence[str], *, empty: str = "") -> tuple[RenderableType, ...]:
-    """A section of notes, one a line; without any it holds the words of `empty`, or is left out."""
-    if not notes:
-        return section(title, Text(empty)) if empty else ()
-    grid = _RichTable.grid(padding=(0, 1))
-    for note in notes:
-        grid.add_row(Text("-"), Text(note, overflow="fold"))
-    return section(title, grid)
-
-
-def _renderable(shown: Document | Table | RenderableType) -> RenderableType:
-    if isinstance(shown, Document):
-        return terminal(shown)
-    return _table(shown) if isinstance(shown, Table) else shown
-
-
-def show(shown: Document | Table | RenderableType, *, file: TextIO | None = None) -> None:
+def show(shown: Document | Table, *, file: TextIO | None = None) -> None:
     """Print a document or a table to `file` (stdout): styled for a terminal, plain text for anything else.
 
     Encodings that lack its characters get ASCII. A pipe has no width, so it gets 120 columns unless ``COLUMNS`` says
@@ -276,7 +211,7 @@ def show(shown: Document | Table | RenderableType, *, file: TextIO | None = None
         width = console.width if "COLUMNS" in os.environ else _PIPE_WIDTH
         console = Console(file=out, highlight=False, width=width, no_color=True)
     with console.capture() as capture:
-        console.print(_renderable(shown))
+        console.print(terminal(shown) if isinstance(shown, Document) else _table(printable_record(shown)))
     text = "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"
     if "utf" not in (getattr(out, "encoding", None) or "utf-8").lower():
         text = text.translate(_ASCII).encode("ascii", "backslashreplace").decode("ascii")

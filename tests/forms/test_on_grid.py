@@ -21,7 +21,7 @@ from lpconv.forms.blocks import Workspace
 from lpconv.forms.facts import Measured
 from lpconv.forms.on_grid import OnGrid, _may_be_codes
 from lpconv.progress import Silent
-from lpconv.report.convert.words import summary
+from lpconv.report.convert_words import summary
 
 ROWS, COLS, CUT = 140, 160, 77  # tails of blocks, and blocks that end within a tile
 ALL = (torch.float32, torch.bfloat16, torch.float16)

@@ -11,12 +11,12 @@ from report_examples import bert_result, llama_result
 from lpconv.bench.roofline import verdict
 from lpconv.report.advise import advice_document
 from lpconv.report.bench import bench_document, compare_benches
-from lpconv.report.convert.html import html_compare, html_report
-from lpconv.report.convert.words import summary
+from lpconv.report.compare import RunEntry, index_document
+from lpconv.report.convert import convert_document
+from lpconv.report.convert_compare import compare_conversions
+from lpconv.report.convert_words import summary
 from lpconv.report.finetune import compare_finetunes, finetune_document
 from lpconv.report.html import html
-from lpconv.report.page import RunEntry, html_index
-from lpconv.report.plot import FormatRange
 from lpconv.report.probe import probe_document
 from lpconv.report.verify import verify_document
 from lpconv.results import (
@@ -47,14 +47,8 @@ from lpconv.results import (
     WeightsCheck,
 )
 
-__all__ = ["RANGES", "bench", "example_pages", "finetune", "probe", "verification"]
+__all__ = ["bench", "example_pages", "finetune", "probe", "verification"]
 
-RANGES = {
-    "fp16": FormatRange(max=65504.0, min_normal=2.0**-14, min_subnormal=2.0**-24),
-    "bf16": FormatRange(max=3.3895e38, min_normal=2.0**-126, min_subnormal=2.0**-133),
-    "e4m3fn": FormatRange(max=448.0, min_normal=2.0**-6, min_subnormal=2.0**-9),
-    "e5m2": FormatRange(max=57344.0, min_normal=2.0**-14, min_subnormal=2.0**-16),
-}
 LAYERS = tuple(
     f"bert.encoder.layer.{i}.{part}"
     for i in range(12)
@@ -197,21 +191,23 @@ def example_pages() -> dict[str, str]:
     """The pages by kind."""
     converted, collage = bert_result(), bert_result("bf16", "collage")
     llama = replace(llama_result(), tensors=llama_result().tensors[:60])
-    return {
-        "convert": html_report(replace(converted, options={"rule": [], "residual": None, "keep": ["lm_head"]}), RANGES),
-        "convert-llama": html_report(llama, RANGES),
-        "compare": html_compare([converted, collage, llama], RANGES),
-        "probe": html(probe_document(probe())),
-        "finetune": html(finetune_document(finetune())),
-        "bench": html(bench_document(bench())),
-        "finetunes": html(
-            compare_finetunes([finetune(), finetune(recipe="bf16")], ["bert-large-unit-fp8-collage", "bf16"])
+    tuned = [finetune(), finetune(recipe="bf16")]
+    documents = {
+        "convert": convert_document(replace(converted, options={"rule": [], "residual": None, "keep": ["lm_head"]})),
+        "convert-llama": convert_document(llama),
+        "compare": compare_conversions([converted, collage, llama], ["minilm-unit-fp16", "minilm-collage", "llama"]),
+        "probe": probe_document(probe()),
+        "finetune": finetune_document(finetune()),
+        "bench": bench_document(bench()),
+        "finetunes": compare_finetunes(tuned, ["bert-large-unit-fp8-collage", "bf16"]),
+        "benches": compare_benches([bench(), bench()], ["monday", "tuesday"]),
+        "advice": advice_document(advice()),
+        "verify": verify_document(verification()),
+        "index": index_document(
+            "runs", [_entry(name) for name in LAYERS[:5]], {"Conversions": "index-conversions.html"}
         ),
-        "benches": html(compare_benches([bench(), bench()], ["monday", "tuesday"])),
-        "advice": html(advice_document(advice())),
-        "verify": html(verify_document(verification())),
-        "index": html_index("runs", [_entry(name) for name in LAYERS[:5]], {"Conversions": "index-conversions.html"}),
     }
+    return {name: html(document) for name, document in documents.items()}
 
 
 def verification() -> Verification:

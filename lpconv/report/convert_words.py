@@ -1,19 +1,17 @@
-"""A conversion in sentences: what was done, what it cost and how it was checked. Shared by all the renderers."""
+"""A conversion in sentences: what was done, what it cost and how it was checked."""
 
 from collections.abc import Iterable, Sequence
 
 from lpconv.report.numbers import (
     change_text,
     count_text,
-    error_text,
     listed,
     plural,
-    scale_text,
     share_text,
     size_text,
     sqnr_text,
 )
-from lpconv.report.tensors import DoneGroup, converted, has_finer_scales, num_elements, worst_tensors
+from lpconv.report.tensors import converted, has_finer_scales, num_elements, worst_tensors
 from lpconv.report.verify import outcome_of, outputs_text, percent, reasons, verify_sentence
 from lpconv.results import ConvertResult, TensorRecord
 
@@ -30,35 +28,35 @@ def headline(result: ConvertResult) -> str:
     v, size = result.verify, change_text(result.bytes.read, result.bytes.written)
     word = outcome_of(v)
     if word == "failed":
-        return f"Verification failed: {listed(reasons(v))}"
+        return f"verification failed: {listed(reasons(v))}"
     if word == "not run":
-        return f"Not verified; weights {size}"
+        return f"not verified; weights {size}"
     if v.logits is None or v.logits.skipped:
-        return f"Verified by its {'weights' if v.weights else 'hashes'}; weights {size}"
+        return f"verified by its {'weights' if v.weights else 'hashes'}; weights {size}"
     top1 = v.logits.top1_agreement
     first = "" if v.logits.bit_equal or top1 is None else f", the same first choice at {percent(top1)} of positions"
-    return f"Verified: {outputs_text(v.logits)}{first}; weights {size}"
+    return f"verified: {outputs_text(v.logits)}{first}; weights {size}"
 
 
 def summary(result: ConvertResult) -> str:
     """The whole result as one paragraph that a person can quote."""
-    sentences = (
-        _done_sentence(result),
-        size_sentence(result),
-        _error_sentence(result.tensors),
-        verify_sentence(result.verify),
-        inputs_sentence(result),
-    )
-    return " ".join(s for s in sentences if s)
+    sentences = (done_and_lost(result), _size_sentence(result), verify_sentence(result.verify))
+    return " ".join(sentences)
+
+
+def done_and_lost(result: ConvertResult) -> str:
+    """What was done, what it cost the weights, and where the scales of inputs come from."""
+    sentences = (_done_sentence(result), _error_sentence(result.tensors), _inputs_sentence(result))
+    return " ".join(filter(None, sentences))
 
 
 def _done_sentence(result: ConvertResult) -> str:
     """Which model, by which method, and what became of its tensors."""
     model = result.source.name + (f" ({result.architecture})" if result.architecture else "")
-    return f"{model} was rewritten with {done_words(result)}."
+    return f"{model} was rewritten with {_done_words(result)}."
 
 
-def done_words(result: ConvertResult) -> str:
+def _done_words(result: ConvertResult) -> str:
     """The method and what became of the tensors."""
     changed = len(converted(result.tensors))
     kept = sum(t.action == "keep" for t in result.tensors)
@@ -75,7 +73,7 @@ def done_words(result: ConvertResult) -> str:
     return f"{method_name(result.method)}: {', '.join(parts)}"
 
 
-def inputs_sentence(result: ConvertResult) -> str:
+def _inputs_sentence(result: ConvertResult) -> str:
     """Where the scales of inputs come from, and what no figure of a conversion has; empty where there are none."""
     if result.calibration is None:
         return ""
@@ -104,7 +102,7 @@ def scale_words(result: ConvertResult) -> str:
     return known.get(granularity, f"scales of granularity {granularity}")
 
 
-def size_sentence(result: ConvertResult) -> str:
+def _size_sentence(result: ConvertResult) -> str:
     """Weight bytes before and after."""
     read, written = result.bytes.read, result.bytes.written
     return f"The weights went from {size_text(read)} to {size_text(written)} ({change_text(read, written)})."
@@ -132,22 +130,6 @@ def _range_words(changed: Sequence[TensorRecord]) -> str:
     clipped = f"{plural(saturated, 'element')} saturated" if saturated else "no element saturated"
     zeroed = f"{count_text(flushed)} ({share_text(flushed, elements)}) became zero" if flushed else "none became zero"
     return f"{clipped} and {zeroed}"
-
-
-DONE_COLUMNS = ("Action", "Tensors", "<Format", "Before", "After", "<Why")
-WORST_COLUMNS = ("Tensor", "<Format", "SQNR dB", "Max rel", "Scale", "<Besides rounding")
-
-
-def done_row(g: DoneGroup) -> tuple[str, ...]:
-    """What was done to a group of tensors, and why, under `DONE_COLUMNS`."""
-    formats = f"{g.source_dtype} → {g.format}" if g.action == "convert" else g.source_dtype
-    return g.action, count_text(g.num_tensors), formats, size_text(g.bytes_in), size_text(g.bytes_out), g.reason
-
-
-def worst_row(t: TensorRecord) -> tuple[str, ...]:
-    """The figures of a converted tensor, under `WORST_COLUMNS`."""
-    errors = sqnr_text(t.sqnr_db), error_text(t.max_rel_error)
-    return t.name, t.format, *errors, scale_text(t.scale), besides_rounding(t)
 
 
 def besides_rounding(t: TensorRecord) -> str:

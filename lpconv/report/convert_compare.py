@@ -1,9 +1,11 @@
-"""The figures by which conversions are compared, shared by the terminal, the HTML page and the card."""
+"""Several conversions described side by side, and the figures by which they are compared."""
 
 import statistics
 from collections.abc import Callable, Sequence
 
-from lpconv.report.compare import Figure, figures_of
+from lpconv.report.compare import compare_document
+from lpconv.report.convert_words import summary
+from lpconv.report.document import Cell, Document, Section, Table
 from lpconv.report.numbers import (
     MISSING,
     change_text,
@@ -14,17 +16,46 @@ from lpconv.report.numbers import (
     size_text,
     sqnr_text,
 )
-from lpconv.report.tensors import converted, worst_tensors
+from lpconv.report.tensor_charts import rms_chart, sqnr_chart
+from lpconv.report.tensors import converted, in_layer_order, worst_tensors
 from lpconv.report.verify import outcome_of
-from lpconv.results import ConvertResult, LogitsCheck
+from lpconv.results import ConvertResult, LogitsCheck, TensorRecord
 
 # Rows that differ from run to run of the same conversion.
 RUN_FIGURES = frozenset({"time", "speed", "peak memory"})
 
 
-def figures(results: Sequence[ConvertResult]) -> tuple[Figure, ...]:
-    """The figures of conversions."""
-    return figures_of([{label: value(r) for label, value in _FIGURES.items()} for r in results])
+def compare_conversions(results: Sequence[ConvertResult], names: Sequence[str]) -> Document:
+    """Several conversions: the signal-to-noise ratio of every tensor in one chart, and their figures side by side."""
+    charts = [sqnr_chart([(name, converted(r.tensors)) for name, r in zip(names, results, strict=True)])]
+    charts += [rms_chart(r, f"{name}: weight RMS") for name, r in zip(names, results, strict=True)]
+    words = [summary(r) for r in results]
+    return compare_document(
+        names, list(map(figures, results)), words, charts=charts, table=_sqnr_section(results, names)
+    )
+
+
+def figures(result: ConvertResult) -> dict[str, str]:
+    """The figures by which conversions are compared; a dash for those that a conversion does not have."""
+    return {label: value(result) for label, value in _FIGURES.items()}
+
+
+def _sqnr_section(results: Sequence[ConvertResult], names: Sequence[str]) -> Section:
+    """Each converted tensor's SQNR in each run."""
+    by_name = [{t.name: t for t in converted(r.tensors)} for r in results]
+    tensors = in_layer_order({name: t for run in by_name for name, t in run.items()}.values())
+    table = Table(
+        columns=("Tensor", *names),
+        rows=tuple((t.name, *(_sqnr_cell(run.get(t.name)) for run in by_name)) for t in tensors),
+        has_names=True,
+        sortable=True,
+        filter="attention",
+    )
+    return Section(title="SQNR of every tensor, dB", blocks=(table,), only="page")
+
+
+def _sqnr_cell(t: TensorRecord | None) -> str | Cell:
+    return MISSING if t is None else Cell(text=f"{t.format}, {sqnr_text(t.sqnr_db)}", sort=t.sqnr_db)
 
 
 def _median_sqnr(r: ConvertResult) -> float | None:

@@ -1,0 +1,217 @@
+"""A conversion described: what was done, what it saved, what it cost in accuracy, and how it was checked."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import PurePath
+
+from lpconv.report.convert_tables import done_sections, layer_section, listed_tensors, tensor_section, worst_section
+from lpconv.report.convert_words import done_and_lost, headline, method_name
+from lpconv.report.document import (
+    Code,
+    Document,
+    Facts,
+    Section,
+    Table,
+    Tile,
+    Verdict,
+    chart_sections,
+    sections_of,
+)
+from lpconv.report.numbers import (
+    MISSING,
+    change_text,
+    count_text,
+    duration_text,
+    error_text,
+    plural,
+    rate_text,
+    share_text,
+    size_text,
+    sqnr_text,
+)
+from lpconv.report.tensor_charts import flat_words, rms_chart, sqnr_chart
+from lpconv.report.tensors import (
+    converted,
+    worst_tensors,
+)
+from lpconv.report.verify import outcome_of, verification_section
+from lpconv.results import ConvertResult, FileRecord, PartResult, PlanResult, TensorRecord
+
+_SHARDS = 8  # files that a terminal shows
+
+
+def convert_document(result: ConvertResult) -> Document:
+    """What was done, what it saved, what it cost, how it was checked, and how the output is opened."""
+    listed = listed_tensors(result.tensors)
+    flat = flat_words(converted(result.tensors))
+    residual = f", {result.residual} residual" if result.residual else ""
+    form = f"{method_name(result.method)}, {result.format}{residual}"
+    return Document(
+        kind="conversion",
+        title=PurePath(result.output).name or result.output,
+        subtitle=f"{result.source.name} → {result.output}: {form}",
+        verdict=Verdict(outcome=outcome_of(result.verify), text=headline(result)),
+        summary=done_and_lost(result),
+        tiles=_tiles(result),
+        warnings=result.warnings,
+        sections=(
+            *(() if flat else chart_sections(sqnr_chart([(result.output, converted(listed))]))),
+            verification_section(result.verify),
+            *chart_sections(rms_chart(replace(result, tensors=listed))),
+            *sections_of(
+                Section(title="Signal-to-noise ratios", blocks=(flat,), only="page"),
+                *done_sections(result.tensors),
+                worst_section(result.tensors),
+                layer_section(result.tensors),
+                tensor_section(result, listed),
+                _opening_section(result),
+                _provenance_section(result),
+                Section(blocks=(f"The page with charts is {result.output}/report.html.",), only="terminal"),
+            ),
+        ),
+        command=result.command,
+        versions=result.versions,
+    )
+
+
+def plan_document(plan: PlanResult) -> Document:
+    """What a conversion would write and what it would need, before any of it is done."""
+    facts = {
+        "Size": _size_change(plan.bytes.read, plan.bytes.written),
+        "Disk": f"{size_text(plan.disk_bytes)} needed, {size_text(plan.disk_free_bytes)} free",
+        "Memory": f"{size_text(plan.memory_bytes)} with {plural(plan.workers, 'worker')}",
+        "Time": f"about {duration_text(plan.seconds)}",
+    }
+    if plan.side_files:
+        facts["Copied as is"] = f"{plural(len(plan.side_files), 'file')}: {', '.join(plan.side_files)}"
+    return Document(
+        kind="plan",
+        title=f"{plan.source.name} → {plan.output}",
+        summary=f"Plan for {method_name(plan.method)} in {plan.format}. Nothing has been written.",
+        facts=facts,
+        sections=sections_of(*done_sections(plan.tensors), files_section(plan.shards)),
+        warnings=plan.warnings,
+    )
+
+
+def part_document(result: PartResult) -> Document:
+    """What one worker wrote, and what is left to do."""
+    files = tuple(f for s in result.shards for f in s.files)
+    empty = "The plan has fewer files than parts, and none for this one; --max-shard-size makes more."
+    return Document(
+        kind="part",
+        title=f"Part {result.part}/{result.parts} of {result.output}",
+        summary="Nothing is published before all parts are there, and put together by --finish." if files else empty,
+        facts={
+            "Size": _size_change(result.bytes.read, result.bytes.written),
+            "Time": duration_text(result.seconds),
+            "Peak memory": size_text(result.peak_rss_bytes),
+        },
+        sections=sections_of(files_section(files)),
+    )
+
+
+def _size_change(before: int, after: int) -> str:
+    share = f", {share_text(after, before)} of the source" if before > 0 else ""
+    return f"{size_text(before)} → {size_text(after)} ({change_text(before, after)}{share})"
+
+
+def files_section(files: Sequence[FileRecord]) -> Section:
+    """Files with their sizes, the first ones on a terminal."""
+    rows = tuple((f.name, size_text(f.size_bytes)) for f in files)
+    return Section(title="Files", blocks=(Table(columns=("File", "Size"), rows=rows, has_names=True, most=_SHARDS),))
+
+
+def _tiles(result: ConvertResult) -> tuple[Tile, ...]:
+    read, written = result.bytes.read, result.bytes.written
+    share = f", {share_text(written, read)} of the source" if read > 0 else ""
+    size = f"from {size_text(read)}: {change_text(read, written)}{share}"
+    changed, rate = converted(result.tensors), rate_text(read + written, result.weights_seconds)
+    total = f"of {plural(len(result.tensors), 'tensor')}"
+    return (
+        Tile(label="Weights", figure=size_text(written), detail=size),
+        Tile(label="Tensors converted", figure=count_text(len(changed)), detail=total),
+        _sqnr_tile(changed),
+        _outputs_tile(result),
+        Tile(label="Time", figure=duration_text(result.seconds), detail=f"{rate} read and written"),
+        Tile(label="Peak memory", figure=size_text(result.peak_rss_bytes), detail="resident, the whole process"),
+    )
+
+
+def _sqnr_tile(changed: Sequence[TensorRecord]) -> Tile:
+    label, worst = "Lowest SQNR of a tensor", worst_tensors(changed, 1)
+    if worst:
+        return Tile(label=label, figure=sqnr_text(worst[0].sqnr_db, " dB"), detail=worst[0].name)
+    if any(t.sqnr_db is not None for t in changed):
+        return Tile(label=label, figure="exact", detail="every converted tensor")
+    return Tile(label=label, figure=MISSING, detail="not measured")
+
+
+def _outputs_tile(result: ConvertResult) -> Tile:
+    label, logits = "Model outputs", result.verify.logits
+    if logits is None or logits.skipped:
+        return Tile(label=label, figure=MISSING, detail=(logits.skipped if logits else None) or "not compared")
+    if logits.bit_equal:
+        return Tile(label=label, figure="bit-equal", detail="to the source's")
+    as_they_are = ", inputs not rounded" if result.calibration else ""
+    detail = f"relative error to the source's{as_they_are}"
+    return Tile(label=label, figure=error_text(logits.rel_error), detail=detail)
+
+
+def _opening_section(result: ConvertResult) -> Section:
+    """How a Python program opens the output."""
+    if result.options.get("layout", "lpconv") == "lpconv":
+        lines: tuple[str, ...] = ("import lpconv", f"model = lpconv.load({result.output!r})")
+    else:
+        auto = auto_class(result.architecture)
+        lines = (f"from transformers import {auto}", f"model = {auto}.from_pretrained({result.output!r})")
+    return Section(title="How to open it", blocks=(Code(lines=lines, language="python"),))
+
+
+# Ends of the class names in config.json's `architectures`, and the auto class that builds them.
+_AUTO_CLASSES = {
+    "ForCausalLM": "AutoModelForCausalLM",
+    "LMHeadModel": "AutoModelForCausalLM",
+    "ForMaskedLM": "AutoModelForMaskedLM",
+    "ForConditionalGeneration": "AutoModelForSeq2SeqLM",
+    "ForSequenceClassification": "AutoModelForSequenceClassification",
+    "ForTokenClassification": "AutoModelForTokenClassification",
+    "ForQuestionAnswering": "AutoModelForQuestionAnswering",
+}
+
+
+def auto_class(architecture: str | None) -> str:
+    """The auto class of transformers that builds an architecture."""
+    return next((auto for end, auto in _AUTO_CLASSES.items() if (architecture or "").endswith(end)), "AutoModel")
+
+
+def _provenance_section(result: ConvertResult) -> Section:
+    files = [("source", f) for f in result.source.files] + [("output", f) for f in result.files]
+    rows = tuple((f.name, part, size_text(f.size_bytes), f.sha256 or "not read") for part, f in files)
+    table = Table(columns=("File", "<Part", "Size", "<SHA-256"), rows=rows, has_names=True)
+    blocks = (Facts(values=_provenance(result)), *((table,) if rows else ()))
+    return Section(title="Where it came from", blocks=blocks, only="page")
+
+
+def _provenance(result: ConvertResult) -> Mapping[str, str]:
+    facts = {
+        "Source": result.source.name,
+        "Resolved to": result.source.resolved,
+        "Revision": result.source.revision or MISSING,
+        "Architecture": result.architecture or MISSING,
+        "Output": result.output,
+        "Copied as is": ", ".join(result.side_files) or MISSING,
+    }
+    if (found := result.calibration) is not None:
+        windows = f"{count_text(found.num_tokens)} tokens in windows of {found.seq_len}"
+        facts["Inputs calibrated on"] = f"{found.text}, {windows}, SHA-256 {found.sha256}"
+    return facts | {f"Option {name}": _option_text(value) for name, value in sorted(result.options.items())}
+
+
+def _option_text(value: object) -> str:
+    """The value of an option as a person would write it; a dash for none."""
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(_option_text, value)) or MISSING
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return MISSING if value is None or value == "" else str(value)

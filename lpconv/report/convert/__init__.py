@@ -1,1 +1,0 @@
-"""What a conversion planned, did, verified and compares with, and what a checkpoint holds."""

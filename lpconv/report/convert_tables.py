@@ -1,0 +1,154 @@
+"""Tables of a conversion: what became of groups of tensors, the worst tensors, each layer and each tensor."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TypeAlias
+
+from lpconv.report.convert_words import besides_rounding
+from lpconv.report.document import Cell, Row, Section, Table
+from lpconv.report.numbers import count_text, error_text, number_text, scale_text, shape_text, size_text, sqnr_text
+from lpconv.report.tensors import (
+    DoneGroup,
+    LayerGroup,
+    done_groups,
+    in_layer_order,
+    layer_groups,
+    num_elements,
+    worst_tensors,
+)
+from lpconv.results import ConvertResult, TensorRecord
+
+_MOST = 1000  # tensors and layers on a page
+_WORST, _GROUPS = 10, 12  # on a terminal: tensors, groups of tensors
+
+# The columns of a table of records by their headings.
+_Columns: TypeAlias = dict[str, Callable[[TensorRecord], str | Cell]]
+
+
+def listed_tensors(tensors: tuple[TensorRecord, ...]) -> tuple[TensorRecord, ...]:
+    """The tensors that a page draws and lists: of very many the worst ones, and an even sample of the others."""
+    if len(tensors) <= _MOST:
+        return tensors
+    worst, step = {t.name for t in worst_tensors(tensors, _MOST // 2)}, -(-len(tensors) // (_MOST // 2))
+    return tuple(t for i, t in enumerate(tensors) if i % step == 0 or t.name in worst)
+
+
+def done_sections(tensors: Sequence[TensorRecord]) -> tuple[Section, Section]:
+    """What became of groups of tensors and why; a page has room for an example of each."""
+    groups = done_groups(tensors)
+    if not groups:
+        nothing = Section(title="Tensors", blocks=("The checkpoint holds no tensors.",))
+        return nothing, replace(nothing, blocks=())
+    columns = ("Action", "Tensors", "<Format", "Before", "After", "<Why")
+    whole = Table(columns=(*columns, "<For example"), rows=tuple((*done_row(g), g.example) for g in groups))
+    brief = Table(columns=columns, rows=tuple(map(done_row, groups)), most=_GROUPS)
+    return (
+        Section(title="What was done, and why", blocks=(whole,), only="page"),
+        Section(title="Tensors", blocks=(brief,), only="terminal"),
+    )
+
+
+def done_row(g: DoneGroup) -> tuple[str, ...]:
+    """What was done to a group of tensors: action, number, formats, size before and after, and why."""
+    formats = f"{g.source_dtype} → {g.format}" if g.action == "convert" else g.source_dtype
+    return g.action, count_text(g.num_tensors), formats, size_text(g.bytes_in), size_text(g.bytes_out), g.reason
+
+
+def worst_table(tensors: Sequence[TensorRecord], count: int) -> Table:
+    """The tensors with the lowest signal-to-noise ratio, and what else than rounding cost them."""
+    rows = tuple(
+        (t.name, t.format, sqnr_text(t.sqnr_db), error_text(t.max_rel_error), scale_text(t.scale), besides_rounding(t))
+        for t in worst_tensors(tensors, count)
+    )
+    columns = ("Tensor", "<Format", "SQNR dB", "Max rel", "Scale", "<Besides rounding")
+    return Table(columns=columns, rows=rows, has_names=True)
+
+
+def worst_section(tensors: Sequence[TensorRecord]) -> Section:
+    table = worst_table(tensors, _WORST)
+    if any(row[-1] != "nothing" for row in table.rows):
+        return Section(title="Lowest signal-to-noise", blocks=(table,), only="terminal")
+    brief = replace(table, columns=table.columns[:-1], rows=tuple(row[:-1] for row in table.rows))
+    return Section(title="Lowest signal-to-noise (from rounding alone)", blocks=(brief,), only="terminal")
+
+
+def _number(text: str, value: float | None) -> Cell:
+    return Cell(text=text, sort=value)
+
+
+def layer_section(tensors: Sequence[TensorRecord]) -> Section:
+    groups = layer_groups(tensors)
+    columns = ("Module", "Tensors", "Converted", "Elements", "Before", "After", "Lowest SQNR, dB", "Max rel. error")
+    table = Table(
+        columns=(*columns, "Saturated", "To zero"),
+        rows=tuple(map(_layer_row, groups[:_MOST])),
+        has_names=True,
+        sortable=True,
+    )
+    of_all = f": {count_text(_MOST)} of {count_text(len(groups))}" if len(groups) > _MOST else ""
+    return Section(title=f"By layer{of_all}", blocks=(table,), only="page")
+
+
+def _layer_row(g: LayerGroup) -> Row:
+    lowest = g.worst.sqnr_db if g.worst else None
+    return (
+        g.module,
+        *(_number(count_text(n), n) for n in (g.num_tensors, g.num_converted, g.num_elements)),
+        *(_number(size_text(n), n) for n in (g.bytes_in, g.bytes_out)),
+        _number(sqnr_text(lowest), lowest),
+        _number(error_text(g.max_rel_error), g.max_rel_error),
+        *(_number(count_text(n), n) for n in (g.num_saturated, g.num_flushed)),
+    )
+
+
+def tensor_section(result: ConvertResult, listed: Sequence[TensorRecord]) -> Section:
+    """Every tensor in layer order, without the columns that nothing stands in."""
+    columns = _tensor_columns(result, listed)
+    table = Table(
+        columns=tuple(columns),
+        rows=tuple(tuple(cell(t) for cell in columns.values()) for t in in_layer_order(listed)),
+        has_names=True,
+        sortable=True,
+        filter="attention kept e4m3fn",
+    )
+    if len(listed) == len(result.tensors):
+        return Section(title="Every tensor", blocks=(table,), only="page")
+    title = f"{count_text(len(listed))} of {count_text(len(result.tensors))} tensors"
+    sample = "The worst ones and an even sample of the others, here and in the charts; report.json has all."
+    return Section(title=title, blocks=(sample, table), only="page")
+
+
+def _tensor_columns(result: ConvertResult, tensors: Sequence[TensorRecord]) -> _Columns:
+    """The columns of the table of tensors; "Largest input" is that of the calibration."""
+    largest = result.calibration.absmax if result.calibration else {}
+    inputs = {f"{module}.weight": value for module, value in largest.items()}
+    columns: _Columns = {
+        "Tensor": lambda t: t.name,
+        "Shape": lambda t: _number(shape_text(t.shape), num_elements(t)),
+        "<Stored as": _stored_as,
+        "Scale": lambda t: _number(scale_text(t.scale), t.scale),
+        "RMS": lambda t: _number(number_text(t.rms), t.rms),
+        "Largest": lambda t: _number(number_text(t.absmax), t.absmax),
+        "Largest input": lambda t: _number(number_text(inputs.get(t.name)), inputs.get(t.name)),
+        "SQNR, dB": lambda t: _number(sqnr_text(t.sqnr_db), t.sqnr_db),
+        "Max rel.": lambda t: _number(error_text(t.max_rel_error), t.max_rel_error),
+        "Saturated": lambda t: _number(count_text(t.num_saturated), t.num_saturated),
+        "To zero": lambda t: _number(count_text(t.num_flushed), t.num_flushed),
+        "NaN, Inf": lambda t: _number(count_text(t.num_nan + t.num_inf), t.num_nan + t.num_inf),
+        "Size": lambda t: _number(size_text(t.bytes_out), t.bytes_out),
+        "<Why": lambda t: t.reason + (f" ({t.tied_to})" if t.tied_to else ""),
+    }
+    is_empty = {
+        "Scale": all(t.scale is None for t in tensors),
+        "Largest input": not inputs,
+        "Saturated": not any(t.num_saturated for t in tensors),
+        "To zero": not any(t.num_flushed for t in tensors),
+        "NaN, Inf": not any(t.num_nan or t.num_inf for t in tensors),
+    }
+    return {heading: cell for heading, cell in columns.items() if not is_empty.get(heading)}
+
+
+def _stored_as(t: TensorRecord) -> str:
+    if t.action == "convert":
+        return f"{t.source_dtype} → {t.format}"
+    return f"{t.source_dtype}, kept" if t.action == "keep" else t.action

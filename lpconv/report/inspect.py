@@ -1,0 +1,93 @@
+"""A look into a checkpoint described: the verdict, what it rests on, and what the checkpoint holds."""
+
+import math
+from collections.abc import Callable, Sequence
+
+from lpconv.report.convert import files_section
+from lpconv.report.convert_words import method_name
+from lpconv.report.document import Bullets, Document, Section, Table, Verdict, sections_of
+from lpconv.report.numbers import count_text, number_text, plural, scale_text, shape_text, size_text
+from lpconv.results import InspectResult, StoredTensor
+
+_SHOWN = 5  # notes, unless all are asked for
+
+
+def inspect_document(found: InspectResult, *, every: bool = False) -> Document:
+    """The verdict on a checkpoint and what it rests on first; `every` tensor and note only if asked."""
+    most = None if every else _SHOWN
+    ties = [f"{name} → {weight}" for name, weight in found.ties.items()]
+    dtypes = (
+        (d.dtype, count_text(d.num_tensors), count_text(d.num_elements), size_text(d.size_bytes)) for d in found.dtypes
+    )
+    dtype_table = Table(columns=("Dtype", "Tensors", "Elements", "Size"), rows=tuple(dtypes))
+    hint = f"{plural(len(found.tensors), 'tensor')}; --all lists them"
+    return Document(
+        kind="inspection",
+        title=found.path,
+        verdict=_verdict(found),
+        facts=_facts(found),
+        sections=sections_of(
+            Section(title="Problems", blocks=(_first(found.problems, most),), outcome="failed"),
+            Section(title="Warnings", blocks=(_first(found.warnings, most),)),
+            Section(title="Dtypes", blocks=(dtype_table,)),
+            files_section(found.shards),
+            Section(title="Tied", blocks=(_first(ties, most),)),
+            Section(title="Tensors", blocks=(_stored_table(found.tensors) if every else hint,)),
+        ),
+    )
+
+
+def _verdict(found: InspectResult) -> Verdict:
+    """The verdict in a few words, with the scales that it does not cover."""
+    warned = plural(len(found.warnings), "warning")
+    if found.not_judged and not found.problems:
+        return Verdict(outcome="not run", text=f"not judged, {found.not_judged}")
+    rest = "".join(f"; not judged: {what}" for what in found.not_checked if "scales" in what)
+    if found.problems:
+        problems = plural(len(found.problems), "problem")
+        return Verdict(outcome="failed", text=(f"{problems}, {warned}" if found.warnings else problems) + rest)
+    if found.warnings:
+        return Verdict(outcome="not run", text=f"no problem, {warned}{rest}")
+    return Verdict(outcome="passed", text=f"no problem found{rest}")
+
+
+def _facts(found: InspectResult) -> dict[str, str]:
+    looked = {"Checked": ", ".join(found.checked), "Not checked": ", ".join(found.not_checked)}
+    made = f"lpconv, {method_name(found.method)}" if found.method else f"quantised by {found.layout}"
+    made = made if found.method or found.layout else "an ordinary checkpoint"
+    facts = {label: what for label, what in looked.items() if what} | {
+        "Kind": made + (f", {found.format}" if found.format else ""),
+        "Architecture": found.architecture or "not named in config.json",
+        "Parameters": count_text(sum(math.prod(t.shape) for t in found.tensors)),
+        "Size": size_text(sum(d.size_bytes for d in found.dtypes)),
+    }
+    if found.bits_per_weight is not None:
+        facts["Bits"] = f"{found.bits_per_weight:.2f} for each quantised weight, scales included"
+    return facts
+
+
+def _first(notes: Sequence[str], most: int | None) -> Bullets:
+    """At most so many notes, and how many more there are."""
+    if most is None or len(notes) <= most:
+        return Bullets(lines=tuple(notes))
+    return Bullets(lines=(*notes[:most], f"and {len(notes) - most} more (--all)"))
+
+
+def _stored_table(tensors: Sequence[StoredTensor]) -> Table:
+    shown = {heading: cell for heading, cell in _STORED_COLUMNS.items() if any(map(cell, tensors))}
+    rows = tuple((t.name, *(cell(t) for cell in shown.values())) for t in tensors)
+    return Table(columns=("Tensor", *shown), rows=rows, has_names=True)
+
+
+# Columns beside the name; those whose cells are all empty are left out.
+_STORED_COLUMNS: dict[str, Callable[[StoredTensor], str]] = {
+    "<Dtype": lambda t: t.dtype,
+    "Shape": lambda t: shape_text(t.shape),
+    "Size": lambda t: size_text(t.size_bytes),
+    "<Numbers": lambda t: t.stored_as or "",
+    "Scale": lambda t: scale_text(t.scale) if t.scale is not None else "",
+    "RMS": lambda t: number_text(t.rms) if t.rms is not None else "",
+    "Largest": lambda t: number_text(t.absmax) if t.absmax is not None else "",
+    "NaN": lambda t: count_text(t.num_nan) if t.num_nan else "",
+    "Inf": lambda t: count_text(t.num_inf) if t.num_inf else "",
+}

@@ -1,0 +1,106 @@
+"""The model card says what the output is, how to open it, what was measured and how to go back."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from report_examples import bert_result
+
+from lpconv.report.cards import model_card
+from lpconv.report.document import Code, Document, Prose, Table, texts_of
+from lpconv.report.markdown import markdown
+from lpconv.results import ByteCounts, SourceRecord
+
+
+def card(**changes: Any) -> Document:
+    return model_card(bert_result(**changes))
+
+
+def programs(document: Document) -> str:
+    return "\n".join(line for code in document.all_of(Code) for line in code.lines)
+
+
+def prose(document: Document) -> str:
+    return " ".join(block.text for block in document.all_of(Prose))
+
+
+def test_front_matter_names_the_base_model_and_repeats_the_licence() -> None:
+    assert card().front_matter == {
+        "library_name": "lpconv", "base_model": "sentence-transformers/all-MiniLM-L6-v2",
+        "base_model_relation": "quantized", "tags": ["lpconv", "unit-scaling", "fp16", "low-precision"],
+    }  # fmt: skip
+    inherited = card(card={"license": "apache-2.0", "base_model": "a/b"}).front_matter
+    assert (inherited["license"], inherited["base_model"]) == ("apache-2.0", "a/b")
+
+
+@pytest.mark.parametrize("resolved", ["/home/me/model", "models/mine"])
+def test_a_local_directory_is_no_base_model(resolved: str) -> None:
+    document = card(source=SourceRecord(name="mine", resolved=resolved))
+    assert "base_model" not in document.front_matter
+    assert resolved not in markdown(document), "the card is public, a path of this machine is not"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "auto"),
+    [("BertModel", "AutoModel"), ("BertForMaskedLM", "AutoModelForMaskedLM"), (None, "AutoModel"),
+     ("GPT2LMHeadModel", "AutoModelForCausalLM"), ("LlamaForCausalLM", "AutoModelForCausalLM")],
+)  # fmt: skip
+def test_opening_uses_the_class_of_the_architecture(architecture: str | None, auto: str) -> None:
+    assert f'model = {auto}.from_pretrained("PATH")' in programs(card(architecture=architecture))
+
+
+@pytest.mark.parametrize("method", ["unit", "scalify"])
+def test_codes_need_lpconv_and_say_so(method: str) -> None:
+    document = card(method=method)
+    assert "import lpconv.hf" in programs(document)
+    assert "trust_remote_code=True" in prose(document)
+    assert "refuses these weights on purpose" in prose(document)
+
+
+def test_collage_opens_anywhere_and_keeps_its_residual() -> None:
+    document = model_card(bert_result("bf16", "collage"))
+    assert "an ordinary bf16 checkpoint" in prose(document)
+    assert "lpconv.load" in programs(document)
+    assert "import lpconv.hf" not in programs(document)
+
+
+@pytest.mark.parametrize("layout", ["compressed-tensors", "transformers"])
+def test_other_layouts_need_no_lpconv(layout: str) -> None:
+    document = card(options={"layout": layout})
+    assert "needs no lpconv" in prose(document)
+    assert "import lpconv" not in programs(document)
+
+
+@pytest.mark.parametrize(
+    ("sqnr_db", "words"),
+    [(math.inf, "converted ones exactly"), (30.0, "with the errors given above"), (None, "not measured")],
+)
+def test_restoring_is_called_exact_only_where_it_was_measured_to_be(sqnr_db: float | None, words: str) -> None:
+    tensors = tuple(replace(t, sqnr_db=sqnr_db) for t in bert_result().tensors)
+    assert words in str(card(tensors=tensors).section("How to get the original back"))
+
+
+def test_figures_and_worst_tensors_are_those_of_the_record() -> None:
+    document = card()
+    figures, done, worst = document.all_of(Table)
+    rows = dict(texts_of(figures))  # type: ignore[arg-type]  # rows of two
+    assert (rows["size before"], rows["outputs max diff."], rows["same first choice"]) == (
+        "90.9 MB",
+        "2.6e-04",
+        "100.00 %",
+    )
+    assert done.rows[0][:3] == ("convert", "40", "F32 → fp16")
+    assert worst.rows[0][0] == "encoder.layer.0.attention.self.key.weight"
+    assert len(worst.rows) == 5
+
+
+def test_a_second_run_writes_the_same_card() -> None:
+    again = replace(bert_result(), seconds=9.0, weights_seconds=8.0, peak_rss_bytes=1, output="elsewhere/else")
+    assert markdown(model_card(again)) == markdown(card())
+
+
+def test_nothing_converted() -> None:
+    document = card(tensors=(), bytes=ByteCounts(read=0, written=0), command=None)
+    assert "0 of 0 tensors" in document.summary
+    assert markdown(document)

@@ -1,0 +1,242 @@
+"""A conversion as a document: the answers that a reader looks for, and what is shown where."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from report_examples import bert_result, calibrated_result, llama_result, plan_of
+
+from lpconv.report.convert import convert_document, plan_document
+from lpconv.report.convert_compare import compare_conversions
+from lpconv.report.document import Checks, Code, Document, Facts, Section, Table, texts_of
+from lpconv.report.html import html
+from lpconv.report.tensor_charts import rms_chart, sqnr_chart
+from lpconv.report.terminal import terminal
+from lpconv.results import (
+    ByteCounts,
+    ConvertResult,
+    GateRecord,
+    LogitsCheck,
+    SourceRecord,
+    TensorRecord,
+    VerifyResult,
+)
+
+
+def described(**changes: Any) -> Document:
+    return convert_document(bert_result(**changes))
+
+
+def table_of(section: Section) -> Table:
+    (table,) = (block for block in section.blocks if isinstance(block, Table))
+    return table
+
+
+def coded(count: int = 40) -> tuple[TensorRecord, ...]:
+    return tuple(t for t in bert_result().tensors if t.action == "convert")[:count]
+
+
+def test_the_first_questions_are_answered() -> None:
+    document = described()
+    assert document.verdict is not None
+    assert document.verdict.outcome == "passed"
+    assert document.verdict.text.startswith("verified: outputs are within a relative error of 1.9e-04 of the source's")
+    assert "40 of 104 tensors became fp16 codes with one scale each, 64 kept their bits" in document.summary
+    tiles = {tile.label: (tile.figure, tile.detail) for tile in document.tiles}
+    assert tiles["Weights"] == ("45.5 MB", "from 90.9 MB: 2.00x smaller, 50.1 % of the source")
+    assert tiles["Lowest SQNR of a tensor"] == ("72.2 dB", "encoder.layer.0.attention.self.key.weight")
+    assert tiles["Time"] == ("420 ms", "0.32 GB/s read and written")
+    assert [c.outcome for checks in document.all_of(Checks) for c in checks.checks] == ["passed"] * 4
+    (provenance,) = document.all_of(Facts)
+    assert provenance.values["Revision"] == "c9745ed1d9f207416be6d2e6f8de32d1f16199bf"
+    assert provenance.values["Option scale"] == "pow2"
+    assert document.versions["torch"] == "2.13.0"
+    assert document.command is not None
+
+
+def test_a_page_lists_every_tensor_and_a_terminal_the_worst() -> None:
+    document, result = described(), bert_result()
+    every = table_of(document.section("Every tensor"))
+    assert {row[0] for row in every.rows} == {t.name for t in result.tensors}
+    assert (document.section("Every tensor").only, every.sortable) == ("page", True)
+    worst = document.section("Lowest signal-to-noise (from rounding alone)")
+    assert worst.only == "terminal"
+    assert len(table_of(worst).rows) == 10
+    assert "<Besides rounding" not in table_of(worst).columns
+    flushed = table_of(convert_document(llama_result()).section("Lowest signal-to-noise"))
+    assert any(str(row[-1]).endswith("% to zero") for row in flushed.rows)
+    layers = {row[0]: row[1:3] for row in texts_of(table_of(document.section("By layer")))}
+    assert layers["encoder.layer.5"] == ["16", "6"]
+
+
+def test_columns_without_a_value_are_left_out() -> None:
+    plain, calibrated = (
+        table_of(convert_document(r).section("Every tensor")) for r in (bert_result(), calibrated_result())
+    )
+    assert ("Largest input" in plain.columns, "Scale" in plain.columns) == (False, True)
+    assert ("Largest input" in calibrated.columns, "Scale" in calibrated.columns) == (True, False)
+    column = calibrated.columns.index("Largest input")
+    assert {"7.25", "8.25", "9.25"} <= {row[column] for row in texts_of(calibrated)}
+
+
+def test_a_calibration_says_on_what_and_that_its_cost_is_not_in_the_figures() -> None:
+    document = convert_document(calibrated_result())
+    assert "calibrated on 4,096 tokens of plays.txt" in document.summary
+    assert "what rounding them costs comes on top" in document.summary
+    assert document.tiles[3].detail.endswith("inputs not rounded")
+    (provenance,) = document.all_of(Facts)
+    assert provenance.values["Inputs calibrated on"].startswith("plays.txt, 4,096 tokens in windows of 128, SHA-256 ab")
+
+
+@pytest.mark.parametrize(
+    ("layout", "opens"), [("lpconv", "lpconv.load("), ("transformers", "AutoModel.from_pretrained(")]
+)
+def test_it_says_how_to_open_the_output(layout: str, opens: str) -> None:
+    (code,) = described(options={"layout": layout}).all_of(Code)
+    assert opens in code.lines[-1]
+    assert "out/minilm-unit-fp16" in code.lines[-1]
+
+
+def test_of_very_many_tensors_the_worst_and_a_sample_are_listed() -> None:
+    first = coded(1)[0]
+    many = tuple(replace(first, name=f"layer.{i}.weight", sqnr_db=20.0 if i == 777 else 60.0) for i in range(2500))
+    section = described(tensors=many).sections[-4]
+    assert section.title.endswith("of 2,500 tensors")
+    names = [row[0] for row in table_of(section).rows]
+    assert "layer.777.weight" in names
+    assert 500 <= len(names) <= 1000
+
+
+@pytest.mark.parametrize("passed", [True, False])
+def test_a_failure_is_the_verdict_with_its_reasons(passed: bool) -> None:
+    verify = replace(bert_result().verify, passed=passed, problems=() if passed else ("a.weight: 3 dB",))
+    document = described(verify=verify)
+    assert document.verdict is not None
+    assert document.verdict.outcome == ("passed" if passed else "failed")
+    assert ("a.weight: 3 dB" in document.verdict.text) == (not passed)
+
+
+def test_exact_and_flat_ratios_are_words() -> None:
+    exact = tuple(replace(t, sqnr_db=math.inf, max_rel_error=0.0) for t in bert_result("fp32").tensors)
+    document = described(tensors=exact)
+    assert "Every measured tensor holds its source exactly." in document.summary
+    chart = document.charts["Signal-to-noise ratio of every converted tensor"]
+    assert [t.label for t in chart.y.ticks] == ["exact"]
+    flat = described(tensors=tuple(replace(t, sqnr_db=31.5) for t in bert_result().tensors))
+    assert "Signal-to-noise ratio of every converted tensor" not in flat.charts
+    assert flat.section("Signal-to-noise ratios").blocks == (
+        "Signal-to-noise ratios lie close together: 31.5 dB in 40 tensors of fp16.",
+    )
+
+
+def test_before_and_after_are_drawn_over_the_range_of_the_format() -> None:
+    chart = rms_chart(bert_result())
+    assert chart is not None
+    kinds = [mark.kind for mark in chart.marks]
+    assert kinds.count("before") == kinds.count("after") == 40
+    assert [(box.kind, box.y) for box in chart.boxes] == [
+        ("normal", (-14.0, pytest.approx(16, abs=1e-3))), ("subnormal", (-24.0, -14.0)),
+    ]  # fmt: skip
+    after = next(m for m in chart.marks if m.title == "pooler.dense.weight: RMS as stored, fp16")
+    assert 0 <= after.points[0][1] < 1, "the RMS of the codes is in [1, 2)"
+    assert "fp16 from 2^-14 to 65504" in chart.description
+
+
+def test_each_format_shades_its_own_tensors() -> None:
+    chart = rms_chart(llama_result())
+    assert chart is not None
+    spans = [box.x for box in chart.boxes if box.kind == "normal"]
+    assert len(spans) == 3, "fp16 embeddings, e4m3fn layers, fp16 head"
+    assert all(right == left for (_, right), (left, _) in pairwise(spans))
+
+
+def test_values_without_a_scale_or_with_many_are_not_drawn_by_one() -> None:
+    unscaled = rms_chart(bert_result("bf16", "collage"))
+    assert unscaled is not None
+    assert unscaled.title == "Weight RMS in the format"
+    assert "before" not in [mark.kind for mark in unscaled.marks]
+    assert rms_chart(bert_result(options={"granularity": "row"})) is None
+    unknown = rms_chart(bert_result(tensors=tuple(replace(t, format="odd") for t in coded())))
+    assert unknown is not None
+    assert not unknown.boxes
+
+
+def test_no_run_hides_an_equal_one() -> None:
+    result = bert_result()
+    chart = sqnr_chart([("a", result.tensors), ("b", result.tensors)])
+    assert chart is not None
+    places = [mark.points[0][0] for mark in chart.marks]
+    assert len(set(places)) == len(places) == 2 * sum(t.sqnr_db is not None for t in result.tensors)
+    assert {mark.shape for mark in chart.marks} == {"circle", "square"}
+
+
+def test_odd_figures_do_not_break_the_document() -> None:
+    first, *rest = coded()
+    odd = [
+        replace(first, name="zeros", rms=0.0, absmax=0.0, scale=0.0, sqnr_db=math.inf),
+        replace(first, name="empty", shape=(0, 4), rms=None, absmax=None, sqnr_db=None),
+        replace(first, name="undefined", rms=math.nan, absmax=math.inf, scale=math.inf, sqnr_db=math.nan, num_nan=3),
+        replace(first, name="noise", sqnr_db=-math.inf),
+        replace(first, name="negative", scale=-0.5),
+        replace(first, name="scalar", shape=()),
+    ]
+    document = described(tensors=(*odd, *rest))
+    assert {t.name for t in odd} <= {row[0] for row in table_of(document.section("Every tensor")).rows}
+    assert "NaN, Inf" in table_of(document.section("Every tensor")).columns
+    assert html(document)
+
+
+@pytest.mark.parametrize(
+    "verify",
+    [
+        VerifyResult(level="none", passed=True),
+        VerifyResult(level="logits", passed=True, logits=LogitsCheck(skipped="no config.json")),
+        VerifyResult(
+            level="weights", passed=False, gates=(GateRecord(expression="top1>=1", value=None, passed=False),)
+        ),
+    ],
+)
+def test_missing_fields_and_no_tensors(verify: VerifyResult) -> None:
+    result = bert_result(
+        tensors=(), files=(), side_files=(), bytes=ByteCounts(read=0, written=0), seconds=0.0, verify=verify,
+        source=SourceRecord(name="x", resolved="x"), architecture=None, command=None, options={}, versions={},
+    )  # fmt: skip
+    document = convert_document(result)
+    assert "0 of 0 tensors became fp16" in document.summary
+    assert document.section("Tensors").blocks == ("The checkpoint holds no tensors.",)
+    for shown in (document, compare_conversions([result, result], ["a", "b"]), plan_document(plan_of(result))):
+        assert "None" not in html(shown)
+        assert terminal(shown)
+
+
+def test_a_plan_says_that_nothing_happened_and_what_it_needs() -> None:
+    document = plan_document(plan_of(bert_result("e4m3fn")))
+    assert document.summary.endswith("Nothing has been written.")
+    assert document.facts["Disk"] == "34.7 MB needed, 512 GB free"
+    assert document.facts["Memory"] == "260 MB with 2 workers"
+    assert document.facts["Copied as is"] == "3 files: config.json, tokenizer.json, vocab.txt"
+
+
+def figures_of(results: Sequence[ConvertResult]) -> dict[str, list[str]]:
+    document = compare_conversions(results, [f"run {i}" for i in range(len(results))])
+    return {first: rest for first, *rest in texts_of(table_of(document.section("Figures")))}
+
+
+def test_conversions_are_compared_figure_by_figure_and_tensor_by_tensor() -> None:
+    results = [bert_result(), bert_result("e4m3fn"), llama_result()]
+    assert figures_of(results)["smallest SQNR, dB"] == ["72.2", "30.1", "30.0"]
+    finer = [bert_result(options={"granularity": g, "layout": "lpconv"}) for g in ("tensor", "row")]
+    assert figures_of(finer)["granularity"] == ["tensor", "row"]
+    assert "residual" not in figures_of(finer), "what no run has"
+    document = compare_conversions(results, ["a", "b", "c"])
+    assert list(document.charts)[:2] == ["Signal-to-noise ratio of every converted tensor", "a: weight RMS"]
+    rows = {first: rest for first, *rest in texts_of(table_of(document.section("SQNR of every tensor, dB")))}
+    assert rows["model.layers.0.self_attn.q_proj.weight"][:2] == ["–", "–"]
+    assert rows["pooler.dense.weight"][0].startswith("fp16, 7")
+
+
+def test_equal_results_give_equal_pages() -> None:
+    assert html(convert_document(llama_result())) == html(convert_document(llama_result()))

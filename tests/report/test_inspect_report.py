@@ -1,0 +1,67 @@
+"""A look into a checkpoint as a document: the verdict first, and one screen however much there is."""
+
+from lpconv.report.document import Bullets, Table, texts_of
+from lpconv.report.inspect import inspect_document
+from lpconv.results import DtypeRecord, FileRecord, InspectResult, StoredTensor
+
+
+def verdict(found: InspectResult) -> tuple[str, str]:
+    made = inspect_document(found).verdict
+    assert made is not None
+    return made.outcome, made.text
+
+
+def test_headers_ties_and_problems_are_shown() -> None:
+    found = InspectResult(
+        path="out/x",
+        method="unit",
+        format="fp16",
+        dtypes=(DtypeRecord(dtype="F16", num_tensors=38, num_elements=22_000_000, size_bytes=44_000_000),),
+        shards=tuple(FileRecord(name=f"model-{i}.safetensors", size_bytes=1000) for i in range(20)),
+        ties={"lm_head.weight": "model.embed_tokens.weight"},
+        tensors=(StoredTensor(name="a.weight", dtype="F16", shape=(1, 2, 3), file="f", size_bytes=12, scale=0.25),),
+        problems=("index names a missing file",),
+    )
+    document = inspect_document(found, every=True)
+    assert document.facts["Kind"] == "lpconv, unit scaling, fp16"
+    assert document.section("Problems").blocks == (Bullets(lines=("index names a missing file",)),)
+    assert document.section("Tied").blocks == (Bullets(lines=("lm_head.weight → model.embed_tokens.weight",)),)
+    tables = {
+        section.title: texts_of(b) for section in document.sections for b in section.blocks if isinstance(b, Table)
+    }
+    assert tables["Dtypes"] == [["F16", "38", "22,000,000", "44.0 MB"]]
+    assert tables["Tensors"] == [["a.weight", "F16", "1 x 2 x 3", "12 B", "2^-2"]], (
+        "columns without a value are left out"
+    )
+
+
+def test_the_verdict_names_the_worst_there_is() -> None:
+    assert verdict(InspectResult(path="x")) == ("passed", "no problem found")
+    assert verdict(InspectResult(path="x", warnings=("odd",))) == ("not run", "no problem, 1 warning")
+    unread = InspectResult(path="x", not_judged="nobody reads it", warnings=("odd",))
+    assert verdict(unread) == ("not run", "not judged, nobody reads it")
+    assert verdict(InspectResult(path="x", problems=("a", "b"), warnings=("odd",)))[0] == "failed"
+
+
+def test_what_was_checked_comes_first() -> None:
+    facts = inspect_document(InspectResult(path="x", checked=("headers", "index"), not_checked=("values",))).facts
+    assert list(facts.items())[:3] == [
+        ("Checked", "headers, index"), ("Not checked", "values"), ("Kind", "an ordinary checkpoint"),
+    ]  # fmt: skip
+
+
+def test_little_is_shown_unless_all_is_asked_for() -> None:
+    notes = tuple(f"`t{i}` is odd" for i in range(1000))
+    tensors = tuple(StoredTensor(name=f"t{i}", dtype="F32", shape=(1,), file="f", size_bytes=4) for i in range(1000))
+    found = InspectResult(
+        path="x", problems=notes, warnings=notes, tensors=tensors, ties={f"a{i}": f"b{i}" for i in range(1000)}
+    )
+    brief, whole = inspect_document(found), inspect_document(found, every=True)
+    for title in ("Problems", "Warnings", "Tied"):
+        (few,), (all_,) = brief.section(title).blocks, whole.section(title).blocks
+        assert isinstance(few, Bullets)
+        assert isinstance(all_, Bullets)
+        assert few.lines[-1] == "and 995 more (--all)"
+        assert (len(few.lines), len(all_.lines)) == (6, 1000)
+    assert brief.section("Tensors").blocks == ("1,000 tensors; --all lists them",)
+    assert len(next(whole.all_of(Table)).rows) == 1000

@@ -1,0 +1,79 @@
+"""Tables on a terminal: no figure is cut, and names give way first."""
+
+import io
+from dataclasses import replace
+
+import pytest
+from report_examples import bert_result, llama_result, plan_of
+
+from lpconv.report.convert import convert_document, plan_document
+from lpconv.report.convert_compare import compare_conversions
+from lpconv.report.document import Document, Table
+from lpconv.report.terminal import show
+from lpconv.results import ConvertResult
+
+
+def text_of(shown: Document | Table, width: int, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("COLUMNS", str(width))
+    out = io.StringIO()
+    show(shown, file=out)
+    return out.getvalue()
+
+
+BENCH = ("Configuration", "Step", "Tokens/s", "Speed-up", "Peak", "Saved", "Output err.", "Grad. err.", "Emulated")
+FIGURES = ("fp8 static", "99.3 ms", "1,048,576", "0.27 [0.13, 0.55]", "846 kB", "131 kB", "3.8 %", "5.99 %", "yes")
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 120])
+def test_no_figure_of_a_table_is_cut(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = text_of(Table(columns=BENCH, rows=(FIGURES,)), width, monkeypatch)
+    assert all(figure in text for figure in FIGURES)
+    assert all(word in text for heading in BENCH for word in heading.split())
+    assert all(len(line.rstrip()) <= width for line in text.splitlines())
+    assert sum(line.startswith("fp8 static") for line in text.splitlines()) == (
+        1 if width > 80 else 2 if width > 50 else 4
+    )
+
+
+def test_names_give_way_before_other_words_wrap(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = ("backbone.layers.0.mixer.dt_proj.weight", "e4m3fn codes with one scale", "128 x 4")
+    table = Table(columns=("Tensor", "<Numbers", "Shape"), rows=(row,), has_names=True)
+    text = text_of(table, 70, monkeypatch)
+    assert "e4m3fn codes with one scale" in text
+    assert "b.layers.0.mixer.dt_proj.weight" in text
+    assert "b.l.0.m.dt_proj.weight" in text_of(table, 50, monkeypatch)
+
+
+@pytest.mark.parametrize("width", [80, 140])
+@pytest.mark.parametrize("result", [bert_result(), llama_result()], ids=["bert", "llama"])
+def test_lines_fit_the_width(result: ConvertResult, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"minilm-unit-fp16-{i}" for i in range(7)]
+    for shown in (convert_document(result), plan_document(plan_of(result)), compare_conversions([result] * 7, names)):
+        assert max(map(len, text_of(shown, width, monkeypatch).splitlines())) <= width
+
+
+def test_layer_numbers_survive_a_narrow_terminal_and_a_wide_one_has_whole_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    document = convert_document(llama_result())
+    assert "m.l.8.self_attn.k_proj.weight" in text_of(document, 80, monkeypatch)
+    rows = [line.split()[:2] for line in text_of(document, 140, monkeypatch).splitlines()]
+    assert ["model.layers.8.self_attn.k_proj.weight", "e4m3fn"] in rows
+
+
+def test_names_cannot_drive_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    bad = replace(bert_result().tensors[1], name="a\x1b]0;owned\x07\n[bold]b\u202e", sqnr_db=1.0)
+    text = text_of(convert_document(bert_result(tensors=(bad,))), 140, monkeypatch)
+    assert "\x1b" not in text
+    assert r"a\x1b]0;owned\x07\n[bold]b\u202e" in text
+
+
+def test_a_conversion_stays_within_two_screens(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(text_of(convert_document(llama_result()), 120, monkeypatch).splitlines()) < 60
+
+
+def test_many_runs_are_cut_into_several_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = compare_conversions([bert_result()] * 7, [f"run-{i}" for i in range(7)])
+    text = text_of(compared, 80, monkeypatch)
+    assert all(f"run-{i}" in text for i in range(7))
+    assert sum(line.startswith("smallest SQNR") for line in text.splitlines()) > 1
