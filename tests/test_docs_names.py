@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import typer
 
 from lpconv.cli.main import app
@@ -14,7 +13,6 @@ from lpconv.cli.main import app
 ROOT = Path(__file__).parent.parent
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES = [*DOCS, ROOT / "benchmarks/README.md", *sorted((ROOT / "benchmarks").glob("*/README.md"))]
-every_page = pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 INVENTED = {"--patience"}  # the option that docs/adding.md adds
 OTHERS = ("pip ", "pytest", "python ", "torchrun")  # commands that are not ours
 
@@ -29,19 +27,23 @@ def _options(command: Any) -> Iterator[str]:
 OPTIONS = {"--help", *_options(typer.main.get_command(app))}
 
 
-@pytest.mark.parametrize("page", DOCS, ids=lambda p: str(p.relative_to(ROOT)))
-def test_options_exist(page: Path) -> None:
-    lines = [line for line in page.read_text().splitlines() if not any(word in line for word in OTHERS)]
-    named = {o for line in lines for o in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", line)}
-    assert named - INVENTED <= OPTIONS
+def unknown_options(text: str) -> set[str]:
+    lines = [line for line in text.splitlines() if not any(word in line for word in OTHERS)]
+    return {o for line in lines for o in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", line)} - INVENTED - OPTIONS
 
 
-@every_page
-def test_files_exist(page: Path) -> None:
-    named = re.findall(r"`((?:lpconv|tests|benchmarks|docs)/[\w./*-]+)`", page.read_text())
-    assert [path for path in named if not list(ROOT.glob(path.rstrip("/")))] == []
-    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())
-    assert [link for link in links if not (page.parent / link).exists()] == []
+def missing_files(page: Path) -> set[str]:
+    text = page.read_text(encoding="utf-8")
+    named = re.findall(r"`((?:lpconv|tests|benchmarks|docs)/[\w./*-]+)`", text)
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)
+    absent = {link for link in links if not (page.parent / link).exists()}
+    return absent | {path for path in named if not list(ROOT.glob(path.rstrip("/")))}
+
+
+def missing_modules(text: str) -> set[str]:
+    """Of the benchmarks that a page tells to run."""
+    named = re.findall(r"-m (benchmarks(?:\.\w+)+)", text)
+    return {name for name in named if not (ROOT / f"{name.replace('.', '/')}.py").exists()}
 
 
 def _exists(name: str) -> bool:
@@ -63,14 +65,22 @@ def _exists(name: str) -> bool:
     return True
 
 
-@every_page
-def test_python_names_exist(page: Path) -> None:
-    text = page.read_text()
+def unknown_names(text: str) -> set[str]:
+    """Python names of lpconv that a page mentions or imports."""
     dotted = re.findall(r"`(lpconv(?:\.[A-Za-z_]\w*)+)", text)
     imported = [
         f"{module}.{name.strip()}"
         for module, names in re.findall(r"^from (lpconv[\w.]*) import ([\w, ]+)", text, flags=re.MULTILINE)
         for name in names.split(",")
     ]
-    names = {n for n in (*dotted, *imported) if not n.endswith((".json", ".default"))}
-    assert sorted(n for n in names if not _exists(n)) == []
+    return {n for n in (*dotted, *imported) if not n.endswith((".json", ".default")) and not _exists(n)}
+
+
+def test_what_pages_mention_exists() -> None:
+    found: dict[str, set[str]] = {}
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        options = unknown_options(text) if page in DOCS else set()  # benchmarks have options of their own
+        if unknown := options | missing_files(page) | missing_modules(text) | unknown_names(text):
+            found[str(page.relative_to(ROOT))] = unknown
+    assert found == {}

@@ -1,11 +1,12 @@
-"""The layer table of docs/design: a package imports only from lower rows, never from its own row or above."""
+"""The structure of lpconv: rows of packages as in docs/design, one door to optional code, no circles."""
 
 import ast
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from graphlib import TopologicalSorter
 from pathlib import Path
-
-import pytest
 
 import lpconv
 
@@ -27,87 +28,94 @@ ROWS = {
 }  # fmt: skip
 
 
-def imports_of(path: Path) -> set[str]:
-    """Names of lpconv's own packages that the file imports, at top level or inside functions."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            names = [f"lpconv.{a.name}" for a in node.names] if node.module == "lpconv" else [node.module]
-        else:
-            continue
-        found |= {n.split(".")[1] for n in names if n.startswith("lpconv.")}
-    return found & ROWS.keys()
+@dataclass(frozen=True)
+class Module:
+    """A file of lpconv below its packages."""
 
+    path: Path
 
-def modules() -> list[Path]:
-    return sorted(p for p in ROOT.rglob("*.py") if p.relative_to(ROOT).parts[0] not in ("__init__.py", "__main__.py"))
+    @property
+    def name(self) -> str:
+        return ".".join(("lpconv", *self.path.relative_to(ROOT).with_suffix("").parts))
 
+    @property
+    def package(self) -> str:
+        return self.name.split(".")[1]
 
-@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))
-def test_imports_go_down_the_layers(path: Path) -> None:
-    package = path.relative_to(ROOT).parts[0].removesuffix(".py")
-    assert package in ROWS, f"{package} has no row in the layer table"
-    row = ROWS[package]
-    upward = {p for p in imports_of(path) - {package, "extras"} if ROWS[p] > row or (ROWS[p] == row and row > 0)}
-    assert not upward, f"{path.relative_to(ROOT)} (row {row}) imports {sorted(upward)}"
+    @cached_property
+    def imports(self) -> list[ast.Import | ast.ImportFrom]:
+        """Those at top level and those inside functions."""
+        tree = ast.parse(self.path.read_text(encoding="utf-8"))
+        return [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
 
-
-def test_optional_code_is_reached_through_one_door() -> None:
-    for path in modules():
-        if path.relative_to(ROOT).parts[0] == "extras":
-            continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom):
-                assert not (node.module or "").startswith("lpconv.extras."), f"{path} imports {node.module}"
-
-
-def test_no_modules_import_each_other_in_a_circle() -> None:
-    files = {".".join(("lpconv", *p.relative_to(ROOT).with_suffix("").parts)): p for p in modules()}
-    graph: dict[str, set[str]] = {}
-    for name, path in files.items():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    @cached_property
+    def imported(self) -> set[str]:
+        """Full names of what is imported from lpconv: modules, and names that may be modules."""
+        found = {a.name for node in self.imports if isinstance(node, ast.Import) for a in node.names}
+        for node in self.imports:
             if isinstance(node, ast.ImportFrom) and node.module:
-                found = {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-                graph.setdefault(name, set()).update(found & files.keys())
-    TopologicalSorter(graph).prepare()  # raises CycleError, which names the modules
+                found |= {node.module, *(f"{node.module}.{a.name}" for a in node.names)}
+        return {name for name in found if name.startswith("lpconv.")}
+
+    @property
+    def packages(self) -> set[str]:
+        """Packages and modules of the layer table that are imported, but for the module's own."""
+        return {name.split(".")[1] for name in self.imported} & ROWS.keys() - {self.package}
 
 
-def test_no_relative_imports() -> None:
-    for path in modules():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            assert not (isinstance(node, ast.ImportFrom) and node.level), f"{path} uses a relative import"
+MODULES = [
+    Module(p) for p in sorted(ROOT.rglob("*.py")) if p.relative_to(ROOT).parts[0] not in ("__init__.py", "__main__.py")
+]
 
 
-def test_nothing_imports_the_package_that_stands_on_top() -> None:
-    for path in modules():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            assert not (isinstance(node, ast.Import) and any(a.name == "lpconv" for a in node.names)), path
+def problems_of(module: Module) -> Iterator[str]:
+    """What a module imports that it should not."""
+    row = ROWS.get(module.package)
+    if row is None:
+        yield "its package has no row in the layer table"
+        return
+    upward = {p for p in module.packages - {"extras"} if ROWS[p] > row or (ROWS[p] == row and row > 0)}
+    yield from (f"of row {row} imports {p} of row {ROWS[p]}" for p in sorted(upward))
+    sources = {node.module or "" for node in module.imports if isinstance(node, ast.ImportFrom)}
+    if module.package != "extras" and any(name.startswith("lpconv.extras.") for name in sources):
+        yield "reaches optional code past the door that is lpconv.extras"
+    if any(isinstance(node, ast.ImportFrom) and node.level for node in module.imports):
+        yield "uses a relative import"
+    if any(isinstance(node, ast.Import) and any(a.name == "lpconv" for a in node.names) for node in module.imports):
+        yield "imports the package that stands on top"
 
 
 _RENDERERS = {"terminal", "html", "markdown", "drawing"}
 _SHARED = {"document", "charts", "numbers", "printable"}
+_LIBRARIES = {"rich", "jinja2"}  # of the renderers
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "report").glob("*.py")), ids=lambda p: p.stem)
-def test_builders_of_documents_know_no_layout_and_renderers_no_kind(path: Path) -> None:
-    imported = {
-        node.module.split(".")[-1]
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("lpconv.report.", "rich", "jinja2"))
-        if node.module
-    }
-    if path.stem in _RENDERERS:
-        assert {name for name in imported if (ROOT / "report" / f"{name}.py").exists()} <= _SHARED | _RENDERERS
+def problems_of_report(module: Module) -> Iterator[str]:
+    """Builders of documents know no layout, and renderers no kind of result."""
+    own = {name.split(".")[2] for name in module.imported if name.startswith("lpconv.report.")}
+    sources = {(node.module or "").split(".")[0] for node in module.imports if isinstance(node, ast.ImportFrom)}
+    kinds = {p.stem for p in (ROOT / "report").glob("*.py")} - _RENDERERS - _SHARED
+    if module.path.stem in _RENDERERS:
+        yield from (f"lays out documents and knows {kind}" for kind in sorted(own & kinds))
     else:
-        assert not imported & (_RENDERERS | {"console", "text", "table", "jinja2"})
+        laying_out = (own & _RENDERERS) | (sources & _LIBRARIES)
+        yield from (f"builds documents and knows {name}" for name in sorted(laying_out))
+            f"builds documents and knows {name}" for name in sorted((own & _RENDERERS) | (sources & _LIBRARIES))
+        )
 
 
-def test_the_table_in_the_docs_is_this_one() -> None:
+def test_modules_import_downwards_and_through_one_door() -> None:
+    found = [f"{m.name} {problem}" for m in MODULES for problem in problems_of(m)]
+    found += [f"{m.name} {problem}" for m in MODULES if m.package == "report" for problem in problems_of_report(m)]
     page = (ROOT.parent / "docs/design/README.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (\d) \| ([^|]+) \|", page, flags=re.MULTILINE)
     documented = {name.strip("`/"): int(row) for row, names in rows for name in re.findall(r"`[\w/]+`", names)}
-    assert documented == {
-        name: row for name, row in ROWS.items() if (ROOT / name).exists() or (ROOT / f"{name}.py").exists()
-    }
+    there = {n: row for n, row in ROWS.items() if (ROOT / n).exists() or (ROOT / f"{n}.py").exists()}
+    if documented != there:
+        found.append(f"docs/design/README.md has other rows: {sorted(documented.items() ^ there.items())}")
+    assert found == []
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    names = {m.name for m in MODULES}
+    TopologicalSorter({m.name: m.imported & names for m in MODULES}).prepare()  # CycleError names the modules

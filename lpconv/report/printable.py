@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+
 def printable(text: str) -> str:
     """`text` with every non-printing character (control, format, surrogate) written as a backslash escape."""
     if text.isprintable():
