@@ -1,27 +1,53 @@
-"""No command fails after another one: each cell of docs/chains.md, done again."""
+"""No command fails after another one: cells of docs/chains.md, done again."""
 
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from chain_cells import COMMANDS, SOURCES, make, read_page, set_up, verdict
 
 PAGE = read_page((Path(__file__).parents[2] / "docs" / "chains.md").read_text(encoding="utf-8"))
+# Checkpoints that are stored alike. One of each goes through every command; they take turns.
+FORMS = {
+    "kept": ("plain", "restored", "saved again", "fresh", "tuned plain"),
+    "scaled": ("unit fp32", "unit fp16", "unit e4m3fn", "scalify e5m2", "tuned unit-fp8"),
+    "tiles": ("unit mx e2m1", "unit 128x128", "unit group:32", "mixed"),
+    "pair": ("collage bf16", "collage exact16", "collage int8", "collage fp16", "tuned collage-bf16"),
+    "points": ("multipoint int4",),
+    "compressed-tensors": (
+        "compressed-tensors", "FP8_BLOCK", "MXFP4", "NVFP4", "NVFP4, inputs too", "W4A16", "mixed-precision",
+    ),
+    "transformers": ("fp8 of transformers", "mxfp8 of transformers"),
+    "third-party": ("NVFP4 of others", "GGUF of others"),
+}  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=SOURCES)
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """A kind of checkpoint, and one of it."""
-    return request.param, make(request.param, tmp_path_factory.mktemp("chains"))
+def cells() -> Iterator[tuple[str, str]]:
+    """One cell for every form and command, and all whose verdict is not the usual one of their command."""
+    for number, command in enumerate(COMMANDS):
+        usual = Counter(PAGE[source, command] for source in SOURCES).most_common(1)[0][0]
+        for alike in FORMS.values():
+            turn = alike[number % len(alike)]
+            yield from ((s, command) for s in alike if s == turn or PAGE[s, command] != usual)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where checkpoints lie that have been made."""
+    return tmp_path_factory.mktemp("chains")
+
+
+@pytest.mark.parametrize(("source", "command"), sorted(cells(), key=lambda cell: SOURCES.index(cell[0])))
 def test_a_command_after_another(
-    checkpoint: tuple[str, Path], command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: str, command: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, path = checkpoint
-    set_up(monkeypatch, path.parent)
+    path = make(source, folder)
+    set_up(monkeypatch, folder)
     assert verdict(command, path, tmp_path / "out") == PAGE[source, command]
 
 
-def test_the_page_has_every_cell() -> None:
+def test_the_page_has_every_cell_and_every_checkpoint_a_form() -> None:
     assert PAGE.keys() == {(s, c) for s in SOURCES for c in COMMANDS}
+    assert sorted(s for alike in FORMS.values() for s in alike) == sorted(SOURCES)
+    assert {s for s, _ in cells()} == set(SOURCES)
