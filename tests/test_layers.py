@@ -100,8 +100,6 @@ def problems_of_report(module: Module) -> Iterator[str]:
     else:
         laying_out = (own & _RENDERERS) | (sources & _LIBRARIES)
         yield from (f"builds documents and knows {name}" for name in sorted(laying_out))
-            f"builds documents and knows {name}" for name in sorted((own & _RENDERERS) | (sources & _LIBRARIES))
-        )
 
 
 def test_modules_import_downwards_and_through_one_door() -> None:
