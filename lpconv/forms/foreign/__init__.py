@@ -1,7 +1,7 @@
 """Low-precision weights as others store them, for reading: a file for each layout, with the arithmetic of `grid.py`.
 
 A layout is a file with the `quant_method`s that configs name it by, and `find`, which makes a `Grid` of the headers of
-one weight; its line in `_LAYOUTS` is all else. `docs/layouts.md` says what is read, and what was tried.
+one weight; its line in `_LAYOUTS` is all else. `docs/layouts-reference.md` says what is read, and what was tried.
 """
 
 import re
