@@ -21,7 +21,7 @@ from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import NONE
 from lpconv.models.tokenizer import Tokens
 from lpconv.probe.batches import Batches
-from lpconv.probe.checkpoint import RANDOM_IDS, Prepared, prepare_run
+from lpconv.probe.checkpoint import RANDOM_IDS, ProbeSetup, prepare_run
 from lpconv.probe.options import ProbeOptions
 from lpconv.progress import Progress
 from lpconv.report.numbers import shown
@@ -44,7 +44,7 @@ class Subject:
 
     name: str
     revision: str | None
-    prepared: Prepared
+    prepared: ProbeSetup
     windows: tuple[Window, ...]
 
     @property

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lpconv.bench.options import Effort
-from lpconv.bench.team import Subject
+from lpconv.bench.team import MeasuredProcess
 from lpconv.errors import UsageError, VerificationError
 from lpconv.results import RatioRecord, TimingRecord
 from lpconv.student import t_quantile
@@ -94,7 +94,7 @@ class Samples:
         return [statistics.median(r) for r in self.rounds]
 
 
-def interleave(baseline: Subject, variant: Subject | None, effort: Effort) -> tuple[Samples, Samples]:
+def interleave(baseline: MeasuredProcess, variant: MeasuredProcess | None, effort: Effort) -> tuple[Samples, Samples]:
     """Warm both up, then measure them in turn; without a variant, the baseline alone.
 
     Raises VerificationError where torch.compile ran again after the warm-up: such times mean nothing.

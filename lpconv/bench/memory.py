@@ -21,7 +21,7 @@ _FORWARD = "lpconv:forward"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Allocation:
+class BlockEvent:
     """A block that came (`size` above 0) or went, at `time_ns`."""
 
     time_ns: int
@@ -85,7 +85,7 @@ def profile_step(
     events = list(_walk(results.experimental_event_tree()))
     forward_end = next(e.end_time_ns for e in events if e.name == _FORWARD)
     allocations = [
-        Allocation(time_ns=e.start_time_ns, address=e.extra_fields.ptr, size=e.extra_fields.alloc_size)
+        BlockEvent(time_ns=e.start_time_ns, address=e.extra_fields.ptr, size=e.extra_fields.alloc_size)
         for e in events
         if e.tag == _EventType.Allocation and e.extra_fields.device.type == torch.device(device).type
     ]
@@ -105,7 +105,7 @@ def _walk(events: Iterable[Any]) -> Iterator[Any]:
 
 
 def parts_at_peak(
-    allocations: Sequence[Allocation], forward_end_ns: int, gradients: dict[int, int], *, weights: int, optimizer: int
+    allocations: Sequence[BlockEvent], forward_end_ns: int, gradients: dict[int, int], *, weights: int, optimizer: int
 ) -> StepPeak:
     """Replay the allocations of a step, in order. `gradients` are the addresses and sizes of gradients at its end.
 
@@ -131,7 +131,7 @@ def parts_at_peak(
     return StepPeak(peak_bytes=weights + optimizer + buckets + peak, saved_bytes=saved_bytes, parts=parts)
 
 
-def _peak_index(allocations: Sequence[Allocation]) -> int:
+def _peak_index(allocations: Sequence[BlockEvent]) -> int:
     """The event after which the most bytes are alive; blocks from before the step do not count."""
     alive: dict[int, int] = {}
     total = most = 0
@@ -147,7 +147,7 @@ def _peak_index(allocations: Sequence[Allocation]) -> int:
     return found
 
 
-def _alive(allocations: Sequence[Allocation]) -> set[int]:
+def _alive(allocations: Sequence[BlockEvent]) -> set[int]:
     """The events whose blocks are still there after the last."""
     alive: dict[int, int] = {}
     for i, a in enumerate(allocations):

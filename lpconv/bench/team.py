@@ -31,7 +31,7 @@ _ERRORS: dict[str, type[LpconvError]] = {
 _PATIENCE_S = 5.0  # in which a process that others miss has ended, so that its end is known
 
 
-class Subject(Protocol):
+class MeasuredProcess(Protocol):
     """What interleaving needs of the thing it measures."""
 
     def ask(self, do: str, **arguments: Any) -> Any:

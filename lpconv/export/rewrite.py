@@ -25,7 +25,7 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16, *FLOAT8)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Component:
+class ComponentValues:
     """Floating-point numbers of the weight's shape, and the factor they are multiplied by, or one for each row."""
 
     codes: Tensor
@@ -47,7 +47,7 @@ class StoredWeight:
     """One tensor of a checkpoint under its stored name."""
 
     name: str
-    components: tuple[Component, ...]
+    components: tuple[ComponentValues, ...]
     decoded_from: str | None = None  # codes that no graph has operators for
 
     @property
@@ -83,7 +83,7 @@ def stored_weights(contents: Checkpoint) -> Iterator[StoredWeight]:
     """
     with StoredTensors.open(contents) as stored:
         for name in stored.forms:
-            components = tuple(Component(codes=codes, scale=factor) for codes, factor in stored.summands(name))
+            components = tuple(ComponentValues(codes=codes, scale=factor) for codes, factor in stored.summands(name))
             if components[0].codes.dtype in _FLOATS:
                 form, plain = stored.forms[name], not any(c.is_scaled for c in components)
                 is_decoded = plain and _is_other(components[0].codes, form)
@@ -164,7 +164,7 @@ def _replace(graph: ir.Graph, initializers: Sequence[ir.Value], weight: StoredWe
     graph.insert_before(graph[0], nodes)
 
 
-def _decoded(graph: ir.Graph, nodes: list[ir.Node], name: str, component: Component) -> ir.Value:
+def _decoded(graph: ir.Graph, nodes: list[ir.Node], name: str, component: ComponentValues) -> ir.Value:
     """The value of one component: fp8 by DequantizeLinear, which runtimes know as fp8; the others by Cast and Mul."""
     codes = _initializer(graph, name, component.codes)
     scale = torch.as_tensor(component.scale, dtype=torch.float32)

@@ -52,7 +52,7 @@ class Points:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fit:
+class PointFit:
     """Scales for 1 to N points of every row, and what they leave.
 
     `scales_RNN[r, n]` (float32) begins with the n + 1 scales of row r with n + 1 points; `errors_RN[r, n]` (float64) is
@@ -63,7 +63,7 @@ class Fit:
     errors_RN: Tensor
 
     @classmethod
-    def of_blocks(cls, fits: Sequence["Fit"]) -> "Fit":
+    def of_blocks(cls, fits: Sequence["PointFit"]) -> "PointFit":
         """The fit of a matrix from those of its blocks of rows."""
         return cls(scales_RNN=torch.cat([f.scales_RNN for f in fits]), errors_RN=torch.cat([f.errors_RN for f in fits]))
 
@@ -81,7 +81,7 @@ class Fit:
         return Points(counts_R=counts.to(torch.uint8), scales_P=scales_RN[torch.arange(most) < counts[:, None]])
 
 
-def fit(x_RC: Tensor, element: Format, points: int) -> Fit:
+def fit(x_RC: Tensor, element: Format, points: int) -> PointFit:
     """Return scales for 1 to `points` points of every row of `x_RC` (finite float32), and the errors that remain."""
     rows = x_RC.shape[0]
     scales = torch.ones(rows, points, points)
@@ -101,7 +101,7 @@ def fit(x_RC: Tensor, element: Format, points: int) -> Fit:
             errors[worse, n] = _squared(residual[worse].double())
         wide_scales[:, n] = _widest_scale(wide, element)
         wide, left = _residual(wide, wide_scales[:, n], element), residual
-    return Fit(scales_RNN=scales, errors_RN=errors)
+    return PointFit(scales_RNN=scales, errors_RN=errors)
 
 
 def encode(x_RC: Tensor, points: Points, element: Format) -> Tensor:

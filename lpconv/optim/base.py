@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lpconv.errors import InputError
 from lpconv.optim.diagnostics import UpdateRecord, snapshot
 from lpconv.optim.kernel import STEPS, get_kernel
-from lpconv.optim.settings import Settings, check_group
+from lpconv.optim.settings import UpdateSettings, check_group
 from lpconv.optim.state import (
     Scratch,
     SharedState,
@@ -55,7 +55,7 @@ class LowPrecisionOptimizer(Optimizer):
     on how parameters are sharded (but for the noise of "stochastic").
     """
 
-    def __init__(self, params: ParamsLike, defaults: dict[str, Any], settings: Settings) -> None:
+    def __init__(self, params: ParamsLike, defaults: dict[str, Any], settings: UpdateSettings) -> None:
         self.settings = settings
         self.records: list[UpdateRecord] = []
         self.num_skipped = 0

@@ -22,7 +22,7 @@ _LARGEST_BF16_DECAY = 0.998
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class UpdateSettings:
     """What an optimizer is asked for by name, looked up and checked by `make_settings`."""
 
     rule: Rule
@@ -65,13 +65,13 @@ def make_settings(
     seed: int = 0,
     diagnostics_every: int = 0,
     fp8_residual: torch.dtype = torch.bfloat16,
-) -> Settings:
+) -> UpdateSettings:
     """Raises UsageError for unknown names and for what the paper's arithmetic does not cover, with a hint."""
     if fp8_residual not in (torch.bfloat16, torch.float8_e4m3fn):
         raise UnsupportedError(
             f"no residual of fp8 weights in {fp8_residual}", hint="use torch.bfloat16 or torch.float8_e4m3fn"
         )
-    found = Settings(
+    found = UpdateSettings(
         rule=RULES[rule],
         variant=_with_state_dtype(find("variant", variant, VARIANTS), state_dtype),
         arithmetic=find("arithmetic", arithmetic, {a: a for a in _ARITHMETICS}),
@@ -89,7 +89,7 @@ def make_settings(
     return found
 
 
-def check_group(group: Mapping[str, Any], settings: Settings) -> None:
+def check_group(group: Mapping[str, Any], settings: UpdateSettings) -> None:
     """Raise UnsupportedError for dtypes and UsageError for numbers out of range; warn where a moment cannot decay."""
     for p in group["params"]:
         if p.dtype == torch.float8_e4m3fn and settings.fp8_storages is None:
@@ -119,7 +119,7 @@ def check_group(group: Mapping[str, Any], settings: Settings) -> None:
     _warn_of_what_cannot_decay(group, settings)
 
 
-def _warn_of_what_cannot_decay(group: Mapping[str, Any], settings: Settings) -> None:
+def _warn_of_what_cannot_decay(group: Mapping[str, Any], settings: UpdateSettings) -> None:
     rule, variant = settings.rule, settings.variant
     for name, storage, decay in zip(rule.moments, variant.moments, rule.decays(group), strict=False):
         if storage is Storage.BF16 and decay > _LARGEST_BF16_DECAY:

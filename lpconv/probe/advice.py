@@ -42,7 +42,7 @@ class Assessment:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fit:
+class FormatFit:
     """The formats, of those asked about, that hold one tensor: as it is, and with a scale of its own (`own_scale`)."""
 
     layer: str
@@ -125,7 +125,7 @@ def own_scale(tensor: ProbedTensor, format: str) -> int:
     return scale if h.num_overflow(format, log2_scale=scale) == 0 else scale - 1
 
 
-def fits(result: ProbeResult, formats: Iterable[str], *, log2_loss_scale: int = 0) -> tuple[Fit, ...]:
+def fits(result: ProbeResult, formats: Iterable[str], *, log2_loss_scale: int = 0) -> tuple[FormatFit, ...]:
     """Return, for each recorded tensor, which of `formats` hold it: no overflow, at most 0.1 % underflow and at least
     20 dB.
 
@@ -135,11 +135,11 @@ def fits(result: ProbeResult, formats: Iterable[str], *, log2_loss_scale: int = 
     return tuple(fit(t, names, log2_loss_scale=log2_loss_scale) for t in result.tensors)
 
 
-def fit(tensor: ProbedTensor, formats: Sequence[str], *, log2_loss_scale: int = 0) -> Fit:
+def fit(tensor: ProbedTensor, formats: Sequence[str], *, log2_loss_scale: int = 0) -> FormatFit:
     """The same of one tensor."""
     plain = {n: what_if(tensor, n, log2_loss_scale=log2_loss_scale).rates for n in formats}
     scaled = {n: tensor.exponents.rates(n, log2_scale=own_scale(tensor, n)) for n in formats}
-    return Fit(
+    return FormatFit(
         layer=tensor.layer,
         role=tensor.role,
         formats=tuple(n for n, rates in plain.items() if _next_to_nothing_lost(rates)),

@@ -38,7 +38,7 @@ _COPIES_IN_MEMORY = 2  # weights, and their gradients or, before those, the valu
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prepared:
+class ProbeSetup:
     """A model and the batches to run it on, and where both come from."""
 
     checkpoint: Checkpoint
@@ -53,7 +53,7 @@ class Prepared:
         return target_loss(output, seed=0) if self.task is NONE else model_loss(output)
 
 
-def prepare_run(model: Openable, options: ProbeOptions, told: Progress, *, hint: str = _OWN_LOOP) -> Prepared:
+def prepare_run(model: Openable, options: ProbeOptions, told: Progress, *, hint: str = _OWN_LOOP) -> ProbeSetup:
     """Open `model` and cut its text into batches. `hint` is for models that read no text."""
     checkpoint = Checkpoint.open(model, revision=options.revision)
     checkpoint.check_promised()
@@ -73,7 +73,7 @@ def prepare_run(model: Openable, options: ProbeOptions, told: Progress, *, hint:
         seed=options.seed,
     )
     check_runs(opened.model, next(iter(batches)))
-    return Prepared(
+    return ProbeSetup(
         checkpoint=checkpoint,
         opened=opened,
         task=task,
@@ -150,7 +150,7 @@ def _told(batches: Iterable[dict[str, Tensor]], progress: Progress) -> Iterator[
         yield batch
 
 
-def _warnings(prepared: Prepared) -> list[str]:
+def _warnings(prepared: ProbeSetup) -> list[str]:
     found, opened = [], prepared.opened
     named = next(iter(prepared.checkpoint.config.get("architectures") or []), None)
     if prepared.task is NONE and named and named != type(opened.model).__name__:

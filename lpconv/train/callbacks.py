@@ -23,7 +23,7 @@ from lpconv.train.options import FinetuneOptions
 from lpconv.train.processes import is_main_process, wait_for_all
 from lpconv.train.record import LossWatch
 from lpconv.train.trainer import LowPrecisionTrainer
-from lpconv.train.watch import Watch
+from lpconv.train.watch import StepWatch
 
 _SAVE_S = 600.0  # what an interruption may lose, where nobody asked for checkpoints by steps
 _SEAL = "SHA256SUMS"
@@ -67,7 +67,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
         self,
         trainer: LowPrecisionTrainer,
         metrics: Metrics,
-        watch: Watch,
+        watch: StepWatch,
         loss_watch: LossWatch | None,
         progress: Progress,
     ) -> None:

@@ -31,13 +31,13 @@ from lpconv.train.folder import Metrics
 from lpconv.train.job import MEASURED_BATCHES, TrainingJob, Work, first_batches, num_ranks, open_start
 from lpconv.train.memory import StepMemory, available_bytes, check_room, explained, parameter_bytes
 from lpconv.train.options import FinetuneOptions
-from lpconv.train.prepare import Prepared, operand_scale_of, prepare
+from lpconv.train.prepare import TrainingSetup, operand_scale_of, prepare
 from lpconv.train.processes import backend, is_main_process, mesh, num_processes, wait_for_all
 from lpconv.train.recipes import RECIPES
 from lpconv.train.record import NUM_COPIES, PROBE_BATCHES, LossWatch, run_record
 from lpconv.train.sharded import shard, start_in_fp32
 from lpconv.train.trainer import DivergedError, LowPrecisionTrainer, predicted
-from lpconv.train.watch import Watch, rate_of
+from lpconv.train.watch import StepWatch, rate_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class Finished:
     """A run that is done, with the model and optimizer it left. `opened` says how it began."""
 
     record: RunRecord
-    prepared: Prepared
+    prepared: TrainingSetup
     optimizer: torch.optim.Optimizer
     opened: Opened
 
@@ -83,7 +83,7 @@ def train_one(job: TrainingJob, work: Work, progress: Progress) -> Finished:
 
 def _prepared(
     job: TrainingJob, work: Work, device: torch.device, clock: Clock, *, is_resumed: bool
-) -> tuple[Opened, Prepared, dict[str, int]]:
+) -> tuple[Opened, TrainingSetup, dict[str, int]]:
     """The model as it was opened, made ready to train on a device, and what a step should need of its memory."""
     with clock.spending("opening the model"):
         opened = open_start(job, work.seed)
@@ -105,15 +105,15 @@ def _prepared(
     return opened, prepared, needed
 
 
-def _watch(job: TrainingJob, work: Work, model: Any) -> Watch:
+def _watch(job: TrainingJob, work: Work, model: Any) -> StepWatch:
     """What looks at the values of due steps, by the formats of the job's arithmetic."""
     arithmetic = job.options.arithmetic
     scale = operand_scale_of(arithmetic, job.options) if arithmetic.is_scaled_fp8 else "static"
-    return Watch(model, work.track_every, rate_of(model, arithmetic, work.log2_scale, operand_scale=scale))
+    return StepWatch(model, work.track_every, rate_of(model, arithmetic, work.log2_scale, operand_scale=scale))
 
 
 def _trainer(
-    job: TrainingJob, work: Work, prepared: Prepared, arguments: TrainingArguments, clock: Clock
+    job: TrainingJob, work: Work, prepared: TrainingSetup, arguments: TrainingArguments, clock: Clock
 ) -> LowPrecisionTrainer:
     is_measurable = not (job.options.compile or job.options.is_sharded)
     trainer = LowPrecisionTrainer(

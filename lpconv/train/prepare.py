@@ -84,7 +84,7 @@ _AUTOCAST = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prepared:
+class TrainingSetup:
     """A model, and how to step it. `make_optimizer` is called once the model is where it will be trained.
 
     `loss_scale` multiplies the loss; the scaled methods and adaptive scaling have none. `autocast` is the dtype that
@@ -117,7 +117,7 @@ class Prepared:
         return {name: values[id(x)] for name, x in state.items()}
 
 
-def prepare(model: Any, arithmetic: Arithmetic, options: FinetuneOptions, *, seed: int) -> Prepared:
+def prepare(model: Any, arithmetic: Arithmetic, options: FinetuneOptions, *, seed: int) -> TrainingSetup:
     """`model`, in fp32, changed in place for `arithmetic`."""
     settings: dict[str, Any] = {
         "lr": options.highest_lr,
@@ -133,15 +133,15 @@ def prepare(model: Any, arithmetic: Arithmetic, options: FinetuneOptions, *, see
         return _scaled(model, arithmetic, settings, options)
     if arithmetic.loss_scale == "adaptive":
         adaptive_scaling(model, compute=arithmetic.precision)
-        return Prepared(model=model, make_optimizer=lambda: torch.optim.AdamW(model.parameters(), **settings))
+        return TrainingSetup(model=model, make_optimizer=lambda: torch.optim.AdamW(model.parameters(), **settings))
     if arithmetic.precision == "fp8":
         is_nearest = arithmetic.operand_rounding == "nearest"
         use_recipe(model, E5M2_LINEAR if is_nearest else E5M2_STOCHASTIC, keep=heads(model))
     loss_scale = _loss_scale(arithmetic)
     if arithmetic.variant is not None:
-        return Prepared(model=model, make_optimizer=_kept_in_bf16(model, settings), loss_scale=loss_scale)
+        return TrainingSetup(model=model, make_optimizer=_kept_in_bf16(model, settings), loss_scale=loss_scale)
     make = _on_fp16_grid if arithmetic.optimizer == "fp16-weights" else torch.optim.AdamW
-    return Prepared(
+    return TrainingSetup(
         model=model,
         make_optimizer=lambda: make(model.parameters(), **settings),
         loss_scale=loss_scale,
@@ -149,7 +149,7 @@ def prepare(model: Any, arithmetic: Arithmetic, options: FinetuneOptions, *, see
     )
 
 
-def _scaled(model: Any, arithmetic: Arithmetic, settings: dict[str, Any], options: FinetuneOptions) -> Prepared:
+def _scaled(model: Any, arithmetic: Arithmetic, settings: dict[str, Any], options: FinetuneOptions) -> TrainingSetup:
     """Scaled parameters, kept in fp32 by `scaled.AdamW` or as the variant says; calibrated scales are static."""
     start: dict[str, Tensor] = {name: p.detach() for name, p in model.named_parameters()}
     has_fp16_state = arithmetic.optimizer == "fp16-state"
@@ -167,7 +167,7 @@ def _scaled(model: Any, arithmetic: Arithmetic, settings: dict[str, Any], option
             start.clear()
             return optimizer
 
-        return Prepared(model=model, make_optimizer=make_in_parts)
+        return TrainingSetup(model=model, make_optimizer=make_in_parts)
     state_dtype = torch.float16 if has_fp16_state else torch.float32
 
     def make() -> AdamW:
@@ -182,7 +182,7 @@ def _scaled(model: Any, arithmetic: Arithmetic, settings: dict[str, Any], option
             groups = native_groups(groups, options.highest_lr, rule=options.lr_rule or "u-mup")
         return AdamW(groups, **settings, state_dtype=state_dtype, start=values, rounding=rounding)
 
-    return Prepared(model=model, make_optimizer=make)
+    return TrainingSetup(model=model, make_optimizer=make)
 
 
 def operand_scale_of(arithmetic: Arithmetic, options: FinetuneOptions) -> str:

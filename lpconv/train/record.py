@@ -23,13 +23,13 @@ from lpconv.results import (
 from lpconv.scaled import fallbacks, scaling_of
 from lpconv.train.folder import Metrics, median_step_time
 from lpconv.train.trainer import LowPrecisionTrainer
-from lpconv.train.watch import Watch, tracked_records
+from lpconv.train.watch import StepWatch, tracked_records
 
 PROBE_BATCHES = 2
 NUM_COPIES = 14  # of the parameters in fp32, the twin and its gradients among them, while a step is measured
 
 
-def run_record(trainer: LowPrecisionTrainer, metrics: Metrics, watch: Watch, *, role: str, seed: int) -> RunRecord:
+def run_record(trainer: LowPrecisionTrainer, metrics: Metrics, watch: StepWatch, *, role: str, seed: int) -> RunRecord:
     """The record of a run that has been trained, without its figures in fp32."""
     evaluations = (metrics.series(name) for name in ("eval_loss", "eval_accuracy"))
     updates = tuple(

@@ -22,7 +22,7 @@ from lpconv.train import sharded
 from lpconv.train.averaging import GradientAverage, needs_averaging
 from lpconv.train.clock import Clock
 from lpconv.train.memory import StepMemory
-from lpconv.train.prepare import Prepared
+from lpconv.train.prepare import TrainingSetup
 from lpconv.train.watch import first_nonfinite
 
 _WEIGHTS, _SCALER, _SCHEDULER = "model.safetensors", "loss_scale.json", "scheduler.pt"
@@ -39,7 +39,7 @@ class DivergedError(VerificationError):
 
 
 class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped
-    """Trains a `Prepared` model. Beside Trainer's own work, at each step:
+    """Trains a `TrainingSetup` model. Beside Trainer's own work, at each step:
 
     Random numbers begin anew from (seed, step, rank), so that a twin drops the same units and a resumed run goes on bit
     for bit. The loss scale multiplies the loss and is divided out before clipping; a step whose gradients are not
@@ -48,7 +48,7 @@ class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is unt
     """
 
     def __init__(
-        self, prepared: Prepared, *, seed: int, memory: StepMemory | None, clock: Clock, **kwargs: Any
+        self, prepared: TrainingSetup, *, seed: int, memory: StepMemory | None, clock: Clock, **kwargs: Any
     ) -> None:
         self.optimizer: Any = None
         super().__init__(model=prepared.model, **kwargs)

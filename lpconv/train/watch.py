@@ -29,7 +29,7 @@ Rate = Callable[[int, Iterable[ProbedTensor]], list[dict[str, Any]]]
 _OPERANDS = ("weight", "input", "grad_output")  # what the three products of a linear layer read
 
 
-class Watch:
+class StepWatch:
     """Records every `every`-th step of `model`, the first included; 0 is never. `rate` makes figures of what was seen.
 
     `overhead` is the time that recording took as a share of the rest.

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lpconv.bench.memory import Allocation, parts_at_peak, profile_step, storage_bytes
+from lpconv.bench.memory import BlockEvent, parts_at_peak, profile_step, storage_bytes
 
 
 def test_the_parts_are_those_alive_at_the_peak() -> None:
@@ -18,7 +18,7 @@ def test_the_parts_are_those_alive_at_the_peak() -> None:
         (5, 30, 400), (6, 40, 200), (7, 10, -500), (8, 30, -400),  # behind the forward pass: temporary, gradient
         (9, 99, -1000),  # a block from before the step
     ]  # fmt: skip
-    allocations = [Allocation(time_ns=t, address=a, size=s) for t, a, s in events]
+    allocations = [BlockEvent(time_ns=t, address=a, size=s) for t, a, s in events]
 
     found = parts_at_peak(allocations, 4, {40: 200, 50: 30}, weights=100, optimizer=7)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lpconv.formats.cast import cast
 from lpconv.formats.spec import FORMATS
-from lpconv.mcf.multipoint import Fit, Points, decode, encode, fit
+from lpconv.mcf.multipoint import PointFit, Points, decode, encode, fit
 from lpconv.mcf.point_layout import MAX_COLS, point_layout
 
 ELEMENTS = ["int4", "int8", "e4m3fn", "e2m1"]
@@ -25,7 +25,7 @@ def matrix(rows: int = 24, cols: int = 192, seed: int = 0) -> Tensor:
     return x
 
 
-def with_points(x: Tensor, found: Fit, count: int, element: str) -> Tensor:
+def with_points(x: Tensor, found: PointFit, count: int, element: str) -> Tensor:
     """`x` with the same number of points in every row, through codes and back."""
     counts = torch.full((x.shape[0],), count, dtype=torch.uint8)
     points = Points(counts_R=counts, scales_P=found.scales_RNN[:, count - 1, :count].reshape(-1))
@@ -90,7 +90,7 @@ def test_points_before_the_last_clip_nothing() -> None:
 
 
 def test_points_go_where_they_remove_most_error() -> None:
-    found = Fit(
+    found = PointFit(
         scales_RNN=torch.ones(3, 3, 3),
         errors_RN=torch.tensor([[1.0, 0.9, 0.0], [5.0, 1.0, 0.5], [3.0, 2.0, 1.5]], dtype=torch.float64),
     )
@@ -149,7 +149,7 @@ def test_rows_that_no_layout_holds() -> None:
 def test_blocks_of_rows_give_the_same_as_the_whole() -> None:
     x, element = matrix(), FORMATS["e2m1"]
     whole = fit(x, element, 3)
-    parts = Fit.of_blocks([fit(x[:7], element, 3), fit(x[7:], element, 3)])
+    parts = PointFit.of_blocks([fit(x[:7], element, 3), fit(x[7:], element, 3)])
     assert torch.equal(whole.scales_RNN, parts.scales_RNN)
     assert torch.equal(whole.errors_RN, parts.errors_RN)
     points = whole.allot(40)
