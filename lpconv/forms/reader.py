@@ -34,6 +34,7 @@ def open_readable(model: Openable, *, revision: str | None = None) -> Checkpoint
     Raises InputError for a header that is not sound, UnsupportedError for the layouts that are not read.
     """
     checkpoint = Checkpoint.open(model, revision=revision)
+    check_readable(Headers.of(checkpoint.config, {}))  # first: headers of a layout that is not read may be odd
     check_readable(Headers.of(checkpoint.config, checkpoint.tensors))
     return checkpoint
 
