@@ -29,7 +29,7 @@ class Residuals:
     roots: tuple[tuple[str, str], ...]
 
     @property
-    def contents(self) -> Checkpoint:
+    def as_checkpoint(self) -> Checkpoint:
         """The residual files as a checkpoint of their own."""
         return Checkpoint(
             origin=Resolved(name=RESIDUAL_FOLDER, resolved=str(self.directory), directory=self.directory),

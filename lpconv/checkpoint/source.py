@@ -51,16 +51,16 @@ class Source(Protocol):
 class SafetensorsSource:
     """Safetensors files of one checkpoint, headers checked on opening; or a GGUF file as its view has it."""
 
-    def __init__(self, contents: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint) -> None:
         self._files: dict[str, tuple[RangedFile, Header]] = {}
         self._entries: dict[str, TensorEntry] = {}
         try:
-            for name in contents.weight_files:
-                self._open(contents.directory / name, name, contents.headers[name])
+            for name in checkpoint.weight_files:
+                self._open(checkpoint.directory / name, name, checkpoint.headers[name])
         except BaseException:
             self.close()
             raise
-        _check_index(contents, self._entries)
+        _check_index(checkpoint, self._entries)
 
     def _open(self, path: Path, name: str, header: Header) -> None:
         self._files[name] = open_file(path), header
@@ -91,13 +91,13 @@ class SafetensorsSource:
 class TorchSource:
     """`pytorch_model*.bin` files of one checkpoint, opened without running any code of theirs."""
 
-    def __init__(self, contents: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint) -> None:
         self._entries: dict[str, TensorEntry] = {}
         self._tensors: dict[str, Tensor] = {}
         self._sizes: dict[str, tuple[Path, int]] = {}
-        for name in contents.weight_files:
-            self._open(contents.directory / name, name)
-        _check_index(contents, self._entries)
+        for name in checkpoint.weight_files:
+            self._open(checkpoint.directory / name, name)
+        _check_index(checkpoint, self._entries)
 
     def _open(self, path: Path, file: str) -> None:
         import torch
@@ -174,9 +174,9 @@ def read_tensor(source: Source, name: str) -> Tensor:
     return read_range(source, name, 0, info.num_elements).view(info.shape)
 
 
-def open_source(contents: Checkpoint) -> Source:
+def open_source(checkpoint: Checkpoint) -> Source:
     """The checkpoint's tensors. Raises InputError for headers, indices or pickles that are not sound."""
-    return SafetensorsSource(contents) if contents.kind != "torch" else TorchSource(contents)
+    return SafetensorsSource(checkpoint) if checkpoint.kind != "torch" else TorchSource(checkpoint)
 
 
 def _add(entries: dict[str, TensorEntry], entry: TensorEntry) -> None:
@@ -188,10 +188,10 @@ def _add(entries: dict[str, TensorEntry], entry: TensorEntry) -> None:
     entries[name] = entry
 
 
-def _check_index(contents: Checkpoint, entries: Mapping[str, TensorEntry]) -> None:
-    if contents.weight_map is None:
+def _check_index(checkpoint: Checkpoint, entries: Mapping[str, TensorEntry]) -> None:
+    if checkpoint.weight_map is None:
         return
-    for name, file in contents.weight_map.items():
+    for name, file in checkpoint.weight_map.items():
         if name not in entries:
             raise InputError(f"the index names tensor `{name}`, which no file holds", hint="fetch the checkpoint again")
         if entries[name].file != file:

@@ -41,10 +41,10 @@ def watch(directory: Path, names: Iterable[str]) -> Watch:
     return Watch(directory=directory, seen={name: _look(directory / name) for name in names})
 
 
-def watched_files(contents: Checkpoint) -> list[str]:
+def watched_files(checkpoint: Checkpoint) -> list[str]:
     """The files that a conversion reads: weights, config, index, and everything that is copied."""
-    indexes = sorted(p.name for p in contents.directory.glob("*.index.json"))
-    return [*contents.weight_files, "config.json", *indexes, *contents.side_files]
+    indexes = sorted(p.name for p in checkpoint.directory.glob("*.index.json"))
+    return [*checkpoint.weight_files, "config.json", *indexes, *checkpoint.side_files]
 
 
 def _look(path: Path) -> tuple[int, int, int, str]:

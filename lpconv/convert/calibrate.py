@@ -60,9 +60,9 @@ def calibrate(job: Job, progress: Progress) -> CalibrationRecord:
 
 def _text(job: Job) -> tuple[Any, Tokens, int]:
     """The config of the model, the text in windows, and their length."""
-    config = reads_text(job.contents, hint=_HINT)
+    config = reads_text(job.plain, hint=_HINT)
     path = text_at(str(job.plan.options.calibrate))
-    return config, *windows_of((job.contents,), config, path, None, CALIBRATION_TOKENS)
+    return config, *windows_of((job.plain,), config, path, None, CALIBRATION_TOKENS)
 
 
 def _largest_inputs(

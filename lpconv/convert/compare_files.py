@@ -107,19 +107,19 @@ def _words(key: str, ours: Any, theirs: Any) -> str:
     return f"`{key}` is {a}, and {b} in the reference"
 
 
-def _read(contents: Checkpoint, name: str) -> Any:
+def _read(checkpoint: Checkpoint, name: str) -> Any:
     """A file as JSON if it is that, else as text."""
-    data = (contents.directory / name).read_bytes()
+    data = (checkpoint.directory / name).read_bytes()
     try:
         return json.loads(data)
     except (ValueError, RecursionError):
         return data.decode(errors="surrogateescape").replace("\r\n", "\n")
 
 
-def _config(contents: Checkpoint) -> Any:
+def _config(checkpoint: Checkpoint) -> Any:
     import transformers  # takes seconds
 
-    return transformers.CONFIG_MAPPING[contents.config["model_type"]].from_dict(plain_config(contents))
+    return transformers.CONFIG_MAPPING[checkpoint.config["model_type"]].from_dict(plain_config(checkpoint))
 
 
 def _generation(settings: dict[str, Any]) -> Any:
@@ -134,8 +134,8 @@ def _tokenizers(pair: Sequence[Checkpoint], files: Sequence[dict[str, Any]]) -> 
 
     keys = {k for both in files for k in both.get("tokenizer_config.json", {})} | {"chat_template"}
     found = []
-    for contents in pair:
-        opened = read_tokenizer(contents.directory)
+    for checkpoint in pair:
+        opened = read_tokenizer(checkpoint.directory)
         settings = {k: getattr(opened, k, opened.init_kwargs.get(k)) for k in keys}
         engine = opened.backend_tokenizer.to_str() if hasattr(opened, "backend_tokenizer") else opened.get_vocab()
         parts = json.loads(engine) if isinstance(engine, str) else engine

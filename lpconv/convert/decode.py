@@ -42,26 +42,26 @@ def decode_checkpoint(
     What is not quantised keeps its bits. Raises UnsupportedError for a plain checkpoint and for unknown layouts,
     InputError where parts of a weight are missing or make no sense.
     """
-    contents = Checkpoint.open(model)
-    directory = contents.directory
+    checkpoint = Checkpoint.open(model)
+    directory = checkpoint.directory
     check_apart(directory, output)
-    method = quantized_by(contents.config)
+    method = quantized_by(checkpoint.config)
     if method is None:
         raise UnsupportedError(f"`{directory}` is a plain checkpoint", hint="there is nothing to restore")
-    config, watched = plain_config(contents), watch(directory, watched_files(contents))
+    config, watched = plain_config(checkpoint), watch(directory, watched_files(checkpoint))
     target = FORMATS[dtype or _dtype_of(config)]
-    with closing(StoredTensors.open(contents)) as stored:
+    with closing(StoredTensors.open(checkpoint)) as stored:
         kept = {name for name, form in stored.forms.items() if isinstance(form, Kept)}
         source = DecodedSource(stored)
         infos = {n: e.info.dtype if n in kept else target.safetensors or "" for n, e in source.entries.items()}
         identity = {"restore": str(directory)}
         with Staging(output, identity, force=force) as staging, staging.discarded_on_failure():
             progress.start("decoding", sum(e.info.num_bytes for e in source.entries.values()))
-            files, lost = _write_all(source, infos, contents, staging.directory, progress)
+            files, lost = _write_all(source, infos, checkpoint, staging.directory, progress)
             key = "torch_dtype" if "torch_dtype" in config else "dtype"
             config = config if dtype is None else {**config, key: target.torch}
             write_small(staging.directory / "config.json", ordered_json_text(config))
-            copy_side_files(staging.directory, contents, model_side_files(contents), renamed={})
+            copy_side_files(staging.directory, checkpoint, model_side_files(checkpoint), renamed={})
             write_small(staging.directory / MARKER, ordered_json_text(_origin(method, target.name, exact=not lost)))
             watched.check()
             staging.publish()
@@ -83,11 +83,11 @@ def _dtype_of(config: dict[str, object]) -> str:
 
 
 def _write_all(
-    source: Source, dtypes: dict[str, str], contents: Checkpoint, directory: Path, progress: Progress
+    source: Source, dtypes: dict[str, str], checkpoint: Checkpoint, directory: Path, progress: Progress
 ) -> tuple[tuple[FileRecord, ...], bool]:
     """The weight files with their index, and whether any value lost digits."""
     files, lost, index = [], False, {}
-    for old, new in zip(contents.weight_files, shard_names(len(contents.weight_files)), strict=True):
+    for old, new in zip(checkpoint.weight_files, shard_names(len(checkpoint.weight_files)), strict=True):
         members = [n for n in dtypes if source.entries[n].file == old]
         record, rounded = _write(source, members, dtypes, directory, new, progress)
         files.append(record)

@@ -23,13 +23,13 @@ INDEX = "model.safetensors.index.json"
 _NOT_SUMMED = {SUMS, "report.json", "report.html"}
 
 
-def plain_config(contents: Checkpoint) -> dict[str, Any]:
+def plain_config(checkpoint: Checkpoint) -> dict[str, Any]:
     """The config of the values of a checkpoint: without what says how they are stored.
 
     What a conversion of ours replaced in it comes back from its record.
     """
-    config = {k: v for k, v in contents.config.items() if k != "quantization_config"}
-    replaced = read_marker(contents.directory).get("source_config")
+    config = {k: v for k, v in checkpoint.config.items() if k != "quantization_config"}
+    replaced = read_marker(checkpoint.directory).get("source_config")
     for key, value in replaced.items() if isinstance(replaced, dict) else ():
         if value is None:
             config.pop(key, None)
@@ -40,7 +40,7 @@ def plain_config(contents: Checkpoint) -> dict[str, Any]:
     return config
 
 
-def output_config(contents: Checkpoint, plan: Plan) -> dict[str, Any]:
+def output_config(checkpoint: Checkpoint, plan: Plan) -> dict[str, Any]:
     """config.json of the output: the source's, and what the form needs in order to be opened.
 
     Codes that only lpconv opens get an `auto_map` to the loader module, unless the source has code of its own.
@@ -50,14 +50,14 @@ def output_config(contents: Checkpoint, plan: Plan) -> dict[str, Any]:
     ignored, calibrated = _kept_modules(plan, formats), plan.options.calibrate is not None
     experts = () if plan.linears is None else plan.linears.experts
     made = Converted(
-        config=contents.config,
+        config=checkpoint.config,
         settings=settings,
         formats=formats,
         ignored=ignored,
         experts=experts,
         calibrated=calibrated,
     )
-    config = contents.config | plan.form.configured(made)
+    config = checkpoint.config | plan.form.configured(made)
     if plan.form.quantised_by == "lpconv" and "auto_map" not in config and "model_type" in config:
         config["auto_map"] = {"AutoConfig": f"{LOADER.removesuffix('.py')}.Config"}
     return config
@@ -80,15 +80,15 @@ def _is_weight(info: TensorInfo) -> bool:
     return info.name.endswith(".weight")
 
 
-def replaced_config(contents: Checkpoint, plan: Plan) -> dict[str, Any]:
+def replaced_config(checkpoint: Checkpoint, plan: Plan) -> dict[str, Any]:
     """The values of the source's config.json that `output_config` replaces, None for those it adds."""
-    config = output_config(contents, plan)
-    return {k: contents.config.get(k) for k in config if config[k] != contents.config.get(k)}
+    config = output_config(checkpoint, plan)
+    return {k: checkpoint.config.get(k) for k in config if config[k] != checkpoint.config.get(k)}
 
 
-def write_metadata(directory: Path, contents: Checkpoint, plan: Plan, files: Sequence[FileRecord]) -> None:
+def write_metadata(directory: Path, checkpoint: Checkpoint, plan: Plan, files: Sequence[FileRecord]) -> None:
     """Index, config, loader module and residual index. `files` are the weight files with their hashes."""
-    config = output_config(contents, plan)
+    config = output_config(checkpoint, plan)
     write_small(directory / "config.json", ordered_json_text(config))
     if LOADER.removesuffix(".py") in str(config.get("auto_map", "")):
         write_small(directory / LOADER, _loader_source(str(config["model_type"])))
@@ -133,18 +133,18 @@ class Config:
 '''
 
 
-def model_side_files(contents: Checkpoint) -> tuple[str, ...]:
+def model_side_files(checkpoint: Checkpoint) -> tuple[str, ...]:
     """The side files of a checkpoint that belong to the model: its tokenizer and what else came with it.
 
     What belongs to the form of its weights (the folder of residuals, the loader module, checksums) goes with that form
     and is never copied on; nor is the card, which describes one checkpoint.
     """
     of_the_form = {CARD, SUMS, LOADER, *QUANTIZATION_FILES}
-    return tuple(n for n in contents.side_files if n not in of_the_form and not n.startswith(RESIDUAL_FOLDER + "/"))
+    return tuple(n for n in checkpoint.side_files if n not in of_the_form and not n.startswith(RESIDUAL_FOLDER + "/"))
 
 
 def copy_side_files(
-    directory: Path, contents: Checkpoint, names: Iterable[str], renamed: Mapping[str, str]
+    directory: Path, checkpoint: Checkpoint, names: Iterable[str], renamed: Mapping[str, str]
 ) -> tuple[str, ...]:
     """Copy side files, some under another name. Returns the names in `directory`."""
     copied = []
@@ -152,16 +152,16 @@ def copy_side_files(
         target = renamed.get(name, name)
         with writing(directory / target):
             (directory / target).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(contents.directory / name, directory / target)
+            shutil.copyfile(checkpoint.directory / name, directory / target)
         copied.append(target)
     return tuple(copied)
 
 
-def write_provenance(directory: Path, result: ConvertResult, contents: Checkpoint, plan: Plan) -> None:
+def write_provenance(directory: Path, result: ConvertResult, checkpoint: Checkpoint, plan: Plan) -> None:
     """lpconv.json: everything about the output that does not change from run to run or place to place."""
     document: Mapping[str, Any] = to_json(result)
     left_out = {"schema_version", "kind", "output", "seconds", "weights_seconds", "peak_rss_bytes", "command"}
-    changed = replaced_config(contents, plan)
+    changed = replaced_config(checkpoint, plan)
     left_out |= {"calibration"} if result.calibration is None else set()
     kept = {k: v for k, v in document.items() if k not in left_out}
     kept["verify"].pop("files")  # of `lpconv verify`; a conversion copies them

@@ -26,36 +26,36 @@ def inspect(model: Openable) -> InspectResult:
 
     Raises InputError where there is nothing to look at, and for `.bin` checkpoints, whose tables are pickles.
     """
-    contents = Checkpoint.open(model)
-    if contents.kind == "torch":
+    checkpoint = Checkpoint.open(model)
+    if checkpoint.kind == "torch":
         raise InputError(
-            f"`{contents.directory}` holds pickles, which have no header to read",
+            f"`{checkpoint.directory}` holds pickles, which have no header to read",
             hint="`lpconv inspect --stats` opens them, with weights_only=True",
         )
-    stored, problems = _read_headers(contents)
-    return describe(contents, stored, problems=problems + _index_problems(contents, stored))
+    stored, problems = _read_headers(checkpoint)
+    return describe(checkpoint, stored, problems=problems + _index_problems(checkpoint, stored))
 
 
-def describe(contents: Checkpoint, stored: InFiles, *, problems: Sequence[str] = ()) -> InspectResult:
+def describe(checkpoint: Checkpoint, stored: InFiles, *, problems: Sequence[str] = ()) -> InspectResult:
     """The record of a checkpoint whose tensors, with their files, are known; codes and scales are one tensor."""
-    provenance = read_marker(contents.directory)
+    provenance = read_marker(checkpoint.directory)
     records = from_json(tuple[TensorRecord, ...], provenance.get("tensors", []))
     there = {info.name: (info, file) for info, file in stored}
-    headers = Headers.of(contents.config, {name: info for name, (info, _) in there.items()})
+    headers = Headers.of(checkpoint.config, {name: info for name, (info, _) in there.items()})
     forms = recognise(headers)
     not_judged = unread(headers)
     found = Findings() if not_judged else from_headers(headers, forms)
     scales = {t.name: t.scale for t in records if t.scale is not None}
     return InspectResult(
-        path=contents.origin.name,
-        architecture=next(iter(contents.config.get("architectures") or ()), None),
+        path=checkpoint.origin.name,
+        architecture=next(iter(checkpoint.config.get("architectures") or ()), None),
         method=provenance.get("method"),
         format=provenance.get("format"),
         layout=headers.quantised_by,
         bits_per_weight=_bits_per_weight(forms.values()),
         dtypes=_dtypes([info for info, _ in stored]),
         shards=tuple(
-            FileRecord(name=f, size_bytes=(contents.directory / f).stat().st_size) for f in contents.weight_files
+            FileRecord(name=f, size_bytes=(checkpoint.directory / f).stat().st_size) for f in checkpoint.weight_files
         ),
         ties={t.name: t.tied_to for t in records if t.tied_to},
         tensors=tuple(
@@ -72,7 +72,7 @@ def describe(contents: Checkpoint, stored: InFiles, *, problems: Sequence[str] =
         ),
         problems=(*problems, *found.problems),
         warnings=found.warnings,
-        checked=("headers", *(["index"] if contents.weight_map is not None else [])),
+        checked=("headers", *(["index"] if checkpoint.weight_map is not None else [])),
         not_checked=_not_read(headers.quantised_by),
         not_judged=not_judged,
     )
@@ -84,16 +84,16 @@ def _not_read(layout: str | None) -> tuple[str, ...]:
     return (*scales, *([] if layout == "lpconv" else [VALUES]))
 
 
-def beside_model(found: InspectResult, contents: Checkpoint, *, thorough: bool) -> InspectResult:
+def beside_model(found: InspectResult, checkpoint: Checkpoint, *, thorough: bool) -> InspectResult:
     """`found` with what names and shapes tell beside the model that config.json describes, where nothing else is wrong.
 
     Models other than those of known families are only built if `thorough`, since importing transformers takes seconds.
     """
     what = "names and shapes against config.json"
-    why = " (--strict)" if not thorough and known_shapes(contents.config) is None else ""
+    why = " (--strict)" if not thorough and known_shapes(checkpoint.config) is None else ""
     try:
         is_wrong = found.problems or found.not_judged is not None
-        fit = None if is_wrong or why else fit_of(contents, {t.name: t.shape for t in found.tensors})
+        fit = None if is_wrong or why else fit_of(checkpoint, {t.name: t.shape for t in found.tensors})
     except UnsupportedError as e:
         fit, why = None, f": {e.message}"
     if fit is None:
@@ -107,13 +107,13 @@ def _bits_per_weight(forms: Iterable[Stored]) -> float | None:
     return 8 * sum(f.num_bytes for f in coded) / sum(f.num_elements for f in coded) if coded else None
 
 
-def _read_headers(contents: Checkpoint) -> tuple[list[tuple[TensorInfo, str]], list[str]]:
+def _read_headers(checkpoint: Checkpoint) -> tuple[list[tuple[TensorInfo, str]], list[str]]:
     stored: list[tuple[TensorInfo, str]] = []
     problems: list[str] = []
     seen: dict[str, str] = {}
-    for file in contents.weight_files:
+    for file in checkpoint.weight_files:
         try:
-            header = header_of(contents.directory / file, contents.config)
+            header = header_of(checkpoint.directory / file, checkpoint.config)
         except LpconvError as e:
             problems.append(finding(e))
             continue
@@ -125,10 +125,10 @@ def _read_headers(contents: Checkpoint) -> tuple[list[tuple[TensorInfo, str]], l
     return stored, problems
 
 
-def _index_problems(contents: Checkpoint, stored: InFiles) -> list[str]:
-    if contents.weight_map is None:
+def _index_problems(checkpoint: Checkpoint, stored: InFiles) -> list[str]:
+    if checkpoint.weight_map is None:
         return []
-    found, named = {info.name: file for info, file in stored}, contents.weight_map
+    found, named = {info.name: file for info, file in stored}, checkpoint.weight_map
     moved = [n for n, file in named.items() if n in found and found[n] != file]
     lost, more = [n for n in named if n not in found], [n for n in found if n not in named]
     wrong = {"names other files for": moved, "names, and no file holds,": lost, "does not name": more}

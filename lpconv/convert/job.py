@@ -45,7 +45,7 @@ class Job:
     """A conversion that is understood but not begun. `source` is open; who prepares a job closes it. `missing` are
     weights of the model that it lacks.
 
-    `checkpoint` is the source as it lies, `contents` the same with the config of the values that its codes stand for;
+    `checkpoint` is the source as it lies, `plain` the same with the config of the values that its codes stand for;
     `promised` has the hashes that its files were promised to have, and have.
 
     `output` is the directory that is written; where the output is remote, its `url`, that is worked on here.
@@ -54,7 +54,7 @@ class Job:
     output: Path
     url: str | None
     checkpoint: Checkpoint
-    contents: Checkpoint
+    plain: Checkpoint
     promised: Mapping[str, str]
     watch: Watch
     source: Source
@@ -84,30 +84,31 @@ def prepare(checkpoint: Checkpoint, output: Path | str, options: ConvertOptions,
     settings = settings_of(options)
     options, method = settings.options, settings.method
     gates = tuple(map(CONVERT_GATES.parse, options.gates))
-    contents = checkpoint = checkpoint.copied() if options.cache else checkpoint
+    checkpoint = checkpoint.copied() if options.cache else checkpoint
     promised = {} if headers_only else checkpoint.check_promised()
-    watched = watch(contents.directory, [*watched_files(contents), *residual_files(contents.directory)])
+    directory = checkpoint.directory
+    watched = watch(directory, [*watched_files(checkpoint), *residual_files(directory)])
     url = output if isinstance(output, str) and is_url(output) else None
     output = working_folder(url) if url is not None else Path(output)
-    source = open_values(contents)
-    if is_coded(contents):
-        contents = dataclasses.replace(contents, config=plain_config(contents))
+    source, plain = open_values(checkpoint), checkpoint
+    if is_coded(checkpoint):
+        plain = dataclasses.replace(checkpoint, config=plain_config(checkpoint))
     try:
         infos = {n: e.info for n, e in source.entries.items()}
-        check_readable(Headers.of(contents.config, infos))
-        linears = _linears(contents, source) if method.form(options.layout).of_linears else None
+        check_readable(Headers.of(plain.config, infos))
+        linears = _linears(plain, source) if method.form(options.layout).of_linears else None
         made = make_plan(
             {n: (e.info, e.file) for n, e in source.entries.items()},
             method,
             options,
-            ties=_find_ties(source, contents.config),
+            ties=_find_ties(source, plain.config),
             metadata={"lpconv": __version__, "method": method.name},
             linears=linears,
         )
-        output_config(contents, made)  # what it refuses, it refuses now
-        memory = plan_memory(made, contents, gates, output=output, uploads=url is not None)
+        output_config(plain, made)  # what it refuses, it refuses now
+        memory = plan_memory(made, plain, gates, output=output, uploads=url is not None)
         shapes = {n: info.shape for n, info in infos.items()}
-        missing = check_whole(contents, shapes, allow_missing=options.allow_missing)
+        missing = check_whole(plain, shapes, allow_missing=options.allow_missing)
     except BaseException:
         source.close()
         raise
@@ -115,7 +116,7 @@ def prepare(checkpoint: Checkpoint, output: Path | str, options: ConvertOptions,
         output=output,
         url=url,
         checkpoint=checkpoint,
-        contents=contents,
+        plain=plain,
         promised=promised,
         watch=watched,
         source=source,
@@ -157,19 +158,19 @@ def _equal_bytes(source: Source, a: str, b: str) -> bool:
     return True
 
 
-def _linears(contents: Checkpoint, source: Source) -> LinearModules:
+def _linears(checkpoint: Checkpoint, source: Source) -> LinearModules:
     """What the layouts of others have to know of the model."""
-    known = known_linears(contents.config, {n: e.info.shape for n, e in source.entries.items()})
+    known = known_linears(checkpoint.config, {n: e.info.shape for n, e in source.entries.items()})
     if known is not None:
         return known
     from lpconv.models.empty import linear_modules  # transformers takes seconds to import
 
-    return linear_modules(contents, source.entries)
+    return linear_modules(checkpoint, source.entries)
 
 
 def disk_bytes(job: Job) -> int:
     """Bytes that the output will take."""
-    side = sum((job.contents.directory / n).stat().st_size for n in job.contents.side_files)
+    side = sum((job.checkpoint.directory / n).stat().st_size for n in job.checkpoint.side_files)
     return job.plan.bytes_out + side + 4 * 2**20  # reports, card and provenance
 
 
@@ -196,7 +197,8 @@ def check_disk(output: Path, needed: int) -> None:
 
 def identity(job: Job) -> dict[str, Any]:
     """What must be unchanged for a resume."""
-    stats = [(f, (job.contents.directory / f).stat()) for f in job.contents.weight_files]
+    directory = job.checkpoint.directory
+    stats = [(f, (directory / f).stat()) for f in job.checkpoint.weight_files]
     text = job.plan.options.calibrate
     return {
         **({} if text is None else {"calibration text": sha256_of(text_at(text))}),
@@ -204,7 +206,7 @@ def identity(job: Job) -> dict[str, Any]:
         "torch version": importlib.metadata.version("torch"),
         "options": job.plan.fingerprint,
         "source files": [[f, s.st_size, s.st_mtime_ns] for f, s in stats],
-        "source config": hashlib.sha256((job.contents.directory / "config.json").read_bytes()).hexdigest(),
+        "source config": hashlib.sha256((directory / "config.json").read_bytes()).hexdigest(),
     }
 
 

@@ -28,18 +28,18 @@ _UNLIKE, _REPORT = "the source opens and the output does not", "report this, or 
 _COPIES_IN_MEMORY = 2  # the model, and the values that it is given
 
 
-def check_model(contents: Checkpoint) -> None:
+def check_model(checkpoint: Checkpoint) -> None:
     """Refuse a model that memory does not hold before it is built; only its own code knows the size of one with any."""
-    if "auto_map" not in contents.config:
-        check_memory(num_parameters(contents), copies=_COPIES_IN_MEMORY, what="running the model")
+    if "auto_map" not in checkpoint.config:
+        check_memory(num_parameters(checkpoint), copies=_COPIES_IN_MEMORY, what="running the model")
 
 
-def check_inputs(contents: Checkpoint, *, trust_remote_code: bool) -> None:
+def check_inputs(checkpoint: Checkpoint, *, trust_remote_code: bool) -> None:
     """Refuse a model that will not open, or that no inputs can be made for, before the work: by its config alone."""
-    if trust_remote_code and "auto_map" in contents.config:
+    if trust_remote_code and "auto_map" in checkpoint.config:
         return  # which only its own code knows
-    cls = architecture(contents.config)
-    config = read_config(contents, hint="use --verify weights")
+    cls = architecture(checkpoint.config)
+    config = read_config(checkpoint, hint="use --verify weights")
     inputs_for(concrete(cls, config), config)
 
 

@@ -61,7 +61,7 @@ class Memory:
 
 
 def plan_memory(
-    plan: Plan, contents: Checkpoint, gates: tuple[Gate, ...], *, output: Path, uploads: bool = False
+    plan: Plan, checkpoint: Checkpoint, gates: tuple[Gate, ...], *, output: Path, uploads: bool = False
 ) -> Memory:
     """As many workers as the options and memory allow, and what the run takes with them.
 
@@ -72,10 +72,10 @@ def plan_memory(
     """
     options = plan.options
     taken = psutil.Process().memory_info().rss
-    now = taken + (0 if "torch" in sys.modules else _TORCH_BYTES) + _network(plan, contents, output, uploads=uploads)
+    now = taken + (0 if "torch" in sys.modules else _TORCH_BYTES) + _network(plan, checkpoint, output, uploads=uploads)
     available = taken + available_memory()
     budget = min(options.max_memory or available, available)
-    is_light = "model_type" not in contents.config or known_shapes(contents.config) is not None
+    is_light = "model_type" not in checkpoint.config or known_shapes(checkpoint.config) is not None
     loaded = now + (0 if is_light or "transformers" in sys.modules else _BUILDING_BYTES)
     workers = options.workers or min(len(os.sched_getaffinity(0)), _MAX_WORKERS)
     while workers > 1 and loaded + _converting(plan, workers) > budget:
@@ -87,38 +87,38 @@ def plan_memory(
         needed = max(needed, now + _OVERHEAD_BYTES + _TRANSFORMERS_BYTES + _in_files(plan) + CALIBRATING_BYTES)
         if needed > budget:
             raise _too_much("running the model for the scales of its inputs", needed, budget, options)
-    running = now + _running(plan, contents)
+    running = now + _running(plan, checkpoint)
     if options.verify == "logits" or needs_logits(gates):
         if running <= budget:
             return Memory(workers=workers, needed_bytes=max(needed, running))
-        running = now + _running_in_files(plan, contents)
+        running = now + _running_in_files(plan, checkpoint)
         if running > budget:
             raise _too_much("running both models for their outputs", running, budget, options)
         return Memory(workers=workers, needed_bytes=max(needed, running), in_files=True)
-    why = _why_no_logits(plan, contents)
+    why = _why_no_logits(plan, checkpoint)
     if why is None and running > budget:
         why = _too_much("running both models", running, budget, options).message
     return Memory(workers=workers, needed_bytes=needed if why else max(needed, running), no_logits=why)
 
 
-def _why_no_logits(plan: Plan, contents: Checkpoint) -> str | None:
+def _why_no_logits(plan: Plan, checkpoint: Checkpoint) -> str | None:
     """Why `--verify auto` does not run the models, however much memory there is; None where it does."""
     options = plan.options
     if options.verify != "auto":
         return f"--verify {options.verify} does not run the models"
     if plan.bytes_in > _AUTO_LOGITS_BYTES:
         return f"{plan.bytes_in / 1e9:.1f} GB of weights are more than are run unasked; ask for the level logits"
-    if "auto_map" in contents.config and not options.trust_remote_code:
+    if "auto_map" in checkpoint.config and not options.trust_remote_code:
         return "the checkpoint brings its own code, which needs --trust-remote-code"
-    if "model_type" not in contents.config:
+    if "model_type" not in checkpoint.config:
         return "config.json names no model_type"
     return None
 
 
-def _network(plan: Plan, contents: Checkpoint, output: Path, *, uploads: bool) -> int:
+def _network(plan: Plan, checkpoint: Checkpoint, output: Path, *, uploads: bool) -> int:
     """What a store takes: pieces that are read of it, and parts on their way to it. What was uploaded is read back."""
     written = [p.name for p in output.glob("*.safetensors")] if os.path.isdir(output) else []
-    downloads = any_pointer(contents.directory, contents.weight_files) or any_pointer(output, written)
+    downloads = any_pointer(checkpoint.directory, checkpoint.weight_files) or any_pointer(output, written)
     if not downloads and not uploads:
         return 0
     sent = max((sum(upload_bytes(f.size_bytes) for f in s.files) for s in plan.shards), default=0) if uploads else 0
@@ -137,21 +137,21 @@ def _converting(plan: Plan, workers: int) -> int:
     return _OVERHEAD_BYTES + len(plan.tensors) * _TENSOR_BYTES + buffers + temporary + sides + tables
 
 
-def _running(plan: Plan, contents: Checkpoint) -> int:
+def _running(plan: Plan, checkpoint: Checkpoint) -> int:
     """Both models, one at a time; then their outputs."""
     parameters = sum(t.info.num_elements for t in plan.tensors)
     models = 4 * parameters * _COPIES_IN_MEMORY
-    return _OVERHEAD_BYTES + _TRANSFORMERS_BYTES + max(models, _outputs(contents))
+    return _OVERHEAD_BYTES + _TRANSFORMERS_BYTES + max(models, _outputs(checkpoint))
 
 
-def _running_in_files(plan: Plan, contents: Checkpoint) -> int:
+def _running_in_files(plan: Plan, checkpoint: Checkpoint) -> int:
     """Activations, rows of matrices and vectors of both models, one at a time; then their outputs.
 
     Only the models that bring no code of their own, which may use a weight in any way, are known to run so.
     """
-    if "auto_map" in contents.config:
-        return _running(plan, contents)
-    return _OVERHEAD_BYTES + _TRANSFORMERS_BYTES + _in_files(plan) + _outputs(contents)
+    if "auto_map" in checkpoint.config:
+        return _running(plan, checkpoint)
+    return _OVERHEAD_BYTES + _TRANSFORMERS_BYTES + _in_files(plan) + _outputs(checkpoint)
 
 
 def _in_files(plan: Plan) -> int:
@@ -159,11 +159,11 @@ def _in_files(plan: Plan) -> int:
     return _ROWS_BYTES + sum(4 * t.info.num_elements for t in plan.tensors if len(t.info.shape) < 2)
 
 
-def _outputs(contents: Checkpoint) -> int:
+def _outputs(checkpoint: Checkpoint) -> int:
     """What a head makes as wide as the vocabulary."""
-    has_head = any("LM" in name or "For" in name for name in contents.config.get("architectures") or ())
-    inner = contents.config.get("text_config")
-    words = (inner if isinstance(inner, dict) else contents.config).get("vocab_size")
+    has_head = any("LM" in name or "For" in name for name in checkpoint.config.get("architectures") or ())
+    inner = checkpoint.config.get("text_config")
+    words = (inner if isinstance(inner, dict) else checkpoint.config).get("vocab_size")
     return words * _LOGITS_BYTES_PER_WORD if has_head and isinstance(words, int) else 0
 
 

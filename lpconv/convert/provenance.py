@@ -22,7 +22,7 @@ def source_record(job: Job) -> SourceRecord:
     """The source with the sizes of its weight files, and the hashes that a hub promised and they were found to have."""
     files = tuple(
         FileRecord(name=f, size_bytes=job.watch.size_bytes(f), sha256=job.promised.get(f))
-        for f in job.contents.weight_files
+        for f in job.checkpoint.weight_files
     )
     origin = job.checkpoint.origin
     return SourceRecord(name=origin.name, resolved=origin.resolved, revision=origin.revision, files=files)
@@ -52,7 +52,7 @@ def plan_warnings(job: Job) -> tuple[str, ...]:
     """What is odd about the plan of a job."""
     plan, warnings = job.plan, []
     if isinstance(job.source, DecodedSource):
-        held = sum((job.contents.directory / name).stat().st_size for name in job.contents.weight_files)
+        held = sum((job.checkpoint.directory / name).stat().st_size for name in job.checkpoint.weight_files)
         decoded = size_text(plan.bytes_in)
         warnings.append(
             f"the source has codes, {size_text(held)} on disk; sizes here are beside their values in fp32, {decoded}"

@@ -41,8 +41,8 @@ def restore_ours(directory: Path, output: Path, *, force: bool, progress: Progre
     changed = check_hashes(directory, progress).mismatched
     if changed:
         raise InputError(f"`{changed[0]}` does not match its SHA-256 in {SUMS}", hint="fetch the output again")
-    contents = Checkpoint.open(directory)
-    watched = watch(directory, [MARKER, *watched_files(contents), *residual_files(directory)])
+    checkpoint = Checkpoint.open(directory)
+    watched = watch(directory, [MARKER, *watched_files(checkpoint), *residual_files(directory)])
     with (
         OutputReader.from_directory(directory) as reader,
         Staging(output, {"restore": str(directory)}, force=force) as staging,
@@ -52,18 +52,18 @@ def restore_ours(directory: Path, output: Path, *, force: bool, progress: Progre
         exact = all(_is_exact(r) for r in records if r.action == "convert")
         progress.start("restoring", sum(r.bytes_in for r in records))
         files, index = [], {}
-        for name in contents.weight_files:
+        for name in checkpoint.weight_files:
             members = [r for r in records if reader.file_of(r.name) == name]
             files.append(_write(reader, name, members, staging.directory, progress))
             index.update(dict.fromkeys((r.name for r in members), name))
-        if len(contents.weight_files) > 1:
+        if len(checkpoint.weight_files) > 1:
             total = sum(r.bytes_in for r in records)
             write_small(
                 staging.directory / "model.safetensors.index.json", ordered_json_text(weight_index(index, total))
             )
-        write_small(staging.directory / "config.json", ordered_json_text(plain_config(contents)))
+        write_small(staging.directory / "config.json", ordered_json_text(plain_config(checkpoint)))
         copy_side_files(
-            staging.directory, contents, model_side_files(contents), renamed={"README.source.md": "README.md"}
+            staging.directory, checkpoint, model_side_files(checkpoint), renamed={"README.source.md": "README.md"}
         )
         write_small(staging.directory / MARKER, ordered_json_text(_origin(provenance, exact=exact)))
         watched.check()

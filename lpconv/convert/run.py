@@ -64,7 +64,7 @@ def plan(model: Openable, output: Path | str, options: ConvertOptions) -> PlanRe
             tensors=tuple(planned_record(t) for t in job.plan.tensors),
             bytes=ByteCounts(read=job.plan.bytes_in, written=job.plan.bytes_out),
             shards=tuple(FileRecord(name=f.name, size_bytes=f.size_bytes) for f in job.plan.files),
-            side_files=job.contents.side_files,
+            side_files=job.checkpoint.side_files,
             memory_bytes=job.memory.needed_bytes,
             disk_bytes=disk_bytes(job),
             disk_free_bytes=free_bytes(job.output),
@@ -178,8 +178,8 @@ def _check_can_run(job: Job) -> None:
     from lpconv.convert.logits import check_inputs, check_model  # transformers takes seconds to import
 
     if not job.memory.in_files:
-        check_model(job.contents)
-    check_inputs(job.contents, trust_remote_code=options.trust_remote_code)
+        check_model(job.plain)
+    check_inputs(job.plain, trust_remote_code=options.trust_remote_code)
 
 
 def _working_folder(job: Job) -> Staging:
@@ -216,9 +216,9 @@ def _carry_out(job: Job, staging: Staging, asked: _Asked, calibration: Calibrati
     others_wrote = bool(staging.done)  # an interrupted run, or the workers of parts
     files, tensors = _write_weights(job, staging, asked.progress)
     weights_seconds = None if others_wrote else time.perf_counter() - before
-    write_metadata(staging.directory, job.contents, job.plan, files)
-    names = sorted({*model_side_files(job.contents), *({CARD} & set(job.contents.side_files))})
-    side_files = copy_side_files(staging.directory, job.contents, names, renamed={CARD: "README.source.md"})
+    write_metadata(staging.directory, job.plain, job.plan, files)
+    names = sorted({*model_side_files(job.plain), *({CARD} & set(job.checkpoint.side_files))})
+    side_files = copy_side_files(staging.directory, job.plain, names, renamed={CARD: "README.source.md"})
     verify = verify_written(job, staging.directory, tensors, asked.progress)
     if job.plan.options.layout != "lpconv":  # scales have been compared with the source, where they were to be
         problems = (*verify.problems, *inspect(staging.directory).problems)
@@ -229,7 +229,7 @@ def _carry_out(job: Job, staging: Staging, asked: _Asked, calibration: Calibrati
         residual=job.plan.options.residual,
         output=job.url or str(job.output),
         source=source_record(job),
-        architecture=next(iter(job.contents.config.get("architectures") or ()), None),
+        architecture=next(iter(job.plain.config.get("architectures") or ()), None),
         tensors=tensors,
         files=files,
         side_files=side_files,
@@ -249,7 +249,7 @@ def _carry_out(job: Job, staging: Staging, asked: _Asked, calibration: Calibrati
     command = asked.command and command_line(public.name, job.plan.options)
     published = dataclasses.replace(result, source=public, command=command)
     write_small(staging.directory / "README.md", markdown(model_card(published)))
-    write_provenance(staging.directory, published, job.contents, job.plan)
+    write_provenance(staging.directory, published, job.plain, job.plan)
     write_sums(staging.directory, files)
     if not asked.names_source:
         result = dataclasses.replace(result, source=public)

@@ -73,13 +73,13 @@ def judged(found: InspectResult, model: Openable) -> InspectResult:
     codes. Raises InputError where files cannot be read."""
     if "scales" not in found.not_checked or found.problems or found.not_judged:
         return found
-    contents = Checkpoint.open(model)
-    with closing(open_source(contents)) as source:
-        forms = recognise(Headers.of(contents.config, {n: e.info for n, e in source.entries.items()}))
+    checkpoint = Checkpoint.open(model)
+    with closing(open_source(checkpoint)) as source:
+        forms = recognise(Headers.of(checkpoint.config, {n: e.info for n, e in source.entries.items()}))
         grids = {n: grid for n, form in forms.items() if (grid := grid_of(form))}
         if not grids:
             return found
-        told = _of_weights(grids, source, contents, is_ours=found.method is not None) + _of_inputs(source)
+        told = _of_weights(grids, source, checkpoint, is_ours=found.method is not None) + _of_inputs(source)
     return replace(
         found,
         problems=told.problems,
@@ -89,9 +89,9 @@ def judged(found: InspectResult, model: Openable) -> InspectResult:
     )
 
 
-def _of_weights(grids: Mapping[str, Grid], source: Source, contents: Checkpoint, *, is_ours: bool) -> Findings:
+def _of_weights(grids: Mapping[str, Grid], source: Source, checkpoint: Checkpoint, *, is_ours: bool) -> Findings:
     found = {n: _look(grid, source) for n, grid in grids.items()}
-    config = contents.config.get("quantization_config") or {}
+    config = checkpoint.config.get("quantization_config") or {}
     problems = (*_no_numbers(found), *_dead(found, grids, source), *_parts(grids, source, config))
     warnings = (*_unequal(found), *_of_products(grids, found, source), *_lost(found, is_ours=is_ours), *_cut(found))
     return Findings(problems=(*problems, *_inverted(found, grids)), warnings=(*warnings, *_odd(found, grids, source)))

@@ -35,19 +35,19 @@ def inspect_with_statistics(model: Openable, progress: Progress) -> InspectResul
 
     Codes of lpconv are measured unscaled. What others quantised is only read where nothing is wrong with it.
     """
-    contents = Checkpoint.open(model)
-    with closing(open_source(contents)) as source:
+    checkpoint = Checkpoint.open(model)
+    with closing(open_source(checkpoint)) as source:
         infos = [(e.info, e.file) for e in source.entries.values()]
-        if contents.kind != "torch":
-            found = inspect(contents)
+        if checkpoint.kind != "torch":
+            found = inspect(checkpoint)
         else:
-            found = describe(contents, infos)
+            found = describe(checkpoint, infos)
         if found.layout not in READ:
             return _with_statistics(found, source, progress)
-    found = judged(found, contents)
+    found = judged(found, checkpoint)
     if found.problems or found.not_judged:
         return found
-    with StoredTensors.open(contents) as stored:
+    with StoredTensors.open(checkpoint) as stored:
         measured = _with_statistics(found, DecodedSource(stored), progress)
         tensors = tuple(_with_share(t, stored) for t in measured.tensors)
         many = tuple(w for t in tensors if (w := _warning(t, stored.forms[t.name])))

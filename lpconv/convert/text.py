@@ -138,8 +138,8 @@ def windows_of(
 
 
 @contextmanager
-def _opened(contents: Checkpoint) -> Iterator[Any]:
-    with open_in_files(contents) as (model, missing):
+def _opened(checkpoint: Checkpoint) -> Iterator[Any]:
+    with open_in_files(checkpoint) as (model, missing):
         if missing or model.base_model is model:
             what = f"the checkpoint lacks `{missing[0]}`" if missing else f"`{type(model).__name__}` is a bare model"
             raise UnsupportedError(f"{what}: there are no outputs over tokens to compare", hint=_HINT)

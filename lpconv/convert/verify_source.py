@@ -176,12 +176,12 @@ def _document_problems(
     job: Job, plan: Plan, directory: Path, provenance: Mapping[str, Any], index: Mapping[str, Any]
 ) -> list[str]:
     """What config.json, the index and lpconv.json say otherwise than source and conversion do."""
-    wanted, config = output_config(job.contents, plan), read_json(directory / "config.json")
+    wanted, config = output_config(job.plain, plan), read_json(directory / "config.json")
     keys = sorted(k for k in wanted.keys() | config.keys() if wanted.get(k, _ABSENT) != config.get(k, _ABSENT))
     problems = [f"config.json: `{k}` is not what the source and the conversion make it" for k in keys]
     if (directory / INDEX).exists() and read_json(directory / INDEX) != index:
         problems.append(f"{INDEX} is not the index of these files")
-    if provenance["source_config"] != replaced_config(job.contents, plan):
+    if provenance["source_config"] != replaced_config(job.plain, plan):
         problems.append(f"{MARKER}: `source_config` is not what the conversion replaced")
     options = plan.options
     said = {"method": options.method, "format": options.format, "residual": options.residual}

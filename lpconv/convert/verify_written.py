@@ -95,7 +95,7 @@ def check_outputs(job: Job, directory: Path, *, automatic: bool) -> LogitsCheck:
 
     try:
         if not job.memory.in_files:
-            check_model(job.contents)
+            check_model(job.plain)
     except LpconvError as e:
         if not automatic:
             raise

@@ -20,7 +20,7 @@ def write_shards(
     progress.start("converting", sum(s.bytes_read for s in shards))
     with SingleThreadedTorch():
         # Many small pieces of a remote file take longer than all of it.
-        is_here = not any_pointer(job.contents.directory, job.contents.weight_files)
+        is_here = not any_pointer(job.checkpoint.directory, job.checkpoint.weight_files)
         engine = Engine(job.source, workers=job.memory.workers, progress=progress, guesses=is_here)
         try:
             for shard in shards:

@@ -41,9 +41,9 @@ class ExportOptions:
     force: Force = False
 
 
-def has_fp8(contents: Checkpoint) -> bool:
+def has_fp8(checkpoint: Checkpoint) -> bool:
     """Whether any tensor is in 8 bits, from headers alone."""
-    with closing(open_source(contents)) as source:
+    with closing(open_source(checkpoint)) as source:
         return any(e.info.dtype in _FLOAT8_DTYPES for e in source.entries.values())
 
 

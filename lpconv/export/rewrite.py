@@ -75,13 +75,13 @@ _DTYPE_NAMES = {
 }  # fmt: skip
 
 
-def stored_weights(contents: Checkpoint) -> Iterator[StoredWeight]:
+def stored_weights(checkpoint: Checkpoint) -> Iterator[StoredWeight]:
     """Every floating-point tensor of a checkpoint, one at a time, as the sum of components that it is stored as.
 
     Collage's integer residuals, multipoint's rows and scales of blocks are nothing that a graph could add: those
     weights come decoded, in fp32.
     """
-    with StoredTensors.open(contents) as stored:
+    with StoredTensors.open(checkpoint) as stored:
         for name in stored.forms:
             components = tuple(ComponentValues(codes=codes, scale=factor) for codes, factor in stored.summands(name))
             if components[0].codes.dtype in _FLOATS:

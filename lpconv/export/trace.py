@@ -56,14 +56,14 @@ class Traceable:
         return found
 
 
-def traceable(contents: Checkpoint) -> Traceable:
+def traceable(checkpoint: Checkpoint) -> Traceable:
     """Open a checkpoint; where it holds no weights for its architecture's head, the bare model.
 
     Raises UnsupportedError for models that transformers does not open or lpconv has no inputs for, ResourceError where
     memory will not do.
     """
-    check_memory(num_parameters(contents), copies=_COPIES_IN_MEMORY, what="exporting")
-    opened = open_to_trace(contents)
+    check_memory(num_parameters(checkpoint), copies=_COPIES_IN_MEMORY, what="exporting")
+    opened = open_to_trace(checkpoint)
     inputs = tracing_inputs(opened.model)
     with torch.inference_mode(), model_errors("the model does not run", hint="this model cannot be exported"):
         out = opened.model(**inputs)

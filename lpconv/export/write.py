@@ -31,35 +31,37 @@ MODEL_FILE = "model.onnx"
 _DATA_FILE = "model.onnx.data"
 
 
-def export(contents: Checkpoint, output: Path, options: ExportOptions, opset: int, progress: Progress) -> ExportResult:
+def export(
+    checkpoint: Checkpoint, output: Path, options: ExportOptions, opset: int, progress: Progress
+) -> ExportResult:
     """Export a checkpoint into the directory `output`; raises as `export_onnx` does."""
     started = time.perf_counter()
-    contents.check_promised()
-    watched = watch(contents.directory, watched_files(contents))
-    check_whole(contents, allow_missing=options.allow_missing)
-    identity = {"export": contents.origin.name, "opset": opset}
+    checkpoint.check_promised()
+    watched = watch(checkpoint.directory, watched_files(checkpoint))
+    check_whole(checkpoint, allow_missing=options.allow_missing)
+    identity = {"export": checkpoint.origin.name, "opset": opset}
     with Staging(output, identity, force=options.force) as staging, _tidied(staging):
-        source = _source_record(contents)
-        result = _write_model(staging.directory, source, contents, options, opset, progress)
+        source = _source_record(checkpoint)
+        result = _write_model(staging.directory, source, checkpoint, options, opset, progress)
         result = dataclasses.replace(result, output=str(output), seconds=time.perf_counter() - started)
-        _write_side_files(staging.directory, contents, result)
+        _write_side_files(staging.directory, checkpoint, result)
         watched.check()
         staging.publish()
     return result
 
 
 def _write_model(
-    directory: Path, source: SourceRecord, contents: Checkpoint, options: ExportOptions, opset: int, told: Progress
+    directory: Path, source: SourceRecord, checkpoint: Checkpoint, options: ExportOptions, opset: int, told: Progress
 ) -> ExportResult:
     """Write the graph and check it; the record lacks the output's name and the time."""
-    provenance = read_marker(contents.directory)
+    provenance = read_marker(checkpoint.directory)
     told.start("opening the model", 0)
-    opened = traceable(contents)
+    opened = traceable(checkpoint)
     told.start("tracing the graph", 0)
     graph = trace(opened.model, opened.inputs, opened.axes, output=opened.output, opset=opset)
     told.start("storing the weights", 0)
-    rewritten = rewrite(graph, opened.parameters, stored_weights(contents))
-    _describe(graph, source, contents)
+    rewritten = rewrite(graph, opened.parameters, stored_weights(checkpoint))
+    _describe(graph, source, checkpoint)
     files = _save(graph, directory, external=options.external_data)
     cases = [(inputs, opened.run(inputs)) for inputs in (opened.inputs, other_inputs(opened.inputs))]
     result = ExportResult(
@@ -99,20 +101,20 @@ def _tidied(staging: Staging) -> Iterator[None]:
         raise
 
 
-def _source_record(contents: Checkpoint) -> SourceRecord:
+def _source_record(checkpoint: Checkpoint) -> SourceRecord:
     """The checkpoint that is exported, its weight files with their hashes."""
     files = tuple(
         FileRecord(name=f, size_bytes=path.stat().st_size, sha256=sha256_of(path))
-        for f in contents.weight_files
-        if (path := contents.directory / f)
+        for f in checkpoint.weight_files
+        if (path := checkpoint.directory / f)
     )
-    origin = contents.origin
+    origin = checkpoint.origin
     return SourceRecord(name=origin.name, resolved=origin.resolved, revision=origin.revision, files=files)
 
 
-def _describe(graph: ir.Model, source: SourceRecord, contents: Checkpoint) -> None:
+def _describe(graph: ir.Model, source: SourceRecord, checkpoint: Checkpoint) -> None:
     """The file says where it comes from, without a path of this machine."""
-    public, provenance = public_source(source), read_marker(contents.directory)
+    public, provenance = public_source(source), read_marker(checkpoint.directory)
     graph.producer_name, graph.producer_version = "lpconv", __version__
     origin = provenance.get("source") or {}
     facts = {
@@ -171,10 +173,10 @@ def _check(path: Path, cases: Sequence[Case], options: ExportOptions) -> OnnxChe
     return check
 
 
-def _write_side_files(directory: Path, contents: Checkpoint, result: ExportResult) -> None:
+def _write_side_files(directory: Path, checkpoint: Checkpoint, result: ExportResult) -> None:
     """Tokenizer and other side files, the config of the values, and the provenance, which holds no times."""
-    copy_side_files(directory, contents, model_side_files(contents), renamed={})
-    write_small(directory / "config.json", ordered_json_text(plain_config(contents)))
+    copy_side_files(directory, checkpoint, model_side_files(checkpoint), renamed={})
+    write_small(directory / "config.json", ordered_json_text(plain_config(checkpoint)))
     public = dataclasses.replace(result, source=public_source(result.source))
     document = {k: v for k, v in to_json(public).items() if k not in ("output", "seconds")}
     write_small(directory / MARKER, ordered_json_text({"format_version": 1, **document}))

@@ -76,23 +76,23 @@ class DecodedSource:
         self._stored.close()
 
 
-def stored_shapes(contents: Checkpoint) -> dict[str, tuple[int, ...]]:
+def stored_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
     """The shapes of the tensors that the files stand for by name, from headers. Raises what `open_source` does, and
     UnsupportedError for the layouts that are not read."""
-    with closing(open_source(contents)) as source:
-        headers = Headers.of(contents.config, {n: e.info for n, e in source.entries.items()})
+    with closing(open_source(checkpoint)) as source:
+        headers = Headers.of(checkpoint.config, {n: e.info for n, e in source.entries.items()})
     check_readable(headers)
     return {name: form.shape for name, form in recognise(headers).items()}
 
 
-def is_coded(contents: Checkpoint) -> bool:
+def is_coded(checkpoint: Checkpoint) -> bool:
     """Whether the tensors of a checkpoint stand for others: it is quantised, or keeps residuals beside its weights."""
-    return quantized_by(contents.config) is not None or (contents.directory / RESIDUAL_INDEX).exists()
+    return quantized_by(checkpoint.config) is not None or (checkpoint.directory / RESIDUAL_INDEX).exists()
 
 
-def open_values(contents: Checkpoint) -> Source:
+def open_values(checkpoint: Checkpoint) -> Source:
     """The tensors of any checkpoint as plain ones. Raises UnsupportedError for the layouts that are not read.
 
     Raises InputError for what `StoredTensors.open` and `open_source` refuse.
     """
-    return DecodedSource(StoredTensors.open(contents)) if is_coded(contents) else open_source(contents)
+    return DecodedSource(StoredTensors.open(checkpoint)) if is_coded(checkpoint) else open_source(checkpoint)

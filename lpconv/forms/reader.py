@@ -45,18 +45,18 @@ class StoredTensors:
     `residuals` are what `read_residual` found, or `find_residual` for who has just written them.
     """
 
-    def __init__(self, contents: Checkpoint, residuals: Residuals | None) -> None:
-        self.checkpoint = contents
+    def __init__(self, checkpoint: Checkpoint, residuals: Residuals | None) -> None:
+        self.checkpoint = checkpoint
         with ExitStack() as opened:
-            self._root = open_source(contents)
+            self._root = open_source(checkpoint)
             opened.callback(self._root.close)
             self._low: Source | None = None
             if residuals is not None:
-                self._low = SafetensorsSource(residuals.contents)
+                self._low = SafetensorsSource(residuals.as_checkpoint)
                 opened.callback(self._low.close)
             low = self._low.entries if self._low is not None else {}
             self._headers = Headers.of(
-                contents.config,
+                checkpoint.config,
                 {n: e.info for n, e in self._root.entries.items()},
                 low={n: e.info for n, e in low.items()},
                 residual=residuals.form if residuals is not None else "",
@@ -67,15 +67,15 @@ class StoredTensors:
             self._opened = opened.pop_all()
 
     @classmethod
-    def open(cls, checkpoint: Openable) -> Self:
+    def open(cls, model: Openable) -> Self:
         """All of a checkpoint, its residual proven to belong to it.
 
         Raises InputError where it does not, and where a scale or a residual fits no form of its tensor;
         UnsupportedError for the layouts that are not read.
         """
-        contents = open_readable(checkpoint)
-        made = cls(contents, read_residual(contents.directory))
-        wrong = made._disagreement(is_ours=(contents.directory / MARKER).exists())
+        checkpoint = open_readable(model)
+        made = cls(checkpoint, read_residual(checkpoint.directory))
+        wrong = made._disagreement(is_ours=(checkpoint.directory / MARKER).exists())
         if wrong is not None:
             made.close()
             raise InputError(wrong, hint=FETCH_AGAIN)

@@ -24,21 +24,21 @@ _EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..*)")
 _HINT = "lpconv builds the models of this release of transformers"
 
 
-def empty_model(contents: Checkpoint) -> nn.Module:
+def empty_model(checkpoint: Checkpoint) -> nn.Module:
     """The class that the config names, on the meta device. Raises UnsupportedError where it cannot be built."""
-    config = read_config(contents, hint=_HINT)
+    config = read_config(checkpoint, hint=_HINT)
     with quiet_transformers(), torch.device("meta"), model_errors("config.json builds no model", hint=_HINT):
-        model: nn.Module = concrete(architecture(contents.config), config)._from_config(config)
+        model: nn.Module = concrete(architecture(checkpoint.config), config)._from_config(config)
     return model
 
 
-def compare_empty(contents: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+def compare_empty(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
     """What transformers reports when it loads tensors of these names and shapes into `empty_model`: fields of a `Fit`.
 
     Raises UnsupportedError where that cannot be built.
     """
-    model = empty_model(contents)
-    name, config = type(model).__name__, read_config(contents, hint=_HINT)
+    model = empty_model(checkpoint)
+    name, config = type(model).__name__, read_config(checkpoint, hint=_HINT)
     state = {n: torch.empty(shape, device="meta") for n, shape in shapes.items()}
     lists = {f"{n}." for n, m in model.named_modules() if isinstance(m, nn.ModuleList)}
     lists |= {x.removeprefix(f"{model.base_model_prefix}.") for x in lists}
@@ -53,7 +53,7 @@ def compare_empty(contents: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -
     experts = _missing_experts(shapes) if wrong else ()
     return {
         "model": name,
-        "missing": tuple(sorted({*missing_of(architecture(contents.config), report), *experts})),
+        "missing": tuple(sorted({*missing_of(architecture(checkpoint.config), report), *experts})),
         "extra": tuple(sorted(extra)),
         "unused": tuple(sorted(left - extra)),
         "shapes": {} if experts else dict(sorted(wrong.items())),
@@ -67,18 +67,18 @@ def _missing_experts(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted({f"{b}{i}{leaf}" for b in blocks for i in numbers for leaf in leaves} - there.keys()))
 
 
-def num_parameters(contents: Checkpoint) -> int:
+def num_parameters(checkpoint: Checkpoint) -> int:
     """Numbers in the model that config.json describes. Raises UnsupportedError where it cannot be built."""
-    return sum(p.numel() for p in empty_model(contents).parameters())
+    return sum(p.numel() for p in empty_model(checkpoint).parameters())
 
 
-def linear_modules(contents: Checkpoint, names: Iterable[str]) -> LinearModules:
+def linear_modules(checkpoint: Checkpoint, names: Iterable[str]) -> LinearModules:
     """The modules of a model that readers may take for quantised. Raises UnsupportedError where it cannot be built.
 
     `names` are those of the tensors in the files. Modules that transformers keeps in fp32, whatever a config says,
     count with those that cannot be.
     """
-    model = empty_model(contents)
+    model = empty_model(checkpoint)
     wide = {*(getattr(model, "_keep_in_fp32_modules", None) or ())}
     stored = _stored_names(model, names)
     plain: dict[str, str] = {}  # with the model's names

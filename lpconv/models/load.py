@@ -63,33 +63,33 @@ def load_with_missing(
 ) -> tuple[Any, tuple[str, ...]]:
     """`load`, and the names of the parameters that the checkpoint does not hold: they are freshly initialised."""
     register()
-    contents = open_readable(path)
-    stored_shapes(contents)  # of layouts that are read, which pickles say only now
-    cls = model_class or architecture(contents.config, trusted=_trusted(contents, kwargs))
-    has_residual = (contents.directory / RESIDUAL_INDEX).exists()
+    checkpoint = open_readable(path)
+    stored_shapes(checkpoint)  # of layouts that are read, which pickles say only now
+    cls = model_class or architecture(checkpoint.config, trusted=_trusted(checkpoint, kwargs))
+    has_residual = (checkpoint.directory / RESIDUAL_INDEX).exists()
     kwargs["output_loading_info"] = True
-    is_elsewhere = any_pointer(contents.directory, contents.weight_files)
-    if not (has_residual or is_elsewhere or quantized_by(contents.config) in READ):
-        model, info = cls.from_pretrained(contents.directory, dtype=dtype or "auto", **kwargs)
+    is_elsewhere = any_pointer(checkpoint.directory, checkpoint.weight_files)
+    if not (has_residual or is_elsewhere or quantized_by(checkpoint.config) in READ):
+        model, info = cls.from_pretrained(checkpoint.directory, dtype=dtype or "auto", **kwargs)
         return model.eval(), missing_of(cls, info)
     dtype = dtype or (torch.float32 if has_residual else None)
-    with StoredTensors.open(contents) as stored:
-        return _assembled(contents, stored, StoredTensors.tensor, model_class=cls, dtype=dtype, **kwargs)
+    with StoredTensors.open(checkpoint) as stored:
+        return _assembled(checkpoint, stored, StoredTensors.tensor, model_class=cls, dtype=dtype, **kwargs)
 
 
 def _load_resident(
     path: Openable, *, dtype: torch.dtype | None, model_class: Any, **kwargs: Any
 ) -> tuple[Any, tuple[str, ...]]:
     """`load_with_missing`, with codes that stay what they are."""
-    contents = Checkpoint.open(path)
-    if quantized_by(contents.config) is None:
-        return load_with_missing(contents, dtype=dtype, model_class=model_class, **kwargs)
-    cls = model_class or architecture(contents.config, trusted=_trusted(contents, kwargs))
+    checkpoint = Checkpoint.open(path)
+    if quantized_by(checkpoint.config) is None:
+        return load_with_missing(checkpoint, dtype=dtype, model_class=model_class, **kwargs)
+    cls = model_class or architecture(checkpoint.config, trusted=_trusted(checkpoint, kwargs))
     kwargs.setdefault("experts_implementation", "eager")  # which takes one at a time
-    with StoredTensors.open(contents) as stored:
-        model, missing = _assembled(contents, stored, _resident, model_class=cls, dtype=dtype, **kwargs)
+    with StoredTensors.open(checkpoint) as stored:
+        model, missing = _assembled(checkpoint, stored, _resident, model_class=cls, dtype=dtype, **kwargs)
         save_as_codes(model, stored.others())
-    model.config.quantization_config = contents.config["quantization_config"]
+    model.config.quantization_config = checkpoint.config["quantization_config"]
     if LOADER in str(getattr(model.config, "auto_map", "")):  # which `save_pretrained` does not copy
         del model.config.auto_map
     return model, missing
@@ -102,23 +102,23 @@ def open_in_files(path: Openable) -> Iterator[tuple[Any, tuple[str, ...]]]:
     A layer takes the memory of a few of its rows, for as long as it multiplies by them, and every pass reads the files
     again. The model runs inside the context only.
     """
-    contents = Checkpoint.open(path)
-    with StoredTensors.open(contents) as stored, quiet_transformers():
-        cls = architecture(contents.config)
-        model, missing = from_files(contents, stored, model_class=cls, experts_implementation="eager")
+    checkpoint = Checkpoint.open(path)
+    with StoredTensors.open(checkpoint) as stored, quiet_transformers():
+        cls = architecture(checkpoint.config)
+        model, missing = from_files(checkpoint, stored, model_class=cls, experts_implementation="eager")
         model.config.use_cache = False  # keys and values of past tokens would be kept for nothing
         yield model, missing
 
 
 def from_files(
-    contents: Checkpoint, stored: StoredTensors, *, model_class: Any, **kwargs: Any
+    checkpoint: Checkpoint, stored: StoredTensors, *, model_class: Any, **kwargs: Any
 ) -> tuple[Any, tuple[str, ...]]:
     """The model in fp32 of open tensors, whose matrices stay in their files until somebody reads them."""
-    return _assembled(contents, stored, _in_files, model_class=model_class, dtype=torch.float32, **kwargs)
+    return _assembled(checkpoint, stored, _in_files, model_class=model_class, dtype=torch.float32, **kwargs)
 
 
 def _assembled(
-    contents: Checkpoint,
+    checkpoint: Checkpoint,
     stored: StoredTensors,
     tensor: Callable[[StoredTensors, str], Tensor],
     *,
@@ -130,13 +130,13 @@ def _assembled(
     config = copy.deepcopy(kwargs.pop("config", None))
     if config is None:
         config, kwargs = transformers.AutoConfig.from_pretrained(
-            contents.directory, return_unused_kwargs=True, **kwargs
+            checkpoint.directory, return_unused_kwargs=True, **kwargs
         )
     state = {name: tensor(stored, name) for name in stored.forms}
     cls = concrete(model_class, config)
     model, report = from_state(cls, config, state, dtype=dtype or config.dtype, **kwargs)
-    if model.can_generate() and (contents.directory / "generation_config.json").exists():
-        model.generation_config = transformers.GenerationConfig.from_pretrained(contents.directory)
+    if model.can_generate() and (checkpoint.directory / "generation_config.json").exists():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(checkpoint.directory)
     return model, missing_of(model_class, report)
 
 
@@ -163,9 +163,9 @@ def _resident(stored: StoredTensors, name: str) -> Tensor:
     return CodedTensor.whole(form, stored.parts(name))
 
 
-def _trusted(contents: Checkpoint, kwargs: Mapping[str, Any]) -> Path | None:
+def _trusted(checkpoint: Checkpoint, kwargs: Mapping[str, Any]) -> Path | None:
     """Where the checkpoint's own Python code lies, where it may run."""
-    return contents.directory if kwargs.get("trust_remote_code") else None
+    return checkpoint.directory if kwargs.get("trust_remote_code") else None
 
 
 def from_state(model_class: Any, config: Any, state: dict[str, Tensor], **kwargs: Any) -> tuple[Any, Mapping[str, Any]]:

@@ -160,19 +160,19 @@ def blueprint(preset_or_checkpoint: str | Checkpoint) -> Blueprint:
     return Blueprint(model_class=model_class, config=config, checkpoint=preset_or_checkpoint)
 
 
-def read_config(contents: Checkpoint, *, hint: str) -> Any:
+def read_config(checkpoint: Checkpoint, *, hint: str) -> Any:
     """The config as transformers has it; UnsupportedError for models of another release, or with code of their own."""
     with quiet_transformers(), model_errors("transformers does not open this model", hint=hint):
-        return transformers.AutoConfig.from_pretrained(contents.directory, trust_remote_code=False)
+        return transformers.AutoConfig.from_pretrained(checkpoint.directory, trust_remote_code=False)
 
 
-def reads_text(contents: Checkpoint, *, hint: str) -> Any:
+def reads_text(checkpoint: Checkpoint, *, hint: str) -> Any:
     """The config of a model that reads token ids and nothing else; UnsupportedError for any other."""
-    config = read_config(contents, hint=hint)
-    cls = concrete(architecture(contents.config), config)
+    config = read_config(checkpoint, hint=hint)
+    cls = concrete(architecture(checkpoint.config), config)
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedError(f"`{cls.__name__}` is an encoder with a decoder, which does not run here", hint=hint)
-    reads = main_input(contents.config)
+    reads = main_input(checkpoint.config)
     if reads != "input_ids":
         raise UnsupportedError(f"`{cls.__name__}` reads `{reads}`, not token ids", hint=hint)
     return config

@@ -26,9 +26,9 @@ def load_rows(
     With the names of parameters that the checkpoint lacks, and of matrices that this rank held whole for a while.
     Buffers and what is missing are whole too.
     """
-    contents = Checkpoint.open(path)
-    with StoredTensors.open(contents) as stored:
-        model, missing = from_files(contents, stored, model_class=model_class, **kwargs)
+    checkpoint = Checkpoint.open(path)
+    with StoredTensors.open(checkpoint) as stored:
+        model, missing = from_files(checkpoint, stored, model_class=model_class, **kwargs)
         read_whole = {n for n, p in model.named_parameters() if p.ndim > 1 and not isinstance(p, CodedTensor)}
         _keep_rows(model, mesh)
     return model, missing, tuple(sorted(read_whole.difference(missing)))

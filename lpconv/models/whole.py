@@ -56,15 +56,15 @@ class Fit:
         return (what,) if self.unused else ()
 
 
-def check_whole(contents: Checkpoint, shapes: Shapes | None = None, *, allow_missing: bool) -> tuple[str, ...]:
+def check_whole(checkpoint: Checkpoint, shapes: Shapes | None = None, *, allow_missing: bool) -> tuple[str, ...]:
     """The weights that the files lack, if `allow_missing`; none for models that transformers does not build.
 
     `shapes` are by default those of `stored_shapes`, whose errors are raised too. Raises InputError for missing and
     extra weights, and for wrong shapes whatever is allowed.
     """
-    shapes = stored_shapes(contents) if shapes is None else shapes
+    shapes = stored_shapes(checkpoint) if shapes is None else shapes
     try:
-        fit = fit_of(contents, shapes)
+        fit = fit_of(checkpoint, shapes)
     except UnsupportedError:
         return ()
     if fit.shapes or (fit.problems and not allow_missing):
@@ -77,16 +77,16 @@ def check_whole(contents: Checkpoint, shapes: Shapes | None = None, *, allow_mis
     return fit.missing
 
 
-def fit_of(contents: Checkpoint, shapes: Shapes) -> Fit:
+def fit_of(checkpoint: Checkpoint, shapes: Shapes) -> Fit:
     """The tensors that the files stand for beside the model that config.json describes.
 
     Raises UnsupportedError where transformers does not build the model.
     """
-    known, is_tied = known_shapes(contents.config), contents.config.get("tie_word_embeddings") is True
+    known, is_tied = known_shapes(checkpoint.config), checkpoint.config.get("tie_word_embeddings") is True
     if known is not None and known == {**({_HEAD: known[_HEAD]} if is_tied else {}), **shapes}:
         return Fit()
-    if "model_type" not in contents.config:
+    if "model_type" not in checkpoint.config:
         raise UnsupportedError("config.json names no model_type", hint="add it to compare names and shapes with")
     from lpconv.models.empty import compare_empty  # transformers takes seconds to import
 
-    return Fit(**compare_empty(contents, shapes))
+    return Fit(**compare_empty(checkpoint, shapes))
