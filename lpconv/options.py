@@ -27,7 +27,7 @@ Bound = Ge | Gt | Lt
 
 @dataclass(frozen=True, eq=False)
 class Option:
-    """What a field of options means, beside its type and default.
+    """Meaning of a field of options, next to its type and default.
 
     `help` is a phrase without a full stop: a noun for a value, an imperative for a flag. `default` says in words what
     None, or an empty tuple, comes to. `panel` is its place in ``--help``. `name` is the key in a manifest, by default
@@ -89,17 +89,17 @@ class Declared:
 
     @property
     def name(self) -> str:
-        """Its key in manifests."""
+        """Key in manifests."""
         return self.option.name or self.field
 
     @property
     def flag(self) -> str:
-        """Its long spelling on the command line."""
+        """Long spelling on the command line."""
         return "--" + (self.option.flag or self.name).replace("_", "-")
 
     @property
     def help(self) -> str:
-        """A sentence, with what it comes to where nothing is given; another one with its choices."""
+        """Help text: the phrase with the default, and the choices."""
         o = self.option
         default = f" (default: {o.default})" if o.default else ""
         choices = f" {'Any' if self.is_many else 'One'} of {', '.join(o.choices)}." if o.choices else ""
@@ -107,7 +107,7 @@ class Declared:
 
     @property
     def expected(self) -> str:
-        """What a value has to be, in words."""
+        """Description of the allowed values."""
         o = self.option
         if o.expects:
             return o.expects
@@ -115,7 +115,7 @@ class Declared:
         return {bool: "true or false", int: "a whole number", float: "a number"}.get(self.type, "text") + words
 
     def read(self, text: str) -> Any:
-        """One value, of text. Raises UsageError for text that is none."""
+        """Parse one value from text. Raises UsageError for text that is not valid."""
         try:
             return (self.option.parse or self.type)(text)
         except ValueError as e:
@@ -123,7 +123,7 @@ class Declared:
 
     @property
     def hint(self) -> str:
-        """What to write, for somebody who wrote something else."""
+        """Hint for somebody who wrote an invalid value."""
         if self.type is bool:
             return "write true or false"
         example = self.option.example or {int: "2", float: "0.1"}.get(self.type)
@@ -200,7 +200,7 @@ def words_for(record: type[Any], values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def make(record: type[T], values: Mapping[str, Any]) -> T:
-    """The record with `values` by the options' names; the rest is as the record has it."""
+    """Make a record from `values` by option names; all other fields keep their defaults."""
     found: dict[str, Any] = {}
     for field, group, option in _fields(record):
         if group is not None:
@@ -228,7 +228,7 @@ def check(options: Any) -> None:
 
 
 def check_value(declared: Declared, value: Any) -> Any:
-    """One value of an option, as `check` does it for all of them."""
+    """Check one value of an option, and return it; raises as `check` does."""
     o = declared.option
     if o.choices is not None:
         find(o.what or declared.name.replace("_", " "), value, dict.fromkeys(o.choices))

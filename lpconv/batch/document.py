@@ -33,7 +33,7 @@ def read_document(path: Path) -> Any:
 
 
 class _TextLoader(yaml.BaseLoader):
-    """Mappings, lists and text: the types of YAML that nobody has to guess."""
+    """YAML loader that reads every scalar as text, so that no type is guessed."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         keys = [self.construct_object(key) for key, _ in node.value]

@@ -126,7 +126,7 @@ def lock_entry(job: BatchJob, outcome: JobOutcome, folder: Path) -> LockEntry:
 
 
 def _locked_settings(job: BatchJob, folder: Path) -> dict[str, Any]:
-    """Those of a job's options that decide what is done and how it is judged, JSON-able."""
+    """The options that decide what a job does and how it is judged, as JSON."""
     settings = _lockable(to_json(job.options), job)
     for declared in KINDS[job.kind].fields.values():
         if declared.option.is_path and settings[declared.field] is not None:
@@ -219,7 +219,7 @@ def _show(value: Any) -> str:
 
 
 def _source_differences(entry: LockEntry, folder: Path, *, since: float | None) -> Iterator[str]:
-    """Changes of a local source, since a time or, for None, at all."""
+    """Files of a local source that differ from the lock; with `since`, only those modified after that time."""
     directory = folder / entry.resolved
     if not entry.resolved.startswith(".") or not directory.is_dir():
         return

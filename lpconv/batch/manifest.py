@@ -212,7 +212,7 @@ _ELSEWHERE = _elsewhere()
 
 @contextmanager
 def _at(place: str) -> Iterator[None]:
-    """Put `place` before the message of a UsageError, which may itself begin with a place inside of it."""
+    """Prefix the message of a UsageError with its place in the manifest."""
     try:
         yield
     except UsageError as e:

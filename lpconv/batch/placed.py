@@ -124,7 +124,7 @@ class Placement:
             self._steps = [step for step in self._steps if not self._place(step)]
 
     def _is_ready(self, job: BatchJob) -> bool:
-        """Whether all that it needs of this batch has come to an end."""
+        """Whether all jobs that it needs have ended."""
         return not any(need == other.id and need not in self._results for need in job.needs for other in self._jobs)
 
     def _prepare(self, job: BatchJob) -> None:
@@ -158,7 +158,7 @@ class Placement:
         )
 
     def _place(self, step: _Step) -> bool:
-        """Whether a step needs not wait any more."""
+        """Submit a step if a machine has room; returns whether it need not wait any longer."""
         if step.job.id in self._results:  # another part of it failed
             return True
         if not self._executor.has_room(step.task.needs):
@@ -189,7 +189,7 @@ class Placement:
         )
 
     def _take(self, step: _Step, answer: Answer) -> None:
-        """What a task said: the job's result, its failure, or that a part is there."""
+        """Record the end of a task: the job's result, its failure, or a finished part."""
         job = step.job
         if job.id in self._results:
             return
@@ -204,7 +204,7 @@ class Placement:
                 self._steps.append(self._step(job, "", "--finish"))
 
     def _conclude(self, job: BatchJob, result: JobResult) -> None:
-        """A job's end, with the time of its longest part."""
+        """Record the end of a job, with the time of its longest part."""
         result = dataclasses.replace(result, seconds=result.seconds + self._seconds.get(job.id, 0.0))
         self._record(result, None if result.error is None else JobFailedError(job.id, result.error))
 

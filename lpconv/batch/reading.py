@@ -97,7 +97,7 @@ def _mapping(fields: Mapping[str, Declared]) -> dict[str, Any]:
 
 
 def schema_of(declared: Declared) -> dict[str, Any]:
-    """What JSON Schema says of an option."""
+    """JSON Schema of one option."""
     schema = _adapter(declared).json_schema()
     if declared.is_many:
         listed = {"type": "array", "items": schema}
@@ -111,7 +111,7 @@ def schema_of(declared: Declared) -> dict[str, Any]:
 
 @functools.cache
 def _adapter(declared: Declared) -> TypeAdapter[Any]:
-    """What reads one value."""
+    """The pydantic adapter that reads one value."""
     o = declared.option
     if declared.type is FormatRule:
         return TypeAdapter(Annotated[Any, PlainValidator(_read_rule), WithJsonSchema(_RULE_SCHEMA)])
@@ -134,7 +134,7 @@ def _adapter(declared: Declared) -> TypeAdapter[Any]:
 
 
 def _no_flag(raw: Any) -> Any:
-    """pydantic takes True for 1."""
+    """Refuse a boolean where a number is expected; pydantic would take True for 1."""
     if isinstance(raw, bool):
         raise ValueError("a flag")
     return raw

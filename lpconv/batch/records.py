@@ -22,7 +22,7 @@ class JobFailedError(LpconvError):
 
 
 def job_result(job: BatchJob, status: str) -> JobResult:
-    """The record of a job of which nothing more is known."""
+    """The record of a job of which only the status is known."""
     return JobResult(
         id=job.id,
         kind=job.kind,
@@ -39,7 +39,7 @@ def held_back(job: BatchJob, lacking: Sequence[str]) -> JobResult:
 
 
 def filled(result: JobResult, outcome: JobOutcome) -> JobResult:
-    """The record with what running or planning the job gave."""
+    """Add the outcome of running or planning a job to its record."""
     return replace(
         result,
         source=outcome.source,
@@ -57,7 +57,7 @@ def failed(job: BatchJob, error: JobError) -> JobResult:
 
 
 def job_error(error: BaseException) -> JobError:
-    """What a job raised."""
+    """The record of what a job raised."""
     error = out_of_memory(error) or from_system(error) or error
     if isinstance(error, LpconvError):
         return JobError(code=error.exit_code, kind=error.kind, message=error.message, hint=error.hint,
@@ -99,5 +99,5 @@ def said_error(answer: Answer) -> JobError:
 
 
 def stops(failure: BaseException, keep_going: bool) -> bool:
-    """Whether the jobs after a failure are not run."""
+    """Whether a failure stops the batch."""
     return not keep_going or isinstance(failure, InterruptedRunError) or not isinstance(failure, Exception)

@@ -31,7 +31,7 @@ from lpconv.results.batch import DONE, FAILED, NOT_RUN, PLANNED, UP_TO_DATE, Bat
 
 
 class BatchEvents(Protocol):
-    """Told how a batch goes on. `index` counts from 0."""
+    """Callbacks for the progress of a batch. `index` counts from 0."""
 
     def job_started(self, job: BatchJob, index: int, total: int) -> None: ...
 
@@ -42,7 +42,7 @@ class BatchEvents(Protocol):
 
 
 class SilentEvents:
-    """Events that nobody listens to."""
+    """Callbacks that do nothing."""
 
     def job_started(self, job: BatchJob, index: int, total: int) -> None: ...
 
@@ -121,7 +121,7 @@ def run_batch(
 def _run_all(
     jobs: tuple[BatchJob, ...], run_job: Callable[[BatchJob], JobResult], keep_going: bool, events: BatchEvents
 ) -> tuple[tuple[JobResult, ...], BaseException | None]:
-    """The results of all jobs, and what the last failed one raised."""
+    """Run all jobs; returns their results and the exception of the last that failed."""
     results: list[JobResult] = []
     failure: BaseException | None = None
     for index, job in enumerate(jobs):
@@ -157,7 +157,7 @@ class _BatchRun:
         return self.known(job) or (self._plan(job) if self.dry_run else self._carry_out(job))
 
     def known(self, job: BatchJob) -> JobResult | None:
-        """The result of a job that needs no work. Raises what speaks against running it."""
+        """The result of a job that needs no work. Raises an error for a job that must not run."""
         lacking = [need for need in job.needs if not self._output_of(need).exists()]
         if lacking and self.dry_run:
             return replace(

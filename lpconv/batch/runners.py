@@ -37,7 +37,7 @@ from lpconv.train.outcome import gate_problem
 
 @dataclass(frozen=True, kw_only=True)
 class JobRunner:
-    """What does one kind of job, and what says beforehand what it would do, as far as that can be said.
+    """Runs one kind of job, and plans it: what it would do, as far as that is known beforehand.
 
     Both raise an `LpconvError` for every failure that is not a bug. A job is done when `run` returns.
     """
@@ -150,7 +150,7 @@ def _probe(job: BatchJob, progress: Progress) -> JobOutcome:
 
 
 def _look(job: BatchJob) -> JobOutcome:
-    """A measurement is not estimated; that its model is there is said beforehand."""
+    """Plan of a measurement: only its model is looked up, nothing is estimated."""
     revision = None if isinstance(job.options, BenchOptions) else job.options.revision
     return JobOutcome(source=_source(job, revision=revision))
 
@@ -168,7 +168,7 @@ FINISHING = RUNNERS | {"convert": JobRunner(run=_finish, plan=_plan_conversion)}
 
 
 def _source(job: BatchJob, *, revision: str | None = None) -> SourceRecord:
-    """What the job's model is, with the sizes of its weight files; a bench's preset has none."""
+    """The source record of a job's model, with the sizes of its weight files; a bench's preset has none."""
     if isinstance(job.options, BenchOptions) and job.model in PRESETS:
         return SourceRecord(name=job.model, resolved=job.model)
     return _record(Checkpoint.open(job.model, revision=revision))
@@ -181,6 +181,6 @@ def _record(checkpoint: Checkpoint) -> SourceRecord:
 
 
 def _finetune_figures(result: FinetuneResult) -> dict[str, float]:
-    """Those that gates can ask for, where they were measured."""
+    """The measured figures that gates can use."""
     figures = {name: figure(result) for name, figure in FINETUNE_GATES.metrics.items()}
     return {name: value for name, value in figures.items() if value is not None}

@@ -42,7 +42,7 @@ class Needs:
     memory: int = 0
 
     def fits(self, machine: "Needs") -> bool:
-        """Whether a machine has as much."""
+        """Whether a machine has enough of everything."""
         return self.cpus <= machine.cpus and self.gpus <= machine.gpus and self.memory <= machine.memory
 
     def __str__(self) -> str:
@@ -84,13 +84,13 @@ class Executor(Protocol):
         """Whether to submit a task now, or after others have ended."""
 
     def submit(self, task: Task) -> Future[Answer]:
-        """Begin it. Its future raises MachineLostError where it has to be done again."""
+        """Start a task. Its future raises MachineLostError if it has to be repeated."""
 
     def stop(self) -> None:
         """End all tasks, so that they can be resumed; their futures come to an end soon."""
 
     def close(self) -> None:
-        """Let go of what it holds, once no task runs any more."""
+        """Release resources once no task runs."""
 
 
 def run_task(

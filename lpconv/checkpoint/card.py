@@ -1,4 +1,4 @@
-"""What the model card of a checkpoint says that a card of something made from it has to repeat."""
+"""Facts of a model card that the card of a derived checkpoint has to repeat: licence and base model."""
 
 from pathlib import Path
 

@@ -44,7 +44,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; InputError for anything else, of it UnreadError where the disk fails."""
+    """Read a JSON object from a file. Raises InputError for anything else, UnreadError if the disk fails."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         json.dumps(document, ensure_ascii=False).encode()  # an escaped lone surrogate parses, and can never be written
@@ -58,7 +58,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _with_quantization(config: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """The config, with the settings of quantisation that an older tool put into a file of its own."""
+    """Add `quantization_config` to the config if an older tool wrote it to a file of its own."""
     if config.get("quantization_config") is not None:
         return config
     for name, method in QUANTIZATION_FILES.items():
@@ -72,7 +72,7 @@ def _with_quantization(config: dict[str, Any], directory: Path) -> dict[str, Any
 
 
 def check_config(config: dict[str, Any], path: Path) -> None:
-    """The keys that lpconv itself reads have the types that transformers gives them, and layers have an end.
+    """Check the keys of a config that lpconv reads: their types, and a sane number of layers.
 
     Raises InputError for what is damaged.
     """
@@ -90,7 +90,7 @@ def check_config(config: dict[str, Any], path: Path) -> None:
 
 
 def _no_checkpoint(directory: Path) -> InputError:
-    """The refusal of a directory without config.json: what it holds instead, where that is known."""
+    """Error for a directory without config.json; says what it holds instead, if that is known."""
     if (directory / _ADAPTER).is_file():
         base = read_json(directory / _ADAPTER).get("base_model_name_or_path")
         return InputError(
@@ -162,13 +162,13 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def is_plain(name: str) -> bool:
-    """A relative path that stays below its directory."""
+    """Whether a name is a relative path that stays below its directory."""
     path = PurePosixPath(name)
     return bool(name) and not path.is_absolute() and ".." not in path.parts and "\\" not in name and "\0" not in name
 
 
 def check_inside(directory: Path, name: str) -> None:
-    """Raises InputError for a name that is no file, or a link out of `directory`.
+    """Raise InputError for a name that is not a regular file, or that leads out of `directory`.
 
     The Hugging Face cache is an exception: its snapshots link to its blobs.
     """
@@ -185,13 +185,13 @@ def check_inside(directory: Path, name: str) -> None:
 
 
 def _check_file_name(directory: Path, name: str) -> None:
-    """Refuse names that a list of checksums cannot hold: line breaks, and bytes that are no UTF-8."""
+    """Raise InputError for a file name that SHA256SUMS cannot hold: line breaks, or bytes that are not UTF-8."""
     if not name.isprintable():
         raise InputError(f"file name {name!r} in `{directory}` has unprintable characters", hint="rename the file")
 
 
 def find_side_files(directory: Path, weight_files: Collection[str]) -> tuple[str, ...]:
-    """All other files of a checkpoint, relative to it, sorted. Raises InputError for names that cannot be copied."""
+    """All files besides weights and config, sorted. Raises InputError for names that cannot be copied."""
     found = tuple(sorted(_side_files(directory, set(weight_files))))
     for name in found:
         _check_file_name(directory, name)

@@ -101,7 +101,7 @@ def _parse_header(raw: bytes | bytearray, *, file_size: int, path: Path) -> Head
 
 
 def check_name(name: object, path: Path) -> None:
-    """Raises InputError for a tensor name of `path` that no header can hold or no terminal should be sent."""
+    """Raise InputError for a tensor name that no header can hold, or that is not safe to print."""
     if not isinstance(name, str) or name == _METADATA:
         raise InputError(f"`{path}`: {name!r} is no name of a tensor", hint="is it a model checkpoint?")
     if not name.isprintable():

@@ -1,4 +1,4 @@
-"""Whether a source is what it was: one that changes under a reader gives an output that is neither old nor new."""
+"""Detect a source that changes while it is read, since the output would be neither the old nor the new one."""
 
 import hashlib
 import struct
@@ -16,17 +16,17 @@ _END_BYTES = 2**16  # of other files: a zip keeps its table, with a checksum of 
 
 @dataclass(frozen=True, kw_only=True)
 class Watch:
-    """Files of a directory as they were: size, time, inode, and a hash of headers."""
+    """State of some files at one time: size, modification time, inode, and a hash of their headers."""
 
     directory: Path
     seen: Mapping[str, tuple[int, int, int, str]]
 
     def size_bytes(self, name: str) -> int:
-        """Size of a file as it was; -1 where there was none."""
+        """Recorded size of a file; -1 if it did not exist."""
         return self.seen[name][0]
 
     def check(self) -> None:
-        """Raise InputError for the first file that is not what it was."""
+        """Raise InputError for the first file that has changed since."""
         for name, before in self.seen.items():
             if _look(self.directory / name) != before:
                 raise InputError(

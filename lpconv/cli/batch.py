@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class _Events:
-    """Says on stderr which job runs; writes JUnit and the table whether jobs failed or not."""
+    """Report each job on stderr; write the JUnit file and the table at the end, even if jobs failed."""
 
     def __init__(self, progress: "Progress", junit: str | None, as_json: bool) -> None:
         self._progress, self._junit, self._json = progress, junit, as_json
@@ -125,7 +125,7 @@ def _write_part(manifest: "Manifest", options: BatchOptions, shard: str, progres
 
 
 def _check_alone(manifest: "Manifest", options: BatchOptions) -> None:
-    """Parts are of one conversion."""
+    """Raise UsageError unless --shard and --finish are used for exactly one conversion."""
     from lpconv.convert.shares import Part
 
     if options.shard is not None:
@@ -136,7 +136,7 @@ def _check_alone(manifest: "Manifest", options: BatchOptions) -> None:
 
 
 def _executor(manifest: "Manifest", options: BatchOptions, *, progress: "Progress", quiet: bool) -> "Executor | None":
-    """Where jobs run, None for this process. Raises UsageError for an address without a cluster."""
+    """The executor that runs jobs, None for this process. Raises UsageError for --address without --executor ray."""
     name, address, parallel = options.executor, options.address, options.parallel
     if name == "local" and address is not None:
         raise UsageError("--address is that of a cluster", hint="add --executor ray")

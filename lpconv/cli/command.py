@@ -1,4 +1,4 @@
-"""What commands share: parameters that are made of a record of options, other parameters, and printing a result."""
+"""What all commands share: parameters made from a record of options, common parameters, and printing a result."""
 
 import functools
 import inspect
@@ -16,7 +16,7 @@ from lpconv.options import Declared, make, options_of
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with its parameter `options`, a record, spread: one parameter for each of the record's options.
+    """The command with its parameter `options` replaced by one parameter for each option of the record.
 
     Texts become values, and the record is made, as the command is called. Raises UsageError for what does not parse.
     """
@@ -40,7 +40,7 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _parameter_of(record: type[Any], name: str) -> Any:
-    """One option of a record as an annotation, for a command that shares it with those that take the whole record."""
+    """Annotation of one option of a record, for a command that does not take the whole record."""
     return _parameter(options_of(record)[name]).annotation
 
 
@@ -63,7 +63,7 @@ def _parameter(declared: Declared) -> inspect.Parameter:
 
 
 def _typed(declared: Declared) -> tuple[Any, Any]:
-    """The type that typer is told, and the default."""
+    """The type and the default of an option's parameter, as typer takes them."""
     if declared.is_many and declared.option.comma:
         return (str, ",".join(map(str, declared.default))) if declared.default else (str | None, None)
     if declared.is_many:
@@ -74,7 +74,7 @@ def _typed(declared: Declared) -> tuple[Any, Any]:
 
 
 def _value(declared: Declared, given: Any) -> Any:
-    """What the record takes, of what typer gives."""
+    """Convert typer's value to the type of the option's field."""
     if declared.is_many:
         texts = given.split(",") if declared.option.comma else given
         return tuple(map(declared.read, without_blanks(declared.flag, texts)))
@@ -82,7 +82,7 @@ def _value(declared: Declared, given: Any) -> Any:
 
 
 def without_blanks(flag: str, texts: Sequence[str]) -> list[str]:
-    """The values of an option, stripped. Raises UsageError for an empty one, which would turn a check off."""
+    """Strip the values of an option. Raises UsageError for an empty value, which would turn a check off."""
     stripped = [text.strip() for text in texts]
     if not all(stripped):
         raise UsageError(f"{flag} has an empty value", hint="leave the option out, or set the variable that it is from")
@@ -102,7 +102,7 @@ def typed_command() -> str:
 
 
 def print_result(result: Any, render: Callable[[Any], Any], *, json: bool) -> None:
-    """The result on stdout: one JSON object with a schema version, or what `render` makes of it for a terminal.
+    """Print the result: one JSON object with a schema version, or what `render` makes of it for a terminal.
 
     Several results stand in the object's `runs`.
     """

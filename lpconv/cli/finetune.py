@@ -23,7 +23,7 @@ def _list_recipes(wanted: bool) -> None:
 
 
 def _show_plan(model: str, options: FinetuneOptions, *, json: bool) -> None:
-    """The memory that a step needs of each rank."""
+    """Print the memory that a step needs on each rank."""
     from lpconv.report.memory import memory_document
     from lpconv.train.run import plan
 

@@ -1,4 +1,4 @@
-"""From exceptions and signals to messages and exit codes."""
+"""Turn exceptions and signals into messages and exit codes."""
 
 import contextlib
 import functools
@@ -34,10 +34,10 @@ class _Terminated(BaseException):
 
 
 class Commands(TyperGroup):
-    """The commands as a group whose parser refuses under --json as `handled` does."""
+    """Group of commands that also reports parser errors as JSON under --json."""
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, **extra: Any) -> Any:
-        """As typer has it, but for a JSON document under --json where an option or an argument is wrong."""
+        """Run as typer does, but report a wrong option or argument as a JSON document under --json."""
         args = list(sys.argv[1:] if args is None else args)
         if "--json" not in args or not extra.get("standalone_mode", True):
             return super().main(args, *rest, **extra)
@@ -51,7 +51,7 @@ class Commands(TyperGroup):
 
 
 def handled(command: Callable[P, None]) -> Callable[P, None]:
-    """The command with its failures as one message on stderr (and a JSON document under --json) and an exit code."""
+    """Wrap a command: a failure becomes one message on stderr, a JSON document under --json, and an exit code."""
 
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -105,7 +105,7 @@ def _check_memory(command: str) -> None:
 
 @contextlib.contextmanager
 def _terminable() -> Iterator[None]:
-    """SIGTERM raises `_Terminated` inside, and does afterwards what it did before: a test or a notebook goes on."""
+    """Raise `_Terminated` on SIGTERM inside the block, and restore the previous handler after it."""
     before = signal.signal(signal.SIGTERM, _terminate)
     try:
         yield
@@ -136,5 +136,5 @@ def _fail(error: LpconvError, as_json: bool) -> None:
 
 
 def _say(what: str, text: str) -> None:
-    """A message on stderr. It may quote names from a file that anybody made, so no control character gets through."""
+    """Print a message on stderr. Control characters are escaped, since it may quote names from an untrusted file."""
     print(f"{what}: " + "\n".join(map(printable, text.split("\n"))), file=sys.stderr)

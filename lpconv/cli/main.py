@@ -32,7 +32,7 @@ _TALKATIVE = ("torchao", "torch.utils._pytree")
 
 
 class _Made(Mapping[str, Any]):
-    """The commands, each imported when it is asked for: a start pays for the one that runs."""
+    """Mapping of command names to commands. Each is imported on first use, so a start pays only for its own."""
 
     def __getitem__(self, name: str) -> Any:
         if name not in COMMANDS:
@@ -52,7 +52,7 @@ class _Made(Mapping[str, Any]):
 
 
 def _paragraphs(doc: str) -> str:
-    """A docstring with each paragraph on a line of its own, which the terminal wraps at its own width."""
+    """Join each paragraph of a docstring into one line, so that the terminal can wrap it at its own width."""
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in doc.split("\n\n"))
 
 

@@ -18,7 +18,7 @@ QUESTIONS = {
 
 
 def first_screen() -> str:
-    """What `lpconv` alone prints."""
+    """Text that `lpconv` prints if no command is given."""
     return "\n".join(
         [
             f"lpconv {__version__}: Hugging Face checkpoints in low-precision forms that still are the model.",
@@ -32,7 +32,7 @@ def first_screen() -> str:
 
 
 def next_steps() -> str:
-    """What to do after the demo, with a model of one's own."""
+    """Commands to try after the demo, for the user's own model."""
     wanted = list(QUESTIONS)[:5]
     return "\n".join(["With a model of your own:", "", *_lines({q: QUESTIONS[q] for q in wanted})])
 

@@ -51,7 +51,7 @@ class Kind:
     page_file: str = "report.html"
 
     def find(self, run: str) -> Path | None:
-        """The file that a folder or file means; None where it is something else."""
+        """The file with the result of this kind at a path; None if there is none."""
         path = Path(run) / self.file if self.file and Path(run).is_dir() else Path(run)
         if self.kind is None:
             return path if _is_json(path) else None
@@ -59,12 +59,12 @@ class Kind:
 
 
 def kind_of(run: str) -> Kind | None:
-    """Of the run that a folder or file holds; None where it holds none."""
+    """The kind of the run in a folder or file; None if it holds no run."""
     return next((kind for kind in _KINDS if kind.find(run) is not None), None)
 
 
 def one_kind(runs: Sequence[str]) -> tuple[Kind, list[Path]]:
-    """The kind of all runs, and their files; refuses what is no run, and runs of several kinds."""
+    """The kind and the files of some runs. Raises InputError for a path without a run, UsageError for mixed kinds."""
     kinds: dict[str, Kind] = {}
     paths = []
     for run in runs:
@@ -86,7 +86,7 @@ def _no_run(run: Path) -> InputError:
 
 
 def name_of(path: Path) -> str:
-    """What to call the run that a file records: its folder, or the file where many may lie in one."""
+    """Display name of a run: its folder, or its file if a folder may hold many."""
     return path.resolve().parent.name if path.name in (REPORT, PROBE_FILE, ADVICE_FILE) else path.stem
 
 
@@ -104,7 +104,7 @@ def runs_in(folder: Path, depth: int = _DEPTH) -> Iterator[tuple[Kind, Path, Any
 
 
 def _read(path: Path) -> Iterator[tuple[Kind, Path, Any]]:
-    """The run that a path means, if it means one."""
+    """Yield the run at a path, if there is one."""
     kind: Kind = _KINDS[-1]
     try:
         kind = kind_of(str(path)) or kind
@@ -116,7 +116,7 @@ def _read(path: Path) -> Iterator[tuple[Kind, Path, Any]]:
 
 
 def ask_probe(path: Path, format: str | None = None) -> ProbeReport:
-    """What a probe says about a format, or about those that everybody asks for."""
+    """Read a probe and assess one format, or the usual ones."""
     from lpconv.probe.advice import DEFAULT_FORMATS, answer  # with torch
     from lpconv.probe.record import read_probe
 
