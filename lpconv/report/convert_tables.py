@@ -8,8 +8,7 @@ from lpconv.report.convert_words import besides_rounding
 from lpconv.report.document import Cell, Row, Section, Table
 from lpconv.report.numbers import count_text, error_text, number_text, scale_text, shape_text, size_text, sqnr_text
 from lpconv.report.tensors import (
-    DoneGroup,
-    LayerGroup,
+    converted,
     done_groups,
     in_layer_order,
     layer_groups,
@@ -40,7 +39,7 @@ def done_sections(tensors: Sequence[TensorRecord]) -> tuple[Section, Section]:
         nothing = Section(title="Tensors", blocks=("The checkpoint holds no tensors.",))
         return nothing, replace(nothing, blocks=())
     columns = ("Action", "Tensors", "<Format", "Before", "After", "<Why")
-    whole = Table(columns=(*columns, "<For example"), rows=tuple((*done_row(g), g.example) for g in groups))
+    whole = Table(columns=(*columns, "<For example"), rows=tuple((*done_row(g), g[0].name) for g in groups))
     brief = Table(columns=columns, rows=tuple(map(done_row, groups)), most=_GROUPS)
     return (
         Section(title="What was done, and why", blocks=(whole,), only="page"),
@@ -48,10 +47,11 @@ def done_sections(tensors: Sequence[TensorRecord]) -> tuple[Section, Section]:
     )
 
 
-def done_row(g: DoneGroup) -> tuple[str, ...]:
+def done_row(group: Sequence[TensorRecord]) -> tuple[str, ...]:
     """What was done to a group of tensors: action, number, formats, size before and after, and why."""
-    formats = f"{g.source_dtype} → {g.format}" if g.action == "convert" else g.source_dtype
-    return g.action, count_text(g.num_tensors), formats, size_text(g.bytes_in), size_text(g.bytes_out), g.reason
+    t, before, after = group[0], sum(t.bytes_in for t in group), sum(t.bytes_out for t in group)
+    formats = f"{t.source_dtype} → {t.format}" if t.action == "convert" else t.source_dtype
+    return t.action, count_text(len(group)), formats, size_text(before), size_text(after), t.reason
 
 
 def worst_table(tensors: Sequence[TensorRecord], count: int) -> Table:
@@ -81,7 +81,7 @@ def layer_section(tensors: Sequence[TensorRecord]) -> Section:
     columns = ("Module", "Tensors", "Converted", "Elements", "Before", "After", "Lowest SQNR, dB", "Max rel. error")
     table = Table(
         columns=(*columns, "Saturated", "To zero"),
-        rows=tuple(map(_layer_row, groups[:_MOST])),
+        rows=tuple(_layer_row(module, tensors) for module, tensors in list(groups.items())[:_MOST]),
         has_names=True,
         sortable=True,
     )
@@ -89,15 +89,21 @@ def layer_section(tensors: Sequence[TensorRecord]) -> Section:
     return Section(title=f"By layer{of_all}", blocks=(table,), only="page")
 
 
-def _layer_row(g: LayerGroup) -> Row:
-    lowest = g.worst.sqnr_db if g.worst else None
+def _layer_row(module: str, tensors: Sequence[TensorRecord]) -> Row:
+    changed = converted(tensors)
+    worst = next(iter(worst_tensors(changed, 1) or [t for t in changed if t.sqnr_db is not None]), None)
+    lowest = worst.sqnr_db if worst else None
+    error = max((t.max_rel_error for t in changed if t.max_rel_error is not None), default=None)
+    counts = (len(tensors), len(changed), sum(map(num_elements, tensors)))
+    sizes = (sum(t.bytes_in for t in tensors), sum(t.bytes_out for t in tensors))
+    lost = (sum(t.num_saturated for t in tensors), sum(t.num_flushed for t in tensors))
     return (
-        g.module,
-        *(_number(count_text(n), n) for n in (g.num_tensors, g.num_converted, g.num_elements)),
-        *(_number(size_text(n), n) for n in (g.bytes_in, g.bytes_out)),
+        module,
+        *(_number(count_text(n), n) for n in counts),
+        *(_number(size_text(n), n) for n in sizes),
         _number(sqnr_text(lowest), lowest),
-        _number(error_text(g.max_rel_error), g.max_rel_error),
-        *(_number(count_text(n), n) for n in (g.num_saturated, g.num_flushed)),
+        _number(error_text(error), error),
+        *(_number(count_text(n), n) for n in lost),
     )
 
 

@@ -3,7 +3,6 @@
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 from lpconv.results import ComparedTensor, ConvertResult, TensorRecord
@@ -13,36 +12,6 @@ T = TypeVar("T", bound=TensorRecord | ComparedTensor)
 _ACTIONS = ("convert", "keep", "tie")
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_out|score|classifier|cls|qa_outputs)\.")
 _EMBEDDING = re.compile(r"emb|(^|\.)w[tp]e\.", re.IGNORECASE)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DoneGroup:
-    """Tensors that met the same fate for the same reason."""
-
-    action: str
-    source_dtype: str
-    format: str
-    reason: str
-    num_tensors: int
-    bytes_in: int
-    bytes_out: int
-    example: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerGroup:
-    """The tensors of one module of the model. `worst` has the smallest SQNR of them, None where none was measured."""
-
-    module: str
-    num_tensors: int
-    num_converted: int
-    num_elements: int
-    bytes_in: int
-    bytes_out: int
-    worst: TensorRecord | None
-    max_rel_error: float | None
-    num_saturated: int
-    num_flushed: int
 
 
 def num_elements(tensor: TensorRecord) -> int:
@@ -62,25 +31,16 @@ def worst_tensors(tensors: Iterable[TensorRecord], count: int) -> tuple[TensorRe
     return tuple(sorted(noisy, key=lambda t: (not math.isnan(t.sqnr_db or 0), t.sqnr_db, t.name))[:count])
 
 
-def done_groups(tensors: Iterable[TensorRecord]) -> tuple[DoneGroup, ...]:
-    """What was done and why: converted tensors first, then kept, then tied; the largest group first in each."""
+def done_groups(tensors: Iterable[TensorRecord]) -> tuple[tuple[TensorRecord, ...], ...]:
+    """Tensors that met the same fate for the same reason: converted, kept, tied; the largest group first in each."""
     groups: dict[tuple[str, ...], list[TensorRecord]] = {}
     for t in tensors:
         groups.setdefault((t.action, t.source_dtype, t.format, t.reason), []).append(t)
-    done = [
-        DoneGroup(
-            action=action,
-            source_dtype=dtype,
-            format=fmt,
-            reason=reason,
-            num_tensors=len(members),
-            bytes_in=sum(t.bytes_in for t in members),
-            bytes_out=sum(t.bytes_out for t in members),
-            example=members[0].name,
-        )
-        for (action, dtype, fmt, reason), members in groups.items()
-    ]
-    return tuple(sorted(done, key=lambda g: (_rank(g.action), -g.bytes_in, g.reason)))
+
+    def order(group: tuple[TensorRecord, ...]) -> tuple[int, int, str]:
+        return _rank(group[0].action), -sum(t.bytes_in for t in group), group[0].reason
+
+    return tuple(sorted(map(tuple, groups.values()), key=order))
 
 
 def _rank(action: str) -> int:
@@ -138,32 +98,14 @@ def _outer_module(name: str, trunks: set[str]) -> str:
     return outer
 
 
-def layer_groups(tensors: Iterable[TensorRecord]) -> tuple[LayerGroup, ...]:
-    """The tensors grouped by module, in layer order."""
+def layer_groups(tensors: Iterable[TensorRecord]) -> dict[str, list[TensorRecord]]:
+    """The tensors of each module, in layer order."""
     ordered = in_layer_order(tensors)
     modules = modules_of([t.name for t in ordered])
     groups: dict[str, list[TensorRecord]] = {}
     for t in ordered:
         groups.setdefault(modules[t.name], []).append(t)
-    return tuple(_layer_group(module, members) for module, members in groups.items())
-
-
-def _layer_group(module: str, members: list[TensorRecord]) -> LayerGroup:
-    changed = converted(members)
-    measured = [t for t in changed if t.sqnr_db is not None]
-    errors = [t.max_rel_error for t in changed if t.max_rel_error is not None]
-    return LayerGroup(
-        module=module,
-        num_tensors=len(members),
-        num_converted=len(changed),
-        num_elements=sum(num_elements(t) for t in members),
-        bytes_in=sum(t.bytes_in for t in members),
-        bytes_out=sum(t.bytes_out for t in members),
-        worst=next(iter(worst_tensors(changed, 1) or measured), None),
-        max_rel_error=max(errors, default=None),
-        num_saturated=sum(t.num_saturated for t in members),
-        num_flushed=sum(t.num_flushed for t in members),
-    )
+    return groups
 
 
 def has_finer_scales(result: ConvertResult) -> bool:

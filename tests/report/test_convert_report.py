@@ -125,6 +125,7 @@ def test_exact_and_flat_ratios_are_words() -> None:
     assert "Every measured tensor holds its source exactly." in document.summary
     chart = document.charts["Signal-to-noise ratio of every converted tensor"]
     assert [t.label for t in chart.y.ticks] == ["exact"]
+    assert {row[6] for row in texts_of(table_of(document.section("By layer")))} == {"exact"}
     flat = described(tensors=tuple(replace(t, sqnr_db=31.5) for t in bert_result().tensors))
     assert "Signal-to-noise ratio of every converted tensor" not in flat.charts
     assert flat.section("Signal-to-noise ratios").blocks == (
