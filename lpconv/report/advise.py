@@ -5,18 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import PurePath
 
 from lpconv.report.advise_charts import front_chart, parts_chart
-from lpconv.report.document import (
-    Bullets,
-    Code,
-    Document,
-    Folded,
-    Section,
-    Table,
-    Tile,
-    Verdict,
-    chart_sections,
-    sections_of,
-)
+from lpconv.report.document import Bullets, Code, Document, Folded, Section, Table, Tile, Verdict, section, sections_of
 from lpconv.report.numbers import MISSING, change_text, duration_text, number_text, plural, size_text, sqnr_text
 from lpconv.results import AdviceResult, AdviceRow, GapEstimate, LossScaleRecord, Recommendation
 
@@ -39,17 +28,13 @@ def advice_document(result: AdviceResult) -> Document:
         verdict=_verdict(result),
         tiles=_tiles(result),
         warnings=result.warnings,
-        sections=(
+        sections=sections_of(
             *(_purpose_section(result, advised) for advised in result.recommendations),
-            *chart_sections(
-                *(front_chart(result, p, heading) for p, heading in _HEADINGS.items()), parts_chart(result)
-            ),
-            *sections_of(
-                *(_candidate_section(result, p) for p in _HEADINGS),
-                Section(title=f"Where {result.parts_of} costs most", blocks=(parts,)),
-                Section(title="One step in low precision", blocks=(Bullets(lines=result.findings),)),
-                Section(title="What this does not know", blocks=(Bullets(lines=result.unknowns),)),
-            ),
+            section("", *(front_chart(result, p, heading) for p, heading in _HEADINGS.items()), parts_chart(result)),
+            *(_candidate_section(result, p) for p in _HEADINGS),
+            section(f"Where {result.parts_of} costs most", parts),
+            section("One step in low precision", Bullets(lines=result.findings)),
+            section("What this does not know", Bullets(lines=result.unknowns)),
         ),
         facts={**result.facts, "Took": duration_text(result.seconds)},
         command=result.command,
@@ -66,20 +51,20 @@ def _verdict(result: AdviceResult) -> Verdict | None:
     return Verdict(outcome="passed" if is_whole else "not run", text=f"recommended: {'; '.join(parts)}")
 
 
-def _purpose_section(result: AdviceResult, advised: Recommendation) -> Section:
-    command = (Code(lines=(advised.command,)),) if advised.command else ()
-    return Section(title=_HEADINGS[advised.purpose], blocks=(advised.words, *command))
+def _purpose_section(result: AdviceResult, advised: Recommendation) -> Section | None:
+    command = Code(lines=(advised.command,)) if advised.command else None
+    return section(_HEADINGS[advised.purpose], advised.words, command)
 
 
-def _candidate_section(result: AdviceResult, purpose: str) -> Section:
+def _candidate_section(result: AdviceResult, purpose: str) -> Section | None:
     """The candidates of a purpose, best first; those that cannot be the best are folded away, for they are many."""
     rows = _of_purpose(result, purpose)
     shown = tuple(_cells(result, r) for r in rows if r.status != "pruned")
     pruned = tuple(_cells(result, r) for r in rows if r.status == "pruned")
     title = f"{len(pruned)} more cannot be better than these, and why"
     folded = Folded(title=title, table=Table(columns=_COLUMNS[purpose], rows=pruned))
-    blocks = (Table(columns=_COLUMNS[purpose], rows=shown), *((folded,) if pruned else ()))
-    return Section(title=f"{_HEADINGS[purpose]}: every candidate, best first", blocks=blocks)
+    table = Table(columns=_COLUMNS[purpose], rows=shown)
+    return section(f"{_HEADINGS[purpose]}: every candidate, best first", table, folded)
 
 
 def _tiles(result: AdviceResult) -> tuple[Tile, ...]:

@@ -5,7 +5,7 @@ import re
 import xml.etree.ElementTree as ET
 
 from lpconv.errors import VerificationError
-from lpconv.report.document import Bullets, Cell, Document, Outcome, Row, Section, Table, Verdict, sections_of
+from lpconv.report.document import Bullets, Cell, Document, Outcome, Row, Table, Verdict, section, sections_of
 from lpconv.report.numbers import size_text
 from lpconv.results.batch import DONE, FAILED, NOT_RUN, PLANNED, UP_TO_DATE, BatchResult, JobError, JobResult
 
@@ -25,8 +25,8 @@ def batch_document(result: BatchResult) -> Document:
         title=result.manifest,
         verdict=Verdict(outcome=_outcome(result), text=_count(result)),
         sections=sections_of(
-            Section(title="Jobs", blocks=(Table(columns=columns, rows=tuple(map(_cells, result.jobs))),)),
-            Section(title="Errors", blocks=(Bullets(lines=tuple(errors)),), outcome="failed"),
+            section("Jobs", Table(columns=columns, rows=tuple(map(_cells, result.jobs)))),
+            section("Errors", Bullets(lines=tuple(errors)), outcome="failed"),
         ),
     )
 

@@ -13,9 +13,9 @@ from lpconv.report.document import (
     Table,
     Tile,
     Verdict,
-    chart_sections,
     failed_gates,
     gates_section,
+    section,
     sections_of,
 )
 from lpconv.report.numbers import (
@@ -47,18 +47,16 @@ def bench_document(result: BenchResult) -> Document:
         verdict=_verdict(result),
         tiles=_tiles(result),
         warnings=_notes(result),
-        sections=(
-            *chart_sections(_speed_chart(named), _memory_chart(named)),
-            *sections_of(
-                gates_section(result.gates),
-                Section(title="Every row", blocks=(_row_table(result.rows),)),
-                Section(title="Not measured", blocks=(Bullets(lines=tuple(reasons(result.rows))),)),
-                *(Section(title=f"Verdict: {v.title}", blocks=(Bullets(lines=v.sentences),)) for v in result.verdicts),
-                _memory_section(named),
-                _energy_section(named),
-                _change_section(result),
-                *(Section(title=f"Linears by shape: {v.title}", blocks=(_linear_table(v),)) for v in result.verdicts),
-            ),
+        sections=sections_of(
+            section("", _speed_chart(named), _memory_chart(named)),
+            gates_section(result.gates),
+            section("Every row", _row_table(result.rows)),
+            section("Not measured", Bullets(lines=tuple(reasons(result.rows)))),
+            *(section(f"Verdict: {v.title}", Bullets(lines=v.sentences)) for v in result.verdicts),
+            _memory_section(named),
+            _energy_section(named),
+            _change_section(result),
+            *(section(f"Linears by shape: {v.title}", _linear_table(v)) for v in result.verdicts),
         ),
         facts=_facts(result),
         command=result.command,
@@ -188,7 +186,7 @@ def _row_table(rows: Sequence[BenchRow]) -> Table:
     return Table(columns=tuple(shown), rows=tuple(zip(*(cells[name] for name in shown), strict=True)), sortable=True)
 
 
-def _memory_section(named: Sequence[tuple[str, BenchRow]]) -> Section:
+def _memory_section(named: Sequence[tuple[str, BenchRow]]) -> Section | None:
     """The peak of each row with its parts in per cent."""
     rows = []
     for label, r in named:
@@ -197,10 +195,10 @@ def _memory_section(named: Sequence[tuple[str, BenchRow]]) -> Section:
             by_part = ", ".join(f"{name} {share_text(size, whole)}" for name, size in parts.items() if size)
             rows.append((label, size_text(r.memory.peak_bytes), by_part))
     table = Table(columns=("Configuration", "Peak", "<By part"), rows=tuple(rows))
-    return Section(title="Memory of tensors at the peak of a step", blocks=(table,))
+    return section("Memory of tensors at the peak of a step", table)
 
 
-def _energy_section(named: Sequence[tuple[str, BenchRow]]) -> Section:
+def _energy_section(named: Sequence[tuple[str, BenchRow]]) -> Section | None:
     """What NVML saw of each row."""
     rows = []
     for label, r in named:
@@ -211,14 +209,14 @@ def _energy_section(named: Sequence[tuple[str, BenchRow]]) -> Section:
             others = ", ".join(map(str, r.gpu.foreign_processes))
             rows.append((label, energy, *numbers, ", ".join(r.gpu.throttle_reasons), others))
     columns = ("Configuration", "Energy/step", "SM MHz", "W", "Limit W", "<Throttled by", "<Other processes")
-    return Section(title="Energy and clocks", blocks=(Table(columns=columns, rows=tuple(rows)),))
+    return section("Energy and clocks", Table(columns=columns, rows=tuple(rows)))
 
 
-def _change_section(result: BenchResult) -> Section:
+def _change_section(result: BenchResult) -> Section | None:
     """What an older document had for the same rows."""
     rows = tuple((c.name, ratio_text(c.before), ratio_text(c.after), c.change) for c in result.changes)
     table = Table(columns=("Configuration", "Before", "Now", "<Change"), rows=rows)
-    return Section(title="Speed-up against the older document", blocks=(table,))
+    return section("Speed-up against the older document", table)
 
 
 def _linear_table(verdict: VerdictRecord) -> Table:

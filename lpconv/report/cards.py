@@ -9,7 +9,7 @@ from lpconv.report.convert import auto_class
 from lpconv.report.convert_compare import RUN_FIGURES, figures
 from lpconv.report.convert_tables import done_row, worst_table
 from lpconv.report.convert_words import method_name, scale_words, summary
-from lpconv.report.document import Block, Bullets, Code, Document, Prose, Section, Table, sections_of
+from lpconv.report.document import Block, Bullets, Code, Document, Prose, Section, Table, section, sections_of
 from lpconv.report.finetune_words import diagnostics, gap_table, held_out_table, held_out_words, title, verdict
 from lpconv.report.numbers import MISSING
 from lpconv.report.tensors import converted, done_groups
@@ -52,8 +52,8 @@ def model_card(result: ConvertResult) -> Document:
         title=f"{result.source.name}: {method_name(result.method)}, {result.format}",
         summary=summary(result),
         sections=sections_of(
-            Section(title="How to open it", blocks=_open_converted(result)),
-            Section(title="What was measured", blocks=(_figure_table(result),)),
+            section("How to open it", *_open_converted(result)),
+            section("What was measured", _figure_table(result)),
             _tensor_section(result),
             verification_section(result.verify),
             _going_back(result),
@@ -107,23 +107,21 @@ def _figure_table(result: ConvertResult) -> Table:
     return Table(columns=("figure", "value"), rows=tuple(rows))
 
 
-def _tensor_section(result: ConvertResult) -> Section:
+def _tensor_section(result: ConvertResult) -> Section | None:
     columns = ("action", "tensors", "format", "before", "after", "why")
     done = Table(columns=columns, rows=tuple(map(done_row, done_groups(result.tensors))))
     worst = dataclasses.replace(
         worst_table(result.tensors, _WORST), caption="The tensors with the lowest signal-to-noise ratio"
     )
-    return Section(title="Tensors", blocks=(done, *((worst,) if worst.rows else ())))
+    return section("Tensors", done, worst)
 
 
-def _going_back(result: ConvertResult) -> Section:
+def _going_back(result: ConvertResult) -> Section | None:
     command = Code(lines=("lpconv restore PATH -o ORIGINAL",))
-    return Section(
-        title="How to get the original back",
-        blocks=(
-            command,
-            f"writes a plain checkpoint again: kept tensors bit for bit, converted ones {_fidelity(result)}.",
-        ),
+    return section(
+        "How to get the original back",
+        command,
+        f"writes a plain checkpoint again: kept tensors bit for bit, converted ones {_fidelity(result)}.",
     )
 
 
@@ -149,9 +147,9 @@ def finetune_card(result: FinetuneResult) -> Document:
         summary=verdict(result),
         sections=sections_of(
             _open_tuned(result),
-            Section(title="What precision cost", blocks=(gap_table(result),)),
-            Section(title="Before and after", blocks=(held_out_table(result), held_out_words(result))),
-            Section(title="On the way", blocks=(Bullets(lines=diagnostics(result)),)),
+            section("What precision cost", gap_table(result)),
+            section("Before and after", held_out_table(result), held_out_words(result)),
+            section("On the way", Bullets(lines=diagnostics(result))),
         ),
         warnings=result.warnings,
         facts=result.facts,
@@ -166,12 +164,12 @@ def _public(result: FinetuneResult) -> FinetuneResult:
     return dataclasses.replace(result, name=name, facts=facts)
 
 
-def _open_tuned(result: FinetuneResult) -> Section:
+def _open_tuned(result: FinetuneResult) -> Section | None:
     is_plain, is_pair = result.saved_as.startswith("plain"), result.saved_as.startswith("collage")
     blocks: list[Block] = [_loading(_AUTO_BY_TASK[result.task], needs_lpconv=not (is_plain or is_pair))]
     if is_pair:
         blocks.append(Prose(text='`lpconv.load("PATH")` adds what bf16 rounded away, which lies under `collage/`.'))
-    return Section(title="How to open it", blocks=tuple(blocks))
+    return section("How to open it", *tuple(blocks))
 
 
 def _loading(auto: str, *, needs_lpconv: bool) -> Code:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 from lpconv.report.charts import Chart
-from lpconv.report.document import Bullets, Cell, Document, Row, Section, Table, chart_sections, sections_of
+from lpconv.report.document import Bullets, Cell, Document, Row, Section, Table, section, sections_of
 from lpconv.report.numbers import MISSING, plural
 
 
@@ -39,14 +39,12 @@ def compare_document(
         kind="comparison",
         title=f"{plural(len(names), 'run')} compared",
         subtitle=", ".join(names),
-        sections=(
-            *chart_sections(*drawn[:top]),
-            *sections_of(Section(title="Figures", blocks=(compared,))),
-            *chart_sections(*drawn[top:]),
-            *sections_of(
-                table,
-                Section(title="The runs in words", blocks=(summaries,), only="page"),
-            ),
+        sections=sections_of(
+            section("", *drawn[:top]),
+            section("Figures", compared),
+            section("", *drawn[top:]),
+            table,
+            section("The runs in words", summaries, only="page"),
         ),
     )
 
@@ -70,12 +68,12 @@ def index_document(folder: str, entries: Sequence[RunEntry], compared: Mapping[s
         kind="index",
         title=folder,
         subtitle="Runs of lpconv in this folder",
-        sections=tuple(_kind_section(kind, runs, compared.get(kind)) for kind, runs in kinds.items()),
+        sections=sections_of(*(_kind_section(kind, runs, compared.get(kind)) for kind, runs in kinds.items())),
     )
 
 
-def _kind_section(kind: str, entries: Sequence[RunEntry], compared: str | None) -> Section:
+def _kind_section(kind: str, entries: Sequence[RunEntry], compared: str | None) -> Section | None:
     rows: list[Row] = [(Cell(text=e.name, link=e.link), e.what, e.found, e.written) for e in entries]
     if compared is not None:
         rows.insert(0, (Cell(text=f"All {len(entries)} side by side", link=compared), "", "", ""))
-    return Section(title=kind, blocks=(Table(columns=("Run", "<What", "<Result", "<Written"), rows=tuple(rows)),))
+    return section(kind, Table(columns=("Run", "<What", "<Result", "<Written"), rows=tuple(rows)))

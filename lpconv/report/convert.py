@@ -6,17 +6,7 @@ from pathlib import PurePath
 
 from lpconv.report.convert_tables import done_sections, layer_section, listed_tensors, tensor_section, worst_section
 from lpconv.report.convert_words import done_and_lost, headline, method_name
-from lpconv.report.document import (
-    Code,
-    Document,
-    Facts,
-    Section,
-    Table,
-    Tile,
-    Verdict,
-    chart_sections,
-    sections_of,
-)
+from lpconv.report.document import Code, Document, Facts, Section, Table, Tile, Verdict, section, sections_of
 from lpconv.report.numbers import (
     MISSING,
     change_text,
@@ -54,20 +44,18 @@ def convert_document(result: ConvertResult) -> Document:
         summary=done_and_lost(result),
         tiles=_tiles(result),
         warnings=result.warnings,
-        sections=(
-            *(() if flat else chart_sections(sqnr_chart([(result.output, converted(listed))]))),
+        sections=sections_of(
+            section("", None if flat else sqnr_chart([(result.output, converted(listed))])),
             verification_section(result.verify),
-            *chart_sections(rms_chart(replace(result, tensors=listed))),
-            *sections_of(
-                Section(title="Signal-to-noise ratios", blocks=(flat,), only="page"),
-                *done_sections(result.tensors),
-                worst_section(result.tensors),
-                layer_section(result.tensors),
-                tensor_section(result, listed),
-                _opening_section(result),
-                _provenance_section(result),
-                Section(blocks=(f"The page with charts is {result.output}/report.html.",), only="terminal"),
-            ),
+            section("", rms_chart(replace(result, tensors=listed))),
+            section("Signal-to-noise ratios", flat, only="page"),
+            *done_sections(result.tensors),
+            worst_section(result.tensors),
+            layer_section(result.tensors),
+            tensor_section(result, listed),
+            _opening_section(result),
+            _provenance_section(result),
+            section("", f"The page with charts is {result.output}/report.html.", only="terminal"),
         ),
         command=result.command,
         versions=result.versions,
@@ -116,10 +104,10 @@ def _size_change(before: int, after: int) -> str:
     return f"{size_text(before)} → {size_text(after)} ({change_text(before, after)}{share})"
 
 
-def files_section(files: Sequence[FileRecord]) -> Section:
+def files_section(files: Sequence[FileRecord]) -> Section | None:
     """Files with their sizes, the first ones on a terminal."""
     rows = tuple((f.name, size_text(f.size_bytes)) for f in files)
-    return Section(title="Files", blocks=(Table(columns=("File", "Size"), rows=rows, has_names=True, most=_SHARDS),))
+    return section("Files", Table(columns=("File", "Size"), rows=rows, has_names=True, most=_SHARDS))
 
 
 def _tiles(result: ConvertResult) -> tuple[Tile, ...]:
@@ -158,14 +146,14 @@ def _outputs_tile(result: ConvertResult) -> Tile:
     return Tile(label=label, figure=error_text(logits.rel_error), detail=detail)
 
 
-def _opening_section(result: ConvertResult) -> Section:
+def _opening_section(result: ConvertResult) -> Section | None:
     """How a Python program opens the output."""
     if result.options.get("layout", "lpconv") == "lpconv":
         lines: tuple[str, ...] = ("import lpconv", f"model = lpconv.load({result.output!r})")
     else:
         auto = auto_class(result.architecture)
         lines = (f"from transformers import {auto}", f"model = {auto}.from_pretrained({result.output!r})")
-    return Section(title="How to open it", blocks=(Code(lines=lines, language="python"),))
+    return section("How to open it", Code(lines=lines, language="python"))
 
 
 # Ends of the class names in config.json's `architectures`, and the auto class that builds them.
@@ -185,12 +173,11 @@ def auto_class(architecture: str | None) -> str:
     return next((auto for end, auto in _AUTO_CLASSES.items() if (architecture or "").endswith(end)), "AutoModel")
 
 
-def _provenance_section(result: ConvertResult) -> Section:
+def _provenance_section(result: ConvertResult) -> Section | None:
     files = [("source", f) for f in result.source.files] + [("output", f) for f in result.files]
     rows = tuple((f.name, part, size_text(f.size_bytes), f.sha256 or "not read") for part, f in files)
     table = Table(columns=("File", "<Part", "Size", "<SHA-256"), rows=rows, has_names=True)
-    blocks = (Facts(values=_provenance(result)), *((table,) if rows else ()))
-    return Section(title="Where it came from", blocks=blocks, only="page")
+    return section("Where it came from", Facts(values=_provenance(result)), table, only="page")
 
 
 def _provenance(result: ConvertResult) -> Mapping[str, str]:

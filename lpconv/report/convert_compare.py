@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from lpconv.report.compare import compare_document
 from lpconv.report.convert_words import summary
-from lpconv.report.document import Cell, Document, Section, Table
+from lpconv.report.document import Cell, Document, Section, Table, section
 from lpconv.report.numbers import (
     MISSING,
     change_text,
@@ -40,7 +40,7 @@ def figures(result: ConvertResult) -> dict[str, str]:
     return {label: value(result) for label, value in _FIGURES.items()}
 
 
-def _sqnr_section(results: Sequence[ConvertResult], names: Sequence[str]) -> Section:
+def _sqnr_section(results: Sequence[ConvertResult], names: Sequence[str]) -> Section | None:
     """Each converted tensor's SQNR in each run."""
     by_name = [{t.name: t for t in converted(r.tensors)} for r in results]
     tensors = in_layer_order({name: t for run in by_name for name, t in run.items()}.values())
@@ -51,7 +51,7 @@ def _sqnr_section(results: Sequence[ConvertResult], names: Sequence[str]) -> Sec
         sortable=True,
         filter="attention",
     )
-    return Section(title="SQNR of every tensor, dB", blocks=(table,), only="page")
+    return section("SQNR of every tensor, dB", table, only="page")
 
 
 def _sqnr_cell(t: TensorRecord | None) -> str | Cell:

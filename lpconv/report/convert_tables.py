@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from lpconv.report.convert_words import besides_rounding
-from lpconv.report.document import Cell, Row, Section, Table
+from lpconv.report.document import Cell, Row, Section, Table, section
 from lpconv.report.numbers import count_text, error_text, number_text, scale_text, shape_text, size_text, sqnr_text
 from lpconv.report.tensors import (
     converted,
@@ -32,19 +32,15 @@ def listed_tensors(tensors: tuple[TensorRecord, ...]) -> tuple[TensorRecord, ...
     return tuple(t for i, t in enumerate(tensors) if i % step == 0 or t.name in worst)
 
 
-def done_sections(tensors: Sequence[TensorRecord]) -> tuple[Section, Section]:
+def done_sections(tensors: Sequence[TensorRecord]) -> tuple[Section | None, ...]:
     """What became of groups of tensors and why; a page has room for an example of each."""
     groups = done_groups(tensors)
     if not groups:
-        nothing = Section(title="Tensors", blocks=("The checkpoint holds no tensors.",))
-        return nothing, replace(nothing, blocks=())
+        return (section("Tensors", "The checkpoint holds no tensors."),)
     columns = ("Action", "Tensors", "<Format", "Before", "After", "<Why")
     whole = Table(columns=(*columns, "<For example"), rows=tuple((*done_row(g), g[0].name) for g in groups))
     brief = Table(columns=columns, rows=tuple(map(done_row, groups)), most=_GROUPS)
-    return (
-        Section(title="What was done, and why", blocks=(whole,), only="page"),
-        Section(title="Tensors", blocks=(brief,), only="terminal"),
-    )
+    return section("What was done, and why", whole, only="page"), section("Tensors", brief, only="terminal")
 
 
 def done_row(group: Sequence[TensorRecord]) -> tuple[str, ...]:
@@ -64,19 +60,19 @@ def worst_table(tensors: Sequence[TensorRecord], count: int) -> Table:
     return Table(columns=columns, rows=rows, has_names=True)
 
 
-def worst_section(tensors: Sequence[TensorRecord]) -> Section:
+def worst_section(tensors: Sequence[TensorRecord]) -> Section | None:
     table = worst_table(tensors, _WORST)
     if any(row[-1] != "nothing" for row in table.rows):
-        return Section(title="Lowest signal-to-noise", blocks=(table,), only="terminal")
+        return section("Lowest signal-to-noise", table, only="terminal")
     brief = replace(table, columns=table.columns[:-1], rows=tuple(row[:-1] for row in table.rows))
-    return Section(title="Lowest signal-to-noise (from rounding alone)", blocks=(brief,), only="terminal")
+    return section("Lowest signal-to-noise (from rounding alone)", brief, only="terminal")
 
 
 def _number(text: str, value: float | None) -> Cell:
     return Cell(text=text, sort=value)
 
 
-def layer_section(tensors: Sequence[TensorRecord]) -> Section:
+def layer_section(tensors: Sequence[TensorRecord]) -> Section | None:
     groups = layer_groups(tensors)
     columns = ("Module", "Tensors", "Converted", "Elements", "Before", "After", "Lowest SQNR, dB", "Max rel. error")
     table = Table(
@@ -86,7 +82,7 @@ def layer_section(tensors: Sequence[TensorRecord]) -> Section:
         sortable=True,
     )
     of_all = f": {count_text(_MOST)} of {count_text(len(groups))}" if len(groups) > _MOST else ""
-    return Section(title=f"By layer{of_all}", blocks=(table,), only="page")
+    return section(f"By layer{of_all}", table, only="page")
 
 
 def _layer_row(module: str, tensors: Sequence[TensorRecord]) -> Row:
@@ -107,7 +103,7 @@ def _layer_row(module: str, tensors: Sequence[TensorRecord]) -> Row:
     )
 
 
-def tensor_section(result: ConvertResult, listed: Sequence[TensorRecord]) -> Section:
+def tensor_section(result: ConvertResult, listed: Sequence[TensorRecord]) -> Section | None:
     """Every tensor in layer order, without the columns that nothing stands in."""
     columns = _tensor_columns(result, listed)
     table = Table(
@@ -118,10 +114,10 @@ def tensor_section(result: ConvertResult, listed: Sequence[TensorRecord]) -> Sec
         filter="attention kept e4m3fn",
     )
     if len(listed) == len(result.tensors):
-        return Section(title="Every tensor", blocks=(table,), only="page")
+        return section("Every tensor", table, only="page")
     title = f"{count_text(len(listed))} of {count_text(len(result.tensors))} tensors"
     sample = "The worst ones and an even sample of the others, here and in the charts; report.json has all."
-    return Section(title=title, blocks=(sample, table), only="page")
+    return section(title, sample, table, only="page")
 
 
 def _tensor_columns(result: ConvertResult, tensors: Sequence[TensorRecord]) -> _Columns:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from lpconv.report.document import Cell, Document, Outcome, Row, Section, Table, sections_of
+from lpconv.report.document import Cell, Document, Outcome, Row, Section, Table, section, sections_of
 from lpconv.results.doctor import EMULATED, ERROR, NATIVE, UNAVAILABLE, DeviceRecord, DoctorResult, PackageRecord
 
 _OUTCOMES: dict[str, Outcome] = {NATIVE: "passed", EMULATED: "not run", UNAVAILABLE: "failed", ERROR: "failed"}
@@ -30,8 +30,8 @@ def alias_table(aliases: Iterable[tuple[str, str, str]]) -> Table:
     return Table(columns=("family", "<name", "<hub id"), rows=tuple(aliases))
 
 
-def _table_section(title: str, columns: tuple[str, ...], rows: tuple[Row, ...]) -> Section:
-    return Section(title=title, blocks=(Table(columns=columns, rows=rows),))
+def _table_section(title: str, columns: tuple[str, ...], rows: tuple[Row, ...]) -> Section | None:
+    return section(title, Table(columns=columns, rows=rows))
 
 
 def _level(level: str) -> Cell:

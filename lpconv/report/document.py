@@ -181,38 +181,38 @@ class Document:
         return {chart.title: chart for chart in self.all_of(Chart)}
 
 
+def section(
+    title: str,
+    *blocks: Block | None,
+    outcome: Outcome | None = None,
+    only: Literal["page", "terminal"] | None = None,
+) -> Section | None:
+    """A section of those blocks that hold anything; None if the first one does not and only texts are left."""
+    kept = tuple(block for block in blocks if block is not None and _is_filled(block))
+    is_bare = all(isinstance(block, str) for block in kept)
+    if not kept or (is_bare and blocks[0] is not kept[0]):
+        return None
+    return Section(title=title, blocks=kept, outcome=outcome, only=only)
+
+
 def sections_of(*candidates: Section | None) -> tuple[Section, ...]:
-    """The sections that have anything to show: without None, and without those that hold no block or empty ones."""
-    kept = (s for s in candidates if s is not None)
-    return tuple(s for s in kept if any(_is_filled(block) for block in s.blocks))
+    """The sections that there are."""
+    return tuple(s for s in candidates if s is not None)
 
 
 def _is_filled(block: Block) -> bool:
-    if isinstance(block, Table):
-        return bool(block.rows)
-    if isinstance(block, Facts):
-        return bool(block.values)
-    if isinstance(block, Bullets):
-        return bool(block.lines)
-    return bool(block.checks) if isinstance(block, Checks) else bool(block)
-
-
-def chart_sections(*charts: Chart | None) -> tuple[Section, ...]:
-    """One section with the charts that there are, or none."""
-    drawn = tuple(chart for chart in charts if chart is not None)
-    return (Section(blocks=drawn),) if drawn else ()
+    if isinstance(block, Folded):
+        return bool(block.table.rows)
+    empty = {Table: "rows", Facts: "values", Bullets: "lines", Checks: "checks", Code: "lines"}
+    name = empty.get(type(block))
+    return bool(getattr(block, name) if name else block)
 
 
 def gates_section(gates: Sequence[GateRecord]) -> Section | None:
     """Every gate with the value it met; None without gates."""
-    if not gates:
-        return None
     failed = sum(not g.passed for g in gates)
-    return Section(
-        title=f"{failed} of {len(gates)} gates failed" if failed else "All gates passed",
-        outcome="failed" if failed else "passed",
-        blocks=(Checks(checks=tuple(map(_gate_check, gates))),),
-    )
+    title = f"{failed} of {len(gates)} gates failed" if failed else "All gates passed"
+    return section(title, Checks(checks=tuple(map(_gate_check, gates))), outcome="failed" if failed else "passed")
 
 
 def failed_gates(gates: Sequence[GateRecord]) -> str:

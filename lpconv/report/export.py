@@ -1,6 +1,6 @@
 """An export described: what was written, and how the file compares with the model."""
 
-from lpconv.report.document import Document, Section, Table, Verdict, sections_of
+from lpconv.report.document import Document, Table, Verdict, section, sections_of
 from lpconv.report.numbers import duration_text, size_text
 from lpconv.results import ExportResult, OnnxCheck
 
@@ -19,9 +19,7 @@ def export_document(result: ExportResult) -> Document:
             "Files": ", ".join(f"{f.name} {size_text(f.size_bytes)}" for f in result.files),
             "Time": duration_text(result.seconds),
         },
-        sections=sections_of(
-            Section(title="Weights", blocks=(Table(columns=("Stored as", "Tensors", "Size"), rows=rows),))
-        ),
+        sections=sections_of(section("Weights", Table(columns=("Stored as", "Tensors", "Size"), rows=rows))),
         warnings=result.warnings,
     )
 

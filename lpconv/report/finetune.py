@@ -11,13 +11,12 @@ from lpconv.report.document import (
     Bullets,
     Document,
     Outcome,
-    Section,
     Table,
     Tile,
     Verdict,
-    chart_sections,
     failed_gates,
     gates_section,
+    section,
     sections_of,
     texts_of,
 )
@@ -55,31 +54,21 @@ def finetune_document(result: FinetuneResult) -> Document:
         verdict=Verdict(outcome=_outcome(result), text=failed_gates(result.gates) + verdict(result)),
         tiles=_tiles(result),
         warnings=result.warnings,
-        sections=(
-            *chart_sections(*training_charts(result)),
-            *sections_of(
-                gates_section(result.gates),
-                Section(title="What precision cost", blocks=(gap_table(result),)),
-                Section(
-                    title="Before the first step and after the last",
-                    blocks=(held_out_table(result), held_out_words(result)),
-                ),
-                Section(title="On the way", blocks=(Bullets(lines=diagnostics(result)),)),
-                Section(title="Where most was lost", blocks=(Bullets(lines=worst_tracked(result)),)),
-                _heat_section(result),
-                Section(title="Loss change by layer; negative helped", blocks=(_layer_table(result),)),
-                Section(title="Memory of a step at its peak", blocks=(_memory_table(result),)),
-            ),
+        sections=sections_of(
+            section("", *training_charts(result)),
+            gates_section(result.gates),
+            section("What precision cost", gap_table(result)),
+            section("Before the first step and after the last", held_out_table(result), held_out_words(result)),
+            section("On the way", Bullets(lines=diagnostics(result))),
+            section("Where most was lost", Bullets(lines=worst_tracked(result))),
+            section("What was lost, by layer and step", heat_map(result), _HEAT_WORDS, only="page"),
+            section("Loss change by layer; negative helped", _layer_table(result)),
+            section("Memory of a step at its peak", _memory_table(result)),
         ),
         facts={**result.facts, "Saved as": result.saved_as},
         command=result.command,
         versions=result.versions,
     )
-
-
-def _heat_section(result: FinetuneResult) -> Section | None:
-    heat = heat_map(result)
-    return Section(title="What was lost, by layer and step", blocks=(heat, _HEAT_WORDS), only="page") if heat else None
 
 
 def _outcome(result: FinetuneResult) -> Outcome:

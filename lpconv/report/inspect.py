@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from lpconv.report.convert import files_section
 from lpconv.report.convert_words import method_name
-from lpconv.report.document import Bullets, Document, Section, Table, Verdict, sections_of
+from lpconv.report.document import Bullets, Document, Table, Verdict, section, sections_of
 from lpconv.report.numbers import count_text, number_text, plural, scale_text, shape_text, size_text
 from lpconv.results import InspectResult, StoredTensor
 
@@ -27,12 +27,12 @@ def inspect_document(found: InspectResult, *, every: bool = False) -> Document:
         verdict=_verdict(found),
         facts=_facts(found),
         sections=sections_of(
-            Section(title="Problems", blocks=(_first(found.problems, most),), outcome="failed"),
-            Section(title="Warnings", blocks=(_first(found.warnings, most),)),
-            Section(title="Dtypes", blocks=(dtype_table,)),
+            section("Problems", _first(found.problems, most), outcome="failed"),
+            section("Warnings", _first(found.warnings, most)),
+            section("Dtypes", dtype_table),
             files_section(found.shards),
-            Section(title="Tied", blocks=(_first(ties, most),)),
-            Section(title="Tensors", blocks=(_stored_table(found.tensors) if every else hint,)),
+            section("Tied", _first(ties, most)),
+            section("Tensors", _stored_table(found.tensors) if every else hint),
         ),
     )
 

@@ -1,6 +1,6 @@
 """The memory that a training step needs of each GPU, described."""
 
-from lpconv.report.document import Document, Section, Table
+from lpconv.report.document import Document, Table, section, sections_of
 from lpconv.report.numbers import MISSING, count_text, size_text
 from lpconv.results import MemoryPlan
 
@@ -26,9 +26,9 @@ def memory_document(plan: MemoryPlan) -> Document:
             "A step": f"{plan.batch_size} sequences of {plan.seq_len} tokens over all GPUs, at least one on each",
             "Shared": "parameters, gradients and optimizer state, by `--parallel fsdp2` on several GPUs",
         },
-        sections=(
-            Section(title=fewest, blocks=(Table(columns=("Recipe", *devices), rows=rows),)),
-            Section(title=f"One GPU's part with recipe {plan.recipe}", blocks=(_rank_table(plan), _LEFT_OUT)),
+        sections=sections_of(
+            section(fewest, Table(columns=("Recipe", *devices), rows=rows)),
+            section(f"One GPU's part with recipe {plan.recipe}", _rank_table(plan), _LEFT_OUT),
         ),
     )
 

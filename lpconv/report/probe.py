@@ -4,7 +4,19 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePath
 
-from lpconv.report.document import Block, Bullets, Cell, Document, Row, Section, Table, Tile, Verdict, sections_of
+from lpconv.report.document import (
+    Block,
+    Bullets,
+    Cell,
+    Document,
+    Row,
+    Section,
+    Table,
+    Tile,
+    Verdict,
+    section,
+    sections_of,
+)
 from lpconv.report.numbers import MISSING, count_text, number_text, plural, power_text, share_text, sqnr_text
 from lpconv.report.probe_charts import exponent_charts, heat_map, held_chart
 from lpconv.results import ProbedRecord, ProbeReport
@@ -15,6 +27,7 @@ _FIT_WORDS = (
     "Held: nothing beyond the range, at most 0.1 % to zero, at least 20 dB of SQNR; gradients at the recommended loss "
     "scale. In brackets, if they differ: with a power-of-two scale of each tensor's own."
 )
+_EXPONENT_WORDS = "Elements by exponent, all layers together, above what each format can hold."
 _HEAT_WORDS = (
     "Per cent of the elements that become zero (orange) or, with an arrow, lie beyond the range (red), at loss scale "
     "1. A cell without a number loses less than half a per cent, a grey one nothing."
@@ -43,11 +56,11 @@ def probe_document(report: ProbeReport) -> Document:
         warnings=report.warnings,
         sections=sections_of(
             *(_worst_section(report, name) for name in report.formats),
-            Section(title="Operands at risk in fp8", blocks=(Bullets(lines=report.at_risk),)),
+            section("Operands at risk in fp8", Bullets(lines=report.at_risk)),
             _loss_scale_section(report),
             _fit_section(report),
-            _exponent_section(report),
-            _heat_section(report),
+            section("Where the numbers lie", *exponent_charts(report), _EXPONENT_WORDS, only="page"),
+            section("What is lost, by layer and class", heat_map(report), _HEAT_WORDS, only="page"),
             _tensor_section(report),
         ),
         facts=_facts(report),
@@ -95,16 +108,16 @@ def _facts(report: ProbeReport) -> dict[str, str]:
     return facts
 
 
-def _worst_section(report: ProbeReport, name: str) -> Section:
+def _worst_section(report: ProbeReport, name: str) -> Section | None:
     found = report.findings.get(name, ())
-    return Section(title=f"Worst in {name}", blocks=(Bullets(lines=found) if found else "Nothing is lost.",))
+    return section(f"Worst in {name}", Bullets(lines=found) if found else "Nothing is lost.")
 
 
-def _loss_scale_section(report: ProbeReport) -> Section:
+def _loss_scale_section(report: ProbeReport) -> Section | None:
     """The recommended loss scales, and for which formats none saves every gradient."""
     title = "Recommended loss scale, for the worst gradient of the model"
     if not report.loss_scales:
-        return Section(title=title, blocks=("No gradient was recorded.",))
+        return section(title, "No gradient was recorded.")
     rows = tuple(
         (
             s.format,
@@ -119,18 +132,17 @@ def _loss_scale_section(report: ProbeReport) -> Section:
     capped = [s.format for s in report.loss_scales if s.worst_underflow_after > _MAX_UNDERFLOW]
     words = f"No loss scale brings every gradient to 0.1 % in {', '.join(capped)}: larger ones would overflow."
     alone = "Loss scales above would suit their tensor alone; these serve the whole model."
-    return Section(title=title, blocks=(Table(columns=columns, rows=rows), alone, *((words,) if capped else ())))
+    return section(title, Table(columns=columns, rows=rows), alone, words if capped else None)
 
 
-def _fit_section(report: ProbeReport) -> Section:
+def _fit_section(report: ProbeReport) -> Section | None:
     """How many tensors of each class every format holds: "3 of 26", or "0 (26) of 26" if scales of their own help."""
     title, rows = "Tensors that each format holds", []
     for words in report.classes:
         members = [t for t in report.tensors if t.words == words]
         rows.append((words, *(_fit_count(members, i) for i in range(len(report.formats)))))
-    chart = held_chart(report, title)
     table = Table(columns=("Class", *report.formats), rows=tuple(rows))
-    return Section(title=title, blocks=(*((chart,) if chart else ()), table, _FIT_WORDS))
+    return section(title, held_chart(report, title), table, _FIT_WORDS)
 
 
 def _fit_count(members: Sequence[ProbedRecord], index: int) -> str:
@@ -139,18 +151,7 @@ def _fit_count(members: Sequence[ProbedRecord], index: int) -> str:
     return f"{held} of {len(members)}" if own == held else f"{held} ({own}) of {len(members)}"
 
 
-def _exponent_section(report: ProbeReport) -> Section | None:
-    charts = exponent_charts(report)
-    words = "Elements by exponent, all layers together, above what each format can hold."
-    return Section(title="Where the numbers lie", blocks=(*charts, words), only="page") if charts else None
-
-
-def _heat_section(report: ProbeReport) -> Section | None:
-    heat = heat_map(report)
-    return Section(title="What is lost, by layer and class", blocks=(heat, _HEAT_WORDS), only="page") if heat else None
-
-
-def _tensor_section(report: ProbeReport) -> Section:
+def _tensor_section(report: ProbeReport) -> Section | None:
     """Every tensor in layer order; of one format in detail and the worst first, which terminals show too."""
     if len(report.formats) > 1:
         lost = (f"{name}: {what}" for name in report.formats for what in ("lost", "SQNR"))
@@ -170,8 +171,8 @@ def _tensor_section(report: ProbeReport) -> Section:
         _TENSOR_WORDS if len(report.formats) > 1 else _DETAIL_WORDS,
     ]
     if len(report.formats) > 1:
-        return Section(title="Every tensor", blocks=tuple(blocks), only="page")
-    return Section(title=f"Every tensor in {report.formats[0]}, the worst first", blocks=tuple(blocks))
+        return section("Every tensor", *blocks, only="page")
+    return section(f"Every tensor in {report.formats[0]}, the worst first", *blocks)
 
 
 def worst_first(tensors: Iterable[ProbedRecord]) -> tuple[ProbedRecord, ...]:

@@ -15,7 +15,7 @@ from lpconv.report.document import (
     Table,
     Tile,
     Verdict,
-    chart_sections,
+    section,
     sections_of,
 )
 from lpconv.report.numbers import MISSING, count_text, error_text, listed, number_text, plural, share_text, sqnr_text
@@ -43,30 +43,26 @@ def verify_document(result: Verification) -> Document:
         subtitle=f"{result.path} against {result.against or source}",
         verdict=Verdict(outcome=outcome_of(result), text=verify_sentence(result)),
         tiles=_tiles(result, logits),
-        sections=(
+        sections=sections_of(
             verification_section(result),
-            *sections_of(
-                Section(title="Worst tensors", blocks=(_worst_table(result.tensors),), only="terminal"),
-                _outputs_section(logits) if logits else None,
-            ),
-            *chart_sections(sqnr_chart([(result.path, result.tensors)], noun="tensor")),
-            *sections_of(Section(title="Every tensor, the worst first", blocks=(_tensor_table(result),), only="page")),
+            section("Worst tensors", _worst_table(result.tensors), only="terminal"),
+            _outputs_section(logits) if logits else None,
+            section("", sqnr_chart([(result.path, result.tensors)], noun="tensor")),
+            section("Every tensor, the worst first", _tensor_table(result), only="page"),
         ),
         command=result.command,
         versions={"lpconv": result.version},
     )
 
 
-def verification_section(v: VerifyResult) -> Section:
+def verification_section(v: VerifyResult) -> Section | None:
     """How an output was checked step by step, and what was found to be wrong."""
     word = outcome_of(v)
-    blocks = [block for block in (Checks(checks=checks(v)), Bullets(lines=v.problems)) if any(vars(block).values())]
+    found = checks(v)
     nothing = "No check was run, so nothing is known about this output beyond what was measured during the conversion."
-    return Section(
-        title=f"Verification: {word}" + ("" if word == "not run" else f" (level {v.level})"),
-        outcome=word,
-        blocks=tuple(blocks) or (nothing,),
-    )
+    blocks = (Checks(checks=found), Bullets(lines=v.problems)) if found or v.problems else (nothing,)
+    title = f"Verification: {word}" + ("" if word == "not run" else f" (level {v.level})")
+    return section(title, *blocks, outcome=word)
 
 
 def _tiles(result: VerifyResult, logits: LogitsCheck | None) -> tuple[Tile, ...]:
@@ -92,7 +88,7 @@ def _tiles(result: VerifyResult, logits: LogitsCheck | None) -> tuple[Tile, ...]
     return tuple(tiles)
 
 
-def _outputs_section(logits: LogitsCheck) -> Section:
+def _outputs_section(logits: LogitsCheck) -> Section | None:
     """What both models say: a figure, its value, and what it means; rows without a value are left out."""
     top1 = MISSING if logits.top1_agreement is None else percent(logits.top1_agreement)
     rows = (
@@ -106,7 +102,7 @@ def _outputs_section(logits: LogitsCheck) -> Section:
     )
     table = Table(columns=("Figure", "Value", "<Meaning"), rows=tuple(row for row in rows if row[1] != MISSING))
     inputs = ", ".join(filter(None, (logits.model_class, logits.inputs)))
-    return Section(title="What both models say", blocks=(inputs, table))
+    return section("What both models say", inputs, table)
 
 
 def _perplexity(value: float | None) -> str:

@@ -22,11 +22,11 @@ from lpconv.report.document import (
     Document,
     Facts,
     Folded,
-    Section,
     Table,
     Tile,
     Verdict,
-    chart_sections,
+    section,
+    sections_of,
 )
 from lpconv.report.html import html
 from lpconv.report.terminal import show, terminal
@@ -55,7 +55,7 @@ def document(name: str = "a.layer") -> Document:
     return Document(
         kind="test", title=name, subtitle=f"sub {name}", verdict=Verdict(outcome="failed", text=f"no: {name}"),
         summary=name, tiles=(Tile(label="tile", figure="45 %", detail=name),), warnings=(f"warned {name}",),
-        sections=(*chart_sections(lines, bars), Section(title="All", blocks=blocks, outcome="not run")),
+        sections=sections_of(section("", lines, bars), section("All", *blocks, outcome="not run")),
         facts={"Steps": name}, command=name, versions={"lpconv": "1"},
     )  # fmt: skip
 
@@ -113,10 +113,18 @@ def test_a_page_holds_every_block_with_unique_ids_and_a_text_for_each_chart() ->
 
 @pytest.mark.parametrize("only", ["page", "terminal"])
 def test_a_section_may_be_for_one_renderer(only: str) -> None:
-    section = Section(title="Here", blocks=("said once",), only=only)  # type: ignore[arg-type]  # one of the two
-    shown = replace(document(), sections=(section,))
+    found = section("Here", "said once", only=only)  # type: ignore[arg-type]  # one of the two
+    shown = replace(document(), sections=sections_of(found))
     assert ("said once" in printed(shown)) == (only == "terminal")
     assert ("said once" in html(shown)) == (only == "page")
+
+
+def test_a_section_without_what_its_texts_are_about_is_left_out() -> None:
+    assert section("Here", None, "about the chart") is None
+    assert section("Here", Bullets(lines=())) is None
+    kept = section("Here", "a text of its own", None, Bullets(lines=()))
+    assert kept is not None
+    assert kept.blocks == ("a text of its own",)
 
 
 def test_hostile_names_stay_text() -> None:

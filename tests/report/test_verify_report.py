@@ -56,6 +56,7 @@ def test_no_verification_is_not_a_pass() -> None:
     assert document.verdict is not None
     assert document.verdict.outcome == "not run"
     assert not steps(document)
+    assert document.section("Verification: not run").blocks
 
 
 @pytest.mark.parametrize(
