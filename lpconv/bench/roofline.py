@@ -8,7 +8,7 @@ element and writes one, and a scale found from amax reads the tensor once more b
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lpconv.report.bench_verdict import StepRoofline, verdict_sentences
+from lpconv.bench.verdict import StepRoofline, verdict_sentences
 from lpconv.results import BenchRow, GemmRecord, PeakRecord, VerdictRecord
 
 
