@@ -47,7 +47,7 @@ def _line(kind: Kind, result: Any) -> tuple[str, str]:
 
 def _entry(kind: Kind, path: Path, line: tuple[str, str], folder: Path, home: Path) -> RunEntry:
     page = path.parent / kind.page_file
-    has_folder = name_of(path) != path.stem
+    has_folder = kind.file is not None
     return RunEntry(
         name=os.path.relpath(path.parent if has_folder else path, folder),
         kind=kind.name,

@@ -79,11 +79,10 @@ def _verdict(result: BenchResult) -> Verdict:
     outcome: Outcome = "passed" if best and best[0] == "fastest" else "not run"
     if not all(g.passed for g in result.gates):
         outcome = "failed"
-    if best is None:
-        return Verdict(outcome=outcome, text=f"{failed_gates(result.gates)}no row was compared with a baseline")
-    word, row = best
-    speed = f"{ratio_text(row.ratio)} times the baseline's speed"
-    return Verdict(outcome=outcome, text=f"{failed_gates(result.gates)}{row.name} is {word}: {speed}")
+    found = "no row was compared with a baseline"
+    if best is not None:
+        found = f"{best[1].name} is {best[0]}: {ratio_text(best[1].ratio)} times the baseline's speed"
+    return Verdict(outcome=outcome, text="; ".join(filter(None, (failed_gates(result.gates), found))))
 
 
 def _tiles(result: BenchResult) -> tuple[Tile, ...]:

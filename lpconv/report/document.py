@@ -216,8 +216,8 @@ def gates_section(gates: Sequence[GateRecord]) -> Section | None:
 
 
 def failed_gates(gates: Sequence[GateRecord]) -> str:
-    """Which gates failed, to begin a verdict with; empty if none did."""
-    return "".join(f"gate {g.expression} failed; " for g in gates if not g.passed)
+    """Which gates failed; empty if none did."""
+    return ", ".join(f"gate {g.expression} failed" for g in gates if not g.passed)
 
 
 def _gate_check(gate: GateRecord) -> Check:

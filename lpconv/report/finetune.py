@@ -51,7 +51,9 @@ def finetune_document(result: FinetuneResult) -> Document:
         kind="finetune",
         title=PurePath(result.output).name,
         subtitle=title(result),
-        verdict=Verdict(outcome=_outcome(result), text=failed_gates(result.gates) + verdict(result)),
+        verdict=Verdict(
+            outcome=_outcome(result), text=". ".join(filter(None, (failed_gates(result.gates), verdict(result))))
+        ),
         tiles=_tiles(result),
         warnings=result.warnings,
         sections=sections_of(

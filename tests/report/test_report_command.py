@@ -27,6 +27,7 @@ def folder(tmp_path: Path) -> Path:
         "monday.json": bench(),
         "tuesday.json": bench(),
         "verify.json": verification(),
+        "report/report.json": bert_result(output="report"),  # a folder that is called as its file
     }
     for name, record in runs.items():
         path = tmp_path / name
@@ -127,9 +128,10 @@ def test_a_folder_gets_an_index_with_a_way_to_every_page(folder: Path) -> None:
     assert "tuned-a/runs" not in text
     assert "notes" not in text
     links = re.findall('href="([^#"]+)"', index.read_text())
-    assert len(links) == 4 + 3  # pages of runs, and one for each kind
+    assert len(links) == 5 + 3  # pages of runs, and one for each kind
     assert all((index.parent / link).is_file() for link in links)
     assert "../more/collage/report.html" in links
+    assert "../report/report.html" in links
     assert "index-fine-tunings.html" in links
 
 
