@@ -84,7 +84,8 @@ def _shown(value: Any) -> Any:
         return MISSING
     if not isinstance(value, str) or isinstance(value, Markup):
         return value
-    return raised(value).replace(" %", "\N{NO-BREAK SPACE}%")
+    value = raised(value) if "^" in value else value  # cells are many
+    return value.replace(" %", "\N{NO-BREAK SPACE}%")
 
 
 def _sortable(value: float) -> str:
