@@ -1,6 +1,9 @@
-"""Result records as text: for the terminal, as JSON, as a model card and as one HTML page. Nothing here knows tensors.
+"""Result records described as documents, and documents laid out; nothing here knows tensors.
 
-A package for each kind of result (`convert`, `probe`, `bench`, `finetune`), and beside them what they share: `numbers`
-and `printable` (text), `terminal` (rich), `page`, `plot` and `heat` (jinja2). Each holds what there is of `terminal`,
-`html` (the page with its plots), `card` (Markdown) and `words`; a result with nothing but a table is one module.
+- `document` and `charts` are what a description is made of, without any layout.
+- A file for each kind of result builds its `Document`: `convert`, `verify`, `inspect`, `finetune`, `probe`, `bench`,
+  `advise`, `batch`, `export`, `memory`, `doctor`, `compare` (several runs, and an index of a folder) and `cards` (model
+  cards). Files that begin with the same word hold their sentences, tables and charts.
+- `terminal`, `html` with `drawing`, and `markdown` lay out any document and know no kind of result.
+- `numbers` writes figures, and `printable` makes texts from files safe to print.
 """

@@ -51,9 +51,7 @@ def finetune_document(result: FinetuneResult) -> Document:
         kind="finetune",
         title=PurePath(result.output).name,
         subtitle=title(result),
-        verdict=Verdict(
-            outcome=_outcome(result), text=". ".join(filter(None, (failed_gates(result.gates), verdict(result))))
-        ),
+        verdict=_verdict(result),
         tiles=_tiles(result),
         warnings=result.warnings,
         sections=sections_of(
@@ -73,11 +71,12 @@ def finetune_document(result: FinetuneResult) -> Document:
     )
 
 
-def _outcome(result: FinetuneResult) -> Outcome:
+def _verdict(result: FinetuneResult) -> Verdict:
     """ "failed" if a gate does not hold, "not run" if the gap says nothing about precision, else "passed"."""
-    if not all(g.passed for g in result.gates):
-        return "failed"
-    return "passed" if result.gaps and result.learned("twin") is not False else "not run"
+    outcome: Outcome = "passed" if result.gaps and result.learned("twin") is not False else "not run"
+    if failed := failed_gates(result.gates):
+        return Verdict(outcome="failed", text=f"{failed}. {verdict(result)}")
+    return Verdict(outcome=outcome, text=verdict(result))
 
 
 def _tiles(result: FinetuneResult) -> tuple[Tile, ...]:

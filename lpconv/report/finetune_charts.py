@@ -4,8 +4,8 @@ import math
 from collections.abc import Callable, Sequence
 
 from lpconv.report.charts import Bar, Chart, HeatMap, Line, Loss, bar_chart, line_chart
-from lpconv.report.finetune_words import figure_text, guess, main_run, metric_name, noise_text, twin_run
-from lpconv.report.numbers import ROLE_WORDS, share_text
+from lpconv.report.finetune_words import figure_text, guess, lost_text, main_run, metric_name, noise_text, twin_run
+from lpconv.report.numbers import ROLE_WORDS
 from lpconv.results import FinetuneResult, GapRecord, RunRecord, Series, TrackedRecord
 
 _MAX_COLUMNS = 24  # of a heat map
@@ -97,7 +97,7 @@ def heat_map(result: FinetuneResult) -> HeatMap | None:
     worst = max(tracked, key=lambda t: t.underflow + t.overflow)
     return HeatMap(
         title="Elements lost by layer, class of tensor and step",
-        description=f"At worst {share_text(worst.underflow + worst.overflow, 1)}: {_words(worst)}.",
+        description=f"At worst {lost_text(worst)}.",
         blocks=tuple(ROLE_WORDS[role] for role in roles),
         columns=tuple(str(step) for step in steps),
         losses=tuple(_loss(t) for t in tracked if t.step in steps),
@@ -119,13 +119,6 @@ def _loss(t: TrackedRecord) -> Loss:
         underflow=t.underflow,
         overflow=t.overflow,
         title=f"{ROLE_WORDS[t.role]} of {t.layer} at step {t.step} in {t.format}",
-    )
-
-
-def _words(t: TrackedRecord) -> str:
-    return (
-        f"{ROLE_WORDS.get(t.role, t.role)} of {t.layer} at step {t.step} in {t.format}: "
-        f"{share_text(t.underflow, 1)} underflow, {share_text(t.overflow, 1)} overflow"
     )
 
 

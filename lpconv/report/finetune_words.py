@@ -13,7 +13,7 @@ from lpconv.report.numbers import (
     scale_text,
     share_text,
 )
-from lpconv.results import FinetuneResult, GapRecord, LossAllocation, RunRecord
+from lpconv.results import FinetuneResult, GapRecord, LossAllocation, RunRecord, TrackedRecord
 
 _METRICS = {
     "eval_loss": "held-out loss",
@@ -287,10 +287,13 @@ def _worst_tensors(result: FinetuneResult) -> tuple[str, ...]:
     for run in result.runs:
         for t in run.tracked:
             lost = t.underflow + t.overflow
-            text = (
-                f"{ROLE_WORDS.get(t.role, t.role)} of {t.layer}: {share_text(t.underflow, 1)} underflow, "
-                f"{share_text(t.overflow, 1)} overflow in {t.format} (step {t.step})"
-            )
+            text = lost_text(t)
             if lost > worst.get((t.layer, t.role), (0.0, ""))[0]:
                 worst[t.layer, t.role] = lost, text
     return tuple(text for _, text in sorted(worst.values(), reverse=True)[:_WORST])
+
+
+def lost_text(t: TrackedRecord) -> str:
+    """What a format lost of a tensor: "weight of a: 0 % underflow, 50 % overflow in e4m3fn (step 1)"."""
+    shares = f"{share_text(t.underflow, 1)} underflow, {share_text(t.overflow, 1)} overflow"
+    return f"{ROLE_WORDS.get(t.role, t.role)} of {t.layer}: {shares} in {t.format} (step {t.step})"

@@ -88,7 +88,7 @@ def test_curves_losses_and_layers_are_described() -> None:
     assert "first value that was not finite: a.c, backward, step 2" in str(document.section("On the way"))
     (heat,) = document.all_of(HeatMap)
     assert (heat.blocks, heat.columns) == (("weight", "output gradient"), ("1",))
-    assert heat.description == "At worst 50 %: weight of a.c at step 1 in e4m3fn: 0 % underflow, 50 % overflow."
+    assert heat.description == "At worst weight of a.c: 0 % underflow, 50 % overflow in e4m3fn (step 1)."
 
 
 @pytest.mark.parametrize(("passed", "outcome"), [(True, "passed"), (False, "failed")])
