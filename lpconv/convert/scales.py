@@ -93,7 +93,9 @@ def _of_weights(grids: Mapping[str, Grid], source: Source, checkpoint: Checkpoin
     found = {n: _look(grid, source) for n, grid in grids.items()}
     config = checkpoint.config.get("quantization_config") or {}
     problems = (*_no_numbers(found), *_dead(found, grids, source), *_parts(grids, source, config))
-    warnings = (*_unequal(found), *_of_products(grids, found, source), *_lost(found, is_ours=is_ours), *_cut(found))
+    ones = {n: torch.tensor(s.one) for n, s in found.items() if s.one is not None and 0 < s.one < math.inf}
+    unequal = _unequal_of_fused("scales,", ones, "who takes one scale for them decodes the others wrongly")
+    warnings = (*unequal, *_of_products(grids, found, source), *_lost(found, is_ours=is_ours), *_cut(found))
     return Findings(problems=(*problems, *_inverted(found, grids)), warnings=(*warnings, *_odd(found, grids, source)))
 
 
@@ -125,8 +127,9 @@ def _unequal_of_fused(what: str, found: Mapping[str, Tensor], why: str) -> Itera
     ratios = {stem: max(x) / min(x) for stem, x in ends.items()}
     unequal = sorted((s for s in ratios if ratios[s] > _UNEQUAL), key=lambda s: -ratios[s])
     if unequal:
+        groups = f"{len(unequal)} of {len(ratios)} groups of weights that readers fuse"
         words = f"by a factor of up to {ratios[unequal[0]]:.3g} in {shown(unequal)}: {why}"
-        yield f"weights that readers fuse have unequal {what} {words}"
+        yield f"{groups} have unequal {what} {words}"
 
 
 def _fetch_from(source: Source) -> Fetch:
@@ -277,21 +280,6 @@ def _parts(grids: Mapping[str, Grid], source: Source, config: Mapping[str, objec
                     f"`{name}`: zero points of {float(zeros.min()):g} to {float(zeros.max()):g}, and config.json says "
                     f"that codes are symmetric about {middle:g}: is `checkpoint_format` another version's?"
                 )
-
-
-def _unequal(found: Mapping[str, Scales]) -> Iterator[str]:
-    """Weights that readers fuse and take one scale for, where each has its own."""
-    ratios = {}
-    for stem, names in fused_groups(found):
-        ones = [s for n in names if (s := found[n].one) is not None and 0 < s < math.inf]
-        if len(ones) == len(names):
-            ratios[stem] = max(ones) / min(ones)
-    wrong = sorted((s for s in ratios if ratios[s] > _UNEQUAL), key=lambda s: -ratios[s])
-    if wrong:
-        yield (
-            f"{len(wrong)} of {len(ratios)} groups of weights that readers fuse have unequal scales, by a factor of up "
-            f"to {ratios[wrong[0]]:.3g} in {shown(wrong)}: who takes one scale for them decodes the others wrongly"
-        )
 
 
 def _lost(found: Mapping[str, Scales], *, is_ours: bool) -> Iterator[str]:

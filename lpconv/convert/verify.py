@@ -12,7 +12,7 @@ where they are not equal to the last bit, though close, may side tensors differ,
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,18 +24,16 @@ from lpconv.convert.plan import PlannedTensor
 from lpconv.convert.reader import OutputReader
 from lpconv.convert.tensor_records import planned_record, tensor_record
 from lpconv.convert.workers import Block, Workers, blocks_of
-from lpconv.formats.spec import Format
 from lpconv.forms.blocks import Workspace, as_float32, block_error, block_stats
 from lpconv.forms.codes import are_right_together
 from lpconv.forms.facts import BlockError, BlockStats, Looked, Measured
 from lpconv.forms.form import Form
-from lpconv.forms.ranges import CHECKED_ELEMENTS
 from lpconv.forms.stored import Side
 from lpconv.progress import Progress
 from lpconv.results import TensorRecord, WeightsCheck
 
 _PIECE = 2**14  # elements of a sample
-_SMALL = 2**11  # elements of a tensor that others are confirmed with
+_SMALL, _TOGETHER = 2**11, 512  # elements of a tensor that is confirmed with others, and how many of those
 # What another order of summing may change: of the figures in dB and as a share, and of a block's squared error.
 _DB, _SHARE = 0.01, 1e-3
 
@@ -64,40 +62,24 @@ class _Compared:
 
 @dataclass(frozen=True, kw_only=True)
 class _Small:
-    """A whole small tensor: what it was in fp32, what it decodes to, its scales."""
+    """A whole small tensor that waits for the slow reference: its numbers in fp32, and what is stored of them."""
 
     form: Form
     value: Tensor
     got: Tensor
     side: Side
-    scales: Tensor
 
 
-class _Together:
-    """Small tensors that wait for the slow reference: one call takes hardly longer for hundreds than for one."""
-
-    def __init__(self) -> None:
-        self._waiting = defaultdict[tuple[Any, ...], list[_Small]](list)
-        self._num_elements = 0
-
-    def wrong(self, more: _Small | None) -> list[str]:
-        """The tensors that are found wrong once so many wait; None asks for all of them."""
-        if more is not None:
-            like = more.form.format, more.scales.shape[1:], more.value.numel() // max(len(more.scales), 1)
-            self._waiting[like].append(more)
-            self._num_elements += more.value.numel()
-        if more is not None and self._num_elements < CHECKED_ELEMENTS:
-            return []
-        found = [name for (fmt, *_), waiting in self._waiting.items() for name in _wrong_of(waiting, fmt)]
-        self._waiting.clear()
-        self._num_elements = 0
-        return found
-
-
-def _wrong_of(small: Sequence[_Small], fmt: Format) -> list[str]:
-    if are_right_together([s.value for s in small], [s.got for s in small], [s.scales for s in small], fmt):
-        return []
-    return [s.form.name for s in small if not s.form.is_right(s.value, s.got, 0, s.side)]
+def _wrong_of(waiting: Iterable[_Small]) -> Iterator[str]:
+    """The tensors that are not what the reference says: one call takes hardly longer for hundreds than for one."""
+    alike = defaultdict[tuple[Any, ...], list[tuple[_Small, Tensor]]](list)
+    for s in waiting:
+        scales = s.form.rows_of_scales(s.side)
+        assert scales is not None, "others are confirmed at once"
+        alike[s.form.format, scales.shape[1:], s.value.numel() // len(scales)].append((s, scales))
+    for (fmt, *_), several in alike.items():
+        if not are_right_together([(s.value, s.got, scales) for s, scales in several], fmt):
+            yield from (s.form.name for s, _ in several if not s.form.is_right(s.value, s.got, 0, s.side))
 
 
 def whole_tensors(tensors: Iterable[PlannedTensor], seconds: float) -> frozenset[str]:
@@ -130,7 +112,7 @@ def check_weights(
     names = [n for n in output.records if n in tensors]
     progress.start("comparing weights", sum(tensors[n].info.num_bytes for n in names))
     records, wrong, checked = [], [n for n in output.records if n not in tensors], 0
-    together = _Together()
+    waiting: list[_Small] = []
     for name in names:
         t, record = tensors[name], output.records[name]
         if not output.holds(t.form):
@@ -138,7 +120,7 @@ def check_weights(
             continue
         if whole is None or name in whole:
             found, right, left = _compare_whole(t, output, workers, progress)
-            wrong += [] if left is None else together.wrong(left)
+            waiting += [] if left is None else [left]
             checked += t.info.num_elements
         else:
             found, count = record, 0
@@ -147,8 +129,11 @@ def check_weights(
             progress.advance(t.info.num_bytes)
         records.append(found)
         wrong += [] if right else [name]
-    wrong += together.wrong(None)
-    return _summary(records, sum(t.info.num_elements for t in tensors.values()), checked, wrong)
+        if len(waiting) == _TOGETHER:
+            wrong += _wrong_of(waiting)
+            waiting.clear()
+    total = sum(t.info.num_elements for t in tensors.values())
+    return _summary(records, total, checked, [*dict.fromkeys([*wrong, *_wrong_of(waiting)])])
 
 
 def _summary(records: list[TensorRecord], total: int, checked: int, wrong: list[str]) -> WeightsCheck:
@@ -163,7 +148,7 @@ def _summary(records: list[TensorRecord], total: int, checked: int, wrong: list[
         num_elements_checked=checked,
         num_elements=total,
         miss_probability=1 - checked / total if total else 0.0,
-        mismatched=tuple(dict.fromkeys(wrong)),
+        mismatched=tuple(wrong),
     )
 
 
@@ -182,7 +167,7 @@ def _compare_whole(
             x = workers.read(block, work)
             seen = t.form.look(x, block.start, work) if t.form.needs_first_pass else None
             found = Measured(stats=seen.stats if seen else BlockStats(), side=side)
-            return seen, _compare(block, x, output, found, None, work, may_wait=True)
+            return seen, _compare(block, x, output, found, None, work)
 
     total, looked = _Compared(), list[Looked]()
     for block, (seen, found) in workers.in_order(blocks_of([t]), look):
@@ -195,8 +180,7 @@ def _compare_whole(
     def compare(block: Block) -> _Compared:
         with workers.borrowed() as work:
             x = workers.read(block, work)
-            found = replace(implied, side=side)
-            return _compare(block, x, output, found, None if same_side else implied, work, may_wait=True)
+            return _compare(block, x, output, replace(implied, side=side), None if same_side else implied, work)
 
     if not (same_side and implied.stats.is_finite):
         total = sum((found for _, found in workers.in_order(blocks_of([t]), compare)), _Compared())
@@ -221,7 +205,8 @@ def _compare_pieces(t: PlannedTensor, output: OutputReader, workers: Workers) ->
             block = Block(tensor=t, start=first, stop=last)
             x = workers.read(block, work)
             found = Measured(stats=block_stats(x, work) if t.format else BlockStats(), side=side)
-            right = _compare(block, x, output, found, None, work).right and right
+            compared = _compare(block, x, output, found, None, work)
+            right = right and compared.right and not any(_wrong_of(filter(None, [compared.left])))
         count += last - first
     return count, right
 
@@ -244,17 +229,10 @@ def _sample_ranges(num_elements: int) -> Iterator[tuple[int, int]]:
 
 
 def _compare(
-    block: Block,
-    x: Tensor,
-    output: OutputReader,
-    found: Measured,
-    implied: Measured | None,
-    work: Workspace,
-    *,
-    may_wait: bool = False,
+    block: Block, x: Tensor, output: OutputReader, found: Measured, implied: Measured | None, work: Workspace
 ) -> _Compared:
     """One block of the files beside `x`, the source's. `found` has the stored side tensors, `implied` others if the
-    source implies others. If the block is a whole small tensor, it `may_wait` for the reference."""
+    source implies others."""
     form, start, stop = block.tensor.form, block.start, block.stop
     stored = output.read(form, start, stop, found.side)
     again = form.encode(x, start, found, work)
@@ -264,9 +242,12 @@ def _compare(
     stats = again.stats or BlockStats()
     if right and implied is None:  # the codes are those of the encoder, and so is their error
         error = again.error or BlockError()
-        left = _small(block, x, stored, found.side) if may_wait and stop - start <= _SMALL else None
-        right = left is not None or form.confirms(x, stored, start, found.side, work)
-        return _Compared(right=right, stats=stats, error=error, implied=error, left=left)
+        if stop <= _SMALL and stop == form.num_elements and form.rows_of_scales(found.side) is not None:
+            value, got = x.to(torch.float32, copy=True), form.decode(stored, start, stop, found.side)
+            left = _Small(form=form, value=value, got=got, side=found.side)
+            return _Compared(stats=stats, error=error, implied=error, left=left)
+        right = form.confirms(x, stored, start, found.side, work)
+        return _Compared(right=right, stats=stats, error=error, implied=error)
     value, got = as_float32(x, work), form.decode(stored, start, stop, found.side)
     right = right and form.is_right(value, got, start, found.side)
     if torch.isnan(got).any():
@@ -275,16 +256,6 @@ def _compare(
     wanted = (again if implied is None else form.encode(x, start, implied, work)).error or BlockError()
     right = right and error.sum_squares <= wanted.sum_squares * (1 + _SHARE)
     return _Compared(right=right, stats=stats, error=error, implied=wanted)
-
-
-def _small(block: Block, x: Tensor, stored: Sequence[Tensor], side: Side) -> _Small | None:
-    """A block that is a whole tensor, to be confirmed together with others; None where its form cannot be."""
-    form = block.tensor.form
-    scales = form.rows_of_scales(side) if block.stop == form.num_elements else None
-    if scales is None:
-        return None
-    got = form.decode(stored, 0, form.num_elements, side)
-    return _Small(form=form, value=x.to(torch.float32, copy=True), got=got, side=side, scales=scales)
 
 
 def _is_close(measured: TensorRecord, record: TensorRecord) -> bool:

@@ -4,6 +4,7 @@ Both are ordinary files inside the package, so a plain path to them works from a
 this file says where they come from; `benchmarks/reproduce/train_demo.py` makes the checkpoint again.
 """
 
+import contextlib
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
@@ -54,31 +55,22 @@ def read_text(path: Path, limit: int = -1) -> str:
 def check_text(path: Path, seq_len: int = 1, *, tokenizer: Path | None = None) -> None:
     """Raise as `read_text` does, and InputError for a text that is too short for one sequence of `seq_len` tokens.
 
-    Of tokens nothing is known but that each is a byte at least; those of a short text are counted if the file
-    `tokenizer`, a tokenizer.json, is there.
+    Of tokens nothing is known but that each is a byte at least; with the file of a `tokenizer`, a tokenizer.json, those
+    of a short text are counted.
     """
     text = read_text(path, _LOOKED_AT)
-    num = size = len(text.encode())
-    unit = "bytes"
-    if tokenizer is not None and tokenizer.exists() and size < _MOST_BYTES * seq_len:
-        found = _num_tokens(text, tokenizer)
-        num, unit = (size, unit) if found is None else (found, "tokens")
+    num, unit = len(text.encode()), "bytes"
+    if tokenizer is not None and num < _MOST_BYTES * seq_len:
+        with contextlib.suppress(Exception):  # damaged files raise anything at all: who tokenises says what is wrong
+            from tokenizers import Tokenizer  # imported at once, unlike transformers
+
+            counting = Tokenizer.from_file(str(tokenizer))
+            counting.no_truncation()
+            counting.no_padding()
+            num, unit = len(counting.encode(text).ids), "tokens"
     if num + _SPECIAL_TOKENS < seq_len:
         short = f"`{path}` has {num} {unit}, fewer than one sequence of {seq_len} tokens"
         raise InputError(short, hint="pass a longer text, or shorter sequences by --seq-len")
-
-
-def _num_tokens(text: str, tokenizer: Path) -> int | None:
-    """The tokens of a text, by the library that transformers' tokenizers are built on, which is imported at once."""
-    from tokenizers import Tokenizer
-
-    try:
-        counting = Tokenizer.from_file(str(tokenizer))
-        counting.no_truncation()
-        counting.no_padding()
-        return len(counting.encode(text).ids)
-    except Exception:  # damaged files raise anything at all: who tokenises says what is wrong
-        return None
 
 
 def usual_seq_len(config: Mapping[str, Any], wanted: int | None) -> int:

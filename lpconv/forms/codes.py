@@ -108,12 +108,11 @@ def wanted(value: Tensor, scale: float | Tensor, fmt: Format) -> Tensor:
     return _of_span(fmt, span).index_select(0, patterns)
 
 
-def are_right_together(values: Sequence[Tensor], got: Sequence[Tensor], scales: Sequence[Tensor], fmt: Format) -> bool:
-    """Whether decoded numbers of several small tensors are what the slow reference makes of their fp32 `values`.
-
-    All are 1-D; scales have one shape but for rows, and as many rows for each number.
-    """
-    return same_numbers(torch.cat(list(got)), _reference(torch.cat(list(values)), torch.cat(list(scales)), fmt))
+def are_right_together(tensors: Sequence[tuple[Tensor, Tensor, Tensor]], fmt: Format) -> bool:
+    """Whether small tensors, each as its fp32 numbers, what it decodes to and its rows of scales, are what the slow
+    reference says. Each row has as many numbers, and scales, as any other."""
+    value, got, scales = map(torch.cat, zip(*tensors, strict=True))
+    return same_numbers(got, _reference(value, scales, fmt))
 
 
 @functools.lru_cache(maxsize=8)

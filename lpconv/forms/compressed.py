@@ -10,7 +10,6 @@ which those of their groups are divided. It comes from the largest input that ca
 
 from __future__ import annotations  # tensors are named below and not imported
 
-import functools
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -158,7 +157,7 @@ class Compressed(_Layout):
         form = cls(name=name, shape=codes.shape, format=_E4M3FN, scale_dtype=scale.dtype)._as_stored(headers)
         return form if scale.dtype in _SCALE_DTYPES and all(map(headers.holds, form.components)) else None
 
-    @functools.cached_property
+    @property
     def components(self) -> tuple[Component, ...]:
         scale, codes = super().components
         return replace(scale, dtype=self.scale_dtype), *self._of_inputs, codes
@@ -264,7 +263,7 @@ class CompressedTiles(_Layout, Tiles):
         is_integer = self.format.twos_complement
         return Component(name=self.name + _SIZE_SUFFIX, dtype="I64", shape=(2,)) if is_integer else None
 
-    @functools.cached_property
+    @property
     def side(self) -> tuple[Component, ...]:
         return (*super().side, *self._of_inputs)
 

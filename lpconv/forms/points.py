@@ -6,7 +6,6 @@ are [1, points, bytes of a row]. What stays in 16 bits (embeddings, output heads
 
 from __future__ import annotations  # tensors are named below and not imported
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -77,7 +76,7 @@ class PointRows(Form):
     def words(self) -> str:
         return f"{self.format.name} codes, rows with a scale for each of their points"
 
-    @functools.cached_property
+    @property
     def components(self) -> tuple[Component, ...]:
         total, codes = self.points_total, self.format.safetensors or "U8"
         return (

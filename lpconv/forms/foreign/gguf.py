@@ -7,7 +7,6 @@ tensor. Sources: ggml-org/ggml, docs/gguf.md; transformers 5.23, `modeling_gguf_
 
 from __future__ import annotations  # tensors are named below and not imported
 
-import functools
 import json
 import math
 from collections.abc import Sequence
@@ -46,15 +45,15 @@ class Blocks(Stored):
     def words(self) -> str:
         return f"{self.kind} of GGUF"
 
-    @functools.cached_property
+    @property
     def components(self) -> tuple[Component, ...]:
         return (self.codes,)
 
-    @functools.cached_property
+    @property
     def data(self) -> tuple[Component, ...]:
         return (self.codes,)
 
-    @functools.cached_property
+    @property
     def side(self) -> tuple[Component, ...]:
         return ()
 

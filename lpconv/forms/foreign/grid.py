@@ -13,7 +13,6 @@ product is rounded, too.
 
 from __future__ import annotations  # tensors are named below and not imported
 
-import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -75,16 +74,16 @@ class Grid(Stored):
     def planes(self) -> tuple[Plane, ...]:
         return tuple(p for p in (self.codes, self.scales, self.zeros) if p is not None)
 
-    @functools.cached_property
+    @property
     def data(self) -> tuple[Component, ...]:
         return tuple(p.component for p in self.planes)
 
-    @functools.cached_property
+    @property
     def side(self) -> tuple[Component, ...]:
         parts = (self.factor, self.order, self.size, self.columns, self.beside)
         return tuple(c for c in parts if c is not None)
 
-    @functools.cached_property
+    @property
     def components(self) -> tuple[Component, ...]:
         return (*self.data, *self.side)
 
