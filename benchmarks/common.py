@@ -96,9 +96,9 @@ def timed(run: Callable[[], object]) -> float:
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """The lower quartile, the median and the upper quartile; of one value, that value."""
-    if len(values) == 1:
-        return values[0], values[0], values[0]
+    """The lower quartile, the median and the upper quartile; of one value or two the least, the median, the largest."""
+    if len(values) < 3:
+        return min(values), statistics.median(values), max(values)
     low, middle, high = statistics.quantiles(values, n=4)
     return low, middle, high
 

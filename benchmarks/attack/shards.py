@@ -55,7 +55,7 @@ def make_source(folder: Path) -> Path:
         save_file(tensors, folder / name)
     index = {"metadata": {}, "weight_map": {t: n for n, tensors in zip(names, files, strict=True) for t in tensors}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "tie_word_embeddings": True}))
+    (folder / "config.json").write_text(json.dumps({"model_type": "sharded", "tie_word_embeddings": True}))
     return folder
 
 
