@@ -76,6 +76,7 @@ FORMS_TRIED: dict[str, dict[str, Any]] = {
     "pair (int8)": {"method": "collage", "residual": "int8"},
     "pair (fp16)": {"method": "collage", "format": "fp16"},
 }
+FIRST_OF_KIND = set({form.split(" (")[0]: form for form in reversed(FORMS_TRIED)}.values())
 WEIGHT, OTHER, VECTOR = (
     f"model.layers.0.{n}.weight" for n in ("self_attn.q_proj", "self_attn.o_proj", "input_layernorm")
 )
@@ -182,15 +183,15 @@ def _files(output: Path) -> dict[Path, bytes]:
     return {p: p.read_bytes() for p in output.rglob("*") if p.is_file()}
 
 
-def damages(output: Path) -> Iterator[Damage]:
-    """Everything that is done to one output."""
+def damages(form: str, output: Path) -> Iterator[Damage]:
+    """Everything that is done to an output of a form; what forms of a kind have in common, to the first of them."""
     low = {"residual": f"{WEIGHT}"} if (output / "collage").exists() else {}
     packed = _find(output, f"{WEIGHT}_packed") is not None
     parts = {
         "codes": f"{WEIGHT}_packed" if packed else WEIGHT,
         "scales": f"{WEIGHT}_scale_inv" if _find(output, f"{WEIGHT}_scale_inv") is not None else f"{WEIGHT}_scale",
         "counts": f"{WEIGHT}_points",
-        "kept": VECTOR,
+        **({"kept": VECTOR} if form in FIRST_OF_KIND else {}),
         **low,
     }
     for component, name in parts.items():
@@ -198,7 +199,8 @@ def damages(output: Path) -> Iterator[Damage]:
         if _find(output / folder, name) is not None:
             yield from _of_tensor(component, name, folder)
     yield from _of_files(output)
-    yield from _of_documents(output)
+    if form in FIRST_OF_KIND:
+        yield from _of_documents(output)
 
 
 def _codes(output: Path) -> str:

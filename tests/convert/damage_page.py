@@ -54,8 +54,8 @@ only where the conversion recorded no error and the numbers still have the RMS a
 
 A small Llama in every form, damaged in place: zeros, 0xFF, single bits from the lowest of the first byte to the highest
 of the last, NaN, -1, the data of another tensor, the data that the same tensor of another source has, files cut or
-exchanged, values of documents changed. `hash` looks at it as it is. For `weights` all hashes are made anew first. A
-cell is what was found of what was done.
+exchanged; and, in the first form of each kind, tensors that are kept damaged and values of documents changed. `hash`
+looks at it as it is. For `weights` all hashes are made anew first. A cell is what was found of what was done.
 """
 
 OUTPUTS_SEE = {("codes", "NaN"), ("codes", "0xFF")}
@@ -63,12 +63,12 @@ OUTPUTS_SEE = {("codes", "NaN"), ("codes", "0xFF")}
 
 def matrix(outputs: Mapping[str, Pair]) -> dict[str, list[Seen]]:
     """What was seen of everything that was done to each output."""
-    return {form: [s for d in damages(pair.output) if (s := look(d, pair))] for form, pair in outputs.items()}
+    return {form: [s for d in damages(form, pair.output) if (s := look(d, pair))] for form, pair in outputs.items()}
 
 
 def in_outputs(form: str, pair: Pair) -> list[tuple[Damage, bool]]:
     """What running both models shows, of damage that it claims to see: outputs that are no numbers."""
-    tried = [d for d in damages(pair.output) if (d.component, d.kind) in OUTPUTS_SEE and _has_nan(form)]
+    tried = [d for d in damages(form, pair.output) if (d.component, d.kind) in OUTPUTS_SEE and _has_nan(form)]
     return [(d, seen_in_outputs(d, pair)) for d in tried]
 
 
