@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 from lpconv.bench.cases import BENCH_FORMATS, BENCH_METHODS
 from lpconv.cli.command import Json, with_options
 from lpconv.cli.main import COMMANDS, app
+from lpconv.convert.schemes import SCHEMES, Scheme
 from lpconv.doctor import format_support
 from lpconv.errors import InputError, UnsupportedError
 from lpconv.formats.cast import cast
@@ -101,6 +102,17 @@ def test_a_scaled_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     model = scaled(copy.deepcopy(plain))
     assert torch.equal(model(x), plain(x))
     assert fallbacks(model) == {}
+
+
+def test_a_scheme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    toy = Scheme(options={"format": "bf16"}, bits=16, opens="lpconv", use="a toy that nobody serves")
+    monkeypatch.setitem(SCHEMES, "TOY", toy)
+
+    assert toy.use in run("convert", "--list-schemes")
+    document = json.loads(
+        run("convert", "demo", "--scheme", "TOY", "--verify", "none", "--json", "-o", tmp_path / "out")
+    )
+    assert document["format"] == "bf16"
 
 
 def test_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
