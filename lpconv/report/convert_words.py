@@ -5,14 +5,13 @@ from collections.abc import Iterable, Sequence
 from lpconv.report.numbers import (
     change_text,
     count_text,
-    listed,
     plural,
     share_text,
     size_text,
     sqnr_text,
 )
 from lpconv.report.tensors import converted, has_finer_scales, num_elements, worst_tensors
-from lpconv.report.verify import outcome_of, outputs_text, percent, reasons, verify_sentence
+from lpconv.report.verify import outcome_of, verify_headline
 from lpconv.results import ConvertResult, TensorRecord
 
 _METHODS = {"unit": "unit scaling", "scalify": "Scalify", "collage": "Collage", "multipoint": "Multipoint"}
@@ -25,23 +24,14 @@ def method_name(method: str) -> str:
 
 def headline(result: ConvertResult) -> str:
     """The verdict of the verification and the change of size, in one line."""
-    v, size = result.verify, change_text(result.bytes.read, result.bytes.written)
-    word = outcome_of(v)
-    if word == "failed":
-        return f"verification failed: {listed(reasons(v))}"
-    if word == "not run":
-        return f"not verified; weights {size}"
-    if v.logits is None or v.logits.skipped:
-        return f"verified by its {'weights' if v.weights else 'hashes'}; weights {size}"
-    top1 = v.logits.top1_agreement
-    first = "" if v.logits.bit_equal or top1 is None else f", the same first choice at {percent(top1)} of positions"
-    return f"verified: {outputs_text(v.logits)}{first}; weights {size}"
+    found, size = verify_headline(result.verify), change_text(result.bytes.read, result.bytes.written)
+    return found if outcome_of(result.verify) == "failed" else f"{found}; weights {size}"
 
 
 def summary(result: ConvertResult) -> str:
     """The whole result as one paragraph that a person can quote."""
-    sentences = (done_and_lost(result), _size_sentence(result), verify_sentence(result.verify))
-    return " ".join(sentences)
+    found = verify_headline(result.verify)
+    return f"{done_and_lost(result)} {_size_sentence(result)} {found[:1].upper()}{found[1:]}."
 
 
 def done_and_lost(result: ConvertResult) -> str:

@@ -41,7 +41,7 @@ def verify_document(result: Verification) -> Document:
         kind="verification",
         title=PurePath(result.path).name or result.path,
         subtitle=f"{result.path} against {result.against or source}",
-        verdict=Verdict(outcome=outcome_of(result), text=verify_sentence(result)),
+        verdict=Verdict(outcome=outcome_of(result), text=verify_headline(result)),
         tiles=_tiles(result, logits),
         sections=sections_of(
             verification_section(result),
@@ -144,23 +144,23 @@ def outcome_of(v: VerifyResult) -> Outcome:
     return "not run" if v.level == "none" else "passed"
 
 
-def verify_sentence(v: VerifyResult) -> str:
-    """The outcome with the deepest evidence there is for it."""
+def verify_headline(v: VerifyResult) -> str:
+    """The outcome with the deepest evidence there is for it, in one line."""
     word = outcome_of(v)
-    if word == "not run":
-        return "It was not verified."
     if word == "failed":
-        return f"Verification failed: {listed(reasons(v))}."
+        return f"verification failed: {listed(_reasons(v))}"
+    if word == "not run":
+        return "not verified"
     if v.logits and not v.logits.skipped:
-        return f"Verification passed: {_logits_words(v.logits)}."
+        top1 = v.logits.top1_agreement
+        first = "" if v.logits.bit_equal or top1 is None else f", the same first choice at {percent(top1)} of positions"
+        return f"verified: {_outputs_text(v.logits)}{first}"
     if v.weights:
-        return f"Verification passed: {_weights_words(v.weights)}."
-    if v.hash:
-        return f"Verification passed: {_hash_words(v.hash)}."
-    return f"Verification passed at level {v.level}."
+        return f"verified by its weights: {_tensors_text(v.weights)}"
+    return f"verified by its hashes: {_hash_words(v.hash)}" if v.hash else f"verified at level {v.level}"
 
 
-def reasons(v: VerifyResult) -> list[str]:
+def _reasons(v: VerifyResult) -> list[str]:
     """What failed: problems as they were met, else the checks and gates that did not hold."""
     failed = [f"{c.name}, {c.text}" for c in checks(v) if c.outcome == "failed"]
     return [*v.problems, *(text for text in failed if not v.problems or text.startswith("gate "))]
@@ -175,7 +175,7 @@ def checks(v: VerifyResult) -> tuple[Check, ...]:
         outcome = _judged(not v.files.different) if v.files.compared else "not run"
         steps.append(Check(name="files", outcome=outcome, text=_files_words(v.files)))
     if v.weights:
-        words = _values_words if v.level == "values" else _weights_words
+        words = _tensors_text if v.level == "values" else _weights_words
         steps.append(Check(name="weights", outcome=_judged(not v.weights.mismatched), text=words(v.weights)))
     if v.logits:
         outcome = "not run" if v.logits.skipped else "passed"
@@ -208,13 +208,15 @@ def _files_words(check: FilesCheck) -> str:
     return "; ".join(filter(None, (different if check.different else equal, rest)))
 
 
-def _values_words(check: WeightsCheck) -> str:
-    """Of two checkpoints whose weights were compared, not converted again."""
+def _tensors_text(check: WeightsCheck) -> str:
+    """How many tensors were compared, and how far the worst is from its source."""
     if check.min_sqnr_db == math.inf:
         return f"{plural(check.num_tensors, 'tensor')}, all equal"
+    place = f" ({check.worst})" if check.worst else ""
+    zeroed = " (of numbers that became 0)" if check.max_rel_error == 1 else ""
     return (
-        f"{plural(check.num_tensors, 'tensor')}, smallest SQNR {sqnr_text(check.min_sqnr_db, ' dB')} ({check.worst}), "
-        f"largest relative error {error_text(check.max_rel_error)}"
+        f"{plural(check.num_tensors, 'tensor')}, smallest SQNR {sqnr_text(check.min_sqnr_db, ' dB')}{place}, "
+        f"largest relative error {error_text(check.max_rel_error)}{zeroed}"
     )
 
 
@@ -222,15 +224,7 @@ def _weights_words(check: WeightsCheck) -> str:
     if check.mismatched:
         bad = f"{count_text(len(check.mismatched))} of {plural(check.num_tensors, 'tensor')}"
         return f"{bad} differ from the reference cast: {listed(check.mismatched)}"
-    if check.min_sqnr_db == math.inf:
-        found = f"{plural(check.num_tensors, 'tensor')}, all equal to the source"
-    else:
-        place = f" ({check.worst})" if check.worst else ""
-        found = (
-            f"{plural(check.num_tensors, 'tensor')}, smallest SQNR {sqnr_text(check.min_sqnr_db, ' dB')}{place}, "
-            f"largest relative error {error_text(check.max_rel_error)}"
-            f"{' (of numbers that became 0)' if check.max_rel_error == 1 else ''}"
-        )
+    found = _tensors_text(check)
     if not check.num_elements_checked:
         return found
     checked, total = check.num_elements_checked, check.num_elements
@@ -246,10 +240,10 @@ def _logits_words(check: LogitsCheck) -> str:
         return check.skipped
     details = [] if check.bit_equal else _logits_details(check)
     details += [s for s in (check.model_class, check.inputs) if s]
-    return outputs_text(check) + (f" ({', '.join(details)})" if details else "")
+    return _outputs_text(check) + (f" ({', '.join(details)})" if details else "")
 
 
-def outputs_text(check: LogitsCheck) -> str:
+def _outputs_text(check: LogitsCheck) -> str:
     if check.bit_equal:
         return "outputs are bit-equal to the source's"
     if check.rel_error is None:

@@ -62,7 +62,8 @@ def test_no_verification_is_not_a_pass() -> None:
 @pytest.mark.parametrize(
     ("check", "words"),
     [
-        (LogitsCheck(bit_equal=True, max_abs_diff=0.0), "outputs are bit-equal to the source's"),
+        (LogitsCheck(bit_equal=True, max_abs_diff=0.0), "verified: outputs are bit-equal to the source's"),
+        (LogitsCheck(skipped="no config"), "verified by its weights: 40 tensors, all equal"),
         (LogitsCheck(rel_error=0.25), "outputs are within a relative error of 0.25 of the source's"),
     ],
 )
@@ -71,7 +72,7 @@ def test_the_verdict_has_the_deepest_evidence(check: LogitsCheck, words: str) ->
     document = described(level="logits", passed=True, weights=exact, logits=check)
     assert document.verdict is not None
     assert words in document.verdict.text
-    assert steps(document)["weights"][1].startswith("40 tensors, all equal to the source")
+    assert steps(document)["weights"][1].startswith("40 tensors, all equal")
 
 
 def test_a_terminal_gets_the_tensors_that_are_not_exact_and_a_page_all() -> None:
