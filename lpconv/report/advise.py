@@ -157,7 +157,7 @@ def _train_words(result: AdviceResult, row: AdviceRow) -> str:
 
 
 def _fastest(result: AdviceResult, row: AdviceRow) -> str:
-    """The one with the shortest steps, where that is another one."""
+    """The recipe with the shortest steps, if it is not the recommended one."""
     timed = [r for r in _of_purpose(result, row.purpose) if r.meets and r.step_time_s]
     fastest = min(timed, key=lambda r: r.step_time_s or math.inf, default=row)
     if not row.step_time_s or not fastest.step_time_s or fastest.step_time_s > 0.9 * row.step_time_s:

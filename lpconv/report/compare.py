@@ -10,7 +10,7 @@ from lpconv.report.numbers import MISSING, plural
 
 
 def run_names(outputs: Sequence[str]) -> tuple[str, ...]:
-    """A short name for each run: its output's last path component, numbered where two share it."""
+    """A short name for each run: its output's last path component, numbered if two share it."""
     names = [PurePath(output).name or output for output in outputs]
     return tuple(f"{n} ({i})" if names.count(n) > 1 else n for i, n in enumerate(names, start=1))
 

@@ -64,7 +64,7 @@ def _done_words(result: ConvertResult) -> str:
 
 
 def _inputs_sentence(result: ConvertResult) -> str:
-    """Where the scales of inputs come from, and what no figure of a conversion has; empty where there are none."""
+    """Where the scales of inputs come from, and what no figure of a conversion includes; empty without calibration."""
     if result.calibration is None:
         return ""
     tokens = f"{count_text(result.calibration.num_tokens)} tokens of {result.calibration.text}"
@@ -99,7 +99,7 @@ def _size_sentence(result: ConvertResult) -> str:
 
 
 def _error_sentence(tensors: Iterable[TensorRecord]) -> str:
-    """The worst error, and how many elements left the format's range; empty where nothing was converted or measured."""
+    """The worst error, and how many elements left the format's range; empty if nothing was measured."""
     changed = converted(tensors)
     measured = [t for t in changed if t.sqnr_db is not None]
     if not measured:

@@ -57,7 +57,7 @@ class Drawing:
         return "".join(symbol(mark.shape, x, y, self.radius) for x, y in points)
 
     def _segments(self, mark: Mark) -> Iterator[str]:
-        """Lines between finite points, a dash where one stands alone; a gap where a value is not finite."""
+        """Lines between finite points, a dash for one that stands alone, and a gap for values that are not finite."""
         for is_finite, run in groupby(mark.points, key=lambda p: math.isfinite(p[0]) and math.isfinite(p[1])):
             if is_finite:
                 ends = [f"{self.x(x)} {self.y(y)}" for x, y in run]

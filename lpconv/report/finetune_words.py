@@ -119,7 +119,7 @@ def held_out_table(result: FinetuneResult) -> Table:
 
 
 def held_out_words(result: FinetuneResult) -> str:
-    """What the held-out figures rest on; empty where the record does not say."""
+    """What the held-out figures rest on; empty if the record does not say."""
     if not result.held_out:
         return ""
     h = result.held_out[0]
@@ -141,7 +141,7 @@ def _arithmetic_of(result: FinetuneResult, role: str) -> str:
 
 
 def nothing_learned(result: FinetuneResult) -> tuple[str, ...]:
-    """A warning for run and twin where the held-out examples do not show that they learned anything."""
+    """A warning for run and twin if the held-out examples do not show that they learned anything."""
     return tuple(
         f"{_arithmetic_of(result, role)} learned nothing that the held-out examples show: {_progress(result, role)}"
         for role in ("run", "twin")
@@ -251,7 +251,7 @@ def _time_spent(result: FinetuneResult) -> tuple[str, ...]:
 
 
 def worst_tracked(result: FinetuneResult) -> tuple[str, ...]:
-    """The products with least signal over error, where operands were cast, or the tensors that lost most elements."""
+    """The products with least signal over error if operands were cast, else the tensors that lost most elements."""
     products = sorted({p for run in result.runs for p in _products(run)})
     if products:
         worst: dict[str, str] = {}

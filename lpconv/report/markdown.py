@@ -74,7 +74,7 @@ def _escaped(text: str) -> str:
 
 
 def code_span(text: str) -> str:
-    """A code span, also inside a table, where even a code span may not hold a bare pipe."""
+    """A code span that is safe in a table too, in which even a code span may not hold a bare pipe."""
     ticks = _fence_for(text, least=1)
     pad = " " if "`" in text else ""
     return f"{ticks}{pad}{text}{pad}{ticks}".replace("|", "\\|")

@@ -101,7 +101,7 @@ def share_text(part: float, whole: float) -> str:
 
 
 def sqnr_text(decibels: float | None, unit: str = "") -> str:
-    """A signal-to-noise ratio: 73.6, "exact" where there is no noise, a dash where there is no signal (NaN)."""
+    """A signal-to-noise ratio: 73.6, "exact" without noise, a dash without a signal (NaN)."""
     if decibels is None or math.isnan(decibels):
         return MISSING
     if math.isinf(decibels) and decibels > 0:

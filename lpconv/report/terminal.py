@@ -16,7 +16,20 @@ from rich.padding import Padding
 from rich.table import Column, Table as _RichTable
 from rich.text import Text
 
-from lpconv.report.document import Block, Bullets, Cell, Checks, Code, Document, Facts, Folded, Section, Table
+from lpconv.report.document import (
+    Block,
+    Bullets,
+    Cell,
+    Checks,
+    Code,
+    Document,
+    Facts,
+    Folded,
+    Section,
+    Table,
+    section,
+    sections_of,
+)
 from lpconv.report.numbers import plural
 from lpconv.report.printable import printable_record
 
@@ -42,33 +55,33 @@ def terminal(document: Document) -> RenderableType:
     parts += [Text(text, overflow="fold") for text in (shown.subtitle, shown.summary) if text]
     tiles = {tile.label: ", ".join(filter(None, (tile.figure, tile.detail))) for tile in shown.tiles}
     parts += [_after_gap(_facts_grid(values)) for values in (tiles, shown.facts) if values]
-    for section in shown.sections:
-        parts += _section(section) if section.only != "page" else ()
-    return Group(*parts, *_section(Section(title="Warnings", blocks=(Bullets(lines=shown.warnings),))))
+    for part in sections_of(*shown.sections, section("Warnings", Bullets(lines=shown.warnings))):
+        parts += _section(part) if part.only != "page" else ()
+    return Group(*parts)
 
 
-def _section(section: Section) -> tuple[RenderableType, ...]:
+def _section(part: Section) -> tuple[RenderableType, ...]:
     """An empty line, the title and what is below it; nothing if only charts are."""
-    bodies = [body for block in section.blocks if (body := _block(block)) is not None]
+    bodies = [body for block in part.blocks if (body := _block(block)) is not None]
     if not bodies:
         return ()
-    style = _STYLES[section.outcome] if section.outcome else "bold"
-    title = [Text(section.title, style=style)] if section.title else []
+    style = _STYLES[part.outcome] if part.outcome else "bold"
+    title = [Text(part.title, style=style)] if part.title else []
     return (Text(), *title, bodies[0], *map(_after_gap, bodies[1:]))
 
 
 def _block(block: Block) -> RenderableType | None:
+    """A block that is not empty; None for charts."""
     if isinstance(block, str):
-        return Text(block, overflow="fold") if block else None
+        return Text(block, overflow="fold")
     if isinstance(block, Bullets):
-        return _grid((("-", line) for line in block.lines), gap=1) if block.lines else None
+        return _grid((("-", line) for line in block.lines), gap=1)
     if isinstance(block, Checks):
-        rows = ((Text(c.outcome, style=_STYLES[c.outcome]), c.name, c.text) for c in block.checks)
-        return _grid(rows) if block.checks else None
+        return _grid((Text(c.outcome, style=_STYLES[c.outcome]), c.name, c.text) for c in block.checks)
     if isinstance(block, Table):
-        return _table(block) if block.rows else None
+        return _table(block)
     if isinstance(block, Facts):
-        return _facts_grid(block.values) if block.values else None
+        return _facts_grid(block.values)
     if isinstance(block, Code):
         return Text("\n".join(f"  {line}" for line in block.lines), overflow="fold")
     return Text(f"{block.title}: the page has them") if isinstance(block, Folded) else None
@@ -107,7 +120,7 @@ def _table(table: Table) -> RenderableType:
 
 @dataclass(frozen=True, kw_only=True)
 class Name:
-    """A dotted name that shortens its outer modules to their first letters where the column is narrow.
+    """A dotted name that shortens its outer modules to their first letters if the column is narrow.
 
     ``encoder.layer.0.attention.self.key.weight`` becomes ``e.l.0.attention.self.key.weight``: numbers and the end,
     which tell tensors apart, stay. A name that is still too long is folded, never cut.
@@ -131,17 +144,13 @@ def _abbreviated(name: str, width: int) -> str:
     return ".".join(parts)
 
 
-def _named(cell: str | Text) -> Name | Text:
-    return Name(name=cell) if isinstance(cell, str) else cell
-
-
 def _after_gap(body: RenderableType) -> RenderableType:
     """`body` with an empty line before it."""
     return Padding(body, (1, 0, 0, 0))
 
 
 class _Fitting(_RichTable):
-    """A table that first breaks its headings where the width is too small for it, and then itself: into several, one
+    """A table that first breaks its headings if the width is too small for it, and then itself: into several, one
     below the other, that all begin with the first column. No figure is cut."""
 
     def __init__(self, headings: Sequence[str], cells: Sequence[tuple[Any, ...]]) -> None:
