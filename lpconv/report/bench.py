@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeAlias
 
 from lpconv.report.charts import Bar, Chart, bar_chart
 from lpconv.report.compare import compare_document
@@ -29,7 +30,7 @@ from lpconv.report.numbers import (
     share_text,
     size_text,
 )
-from lpconv.results import BenchResult, BenchRow, PeakRecord, VerdictRecord
+from lpconv.results import BenchResult, BenchRow, GateRecord, PeakRecord, RatioRecord, VerdictRecord
 
 _UNITS = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 
@@ -44,7 +45,7 @@ def bench_document(result: BenchResult) -> Document:
         kind="bench",
         title=models,
         subtitle=measured + ("; this run was interrupted" if result.interrupted else ""),
-        verdict=_verdict(result),
+        verdict=_verdict([(r.name, r) for r in result.rows], result.gates),
         tiles=_tiles(result),
         warnings=_notes(result),
         sections=sections_of(
@@ -64,34 +65,36 @@ def bench_document(result: BenchResult) -> Document:
     )
 
 
-def best_speed(rows: Sequence[BenchRow]) -> tuple[str, BenchRow] | None:
-    """The variant with the best ratio to its baseline, and what it is called: below 1 nothing is the fastest."""
-    compared = [(r.ratio.value, i) for i, r in enumerate(rows) if r.ratio and not r.is_baseline and r.status == "ok"]
-    if not compared:
-        return None
-    ratio, index = max(compared)
-    return ("fastest" if ratio > 1 else "slower here"), rows[index]
+_Named: TypeAlias = Sequence[tuple[str, BenchRow]]  # rows with what they are called
 
 
-def _verdict(result: BenchResult) -> Verdict:
+def _best_speed(named: _Named) -> tuple[str, str, RatioRecord] | None:
+    """The variant with the best ratio to its baseline, what that is called, and the ratio: below 1 none is fastest."""
+    ratios = ((n, r.ratio) for n, r in named if r.ratio and not r.is_baseline and r.status == "ok")
+    best = max(ratios, key=lambda found: found[1].value, default=None)
+    return None if best is None else (best[0], "fastest" if best[1].value > 1 else "slower here", best[1])
+
+
+def _verdict(named: _Named, gates: Sequence[GateRecord]) -> Verdict:
     """ "failed" if a gate does not hold, "passed" if something was faster than its baseline, else "not run"."""
-    best = best_speed(result.rows)
-    outcome: Outcome = "passed" if best and best[0] == "fastest" else "not run"
-    if not all(g.passed for g in result.gates):
-        outcome = "failed"
     found = "no row was compared with a baseline"
-    if best is not None:
-        found = f"{best[1].name} is {best[0]}: {ratio_text(best[1].ratio)} times the baseline's speed"
-    return Verdict(outcome=outcome, text="; ".join(filter(None, (failed_gates(result.gates), found))))
+    outcome: Outcome = "not run"
+    if best := _best_speed(named):
+        name, word, ratio = best
+        found = f"{name} is {word}: {ratio_text(ratio)} times the baseline's speed"
+        outcome = "passed" if word == "fastest" else "not run"
+    if failed := failed_gates(gates):
+        return Verdict(outcome="failed", text=f"{failed}; {found}")
+    return Verdict(outcome=outcome, text=found)
 
 
 def _tiles(result: BenchResult) -> tuple[Tile, ...]:
     """The fastest, the smallest and the most exact of the variants."""
     variants = [r for r in result.rows if not r.is_baseline and r.status == "ok"]
     tiles = []
-    if best := best_speed(variants):
-        label = f"{best[0].capitalize()}, against the baseline"
-        tiles.append(Tile(label=label, figure=ratio_text(best[1].ratio), detail=best[1].name))
+    if best := _best_speed([(r.name, r) for r in variants]):
+        label = f"{best[1].capitalize()}, against the baseline"
+        tiles.append(Tile(label=label, figure=ratio_text(best[2]), detail=best[0]))
     if smallest := min((r for r in variants if r.peak_memory), key=lambda r: r.peak_memory or 0, default=None):
         tiles.append(Tile(label="Least peak memory", figure=size_text(smallest.peak_memory), detail=smallest.name))
     exact = [(r.numerics.output_error, i) for i, r in enumerate(variants) if r.numerics]
@@ -268,10 +271,20 @@ def _memory_chart(named: Sequence[tuple[str, BenchRow]]) -> Chart | None:
 
 def compare_benches(benches: Sequence[BenchResult], names: Sequence[str]) -> Document:
     """Several benches: bars of all their rows in one chart, and each row's figures side by side."""
-    rows = [(f"{r.name}: {n}", r) for n, b in zip(names, benches, strict=True) for r in b.rows]
-    words = [" ".join(s for v in b.verdicts for s in v.sentences) or "No verdict was kept." for b in benches]
-    charts = (_speed_chart(rows), _memory_chart(rows))
-    return compare_document(names, [_figures(b) for b in benches], words, charts=charts)
+    named = [(f"{r.name}: {n}", r) for n, b in zip(names, benches, strict=True) for r in b.rows]
+    return compare_document(
+        names,
+        [_figures(b) for b in benches],
+        [_verdict_in_full(b) for b in benches],
+        verdict=_verdict(named, [g for b in benches for g in b.gates]),
+        charts=(_speed_chart(named), _memory_chart(named)),
+    )
+
+
+def _verdict_in_full(bench: BenchResult) -> Verdict:
+    verdict = _verdict([(r.name, r) for r in bench.rows], bench.gates)
+    said = " ".join(sentence for v in bench.verdicts for sentence in v.sentences)
+    return Verdict(outcome=verdict.outcome, text=said or verdict.text)
 
 
 def _figures(bench: BenchResult) -> Mapping[str, str]:

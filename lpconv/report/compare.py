@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 from lpconv.report.charts import Chart
-from lpconv.report.document import Bullets, Cell, Document, Row, Section, Table, section, sections_of
-from lpconv.report.numbers import MISSING, plural
+from lpconv.report.document import Bullets, Cell, Document, Row, Section, Table, Verdict, section, sections_of
+from lpconv.report.numbers import MISSING, listed, plural
 
 
 def run_names(outputs: Sequence[str]) -> tuple[str, ...]:
@@ -18,14 +18,16 @@ def run_names(outputs: Sequence[str]) -> tuple[str, ...]:
 def compare_document(
     names: Sequence[str],
     figures: Sequence[Mapping[str, str]],
-    words: Sequence[str],
+    verdicts: Sequence[Verdict],
     *,
+    verdict: Verdict | None = None,
     charts: Sequence[Chart | None] = (),
     table: Section | None = None,
 ) -> Document:
-    """Runs by their names: the first charts, the figures of each, the other charts, a table, and each run in words.
+    """Runs by their names: the first charts, the figures of each, the other charts, a table, and each run's verdict.
 
-    Rows of figures stand in the order of the first run; those that no run has are left out.
+    `verdict` is that of all, by default how many passed. Rows of figures stand in the order of the first run; those
+    that no run has are left out.
     """
     drawn = [chart for chart in charts if chart is not None]
     top = 1 if drawn and drawn[0].is_wide else 2
@@ -34,19 +36,29 @@ def compare_document(
     compared = Table(
         columns=("Figure", *names), rows=tuple(row for row in rows if set(row[1:]) != {MISSING}), compares=True
     )
-    summaries = Bullets(lines=tuple(f"{name}: {said}" for name, said in zip(names, words, strict=True)))
+    judged = list(zip(names, verdicts, strict=True))
     return Document(
         kind="comparison",
         title=f"{plural(len(names), 'run')} compared",
         subtitle=", ".join(names),
+        verdict=verdict or _verdict(judged),
         sections=sections_of(
             section("", *drawn[:top]),
             section("Figures", compared),
             section("", *drawn[top:]),
             table,
-            section("The runs in words", summaries, only="page"),
+            section("The runs in words", Bullets(lines=tuple(f"{n}: {v.text}" for n, v in judged)), only="page"),
         ),
     )
+
+
+def _verdict(runs: Sequence[tuple[str, Verdict]]) -> Verdict:
+    """How many runs passed, and which failed or prove nothing."""
+    failed, unproven = ([n for n, v in runs if v.outcome == outcome] for outcome in ("failed", "not run"))
+    parts = [f"{len(runs) - len(failed) - len(unproven)} of {len(runs)} passed"]
+    parts += [f"failed: {listed(failed)}"] if failed else []
+    parts += [f"proves nothing: {listed(unproven)}"] if unproven else []
+    return Verdict(outcome="failed" if failed else "not run" if unproven else "passed", text="; ".join(parts))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from lpconv.report.compare import compare_document
 from lpconv.report.convert_words import summary
-from lpconv.report.document import Cell, Document, Section, Table, section
+from lpconv.report.document import Cell, Document, Section, Table, Verdict, section
 from lpconv.report.numbers import (
     MISSING,
     change_text,
@@ -29,9 +29,9 @@ def compare_conversions(results: Sequence[ConvertResult], names: Sequence[str]) 
     """Several conversions: the signal-to-noise ratio of every tensor in one chart, and their figures side by side."""
     charts = [sqnr_chart([(name, converted(r.tensors)) for name, r in zip(names, results, strict=True)])]
     charts += [rms_chart(r, f"{name}: weight RMS") for name, r in zip(names, results, strict=True)]
-    words = [summary(r) for r in results]
+    verdicts = [Verdict(outcome=outcome_of(r.verify), text=summary(r)) for r in results]
     return compare_document(
-        names, list(map(figures, results)), words, charts=charts, table=_sqnr_section(results, names)
+        names, list(map(figures, results)), verdicts, charts=charts, table=_sqnr_section(results, names)
     )
 
 

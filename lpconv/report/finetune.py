@@ -128,7 +128,7 @@ def compare_finetunes(results: Sequence[FinetuneResult], names: Sequence[str]) -
         *(curves_chart(named, metric_name(m).capitalize(), partial(evaluations_of, metric=m)) for m in _METRICS),
         curves_chart(named, "Training loss", lambda run: run.losses),
     ]
-    return compare_document(names, [_figures(r) for r in results], [verdict(r) for r in results], charts=charts)
+    return compare_document(names, [_figures(r) for r in results], [_verdict(r) for r in results], charts=charts)
 
 
 def _figures(r: FinetuneResult) -> Mapping[str, str]:

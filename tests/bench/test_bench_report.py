@@ -99,6 +99,8 @@ def test_intervals_and_parts_of_memory_are_drawn() -> None:
 
 def test_benches_are_compared_row_by_row() -> None:
     document = compare_benches([judged(*ROWS), judged(*ROWS)], ["monday", "tuesday"])
+    assert document.verdict is not None
+    assert document.verdict.text.startswith("fp8 static: monday is fastest: 1.30 [")
     rows = {first: rest for first, *rest in table(document, "Figures").rows}
     assert rows["fp8 static, train, 2 x 4096: speed-up"] == ["1.30 [1.20, 1.40]"] * 2
     assert [name for name, _ in document.charts["Speed-up over the baseline"].rows] == [

@@ -232,7 +232,10 @@ def test_conversions_are_compared_figure_by_figure_and_tensor_by_tensor() -> Non
     finer = [bert_result(options={"granularity": g, "layout": "lpconv"}) for g in ("tensor", "row")]
     assert figures_of(finer)["granularity"] == ["tensor", "row"]
     assert "residual" not in figures_of(finer), "what no run has"
-    document = compare_conversions(results, ["a", "b", "c"])
+    failed = replace(results[2], verify=replace(results[2].verify, passed=False))
+    document = compare_conversions([*results[:2], failed], ["a", "b", "c"])
+    assert document.verdict is not None
+    assert (document.verdict.outcome, document.verdict.text) == ("failed", "2 of 3 passed; failed: c")
     assert list(document.charts)[:2] == ["Signal-to-noise ratio of every converted tensor", "a: weight RMS"]
     rows = {first: rest for first, *rest in texts_of(table_of(document.section("SQNR of every tensor, dB")))}
     assert rows["model.layers.0.self_attn.q_proj.weight"][:2] == ["–", "–"]
