@@ -19,7 +19,8 @@ from lpconv.checkpoint.resolve import resolve
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.run import convert
 from lpconv.errors import InputError, ResourceError, UnsupportedError
-from lpconv.init.options import Architecture, InitOptions
+from lpconv.init.architecture import Architecture
+from lpconv.init.options import InitOptions
 from lpconv.init.sizes import resized
 from lpconv.models.empty import check_memory
 from lpconv.models.inputs import example_inputs, vocabulary_size

@@ -4,7 +4,8 @@ from pathlib import Path
 
 from lpconv.checkpoint.checkpoint import Checkpoint
 from lpconv.checkpoint.staging import check_apart, check_free
-from lpconv.init.options import InitOptions, find_architecture
+from lpconv.init.architecture import find_architecture
+from lpconv.init.options import InitOptions
 from lpconv.options import check
 from lpconv.progress import Progress, Silent
 from lpconv.results import InitResult
