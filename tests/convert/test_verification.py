@@ -65,6 +65,14 @@ def test_a_root_of_nan_beside_a_sound_source(run: Run, source: Path, output: Pat
     assert found.weights.min_sqnr_db == -math.inf
 
 
+def test_a_tensor_that_the_source_does_not_have(run: Run, source: Path, output: Path) -> None:
+    run(method="unit", format="fp16")
+    rewritten(output, lambda tensors: tensors.update({"more.weight": torch.ones(2)}))
+    found = verified(output, source)
+    assert not found.passed
+    assert [p for p in found.problems if "more.weight" in p]
+
+
 def test_infinite_only_where_the_source_rounds_to_it(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "source", {"layer.weight": torch.tensor([[1.0, 7e4, 65504.0, 65519.0]])})
     output = tmp_path / "output"
