@@ -87,7 +87,7 @@ def embeddings(model: nn.Module) -> dict[str, nn.Embedding]:
     return {name: m for name, m in model.named_modules() if isinstance(m, nn.Embedding)}
 
 
-def weighted(model: nn.Module) -> dict[str, Any]:
+def weighted_modules(model: nn.Module) -> dict[str, Any]:
     """The modules with a `weight` of their own, by name: linear layers, embeddings, norms, convolutions."""
     return {name: m for name, m in model.named_modules() if isinstance(getattr(m, "weight", None), Tensor)}
 

@@ -44,6 +44,6 @@ def _placed(part: Tensor, mesh: "DeviceMesh", placements: "tuple[Placement, ...]
     return DTensor.from_local(part, mesh, placements, run_check=False, shape=x.shape, stride=x.stride())
 
 
-def whole(x: Tensor) -> Tensor:
+def gather_whole(x: Tensor) -> Tensor:
     """A DTensor gathered, which every rank must ask for, and any other tensor itself."""
     return x.full_tensor() if is_sharded(x) else x

@@ -8,7 +8,7 @@ from torch import nn
 from lpconv.checkpoint.header import TensorInfo
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.policy import decide
-from lpconv.layers import embeddings, head, linears, weighted
+from lpconv.layers import embeddings, head, linears, weighted_modules
 from lpconv.methods import METHODS
 from lpconv.models.presets import PRESETS
 
@@ -69,7 +69,7 @@ def test_a_module_without_a_base_model_has_no_head() -> None:
 
 def test_weights_of_any_kind() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Embedding(3, 4), nn.GELU())
-    assert list(weighted(model)) == ["0", "1", "2"]
+    assert list(weighted_modules(model)) == ["0", "1", "2"]
 
 
 @pytest.mark.parametrize("name", ["bert-base", "roberta-base", "gpt2", "opt-125m", "pythia-160m", "llama-1b"])

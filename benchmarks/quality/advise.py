@@ -41,7 +41,7 @@ from transformers import PreTrainedTokenizerFast
 from benchmarks import common
 from benchmarks.reproduce.finetune import package_folder, smollm2
 from lpconv.advise.candidates import Conversion, conversions
-from lpconv.advise.infer import converted
+from lpconv.advise.infer import open_converted
 from lpconv.advise.options import AdviseOptions, Budget
 from lpconv.advise.run import advise
 from lpconv.advise.subject import Subject, open_subject
@@ -149,7 +149,7 @@ def _conversion_truth(
     subject: Subject, conversion: Conversion, windows: Sequence[Any], wanted: list[Any]
 ) -> dict[str, Any]:
     try:
-        changed, records = converted(subject, conversion, Silent())
+        changed, records = open_converted(subject, conversion, Silent())
     except LpconvError as e:
         return {"name": conversion.name, "failed": e.message}
     values = subject.gaps(wanted, subject.figures(changed, windows))

@@ -36,7 +36,7 @@ from benchmarks import common
 from benchmarks.reproduce import planted_outliers as planted
 from lpconv.report.finetune_words import figure_text, noise_text
 from lpconv.results import RunRecord, from_json, to_json
-from lpconv.train.exact import IN_FP32, renamed
+from lpconv.train.exact import IN_FP32, rename_to_fp32
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.outcome import gaps
 from lpconv.train.recipes import arithmetic
@@ -199,7 +199,7 @@ def records(runs: Runs, recipe: str, role: str) -> list[RunRecord]:
     found = [from_json(RunRecord, runs[n]["record"] | {"role": role}) for n in names]
     if recipe == "fp32":  # its weights in fp32 are what it computes with; older records leave that out
         own = [tuple(s for s in r.evaluations if not s.name.endswith(IN_FP32)) for r in found]
-        found = [replace(r, evaluations=(*e, *renamed(e))) for r, e in zip(found, own, strict=True)]
+        found = [replace(r, evaluations=(*e, *rename_to_fp32(e))) for r, e in zip(found, own, strict=True)]
     return found
 
 

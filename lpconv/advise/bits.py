@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lpconv.advise.candidates import Conversion, described
-from lpconv.advise.infer import converted, job_of
+from lpconv.advise.candidates import Conversion, describe_conversion
+from lpconv.advise.infer import job_of, open_converted
 from lpconv.advise.subject import Deadline, Subject
 from lpconv.checkpoint.header import DTYPE_BITS
 from lpconv.convert.logits import compare, outputs_of
@@ -44,7 +44,7 @@ def base_for(subject: Subject, bits: float) -> Base:
     """The widest base that fits; UsageError, with the least bits that are possible, where none does."""
     least = 0.0
     for settings, raised in _LADDERS:
-        conversion = Conversion(name=described(settings), settings=settings)
+        conversion = Conversion(name=describe_conversion(settings), settings=settings)
         with job_of(subject, conversion) as job:
             stored = [t for t in job.plan.tensors if t.action != "tie"]
             weights = sum(t.info.num_elements for t in stored)
@@ -65,9 +65,9 @@ def base_for(subject: Subject, bits: float) -> Base:
     )
 
 
-def mixed(subject: Subject, base: Base, deadline: Deadline, progress: Progress) -> Conversion:
+def raise_costly_tensors(subject: Subject, base: Base, deadline: Deadline, progress: Progress) -> Conversion:
     """The base with the tensors raised that cost most for what they take."""
-    model, records = converted(subject, base.conversion, progress)
+    model, records = open_converted(subject, base.conversion, progress)
     parts = parts_of(subject, model, records, deadline, progress)
     sizes = {r.name: r.bytes_out for r in records}
     chosen = _chosen(parts, sizes, base)

@@ -36,7 +36,7 @@ def conversions() -> tuple[Conversion, ...]:
         for settings in _settings(method):
             kind = FORMS[method.forms[LPCONV]]
             same_bytes = (kind, *(v for k, v in settings.items() if k != "method"))
-            found.setdefault(same_bytes, Conversion(name=described(settings), settings=settings))
+            found.setdefault(same_bytes, Conversion(name=describe_conversion(settings), settings=settings))
     return tuple(found.values())
 
 
@@ -73,7 +73,7 @@ def _layout_for(method: Method, fmt: str, grain: Grain) -> str:
     return next(name for name in method.forms if method.form(name).holds(method.format(fmt, grain), grain))
 
 
-def described(settings: dict[str, Any]) -> str:
+def describe_conversion(settings: dict[str, Any]) -> str:
     """A conversion in a few words: "unit e4m3fn, rows"."""
     words = f"{settings['method']} {settings['format']}"
     if "residual" in settings and settings["residual"] != settings["format"]:

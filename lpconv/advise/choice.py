@@ -18,7 +18,7 @@ def judged(row: AdviceRow, budget: Budget) -> AdviceRow:
     return replace(row, meets=row.gap.high <= budget.quality and fits)
 
 
-def ranked(rows: Iterable[AdviceRow]) -> tuple[AdviceRow, ...]:
+def rank_rows(rows: Iterable[AdviceRow]) -> tuple[AdviceRow, ...]:
     """Best first, inference before training: those within the budget by what they take, others by their gap."""
     return tuple(sorted(rows, key=_place))
 

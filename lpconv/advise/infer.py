@@ -19,7 +19,7 @@ import torch
 
 from lpconv.advise.candidates import Conversion, conversions, convert_options
 from lpconv.advise.subject import Deadline, Subject
-from lpconv.advise.train import estimated
+from lpconv.advise.train import estimate_mean
 from lpconv.convert.job import Job, prepare
 from lpconv.convert.logits import compare, outputs_of
 from lpconv.convert.preview import decoded_tensors, noise_of_sample
@@ -50,7 +50,9 @@ def job_of(subject: Subject, conversion: Conversion) -> Iterator[Job]:
         job.source.close()
 
 
-def converted(subject: Subject, conversion: Conversion, progress: Progress) -> tuple[Any, tuple[TensorRecord, ...]]:
+def open_converted(
+    subject: Subject, conversion: Conversion, progress: Progress
+) -> tuple[Any, tuple[TensorRecord, ...]]:
     """The model as opening the output of a conversion would give it, and what happened to each tensor."""
     with job_of(subject, conversion) as job:
         state, records = decoded_tensors(job, progress)
@@ -108,7 +110,7 @@ class Conversions:
         for conversion in candidates:
             found.append(self._sampled(conversion))
             self._progress.advance(1)
-        rows = sorted(pruned(found), key=lambda row: row.size_bytes or math.inf)
+        rows = sorted(prune_rows(found), key=lambda row: row.size_bytes or math.inf)
         for row in rows:
             self._told(row)
         return rows
@@ -131,7 +133,7 @@ class Conversions:
         subject = self._subject
         self._progress.start(f"trying {row.name}", 0)
         try:
-            model, records = converted(subject, Conversion(name=row.name, settings=row.settings), self._progress)
+            model, records = open_converted(subject, Conversion(name=row.name, settings=row.settings), self._progress)
             gap = self._estimated(model, deadline)
             if subject.metric == "output":
                 gap = replace(gap, low=max(gap.low, 0.0))  # a relative error
@@ -151,7 +153,7 @@ class Conversions:
             self._own += subject.figures(subject.model, subject.windows[len(self._own) : count])
             gaps += subject.gaps(self._own[first:count], subject.figures(model, subject.windows[first:count]))
             is_last = count == len(subject.windows)
-            found = estimated(gaps, _LAST if is_last else _EARLY)
+            found = estimate_mean(gaps, _LAST if is_last else _EARLY)
             is_known = found.high <= self._quality or found.low > self._quality or not math.isfinite(found.value)
             if is_last or is_known or deadline.left_s <= 0:
                 return found
@@ -177,7 +179,7 @@ def least_gap(row: AdviceRow, measured: AdviceRow, metric: str) -> float:
     return measured.gap.low * (math.sqrt(growth) if metric == "output" else growth)
 
 
-def pruned(rows: Sequence[AdviceRow]) -> list[AdviceRow]:
+def prune_rows(rows: Sequence[AdviceRow]) -> list[AdviceRow]:
     """The rows, pruned where another one is as good in size and noise and better in either, or alike and before it."""
     found: list[AdviceRow] = []
     for row in rows:

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lpconv.advise.bits import base_for, mixed, parts_of
+from lpconv.advise.bits import base_for, parts_of, raise_costly_tensors
 from lpconv.advise.candidates import Conversion, convert_options
-from lpconv.advise.choice import best, judged, ranked
+from lpconv.advise.choice import best, judged, rank_rows
 from lpconv.advise.forecast import Forecast
-from lpconv.advise.infer import Conversions, converted, job_of
+from lpconv.advise.infer import Conversions, job_of, open_converted
 from lpconv.advise.options import AdviseOptions
 from lpconv.advise.record import gates_of, training_settings
 from lpconv.advise.subject import Deadline, Subject, open_subject
@@ -106,12 +106,12 @@ class Study:
         tried = Conversions(self._subject, quality=quality, told=self._hear, progress=self._told)
         tried.run(deadline.part(1 - _PARTS_SHARE))
         if self._base is not None:
-            choice = mixed(self._subject, self._base, deadline.part(_PARTS_SHARE), self._told)
+            choice = raise_costly_tensors(self._subject, self._base, deadline.part(_PARTS_SHARE), self._told)
             tried.measure(choice, deadline)
         chosen = best(self._ranked(), "infer")
         if chosen is not None and deadline.left_s > 0:
             conversion = Conversion(name=chosen.name, settings=chosen.settings)
-            model, records = converted(self._subject, conversion, self._told)
+            model, records = open_converted(self._subject, conversion, self._told)
             taken_s = before_s - deadline.left_s
             most = Deadline(min(deadline.left_s, taken_s * _PARTS_SHARE / (1 - _PARTS_SHARE)))
             self._parts = parts_of(self._subject, model, records, most, self._told)
@@ -130,7 +130,7 @@ class Study:
         return known
 
     def _ranked(self) -> tuple[AdviceRow, ...]:
-        return ranked(self._rows.values())
+        return rank_rows(self._rows.values())
 
     def result(self, *, interrupted: bool) -> AdviceResult:
         """What is known so far."""

@@ -24,7 +24,7 @@ from lpconv.probe.batches import Batches
 from lpconv.probe.checkpoint import RANDOM_IDS, ProbeSetup, prepare_run
 from lpconv.probe.options import ProbeOptions
 from lpconv.progress import Progress
-from lpconv.report.numbers import shown
+from lpconv.report.numbers import code_list
 from lpconv.train.data import is_text, read_rows
 
 Window = dict[str, Tensor]
@@ -102,7 +102,7 @@ def open_subject(checkpoint: Checkpoint, options: AdviseOptions, progress: Progr
         )
     if prepared.opened.missing:
         raise InputError(
-            f"not in the checkpoint, so random here: {shown(prepared.opened.missing)}",
+            f"not in the checkpoint, so random here: {code_list(prepared.opened.missing)}",
             hint="fetch the checkpoint again",
         )
     if options.data is not None:

@@ -218,7 +218,7 @@ def _losses(run: RunRecord) -> tuple[float, ...]:
 
 def outlook(found: Sequence[Ends], *, steps: int, horizon: int) -> GapEstimate:
     """The gap of a recipe after `horizon` steps, from runs of `steps`; of one run the interval has no ends."""
-    known = estimated([e.last for e in found])
+    known = estimate_mean([e.last for e in found])
     seeds = (known.high - known.value) * math.sqrt(known.count + 1)  # of one new run, not of their mean
     drift, behind = _later(found, math.log2(horizon / steps))
     return replace(known, low=known.value - seeds - drift, high=known.value + seeds + drift + behind)
@@ -237,7 +237,7 @@ def _later(found: Sequence[Ends], doublings: float) -> tuple[float, float]:
     return drift, lost * max(0.0, statistics.fmean(e.learnt for e in found)) * doublings
 
 
-def estimated(gaps: Sequence[float], confidence: float = 0.95) -> GapEstimate:
+def estimate_mean(gaps: Sequence[float], confidence: float = 0.95) -> GapEstimate:
     """The mean of paired differences, with Student's interval, which has no ends for one or what is not finite."""
     mean, count = statistics.fmean(gaps), len(gaps)
     if count == 1 or not math.isfinite(mean):

@@ -13,7 +13,7 @@ from pathlib import Path
 from lpconv.batch.manifest import BatchJob
 from lpconv.batch.records import (
     JobFailedError,
-    failed,
+    failed_job,
     held_back,
     job_error,
     job_result,
@@ -139,7 +139,7 @@ class Placement:
         try:
             done = self._known(job)
         except Exception as e:
-            self._record(failed(job, job_error(e)), e)
+            self._record(failed_job(job, job_error(e)), e)
             return
         if done is not None:
             self._record(done)
@@ -172,7 +172,7 @@ class Placement:
         except MachineLostError as e:
             self._again(step, e)
         except Exception as e:
-            self._record(failed(step.job, job_error(e)), e)
+            self._record(failed_job(step.job, job_error(e)), e)
         else:
             self._take(step, answer)
 
@@ -180,7 +180,7 @@ class Placement:
         """Place a task once more, which goes on where it was."""
         if step.lost == _MAX_LOST or self._is_over:
             said = JobError(code=1, kind="machine", message=str(error), hint="run again with --resume")
-            self._record(failed(step.job, said), JobFailedError(step.job.id, said))
+            self._record(failed_job(step.job, said), JobFailedError(step.job.id, said))
             return
         self._progress.message(f"{step.task.name}: {error}; once more")
         again = dict.fromkeys((*step.task.arguments, "--resume"))  # once
@@ -196,7 +196,7 @@ class Placement:
         if "--shard" not in step.task.arguments:
             self._conclude(job, said_result(job, answer))
         elif answer.code != 0:
-            self._conclude(job, failed(job, said_error(answer)))
+            self._conclude(job, failed_job(job, said_error(answer)))
         else:
             self._seconds[job.id] = max(self._seconds.get(job.id, 0.0), answer.seconds)
             self._parts[job.id] -= 1

@@ -38,7 +38,7 @@ def held_back(job: BatchJob, lacking: Sequence[str]) -> JobResult:
     return replace(job_result(job, NOT_RUN), warnings=(f"it needs {', '.join(lacking)}",))
 
 
-def filled(result: JobResult, outcome: JobOutcome) -> JobResult:
+def fill_outcome(result: JobResult, outcome: JobOutcome) -> JobResult:
     """Add the outcome of running or planning a job to its record."""
     return replace(
         result,
@@ -51,7 +51,7 @@ def filled(result: JobResult, outcome: JobOutcome) -> JobResult:
     )
 
 
-def failed(job: BatchJob, error: JobError) -> JobResult:
+def failed_job(job: BatchJob, error: JobError) -> JobResult:
     """The record of a job that failed."""
     return replace(job_result(job, FAILED), error=error)
 
@@ -80,7 +80,7 @@ def said_result(job: BatchJob, answer: Answer) -> JobResult:
     document = answer.document or {}
     if answer.code == 0 and len(document.get("jobs", ())) == 1:
         return from_json(JobResult, document["jobs"][0])
-    return replace(failed(job, said_error(answer)), seconds=answer.seconds)
+    return replace(failed_job(job, said_error(answer)), seconds=answer.seconds)
 
 
 def said_error(answer: Answer) -> JobError:

@@ -20,7 +20,7 @@ from lpconv.batch.lock import (
 )
 from lpconv.batch.manifest import BatchJob, Manifest
 from lpconv.batch.placed import Placement
-from lpconv.batch.records import failed, filled, held_back, job_error, job_result, stops
+from lpconv.batch.records import failed_job, fill_outcome, held_back, job_error, job_result, stops
 from lpconv.batch.runners import JobRunner
 from lpconv.batch.task import Executor
 from lpconv.errors import BatchError, InputError, OutputExistsError
@@ -88,7 +88,7 @@ def run_batch(
     `events.batch_finished` gets the result first.
     """
     events = events or SilentEvents()
-    jobs = selected(manifest, only)
+    jobs = select_jobs(manifest, only)
     lock = read_lock(manifest.lock_path) if locked or dry_run else begin_lock(manifest.lock_path)
     if locked:
         check_lockable(manifest, jobs, lock)
@@ -186,7 +186,7 @@ class _BatchRun:
         )
 
     def _plan(self, job: BatchJob) -> JobResult:
-        return filled(job_result(job, PLANNED), self.runners[job.kind].plan(self._pinned(job)))
+        return fill_outcome(job_result(job, PLANNED), self.runners[job.kind].plan(self._pinned(job)))
 
     def _carry_out(self, job: BatchJob) -> JobResult:
         outcome = self.runners[job.kind].run(self._pinned(job), self.progress)
@@ -195,7 +195,7 @@ class _BatchRun:
             check_locked_result(job, entry, outcome)
         else:
             self._record(job, outcome)
-        return filled(job_result(job, DONE[job.kind]), outcome)
+        return fill_outcome(job_result(job, DONE[job.kind]), outcome)
 
     def _pinned(self, job: BatchJob) -> BatchJob:
         """The job with the options of this batch."""
@@ -220,7 +220,7 @@ def _is_finished(job: BatchJob) -> bool:
     return job.output.exists() if kind.is_exact else proof.is_file() and kind.accepts(proof)
 
 
-def selected(manifest: Manifest, only: Sequence[str]) -> tuple[BatchJob, ...]:
+def select_jobs(manifest: Manifest, only: Sequence[str]) -> tuple[BatchJob, ...]:
     """The jobs with these ids, all where none is named. Raises UsageError for an id that no job has."""
     by_id = {job.id: job for job in manifest.jobs}
     wanted = {find("job", job_id, by_id).id for job_id in only}
@@ -235,5 +235,5 @@ def _attempt(run_job: Callable[[BatchJob], JobResult], job: BatchJob) -> tuple[J
         result = run_job(job)
     except BaseException as e:  # signals too: `stops` ends the batch on them, and they are raised in the end
         error = e
-        result = failed(job, job_error(e))
+        result = failed_job(job, job_error(e))
     return replace(result, seconds=time.monotonic() - started), error

@@ -11,7 +11,7 @@ from lpconv.batch.kinds import BENCH_FILE
 from lpconv.batch.lock import LockEntry
 from lpconv.batch.manifest import BatchJob
 from lpconv.bench.options import BenchOptions
-from lpconv.bench.outcome import judge_of, kept, problem
+from lpconv.bench.outcome import judge_of, keep_results, problem
 from lpconv.bench.run import bench
 from lpconv.checkpoint.checkpoint import Checkpoint
 from lpconv.convert.options import ConvertOptions
@@ -123,7 +123,7 @@ def _bench(job: BatchJob, progress: Progress) -> JobOutcome:
         raise OutputExistsError(f"`{path}` exists", hint="set `force: true` in the job, or name another output")
     judged = judge_of(options)
     source = _source(job)
-    with kept(path, judged, lambda partial: None) as keep:
+    with keep_results(path, judged, lambda partial: None) as keep:
         asked = dataclasses.replace(options, model=job.model)
         result = keep(bench(asked, progress=progress, on_result=keep))
     error = problem(result)

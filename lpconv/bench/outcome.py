@@ -102,7 +102,7 @@ def _nothing_left(result: BenchResult) -> LpconvError | None:
 
 
 @contextmanager
-def kept(
+def keep_results(
     path: Path | None, judged: Callable[[BenchResult], BenchResult], show_partial: Callable[[BenchResult], None]
 ) -> Iterator[Callable[[BenchResult], BenchResult]]:
     """Yields what takes each result so far and gives it back `judged`, written to `path` if there is one.

@@ -24,7 +24,7 @@ from lpconv.models.opening import Blueprint, Opened
 from lpconv.models.sharing import running_copy
 from lpconv.results import NumericsRecord
 from lpconv.scaled import ScaledTensor
-from lpconv.shards import whole
+from lpconv.shards import gather_whole
 
 _PROBE = (1, 64)  # batch and sequence of the comparison with fp32: small, since that model lives beside nothing else
 _WARM_UP_STEPS = 3
@@ -256,7 +256,7 @@ def _observe(model: nn.Module, batch: dict[str, Tensor], watched: list[str]) -> 
     step_loss(model, batch).backward()  # type: ignore[no-untyped-call]
     parameters = dict(model.named_parameters())
     grads = [parameters[name].grad for name in watched]
-    found = [None if g is None else whole(g) for g in grads]
+    found = [None if g is None else gather_whole(g) for g in grads]
     values = [g.dequantize() if isinstance(g, ScaledTensor) else g for g in found if g is not None]
     gradient = torch.cat([g.float().flatten() for g in values]).cpu()
     model.zero_grad(set_to_none=True)

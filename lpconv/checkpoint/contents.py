@@ -11,7 +11,7 @@ from lpconv.checkpoint.gguf import GGUF, WEIGHTS, is_view
 from lpconv.checkpoint.partfile import read_error
 from lpconv.errors import InputError
 from lpconv.lookup import no_directory
-from lpconv.report.numbers import listed
+from lpconv.report.numbers import name_list
 
 _INDEX_SUFFIX = ".index.json"
 _LAYERS, _MOST_LAYERS = re.compile(r"layers?$"), 10_000  # which transformers makes one by one
@@ -100,7 +100,7 @@ def _no_checkpoint(directory: Path) -> InputError:
     folders = sorted(p.parent for p in directory.glob("*/config.json"))
     inner = [f.name for f in folders if any(map(_WEIGHT_FILE.fullmatch, os.listdir(f)))]
     if inner:
-        hint = "pass one of those below it: " + listed(inner)
+        hint = "pass one of those below it: " + name_list(inner)
     else:
         hint = "is it a Hugging Face checkpoint directory?"
     return InputError(f"`{directory}` has no config.json", hint=hint)

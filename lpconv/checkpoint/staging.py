@@ -44,7 +44,7 @@ class Staging:
         self, output: Path, identity: dict[str, Any], *, resume: bool | None = None, force: bool, marker: str = MARKER
     ) -> None:
         self.output = output
-        self.directory = beside(output, ".partial")
+        self.directory = folder_next_to(output, ".partial")
         self.done: list[dict[str, Any]] = []
         self._force, self._marker = force, marker
         check_free(output, resume=resume, force=force, marker=marker)
@@ -104,7 +104,7 @@ class Staging:
         The journal goes last: while it is there, nobody else takes the folder for an abandoned one.
         """
         _check_output(self.output, self._marker, force=self._force)
-        old = beside(self.output, ".replaced")
+        old = folder_next_to(self.output, ".replaced")
         with writing(self.output):
             if self.output.exists():
                 _remove(old, self._marker)
@@ -130,7 +130,7 @@ class Staging:
 
     def set_aside(self) -> Path | str:
         """Keep a failed output for inspection as `OUT.failed`, never as OUT."""
-        failed = beside(self.output, ".failed")
+        failed = folder_next_to(self.output, ".failed")
         with writing(failed):
             _remove(failed, self._marker)
             os.rename(self.directory, failed)
@@ -152,7 +152,7 @@ def check_free(output: Path, *, resume: bool | None = None, force: bool, marker:
     check_writable(output)
     _check_output(output, marker, force=force)
     _check_working_folders(output, marker)
-    partial = beside(output, ".partial")
+    partial = folder_next_to(output, ".partial")
     if not os.path.lexists(partial) or resume or force:
         return  # and whoever goes on meets the lock of a run that is alive
     if is_held(partial / JOURNAL):
@@ -182,7 +182,7 @@ def is_unused(directory: Path) -> bool:
     return not os.path.lexists(directory) or (directory.is_dir() and not any(directory.iterdir()))
 
 
-def beside(output: Path, suffix: str) -> Path:
+def folder_next_to(output: Path, suffix: str) -> Path:
     """The path of a working folder next to an output, such as `OUT.partial`."""
     named = output if output.name not in ("", "..") else Path(os.path.abspath(output))
     return Path(f"{named}{suffix}")
@@ -218,7 +218,7 @@ def check_marked(directory: Path) -> None:
 def check_apart(source: Path, output: Path) -> None:
     """Refuse an output that would add to its own source, or replace it."""
     inner = Path(os.path.realpath(source))
-    for folder in (output, *(beside(output, s) for s in (*_SUFFIXES, PARTS))):
+    for folder in (output, *(folder_next_to(output, s) for s in (*_SUFFIXES, PARTS))):
         outer = Path(os.path.realpath(folder))
         if inner == outer:
             raise OutputExistsError("source and output are the same directory", hint="choose another --output")
@@ -242,7 +242,7 @@ def _check_output(output: Path, marker: str, *, force: bool) -> None:
 
 def _check_working_folders(output: Path, marker: str) -> None:
     for suffix in _SUFFIXES:
-        folder = beside(output, suffix)
+        folder = folder_next_to(output, suffix)
         if os.path.lexists(folder) and not _is_ours(folder, JOURNAL if suffix == ".partial" else marker):
             raise OutputExistsError(
                 f"`{folder}` is in the way, and is not from lpconv", hint="move it, or choose another --output"

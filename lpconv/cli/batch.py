@@ -113,12 +113,12 @@ def batch(
 
 def _write_part(manifest: "Manifest", options: BatchOptions, shard: str, progress: "Progress", *, json: bool) -> None:
     from lpconv.batch.lock import Lock, read_lock
-    from lpconv.batch.run import selected
+    from lpconv.batch.run import select_jobs
     from lpconv.batch.runners import write_part
     from lpconv.convert.shares import Part
     from lpconv.report.convert import part_document
 
-    (job,) = selected(manifest, options.only)
+    (job,) = select_jobs(manifest, options.only)
     entry = (read_lock(manifest.lock_path) or Lock()).get(job.id) if options.locked else None
     part = write_part(job, Part.parse(shard), entry=entry, resume=options.resume, progress=progress)
     print_result(part, part_document, json=json)

@@ -50,7 +50,7 @@ def bench(
 
       torchrun --nproc-per-node 8 -m lpconv bench llama-8b --mode train --parallel fsdp2
     """
-    from lpconv.bench.outcome import judge_of, kept, problem
+    from lpconv.bench.outcome import judge_of, keep_results, problem
     from lpconv.bench.run import bench as measure
     from lpconv.bench.team import processes_of
     from lpconv.checkpoint.partfile import check_file, write_small
@@ -73,7 +73,7 @@ def bench(
     from lpconv.report.bench import bench_document
     from lpconv.report.html import html as html_page
 
-    with kept(
+    with keep_results(
         Path(save) if save else None,
         judged,
         lambda partial: None if json else print_result(partial, bench_document, json=False),

@@ -26,7 +26,7 @@ from lpconv.models.load import open_in_files
 from lpconv.models.opening import model_errors, reads_text
 from lpconv.models.tokenizer import Tokens
 from lpconv.progress import Progress
-from lpconv.report.numbers import shown
+from lpconv.report.numbers import code_list
 from lpconv.results import CalibrationRecord
 
 _HINT = "leave --calibrate out: inputs then stay as they are"
@@ -49,7 +49,7 @@ def calibrate(job: Job, progress: Progress) -> CalibrationRecord:
     missed = [n for n in modules if n not in found]
     if missed:
         raise UnsupportedError(
-            f"the text never reaches {shown(missed)}: their inputs have no scale",
+            f"the text never reaches {code_list(missed)}: their inputs have no scale",
             hint=f"keep them as they are with --exclude '{missed[0]}.weight'",
         )
     path = text_at(str(job.plan.options.calibrate))

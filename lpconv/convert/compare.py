@@ -24,7 +24,7 @@ from lpconv.forms.ranges import block_ranges
 from lpconv.forms.reader import StoredTensors
 from lpconv.gates import CONVERT_GATES
 from lpconv.progress import Progress
-from lpconv.report.numbers import shown
+from lpconv.report.numbers import code_list
 from lpconv.results import ComparedTensor, VerifyResult, WeightsCheck
 
 # Factors of a group that no rounding to 4 bits or more explains: a largest weight of nearly 8 may be cut to 6 (0.75).
@@ -113,10 +113,10 @@ def _missing(one: StoredTensors, other: StoredTensors, who: str) -> Iterator[str
     tied = {c.name for c in tie_candidates(shapes, other.checkpoint.config) if c.keep in other.forms}
     absent = [n for n in one.forms if n not in other.forms and n not in tied]
     if absent:
-        yield f"{shown(absent)}: {who} does not have that"
+        yield f"{code_list(absent)}: {who} does not have that"
     reshaped = [n for n, form in one.forms.items() if n in other.forms and other.forms[n].shape != form.shape]
     if reshaped and who != "it":  # once is enough
-        yield f"{shown(reshaped)}: {who} has it in another shape"
+        yield f"{code_list(reshaped)}: {who} has it in another shape"
 
 
 def _compare(a: Source, b: Source, name: str) -> _Sums:

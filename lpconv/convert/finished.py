@@ -22,7 +22,7 @@ from lpconv.results import ConvertResult, from_json, to_json
 _DEPTH = ("none", "auto", "weights", "logits")
 
 
-def finished(job: Job, progress: Progress) -> ConvertResult | None:
+def finished_output(job: Job, progress: Progress) -> ConvertResult | None:
     """The record of an output that the same command has made, None where there is nothing of ours.
 
     Raises OutputExistsError for an output of another command, source or version, and for one that was damaged since.

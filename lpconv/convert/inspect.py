@@ -13,7 +13,7 @@ from lpconv.forms import Headers, Stored, recognise
 from lpconv.forms.foreign import unread
 from lpconv.models.known import known_shapes
 from lpconv.models.whole import fit_of
-from lpconv.report.numbers import shown
+from lpconv.report.numbers import code_list
 from lpconv.results import DtypeRecord, FileRecord, InspectResult, StoredTensor, TensorRecord, from_json
 
 VALUES = "values of the weights (--stats)"  # until they are read
@@ -132,7 +132,7 @@ def _index_problems(checkpoint: Checkpoint, stored: InFiles) -> list[str]:
     moved = [n for n, file in named.items() if n in found and found[n] != file]
     lost, more = [n for n in named if n not in found], [n for n in found if n not in named]
     wrong = {"names other files for": moved, "names, and no file holds,": lost, "does not name": more}
-    return [f"the index {what} {shown(names)}" for what, names in wrong.items() if names]
+    return [f"the index {what} {code_list(names)}" for what, names in wrong.items() if names]
 
 
 def _dtypes(infos: Iterable[TensorInfo]) -> tuple[DtypeRecord, ...]:

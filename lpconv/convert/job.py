@@ -14,7 +14,7 @@ from lpconv.checkpoint.compressed import LinearModules
 from lpconv.checkpoint.partfile import sha256_of
 from lpconv.checkpoint.residual import residual_files
 from lpconv.checkpoint.source import Source
-from lpconv.checkpoint.staging import beside, check_apart
+from lpconv.checkpoint.staging import check_apart, folder_next_to
 from lpconv.checkpoint.ties import tie_candidates
 from lpconv.checkpoint.unchanged import Watch, watch, watched_files
 from lpconv.checkpoint.urls import is_url
@@ -184,7 +184,7 @@ def free_bytes(output: Path) -> int:
 
 def check_disk(output: Path, needed: int) -> None:
     """Raise ResourceError unless so many bytes fit, of which an interrupted run may have written some."""
-    partial = beside(output, ".partial")
+    partial = folder_next_to(output, ".partial")
     reusable = sum(p.stat().st_size for p in partial.rglob("*") if p.is_file()) if os.path.isdir(partial) else 0
     free = free_bytes(output) + reusable
     if needed > free:

@@ -20,7 +20,7 @@ from lpconv.models.load import load, open_in_files
 from lpconv.models.opening import model_errors, open_to_run, read_config
 from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import architecture, concrete
-from lpconv.report.numbers import shown
+from lpconv.report.numbers import code_list
 from lpconv.results import LogitsCheck
 
 _OUTPUTS = ("logits", "last_hidden_state", "logits_per_image")
@@ -77,7 +77,7 @@ def _check_whole(missing: Sequence[str]) -> None:
     """Raise UnsupportedError where weights are random, since outputs of two such models say nothing."""
     if missing:
         raise UnsupportedError(
-            f"the source lacks {shown(missing)} of its model: its outputs would be those of random numbers",
+            f"the source lacks {code_list(missing)} of its model: its outputs would be those of random numbers",
             hint="use --verify weights",
         )
 

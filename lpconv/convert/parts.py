@@ -17,7 +17,7 @@ from typing import Any
 from lpconv.checkpoint.checkpoint import Openable
 from lpconv.checkpoint.contents import read_json
 from lpconv.checkpoint.partfile import fsync_directory, sha256_of, write_small, writing
-from lpconv.checkpoint.staging import MARKER, PARTS, Staging, beside, check_free, differing, read_marker
+from lpconv.checkpoint.staging import MARKER, PARTS, Staging, check_free, differing, folder_next_to, read_marker
 from lpconv.convert.job import Job, check_disk, identity, open_model, prepare
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.plan import PlannedShard
@@ -97,7 +97,7 @@ def checked_parts(job: Job, progress: Progress) -> tuple[PartResult, ...]:
     """
     there = part_folders(job.output)
     counts = sorted({part.count for part in there})
-    place = beside(job.output, PARTS)
+    place = folder_next_to(job.output, PARTS)
     if not counts:
         raise InputError(f"there are no parts in `{place}`", hint="write them with --shard 1/n to --shard n/n")
     if len(counts) > 1:
@@ -109,7 +109,7 @@ def checked_parts(job: Job, progress: Progress) -> tuple[PartResult, ...]:
     parts = [Part(number=number, count=counts[0]) for number in range(1, counts[0] + 1)]
     missing = [part for part in parts if part not in there]
     if missing:
-        begun = [p for p in missing if beside(p.folder(job.output), ".partial").exists()]
+        begun = [p for p in missing if folder_next_to(p.folder(job.output), ".partial").exists()]
         unfinished = f"; begun, not finished: {', '.join(map(str, begun))}" if begun else ""
         raise InputError(
             f"`{place}` lacks part {', '.join(map(str, missing))}{unfinished}",
@@ -186,4 +186,4 @@ def remove_parts(output: Path) -> None:
         if read_json(folder / MARKER).get("kind") == PartResult.kind:
             shutil.rmtree(folder)
     with contextlib.suppress(OSError):  # there are none, or it is not empty
-        beside(output, PARTS).rmdir()
+        folder_next_to(output, PARTS).rmdir()

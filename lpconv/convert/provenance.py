@@ -12,7 +12,7 @@ from lpconv.convert.plan import Plan
 from lpconv.formats.grains import TENSOR
 from lpconv.formats.spec import FORMATS
 from lpconv.forms.decoded import DecodedSource
-from lpconv.report.numbers import plural, shown, size_text
+from lpconv.report.numbers import code_list, plural, size_text
 from lpconv.report.printable import printable
 from lpconv.results import FileRecord, SourceRecord, TensorRecord
 from lpconv.version import __version__
@@ -58,7 +58,7 @@ def plan_warnings(job: Job) -> tuple[str, ...]:
             f"the source has codes, {size_text(held)} on disk; sizes here are beside their values in fp32, {decoded}"
         )
     if job.missing:
-        lacks = f"the source lacks {plural(len(job.missing), 'weight')} of its model: {shown(job.missing)}"
+        lacks = f"the source lacks {plural(len(job.missing), 'weight')} of its model: {code_list(job.missing)}"
         warnings.append(f"{lacks}; so does the output")
     written = {t.format.name for t in plan.tensors if t.format}
     if not written:
@@ -116,6 +116,6 @@ def _lost_grids(tensors: Sequence[TensorRecord]) -> Iterator[str]:
     for grid in dict.fromkeys(t.grid for t in rounded):
         names = [t.name for t in rounded if t.grid == grid]
         yield (
-            f"{shown(names)}: {grid} codes with scales already, as it seems, and rounded a second time: with --format "
+            f"{code_list(names)}: {grid} codes with scales already, it seems, and rounded a second time: with --format "
             f"{grid}, --scale exact and the --granularity that they were made with they would be kept exactly"
         )

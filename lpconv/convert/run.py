@@ -11,7 +11,7 @@ from lpconv.checkpoint.partfile import write_small
 from lpconv.checkpoint.staging import MARKER, Staging, check_free
 from lpconv.checkpoint.urls import is_url
 from lpconv.convert.files import CARD, copy_side_files, model_side_files, write_metadata, write_provenance, write_sums
-from lpconv.convert.finished import finished
+from lpconv.convert.finished import finished_output
 from lpconv.convert.inspect import inspect
 from lpconv.convert.job import Job, check_disk, disk_bytes, estimate_seconds, free_bytes, identity, open_model, prepare
 from lpconv.convert.options import ConvertOptions
@@ -122,7 +122,7 @@ def _published(model: Openable, output: Path | str, options: ConvertOptions, ask
     if origin.revision is not None:
         asked.progress.message(f"{origin.name} is {origin.resolved} at {origin.revision}")
     try:
-        result = finished(job, asked.progress) if options.resume else None
+        result = finished_output(job, asked.progress) if options.resume else None
         if result is not None:
             asked.progress.message(f"`{result.output}` is complete: there is nothing to resume")
         else:

@@ -23,7 +23,7 @@ from lpconv.forms import Component, Headers, grid_of, recognise
 from lpconv.forms.foreign.grid import Grid, is_positive
 from lpconv.forms.foreign.plane import Span
 from lpconv.forms.stored import Fetch, Side
-from lpconv.report.numbers import shown
+from lpconv.report.numbers import code_list
 from lpconv.results import InspectResult
 
 # No weight of a trained model is so large; what is larger than others' by so much has lost its scale.
@@ -108,7 +108,7 @@ def _of_products(grids: Mapping[str, Grid], found: Mapping[str, Scales], source:
     largest = {n: found[n].most * grids[n].format.max / float(x.max()) / _E4M3FN for n, x in sound.items()}
     odd = [n for n, share in largest.items() if share and not 1 / _FACTOR < share < _FACTOR]
     if odd:
-        yield f"{shown(odd)}: `weight_scale_2` is over {_FACTOR:.0f} times smaller or larger than e4m3fn asks for"
+        yield f"{code_list(odd)}: `weight_scale_2` is over {_FACTOR:.0f} times smaller or larger than e4m3fn asks for"
 
 
 def _of_inputs(source: Source) -> Findings:
@@ -117,7 +117,7 @@ def _of_inputs(source: Source) -> Findings:
     found = {f"{module}.weight": read_tensor(source, n).float() for n, module in names.items()}
     wrong = [n for n, x in zip(names, found.values(), strict=True) if not is_positive(x)]
     if wrong:
-        return Findings(problems=(f"{shown(wrong)}: scales of inputs that are zero, negative or no number",))
+        return Findings(problems=(f"{code_list(wrong)}: scales of inputs that are zero, negative or no number",))
     return Findings(warnings=tuple(_unequal_of_fused("scales of inputs,", found, "they meet the same inputs")))
 
 
@@ -128,7 +128,7 @@ def _unequal_of_fused(what: str, found: Mapping[str, Tensor], why: str) -> Itera
     unequal = sorted((s for s in ratios if ratios[s] > _UNEQUAL), key=lambda s: -ratios[s])
     if unequal:
         groups = f"{len(unequal)} of {len(ratios)} groups of weights that readers fuse"
-        words = f"by a factor of up to {ratios[unequal[0]]:.3g} in {shown(unequal)}: {why}"
+        words = f"by a factor of up to {ratios[unequal[0]]:.3g} in {code_list(unequal)}: {why}"
         yield f"{groups} have unequal {what} {words}"
 
 
@@ -228,7 +228,7 @@ def _cut(found: Mapping[str, Scales]) -> Iterator[str]:
     cut = [n for n, s in found.items() if s.num_cut >= max(_LEAST_CUT, _MANY_CUT * s.num)]
     if cut:
         s = found[cut[0]]
-        yield f"{shown(cut)}: {s.num_cut} of {s.num} scales are the largest that e4m3fn has: were they cut?"
+        yield f"{code_list(cut)}: {s.num_cut} of {s.num} scales are the largest that e4m3fn has: were they cut?"
 
 
 def _odd(found: Mapping[str, Scales], grids: Mapping[str, Grid], source: Source) -> Iterator[str]:
@@ -237,11 +237,11 @@ def _odd(found: Mapping[str, Scales], grids: Mapping[str, Grid], source: Source)
     odd = [n for n in few if _num_codes(grids[n], source, _is_odd)]
     if odd:
         s = found[odd[0]]
-        yield f"{shown(odd)}: {s.num_odd} of {s.num} scales are over {_FACTOR:.0f} times smaller or larger than most"
+        yield f"{code_list(odd)}: {s.num_odd} of {s.num} scales are {_FACTOR:.0f} times smaller or larger than most"
     columns = {c.name: read_tensor(source, c.name) for grid in grids.values() if (c := grid.columns) is not None}
     wrong = [name for name, x in columns.items() if bool(_is_odd(x.float()).any())]
     if wrong:
-        yield f"{shown(wrong)}: factors of columns over {_FACTOR:.0f} times smaller or larger than most"
+        yield f"{code_list(wrong)}: factors of columns over {_FACTOR:.0f} times smaller or larger than most"
 
 
 def _inverted(found: Mapping[str, Scales], grids: Mapping[str, Grid]) -> Iterator[str]:
@@ -252,8 +252,8 @@ def _inverted(found: Mapping[str, Scales], grids: Mapping[str, Grid]) -> Iterato
         which = "the scale" if first.factor is None else "the second scale"
         how = "divides" if first.divides else "multiplies"
         yield (
-            f"{shown(wrong)}: weights of up to {found[wrong[0]].bound:.2g}; {which}, which {how} in this layout, is "
-            "inverted or lost"
+            f"{code_list(wrong)}: weights of up to {found[wrong[0]].bound:.2g}; {which}, which {how} in this layout, "
+            "is inverted or lost"
         )
 
 
@@ -287,12 +287,12 @@ def _lost(found: Mapping[str, Scales], *, is_ours: bool) -> Iterator[str]:
     one, and the bound of a weight is far above it."""
     ones = [n for n, s in found.items() if s.least == s.most == 1.0]
     if ones:
-        yield f"{shown(ones)}: all scales are 1: were they dropped?"
+        yield f"{code_list(ones)}: all scales are 1: were they dropped?"
     usual = median(s.bound for s in found.values())
     large = [n for n, s in found.items() if s.bound > _FACTOR * usual > 0 and n not in ones]
     small = [n for n, s in found.items() if _ZERO < s.bound < usual / _FACTOR and n not in ones]
     for far in filter(None, (large, small)):
         bound = found[far[0]].bound
-        yield f"{shown(far)}: weights of up to {bound:.2g}, where others have {usual:.2g}: is a scale lost?"
+        yield f"{code_list(far)}: weights of up to {bound:.2g}, where others have {usual:.2g}: is a scale lost?"
     if not is_ours and usual > _ZERO and not _LEAST_USUAL < usual < _MOST_USUAL:
         yield f"most weights are of up to {usual:.2g}, which no trained model has: are their scales lost?"

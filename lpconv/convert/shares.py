@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from lpconv.checkpoint.staging import PARTS, beside
+from lpconv.checkpoint.staging import PARTS, folder_next_to
 from lpconv.checkpoint.urls import is_url
 from lpconv.convert.options import ConvertOptions
 from lpconv.convert.plan import Plan, PlannedShard
@@ -37,7 +37,7 @@ class Part:
 
     def folder(self, output: Path) -> Path:
         """Where this part of `output` is published."""
-        return beside(output, PARTS) / f"{self.number}-of-{self.count}"
+        return folder_next_to(output, PARTS) / f"{self.number}-of-{self.count}"
 
 
 def check_shareable(options: ConvertOptions) -> None:
@@ -51,7 +51,7 @@ def check_shareable(options: ConvertOptions) -> None:
 
 def part_folders(output: Path) -> dict[Part, Path]:
     """The folders of an output's finished parts, in order."""
-    folder = beside(output, PARTS)
+    folder = folder_next_to(output, PARTS)
     found = {p: _FOLDER.fullmatch(p.name) for p in (folder.iterdir() if folder.is_dir() else ())}
     parts = {Part(number=int(m[1]), count=int(m[2])): p for p, m in found.items() if m is not None}
     return dict(sorted(parts.items(), key=lambda it: (it[0].count, it[0].number)))

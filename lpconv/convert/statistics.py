@@ -22,7 +22,7 @@ from lpconv.forms.foreign.grid import Grid
 from lpconv.forms.ranges import block_ranges
 from lpconv.forms.reader import StoredTensors
 from lpconv.progress import Progress
-from lpconv.report.numbers import shown
+from lpconv.report.numbers import code_list
 from lpconv.results import InspectResult, StoredTensor
 
 _READABLE = {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"}
@@ -68,8 +68,8 @@ def _with_statistics(found: InspectResult, source: Source, progress: Progress) -
     return dataclasses.replace(
         found,
         tensors=tensors,
-        problems=(*found.problems, *([f"{shown(nan)}: numbers that are NaN"] if nan else [])),
-        warnings=(*found.warnings, *([f"{shown(inf)}: infinite numbers"] if inf else [])),
+        problems=(*found.problems, *([f"{code_list(nan)}: numbers that are NaN"] if nan else [])),
+        warnings=(*found.warnings, *([f"{code_list(inf)}: infinite numbers"] if inf else [])),
         checked=(*found.checked, "values"),
         not_checked=tuple(n for n in found.not_checked if n != VALUES),
     )

@@ -58,7 +58,7 @@ def choose_opset(wanted: int | None, *, has_fp8: bool) -> int:
     return wanted
 
 
-def need(*modules: str) -> None:
+def require_packages(*modules: str) -> None:
     """Raise UnsupportedError, with the line that installs them, unless all `modules` import."""
     missing = []
     for name in modules:

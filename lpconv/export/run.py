@@ -5,7 +5,7 @@ from pathlib import Path
 from lpconv.checkpoint.checkpoint import Openable
 from lpconv.checkpoint.staging import check_apart, check_free
 from lpconv.errors import ResourceError
-from lpconv.export.options import ExportOptions, choose_opset, has_fp8, need
+from lpconv.export.options import ExportOptions, choose_opset, has_fp8, require_packages
 from lpconv.forms.reader import open_readable
 from lpconv.options import check
 from lpconv.progress import Progress, Silent
@@ -27,7 +27,7 @@ def export_onnx(
     check_apart(checkpoint.directory, output)
     check_free(output, force=options.force)
     opset = choose_opset(options.opset, has_fp8=has_fp8(checkpoint))
-    need("onnxscript", *(["onnxruntime"] if options.validate else []))
+    require_packages("onnxscript", *(["onnxruntime"] if options.validate else []))
     from lpconv.export.write import export  # torch and transformers, which take seconds to import, from here on
 
     return export(checkpoint, output, options, opset, progress or Silent())

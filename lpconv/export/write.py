@@ -23,7 +23,7 @@ from lpconv.export.validate import Case, check_file, compare
 from lpconv.models.inputs import other_inputs
 from lpconv.models.whole import check_whole
 from lpconv.progress import Progress
-from lpconv.report.numbers import shown
+from lpconv.report.numbers import code_list
 from lpconv.results import ExportResult, FileRecord, OnnxCheck, SourceRecord, ordered_json_text, to_json
 from lpconv.version import __version__
 
@@ -149,13 +149,15 @@ def _warnings(opened: Traceable, rewritten: Rewritten) -> tuple[str, ...]:
     found = []
     random = [n for n in rewritten.unmatched if n in opened.missing]
     if random:
-        found.append(f"not in the checkpoint, so random here: {shown(random)}")
+        found.append(f"not in the checkpoint, so random here: {code_list(random)}")
     merged = [n for n in rewritten.unmatched if n not in opened.missing]
     if merged:
-        found.append(f"in fp32, because no stored tensor has exactly these values: {shown(merged)}")
+        found.append(f"in fp32, because no stored tensor has exactly these values: {code_list(merged)}")
     if rewritten.decoded:
         names, words = [w.name for w in rewritten.decoded], rewritten.decoded[0].decoded_from
-        found.append(f"in fp32, because graphs take one scale for a tensor or a row and not {words}: {shown(names)}")
+        found.append(
+            f"in fp32, because graphs take one scale for a tensor or a row and not {words}: {code_list(names)}"
+        )
     return tuple(found)
 
 

@@ -54,7 +54,7 @@ def num_zero_codes(codes: Tensor, element: Format) -> int:
     return raw.size - int(np.count_nonzero(raw & (_half(element) - 1)))
 
 
-def halved(codes: Tensor, spare: Tensor | None = None) -> Tensor:
+def pack_nibbles(codes: Tensor, spare: Tensor | None = None) -> Tensor:
     """Codes of 4 bits (1-D bytes) two in a byte, the first in its lower half. `spare` are twice as many bytes."""
     pairs = codes.view(torch.int16)
     count = codes.numel()
@@ -63,11 +63,11 @@ def halved(codes: Tensor, spare: Tensor | None = None) -> Tensor:
     return spare[count : count + count // 2].copy_(both)
 
 
-def packed(x: Tensor, element: Format) -> Tensor:
+def pack_narrow(x: Tensor, element: Format) -> Tensor:
     """The codes of finite float32 (1-D, overwritten) in e2m1, int4 or int8, as bytes of a file."""
     codes = torch.empty(x.shape, dtype=torch.uint8)
     coded_(x, element, codes)
-    return halved(codes) if element.storage_bits == 4 else codes
+    return pack_nibbles(codes) if element.storage_bits == 4 else codes
 
 
 def _shift(x: Tensor, element: Format, out: Tensor) -> Tensor:

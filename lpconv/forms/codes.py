@@ -27,7 +27,7 @@ from lpconv.forms.lookup import (
     numbers,
     patterns,
     scales_of,
-    spanned,
+    span_of_scales,
     table,
 )
 from lpconv.forms.ranges import checked_ranges
@@ -101,7 +101,7 @@ def wanted(value: Tensor, scale: float | Tensor, fmt: Format) -> Tensor:
     patterns = value.view(torch.int32) >> 16
     if isinstance(scale, float):
         return _of_all_bf16(fmt, scale).index_select(0, patterns.add_(2**15))
-    span = spanned(scale)
+    span = span_of_scales(scale)
     if span is None:
         return _reference(value, scale, fmt)
     _rows_of(patterns, scale).add_(beginnings(scale, span).add_(2**15))
@@ -127,14 +127,14 @@ def _of_span(fmt: Format, span: Span) -> Tensor:
     return torch.cat([_of_all_bf16(fmt, scale) for scale in scales_of(span)])
 
 
-def are_wanted(x: Tensor, codes: Tensor, scale: float | Tensor, fmt: Format, work: Workspace) -> bool:
+def are_reference_codes(x: Tensor, codes: Tensor, scale: float | Tensor, fmt: Format, work: Workspace) -> bool:
     """Whether 8-bit codes of a block of 16-bit numbers are those that decode to what `wanted` says of them.
 
     Looked up in what it says of all 16-bit numbers. False says nothing: not all scales, numbers and formats are here.
     """
     if x.itemsize != 2 or x.numel() < LEAST_ELEMENTS or codes.itemsize != 1 or codes.dtype == torch.uint8:
         return False
-    span = None if isinstance(scale, float) else spanned(scale)
+    span = None if isinstance(scale, float) else span_of_scales(scale)
     if isinstance(scale, float):
         table, begin = _wanted_codes(x.dtype, scale, fmt), None
     elif span is not None:
@@ -208,7 +208,7 @@ def _tables(dtype: torch.dtype, scale: float | Tensor, fmt: Format, stats: Block
     if isinstance(scale, float):
         found = _table(dtype, scale, fmt) if stats.absmax <= fmt.max * scale else None
         return None if found is None else (found, None)
-    span = spanned(scale)
+    span = span_of_scales(scale)
     found = None if span is None else _joined(dtype, fmt, span)
     return None if span is None or found is None else (found, beginnings(scale, span))
 

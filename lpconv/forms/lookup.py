@@ -40,7 +40,7 @@ def table(difference: Tensor, codes: Tensor, used: Tensor) -> Tensor | None:
     return None if (bits[used] & _CODE).any() else bits & ~_CODE | codes.view(torch.uint8)
 
 
-def spanned(scales: Tensor) -> Span | None:
+def span_of_scales(scales: Tensor) -> Span | None:
     """The scales for which some fp32 ones need tables; None where they have too many bits, or lie too far apart."""
     bits = scales.numpy().view(np.int32)
     any_bits = int(np.bitwise_or.reduce(bits, axis=None)) & _MANTISSA if bits.size else _MANTISSA

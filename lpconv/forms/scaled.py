@@ -146,10 +146,10 @@ class Scaled(Form):
         return same_numbers(got, wanted(value, self.factor(side, start, start + value.numel()), self.format))
 
     def confirms(self, x: Tensor, data: Sequence[Tensor], start: int, side: Side, work: Workspace) -> bool:
-        from lpconv.forms.codes import are_wanted
+        from lpconv.forms.codes import are_reference_codes
 
         scale = self.factor(side, start, start + x.numel())
-        return are_wanted(x, data[0], scale, self.format, work) or super().confirms(x, data, start, side, work)
+        return are_reference_codes(x, data[0], scale, self.format, work) or super().confirms(x, data, start, side, work)
 
     def rows_of_scales(self, side: Side) -> Tensor | None:
         import torch
@@ -161,7 +161,7 @@ class Scaled(Form):
         return ((data[0], float(side[self.name + SCALE_SUFFIX])),)
 
 
-def packed(name: str, codes: Tensor, scale: float | Tensor) -> dict[str, Tensor]:
+def pack_scaled(name: str, codes: Tensor, scale: float | Tensor) -> dict[str, Tensor]:
     """What is stored of codes in the tensor's own shape and their scale, by name."""
     import torch
 
@@ -169,7 +169,7 @@ def packed(name: str, codes: Tensor, scale: float | Tensor) -> dict[str, Tensor]
     return {name: codes.unsqueeze(0).contiguous(), name + SCALE_SUFFIX: stored}
 
 
-def unpacked(name: str, tensors: Mapping[str, Tensor]) -> tuple[Tensor, float]:
+def unpack_scaled(name: str, tensors: Mapping[str, Tensor]) -> tuple[Tensor, float]:
     """The codes and the scale of a tensor that `packed` made; a tensor without a scale, and 1.
 
     Raises InputError where it has more scales than one.

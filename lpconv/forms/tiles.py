@@ -246,9 +246,9 @@ class Tiles(Scaled):
             return encoded
         import torch
 
-        from lpconv.formats.narrow import halved
+        from lpconv.formats.narrow import pack_nibbles
 
-        codes = encoded.data[0] if self.format.storage_bits == 8 else halved(encoded.data[0], work.residual)
+        codes = encoded.data[0] if self.format.storage_bits == 8 else pack_nibbles(encoded.data[0], work.residual)
         return replace(encoded, data=(codes.view(getattr(torch, _TORCH[self.codes.dtype])),))
 
     def begin(self, largest: float) -> Measured:

@@ -10,7 +10,7 @@ from lpconv.checkpoint.contents import check_config, read_json
 from lpconv.convert.files import plain_config
 from lpconv.errors import UsageError
 from lpconv.init.options import InitOptions
-from lpconv.init.sizes import resized
+from lpconv.init.sizes import resize_config
 from lpconv.models.presets import PRESETS
 
 
@@ -34,7 +34,9 @@ def find_architecture(model: str, options: InitOptions) -> Architecture:
         return Architecture(name=model, place=place, settings=None)
     settings = plain_config(place) if isinstance(place, Checkpoint) else read_json(place)
     check_config(settings, place.directory if isinstance(place, Checkpoint) else place)
-    return Architecture(name=model, place=place, settings=resized(settings, width=options.width, layers=options.layers))
+    return Architecture(
+        name=model, place=place, settings=resize_config(settings, width=options.width, layers=options.layers)
+    )
 
 
 def _place(model: str, options: InitOptions) -> str | Path | Checkpoint:

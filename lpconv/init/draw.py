@@ -21,7 +21,7 @@ from lpconv.convert.run import convert
 from lpconv.errors import InputError, ResourceError, UnsupportedError
 from lpconv.init.architecture import Architecture
 from lpconv.init.options import InitOptions
-from lpconv.init.sizes import resized
+from lpconv.init.sizes import resize_config
 from lpconv.models.empty import check_memory
 from lpconv.models.inputs import example_inputs, vocabulary_size
 from lpconv.models.opening import Blueprint, model_errors
@@ -79,7 +79,7 @@ def _blueprint(asked: Architecture, options: InitOptions) -> Blueprint:
         settings = asked.settings
         if settings is None:
             preset = PRESETS[asked.name].config().to_dict()
-            settings = resized(preset, width=options.width, layers=options.layers)
+            settings = resize_config(preset, width=options.width, layers=options.layers)
         if not settings.get("architectures"):
             raise UnsupportedError("config.json names no architecture", hint="add it under `architectures`")
         settings = {k: v for k, v in settings.items() if k not in _NOT_KEPT}

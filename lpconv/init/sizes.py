@@ -15,7 +15,7 @@ _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decode
            "decoder_layers")  # fmt: skip
 
 
-def resized(settings: dict[str, Any], *, width: int | None, layers: int | None) -> dict[str, Any]:
+def resize_config(settings: dict[str, Any], *, width: int | None, layers: int | None) -> dict[str, Any]:
     """`settings`, a config as JSON has it, with the width and the number of layers; None keeps its own.
 
     Raises UsageError for a width that its heads do not divide, and UnsupportedError for a config that names neither.

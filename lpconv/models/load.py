@@ -23,7 +23,7 @@ from lpconv.models.coded import CodedTensor, save_as_codes
 from lpconv.models.plugin import LOADER, register
 from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import architecture, concrete
-from lpconv.report.numbers import plural, shown
+from lpconv.report.numbers import code_list, plural
 
 
 def load(
@@ -52,7 +52,7 @@ def load(
         model, missing = opened(path, dtype=dtype, model_class=model_class, **kwargs)
     if missing and model_class is None and not allow_missing:
         raise InputError(
-            f"the files lack {plural(len(missing), 'weight')} of `{type(model).__name__}`: {shown(missing)}",
+            f"the files lack {plural(len(missing), 'weight')} of `{type(model).__name__}`: {code_list(missing)}",
             hint="fetch them again; allow_missing=True opens the model with random numbers in their place",
         )
     return model

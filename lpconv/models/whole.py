@@ -12,7 +12,7 @@ from lpconv.checkpoint.checkpoint import Checkpoint
 from lpconv.errors import InputError, UnsupportedError
 from lpconv.forms.decoded import stored_shapes
 from lpconv.models.known import known_shapes
-from lpconv.report.numbers import plural, shown
+from lpconv.report.numbers import code_list, plural
 
 Shapes = Mapping[str, tuple[int, ...]]
 _HEAD = "lm_head.weight"
@@ -39,9 +39,9 @@ class Fit:
         """What is wrong, in words."""
         found, what = [], f"`{self.model}`, the model of config.json"
         if self.missing:
-            found.append(f"the files lack {plural(len(self.missing), 'weight')} of {what}: {shown(self.missing)}")
+            found.append(f"the files lack {plural(len(self.missing), 'weight')} of {what}: {code_list(self.missing)}")
         if self.extra:
-            found.append(f"{what}, has no {shown(self.extra)} in its layers")
+            found.append(f"{what}, has no {code_list(self.extra)} in its layers")
         for name, (stored, wanted) in list(self.shapes.items())[:1]:
             count = plural(len(self.shapes), "weight")
             found.append(f"{count} in another shape than config.json says: `{name}` is {stored}, not {wanted}")
@@ -52,7 +52,7 @@ class Fit:
     @property
     def warnings(self) -> tuple[str, ...]:
         """What is odd, in words."""
-        what = f"`{self.model}`, the model of config.json, does not use {shown(self.unused)}"
+        what = f"`{self.model}`, the model of config.json, does not use {code_list(self.unused)}"
         return (what,) if self.unused else ()
 
 

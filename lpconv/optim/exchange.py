@@ -14,7 +14,7 @@ from lpconv.mcf.pairs import nearest_by_cast
 from lpconv.mcf.split import BF16
 from lpconv.optim.base import LowPrecisionOptimizer
 from lpconv.optim.storage import Storage, store, total
-from lpconv.shards import local, placed_like, whole
+from lpconv.shards import gather_whole, local, placed_like
 
 
 @torch.no_grad()
@@ -66,7 +66,7 @@ def fp32_state_dict(optimizer: LowPrecisionOptimizer, model: nn.Module) -> dict[
 
     DTensors are gathered, so every rank must call it.
     """
-    return {name: whole(x) for name, x in fp32_values(optimizer, model).items()}
+    return {name: gather_whole(x) for name, x in fp32_values(optimizer, model).items()}
 
 
 @torch.no_grad()

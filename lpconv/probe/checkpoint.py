@@ -27,7 +27,7 @@ from lpconv.probe.options import ProbeOptions
 from lpconv.probe.record import ProbeResult
 from lpconv.probe.track import model_loss, probe, target_loss
 from lpconv.progress import Progress, Silent
-from lpconv.report.numbers import listed
+from lpconv.report.numbers import name_list
 from lpconv.scaled import EdgeFactors, calibrate, scaled
 from lpconv.version import __version__
 
@@ -156,7 +156,7 @@ def _warnings(prepared: ProbeSetup) -> list[str]:
     if prepared.task is NONE and named and named != type(opened.model).__name__:
         found.append(f"the checkpoint does not hold all of `{named}`; {type(opened.model).__name__} was probed instead")
     if opened.missing:
-        found.append(f"not in the checkpoint, so random here: {listed(opened.missing)}")
+        found.append(f"not in the checkpoint, so random here: {name_list(opened.missing)}")
     return [*found, *prepared.batches.tokens.doubts]
 
 

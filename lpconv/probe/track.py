@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from lpconv.errors import UsageError
 from lpconv.formats.histogram import ExponentHistogram
 from lpconv.kernels.histogram import count, prepare
-from lpconv.layers import weighted
+from lpconv.layers import weighted_modules
 from lpconv.probe.advice import table
 from lpconv.probe.record import ROLES, ProbedTensor, ProbeResult
 from lpconv.scaled.tensor import data_part
@@ -209,7 +209,7 @@ def _tracked_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The layers that `track` records, with their names, in the model's order."""
     return [
         (name, module)
-        for name, module in weighted(model).items()
+        for name, module in weighted_modules(model).items()
         if module.weight.ndim >= 2 and module.weight.is_floating_point()
     ]
 

@@ -23,7 +23,7 @@ from lpconv.report.numbers import (
     MISSING,
     count_text,
     duration_text,
-    listed,
+    name_list,
     number_text,
     plural,
     ratio_text,
@@ -291,7 +291,7 @@ def _figures(bench: BenchResult) -> Mapping[str, str]:
     """What a bench was, then speed-up and peak memory of every row."""
 
     def all_of(values: Iterable[str]) -> str:
-        return listed(list(dict.fromkeys(v for v in values if v))) or MISSING
+        return name_list(list(dict.fromkeys(v for v in values if v))) or MISSING
 
     found = {
         "model": all_of(r.model for r in bench.rows),

@@ -12,7 +12,7 @@ from lpconv.report.convert_words import method_name, scale_words, summary
 from lpconv.report.document import Block, Bullets, Code, Document, Prose, Section, Table, section, sections_of
 from lpconv.report.finetune_words import diagnostics, gap_table, held_out_table, held_out_words, title, verdict
 from lpconv.report.numbers import MISSING
-from lpconv.report.tensors import converted, done_groups
+from lpconv.report.tensors import converted_tensors, done_groups
 from lpconv.report.verify import verification_section
 from lpconv.results import ConvertResult, FinetuneResult
 
@@ -126,7 +126,7 @@ def _going_back(result: ConvertResult) -> Section | None:
 
 
 def _fidelity(result: ConvertResult) -> str:
-    changed = converted(result.tensors)
+    changed = converted_tensors(result.tensors)
     if any(t.sqnr_db is None for t in changed):
         return "as near as the stored form holds them (not measured)"
     if all(t.sqnr_db == math.inf for t in changed):

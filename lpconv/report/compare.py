@@ -6,7 +6,7 @@ from pathlib import PurePath
 
 from lpconv.report.charts import Chart
 from lpconv.report.document import Bullets, Cell, Document, Row, Section, Table, Verdict, section, sections_of
-from lpconv.report.numbers import MISSING, listed, plural
+from lpconv.report.numbers import MISSING, name_list, plural
 
 
 def run_names(outputs: Sequence[str]) -> tuple[str, ...]:
@@ -56,8 +56,8 @@ def _verdict(runs: Sequence[tuple[str, Verdict]]) -> Verdict:
     """How many runs passed, and which failed or prove nothing."""
     failed, unproven = ([n for n, v in runs if v.outcome == outcome] for outcome in ("failed", "not run"))
     parts = [f"{len(runs) - len(failed) - len(unproven)} of {len(runs)} passed"]
-    parts += [f"failed: {listed(failed)}"] if failed else []
-    parts += [f"proves nothing: {listed(unproven)}"] if unproven else []
+    parts += [f"failed: {name_list(failed)}"] if failed else []
+    parts += [f"proves nothing: {name_list(unproven)}"] if unproven else []
     return Verdict(outcome="failed" if failed else "not run" if unproven else "passed", text="; ".join(parts))
 
 

@@ -21,7 +21,7 @@ from lpconv.report.numbers import (
 )
 from lpconv.report.tensor_charts import flat_words, rms_chart, sqnr_chart
 from lpconv.report.tensors import (
-    converted,
+    converted_tensors,
     worst_tensors,
 )
 from lpconv.report.verify import outcome_of, verification_section
@@ -33,7 +33,7 @@ _SHARDS = 8  # files that a terminal shows
 def convert_document(result: ConvertResult) -> Document:
     """What was done, what it saved, what it cost, how it was checked, and how the output is opened."""
     listed = listed_tensors(result.tensors)
-    flat = flat_words(converted(result.tensors))
+    flat = flat_words(converted_tensors(result.tensors))
     residual = f", {result.residual} residual" if result.residual else ""
     form = f"{method_name(result.method)}, {result.format}{residual}"
     return Document(
@@ -45,7 +45,7 @@ def convert_document(result: ConvertResult) -> Document:
         tiles=_tiles(result),
         warnings=result.warnings,
         sections=sections_of(
-            section("", None if flat else sqnr_chart([(result.output, converted(listed))])),
+            section("", None if flat else sqnr_chart([(result.output, converted_tensors(listed))])),
             verification_section(result.verify),
             section("", rms_chart(replace(result, tensors=listed))),
             section("Signal-to-noise ratios", flat, only="page"),
@@ -114,7 +114,7 @@ def _tiles(result: ConvertResult) -> tuple[Tile, ...]:
     read, written = result.bytes.read, result.bytes.written
     share = f", {share_text(written, read)} of the source" if read > 0 else ""
     size = f"from {size_text(read)}: {change_text(read, written)}{share}"
-    changed, rate = converted(result.tensors), rate_text(read + written, result.weights_seconds)
+    changed, rate = converted_tensors(result.tensors), rate_text(read + written, result.weights_seconds)
     total = f"of {plural(len(result.tensors), 'tensor')}"
     return (
         Tile(label="Weights", figure=size_text(written), detail=size),

@@ -17,7 +17,7 @@ from lpconv.report.numbers import (
     sqnr_text,
 )
 from lpconv.report.tensor_charts import rms_chart, sqnr_chart
-from lpconv.report.tensors import converted, in_layer_order, worst_tensors
+from lpconv.report.tensors import converted_tensors, in_layer_order, worst_tensors
 from lpconv.report.verify import outcome_of
 from lpconv.results import ConvertResult, LogitsCheck, TensorRecord
 
@@ -27,7 +27,7 @@ RUN_FIGURES = frozenset({"time", "speed", "peak memory"})
 
 def compare_conversions(results: Sequence[ConvertResult], names: Sequence[str]) -> Document:
     """Several conversions: the signal-to-noise ratio of every tensor in one chart, and their figures side by side."""
-    charts = [sqnr_chart([(name, converted(r.tensors)) for name, r in zip(names, results, strict=True)])]
+    charts = [sqnr_chart([(name, converted_tensors(r.tensors)) for name, r in zip(names, results, strict=True)])]
     charts += [rms_chart(r, f"{name}: weight RMS") for name, r in zip(names, results, strict=True)]
     verdicts = [Verdict(outcome=outcome_of(r.verify), text=summary(r)) for r in results]
     return compare_document(
@@ -42,7 +42,7 @@ def figures(result: ConvertResult) -> dict[str, str]:
 
 def _sqnr_section(results: Sequence[ConvertResult], names: Sequence[str]) -> Section | None:
     """Each converted tensor's SQNR in each run."""
-    by_name = [{t.name: t for t in converted(r.tensors)} for r in results]
+    by_name = [{t.name: t for t in converted_tensors(r.tensors)} for r in results]
     tensors = in_layer_order({name: t for run in by_name for name, t in run.items()}.values())
     table = Table(
         columns=("Tensor", *names),
@@ -59,18 +59,18 @@ def _sqnr_cell(t: TensorRecord | None) -> str | Cell:
 
 
 def _median_sqnr(r: ConvertResult) -> float | None:
-    measured = [t.sqnr_db for t in converted(r.tensors) if t.sqnr_db is not None]
+    measured = [t.sqnr_db for t in converted_tensors(r.tensors) if t.sqnr_db is not None]
     return statistics.median(measured) if measured else None
 
 
 def _min_sqnr(r: ConvertResult) -> float | None:
-    measured = [t.sqnr_db for t in converted(r.tensors) if t.sqnr_db is not None]
-    worst = worst_tensors(converted(r.tensors), 1)
+    measured = [t.sqnr_db for t in converted_tensors(r.tensors) if t.sqnr_db is not None]
+    worst = worst_tensors(converted_tensors(r.tensors), 1)
     return worst[0].sqnr_db if worst else min(measured, default=None)
 
 
 def _max_rel_error(r: ConvertResult) -> float | None:
-    return max((t.max_rel_error for t in converted(r.tensors) if t.max_rel_error is not None), default=None)
+    return max((t.max_rel_error for t in converted_tensors(r.tensors) if t.max_rel_error is not None), default=None)
 
 
 def _logits(r: ConvertResult, read: Callable[[LogitsCheck], str]) -> str:
@@ -95,7 +95,7 @@ _FIGURES: dict[str, Callable[[ConvertResult], str]] = {
     "size before": lambda r: size_text(r.bytes.read),
     "size after": lambda r: size_text(r.bytes.written),
     "change": lambda r: change_text(r.bytes.read, r.bytes.written),
-    "tensors converted": lambda r: count_text(len(converted(r.tensors))),
+    "tensors converted": lambda r: count_text(len(converted_tensors(r.tensors))),
     "tensors kept": lambda r: count_text(sum(t.action == "keep" for t in r.tensors)),
     "smallest SQNR, dB": lambda r: sqnr_text(_min_sqnr(r)),
     "median SQNR, dB": lambda r: sqnr_text(_median_sqnr(r)),

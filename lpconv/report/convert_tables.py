@@ -8,7 +8,7 @@ from lpconv.report.convert_words import besides_rounding
 from lpconv.report.document import Cell, Row, Section, Table, section
 from lpconv.report.numbers import count_text, error_text, number_text, scale_text, shape_text, size_text, sqnr_text
 from lpconv.report.tensors import (
-    converted,
+    converted_tensors,
     done_groups,
     in_layer_order,
     layer_groups,
@@ -86,7 +86,7 @@ def layer_section(tensors: Sequence[TensorRecord]) -> Section | None:
 
 
 def _layer_row(module: str, tensors: Sequence[TensorRecord]) -> Row:
-    changed = converted(tensors)
+    changed = converted_tensors(tensors)
     worst = next(iter(worst_tensors(changed, 1) or [t for t in changed if t.sqnr_db is not None]), None)
     lowest = worst.sqnr_db if worst else None
     error = max((t.max_rel_error for t in changed if t.max_rel_error is not None), default=None)

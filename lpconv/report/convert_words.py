@@ -10,7 +10,7 @@ from lpconv.report.numbers import (
     size_text,
     sqnr_text,
 )
-from lpconv.report.tensors import converted, has_finer_scales, num_elements, worst_tensors
+from lpconv.report.tensors import converted_tensors, has_finer_scales, num_elements, worst_tensors
 from lpconv.report.verify import outcome_of, verify_headline
 from lpconv.results import ConvertResult, TensorRecord
 
@@ -48,7 +48,7 @@ def _done_sentence(result: ConvertResult) -> str:
 
 def _done_words(result: ConvertResult) -> str:
     """The method and what became of the tensors."""
-    changed = len(converted(result.tensors))
+    changed = len(converted_tensors(result.tensors))
     kept = sum(t.action == "keep" for t in result.tensors)
     tied = sum(t.action == "tie" for t in result.tensors)
     parts = [f"{count_text(changed)} of {plural(len(result.tensors), 'tensor')} became {_stored_form(result)}"]
@@ -75,7 +75,7 @@ def _inputs_sentence(result: ConvertResult) -> str:
 
 
 def _stored_form(result: ConvertResult) -> str:
-    changed = converted(result.tensors)
+    changed = converted_tensors(result.tensors)
     formats = sorted({t.format for t in changed}) or [result.format]
     if result.residual:
         return f"{' or '.join(formats)} plus {'an' if result.residual[0] in 'aei' else 'a'} {result.residual} residual"
@@ -100,7 +100,7 @@ def _size_sentence(result: ConvertResult) -> str:
 
 def _error_sentence(tensors: Iterable[TensorRecord]) -> str:
     """The worst error, and how many elements left the format's range; empty if nothing was measured."""
-    changed = converted(tensors)
+    changed = converted_tensors(tensors)
     measured = [t for t in changed if t.sqnr_db is not None]
     if not measured:
         return ""

@@ -14,7 +14,7 @@ from markupsafe import Markup
 from lpconv.report.charts import Chart
 from lpconv.report.document import Block, Document
 from lpconv.report.drawing import HEAT_SCALE, Drawing, HeatDrawing, depth_of, figure_of, legend_path
-from lpconv.report.numbers import MISSING, raised
+from lpconv.report.numbers import MISSING, raise_exponents
 from lpconv.report.printable import printable_record
 
 _LONG = 5  # sections that make a page long
@@ -84,7 +84,7 @@ def _shown(value: Any) -> Any:
         return MISSING
     if not isinstance(value, str) or isinstance(value, Markup):
         return value
-    value = raised(value) if "^" in value else value  # cells are many
+    value = raise_exponents(value) if "^" in value else value  # cells are many
     return value.replace(" %", "\N{NO-BREAK SPACE}%")
 
 

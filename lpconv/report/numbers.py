@@ -135,7 +135,7 @@ def power_text(log2: int) -> str:
     return "1" if log2 == 0 else f"2^{log2}"
 
 
-def raised(text: str) -> str:
+def raise_exponents(text: str) -> str:
     """Text with the exponents of its powers of two (2^-7) raised."""
     return re.sub(r"(?<=2)\^(-?\d+)", lambda found: found[1].translate(_RAISED), text)
 
@@ -145,12 +145,12 @@ def shape_text(shape: tuple[int, ...]) -> str:
     return " x ".join(map(str, shape)) or "scalar"
 
 
-def listed(items: Sequence[str]) -> str:
+def name_list(items: Sequence[str]) -> str:
     """The first names of a list, and how many more there are: "a, b, c and 4 more"."""
     first = ", ".join(items[:_NAMES])
     return f"{first} and {len(items) - _NAMES} more" if len(items) > _NAMES else first
 
 
-def shown(names: Iterable[str]) -> str:
+def code_list(names: Iterable[str]) -> str:
     """The same with names as code: "`a`, `b`, `c` and 4 more"."""
-    return listed([f"`{n}`" for n in names])
+    return name_list([f"`{n}`" for n in names])

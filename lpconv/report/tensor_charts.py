@@ -8,8 +8,8 @@ from typing import TypeAlias
 
 from lpconv.formats.spec import FORMATS
 from lpconv.report.charts import SYMBOLS, Axis, Box, Chart, Mark, Tick, series_kind, stepped_axis
-from lpconv.report.numbers import listed, number_text, plural, scale_text, sqnr_text
-from lpconv.report.tensors import converted, has_finer_scales, in_layer_order, modules_of
+from lpconv.report.numbers import name_list, number_text, plural, scale_text, sqnr_text
+from lpconv.report.tensors import converted_tensors, has_finer_scales, in_layer_order, modules_of
 from lpconv.results import ComparedTensor, ConvertResult, TensorRecord
 
 # The part of a format's range that is shown; fp32 and bf16 reach to 2^±127, where no weight lies.
@@ -26,7 +26,7 @@ def rms_chart(result: ConvertResult, title: str = "") -> Chart | None:
     """
     if has_finer_scales(result):
         return None
-    tensors = [t for t in in_layer_order(converted(result.tensors)) if _as_stored(t, t.rms)]
+    tensors = [t for t in in_layer_order(converted_tensors(result.tensors)) if _as_stored(t, t.rms)]
     if not tensors:
         return None
     scaled = any(t.scale for t in tensors)
@@ -158,7 +158,7 @@ def flat_words(tensors: Sequence[TensorRecord]) -> str:
             return ""
         to = "" if least == most else f" to {sqnr_text(most)}"
         ranges.append(f"{sqnr_text(least)}{to} dB in {plural(len(decibels), 'tensor')} of {name}")
-    return f"Signal-to-noise ratios lie close together: {listed(ranges)}." if ranges else ""
+    return f"Signal-to-noise ratios lie close together: {name_list(ranges)}." if ranges else ""
 
 
 def _is_number(value: float | None) -> bool:

@@ -19,7 +19,7 @@ def num_elements(tensor: TensorRecord) -> int:
     return math.prod(tensor.shape)
 
 
-def converted(tensors: Iterable[TensorRecord]) -> tuple[TensorRecord, ...]:
+def converted_tensors(tensors: Iterable[TensorRecord]) -> tuple[TensorRecord, ...]:
     """The tensors whose stored form changed."""
     return tuple(t for t in tensors if t.action == "convert")
 

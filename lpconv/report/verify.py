@@ -18,7 +18,7 @@ from lpconv.report.document import (
     section,
     sections_of,
 )
-from lpconv.report.numbers import MISSING, count_text, error_text, listed, number_text, plural, share_text, sqnr_text
+from lpconv.report.numbers import MISSING, count_text, error_text, name_list, number_text, plural, share_text, sqnr_text
 from lpconv.report.tensor_charts import sqnr_chart
 from lpconv.results import (
     ComparedTensor,
@@ -148,7 +148,7 @@ def verify_headline(v: VerifyResult) -> str:
     """The outcome with the deepest evidence there is for it, in one line."""
     word = outcome_of(v)
     if word == "failed":
-        return f"verification failed: {listed(_reasons(v))}"
+        return f"verification failed: {name_list(_reasons(v))}"
     if word == "not run":
         return "not verified"
     if v.logits and not v.logits.skipped:
@@ -197,14 +197,14 @@ def _judged(passed: bool) -> Outcome:
 def _hash_words(check: HashCheck) -> str:
     if check.mismatched:
         bad = len(check.mismatched)
-        return f"{count_text(bad)} of {plural(check.num_files, 'file')} differ: {listed(check.mismatched)}"
+        return f"{count_text(bad)} of {plural(check.num_files, 'file')} differ: {name_list(check.mismatched)}"
     return f"{plural(check.num_files, 'file')} match{'es' if check.num_files == 1 else ''} SHA256SUMS"
 
 
 def _files_words(check: FilesCheck) -> str:
     different = f"{plural(len(check.different), 'difference')} among {', '.join(check.compared)}"
     equal = f"{', '.join(check.compared)} say the same" if check.compared else ""
-    rest = f"not compared: {listed(check.not_compared)}" if check.not_compared else ""
+    rest = f"not compared: {name_list(check.not_compared)}" if check.not_compared else ""
     return "; ".join(filter(None, (different if check.different else equal, rest)))
 
 
@@ -223,7 +223,7 @@ def _tensors_text(check: WeightsCheck) -> str:
 def _weights_words(check: WeightsCheck) -> str:
     if check.mismatched:
         bad = f"{count_text(len(check.mismatched))} of {plural(check.num_tensors, 'tensor')}"
-        return f"{bad} differ from the reference cast: {listed(check.mismatched)}"
+        return f"{bad} differ from the reference cast: {name_list(check.mismatched)}"
     found = _tensors_text(check)
     if not check.num_elements_checked:
         return found

@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 from lpconv.errors import UsageError
 from lpconv.formats.scale import amax, pow2_ceil, pow2_floor, rms
 from lpconv.formats.spec import get_format
-from lpconv.layers import weighted
+from lpconv.layers import weighted_modules
 from lpconv.scaled import ops
 from lpconv.scaled.model import scaling_of
 from lpconv.scaled.scales import MAX_SCALE, MIN_SCALE, Scale
@@ -83,7 +83,7 @@ def calibrate(
             backward=factors.get((name, "backward"), 1.0),
             input=factors.get((name, "input"), 1.0),
         )
-        for name in weighted(model)
+        for name in weighted_modules(model)
         if (name, "forward") in factors
     }
     apply_factors(model, found)
@@ -92,7 +92,7 @@ def calibrate(
 
 def apply_factors(model: nn.Module, factors: Mapping[str, EdgeFactors]) -> None:
     """Set the edge factors that `calibrate` returned, on the same model or on another one of its architecture."""
-    known = weighted(model)
+    known = weighted_modules(model)
     for name, edge in factors.items():
         if name not in known:
             raise UsageError(f"the model has no edge `{name}`", hint="use factors of the same architecture")
@@ -133,12 +133,12 @@ def _run(
 
     handles: list[RemovableHandle] = [
         module.register_forward_pre_hook(lambda m, args, name=name: on_input(m, args, name))
-        for name, module in weighted(model).items()
+        for name, module in weighted_modules(model).items()
         if isinstance(module, (nn.Linear, Conv1D))
     ]
     handles += [
         module.register_forward_hook(lambda _, __, out, name=name: on_output(name, out))
-        for name, module in weighted(model).items()
+        for name, module in weighted_modules(model).items()
     ]
     try:
         for batch in batches:

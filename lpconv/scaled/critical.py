@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lpconv.layers import LinearLayer, linears
-from lpconv.scaled.operands import encoded
+from lpconv.scaled.operands import encode_operand
 from lpconv.scaled.places import heads
 
 MAX_CREST = 100.0
@@ -89,6 +89,6 @@ def _measure(
 
 def _row_sqnr_db(x_MK: Tensor) -> float:
     """Of a cast at one scale: the mean over rows of error over signal."""
-    error_M = (encoded(x_MK, "e4m3fn", "tensor").decoded(torch.float32) - x_MK).square().sum(1)
+    error_M = (encode_operand(x_MK, "e4m3fn", "tensor").decoded(torch.float32) - x_MK).square().sum(1)
     signal_M = x_MK.square().sum(1)
     return float(-10 * torch.log10((error_M / signal_M)[signal_M > 0].mean()))

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from lpconv.checkpoint.contents import read_json
 from lpconv.checkpoint.partfile import write_small
 from lpconv.errors import InputError
-from lpconv.forms.scaled import packed, unpacked
+from lpconv.forms.scaled import pack_scaled, unpack_scaled
 from lpconv.scaled.calibrate import EdgeFactors
 from lpconv.scaled.scales import ratio, times
 from lpconv.scaled.tensor import ScaledTensor
-from lpconv.shards import is_sharded, local, placed_like, whole
+from lpconv.shards import gather_whole, is_sharded, local, placed_like
 
 CALIBRATION_FILE = "calibration.json"
 
@@ -39,9 +39,9 @@ def to_disk(model: nn.Module) -> dict[str, Tensor]:
         seen.add(id(x))
         own = local(x.detach())
         if isinstance(own, ScaledTensor):
-            tensors |= packed(name, whole(placed_like(x, own.data_part)), own.scale)
+            tensors |= pack_scaled(name, gather_whole(placed_like(x, own.data_part)), own.scale)
         else:
-            tensors[name] = whole(x.detach())
+            tensors[name] = gather_whole(x.detach())
     return tensors
 
 
@@ -60,7 +60,7 @@ def from_disk(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         seen.add(id(x))
         if name not in tensors:
             raise InputError(f"the checkpoint has no tensor `{name}`", hint="is it of the same architecture?")
-        stored, stored_scale = unpacked(name, tensors)
+        stored, stored_scale = unpack_scaled(name, tensors)
         if stored.shape != x.shape:
             raise InputError(
                 f"tensor `{name}` has shape {tuple(stored.shape)}, not {tuple(x.shape)}",

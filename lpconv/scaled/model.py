@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lpconv.errors import UnsupportedError, UsageError
 from lpconv.formats.scale import pow2_floor
-from lpconv.layers import weighted
+from lpconv.layers import weighted_modules
 from lpconv.lookup import find, nearest_name
 from lpconv.scaled import ops
 from lpconv.scaled.choices import USUAL_OPERAND_SCALE, OperandScales, operand_scales
@@ -22,7 +22,7 @@ from lpconv.scaled.places import heads, install, place
 from lpconv.scaled.saved import SavedCodes
 from lpconv.scaled.scales import MAX_SCALE, MIN_SCALE
 from lpconv.scaled.tensor import ScaledTensor, scaled_tensor
-from lpconv.shards import local, placed_like, whole
+from lpconv.shards import gather_whole, local, placed_like
 
 _BLOCK = 2**20  # elements
 ZERO_SCALE = 2.0**-6  # for parameters that are all zero: the power of two below 0.02, the usual initializer_range
@@ -245,7 +245,7 @@ def weight_scale(name: str, weight: Tensor) -> float:
 
 def _exact_modules(model: nn.Module, patterns: tuple[str, ...]) -> list[nn.Module]:
     """The output head and the modules whose name matches a pattern: they multiply in the carrier dtype."""
-    names = list(weighted(model))
+    names = list(weighted_modules(model))
     for pattern in patterns:
         if not fnmatch.filter(names, pattern):
             near = nearest_name(pattern.strip("*."), names)
@@ -265,7 +265,7 @@ def _replace_parameters(
     """
     exact_ids = {id(p) for module in exact for p in module.parameters(recurse=False)}
     owned = list(_owned_parameters(model))
-    scales = {id(p): given.get(id(p)) or weight_scale(name, whole(p.detach())) for name, _, _, p in owned}
+    scales = {id(p): given.get(id(p)) or weight_scale(name, gather_whole(p.detach())) for name, _, _, p in owned}
     hats: dict[int, nn.Parameter] = {}
     for _, module, key, parameter in owned:
         if id(parameter) not in hats:

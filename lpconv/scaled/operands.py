@@ -104,7 +104,7 @@ def _cast(operand: object, numerics: Numerics, kind: str, *, axis: int) -> Coded
     # Elements of a row are alike, so that gradients with a scale for each row need no wider range than activations.
     format = numerics.gradient if is_gradient and kind != "row" else numerics.operand
     assert format is not None
-    coded = encoded(data_of(operand), format, kind, axis=axis)
+    coded = encode_operand(data_of(operand), format, kind, axis=axis)
     if kind in ("static", "l2"):
         _count_saturated(numerics, _role(operand), coded.codes, get_format(format))
     return coded
@@ -120,7 +120,7 @@ def _count_saturated(numerics: Numerics, role: Role, codes: Tensor, spec: Format
         numerics.counts[f"{role.value} saturated in {spec.name}"] += count
 
 
-def encoded(data: Tensor, format: str, kind: str, *, axis: int | None = None) -> Coded:
+def encode_operand(data: Tensor, format: str, kind: str, *, axis: int | None = None) -> Coded:
     """8-bit codes of `data`, one byte each, nearest-even, at a scale of their own; `kind` is one of `OPERAND_SCALES`.
 
     With "row" slices along `axis`, the summed one, have a scale each; None is one scale for the tensor. Data with Inf

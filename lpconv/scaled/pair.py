@@ -105,7 +105,7 @@ def data_of(x: Any) -> Any:
     return x.data if isinstance(x, Scaled) else x
 
 
-def widened(x: Any) -> Any:
+def widen_16_bit(x: Any) -> Any:
     """A 16-bit tensor in fp32; anything else unchanged."""
     narrow = isinstance(x, Tensor) and x.dtype in (torch.float16, torch.bfloat16)
     return x.float() if narrow else x
@@ -119,13 +119,13 @@ def value(x: Any) -> Any:
     """
     if not isinstance(x, Scaled):
         return x
-    out = times(widened(x.data), x.scale)
+    out = times(widen_16_bit(x.data), x.scale)
     if out.stride() == x.data.stride() or 0 in x.data.stride() or torch.compiler.is_compiling():
         return out
     return uninitialised_like(x.data, out.dtype).copy_(out)
 
 
-def in_units(plain: Tensor, x: Scaled) -> Tensor:
+def in_units_of(plain: Tensor, x: Scaled) -> Tensor:
     """A plain tensor over the scale of `x`, in its dtype; finite numbers stay finite (finfo.min is a mask)."""
     limit = torch.finfo(x.data.dtype).max
     wide = plain.to(torch.promote_types(x.data.dtype, torch.float32))
@@ -133,12 +133,12 @@ def in_units(plain: Tensor, x: Scaled) -> Tensor:
     return torch.where(wide.isinf(), wide, over).to(x.data.dtype)
 
 
-def moved(x: Scaled, factor: float) -> Scaled:
+def move_factor(x: Scaled, factor: float) -> Scaled:
     """The same value: (d·factor, s/factor)."""
     return Scaled(times(x.data, factor), ratio(x.scale, factor), x.role)
 
 
-def measurable(x: Scaled) -> Scaled:
+def with_nonzero_scale(x: Scaled) -> Scaled:
     """`x` with a scale other than 0, at which a number beside it can be expressed: a static zero at the scale 1."""
     is_zero = isinstance(x.scale, float) and x.scale == 0
     return Scaled(torch.zeros_like(x.data), 1.0, x.role) if is_zero else x

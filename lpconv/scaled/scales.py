@@ -51,7 +51,7 @@ def ratio(a: Scale, b: Scale) -> Scale:
     return a / b
 
 
-def multiplied(a: Scale, b: Scale) -> Scale:
+def multiply(a: Scale, b: Scale) -> Scale:
     """a · b, unclamped; a static zero wins."""
     if isinstance(a, float) and isinstance(b, Tensor):
         return 0.0 if a == 0 else b * a
@@ -60,7 +60,7 @@ def multiplied(a: Scale, b: Scale) -> Scale:
     return a * b
 
 
-def clamped(
+def clamp_scale(
     scale: Scale, counts: "Counter[str]", least: float = MIN_SCALE, most: float = MAX_SCALE
 ) -> tuple[Scale, float]:
     """`scale` brought into [least, most], and the factor that the data must take over for the value to stay.

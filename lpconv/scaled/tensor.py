@@ -21,9 +21,9 @@ from lpconv.errors import UnsupportedError, UsageError
 from lpconv.formats.scale import pow2_floor
 from lpconv.scaled import gather
 from lpconv.scaled.pair import Call, Numerics, Role, Scaled, value
-from lpconv.scaled.rules.own import rebalanced
+from lpconv.scaled.rules.own import rebalance
 from lpconv.scaled.rules.table import RULES, functional, rule_for
-from lpconv.scaled.scales import MIN_SCALE, MODERATE_SCALE, Scale, clamped, larger, ratio, times, uninitialised_like
+from lpconv.scaled.scales import MIN_SCALE, MODERATE_SCALE, Scale, clamp_scale, larger, ratio, times, uninitialised_like
 
 
 @dataclass
@@ -114,7 +114,7 @@ class ScaledTensor(torch.Tensor):
 
     def rebalance_(self) -> None:
         """Bring the data near 1 in place, by their root mean square; the value stays, and the scale becomes dynamic."""
-        data, self._scale, _ = rebalanced(self._pair(), "l2")
+        data, self._scale, _ = rebalance(self._pair(), "l2")
         self._data.copy_(data)
 
     def _pair(self) -> Scaled:
@@ -280,7 +280,9 @@ def scaled_tensor(
         return ScaledTensor(data, scale, role, numerics or Numerics())
     scale = float(scale)
     is_native = numerics is not None and numerics.native
-    if scale != 0 and (clamped(scale, Numerics().counts)[0] != scale or not (is_native or pow2_floor(scale) == scale)):
+    if scale != 0 and (
+        clamp_scale(scale, Numerics().counts)[0] != scale or not (is_native or pow2_floor(scale) == scale)
+    ):
         raise UsageError(
             f"a static scale is 0 or a power of two in [2^-126, 2^127], not {scale}",
             hint="use lpconv.formats.scale.pow2_floor, and put the rest into the data",
@@ -342,7 +344,7 @@ def _wrap(result: Any, is_gradient: bool, numerics: Numerics) -> Any:
     if isinstance(result, Scaled):
         role = Role.GRADIENT if is_gradient else result.role
         least = MIN_SCALE if role is Role.GRADIENT else 1 / MODERATE_SCALE
-        scale, factor = clamped(result.scale, numerics.counts, least, MODERATE_SCALE)
+        scale, factor = clamp_scale(result.scale, numerics.counts, least, MODERATE_SCALE)
         return ScaledTensor(times(result.data, factor), scale, role, numerics)
     if isinstance(result, (list, tuple)):
         return type(result)(_wrap(r, is_gradient, numerics) for r in result)

@@ -19,7 +19,7 @@ def computes_in_fp32(arithmetic: Arithmetic) -> bool:
     return arithmetic.precision == "fp32" and not arithmetic.is_scaled
 
 
-def renamed(evaluations: Iterable[Series]) -> tuple[Series, ...]:
+def rename_to_fp32(evaluations: Iterable[Series]) -> tuple[Series, ...]:
     """The last figure of each metric, under its name for fp32."""
     return tuple(Series(name=s.name + IN_FP32, steps=s.steps[-1:], values=s.values[-1:]) for s in evaluations)
 

@@ -37,7 +37,7 @@ class Examples:
     notes: tuple[str, ...] = ()
 
 
-def packed(
+def pack_examples(
     rows: Rows, tokenizer: Any, *, seq_len: int, vocab_size: int, prefix: list[int], suffix: list[int]
 ) -> Examples:
     """Texts one after another, an end-of-text token between two, cut into windows of `seq_len`.

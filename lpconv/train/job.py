@@ -18,7 +18,7 @@ from lpconv.models.tasks import Task, find_task, main_input, task_of
 from lpconv.models.tokenizer import read_tokenizer, special_id, special_tokens
 from lpconv.models.whole import check_whole
 from lpconv.train.data import read_rows
-from lpconv.train.examples import Collator, Examples, Stream, classification, packed, sequence_pairs
+from lpconv.train.examples import Collator, Examples, Stream, classification, pack_examples, sequence_pairs
 from lpconv.train.memory import check_room, parameter_bytes
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.processes import mesh, num_processes
@@ -125,7 +125,7 @@ def training_job(checkpoint: Checkpoint, options: FinetuneOptions) -> TrainingJo
     elif task.name == "seq2seq":
         examples = sequence_pairs(rows, tokenizer, **sizes)
     else:
-        examples = packed(rows, tokenizer, **sizes, prefix=before, suffix=after)
+        examples = pack_examples(rows, tokenizer, **sizes, prefix=before, suffix=after)
     pads = (special_id(tokenizer, "pad"), special_id(tokenizer, "eos"), 0)
     return TrainingJob(
         checkpoint=checkpoint,

@@ -72,7 +72,7 @@ def check_room(needed: dict[str, int], limit: int | None) -> None:
 
 
 @contextmanager
-def explained(needed: dict[str, int]) -> Iterator[None]:
+def explain_oom(needed: dict[str, int]) -> Iterator[None]:
     """Turn an allocator's failure inside into a ResourceError with the estimate."""
     try:
         yield

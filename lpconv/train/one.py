@@ -25,11 +25,11 @@ from lpconv.results import RunRecord, Series
 from lpconv.scaled import adaptive_scaling, apply_factors, calibrate, check_gradients, saved_bytes, scaled
 from lpconv.train.callbacks import Recorder, Timetable, drop_broken, last_checkpoint, step_of
 from lpconv.train.clock import Clock
-from lpconv.train.exact import computes_in_fp32, in_fp32, renamed
+from lpconv.train.exact import computes_in_fp32, in_fp32, rename_to_fp32
 from lpconv.train.examples import Collator
 from lpconv.train.folder import Metrics
 from lpconv.train.job import MEASURED_BATCHES, TrainingJob, Work, first_batches, num_ranks, open_start
-from lpconv.train.memory import StepMemory, available_bytes, check_room, explained, parameter_bytes
+from lpconv.train.memory import StepMemory, available_bytes, check_room, explain_oom, parameter_bytes
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.prepare import TrainingSetup, operand_scale_of, prepare
 from lpconv.train.processes import backend, is_main_process, mesh, num_processes, wait_for_all
@@ -74,7 +74,7 @@ def train_one(job: TrainingJob, work: Work, progress: Progress) -> Finished:
     optimizer = trainer.own_optimizer
     with quiet_transformers(), clock.spending("evaluating in fp32"):
         if computes_in_fp32(work.arithmetic):
-            exact = renamed(record.evaluations)
+            exact = rename_to_fp32(record.evaluations)
         else:
             exact = figures_in_fp32(job, work, prepared.model.device, prepared.values(optimizer))
     record = dataclasses.replace(record, evaluations=(*record.evaluations, *exact))
@@ -149,7 +149,7 @@ def _train(trainer: LowPrecisionTrainer, work: Work, checkpoint: Path | None, ne
     is_half = work.arithmetic.precision == "fp16" and trainer.args.device.type == "cpu"
     half = HalfProducts() if is_half else nullcontext()  # type: ignore[no-untyped-call]  # untyped in torch
     try:
-        with explained(needed), half:
+        with explain_oom(needed), half:
             trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
     except DivergedError as e:
         _keep_good(work.folder, e)

@@ -19,7 +19,7 @@ from lpconv.convert.options import ConvertOptions
 from lpconv.convert.run import convert
 from lpconv.models.quiet import quiet_transformers
 from lpconv.results import Series
-from lpconv.shards import whole
+from lpconv.shards import gather_whole
 from lpconv.train.folder import PAGE, PUBLISHED, REPORT, RUNS
 from lpconv.train.job import TrainingJob, Work
 from lpconv.train.one import Finished, figures_in_fp32
@@ -48,7 +48,7 @@ def publish_model(output: Path, job: TrainingJob, work: Work, finished: Finished
     values = finished.prepared.values(finished.optimizer)
     whole_values = {}
     for x in {id(x): x for x in values.values()}.values():
-        found = whole(x)  # by all ranks together
+        found = gather_whole(x)  # by all ranks together
         if is_main_process():
             whole_values[id(x)] = found.cpu()
     if is_main_process():

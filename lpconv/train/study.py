@@ -19,7 +19,7 @@ from lpconv.report.finetune import finetune_document
 from lpconv.report.finetune_words import nothing_learned
 from lpconv.report.html import html
 from lpconv.report.markdown import markdown
-from lpconv.report.numbers import listed, plural
+from lpconv.report.numbers import name_list, plural
 from lpconv.results import FinetuneResult, RunRecord, json_text, to_json
 from lpconv.train.baseline import baselines
 from lpconv.train.checks import check_run
@@ -185,7 +185,7 @@ def _notes(opened: Opened) -> tuple[str, ...]:
         "not in the checkpoint, so drawn from the seed": opened.missing,
         "transformers makes these of others, so each process held them whole for a while": opened.read_whole,
     }
-    return tuple(f"{what}: {listed(names)}" for what, names in found.items() if names)
+    return tuple(f"{what}: {name_list(names)}" for what, names in found.items() if names)
 
 
 def _warnings(job: TrainingJob, runs: Sequence[RunRecord], notes: Sequence[str]) -> tuple[str, ...]:

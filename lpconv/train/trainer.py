@@ -17,7 +17,7 @@ from lpconv.errors import UnsupportedError, VerificationError
 from lpconv.loss_scale import largest_gradient, unscale_
 from lpconv.results import NonfiniteRecord, from_json, to_json
 from lpconv.scaled import StepGuard, from_disk, gradients_are_finite, scaling_of, to_disk
-from lpconv.shards import is_sharded, whole
+from lpconv.shards import gather_whole, is_sharded
 from lpconv.train import sharded
 from lpconv.train.averaging import GradientAverage, needs_averaging
 from lpconv.train.clock import Clock
@@ -130,7 +130,7 @@ class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is unt
         An optimizer passes over parameters without a gradient, so dropping the gradients leaves the step out.
         """
         found = self._unscale()
-        norm = math.nan if found else float(whole(super()._clip_grad_norm(model)))
+        norm = math.nan if found else float(gather_whole(super()._clip_grad_norm(model)))
         self.num_skipped += found
         self.num_skipped_in_a_row = self.num_skipped_in_a_row + 1 if found else 0
         self.last |= {"grad_norm": norm, "skipped": float(found)}

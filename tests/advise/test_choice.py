@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from advice_examples import a_row, gap
 
-from lpconv.advise.choice import best, judged, ranked
-from lpconv.advise.infer import least_gap, pruned
+from lpconv.advise.choice import best, judged, rank_rows
+from lpconv.advise.infer import least_gap, prune_rows
 from lpconv.advise.options import AdviseOptions, Budget, parse_budget
 from lpconv.advise.record import gates_of, manifest_text
-from lpconv.advise.train import Ends, estimated, least_high, outlook
+from lpconv.advise.train import Ends, estimate_mean, least_high, outlook
 from lpconv.batch.manifest import load_manifest
 from lpconv.convert.options import ConvertOptions
 from lpconv.errors import UsageError
@@ -31,13 +31,13 @@ def test_a_budget_that_is_none(text: str) -> None:
 
 
 def test_an_interval_is_students() -> None:
-    found = estimated([1.0, 2.0, 3.0])
+    found = estimate_mean([1.0, 2.0, 3.0])
     assert found.value == 2
     assert found.high - found.value == pytest.approx(4.303 / math.sqrt(3), rel=1e-3)  # t of two degrees of freedom
 
 
 def test_one_window_says_nothing_about_another() -> None:
-    assert estimated([0.1]).high == math.inf
+    assert estimate_mean([0.1]).high == math.inf
 
 
 def ends(last: float, *, half: float | None = None, kept: float = 1.0) -> Ends:
@@ -74,7 +74,7 @@ def test_a_longer_training_widens_by_drift_and_by_updates_that_were_lost() -> No
 def test_the_smallest_within_the_budget_is_best() -> None:
     small, large = a_row("small", size_bytes=10, gap=gap(0.02, 0.01)), a_row("large", size_bytes=30, gap=gap(0, 0.001))
     middle = a_row("middle", size_bytes=20, gap=gap(0.005, 0.004))
-    rows = ranked(judged(r, Budget(quality=0.01)) for r in (large, small, middle))
+    rows = rank_rows(judged(r, Budget(quality=0.01)) for r in (large, small, middle))
     assert [r.name for r in rows] == ["middle", "large", "small"]
     chosen = best(rows, "infer")
     assert chosen is not None
@@ -112,7 +112,7 @@ def test_what_is_no_better_is_pruned_and_of_equals_the_first_stays() -> None:
     def sampled(name: str, size: int, noise: float) -> AdviceRow:
         return replace(a_row(name, size_bytes=size, status="unmeasured", gap=None), noise=noise)
 
-    rows = pruned(
+    rows = prune_rows(
         [
             sampled("plain", 1000, 1e-3),
             sampled("blocks", 1004, 0.95e-3),

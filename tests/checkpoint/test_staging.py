@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lpconv.checkpoint.staging import JOURNAL, MARKER, Staging, beside, check_apart
+from lpconv.checkpoint.staging import JOURNAL, MARKER, Staging, check_apart, folder_next_to
 from lpconv.errors import LpconvError, OutputExistsError, ResourceError, UsageError
 
 Begin = Callable[..., Staging]
@@ -227,7 +227,7 @@ class TestForce:
     def test_what_is_not_ours_is_never_deleted(
         self, begin: Begin, output: Path, kind: str, suffix: str, how: str
     ) -> None:
-        theirs = beside(output, suffix)
+        theirs = folder_next_to(output, suffix)
         if kind == "directory":
             theirs.mkdir()
             (theirs / "thesis.tex").touch()
@@ -242,7 +242,7 @@ class TestForce:
         assert names(output.parent) == before
 
     def test_a_killed_deletion_of_the_old_output_is_finished_later(self, begin: Begin, output: Path) -> None:
-        half = beside(output, ".replaced")
+        half = folder_next_to(output, ".replaced")
         half.mkdir()
         (half / MARKER).touch()
         with begin() as run:
@@ -268,7 +268,7 @@ class TestTwoRuns:
         def finish_first(_: object, how: int) -> None:
             """The other process publishes between our opening of the journal and our lock."""
             if how & fcntl.LOCK_EX:  # we have looked with a shared one before
-                os.rename(beside(output, ".partial"), output)
+                os.rename(folder_next_to(output, ".partial"), output)
 
         monkeypatch.setattr(fcntl, "flock", finish_first)
         with pytest.raises(OutputExistsError, match="just finished"):

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from lpconv.formats import codes
 from lpconv.formats.cast import cast
-from lpconv.formats.narrow import coded_, nearest_, num_zero_codes, packed
+from lpconv.formats.narrow import coded_, nearest_, num_zero_codes, pack_narrow
 from lpconv.formats.spec import FORMATS, Format
 
 
@@ -32,11 +32,11 @@ def test_the_codes_are_those_of_the_reference(name: str) -> None:
     assert num_zero_codes(unpacked, element) == int((numbers == 0).sum())
     wanted = codes.encode(x, element).view(torch.uint8)
     biased = {"e2m1": 0, "int4": 0x88, "int8": 0x80}[name]
-    assert torch.equal(packed(x.clone(), element), wanted ^ biased)
+    assert torch.equal(pack_narrow(x.clone(), element), wanted ^ biased)
 
 
 @pytest.mark.parametrize(("name", "codes_of_least"), [("int4", [0x00, 0x01]), ("int8", [0, 0, 0, 1])])
 def test_what_is_nearest_to_the_least_integer_becomes_that(name: str, codes_of_least: list[int]) -> None:
     least = -FORMATS[name].max - 1
     x = torch.tensor([least, least - 100, least + 0.4, least + 0.6])
-    assert packed(x, FORMATS[name]).tolist() == ([0x00, 0x10] if name == "int4" else codes_of_least)
+    assert pack_narrow(x, FORMATS[name]).tolist() == ([0x00, 0x10] if name == "int4" else codes_of_least)

@@ -99,7 +99,7 @@ def test_what_is_wanted_of_scales_in_e4m3fn_is_what_the_reference_says() -> None
     scales = (rows.abs().amax(1, keepdim=True) / 6 * 2**12).to(torch.float8_e4m3fn).float() / 2**12
     value = rows.view(-1)
     wanted = module.wanted(value, scales.view(-1, 1), FORMATS["e2m1"])
-    assert module.spanned(scales) is not None
+    assert module.span_of_scales(scales) is not None
     assert torch.equal(wanted, module._reference(value, scales, FORMATS["e2m1"]))
 
 
@@ -136,21 +136,21 @@ def test_codes_are_wanted_where_the_reference_says_so_and_nowhere_else(
     codes = (x.float() / scale).to(getattr(torch, FORMATS[fmt].torch or "")).clone()
     got = module.decode(codes, scale)
     assert torch.equal(module.wanted(x.float(), scale, FORMATS[fmt]), got)
-    assert module.are_wanted(x, codes, scale, FORMATS[fmt], work)
+    assert module.are_reference_codes(x, codes, scale, FORMATS[fmt], work)
     for at in (0, 1, 7, NUM - 1):
         for bit in (1, 128):
             changed = codes.clone()
             changed.view(torch.uint8)[at] ^= bit
-            assert not module.are_wanted(x, changed, scale, FORMATS[fmt], work)
+            assert not module.are_reference_codes(x, changed, scale, FORMATS[fmt], work)
     x[9] = math.nan
-    assert not module.are_wanted(x, codes, scale, FORMATS[fmt], work)
+    assert not module.are_reference_codes(x, codes, scale, FORMATS[fmt], work)
 
 
 def test_codes_of_tiles_are_wanted_by_the_scale_of_each() -> None:
     rows = (NUMBERS.view(256, 256) * torch.logspace(-4, 4, 256, base=2).view(-1, 1)).bfloat16()
     scales = torch.exp2(torch.log2(rows.float().square().mean(1, keepdim=True).sqrt()).floor())
     codes = (rows.float() / scales).to(torch.float8_e4m3fn)
-    check = functools.partial(module.are_wanted, rows.view(-1), fmt=FORMATS["e4m3fn"], work=Workspace())
+    check = functools.partial(module.are_reference_codes, rows.view(-1), fmt=FORMATS["e4m3fn"], work=Workspace())
     assert check(codes.view(-1), scales)
     assert not check(codes.view(-1), scales.roll(1))
     assert not check(codes.view(-1), scales * 1.5), "those are not looked up"

@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 import lpconv.hf
 from lpconv.cli.main import app
 from lpconv.data import demo_checkpoint
-from lpconv.init.sizes import resized
+from lpconv.init.sizes import resize_config
 from lpconv.scaled.fresh import initialise
 
 SMALL = ("--width", "64", "--layers", "1")
@@ -174,10 +174,10 @@ def test_a_preset_needs_no_checkpoint_and_takes_a_tokenizer(tmp_path: Path) -> N
 
 def test_a_config_of_another_size() -> None:
     settings = json.loads((demo_checkpoint() / "config.json").read_text())
-    wide = resized(settings, width=256, layers=6)
+    wide = resize_config(settings, width=256, layers=6)
     assert (wide["hidden_size"], wide["intermediate_size"], wide["num_attention_heads"]) == (256, 768, 8)
     assert (wide["num_key_value_heads"], wide["head_dim"], wide["num_hidden_layers"]) == (4, 32, 6)
-    kinds = resized({**settings, "layer_types": ["a", "b"]}, width=None, layers=5)["layer_types"]
+    kinds = resize_config({**settings, "layer_types": ["a", "b"]}, width=None, layers=5)["layer_types"]
     assert kinds == ["a", "b", "a", "b", "a"]
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lpconv.errors import InputError, UsageError
 from lpconv.formats.scale import rms
-from lpconv.layers import weighted
+from lpconv.layers import weighted_modules
 from lpconv.scaled import (
     EdgeFactors,
     apply_factors,
@@ -59,11 +59,11 @@ def test_data_at_every_calibrated_edge_has_unit_scale(name: str) -> None:
         module.register_forward_hook(after_factor)
         module.register_forward_hook(before_factor, prepend=True)
 
-    for key, module in weighted(ours).items():
+    for key, module in weighted_modules(ours).items():
         watch(key, module)
     ours(**batch).loss.backward()
 
-    assert len(sizes) == 2 * len(weighted(ours))
+    assert len(sizes) == 2 * len(weighted_modules(ours))
     cancelled = {key for key, size in sizes.items() if size == 0}
     assert all(1 <= size < 2 for key, size in sizes.items() if key not in cancelled), sizes
     assert not cancelled

@@ -9,7 +9,7 @@ from torch import Tensor
 from lpconv.formats.codes import decode, encode
 from lpconv.formats.scale import pow2_floor
 from lpconv.scaled import ScaledTensor, dynamic_rescale, scaled_tensor
-from lpconv.scaled.operands import encoded
+from lpconv.scaled.operands import encode_operand
 from lpconv.scaled.scales import split_number
 
 
@@ -170,8 +170,8 @@ def test_logsumexp_keeps_the_scale() -> None:
 
 def test_casts_to_fp8_round_to_nearest_even_and_saturate() -> None:
     vector = torch.tensor([17.0, -17.0, 8.0, 1.0, 9.0, 11.0, 18.0, 1e6])
-    assert encoded(vector, "e4m3fn", "static").codes.float().tolist() == [16, -16, 8, 1, 9, 11, 18, 448]
-    assert encoded(vector, "e5m2", "static").codes.float().tolist() == [16, -16, 8, 1, 8, 12, 16, 57344]
+    assert encode_operand(vector, "e4m3fn", "static").codes.float().tolist() == [16, -16, 8, 1, 9, 11, 18, 448]
+    assert encode_operand(vector, "e5m2", "static").codes.float().tolist() == [16, -16, 8, 1, 8, 12, 16, 57344]
 
 
 @pytest.mark.parametrize(

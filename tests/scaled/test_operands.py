@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lpconv.errors import UsageError
 from lpconv.scaled import gradients_are_finite, scaled, scaled_tensor
 from lpconv.scaled.choices import OPERAND_SCALES, operand_scales
-from lpconv.scaled.operands import encoded, product, scale_kind
+from lpconv.scaled.operands import encode_operand, product, scale_kind
 from lpconv.scaled.pair import Numerics, Role, Scaled, data_of
 from lpconv.scaled.rules import multiply
 
@@ -104,7 +104,7 @@ def test_what_is_not_finite_is_not_so_behind_the_cast(kind: str, format: str, ba
     for dtype in (torch.bfloat16, torch.float32, torch.float16):
         data = torch.ones(2, 3, dtype=dtype)
         data[1, 1] = bad
-        assert encoded(data, format, kind, axis=-1).decoded(dtype)[1, 1].isnan()
+        assert encode_operand(data, format, kind, axis=-1).decoded(dtype)[1, 1].isnan()
 
 
 @pytest.mark.parametrize("kind", CASTS)
@@ -130,7 +130,7 @@ def test_an_overflow_reaches_the_guard(kind: str, save_codes: bool, where: str) 
 @pytest.mark.parametrize("kind", CASTS)
 def test_zeros_and_nothing_have_codes(kind: str) -> None:
     for shape in ((2, 3), (0, 3)):
-        coded = encoded(torch.zeros(shape), "e4m3fn", kind, axis=-1)
+        coded = encode_operand(torch.zeros(shape), "e4m3fn", kind, axis=-1)
         assert torch.equal(coded.decoded(torch.float32), torch.zeros(shape))
 
 

@@ -16,7 +16,7 @@ from hypothesis import given, settings, strategies as some
 from scaled_models import build, loss_and_grads
 from torch import Tensor
 
-from lpconv.layers import weighted
+from lpconv.layers import weighted_modules
 from lpconv.scaled import EdgeFactors, ScaledTensor, apply_factors, scaled, scaled_tensor
 
 LINEAR = [(64, 256), (16, 256)]  # √256 terms forward, √16 back to the input, √64 for the weight
@@ -140,7 +140,7 @@ def test_no_choice_of_factors_can_turn_a_gradient(data: Any) -> None:
     """The paper's constraint (§5.1): factors off the path product rotate gradients silently. Recorded ones cannot."""
     plain, batch = build("bert-mlm", num_layers=1)
     ours = scaled(copy.deepcopy(plain), strict=True)
-    names = sorted(weighted(ours))
+    names = sorted(weighted_modules(ours))
     chosen = data.draw(some.dictionaries(some.sampled_from(names), some.tuples(powers, powers), min_size=1))
     apply_factors(ours, {name: EdgeFactors(forward=f, backward=b) for name, (f, b) in chosen.items()})
 

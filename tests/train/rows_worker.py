@@ -13,7 +13,7 @@ from lpconv.models.sharing import running_copy
 from lpconv.models.tasks import TASKS
 from lpconv.scaled import saved_bytes
 from lpconv.scaled.tensor import ScaledTensor
-from lpconv.shards import is_sharded, local, whole
+from lpconv.shards import gather_whole, is_sharded, local
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.prepare import prepare
 from lpconv.train.processes import mesh
@@ -32,7 +32,7 @@ def _opened_unlike(folder: str, task: str, num_labels: int | None) -> list[str]:
     whole_one, rows = (_open(folder, task, num_labels, by_rows=by_rows) for by_rows in (False, True))
     named = [dict(x.model.named_parameters(remove_duplicate=False)) for x in (whole_one, rows)]
     wrong = list(named[0].keys() ^ named[1].keys())
-    wrong += [n for n, p in named[0].items() if not _same(p, whole(named[1][n].detach()))]
+    wrong += [n for n, p in named[0].items() if not _same(p, gather_whole(named[1][n].detach()))]
     wrong += [f"{n}: frozen" for n, p in named[0].items() if p.requires_grad != named[1][n].requires_grad]
     wrong += [f"{n}: not sharded" for n, p in named[1].items() if not is_sharded(p)]
     buffers = [dict(x.model.named_buffers()) for x in (whole_one, rows)]

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from lpconv.data import demo_checkpoint
 from lpconv.errors import InputError, LpconvError, UsageError
 from lpconv.train.data import check_data, read_rows
-from lpconv.train.examples import Collator, Stream, classification, packed
+from lpconv.train.examples import Collator, Stream, classification, pack_examples
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.recipes import arithmetic
 
@@ -122,7 +122,7 @@ def test_a_missing_column_names_the_nearest(tmp_path: Path) -> None:
 
 def test_packing_loses_only_the_end_and_separates_texts(tmp_path: Path, tokenizer: Any) -> None:
     rows = read_rows(options(write_jsonl(tmp_path / "rows.jsonl", TEXTS)))
-    found = packed(rows, tokenizer, seq_len=16, vocab_size=272, prefix=[], suffix=[])
+    found = pack_examples(rows, tokenizer, seq_len=16, vocab_size=272, prefix=[], suffix=[])
     ids = np.concatenate([x["input_ids"] for x in found.train])
     end = tokenizer.eos_token_id
     expected = [i for text in rows.texts(rows.train) for i in [*tokenizer(text)["input_ids"], end]]
@@ -133,7 +133,7 @@ def test_packing_loses_only_the_end_and_separates_texts(tmp_path: Path, tokenize
 def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path, tokenizer: Any) -> None:
     rows = read_rows(options(write_jsonl(tmp_path / "rows.jsonl", TEXTS)))
     with pytest.raises(InputError, match="the model embeds 50"):
-        packed(rows, tokenizer, seq_len=16, vocab_size=50, prefix=[], suffix=[])
+        pack_examples(rows, tokenizer, seq_len=16, vocab_size=50, prefix=[], suffix=[])
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from lpconv.probe.record import ProbedTensor
 from lpconv.results import RunRecord, Series
 from lpconv.scaled import AdamW
 from lpconv.train.folder import Metrics, median_step_time
-from lpconv.train.memory import check_room, explained
+from lpconv.train.memory import check_room, explain_oom
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.outcome import gaps
 from lpconv.train.prepare import prepare
@@ -127,9 +127,9 @@ def test_an_interval_needs_seeds_and_pairs_them() -> None:
 
 
 def test_running_out_of_memory_names_the_estimate() -> None:
-    with pytest.raises(ResourceError, match=r"activations 2\.00 MB"), explained({"activations": 2_000_000}):
+    with pytest.raises(ResourceError, match=r"activations 2\.00 MB"), explain_oom({"activations": 2_000_000}):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
-    with pytest.raises(RuntimeError, match="something else"), explained({}):
+    with pytest.raises(RuntimeError, match="something else"), explain_oom({}):
         raise RuntimeError("something else")
     check_room({"weights": 10}, 10)
     with pytest.raises(ResourceError, match="about 11 B"):

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from lpconv.formats.scale import pow2_floor
-from lpconv.scaled.pair import Call, Rule, Scaled, data_of, in_units, measurable, pair, value
+from lpconv.scaled.pair import Call, Rule, Scaled, data_of, in_units_of, pair, value, with_nonzero_scale
 from lpconv.scaled.rules.multiply import contraction_factor
-from lpconv.scaled.scales import Scale, larger, multiplied, ratio, split_number, times
+from lpconv.scaled.scales import Scale, larger, multiply, ratio, split_number, times
 
 aten = torch.ops.aten
 
@@ -34,7 +34,7 @@ def _add(call: Call, a: Any, b: Any, *, alpha: float = 1) -> Scaled:
     (data_a, scale_a), (data_b, scale_b) = pair(a), pair(b)
     if alpha != 1:
         mantissa, power = split_number(float(alpha))
-        data_b, scale_b = data_b * mantissa, multiplied(scale_b, power)
+        data_b, scale_b = data_b * mantissa, multiply(scale_b, power)
     fit = call.numerics.fit_joins and isinstance(data_a, Tensor) and isinstance(data_b, Tensor)
     scale = _fitting_scale(data_a, scale_a, data_b, scale_b) if fit else larger(scale_a, scale_b)
     return Scaled(_sum(data_a, ratio(scale_a, scale), data_b, ratio(scale_b, scale)), scale)
@@ -102,11 +102,11 @@ def _where(call: Call, condition: Tensor, a: Any, b: Any) -> Scaled:
     overflow as a scale.
     """
     if isinstance(a, Scaled) and not isinstance(b, Scaled) and b.dim() == 0:
-        at = measurable(a)
-        return at.with_data(call.op(condition, at.data, in_units(b, at)))
+        at = with_nonzero_scale(a)
+        return at.with_data(call.op(condition, at.data, in_units_of(b, at)))
     if isinstance(b, Scaled) and not isinstance(a, Scaled) and a.dim() == 0:
-        at = measurable(b)
-        return at.with_data(call.op(condition, in_units(a, at), at.data))
+        at = with_nonzero_scale(b)
+        return at.with_data(call.op(condition, in_units_of(a, at), at.data))
     data_a, data_b, scale = _at_larger(a, b)
     return Scaled(call.op(condition, data_a, data_b), scale)
 
@@ -138,7 +138,7 @@ def _sum_dims(call: Call, x: Any, dims: Any = None, keepdim: bool = False, *, dt
     out = dtype or x.data.dtype
     wide = torch.promote_types(out, torch.float32)
     total = aten.sum.dim_IntList(x.data, list(dims), keepdim, dtype=None if wide == x.data.dtype else wide)
-    return Scaled(times(total, 1 / r).to(out), multiplied(x.scale, r), x.role)
+    return Scaled(times(total, 1 / r).to(out), multiply(x.scale, r), x.role)
 
 
 def _sum_all(call: Call, x: Any, *, dtype: torch.dtype | None = None) -> Any:
@@ -149,14 +149,14 @@ def _sum_all(call: Call, x: Any, *, dtype: torch.dtype | None = None) -> Any:
     out = dtype or x.data.dtype
     wide = torch.promote_types(out, torch.float32)
     total = aten.sum.default(x.data, dtype=None if wide == x.data.dtype else wide)
-    return Scaled(times(total, 1 / r).to(out), multiplied(x.scale, r), x.role)
+    return Scaled(times(total, 1 / r).to(out), multiply(x.scale, r), x.role)
 
 
 def _clamp(call: Call, x: Any, low: Any = None, high: Any = None) -> Any:
     """(clamp(d, low/s, high/s), s) with bounds kept finite; needs a static scale."""
     if not isinstance(x, Scaled):
         return NotImplemented
-    x = measurable(x)
+    x = with_nonzero_scale(x)
     if isinstance(x.scale, Tensor):
         return Scaled(call.op(value(x), low, high).to(x.data.dtype), 1.0, x.role)
     limit = torch.finfo(x.data.dtype).max
@@ -168,8 +168,8 @@ def _clamp_tensor(call: Call, x: Any, low: Any = None, high: Any = None) -> Any:
     """As `_clamp`, for bounds that are plain tensors."""
     if not isinstance(x, Scaled) or isinstance(low, Scaled) or isinstance(high, Scaled):
         return NotImplemented
-    x = measurable(x)
-    bounds = [None if b is None else in_units(b, x) for b in (low, high)]
+    x = with_nonzero_scale(x)
+    bounds = [None if b is None else in_units_of(b, x) for b in (low, high)]
     return x.with_data(call.op(x.data, *bounds))
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from lpconv.errors import UnsupportedError
-from lpconv.scaled.pair import Call, Rule, Scaled, moved, pair, value
+from lpconv.scaled.pair import Call, Rule, Scaled, move_factor, pair, value
 from lpconv.scaled.rules import linear, nonlinear
 from lpconv.scaled.scales import times
 
@@ -63,13 +63,13 @@ def _softmax(call: Call, x: Any, dim: int, *args: Any) -> Any:
 def _softmax_backward(call: Call, grad: Any, output: Any, dim: int, dtype: torch.dtype) -> Any:
     """(c·f(d_g, P)/`_chosen`, …) with P's own gain c."""
     out = linear.softmax(call, grad, output, dim, dtype)
-    return moved(out, 1 / _chosen(pair(output)[0].shape[dim], call.numerics.causal))
+    return move_factor(out, 1 / _chosen(pair(output)[0].shape[dim], call.numerics.causal))
 
 
 def _attention(call: Call, query: Any, key: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
     """(c·sdpa(d_q, d_k, d_v), s_v/c), c = 1/`averaged_alike`."""
     out, *others = nonlinear.attention(call, query, key, v, *args, **kwargs)
-    return (moved(out, 1 / averaged_alike(*_keys(call, (query, key, v, *args), kwargs))), *others)
+    return (move_factor(out, 1 / averaged_alike(*_keys(call, (query, key, v, *args), kwargs))), *others)
 
 
 def _attention_backward(rule: Rule) -> Rule:
@@ -84,7 +84,7 @@ def _attention_backward(rule: Rule) -> Rule:
         grads = rule(call, *args, **kwargs)
         shared = math.sqrt(grads[2].data.shape[1] / grads[0].data.shape[1])  # a head of K and V for several of Q
         factors = (at_bias / size, at_bias / size * shared, at_v * shared, at_bias)
-        return tuple(moved(g, f) if isinstance(g, Scaled) else g for g, f in zip(grads, factors, strict=False))
+        return tuple(move_factor(g, f) if isinstance(g, Scaled) else g for g, f in zip(grads, factors, strict=False))
 
     return backward
 

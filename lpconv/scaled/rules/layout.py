@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from lpconv.formats.scale import pow2_floor
-from lpconv.scaled.pair import Call, Rule, Scaled, data_of, in_units, measurable, pair, value
-from lpconv.scaled.scales import multiplied, times
+from lpconv.scaled.pair import Call, Rule, Scaled, data_of, in_units_of, pair, value, with_nonzero_scale
+from lpconv.scaled.scales import multiply, times
 
 aten = torch.ops.aten
 
@@ -56,7 +56,7 @@ def _fitting(x: Scaled, dtype: torch.dtype, underflow: float = 0.0) -> Scaled:
     down = 0.5 / pow2_floor(times_over).float()
     wanted = _lognormal_factor(x.data, dtype, underflow) if underflow else torch.ones_like(down)
     factor = torch.where(times_over.isfinite() & (times_over > 0), torch.minimum(wanted, down), 1.0)
-    return Scaled(times(x.data, factor), multiplied(x.scale, 1 / factor), x.role)
+    return Scaled(times(x.data, factor), multiply(x.scale, 1 / factor), x.role)
 
 
 def _lognormal_factor(data: Tensor, dtype: torch.dtype, underflow: float) -> Tensor:
@@ -82,7 +82,7 @@ def _pad(call: Call, x: Scaled, padding: list[int], fill: float = 0.0) -> Scaled
     """(pad(d, fill/s), s); under a dynamic scale a fill other than 0 gives (pad(value, fill), 1)."""
     if fill == 0:
         return x.with_data(call.op(x.data, padding, 0.0))
-    x = measurable(x)
+    x = with_nonzero_scale(x)
     if isinstance(x.scale, Tensor):
         return Scaled(call.op(value(x), padding, fill).to(x.data.dtype), 1.0)
     return x.with_data(call.op(x.data, padding, _filled(x, fill)))
@@ -92,11 +92,11 @@ def _masked_fill(call: Call, x: Any, mask: Tensor, fill: Any) -> Any:
     """(masked_fill(d, fill/s), s): the tensor keeps its scale whatever the mask constant is."""
     if not isinstance(x, Scaled) or isinstance(fill, Scaled):
         return NotImplemented
-    x = measurable(x)
+    x = with_nonzero_scale(x)
     if isinstance(x.scale, float) and not isinstance(fill, Tensor):
         return x.with_data(aten.masked_fill.Scalar(x.data, mask, _filled(x, float(fill))))
     constant = torch.as_tensor(fill, dtype=torch.promote_types(x.data.dtype, torch.float32), device=x.data.device)
-    return x.with_data(aten.masked_fill.Tensor(x.data, mask, in_units(constant, x)))
+    return x.with_data(aten.masked_fill.Tensor(x.data, mask, in_units_of(constant, x)))
 
 
 def _unchanged(call: Call, x: Scaled) -> Scaled:
@@ -108,7 +108,7 @@ def _scatter_number(call: Call, x: Any, dim: int, index: Tensor, fill: Any) -> A
     """(scatter(d, fill/s), s), as `_masked_fill`."""
     if not isinstance(x, Scaled):
         return NotImplemented
-    x = measurable(x)
+    x = with_nonzero_scale(x)
     if isinstance(x.scale, Tensor):
         return Scaled(call.op(value(x), dim, index, fill).to(x.data.dtype), 1.0)
     return x.with_data(call.op(x.data, dim, index, _filled(x, float(fill))))

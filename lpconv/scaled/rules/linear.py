@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from lpconv.formats.scale import pow2_floor
-from lpconv.scaled.pair import Call, Role, Rule, Scaled, data_of, pair, value, widened
+from lpconv.scaled.pair import Call, Role, Rule, Scaled, data_of, pair, value, widen_16_bit
 from lpconv.scaled.rules.nonlinear import AttentionInputs, plain_operands
-from lpconv.scaled.rules.own import rebalanced
-from lpconv.scaled.scales import MIN_SCALE, Scale, multiplied, ratio, times
+from lpconv.scaled.rules.own import rebalance
+from lpconv.scaled.scales import MIN_SCALE, Scale, multiply, ratio, times
 
 aten = torch.ops.aten
 
@@ -21,8 +21,8 @@ def linear(call: Call, grad: Any, *args: Any, **kwargs: Any) -> Any:
     if any(isinstance(a, Scaled) and a.role is Role.GRADIENT for a in args):
         return NotImplemented
     data, scale = pair(grad)
-    rest = [widened(value(a)) for a in args]
-    out = call.op(widened(data), *rest, **{k: value(v) for k, v in kwargs.items()})
+    rest = [widen_16_bit(value(a)) for a in args]
+    out = call.op(widen_16_bit(data), *rest, **{k: value(v) for k, v in kwargs.items()})
     if isinstance(out, Tensor):
         return Scaled(out.to(data.dtype), scale)
     first, *others = out
@@ -44,12 +44,12 @@ def softmax(call: Call, grad: Any, output: Any, dim: int, dtype: torch.dtype) ->
     With `softmax_grad` c is what brings the result near 1: a trained P is far from the uniform one of the theory.
     """
     (data, scale), (_, scale_p) = pair(grad), pair(output)
-    out = call.op(widened(data), widened(value(output)), dim, torch.promote_types(data.dtype, torch.float32))
+    out = call.op(widen_16_bit(data), widen_16_bit(value(output)), dim, torch.promote_types(data.dtype, torch.float32))
     if call.numerics.softmax_grad:
-        near_1 = rebalanced(Scaled(out, scale), "l2", smallest=MIN_SCALE, headroom=call.numerics.headroom)
+        near_1 = rebalance(Scaled(out, scale), "l2", smallest=MIN_SCALE, headroom=call.numerics.headroom)
         return near_1.with_data(near_1.data.to(dtype))
     gain = 1 / scale_p if isinstance(scale_p, float) and scale_p else 1.0
-    return Scaled(times(out, gain).to(dtype), multiplied(scale, 1 / gain))
+    return Scaled(times(out, gain).to(dtype), multiply(scale, 1 / gain))
 
 
 def _log_softmax(call: Call, grad: Any, output: Any, dim: int, dtype: torch.dtype) -> Any:
@@ -75,7 +75,7 @@ def _nll_loss(call: Call, grad: Any, logp: Any, target: Tensor, weight: Any, red
         gain *= pow2_floor(float(max(1, target.numel()))) if reduction == 1 else 1.0
     at_gain = times(data.to(log_probabilities.dtype), gain)
     out = call.op(at_gain, log_probabilities, target, weight, reduction, *args)
-    return Scaled(out, multiplied(scale, 1 / gain))
+    return Scaled(out, multiply(scale, 1 / gain))
 
 
 def _mean_squared(call: Call, grad: Any, x: Any, target: Any, reduction: int) -> Any:
@@ -83,8 +83,8 @@ def _mean_squared(call: Call, grad: Any, x: Any, target: Any, reduction: int) ->
     (data, scale), x_value = pair(grad), value(x)
     count = pow2_floor(float(max(1, x_value.numel())))
     gain = count if reduction == 1 and call.numerics.unit_factors else 1.0
-    out = call.op(times(widened(data), gain), x_value, value(target), reduction)
-    return Scaled(out, multiplied(scale, 1 / gain))
+    out = call.op(times(widen_16_bit(data), gain), x_value, value(target), reduction)
+    return Scaled(out, multiply(scale, 1 / gain))
 
 
 def attention_backward(
@@ -123,7 +123,7 @@ def _attention_operands(
     (data_g, scale_g), (data_v, scale_v), (data_out, scale_out) = pair(grad), pair(v), pair(out)
     inputs = AttentionInputs.of(query, key, softmax_scale)
     at_v = data_out if scale_out is scale_v else times(data_out, ratio(scale_out, scale_v))
-    scale_gv = multiplied(scale_g, scale_v)
+    scale_gv = multiply(scale_g, scale_v)
     return _AttentionOperands(
         tensors=(data_g, inputs.query, inputs.key, data_v, at_v),
         softmax_scale=inputs.softmax_scale,
@@ -134,7 +134,7 @@ def _attention_operands(
 def _solve(call: Call, triangle: Any, x: Any, **kwargs: Any) -> Any:
     """(A^-1·d, s): linear in what is solved for, in the forward pass and in the backward pass."""
     data, scale = pair(x)
-    wide = widened(data)
+    wide = widen_16_bit(data)
     return Scaled(call.op(value(triangle).to(wide.dtype), wide, **kwargs).to(data.dtype), scale)
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from lpconv.formats.scale import pow2_floor
 from lpconv.kernels.matmul import at_half
 from lpconv.scaled.operands import grouped_product, product
-from lpconv.scaled.pair import Call, Rule, Scaled, measurable, pair, value
-from lpconv.scaled.scales import Scale, larger, multiplied, ratio, split_number, times
+from lpconv.scaled.pair import Call, Rule, Scaled, pair, value, with_nonzero_scale
+from lpconv.scaled.scales import Scale, larger, multiply, ratio, split_number, times
 
 aten = torch.ops.aten
 
@@ -35,7 +35,7 @@ def contraction_factor(call: Call, num_terms: float) -> float:
 def _mul(call: Call, a: Any, b: Any) -> Scaled:
     """(d_a·d_b, s_a·s_b)."""
     (data_a, scale_a), (data_b, scale_b) = pair(a), pair(b)
-    scale = multiplied(scale_a, scale_b)
+    scale = multiply(scale_a, scale_b)
     if isinstance(data_a, Tensor) and isinstance(data_b, Tensor):
         return Scaled(data_a * data_b, scale)
     return Scaled(times(data_a, data_b) if isinstance(data_a, Tensor) else times(data_b, data_a), scale)
@@ -53,7 +53,7 @@ def _div(call: Call, a: Any, b: Any) -> Scaled:
 
 def _reciprocal(call: Call, x: Scaled) -> Scaled:
     """(1/d, 1/s)."""
-    x = measurable(x)
+    x = with_nonzero_scale(x)
     return Scaled(x.data.reciprocal(), ratio(1.0, x.scale))
 
 
@@ -109,24 +109,24 @@ def _can_raise(scale: Scale, exponent: int) -> bool:
 
 def _matmul(call: Call, a: Any, b: Any) -> Scaled:
     """mm and bmm: (d_a·d_b / r, s_a·s_b·r)."""
-    scale = multiplied(pair(a)[1], pair(b)[1])
+    scale = multiply(pair(a)[1], pair(b)[1])
     r = contraction_factor(call, pair(a)[0].shape[-1])
-    return Scaled(product(call.numerics, a, b, alpha=1 / r), multiplied(scale, r))
+    return Scaled(product(call.numerics, a, b, alpha=1 / r), multiply(scale, r))
 
 
 def _add_matmul(call: Call, bias: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Scaled:
     """addmm and baddbmm: a product and its bias at the larger of their scales, both factors inside one BLAS call."""
     data_bias, scale_bias = pair(bias)
     (mantissa, power), (mantissa_bias, power_bias) = split_number(float(alpha)), split_number(float(beta))
-    scale_ab = multiplied(multiplied(pair(a)[1], pair(b)[1]), power)
-    scale_bias = multiplied(scale_bias, power_bias)
+    scale_ab = multiply(multiply(pair(a)[1], pair(b)[1]), power)
+    scale_bias = multiply(scale_bias, power_bias)
     r = contraction_factor(call, pair(a)[0].shape[-1])
-    scale = larger(multiplied(scale_ab, r), scale_bias)
+    scale = larger(multiply(scale_ab, r), scale_bias)
     if isinstance(scale, float):
         at_scale = times(data_bias, mantissa_bias * ratio(scale_bias, scale))
         gain = mantissa * float(ratio(scale_ab, scale))
         return Scaled(product(call.numerics, a, b, alpha=gain, bias=at_scale), scale)
-    product_scale = multiplied(scale_ab, r)
+    product_scale = multiply(scale_ab, r)
     in_product = times(data_bias, mantissa_bias * ratio(scale_bias, product_scale))
     data = product(call.numerics, a, b, alpha=mantissa / r, bias=in_product)
     return Scaled(times(data, ratio(product_scale, scale)), scale)
@@ -142,18 +142,18 @@ def _grouped_matmul(
     num_terms = data_a.shape[-1] / (len(offsets) if data_a.dim() == data_b.dim() == 2 else 1)
     out = grouped_product(call.numerics, a, b, lambda x, y: call.op(x, y, offsets))
     r = contraction_factor(call, num_terms)
-    return Scaled(times(out, 1 / r).to(out_dtype or out.dtype), multiplied(multiplied(scale_a, scale_b), r))
+    return Scaled(times(out, 1 / r).to(out_dtype or out.dtype), multiply(multiply(scale_a, scale_b), r))
 
 
 def _convolution(call: Call, x: Any, weight: Any, bias: Any, *settings: Any) -> Scaled:
     """(conv(d_x, d_w, b/(s_x·s_w)) / r, s_x·s_w·r) with r from the fan-in; the reference has no fan-in factor."""
     (data_x, scale_x), (data_w, scale_w) = pair(x), pair(weight)
-    scale = multiplied(scale_x, scale_w)
+    scale = multiply(scale_x, scale_w)
     if bias is not None:
         data_bias, scale_bias = pair(bias)
         bias = times(data_bias, ratio(scale_bias, scale))
     r = contraction_factor(call, _terms(data_w, settings)[0])
-    return Scaled(times(at_half(call.op, data_x, data_w, bias, *settings), 1 / r), multiplied(scale, r))
+    return Scaled(times(at_half(call.op, data_x, data_w, bias, *settings), 1 / r), multiply(scale, r))
 
 
 def _convolution_backward(
@@ -166,9 +166,9 @@ def _convolution_backward(
     is_transposed = settings[3]
     met = data_x if is_transposed else data_g  # what an element of the weight meets at every position
     terms = (_terms(data_w, settings)[1], met.numel() / met.shape[1], data_g.numel() / data_g.shape[1])
-    scales = (multiplied(scale_g, scale_w), multiplied(scale_g, scale_x), scale_g)
+    scales = (multiply(scale_g, scale_w), multiply(scale_g, scale_x), scale_g)
     return tuple(
-        None if g is None else Scaled(times(g, 1 / r), multiplied(s, r))
+        None if g is None else Scaled(times(g, 1 / r), multiply(s, r))
         for g, s, r in zip(grads, scales, (contraction_factor(call, n) for n in terms), strict=True)
     )
 

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from lpconv.scaled.operands import product
-from lpconv.scaled.pair import Call, Role, Rule, Scaled, moved, pair, value
+from lpconv.scaled.pair import Call, Role, Rule, Scaled, move_factor, pair, value
 from lpconv.scaled.rules import averages, layout, linear, nonlinear
 from lpconv.scaled.rules.multiply import contraction_factor
-from lpconv.scaled.scales import Scale, multiplied, ratio, times
+from lpconv.scaled.scales import Scale, multiply, ratio, times
 
 aten = torch.ops.aten
 
@@ -55,7 +55,7 @@ def _add(call: Call, a: Any, b: Any, *, alpha: float = 1) -> Any:
     starts at zero. For the weight w of a norm, 1 + w has the scale of w.
     """
     (data_a, scale_a), (data_b, scale_b) = _number(a), _number(b)
-    data_b, scale_b = data_b * math.copysign(1.0, alpha), multiplied(scale_b, abs(float(alpha)))
+    data_b, scale_b = data_b * math.copysign(1.0, alpha), multiply(scale_b, abs(float(alpha)))
     if _is_size_of_sum(a, b):
         scale = scale_a
     elif _is_size_of_sum(b, a):
@@ -88,7 +88,7 @@ def _static(scale: Scale) -> float:
 def _sub(call: Call, a: Any, b: Any, *, alpha: float = 1) -> Any:
     """As `_add`, with b negated; a statistic of a, such as its mean, leaves the scale of a."""
     if isinstance(a, Scaled) and isinstance(b, Scaled) and b.data.numel() < a.data.numel():
-        return Scaled(a.data - _at(b.data, ratio(multiplied(b.scale, float(alpha)), a.scale)), a.scale)
+        return Scaled(a.data - _at(b.data, ratio(multiply(b.scale, float(alpha)), a.scale)), a.scale)
     return _add(call, a, b, alpha=-alpha)
 
 
@@ -112,9 +112,9 @@ def _mul(call: Call, a: Any, b: Any) -> Scaled:
     (data_a, scale_a), (data_b, scale_b) = (_rotating(*x) for x in ((a, b), (b, a)))
     if isinstance(data_a, float) or isinstance(data_b, float):
         return Scaled(
-            _at(data_b, data_a) if isinstance(data_a, float) else _at(data_a, data_b), multiplied(scale_a, scale_b)
+            _at(data_b, data_a) if isinstance(data_a, float) else _at(data_a, data_b), multiply(scale_a, scale_b)
         )
-    return Scaled(data_a * data_b, multiplied(scale_a, scale_b))
+    return Scaled(data_a * data_b, multiply(scale_a, scale_b))
 
 
 def _rotating(x: Any, other: Any) -> tuple[Any, Scale]:
@@ -146,7 +146,7 @@ def _root(call: Call, x: Scaled) -> Scaled:
 def _add_matmul(call: Call, bias: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Scaled:
     """addmm and baddbmm at the scale of the product: a bias is zero at initialisation."""
     (data_bias, scale_bias), r = _number(bias), contraction_factor(call, pair(a)[0].shape[-1])
-    scale = multiplied(multiplied(multiplied(pair(a)[1], pair(b)[1]), r), abs(float(alpha)))
+    scale = multiply(multiply(multiply(pair(a)[1], pair(b)[1]), r), abs(float(alpha)))
     at_scale = times(data_bias, float(beta) * float(ratio(scale_bias, scale)))
     return Scaled(product(call.numerics, a, b, alpha=math.copysign(1 / r, alpha), bias=at_scale), scale)
 
@@ -159,7 +159,7 @@ def _factored(rule: Rule, factor: Callable[..., float]) -> Rule:
         if out is NotImplemented:
             return out
         first, rest = (out[0], out[1:]) if isinstance(out, tuple) and not isinstance(out, Scaled) else (out, None)
-        at_one = moved(first, factor(*args))
+        at_one = move_factor(first, factor(*args))
         return at_one if rest is None else (at_one, *rest)
 
     return at_unit

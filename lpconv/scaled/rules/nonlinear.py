@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lpconv.formats.scale import pow2_floor
-from lpconv.scaled.pair import Call, Role, Rule, Scaled, measurable, pair, value
+from lpconv.scaled.pair import Call, Role, Rule, Scaled, pair, value, with_nonzero_scale
 from lpconv.scaled.scales import ratio, times
 
 aten = torch.ops.aten
@@ -28,7 +28,7 @@ def activation(call: Call, x: Any, *args: Any, **kwargs: Any) -> Any:
     """
     if not isinstance(x, Scaled):
         return NotImplemented
-    x = measurable(x)
+    x = with_nonzero_scale(x)
     out = call.op(value(x), *args, **kwargs)
     return Scaled(times(out, ratio(1.0, x.scale)).to(x.data.dtype), x.scale)
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from lpconv.scaled.pair import Call, Rule, Scaled, data_of, pair, value, widened
+from lpconv.scaled.pair import Call, Rule, Scaled, data_of, pair, value, widen_16_bit
 from lpconv.scaled.rules.multiply import contraction_factor
-from lpconv.scaled.scales import Scale, larger, multiplied, ratio, times
+from lpconv.scaled.scales import Scale, larger, multiply, ratio, times
 
 aten = torch.ops.aten
 
@@ -32,8 +32,8 @@ def _layer_norm(call: Call, x: Any, shape: list[int], weight: Any, bias: Any, ep
     for a in (weight, bias):
         scale = scale if a is None else larger(scale, pair(a)[1])
     scale = 1.0 if isinstance(scale, float) and scale == 0 else scale
-    affine = [None if a is None else widened(times(pair(a)[0], ratio(pair(a)[1], scale))) for a in (weight, bias)]
-    out, mean, rstd = call.op(widened(data), shape, *affine, data_eps)
+    affine = [None if a is None else widen_16_bit(times(pair(a)[0], ratio(pair(a)[1], scale))) for a in (weight, bias)]
+    out, mean, rstd = call.op(widen_16_bit(data), shape, *affine, data_eps)
     return Scaled(out.to(data.dtype), scale), Scaled(mean, scale_x), Scaled(rstd, ratio(1.0, scale_x))
 
 
@@ -47,10 +47,10 @@ def _layer_norm_backward(
     if not (isinstance(own_scale, float) and own_scale == scale_x):  # the forward pass normalised the value
         data_x = value(x)
     rows = data_g.numel() // max(1, math.prod(shape))
-    wide = [widened(a) for a in (data_g, data_x, data_of(weight), data_of(bias))]
+    wide = [widen_16_bit(a) for a in (data_g, data_x, data_of(weight), data_of(bias))]
     grads = call.op(wide[0], wide[1], shape, pair(mean)[0], pair(rstd)[0], wide[2], wide[3], mask)
     r = contraction_factor(call, rows)
-    scales = (ratio(multiplied(scale_g, scale_w), scale_x), multiplied(scale_g, r), multiplied(scale_g, r))
+    scales = (ratio(multiply(scale_g, scale_w), scale_x), multiply(scale_g, r), multiply(scale_g, r))
     return tuple(
         None if g is None else Scaled(times(g, f).to(data_g.dtype), s)
         for g, f, s in zip(grads, (1.0, 1 / r, 1 / r), scales, strict=True)
@@ -59,7 +59,7 @@ def _layer_norm_backward(
 
 def _batch_norm(call: Call, x: Any, weight: Any, bias: Any, *args: Any) -> Any:
     """(norm of the values, 1): running means are values, so ε alone cannot make it exact on the data."""
-    out, *statistics = call.op(value(x), *(widened(value(a)) for a in (weight, bias)), *args)
+    out, *statistics = call.op(value(x), *(widen_16_bit(value(a)) for a in (weight, bias)), *args)
     return (Scaled(out.to(data_of(x).dtype), 1.0), *statistics)
 
 

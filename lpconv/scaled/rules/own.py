@@ -7,8 +7,8 @@ from torch import Tensor
 
 from lpconv.formats.scale import pow2_floor
 from lpconv.scaled import ops
-from lpconv.scaled.pair import Call, Role, Rule, Scaled, pair, static, value, widened
-from lpconv.scaled.scales import MAX_SCALE, MIN_SCALE, multiplied, times
+from lpconv.scaled.pair import Call, Role, Rule, Scaled, pair, static, value, widen_16_bit
+from lpconv.scaled.scales import MAX_SCALE, MIN_SCALE, multiply, times
 
 STATISTICS = {
     "max": lambda data: data.abs().amax(),
@@ -19,7 +19,7 @@ STATISTICS = {
 SMALLEST_NORM = 2.0**-14  # 2^⌊log2 1e-4⌋: all-zero data lower the scale by this much and no more
 
 
-def rebalanced(x: Scaled, statistic: str, *, smallest: float = SMALLEST_NORM, headroom: float = 1.0) -> Scaled:
+def rebalance(x: Scaled, statistic: str, *, smallest: float = SMALLEST_NORM, headroom: float = 1.0) -> Scaled:
     """(d/n, s·n) with n = max(2^⌊log2 stat(d)⌋, smallest) [Scalify Algorithm 4]; data with Inf or NaN keep their scale.
 
     `statistic` is "max", "l1" (mean magnitude) or "l2" (root mean square), taken in fp32. The new scale is a 0-dim fp32
@@ -27,7 +27,7 @@ def rebalanced(x: Scaled, statistic: str, *, smallest: float = SMALLEST_NORM, he
     """
     if not x.data.numel():
         return x
-    norm = pow2_floor(STATISTICS[statistic](widened(x.data)).float()) * headroom
+    norm = pow2_floor(STATISTICS[statistic](widen_16_bit(x.data)).float()) * headroom
     norm = torch.where(norm.isfinite(), norm.clamp(min=smallest), 1.0)
     old = x.scale if isinstance(x.scale, Tensor) else torch.full_like(norm, x.scale)
     norm = torch.where(old > 0, norm.clamp(MIN_SCALE / old, MAX_SCALE / old), norm)
@@ -38,7 +38,7 @@ def _rebalance(call: Call, x: Scaled, forward: str, backward: str) -> Scaled:
     """`rebalanced` by the forward statistic, if there is one; gradients with the headroom of the numerics."""
     if not forward:
         return x
-    return rebalanced(x, forward, headroom=call.numerics.headroom if x.role is Role.GRADIENT else 1.0)
+    return rebalance(x, forward, headroom=call.numerics.headroom if x.role is Role.GRADIENT else 1.0)
 
 
 def _leave(call: Call, x: Any, unit: Any, dynamic: bool) -> Any:
@@ -56,18 +56,18 @@ def _seed(call: Call, grad: Any, unit: Any, dynamic: bool) -> Scaled:
     data, scale = pair(grad)
     start = Scaled(data, scale, Role.GRADIENT)
     if dynamic:
-        start = rebalanced(start, "max", smallest=MIN_SCALE)
+        start = rebalance(start, "max", smallest=MIN_SCALE)
     elif data.numel() and static(scale) and not torch.compiler.is_compiling():
         amax = float(data.abs().amax())
         own = pow2_floor(amax) if MIN_SCALE <= amax <= MAX_SCALE else 1.0
         start = Scaled(times(data, 1 / own), own * scale, Role.GRADIENT)
     headroom = call.numerics.headroom
-    return Scaled(times(start.data, 1 / headroom), multiplied(start.scale, headroom), Role.GRADIENT)
+    return Scaled(times(start.data, 1 / headroom), multiply(start.scale, headroom), Role.GRADIENT)
 
 
 def _recentre(call: Call, x: Scaled, forward: float, backward: float) -> Scaled:
     """(d/f, s·f) for a static power of two f."""
-    return Scaled(times(x.data, 1 / forward), multiplied(x.scale, forward), x.role)
+    return Scaled(times(x.data, 1 / forward), multiply(x.scale, forward), x.role)
 
 
 def _as_exact(call: Call, x: Scaled) -> Scaled:
