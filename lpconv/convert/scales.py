@@ -237,7 +237,8 @@ def _odd(found: Mapping[str, Scales], grids: Mapping[str, Grid], source: Source)
     odd = [n for n in few if _num_codes(grids[n], source, _is_odd)]
     if odd:
         s = found[odd[0]]
-        yield f"{code_list(odd)}: {s.num_odd} of {s.num} scales are {_FACTOR:.0f} times smaller or larger than most"
+        times = f"over {_FACTOR:.0f} times"
+        yield f"{code_list(odd)}: {s.num_odd} of {s.num} scales are {times} smaller or larger than most"
     columns = {c.name: read_tensor(source, c.name) for grid in grids.values() if (c := grid.columns) is not None}
     wrong = [name for name, x in columns.items() if bool(_is_odd(x.float()).any())]
     if wrong:

@@ -120,7 +120,7 @@ def test_the_command_says_it_and_gates_ask_for_it(tmp_path: Path, monkeypatch: p
     assert (tmp_path / "again.html").read_text() == (tmp_path / "page.html").read_text()
     page = html.unescape((tmp_path / "page.html").read_text())
     tensors = [t for t in json.loads((tmp_path / "out/lpconv.json").read_text())["tensors"] if t["action"] != "tie"]
-    rows = re.findall(r'<td class="left name">(.*?)</td><td data-sort="(.*?)">', page)
+    rows = re.findall(r'<th scope="row" class="left name">(.*?)</th><td data-sort="(.*?)">', page)
     assert sorted(r[0].replace("<wbr>", "") for r in rows) == sorted(t["name"] for t in tensors)
     decibels = [float(r[1]) for r in rows]
     assert decibels == sorted(decibels)
