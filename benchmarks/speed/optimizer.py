@@ -1,6 +1,6 @@
 """Time of one optimizer step: Collage beside what it replaces.
 
-    python -m benchmarks.speed.optimizer --parameters 30e6 --shapes few --rounds 15 --json results/optimizer.json
+    python -m benchmarks.speed.optimizer --parameters 30e6 --shapes few --rounds 15 --out optimizer.json
 
 Every case is warmed up, then all cases take turns, so that a slow spell of the machine hits them alike. Steps run in
 place on fixed gradients. `GB/s` divides the bytes that the case must move (each stored number read and written once,
