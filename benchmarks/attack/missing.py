@@ -151,10 +151,12 @@ _COMMANDS: dict[str, Sequence[str]] = {
 
 def run(work: Path) -> dict[str, Any]:
     """The table of files by commands."""
+    import torch
     import transformers  # noqa: F401  # once, for all forks
 
     import lpconv.models.empty  # noqa: F401
 
+    torch.set_num_threads(1)  # a fork waits for ever for threads that only its parent has
     with tempfile.TemporaryDirectory() as folder:
         files = sorted(p for p in work.iterdir() if p.is_dir())
         for name, (change, config) in _DAMAGES.items():
