@@ -4,9 +4,9 @@ import functools
 import inspect
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -115,6 +115,15 @@ def print_result(result: Any, render: Callable[[Any], Any], *, json: bool) -> No
         from lpconv.report.terminal import show  # with rich, which takes a moment
 
         show(render(result))
+
+
+def print_table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> NoReturn:
+    """Print a table and end the command, for a flag that only lists something."""
+    from lpconv.report.document import Table
+    from lpconv.report.terminal import show
+
+    show(Table(columns=columns, rows=tuple(rows)))
+    raise typer.Exit
 
 
 Model = Annotated[

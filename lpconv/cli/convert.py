@@ -4,21 +4,26 @@ from typing import Annotated
 
 import typer
 
-from lpconv.cli.command import Json, Model, Output, Quiet, output_of, print_result, typed_command, with_options
+from lpconv.cli.command import (
+    Json,
+    Model,
+    Output,
+    Quiet,
+    output_of,
+    print_result,
+    print_table,
+    typed_command,
+    with_options,
+)
 from lpconv.convert.options import ConvertOptions
+from lpconv.convert.schemes import SCHEMES
 from lpconv.errors import UsageError
 
 
 def _list_schemes(wanted: bool) -> None:
-    if not wanted:
-        return
-    from lpconv.convert.schemes import SCHEMES
-    from lpconv.report.document import Table
-    from lpconv.report.terminal import show
-
-    rows = ((name, f"{s.bits:g}", s.opens, s.use) for name, s in SCHEMES.items())
-    show(Table(columns=("Scheme", "Bits", "<Opened by", "<When to use it"), rows=tuple(rows)))
-    raise typer.Exit
+    if wanted:
+        rows = ((name, f"{s.bits:g}", s.opens, s.use) for name, s in SCHEMES.items())
+        print_table(("Scheme", "Bits", "<Opened by", "<When to use it"), rows)
 
 
 @with_options

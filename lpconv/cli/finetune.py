@@ -4,22 +4,26 @@ from typing import Annotated
 
 import typer
 
-from lpconv.cli.command import Json, Model, Output, Quiet, output_of, print_result, typed_command, with_options
+from lpconv.cli.command import (
+    Json,
+    Model,
+    Output,
+    Quiet,
+    output_of,
+    print_result,
+    print_table,
+    typed_command,
+    with_options,
+)
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.recipes import RECIPES
 
 
 def _list_recipes(wanted: bool) -> None:
-    if not wanted:
-        return
-    from lpconv.report.document import Table
-    from lpconv.report.terminal import show
-
-    arithmetics = ((name, recipe.arithmetic, recipe.purpose) for name, recipe in RECIPES.items())
-    rows = ((n, a.precision, a.method, a.optimizer, a.loss_scale, use) for n, a, use in arithmetics)
-    columns = ("Recipe", "<Precision", "<Method", "<Optimizer", "<Loss scale", "<What it is for")
-    show(Table(columns=columns, rows=tuple(rows)))
-    raise typer.Exit
+    if wanted:
+        arithmetics = ((name, recipe.arithmetic, recipe.purpose) for name, recipe in RECIPES.items())
+        rows = ((n, a.precision, a.method, a.optimizer, a.loss_scale, use) for n, a, use in arithmetics)
+        print_table(("Recipe", "<Precision", "<Method", "<Optimizer", "<Loss scale", "<What it is for"), rows)
 
 
 def _show_plan(model: str, options: FinetuneOptions, *, json: bool) -> None:

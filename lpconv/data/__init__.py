@@ -13,12 +13,12 @@ from typing import Any
 from lpconv.errors import InputError
 from lpconv.lookup import find
 
-__all__ = ["check_text", "demo_checkpoint", "demo_text", "read_text", "text_at", "usual_seq_len"]
+__all__ = ["SEQ_LEN", "check_text", "demo_checkpoint", "demo_text", "read_text", "text_at", "usual_seq_len"]
 
 _LOOKED_AT = 4_000_000  # characters of a text that a check reads
 _SPECIAL_TOKENS = 8  # that a tokenizer adds, at most
 _MOST_BYTES = 16  # of a token, in texts of which nobody doubts that they are long enough
-_SEQ_LEN = 128  # where nobody says and the model has as many positions
+SEQ_LEN = 128  # where nobody says and the model has as many positions
 
 TEXTS = {"train": "train.txt", "heldout": "heldout.txt"}
 
@@ -74,9 +74,12 @@ def check_text(path: Path, seq_len: int = 1, *, tokenizer: Path | None = None) -
 
 
 def usual_seq_len(config: Mapping[str, Any], wanted: int | None) -> int:
-    """`wanted` tokens, by default 128 or the positions that a config says the model has."""
+    """`wanted` tokens, by default 128 or the positions that config.json says the model has.
+
+    `lpconv.models.inputs.sequence_length` also knows positions that are no tokens, from the config of transformers.
+    """
     found = (config.get(key) for key in ("max_position_embeddings", "n_positions"))
-    return wanted or min(_SEQ_LEN, next((n for n in found if isinstance(n, int)), _SEQ_LEN))
+    return wanted or min(SEQ_LEN, next((n for n in found if isinstance(n, int)), SEQ_LEN))
 
 
 def demo_text(split: str) -> Path:

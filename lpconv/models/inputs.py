@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lpconv.data import SEQ_LEN
 from lpconv.errors import UnsupportedError, UsageError
 from lpconv.models.tasks import TEXT_AND_IMAGE
 
 _BATCH, _LENGTH, _SEED = 2, 32, 0
-_SEQ_LEN = 128
 _SAMPLES = 8000  # of sound: half a second at the usual 16 kHz
 # Their positions count from the padding id on, so two of them are no tokens.
 _OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert", "xlm-roberta-xl", "mpnet")
@@ -45,10 +45,10 @@ def max_length(config: Any) -> int | None:
 
 def sequence_length(config: Any, wanted: int | None) -> int:
     """`wanted` tokens, by default 128 or the model's most; UsageError for more than the model has positions."""
-    limit = max_length(config) or _SEQ_LEN
+    limit = max_length(config) or SEQ_LEN
     if wanted is not None and wanted > limit:
         raise UsageError(f"--seq-len {wanted} is more than the model's {limit} positions", hint=f"pass at most {limit}")
-    return wanted or min(_SEQ_LEN, limit)
+    return wanted or min(SEQ_LEN, limit)
 
 
 def random_ids(shape_BL: tuple[int, int], vocab_size: int, *, seed: int, first: int = 0) -> Tensor:
